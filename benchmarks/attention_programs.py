@@ -4,7 +4,7 @@
 
 Counted from the rules by which kernels are launched, for Llama-3.1-8B on 132 multiprocessors; no GPU is needed.
 *Before* is one launch for chunks and decodes, whose grid was blocks x heads x splits, and a second one to join the
-splits. *After* is what kernels/triton_attention.py does. Needs torch and triton.
+splits. *After* is what kernels/gpu/triton_attention.py does. Needs torch and triton.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from itertools import takewhile
 
 from tables import markdown
 
-from crossdock.kernels.triton_attention import PART_TOKENS, num_blocks, num_joins, num_parts, tiles_for
+from crossdock.kernels.gpu.triton_attention import PART_TOKENS, num_blocks, num_joins, num_parts, tiles_for
 
 HEADS, KV_HEADS, DIM, ITEM_BYTES = 32, 8, 128, 2  # of Llama-3.1-8B in bf16
 GROUP, MULTIPROCESSORS = HEADS // KV_HEADS, 132

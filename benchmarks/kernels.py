@@ -19,12 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from crossdock.kernels.attention import AttentionBatch, reference_paged_attention, store_kv
-from crossdock.kernels.choice import KernelChoice
-from crossdock.kernels.cpu_attention import CpuAttention
-from crossdock.kernels.decoder import DecoderShape
-from crossdock.kernels.linear import FORMATS, Weights, linear_choice, usable_kernels
+from crossdock.kernels.cpu.choice import KernelChoice
+from crossdock.kernels.cpu.cpu_attention import CpuAttention
+from crossdock.kernels.cpu.decoder import DecoderShape
+from crossdock.kernels.cpu.linear import FORMATS, Weights, linear_choice, usable_kernels
+from crossdock.kernels.cpu.stack_choice import LayerSample, stack_cells, stack_choice
 from crossdock.kernels.options import Kernel
-from crossdock.kernels.stack_choice import LayerSample, stack_cells, stack_choice
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, LAYERS = 9, 3, 64, 16, 30
 SHAPE = DecoderShape(

@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from triton.runtime import interpreter
 
 from crossdock.kernels.backend import choose_attention
-from crossdock.workers.model import probe
+from crossdock.workers.model import replaced_parts
 from crossdock.workers.model.forward_context import ForwardContext, batch_of_one_page_each
 from crossdock.workers.model.load import wrap_module
 from crossdock.workers.model.model import PagedModel
@@ -103,17 +103,17 @@ def tiny(name: str, num_layers: int, is_fused: bool) -> PagedModel:
     torch.manual_seed(0)
     module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     attention = choose_attention("triton", torch.device("cpu"))
-    may_use = probe.use_triton_layers
+    may_use = replaced_parts.use_triton_layers
     if not is_fused:
 
         def refuse(*_: Any) -> Any:
-            raise probe.NotFusableError("counted as transformers computes them")
+            raise replaced_parts.NotFusableError("counted as transformers computes them")
 
-        probe.use_triton_layers = refuse
+        replaced_parts.use_triton_layers = refuse
     try:
         model = wrap_module(module, attention=attention)
     finally:
-        probe.use_triton_layers = may_use
+        replaced_parts.use_triton_layers = may_use
     assert bool(model.kernels) is is_fused
     return model
 

@@ -76,7 +76,7 @@ def serve(args: argparse.Namespace) -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a library prints is no answer
     from crossdock.workers.replica.config import EngineConfig, ReplicaSpec
-    from crossdock.workers.replica.engine import load_engine
+    from crossdock.workers.replica.engine.engine_loader import load_engine
 
     settings = {"kv_cache_memory": "2GiB", "admission": "queue"}
     config = EngineConfig.model_validate(settings)

@@ -30,11 +30,11 @@ from tables import hardware, today
 from crossdock.workers.model.checkpoint import resolve_model
 from crossdock.workers.model.cut.collectives import Collectives
 from crossdock.workers.model.cut.stage import PipelineStage
-from crossdock.workers.replica.calibrate import warm_up
 from crossdock.workers.replica.config import EngineConfig, ReplicaSpec
-from crossdock.workers.replica.engine import Engine
-from crossdock.workers.replica.follower import follow
-from crossdock.workers.replica.gang import Gang
+from crossdock.workers.replica.engine.calibrate import warm_up
+from crossdock.workers.replica.engine.engine import Engine
+from crossdock.workers.replica.ranks.gang import Gang
+from crossdock.workers.replica.serving.follower import follow
 from crossdock.workers.schedule.batch import Batch, SampledToken
 from crossdock.workers.schedule.cost import StepCost
 from crossdock.workers.schedule.pages import PagePool

@@ -33,9 +33,11 @@ from crossdock.cluster.bench.mix import MIXES, mix_jobs
 from crossdock.cluster.bench.workloads import Job
 from crossdock.cluster.simulate.fleet import SimulatedFleet, describe
 from crossdock.cluster.simulate.presets import preset
-from crossdock.cluster.simulate.simulation import Outcome, SimulatedRequest, Simulation, token_ids
+from crossdock.cluster.simulate.requests import SimulatedRequest, token_ids
+from crossdock.cluster.simulate.simulation import Outcome, Simulation
 from crossdock.cluster.simulate.study import Estimate
-from crossdock.workers.schedule.pages import PageHash, PagePool, hash_pages
+from crossdock.workers.schedule.pages import PagePool
+from crossdock.workers.schedule.prefix_index import PageHash, hash_pages
 from crossdock.workers.schedule.request import Submission
 from crossdock.workers.schedule.retention import NO_HINT, LeastRecentlyUsed, LeastValuable, ReturnHint
 

@@ -22,9 +22,10 @@ from collections.abc import Sequence
 
 from tables import Row, hardware, table, today
 
-from crossdock.workers.replica.calibrate import measure_step, warm_up
 from crossdock.workers.replica.config import EngineConfig, ReplicaSpec
-from crossdock.workers.replica.engine import Engine, load_engine
+from crossdock.workers.replica.engine.calibrate import measure_step, warm_up
+from crossdock.workers.replica.engine.engine import Engine
+from crossdock.workers.replica.engine.engine_loader import load_engine
 
 
 def seconds(engine: Engine, chunk: int, decodes: int, context: int) -> tuple[float, float]:

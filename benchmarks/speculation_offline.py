@@ -14,7 +14,7 @@ from crossdock.workers.draft.prompt_lookup import PromptLookup
 from crossdock.workers.model.load import load_model
 from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.replica.config import EngineConfig
-from crossdock.workers.replica.engine import Engine
+from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.schedule.acceptance import PRIORS, Acceptance
 from crossdock.workers.schedule.cost import StepCost, StepWork
 from crossdock.workers.schedule.drafting import DraftPolicy, FreeDrafts, Stream

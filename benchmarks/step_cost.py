@@ -17,9 +17,10 @@ from statistics import median
 
 import numpy as np
 
-from crossdock.workers.replica.calibrate import measure_step, warm_up
 from crossdock.workers.replica.config import EngineConfig, ReplicaSpec
-from crossdock.workers.replica.engine import Engine, Step, load_engine
+from crossdock.workers.replica.engine.calibrate import measure_step, warm_up
+from crossdock.workers.replica.engine.engine import Engine, Step
+from crossdock.workers.replica.engine.engine_loader import load_engine
 from crossdock.workers.schedule.cost import StepCost, StepWork
 from crossdock.workers.schedule.request import SamplingParams, Submission
 

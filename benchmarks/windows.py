@@ -31,7 +31,7 @@ from transformers import AutoTokenizer
 from crossdock.workers.model.load import load_model
 from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.replica.config import EngineConfig
-from crossdock.workers.replica.engine import Engine
+from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.schedule.request import SamplingParams, Submission
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -77,13 +77,16 @@ class PoolConfig(BaseModel):
     """Replicas of one kind.
 
     With a `prefill` and a `decode` pool, prompts are computed in one pool. Their KV pages are transferred to the other
-    pool, which generates. A mixed replica does both in the same steps.
+    pool, which generates. A mixed replica does both in the same steps. Replicas of an `encode` pool hold the model's
+    encoder of pictures alone. They transfer embeddings to the replicas that compute prompts.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str = Field("mixed", pattern=r"^[a-z][a-z0-9-]*$", description="Name of the Serve deployment.")
-    role: Role = Field("mixed", description="mixed, prefill or decode; a pool named prefill or decode has that role.")
+    role: Role = Field(
+        "mixed", description="mixed, prefill, decode or encode; by default its name if that is one of them."
+    )
     replicas: int = Field(1, ge=1, description="Number of replicas; the minimum, if max_replicas is set.")
     max_replicas: int | None = Field(None, ge=1, description="Number that the pool may grow to; null: none.")
     num_cpus: int = Field(0, ge=0, description="Cores of each rank; 0 reserves none and uses all.")
@@ -142,6 +145,22 @@ class PoolConfig(BaseModel):
             f"two ranks cannot communicate on one GPU"
         )
 
+    @model_validator(mode="after")
+    def _check_encoder(self) -> Self:
+        if self.role != "encode":
+            return self
+        if self.num_ranks > 1:
+            raise ValueError(
+                f"tensor_parallel_size and pipeline_parallel_size must be 1 in a pool of the role encode, here "
+                f"{self.num_ranks} ranks: the encoder of pictures is not divided"
+            )
+        if self.most > self.replicas:
+            raise ValueError(
+                f"max_replicas ({self.max_replicas}) must not be set in a pool of the role encode: the scaler does not "
+                f"change such pools; set replicas"
+            )
+        return self
+
     @property
     def device(self) -> Device | None:
         """The device of every rank; None: the one that torch finds."""
@@ -152,7 +171,7 @@ class PoolConfig(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _derive_role_from_name(cls, data: Any) -> Any:
-        if isinstance(data, Mapping) and data.get("name") in ("prefill", "decode"):
+        if isinstance(data, Mapping) and data.get("name") in ("prefill", "decode", "encode"):
             return {"role": data["name"], **data}
         return data
 
@@ -181,6 +200,9 @@ class ClusterConfig(BaseModel):
     def replica_spec(self, pool: PoolConfig) -> ReplicaSpec:
         """Return what each replica of `pool` is started with."""
         engine, model = pool.engine or self.engine, self.model
+        roles = {each.role for each in self.pools}
+        if pool.role == "encode":  # these settings are of the decoder, which it does not have
+            engine = engine.model_copy(update={"speculative_config": None, "quantization": None})
         num_ranks = sum(each.most * each.num_ranks for each in self.pools)
         return ReplicaSpec(
             model=engine.model_spec(model.path, pool.dtype or model.dtype, model.max_model_len),
@@ -188,7 +210,8 @@ class ClusterConfig(BaseModel):
             tokenizer=model.tokenizer,
             num_threads=pool.num_cpus or max((os.cpu_count() or 1) // num_ranks, 1),
             role=pool.role,
-            transfer=self.transfer if any(each.role == "prefill" for each in self.pools) else None,
+            transfer=self.transfer if roles & {"prefill", "encode"} else None,
+            takes_rows="encode" in roles and pool.role != "encode",
             tensor_parallel_size=pool.tensor_parallel_size,
             pipeline_parallel_size=pool.pipeline_parallel_size,
             rank_timeout_s=pool.rank_timeout_s,
@@ -215,11 +238,31 @@ class ClusterConfig(BaseModel):
             if names.count(name) > 1:
                 raise ValueError(f"pools: two are named {name!r}; give each its own name")
         roles = {pool.role for pool in self.pools}
-        if roles == {"prefill"} or roles == {"decode"}:
-            raise ValueError(f"pools: all have the role {roles.pop()!r}; give one of them the other, or 'mixed'")
+        computing = roles - {"encode"}
+        if not computing:
+            raise ValueError("pools: all have the role 'encode'; add a pool that computes prompts, such as 'mixed'")
+        if computing == {"prefill"} or computing == {"decode"}:
+            others = "" if computing == roles else " beside 'encode'"
+            raise ValueError(
+                f"pools: all{others} have the role {computing.pop()!r}; give one of them the other, or 'mixed'"
+            )
         sizes = {(pool.engine or self.engine).page_size for pool in self.pools}
-        if "prefill" in roles and len(sizes) > 1:
+        if roles & {"prefill", "encode"} and len(sizes) > 1:
             raise ValueError(f"pools: page_size must be the same in all, to ship pages; there are {sorted(sizes)}")
+        return self
+
+    @model_validator(mode="after")
+    def _check_embeddings_are_wanted(self) -> Self:
+        """Refuse a pool that encodes pictures where no replica would ever get embeddings from it."""
+        if all(pool.role != "encode" for pool in self.pools):
+            return self
+        if self.model.path is None:
+            raise ValueError(
+                "pools: the embedded model reads text alone; a pool of the role encode needs another MODEL"
+            )
+        limits = self.http.limit_mm_per_prompt
+        if not limits.get("image", 1) and not limits.get("video", 0):
+            raise ValueError("pools: http.limit_mm_per_prompt takes no pictures; leave out the pool of the role encode")
         return self
 
     @model_validator(mode="after")

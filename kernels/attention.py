@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from crossdock.kernels.build import cpu_flags, cpu_library
+from crossdock.kernels.cpu.build import cpu_flags, cpu_library
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +44,12 @@ class AttentionBatch:
     max_kv_len: int
     num_decodes: int  # sequences at the front that have one row each; a GPU computes them apart, faster than chunks
     derived: dict[Hashable, Tensor] = field(default_factory=dict)  # what the first layer computes for all
+    key_end: Tensor | None = None
+    """[T] int32, where rows see keys after their own, as within a picture: those at positions before this one.
+
+    Of the rows of a sequence none sees fewer than the row before it, and none sees keys that this step does not store.
+    None: every row sees the keys up to its own position.
+    """
 
 
 def store_kv(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
@@ -80,9 +86,9 @@ def paged_attention(
 
     `k_pages` [pages, Hkv, page, Dk] and `v_pages` [pages, Hkv, page, Dv] are views of one layer of the pool: tokens
     and elements adjacent, pages and heads at any stride. Or `v_pages` are the first Dv elements of `k_pages`. The row
-    at position p sees keys j <= p and, with a window, only p - j < window. `softcap` c replaces a score s by
-    c * tanh(s / c). `sinks` [Hq] is one more logit per head that has a share of the softmax and no value. Head h reads
-    kv head h // (Hq // Hkv).
+    at position p sees keys j <= p, or those before its `key_end`, and with a window only p - j < window. `softcap` c
+    replaces a score s by c * tanh(s / c). `sinks` [Hq] is one more logit per head that has a share of the softmax and
+    no value. Head h reads kv head h // (Hq // Hkv).
     """
     if library_for(q, None, k_pages, v_pages) is None:
         return reference_paged_attention(
@@ -118,6 +124,8 @@ def cpp_attention(
     query_start = batch.query_start[sequences.start : sequences.stop + 1].contiguous()
     kv_len, table = batch.kv_len[sequences].contiguous(), batch.page_table[sequences]
     sinks = sinks.float().contiguous() if sinks is not None else None
+    key_end = batch.key_end.contiguous() if batch.key_end is not None else None
+    assert key_end is None or key_end.dtype == torch.int32
     assert query_start.dtype == kv_len.dtype == table.dtype == torch.int32
     assert table.stride(1) == 1 or table.shape[1] == 1
     arguments = _AttentionArguments(
@@ -125,6 +133,7 @@ def cpp_attention(
         *(q.stride(0), q.stride(1), k_pages.stride(0), k_pages.stride(1), *v_pages.stride()[:3]),
         *(window or 0, scale, softcap or 0.0, q.data_ptr(), k_pages.data_ptr(), v_pages.data_ptr()),
         *(query_start.data_ptr(), kv_len.data_ptr(), table.data_ptr()),
+        key_end.data_ptr() if key_end is not None else None,
         *(sinks.data_ptr() if sinks is not None else None, out.data_ptr()),
     )
     library.crossdock_paged_attention(ctypes.byref(arguments), q.dtype == torch.bfloat16, torch.get_num_threads())
@@ -138,7 +147,8 @@ class _AttentionArguments(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("q_token", "q_head", "k_page", "k_head", "v_page", "v_head", "v_token")),
         ("window", ctypes.c_int64),
         *((name, ctypes.c_double) for name in ("scale", "softcap")),
-        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "query_start", "kv_len", "page_table", "sinks", "out")),
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "query_start", "kv_len", "page_table", "key_end")),
+        *((name, ctypes.c_void_p) for name in ("sinks", "out")),
     ]
 
 
@@ -233,8 +243,10 @@ def reference_paged_attention(
         for row in range(rows.start, rows.stop, _REFERENCE_ROWS):
             end = min(row + _REFERENCE_ROWS, rows.stop)
             position = torch.arange(row, end, device=q.device) - rows.start + first_position
-            distance = position[:, None] - torch.arange(start, start + length, device=q.device)  # [rows, length]
-            visible = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
+            key = torch.arange(start, start + length, device=q.device)
+            visible = key < (position + 1 if batch.key_end is None else batch.key_end[row:end])[:, None]
+            if window is not None:
+                visible &= position[:, None] - key < window  # [rows, length]
             out[row:end] = _attend(q[row:end].transpose(0, 1), k, v, visible, scale, softcap, sinks).transpose(0, 1)
     return out
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from crossdock.kernels import attention
-from crossdock.kernels.cpu_attention import CpuAttention
+from crossdock.kernels.cpu.cpu_attention import CpuAttention
 from crossdock.kernels.options import AttentionBackend, CpuKernels, KVCacheDtype
 
 logger = logging.getLogger(__name__)
@@ -24,6 +24,7 @@ class Attention:
     paged_attention: Callable[..., Tensor]
     page_multiple: int = 1  # tokens; page sizes must be a multiple
     takes_fp8: bool = True  # pages of e4m3, with `k_scale` and `v_scale`
+    takes_key_end: bool = True  # steps whose rows see later keys, as within the pictures of some models
     is_beside_triton: bool = False  # its tensors are where kernels of Triton run, see triton_layers.py
 
 
@@ -71,27 +72,34 @@ def _cpp(cpu_kernels: CpuKernels) -> Attention:
 
 def _triton(device: torch.device) -> Attention:
     _require("triton", device)
-    from crossdock.kernels.triton_attention import paged_attention, store_kv
+    from crossdock.kernels.gpu.triton_attention import paged_attention, store_kv
 
     return Attention("triton", store_kv, paged_attention, is_beside_triton=True)
 
 
 def _flash_attn(device: torch.device) -> Attention:
     _require("flash_attn", device)
-    from crossdock.kernels.flash_attention import PAGE_MULTIPLE, paged_attention
+    from crossdock.kernels.gpu.flash_attention import PAGE_MULTIPLE, paged_attention
 
     store_kv = _triton(device).store_kv if has_package("triton") else attention.reference_store_kv
-    return Attention("flash_attn", store_kv, paged_attention, PAGE_MULTIPLE, takes_fp8=False, is_beside_triton=True)
+    return Attention(
+        *("flash_attn", store_kv, paged_attention, PAGE_MULTIPLE),
+        takes_fp8=False,
+        takes_key_end=False,
+        is_beside_triton=True,
+    )
 
 
 def _flash_attn_3(device: torch.device) -> Attention:
     _require("flash_attn_3", device, package="flash_attn_interface")
     if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] != 9:
         raise ValueError("attention_backend flash_attn_3 runs on Hopper GPUs, and this is another; auto and triton run")
-    from crossdock.kernels.flash_attention_3 import paged_attention
+    from crossdock.kernels.gpu.flash_attention_3 import paged_attention
 
     store_kv = _triton(device).store_kv if has_package("triton") else attention.reference_store_kv
-    return Attention("flash_attn_3", store_kv, paged_attention, takes_fp8=False, is_beside_triton=True)
+    return Attention(
+        *("flash_attn_3", store_kv, paged_attention), takes_fp8=False, takes_key_end=False, is_beside_triton=True
+    )
 
 
 _NAMED: dict[str, Callable[[torch.device], Attention]] = {

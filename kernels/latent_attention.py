@@ -48,6 +48,7 @@ def latent_attention(
     `pages` [pages, 1, page, R + Dr] hold latents and rotated keys, side by side. `paged_attention` computes each way's
     attention; kernels/attention.py describes it, and the scales, which are equal here.
     """
+    assert batch.key_end is None, "no model with latents has pictures whose rows see later keys"
     up = replace(up, weight=up.weight.to(q.dtype))
     scales = {} if k_scale is None else {"k_scale": k_scale, "v_scale": v_scale}
     D, num_chunks = batch.num_decodes, len(batch.kv_len) - batch.num_decodes

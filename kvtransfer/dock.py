@@ -22,10 +22,12 @@ from dataclasses import dataclass
 from crossdock.kvtransfer.events import Event
 from crossdock.kvtransfer.layout import IncompatiblePools, PoolSpec
 from crossdock.kvtransfer.messages import MAX_BYTES, Abort, Grant, GroupPages, MalformedMessage, Wait, decode, encode
+from crossdock.kvtransfer.next_write import TargetRank
 from crossdock.kvtransfer.peers import Peers
 from crossdock.kvtransfer.plan import bytes_by_group, plan_writes, source_ranks
+from crossdock.kvtransfer.protocol_outputs import ProtocolOutput, Send, Write
 from crossdock.kvtransfer.receiver import Receiver
-from crossdock.kvtransfer.sender import ProtocolOutput, Send, Sender, TargetRank, Write
+from crossdock.kvtransfer.sender import Sender
 from crossdock.kvtransfer.transport import (
     Memory,
     Peer,

@@ -107,8 +107,9 @@ class Pages:
 
     They are in place in every group of layers, as far as the target has granted them.
     `sequence` counts a source's writes from 0, without gaps. `num_tokens` is how many tokens all pages up to and
-    including these hold. The last message of a source has a `result`; a partial page and the recurrent state travel
-    only with that one.
+    including these hold. The last message of a source has a `result`. A partial page travels only with that one, and so
+    does the end of the recurrent state. Where a write is too small for both, messages of no pages bring parts of the
+    state before.
     """
 
     request: str

@@ -23,7 +23,7 @@ from crossdock.kvtransfer.messages import (
     TransferMessage,
     Wait,
 )
-from crossdock.kvtransfer.sender import ProtocolOutput, Send
+from crossdock.kvtransfer.protocol_outputs import ProtocolOutput, Send
 
 _MAX_EARLY = 64
 """Messages that may wait for an earlier one. A source has one write open at a time: if more wait, a message is lost."""

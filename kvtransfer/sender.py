@@ -12,9 +12,8 @@ granted: those that tokens after the prompt can see.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
-from crossdock.kvtransfer.events import Event, Failed, Figures, Granted, Reason, Released
+from crossdock.kvtransfer.events import Failed, Figures, Granted, Reason, Released
 from crossdock.kvtransfer.fence import Fence
 from crossdock.kvtransfer.messages import (
     Abort,
@@ -27,45 +26,8 @@ from crossdock.kvtransfer.messages import (
     TransferMessage,
     Wait,
 )
-from crossdock.kvtransfer.plan import PageCopies
-
-
-@dataclass(frozen=True, slots=True)
-class TargetRank:
-    """A rank that takes `page_bytes` of each page; `num_sources` source ranks write to it.
-
-    `page_bytes`: for each group of layers; of models with recurrent layers also of each page of the state."""
-
-    num_pages: int  # of its pool
-    page_bytes: tuple[int, ...]
-    num_sources: int
-    has_state: bool = False  # the last of `page_bytes` is that of the recurrent state
-
-    @property
-    def num_groups(self) -> int:
-        return len(self.page_bytes) - self.has_state
-
-
-@dataclass(frozen=True, slots=True)
-class Send:
-    """An output: send `message` to `peer`."""
-
-    peer: str
-    message: TransferMessage
-
-
-@dataclass(frozen=True, slots=True)
-class Write:
-    """An output: write pages, then deliver `message`.
-
-    (request, epoch, peer) identifies the write: a delivery has one write open at most."""
-
-    peer: str
-    copies: tuple[PageCopies, ...]
-    message: Pages
-
-
-ProtocolOutput: TypeAlias = Send | Write | Event
+from crossdock.kvtransfer.next_write import ReadyPages, TargetRank, WrongGrant, next_write
+from crossdock.kvtransfer.protocol_outputs import ProtocolOutput, Send, Write
 
 
 @dataclass(slots=True, eq=False)
@@ -76,6 +38,7 @@ class _Delivery:
     silent_until: float  # without a grant or a message by then, the peer is lost
     grant: Grant | None = None
     next_page: int = 0
+    next_state: int = 0  # page of the recurrent state
     sequence: int = 0
     open_since: float | None = None  # when its open write began
     open_pages: int = 0  # in all groups
@@ -186,7 +149,8 @@ class Sender:
         now: float,
         state_pages: tuple[int, ...] = (),
     ) -> list[ProtocolOutput]:
-        """Note that the prompt is computed, and write the rest: the partial page, `state_pages` and `result` last."""
+        """Note that the prompt is computed, and write the rest; the last tokens go with the end of `state_pages`, and
+        with `result`."""
         for shipment in self._under_way(request):
             if shipment.finished is None:
                 self._account(shipment, now)  # until now, writing was hidden behind computing
@@ -294,7 +258,7 @@ class Sender:
             self._out.append(Send(peer, offer))
 
     def _grant(self, shipment: _Shipment, peer: str, delivery: _Delivery, grant: Grant, now: float) -> None:
-        if not _is_possible(grant, delivery.target):
+        if not delivery.target.may_grant(grant):
             detail = f"{peer} granted pages twice, beyond its pool, or of other groups of layers"
             self._fail(shipment, Reason.PROTOCOL, detail, now)
             return
@@ -317,55 +281,39 @@ class Sender:
     def _write_next(self, shipment: _Shipment, peer: str, delivery: _Delivery, grant: Grant, now: float) -> None:
         is_finished = shipment.result is not None
         num_ready = (shipment.num_tokens + is_finished * (self.page_size - 1)) // self.page_size
-        first, end = delivery.next_page, self._end_of_write(delivery, grant, num_ready)
-        is_last = is_finished and end >= num_ready
-        if end == first and not is_last:
+        ready = ReadyPages(shipment.groups, num_ready, is_finished, shipment.state_pages)
+        first, target = delivery.next_page, delivery.target
+        try:
+            write = next_write(ready, grant, target, first, delivery.next_state, self.max_write_bytes)
+        except WrongGrant as wrong:
+            self._fail(shipment, Reason.PROTOCOL, f"{peer} granted {wrong}", now)
             return
-        copies = _copies(shipment.groups, grant, delivery.target, range(first, end))
-        if is_last and copies is not None:
-            state = _state_copies(shipment.state_pages, grant, delivery.target)
-            copies = None if state is None else copies + state
-        if copies is None:
-            detail = f"{peer} granted pages up to {grant.end}, {end} are needed, or other ones than are here"
-            self._fail(shipment, Reason.PROTOCOL, detail, now)
+        if write is None:
             return
         message = Pages(
             request=shipment.request,
             epoch=shipment.epoch,
             sequence=delivery.sequence,
             first_page=first,
-            num_pages=end - first,
-            num_tokens=shipment.num_tokens if is_last else end * self.page_size,
+            num_pages=write.end - first,
+            num_tokens=shipment.num_tokens if write.is_last else write.end * self.page_size,
             source_rank=self.rank,
-            num_sources=delivery.target.num_sources,
-            result=shipment.result if is_last else None,
+            num_sources=target.num_sources,
+            result=shipment.result if write.is_last else None,
         )
-        delivery.is_complete = is_last
+        delivery.is_complete = write.is_last
         delivery.sequence += 1
-        delivery.next_page = end
-        if not copies:
+        delivery.next_page, delivery.next_state = write.end, write.state_end
+        if not write.copies:
             self._out.append(Send(peer, message))
             return
-        self._out.append(Write(peer, copies, message))
+        self._out.append(Write(peer, write.copies, message))
         self._account(shipment, now)
         delivery.open_since = now
-        delivery.open_pages = sum(len(copy.target_pages) for copy in copies)
-        delivery.open_bytes = sum(len(copy.target_pages) * delivery.target.page_bytes[copy.group] for copy in copies)
+        delivery.open_pages, delivery.open_bytes = write.num_pages, write.num_bytes
         if shipment.busy_since is None:
             shipment.busy_since = now
         shipment.figures.num_writes += 1
-
-    def _end_of_write(self, delivery: _Delivery, grant: Grant, num_ready: int) -> int:
-        """Return the end of the pages of a delivery's next write: at least one of the `num_ready` pages that is written
-        in some group, and no more than `max_write_bytes`."""
-        end, num_bytes = delivery.next_page, 0
-        while end < num_ready:
-            sizes = zip(delivery.target.page_bytes, grant.groups, strict=False)  # the state goes with the last write
-            size = sum([size for size, group in sizes if group.first <= end])
-            if num_bytes and num_bytes + size > self.max_write_bytes:
-                break
-            end, num_bytes = end + 1, num_bytes + size
-        return end
 
     def _close_write(self, shipment: _Shipment, delivery: _Delivery, now: float) -> None:
         self._account(shipment, now)
@@ -424,41 +372,6 @@ class Sender:
     def _flush(self) -> list[ProtocolOutput]:
         out, self._out = self._out, []
         return out
-
-
-def _is_possible(grant: Grant, target: TargetRank) -> bool:
-    """Return whether a grant names different pages of the target's pool, for each group of layers."""
-    pages = [page for group in grant.groups for page in group.pages] + [*grant.state_pages]
-    is_in_pool = len(set(pages)) == len(pages) and all(page < target.num_pages for page in pages)
-    is_after = all(group.first >= grant.first_page for group in grant.groups)
-    has_all = len(grant.groups) == target.num_groups and bool(grant.state_pages) == target.has_state
-    return has_all and is_in_pool and is_after
-
-
-def _copies(
-    groups: Sequence[GroupPages], grant: Grant, target: TargetRank, numbers: range
-) -> tuple[PageCopies, ...] | None:
-    """Return the pages of that range of numbers that are written, by group of layers: those that are granted.
-
-    None: the grant ends before, or a granted page is not here. `groups`: the pages here.
-    """
-    copies = []
-    for number, (here, there) in enumerate(zip(groups, grant.groups, strict=True)):
-        first = max(numbers.start, there.first)
-        if numbers.stop > there.end or (first < numbers.stop and not here.first <= first <= numbers.stop <= here.end):
-            return None
-        if first < numbers.stop and target.page_bytes[number]:
-            source = here.pages[first - here.first : numbers.stop - here.first]
-            copies.append(PageCopies(number, source, there.pages[first - there.first : numbers.stop - there.first]))
-    return tuple(copies)
-
-
-def _state_copies(pages: tuple[int, ...], grant: Grant, target: TargetRank) -> tuple[PageCopies, ...] | None:
-    """Return the pages of the recurrent state that are written; None: as many as are here were not granted."""
-    number = target.num_groups
-    if not target.has_state or not target.page_bytes[number]:  # no state, or other ranks write it
-        return ()
-    return (PageCopies(number, pages, grant.state_pages),) if len(pages) == len(grant.state_pages) else None
 
 
 def _deadlines(shipment: _Shipment) -> Iterable[tuple[str, float, str]]:

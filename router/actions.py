@@ -39,6 +39,13 @@ class SuspectRequest(RuntimeError):
     The client must not repeat it either: it may be what ended them.
     """
 
+    @classmethod
+    def after(cls, num_deaths: int) -> "SuspectRequest":
+        return cls(
+            f"{num_deaths} replicas broke off, one after the other, while they worked on this request. It may be what "
+            "ended them, so it is not tried again; do not repeat it unchanged."
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Submit:
@@ -47,6 +54,8 @@ class Submit:
     replica: str
     submission: Submission
     peer: str | None = None  # the replica of the other leg
+    encoder: str | None = None  # the replica that encodes the items, where another one than `replica` does
+    is_encoding: bool = False  # the submission is an `encoding_leg`: `peer` is the replica that takes the embeddings
 
 
 @dataclass(frozen=True, slots=True)

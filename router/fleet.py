@@ -5,22 +5,23 @@ the reports of every replica, and counts its own bookings only until the replica
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from crossdock.router import baselines
+from crossdock.router.encoders import with_encoders
 from crossdock.router.loads import Floats
-from crossdock.router.placement import Placement, Query, choose
+from crossdock.router.placement import Candidates, Placement, Query, Slots, choose
 from crossdock.router.predict import Prediction, predict
 from crossdock.router.prefixes import Prefixes
 from crossdock.router.replica_table import ReplicaState, ReplicaTable
 from crossdock.router.work import Booking
 from crossdock.workers.report.advertise import LiveProfile, PageChanges
 from crossdock.workers.report.profile import SchedulingProfile
-from crossdock.workers.schedule.pages import PageHash
+from crossdock.workers.schedule.prefix_index import PageHash
 from crossdock.workers.schedule.slo import SloClass, priority_of
 
 
@@ -34,7 +35,8 @@ class RouterConfig(BaseModel):
     )
     shipping: Literal["auto", "always", "never"] = Field(
         "auto",
-        description="One replica computes the prompt for another: where that is better, wherever possible, never.",
+        description="One replica computes the prompt, or encodes the pictures, for another: where that is better, "
+        "wherever possible, never.",
     )
     evictions: Literal["priced", "ignored"] = Field(
         "priced", description="The seconds of prefill that will be done again where a request evicts cached pages."
@@ -43,7 +45,6 @@ class RouterConfig(BaseModel):
     max_prefix_pages: int = Field(500_000, ge=0, description="Page hashes known at most, about 300 bytes each.")
 
 
-_NOWHERE: tuple[tuple[str, ...], Sequence[PageHash]] = ((), ())
 _INSTANT = 1e-9  # seconds of a prompt that costs nothing: a booking of 0 s means that another replica computes it
 
 
@@ -55,8 +56,8 @@ class Fleet:
     prefixes: Prefixes = field(init=False)
     table: ReplicaTable = field(init=False)
     num_chosen: int = 0
-    _placed: dict[str, tuple[tuple[str, ...], Sequence[PageHash]]] = field(default_factory=dict)
-    """By request: the replicas that have it, and the page hashes of its prompt."""
+    _placed: dict[str, list[tuple[str, Sequence[PageHash]]]] = field(default_factory=dict)
+    """By request: the replicas that have it, and the hashes of the pages that it has there."""
 
     def __post_init__(self) -> None:
         self.prefixes = Prefixes(self.config.max_prefix_pages)
@@ -103,39 +104,35 @@ class Fleet:
             may_ship, self.config.shipping == "always", exclude, is_prompt_alone=query.is_prompt_alone
         )
         self.table.refresh(now)
-        priority, cached = self._priority(query.slo_class), self._cached(query)
-        slo, loads = self.classes[priority], self.table.loads
-        ages = self.table.ages(now)
-        prediction = predict(loads, query.num_tokens, query.max_tokens, priority, cached, ages, self.classes)
-        if self.config.evictions == "ignored":
-            prediction.evicted[:] = 0.0
+        slo, cached, loads = self.classes[self._priority(query.slo_class)], self._cached(query), self.table.loads
         self.num_chosen += 1
+        prediction, encoders = self._predict(query, cached, now), None
+        if query.encoding is not None and len(candidates.encoders) and self.config.shipping != "never":
+            prediction, encoders = self._with_encoders(query, cached, prediction, candidates, now)
         if self.config.policy == "seconds":
             pair = choose(loads, query, cached, prediction, slo, candidates)
             prefill, decode = pair.prefill, pair.decode
         else:
             policy = baselines.POLICIES[self.config.policy]
             prefill, decode = baselines.place(policy, self.table, candidates, query, cached, self.num_chosen)
-        return self._placement(query, slo, prediction, prefill, decode, cached)
+        placement = self._placement(query, slo, prediction, prefill, decode, cached)
+        if encoders is None or encoders[prefill] < 0:
+            return placement
+        return self._encoded_by(self.table.replica_in(int(encoders[prefill])), placement, query, prediction, prefill)
 
     def book(self, query: Query, placement: Placement, now: float) -> None:
         """Count a request as given to the replicas of `placement`, to which it is on its way."""
-        priority = self._priority(query.slo_class)
-        names = (placement.decode,) if placement.prefill is None else (placement.decode, placement.prefill)
-        self._placed[query.request_id] = names, query.page_hashes
-        for name in names:
-            replica = self.table.by_name.get(name)
-            if replica is None:
-                continue
-            computes = name == (placement.prefill or placement.decode)
-            profile = replica.profile
-            pages = profile.needs.at_once(query.num_tokens, placement.cached_tokens // profile.page_size)
-            seconds = max(placement.prefill_seconds, _INSTANT) if computes else 0.0
+        placed = self._placed[query.request_id] = []
+        computing = placement.prefill or placement.decode
+        for name in dict.fromkeys((placement.decode, computing)):
+            seconds = max(placement.prefill_seconds, _INSTANT) if name == computing else 0.0
             decodes = name == placement.decode and not query.is_prompt_alone
-            booking = Booking(priority, query.num_tokens, seconds, pages, decodes=decodes)
-            replica.pending[query.request_id] = booking
-            self.table.touch(replica)
-            self.prefixes.expect(replica.slot, query.page_hashes)
+            self._book(name, query, seconds, placement.cached_tokens, decodes=decodes)
+            placed.append((name, query.page_hashes))
+        if placement.encoder is not None and query.encoding is not None:
+            seconds = max(placement.encoder_seconds, _INSTANT)
+            self._book(placement.encoder, query.encoding, seconds, placement.cached_rows, decodes=False)
+            placed.append((placement.encoder, query.encoding.page_hashes))
 
     def taken(self, request_id: str, name: str, sequence: int) -> None:
         """Note that the replica has taken the request: its live profiles after number `sequence` include it."""
@@ -145,18 +142,17 @@ class Fleet:
 
     def first_token(self, request_id: str, now: float) -> None:
         """Note that the request's prompt is computed."""
-        for replica in self._replicas_of(request_id):
+        for replica, _ in self._placed_at(request_id):
             if replica.first_token(request_id):
                 self.table.touch(replica)
 
     def settle(self, request_id: str) -> None:
         """Remove a request that has ended, or that no replica took."""
-        replicas = self._replicas_of(request_id)
-        _, hashes = self._placed.pop(request_id, _NOWHERE)
-        for replica in replicas:
+        for replica, hashes in self._placed_at(request_id):
             self.prefixes.end_expected(replica.slot, hashes)
             if replica.settle(request_id):
                 self.table.touch(replica)
+        self._placed.pop(request_id, None)
 
     # -- reading -----------------------------------------------------------------------------------------------------
 
@@ -173,15 +169,60 @@ class Fleet:
         """Tokens per page hash. Replicas whose pages have another size have no prefix hits."""
         return next((replica.profile.page_size for replica in self.table.by_name.values()), 1)
 
+    @property
+    def has_encoders(self) -> bool:
+        """Whether there are encode replicas."""
+        return len(self.table.slots_of("encode")) > 0
+
     def num_booked(self, name: str) -> int:
         """Return the requests that this router has on a replica."""
         return self.table.by_name[name].num_booked
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
-    def _replicas_of(self, request_id: str) -> list[ReplicaState]:
-        names, _ = self._placed.get(request_id, _NOWHERE)
-        return [replica for name in names if (replica := self.table.by_name.get(name)) is not None]
+    def _placed_at(self, request_id: str) -> list[tuple[ReplicaState, Sequence[PageHash]]]:
+        """Return the replicas that have a request and have not left, each with the hashes of its pages there."""
+        placed = self._placed.get(request_id, ())
+        return [(self.table.by_name[name], hashes) for name, hashes in placed if name in self.table.by_name]
+
+    def _book(self, name: str, query: Query, seconds: float, cached_tokens: int, *, decodes: bool) -> None:
+        """Count one leg of a request as given to a replica, unless that has left."""
+        replica = self.table.by_name.get(name)
+        if replica is None:
+            return
+        profile, priority = replica.profile, self._priority(query.slo_class)
+        pages = profile.needs.at_once(query.num_tokens, cached_tokens // profile.page_size)
+        replica.pending[query.request_id] = Booking(priority, query.num_tokens, seconds, pages, decodes=decodes)
+        self.table.touch(replica)
+        self.prefixes.expect(replica.slot, query.page_hashes)
+
+    def _predict(self, query: Query, cached: Floats, now: float, *, with_items: bool = True) -> Prediction:
+        """Return the prediction for a request at every replica. `with_items`: each replica encodes the pictures."""
+        priority, ages = self._priority(query.slo_class), self.table.ages(now)
+        items = query.items if with_items else ()
+        tokens = query.num_tokens, query.max_tokens
+        prediction = predict(self.table.loads, *tokens, priority, cached, ages, self.classes, items)
+        if self.config.evictions == "ignored":
+            prediction.evicted[:] = 0.0
+        return prediction
+
+    def _with_encoders(
+        self, query: Query, cached: Floats, here: Prediction, candidates: Candidates, now: float
+    ) -> tuple[Prediction, Slots]:
+        """Return the prediction in which encode replicas encode the pictures where that costs least, and their slots.
+
+        Other policies than `seconds` use the encode replicas in turn.
+        """
+        assert query.encoding is not None
+        text = self._predict(query, cached, now, with_items=False)
+        cached_rows = self._cached(query.encoding)
+        leg = self._predict(query.encoding, cached_rows, now)
+        must = self.config.shipping == "always"
+        if self.config.policy != "seconds":
+            turn = self.num_chosen % len(candidates.encoders)
+            must, candidates = True, replace(candidates, encoders=candidates.encoders[[turn]])
+        slo = self.classes[self._priority(query.slo_class)]
+        return with_encoders(self.table.loads, query, cached, cached_rows, (here, text, leg), slo, candidates, must)
 
     def _priority(self, slo_class: str) -> int:
         try:
@@ -200,6 +241,20 @@ class Fleet:
                 cached[slot] = num_pages * size
                 slots &= ~(1 << slot)
         return cached
+
+    def _encoded_by(
+        self, encoder: ReplicaState, placement: Placement, query: Query, prediction: Prediction, slot: int
+    ) -> Placement:
+        """Return the placement with the replica that encodes the pictures of the one in `slot`."""
+        assert query.encoding is not None
+        first, *rest = placement.reason.split()
+        return replace(
+            placement,
+            encoder=encoder.name,
+            reason=" ".join([first, "encoder", *rest]) if self.config.policy == "seconds" else placement.reason,
+            cached_rows=int(self._cached(query.encoding)[encoder.slot]),
+            encoder_seconds=float(prediction.encoder_work[slot]),
+        )
 
     def _placement(
         self, query: Query, slo: SloClass, prediction: Prediction, prefill: int, decode: int, cached: Floats

@@ -18,6 +18,7 @@ from crossdock.workers.report.advertise import LENGTHS, LiveProfile
 from crossdock.workers.report.profile import SchedulingProfile
 from crossdock.workers.schedule.chunking import LEAST_SHARE, free_tokens
 from crossdock.workers.schedule.cost import StepCost, StepWork
+from crossdock.workers.schedule.encoder_cost import EncoderCost
 from crossdock.workers.schedule.page_needs import PageNeeds
 from crossdock.workers.schedule.slo import SloClass
 
@@ -65,6 +66,10 @@ class Row:
     stream_pages: float
     empty_pages: float
     eviction_seconds: float
+    encoder_base: float
+    encoder_per_row: float
+    encoder_per_square: float
+    takes_rows: float
     free_pages: Sequence[float]
     free_places: Sequence[float]
     max_prompt_now: Sequence[float]
@@ -134,6 +139,11 @@ class Loads:
     stream_pages: Floats  # pages that one stream frees at its end
     empty_pages: Floats  # that a request can take before cached ones are evicted; below 0: bookings will evict as many
     eviction_seconds: Floats  # of prefill that one evicted page is expected to cost
+    # Pictures: the coefficients of `EncoderCost`, in seconds; 0 where pictures are not encoded, or take no time.
+    encoder_base: Floats
+    encoder_per_row: Floats
+    encoder_per_square: Floats
+    takes_rows: Floats  # 1: encode replicas may send it embeddings
     # Room, `[priority, slot]`.
     free_pages: Floats
     free_places: Floats  # requests that may still start; below 0: as many that wait cannot
@@ -184,6 +194,9 @@ def row(
     cost, interval_share = profile.cost, profile.interval_share
     if live.cost:
         cost, interval_share = _cost_of(live.cost), live.interval_share
+    encoder = profile.encoder_cost or _NO_ENCODER
+    if live.encoder_cost:
+        encoder = _encoder_cost_of(live.encoder_cost)
     work = Work.of(live, len(classes))
     for booking in booked:
         work.book(booking)
@@ -236,6 +249,10 @@ def row(
         stream_pages=_stream_pages(profile.needs, mean_context),
         empty_pages=live.empty_pages - work.booked_pages,
         eviction_seconds=live.eviction_seconds,
+        encoder_base=encoder.base,
+        encoder_per_row=encoder.per_row,
+        encoder_per_square=encoder.per_square,
+        takes_rows=bool(profile.rows_peer),
         free_pages=free_pages,
         free_places=free_places,
         max_prompt_now=max_prompt_now,
@@ -258,6 +275,13 @@ def _stream_pages(needs: PageNeeds, context: float) -> float:
 
 
 _cost_of = lru_cache(maxsize=4096)(StepCost.of)  # rows are made far more often than costs are learnt
+_NO_ENCODER = EncoderCost(base=0.0, per_row=0.0, per_square=0.0)
+
+
+@lru_cache(maxsize=4096)
+def _encoder_cost_of(coefficients: tuple[float, float, float]) -> EncoderCost:
+    base, per_row, per_square = coefficients
+    return EncoderCost(base=base, per_row=per_row, per_square=per_square)
 
 
 def _steps_between_tokens(num_streams: float, depth: int, interval_share: float) -> tuple[float, float]:

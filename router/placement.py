@@ -15,7 +15,7 @@ are wider than most of these effects). The commands are called, in this order, k
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 from typing import Any, TypeAlias
 
@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from crossdock.router.loads import Floats, Loads
 from crossdock.router.predict import Prediction
 from crossdock.router.work import EXPECTED_OUTPUT_TOKENS
-from crossdock.workers.schedule.pages import PageHash
+from crossdock.workers.schedule.prefix_index import PageHash
 from crossdock.workers.schedule.request import Overloaded
 from crossdock.workers.schedule.slo import DEFAULT_CLASS, SloClass
 
@@ -74,6 +74,8 @@ class Query:
     may_ship: bool = True  # whether one replica may compute the prompt for another
     may_refuse: bool = True  # False: its client named no class, or a replica has accepted the request
     is_prompt_alone: bool = False  # it has no output, so that prefill replicas compute all of it
+    items: Sequence[tuple[int, int, int]] = ()  # (end, rows, parts: 1 for a picture) of each unlike item, in order
+    encoding: "Query | None" = None  # of the `encoding_leg`, where an encode replica may take that
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +84,15 @@ class Placement:
 
     decode: str
     prefill: str | None = None
+    encoder: str | None = None  # the replica that encodes the prompt's items; None: the one that computes the prompt
     reason: str = ""
     predicted_ttft: float = 0.0  # seconds
     predicted_gap: float = 0.0  # seconds between its tokens, once it decodes
     late: float = 0.0  # seconds by which it and other requests would miss their promises, weighted by class
     cached_tokens: int = 0  # of its prompt, at the replica that computes the rest
     prefill_seconds: float = 0.0  # of that replica's time that the rest takes
+    cached_rows: int = 0  # of its items' embeddings, at the encoder
+    encoder_seconds: float = 0.0  # of the encoder's time that the other rows take
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +113,7 @@ class Candidates:
     decodes: Slots  # for the output alone
     groups: NDArray[np.int64]  # of every slot: pages travel only within a group
     name_hashes: NDArray[np.uint32]  # of every slot: all routers break ties alike
+    encoders: Slots = field(default_factory=lambda: np.empty(0, dtype=np.intp))  # for the pictures alone
 
 
 def choose(
@@ -141,20 +147,32 @@ def choose(
             row, column = divmod(int(costs.argmin()), len(far))
             best = SlotPair(int(near[row]), int(far[column]), float(costs[row, column]))
     assert best is not None, "there must be a replica to choose"
-    if query.may_refuse and _refused_late(loads, prediction, slo, best.prefill) > 0:
+    if query.may_refuse and late_refusal_s(loads, prediction, slo, best.prefill) > 0:
         _refuse_if_late(loads, prediction, slo, first)
     return best
 
 
 def _costs(query: Query, prediction: Prediction, slo: SloClass, first: Slots) -> tuple[Floats, Floats]:
     """Return the costs, in weighted seconds `[slot]`, of computing the prompt and of making the output."""
-    due = DEADLINE_SHARE * slo.ttft_deadline(float(prediction.alone[first].min()))
+    due = due_s(prediction, slo, first)
     output = min(query.max_tokens, EXPECTED_OUTPUT_TOKENS)
-    prompt: Floats = slo.weight * prediction.ttft + prediction.prefill
-    prompt += LATE_WEIGHT * (slo.weight * np.maximum(prediction.ttft - due, 0.0) + prediction.prompt_lateness)
+    work = prediction.prefill + prediction.encoder_work
+    prompt = prompt_costs(slo, due, prediction.ttft, work, prediction.prompt_lateness)
     pace = slo.weight * DECODE_WEIGHT * output * prediction.gap
     decode: Floats = pace + prediction.decode_work + LATE_WEIGHT * prediction.decode_lateness
     return prompt, decode
+
+
+def due_s(prediction: Prediction, slo: SloClass, first: Slots) -> float:
+    """Return the TTFT from which on a request counts as late that one of the replicas `first` must compute."""
+    return DEADLINE_SHARE * slo.ttft_deadline(float(prediction.alone[first].min()))
+
+
+def prompt_costs(slo: SloClass, due: float, ttft: Floats, work: Floats, lateness: Floats) -> Floats:
+    """Return the weighted seconds of computing a prompt: until its token, of `work`, and of `lateness` of streams."""
+    late = slo.weight * np.maximum(ttft - due, 0.0)
+    costs: Floats = slo.weight * ttft + work + LATE_WEIGHT * (late + lateness)
+    return costs
 
 
 def _tie_spread(request_id: str, name_hashes: NDArray[np.uint32]) -> NDArray[np.floating[Any]]:
@@ -188,25 +206,32 @@ def _transfer_tail(
     )
     num_bytes = pages * loads.page_bytes[far]
     travel = num_bytes / loads.bytes_per_second[near, None]
-    last = np.minimum(travel, travel * (loads.max_step_tokens[near] / max(query.num_tokens, 1))[:, None])
-    behind = np.maximum(travel - prediction.alone[near, None], last)
+    behind = travel_behind(travel, loads.max_step_tokens[near, None], prediction.alone[near, None], query.num_tokens)
     behind += loads.state_pages[far] * loads.page_bytes[far] / loads.bytes_per_second[near, None]
     return HANDOVER_S + np.maximum(behind, prediction.room_wait[far] - prediction.ttft[near, None])
 
 
-def _refused_late(loads: Loads, prediction: Prediction, slo: SloClass, slots: Slots | int) -> Floats:
+def travel_behind(travel: Floats, chunk: Floats, alone: Floats, num_tokens: int) -> Floats:
+    """Return the seconds by which pages arrive after they are computed. They take `travel` seconds in all, and travel
+    while the prompt is computed, which takes `alone` seconds; those of the last `chunk` tokens only afterwards."""
+    last = np.minimum(travel, travel * (chunk / max(num_tokens, 1)))
+    behind: Floats = np.maximum(travel - alone, last)
+    return behind
+
+
+def late_refusal_s(loads: Loads, prediction: Prediction, slo: SloClass, slots: Slots | int) -> Floats:
     """Return by how many seconds each replica's admission expects the first token to be late; the replica refuses the
     request if that is above 0. -inf for replicas that refuse nothing. Admission does not consider places."""
-    late = prediction.admission_ttft[slots] - np.maximum(slo.ttft_s, 2 * prediction.alone[slots])
+    late = prediction.admission_ttft[slots] - np.maximum(slo.ttft_s, 2 * prediction.admission_alone[slots])
     return np.where(loads.refuses_late[slots] > 0, late, -inf)
 
 
 def _refuse_if_late(loads: Loads, prediction: Prediction, slo: SloClass, first: Slots) -> None:
     """Raise Overloaded if every replica that may make the first token refuses the request."""
-    late = _refused_late(loads, prediction, slo, first)
+    late = late_refusal_s(loads, prediction, slo, first)
     at = int(late.argmin())
     if late[at] > 0:
-        promised = slo.ttft_deadline(float(prediction.alone[first[at]]))
+        promised = slo.ttft_deadline(float(prediction.admission_alone[first[at]]))
         raise Overloaded(
             f"the first token would come in {promised + late[at]:.1f} s; class {slo.name!r} promises "
             f"{promised:.1f} s. Retry in {late[at]:.1f} s, ask for a less urgent class, or name none and wait",

@@ -29,10 +29,13 @@ from 5.8 % to 9.5 %; 100 changes nothing, as no replica there is silent for long
 class Prediction:
     """One request at every replica, as if that replica did all of it. Arrays `[slot]`, in seconds."""
 
-    prefill: Floats  # of the replica's time for the uncached part of its prompt
+    prefill: Floats  # of the replica's time for the uncached part of its prompt, with the pictures that it encodes
+    encoder_work: Floats  # of an encode replica's time for the pictures of its prompt; 0: this replica encodes them
     alone: Floats  # to its first token if the replica has nothing else to do
     admission_ttft: Floats  # to its first token, as the replica's own admission computes that
+    admission_alone: Floats  # the same if the replica has nothing else to do
     ttft: Floats  # to its first token
+    prompt_share: Floats  # no seconds: share of the replica's time that the prompt gets
     room_wait: Floats  # until a place and pages are free for it
     evicted: Floats  # of prefill that will be done again, because it evicts cached pages
     gap: Floats  # between its output tokens
@@ -49,17 +52,20 @@ def predict(
     cached: Floats,
     age: Floats,
     classes: Sequence[SloClass],
+    items: Sequence[tuple[int, int, int]] = (),
 ) -> Prediction:
     """Return the prediction for a prompt of `num_tokens` and an output of at most `max_tokens`.
 
     `cached`: tokens of the prompt that each replica has in its cache. `age`: seconds since each replica last reported
-    something new, which grows without bound while a replica has nothing to do.
+    something new, which grows without bound while a replica has nothing to do. `items`: (end, rows, parts) of each
+    item that the replica encodes, unless its cached tokens cover the item.
     """
     slo = classes[priority]
     rest = num_tokens - cached
     context = cached + rest / 2
     per_token = loads.per_prefill_token + loads.per_attended * context
-    own = _prefill_seconds(loads, num_tokens, rest, cached)
+    encoder, num_items = _encoder_seconds(loads, items, cached)
+    own = _prefill_seconds(loads, num_tokens, rest, cached) + encoder * loads.interval_share
     drain = _drain_seconds(loads, rest, cached)
     ahead = _backlog_ahead(loads, priority, age, own)
     behind = ahead + own
@@ -74,16 +80,38 @@ def predict(
     gap = loads.future_gap + loads.token_share * token
     return Prediction(
         prefill=own,
+        encoder_work=np.zeros(len(rest)),
         alone=own + drain,
         admission_ttft=behind / loads.prefill_share[priority] + drain,
+        admission_alone=own + drain,
         ttft=ttft,
+        prompt_share=share,
         room_wait=room_wait,
         evicted=_evicted_seconds(loads, rest + output),
         gap=gap,
-        prompt_lateness=_prompt_lateness(loads, priority, rest, per_token, context, classes),
+        prompt_lateness=_prompt_lateness(loads, priority, rest, per_token, context, classes)
+        + _encoder_lateness(loads, priority, rest, encoder, num_items, classes),
         decode_lateness=_decode_lateness(loads, slo, gap, output, classes),
         decode_work=output * token * loads.interval_share,
     )
+
+
+def seconds_after(loads: Loads, num_tokens: int, position: int, cached: Floats) -> Floats:
+    """Return the seconds of every replica's time for the uncached tokens of a prompt from `position` on."""
+    rest = np.minimum(num_tokens - cached, num_tokens - position)
+    return _prefill_seconds(loads, num_tokens - position, rest, num_tokens - rest)
+
+
+def _encoder_seconds(loads: Loads, items: Sequence[tuple[int, int, int]], cached: Floats) -> tuple[Floats, Floats]:
+    """Return what `Encoding.seconds_left` does at every replica that has no embeddings, and the number of items."""
+    if not items or loads.encoder_per_row.max() <= 0:
+        return np.zeros(len(cached)), np.zeros(len(cached))
+    ends, rows, parts = np.array(items, dtype=float).T
+    missing = (ends[:, None] > cached).astype(float)
+    num_items = missing.sum(axis=0)
+    seconds: Floats = loads.encoder_base * (num_items > 0) + loads.encoder_per_row * (rows @ missing)
+    seconds += loads.encoder_per_square * ((rows * rows / parts) @ missing)
+    return seconds, num_items
 
 
 def _prefill_seconds(loads: Loads, num_tokens: int, rest: Floats, cached: Floats) -> Floats:
@@ -179,6 +207,24 @@ def _prompt_lateness(
     delays = (loads.is_adaptive == 0) | (priority <= loads.most_urgent_stream)
     late = _lateness(step, loads.streams, classes) - loads.lateness
     return np.where(delays, late * rest / (np.maximum(chunk, 1.0) * loads.depth), 0.0)
+
+
+def _encoder_lateness(
+    loads: Loads, priority: int, rest: Floats, seconds: Floats, num_items: Floats, classes: Sequence[SloClass]
+) -> Floats:
+    """Return the weighted seconds by which the steps that encode `num_items` pictures make running streams late.
+
+    A picture is encoded whole, in the step of the first chunk that reads it. So a stream waits at least for one.
+    """
+    if not num_items.any():
+        return np.zeros(len(rest))
+    chunk = np.maximum(np.minimum(loads.min_chunk, rest), 1.0)
+    steps = np.maximum(np.minimum(num_items, rest / chunk), 1.0)
+    per_step = np.maximum(loads.depth * loads.interval_share, 1.0)
+    delays = (loads.is_adaptive == 0) | (priority <= loads.most_urgent_stream)
+    late = _lateness(loads.gap + seconds / steps * per_step, loads.streams, classes) - loads.lateness
+    found: Floats = np.where(delays, steps * late, 0.0)
+    return found
 
 
 def _decode_lateness(loads: Loads, slo: SloClass, gap: Floats, output: int, classes: Sequence[SloClass]) -> Floats:

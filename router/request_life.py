@@ -4,7 +4,8 @@ Sans-IO: answers of replicas, tokens, losses and the time go in; submissions, ab
 The dispatcher drives this with real replicas, the simulator with simulated ones.
 
 A request is tried in attempts, each with a number of its own. An attempt goes to one replica, or to two: a prefill
-replica computes the prompt and the first token, a decode replica receives the KV pages and makes the other tokens.
+replica computes the prompt and the first token, a decode replica receives the KV pages and makes the other tokens. An
+encode replica may join them for the pictures. Without it the attempt goes on: who computes the prompt encodes them too.
 """
 
 from collections.abc import Sequence
@@ -21,15 +22,14 @@ from crossdock.router.actions import (
     PlaceAgain,
     ReplicaBroken,
     ReplicaLost,
-    Submit,
     SuspectRequest,
     Timeouts,
 )
 from crossdock.router.fleet import Fleet
+from crossdock.router.legs import choose_replicas, query_of, submit_again, submits_of
 from crossdock.router.placement import Placement, Query
 from crossdock.router.progress import Numbers, ProgressWatch
-from crossdock.workers.schedule.pages import PageHash, hash_pages
-from crossdock.workers.schedule.request import FinishReason, Leg, Overloaded, Submission, TokenDelta
+from crossdock.workers.schedule.request import FinishReason, Overloaded, Submission, TokenDelta
 
 MOST_PLACEMENTS = 4  # of one request, refusals and returns apart; the last two on one replica alone, whatever the pools
 MOST_DEATHS = 2  # of replicas that had the request and had made no token of the attempt
@@ -69,6 +69,9 @@ class RequestLife:
         self._working: list[str] = []  # replicas of this attempt that are not detached, the decode replica first
         self._unanswered: list[str] = []  # those of them that have neither taken nor refused their leg
         self._prefill: str | None = None  # the prefill replica of this attempt, until it has shipped or is lost
+        self._encoder: str | None = None  # the encode replica of this attempt, until it has shipped or is lost
+        self._bad_encoders: set[str] = set()  # encode replicas that refused it, or that it was lost at
+        self._may_encode_elsewhere = True  # no encode replica has died while it had the request
         self._early: list[tuple[str, TokenDelta]] = []  # by sender; each came before a token that goes before it
         self._has_token = False  # in this attempt, from either replica
         self._is_computed = False  # the prompt, in this attempt
@@ -89,11 +92,15 @@ class RequestLife:
             return []
         if self.query is None:
             self.query = self._make_query()
+        if not self._may_encode_elsewhere:
+            self.query = replace(self.query, encoding=None)
         try:
-            placement = self.placement = self._choose(self.query, now)
+            others = self._refusals, self._lost, self._bad_encoders
+            placement = choose_replicas(self._fleet, self.query, now, *others, is_accepted=self.is_accepted)
         except (Overloaded, ReplicaLost) as error:
             return self._fail(error)
         self._fleet.book(self.query, placement, now)
+        self.placement = placement
         self.attempt += 1
         self._has_token = self._is_computed = False
         self._watch = ProgressWatch()
@@ -101,21 +108,13 @@ class RequestLife:
         self.deadline = now + self._timeouts.silence_s
         submission = self.submission
         if self.attempt:
-            submission = replace(
-                submission,
-                epoch=self.attempt,
-                output_token_ids=tuple(self.output),
-                may_refuse=not self.is_accepted,
-                waited_s=now - self._began,
-            )
-        decode, prefill = placement.decode, placement.prefill
-        self._prefill = prefill
-        self._working = [decode] if prefill is None else [decode, prefill]
+            may_refuse = not self.is_accepted
+            submission = submit_again(submission, self.attempt, self.output, now - self._began, may_refuse=may_refuse)
+        self._prefill, self._encoder = placement.prefill, placement.encoder
+        submits = submits_of(placement, submission, self._fleet.page_size)
+        self._working = [submit.replica for submit in submits]
         self._unanswered = [*self._working]
-        if prefill is None:
-            return [Submit(decode, submission)]
-        receive, send = replace(submission, leg=Leg.RECEIVE), replace(submission, leg=Leg.SEND)
-        return [Submit(decode, receive, prefill), Submit(prefill, send, decode)]
+        return [*submits]
 
     def taken(self, replica: str, attempt: int, sequence: int, now: float) -> list[Action]:
         """A replica has taken its leg; its live profiles after number `sequence` include the request."""
@@ -136,14 +135,18 @@ class RequestLife:
         """
         if attempt != self.attempt or replica not in self._unanswered:
             return []
-        if isinstance(error, ValueError) and not self.is_accepted:
+        if replica == self._encoder:
+            self._bad_encoders.add(replica)
+        elif isinstance(error, ValueError) and not self.is_accepted:
             return self._fail(error, replica)
-        self._refusals[replica] = error
+        else:
+            self._refusals[replica] = error
         return self._place_again(None, now, replica if isinstance(error, Overloaded | ValueError) else None)
 
     def lost(self, replica: str, attempt: int, error: ReplicaLost, now: float) -> list[Action]:
         """A replica does not answer any more. Without its prefill replica an attempt goes on: the decode replica has
-        the pages, or computes those that have not arrived.
+        the pages, or computes those that have not arrived. Without its encode replica it goes on too, once that has
+        taken its leg; the death of one counts by itself, and no other encode replica gets the request then.
 
         Where the connection broke before the attempt had a token, the request may be the reason: the attempt ends, and
         after `MOST_DEATHS` the request does.
@@ -151,10 +154,14 @@ class RequestLife:
         if attempt != self.attempt or replica not in self._working:
             return []
         is_suspicious = isinstance(error, ReplicaBroken) and not self._has_token
+        if replica == self._encoder:
+            self._may_encode_elsewhere &= not is_suspicious
+            is_unanswered = replica in self._unanswered
+            return self.refused(replica, attempt, error, now) if is_unanswered else self._end_sender(replica, now)
         if is_suspicious:
             self._num_deaths += 1
             if self._num_deaths == MOST_DEATHS:
-                return self._fail(_suspect(MOST_DEATHS))
+                return self._fail(SuspectRequest.after(MOST_DEATHS))
         if replica in self._unanswered:
             return self.refused(replica, attempt, error, now)
         if replica == self._prefill and not is_suspicious:
@@ -162,10 +169,10 @@ class RequestLife:
         return self._lose(error, now, replica)
 
     def shipped(self, replica: str, attempt: int, now: float) -> list[Action]:
-        """The prefill replica has sent all pages, or need not any more: nothing else comes from it."""
-        if attempt != self.attempt or replica != self._prefill:
+        """The prefill or the encode replica has sent all pages, or need not any more: nothing else comes from it."""
+        if attempt != self.attempt or replica not in (self._prefill, self._encoder):
             return []
-        return self._end_prefill(False, now)
+        return self._end_encoder(False, now) if replica == self._encoder else self._end_prefill(False, now)
 
     def close(self) -> list[Action]:
         """The client is gone. Does nothing where the request has ended."""
@@ -177,6 +184,8 @@ class RequestLife:
         """A replica has sent tokens, or the end of its leg. Returns those that the client does not have, in order."""
         if delta.epoch != self.attempt or replica not in self._working:
             return []
+        if replica == self._encoder:  # its one token means nothing
+            return self._end_encoder(False, now) if delta.finish_reason else []
         if self._is_computed and delta.first == len(self.output) and not delta.finish_reason and not self._early:
             self.deadline = now + self._patience  # nearly every token: short for its sake
             if self._watch.asked:
@@ -200,10 +209,11 @@ class RequestLife:
             self._fleet.first_token(self.submission.id, now)
         self._watch.asked.clear()
         self.deadline = now + self._patience
+        actions = self._end_encoder(True, now) if self._encoder is not None else []  # all rows were read, or in caches
         if delta.first > len(self.output):
             self._early.append((replica, delta))
-            return self._check_gap(now)
-        return [*self._emit(replica, delta, now), *self._check_gap(now)]
+            return [*actions, *self._check_gap(now)]
+        return [*actions, *self._emit(replica, delta, now), *self._check_gap(now)]
 
     def advance(self, token_ids: Sequence[int]) -> None:
         """Add tokens of a running stream, none its first or last: the same as `tokens` for each. For the simulator,
@@ -216,6 +226,8 @@ class RequestLife:
         """Act where `deadline` has passed. Between two attempts this does nothing: the driver has to call `place`."""
         if now < self.deadline or not self._working:
             return []
+        if self._unanswered == [self._encoder]:
+            return self._end_sender(self._unanswered[0], now)
         if self._unanswered:
             for replica in self._unanswered:
                 why = f"replica {replica} did not take the request within {self._timeouts.silence_s:.3g} s"
@@ -228,7 +240,7 @@ class RequestLife:
             return self._lose(ReplicaLost(why), now, decode)
         if silent:
             self.deadline = now + self._patience
-            return self._end_prefill(True, now)
+            return [action for replica in silent for action in self._end_sender(replica, now)]
         self._watch.asked = [*self._working]
         self.deadline = now + self._timeouts.answer_s
         return [Ask(replica, self.attempt) for replica in self._working]
@@ -242,11 +254,11 @@ class RequestLife:
             return []
         actions: list[Action] = []
         is_missing = self._watch.answered(replica, numbers, now)
-        if is_missing and replica != self._prefill:
+        if is_missing and replica not in (self._prefill, self._encoder):
             why = f"replica {replica} does not have {self.submission.id} any more"
             return self._lose(ReplicaLost(why), now, replica)
         if is_missing:
-            actions += self._end_prefill(True, now)
+            actions += self._end_sender(replica, now)
         elif numbers is None:  # its last message may be on the way
             self._patience = self._timeouts.patience_s
         if self._watch.asked or not self._working:
@@ -262,45 +274,15 @@ class RequestLife:
 
     def _make_query(self) -> Query:
         """Describe to the router what is left of the request."""
-        submission, output = self.submission, self.output
-        token_ids = [*submission.prompt_token_ids, *output] if output else submission.prompt_token_ids
-        hashes: Sequence[PageHash] = ()
-        if not submission.sampling.needs_whole_prompt:
-            hashes = hash_pages(token_ids, self._fleet.page_size, submission.cache_salt, items=submission.items)
-        return Query(
-            submission.id,
-            len(token_ids),
-            hashes,
-            submission.slo_class,
-            max(submission.sampling.max_tokens - len(output), 0),
-            may_ship=self._num_losses < self._most_placements - 2,
-            may_refuse=submission.is_promised and not self.is_accepted,
-            is_prompt_alone=submission.sampling.pooling is not None,
+        may_ship = self._num_losses < self._most_placements - 2
+        return query_of(
+            self.submission,
+            self.output,
+            self._fleet.page_size,
+            may_ship=may_ship,
+            may_encode_elsewhere=may_ship and self._fleet.has_encoders,
+            may_refuse=self.submission.is_promised and not self.is_accepted,
         )
-
-    def _choose(self, query: Query, now: float) -> Placement:
-        """Return the best placement on replicas that have not refused.
-
-        Raises:
-            Overloaded: no replica would keep the promise; of all refusals, the one with the shortest wait. Never once
-                the request was accepted.
-            ReplicaLost: no replica is left.
-        """
-        overloaded = [refusal for refusal in self._refusals.values() if isinstance(refusal, Overloaded)]
-        try:
-            try:
-                return self._fleet.choose(query, now, {*self._refusals, *self._lost})
-            except LookupError:
-                return self._fleet.choose(query, now, self._refusals)
-        except Overloaded as refusal:
-            overloaded.append(refusal)
-        except LookupError:
-            if not self._refusals:
-                raise ReplicaLost("no replica is up; the model may still be loading") from None
-        if overloaded and not self.is_accepted:
-            raise min(overloaded, key=lambda refusal: refusal.retry_after) from None
-        losses = (refusal for refusal in self._refusals.values() if isinstance(refusal, ReplicaLost))
-        raise next(losses, ReplicaLost("no replica takes the rest of the request")) from None
 
     def _accept(self, now: float) -> list[Action]:
         """Begin to stream: every replica has taken its leg."""
@@ -345,10 +327,33 @@ class RequestLife:
     def _end_prefill(self, is_running: bool, now: float) -> list[Action]:
         assert self._prefill is not None
         prefill, self._prefill = self._prefill, None
-        self._working.remove(prefill)
-        if prefill in self._watch.asked:  # its answer is not awaited any more
-            self._watch.asked.remove(prefill)
-        return [Detach(prefill, self.attempt, is_running), *self._check_gap(now)]
+        return [self._detach(prefill, is_running), *self._check_gap(now)]
+
+    def _end_encoder(self, is_running: bool, now: float) -> list[Action]:
+        """Go on without the encode replica: it has shipped all rows, or the pictures are encoded without it."""
+        assert self._encoder is not None
+        encoder, self._encoder = self._encoder, None
+        detach = self._detach(encoder, is_running)
+        if encoder not in self._unanswered:
+            return [detach]
+        self._unanswered.remove(encoder)
+        return [detach, *([] if self._unanswered else self._accept(now))]
+
+    def _end_sender(self, replica: str, now: float) -> list[Action]:
+        """Go on without a replica that is silent, or does not have the request: the others need it no more, or do its
+        work themselves."""
+        if replica not in (self._prefill, self._encoder):  # it went with the one before it
+            return []
+        if replica == self._prefill:
+            return self._end_prefill(True, now)
+        self._bad_encoders.add(replica)
+        return self._end_encoder(True, now)
+
+    def _detach(self, replica: str, is_running: bool) -> Detach:
+        self._working.remove(replica)
+        if replica in self._watch.asked:  # its answer is not awaited any more
+            self._watch.asked.remove(replica)
+        return Detach(replica, self.attempt, is_running)
 
     def _lose(self, error: ReplicaLost, now: float, *blamed: str) -> list[Action]:
         """Place the request again, to go on after the tokens that the client has, elsewhere than at `blamed` if
@@ -356,7 +361,7 @@ class RequestLife:
         self._num_losses += 1
         self._num_breaks += isinstance(error, ReplicaBroken)
         if self._num_losses == self._most_placements:
-            return self._fail(_suspect(self._num_breaks) if self._num_breaks == self._num_losses else error)
+            return self._fail(SuspectRequest.after(self._num_breaks) if self._num_breaks == self._num_losses else error)
         self._lost.update(blamed)
         self._refusals.clear()
         return self._place_again(error, now)
@@ -381,7 +386,7 @@ class RequestLife:
             return []
         self._fleet.settle(self.submission.id)
         detached: list[Action] = [Detach(replica, self.attempt, replica != ended) for replica in self._working]
-        self._working, self._unanswered, self._early, self._prefill = [], [], [], None
+        self._working, self._unanswered, self._early, self._prefill, self._encoder = [], [], [], None, None
         self._watch.asked.clear()
         return detached
 
@@ -392,10 +397,3 @@ def _without(delta: TokenDelta, num_seen: int) -> TokenDelta:
         return delta
     logprobs = delta.logprobs[num_seen:] if delta.logprobs is not None else None
     return replace(delta, token_ids=delta.token_ids[num_seen:], first=delta.first + num_seen, logprobs=logprobs)
-
-
-def _suspect(num_deaths: int) -> SuspectRequest:
-    return SuspectRequest(
-        f"{num_deaths} replicas broke off, one after the other, while they worked on this request. It may be what "
-        "ended them, so it is not tried again; do not repeat it unchanged."
-    )

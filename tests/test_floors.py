@@ -11,14 +11,21 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FLOORS = ("cluster", "router", "workers", "kvtransfer", "kernels")
-WORKERS = {"workers/schedule", "workers/report", "workers/model", "workers/draft", "workers/replica"}
+WORKERS = {
+    "workers/schedule",
+    "workers/report",
+    "workers/sandbox",
+    "workers/model",
+    "workers/draft",
+    "workers/replica",
+}
 CONFIG = {"cluster/config.py", "cluster/config_file.py"}
 BELOW = {  # room: the rooms it may import besides itself
     "cluster/cli.py": {"cluster"},
     "cluster/config.py": {"cluster/api", "cluster/deploy", "router", *WORKERS},
     "cluster/config_file.py": {"cluster/config.py"},
     "cluster/serve": {"cluster/api", *CONFIG, "cluster/dispatch", "router", *WORKERS},
-    "cluster/api": {"cluster/dispatch", "workers/schedule"},
+    "cluster/api": {"cluster/dispatch", "workers/sandbox", "workers/schedule"},
     "cluster/dispatch": {"router", "workers/report", "workers/schedule"},
     "cluster/watch": {"workers/schedule"},
     "cluster/bench": {"cluster/watch", "workers/schedule"},
@@ -35,11 +42,14 @@ BELOW = {  # room: the rooms it may import besides itself
         "kernels",
     },
     "workers/draft": {"workers/model", "workers/schedule"},
-    "workers/model": {"workers/schedule", "kvtransfer", "kernels"},
+    "workers/model": {"workers/sandbox", "workers/schedule", "kvtransfer", "kernels"},
     "workers/report": {"workers/schedule", "kvtransfer"},
+    "workers/sandbox": set[str](),
     "workers/schedule": set[str](),
     "kvtransfer": set[str](),
     "kernels": set[str](),
+    "kernels/cpu": {"kernels/attention", "kernels/cache", "kernels/options"},
+    "kernels/gpu": {"kernels/attention", "kernels/options"},
 }
 API_ROOMS = {  # folder of cluster/api: the folders there that it may import besides itself
     "body": set[str](),
@@ -48,19 +58,29 @@ API_ROOMS = {  # folder of cluster/api: the folders there that it may import bes
     "text": {"body", "http", "media"},
     "routes": {"body", "http", "media", "text"},
 }
+REPLICA_ROOMS = {  # likewise of workers/replica
+    "ranks": set[str](),
+    "engine": {"ranks"},
+    "transfer": {"ranks", "engine"},
+    "serving": {"ranks", "engine", "transfer"},
+}
+INNER_ROOMS = {"cluster/api": API_ROOMS, "workers/replica": REPLICA_ROOMS}
 PURE = ("router", "workers/report", "workers/schedule")  # data and time come in, data goes out
 IMPURE = {"torch", "transformers", "ray", "time", "asyncio", "threading", "socket"}  # what pure rooms never import
 THIRD_PARTIES = {  # third party: the rooms or files that may import it
-    "ray": ["cluster/dispatch", "cluster/serve", "workers/replica/own_node.py", "workers/replica/replica.py"],
+    "ray": [
+        "cluster/dispatch",
+        "cluster/serve",
+        "workers/replica/serving/own_node.py",
+        "workers/replica/serving/replica.py",
+    ],
     "nixl": ["kvtransfer/nixl.py"],
     "fastapi": ["cluster/api"],
     "PIL": ["cluster/api/media"],
-    "triton": [
-        *(f"kernels/triton_{name}.py" for name in ("attention", "chunks", "decodes", "layer_steps", "scan", "store")),
-        "kernels/backend.py",
-    ],
-    "flash_attn": ["kernels/flash_attention.py"],
-    "flash_attn_interface": ["kernels/flash_attention_3.py"],
+    "av": ["cluster/api/media/clips.py"],
+    "triton": ["kernels/gpu", "kernels/backend.py"],
+    "flash_attn": ["kernels/gpu/flash_attention.py"],
+    "flash_attn_interface": ["kernels/gpu/flash_attention_3.py"],
 }
 SOURCES = sorted(
     path.relative_to(ROOT).as_posix() for folder in FLOORS for path in (ROOT / folder).rglob("*.py") if path.is_file()
@@ -112,13 +132,19 @@ def _is_within(path: str, room: str) -> bool:
     return path == room or path.startswith(f"{room}/")
 
 
-@pytest.mark.parametrize("room", API_ROOMS)
-def test_rooms_of_the_api_import_downwards(room: str) -> None:
-    for path in (ROOT / "cluster/api" / room).glob("*.py"):
+@pytest.mark.parametrize(
+    ("folder", "rooms", "room"),
+    [(folder, rooms, room) for folder, rooms in INNER_ROOMS.items() for room in ["", *rooms]],
+)
+def test_rooms_within_a_room_import_downwards(folder: str, rooms: dict[str, set[str]], room: str) -> None:
+    """Files of cluster/api itself put its rooms together; files of workers/replica itself are below its rooms."""
+    prefix = f"crossdock.{folder.replace('/', '.')}."
+    below = (set(rooms) if folder == "cluster/api" else set[str]()) if not room else {room, *rooms[room]}
+    for path in (ROOT / folder / room).glob("*.py"):
         for name in imports(path.read_text()):
-            other = name.removeprefix("crossdock.cluster.api.").split(".")[0]
-            if other in API_ROOMS and name.startswith("crossdock.cluster.api."):
-                assert other in {room, *API_ROOMS[room]}, f"{path.name} must not import {name}"
+            other = name.removeprefix(prefix).split(".")[0]
+            if other in rooms and name.startswith(prefix):
+                assert other in below, f"{path.name} must not import {name}"
 
 
 @pytest.mark.parametrize("path", SOURCES)
@@ -129,9 +155,9 @@ def test_file_imports_only_what_its_room_may(path: str) -> None:
 @pytest.mark.parametrize(
     ("path", "source"),
     [
-        ("workers/replica/engine.py", "from crossdock.cluster.serve.app import build"),
-        ("workers/replica/engine.py", "import crossdock.router.placement"),
-        ("workers/schedule/scheduler.py", "from crossdock.workers.replica.engine import Engine"),
+        ("workers/replica/engine/engine.py", "from crossdock.cluster.serve.app import build"),
+        ("workers/replica/engine/engine.py", "import crossdock.router.placement"),
+        ("workers/schedule/scheduler.py", "from crossdock.workers.replica.engine.engine import Engine"),
         ("workers/model/runner.py", "from crossdock.workers.report.timeline import Timelines"),
         ("router/placement.py", "from crossdock import cluster"),
         ("cluster/dispatch/dispatcher.py", "from crossdock.cluster.config import ClusterConfig"),
@@ -140,8 +166,8 @@ def test_file_imports_only_what_its_room_may(path: str) -> None:
         ("kvtransfer/shm.py", "from crossdock.kernels import attention"),
         ("cluster/serve/app.py", "from kernels import attention"),
         ("cluster/serve/app.py", "from .config import load"),
-        ("workers/replica/engine.py", "import ray"),
-        ("workers/replica/engine.py", "def f():\n    from ray import serve"),
+        ("workers/replica/engine/engine.py", "import ray"),
+        ("workers/replica/engine/engine.py", "def f():\n    from ray import serve"),
         ("router/placement.py", "import torch.nn"),
         ("router/fleet.py", "import time"),
         ("workers/report/timeline.py", "import asyncio"),

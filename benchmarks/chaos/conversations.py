@@ -24,7 +24,7 @@ from crossdock.cluster.dispatch.dispatcher import Dispatcher
 from crossdock.workers.model.load import load_model
 from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.replica.config import EngineConfig
-from crossdock.workers.replica.engine import Engine
+from crossdock.workers.replica.engine.engine import Engine
 from tests.cluster.conftest import byte_level
 from tests.cluster.dispatch.in_process import InProcess, ready
 

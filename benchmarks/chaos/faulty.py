@@ -24,9 +24,9 @@ from crossdock.kvtransfer.messages import MalformedMessage, decode
 from crossdock.kvtransfer.nixl import NixlTransport
 from crossdock.kvtransfer.tcp import TcpTransport
 from crossdock.kvtransfer.transport import PeerLost, Received, TransportEvent
-from crossdock.workers.replica import replica_dock
 from crossdock.workers.replica.config import ReplicaSpec
-from crossdock.workers.replica.replica import Replica
+from crossdock.workers.replica.serving.replica import Replica
+from crossdock.workers.replica.transfer import replica_dock
 from crossdock.workers.schedule.request import Overloaded, Submission
 
 VARIABLE = "CROSSDOCK_CHAOS"

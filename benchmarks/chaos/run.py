@@ -9,7 +9,7 @@ streams, and what is left at the end; exits with 1 if anything is wrong.
 
 | kind | faults |
 |---|---|
-| kill | `kill -9` of a prefill replica, a decode replica, or one of each |
+| kill | `kill -9` of a prefill replica, a decode replica, one of each, or an encode replica |
 | ingress | `kill -9` of an ingress, whose streams are cut; an ingress stopped (SIGSTOP), whose streams must survive |
 | pause | replicas stopped for less and for more than the 10 s after which they count as lost |
 | clients | clients that vanish, and clients that read slowly |
@@ -24,6 +24,8 @@ streams, and what is left at the end; exits with 1 if anything is wrong.
 `--requests conversations` streams chats (with `n`), responses and messages instead: with reasoning, tool calls and
 grammars. What the deltas of each add up to must be what an undisturbed engine wrote: content, reasoning, names and
 arguments of calls, with ids that do not change within the stream.
+
+`--requests pictures --encode 1` streams chats with pictures, which encode replicas encode.
 
 Overload is a matter of settings: `--clients 48 --set engine.kv_cache_memory=768KiB` fills both pools, and with
 `--set engine.admission=reject` and short promises requests are refused.
@@ -73,11 +75,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--faults", default="kill,ingress,pause,clients,messages", help="kinds, joined by commas; or none"
     )
-    parser.add_argument("--requests", choices=("completions", "conversations"), default="completions")
+    parser.add_argument("--requests", choices=("completions", "conversations", "pictures"), default="completions")
     parser.add_argument("--every", type=float, default=4.0, help="seconds between two faults of processes, on average")
     parser.add_argument("--clients", type=int, default=24, help="streams at a time")
     parser.add_argument("--prefill", type=int, default=2, help="prefill replicas")
     parser.add_argument("--decode", type=int, default=3, help="decode replicas")
+    parser.add_argument("--encode", type=int, default=0, help="encode replicas; these need --requests pictures")
     parser.add_argument("--lost", type=float, default=0.005, help="share of transfer messages that are lost")
     parser.add_argument("--late", type=float, default=0.02, help="share of transfer messages that are late")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the application")
@@ -87,6 +90,8 @@ def parse() -> argparse.Namespace:
     given.faults = [] if given.faults == "none" else given.faults.split(",")
     if unknown := set(given.faults) - {*FAULTS, *_OTHERS}:
         parser.error(f"--faults: {', '.join(sorted(unknown))}: there are {', '.join([*FAULTS, *_OTHERS])}")
+    if given.encode and given.requests != "pictures":
+        parser.error("--encode: the model of --requests pictures alone has an encoder")
     return given
 
 
@@ -152,17 +157,11 @@ def run(given: argparse.Namespace, folder: Path) -> bool:
         refused=0.02 * does_answers,
         unanswered=0.002 * does_answers,
     ).to_environment()
-    if given.requests == "conversations":
-        from conversations import agent_tokenizer, make_conversations  # late: it imports the tests' small tokenizer
-
-        model = tiny_model(folder / "model", agent_tokenizer())
-        cases: Sequence[Any] = make_conversations(model, 120, given.seed)
-    else:
-        model = tiny_model(folder / "model")
-        cases = make_cases(model, 400, given.seed)
+    model, cases = questions(given, folder / "model")
     chosen = settings(given)
     print(f"{len(cases)} answers known after {time.monotonic() - began:.0f} s", flush=True)
-    fleet = NodeFleet(folder, model, {"prefill": given.prefill, "decode": given.decode}, chosen)
+    pools = {"prefill": given.prefill, "decode": given.decode}
+    fleet = NodeFleet(folder, model, pools | ({"encode": given.encode} if given.encode else {}), chosen)
     try:
         print(f"whole after {time.monotonic() - began:.0f} s", flush=True)
         does_clients, does_hostile = "clients" in given.faults, "hostile" in given.faults
@@ -184,6 +183,22 @@ def run(given: argparse.Namespace, folder: Path) -> bool:
     finally:
         leftovers = fleet.close()
     return report(chaos, faulty.counts(counted), left, leftovers, seconds, given)
+
+
+def questions(given: argparse.Namespace, folder: Path) -> tuple[Path, Sequence[Any]]:
+    """Make a model in a folder. Return the folder, and requests with known answers."""
+    if given.requests == "conversations":
+        from conversations import agent_tokenizer, make_conversations  # late: it imports the tests' small tokenizer
+
+        model = tiny_model(folder, agent_tokenizer())
+        return model, make_conversations(model, 120, given.seed)
+    if given.requests == "pictures":
+        from picture_chats import make_picture_chats, picture_model  # late: it imports the tests' small models
+
+        model = picture_model(folder)
+        return model, make_picture_chats(model, 60, given.seed)
+    model = tiny_model(folder)
+    return model, make_cases(model, 400, given.seed)
 
 
 def report(

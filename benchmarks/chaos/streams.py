@@ -22,7 +22,7 @@ from crossdock.cluster.bench.http import HttpResponse
 from crossdock.workers.model.load import load_model
 from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.replica.config import EngineConfig
-from crossdock.workers.replica.engine import Engine
+from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.schedule.request import SamplingParams, Submission
 
 HUNG_S = 60.0  # without a byte: the stream hangs
@@ -141,6 +141,11 @@ class Told(Exception):
     def __init__(self, status: int, error: dict[str, Any], num_events: int) -> None:
         super().__init__(error.get("message", ""))
         self.status, self.code, self.num_events = status, error.get("code"), num_events
+
+    @property
+    def is_suspect(self) -> bool:
+        """Return whether replicas were lost one after the other while they worked on the request."""
+        return self.code == "suspect_request" or "Replicas of the model ended" in self.args[0]  # not all APIs have codes
 
     def __str__(self) -> str:
         return f"{self.status} {self.code} after {'some' if self.num_events else 'no'} events: {self.args[0][:200]}"
@@ -373,8 +378,7 @@ class Clients:
         """Return the outcome where the error is an honest one; None: a problem."""
         if told.status == 429 and self.habits.may_refuse:
             return "429 before the first token"
-        is_suspect = told.code == "suspect_request" or "replicas broke off" in told.args[0]  # not all APIs have codes
-        if is_suspect and self.habits.may_suspect:
+        if told.is_suspect and self.habits.may_suspect:
             return "told to be suspect: several of its replicas were killed"
         return None
 

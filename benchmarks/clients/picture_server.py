@@ -19,7 +19,7 @@ from crossdock.cluster.dispatch.dispatcher import Dispatcher
 from crossdock.cluster.serve.media import open_media
 from crossdock.workers.model.load import wrap_module
 from crossdock.workers.replica.config import EngineConfig
-from crossdock.workers.replica.engine import Engine
+from crossdock.workers.replica.engine.engine import Engine
 from tests.cluster.api.engine_api import all_up
 from tests.cluster.api.media.picture_models import MODELS, data_url, encoded, image_part, picture
 from tests.cluster.api.media.picture_oracle import built, continuation_of, prompt_of

@@ -15,9 +15,9 @@ from gpu.cases import Bench, Case, Once, Section, UnavailableError
 from gpu.models import Weights, paged, random_module
 from gpu.rows import Figures
 
-from crossdock.workers.replica.calibrate import measure_step, warm_up
 from crossdock.workers.replica.config import EngineConfig
-from crossdock.workers.replica.engine import Engine
+from crossdock.workers.replica.engine.calibrate import measure_step, warm_up
+from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.schedule.request import SamplingParams, Submission
 
 VOCABULARY = 30_000  # the prompts' token ids are below this, and below the model's vocabulary

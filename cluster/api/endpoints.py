@@ -1,10 +1,11 @@
 """The API's paths: the endpoint that answers each, and the guards around them."""
 
 import logging
+from collections.abc import Callable, Iterable
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from fastapi import FastAPI, Request, Response, Security
 from fastapi.exceptions import RequestValidationError
@@ -52,6 +53,7 @@ _OPEN = ("/health", "/ready", "/metrics", "/version", "/openapi.json")  # need n
 _ANTHROPIC_ERRORS: dict[int | str, dict[str, Any]] = {
     "default": {"model": AnthropicErrorAnswer, "description": "Refused"}
 }
+_Endpoint: TypeAlias = tuple[str, str, Callable[..., Any], str]  # method, path, what answers, summary
 _KEY = Security(HTTPBearer(auto_error=False, scheme_name="key"))  # for the description; `HttpGuard` checks the key
 
 
@@ -86,13 +88,22 @@ def build_api(
         default_response_class=Response,
         responses={"default": {"model": ErrorAnswer, "description": "Refused"}},
     )
-    status = ServerStatus(dispatcher, decisions)
     pooling, sampling = embeddings or EmbeddingDefaults(), defaults or GenerationDefaults()
-    _add_endpoints(app, dispatcher, tokenizer, http, tiers, sampling, pooling, status, ask_stores, media)
+    _add_endpoints(app, _generating(app, dispatcher, tokenizer, http, tiers, sampling, pooling, ask_stores, media))
+    _add_endpoints(app, _reporting(ServerStatus(dispatcher, decisions)))
     for path, asset in web_assets().items():
         app.add_api_route(path, partial(_asset, asset), response_model=None, include_in_schema=False)
     app.add_exception_handler(HTTPException, _no_such_route)
     app.add_exception_handler(RequestValidationError, _invalid_query)
+    keys = KeyRing(http.api_keys, None if http.api_keys_file is None else Path(http.api_keys_file), tiers.names)
+    ledger = Ledger(http.replicas, ask_peers=ask_peers)
+    app.state.lend = partial(_lend, keys, ledger)
+    _add_middleware(app, dispatcher, http, keys, ledger)
+    return app
+
+
+def _add_middleware(app: FastAPI, dispatcher: Dispatcher, http: HttpConfig, keys: KeyRing, ledger: Ledger) -> None:
+    """Put the guards around the endpoints. The last one added is the first that a request meets."""
     if http.otlp_endpoint is not None:
         app.add_middleware(
             Tracing,
@@ -101,9 +112,6 @@ def build_api(
             timelines=dispatcher.timelines,
             paths=_GENERATES,
         )
-    keys = KeyRing(http.api_keys, None if http.api_keys_file is None else Path(http.api_keys_file), tiers.names)
-    ledger = Ledger(http.replicas, ask_peers=ask_peers)
-    app.state.lend = partial(_lend, keys, ledger)
     app.add_middleware(
         HttpGuard,
         keys=keys,
@@ -122,10 +130,23 @@ def build_api(
         )
     if http.root_path:
         app.add_middleware(GatewayPath, root_path=http.root_path)
-    return app
 
 
-def _add_endpoints(
+def _add_endpoints(app: FastAPI, endpoints: Iterable[_Endpoint]) -> None:
+    for method, path, endpoint, summary in endpoints:
+        app.router.add_api_route(
+            path,
+            endpoint,
+            methods=[method],
+            summary=summary,
+            response_model=None,
+            dependencies=[] if path in _OPEN else [_KEY],
+            responses=_ANTHROPIC_ERRORS if path.startswith("/v1/messages") else None,
+            route_class_override=JsonRoute if method == "POST" and not path.endswith("/cancel") else None,
+        )
+
+
+def _generating(
     app: FastAPI,
     dispatcher: Dispatcher,
     tokenizer: ModelTokenizer,
@@ -133,22 +154,12 @@ def _add_endpoints(
     tiers: Tiers,
     defaults: GenerationDefaults,
     pooling: EmbeddingDefaults,
-    status: ServerStatus,
     ask_stores: AskStores | None,
     media: Media | None,
-) -> None:
-    message_format = MessageFormat(
-        tokenizer,
-        tool_parser=http.tool_call_parser,
-        reasoning_parser=http.reasoning_parser,
-        reads_unforced_calls=http.enable_auto_tool_choice,
-    )
-    families = message_format.families
-    logger.info(
-        "families of messages, found or configured: %s",
-        ", ".join(f"{name} {family}" for name, family in families.items()),
-    )
-    models = Models(dispatcher, http.model_aliases, families)
+) -> list[_Endpoint]:
+    """Return the endpoints of the model, and of what is needed to use them."""
+    message_format = _message_format(tokenizer, http)
+    models = Models(dispatcher, http.model_aliases, message_format.families)
     encoder = PromptEncoder(
         tokenizer,
         trusts_templates=http.trust_request_chat_template,
@@ -162,7 +173,7 @@ def _add_endpoints(
         tiers,
         defaults,
         max_logprobs=http.max_logprobs,
-        placeholder_id=None if media is None else media.placeholder_id,
+        placeholders=None if media is None else media.placeholders,
     )
     completions = Completions(generations, encoder, tokenizer, forces_usage=http.force_include_usage)
     chats = Chats(generations, encoder, tokenizer, message_format, forces_usage=http.force_include_usage)
@@ -172,7 +183,7 @@ def _add_endpoints(
     responses = _responses(conversations, LogprobWriter(tokenizer, as_ids=False), http, ask_stores)
     app.state.stored = responses.at_this_ingress
     tokenization = Tokenization(models, encoder, tokenizer)
-    for method, path, endpoint, summary in (
+    return [
         ("POST", "/v1/completions", completions.create, "Continue a prompt, or several"),
         ("POST", "/v1/chat/completions", chats.create, "Answer a conversation"),
         ("POST", "/v1/embeddings", embeddings.create, "The vectors of texts"),
@@ -187,6 +198,12 @@ def _add_endpoints(
         ("POST", "/detokenize", tokenization.detokenize, "The text of tokens"),
         ("GET", "/v1/models", models.all, "The served model and its aliases"),
         ("GET", "/v1/models/{name:path}", models.one, "One of them"),
+    ]
+
+
+def _reporting(status: ServerStatus) -> list[_Endpoint]:
+    """Return the endpoints that report what the server does."""
+    return [
         ("GET", "/v1/requests", status.requests, "Requests in flight"),
         ("GET", "/v1/requests/{name:path}", status.timeline, "The timeline of a request, by its id"),
         ("GET", "/v1/replicas", status.replicas, "Every replica now, and its recent steps"),
@@ -196,17 +213,21 @@ def _add_endpoints(
         ("GET", "/ready", status.ready, "A replica can serve"),
         ("GET", "/metrics", status.metrics, "Prometheus metrics of the whole deployment"),
         ("GET", "/version", status.version, "The version of Crossdock"),
-    ):
-        app.router.add_api_route(
-            path,
-            endpoint,
-            methods=[method],
-            summary=summary,
-            response_model=None,
-            dependencies=[] if path in _OPEN else [_KEY],
-            responses=_ANTHROPIC_ERRORS if path.startswith("/v1/messages") else None,
-            route_class_override=JsonRoute if method == "POST" and not path.endswith("/cancel") else None,
-        )
+    ]
+
+
+def _message_format(tokenizer: ModelTokenizer, http: HttpConfig) -> MessageFormat:
+    message_format = MessageFormat(
+        tokenizer,
+        tool_parser=http.tool_call_parser,
+        reasoning_parser=http.reasoning_parser,
+        reads_unforced_calls=http.enable_auto_tool_choice,
+    )
+    logger.info(
+        "families of messages, found or configured: %s",
+        ", ".join(f"{name} {family}" for name, family in message_format.families.items()),
+    )
+    return message_format
 
 
 def _responses(

@@ -16,7 +16,7 @@ from crossdock.cluster.api.body.generation_defaults import GenerationDefaults
 from crossdock.cluster.api.body.stop_strings import StopTable
 from crossdock.cluster.api.errors import ApiError, shown
 from crossdock.cluster.api.http.answers import usage
-from crossdock.cluster.api.http.keys import cache_salt
+from crossdock.cluster.api.http.keys import cache_salt, tenant_of
 from crossdock.cluster.api.http.limits import UNSTATED_OUTPUT
 from crossdock.cluster.api.http.tiers import SLO_CLASS_HEADER, Tier, Tiers
 from crossdock.cluster.api.routes.models import Models
@@ -48,6 +48,11 @@ class Generation:
     def salt(self) -> str:
         """Return the salt of what the request may share with others: cached pages, and pictures."""
         return cache_salt(self.state.api_key, self.body.cache_salt)
+
+    @property
+    def tenant(self) -> str:
+        """Return the owner of the request's key."""
+        return tenant_of(self.state.api_key)
 
     def head(self, prefix: str, kind: str) -> dict[str, Any]:
         """Return the fields with which the answer and each of its events begin."""
@@ -88,16 +93,16 @@ class Generations:
         defaults: GenerationDefaults,
         *,
         max_logprobs: int,
-        placeholder_id: int | None = None,
+        placeholders: Mapping[str, int] | None = None,
     ) -> None:
-        """`placeholder_id`: the token that stands for rows of pictures; None: the model reads text only."""
+        """`placeholders`: the token that stands for rows of an item, by its kind; None: the model reads text only."""
         self._dispatcher = dispatcher
         self._tokenizer = tokenizer
         self._models = models
         self._tiers = tiers
         self._defaults = defaults
         self._max_logprobs = max_logprobs
-        self._placeholder_id = placeholder_id
+        self._placeholders = dict(placeholders or {})
 
     def begin(self, request: Request, body: GenerationBody) -> Generation:
         """Begin a generation. Raises ApiError for an unknown model, or what the API key may not use."""
@@ -156,14 +161,14 @@ class Generations:
         state.submission_ids = {choice.submission.id for choice in generation.choices}
 
     def _check_placeholders(self, prompt: Prompt, body: GenerationBody) -> None:
-        """Raise ApiError for a prompt with placeholders that no picture fills: its text or its token ids have them."""
-        if self._placeholder_id is None:
-            return
-        if prompt.token_ids.count(self._placeholder_id) != sum(item.num_rows for item in prompt.items):
-            name = self._tokenizer.vocabulary_name(self._placeholder_id)
-            reason = f"it contains {name!r} (token {self._placeholder_id}), which stands for pictures alone"
-            param = body.prompt_field
-            raise ApiError(f"Invalid value for '{param}': {reason}.", param=param, code="invalid_value")
+        """Raise ApiError for a prompt with placeholders that no item fills: its text or its token ids have them."""
+        for token_id in set(self._placeholders.values()):
+            own = (item for item in prompt.items if self._placeholders.get(item.kind) == token_id)
+            if prompt.token_ids.count(token_id) != sum(item.num_rows for item in own):
+                name = self._tokenizer.vocabulary_name(token_id)
+                reason = f"it contains {name!r} (token {token_id}), which stands for pictures or videos alone"
+                param = body.prompt_field
+                raise ApiError(f"Invalid value for '{param}': {reason}.", param=param, code="invalid_value")
 
     def _choice(
         self,
@@ -176,7 +181,7 @@ class Generations:
         is_prompt_only: bool,
     ) -> Choice:
         body, state = generation.body, generation.state
-        key, salt = state.api_key, generation.salt
+        salt = generation.salt
         submission = Submission(
             # A client may use an id twice, and one HTTP request has several submissions.
             f"{state.request_id}-{uuid.uuid4().hex}",
@@ -187,7 +192,7 @@ class Generations:
             body.priority,
             generation.tier.is_promised,
             request_id=state.request_id,
-            tenant="" if key is None else key.tenant,
+            tenant=generation.tenant,
             returns_within_s=body.returns_within_s,
             items=salted(prompt.items, salt),
         )

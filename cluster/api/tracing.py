@@ -27,6 +27,7 @@ logger = logging.getLogger("ray.serve")
 SETTLE_S = (0.2, 1.0, 5.0)  # waits until replicas have ended their parts, which they do soon after the answer
 LAST_S = 3.0  # at the end: wait for spans not yet made, and again for spans not yet exported
 _NS = 1_000_000_000
+_SPANS = {"local": "serve", "send": "prefill", "receive": "decode", "encode": "encode"}  # by leg
 _CLIENT_LEFT = 499  # as proxies report it; here also a request over its time limit
 
 Timelines = Callable[[str, str | None], Awaitable[Sequence[Mapping[str, Any]]]]
@@ -152,7 +153,7 @@ class Tracing:
         """Add a span for a replica's part of the request, with children. Timelines are in seconds after arrival."""
         arrived: float = part["arrived"]
         end: float = time.time() - arrived if part["ended_s"] is None else part["ended_s"]
-        name = {"local": "serve", "send": "prefill", "receive": "decode"}[part["leg"]]
+        name = _SPANS[part["leg"]]
         counts = ("epoch", "num_prompt_tokens", "num_cached_tokens", "num_output_tokens")
         attributes = _named(part, "replica", "slo_class", *counts, "state")
         if part["finish_reason"] is not None:

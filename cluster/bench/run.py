@@ -29,6 +29,7 @@ from crossdock.cluster.bench.workloads import (
 )
 from crossdock.cluster.watch.scrape import STEPS, Scrape
 
+_PLANNED = ("interference", "short-vs-long")  # workloads with the long prompts of an Interference
 _MIX_SECONDS = 60.0  # of arrivals, unless requests are counted
 _RETRY_S = 0.5  # the pause of a closed loop's slot whose request found no server
 _GIVE_UP_S = 30.0  # without a connection, after which a run ends
@@ -92,6 +93,11 @@ class BenchOptions:
             raise ValueError("service_tier: the workload mix has classes of its own")
         if self.pictures is not None and self.workload != "images":
             raise ValueError("pictures: only requests of the workload images have some; see also long_pictures")
+        if self.interference.long_pictures and self.workload not in _PLANNED:
+            raise ValueError(f"long_pictures: the workload {self.workload} has no long prompts; see also pictures")
+        has_pictures = self.workload == "images" or (self.workload in _PLANNED and self.interference.long_pictures)
+        if self.picture_size is not None and not has_pictures:
+            raise ValueError(f"picture_size: requests of the workload {self.workload} have no pictures")
         positive = ("num_requests", "duration", "concurrency", "request_rate", "burstiness", "pictures", "picture_size")
         for name in (*positive, "prompt_tokens", "output_tokens"):
             value = getattr(self, name)

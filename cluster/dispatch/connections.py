@@ -148,10 +148,19 @@ class ReplicaConnections:
         """Wait while there are replicas, none with an open stream: in an upgrade all may be new, and after a broken
         network all may be about to be connected again."""
         end = self._clock.now() + seconds
-        while self._members and not any(each.is_open and not each.is_leaving for each in self._connections.values()):
+        while self._has_members and not any(not each.is_leaving for each in self.opened() if _computes(each.profile)):
             if self._clock.now() >= end:
                 return
             await asyncio.sleep(0.02)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a replica that computes prompts has an open stream."""
+        return any(_computes(connection.profile) for connection in self.opened())
+
+    @property
+    def _has_members(self) -> bool:
+        return any(_computes(profile) for _, profile in self._members.values())
 
     # -- members -----------------------------------------------------------------------------------------------------
 
@@ -168,7 +177,7 @@ class ReplicaConnections:
         client, profile = self._members.pop(name, (None, None))
         connection = self._connections.pop(name, None)
         if connection is None and client is not None and profile is not None and profile.peer not in self._dead:
-            self.spawn(self._confirm_death(client, profile.peer))  # it was lost: its process may have ended, or not yet
+            self.spawn(self._confirm_death(client, profile))  # it was lost: its process may have ended, or not yet
         if connection is not None:
             self._fleet.leave(name)
             connection.is_leaving = True
@@ -315,27 +324,28 @@ class ReplicaConnections:
             del self._connections[name]
             self._fleet.leave(name)
         if connection.is_dead:
-            self._report_death(connection.profile.peer)
+            self._report_death(connection.profile)
         if name in self._members:
             logger.warning("%s", loss)
             self.spawn(self._rejoin(name))
 
-    def _report_death(self, peer: bytes) -> None:
+    def _report_death(self, profile: SchedulingProfile) -> None:
         """Notify every replica that a process has ended. It may hold pages for that writer on behalf of a request that
         was aborted before, which no other message would free."""
-        if peer and peer not in self._dead:
-            self._dead.append(peer)
-            for connection in self.opened():
-                self.spawn(connection.client.call("peer_dead", peer))
+        for peer in (profile.peer, profile.rows_peer):
+            if peer and peer not in self._dead:
+                self._dead.append(peer)
+                for connection in self.opened():
+                    self.spawn(connection.client.call("peer_dead", peer))
 
-    async def _confirm_death(self, client: EngineClient, peer: bytes) -> None:
+    async def _confirm_death(self, client: EngineClient, profile: SchedulingProfile) -> None:
         """Report the death of a lost replica that Serve lists no more, once that is known.
 
         Serve removes a member before its process has ended: until then that process may write to others' pages.
         """
         for _ in range(_MOST_PROBES):
             if await client.is_dead():
-                self._report_death(peer)
+                self._report_death(profile)
                 return
             await asyncio.sleep(self._timeouts.rejoin_s)
         logger.warning("a replica was lost and has left, but it is unknown whether its process has ended")
@@ -345,6 +355,11 @@ class ReplicaConnections:
         await asyncio.sleep(self._timeouts.rejoin_s)
         if name in self._members and name not in self._connections:
             self._open(name)
+
+
+def _computes(profile: SchedulingProfile) -> bool:
+    """Return whether a replica computes prompts, as all do but those that encode pictures alone."""
+    return profile.role != "encode"
 
 
 async def _abort(connection: ReplicaConnection) -> None:

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -38,7 +38,7 @@ from crossdock.router.actions import (
 from crossdock.router.fleet import Fleet, RouterConfig
 from crossdock.router.request_life import MOST_PLACEMENTS, RequestLife
 from crossdock.workers.report.profile import SchedulingProfile
-from crossdock.workers.schedule.request import FinishReason, Overloaded, Submission, TokenDelta
+from crossdock.workers.schedule.request import Overloaded, Submission, TokenDelta
 
 __all__ = ["Dispatcher", "ModelCard", "ReplicaLost", "SlowReader", "SuspectRequest", "Timeouts"]
 
@@ -100,8 +100,9 @@ class Dispatcher:
 
     def join(self, name: str, client: EngineClient, profile: SchedulingProfile) -> None:
         """Serve requests on a replica that is up. `profile`: what it advertises."""
-        shared = profile.page_size if profile.caches_prefixes else 0
-        self._card = ModelCard(self._model_name, self._created, profile.max_model_len, profile.vocab_size, shared)
+        if profile.role != "encode":  # such a replica knows the encoder of the model alone
+            shared = profile.page_size if profile.caches_prefixes else 0
+            self._card = ModelCard(self._model_name, self._created, profile.max_model_len, profile.vocab_size, shared)
         self._connections.join(name, client, profile)
 
     # -- requests ----------------------------------------------------------------------------------------------------
@@ -159,28 +160,21 @@ class Dispatcher:
                         self._connections.spawn(_ask(attempt, attempt.connections[name]))
                     case Fail(error):
                         raise error
-        except Overloaded:
-            watch.refused()
-            raise
-        except (ReplicaLost, SuspectRequest):
-            watch.finish_reason = FinishReason.ERROR
-            raise
-        except asyncio.CancelledError:
-            watch.finish_reason = FinishReason.ABORT  # the client has left
-            raise
-        except GeneratorExit:
-            # The reader has what it wanted, as with a stop string; or it has left before the first token.
-            watch.finish_reason = watch.finish_reason or (FinishReason.STOP if watch.num_tokens else FinishReason.ABORT)
+        except BaseException as error:
+            watch.failed(error)
             raise
         finally:
             self.num_queued -= is_queued
-            self._lives.pop(submission.id, None)
-            self._suspects.leave(submission.id)
-            actions += life.close()
-            for left in actions:
-                if isinstance(left, Detach):
-                    self._connections.detach(attempt, left.replica, left.is_running)
+            self._close(life, attempt, actions)
             watch.end()
+
+    def _close(self, life: RequestLife, attempt: Attempt, actions: Collection[Action]) -> None:
+        """End a life. `actions`: those that are left; a replica that must be left is left."""
+        self._lives.pop(life.submission.id, None)
+        self._suspects.leave(life.submission.id)
+        for left in (*actions, *life.close()):
+            if isinstance(left, Detach):
+                self._connections.detach(attempt, left.replica, left.is_running)
 
     async def _place(self, life: RequestLife, loss: ReplicaLost | None) -> tuple[Attempt, list[Action]]:
         """Begin the next attempt, where a suspect request has its turn and a replica is up, or soon will be."""
@@ -193,14 +187,17 @@ class Dispatcher:
         await self._connections.wait_until_one_is_open(self._timeouts.answer_s)
         actions = life.place(self.clock.now())
         if life.placement is not None and not life.is_over:
-            self.metrics.placements.labels(life.placement.reason).inc()
+            self.metrics.placed(life.submission, life.placement)
         return Attempt(life, self.clock, life.attempt), actions
 
     def _submit(self, attempt: Attempt, action: Submit) -> None:
         """Submit a leg of an attempt; the answer will be an event of the attempt."""
         connection, submission = self._connections.attach(attempt, action.replica), action.submission
         if action.peer is not None:
-            submission = replace(submission, peer=self._connections[action.peer].profile.peer)
+            profile = self._connections[action.peer].profile
+            submission = replace(submission, peer=profile.rows_peer if action.is_encoding else profile.peer)
+        if action.encoder is not None:
+            submission = replace(submission, encoder=self._connections[action.encoder].profile.peer)
         answering = asyncio.ensure_future(_answer(attempt, connection, submission))
         attempt.submitting[connection.name] = answering
 
@@ -223,8 +220,8 @@ class Dispatcher:
         return self._card
 
     def ready(self) -> bool:
-        """Return whether a replica is up."""
-        return bool(self._connections.opened())
+        """Return whether a replica is up that computes prompts."""
+        return self._connections.is_ready
 
     async def timelines(self, request_id: str, tenant: str | None) -> list[dict[str, Any]]:
         """Return the timelines of all that the client's request `request_id` led to, on all replicas, oldest first.
@@ -252,7 +249,12 @@ class Dispatcher:
     async def _collect(self, method: RemoteMethod, *arguments: Any) -> list[dict[str, Any]]:
         """Return the entries of every replica's answer, each with the name of the replica, in order of arrival."""
         answers = await self._ask_all(method, *arguments)
-        entries = [{"replica": name, **entry} for name, answer in answers.items() for entry in answer]
+        encoders = {each.name for each in self._connections.opened() if each.profile.role == "encode"}
+        entries = [
+            {"replica": name, **entry, **({"leg": "encode"} if name in encoders else {})}
+            for name, answer in answers.items()
+            for entry in answer
+        ]
         return sorted(entries, key=lambda entry: entry["arrived"])
 
     async def _ask_all(self, method: RemoteMethod, *arguments: Any) -> dict[str, Any]:

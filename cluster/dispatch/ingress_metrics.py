@@ -1,15 +1,18 @@
 """The metrics of one ingress: what its clients experience. And the merged metrics of a whole deployment."""
 
 import time
+from asyncio import CancelledError
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from crossdock.router.actions import ReplicaLost, SuspectRequest
 from crossdock.router.placement import Placement
 from crossdock.workers.report.timeline import prompt_length_bucket
 from crossdock.workers.report.vllm_names import OF_INGRESSES, exposition
-from crossdock.workers.schedule.request import FinishReason, Submission
+from crossdock.workers.schedule.request import FinishReason, Overloaded, Submission
 
 _TTFT = (0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _GAP = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 5.0)
@@ -26,68 +29,59 @@ class IngressMetrics:
         """`vllm_model`: the model's name in metrics under vLLM's names; None: there are none."""
         self._vllm_model = vllm_model
         self.registry = registry = CollectorRegistry()
+        counter, histogram = partial(Counter, registry=registry), partial(Histogram, registry=registry)
         self.in_flight = Gauge("crossdock_ingress_requests", "Requests in flight.", registry=registry)
-        self.started = Counter("crossdock_ingress_requests_started", "Requests taken.", registry=registry)
-        self.refused = Counter(
-            "crossdock_ingress_requests_refused", "Requests answered 429.", ["slo_class"], registry=registry
+        self.started = counter("crossdock_ingress_requests_started", "Requests taken.")
+        self.refused = counter("crossdock_ingress_requests_refused", "Requests answered 429.", ["slo_class"])
+        self.placements = counter("crossdock_router_decisions", "Placements, by the reason for the choice.", ["reason"])
+        self.encodings = counter(
+            "crossdock_router_encodings",
+            "Placements of requests with pictures, by the role of the replica that encodes them.",
+            ["role"],
         )
-        self.placements = Counter(
-            "crossdock_router_decisions", "Placements, by the reason for the choice.", ["reason"], registry=registry
-        )
-        self.ttft_error = Histogram(
+        self.ttft_error = histogram(
             "crossdock_router_ttft_relative_error",
             "|predicted - actual| / actual time to the first token, of requests placed once.",
             buckets=_ERROR,
-            registry=registry,
         )
-        self.placed_again = Counter(
-            "crossdock_ingress_placed_again",
-            "Requests that went on elsewhere after a replica was lost.",
-            registry=registry,
+        self.placed_again = counter(
+            "crossdock_ingress_placed_again", "Requests that went on elsewhere after a replica was lost."
         )
-        self.ttft = Histogram(
+        self.ttft = histogram(
             "crossdock_ingress_time_to_first_token_seconds",
             "From submission to the first token, measured at this ingress.",
             ["prompt_tokens", "slo_class"],
             buckets=_TTFT,
-            registry=registry,
         )
-        self.gap = Histogram(
+        self.gap = histogram(
             "crossdock_ingress_inter_token_seconds",
             "Between two tokens of a stream, measured at this ingress.",
             ["slo_class"],
             buckets=_GAP,
-            registry=registry,
         )
-        ended = Counter(
+        ended = counter(
             "crossdock_ingress_requests_ended",
             "Requests that a replica took and that have ended, wherever they were placed.",
             ["finish_reason"],
-            registry=registry,
         )
         self.ended = {reason: ended.labels(reason.value) for reason in _ENDS}
-        self.seconds = Histogram(
-            "crossdock_ingress_request_seconds",
-            "From submission to the end.",
-            ["slo_class"],
-            buckets=_WHOLE,
-            registry=registry,
+        self.seconds = histogram(
+            "crossdock_ingress_request_seconds", "From submission to the end.", ["slo_class"], buckets=_WHOLE
         )
-        self.tpot = Histogram(
+        self.tpot = histogram(
             "crossdock_ingress_time_per_output_token_seconds",
             "Mean gap between a request's tokens, measured at this ingress.",
             ["slo_class"],
             buckets=_GAP,
-            registry=registry,
         )
-        self.prompt_tokens = Histogram(
-            "crossdock_ingress_prompt_tokens", "Prompt tokens of a request.", buckets=_TOKENS, registry=registry
+        self.prompt_tokens = histogram(
+            "crossdock_ingress_prompt_tokens", "Prompt tokens of a request.", buckets=_TOKENS
         )
-        self.output_tokens = Histogram(
-            "crossdock_ingress_output_tokens", "Tokens of a request's output.", buckets=_TOKENS, registry=registry
+        self.output_tokens = histogram(
+            "crossdock_ingress_output_tokens", "Tokens of a request's output.", buckets=_TOKENS
         )
-        self.max_tokens = Histogram(
-            "crossdock_ingress_max_tokens", "Most tokens that a request may get.", buckets=_TOKENS, registry=registry
+        self.max_tokens = histogram(
+            "crossdock_ingress_max_tokens", "Most tokens that a request may get.", buckets=_TOKENS
         )
 
     def start(self, submission: Submission) -> "RequestWatch":
@@ -96,6 +90,13 @@ class IngressMetrics:
         self.started.inc()
         now = time.monotonic()
         return RequestWatch(self, submission, self.gap.labels(submission.slo_class), started=now, last=now)
+
+    def placed(self, submission: Submission, placement: Placement) -> None:
+        """Count a placement."""
+        self.placements.labels(placement.reason).inc()
+        if submission.items:
+            role = "encode" if placement.encoder is not None else "mixed" if placement.prefill is None else "prefill"
+            self.encodings.labels(role).inc()
 
     def text(self) -> str:
         return exposition(self.registry, OF_INGRESSES, self._vllm_model)
@@ -135,8 +136,18 @@ class RequestWatch:
             self.gap.observe((now - self.last) / count)
         self.last = now
 
-    def refused(self) -> None:
-        self.metrics.refused.labels(self.submission.slo_class).inc()
+    def failed(self, error: BaseException) -> None:
+        """Count that the request ends with an error, which includes that its client has left."""
+        match error:
+            case Overloaded():
+                self.metrics.refused.labels(self.submission.slo_class).inc()
+            case ReplicaLost() | SuspectRequest():
+                self.finish_reason = FinishReason.ERROR
+            case CancelledError():
+                self.finish_reason = FinishReason.ABORT  # the client has left
+            case GeneratorExit() if self.finish_reason is None:
+                # The reader has what it wanted, as with a stop string; or it has left before the first token.
+                self.finish_reason = FinishReason.STOP if self.num_tokens else FinishReason.ABORT
 
     def end(self) -> None:
         """Count the end, if a replica had taken the request: `finish_reason` is how it ended."""

@@ -18,7 +18,7 @@ from crossdock.cluster.serve.gpus import with_num_gpus
 APP_NAME = "crossdock"
 INGRESS = "crossdock.cluster.serve.ingress.ServedIngress"
 SCALER = "crossdock.cluster.serve.scaler.Scaler"
-REPLICA: Any = "crossdock.workers.replica.replica.Replica"
+REPLICA: Any = "crossdock.workers.replica.serving.replica.Replica"
 _NEVER_QUEUE = 1_000_000  # requests; the engine decides about admission, and Serve's own limit must not interfere
 _ENDING_S = 5.0  # after the drain of an ingress, until Serve ends its process
 _TINY_BUNDLE = 0.001  # CPUs; Ray accepts no bundle without resources
@@ -43,7 +43,8 @@ def build(args: ClusterConfig) -> serve.Application:
     if not args.is_elastic:
         return ingress.bind(args, engines)
     scaler = serve.deployment(name="scaler", num_replicas=1, ray_actor_options={"num_cpus": 0})(SCALER)
-    return ingress.bind(args, engines, scaler.bind(args, engines))
+    scaled = {pool.name: engines[pool.name] for pool in args.pools if pool.role != "encode"}
+    return ingress.bind(args, engines, scaler.bind(args, scaled))
 
 
 def visible_gpus() -> float:

@@ -5,6 +5,7 @@ import os
 import socket
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -125,12 +126,26 @@ def _prepare_model(config: ClusterConfig, console: Console) -> None:
             from crossdock.cluster.serve.tokenizer import load_tokenizer
 
             load_tokenizer(path, config.model)
+        if any(pool.role == "encode" for pool in config.pools):
+            _require_pictures(path, config)
         for pool in config.pools:
             if pool.num_ranks > 1:
                 from crossdock.workers.model.weights import check_division
 
                 check_division(path, pool.tensor_parallel_size, pool.pipeline_parallel_size)
     console.print(f"[dim]Model: {escape(str(path))}[/dim]")
+
+
+def _require_pictures(path: Path, config: ClusterConfig) -> None:
+    """Raise ValueError where a pool would encode pictures of a model that takes none."""
+    from crossdock.cluster.api.media.families import NoPictures, read_family
+    from crossdock.cluster.serve.tokenizer import load_tokenizer
+
+    tokens = load_tokenizer(path, config.model).added_tokens()
+    try:
+        read_family(path, {token_id: text for text, token_id in tokens.items()})
+    except NoPictures as reason:
+        raise ValueError(f"pools: a pool of the role encode needs a model that takes pictures: {reason}") from None
 
 
 def _describe_pools(config: ClusterConfig) -> str:

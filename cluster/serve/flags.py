@@ -194,6 +194,7 @@ PANELS: dict[str, tuple[Flag, ...]] = {
         Flag("http.allowed_local_media_path"),
         Flag("http.limit_mm_per_prompt", kind=str, metavar="JSON"),
         Flag("http.mm_processor_kwargs", kind=str, metavar="JSON"),
+        Flag("http.media_io_kwargs", kind=str, metavar="JSON"),
         Flag("http.max_queued_requests", ("--max-queued-requests", "--max-num-queued-reqs")),
         Flag("http.vllm_metrics"),
     ),
@@ -202,7 +203,8 @@ PANELS: dict[str, tuple[Flag, ...]] = {
             "pools",
             kind=str,
             metavar="NAME=REPLICAS[xtpN][xppN],…",
-            help="Pools of replicas, by name, and their ranks: mixed=2, or prefill=2xtp1,decode=1xtp2.",
+            help="Pools of replicas, by name, and their ranks: mixed=2, or prefill=2xtp1,decode=1xtp2; or "
+            "encode=1,mixed=2, where one replica encodes pictures alone.",
         ),
         Flag(
             "pools.*.tensor_parallel_size",

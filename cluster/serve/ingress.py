@@ -28,8 +28,8 @@ from crossdock.cluster.dispatch.dispatcher import Dispatcher
 from crossdock.cluster.serve.media import open_media
 from crossdock.cluster.serve.tokenizer import load_tokenizer
 from crossdock.workers.model.checkpoint import resolve_model
-from crossdock.workers.replica.interpreter import prepare_interpreter
-from crossdock.workers.replica.own_node import bind_serve_to_own_node
+from crossdock.workers.replica.serving.interpreter import prepare_interpreter
+from crossdock.workers.replica.serving.own_node import bind_serve_to_own_node
 
 logger = logging.getLogger("ray.serve")
 

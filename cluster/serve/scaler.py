@@ -22,7 +22,7 @@ from crossdock.cluster.config import ClusterConfig
 from crossdock.cluster.dispatch.client import ReplicaClient, follow_members
 from crossdock.cluster.dispatch.connections import READS_S
 from crossdock.router.scaling import Bounds, Flip, Resize, Scaling
-from crossdock.workers.replica.own_node import bind_serve_to_own_node
+from crossdock.workers.replica.serving.own_node import bind_serve_to_own_node
 from crossdock.workers.report.profile import SchedulingProfile
 
 logger = logging.getLogger("ray.serve")
@@ -41,10 +41,12 @@ class Scaler:
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, config: ClusterConfig, engines: dict[str, DeploymentHandle]
     ) -> None:
+        """`engines`: of the pools whose sizes and roles may change."""
         bind_serve_to_own_node()
         self._app = serve.get_replica_context().app_name
         self._interval_s = config.scaling.interval_s
-        bounds = {pool.name: Bounds(pool.role, pool.replicas, pool.most) for pool in config.pools}
+        pools = (pool for pool in config.pools if pool.name in engines)
+        bounds = {pool.name: Bounds(pool.role, pool.replicas, pool.most) for pool in pools}
         self._scaling = Scaling(config.scaling, bounds)
         self._decisions: deque[dict[str, Any]] = deque(maxlen=_NUM_DECISIONS)
         self._clients: dict[str, ReplicaClient] = {}

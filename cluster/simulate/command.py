@@ -36,6 +36,8 @@ _BENCH_FLAGS = (  # flags that are fields of BenchOptions too
     "duration",
     "prompt_tokens",
     "output_tokens",
+    "pictures",
+    "picture_size",
     "concurrency",
     "trace_speed",
     "length_scale",
@@ -53,7 +55,8 @@ class SimulateFlags:
         typer.Option(
             metavar="NAME=COUNTxPROFILE,…",
             help="Pools, in place of the file's: prefill=2xh100-8b,decode=6xh100-8b. PROFILE is a preset, "
-            "{a100,h100,h200,b200,l4}-{8b,70b}[-tpN], a JSON file of `crossdock tune --profile`, or a server's URL.",
+            "{a100,h100,h200,b200,l4}-{8b,70b,vl7b}[-tpN], a JSON file of `crossdock tune --profile`, or a URL. "
+            "A pool named encode has one such as h100-vl7b-encoder.",
         ),
     ] = None
     noise: Annotated[float | None, typer.Option(help="Relative spread of step times.")] = None
@@ -100,6 +103,10 @@ class SimulateFlags:
     output_tokens: Annotated[int | None, typer.Option(help="workload: length of an output.", rich_help_panel=_LOAD)] = (
         None
     )
+    pictures: Annotated[int | None, typer.Option(help="images: pictures of a request.", rich_help_panel=_LOAD)] = None
+    picture_size: Annotated[
+        int | None, typer.Option(help="images: pixels on a side of a picture.", rich_help_panel=_LOAD)
+    ] = None
     trace_speed: Annotated[float, typer.Option(help="2 plays the trace in half the time.", rich_help_panel=_LOAD)] = 1.0
     length_scale: Annotated[float, typer.Option(help="Multiplies all lengths.", rich_help_panel=_LOAD)] = 1.0
     service_tier: Annotated[

@@ -13,12 +13,22 @@ An all-reduce moves 2 · (t - 1) / t of a token's hidden state over each GPU's l
 reading weights and of multiplying by them are added, where a real step hides the shorter of the two: estimates are a
 little high for balanced steps. No bend and no bound by launching kernels is assumed, which only a measurement shows.
 KV pages get the memory that the weights and a reserve of a tenth leave.
+
+An encoder of pictures with P parameters, `layers` of width `hidden` and p patches for each row of its output has
+
+    base        = W / (BW · bandwidth share) + LAUNCH_S
+    per_row     = 2 · P · p / (FLOPS · GEMM share)
+    per_square  = 4 · layers · hidden · p² / (FLOPS · attention share)
+
+on one GPU. A replica that encodes for others ends with `-encoder`. Its pages hold rows of embeddings, and moving them
+there costs no more than launching a step.
 """
 
 from dataclasses import dataclass
 
 from crossdock.workers.report.profile import SchedulingProfile
 from crossdock.workers.schedule.cost import StepCost
+from crossdock.workers.schedule.encoder_cost import EncoderCost
 from crossdock.workers.schedule.slo import DEFAULT_CLASSES
 
 
@@ -43,6 +53,21 @@ GPUS = {
 
 
 @dataclass(frozen=True, slots=True)
+class PictureModel:
+    """An encoder of pictures in bf16."""
+
+    parameters: float
+    layers: int
+    hidden: int
+    patches: int  # for each row of its output
+    row_bytes: int
+
+    @property
+    def weight_bytes(self) -> float:
+        return 2 * self.parameters
+
+
+@dataclass(frozen=True, slots=True)
 class Model:
     """A dense transformer in bf16."""
 
@@ -52,10 +77,18 @@ class Model:
     kv_heads: int
     head_dim: int
     max_model_len: int  # tokens
+    vocab_size: int = 128_256
+    encoder: PictureModel | None = None  # None: prompts are text alone
 
     @property
     def weight_bytes(self) -> float:
+        """Return the bytes that every step reads: those of the decoder."""
         return 2 * self.parameters
+
+    @property
+    def held_bytes(self) -> float:
+        """Return the bytes of all weights."""
+        return self.weight_bytes + (self.encoder.weight_bytes if self.encoder is not None else 0)
 
     @property
     def token_bytes(self) -> int:
@@ -63,9 +96,12 @@ class Model:
         return 2 * 2 * self.layers * self.kv_heads * self.head_dim
 
 
-MODELS = {  # the configurations of Llama 3.1
-    "8b": Model(8.03e9, 32, 32, 8, 128, 131_072),
+MODELS = {
+    "8b": Model(8.03e9, 32, 32, 8, 128, 131_072),  # the configurations of Llama 3.1
     "70b": Model(70.6e9, 80, 64, 8, 128, 131_072),
+    "vl7b": Model(  # the configuration of Qwen2-VL-7B
+        7.62e9, 28, 28, 4, 128, 32_768, 152_064, PictureModel(0.675e9, 32, 1280, patches=4, row_bytes=2 * 3584)
+    ),
 }
 
 # Assumptions, not measurements: the shares of the published peaks that well-tuned servers reach.
@@ -78,37 +114,42 @@ _SAMPLE_S = 5e-6  # per stream
 _RESERVE = 0.1  # of the memory, for activations and graphs
 _NETWORK = 25e9  # bytes per second at which a GPU's KV pages travel: 200 Gbit/s of RDMA
 
+_ROWS_MEMORY = 4e9  # bytes of embeddings that an encode replica keeps
+_ROWS_CACHE = 256 << 20  # the same of the encoder's cache: the default of --mm-encoder-cache
+
 _PAGE_SIZE = 16
 _MAX_NUM_SEQS = 256
 _MAX_NUM_BATCHED_TOKENS = 8192
 
 
 def preset(name: str) -> SchedulingProfile:
-    """Return the estimated profile of a replica, e.g. `h100-8b` or `a100-70b-tp4`. Without `-tpN` the replica has the
-    least power of two of GPUs that leaves a third of their memory to KV pages.
+    """Return the estimated profile of a replica, e.g. `h100-8b`, `a100-70b-tp4` or `h100-vl7b-encoder`. Without `-tpN`
+    the replica has the least power of two of GPUs that leaves a third of their memory to KV pages.
 
     Raises:
         ValueError: there is no such GPU or model, or it does not fit.
     """
     gpu_name, _, rest = name.partition("-")
+    if rest.endswith("-encoder"):
+        return _encoder_preset(name, gpu_name, rest.removesuffix("-encoder"))
     model_name, _, tp_text = rest.partition("-tp")
     if gpu_name not in GPUS or model_name not in MODELS or (tp_text and tp_text not in ("1", "2", "4", "8")):
         raise ValueError(
             f"profile: {name!r} is neither a file nor GPU-MODEL[-tpN] with a GPU of {', '.join(GPUS)}, a model of "
-            f"{', '.join(MODELS)} and N of 1, 2, 4, 8"
+            f"{', '.join(MODELS)} and N of 1, 2, 4, 8; nor one of an encode replica, such as h100-vl7b-encoder"
         )
     gpu, model = GPUS[gpu_name], MODELS[model_name]
     sizes = [int(tp_text)] if tp_text else [1, 2, 4, 8]
     wanted = _RESERVE if tp_text else _RESERVE + 1 / 3
-    tp = next((tp for tp in sizes if tp * gpu.memory * (1 - wanted) >= model.weight_bytes), None)
+    tp = next((tp for tp in sizes if tp * gpu.memory * (1 - wanted) >= model.held_bytes), None)
     if tp is None:
         raise ValueError(
-            f"profile: {name}: weights of {model.weight_bytes / 1e9:.0f} GB do not fit {sizes[-1]} x "
+            f"profile: {name}: weights of {model.held_bytes / 1e9:.0f} GB do not fit {sizes[-1]} x "
             f"{gpu.memory / 1e9:.0f} GB; give it more GPUs with -tpN"
         )
     return SchedulingProfile(
         max_model_len=min(model.max_model_len, _kv_tokens(gpu, model, tp)),
-        vocab_size=128_256,
+        vocab_size=model.vocab_size,
         page_size=_PAGE_SIZE,
         num_pages=_kv_tokens(gpu, model, tp) // _PAGE_SIZE,
         max_num_batched_tokens=_MAX_NUM_BATCHED_TOKENS,
@@ -117,12 +158,52 @@ def preset(name: str) -> SchedulingProfile:
         compatibility=model_name,
         page_bytes=model.token_bytes * _PAGE_SIZE,
         bytes_per_second=_NETWORK * tp,
+        tensor_parallel_size=tp,
         cost=_cost(gpu, model, tp),
+        encoder_cost=_encoder_cost(gpu, model.encoder) if model.encoder is not None else None,
+        encoder_rows=_ROWS_CACHE // model.encoder.row_bytes if model.encoder is not None else 0,
+    )
+
+
+def _encoder_preset(name: str, gpu_name: str, model_name: str) -> SchedulingProfile:
+    """Return the profile of an encode replica, on one GPU."""
+    gpu, model = GPUS.get(gpu_name), MODELS.get(model_name)
+    if gpu is None or model is None or model.encoder is None:
+        known = ", ".join(known for known, each in MODELS.items() if each.encoder is not None)
+        raise ValueError(
+            f"profile: {name!r} is not GPU-MODEL-encoder with a GPU of {', '.join(GPUS)} and a model of {known}"
+        )
+    page_bytes = model.encoder.row_bytes * _PAGE_SIZE
+    return SchedulingProfile(
+        max_model_len=model.max_model_len,
+        vocab_size=model.vocab_size,
+        page_size=_PAGE_SIZE,
+        num_pages=int(_ROWS_MEMORY / page_bytes),
+        max_num_batched_tokens=_MAX_NUM_BATCHED_TOKENS,
+        max_num_seqs=_MAX_NUM_SEQS,
+        slo_classes=DEFAULT_CLASSES,
+        role="encode",
+        compatibility=f"{model_name} embeddings",
+        page_bytes=page_bytes,
+        bytes_per_second=_NETWORK,
+        cost=StepCost(base=_LAUNCH_S, per_prefill_token=0.0, per_attended=0.0, per_decode=0.0, per_context=0.0),
+        encoder_cost=_encoder_cost(gpu, model.encoder),
+        encoder_rows=_ROWS_CACHE // model.encoder.row_bytes,
+    )
+
+
+def _encoder_cost(gpu: Gpu, encoder: PictureModel) -> EncoderCost:
+    """Return the seconds of pictures on one GPU; they are not divided between GPUs."""
+    attended = 4 * encoder.layers * encoder.hidden * encoder.patches**2
+    return EncoderCost(
+        base=encoder.weight_bytes / (gpu.bandwidth * _BANDWIDTH_SHARE) + _LAUNCH_S,
+        per_row=2 * encoder.parameters * encoder.patches / (gpu.flops * _GEMM_SHARE),
+        per_square=attended / (gpu.flops * _ATTENTION_SHARE),
     )
 
 
 def _kv_tokens(gpu: Gpu, model: Model, tp: int) -> int:
-    tokens = int((tp * gpu.memory * (1 - _RESERVE) - model.weight_bytes) / model.token_bytes)
+    tokens = int((tp * gpu.memory * (1 - _RESERVE) - model.held_bytes) / model.token_bytes)
     return tokens - tokens % _PAGE_SIZE
 
 

@@ -17,9 +17,10 @@ import numpy as np
 from crossdock.cluster.simulate.clock import Clock
 from crossdock.cluster.simulate.fleet import SimulatedPool
 from crossdock.workers.report.advertise import Publisher
+from crossdock.workers.schedule.arriving_rows import ArrivingRows, LandingCalls
 from crossdock.workers.schedule.batch import Batch, SampledToken, Scheduled
 from crossdock.workers.schedule.drafting import DraftPolicy
-from crossdock.workers.schedule.encoding import Encoding
+from crossdock.workers.schedule.encoding import LONGEST_SHIPPING_STEP_S, Encoding
 from crossdock.workers.schedule.pages import PagePool
 from crossdock.workers.schedule.request import Request, TokenDelta
 from crossdock.workers.schedule.retention import retention
@@ -28,6 +29,7 @@ from crossdock.workers.schedule.scheduler import Scheduler
 TOKEN = 2**32 - 1  # the token that every simulated model samples
 _SAMPLED = SampledToken(TOKEN)
 _ROWS = 100_000  # of embeddings, where the profile does not say how many a replica keeps
+PATIENCE_S = 10.0  # for the offer of embeddings: the default of `transfer.deadline_s`
 _DRAFT_SEED = 1  # sets their random numbers apart from those of noise
 
 Action: TypeAlias = Callable[[float], None]
@@ -51,6 +53,9 @@ class Observer(Protocol):
 
     def granted(self, replica: "SimulatedReplica", request: Request, now: float) -> None:
         """There are pages for a prompt that another replica computes."""
+
+    def rows_planned(self, replica: "SimulatedReplica", calls: LandingCalls, now: float) -> None:
+        """There are pages for embeddings that another replica computes, or some are not needed."""
 
     def published(self, replica: "SimulatedReplica", now: float) -> None:
         """A report of the replica to the routers is due."""
@@ -146,6 +151,7 @@ class SimulatedReplica:
     observer: Observer
     noise: Noise
     at_once: bool = True  # False: one step after the other, to compare with
+    takes_rows: bool = False  # encode replicas may send it embeddings
     since: float = 0.0  # when it came up
     until: float | None = None  # when it died
     busy_s: float = 0.0
@@ -155,6 +161,7 @@ class SimulatedReplica:
     step_s: float = 0.0  # of the last step, without the time before the one before it ended
     scheduler: Scheduler = field(init=False)
     publisher: Publisher = field(init=False)
+    landing: ArrivingRows | None = field(init=False, default=None)  # of embeddings
     _inbox: deque[tuple[Action, str | None]] = field(default_factory=deque)  # with the request that an action ends
     _is_between: bool = False  # two steps
     _flights: deque[_Flight] = field(default_factory=deque)  # oldest first
@@ -170,6 +177,12 @@ class SimulatedReplica:
         pages = PagePool(*sizes, self.pool.enable_prefix_caching, windows, cached, state_pages)
         overrun, depth = max(profile.overrun, self.noise.overrun), profile.pipeline_parallel_size
         self._stages = Stages.of(depth, profile.interval_share)
+        encoding = Encoding(profile.encoder_rows or _ROWS, profile.encoder_cost, profile.keeps_items_whole)
+        if self.pool.role == "encode":
+            encoding.longest_s = LONGEST_SHIPPING_STEP_S
+        if self.takes_rows:
+            num_pages = max(encoding.capacity // profile.page_size, 2)
+            encoding.arriving = self.landing = ArrivingRows(num_pages, profile.page_size, PATIENCE_S)
         self.scheduler = Scheduler(
             self.pool.engine,
             pages,
@@ -179,7 +192,7 @@ class SimulatedReplica:
             depth=depth,
             interval_share=self._stages.interval_share,
             drafting=DraftPolicy(speculative) if speculative is not None else None,
-            encoding=Encoding(profile.encoder_rows or _ROWS, profile.encoder_cost),
+            encoding=encoding,
         )
         self._drafts = DrawnDrafts(self.pool.draft_acceptance, self.noise.seed)
         self.publisher = Publisher(self.scheduler, self.name)
@@ -296,6 +309,10 @@ class SimulatedReplica:
     def _grant(self, now: float) -> None:
         for request in self.scheduler.grant(now):
             self.observer.granted(self, request, now)
+        if self.landing is not None and self.scheduler.encoding is not None:
+            calls = self.landing.plan(now, self.scheduler.encoding.has)
+            if calls.grants or calls.cancels:
+                self.observer.rows_planned(self, calls, now)
         self._take_returned(now)
 
     def _take_returned(self, now: float) -> None:

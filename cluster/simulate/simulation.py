@@ -8,39 +8,28 @@ becomes suspect.
 import gc
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cache, partial
-from hashlib import blake2b
+from dataclasses import dataclass, replace
+from functools import partial
 from math import inf
 
 from crossdock.cluster.bench.metrics import Sample
-from crossdock.cluster.bench.workloads import FollowUp, Job
+from crossdock.cluster.bench.workloads import Job
 from crossdock.cluster.simulate.clock import Clock
 from crossdock.cluster.simulate.fleet import Failure, SimulatedFleet, SimulatedPool
 from crossdock.cluster.simulate.replica import TOKEN, Noise, SimulatedReplica
+from crossdock.cluster.simulate.requests import SimulatedRequest, prompt_of, sampling
+from crossdock.cluster.simulate.rows import SimulatedRows
 from crossdock.cluster.simulate.scaler import Decision, SimulatedScaler
-from crossdock.cluster.simulate.transfer import SimulatedNetwork, SimulatedTransfer
+from crossdock.cluster.simulate.transfer import SimulatedNetwork, SimulatedTransfer, abort
 from crossdock.router.actions import Action, Detach, Fail, PlaceAgain, ReplicaLost, Submit
 from crossdock.router.fleet import Fleet
 from crossdock.router.request_life import RequestLife
 from crossdock.workers.report.advertise import HEARTBEAT_S, LiveProfile
+from crossdock.workers.schedule.arriving_rows import LandingCalls
 from crossdock.workers.schedule.batch import Batch
-from crossdock.workers.schedule.items import Item
-from crossdock.workers.schedule.request import Leg, Overloaded, Request, SamplingParams, Submission, TokenDelta
+from crossdock.workers.schedule.request import Leg, Overloaded, Request, Submission, TokenDelta
 
-_ROW_SIDE = 28  # pixels on each side that one row of Qwen2-VL's encoder stands for
-_PLACEHOLDER = 2**32 - 2  # a token that no text has
 _NOT_YET = 2**63 - 1  # as the number of a live profile: a request is in none so far
-
-
-@dataclass(slots=True, eq=False)
-class SimulatedRequest:
-    """One request of a client."""
-
-    life: RequestLife
-    sample: Sample
-    follow_ups: Sequence[FollowUp]
-    transfer: SimulatedTransfer | None = None  # of the current attempt
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,9 +139,10 @@ class Simulation:
 
     def _submission(self, name: str, job: Job, slo_class: str) -> Submission:
         is_promised = job.service_tier is not None  # as at the API
-        sampling = _sampling(job.output_tokens)
         tokens, items = prompt_of(job)
-        return Submission(name, tokens, sampling, slo_class=slo_class, is_promised=is_promised, items=items)
+        return Submission(
+            name, tokens, sampling(job.output_tokens), slo_class=slo_class, is_promised=is_promised, items=items
+        )
 
     def _do(self, request: SimulatedRequest, actions: Sequence[Action], now: float) -> None:
         """Carry out what the life of a request asks for."""
@@ -189,15 +179,22 @@ class Simulation:
     def _submit(self, request: SimulatedRequest, action: Submit, now: float) -> None:
         """Send one leg of an attempt to its replica."""
         replica, submission = self.replicas[action.replica], action.submission
+        peer, half, arrived = (
+            self.replicas.get(action.peer or ""),
+            self.fleet.latency_s / 2,
+            partial(self._shipped, request),
+        )
+        owner = submission.id, submission.epoch
         if submission.leg is not Leg.SEND:
-            request.transfer = None
+            request.transfer = request.rows = None
+        if action.encoder is not None:
+            submission = replace(submission, encoder=action.encoder.encode())
+        if action.is_encoding:
+            assert peer is not None
+            request.rows = SimulatedRows(*owner, replica, peer, self.clock, self._network, half, arrived)
         if submission.leg is Leg.RECEIVE:
-            assert action.peer is not None
-            sender, half = self.replicas[action.peer], self.fleet.latency_s / 2
-            arrived = partial(self._shipped, request)
-            request.transfer = SimulatedTransfer(
-                submission.id, submission.epoch, sender, replica, self.clock, self._network, half, arrived
-            )
+            assert peer is not None
+            request.transfer = SimulatedTransfer(*owner, peer, replica, self.clock, self._network, half, arrived)
             # The answer of the decode replica is not waited for: it takes all that the prefill replica takes.
             self._do(request, request.life.taken(replica.name, submission.epoch, _NOT_YET, now), now)
         post = partial(replica.post, partial(self._take, request, replica, submission))
@@ -205,29 +202,37 @@ class Simulation:
 
     def _take(self, request: SimulatedRequest, replica: SimulatedReplica, submission: Submission, now: float) -> None:
         """Between two steps of the replica: it takes its leg of an attempt, or refuses."""
-        life, attempt = request.life, submission.epoch
+        life, attempt, rows = request.life, submission.epoch, request.rows
         if life.is_over or life.attempt != attempt or life.query is None:
             return  # given up: the replica of the other leg has refused, or has died
+        query = life.query
+        if rows is not None and rows.sender is replica:
+            if rows.is_over:
+                return
+            assert query.encoding is not None
+            query = query.encoding
         taken = Request.from_submission(submission, now)
-        taken.page_hashes = list(life.query.page_hashes)
+        taken.page_hashes = list(query.page_hashes)
         try:
             replica.scheduler.add(taken)
         except (Overloaded, ValueError) as refusal:
             actions = life.refused(replica.name, attempt, refusal, now)
         else:
+            if rows is not None and taken.is_encoded_elsewhere:
+                rows.expect(taken, now)
             actions = life.taken(replica.name, attempt, replica.publisher.sequence, now)
         self._do(request, actions, now)
 
     def _detach(self, request: SimulatedRequest, action: Detach, now: float) -> None:
         """End an attempt at one of its replicas."""
-        transfer = request.transfer
+        transfer = request.sent_by(action.replica) or request.transfer
         if transfer is not None:
             transfer.cancel(now)
         replica = self.replicas.get(action.replica)
         if replica is not None and (action.is_running or (transfer is not None and transfer.is_cancelled)):
             life = request.life
             owner = Request.owner_name(life.submission.id, action.attempt)
-            replica.post(partial(_abort, replica, life.submission.id, owner), now, life.submission.id)
+            replica.post(partial(abort, replica, life.submission.id, owner), now, life.submission.id)
 
     def _shipped(self, request: SimulatedRequest, transfer: SimulatedTransfer, now: float) -> None:
         self._do(request, request.life.shipped(transfer.sender.name, transfer.attempt, now), now)
@@ -263,17 +268,20 @@ class Simulation:
             else:
                 self._do(request, actions, now)
         for part in batch.scheduled[batch.num_decodes :]:
-            computed = part.request
-            request = self.requests.get(computed.id) if computed.leg is Leg.SEND else None
-            if request is not None and request.transfer is not None:
+            if (sent := self._sent(replica, computed := part.request)) is not None:
                 is_complete = computed.num_output_tokens > len(computed.output_token_ids)
-                request.transfer.computed(computed.num_computed_tokens, is_complete, now)
+                sent.computed(computed.num_computed_tokens, is_complete, now)
 
     def scheduled(self, replica: SimulatedReplica, batch: Batch, now: float) -> None:
         for part in batch.scheduled[batch.num_decodes :]:
-            request = self.requests.get(part.request.id) if part.request.leg is Leg.SEND else None
-            if request is not None and request.transfer is not None and request.transfer.attempt == part.request.epoch:
-                request.transfer.offer(now)
+            if (sent := self._sent(replica, part.request)) is not None:
+                sent.offer(now)
+
+    def _sent(self, replica: SimulatedReplica, computed: Request) -> SimulatedTransfer | None:
+        """Return the transfer to which a request's pages on this replica belong."""
+        request = self.requests.get(computed.id) if computed.leg is Leg.SEND else None
+        sent = request.sent_by(replica.name) if request is not None else None
+        return sent if sent is not None and sent.attempt == computed.epoch else None
 
     def returned(self, replica: SimulatedReplica, returned: Request, now: float) -> None:
         if returned.leg is Leg.SEND:
@@ -281,8 +289,9 @@ class Simulation:
         request = self.requests.get(returned.id)
         if request is None:
             return
-        if request.transfer is not None and request.transfer.attempt == returned.epoch:
-            request.transfer.cancel(now)
+        transfer = request.sent_by(replica.name) or request.transfer
+        if transfer is not None and transfer.attempt == returned.epoch:
+            transfer.cancel(now)
         end = TokenDelta(returned.id, [], epoch=returned.epoch, finish_reason=returned.finish_reason)
         self._do(request, request.life.tokens(replica.name, end, now), now)
 
@@ -290,6 +299,19 @@ class Simulation:
         request = self.requests.get(granted.id)
         if request is not None and request.transfer is not None and request.transfer.receiver is replica:
             request.transfer.grant(granted, now)
+
+    def rows_planned(self, replica: SimulatedReplica, calls: LandingCalls, now: float) -> None:
+        for taken in calls.cancels:
+            if (rows := self._rows_to(replica, taken)) is not None:
+                rows.refuse(now)
+        for taken, first_page, _ in calls.grants:
+            if (rows := self._rows_to(replica, taken)) is not None:
+                rows.land(first_page, now)
+
+    def _rows_to(self, replica: SimulatedReplica, taken: Request) -> SimulatedRows | None:
+        request = self.requests.get(taken.id)
+        rows = request.rows if request is not None else None
+        return rows if rows is not None and rows.receiver is replica and rows.attempt == taken.epoch else None
 
     def published(self, replica: SimulatedReplica, now: float) -> None:
         live, pages = replica.publisher.live(now, replica.step_s), replica.publisher.page_changes()
@@ -322,11 +344,13 @@ class Simulation:
         name = f"{pool.name}/{self._started[pool.name]}"
         self._started[pool.name] += 1
         noise = Noise(self.fleet.noise, (self._outcome.seed, len(self._outcome.replicas)))
-        replica = SimulatedReplica(name, pool, self.clock, self, noise, self._at_once, since=now)
+        takes_rows = self.fleet.has_encoders and pool.takes_rows
+        replica = SimulatedReplica(name, pool, self.clock, self, noise, self._at_once, takes_rows, since=now)
         replica.publisher.interval_s = self.fleet.publish_s
         self.replicas[name] = replica
         self._outcome.replicas.append(replica)
-        profile = pool.profile.model_copy(update={"peer": name.encode()})
+        peers = {"peer": name.encode(), "rows_peer": name.encode() if takes_rows else b""}
+        profile = pool.profile.model_copy(update=peers)
         for router in self.routers:
             router.join(name, profile, now)
             router.hear_pages(name, replica.publisher.all_pages())
@@ -345,7 +369,7 @@ class Simulation:
         if replica is None:
             return
         placements = [request.life.placement for request in self.requests.values()]
-        if any(placement is not None and name in (placement.decode, placement.prefill) for placement in placements):
+        if any(each is not None and name in (each.decode, each.prefill, each.encoder) for each in placements):
             self.clock.at(now + HEARTBEAT_S, partial(self._end_idle, name))
             return
         del self.replicas[name]
@@ -369,46 +393,6 @@ class Simulation:
             router.leave(name)
         loss = ReplicaLost(f"replica {name} has died")
         for request in list(self.requests.values()):
-            if request.transfer is not None and request.transfer.sender is replica:
-                request.transfer.lose_sender(now)
+            if (sent := request.sent_by(name)) is not None:
+                sent.lose_sender(now)
             self._do(request, request.life.lost(name, request.life.attempt, loss, now), now)
-
-
-def _abort(replica: SimulatedReplica, request_id: str, owner: str, now: float) -> None:
-    replica.scheduler.abort(request_id)
-    replica.scheduler.pages.release(owner)  # a sender's pages stay until they are not read any more
-
-
-def token_ids(job: Job) -> list[int]:
-    """Return a prompt that has an equal beginning with another exactly where their segments are equal.
-
-    A part that is an answer has the tokens that a simulated model samples.
-    """
-    ids: list[int] = []
-    for segment in job.prompt:
-        if segment.is_answer:
-            ids += [TOKEN] * segment.tokens
-            continue
-        digest = blake2b(segment.key.encode(), digest_size=8).digest()
-        pair = [int.from_bytes(digest[:4]), int.from_bytes(digest[4:])]
-        ids += (pair * (segment.tokens // 2 + 1))[: segment.tokens]
-    return ids
-
-
-def prompt_of(job: Job) -> tuple[list[int], list[Item]]:
-    """Return the tokens of a job and its items: pictures before the text, each of as many rows as Qwen2-VL gives it.
-
-    Two pictures are equal exactly where their keys are.
-    """
-    ids, items = list[int](), list[Item]()
-    for picture in job.pictures:
-        rows = max(round(picture.side / _ROW_SIDE) ** 2, 1)
-        content_hash = blake2b(f"{picture.key}/{picture.side}".encode(), digest_size=16).digest()
-        items.append(Item(len(ids), rows, rows, "image", content_hash))
-        ids += [_PLACEHOLDER] * rows
-    return ids + token_ids(job), items
-
-
-@cache
-def _sampling(max_tokens: int) -> SamplingParams:
-    return SamplingParams(max_tokens=max_tokens, ignore_eos=True)

@@ -7,7 +7,7 @@ from functools import partial
 
 from crossdock.cluster.simulate.clock import Clock
 from crossdock.cluster.simulate.replica import TOKEN, SimulatedReplica
-from crossdock.workers.schedule.pages import first_visible_page
+from crossdock.workers.schedule.prefix_index import first_visible_page
 from crossdock.workers.schedule.request import Leg, Request, Status
 
 GRACE_S = 1.0  # after a replica's death, until its writes cannot land any more: the default of `transfer.grace_s`
@@ -56,6 +56,11 @@ class SimulatedTransfer:
     @property
     def owner(self) -> str:
         return Request.owner_name(self.request_id, self.attempt)
+
+    @property
+    def _page_owner(self) -> SimulatedReplica:
+        """The replica whose pages are like those that travel."""
+        return self.receiver
 
     def offer(self, now: float) -> None:
         """The sender has pages for the prompt. Does nothing where that is known."""
@@ -117,7 +122,7 @@ class SimulatedTransfer:
         if end <= begin and not self._is_complete:
             return
         self._sent = max(begin, end)
-        profile = self.receiver.pool.profile
+        profile = self._page_owner.pool.profile
         num_pages = sum(max(self._sent - max(begin, first), 0) for first in self._firsts)
         num_pages += profile.state_pages if self._is_complete else 0
         num_bytes = num_pages * profile.page_bytes  # of all its ranks
@@ -152,3 +157,9 @@ class SimulatedTransfer:
         if request is not None and request.epoch == self.attempt:
             scheduler.finish_sent(self.request_id)
         scheduler.pages.release(self.owner)
+
+
+def abort(replica: SimulatedReplica, request_id: str, owner: str, now: float) -> None:
+    """End a request on a replica. A sender's pages stay until they are not read any more."""
+    replica.scheduler.abort(request_id)
+    replica.scheduler.pages.release(owner)

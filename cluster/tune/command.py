@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from crossdock.cluster.config import ClusterConfig, PoolConfig
     from crossdock.cluster.tune.curves import Cell, Curves
     from crossdock.cluster.tune.report import Findings
-    from crossdock.workers.replica.engine import Engine
+    from crossdock.workers.replica.engine.engine import Engine
     from crossdock.workers.schedule.cost import StepCost
 
 
@@ -163,7 +163,7 @@ def _find(flags: TuneFlags, sizes: _Grid, console: Console) -> "Findings":
     from crossdock.cluster.tune.curves import Curves
     from crossdock.cluster.tune.local_engine import local_engine
     from crossdock.cluster.tune.sweep import fitting, grid
-    from crossdock.workers.replica.calibrate import warm_up
+    from crossdock.workers.replica.engine.calibrate import warm_up
 
     cluster = load(flags.config, {"model.path": flags.model} if flags.model is not None else {})
     pool = _pool(cluster, flags)
@@ -201,6 +201,10 @@ def _pool(cluster: "ClusterConfig", flags: TuneFlags) -> "PoolConfig":
     pool = by_name.get(flags.pool or cluster.pools[0].name)
     if pool is None:
         raise ValueError(f"pool: there is no {flags.pool!r}; there are {', '.join(by_name)}")
+    if pool.role == "encode":
+        raise ValueError(
+            f"pool: {pool.name!r} encodes pictures alone, and tune measures prompts and streams; name another"
+        )
     if pool.role == "prefill" and flags.streams is not None:
         raise ValueError(f"streams: none run in pool {pool.name!r}, whose role is prefill; leave it out")
     return pool

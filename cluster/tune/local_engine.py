@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from crossdock.workers.model.model import PagedModel
     from crossdock.workers.replica.config import ReplicaSpec
-    from crossdock.workers.replica.engine import Engine
-    from crossdock.workers.replica.gang import Gang
-    from crossdock.workers.replica.rank_socket import GangAddress
+    from crossdock.workers.replica.engine.engine import Engine
+    from crossdock.workers.replica.ranks.gang import Gang
+    from crossdock.workers.replica.ranks.rank_socket import GangAddress
 
 _END_S = 20.0  # for a rank to end after the driver has
 
@@ -23,7 +23,7 @@ def local_engine(spec: "ReplicaSpec") -> Iterator["Engine"]:
     Raises:
         ValueError: the model or its settings cannot be served, or this machine has fewer GPUs than ranks.
     """
-    from crossdock.workers.replica.engine import load_engine
+    from crossdock.workers.replica.engine.engine_loader import load_engine
 
     if spec.num_ranks == 1:
         yield load_engine(spec)
@@ -36,8 +36,8 @@ def local_engine(spec: "ReplicaSpec") -> Iterator["Engine"]:
 def _gang_engine(spec: "ReplicaSpec") -> Iterator["Engine"]:
     from crossdock.workers.model.checkpoint import resolve_model
     from crossdock.workers.model.weights import check_division
-    from crossdock.workers.replica.engine import Engine
-    from crossdock.workers.replica.gang import Gang
+    from crossdock.workers.replica.engine.engine import Engine
+    from crossdock.workers.replica.ranks.gang import Gang
 
     path = resolve_model(spec.model.path)
     check_division(path, spec.tensor_parallel_size, spec.pipeline_parallel_size)
@@ -64,7 +64,7 @@ def _gang_engine(spec: "ReplicaSpec") -> Iterator["Engine"]:
 
 
 def _load(gang: "Gang") -> "PagedModel":
-    from crossdock.workers.replica.rank_loader import RankFailed
+    from crossdock.workers.replica.ranks.rank_loader import RankFailed
 
     try:
         return gang.load()
@@ -74,7 +74,7 @@ def _load(gang: "Gang") -> "PagedModel":
 
 def _follow(spec: "ReplicaSpec", rank: int, address: "GangAddress", gpu: str | None) -> None:
     _see_only(gpu)
-    from crossdock.workers.replica.follower import follow
+    from crossdock.workers.replica.serving.follower import follow
 
     follow(spec, rank, address)
 

@@ -7,8 +7,8 @@ from math import log
 from statistics import median
 
 from crossdock.cluster.tune.curves import Cell
-from crossdock.workers.replica.calibrate import measure_step
-from crossdock.workers.replica.engine import Engine
+from crossdock.workers.replica.engine.calibrate import measure_step
+from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.schedule.cost import StepCost
 from crossdock.workers.schedule.page_needs import PageNeeds
 

@@ -235,6 +235,12 @@ def _replica(replica: str, now: Scrape, change: Scrape) -> RenderableType:
         share = _percent((accepted or 0.0) / drafted if drafted else None)
         rate = _number(change.rate(scrape.DRAFT_TOKENS, **which))
         lines.append(Text.assemble(("drafts    ", "dim"), f"tokens/s {rate} · accepted {share}"))
+    if now.total(scrape.ITEMS_ENCODED, **which) or now.total(scrape.ITEM_HITS, **which):
+        encoded, found = (_number(change.rate(name, **which)) for name in (scrape.ITEMS_ENCODED, scrape.ITEM_HITS))
+        share = _percent(change.rate(f"{scrape.ENCODER_SECONDS}_sum", **which))
+        lines.append(
+            Text.assemble(("pictures  ", "dim"), f"/s encoded {encoded} · found {found} · {share} of the time")
+        )
     lines += [
         Text.assemble(("kernels   ", "dim"), kernels) for kernels in now.by(scrape.CPU_KERNELS, scrape.KERNELS, **which)
     ]

@@ -14,13 +14,17 @@ import pytest
 from pydantic import ByteSize
 
 from crossdock.cluster.api.endpoints import build_api
+from crossdock.cluster.api.http.answers import error_event
 from crossdock.cluster.api.http.http_config import HttpConfig
+from crossdock.cluster.api.http.http_guard import as_api_error
+from crossdock.cluster.api.routes.messages import MessageErrorEvent
+from crossdock.cluster.api.routes.response_events import ResponseAnswer
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
-from crossdock.cluster.dispatch.dispatcher import Dispatcher
+from crossdock.cluster.dispatch.dispatcher import Dispatcher, SuspectRequest
 from crossdock.workers.model.load import load_model
 from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.replica.config import EngineConfig
-from crossdock.workers.replica.engine import Engine
+from crossdock.workers.replica.engine.engine import Engine
 from tests.cluster.dispatch.in_process import IN_TURN, InProcess, ready
 
 
@@ -71,25 +75,38 @@ class Losses:
             replica.engine_thread.engine.grammars.close()
 
 
-async def difference(http: httpx.AsyncClient, conversation: Any, places: asyncio.Semaphore) -> str | None:
-    """Return how the stream of a conversation differs from the undisturbed one; None where it does not."""
-    async with places:
-        body = conversation.body(random.Random(str(conversation.question.body)))
-        reply = await http.post(conversation.path, json=body, timeout=120)
-        while "suspect_request" in reply.text:  # on a slow machine two replicas may be lost before its first token
-            reply = await http.post(conversation.path, json=body, timeout=120)
+def answer_of(reply: httpx.Response, conversation: Any) -> Any:
+    """Return the answer that the events of a reply make. Raises the error that the reply has, as `streams.Told`."""
+    told = importlib.import_module("streams").Told
     if reply.status_code != 200:
-        return f"{reply.status_code} {reply.text[:300]}"
+        raise told(reply.status_code, reply.json()["error"], 0)
     answer = conversation.new_answer()
     for line in reply.text.splitlines():
         if line.startswith("data: {"):
             event = json.loads(line[6:])
-            if event.get("error"):
-                return f"an error ends the stream: {event}"
+            if error := event.get("error") or (event.get("response") or {}).get("error"):
+                raise told(200, error, 1)
             answer.add(event)
         elif line == "data: [DONE]":
             answer.is_done = True
-    assert answer.is_done
+    return answer
+
+
+async def difference(http: httpx.AsyncClient, conversation: Any, places: asyncio.Semaphore) -> str | None:
+    """Return how the stream of a conversation differs from the undisturbed one; None where it does not."""
+    told = importlib.import_module("streams").Told
+    async with places:
+        body = conversation.body(random.Random(str(conversation.question.body)))
+        while True:
+            reply = await http.post(conversation.path, json=body, timeout=120)
+            try:
+                answer = answer_of(reply, conversation)
+                break
+            except told as error:
+                if not error.is_suspect:  # on a slow machine two replicas may be lost before its first token
+                    return str(error)
+    if not answer.is_done:
+        return f"the stream ends early: {reply.text[-300:]}"
     found: str | None = conversation.difference(answer, is_whole=True)
     return found
 
@@ -123,6 +140,23 @@ def test_conversations_whose_replicas_are_lost_equal_the_undisturbed_ones(
     assert not wrong
     assert num_lost == 3
     assert num_again >= 9
+
+
+ERROR_EVENTS = {
+    "/v1/chat/completions": error_event,
+    "/v1/responses": ResponseAnswer({}).error_event,
+    "/v1/messages": MessageErrorEvent("a"),
+}
+
+
+@pytest.mark.parametrize("path", ERROR_EVENTS)
+def test_streams_that_end_as_suspect_are_known_in_every_api(conversations: ModuleType, path: str) -> None:
+    """Not every API gives this error a code."""
+    asked = conversations.Conversation(conversations.Question(path, "none", {}), None)
+    reply = httpx.Response(200, content=ERROR_EVENTS[path](as_api_error(SuspectRequest.after(2))))
+    with pytest.raises(importlib.import_module("streams").Told) as told:
+        answer_of(reply, asked)
+    assert told.value.is_suspect
 
 
 def test_answer_that_differs_or_contradicts_itself_is_seen(conversations: ModuleType) -> None:

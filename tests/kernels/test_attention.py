@@ -30,7 +30,10 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 
 @dataclass
 class Case:
-    """A ragged batch: (query_len, kv_len) per sequence, and the shape of the heads."""
+    """A ragged batch: (query_len, kv_len) per sequence, and the shape of the heads.
+
+    `blocks`: spans of positions within which every row sees all keys, by sequence, in order.
+    """
 
     lengths: list[tuple[int, int]]
     q_heads: int = 4
@@ -43,6 +46,7 @@ class Case:
     softcap: float | None = None
     sinks: bool = False
     fp8: bool = False  # pages of e4m3
+    blocks: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     seed: int = 0
     k_pages: Tensor = field(init=False)
     v_pages: Tensor = field(init=False)
@@ -97,6 +101,15 @@ class Case:
             max_kv_len=max(kv for _, kv in self.lengths),
             num_decodes=next((s for s, (q, _) in enumerate(self.lengths) if q > 1), S),
         )
+        if self.blocks:
+            rows = [(s, kv - q + i) for s, (q, kv) in enumerate(self.lengths) for i in range(q)]
+            self.batch.key_end = torch.tensor([self.key_end(*row) for row in rows]).int()
+
+    def key_end(self, sequence: int, position: int) -> int:
+        """Return the end of the keys that the row at a position of a sequence sees."""
+        ends = [end for start, end in self.blocks.get(sequence, ()) if start <= position < end]
+        assert all(end <= self.lengths[sequence][1] for end in ends)
+        return max([position + 1, *ends])
 
     def fill(self) -> None:
         """Write every sequence's keys and values to its pages; all other slots stay NaN."""
@@ -122,14 +135,15 @@ class Case:
                 position = kv_len - q_len + i
                 first = max(0, position - self.window + 1) if self.window is not None else 0
                 q = self.q[starts[s] + i].double()  # [Hq, Dk]
-                k = self.keys[s][first : position + 1].double().repeat_interleave(group, 1)  # [L, Hq, Dk]
-                v = self.values[s][first : position + 1].double().repeat_interleave(group, 1)
+                end = self.key_end(s, position)
+                k = self.keys[s][first:end].double().repeat_interleave(group, 1)  # [L, Hq, Dk]
+                v = self.values[s][first:end].double().repeat_interleave(group, 1)
                 scores = torch.einsum("hd,lhd->hl", q, k) * self.k_dim**-0.5
                 if self.softcap is not None:
                     scores = self.softcap * torch.tanh(scores / self.softcap)
                 if self.sink_logits is not None:
                     scores = torch.cat([scores, self.sink_logits.double()[:, None]], 1)
-                weights = scores.softmax(1)[:, : position + 1 - first]
+                weights = scores.softmax(1)[:, : end - first]
                 out.append(torch.einsum("hl,lhd->hd", weights, v))
         return torch.stack(out)
 
@@ -165,6 +179,17 @@ SHAPES: list[dict[str, Any]] = [
     {"page_size": 1},
     {"page_size": 24},
 ]
+
+
+def random_blocks(rng: random.Random, lengths: list[tuple[int, int]]) -> dict[int, list[tuple[int, int]]]:
+    """Return spans of some sequences; none crosses the end of its sequence."""
+    blocks: dict[int, list[tuple[int, int]]] = {}
+    for s, (_, kv) in enumerate(lengths):
+        end = 0
+        while (start := end + rng.randint(0, 40)) < kv and rng.random() < 0.8:
+            end = min(start + rng.choice([1, 7, 64, 130]), kv)
+            blocks.setdefault(s, []).append((start, end))
+    return blocks
 
 
 def check(case: Case, attention: Any) -> None:
@@ -216,9 +241,46 @@ def test_attention_of_random_batches_matches_longhand(seed: int) -> None:
             window=rng.choice([None, None, rng.randint(1, 200)]),
             softcap=rng.choice([None, None, 1.5, 50.0]),
             sinks=rng.random() < 0.3,
+            blocks=random_blocks(rng, lengths) if rng.random() < 0.5 else {},
             seed=rng.randrange(2**31),
         )
         check(case, paged_attention)
+
+
+BLOCKS = {1: [(0, 9), (10, 37)], 3: [(60, 74), (80, 90)], 5: [(100, 129)]}  # of MIXED: whole, and begun before
+LONG_BLOCKS = {1: [(10, 620), (640, 700)], 4: [(1000, 1025)]}  # of LONG
+
+
+@pytest.mark.parametrize("attention", [reference_paged_attention, paged_attention])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_rows_that_see_later_keys_match_longhand(
+    attention: Any, dtype: torch.dtype, shape: dict[str, Any], seed: int
+) -> None:
+    check(Case(MIXED, dtype=dtype, seed=seed, blocks=BLOCKS, **shape), attention)
+
+
+@pytest.mark.parametrize("shape", [{}, {"window": 600}, {"window": 3}, {"sinks": True}], ids=str)
+def test_rows_that_see_keys_of_later_spans_match_longhand(shape: dict[str, Any], seed: int, threads: int) -> None:
+    check(Case(LONG, q_heads=3, kv_heads=1, seed=seed, blocks=LONG_BLOCKS, **shape), paged_attention)
+    whole = Case([(1200, 1300)], q_heads=3, kv_heads=1, seed=seed, blocks={0: [(300, 1290)]}, **shape)
+    check(whole, paged_attention)
+
+
+def test_causal_rows_have_the_same_bits_beside_rows_that_see_later_keys(seed: int) -> None:
+    """The end of a row's keys says the same as its position where it is the same."""
+    case = Case(MIXED, seed=seed, window=33, sinks=True)
+    case.fill()
+    plain = paged_attention(case.q, case.k_pages, case.v_pages, case.batch, **case.arguments())
+    case.blocks, starts = BLOCKS, case.batch.query_start.tolist()
+    rows = [(s, kv - q + i) for s, (q, kv) in enumerate(case.lengths) for i in range(q)]
+    ends = [case.key_end(*row) for row in rows]
+    case.batch.key_end = torch.tensor(ends).int()
+    out = paged_attention(case.q, case.k_pages, case.v_pages, case.batch, **case.arguments())
+    is_causal = torch.tensor([end == position + 1 for end, (_, position) in zip(ends, rows, strict=True)])
+    assert torch.equal(out[is_causal], plain[is_causal])
+    assert not torch.isclose(out[~is_causal], plain[~is_causal]).all(dim=(1, 2)).any()
+    assert not is_causal[starts[1] : starts[2]].all()
 
 
 @pytest.mark.parametrize("attention", [reference_paged_attention, paged_attention])

@@ -108,7 +108,7 @@ def flash_attn(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     yield calls
     for name in ("flash_attention", "flash_attention_3"):
-        sys.modules.pop(f"crossdock.kernels.{name}", None)
+        sys.modules.pop(f"crossdock.kernels.gpu.{name}", None)
 
 
 def without(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from crossdock.kernels import latent_attention as module
 from crossdock.kernels.attention import paged_attention, reference_paged_attention, reference_store_kv
-from crossdock.kernels.cpu_attention import CpuAttention
+from crossdock.kernels.cpu.cpu_attention import CpuAttention
 from crossdock.kernels.latent_attention import UpProjections, expanding_is_cheaper, latent_attention
 from tests.kernels.test_attention import Case
 

@@ -4,8 +4,10 @@ import pytest
 
 from crossdock.kvtransfer.events import Failed, Reason, Released, WriterStopped
 from crossdock.kvtransfer.messages import Grant, Stopped
+from crossdock.kvtransfer.next_write import TargetRank
+from crossdock.kvtransfer.protocol_outputs import ProtocolOutput
 from crossdock.kvtransfer.receiver import Receiver
-from crossdock.kvtransfer.sender import ProtocolOutput, Sender, TargetRank
+from crossdock.kvtransfer.sender import Sender
 
 from .one_group import whole
 

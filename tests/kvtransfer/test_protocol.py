@@ -17,9 +17,11 @@ from crossdock.kvtransfer.events import (
 )
 from crossdock.kvtransfer.fence import Fence
 from crossdock.kvtransfer.messages import Abort, Grant, GroupPages, Hello, Offer, Pages, Stopped, Wait
+from crossdock.kvtransfer.next_write import TargetRank
 from crossdock.kvtransfer.plan import PageCopies
+from crossdock.kvtransfer.protocol_outputs import ProtocolOutput, Send, Write
 from crossdock.kvtransfer.receiver import Receiver
-from crossdock.kvtransfer.sender import ProtocolOutput, Send, Sender, TargetRank, Write
+from crossdock.kvtransfer.sender import Sender
 
 from .one_group import copies, whole
 
@@ -147,9 +149,9 @@ def test_chunk_that_a_window_has_passed_is_announced_without_data() -> None:
     assert outputs == [Write("t0", copies((14, 15), (60, 61)), pages(1, 2, 3, 18, b"s"))]
 
 
-def shipping_states(state_pages: tuple[int, ...] = (80, 81)) -> Sender:
+def shipping_states(state_pages: tuple[int, ...] = (80, 81), max_write_bytes: int = 1000) -> Sender:
     """Return a sender with a target that takes 10 bytes of a page and 7 of each page of the recurrent state."""
-    sender = Sender(0, PAGE, 1000)
+    sender = Sender(0, PAGE, max_write_bytes)
     sender.ship(*KEY, {"t0": TargetRank(100, (10, 7), 1, has_state=True)}, 5.0, 0.0)
     sender.receive("t0", Grant(*KEY, 0, whole((50, 51)), state_pages), 1.0)
     return sender
@@ -173,6 +175,37 @@ def test_state_after_the_last_full_page_is_written_alone() -> None:
     sender.write_done(*KEY, "t0", 1.0)
     outputs = sender.finish("r", whole([1, 2]), 8, b"s", 2.0, (30, 31))
     assert outputs == [Write("t0", (PageCopies(1, (30, 31), (80, 81)),), pages(1, 2, 0, 8, b"s"))]
+
+
+@pytest.mark.parametrize(
+    ("limit", "parts"),
+    [(24, [(30, 31)]), (23, [(30, 31), ()]), (17, [(30, 31), ()]), (13, [(30,), (31,), ()]), (1, [(30,), (31,), ()])],
+)
+def test_state_beyond_the_bytes_of_a_write_goes_before_the_last_tokens(
+    limit: int, parts: list[tuple[int, ...]]
+) -> None:
+    sender, there = shipping_states(max_write_bytes=limit), {30: 80, 31: 81}
+    receiver = Receiver(PAGE, b"us", 1.0)
+    receiver.expect(*KEY, {"s0": (0, (10, 7))}, 5.0, 0.0)
+    receiver.grant(*KEY, 0, whole((50, 51)), 0.0, (80, 81))
+    sender.chunk("r", whole([1]), 4, 1.0)
+    assert receiver.receive("s0", pages(0, 0, 1, 4), 1.0) == [Committed(*KEY, 4)]
+    sender.write_done(*KEY, "t0", 1.0)
+    outputs = sender.finish("r", whole([1, 2]), 7, b"s", 2.0, (30, 31))
+    for number, part in enumerate(parts, 1):
+        is_last = number == len(parts)
+        written = copies([2], [51]) if is_last else ()
+        state = (PageCopies(1, part, tuple(there[page] for page in part)),) if part else ()
+        message = pages(number, 1, 1, 7, b"s") if is_last else pages(number, 1, 0, 4)
+        assert outputs == [Write("t0", (*written, *state), message)]
+        arrived = receiver.receive("s0", message, 2.0)
+        assert bool(arrived) is is_last, "all tokens are there, but not all of the state"
+        outputs = sender.write_done(*KEY, "t0", 3.0)
+    (released,) = outputs
+    assert isinstance(released, Released)
+    assert isinstance(arrived[-1], Arrived)
+    for figures in (released.figures, arrived[-1].figures):
+        assert (figures.num_bytes, figures.num_pages, figures.num_writes) == (34, 4, 1 + len(parts))
 
 
 @pytest.mark.parametrize("granted", [(80,), (80, 80), (50, 80), (80, 100), ()], ids=str)

@@ -8,8 +8,10 @@ from typing import TypeAlias
 
 from crossdock.kvtransfer.events import Arrived, Committed, Failed, Granted, Offered, Released, WriterStopped
 from crossdock.kvtransfer.messages import GroupPages, TransferMessage
+from crossdock.kvtransfer.next_write import TargetRank
+from crossdock.kvtransfer.protocol_outputs import ProtocolOutput, Send, Write
 from crossdock.kvtransfer.receiver import Receiver
-from crossdock.kvtransfer.sender import ProtocolOutput, Send, Sender, TargetRank, Write
+from crossdock.kvtransfer.sender import Sender
 
 PAGE_SIZE = 4
 WINDOWS = (None, 6, 3)  # tokens, of each group of layers

@@ -5,17 +5,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from crossdock.router.fleet import Fleet, RouterConfig
+from crossdock.router.legs import query_of
 from crossdock.router.placement import Placement, Query
 from crossdock.workers.report.advertise import LiveProfile, Publisher
 from crossdock.workers.report.profile import Role, SchedulingProfile
 from crossdock.workers.schedule.cost import StepCost
-from crossdock.workers.schedule.pages import hash_pages
-from crossdock.workers.schedule.request import Leg
+from crossdock.workers.schedule.encoder_cost import EncoderCost
+from crossdock.workers.schedule.encoding import Encoding
+from crossdock.workers.schedule.items import NO_ITEMS, Item
+from crossdock.workers.schedule.prefix_index import hash_pages
+from crossdock.workers.schedule.request import Leg, Submission, encoding_leg
 from crossdock.workers.schedule.scheduler import Scheduler
 from crossdock.workers.schedule.slo import DEFAULT_CLASSES
 from tests.workers.schedule.model_free_replica import ModelFreeReplica, new_scheduler
 
 COST = StepCost(base=2e-3, per_prefill_token=1e-4, per_attended=1e-8, per_decode=2e-4, per_context=1e-7)
+ENCODER = EncoderCost(base=1e-3, per_row=1e-4, per_square=1e-7)  # 24 ms for a picture of 200 rows
 PAGE_SIZE = 16
 CLASSES = [slo.name for slo in DEFAULT_CLASSES]
 
@@ -38,6 +43,32 @@ def profile(slowness: float = 1.0, role: Role = "mixed", **fields: Any) -> Sched
         "cost": cost,
     }
     return SchedulingProfile(**defaults | fields)
+
+
+def encoder_profile(slowness: float = 1.0, **fields: Any) -> SchedulingProfile:
+    """Return the profile of an encode replica: its tokens are rows of embeddings, and cost nearly nothing."""
+    slow = EncoderCost.model_validate({name: slowness * each for name, each in ENCODER.model_dump().items()})
+    defaults: dict[str, Any] = {
+        "cost": StepCost(base=1e-3, per_prefill_token=1e-7),
+        "encoder_cost": slow,
+        "page_bytes": 50_000,
+        "compatibility": "embeddings of model A",
+    }
+    return profile(role="encode", **defaults | fields)
+
+
+def with_pictures(name: str, rows: Sequence[int], num_text: int = 100, **fields: Any) -> Submission:
+    """Return a submission of pictures with so many rows each, unlike any other's, and `num_text` tokens after them."""
+    items, start = list[Item](), 0
+    for number, num_rows in enumerate(rows):
+        items.append(Item(start, num_rows, num_rows, "image", f"{name}/{number}".encode().ljust(16)))
+        start += num_rows
+    return Submission(name, [9] * start + list(range(num_text)), items=items, **fields)
+
+
+def picture_query(submission: Submission, may_refuse: bool = False) -> Query:
+    """Return the query of a submission before it has an output."""
+    return query_of(submission, (), PAGE_SIZE, may_ship=True, may_encode_elsewhere=True, may_refuse=may_refuse)
 
 
 def live(sequence: int = 1, incarnation: str = "first life", **fields: Any) -> LiveProfile:
@@ -88,6 +119,7 @@ class Replica:
             page_size=self.profile.page_size,
             depth=self.profile.pipeline_parallel_size,
             interval_share=self.profile.interval_share,
+            encoding=Encoding(100_000, self.profile.encoder_cost) if self.profile.encoder_cost is not None else None,
         )
         self.engine = ModelFreeReplica(scheduler, self.profile.cost.seconds, sample=lambda tokens: 7)
         self.publisher = Publisher(scheduler, "first")
@@ -101,11 +133,22 @@ class Replica:
         return self.engine.now
 
     def add(
-        self, name: str, prompt: Sequence[int], slo_class: str = "standard", max_tokens: int = 20, leg: Leg = Leg.LOCAL
+        self,
+        name: str,
+        prompt: Sequence[int],
+        slo_class: str = "standard",
+        max_tokens: int = 20,
+        leg: Leg = Leg.LOCAL,
+        items: Sequence[Item] = NO_ITEMS,
     ) -> int:
         """Take a request. Return the number of the last live profile that does not include it."""
-        self.engine.add(name, prompt, slo_class, max_tokens, leg)
+        self.engine.add(name, prompt, slo_class, max_tokens, leg, items=items)
         return self.publisher.sequence
+
+    def add_leg(self, submission: Submission) -> int:
+        """Take the `encoding_leg` of a submission, as `add` does."""
+        leg = encoding_leg(submission, PAGE_SIZE)
+        return self.add(leg.id, leg.prompt_token_ids, leg.slo_class, 2, leg.leg, leg.items)
 
     def step(self) -> list[str]:
         """Run one step. Return the requests that got a token."""

@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -12,10 +13,24 @@ from hypothesis import strategies as st
 from crossdock.router.fleet import Fleet, RouterConfig
 from crossdock.router.placement import Placement, Query
 from crossdock.workers.report.advertise import PageChanges, Prompts
-from crossdock.workers.schedule.pages import hash_pages
+from crossdock.workers.schedule.prefix_index import hash_pages
 from crossdock.workers.schedule.request import Overloaded
 from crossdock.workers.schedule.slo import DEFAULT_CLASSES, SloClass
-from tests.router.replicas import CLASSES, COST, PAGE_SIZE, Replica, fleet_of, live, place, profile, query
+from tests.router.replicas import (
+    CLASSES,
+    COST,
+    ENCODER,
+    PAGE_SIZE,
+    Replica,
+    encoder_profile,
+    fleet_of,
+    live,
+    picture_query,
+    place,
+    profile,
+    query,
+    with_pictures,
+)
 
 
 def choices(fleet: Fleet, number: int = 60, now: float = 0.0, num_tokens: int = 200) -> Counter[str]:
@@ -109,12 +124,16 @@ class History:
         self.fleet, self.now = Fleet(RouterConfig(ttl_s=1.0)), 0.0
         self.replicas: dict[str, Replica] = {}
         self.running: dict[str, Placement] = {}
-        self.num_lives = 0
+        self.num_lives = self.num_encoded = 0
 
     def join(self, name: str) -> None:
         self.num_lives += 1
         role = self.rng.choice(["mixed", "mixed", "prefill", "decode"])
-        replica = Replica(profile(self.rng.choice([1.0, 3.0]), role))  # type: ignore[arg-type]
+        slowness, peer = self.rng.choice([1.0, 3.0]), self.rng.choice([b"", b"rows"])
+        if name.startswith("e"):
+            replica = Replica(encoder_profile(slowness))
+        else:
+            replica = Replica(profile(slowness, role, encoder_cost=ENCODER, rows_peer=peer))  # type: ignore[arg-type]
         replica.publisher.incarnation = f"{self.num_lives}"
         self.replicas[name] = replica
         self.fleet.join(name, replica.profile, self.now)
@@ -125,8 +144,8 @@ class History:
         name = self.rng.choice(sorted(self.replicas))
         match self.rng.randrange(8):
             case 0:
-                self.join(f"r{self.rng.randrange(10)}")  # perhaps one that is up: it has restarted
-            case 1 if len(self.replicas) > 1:
+                self.join(f"{self.rng.choice('rre')}{self.rng.randrange(10)}")  # perhaps it is up: it has restarted
+            case 1 if name != "r0":
                 self.fleet.leave(name)
                 del self.replicas[name]
             case 2 | 3 | 4:
@@ -146,8 +165,10 @@ class History:
                     replica.scheduler.abort(request_id)
 
     def arrive(self, number: int) -> None:
-        prompt = [self.rng.randrange(2)] * self.rng.choice([5, 50, 700])
-        request = query(f"{number}", prompt=prompt, slo_class=self.rng.choice([*CLASSES, "unheard-of"]))
+        slo_class = self.rng.choice([*CLASSES, "unheard-of"])
+        rows, num_text = self.rng.choice([(), (), (40,), (400, 100)]), self.rng.choice([5, 50, 700])
+        submission = with_pictures(f"{number}", rows, num_text, slo_class=slo_class)
+        prompt, request = submission.prompt_token_ids, picture_query(submission, may_refuse=True)
         try:
             chosen = place(self.fleet, request, self.now)
         except Overloaded:
@@ -156,17 +177,24 @@ class History:
         assert chosen.decode in self.replicas
         assert chosen.prefill is None or chosen.prefill in self.replicas
         assert chosen.predicted_ttft > 0
+        assert chosen.encoder is None or (rows and chosen.encoder in self.replicas)
+        assert not any(name is not None and name.startswith("e") for name in (chosen.decode, chosen.prefill))
+        self.num_encoded += chosen.encoder is not None
         if self.rng.random() > 0.9:
             return  # the request is lost on its way
         first = chosen.prefill or chosen.decode
         try:
-            sequence = self.replicas[first].add(request.request_id, prompt)
+            sequence = self.replicas[first].add(request.request_id, prompt, items=submission.items)
         except Overloaded:
             self.fleet.settle(request.request_id)
             del self.running[request.request_id]
             return
         if self.rng.random() < 0.8:
             self.fleet.taken(request.request_id, first, sequence)
+        if chosen.encoder is not None and self.rng.random() < 0.8:
+            with suppress(Overloaded):
+                sequence = self.replicas[chosen.encoder].add_leg(replace(submission, slo_class="standard"))
+                self.fleet.taken(request.request_id, chosen.encoder, sequence)
 
 
 @given(st.randoms(use_true_random=False))

@@ -8,11 +8,11 @@ from typing import Any
 from pydantic import ByteSize
 
 from crossdock.workers.replica.config import EngineConfig, ReplicaSpec
-from crossdock.workers.replica.engine import Engine
-from crossdock.workers.replica.follower import follow
-from crossdock.workers.replica.gang import Gang
-from crossdock.workers.replica.rank_loader import driver_of
-from crossdock.workers.replica.rank_socket import GangAddress
+from crossdock.workers.replica.engine.engine import Engine
+from crossdock.workers.replica.ranks.gang import Gang
+from crossdock.workers.replica.ranks.rank_loader import driver_of
+from crossdock.workers.replica.ranks.rank_socket import GangAddress
+from crossdock.workers.replica.serving.follower import follow
 
 from .ranks import Ranks
 

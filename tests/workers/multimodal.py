@@ -119,8 +119,24 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "image_seq_length": 4,
         "tie_word_embeddings": False,
     },
+    "gemma3": {
+        "text_config": {
+            **TEXT,
+            "query_pre_attn_scalar": 12,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "sliding_window": 24,  # more than a picture
+        },
+        "vision_config": _VISION,
+        "image_token_index": IMAGE,
+        "boi_token_index": BEGIN,
+        "eoi_token_index": END,
+        "mm_tokens_per_image": 16,
+        "tie_word_embeddings": False,  # else a random model repeats its last token, whatever comes before
+    },
 }
-FAMILIES = tuple(CONFIGS)
+BOTH_WAYS = ("gemma3",)
+"""Families in which a row of a picture sees the later rows of that picture too: no chunk ends inside one."""
+FAMILIES = tuple(family for family in CONFIGS if family not in BOTH_WAYS)
 
 
 def build_multimodal(family: str, **text: Any) -> PreTrainedModel:
@@ -134,7 +150,10 @@ def build_multimodal(family: str, **text: Any) -> PreTrainedModel:
     module: PreTrainedModel = AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for parameter in module.parameters():  # random weights of 0.02 give pictures that hardly matter
-            if parameter.dim() > 1:
+            if parameter.dim() > 1 and not parameter.is_meta and not parameter.any():
+                generator = torch.Generator().manual_seed(0)
+                torch.nn.init.normal_(parameter, std=0.1, generator=generator)  # Gemma 3's projector begins with zeros
+            elif parameter.dim() > 1:
                 parameter.mul_(4.0)
     return module
 
@@ -159,6 +178,8 @@ def picture(family: str, seed: int, size: tuple[int, int] = (2, 2)) -> tuple[lis
         tensors = {"pixel_values": _noise(rng, 1, 3, *shape), "image_sizes": np.array([shape])}
         tokens = [token for _ in range(height) for token in [*[IMAGE] * width, BREAK]]
         tokens[-1] = END
+    elif family == "gemma3":
+        tensors, tokens = {"pixel_values": _noise(rng, 1, 3, 32, 32)}, [BEGIN, *[IMAGE] * 16, END]
     elif family == "llava":
         tensors, tokens = {"pixel_values": _noise(rng, 1, 3, 32, 32)}, [IMAGE] * 16
     else:  # tiles, each of four rows
@@ -242,6 +263,8 @@ def one_pass(module: Any, prompt: PicturePrompt, output: Sequence[int] = ()) -> 
     if hasattr(module.model, "rope_deltas"):
         module.model.rope_deltas = None
     whole = arguments(PicturePrompt([*prompt.token_ids, *output], prompt.items))
+    if module.config.model_type in BOTH_WAYS:
+        whole["token_type_ids"] = (whole["input_ids"] == IMAGE).long()
     logits: Tensor = module(**whole, use_cache=False).logits[0]
     return logits
 

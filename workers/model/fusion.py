@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from crossdock.kernels.attention import AttentionBatch
-from crossdock.kernels.choice import KernelChoice, only
-from crossdock.kernels.decoder import DecoderLayer, DecoderShape, DecoderStack
-from crossdock.kernels.linear import ChosenLinear, OwnLinear, Weights, linear_choice, usable_kernels
+from crossdock.kernels.cpu.choice import KernelChoice, only
+from crossdock.kernels.cpu.decoder import DecoderLayer, DecoderShape, DecoderStack
+from crossdock.kernels.cpu.linear import ChosenLinear, OwnLinear, Weights, linear_choice, usable_kernels
+from crossdock.kernels.cpu.stack_choice import stack_choice
 from crossdock.kernels.options import CpuKernels, Quantization
-from crossdock.kernels.stack_choice import stack_choice
 
 PageViews = Sequence[tuple[Tensor, Tensor]]
 CurrentPages = Callable[[], tuple[PageViews, AttentionBatch]]

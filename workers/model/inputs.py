@@ -12,9 +12,10 @@ from torch import Tensor
 
 from crossdock.kernels.attention import AttentionBatch
 from crossdock.workers.model.model import PagedModel
+from crossdock.workers.model.shared_rows import rows_of
 from crossdock.workers.model.vision import PictureEncoder, PictureRows, StepPictures
 from crossdock.workers.schedule.batch import Batch, Scheduled
-from crossdock.workers.schedule.pages import HOLE
+from crossdock.workers.schedule.prefix_index import HOLE
 
 _NO_STATES = np.zeros((0, 0), np.int32)
 _ALIGNMENT = 16  # bytes: Triton compiles a kernel again for pointers that are less aligned
@@ -76,6 +77,11 @@ class StepInputs:
         return replace(self, positions=positions, pictures=pictures)
 
     @property
+    def reads_pictures(self) -> bool:
+        """Return whether the forward pass is more than one over tokens with a place each."""
+        return self.pictures is not None and self.pictures.is_read
+
+    @property
     def max_query_len(self) -> int:
         return int(np.diff(self.query_start).max())
 
@@ -113,9 +119,7 @@ class StepInputs:
     def run(self, model: PagedModel, previous_tokens: Tensor | None = None) -> Tensor:
         """Compute this rank's part of the step; return logits [N, vocab] on the last stage. See `on`."""
         longest = self.max_query_len, int(self.kv_len.max())
-        pictures = None
-        if self.pictures is not None and model.encoder is not None:
-            pictures = model.encoder.prepare(self.pictures, model.device)
+        pictures = rows_of(model, self.pictures) if self.pictures is not None else None
         return self.for_rank(model, previous_tokens).run(model, *longest, self.num_decodes, pictures)
 
     def for_rank(self, model: PagedModel, previous_tokens: Tensor | None = None) -> "StepTensors":

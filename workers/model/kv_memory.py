@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from crossdock.workers.model.encoding_memory import bytes_for_pictures
 from crossdock.workers.model.graphs import DecodeGraphs
 from crossdock.workers.model.inputs import StepInputs
 from crossdock.workers.model.memory_budget import MemoryBudget
@@ -32,6 +33,8 @@ class PageBudget(NamedTuple):
 def count_pages_that_fit(model: PagedModel, budget: MemoryBudget, page_size: int) -> PageBudget:
     """Return how many KV pages fit on this rank. Collective: every rank must call it, before any pool is allocated."""
     known = budget.known(model.device.type)
+    if model.encoder is not None and model.device.type == "cuda":
+        model.encoder.most_rows = budget.max_num_batched_tokens
     page_bytes = model.layouts(page_size)[0].page_bytes
     return PageBudget((_measured(model, budget, page_size) if known is None else known) // page_bytes, page_bytes)
 
@@ -41,7 +44,7 @@ def _measured(model: PagedModel, budget: MemoryBudget, page_size: int) -> int:
 
     These are a step of `max_num_batched_tokens` prompt tokens with every token's logits, as prompt logprobs want them,
     and `max_num_seqs` rows sampled in the way that takes most memory; and a step of as many decodes,
-    or of decodes and a chunk that is recorded.
+    or of decodes and a chunk that is recorded. Beside them, pictures take what `bytes_for_pictures` returns.
     """
     width = model.state_pages(page_size)
     step = largest_step(budget.max_num_batched_tokens, model.max_model_len, page_size, width)
@@ -65,13 +68,15 @@ def _measured(model: PagedModel, budget: MemoryBudget, page_size: int) -> int:
 
     transient = _peak(prefill) + _peak(recorded)  # a graph holds its memory, and a step may be both
     model.free_pool()
+    pictures = bytes_for_pictures(model, budget, _peak)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
-    page_bytes = bytes_for_pages(budget.gpu_memory_utilization, total, free, model.used_by_others, transient)
+    page_bytes = bytes_for_pages(budget.gpu_memory_utilization, total, free, model.used_by_others, transient + pictures)
     logger.info(
-        "%s for KV pages: %g of %s, less %s held, %s for the largest steps and a reserve of %s",
+        "%s for KV pages: %g of %s, less %s held, %s for the largest steps, %s for pictures and a reserve of %s",
         *(size_of(page_bytes), budget.gpu_memory_utilization, size_of(total)),
-        *(size_of(total - free - model.used_by_others), size_of(transient), size_of(GPU_RESERVE_BYTES)),
+        *(size_of(total - free - model.used_by_others), size_of(transient), size_of(pictures)),
+        size_of(GPU_RESERVE_BYTES),
     )
     return page_bytes
 

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,11 @@ from crossdock.workers.model.cut.collectives import Collectives
 from crossdock.workers.model.cut.part import ModelPart
 from crossdock.workers.model.cut.position import RankPosition
 from crossdock.workers.model.forward_context import ATTENTION_NAME
+from crossdock.workers.model.logits_check import UnsupportedModelError
 from crossdock.workers.model.memory_fit import check_fits, used_by_all_but_torch
 from crossdock.workers.model.model import PagedModel, text_config
 from crossdock.workers.model.model_spec import ModelSpec
-from crossdock.workers.model.probe import UnsupportedModelError, probe, refuse_by_config
+from crossdock.workers.model.probe import probe, refuse_by_config
 from crossdock.workers.model.vision import PictureEncoder, attention_names, is_multimodal, why_text_alone
 from crossdock.workers.model.weights import auto_model, load_part
 
@@ -53,13 +55,16 @@ def load_model(
     used_by_others = used_by_all_but_torch() if device != "cpu" else 0
     config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     refuse_by_config(config, links.position.size if links is not None else 1)
-    dtype = _default_dtype(config, device) if spec.dtype == "auto" else getattr(torch, spec.dtype)
+    dtype = dtype_of(spec, config, device)
     if kv_bytes is not None:
         position, num_sharing = RankPosition(), 1
         if links is not None:
             position, num_sharing = links.position, links.ranks_on_this_host()
         check_fits(config, position, dtype, kv_bytes, device, num_sharing, quantization=spec.quantization)
-    module, part = _load_module(config, path, dtype, links)
+    load: Callable[..., tuple[Any, ModelPart | None]] = partial(_load_whole, config, path)
+    if links is not None and links.position.size > 1:
+        load = partial(load_part, config, path, links.position, links)
+    module, part = load_weights(config, path, dtype, load)
     try:
         generation: GenerationConfig | None = GenerationConfig.from_pretrained(path)
     except OSError:
@@ -74,17 +79,17 @@ def load_model(
     return model
 
 
-def _load_module(
-    config: PretrainedConfig, path: Path, dtype: torch.dtype, links: Collectives | None
+def load_weights(
+    config: PretrainedConfig, path: Path, dtype: torch.dtype, load: Callable[..., tuple[Any, ModelPart | None]]
 ) -> tuple[Any, ModelPart | None]:
-    """Return transformers' model, or this rank's part of it and which part that is."""
-    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention_names(config)}
+    """Return what `load` makes of the weights in `path`: transformers' model, or a part of it and which part that is.
+
+    Raises:
+        UnsupportedModelError: transformers lets no other attention into the model.
+        ValueError: there are no weights in safetensors.
+    """
     try:
-        if links is not None and links.position.size > 1:
-            return load_part(config, path, links.position, links, **options)
-        # Other formats are pickles: to load them is to run code that the checkpoint brings.
-        options |= {"low_cpu_mem_usage": True, "use_safetensors": True, "trust_remote_code": False}
-        return auto_model(config).from_pretrained(path, config=config, **options), None
+        return load(dtype=dtype, attn_implementation=attention_names(config))
     except OSError as error:
         if any(path.glob("*.safetensors")):
             raise
@@ -96,6 +101,12 @@ def _load_module(
         if ATTENTION_NAME not in str(error) and "attn_implementation" not in str(error):
             raise
         raise UnsupportedModelError(f"{config.model_type}: transformers gives it no pluggable attention") from error
+
+
+def _load_whole(config: PretrainedConfig, path: Path, **options: Any) -> tuple[Any, None]:
+    # Other formats are pickles: to load them is to run code that the checkpoint brings.
+    options |= {"low_cpu_mem_usage": True, "use_safetensors": True, "trust_remote_code": False}
+    return auto_model(config).from_pretrained(path, config=config, **options), None
 
 
 def wrap_module(
@@ -121,11 +132,7 @@ def wrap_module(
     refuse_by_config(config)
     module.eval().requires_grad_(False)
     module.set_attn_implementation(attention_names(config))
-    decoder = text_config(config)
-    longest = getattr(decoder, "max_position_embeddings", None)
-    if max_model_len and longest and max_model_len > longest:
-        raise ValueError(f"max_model_len ({max_model_len}) is more than the model's own {longest} positions")
-    max_model_len = max_model_len or longest or 2048
+    decoder, max_model_len = text_config(config), longest_request(config, max_model_len)
     variant = _fix_rope_to(module, max_model_len)
     part = part or ModelPart(RankPosition(), num_layers=decoder.num_hidden_layers)
     attention = attention or choose_attention("auto", next(module.parameters()).device, kv_cache_dtype, cpu_kernels)
@@ -134,12 +141,20 @@ def wrap_module(
     with model.tap.opened():
         probe(model, kv_cache_dtype, cpu_kernels, kv_bytes, quantization)
         model.tap.is_possible = model.tap.hidden is not None
-    model.why_text_alone = why_text_alone(config, part.position.size, model.device.type)
+    model.why_text_alone = why_text_alone(config, attention)
     if not model.why_text_alone:
         model.encoder = PictureEncoder(module, config)
     elif is_multimodal(config):
         logger.warning("prompts are text alone: %s", model.why_text_alone)
     return model
+
+
+def longest_request(config: PretrainedConfig, max_model_len: int | None) -> int:
+    """Return the most tokens that a request can have. ValueError: `max_model_len` is more than the model's own."""
+    longest = getattr(text_config(config), "max_position_embeddings", None)
+    if max_model_len and longest and max_model_len > longest:
+        raise ValueError(f"max_model_len ({max_model_len}) is more than the model's own {longest} positions")
+    return max_model_len or longest or 2048
 
 
 def _eos_token_ids(config: PretrainedConfig, generation: GenerationConfig | None) -> frozenset[int]:
@@ -148,7 +163,11 @@ def _eos_token_ids(config: PretrainedConfig, generation: GenerationConfig | None
     return frozenset(token for value in values for token in (value if type(value) is list else [value]))
 
 
-def _default_dtype(config: PretrainedConfig, device: str) -> torch.dtype:
+def dtype_of(spec: ModelSpec, config: PretrainedConfig, device: str) -> torch.dtype:
+    """Return the dtype of weights and activations on `device`."""
+    if spec.dtype != "auto":
+        chosen: torch.dtype = getattr(torch, spec.dtype)
+        return chosen
     stored = getattr(config, "dtype", None) or torch.float32
     if device != "cpu":
         return torch.bfloat16 if stored is torch.float32 else stored

@@ -18,6 +18,7 @@ class MemoryBudget:
     max_num_batched_tokens: int = 2048
     max_num_seqs: int = 64
     most_drafts: int = 0  # of one stream in a step; 0: there is no speculation
+    mm_encoder_cache: int = 256 << 20  # bytes of embeddings of pictures
 
     def known(self, device: str) -> int | None:
         """Return the bytes of KV pages on a device of this type; None if they must be measured."""

@@ -10,7 +10,7 @@ from transformers import PretrainedConfig
 
 from crossdock.kernels.attention import AttentionBatch
 from crossdock.kernels.backend import CPP, Attention
-from crossdock.kernels.huge_pages import HugePages, MemoryTaker
+from crossdock.kernels.cpu.huge_pages import HugePages, MemoryTaker
 from crossdock.kvtransfer.layout import LayerShape, PoolLayout, View, group_layouts
 from crossdock.workers.model.cut.part import ModelPart
 from crossdock.workers.model.cut.position import RankPosition
@@ -19,7 +19,7 @@ from crossdock.workers.model.pooling import HiddenTap
 from crossdock.workers.model.state_pages import StateLayout, StepStates
 from crossdock.workers.model.vision import PictureEncoder, PictureRows
 from crossdock.workers.schedule.layer_groups import LayerGroup
-from crossdock.workers.schedule.pages import Window
+from crossdock.workers.schedule.prefix_index import Window
 
 
 @dataclass(slots=True, eq=False)
@@ -162,6 +162,8 @@ class PagedModel:
         model's dtype; [0, vocab] on a stage that others follow. `pictures`: rows that are no tokens' embeddings.
         `states`: the pages of the recurrent states that the step reads, and those that it writes, [S, n] int32 each.
         """
+        if pictures is not None:
+            batch = replace(batch, key_end=pictures.key_end)
         context = ForwardContext(self.attention, batch, self.pages, self.scales, self.part.first_layer)
         if self.states is not None:
             assert states is not None, "the step does not say which pages hold its states"
@@ -195,8 +197,9 @@ class PagedModel:
         """
         with entered(context):
             inputs = {"position_ids": positions[..., None, :], "logits_to_keep": rows}
-            if context.pictures is not None and len(context.pictures.rows):
-                inputs["inputs_embeds"] = self._embedded(token_ids, context.pictures)
+            pictures = context.pictures if self.part.position.is_first_stage else None
+            if pictures is not None and len(pictures.rows):
+                inputs["inputs_embeds"] = self._embedded(token_ids, pictures)
             return self.logits(token_ids, dtype, **inputs)
 
     def _embedded(self, token_ids: Tensor, pictures: PictureRows) -> Tensor:

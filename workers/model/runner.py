@@ -9,6 +9,7 @@ from crossdock.workers.model.graphs import DecodeGraphs, decode_graphs
 from crossdock.workers.model.inputs import StepInputs
 from crossdock.workers.model.mixed_graphs import MixedGraphs, mixed_graphs
 from crossdock.workers.model.model import PagedModel
+from crossdock.workers.model.shared_rows import send_rows
 from crossdock.workers.model.step_messages import StepSender
 from crossdock.workers.schedule.batch import Batch
 
@@ -47,22 +48,34 @@ class Runner:
         return cls(model, page_size, notify_ranks, graphs, mixed)
 
     def begin(self, batch: Batch) -> tuple[StepInputs, list[range]]:
-        """Send a batch to the other ranks, which may compute it from now on."""
-        step = StepInputs.of(batch, self.page_size)
+        """Encode the pictures of a batch, and send it to the other ranks, which may compute it from now on."""
+        inputs, rows = StepInputs.of(batch, self.page_size)
         if self.model.encoder is not None:
-            step = step[0].with_pictures(batch, self.model.encoder), step[1]
-        if self.notify_ranks is not None:
-            self.notify_ranks(self._sender.pack(step[0], [part.request.id for part in batch.scheduled]))
-        return step
+            inputs = inputs.with_pictures(batch, self.model.encoder)
+        pictures = inputs.pictures
+        if pictures is not None and self.model.encoder is not None:
+            self.model.encoder.prepare(pictures, self.model.device)
+        if self.notify_ranks is not None:  # not before: a rank that waits for rows has a deadline
+            self.notify_ranks(self._sender.pack(inputs, [part.request.id for part in batch.scheduled]))
+            if pictures is not None:
+                send_rows(self.model, pictures)
+        return inputs, rows
 
     def is_usual(self, inputs: StepInputs) -> bool:
         """Return whether a step is computed as others of its size are: its seconds then predict theirs.
 
-        A step with more sequences than CUDA graphs have room for takes several times as long to launch.
+        A step with more sequences than CUDA graphs have room for, or with pictures, takes several times as long to
+        launch.
         """
+        if inputs.reads_pictures:
+            return not self._has_graph(inputs)
         if self.mixed_graphs is None or (self.graphs is not None and self.graphs.covers(inputs)):
             return True
         return not self.mixed_graphs.misses(inputs)
+
+    def _has_graph(self, inputs: StepInputs) -> bool:
+        """Return whether a step of as many sequences and tokens, without pictures, is a CUDA graph."""
+        return any(graphs is not None and graphs.covers(inputs) for graphs in (self.graphs, self.mixed_graphs))
 
     def finish(
         self, step: tuple[StepInputs, list[range]], previous_tokens: Tensor | None = None
@@ -80,7 +93,9 @@ class Runner:
 
         The model's tap was open meanwhile, and is possible. Only the driver, which is on the last stage, has them.
         """
-        if self.graphs is not None and self.graphs.covers(inputs):
+        if inputs.reads_pictures:
+            found = self.model.tap.hidden
+        elif self.graphs is not None and self.graphs.covers(inputs):
             found = self.graphs.hidden(inputs)
         elif self.mixed_graphs is not None and self.mixed_graphs.covers(inputs):
             found = self.mixed_graphs.hidden(inputs)
@@ -94,7 +109,7 @@ class Runner:
 
         Whether it is a graph, and which one, depends on the step alone: every rank of a gang does the same.
         """
-        if inputs.pictures is not None:
+        if inputs.reads_pictures:  # recorded steps embed tokens alone, at positions of one axis
             return inputs.run(self.model, previous_tokens)
         if self.graphs is not None and self.graphs.covers(inputs):
             return self.graphs.run(inputs, previous_tokens)

@@ -13,6 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crossdock.workers.model.inputs import StepInputs
+from crossdock.workers.model.vision import StepPictures
+from crossdock.workers.schedule.encoding import NO_ENCODER_WORK
 
 _LONG = ("token_ids", "positions", "slots", "wanted")  # int64
 _SHORT = ("query_start", "kv_len")  # int32
@@ -47,7 +49,7 @@ class StepSender:
         self._tables[places[rows], columns] = entries
         arrays = [getattr(inputs, name) for name in (*_LONG, *_SHORT)]
         arrays += [places, changed, entries, inputs.state_read, inputs.state_write]
-        sizes = [shape[1:], inputs.state_write.shape[1]]
+        sizes = [shape[1:], inputs.state_write.shape[1], _packed(inputs.pictures)]
         data: bytes = msgpack.packb([sizes, *(array.tobytes() for array in arrays)])
         return data
 
@@ -75,7 +77,7 @@ class StepReceiver:
 
     def unpack(self, data: bytes) -> StepInputs:
         """Return the step. Entries of its page table past a sequence's tokens are arbitrary pages of the pool."""
-        (shape, num_state_pages), *packed = msgpack.unpackb(data)
+        (shape, num_state_pages, pictures), *packed = msgpack.unpackb(data)
         width = shape[-1]
         token_ids, positions, slots, wanted = (np.frombuffer(array, np.int64) for array in packed[: len(_LONG)])
         query_start, kv_len, places, changed, entries, *states = (
@@ -87,7 +89,30 @@ class StepReceiver:
         table = self._tables[places, :width].reshape(-1, *shape)
         slots = slots.reshape(-1, *shape[:-1])
         read, written = (pages.reshape(len(kv_len), num_state_pages) for pages in states)
-        return StepInputs(token_ids, positions, slots, wanted, query_start, kv_len, table, read, written)
+        arrays = token_ids, positions, slots, wanted, query_start, kv_len, table, read, written
+        return StepInputs(*arrays, _unpacked(pictures))
+
+
+def _packed(pictures: StepPictures | None) -> list[bytes] | None:
+    """Return rows, positions and ends of keys of a step's pictures; None: it reads none. Embeddings follow apart."""
+    if pictures is None or not pictures.is_read:
+        return None
+    arrays = (pictures.rows, pictures.positions, pictures.key_end)
+    return [b"" if array is None else np.ascontiguousarray(array).tobytes() for array in arrays]
+
+
+def _unpacked(packed: Sequence[bytes] | None) -> StepPictures | None:
+    """Return pictures whose embeddings are still to be received."""
+    if packed is None:
+        return None
+    rows, positions, key_end = map(bytearray, packed)  # torch wants them writable
+    return StepPictures(
+        NO_ENCODER_WORK,
+        np.frombuffer(rows, np.int64),
+        (),
+        np.frombuffer(positions, np.int64).reshape(3, -1) if positions else None,
+        np.frombuffer(key_end, np.int32) if key_end else None,
+    )
 
 
 def _rows(places: NDArray[np.int32], num_groups: int) -> NDArray[np.int32]:

@@ -16,6 +16,7 @@ from crossdock.workers.model.forward_context import current_context
 from crossdock.workers.model.fused_projections import joined_weight
 from crossdock.workers.model.fusion import NotFusableError, check_attention, check_mlp, decoder_layers, qkv_bias
 from crossdock.workers.model.model import PagedModel
+from crossdock.workers.model.vision import num_deep_layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,7 @@ class TritonLayers(nn.Module):
 
     def forward(self, hidden_states: Tensor, *, position_embeddings: tuple[Tensor, Tensor], **_: Any) -> Tensor:
         # Imported here: Triton is not installed everywhere.
-        from crossdock.kernels.triton_layer_steps import add_and_norm, finish_heads, silu_and_multiply
+        from crossdock.kernels.gpu.triton_layer_steps import add_and_norm, finish_heads, silu_and_multiply
 
         context = current_context()
         batch, attention = context.batch, context.attention.paged_attention
@@ -117,6 +118,8 @@ def use_triton_layers(model: PagedModel, windows: Sequence[int | None]) -> Calla
     """
     if model.part.stage is not None:
         raise NotFusableError("each rank has a pipeline stage, which is entered and left between layers")
+    if num_deep_layers(model.config):
+        raise NotFusableError("embeddings of pictures are added between layers")
     decoder, layers = decoder_layers(model.module)
     fused = [_Layer.of(layer, window) for layer, window in zip(layers, windows, strict=True)]
     if any(parameter.dtype != model.dtype for parameter in layers.parameters()):

@@ -8,27 +8,32 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import groupby
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PretrainedConfig
 
-from crossdock.workers.model.forward_context import ATTENTION_NAME, ForwardContext, context_or_none
+from crossdock.kernels.backend import CPP, Attention
+from crossdock.workers.model.deep_stack import add_after
+from crossdock.workers.model.device_copies import timed, to_device
+from crossdock.workers.model.encoder_calls import NESTED, arguments_of, batches_of, layers_of
+from crossdock.workers.model.forward_context import ATTENTION_NAME
+from crossdock.workers.schedule.arriving_rows import LandedItem
 from crossdock.workers.schedule.batch import Batch
 from crossdock.workers.schedule.encoding import EncoderWork
-from crossdock.workers.schedule.items import Item
+from crossdock.workers.schedule.items import LEVELS, Item
 from crossdock.workers.schedule.request import InvalidField, Request
 
-_FAMILIES = {"idefics3", "smolvlm", "llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "mistral3", "internvl"}
+_FAMILIES = {"gemma3", "idefics3", "smolvlm", "llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "mistral3", "internvl"}
 """Models whose pictures were compared with transformers' own pass, chunk by chunk. Others take text alone."""
 
-_BOTH_WAYS = {"gemma3", "gemma3n", "gemma4", "paligemma"}  # attention within a picture is not causal
+_BOTH_WAYS = {"gemma3"}
+"""Of these, models in which a row of a picture sees the later rows of that picture too, in every layer."""
+_WHOLE_PROMPT = {"paligemma"}  # every token of the prompt sees all others, so that no prefix of it can be shared
 _KINDS = {"image": ("image_token_id", "get_image_features"), "video": ("video_token_id", "get_video_features")}
-_NOT_ENCODED = {"second_per_grid_ts"}  # of positions alone
 
 
 def is_multimodal(config: PretrainedConfig) -> bool:
@@ -49,18 +54,16 @@ def num_deep_layers(config: PretrainedConfig) -> int:
     return len(getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None) or ())
 
 
-def why_text_alone(config: PretrainedConfig, num_ranks: int, device: str) -> str:
+def why_text_alone(config: PretrainedConfig, attention: Attention = CPP) -> str:
     """Return why a model takes no pictures here; empty: it takes them."""
     if not is_multimodal(config):
         return "the model takes text alone"
-    if config.model_type in _BOTH_WAYS:
-        return f"{config.model_type} attends in both directions within a picture, which paged attention does not"
+    if config.model_type in _WHOLE_PROMPT:
+        return f"{config.model_type} attends in both directions over the whole prompt, which chunks and prefixes cannot"
+    if config.model_type in _BOTH_WAYS and not attention.takes_key_end:
+        return f"attention_backend {attention.name} is causal, and {config.model_type} is not within a picture"
     if config.model_type not in _FAMILIES:
         return f"pictures of {config.model_type} are not supported; supported are {', '.join(sorted(_FAMILIES))}"
-    if num_ranks > 1:
-        return "the replica has several ranks, and only one of them would encode"
-    if device != "cpu":
-        return "on GPUs no memory is set aside for encoding yet"
     return ""
 
 
@@ -72,19 +75,42 @@ class StepPictures:
     rows: NDArray[np.int64]  # [R], among the T of the step
     parts: Sequence[tuple[bytes, int, int]]  # (content hash, first row, end) of the embeddings, in the order of `rows`
     positions: NDArray[np.int64] | None = None  # [3, T]; None: one for each token, which the step has
-    seconds: float = 0.0  # that encoding took
+    key_end: NDArray[np.int32] | None = None  # [T]; see `AttentionBatch`
+    timer: Callable[[], float] = lambda: 0.0  # of `seconds`
     failures: Mapping[bytes, str] = field(default_factory=dict)  # why items of `parts` have no embeddings, by content
+    prepared: "PictureRows | None" = None  # on the rank that encodes, from the step's begin on
+
+    @property
+    def seconds(self) -> float:
+        """Return the seconds that encoding took. On a GPU it waits for the end of that."""
+        return self.timer()
+
+    @property
+    def is_read(self) -> bool:
+        """Return whether the forward pass reads pictures, or positions in three axes. Else it is one over tokens."""
+        return bool(len(self.rows)) or self.positions is not None
 
 
 class PictureRows:
     """The rows of a flat batch that are embeddings of items, on the device."""
 
-    __slots__ = ("embeddings", "positions", "rows")
+    __slots__ = ("embeddings", "key_end", "positions", "rows")
 
-    def __init__(self, rows: Tensor, embeddings: Tensor, positions: Tensor | None) -> None:
+    def __init__(
+        self, rows: Tensor, embeddings: Tensor, positions: Tensor | None, key_end: Tensor | None = None
+    ) -> None:
         self.rows = rows  # [R]
         self.embeddings = embeddings  # [1 + L, R, E]: of the input, and added after each of the first L layers
         self.positions = positions  # [3, T]; None: the step's own
+        self.key_end = key_end  # [T]; see `AttentionBatch`
+
+    @classmethod
+    def of(cls, pictures: StepPictures, embeddings: Tensor) -> "PictureRows":
+        """Return the rows of a step on the device of its `embeddings` [1 + L, R, E]."""
+        device = embeddings.device
+        positions = None if pictures.positions is None else to_device(pictures.positions, device)
+        key_end = None if pictures.key_end is None else to_device(pictures.key_end, device)
+        return cls(to_device(pictures.rows, device), embeddings, positions, key_end)
 
 
 @dataclass(slots=True)
@@ -94,6 +120,7 @@ class PromptPictures:
     places: Sequence[tuple[bytes, NDArray[np.int64]]]  # of each item: content hash, positions of its placeholders
     positions: NDArray[np.int64] | None  # [3, n] of the prompt; None: each token has its own place
     delta: int = 0  # from a token's place to its position, after the prompt
+    key_end: NDArray[np.int32] | None = None  # [n] of the prompt; see `AttentionBatch`
 
 
 @dataclass(slots=True, eq=False)
@@ -103,13 +130,21 @@ class PictureEncoder:
     module: Any  # transformers' model, with its decoder behind our attention
     config: PretrainedConfig
     clock: Callable[[], float] = time.perf_counter
+    most_rows: int | None = None  # encoded by one call, unless one item has more; None: no matter how many
+    takes_rows: bool = False  # whether other replicas will send rows, in landing pages of as many bytes as the cache
+    landing: Tensor | None = None  # [page, row, (1 + L) * E], where rows of other replicas land; None: none send any
     _embeddings: dict[bytes, Tensor] = field(default_factory=dict)  # [1 + L, rows, E], by content
     _failed: dict[bytes, str] = field(default_factory=dict)  # why, by content; the embeddings are zeros
     _prompts: dict[str, PromptPictures] = field(default_factory=dict)  # by request, of those with items
 
     def __post_init__(self) -> None:
-        for layer, module in enumerate(self._deep_layers()):
-            module.register_forward_hook(partial(_add_deep, layer))
+        if self.num_deep:
+            add_after(list(self.module.get_decoder().layers)[: self.num_deep])
+
+    @property
+    def attends_both_ways(self) -> bool:
+        """Return whether the rows of an item see its later rows too: one step then computes the whole item."""
+        return self.config.model_type in _BOTH_WAYS
 
     @property
     def num_deep(self) -> int:
@@ -144,7 +179,7 @@ class PictureEncoder:
         is_taken, places = np.zeros(len(ids), bool), list[tuple[bytes, NDArray[np.int64]]]()
         for number, item in enumerate(request.items):
             where = f"item {number} of the prompt, {item.kind} at token {item.start},"
-            if item.kind not in _KINDS or not hasattr(self.module, _KINDS[item.kind][1]):
+            if not self.takes(item.kind):
                 raise InvalidField(f"{where} is of a kind that this model does not take", "prompt")
             if item.start < end or item.end > len(ids):
                 raise InvalidField(f"{where} overlaps the item before, or ends after the prompt", "prompt")
@@ -154,12 +189,15 @@ class PictureEncoder:
                 raise InvalidField(
                     f"{where} has {item.num_rows} rows of embeddings and {len(found)} placeholders", "prompt"
                 )
+            if self.attends_both_ways and found[0] and is_taken[found[0] - 1]:
+                raise InvalidField(f"{where} follows the item before without a token between them", "prompt")
             is_taken[found] = True
             places.append((item.content_hash, found))
         for kind in _KINDS:
             if (surplus := np.flatnonzero((ids == self._placeholder(kind)) & ~is_taken)).size:
                 raise InvalidField(f"token {surplus[0]} is a placeholder of {kind} that no item has", "prompt")
-        return PromptPictures(places, *self._rope(request, places))
+        key_end = _key_end(is_taken) if self.attends_both_ways else None
+        return PromptPictures(places, *self._rope(request, places), key_end)
 
     def add(self, request_id: str, pictures: PromptPictures) -> None:
         """Keep what `locate` found for the steps of a request, until `remove`."""
@@ -173,6 +211,10 @@ class PictureEncoder:
         """Forget all embeddings, as the scheduler does after a step has failed."""
         self._embeddings.clear()
         self._failed.clear()
+
+    def takes(self, kind: str) -> bool:
+        """Return whether the model has an encoder for items of a kind."""
+        return kind in _KINDS and hasattr(self.module, _KINDS[kind][1])
 
     def _placeholder(self, kind: str) -> int:
         name = _KINDS[kind][0]
@@ -213,6 +255,7 @@ class PictureEncoder:
         """
         rows, parts = list[NDArray[np.int64]](), list[tuple[bytes, int, int]]()
         axes: NDArray[np.int64] | None = None
+        key_end: NDArray[np.int32] | None = None
         first = 0
         for part in batch.scheduled:
             prompt, last = self._prompts.get(part.request.id), first + part.num_tokens
@@ -223,6 +266,11 @@ class PictureEncoder:
                     axes[:, first:last] += prompt.delta
                     known = prompt.positions[:, start:end]
                     axes[:, first : first + known.shape[1]] = known
+                if prompt.key_end is not None:
+                    ends = prompt.key_end[start:end]
+                    if (ends > np.arange(start + 1, start + 1 + len(ends))).any():
+                        key_end = positions.astype(np.int32) + 1 if key_end is None else key_end
+                        key_end[first : first + len(ends)] = ends
                 for content_hash, places in prompt.places:
                     low, high = (int(place) for place in np.searchsorted(places, (start, end)))
                     if high > low:
@@ -231,29 +279,27 @@ class PictureEncoder:
             first = last
         if axes is not None and (axes == axes[0]).all():
             positions, axes = axes[0], None
-        if not parts and axes is None and not batch.encoder.items and not batch.encoder.evicted:
+        if not parts and axes is None and not any(batch.encoder):
             return positions, None
         flat = np.concatenate(rows) if rows else np.zeros(0, np.int64)
-        return positions, StepPictures(batch.encoder, flat, parts, axes)
+        return positions, StepPictures(batch.encoder, flat, parts, axes, key_end)
 
     @torch.inference_mode()
-    def prepare(self, pictures: StepPictures, device: torch.device) -> PictureRows | None:
-        """Do the encoder's work of a step, and return the step's rows; None: there are none. Steps come in order."""
+    def prepare(self, pictures: StepPictures, device: torch.device) -> None:
+        """Do the encoder's work of a step, and set `prepared` if the step reads pictures. Steps come in order."""
         for content_hash in pictures.work.evicted:
             self._embeddings.pop(content_hash, None)
             self._failed.pop(content_hash, None)
+        for landed in pictures.work.landed:
+            self._embeddings[landed.content_hash] = self._landed_rows(landed)
         if pictures.work.items:
-            started = self.clock()
-            self.encode(pictures.work.items)
-            pictures.seconds = self.clock() - started
-        positions = None if pictures.positions is None else torch.from_numpy(pictures.positions).to(device)
-        if not pictures.parts and positions is None:
-            return None
+            pictures.timer = timed(device, self.clock, partial(self.encode, pictures.work.items))
+        if not pictures.is_read:
+            return
         needed = [content_hash for content_hash, _, _ in pictures.parts]
         pictures.failures = {each: self._failed[each] for each in needed if each in self._failed}
-        rows = torch.from_numpy(pictures.rows).to(device)
         parts = [self._embeddings[content_hash][:, first:end] for content_hash, first, end in pictures.parts]
-        return PictureRows(rows, torch.cat(parts, 1) if parts else self._zeros(0), positions)
+        pictures.prepared = PictureRows.of(pictures, torch.cat(parts, 1) if parts else self._zeros(0))
 
     # -- encoding --------------------------------------------------------------------------------------------------
 
@@ -261,9 +307,21 @@ class PictureEncoder:
         """Return the embeddings [1 + L, rows, E] of an item that is in memory."""
         return self._embeddings[item.content_hash]
 
+    def open_landing(self, num_pages: int, page_size: int) -> Tensor:
+        """Return memory [page, row, (1 + L) * E] for rows that other replicas send, without contents."""
+        width = self.row_bytes // self._parameter.itemsize
+        self.landing = self._parameter.new_empty(num_pages, page_size, width)
+        return self.landing
+
+    def _landed_rows(self, landed: LandedItem) -> Tensor:
+        """Return a copy [1 + L, rows, E] of embeddings that another replica has sent."""
+        assert self.landing is not None, "no replica sends embeddings here"
+        rows = self.landing[list(landed.pages)].flatten(0, 1)[: landed.num_rows]
+        return rows.view(landed.num_rows, 1 + self.num_deep, -1).transpose(0, 1).contiguous()
+
     def encode(self, items: Sequence[Item]) -> None:
         """Compute and keep the embeddings of `items`. One that cannot be encoded fails its own requests alone."""
-        for batch in _batches(items):
+        for batch in batches_of(items, self.most_rows):
             try:
                 self._keep(batch)
                 continue
@@ -290,36 +348,24 @@ class PictureEncoder:
     def features(self, items: Sequence[Item]) -> Tensor:
         """Return the embeddings [1 + L, R, E] of items of one kind and shape, computed at once."""
         encode = getattr(self.module, _KINDS[items[0].kind][1])
-        found = encode(**self._arguments(items))
-        layers = [found.pooler_output, *(getattr(found, "deepstack_features", None) or ())]
-        flat = [each if isinstance(each, Tensor) else torch.cat(list(each)) for each in layers]
-        return torch.stack([each.reshape(-1, each.shape[-1]) for each in flat]).to(self._parameter.dtype)
+        found = encode(**arguments_of(items, self._parameter, self.config.model_type in NESTED))
+        return layers_of(found).to(self._parameter.dtype)
 
     def measure(self, items: Sequence[Item]) -> float:
         """Encode items that may be in memory already, keep nothing, and return the seconds that this took."""
-        started = self.clock()
-        for batch in _batches(items):
-            self.features(batch)
-        return self.clock() - started
 
-    def _arguments(self, items: Sequence[Item]) -> dict[str, Tensor]:
-        """Return the arguments of one call for several items, on the encoder's device and in its dtype."""
-        like, is_nested = self._parameter, self.config.model_type in ("idefics3", "smolvlm")
-        parts, joined = [_by_picture(item.tensors) for item in items], dict[str, Tensor]()
-        for name in parts[0]:
-            tensor = torch.from_numpy(np.concatenate([part[name] for part in parts])).to(like.device)
-            tensor = tensor.to(like.dtype) if tensor.is_floating_point() else tensor
-            joined[name] = tensor[None] if is_nested and name in _PER_PICTURE else tensor
-        return joined
+        def encode() -> None:
+            for batch in batches_of(items, self.most_rows):
+                self.features(batch)
 
-    def _deep_layers(self) -> Sequence[nn.Module]:
-        return list(self.module.get_decoder().layers)[: self.num_deep] if self.num_deep else []
+        return timed(self._parameter.device, self.clock, encode)()
 
     # -- measurements ----------------------------------------------------------------------------------------------
 
     def example(self, size: int) -> Item:
         """Return an item of noise, to measure with. A larger `size` is a larger picture, if the model has several."""
         vision, model = self.config.vision_config, self.config.model_type
+        channels = getattr(vision, "in_channels", getattr(vision, "num_channels", 3))
         generator, grid = np.random.default_rng(size), None
         if model.startswith("qwen"):
             merged = vision.spatial_merge_size
@@ -332,8 +378,11 @@ class PictureEncoder:
             shape = (1, 3, side, side)
         else:
             sides = vision.image_size if isinstance(vision.image_size, Sequence) else (vision.image_size,) * 2
-            shape = (*((1,) if model in ("idefics3", "smolvlm") else ()), 1, 3, *sides)
-        tensors: dict[str, NDArray[Any]] = {"pixel_values": generator.standard_normal(shape, np.float32)}
+            shape = (*((1,) if model in NESTED else ()), 1, 3, *sides)
+        tensors: dict[str, NDArray[Any]] = {
+            "pixel_values": generator.integers(0, 256, shape, np.uint8),
+            LEVELS: np.tile(np.linspace(-2, 2, 256, dtype=np.float32), (channels, 1)),
+        }
         if grid is not None:
             tensors["image_grid_thw"] = grid
         elif vision.model_type == "pixtral":
@@ -342,45 +391,10 @@ class PictureEncoder:
         return Item(0, rows, rows, "image", size.to_bytes(16, "little"), tensors)
 
 
-def _add_deep(layer: int, module: nn.Module, args: object, output: Tensor) -> Tensor | None:
-    """Add the embeddings of items that belong behind a layer to its output [1, T, E]. A hook of that layer."""
-    context: ForwardContext | None = context_or_none()
-    pictures = context.pictures if context is not None else None
-    if pictures is None or not len(pictures.rows):
-        return None
-    output = output.clone()
-    output[0, pictures.rows] += pictures.embeddings[1 + layer]
-    return output
-
-
-def _batches(items: Sequence[Item]) -> list[list[Item]]:
-    """Divide items into those that one call encodes: of one kind, with the same tensors of shapes that can be joined.
-
-    Pixtral's encoder is given one at a time: it would compute the attention of each picture to all others.
-    """
-
-    def key(item: Item) -> tuple[Any, ...]:
-        alone = item.content_hash if "image_sizes" in item.tensors else b""
-        return (item.kind, alone, *((name, tensor.shape[1:]) for name, tensor in _by_picture(item.tensors).items()))
-
-    ordered = sorted(items, key=lambda item: repr(key(item)))
-    return [list(batch) for _, batch in groupby(ordered, key=lambda item: repr(key(item)))]
-
-
-_PER_PICTURE = {"pixel_values": 3, "pixel_values_videos": 3, "pixel_attention_mask": 2}
-"""Dimensions of one picture in an argument that has three or more; Qwen's are rows of patches, [patches, depth]."""
-_PER_ITEM = {"image_grid_thw": 1, "video_grid_thw": 1, "image_sizes": 1}
-
-
-def _by_picture(tensors: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-    """Return the encoder's arguments with pictures, tiles, patches or grids along the first dimension alone."""
-    found = {}
-    for name, tensor in sorted(tensors.items()):
-        array = np.asarray(tensor)
-        if name in _PER_ITEM:
-            array = array.reshape(-1, array.shape[-1])
-        elif name in _PER_PICTURE and array.ndim >= 3:
-            array = array.reshape(-1, *array.shape[-_PER_PICTURE[name] :])
-        if name not in _NOT_ENCODED:
-            found[name] = array
-    return found
+def _key_end(is_taken: NDArray[np.bool_]) -> NDArray[np.int32]:
+    """Return how many tokens each of a prompt sees: those of its run of placeholders, or those up to itself."""
+    numbers = np.arange(1, len(is_taken) + 1, dtype=np.int32)
+    # transformers takes such runs for pictures
+    is_last = is_taken & ~np.append(is_taken[1:], False)
+    ends = numbers[is_last]
+    return np.where(is_taken, np.append(ends, 0)[np.searchsorted(ends, numbers)], numbers).astype(np.int32)

@@ -4,7 +4,7 @@ transformers does the loading (names, merged experts, data types, ties). Between
 is on the meta device, and the source of its weights gives only the rank's slices.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +36,26 @@ def load_part(
         CannotCut: the model cannot be divided among so many ranks.
         ValueError: the checkpoint lacks weights.
     """
+    return load_cut(config, path, lambda module: cut_model(module, position, collectives), **options)
+
+
+def load_cut(
+    config: PretrainedConfig, path: Path, cut: Callable[[Any], ModelPart], **options: Any
+) -> tuple[Any, ModelPart]:
+    """Load what `cut` leaves of the model in a Hugging Face directory, and return both.
+
+    `cut` gets the model while it is on the meta device. `options` are `from_pretrained`'s.
+
+    Raises:
+        CannotCut: `cut` cannot divide the model so.
+        ValueError: the checkpoint lacks weights.
+    """
     whole = auto_model(config)._model_mapping[type(config)]
     parts: list[ModelPart] = []
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807  # of the class made below
         whole.__init__(self, *args, **kwargs)
-        parts.append(cut_model(self, position, collectives))
+        parts.append(cut(self))
 
     def _load_pretrained_model(model: Any, state_dict: Any, files: Sequence[str], *args: Any, **kwargs: Any) -> Any:
         return whole._load_pretrained_model(model, _slices(model, parts[0], files), None, *args, **kwargs)

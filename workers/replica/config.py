@@ -128,6 +128,7 @@ class EngineConfig(SchedulerConfig):
             self.max_num_batched_tokens,
             self.max_num_seqs,
             self.most_drafts,
+            int(self.mm_encoder_cache),
         )
 
     def model_spec(self, path: str | None, dtype: str = "auto", max_model_len: int | None = None) -> ModelSpec:
@@ -165,11 +166,27 @@ class ReplicaSpec:
     tokenizer: str | None = None  # directory or hub name; None: the model's
     role: Role = "mixed"
     transfer: TransferConfig | None = None  # None: no replica of the cluster ships KV pages
+    takes_rows: bool = False  # whether encode replicas of the cluster send it embeddings
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     rank_timeout_s: float = 60.0  # a rank that takes longer for its part of one step counts as hung
     start_timeout_s: float = 900.0  # until all ranks have loaded their parts
     device: Device | None = None  # of each rank; None: a GPU where torch finds one, else the CPU
+
+    def __post_init__(self) -> None:
+        """Refuse what replicas without a decoder cannot have. ValueError: the message names the setting."""
+        if self.role != "encode":
+            return
+        wrong = {
+            f"several ranks (there are {self.num_ranks})": self.num_ranks > 1,
+            "speculative_config: it makes no tokens": self.engine.speculative_config is not None,
+            "quantization: this is of the decoder": self.model.quantization is not None,
+        }
+        if reasons := [reason for reason, is_wrong in wrong.items() if is_wrong]:
+            raise ValueError(
+                f"pools: an encode replica has a model's encoder of pictures alone, and cannot have "
+                f"{'; '.join(reasons)}; set them otherwise in that pool"
+            )
 
     @property
     def num_ranks(self) -> int:

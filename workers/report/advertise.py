@@ -10,7 +10,7 @@ from math import exp, inf
 
 from crossdock.workers.report.profile import Role
 from crossdock.workers.schedule.page_needs import PageNeeds
-from crossdock.workers.schedule.pages import PageHash
+from crossdock.workers.schedule.prefix_index import PageHash
 from crossdock.workers.schedule.request import Leg, TokenDelta
 from crossdock.workers.schedule.scheduler import Scheduler
 
@@ -68,6 +68,7 @@ class LiveProfile:
     gap_share: float = 1.0  # recent seconds per token of streams with drafts, as a share of those without
     empty_pages: int = 0  # that can be taken without the eviction of a cached one
     eviction_seconds: float = 0.0  # of prefill that one more evicted page is expected to cost
+    encoder_cost: tuple[float, ...] = ()  # base, per row, per square of rows, as learnt so far; empty: the profile's
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +109,7 @@ def observe(
         if request.leg is Leg.RECEIVE:
             arriving[request.priority] += 1
     places, pages = _free(scheduler)
+    encoding = scheduler.encoding
     return LiveProfile(
         incarnation,
         sequence,
@@ -130,6 +132,7 @@ def observe(
         scheduler.verification.gap_share if scheduler.verification is not None else 1.0,
         scheduler.pages.num_empty,
         scheduler.pages.cached.price(),
+        encoding.cost.coefficients if encoding is not None and encoding.cost is not None else (),
     )
 
 

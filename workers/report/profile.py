@@ -9,11 +9,12 @@ from crossdock.workers.schedule.config import ChunkPolicy
 from crossdock.workers.schedule.cost import StepCost
 from crossdock.workers.schedule.encoder_cost import EncoderCost
 from crossdock.workers.schedule.page_needs import PageNeeds
-from crossdock.workers.schedule.pages import Window
+from crossdock.workers.schedule.prefix_index import Window
 from crossdock.workers.schedule.slo import SloClass
 
-Role: TypeAlias = Literal["mixed", "prefill", "decode"]
-"""The work that a replica is assigned to. A value that can change: every replica can do all work."""
+Role: TypeAlias = Literal["mixed", "prefill", "decode", "encode"]
+"""The work that a replica is assigned to. A value that can change between the first three: such a replica can do all
+work. An `encode` replica has a model's encoder of pictures alone, and computes embeddings for the others."""
 
 
 class SchedulingProfile(BaseModel):
@@ -42,9 +43,11 @@ class SchedulingProfile(BaseModel):
     caches_prefixes: bool = True
     kernels: str = ""  # which compute the matrix products of fused layers on a CPU; empty: transformers' own code does
     peer: bytes = b""  # address for KV transfers; empty: the replica makes none
+    rows_peer: bytes = b""  # address at which it takes embeddings of pictures from `encode` replicas; empty: it encodes
     cost: StepCost  # as measured at the start
     encoder_cost: EncoderCost | None = None  # of pictures, as measured at the start; None: prompts are text alone
     encoder_rows: int = 0  # of embeddings, that the replica keeps
+    keeps_items_whole: bool = False  # chunks may not end inside a picture
     interval_share: float = 1.0  # interval of the steps of a full pipeline / seconds of one; see `IntervalShare`
     overrun: float = 1.0  # see `StepCostFit`
 

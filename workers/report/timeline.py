@@ -335,14 +335,14 @@ class Timelines:
                 finished.append(timeline)
         return Progress(chunks, tokens, sum([len(delta.token_ids) for delta in deltas]), finished)
 
-    def transferred(self, request_id: str, is_sent: bool, figures: Figures, outcome: str, now: float) -> None:
-        """Record a transfer of the request's pages that ended at `now`."""
+    def transferred(self, request_id: str, direction: str, figures: Figures, outcome: str, now: float) -> None:
+        """Record a transfer of the request's pages that ended at `now`: `sent`, `received`, or its `embeddings`."""
         timeline = self._live.get(request_id)
         if timeline is None:
             return
         timeline.transfers.append(
             {
-                "direction": "sent" if is_sent else "received",
+                "direction": direction,
                 "outcome": outcome,
                 "ended_s": _rounded(now - timeline.arrived),
                 "total_s": _rounded(figures.total_seconds),
@@ -351,8 +351,8 @@ class Timelines:
                 "num_bytes": figures.num_bytes,
                 "num_pages": figures.num_pages,
                 "num_writes": figures.num_writes,
-                "write_s": _rounded(figures.write_seconds) if is_sent else None,
-                "overlap": round(figures.overlap, 4) if is_sent else None,
+                "write_s": _rounded(figures.write_seconds) if direction == "sent" else None,
+                "overlap": round(figures.overlap, 4) if direction == "sent" else None,
             }
         )
 

@@ -54,9 +54,16 @@ def reserved_slots(classes: Sequence[SloClass], max_num_seqs: int, taken: Sequen
 
 
 def may_be_partial(table: RequestTable, request: Request) -> bool:
-    """Return whether one more prompt of its urgency may be partly computed. Less urgent ones do not count."""
+    """Return whether one more prompt of its urgency may be partly computed.
+
+    Less urgent ones do not count, nor do those that wait for embeddings.
+    """
     config = table.config
-    partial = [other for other in table.running if not other.is_decoding and other.urgency <= request.urgency]
+    partial = [
+        other
+        for other in table.running
+        if not other.is_decoding and not other.awaits_rows and other.urgency <= request.urgency
+    ]
     num_long = sum(is_long(table, other) for other in partial)
     if is_long(table, request) and num_long >= config.max_long_partial_prefills:
         return False

@@ -86,19 +86,23 @@ class ChunkBudget:
 
     def chunk(self, prompt: "Candidate", threshold: int, page_size: int) -> int:
         """Return how many tokens of a prompt to compute now."""
-        tokens, seconds, floor = self.tokens, self.seconds, self.floor if prompt.priority <= self.floor_priority else 0
+        tokens, seconds = self.tokens, self.seconds
+        floor = self.floor if prompt.has_floor and prompt.priority <= self.floor_priority else 0
         if prompt.is_long and self.lane_tokens:  # deep in its context, a floor chunk would take the time of the lane
             tokens, seconds, floor = tokens - self.lane_tokens, seconds - self.lane_seconds, 0
         if self.lent_to and prompt.id == self.lent_to:
             seconds = max(seconds, self.lent_seconds)
         seconds -= prompt.encoder_seconds
+        floor = max(floor, prompt.least) if floor else 0
+        threshold = max(threshold, prompt.least) if threshold else 0
         if self.cost is not None and self.seconds < inf:
             now = self.cost.seconds(self.work)
             within = self.cost.tokens_within(now + (seconds - now) / prompt.factor, prompt.start, self.work)
             if within < tokens and floor:
                 within = max(within, free_tokens(self.cost, self.work, prompt.start, floor))
             tokens = min(tokens, within)
-        return chunk_tokens(prompt.start, prompt.end, tokens, threshold, page_size)
+        size = 1 if prompt.least else page_size  # the caller then knows where a chunk may end
+        return chunk_tokens(prompt.start, prompt.end, tokens, threshold, size)
 
     def take(self, prompt: "Candidate", num_tokens: int) -> None:
         """Add a chunk of `num_tokens` of a prompt to the step."""
@@ -126,6 +130,8 @@ class Candidate(NamedTuple):
     factor: float = 1.0  # how many times as long as usual its chunks take
     id: str = ""
     encoder_seconds: float = 0.0  # that the step takes for pictures in the chunk, beside what `StepCost` says
+    has_floor: bool = True  # the chunk may use the budget's floor; False: only what time is left
+    least: int = 0  # tokens of the shortest chunk, where chunks do not just end on page boundaries
 
 
 def free_tokens(cost: StepCost, work: StepWork, start: int, floor: int) -> int:

@@ -82,6 +82,12 @@ class SchedulerConfig(BaseModel):
         """Return the prompt tokens that a step computes however tight the slack is."""
         return self.min_chunk_tokens or self.page_size
 
+    @property
+    def most_chunk_tokens(self) -> tuple[int, str]:
+        """Return the tokens of a chunk that every step has room for, and the settings that say so."""
+        most, settings = self.max_num_batched_tokens - self.max_num_seqs, "max_num_batched_tokens - max_num_seqs"
+        return min((most, settings), (self.max_prefill_tokens or most, "max_prefill_tokens"), key=lambda pair: pair[0])
+
     def long_prompt_tokens(self, max_model_len: int) -> int:
         """Return the number of uncached tokens above which a prompt is long."""
         threshold = self.long_prefill_token_threshold or max_model_len // _LONG_PROMPT_PART

@@ -21,7 +21,8 @@ class EncoderCost(BaseModel):
     """seconds(batch of pictures) = base + per_row·Σ rows + per_square·Σ rows². Measured, never configured.
 
     Rows are those of the encoder's output, one for each placeholder. A model has a fixed number of patches for each
-    row, and patches of one picture attend to each other.
+    row, and patches of one picture attend to each other. Those of a video attend within their own group of frames: each
+    group counts as a picture.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -30,14 +31,19 @@ class EncoderCost(BaseModel):
     per_row: float = Field(0.0, ge=0)
     per_square: float = Field(0.0, ge=0)
 
+    @property
+    def coefficients(self) -> tuple[float, float, float]:
+        """Return the coefficients in the order of the fields, for live profiles."""
+        return self.base, self.per_row, self.per_square
+
     def seconds(self, items: Iterable[Item]) -> float:
         """Return the predicted seconds in which `items` are encoded in one batch; 0 without items."""
-        rows = [item.num_rows for item in items]
-        return self.base + sum(self.added_seconds(num_rows) for num_rows in rows) if rows else 0.0
+        added = [self.added_seconds(item.num_rows, item.num_parts) for item in items]
+        return self.base + sum(added) if added else 0.0
 
-    def added_seconds(self, num_rows: int) -> float:
-        """Return the seconds that one more picture of `num_rows` rows adds to a batch."""
-        return self.per_row * num_rows + self.per_square * num_rows * num_rows
+    def added_seconds(self, num_rows: int, num_parts: int = 1) -> float:
+        """Return the seconds that one more picture, or video of so many parts, adds to a batch."""
+        return self.per_row * num_rows + self.per_square * num_rows * num_rows / num_parts
 
 
 @dataclass(slots=True)
@@ -72,7 +78,8 @@ class EncoderCostFit:
             return predicted
         self._rejected_in_a_row = self._rejected_in_a_row + 1 if is_outlier else 0
         scale = min(max(predicted, seconds / _OUTLIER), seconds * _OUTLIER)
-        columns, keep = _columns([item.num_rows for item in items]) / scale, 1 - 1 / _MEMORY
+        parts = [item.num_rows / item.num_parts for item in items for _ in range(item.num_parts)]
+        columns, keep = _columns(parts) / scale, 1 - 1 / _MEMORY
         matrix, vector = self._sums
         self._sums = keep * matrix + np.outer(columns, columns), keep * vector + columns * (seconds / scale)
         self._fit()
@@ -84,6 +91,6 @@ class EncoderCostFit:
         self.cost = EncoderCost(base=float(base), per_row=float(per_row), per_square=float(per_square))
 
 
-def _columns(rows: Sequence[int]) -> _Floats:
+def _columns(rows: Sequence[float]) -> _Floats:
     columns: _Floats = np.array([1.0, sum(rows), sum(each * each for each in rows)]) / _SCALE
     return columns

@@ -2,26 +2,40 @@
 
 A picture is encoded in the step of the first chunk that reads it, and never before. Its embeddings stay as long as a
 request is inside the picture. After that they go when the room is needed, the least recently used first.
+
+Rows that another replica sends are copied in place of encoding, see arriving_rows.py.
 """
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import NamedTuple
 
+from crossdock.workers.schedule.arriving_rows import ArrivingRows, LandedItem
 from crossdock.workers.schedule.encoder_cost import EncoderCost
 from crossdock.workers.schedule.items import Item, items_in
 from crossdock.workers.schedule.request import InvalidField, Request, Status
+from crossdock.workers.schedule.whole_items import most_tokens
+
+LONGEST_SHIPPING_STEP_S = 0.02
+"""Seconds that several items of a step may take together on a replica whose rows another one waits for.
+
+Rows leave when their step ends. The other replica computes their chunks while the next item is encoded, instead of
+after all. A shorter time would divide batches of items that a GPU encodes faster together.
+"""
 
 
 class EncoderWork(NamedTuple):
-    """Lists the work of a step before its forward pass: forget embeddings, then encode items in one batch."""
+    """Lists the work of a step before its forward pass: forget embeddings, copy rows, encode items in one batch."""
 
     evicted: Sequence[bytes] = ()  # content hashes
     items: Sequence[Item] = ()
+    landed: Sequence[LandedItem] = ()  # rows that another replica has sent
 
 
 NO_ENCODER_WORK = EncoderWork()
+ON_THEIR_WAY = "encoder: an item's embeddings are on their way"
 
 
 class ItemChunk(NamedTuple):
@@ -41,6 +55,8 @@ class EncoderTotals:
     num_rows: int = 0  # of these
     num_hits: int = 0  # items that a request read from the cache when it reached them
     num_evicted: int = 0
+    num_copied: int = 0  # items whose embeddings another replica has sent
+    num_copied_rows: int = 0  # of these
 
 
 @dataclass(slots=True)
@@ -53,12 +69,17 @@ class Encoding:
 
     capacity: int
     cost: EncoderCost | None = None  # None: encoding is free, as far as the scheduler knows
+    keeps_items_whole: bool = False  # chunks may not end inside an item, see whole_items.py
+    longest_s: float = inf  # that several items of a step may take together; see `LONGEST_SHIPPING_STEP_S`
     totals: EncoderTotals = field(default_factory=EncoderTotals)
+    arriving: ArrivingRows | None = None  # None: no other replica sends embeddings here
     _rows: OrderedDict[bytes, int] = field(default_factory=OrderedDict)  # rows by content, least recently used first
     _num_rows: int = 0
     _readers: dict[bytes, dict[str, Request]] = field(default_factory=dict)  # requests inside the item, by content
     _evicted: list[bytes] = field(default_factory=list)  # for the next step, as `_planned`
     _planned: dict[bytes, Item] = field(default_factory=dict)
+    _copies: dict[bytes, LandedItem] = field(default_factory=dict)  # as `_planned`
+    _first_without_room: str = ""  # request id: the first in this step that stands still, because others hold the rows
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
@@ -76,9 +97,11 @@ class Encoding:
         return self.cost.seconds(items) if self.cost is not None else 0.0
 
     def seconds_left(self, request: Request) -> float:
-        """Return the seconds of the encoder that the rest of a request's prompt needs."""
+        """Return the seconds of the encoder that the rest of a prompt needs here; 0 while another replica encodes."""
+        if not request.items or (request.is_encoded_elsewhere and self.arriving is not None):
+            return 0.0
         end = request.num_tokens
-        return self.seconds(self._missing(request, end - request.num_uncached_tokens, end)) if request.items else 0.0
+        return self.seconds(self._to_encode(self._missing(request, end - request.num_uncached_tokens, end)))
 
     def check(self, request: Request, is_chunked: bool) -> None:
         """Check that the request's items can be encoded here.
@@ -100,6 +123,7 @@ class Encoding:
 
     def begin_step(self) -> None:
         """Let go of embeddings whose requests have passed the item, have ended or lost their pages."""
+        self._first_without_room = ""
         for content_hash, readers in list(self._readers.items()):
             for name, request in list(readers.items()):
                 if not _is_inside(request, content_hash):
@@ -107,36 +131,71 @@ class Encoding:
             if not readers:
                 del self._readers[content_hash]
 
-    def chunk(self, request: Request, start: int, size_of: Callable[[float], int], page_size: int) -> ItemChunk:
+    def chunk(self, request: Request, start: int, size_of: Callable[[float, bool], int], page_size: int) -> ItemChunk:
         """Return the chunk of a request that begins at `start`, with the items that must be encoded for it.
 
-        `size_of(seconds)` returns how many tokens fit if encoding takes `seconds` of the step. An item is taken if a
-        token of it then fits, and its rows: else the chunk ends on the page boundary before it.
+        `size_of(seconds, has_floor)` returns how many tokens fit if encoding takes `seconds` of the step; with the
+        floor, also those for which there is no time. An item is taken if a token of it then fits, and its rows: else
+        the chunk ends on the page boundary before it. So it does where the embeddings are on their way. Where items are
+        kept whole, no size ends inside one.
+
+        Once a request stands still for lack of room, those after it in this step get none: small items would keep a
+        large one out for ever. Only requests inside an item go on, so that they give their room back.
         """
-        chunk, seen = ItemChunk(size_of(0.0)), set[bytes]()
-        room = self.capacity - self._num_held()
-        may_exceed = not self._readers or any(request.id in readers for readers in self._readers.values())
+        chunk, seen = ItemChunk(size_of(0.0, True)), set[bytes]()
+        is_inside = any(request.id in readers for readers in self._readers.values())
+        may_exceed = is_inside or not self._readers
+        has_turn = is_inside or self._first_without_room in ("", request.id)
+        room = self.capacity - self._num_held() if has_turn else 0
         for item in items_in(request.items, start, request.num_tokens):
             if item.start >= start + chunk.num_tokens:
                 break
-            if item.content_hash in seen or item.content_hash in self._readers:
+            if item.content_hash in seen or (has_turn and item.content_hash in self._readers):
                 continue
             seen.add(item.content_hash)
-            before = item.start // page_size * page_size - start
+            before = self._before(request, start, item, page_size)
             has_room = item.num_rows <= room or (may_exceed and before <= 0)
             room -= item.num_rows
             if has_room and item.content_hash in self._rows:  # it stays: items before it cannot have its rows
                 continue
+            if item.content_hash not in self._rows and self._is_awaited(request, item):
+                return chunk._replace(num_tokens=min(chunk.num_tokens, max(before, 0)), limit=ON_THEIR_WAY)
             items = [*chunk.items, item]
             seconds = self._added(items)
-            num_tokens = size_of(seconds)
+            has_floor = self._has_floor(chunk, seconds, before)
+            num_tokens = 0 if self._can_wait(items, before) else size_of(seconds, has_floor)
             if has_room and start + num_tokens > max(item.start, start):
                 chunk = ItemChunk(num_tokens, items, seconds)
                 continue
             reason = f"takes {seconds * 1e3:.0f} ms" if has_room else "finds no room in the cache"
             limit = f"encoder: an item of {item.num_rows} rows {reason}"
+            if not has_room and before <= 0:
+                self._first_without_room = self._first_without_room or request.id
             return chunk._replace(num_tokens=min(chunk.num_tokens, max(before, 0)), limit=limit)
         return chunk
+
+    def _has_floor(self, chunk: ItemChunk, seconds: float, before: int) -> bool:
+        """Return whether one more item may use the floor: it adds no seconds, or the step can encode no less.
+
+        `seconds`: of the chunk's items and that one. `before`: tokens of the chunk that ends before that item.
+        """
+        is_least = not self._planned and (not chunk.seconds or before <= 0)
+        return is_least or seconds <= chunk.seconds
+
+    def _before(self, request: Request, start: int, item: Item, page_size: int) -> int:
+        """Return the tokens of a chunk from `start` on that ends before an item; 0 or less: there is none."""
+        if self.keeps_items_whole:
+            return most_tokens(request.items, start, item.start, page_size)
+        return item.start // page_size * page_size - start
+
+    def _can_wait(self, items: Sequence[Item], before: int) -> bool:
+        """Return whether the last of `items` is left to the next step, so that the rows of the others leave sooner.
+
+        `before`: tokens of the chunk that ends before that item.
+        """
+        others = [*self._planned.values(), *items[:-1]]
+        makes_progress = before > 0 or len(items) == 1
+        return bool(others) and makes_progress and self.seconds([*others, items[-1]]) > self.longest_s
 
     def take(self, request: Request, start: int, num_tokens: int) -> float:
         """Plan the items of a chunk, and keep their embeddings. Return the seconds that this adds to the step."""
@@ -152,24 +211,46 @@ class Encoding:
             self._make_room(item.num_rows)
             self._rows[item.content_hash] = item.num_rows
             self._num_rows += item.num_rows
-            self._planned[item.content_hash] = item
-            self.totals.num_encoded += 1
-            self.totals.num_rows += item.num_rows
+            self._plan(request, item)
         return seconds
+
+    def _plan(self, request: Request, item: Item) -> None:
+        """Plan to copy the rows of an item that have arrived, or to encode it."""
+        landed = self.arriving.find(item.content_hash) if self.arriving is not None else None
+        if landed is not None and self.arriving is not None:
+            self._copies[item.content_hash] = landed
+            self.arriving.begin_read(landed)
+            self.totals.num_copied += 1
+            self.totals.num_copied_rows += item.num_rows
+            return
+        self._planned[item.content_hash] = item
+        self.totals.num_encoded += 1
+        self.totals.num_rows += item.num_rows
+        if self.arriving is not None:
+            self.arriving.refuse(request.owner)
 
     def take_work(self) -> EncoderWork:
         """Return what the next step must do before it computes. Every step in order must do its own."""
-        if not self._evicted and not self._planned:
+        if not self._evicted and not self._planned and not self._copies:
             return NO_ENCODER_WORK
-        work = EncoderWork(tuple(self._evicted), tuple(self._planned.values()))
-        self._evicted, self._planned = [], {}
+        work = EncoderWork(tuple(self._evicted), tuple(self._planned.values()), tuple(self._copies.values()))
+        self._evicted, self._planned, self._copies = [], {}, {}
         return work
+
+    def end_work(self, work: EncoderWork) -> None:
+        """Note that the step which did `work` has ended."""
+        for landed in work.landed:
+            if self.arriving is not None:
+                self.arriving.end_read(landed)
 
     def clear(self) -> None:
         """Forget all embeddings: steps that were to encode some may not have ended."""
         self._rows.clear()
         self._readers.clear()
-        self._num_rows, self._evicted, self._planned = 0, [], {}
+        self._num_rows, self._evicted, self._planned, self._copies = 0, [], {}, {}
+        self._first_without_room = ""
+        if self.arriving is not None:
+            self.arriving.drop_reads()
 
     def _missing(self, request: Request, start: int, end: int) -> list[Item]:
         """Return the items in `[start, end)` whose embeddings are not in memory, each content once."""
@@ -182,7 +263,19 @@ class Encoding:
     def _added(self, items: Sequence[Item]) -> float:
         """Return the seconds that `items` add to the step, beside those that it encodes already."""
         planned = list(self._planned.values())
-        return self.seconds([*planned, *items]) - self.seconds(planned)
+        return self.seconds([*planned, *self._to_encode(items)]) - self.seconds(planned)
+
+    def _to_encode(self, items: Sequence[Item]) -> Sequence[Item]:
+        """Return those of `items` whose rows have not arrived from another replica."""
+        if self.arriving is None:
+            return items
+        return [item for item in items if self.arriving.find(item.content_hash) is None]
+
+    def _is_awaited(self, request: Request, item: Item) -> bool:
+        """Return whether another replica sends the rows of an item, and they have not all arrived."""
+        if self.arriving is None or not request.is_encoded_elsewhere:
+            return False
+        return self.arriving.find(item.content_hash) is None and self.arriving.awaits(request, item)
 
     def _num_held(self) -> int:
         """Return the rows that must stay: of items that a request is inside."""
@@ -195,7 +288,9 @@ class Encoding:
             if content_hash not in self._readers:
                 self._num_rows -= self._rows.pop(content_hash)
                 self.totals.num_evicted += 1
-                if self._planned.pop(content_hash, None) is None:
+                if (landed := self._copies.pop(content_hash, None)) is not None and self.arriving is not None:
+                    self.arriving.end_read(landed)
+                elif self._planned.pop(content_hash, None) is None:
                     self._evicted.append(content_hash)
 
 

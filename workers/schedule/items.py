@@ -2,6 +2,7 @@
 
 import hashlib
 import struct
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -30,6 +31,15 @@ class Item:
         """Return the position after the item's last token."""
         return self.start + self.length
 
+    @property
+    def num_parts(self) -> int:
+        """Return into how many equal parts the encoder's attention divides it: the groups of a video's frames."""
+        grids = self.tensors.get("video_grid_thw")
+        return 1 if grids is None else max(1, int(np.asarray(grids).reshape(-1, 3)[:, 0].sum()))
+
+
+LEVELS = "pixel_levels"  # the tensor [C, 256] of what the encoder reads for each level of each colour
+PIXELS = ("pixel_values", "pixel_values_videos")  # tensors of levels, one byte each, where an item has `LEVELS`
 
 NO_ITEMS: Sequence[Item] = ()
 
@@ -49,6 +59,27 @@ def salted(items: Sequence[Item], salt: str) -> Sequence[Item]:
     ]
 
 
+def with_levels(tensors: Mapping[str, NDArray[Any]]) -> Mapping[str, NDArray[Any]]:
+    """Return an item's tensors with the values of pixels in place of their levels; as they are without `LEVELS`.
+
+    Pixels are `[…, C, height, width]`, or patches `[patches, C · depth · height · width]`.
+    """
+    if LEVELS not in tensors:
+        return tensors
+    values, found = tensors[LEVELS], {name: tensor for name, tensor in tensors.items() if name != LEVELS}
+    colors = len(values)
+    for name in PIXELS:
+        if name in found:
+            pixels = found[name]
+            last = pixels.shape[-2:] if pixels.ndim > 2 else (pixels.shape[1] // colors,)
+            flat = pixels.reshape(-1, colors, int(np.prod(last)))
+            whole = np.empty(flat.shape, values.dtype)
+            for color in range(colors):
+                whole[:, color] = values[color][flat[:, color]]
+            found[name] = whole.reshape(pixels.shape)
+    return found
+
+
 def num_bytes(item: Item) -> int:
     """Return the bytes of what the encoder reads."""
     return sum(np.asarray(tensor).nbytes for tensor in item.tensors.values())
@@ -59,11 +90,39 @@ def items_in(items: Sequence[Item], start: int, end: int) -> Iterator[Item]:
     return (item for item in items if item.start < end and item.end > start)
 
 
-def page_key(items: Sequence[Item], start: int, end: int) -> bytes:
-    """Return what the tokens `[start, end)` of a prompt do not say about the items that they stand for.
+def row_prompt(items: Sequence[Item], page_size: int) -> tuple[list[Item], int]:
+    """Lay out the rows of items as a prompt. Return the items with one token for each row, and the prompt's tokens.
 
-    Empty where there is no item. Two pages with equal tokens and equal keys have equal content: each item counts by its
-    content, its length, and the place where it begins.
+    Each item begins on a page, so that all its pages leave with the step that encodes it. A token of no item follows
+    on a page of its own: one token of a prompt is always computed, and the pages of all items can be prefix hits.
     """
-    found = items_in(items, start, end)
-    return b"".join(struct.pack("<qq", item.start - start, item.length) + item.content_hash for item in found)
+    start, found = 0, list[Item]()
+    for item in items:
+        found.append(replace(item, start=start, length=item.num_rows))
+        start += -(-item.num_rows // page_size) * page_size
+    return found, start + 1
+
+
+def page_keys(items: Sequence[Item], first: int, page_size: int, num_pages: int) -> Iterator[bytes]:
+    """Yield for each page what its tokens do not say about the items that they stand for.
+
+    Empty where a page has no token of an item. Two pages with equal tokens and equal keys have equal content: each item
+    counts by its content, its length, and the place where it begins. Each item is looked at once for every page that it
+    reaches into, and finding the first one takes logarithmic time.
+
+    Args:
+        items: by `start`; no token belongs to two.
+        first: position of the first page's first token.
+        page_size: tokens of a page.
+        num_pages: how many pages.
+    """
+    number = bisect_right(items, first, key=lambda item: item.end)
+    for start in range(first, first + num_pages * page_size, page_size):
+        key = b""
+        while number < len(items) and items[number].start < start + page_size:
+            item = items[number]
+            key += struct.pack("<qq", item.start - start, item.length) + item.content_hash
+            if item.end > start + page_size:  # it reaches into the next page
+                break
+            number += 1
+        yield key

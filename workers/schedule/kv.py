@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from crossdock.workers.schedule.pages import PageHash, PrefixHit, hash_pages
+from crossdock.workers.schedule.prefix_index import PageHash, PrefixHit, hash_pages
 from crossdock.workers.schedule.request import Leg, Request, Status
 from crossdock.workers.schedule.table import RequestTable
 
@@ -58,15 +58,16 @@ def grow(table: RequestTable, request: Request) -> bool:
     return _reach(table, request, len(request.token_ids))
 
 
-def chunk_within(table: RequestTable, request: Request, start: int, num_tokens: int) -> int:
+def chunk_within(table: RequestTable, request: Request, start: int, num_tokens: int, least: int = 1) -> int:
     """Return how many of the `num_tokens` tokens from `start` on a running prompt has pages for.
 
     A group with a window has pages for the next chunk once the last one has ended; 0 before that. Where another request
-    took them, one page is found as for a stream.
+    took them, pages for `least` tokens are found as for a stream.
     """
     held = table.pages.num_tokens_held(request.owner)
-    if held <= start and num_tokens and not request.num_in_flight_tokens and request.id not in table.assumed_ended:
-        _reach(table, request, start + 1)
+    lacks = held < start + least and num_tokens
+    if lacks and not request.num_in_flight_tokens and request.id not in table.assumed_ended:
+        _reach(table, request, start + least)
         held = table.pages.num_tokens_held(request.owner)
     return max(min(num_tokens, held - start), 0)
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from crossdock.workers.schedule.page_needs import PageNeeds
-from crossdock.workers.schedule.pages import Window
+from crossdock.workers.schedule.prefix_index import Window
 
 _MOST_GROUPS = 8  # each has a page table, which every step fills and copies
 

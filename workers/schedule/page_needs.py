@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import inf
 
-from crossdock.workers.schedule.pages import PrefixHit, Window, first_visible_page
+from crossdock.workers.schedule.prefix_index import PrefixHit, Window, first_visible_page
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The owners of KV pages: reference-counted page ids, a hash-chained prefix index, quarantine. Integers only.
+"""The owners of KV pages: reference-counted page ids, those in the prefix index, quarantine. Integers only.
 
 Every page is in exactly one state: *free*, *owned* (by one request or more), *cached* (in the prefix index, without an
 owner; retention.py decides which is evicted first) or *quarantined* (without an owner, but a remote writer may still
@@ -13,71 +13,22 @@ tokens so far. A *checkpoint* is the state after a prefix of full pages, in the 
 request writes to it any more, and its pages are evicted together.
 """
 
-import hashlib
 from array import array
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
 
-from crossdock.workers.schedule.items import NO_ITEMS, Item, page_key
+from crossdock.workers.schedule.prefix_index import (
+    HOLE,
+    PageHash,
+    PrefixHit,
+    PrefixIndex,
+    Window,
+    first_visible_page,
+)
 from crossdock.workers.schedule.retention import NO_HINT, LeastRecentlyUsed, Retention, ReturnHint
 
-PageHash: TypeAlias = bytes
-"""Names the content of a full page and of all pages before it: equal hashes mean equal prefixes and equal salts."""
-
-
-def hash_pages(
-    token_ids: Sequence[int],
-    page_size: int,
-    salt: str = "",
-    known: Sequence[PageHash] = (),
-    items: Sequence[Item] = NO_ITEMS,
-) -> list[PageHash]:
-    """Return the chained hashes of the full pages of `token_ids`.
-
-    `known`: hashes of the first pages, computed before. `items`: the pictures among the tokens, whose content counts in
-    every page that holds a token of theirs. blake2b, because tenants share an index: with a hash whose
-    collisions can be constructed, one tenant could read another's prompt.
-    """
-    hashes = list(known)
-    parent = hashes[-1] if hashes else hashlib.blake2b(salt.encode(), digest_size=16).digest()
-    content = array("I", token_ids[len(hashes) * page_size : len(token_ids) - len(token_ids) % page_size]).tobytes()
-    page_bytes = page_size * array("I").itemsize
-    for start in range(0, len(content), page_bytes):
-        first = len(hashes) * page_size
-        extra = page_key(items, first, first + page_size) if items else b""
-        parent = hashlib.blake2b(parent + content[start : start + page_bytes] + extra, digest_size=16).digest()
-        hashes.append(parent)
-    return hashes
-
-
-HOLE = -1
-"""Stands in a list of pages for a page that no token to come can see."""
-
 _STATES = -1  # stands for a group in the pages of states
-
-Window: TypeAlias = int | None
-"""How many tokens a layer sees, the newest included; None: all."""
-
-
-def first_visible_page(window: Window, position: int, page_size: int) -> int:
-    """Return the number of the first page that the token at `position` sees."""
-    return 0 if window is None else max(0, position - window + 1) // page_size
-
-
-class PrefixHit(NamedTuple):
-    """The longest prefix that every group can continue from."""
-
-    num_pages: int  # of each group, holes included: the prefix has as many times page_size tokens
-    by_group: tuple[Sequence[int], ...]  # HOLE: the group's window has passed that page
-    checkpoint: Sequence[int] = ()  # the state after the prefix, where the pool has states
-    num_indexed: int = 0  # pages of the longest prefix that all groups can continue from, with or without a state
-
-    @property
-    def pages(self) -> list[int]:
-        """Return the pages of all groups and of the state, without holes."""
-        return [page for pages in (*self.by_group, self.checkpoint) for page in pages if page != HOLE]
 
 
 @dataclass(slots=True)
@@ -154,11 +105,9 @@ class PagePool:
         self._states: dict[str, _HeldState] = {}
         self._hash_of: list[PageHash | None] = [None] * num_pages  # by page; None: not indexed
         self._group_of = [0] * num_pages  # by page, as it was last allocated
-        self._indexes: tuple[dict[PageHash, int], ...] = tuple({} for _ in self.windows)  # of each group
-        self._checkpoints: dict[PageHash, Sequence[int]] = {}
+        self._prefixes = PrefixIndex(self.windows, page_size, has_states=bool(state_pages))
         self.cached: Retention = cached if cached is not None else LeastRecentlyUsed()  # indexed and unowned
         self._quarantine: dict[str, list[int]] = {}
-        self._changes: dict[PageHash, bool] = {}  # since `take_changes`: True is indexed, False removed
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
@@ -219,7 +168,7 @@ class PagePool:
 
     def has_checkpoint(self, page_hash: PageHash) -> bool:
         """Return whether the state after this prefix is in the index."""
-        return page_hash in self._checkpoints
+        return page_hash in self._prefixes.checkpoints
 
     def num_tokens_held(self, owner: str) -> int:
         """Return the end of the tokens for which an owner has pages in every group."""
@@ -243,74 +192,8 @@ class PagePool:
     def match_prefix(
         self, hashes: Sequence[PageHash], needs_state: bool = True, position: int | None = None
     ) -> PrefixHit:
-        """Return the longest indexed prefix of `hashes` that every group can continue from. No owner changes.
-
-        A group without a window needs all its pages. A group with one needs those that the next token sees. Recurrent
-        layers need a checkpoint at the end. Where another replica computes what follows, `needs_state` is False, and
-        the first token that is computed here is the one at `position`; None: the one after the prefix.
-        """
-        if len(self.windows) == 1 and not self.has_windows:  # each waiting prompt is looked up in each step
-            pages = self._run(hashes, 0)
-            num_indexed = len(pages)
-            num_pages = self._last_checkpoint(hashes, num_indexed) if needs_state else num_indexed
-            checkpoint = self._checkpoint(hashes, num_pages, needs_state)
-            return PrefixHit(num_pages, (pages[:num_pages],), checkpoint, num_indexed)
-        found, num_pages = list[list[int]](), len(hashes)
-        for group, window in enumerate(self.windows):
-            if window is None:
-                found.append(self._run(hashes[:num_pages], group))
-            else:
-                found.append([self._indexes[group].get(page_hash, HOLE) for page_hash in hashes[:num_pages]])
-            num_pages = len(found[-1])
-        num_pages = num_indexed = self._without_gap(found, num_pages, position)
-        while needs_state and (shorter := self._last_checkpoint(hashes, num_pages)) < num_pages:
-            num_pages = self._without_gap(found, shorter, position)
-        firsts = [self._first(group, num_pages, position) for group in range(len(found))]
-        by_group = ([HOLE] * first + pages[first:num_pages] for first, pages in zip(firsts, found, strict=True))
-        return PrefixHit(num_pages, tuple(by_group), self._checkpoint(hashes, num_pages, needs_state), num_indexed)
-
-    def _without_gap(self, found: Sequence[Sequence[int]], num_pages: int, position: int | None) -> int:
-        """Return the longest prefix of up to `num_pages` pages for which the groups with windows lack no page."""
-        while num_pages and (gap := self._last_gap(found, num_pages, position)) is not None:
-            num_pages = gap  # a longer prefix would need the missing page as well
-        return num_pages
-
-    def _last_checkpoint(self, hashes: Sequence[PageHash], num_pages: int) -> int:
-        """Return the pages of the longest prefix of up to `num_pages` that has a checkpoint; all if none is needed."""
-        while self.state_pages and num_pages and hashes[num_pages - 1] not in self._checkpoints:
-            num_pages -= 1
-        return num_pages
-
-    def _checkpoint(self, hashes: Sequence[PageHash], num_pages: int, needs_state: bool = True) -> Sequence[int]:
-        """Return the state after so many pages of a prefix; none where no state is needed."""
-        return self._checkpoints[hashes[num_pages - 1]] if self.state_pages and needs_state and num_pages else ()
-
-    def _run(self, hashes: Sequence[PageHash], group: int) -> list[int]:
-        """Return the pages of a group for `hashes`, up to the first that it lacks."""
-        pages, index = list[int](), self._indexes[group]
-        for page_hash in hashes:
-            page = index.get(page_hash)
-            if page is None:
-                break
-            pages.append(page)
-        return pages
-
-    def _last_gap(self, found: Sequence[Sequence[int]], num_pages: int, position: int | None) -> int | None:
-        """Return the last of `num_pages` pages that the token at `position` sees and that a group with a window
-        lacks; None for the position: the token after these pages."""
-        gaps = (
-            page
-            for group, pages in enumerate(found)
-            if self.windows[group] is not None
-            for page in range(self._first(group, num_pages, position), num_pages)
-            if pages[page] == HOLE
-        )
-        return max(gaps, default=None)
-
-    def _first(self, group: int, num_pages: int, position: int | None = None) -> int:
-        """Return the first of `num_pages` full pages that the token at `position` sees; None: the token after them."""
-        position = num_pages * self.page_size if position is None else position
-        return min(first_visible_page(self.windows[group], position, self.page_size), num_pages)
+        """Return the longest indexed prefix of `hashes`, as `PrefixIndex.match` does. No owner changes."""
+        return self._prefixes.match(hashes, needs_state, position)
 
     def can_allocate(self, num_pages: int, shared: Sequence[int] = ()) -> bool:
         """Return whether `num_pages` pages are available beside the pages to share; a shared cached page is used up."""
@@ -327,19 +210,13 @@ class PagePool:
 
     def findable(self) -> list[PageHash]:
         """Return the hashes indexed for the first group, in that order: the beginning of a prefix before its end."""
-        return list(self._indexes[0])
+        return list(self._prefixes.by_group[0])
 
     # -- changing --------------------------------------------------------------------------------------------------
 
     def take_changes(self) -> tuple[list[PageHash], list[PageHash]]:
-        """Return the hashes indexed for the first group since the last call, in order, and those removed since then.
-
-        A hash that was indexed and removed between two calls is in neither list. So the lists stay shorter than the
-        pool even if this is never called.
-        """
-        changes, self._changes = self._changes, {}
-        added = [page_hash for page_hash, is_indexed in changes.items() if is_indexed]
-        return added, [page_hash for page_hash, is_indexed in changes.items() if not is_indexed]
+        """Return the hashes indexed since the last call, and those removed since then, as `PrefixIndex` does."""
+        return self._prefixes.take_changes()
 
     def share(self, owner: str, hit: PrefixHit) -> None:
         """Add `owner`, which has no pages yet, to the owners of a prefix that `match_prefix` has just returned."""
@@ -413,8 +290,8 @@ class PagePool:
 
         If there is a checkpoint of that prefix already, that one stays.
         """
-        if self.enable_prefix_caching and hashes[-1] not in self._checkpoints:
-            self._checkpoints[hashes[-1]] = pages
+        if self.enable_prefix_caching and hashes[-1] not in self._prefixes.checkpoints:
+            self._prefixes.checkpoints[hashes[-1]] = pages
             for page in pages:
                 self._hash_of[page] = hashes[-1]
         self._states[owner].used.append((len(hashes), hashes[-1]))
@@ -470,14 +347,13 @@ class PagePool:
         """
         if not self.enable_prefix_caching:
             return
-        for group, (held, index) in enumerate(zip(self._owned[owner], self._indexes, strict=True)):
+        for group, (held, index) in enumerate(zip(self._owned[owner], self._prefixes.by_group, strict=True)):
             parent = index.get(hashes[first - 1]) if first else None
             for page, page_hash in zip(held.pages[first : len(hashes)], hashes[first:], strict=True):
                 if page != HOLE and page_hash not in index and self._hash_of[page] is None:
-                    index[page_hash] = page
+                    self._prefixes.add(group, page_hash, page)
                     self._hash_of[page] = page_hash
                     self.cached.index(page, parent)
-                    self._note(group, page_hash, True)
                 parent = index.get(page_hash)
 
     def release(self, owner: str, hint: ReturnHint = NO_HINT) -> int:
@@ -495,7 +371,7 @@ class PagePool:
                 for held in groups:
                     num_unowned += self._give_back(held.live(num_pages), hint)
                     del held.pages[num_pages:]
-                checkpoint = self._checkpoints.get(page_hash, ())
+                checkpoint = self._prefixes.checkpoints.get(page_hash, ())
                 if checkpoint and checkpoint[0] in self.cached:
                     self.cached.add(checkpoint, hint)
         return num_unowned + sum(self._give_back(held.live(), hint) for held in groups)
@@ -539,9 +415,9 @@ class PagePool:
         num_cached = len(self.cached)
         while self.cached:
             self._free.append(self._evict())
-        for page in [page for index in self._indexes for page in index.values()]:
+        for page in [page for index in self._prefixes.by_group for page in index.values()]:
             self._forget(page)
-        for checkpoint in [*self._checkpoints.values()]:
+        for checkpoint in [*self._prefixes.checkpoints.values()]:
             self._forget(checkpoint[0])
         return num_cached
 
@@ -572,15 +448,8 @@ class PagePool:
         if page_hash is not None:
             group = self._group_of[page]
             if group == _STATES:
-                for other in self._checkpoints.pop(page_hash):
+                for other in self._prefixes.checkpoints.pop(page_hash):
                     self._hash_of[other] = None
                 return
-            del self._indexes[group][page_hash]
+            self._prefixes.remove(group, page_hash)
             self.cached.forget(page)
-            self._note(group, page_hash, False)
-
-    def _note(self, group: int, page_hash: PageHash, is_indexed: bool) -> None:
-        if group:
-            return  # routers know prefixes by the first group, which has no window if any has none
-        if self._changes.pop(page_hash, is_indexed) is is_indexed:  # else the page is as it was at the last call
-            self._changes[page_hash] = is_indexed

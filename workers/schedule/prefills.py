@@ -15,13 +15,14 @@ from crossdock.workers.schedule.chunking import (
     fixed_chunk_budget,
     longest_step,
 )
-from crossdock.workers.schedule.encoding import ItemChunk
+from crossdock.workers.schedule.encoding import ON_THEIR_WAY, ItemChunk
 from crossdock.workers.schedule.forecast import Forecast
 from crossdock.workers.schedule.order import order_prefills, prefill_reason
 from crossdock.workers.schedule.pace import lent_due
 from crossdock.workers.schedule.request import Request, Status
 from crossdock.workers.schedule.states import RecurrentStates
 from crossdock.workers.schedule.table import RequestTable
+from crossdock.workers.schedule.whole_items import least_tokens, most_tokens
 
 NEAR_DEADLINE = 0.8
 """Share of the time left that the rest of a prompt may be predicted to take before streams lend slack. The others are
@@ -125,6 +126,8 @@ class PrefillScheduler:
                 has_place = num_places(self.table, request.priority) > 0
                 started = has_place and self._start(request, budget)
                 if not started:
+                    if has_place and request.awaits_rows:  # others need not
+                        continue
                     if config.prefill_order == "fcfs":
                         startable = (-1, 0)
                     elif not has_place:
@@ -139,9 +142,10 @@ class PrefillScheduler:
             prompt = self._prompt(request, start)
             num_tokens, limit = self._chunk(request, start, budget)
             if self.table.pages.has_windows:
-                num_tokens = kv.chunk_within(self.table, request, start, num_tokens)
+                num_tokens = kv.chunk_within(self.table, request, start, num_tokens, max(prompt.least, 1))
             if self.states is not None:
                 num_tokens = self.states.chunk_within(request, start, num_tokens)
+            num_tokens = self._outside_items(request, start, num_tokens)
             budget.reason = limit or budget.reason
             if num_tokens:
                 chunks.append(self._part(request, start, num_tokens))
@@ -171,22 +175,40 @@ class PrefillScheduler:
         threshold = 0 if self._is_one_request_alone() else config.long_prefill_token_threshold
         prompt, page_size = self._prompt(request, start), table.pages.page_size
 
-        def size_of(encoder_seconds: float) -> int:
+        def size_of(encoder_seconds: float, has_floor: bool) -> int:
             if not config.enable_chunked_prefill:
                 return request.num_tokens - start if request.num_tokens - start <= budget.tokens else 0
-            return budget.chunk(prompt._replace(encoder_seconds=encoder_seconds), threshold, page_size)
+            candidate = prompt._replace(encoder_seconds=encoder_seconds, has_floor=has_floor)
+            num_tokens = budget.chunk(candidate, threshold, page_size)
+            return self._outside_items(request, start, num_tokens)
 
         if not request.items or self.forecast.encoding is None:
-            return size_of(0.0), ""
+            return size_of(0.0, True), ""
         chunk: ItemChunk = self.forecast.encoding.chunk(request, start, size_of, page_size)
         if not config.enable_chunked_prefill and start + chunk.num_tokens < request.num_tokens:
-            return 0, chunk.limit
+            chunk = chunk._replace(num_tokens=0)
+        request.awaits_rows = chunk.limit == ON_THEIR_WAY and not chunk.num_tokens
         return chunk.num_tokens, chunk.limit
 
     def _prompt(self, request: Request, start: int) -> Candidate:
         priority = -1 if self.table.is_starving(request) else request.priority
         factor, is_outside_lane = self.forecast.factor(request), self._is_outside_lane(request)
-        return Candidate(start, request.num_tokens, priority, is_outside_lane, factor, request.id)
+        least = 0
+        if self._has_whole_items(request):
+            least = least_tokens(request.items, start, request.num_tokens, self.table.pages.page_size)
+        return Candidate(start, request.num_tokens, priority, is_outside_lane, factor, request.id, least=least)
+
+    def _has_whole_items(self, request: Request) -> bool:
+        """Return whether a chunk of the prompt may not end inside an item."""
+        encoding = self.forecast.encoding
+        return bool(request.items) and encoding is not None and encoding.keeps_items_whole
+
+    def _outside_items(self, request: Request, start: int, num_tokens: int) -> int:
+        """Return the tokens of the longest chunk of at most `num_tokens` that ends where it may."""
+        stop = start + num_tokens
+        if not self._has_whole_items(request) or stop == request.num_tokens:
+            return num_tokens
+        return most_tokens(request.items, start, stop, self.table.pages.page_size)
 
     def _is_one_request_alone(self) -> bool:
         """Return whether only one request is computed here, or soon will be: as in vLLM, its chunks need no bound."""

@@ -1,11 +1,11 @@
 """The nouns that all rooms use: a submission, the request made from it, and the tokens it gets."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
-from crossdock.workers.schedule.items import NO_ITEMS, Item
-from crossdock.workers.schedule.pages import PageHash
+from crossdock.workers.schedule.items import NO_ITEMS, Item, row_prompt
+from crossdock.workers.schedule.prefix_index import PageHash
 from crossdock.workers.schedule.retention import NO_HINT, ReturnHint
 from crossdock.workers.schedule.slo import DEFAULT_CLASS
 
@@ -123,6 +123,24 @@ class Submission:
     waited_s: float = 0.0  # seconds since the first attempt: the request starves no later for being placed again
     returns_within_s: float = 0.0  # the client's hint that it will continue this prompt; 0: none
     items: Sequence[Item] = NO_ITEMS  # pictures and videos in the prompt, by `start`
+    encoder: bytes = b""  # address of the replica that encodes the items, as it advertises it; empty: this one does
+
+
+def encoding_leg(submission: Submission, page_size: int) -> Submission:
+    """Return what an `encode` replica computes for a submission with items: their rows, as `row_prompt` lays them out.
+
+    To that replica it is a prompt like any other, and its KV pages hold the embeddings. `page_size`: of these pages.
+    """
+    items, num_tokens = row_prompt(submission.items, page_size)
+    return replace(
+        submission,
+        prompt_token_ids=(0,) * num_tokens,
+        output_token_ids=(),
+        sampling=SamplingParams(max_tokens=2, ignore_eos=True),  # a leg whose first token is its last ships nothing
+        leg=Leg.SEND,
+        items=items,
+        encoder=b"",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +197,8 @@ class Request:
     waited_s: float = 0.0  # seconds that the client had waited at `arrival_time`
     return_hint: ReturnHint = NO_HINT  # of the client
     items: Sequence[Item] = NO_ITEMS  # as in `Submission`
+    is_encoded_elsewhere: bool = False  # embeddings of the items come from another replica, as long as that is alive
+    awaits_rows: bool = False  # its next chunk waits for them
     arrival_time: float = 0.0  # seconds, on the scheduler's clock
     priority: int = 0  # of its class; 0 is the most urgent
     arrival_work: int = 0  # prompt tokens the scheduler had scheduled when the request arrived
@@ -223,6 +243,7 @@ class Request:
             waited_s=submission.waited_s,
             return_hint=ReturnHint(submission.tenant, submission.returns_within_s),
             items=submission.items,
+            is_encoded_elsewhere=bool(submission.encoder),
             arrival_time=now,
         )
 

@@ -24,6 +24,7 @@ from crossdock.workers.schedule.slo import priority_of
 from crossdock.workers.schedule.states import RecurrentStates
 from crossdock.workers.schedule.table import PrefillTotals, RequestTable
 from crossdock.workers.schedule.verify import Verification
+from crossdock.workers.schedule.whole_items import check_fit
 
 
 class Scheduler:
@@ -118,6 +119,8 @@ class Scheduler:
             raise InvalidField("prompt has pictures, and this replica encodes none", "prompt")
         if request.items and self.encoding is not None:
             self.encoding.check(request, self.config.enable_chunked_prefill)
+            if self.encoding.keeps_items_whole and self.config.enable_chunked_prefill:
+                check_fit(request, self.pages.page_size, *self.config.most_chunk_tokens)
         if self._table.get(request.id) is not None:
             raise InvalidField(f"request_id {request.id!r} is already being served", "request_id")
         if request.priority_in_class and self.config.prefill_order == "fcfs":
@@ -261,6 +264,8 @@ class Scheduler:
         """
         deltas, size, table, classes = [], self.pages.page_size, self._table, self.config.slo_classes
         self.pages.cached.pass_time(now)
+        if self.encoding is not None:
+            self.encoding.end_work(batch.encoder)
         for part in batch.scheduled:
             request = part.request
             request.num_in_flight_tokens -= part.num_tokens

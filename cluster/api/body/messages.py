@@ -5,7 +5,15 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from crossdock.cluster.api.body.pictures import TYPES, Picture, picture_of, refusal, wrong_picture
+from crossdock.cluster.api.body.pictures import (
+    TYPES,
+    VIDEO_TYPES,
+    Picture,
+    picture_of,
+    refusal,
+    video_of,
+    wrong_picture,
+)
 from crossdock.cluster.api.bounds import MESSAGE_PARTS, ROLE_CHARS
 from crossdock.cluster.api.errors import ApiError
 
@@ -16,8 +24,8 @@ def template_messages(
     """Return the messages for a template. Raises ApiError, which names the part of the message at fault.
 
     `keeps_parts`: content is a list of parts, {"type": "text", "text": …}, for templates that were written for these.
-    Content with pictures is one in any case: {"type": "image"} is the place of a picture. `pictures`: the list to which
-    they are added, in their order; None: the model takes text only.
+    Content with pictures is one in any case: {"type": "image"} is the place of a picture, {"type": "video"} that of a
+    video. `pictures`: the list to which they are added, in their order; None: the model takes text only.
     """
     lists = (message.get(name) for message in messages for name in ("content", "tool_calls"))
     num_parts = sum(len(parts) for parts in lists if isinstance(parts, list))
@@ -70,7 +78,7 @@ def _template_message(
 
 
 def _template_part(part: Any, role: str, param: str, pictures: list[Picture] | None) -> dict[str, Any]:
-    """Return a part of content as templates read it. A picture is added to `pictures`."""
+    """Return a part of content as templates read it. A picture or video is added to `pictures`."""
     if isinstance(part, str):
         return {"type": "text", "text": part}
     kind = part.get("type") if isinstance(part, dict) else type(part).__name__.lower()
@@ -80,12 +88,13 @@ def _template_part(part: Any, role: str, param: str, pictures: list[Picture] | N
         if isinstance(text, str):
             return {"type": "text", "text": text}
         raise ApiError(f"'{param}.text' must be a string.", param=f"{param}.text", code="invalid_value")
-    if pictures is None or not (isinstance(part, Picture) or kind in TYPES):
+    if pictures is None or not (isinstance(part, Picture) or kind in (*TYPES, *VIDEO_TYPES)):
         raise refusal(kind, param, takes_pictures=pictures is not None)
     if role == "assistant":
         raise wrong_picture(param, "messages of the assistant have no pictures; send it in one of the user's")
-    pictures.append(part if isinstance(part, Picture) else picture_of(part, param))
-    return {"type": "image"}
+    picture = part if isinstance(part, Picture) else (video_of if kind in VIDEO_TYPES else picture_of)(part, param)
+    pictures.append(picture)
+    return {"type": picture.kind}
 
 
 def _template_calls(calls: Any, param: str) -> list[dict[str, Any]]:

@@ -269,6 +269,8 @@ def _picture(block: Mapping[str, Any], where: str) -> Picture:
 def _text_part(block: Mapping[str, Any], where: str) -> dict[str, Any]:
     if block.get("type") != "text":
         kind = str(block.get("type"))[:100]
+        if kind in ("video", "video_url"):
+            raise wrong(where, "videos are taken by /v1/chat/completions alone, as parts of the type 'video_url'")
         raise wrong(where, f"a block of type {kind!r} is not accepted here, only text; pictures, in messages of users")
     return {"type": "text", "text": text_of(block.get("text"), f"{where}.text")}
 

@@ -1,4 +1,4 @@
-"""Pictures in the messages of a body: the parts that give them become one form for all APIs."""
+"""Pictures and videos in the messages of a body: the parts that give them become one form for all APIs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,7 +7,9 @@ from typing import Any, Literal, TypeAlias, get_args
 from crossdock.cluster.api.errors import ApiError
 
 Detail: TypeAlias = Literal["auto", "low", "high"]
+Kind: TypeAlias = Literal["image", "video"]
 TYPES = ("image_url", "input_image")  # of OpenAI's chats, and of its Responses
+VIDEO_TYPES = ("video_url",)  # of vLLM's chats
 
 _REFUSED = {  # type of part: the reason
     "audio_url": "sound is not supported",
@@ -16,18 +18,20 @@ _REFUSED = {  # type of part: the reason
     "image_file": "files are not stored here; send the picture itself as 'image_url'",
     "input_audio": "sound is not supported",
     "input_file": "files are not supported; send text or pictures",
-    "video": "videos are not supported; send some of their frames as pictures",
-    "video_url": "videos are not supported; send some of their frames as pictures",
+    "input_video": "send a video as 'video_url', to /v1/chat/completions",
+    "video": "send a video as 'video_url'",
+    "video_embeds": "embeddings of clients cannot be checked; send the video itself as 'video_url'",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """One picture of a request, before it is fetched."""
+    """One picture or video of a request, before it is fetched."""
 
     url: str  # data:, http:, https: or file:
     param: str  # the part of the body that gives it, which errors name
     detail: Detail = "auto"
+    kind: Kind = "image"
 
 
 def picture_of(part: Mapping[str, Any], param: str) -> Picture:
@@ -43,6 +47,16 @@ def picture_of(part: Mapping[str, Any], param: str) -> Picture:
     if not isinstance(url, str) or not url:
         raise wrong_picture(where, "it must be a URL: data:, https: or http:")
     return Picture(url, param, detail_of(detail, f"{param}.detail"))
+
+
+def video_of(part: Mapping[str, Any], param: str) -> Picture:
+    """Return the video of a part of the type `video_url`. Raises ApiError, which names the field."""
+    given = part.get("video_url")
+    url = given.get("url") if isinstance(given, Mapping) else given
+    if not isinstance(url, str) or not url:
+        where = f"{param}.video_url.url" if isinstance(given, Mapping) else f"{param}.video_url"
+        raise wrong_picture(where, "it must be a URL: data:, https: or http:")
+    return Picture(url, param, kind="video")
 
 
 def detail_of(value: Any, param: str) -> Detail:
@@ -64,5 +78,5 @@ def refusal(kind: object, param: str, *, takes_pictures: bool) -> ApiError:
 
 
 def wrong_picture(param: str, reason: str) -> ApiError:
-    """Return the error for a picture that cannot be used."""
+    """Return the error for a picture or a video that cannot be used."""
     return ApiError(f"Invalid value for '{param}': {reason}.", param=param, code="invalid_value")

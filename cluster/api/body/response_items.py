@@ -194,6 +194,8 @@ def _user_part(part: Mapping[str, Any], where: str) -> Item:
     if kind == "input_image":
         picture = picture_of(part, where)
         return {"type": kind, "image_url": picture.url, "detail": picture.detail}
+    if kind in ("input_video", "video_url"):
+        raise wrong(where, "videos are taken by /v1/chat/completions alone, as parts of the type 'video_url'")
     if kind not in _TEXT_PARTS:
         raise wrong(where, f"a part of type {str(kind)[:100]!r} is not accepted here, only text and pictures")
     return {"type": "input_text", "text": text_of(part.get("text"), f"{where}.text")}

@@ -28,6 +28,15 @@ NOT_TEMPLATE_VARIABLES = frozenset(  # requests have fields of their own for the
 )
 
 
+class VideoReading(BaseModel):
+    """Which frames of a video a model is shown; the names are vLLM's."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    num_frames: int = Field(32, ge=1, le=768, description="Most frames, sampled evenly from the first to the last.")
+    fps: float | None = Field(None, gt=0, le=1000, description="Frames a second; of frames sent singly: their rate, 1.")
+
+
 class HttpConfig(BaseModel):
     """How the API is reached, and by whom."""
 
@@ -99,22 +108,30 @@ class HttpConfig(BaseModel):
         None, description="Folder of the ingress's machine below which requests may name pictures by file:// URLs."
     )
     limit_mm_per_prompt: dict[Literal["image", "video", "audio"], Annotated[int, Field(ge=0)]] = Field(
-        {"image": 32}, description='Most pictures of a request: {"image": 8}. Videos and sound are not supported: 0.'
+        {"image": 32, "video": 1},
+        description='Most pictures and videos of a request: {"image": 8, "video": 2}. Sound is not supported: 0.',
     )
     mm_processor_kwargs: dict[str, Any] = Field(
         default_factory=dict, description='Arguments of the image processor: {"max_pixels": 1003520}.'
     )
-    media_max_bytes: int = Field(20 << 20, ge=1, description="Largest file of a picture.")
-    media_max_pixels: int = Field(32 << 20, ge=1, description="Most pixels of a picture, before it is decoded.")
-    media_timeout_s: float = Field(10.0, gt=0, description="How long a picture may take to be fetched, redirects too.")
+    media_io_kwargs: dict[Literal["video"], VideoReading] = Field(
+        default_factory=dict, description='How videos are read: {"video": {"num_frames": 32, "fps": 2}}.'
+    )
+    media_max_bytes: int = Field(20 << 20, ge=1, description="Largest file of a picture or a video.")
+    media_max_pixels: int = Field(
+        32 << 20, ge=1, description="Most pixels of a picture, or of a frame of a video, before it is decoded."
+    )
+    media_timeout_s: float = Field(
+        10.0, gt=0, description="How long a picture or a video may take to be fetched, redirects too."
+    )
     media_cache_bytes: int = Field(
-        256 << 20, ge=0, description="Memory of an ingress for processed pictures; 0: every one is processed again."
+        256 << 20, ge=0, description="Memory of an ingress for processed pictures and videos; 0: none is kept."
     )
     media_memory_bytes: int = Field(
         2 << 30,
         ge=1 << 20,
-        description="Memory of an ingress for the pictures of all requests, as files and as tensors; more get 429. "
-        "One request may have half of it.",
+        description="Memory of an ingress for the pictures and videos of all requests, as files and as tensors; more "
+        "get 429. One request may have half of it.",
     )
 
     enable_auto_tool_choice: bool = Field(
@@ -150,7 +167,7 @@ class HttpConfig(BaseModel):
     @field_validator("limit_mm_per_prompt")
     @classmethod
     def _check_kinds(cls, limits: dict[str, int]) -> dict[str, int]:
-        if others := [kind for kind, limit in limits.items() if kind != "image" and limit]:
+        if others := [kind for kind, limit in limits.items() if kind == "audio" and limit]:
             raise ValueError(f"{others[0]} is not supported, so its limit must be 0")
         return limits
 

@@ -77,6 +77,11 @@ def cache_salt(key: ApiKey | None, requested: str) -> str:
     return requested if key is None else key.cache_salt(requested)
 
 
+def tenant_of(key: ApiKey | None) -> str:
+    """Return the name of a key's owner; empty where no keys are in use."""
+    return "" if key is None else key.tenant
+
+
 class KeyRing:
     """The keys in force: those of the configuration and those of a file.
 

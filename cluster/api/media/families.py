@@ -55,14 +55,17 @@ class Checkpoint:
     config: Json
     processor: Json  # settings of the processor
     image_processor: Json
+    video_processor: Json
     names: Mapping[int, str]  # the text of each added token, by its id
 
     @classmethod
     def read(cls, folder: Path, names: Mapping[int, str]) -> "Checkpoint":
         """Read the directory's JSON files."""
         processor = _json(folder / "processor_config.json")
-        images = processor.get("image_processor") or _json(folder / "preprocessor_config.json")
-        return cls(_json(folder / "config.json"), processor, images, names)
+        shared = _json(folder / "preprocessor_config.json")
+        images = processor.get("image_processor") or shared
+        videos = processor.get("video_processor") or _json(folder / "video_preprocessor_config.json") or shared
+        return cls(_json(folder / "config.json"), processor, images, videos, names)
 
     @property
     def placeholder_id(self) -> int:

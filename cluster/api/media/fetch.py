@@ -1,4 +1,4 @@
-"""Fetch the bytes of a picture: from a data URL, from a named host, or from a file below the named folder.
+"""Fetch the bytes of a picture or a video: from a data URL, from a named host, or from a file below the named folder.
 
 A request decides what this server connects to, so every step is checked. Only named hosts are looked up. All their
 addresses must be public. The connection goes to an address that was checked: no second lookup could give another one.
@@ -21,15 +21,17 @@ import httpx
 from crossdock.cluster.api.body.pictures import Picture, wrong_picture
 from crossdock.cluster.api.errors import ApiError
 from crossdock.cluster.api.media.addresses import AllowedHosts, is_public
+from crossdock.cluster.api.media.sent_frames import MOST_JOINED, join_frames
 
 Resolve: TypeAlias = Callable[[str, int], Awaitable[Sequence[str]]]
 """Returns the IP addresses of a host. Raises OSError where there are none."""
 
 _MOST_REDIRECTS = 2
 _MOST_URL_CHARS = 8192
-_MOST_AT_ONCE = 16  # fetches from hosts, of one ingress; each holds at most the bytes of one picture
+_MOST_AT_ONCE = 16  # fetches of one ingress from hosts, and as many from files; each holds the bytes of one picture
 _LONG_DATA = 1 << 16  # characters of base64; 50 µs. Longer data leave the event loop for a thread.
 _DATA_URL = re.compile(r"data:(?P<type>[^;,]{0,127})(?P<parameters>(?:;[^;,]{0,127}){0,8}),", re.ASCII)
+_EXAMPLES = {"image": "data:image/png;base64,…", "video": "data:video/mp4;base64,…"}
 _LOCAL_HOSTS = ("", "localhost")
 
 
@@ -56,6 +58,7 @@ class PictureFetcher:
         self._resolve = resolve or _resolve
         self._is_allowed = is_allowed
         self._slots = asyncio.Semaphore(_MOST_AT_ONCE)
+        self._file_slots = asyncio.Semaphore(_MOST_AT_ONCE)  # their own: a slow host delays no file
 
     async def fetch(self, picture: Picture) -> bytes:
         """Return the bytes of a picture's file. Raises ApiError, which names the part."""
@@ -67,19 +70,28 @@ class PictureFetcher:
         if scheme in ("http", "https"):
             return await self._from_host(picture)
         if scheme == "file":
-            return await asyncio.to_thread(self._from_file, picture)
+            async with self._file_slots:
+                return await asyncio.to_thread(self._from_file, picture)
         raise wrong_picture(picture.param, "its URL must begin with data:, https: or http:")
 
     async def _data(self, picture: Picture) -> bytes:
         """Return what a data URL holds: base64, or percent-encoded bytes."""
         found = _DATA_URL.match(picture.url[:2048])
         if found is None:
-            raise wrong_picture(picture.param, "its data URL is malformed; it must be data:image/png;base64,…")
+            raise wrong_picture(picture.param, f"its data URL is malformed; it must be {_EXAMPLES[picture.kind]}")
+        if picture.kind == "video" and not found["type"].lower().startswith("video/"):
+            raise wrong_picture(picture.param, f"its data URL is not that of a video; it must be {_EXAMPLES['video']}")
         payload = picture.url[found.end() :]
         if len(payload) * 3 // 4 > self._most_bytes + 3:
             raise self._too_large(picture)
         is_base64 = found["parameters"].lower().endswith(";base64")
         decode = _from_base64 if is_base64 else unquote_to_bytes
+        if picture.kind == "video" and found["type"].lower() == "video/jpeg":
+            if payload.count(",") >= MOST_JOINED:
+                raise wrong_picture(
+                    picture.param, f"it has more than the {MOST_JOINED} frames that are accepted one by one"
+                )
+            decode = _from_frames
         try:
             data = decode(payload) if len(payload) <= _LONG_DATA else await asyncio.to_thread(decode, payload)
         except (binascii.Error, ValueError):
@@ -88,7 +100,7 @@ class PictureFetcher:
 
     async def _from_host(self, picture: Picture) -> bytes:
         if not self._hosts:
-            reason = "this server fetches no pictures from URLs; send it as a data URL (data:image/png;base64,…)"
+            reason = f"this server fetches nothing from URLs; send it as a data URL ({_EXAMPLES[picture.kind]})"
             raise wrong_picture(picture.param, reason)
         try:
             async with self._slots, asyncio.timeout(self._timeout_s):
@@ -111,7 +123,7 @@ class PictureFetcher:
                     url.copy_with(host=address),
                     headers={
                         "Host": url.netloc.decode("ascii"),
-                        "Accept": "image/*",
+                        "Accept": f"{picture.kind}/*",
                         "Accept-Encoding": "identity",
                         "User-Agent": "crossdock",
                     },
@@ -211,6 +223,11 @@ def _host(url: httpx.URL) -> str:
 
 def _from_base64(text: str) -> bytes:
     return base64.b64decode(text, validate=True)
+
+
+def _from_frames(text: str) -> bytes:
+    """Return the frames of a video, which a `video/jpeg` URL has as base64 with commas between."""
+    return join_frames([base64.b64decode(frame, validate=True) for frame in text.split(",")])
 
 
 async def _resolve(host: str, port: int) -> Sequence[str]:

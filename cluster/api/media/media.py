@@ -1,10 +1,11 @@
-"""The pictures of requests: fetched, processed once, kept for the next request, and placed in the prompt."""
+"""The pictures and videos of requests: fetched, processed once, kept for the next request, placed in the prompt."""
 
 import asyncio
 import hashlib
 import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,20 +13,37 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
-from crossdock.cluster.api.body.pictures import Picture, wrong_picture
+from crossdock.cluster.api.body.pictures import Kind, Picture, wrong_picture
 from crossdock.cluster.api.errors import ApiError
 from crossdock.cluster.api.media.addresses import AllowedHosts
-from crossdock.cluster.api.media.families import read_family
+from crossdock.cluster.api.media.families import NoPictures, read_family
 from crossdock.cluster.api.media.fetch import PictureFetcher
 from crossdock.cluster.api.media.memory import PictureMemory
 from crossdock.cluster.api.media.processes import PictureProcesses, PicturesBusy, ReadyPicture, UnusablePicture
+from crossdock.cluster.api.media.video_families import read_video_family
 from crossdock.workers.schedule.items import Item
 
-_MOST_WAITING = 256  # pictures of one ingress that are being processed or wait for that
+_KINDS: Mapping[Kind, str] = {"image": "pictures", "video": "videos"}
+_HINTS: Mapping[Kind, str] = {
+    "image": "Use smaller pictures, or 'detail': 'low'.",
+    "video": "Use smaller videos, or send fewer frames of them as data:video/jpeg.",
+}
+_MOST_WAITING = 256  # pictures of one ingress that are being processed or wait for that; so many videos, too
+_PART_OF_TENANT = 2  # one tenant's pictures may take the places to wait divided by this
+_PART_OF_VIDEOS = 2  # files of videos that wait may take the memory for pictures divided by this
 _PART_OF_ONE = 2  # one request's pictures may take the memory for pictures divided by this
 _RETRY_S = 2
 _COUNTS = (1, 2, 4, 8, 16, 32, 64)
 _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """How the chat template writes a picture or a video, and the token that stands for one row of it."""
+
+    written: str
+    token: str
+    token_id: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,16 +53,22 @@ class MediaLimits:
     hosts: AllowedHosts
     folder: Path | None
     most_pictures: int
+    most_videos: int
     most_bytes: int
     most_pixels: int
     timeout_s: float
     cache_bytes: int
     memory_bytes: int
     arguments: Mapping[str, Any]  # of the model's image processor
+    sampling: Mapping[str, Any]  # of the frames of videos, by the names of `Sampling`
+
+    def most(self, kind: Kind) -> int:
+        """Return how many pictures, or videos, a request may have."""
+        return self.most_videos if kind == "video" else self.most_pictures
 
 
 class Media:
-    """The pictures of one ingress's requests, for a model that reads pictures."""
+    """The pictures and videos of one ingress's requests, for a model that reads pictures."""
 
     def __init__(
         self,
@@ -68,48 +92,74 @@ class Media:
             NoPictures: the model reads text alone, or is of a family that is not known here.
         """
         family = read_family(model, names)
-        self.written, self.placeholder_id = family.written, family.placeholder_id
-        self.placeholder = family.placeholder
+        self.places: dict[Kind, Place] = {"image": Place(family.written, family.placeholder, family.placeholder_id)}
         self._limits = limits
         self._fetcher = fetcher or PictureFetcher(
             hosts=limits.hosts, folder=limits.folder, most_bytes=limits.most_bytes, timeout_s=limits.timeout_s
         )
-        self._processes = PictureProcesses(
-            {
-                "folder": str(model),
-                "names": {str(token_id): name for token_id, name in names.items()},
-                "arguments": dict(limits.arguments),
-                "most_pixels": limits.most_pixels,
-            }
-        )
+        settings = {
+            "folder": str(model),
+            "names": {str(token_id): name for token_id, name in names.items()},
+            "arguments": dict(limits.arguments),
+            "most_pixels": limits.most_pixels,
+        }
+        self._processes = {"image": PictureProcesses({**settings, "kind": "image"})}
+        self.why_no_videos = "this server takes none (--limit-mm-per-prompt)"  # empty: requests may have some
+        if limits.most_videos:
+            self._open_videos(model, names, settings)
         self._cache: OrderedDict[bytes, ReadyPicture] = OrderedDict()
         self._cached_bytes = 0
         self._memory = PictureMemory(limits.memory_bytes)
+        self._waiting_videos = PictureMemory(limits.memory_bytes // _PART_OF_VIDEOS)
         self._running: dict[bytes, _Work] = {}
         self._metrics = metrics or PictureMetrics(CollectorRegistry())
 
+    def _open_videos(self, model: Path, names: Mapping[int, str], settings: Mapping[str, Any]) -> None:
+        """Start a process of videos, if the model sees them: one, so that videos never delay pictures."""
+        try:
+            family = read_video_family(model, names, self._limits.arguments).family
+        except NoPictures as reason:
+            self.why_no_videos = str(reason)
+            return
+        except (KeyError, TypeError, ValueError) as error:  # the process of pictures refuses such arguments, too
+            self.why_no_videos = f"its settings of videos cannot be read: {type(error).__name__}: {error}"
+            return
+        self.places["video"] = Place(family.written, family.placeholder, family.placeholder_id)
+        sampled = {**settings, "kind": "video", "sampling": dict(self._limits.sampling)}
+        self._processes["video"] = PictureProcesses(sampled, 1)
+        self.why_no_videos = ""
+
+    def check(self, pictures: Sequence[Picture]) -> None:
+        """Raise ApiError, which names the part at fault, for too many pictures or videos of one request, or a kind that
+        the model does not see.
+        """
+        for kind in _KINDS:
+            own, most = [picture for picture in pictures if picture.kind == kind], self._limits.most(kind)
+            if own and kind not in self.places:
+                raise wrong_picture(own[0].param, f"videos cannot be used: {self.why_no_videos}")
+            if len(own) > most:
+                reason = f"the request has {len(own)} {_KINDS[kind]}, more than the {most} that are accepted"
+                raise wrong_picture(own[most].param, reason)
+
     async def prepare(
-        self, pictures: Sequence[Picture], most_rows: int | None = None, *, salt: str
+        self, pictures: Sequence[Picture], most_rows: int | None = None, *, salt: str, tenant: str = ""
     ) -> list[ReadyPicture]:
         """Return the pictures as the model's encoder reads them. Raises ApiError, which names the part at fault.
 
         Args:
-            pictures: those of one request.
+            pictures: those of one request, which `check` has accepted.
             most_rows: of all together, as many as the context has tokens. The first picture that is too much ends the
                 work on all others. None: the prompt is only counted.
             salt: only requests with the same one share processed pictures. Otherwise the response time would show that
                 another tenant has sent a picture.
+            tenant: whose pictures these are. Tenants take turns, and none may take all places to wait.
         """
-        most = self._limits.most_pictures
-        if len(pictures) > most:
-            reason = f"the request has {len(pictures)} pictures, more than the {most} that are accepted"
-            raise wrong_picture(pictures[most].param, reason)
         self._metrics.counts.observe(len(pictures))
         refused: ApiError | None = None
         sizes = _Sizes(most_rows, self._limits.memory_bytes // _PART_OF_ONE)
 
         async def prepared(picture: Picture) -> ReadyPicture:
-            ready = await self._prepared(picture, salt)
+            ready = await self._prepared(picture, salt, tenant)
             sizes.add(ready, picture)
             return ready
 
@@ -123,36 +173,60 @@ class Media:
         return [task.result() for task in tasks]
 
     def wait_until_ready(self) -> None:
-        """Wait until pictures can be prepared. Raises NoPictures or ValueError, with the reason."""
-        self._processes.wait_until_ready()
+        """Wait until pictures can be prepared, and videos if any. Raises NoPictures or ValueError, with the reason."""
+        self._processes["image"].wait_until_ready()
+        if "video" not in self._processes:
+            return
+        try:
+            self._processes["video"].wait_until_ready()
+        except NoPictures as reason:
+            self.why_no_videos = str(reason)
+            self.places.pop("video")
+            self._processes.pop("video").close()
 
     def close(self) -> None:
         """End the processes."""
-        self._processes.close()
+        for processes in self._processes.values():
+            processes.close()
 
-    async def _prepared(self, picture: Picture, salt: str) -> ReadyPicture:
+    @property
+    def pids(self) -> list[int]:
+        """Return the ids of the processes that run."""
+        return [pid for processes in self._processes.values() for pid in processes.pids]
+
+    @property
+    def placeholders(self) -> dict[str, int]:
+        """Return the token that stands for one row, by the kind of item that has it."""
+        return {kind: place.token_id for kind, place in self.places.items()}
+
+    async def _prepared(self, picture: Picture, salt: str, tenant: str) -> ReadyPicture:
         data = await self._fetcher.fetch(picture)
-        key = await asyncio.to_thread(_key, data, picture.detail, salt)
+        key = await asyncio.to_thread(_key, data, picture, salt)
         if (found := self._cache.get(key)) is not None:
             self._cache.move_to_end(key)
             self._metrics.hits.inc()
             return found
         try:
             self._make_room(len(data))
-            with self._memory.file(data):
-                return await self._processed(key, data, picture.detail)
+            with ExitStack() as counted:
+                counted.enter_context(self._memory.file(data))
+                if picture.kind == "video":  # videos are slow: those that wait leave room for pictures
+                    counted.enter_context(self._waiting_videos.file(data))
+                return await self._processed(key, data, picture, tenant)
         except UnusablePicture as error:
             raise wrong_picture(picture.param, str(error)) from None
         except PicturesBusy:
             raise _busy() from None
 
-    async def _processed(self, key: bytes, data: bytes, detail: str) -> ReadyPicture:
+    async def _processed(self, key: bytes, data: bytes, picture: Picture, tenant: str) -> ReadyPicture:
         """Process a picture, or wait for another request that does. The work ends when none waits for it any more."""
         work = self._running.get(key)
         if work is None:
-            if len(self._running) >= _MOST_WAITING:
+            tenants = [other.tenant for other in self._running.values() if other.kind == picture.kind]
+            if len(tenants) >= _MOST_WAITING or tenants.count(tenant) >= _MOST_WAITING // _PART_OF_TENANT:
                 raise PicturesBusy("too many pictures wait")
-            work = self._running[key] = _Work(asyncio.create_task(self._process(key, data, detail)))
+            task = asyncio.create_task(self._process(key, data, picture, tenant))
+            work = self._running[key] = _Work(task, picture.kind, tenant)
             work.task.add_done_callback(partial(self._end, key, work))
         else:
             self._metrics.hits.inc()
@@ -165,9 +239,9 @@ class Media:
                 work.task.cancel()
                 self._running.pop(key)
 
-    async def _process(self, key: bytes, data: bytes, detail: str) -> ReadyPicture:
+    async def _process(self, key: bytes, data: bytes, picture: Picture, tenant: str) -> ReadyPicture:
         started = time.monotonic()
-        ready = await self._processes.prepare(data, detail)
+        ready = await self._processes[picture.kind].prepare(data, picture.detail, tenant)
         self._metrics.seconds.observe(time.monotonic() - started)
         self._make_room(ready.num_bytes)
         self._memory.add(ready)
@@ -204,6 +278,8 @@ class _Work:
     """One picture that is being processed or waits for that."""
 
     task: "asyncio.Task[ReadyPicture]"
+    kind: Kind
+    tenant: str  # who asked for it first
     num_waiting: int = 0  # pictures of requests
 
 
@@ -219,11 +295,13 @@ class _Sizes:
         self._rows += ready.num_rows
         self._bytes += ready.num_bytes
         if self._most_rows is not None and self._rows > self._most_rows:
-            reason = f"the pictures have at least {self._rows} tokens; this model's context has {self._most_rows}"
-            text = f"Invalid value for '{picture.param}': {reason}. Use smaller pictures, or 'detail': 'low'."
+            kind, hint = _KINDS[picture.kind], _HINTS[picture.kind]
+            reason = f"the {kind} have at least {self._rows} tokens; this model's context has {self._most_rows}"
+            text = f"Invalid value for '{picture.param}': {reason}. {hint}"
             raise ApiError(text, param=picture.param, code="context_length_exceeded")
         if self._bytes > self._most_bytes:
-            reason = f"the pictures of the request take more than {self._most_bytes >> 20} MiB once they are decoded"
+            most = f"{self._most_bytes >> 20} MiB once they are decoded"
+            reason = f"the {_KINDS[picture.kind]} of the request take more than {most}"
             raise wrong_picture(picture.param, reason)
 
 
@@ -232,46 +310,54 @@ class PictureMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.counts = Histogram(
-            "crossdock_ingress_pictures", "Pictures of a request that has some.", buckets=_COUNTS, registry=registry
+            "crossdock_ingress_pictures",
+            "Pictures and videos of a request that has some.",
+            buckets=_COUNTS,
+            registry=registry,
         )
         self.seconds = Histogram(
             "crossdock_ingress_picture_seconds",
-            "From the bytes of a picture to the tensors of the encoder, waiting included.",
+            "From the bytes of a picture or a video to the tensors of the encoder, waiting included.",
             buckets=_SECONDS,
             registry=registry,
         )
         self.hits = Counter(
-            "crossdock_ingress_picture_cache_hits", "Pictures that had been processed before.", registry=registry
+            "crossdock_ingress_picture_cache_hits",
+            "Pictures and videos that had been processed before.",
+            registry=registry,
         )
 
 
 def place(
-    token_ids: Sequence[int], placeholder_id: int, pictures: Sequence[ReadyPicture]
+    token_ids: Sequence[int], placeholders: Mapping[str, int], pictures: Sequence[ReadyPicture]
 ) -> tuple[list[int], list[Item]]:
     """Return the tokens with each run of placeholders in its length, and the pictures' places among them.
 
-    `token_ids` has one placeholder for each run. Raises ValueError where it has more or fewer.
+    `token_ids` has one placeholder for each run. Raises ValueError where it has more or fewer. `placeholders`: by kind.
     """
     result: list[int] = []
     items: list[Item] = []
-    if token_ids.count(placeholder_id) != sum(len(picture.runs) for picture in pictures):
-        raise ValueError("the prompt has more placeholders than its pictures, or fewer")
+    for token_id in set(placeholders.values()):
+        own = [picture for picture in pictures if placeholders[picture.kind] == token_id]
+        if token_ids.count(token_id) != sum(len(picture.runs) for picture in own):
+            raise ValueError("the prompt has more placeholders than its pictures, or fewer")
     position = 0
     for picture in pictures:
-        start = -1
+        token_id, start = placeholders[picture.kind], -1
         for run in picture.runs:
-            at = token_ids.index(placeholder_id, position)
+            at = token_ids.index(token_id, position)
             result += token_ids[position:at]
             start = len(result) if start < 0 else start
-            result += [placeholder_id] * run
+            result += [token_id] * run
             position = at + 1
-        items.append(Item(start, len(result) - start, picture.num_rows, "image", picture.content_hash, picture.tensors))
+        length, tensors = len(result) - start, picture.tensors
+        items.append(Item(start, length, picture.num_rows, picture.kind, picture.content_hash, tensors))
     result += token_ids[position:]
     return result, items
 
 
-def _key(data: bytes, detail: str, salt: str) -> bytes:
-    kind = b"low" if detail == "low" else b"whole"
+def _key(data: bytes, picture: Picture, salt: str) -> bytes:
+    kind = b"video" if picture.kind == "video" else b"low" if picture.detail == "low" else b"whole"
     key = hashlib.blake2b(salt.encode(), digest_size=32).digest()
     return hashlib.blake2b(data, digest_size=16, key=key, person=kind).digest()
 

@@ -1,31 +1,28 @@
-"""The ingress's side of the processes of pictures: starts them, asks them, replaces one that ends."""
+"""The ingress's side of the processes of pictures: shares them between requests, and reads their answers."""
 
 import asyncio
-import logging
-import os
 import queue
-import select
-import subprocess
-import sys
-import weakref
+from collections import OrderedDict, deque
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from crossdock.cluster.api.media.families import NoPictures
-from crossdock.cluster.api.media.frames import WALL_SECONDS, read_frame, write_frame
+from crossdock.workers.sandbox.limited_child import Limits
+from crossdock.workers.sandbox.sandbox import Sandbox, SandboxBusy
 
-logger = logging.getLogger("ray.serve")
+LIMITS = {  # of one picture or video: 32 million pixels take 2 s, a frame of 1080 lines about 7 ms
+    "image": Limits(cpu_seconds=8.0, wall_seconds=20.0, memory_bytes=2 << 30),
+    "video": Limits(cpu_seconds=30.0, wall_seconds=60.0, memory_bytes=2 << 30, opens_files=False),
+}
 
 _MODULE = "crossdock.cluster.api.media.picture_process"
 _PROCESSES = 2  # about 70 MiB each; one slow picture does not stop all others
 _START_PATIENCE_S = 60.0  # a start takes three seconds on an idle machine
-_PATIENCE_S = WALL_SECONDS + 5.0  # for an answer
 _ENVIRONMENT = {  # transformers would advise to install torch
     **dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
     "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
@@ -42,12 +39,13 @@ class UnusablePicture(ValueError):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadyPicture:
-    """A picture as the model's encoder reads it."""
+    """A picture or a video as the model's encoder reads it."""
 
     text: str  # what replaces it in the prompt, each run of placeholders as one
     runs: tuple[int, ...]  # the length of each run
     content_hash: bytes
     tensors: Mapping[str, NDArray[Any]]
+    kind: str = "image"  # of the item: which of the encoder's methods takes it
 
     @property
     def num_rows(self) -> int:
@@ -61,11 +59,11 @@ class ReadyPicture:
 
 
 class PictureProcesses:
-    """Prepares pictures in processes of their own. For one event loop."""
+    """Prepares pictures, or videos, in processes of their own. For one event loop."""
 
     def __init__(self, settings: Mapping[str, Any], num_processes: int = _PROCESSES) -> None:
-        """`settings`: `folder` of the model, `names` of its added tokens by id, `arguments` of its image processor,
-        and `most_pixels` of a picture.
+        """`settings`: `kind`, image or video; `folder` of the model, `names` of its added tokens by id, `arguments` of
+        its image processor, `most_pixels` of a picture or of a frame; of videos also `sampling`, by `Sampling`'s names.
         """
         self._idle: queue.SimpleQueue[PictureProcess] = queue.SimpleQueue()
         self._all = [PictureProcess(settings) for _ in range(num_processes)]
@@ -73,9 +71,7 @@ class PictureProcesses:
             process.start()
             self._idle.put(process)
         self._threads = ThreadPoolExecutor(num_processes, "pictures")
-        self._slots = asyncio.Semaphore(
-            num_processes
-        )  # so that no picture of a client that has left waits for a thread
+        self._turns = Turns(num_processes)  # so that no picture of a client that has left waits for a thread
 
     def wait_until_ready(self) -> None:
         """Wait until a process can prepare pictures, for seconds. Raises as `PictureProcess` does."""
@@ -86,18 +82,20 @@ class PictureProcesses:
         """Return the ids of the processes that run."""
         return [process.pid for process in self._all if process.pid is not None]
 
-    async def prepare(self, data: bytes, detail: str) -> ReadyPicture:
+    async def prepare(self, data: bytes, detail: str, tenant: str = "") -> ReadyPicture:
         """Return a picture as the encoder reads it.
+
+        `tenant`: whose picture this is.
 
         Raises:
             UnusablePicture: it is none, or beyond the limits.
             PicturesBusy: there is no answer.
         """
-        await self._slots.acquire()
+        await self._turns.acquire(tenant)
         try:
             future = asyncio.get_running_loop().run_in_executor(self._threads, self._prepare, data, detail)
         except RuntimeError:
-            self._slots.release()
+            self._turns.release()
             raise PicturesBusy("the processes of pictures have ended") from None
         future.add_done_callback(self._release)
         return await asyncio.shield(future)  # a caller that leaves frees no thread
@@ -110,7 +108,7 @@ class PictureProcesses:
 
     def _release(self, future: "asyncio.Future[ReadyPicture]") -> None:
         """Let the next picture have the thread. The error of a caller that has left has no reader."""
-        self._slots.release()
+        self._turns.release()
         if not future.cancelled():
             future.exception()
 
@@ -122,122 +120,101 @@ class PictureProcesses:
             self._idle.put(process)
 
 
-class PictureProcess:
-    """One process of pictures. Calls must not overlap.
+class Turns:
+    """Slots that tenants take in turns: a hundred pictures of one tenant delay another's by one. For one event loop."""
 
-    The process ends when its stdin does: with `close`, with this object, or with this process however that ends.
-    """
+    def __init__(self, num_slots: int) -> None:
+        self._free = num_slots
+        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()  # the next tenant first
+
+    async def acquire(self, tenant: str) -> None:
+        """Wait for a slot."""
+        if self._free:
+            self._free -= 1
+            return
+        future = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(tenant, deque()).append(future)
+        try:
+            await future
+        except asyncio.CancelledError:
+            if future.cancelled():
+                self._forget(tenant, future)
+            else:  # the slot was given to a caller that has left
+                self.release()
+            raise
+
+    def release(self) -> None:
+        """Give a slot to the next tenant that waits."""
+        while self._waiting:
+            tenant, futures = self._waiting.popitem(last=False)
+            future = futures.popleft()
+            if futures:
+                self._waiting[tenant] = futures
+            if not future.done():
+                future.set_result(None)
+                return
+        self._free += 1
+
+    def _forget(self, tenant: str, future: "asyncio.Future[None]") -> None:
+        """Remove a caller that has left, so that its tenant does not lose a turn."""
+        futures = self._waiting.get(tenant)
+        if futures is not None and future in futures:
+            futures.remove(future)
+            if not futures:
+                del self._waiting[tenant]
+
+
+class PictureProcess:
+    """One process of pictures. Calls must not overlap."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         """The process starts with `start` or the first picture."""
-        self._settings = settings
-        self._process: subprocess.Popen[bytes] | None = None
-        self._is_ready = False
-        self._has_ended = False
-        self._closing: weakref.finalize[Any, Any] | None = None
+        self._sandbox = Sandbox(
+            _MODULE,
+            settings,
+            title="the process of pictures",
+            limits=LIMITS[settings["kind"]],
+            start_patience_s=_START_PATIENCE_S,
+            environment=_ENVIRONMENT,
+        )
 
     @property
     def pid(self) -> int | None:
         """Return the id of the process; None while there is none."""
-        return self._process.pid if self._process is not None else None
+        return self._sandbox.pid
 
     def start(self) -> None:
-        """Start the process, unless it runs. PicturesBusy: `end` has been called."""
-        if self._process is not None:
-            return
-        if self._has_ended:
-            raise PicturesBusy("the processes of pictures have ended")
-        # A new interpreter, never a fork: this process has threads.
-        environment = {**os.environ, **_ENVIRONMENT, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", _MODULE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
-        )
-        self._closing = weakref.finalize(self, _end, self._process)
-        with suppress(BrokenPipeError):  # then there will be no answer
-            write_frame(_stdin(self._process), self._settings)
+        """Start the process, unless it runs."""
+        self._sandbox.start()
 
     def wait_until_ready(self) -> None:
-        """Wait until the process has prepared a first picture, a small one.
+        """Wait until the process has prepared a first picture or video, a small one.
 
         Raises:
-            NoPictures: transformers cannot prepare pictures for this model.
+            NoPictures: pictures or videos cannot be prepared for this model.
             ValueError: it cannot with these arguments of the image processor.
             TimeoutError: it takes too long.
         """
-        if self._is_ready:
-            return
-        assert self._process is not None
-        answer = _answer(self._process, _START_PATIENCE_S)
+        answer = self._sandbox.first_answer()
         if answer is None or "unsupported" in answer:
             raise NoPictures((answer or {}).get("unsupported", "its image processor cannot be started"))
         if reason := answer.get("wrong_arguments"):
             raise ValueError(f"http.mm_processor_kwargs: the image processor refuses them: {reason}")
-        self._is_ready = True
 
     def prepare(self, data: bytes, detail: str) -> ReadyPicture:
         """Return a picture as the encoder reads it. Raises as `PictureProcesses.prepare` does."""
-        asked = {"data": data, "detail": detail}
-        answer = self._ask(asked) or self._ask(asked)  # it may have ended since the last picture
-        if answer is None or answer.get("is_busy"):
-            raise PicturesBusy("pictures cannot be processed in time now")
+        try:
+            answer = self._sandbox.ask({"data": data, "detail": detail})
+        except SandboxBusy as busy:
+            raise PicturesBusy(str(busy)) from busy
         if error := answer.get("error"):
             raise UnusablePicture(error)
         tensors = {
             name: np.frombuffer(body, np.dtype(kind)).reshape(shape)
             for name, (kind, shape, body) in answer["tensors"].items()
         }
-        return ReadyPicture(answer["text"], tuple(answer["runs"]), answer["hash"], tensors)
-
-    def close(self) -> None:
-        """End the process. Another picture starts the next one."""
-        if self._closing is not None:
-            self._closing()
-        self._process, self._closing, self._is_ready = None, None, False
+        return ReadyPicture(answer["text"], tuple(answer["runs"]), answer["hash"], tensors, answer["kind"])
 
     def end(self) -> None:
         """End the process, for good. Any thread may call."""
-        self._has_ended = True
-        self.close()
-
-    def _ask(self, asked: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Return the answer; None where the process ended. PicturesBusy: it hung."""
-        answer: dict[str, Any] | None = None
-        self.start()
-        assert self._process is not None
-        try:
-            self.wait_until_ready()
-            write_frame(_stdin(self._process), asked)
-            answer = _answer(self._process, _PATIENCE_S)
-        except TimeoutError as error:
-            self.close()
-            raise PicturesBusy("the process of pictures hung") from error
-        except (OSError, NoPictures):
-            pass  # it has ended
-        if answer is None:
-            logger.warning("the process of pictures ended; another starts")
-            self.close()
-        return answer
-
-
-def _stdin(process: "subprocess.Popen[bytes]") -> BinaryIO:
-    assert process.stdin is not None
-    return process.stdin  # type: ignore[return-value]
-
-
-def _answer(process: "subprocess.Popen[bytes]", patience_s: float) -> dict[str, Any] | None:
-    """Return the process's next answer; None where it ended. TimeoutError: none came in time."""
-    stdout = process.stdout
-    assert stdout is not None
-    if not select.select([stdout], [], [], patience_s)[0]:
-        raise TimeoutError
-    answer: dict[str, Any] | None = read_frame(stdout)  # type: ignore[arg-type]
-    return answer
-
-
-def _end(process: "subprocess.Popen[bytes]") -> None:
-    with suppress(OSError):
-        _stdin(process).close()
-    if process.stdout is not None:
-        process.stdout.close()
-    process.kill()
-    process.wait()
+        self._sandbox.end()

@@ -46,7 +46,12 @@ class Chats:
         body.check_logprobs()
         truncates = body.truncate_prompt_tokens is not None
         whole = await self._encoder.encode_chat(
-            body, body.template_tools(), generation.card, truncates=truncates, salt=generation.salt
+            body,
+            body.template_tools(),
+            generation.card,
+            truncates=truncates,
+            salt=generation.salt,
+            tenant=generation.tenant,
         )
         prompt = truncate_chat(whole, body, generation.card)
         reading = self._format.reading(body, prompt.token_ids)

@@ -9,7 +9,7 @@ from fastapi import Request
 from crossdock.cluster.api.body.conversation_body import ConversationChat
 from crossdock.cluster.api.errors import ApiError
 from crossdock.cluster.api.generation import Generation, Generations
-from crossdock.cluster.api.http.keys import cache_salt
+from crossdock.cluster.api.http.keys import cache_salt, tenant_of
 from crossdock.cluster.api.text.choices import Choice, Output
 from crossdock.cluster.api.text.message_format import MessageFormat
 from crossdock.cluster.api.text.message_parser import ChatMessage, Piece
@@ -54,8 +54,11 @@ class Conversations:
     async def count(self, request: Request, chat: ConversationChat, card: ModelCard) -> int:
         """Return the number of tokens of the prompt, however many the context has."""
         try:
-            salt = cache_salt(request.state.api_key, chat.cache_salt)
-            prompt = await self._encoder.encode_chat(chat, chat.template_tools(), card, truncates=True, salt=salt)
+            key = request.state.api_key
+            salt, tenant = cache_salt(key, chat.cache_salt), tenant_of(key)
+            prompt = await self._encoder.encode_chat(
+                chat, chat.template_tools(), card, truncates=True, salt=salt, tenant=tenant
+            )
         except ApiError as error:
             raise chat.renamed(error) from None
         return len(prompt.token_ids)
@@ -66,7 +69,12 @@ class Conversations:
             generation = self._generations.begin(request, chat)
             chat.check_logprobs()
             whole = await self._encoder.encode_chat(
-                chat, chat.template_tools(), generation.card, truncates=False, salt=generation.salt
+                chat,
+                chat.template_tools(),
+                generation.card,
+                truncates=False,
+                salt=generation.salt,
+                tenant=generation.tenant,
             )
             generation.body = _within_context(chat, len(whole.token_ids), generation.card)
             reading = self._format.reading(self._with_possible_budget(chat), whole.token_ids)

@@ -29,7 +29,7 @@ class Messages:
     async def create(self, request: Request, body: MessagesRequest) -> Response:
         begun = await self._conversations.begin(request, body.chat())
         if body.stream:
-            request.state.error_event = _ErrorEvent(request.state.request_id)
+            request.state.error_event = MessageErrorEvent(request.state.request_id)
             return await event_stream(self._events(begun))
         blocks = _Blocks()
         output = Output(0)
@@ -71,7 +71,7 @@ class Messages:
         yield b"".join(map(_written, events))
 
 
-class _ErrorEvent:
+class MessageErrorEvent:
     """Writes the error that cuts a stream."""
 
     def __init__(self, request_id: str) -> None:

@@ -10,7 +10,7 @@ from crossdock.cluster.api.body.generation_body import check_token_ids
 from crossdock.cluster.api.bounds import DETOKENIZED
 from crossdock.cluster.api.errors import ApiError
 from crossdock.cluster.api.http.http_json import json_answer, long_json_answer
-from crossdock.cluster.api.http.keys import cache_salt
+from crossdock.cluster.api.http.keys import cache_salt, tenant_of
 from crossdock.cluster.api.routes.models import Models
 from crossdock.cluster.api.slices import slices
 from crossdock.cluster.api.text.prompts import PromptEncoder
@@ -35,8 +35,10 @@ class Tokenization:
             adds = body.add_special_tokens is not False
             token_ids = await self._encoder.encode(body.prompt, card, "prompt", add_special_tokens=adds, truncates=True)
         else:
-            salt = cache_salt(request.state.api_key, "")
-            prompt = await self._encoder.encode_chat(body, body.tools or None, card, truncates=True, salt=salt)
+            salt, tenant = cache_salt(request.state.api_key, ""), tenant_of(request.state.api_key)
+            prompt = await self._encoder.encode_chat(
+                body, body.tools or None, card, truncates=True, salt=salt, tenant=tenant
+            )
             token_ids = prompt.token_ids
         answer: dict[str, Any] = {
             "count": len(token_ids),

@@ -1,7 +1,8 @@
 """Prompts as token ids: a text or a chat is encoded, truncated where the request asks for that, and must fit."""
 
 import asyncio
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -10,7 +11,7 @@ from typing import Any
 from crossdock.cluster.api.body.bodies import ChatCompletionRequest, TokenizeRequest, check_tools
 from crossdock.cluster.api.body.generation_body import GenerationBody
 from crossdock.cluster.api.body.messages import template_messages
-from crossdock.cluster.api.body.pictures import Picture
+from crossdock.cluster.api.body.pictures import Kind, Picture
 from crossdock.cluster.api.bounds import TEMPLATE_CHARS, TRUNCATED_CHARS, TRUNCATED_PER_TOKEN
 from crossdock.cluster.api.errors import ApiError, shown, to_json
 from crossdock.cluster.api.heap import Heap
@@ -100,10 +101,11 @@ class PromptEncoder:
         *,
         truncates: bool,
         salt: str,
+        tenant: str = "",
     ) -> Prompt:
         """Return the prompt that the chat template makes of the messages, with their pictures.
 
-        `salt`: only requests with the same one share processed pictures.
+        `salt`: only requests with the same one share processed pictures. `tenant`: tenants' pictures take turns.
         """
         self._check_template_fields(body)
         pictures: list[Picture] | None = None if self._media is None else []
@@ -118,15 +120,19 @@ class PromptEncoder:
         )
         if self._media is None or not pictures:
             return Prompt(await encode(text))
-        pieces = text.split(self._media.written)
-        if len(pieces) - 1 != len(pictures):
-            raise _misplaced(self._media, len(pieces) - 1, len(pictures))
-        ready = await self._media.prepare(pictures, None if truncates else card.max_model_len, salt=salt)
+        self._media.check(pictures)
+        kinds = [picture.kind for picture in pictures]
+        places = self._media.places.items()
+        pieces, found = _divided(text, {kind: place.written for kind, place in places if kind in kinds})
+        if found != kinds:
+            raise _misplaced(self._media, kinds, len(found))
+        most_rows = None if truncates else card.max_model_len
+        ready = await self._media.prepare(pictures, most_rows, salt=salt, tenant=tenant)
         parts = [part for piece, picture in zip(pieces, ready, strict=False) for part in (piece, picture.text)]
         try:
-            token_ids, items = place(await encode("".join([*parts, pieces[-1]])), self._media.placeholder_id, ready)
+            token_ids, items = place(await encode("".join([*parts, pieces[-1]])), self._media.placeholders, ready)
         except ValueError:
-            raise _misplaced(self._media, None, len(pictures)) from None
+            raise _misplaced(self._media, kinds) from None
         return Prompt(token_ids, items=items)
 
     def _render(
@@ -238,13 +244,26 @@ def output_limit(num_prompt_tokens: int, body: GenerationBody, card: ModelCard) 
     return left if limit is None else min(limit, left)
 
 
-def _misplaced(media: Media, num_places: int | None, num_pictures: int) -> ApiError:
-    """Return the error for a prompt whose pictures have no places of their own."""
-    names = " and ".join(f"'{token}'" for token in dict.fromkeys((media.written, media.placeholder)))
-    found = "other places" if num_places is None else f"{num_places} places"
+def _divided(text: str, written: Mapping[Kind, str]) -> tuple[list[str], list[Kind]]:
+    """Return the pieces of a text around its pictures and videos, and the kind of each of these, in order."""
+    if not written:
+        return [text], []
+    kinds: dict[str, Kind] = {each: kind for kind, each in written.items()}
+    longest_first = sorted(kinds, key=len, reverse=True)
+    parts = re.split(f"({'|'.join(map(re.escape, longest_first))})", text)
+    return parts[::2], [kinds[part] for part in parts[1::2]]
+
+
+def _misplaced(media: Media, kinds: Sequence[Kind], num_places: int | None = None) -> ApiError:
+    """Return the error for a prompt whose pictures or videos have no places of their own."""
+    places = media.places.values() if num_places is None else map(media.places.__getitem__, kinds)
+    names = [token for place in places for token in (place.written, place.token)]
+    shown = " and ".join(f"'{token}'" for token in dict.fromkeys(names))
+    found = "other places" if num_places in (None, len(kinds)) else f"{num_places} places"
+    what = "videos" if "image" not in kinds else "pictures and videos" if "video" in kinds else "pictures"
     reason = (
-        f"Invalid value for 'messages': the chat template makes {found} for {num_pictures} pictures. Texts must not "
-        f"contain {names}, and the messages with pictures must be of roles whose pictures the template shows."
+        f"Invalid value for 'messages': the chat template makes {found} for {len(kinds)} {what}. Texts must not "
+        f"contain {shown}, and the messages with {what} must be of roles whose {what} the template shows."
     )
     return ApiError(reason, param="messages", code="invalid_value")
 

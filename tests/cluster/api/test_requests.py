@@ -9,7 +9,7 @@ import pytest
 
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.router.fleet import RouterConfig
-from crossdock.workers.replica.engine_thread import EngineThread
+from crossdock.workers.replica.serving.engine_thread import EngineThread
 from crossdock.workers.report.profile import SchedulingProfile
 from crossdock.workers.schedule.cost import StepCost, StepWork
 from tests.cluster.api.engine_api import EngineApi

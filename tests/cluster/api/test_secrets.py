@@ -14,7 +14,7 @@ from crossdock.cluster.api.endpoints import build_api
 from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.cluster.dispatch.dispatcher import Dispatcher, ReplicaLost
-from crossdock.workers.replica.engine import Engine
+from crossdock.workers.replica.engine.engine import Engine
 from tests.cluster.api.engine_api import all_up
 from tests.cluster.api.otlp_collector import collector
 from tests.cluster.api.scripted_api import ScriptedDispatcher, raw, serving

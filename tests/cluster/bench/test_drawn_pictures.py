@@ -38,3 +38,19 @@ def test_requests_of_the_workload_have_pictures_of_their_own() -> None:
 def test_pictures_of_other_workloads_are_refused() -> None:
     with pytest.raises(ValueError, match="long_pictures"):
         BenchOptions("http://a", "chat", pictures=1)
+
+
+def test_pictures_of_long_prompts_are_refused_where_there_are_none() -> None:
+    for workload in ("chat", "images", "mix", "agents"):
+        with pytest.raises(ValueError, match="long_pictures: the workload"):
+            BenchOptions("http://a", workload, interference=Interference(long_pictures=1))
+    for workload in ("interference", "short-vs-long"):
+        BenchOptions("http://a", workload, interference=Interference(long_pictures=1))
+
+
+def test_size_of_pictures_is_refused_where_there_are_none() -> None:
+    for workload in ("chat", "mix", "agents", "interference", "short-vs-long"):
+        with pytest.raises(ValueError, match="picture_size"):
+            BenchOptions("http://a", workload, picture_size=64)
+    BenchOptions("http://a", "interference", picture_size=64, interference=Interference(long_pictures=1))
+    BenchOptions("http://a", "images", picture_size=64)

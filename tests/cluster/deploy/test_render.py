@@ -75,6 +75,18 @@ def test_nodes_have_the_labels_and_gpus_that_replicas_need() -> None:
         assert types[pool.name]["resources"]["GPU"] >= pool.num_gpus
 
 
+def test_encode_pool_has_a_deployment_and_nodes_like_any_other() -> None:
+    pools = [{"name": "encode", "num_gpus": 0, "num_cpus": 4}, {"name": "mixed", "num_gpus": 1}]
+    nodes = [{"pool": "encode", "cpus": 6, "memory": "16Gi"}, {"pool": "mixed", "cpus": 8, "gpus": 1, "memory": "32Gi"}]
+    config = load(None, {"model.path": "org/pictures", "pools": pools, "deploy.nodes": nodes})
+    encode, mixed = service(kuberay(config))["rayClusterConfig"]["workerGroupSpecs"]
+    assert [encode["groupName"], mixed["groupName"]] == ["encode", "mixed"]
+    limits = [group["template"]["spec"]["containers"][0]["resources"]["limits"] for group in (encode, mixed)]
+    assert [limit.get("nvidia.com/gpu") for limit in limits] == [None, "1"]
+    (application,) = serve_config(config)["applications"]
+    assert application["args"]["pools"][0]["role"] == "encode"
+
+
 def test_head_runs_no_replica_and_no_ingress() -> None:
     """Streams survive the loss of the head: no process that they pass through is on it."""
     spec = service(kuberay(fleet()))

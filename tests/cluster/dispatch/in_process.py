@@ -12,11 +12,12 @@ from crossdock.cluster.dispatch.connections import RemoteMethod
 from crossdock.cluster.dispatch.dispatcher import Dispatcher
 from crossdock.router.fleet import RouterConfig
 from crossdock.workers.model.load import wrap_module
-from crossdock.workers.replica.calibrate import warm_up
 from crossdock.workers.replica.config import EngineConfig, TransferConfig
-from crossdock.workers.replica.engine import Engine
-from crossdock.workers.replica.engine_thread import EngineThread
-from crossdock.workers.replica.handover import connect
+from crossdock.workers.replica.engine.calibrate import warm_up
+from crossdock.workers.replica.engine.engine import Engine
+from crossdock.workers.replica.serving.engine_thread import EngineThread
+from crossdock.workers.replica.transfer.handover import connect
+from crossdock.workers.replica.transfer.landing import open_landing
 from crossdock.workers.report.advertise import Message
 from crossdock.workers.report.profile import Role
 from crossdock.workers.schedule.request import Overloaded, SamplingParams, Submission
@@ -29,20 +30,27 @@ class InProcess:
     """An `EngineClient` without a process between: `replica.py` does the same behind a Serve handle."""
 
     def __init__(
-        self, config: EngineConfig | None = None, role: Role = "mixed", *, engine: Engine | None = None
+        self,
+        config: EngineConfig | None = None,
+        role: Role = "mixed",
+        *,
+        engine: Engine | None = None,
+        takes_rows: bool = False,
     ) -> None:
-        """`engine`: None makes one with `config` on a small random model."""
+        """`engine`: None makes one with `config` on a small random model. `takes_rows`: as in `ReplicaSpec`."""
         config = config or EngineConfig(kv_cache_memory=ByteSize(4 << 20))
         engine = engine or Engine(wrap_module(build("llama", {})), config)
         self.profile = warm_up(engine)
-        if role == "mixed":
+        if role == "mixed" and not takes_rows:
             self.engine_thread = EngineThread(engine)
         else:
-            self.engine_thread = EngineThread(
-                engine, partial(connect, engine, "tiny", role, TransferConfig(transport="tcp"))
-            )
-            assert self.engine_thread.handover is not None
-            self.profile = self.profile.model_copy(update={"role": role, "peer": self.engine_thread.handover.dock.blob})
+            arguments = engine, "tiny", role, TransferConfig(transport="tcp")
+            land = partial(open_landing, *arguments) if takes_rows else None
+            self.engine_thread = thread = EngineThread(engine, partial(connect, *arguments), land)
+            assert thread.handover is not None
+            addresses = {"peer": thread.handover.dock.blob}
+            addresses |= {"rows_peer": thread.landing.dock.blob} if thread.landing is not None else {}
+            self.profile = self.profile.model_copy(update={"role": role} | addresses)
         self.is_killed = False
 
     async def messages(self) -> AsyncIterator[Message]:
@@ -75,7 +83,7 @@ class InProcess:
         return await self.engine_thread.find_timelines(request_id, tenant)
 
     async def watched(self, seen: Mapping[str, int], tenant: str | None) -> dict[str, Any]:
-        profile = self.profile.model_dump(exclude={"peer"}, mode="json")
+        profile = self.profile.model_dump(exclude={"peer", "rows_peer"}, mode="json")
         return {"pool": "mixed", "profile": profile, **self.engine_thread.watched(seen, tenant)}
 
     async def owned_pages(self) -> int:

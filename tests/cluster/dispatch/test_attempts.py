@@ -12,7 +12,7 @@ from crossdock.cluster.dispatch.dispatcher import Dispatcher, ReplicaLost, Suspe
 from crossdock.cluster.dispatch.suspect_turns import SuspectTurns
 from crossdock.router.actions import ReplicaDead
 from crossdock.router.fleet import RouterConfig
-from crossdock.workers.replica import channel
+from crossdock.workers.replica.serving import channel
 from crossdock.workers.report.advertise import Message
 from crossdock.workers.schedule.request import Leg, Overloaded, SamplingParams, Submission, TokenDelta
 from tests.cluster.dispatch.in_process import IN_TURN, InProcess, Refusing, ready, tokens

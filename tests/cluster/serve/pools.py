@@ -29,7 +29,7 @@ from crossdock.cluster.serve.app import build
 from crossdock.workers.model.load import load_model
 from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.replica.config import EngineConfig
-from crossdock.workers.replica.engine import Engine
+from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.schedule.request import SamplingParams, Submission
 from tests.cluster.ports import free_port
 from tests.cluster.scraping import scrape
@@ -37,12 +37,15 @@ from tests.cluster.scraping import scrape
 APP = "pools"
 DECODES = 2
 CHUNK = 256  # tokens of a step at most
+PAIR: tuple[dict[str, Any], ...] = ({"name": "prefill"}, {"name": "decode", "replicas": DECODES})
 _MAX_MODEL_LEN = 4096
 
 
 @contextmanager
-def deployment(model: Path) -> Iterator[str]:
-    """Deploy one prefill and two decode replicas of `model`, and yield the URL of the API once all are up."""
+def deployment(
+    model: Path, pools: tuple[dict[str, Any], ...] = PAIR, settings: dict[str, Any] | None = None
+) -> Iterator[str]:
+    """Deploy replicas of `model`, and yield the URL of the API once all are up. `settings`: further ones, dotted."""
     port = free_port()
     config = load(
         None,
@@ -60,7 +63,8 @@ def deployment(model: Path) -> Iterator[str]:
             "transfer.transport": os.environ.get("CROSSDOCK_TEST_TRANSPORT", "auto"),
             "transfer.deadline_s": 4,
             "transfer.grace_s": 0.2,
-            "pools": [{"name": "prefill"}, {"name": "decode", "replicas": DECODES}],
+            "pools": [*pools],
+            **(settings or {}),
         },
     )
     serve.start(proxy_location=ProxyLocation.Disabled)
@@ -69,7 +73,7 @@ def deployment(model: Path) -> Iterator[str]:
         app = build(config)
     serve.run(app, name=APP, external_scaler_enabled=True)
     url = f"http://127.0.0.1:{port}"
-    wait_until_whole(url)
+    wait_until_whole(url, sum(pool.get("replicas", 1) for pool in pools))
     yield url
     serve.shutdown()  # not the application alone: the next module starts Serve with a proxy
 
@@ -108,21 +112,21 @@ def prompt(number: int, num_tokens: int) -> list[int]:
     return [(number * 977 + 31 * place * place + 7 * place) % 500 + 100 for place in range(num_tokens)]
 
 
-class Stream(threading.Thread):
+class TokenStream(threading.Thread):
     """One streaming request; `tokens` grows as they come."""
 
-    def __init__(self, url: str, prompt: list[int], max_tokens: int = 24, name: str = "", **params: Any) -> None:
+    def __init__(self, url: str, path: str, body: dict[str, Any], name: str = "") -> None:
         super().__init__(daemon=True)
-        self.body = {"model": "smol", "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
-        self.body |= {"temperature": 0, "return_token_ids": True, "logprobs": 0} | params
-        self.url, self.request_id = url, name or os.urandom(8).hex()
+        self.url, self.path = url, path
+        self.body = {"model": "smol", "ignore_eos": True, "stream": True, "return_token_ids": True} | body
+        self.request_id = name or os.urandom(8).hex()
         self.tokens: list[int] = []
         self.error: str | None = None
         self.start()
 
     def run(self) -> None:
         headers = {"X-Request-Id": self.request_id}
-        with httpx.stream("POST", f"{self.url}/v1/completions", json=self.body, headers=headers, timeout=120) as answer:
+        with httpx.stream("POST", f"{self.url}{self.path}", json=self.body, headers=headers, timeout=120) as answer:
             for line in answer.iter_lines():
                 data = line.removeprefix("data: ")
                 if not data.startswith("{"):
@@ -143,6 +147,14 @@ class Stream(threading.Thread):
     def timelines(self) -> list[dict[str, Any]]:
         """Return the timelines of this request at the replicas that worked for it."""
         return timelines(self.url, self.request_id)
+
+
+class Stream(TokenStream):
+    """A streaming completion."""
+
+    def __init__(self, url: str, prompt: list[int], max_tokens: int = 24, name: str = "", **params: Any) -> None:
+        body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "logprobs": 0} | params
+        super().__init__(url, "/v1/completions", body, name)
 
     def until_arriving(self) -> tuple[str, int]:
         """Wait until a decode replica has a part of the prompt; return the replica and the tokens it has."""
@@ -200,7 +212,7 @@ def ingress_sample(url: str, name: str) -> float:
     return float(line.rsplit(" ", 1)[1])
 
 
-def wait_until_whole(url: str) -> None:
+def wait_until_whole(url: str, replicas: int = 1 + DECODES) -> None:
     """Wait until all replicas are up, and no request owns a page."""
     deadline = time.monotonic() + 180
     while True:
@@ -209,7 +221,7 @@ def wait_until_whole(url: str) -> None:
             quarantined = samples(url, 'crossdock_pages{state="quarantined"')
         except httpx.TransportError:
             owned = quarantined = {}
-        if len(owned) == 1 + DECODES and not sum(owned.values()) and not sum(quarantined.values()):
+        if len(owned) == replicas and not sum(owned.values()) and not sum(quarantined.values()):
             return
         assert time.monotonic() < deadline, f"owned {owned}, quarantined {quarantined}"
         time.sleep(0.1)

@@ -84,6 +84,15 @@ def test_serve_with_missing_model_fails_before_ray_starts(served: Served) -> Non
     assert served.config is None
 
 
+def test_serve_with_encode_pool_for_a_model_of_text_fails_before_ray_starts(
+    served: Served, small_model_dir: Path
+) -> None:
+    result = run("serve", str(small_model_dir), "--pools", "encode=1,mixed=1", "--port", str(free_port()))
+    assert result.exit_code == 2
+    assert "a pool of the role encode needs a model that takes pictures: this model reads text only" in result.stderr
+    assert served.config is None
+
+
 def test_serve_with_unusable_generation_config_fails_before_ray_starts(served: Served) -> None:
     result = run("serve", "--generation-config", "absent", "--port", str(free_port()))
     assert result.exit_code == 2

@@ -26,6 +26,7 @@ VALUES = {  # an example of a value, as vLLM or SGLang take it; others take none
     "--allowed-media-domains": "images.example",
     "--limit-mm-per-prompt": '{"image": 4, "video": 0}',
     "--mm-processor-kwargs": '{"max_pixels": 1003520}',
+    "--media-io-kwargs": '{"video": {"num_frames": 16}}',
     "--allowed-origins": '["*"]',
     "--tool-call-parser": "hermes",
     "--reasoning-parser": "qwen3",

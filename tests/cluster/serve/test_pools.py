@@ -14,7 +14,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from ray import serve
 
-from crossdock.workers.replica.engine import Engine
+from crossdock.workers.replica.engine.engine import Engine
 from tests.cluster.deploy.test_manifests import expressions
 from tests.cluster.scraping import scrape
 from tests.cluster.serve import pools

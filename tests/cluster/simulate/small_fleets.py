@@ -3,15 +3,18 @@
 from collections.abc import Sequence
 from typing import Any
 
+from crossdock.cluster.bench.pictures import DrawnPicture
 from crossdock.cluster.bench.workloads import Job, Segment
 from crossdock.cluster.simulate.fleet import SimulatedFleet, describe
 from crossdock.cluster.simulate.simulation import Outcome, Simulation
 from crossdock.workers.report.profile import SchedulingProfile
 from crossdock.workers.schedule.cost import StepCost
+from crossdock.workers.schedule.encoder_cost import EncoderCost
 from crossdock.workers.schedule.slo import SloClass
 
 # Exact in binary, so that sums come out even: 1/64 s and a 1/1024 s per prompt token and per stream.
 COST = StepCost(base=1 / 64, per_prefill_token=1 / 1024, per_decode=1 / 1024)
+ENCODER = EncoderCost(base=0.0, per_row=1 / 4096)
 CLASSES = (
     SloClass(name="interactive", ttft_s=1.0, tpot_s=0.05, weight=4.0),
     SloClass(name="standard", ttft_s=10.0, tpot_s=0.1),
@@ -39,14 +42,29 @@ def profile(**changes: Any) -> SchedulingProfile:
     return SchedulingProfile.model_validate(plain | changes)
 
 
+def encoder_profile(**changes: Any) -> SchedulingProfile:
+    """Return the profile of an encode replica: a step of 1/64 s, and as much for each 64 rows of pictures."""
+    settings = {
+        "role": "encode",
+        "cost": StepCost(base=1 / 64, per_prefill_token=0.0),
+        "encoder_cost": ENCODER,
+        "page_bytes": 1024,
+    }
+    return profile(**settings | changes)
+
+
 def fleet(*pools: dict[str, Any], **settings: Any) -> SimulatedFleet:
     plain = {"name": "mixed", "replicas": 1, "profile": profile()}
     described = [plain | pool for pool in pools] or [plain]
     return describe({"pools": described, "latency_s": 0.0, "publish_s": 0.05, **settings})
 
 
-def job(name: str, prompt: int, output: int, due: float = 0.0, tier: str = "standard") -> Job:
-    return Job((Segment(name, prompt),), output, due, service_tier=tier)
+def job(
+    name: str, prompt: int, output: int, due: float = 0.0, tier: str = "standard", pictures: Sequence[str] = ()
+) -> Job:
+    """Return a job with pictures of 64 rows each, equal where their names are."""
+    drawn = tuple(DrawnPicture(picture, 8 * 28) for picture in pictures)
+    return Job((Segment(name, prompt),), output, due, service_tier=tier, pictures=drawn)
 
 
 def play(fleet: SimulatedFleet, jobs: Sequence[Job], seed: int = 0, at_once: bool = True) -> tuple[Simulation, Outcome]:
@@ -72,6 +90,8 @@ def assert_all_ended(simulation: Simulation, outcome: Outcome, jobs: Sequence[Jo
             assert sample.output_tokens == each.output_tokens
     for replica in outcome.replicas:
         if replica.until is None:
+            if replica.landing is not None:
+                assert (replica.landing.num_free, replica.landing.num_transfers) == (replica.landing.num_pages, 0)
             counts = replica.scheduler.pages.counts()
             assert counts.owned == counts.quarantined == 0
             assert counts.free + counts.cached == counts.total

@@ -22,7 +22,7 @@ from crossdock.cluster.tune.advice import Advice, advise
 from crossdock.cluster.tune.curves import Cell, Curves, relative_errors
 from crossdock.cluster.tune.report import Findings
 from crossdock.cluster.tune.sweep import grid
-from crossdock.workers.replica.calibrate import measure_step
+from crossdock.workers.replica.engine.calibrate import measure_step
 from crossdock.workers.report.profile import SchedulingProfile
 from crossdock.workers.schedule.chunking import SLACK_SHARE
 from crossdock.workers.schedule.cost import StepCost
@@ -340,7 +340,7 @@ def test_interrupted_command_writes_no_file(monkeypatch: pytest.MonkeyPatch, tmp
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("crossdock.workers.replica.engine.load_engine", interrupted)
+    monkeypatch.setattr("crossdock.workers.replica.engine.engine_loader.load_engine", interrupted)
     result = run("--output", str(tmp_path / "tune.yaml"))
     assert result.exit_code == 130
     assert not list(tmp_path.iterdir())
@@ -416,6 +416,10 @@ def test_pool_of_several_must_be_named(tmp_path: Path) -> None:
     result = run("--config", str(file))
     assert result.exit_code == 2
     assert "pool: the file has prefill, decode, which may differ; name one with --pool" in result.stderr
+    file.write_text("model: {path: org/pictures}\npools: [{name: encode}, {name: mixed}]")
+    result = run("--config", str(file), "--pool", "encode")
+    assert "pool: 'encode' encodes pictures alone" in result.stderr
+    file.write_text("pools: [{name: prefill}, {name: decode}]")
     result = run("--config", str(file), "--pool", "prefill", "--streams", "4")
     assert result.exit_code == 2
     assert "streams: none run in pool 'prefill'" in result.stderr

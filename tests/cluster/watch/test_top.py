@@ -37,6 +37,8 @@ class Deployment:
         self.output_tokens = self._counter(scrape.OUTPUT_TOKENS)
         self.pages = self._gauge(scrape.PAGES, scrape.STATE)
         self.preemptions = self._counter(scrape.PREEMPTIONS)
+        self.encoded, self.found = self._counter(scrape.ITEMS_ENCODED), self._counter(scrape.ITEM_HITS)
+        self.encoder_seconds = self._histogram(scrape.ENCODER_SECONDS, (0.1, 1))
         self.drafted, self.accepted = self._counter(scrape.DRAFT_TOKENS), self._counter(scrape.ACCEPTED_TOKENS)
         self.requests = self._gauge(scrape.REQUESTS, scrape.STATUS, scrape.CLASS)
         self.backlog = self._gauge(scrape.BACKLOG_SECONDS, scrape.CLASS)
@@ -163,6 +165,19 @@ def test_frame_of_a_server_that_speculates_has_a_row_for_drafts() -> None:
     served["text"], clock.now = deployment.text(), clock.now + 2
     readings.poll()
     assert row(shown(readings), "drafts") == "drafts tokens/s 30 · accepted 75%"
+
+
+def test_frame_of_a_server_that_encodes_pictures_has_a_row_for_them() -> None:
+    deployment = Deployment()
+    readings, served, clock = watching(deployment.text())
+    readings.poll()
+    assert "pictures" not in shown(readings)
+    deployment.encoded.inc(10)
+    deployment.found.inc(4)
+    deployment.encoder_seconds.observe(0.5)
+    clock.now, served["text"] = clock.now + 2, deployment.text()
+    readings.poll()
+    assert "/s encoded 5 · found 2 · 25% of the time" in row(shown(readings), "pictures")
 
 
 def test_frame_leaves_out_work_older_than_the_window() -> None:

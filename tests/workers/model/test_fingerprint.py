@@ -11,7 +11,7 @@ from torch import Tensor
 
 from crossdock.workers.model.fingerprint import fingerprint
 from crossdock.workers.model.load import wrap_module
-from crossdock.workers.replica.pool_layout import held_layers, pool_spec
+from crossdock.workers.replica.ranks.pool_layout import held_layers, pool_spec
 from tests.workers.model.test_longrope import ORIGINAL, longrope
 
 MIB = 1 << 20

@@ -13,7 +13,7 @@ from crossdock.workers.model.fp8_scales import example_text, exponents, fingerpr
 from crossdock.workers.model.load import load_model, wrap_module
 from crossdock.workers.model.model import PagedModel
 from crossdock.workers.model.model_spec import ModelSpec
-from crossdock.workers.replica.pool_layout import HeldLayers, held_layers, pool_spec
+from crossdock.workers.replica.ranks.pool_layout import HeldLayers, held_layers, pool_spec
 from tests.workers.architectures import SERVED, build
 from tests.workers.ranks import DIVISIONS, Ranks, saved
 

@@ -8,19 +8,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from crossdock.kernels import linear
 from crossdock.kernels.backend import choose_attention
-from crossdock.kernels.build import cpu_flags
-from crossdock.kernels.choice import KernelChoice, only
+from crossdock.kernels.cpu import linear
+from crossdock.kernels.cpu.build import cpu_flags
+from crossdock.kernels.cpu.choice import KernelChoice, only
 from crossdock.kernels.options import CpuKernels
 from crossdock.workers.model import fusion
 from crossdock.workers.model.cut.part import ModelPart
 from crossdock.workers.model.cut.position import RankPosition
 from crossdock.workers.model.fusion import FusedLayers, PackedEmbedding
 from crossdock.workers.model.load import load_model, wrap_module
+from crossdock.workers.model.logits_check import UnsupportedModelError
 from crossdock.workers.model.model import PagedModel
 from crossdock.workers.model.model_spec import ModelSpec
-from crossdock.workers.model.probe import UnsupportedModelError
 from crossdock.workers.replica.config import EngineConfig
 from tests.workers.architectures import build
 from tests.workers.model.paged import monolithic, random_steps, through_pages

@@ -15,9 +15,9 @@ from crossdock.workers.model.load import wrap_module
 from crossdock.workers.model.mixed_graphs import MixedGraphs, mixed_graphs
 from crossdock.workers.model.sampling.row import SampleRow
 from crossdock.workers.model.sampling.sampler import sample
-from crossdock.workers.replica.calibrate import warm_up
 from crossdock.workers.replica.config import EngineConfig
-from crossdock.workers.replica.engine import Engine
+from crossdock.workers.replica.engine.calibrate import warm_up
+from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.schedule.batch import Batch, Scheduled
 from crossdock.workers.schedule.request import Request, SamplingParams, Submission
 from tests.workers.architectures import SERVED, build

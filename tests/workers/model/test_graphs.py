@@ -19,7 +19,7 @@ from crossdock.workers.model.load import wrap_module
 from crossdock.workers.model.model import PagedModel
 from crossdock.workers.model.runner import Runner
 from crossdock.workers.replica.config import EngineConfig
-from crossdock.workers.replica.engine import Engine
+from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.schedule.batch import Batch, Scheduled
 from crossdock.workers.schedule.request import Request, SamplingParams, Submission
 from tests.workers.architectures import SERVED, build

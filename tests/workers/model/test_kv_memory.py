@@ -17,8 +17,9 @@ from crossdock.workers.model.load import wrap_module
 from crossdock.workers.model.memory_budget import ON_CPUS, MemoryBudget
 from crossdock.workers.model.model import PagedModel
 from crossdock.workers.replica.config import EngineConfig, StepSizes
-from crossdock.workers.replica.engine import Engine
+from crossdock.workers.replica.engine.engine import Engine
 from tests.workers.architectures import build
+from tests.workers.multimodal import build_multimodal
 
 GIB = 1 << 30
 
@@ -101,6 +102,25 @@ def test_pages_on_gpu_get_what_the_largest_steps_leave(gpu: list[StepInputs]) ->
     gpu.clear()
     assert count_pages_that_fit(model, fixed, 16).num_pages == (1 << 20) // page_bytes
     assert not gpu
+
+
+@pytest.mark.usefixtures("gpu")
+def test_pages_on_gpu_leave_room_for_pictures() -> None:
+    """Beside the steps: 16 MiB of embeddings, the encoder's largest call, and the rows of a step twice."""
+    model = wrap_module(build_multimodal("qwen3_vl"), attention=TORCH)
+    assert model.encoder is not None
+    config = EngineConfig.model_validate(
+        {
+            "gpu_memory_utilization": 0.6,
+            "max_num_batched_tokens": 300,
+            "max_num_seqs": 9,
+            "mm_encoder_cache": "16MiB",
+        }
+    )
+    page_bytes = model.layout(16).page_bytes
+    steps = 100 + 100 + 24
+    left = int(0.6 * (1 << 30)) - ((200 + steps + 100 + 16) << 20) - 2 * 300 * model.encoder.row_bytes
+    assert count_pages_that_fit(model, config.budget, 16) == PageBudget(left // page_bytes, page_bytes)
 
 
 @pytest.mark.usefixtures("gpu")

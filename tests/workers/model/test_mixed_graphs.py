@@ -21,7 +21,7 @@ from crossdock.workers.model.mixed_graphs import MixedGraphs, mixed_graphs, padd
 from crossdock.workers.model.model import PagedModel
 from crossdock.workers.model.runner import Runner
 from crossdock.workers.replica.config import EngineConfig
-from crossdock.workers.replica.engine import Engine
+from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.schedule.batch import Batch, Scheduled
 from crossdock.workers.schedule.cost import StepWork
 from crossdock.workers.schedule.cost_fit import StepCostFit

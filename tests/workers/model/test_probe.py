@@ -8,8 +8,9 @@ import pytest
 
 from crossdock.workers.model.cut.position import RankPosition
 from crossdock.workers.model.load import load_model, wrap_module
+from crossdock.workers.model.logits_check import UnsupportedModelError
 from crossdock.workers.model.model_spec import ModelSpec
-from crossdock.workers.model.probe import UnsupportedModelError, refuse_by_config
+from crossdock.workers.model.probe import refuse_by_config
 from tests.workers.architectures import RECURRENT, REFUSED, SERVED, build
 from tests.workers.ranks import saved
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from crossdock.workers.model.load import wrap_module
-from crossdock.workers.model.probe import UnsupportedModelError
+from crossdock.workers.model.logits_check import UnsupportedModelError
 from crossdock.workers.model.state_pages import LayerStates, StateLayout, StateShape, StepStates
 from tests.workers.architectures import RECURRENT, SERVED, build
 from tests.workers.model.paged import monolithic, through_pages

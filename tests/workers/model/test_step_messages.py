@@ -1,13 +1,17 @@
 """Other ranks receive every step as the driver made it, though only changes of its page tables travel."""
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from crossdock.workers.model.inputs import StepInputs, StepTensors
 from crossdock.workers.model.step_messages import StepReceiver, StepSender
+from crossdock.workers.model.vision import StepPictures
 from crossdock.workers.schedule.batch import Batch, Scheduled, StatePages
+from crossdock.workers.schedule.encoding import EncoderWork
+from crossdock.workers.schedule.items import Item
 from crossdock.workers.schedule.request import Request, SamplingParams
 
 PAGE_SIZE = 4
@@ -85,3 +89,41 @@ def test_message_of_a_decode_has_no_page_that_was_sent() -> None:
     assert sizes[0] > 2 * 4 * 1998, "a place and a page for each entry of a new request"
     assert sizes[1] < 200
     assert sizes[1] < sizes[2] < 200, "a new page"
+
+
+@pytest.mark.parametrize("axes", [1, 3])
+def test_rows_and_positions_of_pictures_are_received_without_embeddings(axes: int) -> None:
+    """The message has a row for each token at most, and three positions: no tensors of the pictures."""
+    num_tokens = 900
+    step, requests = step_of([("a", 0, num_tokens, list(range(num_tokens // PAGE_SIZE)))])
+    rows = np.arange(5, num_tokens, 2)
+    positions = np.arange(3 * num_tokens).reshape(3, -1) if axes == 3 else None
+    item = Item(5, 895, len(rows), "image", b"h" * 16, {"pixel_values": np.ones((4 * len(rows), 1176), np.float32)})
+    key_end = np.arange(1, num_tokens + 1, dtype=np.int32) if axes == 1 else None
+    pictures = StepPictures(EncoderWork((b"e" * 16,), [item]), rows, [(b"h" * 16, 0, len(rows))], positions, key_end)
+    sender, receiver = StepSender(PAGE_SIZE), StepReceiver()
+    sender.pack(step, requests)
+    plain = sender.pack(step, requests)
+    sent = replace(step, pictures=pictures)
+    message = sender.pack(sent, requests)
+    assert len(message) <= len(plain) + 8 * len(rows) + (8 * 3 if axes == 3 else 4) * num_tokens + 32
+    receiver.unpack(StepSender(PAGE_SIZE).pack(step, requests))
+    received = receiver.unpack(message)
+    check(received, sent, num_tokens)
+    assert received.pictures is not None
+    assert received.pictures.is_read
+    assert np.array_equal(received.pictures.rows, rows)
+    assert (received.pictures.positions is None) == (axes == 1)
+    if positions is not None:
+        assert np.array_equal(received.pictures.positions, positions)
+    if key_end is not None:
+        assert received.pictures.key_end is not None
+        assert np.array_equal(received.pictures.key_end, key_end)
+    assert not received.pictures.work.items
+
+
+def test_step_that_only_forgets_embeddings_is_one_of_tokens_to_other_ranks() -> None:
+    step, requests = step_of([("a", 0, 4, [1])])
+    sent = replace(step, pictures=StepPictures(EncoderWork((b"e" * 16,), ()), np.zeros(0, np.int64), ()))
+    assert not sent.reads_pictures
+    assert StepReceiver().unpack(StepSender(PAGE_SIZE).pack(sent, requests)).pictures is None

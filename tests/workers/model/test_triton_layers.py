@@ -11,15 +11,17 @@ from torch import Tensor
 
 from crossdock.kernels.attention import reference_paged_attention, reference_store_kv
 from crossdock.kernels.backend import Attention, choose_attention, triton_is_interpreted
-from crossdock.workers.model import load, probe
+from crossdock.workers.model import load, replaced_parts
 from crossdock.workers.model.cut.collectives import Collectives
 from crossdock.workers.model.cut.position import RankPosition
+from crossdock.workers.model.fusion import NotFusableError
 from crossdock.workers.model.load import wrap_module
 from crossdock.workers.model.model import PagedModel
 from crossdock.workers.model.model_spec import ModelSpec
-from crossdock.workers.model.triton_layers import TritonLayers
+from crossdock.workers.model.triton_layers import TritonLayers, use_triton_layers
 from tests.workers.architectures import SERVED, build
 from tests.workers.model.paged import monolithic, random_steps, through_pages
+from tests.workers.multimodal import paged_multimodal
 from tests.workers.ranks import Ranks, saved
 
 pytestmark = pytest.mark.skipif(not triton_is_interpreted(), reason="needs Triton: pip install triton")
@@ -106,7 +108,7 @@ def test_chunk_behind_pages_of_a_prefix_and_decode_equal_transformers() -> None:
 
 def test_scales_of_e4m3_pages_reach_each_layers_store_and_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     """Values are tested with the step: Triton's interpreter rounds to e4m3 wrongly where rounding carries."""
-    from crossdock.kernels import triton_layer_steps
+    from crossdock.kernels.gpu import triton_layer_steps
 
     model = wrap_module(build("qwen3", FUSED["qwen3"]), attention=attention("fp8"), kv_cache_dtype="fp8")
     assert is_fused(model)
@@ -133,7 +135,7 @@ def test_layers_of_another_shape_or_arithmetic_are_refused_with_reason(
     name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     options, reason = REFUSED[name]
-    with caplog.at_level(logging.INFO, probe.__name__):
+    with caplog.at_level(logging.INFO, replaced_parts.__name__):
         model = wrap_module(build(name, options | TWO), attention=attention())
     assert not is_fused(model)
     assert not model.kernels
@@ -145,13 +147,13 @@ def test_layers_of_another_shape_or_arithmetic_are_refused_with_reason(
 def test_step_that_fails_leaves_transformers_layers(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from crossdock.kernels import triton_layer_steps
+    from crossdock.kernels.gpu import triton_layer_steps
 
     def fail(*_: Any) -> Tensor:
         raise RuntimeError("no such instruction")
 
     monkeypatch.setattr(triton_layer_steps, "add_and_norm", fail)
-    with caplog.at_level(logging.INFO, probe.__name__):
+    with caplog.at_level(logging.INFO, replaced_parts.__name__):
         model = wrap_module(build("llama", TWO), attention=attention())
     assert not is_fused(model)
     assert f"{REASON}fused, they fail: RuntimeError: no such instruction" in caplog.messages
@@ -191,3 +193,9 @@ def test_ranks_of_a_gang_give_logits_of_the_whole(
     assert kernels[0] or all(is_joined for _, is_joined, _ in answers[:1])
     for ours, theirs in zip(answers[-1][2], expected, strict=True):
         torch.testing.assert_close(ours, theirs, atol=2e-3, rtol=2e-3)
+
+
+def test_layers_between_which_embeddings_of_pictures_are_added_stay_apart() -> None:
+    model = paged_multimodal("qwen3_vl")
+    with pytest.raises(NotFusableError, match="added between layers"):
+        use_triton_layers(model, [None] * 3)

@@ -9,21 +9,23 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers import AutoConfig
 
-from crossdock.workers.model.load import load_model, wrap_module
+from crossdock.kernels.backend import CPP, Attention
+from crossdock.workers.model.load import load_model
 from crossdock.workers.model.model import PagedModel
 from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.model.runner import Runner
+from crossdock.workers.model.vision import why_text_alone
 from crossdock.workers.schedule.batch import Batch, Scheduled
 from crossdock.workers.schedule.encoding import EncoderWork
 from crossdock.workers.schedule.request import InvalidField, Request, SamplingParams
-from tests.workers.model.paged import random_steps, through_pages
+from tests.workers.model.paged import random_steps
 from tests.workers.multimodal import (
+    BOTH_WAYS,
     FAMILIES,
     IMAGE,
     PLAIN,
-    TEXT,
     PicturePrompt,
     build_multimodal,
     one_pass,
@@ -76,7 +78,29 @@ def logits_of(
     return logits
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+def may_cut(family: str, prompt: PicturePrompt, cut: int) -> bool:
+    """Return whether a chunk may end there."""
+    return family not in BOTH_WAYS or not any(item.start < cut < item.end for item in prompt.items)
+
+
+def allowed_steps(
+    family: str, prompts: Sequence[PicturePrompt], steps: Sequence[Sequence[tuple[int, int, int]]]
+) -> list[list[tuple[int, int, int]]]:
+    """Return the steps with chunks lengthened to where they may end."""
+    done, found = [0] * len(prompts), []
+    for parts in steps:
+        lengthened = []
+        for number, _, end in parts:
+            while not may_cut(family, prompts[number], end):
+                end += 1
+            if end > done[number]:
+                lengthened.append((number, done[number], end))
+                done[number] = end
+        found.append(lengthened)
+    return [parts for parts in found if parts]
+
+
+@pytest.fixture(scope="module", params=(*FAMILIES, *BOTH_WAYS))
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -84,7 +108,8 @@ def family(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module", params=[{}, PLAIN], ids=["fused", "plain"])
 def models(request: pytest.FixtureRequest, family: str) -> tuple[PagedModel, Any]:
     model = paged_multimodal(family, **request.param)
-    assert bool(model.kernels) == (not request.param and family != "qwen3_vl")  # between whose layers DeepStack adds
+    is_fused = not request.param and family not in ("qwen3_vl", "gemma3")  # DeepStack adds between layers; other norms
+    assert bool(model.kernels) == is_fused
     return model, build_multimodal(family, **request.param)
 
 
@@ -97,8 +122,9 @@ def test_two_pictures_cut_at_every_boundary_equal_one_pass(family: str, models: 
     )
     length = len(prompt.token_ids)
     for cut in range(1, length):
-        (logits,) = logits_of(model, [prompt], [[(0, 0, cut)], [(0, cut, length)]])
-        torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-3)
+        if may_cut(family, prompt, cut):
+            (logits,) = logits_of(model, [prompt], [[(0, 0, cut)], [(0, cut, length)]])
+            torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-3)
 
 
 def test_ragged_chunks_of_several_prompts_equal_one_pass_each(family: str, models: tuple[PagedModel, Any]) -> None:
@@ -112,7 +138,7 @@ def test_ragged_chunks_of_several_prompts_equal_one_pass_each(family: str, model
     lengths = [len(prompt.token_ids) for prompt in prompts]
     expected = [one_pass(module, prompt) for prompt in prompts]
     for seed in range(4):
-        logits = logits_of(model, prompts, random_steps(lengths, seed))
+        logits = logits_of(model, prompts, allowed_steps(family, prompts, random_steps(lengths, seed)))
         for own, theirs in zip(logits, expected, strict=True):
             torch.testing.assert_close(own, theirs, rtol=1e-3, atol=1e-3)
 
@@ -174,32 +200,54 @@ def test_placeholder_without_an_item_is_an_error_beside_pictures() -> None:
         requests_of(model, [prompt])
 
 
-@pytest.mark.parametrize("family", ["gemma3"])
-def test_model_whose_pictures_attend_both_ways_takes_text_alone(family: str) -> None:
-    config = AutoConfig.for_model(
-        family,
-        text_config={**TEXT, "query_pre_attn_scalar": 12, "sliding_window": 16},
-        vision_config={
-            "hidden_size": 32,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "image_size": 32,
-            "patch_size": 8,
-        },
-        mm_tokens_per_image=4,
-        image_token_index=IMAGE,
-    )
-    torch.manual_seed(0)
-    module = AutoModelForImageTextToText.from_config(config).eval()
-    ids = torch.randint(3, 119, (50,), generator=torch.Generator().manual_seed(0))
-    with torch.inference_mode():
-        expected = module(input_ids=ids[None], use_cache=False).logits[0]
-    model = wrap_module(module)
-    assert model.encoder is None
-    assert "both directions" in model.why_text_alone
-    model.allocate_pool(8, PAGE_SIZE)
-    (logits,) = through_pages(model, [ids], [[(0, 0, 20)], [(0, 20, 50)]])
-    torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-3)
+NARROW: dict[str, Any] = {"sliding_window": 8}  # less than a picture of 16 rows
+
+
+@pytest.mark.parametrize("text", [{}, NARROW, PLAIN], ids=["wide window", "narrow window", "other heads"])
+def test_chunk_that_begins_inside_a_picture_of_both_directions_equals_one_pass(text: dict[str, Any]) -> None:
+    """As after a prefix hit: the rows before it are in pages, and were computed with the whole picture."""
+    model, module = paged_multimodal("gemma3", **text), build_multimodal("gemma3", **text)
+    prompt = PicturePrompt.of(3, picture("gemma3", 1), 2, picture("gemma3", 2), 9)
+    expected, length = one_pass(module, prompt), len(prompt.token_ids)
+    for start in range(1, length):
+        (logits,) = logits_of(model, [prompt], [[(0, 0, length)], [(0, start, length)]])
+        torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_picture_of_both_directions_at_the_beginning_and_beside_decodes_equals_one_pass() -> None:
+    model, module = paged_multimodal("gemma3", **NARROW), build_multimodal("gemma3", **NARROW)
+    tokens, item = picture("gemma3", 1)
+    soft = PicturePrompt([*tokens[1:-1], 5, 6, 7, 8], [replace(item, length=16)])  # no token before its rows
+    text = PicturePrompt.of(40, seed=3)
+    steps = [[(1, 0, 38)], [(1, 38, 39), (0, 0, 16)], [(1, 39, 40), (0, 16, 19)], [(0, 19, 20)]]
+    for own, prompt in zip(logits_of(model, [soft, text], steps), (soft, text), strict=True):
+        torch.testing.assert_close(own, one_pass(module, prompt), rtol=1e-3, atol=1e-3)
+
+
+def test_pictures_of_both_directions_next_to_each_other_are_refused() -> None:
+    """transformers would take them for one picture."""
+    tokens, item = picture("gemma3", 1)
+    rows = [*tokens[1:-1], *tokens[1:-1]]
+    touching = PicturePrompt(rows, [replace(item, length=16), replace(item, start=16, length=16)])
+    with pytest.raises(InvalidField, match="without a token between"):
+        requests_of(paged_multimodal("gemma3"), [touching])
+
+
+@pytest.mark.parametrize(
+    ("family", "attention", "reason"),
+    [
+        ("gemma3", CPP, ""),
+        ("gemma3", Attention("flash_attn", print, torch.add, takes_key_end=False), "attention_backend flash_attn"),
+        ("paligemma", CPP, "whole prompt"),
+        ("gemma3n", CPP, "not supported"),
+    ],
+)
+def test_models_whose_pictures_attend_both_ways_take_them_where_attention_can(
+    family: str, attention: Attention, reason: str
+) -> None:
+    config = AutoConfig.for_model(family)
+    assert reason in why_text_alone(config, attention)
+    assert bool(reason) == bool(why_text_alone(config, attention))
 
 
 def test_saved_model_is_loaded_with_its_encoder(family: str, tmp_path: Path) -> None:
@@ -207,5 +255,5 @@ def test_saved_model_is_loaded_with_its_encoder(family: str, tmp_path: Path) -> 
     module.save_pretrained(tmp_path)
     model = load_model(ModelSpec(str(tmp_path), "float32"), kv_bytes=1 << 20)
     length = len(prompt.token_ids)
-    (logits,) = logits_of(model, [prompt], [[(0, 0, 6)], [(0, 6, length)]])
+    (logits,) = logits_of(model, [prompt], allowed_steps(family, [prompt], [[(0, 0, 6)], [(0, 6, length)]]))
     torch.testing.assert_close(logits, one_pass(module, prompt), rtol=1e-3, atol=1e-3)

@@ -9,10 +9,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from pydantic import ByteSize
 
 from crossdock.workers.model.load import wrap_module
-from crossdock.workers.replica.calibrate import warm_up
 from crossdock.workers.replica.config import EngineConfig
-from crossdock.workers.replica.engine import Engine
-from crossdock.workers.replica.engine_thread import EngineThread
+from crossdock.workers.replica.engine.calibrate import warm_up
+from crossdock.workers.replica.engine.engine import Engine
+from crossdock.workers.replica.serving.engine_thread import EngineThread
 from crossdock.workers.schedule.request import SamplingParams, Submission
 from crossdock.workers.schedule.slo import SloClass
 from tests.workers.architectures import build
@@ -96,8 +96,11 @@ def run_driven(main: Callable[[Driven], Awaitable[None]], **config: Any) -> None
 _holding: set[asyncio.Task[None]] = set()
 
 
-async def hold(thread: EngineThread) -> threading.Event:
-    """Keep the engine's thread between two steps until the returned event is set."""
+async def hold(thread: EngineThread, before: threading.Event | None = None) -> threading.Event:
+    """Keep the engine's thread between two steps until the returned event is set.
+
+    `before`: the event of the last call, which is set now. So the thread takes one step and no more.
+    """
     gate, is_held = threading.Event(), threading.Event()
 
     def wait() -> None:
@@ -107,6 +110,9 @@ async def hold(thread: EngineThread) -> threading.Event:
     holding = asyncio.create_task(thread.call(wait))
     _holding.add(holding)
     holding.add_done_callback(_holding.discard)
+    if before is not None:
+        await asyncio.sleep(0)  # until `holding` has posted its wait
+        before.set()
     while not is_held.is_set():
         await asyncio.sleep(0.001)
     return gate

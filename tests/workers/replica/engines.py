@@ -7,7 +7,7 @@ from pydantic import ByteSize
 from crossdock.workers.model.load import wrap_module
 from crossdock.workers.model.model import PagedModel
 from crossdock.workers.replica.config import EngineConfig
-from crossdock.workers.replica.engine import Engine
+from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.schedule.request import SamplingParams, TokenDelta
 from tests.workers.architectures import build
 

@@ -11,14 +11,17 @@ from types import SimpleNamespace
 from typing import Any
 
 from crossdock.kvtransfer.messages import GroupPages
+from crossdock.kvtransfer.next_write import TargetRank
+from crossdock.kvtransfer.protocol_outputs import ProtocolOutput, Send, Write
 from crossdock.kvtransfer.receiver import Receiver
-from crossdock.kvtransfer.sender import ProtocolOutput, Send, Sender, TargetRank, Write
+from crossdock.kvtransfer.sender import Sender
 from crossdock.workers.replica.config import TransferConfig
-from crossdock.workers.replica.engine import Step
-from crossdock.workers.replica.handover import Handover
+from crossdock.workers.replica.engine.engine import Step
+from crossdock.workers.replica.transfer.handover import Handover
 from crossdock.workers.schedule.batch import Scheduled
 from crossdock.workers.schedule.drafting import DraftPolicy
-from crossdock.workers.schedule.pages import HOLE, PagePool, Window
+from crossdock.workers.schedule.pages import PagePool
+from crossdock.workers.schedule.prefix_index import HOLE, Window
 from crossdock.workers.schedule.request import (
     FinishReason,
     Leg,
@@ -54,7 +57,7 @@ class SansIoDock:
     receiver: Receiver = field(init=False)
 
     def __post_init__(self) -> None:
-        self.sender = Sender(0, PAGE_SIZE, 1 << 30)
+        self.sender = Sender(0, PAGE_SIZE, 20)  # two pages: states are divided too
         self.receiver = Receiver(PAGE_SIZE, self.name.encode(), TRANSFER.grace_s)
 
     @property

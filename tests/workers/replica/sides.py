@@ -16,9 +16,10 @@ from pydantic import ByteSize
 from crossdock.kvtransfer.events import Figures
 from crossdock.workers.model.load import wrap_module
 from crossdock.workers.replica.config import EngineConfig, TransferConfig
-from crossdock.workers.replica.engine import Engine
-from crossdock.workers.replica.engine_thread import EngineThread
-from crossdock.workers.replica.handover import Handover, connect
+from crossdock.workers.replica.engine.engine import Engine
+from crossdock.workers.replica.serving.engine_thread import EngineThread
+from crossdock.workers.replica.transfer.handover import Handover, connect
+from crossdock.workers.replica.transfer.landing import open_landing
 from crossdock.workers.schedule.request import FinishReason, Leg, SamplingParams, Submission, TokenDelta
 from tests.workers.architectures import build
 
@@ -40,6 +41,7 @@ class Side:
         deadline_s: float = 5.0,
         engine: Engine | None = None,
         patience_s: float = 20.0,
+        takes_rows: bool = False,
         **config: object,
     ) -> None:
         self.patience_s = patience_s  # of `next`
@@ -52,7 +54,9 @@ class Side:
         self.ended: list[tuple[str, bool, Figures, str]] = []
         transfer = TransferConfig(transport=transport, deadline_s=deadline_s, grace_s=0.1)  # type: ignore[arg-type]
 
-        self.thread = EngineThread(self.engine, partial(connect, self.engine, model, "test", transfer))
+        arguments = self.engine, model, "test", transfer
+        land = partial(open_landing, *arguments) if takes_rows else None
+        self.thread = EngineThread(self.engine, partial(connect, *arguments), land)
         on_figures = self.handover.on_figures
 
         def recorded(*end: Any) -> None:
@@ -111,10 +115,18 @@ class Side:
         """Return whether nothing is owned, quarantined or being transferred, now or within five seconds."""
         for _ in range(500):
             counts = await self.on_engine(self.engine.pages.counts)
-            if counts.owned == counts.quarantined == self.handover.dock.counts().num_open == 0:
+            docks = [side.dock for side in (self.handover, self.thread.landing) if side is not None]
+            num_open = sum(dock.counts().num_open for dock in docks)
+            if counts.owned == counts.quarantined == num_open == 0 and self.has_landing_pages:
                 return True
             await asyncio.sleep(0.01)
         return False
+
+    @property
+    def has_landing_pages(self) -> bool:
+        """Whether all landing pages are free, where there are some."""
+        rows = self.thread.landing.rows if self.thread.landing is not None else None
+        return rows is None or (rows.num_free == rows.num_pages and not rows.num_transfers)
 
     async def close(self) -> None:
         await self.thread.close()

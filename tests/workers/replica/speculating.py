@@ -15,8 +15,8 @@ from crossdock.workers.model.grammar.matcher import new_matcher
 from crossdock.workers.model.grammar.state import GrammarState, MaskBudget
 from crossdock.workers.model.load import wrap_module
 from crossdock.workers.replica.config import EngineConfig
-from crossdock.workers.replica.engine import Engine
-from crossdock.workers.replica.speculation import Speculation
+from crossdock.workers.replica.engine.engine import Engine
+from crossdock.workers.replica.engine.speculation import Speculation
 from crossdock.workers.schedule.request import Grammar, SamplingParams, Submission, TokenDelta
 from crossdock.workers.schedule.speculative_config import SpeculativeConfig
 from tests.workers.architectures import build

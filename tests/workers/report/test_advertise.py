@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 
 from crossdock.router.work import Work
 from crossdock.workers.report.advertise import LENGTHS, LiveProfile, Prompts, Publisher, observe
+from crossdock.workers.schedule.encoder_cost import EncoderCost
+from crossdock.workers.schedule.encoding import Encoding
 from crossdock.workers.schedule.request import Leg, Overloaded
 from crossdock.workers.schedule.slo import SloClass
 from tests.workers.schedule.model_free_replica import COST, ModelFreeReplica, new_request, new_scheduler
@@ -97,6 +99,15 @@ def test_live_profile_of_an_idle_replica_is_empty() -> None:
         (400, 400, 400),
         empty_pages=400,
     )
+
+
+def test_live_profile_has_what_pictures_cost_as_learnt_so_far() -> None:
+    replica = new_replica()
+    encoded = new_scheduler(400, 1000, cost=COST, slo_classes=CLASSES, encoding=Encoding(100))
+    assert [observe(scheduler, "me", 1).encoder_cost for scheduler in (replica.scheduler, encoded)] == [(), ()]
+    for base in (1.0, 2.0):
+        encoded.learn_encoder(EncoderCost(base=base, per_row=0.5, per_square=0.25))
+        assert observe(encoded, "me", 1).encoder_cost == (base, 0.5, 0.25)
 
 
 def test_urgent_classes_count_on_pages_of_less_urgent_requests() -> None:

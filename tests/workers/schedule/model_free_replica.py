@@ -10,7 +10,8 @@ from crossdock.workers.schedule.config import SchedulerConfig
 from crossdock.workers.schedule.cost import StepCost, StepWork
 from crossdock.workers.schedule.drafting import DraftPolicy
 from crossdock.workers.schedule.encoding import Encoding
-from crossdock.workers.schedule.pages import PagePool, Window
+from crossdock.workers.schedule.pages import PagePool
+from crossdock.workers.schedule.prefix_index import Window
 from crossdock.workers.schedule.request import Leg, Request, SamplingParams, TokenDelta
 from crossdock.workers.schedule.retention import retention
 from crossdock.workers.schedule.scheduler import Scheduler

@@ -18,9 +18,11 @@ from hypothesis.stateful import (
 
 from crossdock.workers.schedule.batch import Batch, Scheduled
 from crossdock.workers.schedule.drafting import DraftPolicy
+from crossdock.workers.schedule.encoding import Encoding
+from crossdock.workers.schedule.items import Item
 from crossdock.workers.schedule.page_needs import PageNeeds
-from crossdock.workers.schedule.pages import Window
-from crossdock.workers.schedule.request import Leg, Overloaded, Request, SamplingParams, Status
+from crossdock.workers.schedule.prefix_index import Window
+from crossdock.workers.schedule.request import InvalidField, Leg, Overloaded, Request, SamplingParams, Status
 from crossdock.workers.schedule.speculative_config import SpeculativeConfig
 from tests.workers.schedule.model_free_replica import (
     CLASSES,
@@ -116,6 +118,7 @@ class AnyHistory(RuleBasedStateMachine):
             slo_classes=CLASSES,
             depth=self.depth,
             drafting=None if self.drafting is None else DraftPolicy(self.drafting),
+            encoding=self.new_encoding(budget),
         )
         self.pages = self.scheduler.pages
         self.now = 0.0
@@ -131,6 +134,13 @@ class AnyHistory(RuleBasedStateMachine):
         self.late_rows: set[int] = set()  # of the next step that ends: the step behind it begins with wrong tokens
         self.ended: list[list[int]] = []  # the tokens of requests that have ended by themselves
         self.late: set[str] = set()  # requests whose part of the step in flight began with a wrong token
+
+    def new_encoding(self, budget: int) -> Encoding | None:
+        """Return the cache of embeddings; None: no prompt has pictures."""
+
+    def items_of(self, prompt: Sequence[int]) -> Sequence[Item]:
+        """Return the pictures in a prompt."""
+        return ()
 
     @rule(
         prefix=st.sampled_from([[], [1] * 8, [1] * 8 + [2] * 8, [3] * 20]),
@@ -160,15 +170,18 @@ class AnyHistory(RuleBasedStateMachine):
         name, prompt = f"r{self.count}", (prefix + tail)[:39]
         epoch = int(leg is not Leg.LOCAL)
         new = Request(name, prompt, params, salt, slo_class, leg=leg, epoch=epoch, arrival_time=self.now)
+        new.items = self.items_of(prompt)
         if self.scheduler.config.prefill_order == "response_ratio":
             new.priority_in_class = priority
         self.count += 1
-        with suppress(Overloaded):
+        try:
             self.scheduler.add(new)
             self.live[new.id] = new
             if is_offered:
                 self.scheduler.offer(new.id)
-        if new.id not in self.live:
+        except InvalidField:
+            assert new.items, "only a picture may be too long"
+        except Overloaded:
             assert self.scheduler.config.admission == "reject"
             assert self.live, "an idle replica refuses no request"
             assert self.scheduler.get(new.id) is None
@@ -252,7 +265,11 @@ class AnyHistory(RuleBasedStateMachine):
         self.flights.clear()
         self.late.clear()
         self.scheduler.drop_steps_in_flight()
+        self.forget_embeddings()
         self.take_returned()
+
+    def forget_embeddings(self) -> None:
+        """Do what the device does after a step has failed."""
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
@@ -288,10 +305,14 @@ class AnyHistory(RuleBasedStateMachine):
             self.one_step()
 
     def one_step(self) -> None:
+        self.grant()  # as the engine's thread does: an abort before this step may have freed pages
         while len(self.flights) < self.most_flights and self.begin():
             pass
         if self.flights:
             self.land()
+        self.grant()
+
+    def grant(self) -> None:
         for request in self.scheduler.grant(self.now):
             self.arriving[request.owner] = list(self.pages.state_of(request.owner))
         self.take_returned()
@@ -351,7 +372,7 @@ class AnyHistory(RuleBasedStateMachine):
             assert part.samples == (known == each.num_tokens and each.sampling.max_tokens > 0)
             assert self.pages.has_windows or len(part.pages) * size >= each.num_tokens
             assert all(len(pages) * size >= end for pages in (part.pages, *part.further_pages))
-            assert known == each.num_tokens or known % size == 0
+            self.check_end(part, known)
             if number < batch.num_decodes:  # a partially prefilled request is never decodable
                 assert each.num_output_tokens > 0
                 assert part.num_tokens == 1 + len(part.drafts)
@@ -361,7 +382,7 @@ class AnyHistory(RuleBasedStateMachine):
             assert part.reason
             threshold = config.long_prefill_token_threshold
             is_bounded = threshold and config.enable_chunked_prefill and num_computed_here > 1
-            assert not is_bounded or part.num_tokens - len(part.drafts) <= threshold
+            assert not is_bounded or part.num_tokens - len(part.drafts) <= self.longest_chunk(part, threshold)
         if not config.mixed_chunks:
             assert batch.num_decodes in (0, len(batch.scheduled)), "chunks and decodes take turns"
         if batch:
@@ -377,6 +398,14 @@ class AnyHistory(RuleBasedStateMachine):
             self.check_no_part_reads_what_another_writes(states)
             self.flights.append(Flight(batch, ids, pages, states))
         return bool(batch)
+
+    def check_end(self, part: Scheduled, end: int) -> None:
+        """Check that a part may end where its drafts begin."""
+        assert end == part.request.num_tokens or end % self.pages.page_size == 0
+
+    def longest_chunk(self, part: Scheduled, threshold: int) -> int:
+        """Return the tokens of the longest chunk that a threshold allows there."""
+        return threshold
 
     def check_no_part_reads_what_another_writes(self, states: Sequence[tuple[list[int], list[int]]]) -> None:
         written = [page for _, pages in states for page in pages]

@@ -4,7 +4,8 @@ import pytest
 
 from crossdock.workers.schedule.layer_groups import group_layers
 from crossdock.workers.schedule.page_needs import PageNeeds
-from crossdock.workers.schedule.pages import HOLE, PagePool, PrefixHit, Window, hash_pages
+from crossdock.workers.schedule.pages import PagePool
+from crossdock.workers.schedule.prefix_index import HOLE, PrefixHit, Window, hash_pages
 from crossdock.workers.schedule.request import Leg
 from crossdock.workers.schedule.scheduler import Scheduler
 

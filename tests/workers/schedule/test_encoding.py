@@ -12,7 +12,7 @@ from crossdock.workers.schedule.chunking import SLACK_SHARE
 from crossdock.workers.schedule.encoder_cost import EncoderCost, EncoderCostFit
 from crossdock.workers.schedule.encoding import Encoding
 from crossdock.workers.schedule.items import Item, items_in, salted
-from crossdock.workers.schedule.pages import hash_pages
+from crossdock.workers.schedule.prefix_index import hash_pages
 from crossdock.workers.schedule.request import InvalidField, Request, Status
 from tests.workers.schedule.model_free_replica import (
     COST,

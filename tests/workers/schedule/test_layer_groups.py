@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from crossdock.workers.schedule.layer_groups import LayerGroup, group_layers, held_bytes
-from crossdock.workers.schedule.pages import Window
+from crossdock.workers.schedule.prefix_index import Window
 
 PAGE_SIZE = 16
 CONTEXT = 32_768

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from crossdock.workers.schedule.page_needs import PageNeeds
-from crossdock.workers.schedule.pages import Window, first_visible_page
+from crossdock.workers.schedule.prefix_index import Window, first_visible_page
 
 PAGE_SIZE = 16
 

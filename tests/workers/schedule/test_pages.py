@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from crossdock.workers.schedule.pages import HOLE, PagePool, hash_pages
+from crossdock.workers.schedule.pages import PagePool
+from crossdock.workers.schedule.prefix_index import HOLE, hash_pages
 
 
 def test_hash_of_a_page_depends_on_all_tokens_before() -> None:

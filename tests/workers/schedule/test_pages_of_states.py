@@ -7,7 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from crossdock.workers.schedule.pages import PageHash, PagePool, PrefixHit, Window, hash_pages
+from crossdock.workers.schedule.pages import PagePool
+from crossdock.workers.schedule.prefix_index import PageHash, PrefixHit, Window, hash_pages
 
 SIZE = 2
 PREFIXES = ([1, 1, 2, 2, 3, 3, 4, 4], [1, 1, 2, 2, 5, 5, 6, 6], [7, 7, 8, 8, 9, 9])

@@ -8,18 +8,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from crossdock.workers.schedule.cost import StepCost
-from crossdock.workers.schedule.pages import PageHash, PagePool, hash_pages
+from crossdock.workers.schedule.pages import PagePool
+from crossdock.workers.schedule.prefix_index import PageHash, hash_pages
 from crossdock.workers.schedule.retention import (
     NO_HINT,
     EvictionPrice,
     LeastRecentlyUsed,
     LeastValuable,
     ReturnHint,
-    Returns,
-    chances,
     retention,
     why_no_values,
 )
+from crossdock.workers.schedule.returns import Returns, chances
 
 SIZE = 4
 COST = StepCost(base=0.0, per_prefill_token=1e-3, per_attended=1e-5)

@@ -1,6 +1,7 @@
 """The communication between the ranks of a gang: sums and gathers within a stage, hidden states between stages."""
 
 import socket
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -12,6 +13,8 @@ from torch import Tensor, nn
 
 from crossdock.workers.model.cut.position import RankPosition
 from crossdock.workers.model.cut.symmetric_sums import SymmetricSums, symmetric_sums
+
+_ROWS = 1  # tag of rows of pictures; hidden states have 0
 
 
 class Collectives:
@@ -34,6 +37,8 @@ class Collectives:
         self._gang = dist.new_group(timeout=timeout, backend=backend)
         self._small_sums: SymmetricSums | None = None
         self._sending: tuple[Any, Tensor] | None = None
+        self._host_group = self._gang if backend != "nccl" else None  # None: the world, which is of gloo
+        self._sending_rows: deque[list[tuple[Any, Tensor]]] = deque()  # of the newest steps with pictures
         self._is_alone = False
 
     def use_symmetric_memory(self, device: torch.device) -> None:
@@ -81,6 +86,30 @@ class Collectives:
         """Return the driver's `x`. The other ranks' `x` has its shape and dtype, and is overwritten. One stage only."""
         dist.broadcast(x, self.position.driver, group=self._stage)
         return x
+
+    def send_rows(self, rows: Tensor, ranks: Sequence[int]) -> None:
+        """Send the driver's rows of pictures to `ranks`, which call `receive_rows` with a tensor of the same shape.
+
+        Between stages they go through the hosts' memory, whatever the device: on the connection that takes hidden
+        states the other way, NCCL would wait for those first. The driver does not wait for the stages before its own.
+        """
+        if self.position.num_stages == 1:
+            self.from_driver(rows)
+            return
+        while len(self._sending_rows) >= self.position.num_stages:  # more than steps are in flight
+            for work, _ in self._sending_rows.popleft():
+                work.wait()
+        rows = rows.cpu()
+        group = self._host_group
+        self._sending_rows.append([(dist.isend(rows, rank, group=group, tag=_ROWS), rows) for rank in ranks])
+
+    def receive_rows(self, rows: Tensor) -> Tensor:
+        """Return the driver's rows of pictures, in the shape, dtype and device of `rows`, which may be overwritten."""
+        if self.position.num_stages == 1:
+            return self.from_driver(rows)
+        on_host = rows.cpu()
+        dist.recv(on_host, self.position.driver, group=self._host_group, tag=_ROWS)
+        return on_host.to(rows.device)
 
     def send(self, hidden: Tensor) -> None:
         """Send `hidden` to the same tensor rank of the next stage.

@@ -2,11 +2,14 @@
 
 from typing import Any
 
+from torch import nn
+
 from crossdock.workers.model.cut.collectives import Collectives
 from crossdock.workers.model.cut.part import ModelPart
 from crossdock.workers.model.cut.plan import TensorPlan
 from crossdock.workers.model.cut.position import RankPosition
 from crossdock.workers.model.cut.stage import PipelineStage
+from crossdock.workers.model.vision import why_text_alone
 
 
 def cut_model(model: Any, position: RankPosition, collectives: Collectives | None) -> ModelPart:
@@ -24,6 +27,16 @@ def cut_model(model: Any, position: RankPosition, collectives: Collectives | Non
     if position.num_stages > 1:
         part.stage = PipelineStage(model, config, position, collectives)
         part.first_layer, part.num_layers = part.stage.first_layer, part.stage.num_layers
+    if not position.is_driver and not why_text_alone(model.config):
+        _drop_encoder(model)
     held = model.state_dict()
     part.slices = {name: kept for name, kept in part.slices.items() if name in held}  # without other stages' tensors
     return part
+
+
+def _drop_encoder(model: Any) -> None:
+    """Leave the encoder of pictures, with its projector, to the driver, which encodes for all ranks."""
+    decoder = model.get_decoder()
+    for name, module in list(model.model.named_children()):
+        if module is not decoder:
+            setattr(model.model, name, nn.Identity())

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import CONFIG_MAPPING
 
 from crossdock.workers.model.cut.collectives import Collectives
 from crossdock.workers.model.cut.heads import HeadRanges, even_range
@@ -34,6 +35,10 @@ class TensorPlan:
         """
         modules = dict(self.model.named_modules())
         plan: dict[str, str] = dict(self.model.tp_plan)
+        if self.config.model_type in _LIKE:
+            decoder = next(name for name, module in modules.items() if module is self.model.get_decoder())
+            like = CONFIG_MAPPING[_LIKE[self.config.model_type]]
+            plan |= {f"{decoder}.{name}": style for name, style in like.base_model_tp_plan.items()}
         for tied in self.model.all_tied_weights_keys.items():  # one matrix: what divides one use divides the other
             head, embedding = (name.removesuffix(".weight") for name in tied)
             if head in plan and isinstance(modules.get(embedding), nn.Embedding):
@@ -172,6 +177,9 @@ _STYLES: dict[str, Callable[[TensorPlan, str, Any, HeadRanges | None], None]] = 
     "mla_kv_a_proj": TensorPlan.replicate,
 }
 
+
+_LIKE = {"qwen3_vl_text": "qwen3"}
+"""Decoders without a plan of their own, and those with the same modules whose plan they follow."""
 
 _OF_LATENTS = {"q_proj": "colwise", "q_b_proj": "colwise", "kv_b_proj": "colwise", "o_proj": "rowwise"}
 """What divides the heads of latent attention, which the plans of some models replicate."""

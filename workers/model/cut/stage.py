@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from crossdock.kvtransfer.layout import layer_range
 from crossdock.workers.model.cut.collectives import Collectives
 from crossdock.workers.model.cut.position import CannotCut, RankPosition
+from crossdock.workers.model.vision import is_multimodal
 
 _Answer = TypeVar("_Answer")
 
@@ -55,7 +56,7 @@ class PipelineStage:
         self._received: Tensor | None = None
         self._hidden_size: int = config.hidden_size
         self.needs_token_ids = position.is_first_stage or bool(getattr(config, "hidden_size_per_layer_input", 0))
-        layers = _decoder_layers(model, num_layers)
+        layers = _decoder_layers(model.get_decoder() if is_multimodal(model.config) else model, num_layers)
         self.first_layer, end = layer_range(num_layers, position.num_stages, position.stage)
         self.num_layers = end - self.first_layer
         for index in (*range(self.first_layer), *range(end, num_layers)):
@@ -112,4 +113,4 @@ def _decoder_layers(model: Any, num_layers: int) -> nn.ModuleList:
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and len(module) == num_layers:
             return module
-    raise CannotCut(f"{model.config.model_type}: the model has no list of {num_layers} layers")
+    raise CannotCut(f"{model.config.model_type}: the decoder has no list of {num_layers} layers")

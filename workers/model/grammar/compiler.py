@@ -20,7 +20,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from crossdock.workers.model.grammar.matcher import new_matcher
 from crossdock.workers.model.grammar.state import GrammarState, MaskBudget
-from crossdock.workers.model.grammar.vetter import Vetter, VettingBusy
+from crossdock.workers.model.grammar.vetter import Vetter
+from crossdock.workers.sandbox.sandbox import SandboxBusy
 from crossdock.workers.schedule.request import Grammar, InvalidField, Overloaded
 
 logger = logging.getLogger(__name__)
@@ -172,7 +173,7 @@ class GrammarCompiler:
                 compiled = Compiled(new_matcher(tokenizer, grammar), num_bytes=num_bytes)
             except InvalidField as error:
                 compiled = Compiled(None, str(error), len(str(error)))
-            except VettingBusy as error:
+            except SandboxBusy as error:
                 raise _overloaded() from error
             self._cache.put(key, compiled)
             return compiled

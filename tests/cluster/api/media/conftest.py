@@ -9,7 +9,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from crossdock.cluster.api.endpoints import build_api
-from crossdock.cluster.api.http.http_config import HttpConfig
+from crossdock.cluster.api.http.http_config import HttpConfig, VideoReading
 from crossdock.cluster.api.media.media import Media
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.cluster.serve.media import open_media
@@ -41,7 +41,8 @@ def picture_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Picture
     config = HttpConfig(
         allowed_media_domains=("pictures.example", ".cdn.example", "private.example", "127.0.0.1", "localhost"),
         allowed_local_media_path=str(folder),
-        limit_mm_per_prompt={"image": 8},
+        limit_mm_per_prompt={"image": 8, "video": 2},
+        media_io_kwargs={"video": VideoReading(num_frames=12)},
         media_max_pixels=1 << 20,
         media_max_bytes=2 << 20,
         media_timeout_s=1.0,

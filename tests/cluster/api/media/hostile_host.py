@@ -10,6 +10,7 @@ from typing import Self
 from urllib.parse import parse_qs, unquote, urlsplit
 
 from tests.cluster.api.media.picture_models import encoded, picture
+from tests.cluster.api.media.video_models import video_file
 
 HOST = "127.0.0.2"  # stands for a public address in these tests; the witness listens on 127.0.0.1
 NAMES: dict[str, Sequence[str]] = {
@@ -114,6 +115,8 @@ class HostileHost:
         match path:
             case "/dog.png":
                 _send(wire, encoded(picture()))
+            case "/walk.mp4":
+                _send(wire, video_file())
             case "/to":
                 location = unquote(query["u"][0])
                 wire.sendall(f"HTTP/1.1 302 Found\r\nLocation: {location}\r\nContent-Length: 0\r\n\r\n".encode())

@@ -27,7 +27,8 @@ from tests.cluster.conftest import byte_level
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n"
     "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
-    "{% if part.type == 'image' %}WRITTEN{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}"
+    "{% if part.type == 'image' %}WRITTEN{% elif part.type == 'video' %}VIDEO{% else %}{{ part.text }}{% endif %}"
+    "{% endfor %}{% endif %}"
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 _MEAN = [0.5, 0.4, 0.3]
@@ -46,12 +47,14 @@ class PictureModel:
     written: str
     expand: Callable[[Mapping[str, Any], int], str]  # transformers' own: outputs and index of a picture → its text
     arguments: Mapping[str, Any] | None = None  # that transformers' processor gives to the image processor
+    video_written: str = "<video>"
+    video_processor: Mapping[str, Any] | None = None
 
     def save(self, folder: Path) -> PreTrainedTokenizerFast:
         """Write the files into a directory, and return its tokenizer."""
         tokenizer = byte_level()
         tokenizer.add_special_tokens({"additional_special_tokens": list(self.tokens)})
-        tokenizer.chat_template = TEMPLATE.replace("WRITTEN", self.written)
+        tokenizer.chat_template = TEMPLATE.replace("WRITTEN", self.written).replace("VIDEO", self.video_written)
         tokenizer.save_pretrained(folder)
         ids = {
             name: tokenizer.convert_tokens_to_ids(value) if "token" in name and isinstance(value, str) else value
@@ -60,6 +63,8 @@ class PictureModel:
         (folder / "config.json").write_text(json.dumps(ids))
         (folder / "preprocessor_config.json").write_text(json.dumps(dict(self.image_processor)))
         (folder / "processor_config.json").write_text(json.dumps(dict(self.processor)))
+        if self.video_processor is not None:
+            (folder / "video_preprocessor_config.json").write_text(json.dumps(dict(self.video_processor)))
         return tokenizer
 
 
@@ -92,12 +97,23 @@ def _idefics(kind: str, processor: Any) -> PictureModel:
             global_image_tag=tokens[2],
         ),
         {"return_row_col_info": True},
+        video_processor={
+            "video_sampling": {"video_size": {"longest_edge": 48}},
+            "max_image_size": {"longest_edge": 32},
+            "image_mean": _STD,
+            "image_std": _MEAN,
+        },
     )
 
 
 def _qwen(kind: str, processor: Any) -> PictureModel:
     return PictureModel(
-        {"model_type": kind, "image_token_id": "<|image_pad|>", "vision_config": {}},
+        {
+            "model_type": kind,
+            "image_token_id": "<|image_pad|>",
+            "video_token_id": "<|video_pad|>",
+            "vision_config": {},
+        },
         {},
         {
             "image_processor_type": "Qwen2VLImageProcessor",
@@ -107,9 +123,18 @@ def _qwen(kind: str, processor: Any) -> PictureModel:
             "temporal_patch_size": 2,
             **_COMMON,
         },
-        ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>"),
+        ("<|vision_start|>", "<|vision_end|>", "<|video_pad|>", "<|image_pad|>"),
         "<|vision_start|><|image_pad|><|vision_end|>",
         _unbuilt(processor, image_token="<|image_pad|>", image_processor=SimpleNamespace(merge_size=2)),
+        video_written="<|vision_start|><|video_pad|><|vision_end|>",
+        video_processor={
+            "size": {"shortest_edge": 16 * 16, "longest_edge": (8 if kind == "qwen3_vl" else 1) * 40 * 40},
+            "patch_size": 4,
+            "merge_size": 2,
+            "temporal_patch_size": 2,
+            "image_mean": _STD,
+            "image_std": _MEAN,
+        },
     )
 
 
@@ -172,16 +197,16 @@ MODELS: Mapping[str, PictureModel] = {
             "image_token_index": "<image_soft_token>",
             "boi_token_index": "<start_of_image>",
             "eoi_token_index": "<end_of_image>",
-            "mm_tokens_per_image": 6,
+            "mm_tokens_per_image": 16,
             "vision_config": {},
         },
-        {"image_seq_length": 6},
-        {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 24, "width": 24}, **_COMMON},
+        {"image_seq_length": 16},
+        {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 32, "width": 32}, **_COMMON},
         ("<image_soft_token>", "<start_of_image>", "<end_of_image>"),
         "<start_of_image>",
         _unbuilt(
             Gemma3Processor,
-            full_image_sequence="\n\n<start_of_image>" + "<image_soft_token>" * 6 + "<end_of_image>\n\n",
+            full_image_sequence="\n\n<start_of_image>" + "<image_soft_token>" * 16 + "<end_of_image>\n\n",
         ),
         {"do_convert_rgb": True, "do_pan_and_scan": False},
     ),
@@ -205,6 +230,7 @@ MODELS: Mapping[str, PictureModel] = {
             image_token="<IMG_CONTEXT>",
         ),
         {"crop_to_patches": True},
+        video_processor={"size": {"height": 32, "width": 32}, "image_mean": _STD, "image_std": _MEAN},
     ),
 }
 

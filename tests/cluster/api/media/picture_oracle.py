@@ -17,7 +17,7 @@ def built(kind: str, folder: Path, vocab_size: int) -> Any:
     """Return a random model of a family, whose image tokens have the ids of the configuration in a directory."""
     ids = json.loads((folder / "config.json").read_text())
     settings = {"model_type": kind, **CONFIGS[kind]}
-    settings |= {name: token_id for name, token_id in ids.items() if name.startswith("image_token")}
+    settings |= {name: token_id for name, token_id in ids.items() if name.startswith(("image_token", "video_token"))}
     settings["text_config"] = {**settings["text_config"], "vocab_size": vocab_size}
     torch.manual_seed(0)
     module = AutoModelForImageTextToText.from_config(AutoConfig.for_model(**settings), dtype=torch.float32).eval()
@@ -76,6 +76,8 @@ def continuation_of(
         if kind.startswith("qwen"):
             module.model.rope_deltas = None
             tensors["mm_token_type_ids"] = (ids == placeholder).long()
+        if kind == "gemma3":  # whose mask needs to know which tokens are pictures
+            tensors["token_type_ids"] = (ids == placeholder).long()
         found = module(input_ids=ids, **tensors, use_cache=False).logits[0, -1].log_softmax(-1)
         output.append(int(found.argmax()))
         logprobs.append(float(found.max()))

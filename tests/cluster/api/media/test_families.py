@@ -10,12 +10,13 @@ import pytest
 from crossdock.cluster.api.body.bodies import ChatCompletionRequest
 from crossdock.cluster.api.body.pictures import Picture
 from crossdock.cluster.api.media.families import NoPictures, read_family
-from crossdock.cluster.api.media.media import place
-from crossdock.cluster.api.media.picture_process import Preparation
+from crossdock.cluster.api.media.media import Place, place
+from crossdock.cluster.api.media.preparation import Preparation
 from crossdock.cluster.api.media.processes import ReadyPicture
 from crossdock.cluster.api.text.prompts import PromptEncoder
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.cluster.dispatch.dispatcher import ModelCard
+from crossdock.workers.schedule.items import with_levels
 from tests.cluster.api.media.picture_models import MODELS, encoded, image_part, picture
 from tests.cluster.api.media.picture_oracle import prompt_of
 
@@ -28,13 +29,19 @@ class PreparedHere:
 
     def __init__(self, folder: Path, names: dict[int, str], files: dict[str, bytes]) -> None:
         family = read_family(folder, names)
-        self.written, self.placeholder = family.written, family.placeholder
-        self.placeholder_id = family.placeholder_id
+        self.places = {"image": Place(family.written, family.placeholder, family.placeholder_id)}
+        self.placeholders = {"image": family.placeholder_id}
         keyed = {str(token_id): name for token_id, name in names.items()}
         self._prepare = Preparation({"folder": str(folder), "names": keyed, "arguments": {}, "most_pixels": 1 << 20})
+        assert self._prepare.tried() == {"is_ready": True}
         self._files = files
 
-    async def prepare(self, pictures: list[Picture], most_rows: int | None, *, salt: str) -> list[ReadyPicture]:
+    def check(self, pictures: list[Picture]) -> None:
+        """Accept all."""
+
+    async def prepare(
+        self, pictures: list[Picture], most_rows: int | None, *, salt: str, tenant: str
+    ) -> list[ReadyPicture]:
         answers = [self._prepare({"data": self._files[each.url], "detail": each.detail}) for each in pictures]
         return [ReadyPicture(each["text"], tuple(each["runs"]), each["hash"], _arrays(each)) for each in answers]
 
@@ -65,16 +72,17 @@ def test_prompt_with_pictures_equals_that_of_transformers(kind: str, tmp_path: P
     token_ids, processed = prompt_of(kind, tmp_path, theirs, messages, images)
     assert prompt.token_ids == token_ids
     for outputs, item in zip(processed, prompt.items, strict=True):
-        for name, tensor in item.tensors.items():
+        assert item.tensors["pixel_values"].dtype == np.uint8
+        for name, tensor in with_levels(item.tensors).items():
             assert np.array_equal(tensor, np.asarray(outputs[name])), name
     at = 0
     for item in prompt.items:
         span = prompt.token_ids[item.start : item.end]
         assert item.start >= at
-        assert span[0] == span[-1] == media.placeholder_id
-        assert span.count(media.placeholder_id) == item.num_rows > 0
+        assert span[0] == span[-1] == media.placeholders["image"]
+        assert span.count(media.placeholders["image"]) == item.num_rows > 0
         at = item.end
-    assert prompt.token_ids.count(media.placeholder_id) == sum(item.num_rows for item in prompt.items)
+    assert prompt.token_ids.count(media.placeholders["image"]) == sum(item.num_rows for item in prompt.items)
 
 
 def test_equal_pictures_have_equal_hashes_and_others_have_not(tmp_path: Path) -> None:
@@ -115,7 +123,7 @@ def test_unknown_family_is_refused_by_its_name(tmp_path: Path) -> None:
 
 def test_picture_is_placed_where_its_placeholders_are() -> None:
     ready = [ReadyPicture("", (2, 3), b"a", {}), ReadyPicture("", (1,), b"b", {})]
-    token_ids, items = place([5, 9, 6, 9, 7, 9], 9, ready)
+    token_ids, items = place([5, 9, 6, 9, 7, 9], {"image": 9}, ready)
     assert token_ids == [5, 9, 9, 6, 9, 9, 9, 7, 9]
     assert [(item.start, item.length, item.num_rows, item.content_hash) for item in items] == [
         (1, 6, 5, b"a"),
@@ -123,4 +131,21 @@ def test_picture_is_placed_where_its_placeholders_are() -> None:
     ]
     for wrong in ([5, 9, 6, 9, 7], [9, 9, 9, 9]):
         with pytest.raises(ValueError, match="placeholders"):
-            place(wrong, 9, ready)
+            place(wrong, {"image": 9}, ready)
+
+
+def test_pixels_of_a_processor_that_mixes_them_travel_as_floats(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as one that takes each picture's own mean away: no table has its values."""
+    theirs = MODELS["llava"].save(tmp_path)
+    names = {str(token_id): text for text, token_id in ModelTokenizer(theirs).added_tokens().items()}
+    settings = {"folder": str(tmp_path), "names": names, "arguments": {}, "most_pixels": 1 << 20}
+    prepare = Preparation(settings)
+    kind = type(prepare._processor._processor)
+    usual = kind.normalize
+    monkeypatch.setattr(kind, "normalize", lambda self, image, *rest: usual(self, image, *rest) - image.mean())
+    assert prepare.tried() == {"is_ready": True}
+    answer = prepare({"data": encoded(picture()), "detail": "auto"})
+    assert answer["tensors"].keys() == {"pixel_values"}
+    assert answer["tensors"]["pixel_values"][0] == "<f4"

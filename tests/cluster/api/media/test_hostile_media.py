@@ -1,83 +1,24 @@
 """Hostile pictures: each is refused in OpenAI's form, names its part, reveals nothing and connects to no other host."""
 
-import os
 import struct
 import zlib
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-import httpx
 import pytest
 
-from crossdock.cluster.api.endpoints import build_api
-from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.media.addresses import AllowedHosts, is_public
-from crossdock.cluster.api.media.fetch import PictureFetcher
-from crossdock.cluster.api.media.media import Media, MediaLimits
-from crossdock.cluster.api.text.tokenizer import ModelTokenizer
-from tests.cluster.api.media.hostile_host import HOST, NAMES, HostileHost, Names, Witness
-from tests.cluster.api.media.picture_models import MODELS, data_url, encoded, image_part, picture
-from tests.cluster.api.scripted_api import LiveServer, ScriptedDispatcher, refused
-
-SECRET = "TOP-SECRET"
-
-
-class HostileScene:
-    """A server that may fetch pictures, a hostile host, and a witness on an address that is forbidden."""
-
-    def __init__(self, root: Path, http: httpx.Client, host: HostileHost, witness: Witness, names: Names) -> None:
-        self.root, self.http, self.host, self.witness, self.names = root, http, host, witness, names
-
-    def ask(self, part: Any) -> httpx.Response:
-        messages = [{"role": "user", "content": [{"type": "text", "text": "What is this?"}, part]}]
-        return self.http.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 2})
-
-    def url(self, text: str) -> str:
-        """Return a URL with the ports of this scene: HOST is the hostile host's, WITNESS the witness's."""
-        text = text.replace(":HOST", f":{self.host.port}").replace(":WITNESS", f":{self.witness.port}")
-        text = text.replace("%3AWITNESS", f"%3A{self.witness.port}").replace("%3AHOST", f"%3A{self.host.port}")
-        return text.replace("ROOT", str(self.root))
+from tests.cluster.api.media.hostile_host import HOST, NAMES
+from tests.cluster.api.media.hostile_scene import SECRET, HostileScene, hostile_scene
+from tests.cluster.api.media.picture_models import data_url, encoded, image_part, picture
+from tests.cluster.api.scripted_api import refused
 
 
 @pytest.fixture(scope="module")
 def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HostileScene]:
-    root = tmp_path_factory.mktemp("hostile")
-    model, folder = root / "model", root / "pictures"
-    folder.mkdir()
-    tokenizer = ModelTokenizer(MODELS["qwen2_vl"].save(model))
-    (root / "secret.png").write_bytes(encoded(picture()))
-    (root / "pictures-beside").mkdir()
-    (root / "pictures-beside" / "a.png").write_bytes(encoded(picture()))
-    (folder / "text.png").write_text(SECRET)
-    (folder / "link.png").symlink_to(root / "secret.png")
-    (folder / "linked").symlink_to(root)
-    (folder / "loop.png").symlink_to(folder / "loop.png")
-    os.mkfifo(folder / "pipe.png")
-    (folder / "large.png").write_bytes(b"\x89PNG" + bytes(3 << 20))
-    names = Names()
-    hosts = AllowedHosts((*NAMES, ".cdn.example", "rebind.example", "127.0.0.1", "localhost", "absent.example"))
-    fetcher = PictureFetcher(
-        hosts=hosts,
-        folder=folder,
-        most_bytes=2 << 20,
-        timeout_s=1.0,
-        resolve=names.resolve,
-        is_allowed=lambda address: address == HOST or is_public(address),
-    )
-    limits = MediaLimits(hosts, folder, 4, 2 << 20, 1 << 20, 1.0, 1 << 20, 1 << 30, {})
-    vocabulary = {token_id: text for text, token_id in tokenizer.added_tokens().items()}
-    media = Media(model, vocabulary, limits, fetcher=fetcher)
-    witness = Witness()
-    dispatcher = ScriptedDispatcher(tokenizer, max_model_len=2000)
-    app = build_api(dispatcher, tokenizer, HttpConfig(), media=media)  # type: ignore[arg-type]
-    try:
-        with HostileHost() as host, LiveServer(app) as url, httpx.Client(base_url=url, timeout=60) as http:
-            yield HostileScene(root, http, host, witness, names)
-    finally:
-        media.close()
-        witness.close()
+    with hostile_scene(tmp_path_factory.mktemp("hostile")) as scene:
+        yield scene
 
 
 def chunk(kind: bytes, body: bytes) -> bytes:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from PIL import Image
 from prometheus_client import CollectorRegistry
 
 from crossdock.cluster.api.body.pictures import Picture
@@ -34,7 +35,7 @@ def media(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Media]:
     folder = tmp_path_factory.mktemp("model")
     tokenizer = ModelTokenizer(MODELS["qwen2_vl"].save(folder))
     names = {token_id: text for text, token_id in tokenizer.added_tokens().items()}
-    limits = MediaLimits(AllowedHosts(()), None, 32, MEMORY, 1 << 20, 1.0, MEMORY, MEMORY, {})
+    limits = MediaLimits(AllowedHosts(()), None, 32, 0, MEMORY, 1 << 20, 1.0, MEMORY, MEMORY, {}, {})
     media = Media(folder, names, limits, metrics=PictureMetrics(REGISTRY))
     try:
         media.wait_until_ready()
@@ -103,9 +104,9 @@ def test_kept_pictures_make_room_for_others(media: Media, loop: asyncio.Runner) 
     before = metric("cache_hits_total")
 
     async def run() -> None:
-        for seed in range(20):  # of which all together take more than the memory
+        for seed in range(45):  # of which all together take more than the memory
             await media.prepare(one(128, seed), salt="")
-        await media.prepare(one(128, 19), salt="")
+        await media.prepare(one(128, 44), salt="")
 
     loop.run(run())
     assert metric("cache_hits_total") - before == 1
@@ -113,7 +114,8 @@ def test_kept_pictures_make_room_for_others(media: Media, loop: asyncio.Runner) 
 
 def test_request_with_more_than_half_of_the_memory_is_refused_for_good(media: Media, loop: asyncio.Runner) -> None:
     async def run() -> None:
-        pictures = [each for seed in range(40, 46) for each in one(128, seed)]
+        plain = (Image.new("RGB", (128, 128), (seed, 0, 0)) for seed in range(24))  # small files
+        pictures = [Picture(data_url(encoded(image)), f"messages[{i}]") for i, image in enumerate(plain)]
         with pytest.raises(ApiError, match="once they are decoded") as caught:
             await media.prepare(pictures, salt="")
         assert caught.value.status == 400

@@ -1,11 +1,10 @@
 """The process of pictures: its limits, and what becomes of settings that cannot work."""
 
 import faulthandler
-import io
 import json
 import os
-import signal
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +12,10 @@ import pytest
 
 from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.media import picture_process
+from crossdock.cluster.api.media.processes import LIMITS
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.cluster.serve.media import open_media
 from tests.cluster.api.media.picture_models import MODELS
-
-
-def overflow(_: Mapping[str, Any]) -> dict[str, Any]:
-    faulthandler.disable()  # pytest's own would print a traceback
-    os.kill(os.getpid(), signal.SIGSEGV)
-    return {}
 
 
 def run_for_ever(_: Mapping[str, Any]) -> dict[str, Any]:
@@ -31,7 +25,7 @@ def run_for_ever(_: Mapping[str, Any]) -> dict[str, Any]:
 
 def fill_memory(_: Mapping[str, Any]) -> dict[str, Any]:
     faulthandler.disable()
-    return {"bytes": len(bytearray(2 * picture_process.MEMORY_BYTES))}
+    return {"bytes": len(bytearray(2 * LIMITS["image"].memory_bytes))}
 
 
 def raise_an_error(_: Mapping[str, Any]) -> dict[str, Any]:
@@ -41,36 +35,25 @@ def raise_an_error(_: Mapping[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("prepare", "reason"),
     [
-        (overflow, "it cannot be decoded within this server's limits"),
         (run_for_ever, "it takes too long to decode"),
         (fill_memory, "it needs more than 2048 MiB to decode"),
         (raise_an_error, "it cannot be decoded within this server's limits"),
     ],
 )
-def test_picture_that_ends_its_child_is_refused_alone(
-    prepare: Any, reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(picture_process, "CPU_SECONDS", 0.3)
+def test_picture_that_ends_its_child_is_refused_alone(prepare: Any, reason: str) -> None:
+    limits = replace(LIMITS["image"], cpu_seconds=0.3)
     reader, writer = os.pipe()  # of the ingress, which asks nothing meanwhile
     with os.fdopen(reader, "rb") as requests:
-        assert picture_process._answer(requests, prepare, {}) == {"error": reason}
-        found = picture_process._answer(requests, lambda asked: {"runs": asked["runs"]}, {"runs": [1]})
+        assert picture_process._answer(requests, prepare, {}, limits) == {"error": reason}
+        found = picture_process._answer(requests, lambda asked: {"runs": asked["runs"]}, {"runs": [1]}, limits)
     os.close(writer)
     assert found == {"runs": [1]}
 
 
-def test_frames_are_whole_or_none() -> None:
-    stream = io.BytesIO()
-    picture_process.write_frame(stream, {"a": b"\0" * 100})
-    whole = stream.getvalue()
-    assert picture_process.read_frame(io.BytesIO(whole)) == {"a": b"\0" * 100}
-    assert picture_process.read_frame(io.BytesIO(whole[:-1])) is None
-    assert picture_process.read_frame(io.BytesIO(b"\1")) is None
-
-
-def test_wrong_arguments_of_the_image_processor_are_named_at_the_start(tmp_path: Path) -> None:
+@pytest.mark.parametrize("wrong", [{"size": {"width": "broad"}}, {"size": 5}, {"max_pixels": -5}, {"resample": 77}])
+def test_wrong_arguments_of_the_image_processor_are_named_at_the_start(wrong: dict[str, Any], tmp_path: Path) -> None:
     tokenizer = ModelTokenizer(MODELS["qwen2_vl"].save(tmp_path))
-    http = HttpConfig(mm_processor_kwargs={"size": {"width": "broad"}})
+    http = HttpConfig(mm_processor_kwargs=wrong)
     with pytest.raises(ValueError, match=r"http\.mm_processor_kwargs"):
         open_media(tmp_path, tokenizer, http)
 

@@ -12,11 +12,13 @@ import httpx
 import numpy as np
 import openai
 import pytest
+from numpy.typing import NDArray
 
 from crossdock.cluster.api.endpoints import build_api
 from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.cluster.bench.run import BenchOptions, run_bench
+from crossdock.workers.schedule.items import with_levels
 from crossdock.workers.schedule.request import Submission
 from tests.cluster.api.media.conftest import PictureServer
 from tests.cluster.api.media.picture_models import data_url, encoded, image_part, picture
@@ -44,7 +46,7 @@ def test_chat_with_pictures_is_submitted_with_its_items(picture_server: PictureS
     answer = ask(picture_server, image_part(png(40, 30, 1)), image_part(png(20, 60, 2)))
     submission = submitted(picture_server, answer)
     first, second = submission.items
-    pad = picture_server.media.placeholder_id
+    pad = picture_server.media.placeholders["image"]
     for item, grid in ((first, (1, 8, 10)), (second, (1, 16, 4))):
         assert item.tensors["image_grid_thw"].tolist() == [list(grid)]
         assert item.tensors["pixel_values"].shape[0] == grid[1] * grid[2]
@@ -155,6 +157,11 @@ def test_file_below_the_folder_is_read(picture_server: PictureServer) -> None:
     assert by_file.items[0].content_hash == by_data.items[0].content_hash
 
 
+def pixels_of(submission: Submission) -> NDArray[Any]:
+    """Return what the encoder reads of the first item."""
+    return with_levels(submission.items[0].tensors)["pixel_values"]
+
+
 def test_pictures_of_all_modes_become_rgb(picture_server: PictureServer) -> None:
     """A half transparent picture is on white, 16 bits keep their upper half, a GIF has its first frame."""
     grey = np.full((16, 16), 0x8000, np.uint16)
@@ -171,9 +178,7 @@ def test_pictures_of_all_modes_become_rgb(picture_server: PictureServer) -> None
         "GIF": encoded(picture(), "GIF", save_all=True, append_images=[picture(seed=5)]),
     }
     pixels = {
-        name: submitted(picture_server, ask(picture_server, image_part(data_url(data))))
-        .items[0]
-        .tensors["pixel_values"]
+        name: pixels_of(submitted(picture_server, ask(picture_server, image_part(data_url(data)))))
         for name, data in files.items()
     }
     white, half = (
@@ -183,7 +188,7 @@ def test_pictures_of_all_modes_become_rgb(picture_server: PictureServer) -> None
         channels = pixels[name].reshape(-1, 3, 2 * 4 * 4)
         assert np.allclose(channels, expected[None, :, None], atol=1e-5), name
     only = submitted(picture_server, ask(picture_server, image_part(data_url(encoded(picture(), "GIF")))))
-    assert np.array_equal(pixels["GIF"], only.items[0].tensors["pixel_values"])
+    assert np.array_equal(pixels["GIF"], pixels_of(only))
 
 
 def test_picture_is_turned_as_its_exif_says(picture_server: PictureServer) -> None:
@@ -195,7 +200,7 @@ def test_picture_is_turned_as_its_exif_says(picture_server: PictureServer) -> No
 
 
 def test_process_that_is_killed_is_replaced(picture_server: PictureServer) -> None:
-    for pid in picture_server.media._processes.pids:
+    for pid in picture_server.media.pids:
         os.kill(pid, signal.SIGKILL)
     for seed in (31, 32, 33):
         submitted(picture_server, ask(picture_server, image_part(png(40, 30, seed))))
@@ -219,7 +224,7 @@ def test_placeholder_without_a_picture_is_refused(
     picture_server: PictureServer, path: str, body: dict[str, Any], param: str
 ) -> None:
     refused(picture_server.http.post(path, json=body), 400, param=param)
-    token_id = picture_server.media.placeholder_id
+    token_id = picture_server.media.placeholders["image"]
     refused(picture_server.http.post("/v1/completions", json={"prompt": [1, token_id]}), 400, param="prompt")
 
 

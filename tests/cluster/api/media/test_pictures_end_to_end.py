@@ -15,7 +15,7 @@ from crossdock.cluster.dispatch.dispatcher import Dispatcher
 from crossdock.cluster.serve.media import open_media
 from crossdock.workers.model.load import wrap_module
 from crossdock.workers.replica.config import EngineConfig
-from crossdock.workers.replica.engine import Engine
+from crossdock.workers.replica.engine.engine import Engine
 from tests.cluster.api.engine_api import all_up
 from tests.cluster.api.media.picture_models import MODELS, data_url, encoded, image_part, picture
 from tests.cluster.api.media.picture_oracle import built, continuation_of
@@ -30,7 +30,7 @@ async def answered(module: Any, folder: Path, tokenizer: ModelTokenizer) -> list
     """Return the answers of a server to the same chat, alone and then twice at once."""
     media = open_media(folder, tokenizer, HttpConfig())
     assert media is not None
-    config = EngineConfig(kv_cache_memory=ByteSize(4 << 20), max_num_batched_tokens=32)
+    config = EngineConfig(kv_cache_memory=ByteSize(4 << 20), max_num_batched_tokens=32, max_num_seqs=8)
     dispatcher, replica = Dispatcher("tiny"), InProcess(engine=Engine(wrap_module(module), config))
     app = build_api(dispatcher, tokenizer, HttpConfig(), media=media)
     parts = [image_part(data_url(encoded(image))) for image in IMAGES]

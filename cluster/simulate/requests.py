@@ -1,0 +1,70 @@
+"""Simulated requests: their prompts of tokens and pictures, and what is on its way for them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from hashlib import blake2b
+
+from crossdock.cluster.bench.metrics import Sample
+from crossdock.cluster.bench.workloads import FollowUp, Job
+from crossdock.cluster.simulate.replica import TOKEN
+from crossdock.cluster.simulate.rows import SimulatedRows
+from crossdock.cluster.simulate.transfer import SimulatedTransfer
+from crossdock.router.request_life import RequestLife
+from crossdock.workers.schedule.items import Item
+from crossdock.workers.schedule.request import SamplingParams
+
+_ROW_SIDE = 28  # pixels on each side that one row of Qwen2-VL's encoder stands for
+_PLACEHOLDER = 2**32 - 2  # a token that no text has
+
+
+@dataclass(slots=True, eq=False)
+class SimulatedRequest:
+    """One request of a client."""
+
+    life: RequestLife
+    sample: Sample
+    follow_ups: Sequence[FollowUp]
+    transfer: SimulatedTransfer | None = None  # of the current attempt
+    rows: SimulatedRows | None = None  # the same, from an encode replica
+
+    def sent_by(self, replica: str) -> SimulatedTransfer | None:
+        """Return what a replica sends of the current attempt."""
+        sent = (each for each in (self.rows, self.transfer) if each is not None and each.sender.name == replica)
+        return next(sent, None)
+
+
+def token_ids(job: Job) -> list[int]:
+    """Return a prompt that has an equal beginning with another exactly where their segments are equal.
+
+    A part that is an answer has the tokens that a simulated model samples.
+    """
+    ids: list[int] = []
+    for segment in job.prompt:
+        if segment.is_answer:
+            ids += [TOKEN] * segment.tokens
+            continue
+        digest = blake2b(segment.key.encode(), digest_size=8).digest()
+        pair = [int.from_bytes(digest[:4]), int.from_bytes(digest[4:])]
+        ids += (pair * (segment.tokens // 2 + 1))[: segment.tokens]
+    return ids
+
+
+def prompt_of(job: Job) -> tuple[list[int], list[Item]]:
+    """Return the tokens of a job and its items: pictures before the text, each of as many rows as Qwen2-VL gives it.
+
+    Two pictures are equal exactly where their keys are.
+    """
+    ids, items = list[int](), list[Item]()
+    for picture in job.pictures:
+        rows = max(round(picture.side / _ROW_SIDE) ** 2, 1)
+        content_hash = blake2b(f"{picture.key}/{picture.side}".encode(), digest_size=16).digest()
+        items.append(Item(len(ids), rows, rows, "image", content_hash))
+        ids += [_PLACEHOLDER] * rows
+    return ids + token_ids(job), items
+
+
+@cache
+def sampling(max_tokens: int) -> SamplingParams:
+    """Return the parameters of an output of exactly so many tokens."""
+    return SamplingParams(max_tokens=max_tokens, ignore_eos=True)

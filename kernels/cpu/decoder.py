@@ -1,0 +1,282 @@
+"""A stack of Llama-shaped decoder layers, without the dispatch of operators between them.
+
+Runs in one of two ways, whichever was faster here for as many rows: all layers as one call of decoder.cpp, whose rows
+do not depend on the batch; or a library's products, with layer_steps.cpp and paged attention between them.
+"""
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from crossdock.kernels.attention import AttentionBatch
+from crossdock.kernels.cpu.build import cpu_library
+from crossdock.kernels.cpu.choice import KernelChoice
+from crossdock.kernels.cpu.huge_pages import HugePages
+from crossdock.kernels.cpu.layer_steps import HeadSteps, add_and_norm, finish_heads, silu_and_multiply, steps_library
+from crossdock.kernels.cpu.linear import ChosenLinear, Int8Linear, OwnLinear, Weights, interleave, padded
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderLayer:
+    """The weights of one layer in transformers' layout, [out, in]; all bfloat16, or all float32.
+
+    h = x + out(attention(rotate(q_norm(q(norm(x)))), …)); y = h + down(silu(gate(norm(h))) * up(norm(h)))
+    """
+
+    input_norm: Tensor  # [E]
+    q: Tensor  # [Hq * D, E]
+    k: Tensor  # [Hkv * D, E]
+    v: Tensor  # [Hkv * D, E]
+    qkv_bias: Tensor | None  # [(Hq + 2 Hkv) * D]
+    q_norm: Tensor | None  # [D], RMS norm of every head
+    k_norm: Tensor | None  # [D]
+    out: Tensor  # [E, Hq * D]
+    post_norm: Tensor  # [E]
+    gate: Tensor  # [I, E]
+    up: Tensor  # [I, E]
+    down: Tensor  # [E, I]
+    window: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderShape:
+    """The sizes and constants that all layers of a stack share."""
+
+    hidden: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate: int
+    eps: float
+    qk_eps: float
+    scale: float
+
+    def why_not(self) -> str | None:
+        """Return why the kernels cannot run these sizes; None if they can."""
+        if self.head_dim % 32 or self.head_dim > 256:
+            return f"head_dim {self.head_dim} is not a multiple of 32 up to 256"
+        if self.hidden % 16 or self.intermediate % 16:
+            return "hidden and intermediate sizes are not multiples of 16"
+        if self.num_heads // self.num_kv_heads > 96:
+            return "more than 96 query heads share a key"
+        return None
+
+    def matrices(self, num_layers: int) -> list[Weights]:
+        """Return the matrices of the layers: q, k and v; out; gate and up; down."""
+        heads, E = self.num_heads + 2 * self.num_kv_heads, self.hidden
+        return [
+            Weights(heads * self.head_dim, E, num_layers),
+            Weights(E, self.num_heads * self.head_dim, num_layers),
+            Weights(2 * self.intermediate, E, num_layers),
+            Weights(E, self.intermediate, num_layers),
+        ]
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = [
+        *(
+            (name, ctypes.c_void_p)
+            for name in (
+                *("input_norm", "qkv", "qkv_bias", "q_norm", "k_norm", "out", "post_norm", "gate_up", "down"),
+                *("keys", "values"),
+            )
+        ),
+        ("window", ctypes.c_int64),
+        *((f"{name}_scales", ctypes.c_void_p) for name in ("qkv", "out", "gate_up", "down")),  # of int8 weights
+    ]
+
+
+class _Stack(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("num_layers", "E", "Hq", "Hkv", "D", "I")),
+        *((name, ctypes.c_double) for name in ("eps", "qk_eps", "scale")),
+        *((name, ctypes.c_int64) for name in ("page_size", "page_stride", "head_stride")),
+        ("layers", ctypes.POINTER(_Layer)),
+    ]
+
+
+class _DecoderBatch(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("T", "S", "P")),
+        *((name, ctypes.c_void_p) for name in ("query_start", "kv_len", "page_table", "slots", "cos", "sin")),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Products:
+    """The linears of one layer."""
+
+    qkv: ChosenLinear
+    out: ChosenLinear
+    gate_up: ChosenLinear
+    down: ChosenLinear
+
+    @classmethod
+    def of(cls, layer: DecoderLayer, choice: KernelChoice, memory: HugePages) -> "_Products":
+        return cls(
+            ChosenLinear(torch.cat([layer.q, layer.k, layer.v]), choice, memory),
+            ChosenLinear(layer.out, choice, memory),
+            ChosenLinear(interleave(layer.gate, layer.up), choice, memory),
+            ChosenLinear(layer.down, choice, memory),
+        )
+
+
+def _copy(weight: Tensor | None) -> Tensor | None:
+    return None if weight is None else weight.clone()
+
+
+class DecoderStack:
+    """Layers over the views of one KV pool. `attention` is `paged_attention` of some backend, for library products.
+
+    Weights are copied: nothing here refers to the tensors of `layers`.
+
+    Raises:
+        OSError: a kernel cannot be compiled.
+    """
+
+    def __init__(
+        self,
+        shape: DecoderShape,
+        layers: Sequence[DecoderLayer],
+        choice: KernelChoice,
+        attention: Callable[..., Tensor],
+    ) -> None:
+        self._shape, self._choice, self._attention = shape, choice, attention
+        steps_library()
+        memory = HugePages()
+        self._products = [_Products.of(layer, choice, memory) for layer in layers]
+        self._norms = [(layer.input_norm.clone(), layer.post_norm.clone()) for layer in layers]
+        self._heads = [
+            (_copy(layer.qkv_bias), _copy(layer.q_norm), _copy(layer.k_norm), layer.window) for layer in layers
+        ]
+        self._one_call = {"own", "int8"} & set(choice.kernels)
+        self._own = _OwnStack(shape, self._products, self._norms, self._heads) if self._one_call else None
+        self._steps: list[HeadSteps] = []
+        self._pages: Sequence[tuple[Tensor, Tensor]] = ()
+
+    def __call__(
+        self,
+        hidden: Tensor,  # [T, E]
+        cos: Tensor,  # [T, D]
+        sin: Tensor,  # [T, D]
+        pages: Sequence[tuple[Tensor, Tensor]],
+        batch: AttentionBatch,
+    ) -> Tensor:
+        """Compute all layers over a flat batch; return [T, E]. Keys and values are stored to `pages`."""
+        if pages is not self._pages:
+            self._bind(pages)
+        hidden, cos, sin = hidden.clone(memory_format=torch.contiguous_format), cos.contiguous(), sin.contiguous()
+        assert hidden.dtype == cos.dtype == sin.dtype == pages[0][0].dtype
+        is_causal = batch.key_end is None  # the attention of decoder.cpp is
+        if self._own is not None and is_causal and self._choice.at(len(hidden)) in self._one_call:
+            self._own.run(hidden, cos, sin, batch)
+        else:
+            self._run_steps(hidden, cos, sin, batch)
+        return hidden
+
+    def _bind(self, pages: Sequence[tuple[Tensor, Tensor]]) -> None:
+        shape = self._shape
+        self._steps = []
+        for (keys, values), (bias, q_norm, k_norm, _) in zip(pages, self._heads, strict=True):
+            assert keys.stride() == values.stride(), "keys and values of a layer have the same strides"
+            page_stride, head_stride, _, _ = keys.stride()
+            pointers = (None if tensor is None else tensor.data_ptr() for tensor in (bias, q_norm, k_norm))
+            self._steps.append(
+                HeadSteps(
+                    *(shape.num_heads, shape.num_kv_heads, shape.head_dim, keys.shape[2], page_stride, head_stride),
+                    *(shape.qk_eps, *pointers, keys.data_ptr(), values.data_ptr()),
+                )
+            )
+        if self._own is not None:
+            self._own.bind(pages)
+        self._pages = pages
+
+    def _run_steps(self, hidden: Tensor, cos: Tensor, sin: Tensor, batch: AttentionBatch) -> None:
+        """Compute all layers over hidden [T, E], in place, a product or a step at a time.
+
+        Inputs of products have a padded number of rows; the rows past T are zeros, and their results are not read.
+        """
+        shape, T = self._shape, len(hidden)
+        rows, query_width = padded(T), shape.num_heads * shape.head_dim
+        normed = hidden.new_zeros(rows, shape.hidden)
+        attended = hidden.new_zeros(rows, query_width)
+        activated = hidden.new_zeros(rows, shape.intermediate)
+        addend: Tensor | None = None
+        for products, (input_norm, post_norm), steps, (keys, values), (*_, window) in zip(
+            self._products, self._norms, self._steps, self._pages, self._heads, strict=True
+        ):
+            add_and_norm(hidden, addend, input_norm, shape.eps, normed)
+            qkv = products.qkv(normed)
+            finish_heads(steps, qkv, cos, sin, batch)
+            q = qkv[:T, :query_width].view(T, shape.num_heads, shape.head_dim)
+            seen = self._attention(q, keys, values, batch, scale=shape.scale, window=window)  # [T, Hq, D]
+            attended[:T] = seen.view(T, query_width)
+            addend = products.out(attended)
+            add_and_norm(hidden, addend, post_norm, shape.eps, normed)
+            silu_and_multiply(products.gate_up(normed), T, activated)
+            addend = products.down(activated)
+        if addend is not None:
+            hidden += addend[:T]
+
+
+class _OwnStack:
+    """All layers as one call of decoder.cpp."""
+
+    def __init__(
+        self,
+        shape: DecoderShape,
+        products: Sequence[_Products],
+        norms: Sequence[tuple[Tensor, Tensor]],
+        heads: Sequence[tuple[Tensor | None, Tensor | None, Tensor | None, int | None]],
+    ) -> None:
+        self._shape = shape
+        self._library = cpu_library("decoder")
+        self._layers = (_Layer * len(products))()  # points into tensors that `DecoderStack` keeps
+        for structure, product, (input_norm, post_norm), (bias, q_norm, k_norm, window) in zip(
+            self._layers, products, norms, heads, strict=True
+        ):
+            for name in ("qkv", "out", "gate_up", "down"):
+                formats = getattr(product, name).formats
+                own = formats["own"] if "own" in formats else formats["int8"]
+                assert isinstance(own, OwnLinear | Int8Linear)
+                setattr(structure, name, own.packed.data_ptr())
+                if isinstance(own, Int8Linear):
+                    setattr(structure, f"{name}_scales", own.scales.data_ptr())
+            structure.input_norm, structure.post_norm = input_norm.data_ptr(), post_norm.data_ptr()
+            for name, tensor in (("qkv_bias", bias), ("q_norm", q_norm), ("k_norm", k_norm)):
+                setattr(structure, name, tensor.data_ptr() if tensor is not None else None)
+            structure.window = window or 0
+        self._stack = _Stack()
+
+    def bind(self, pages: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Point the layers to the views of a pool."""
+        shape = self._shape
+        for structure, (keys, values) in zip(self._layers, pages, strict=True):
+            structure.keys, structure.values = keys.data_ptr(), values.data_ptr()
+        page_stride, head_stride, _, _ = pages[0][0].stride()
+        self._stack = _Stack(
+            *(len(self._layers), shape.hidden, shape.num_heads, shape.num_kv_heads, shape.head_dim),
+            *(shape.intermediate, shape.eps, shape.qk_eps, shape.scale),
+            *(pages[0][0].shape[2], page_stride, head_stride, self._layers),
+        )
+
+    def run(self, hidden: Tensor, cos: Tensor, sin: Tensor, batch: AttentionBatch) -> None:
+        """Compute all layers over hidden [T, E], in place."""
+        shape, T = self._shape, len(hidden)
+        width = shape.hidden + shape.intermediate + (2 * shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+        scratch = torch.empty(T * width, dtype=torch.bfloat16)
+        table = batch.page_table.contiguous()
+        arguments = _DecoderBatch(
+            *(T, len(batch.kv_len), table.shape[1]),
+            *(t.data_ptr() for t in (batch.query_start, batch.kv_len, table, batch.slots, cos, sin)),
+        )
+        self._library.crossdock_decode_stack(
+            ctypes.byref(self._stack),
+            ctypes.byref(arguments),
+            ctypes.c_void_p(hidden.data_ptr()),
+            ctypes.c_void_p(scratch.data_ptr()),
+            torch.get_num_threads(),
+        )

@@ -1,0 +1,67 @@
+"""The steps of a Llama-shaped layer between its matrix products, in C++ for any CPU; float32 and bfloat16."""
+
+import ctypes
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from crossdock.kernels.attention import AttentionBatch
+from crossdock.kernels.cpu.build import cpu_library
+
+
+class HeadSteps(ctypes.Structure):
+    """`struct HeadSteps` of layer_steps.cpp."""
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("Hq", "Hkv", "D", "page_size", "page_stride", "head_stride")),
+        ("eps", ctypes.c_double),
+        *((name, ctypes.c_void_p) for name in ("bias", "q_norm", "k_norm", "keys", "values")),
+    ]
+
+
+@lru_cache
+def steps_library() -> ctypes.CDLL:
+    """Return the compiled layer_steps.cpp.
+
+    Raises:
+        OSError: it cannot be compiled; the message gives the reason.
+    """
+    library = cpu_library("layer_steps")
+    pointer, integer, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+    double = ctypes.c_double
+    library.crossdock_add_and_norm.argtypes = [*[pointer] * 3, double, integer, integer, pointer, flag, flag]
+    library.crossdock_finish_heads.argtypes = [*[pointer] * 5, integer, flag, flag]
+    library.crossdock_silu_and_multiply.argtypes = [pointer, integer, integer, pointer, flag, flag]
+    for name in ("add_and_norm", "finish_heads", "silu_and_multiply"):
+        getattr(library, f"crossdock_{name}").restype = None
+    return library
+
+
+def add_and_norm(x: Tensor, addend: Tensor | None, weight: Tensor, eps: float, out: Tensor) -> None:
+    """Add `addend` to x [T, E] in place, and write the RMS norm of x times `weight` to the first T rows of `out`."""
+    steps_library().crossdock_add_and_norm(
+        *(x.data_ptr(), addend.data_ptr() if addend is not None else None, weight.data_ptr(), eps, *x.shape),
+        *(out.data_ptr(), x.dtype == torch.bfloat16, torch.get_num_threads()),
+    )
+
+
+def finish_heads(steps: HeadSteps, qkv: Tensor, cos: Tensor, sin: Tensor, batch: AttentionBatch) -> None:
+    """Finish the first T rows of qkv [.., (Hq + 2 Hkv) D] in place, and store their keys and values.
+
+    Adds the bias, normalises heads, rotates queries and keys. cos, sin: [T, D].
+    """
+    steps_library().crossdock_finish_heads(
+        *(ctypes.byref(steps), qkv.data_ptr(), cos.data_ptr(), sin.data_ptr(), batch.slots.data_ptr(), len(cos)),
+        *(qkv.dtype == torch.bfloat16, torch.get_num_threads()),
+    )
+
+
+def silu_and_multiply(x: Tensor, rows: int, out: Tensor) -> None:
+    """Write silu(gate) * up of the first `rows` rows of x [.., 2 I] to `out` [.., I].
+
+    In x, 16 gates alternate with 16 ups; see `crossdock.kernels.cpu.linear.interleave`.
+    """
+    steps_library().crossdock_silu_and_multiply(
+        x.data_ptr(), rows, out.shape[1], out.data_ptr(), x.dtype == torch.bfloat16, torch.get_num_threads()
+    )

@@ -1,0 +1,146 @@
+"""Choose the kernel of a model's decoder layers by the seconds of whole layers.
+
+Products measured one by one say too little: all layers as one call of decoder.cpp save the dispatch between products,
+and a product that is repeated finds its weight in the cache. So a few whole layers are measured, enough that their
+weights come from memory as in a step.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from crossdock.kernels.attention import AttentionBatch, paged_attention
+from crossdock.kernels.cpu.choice import KernelChoice, only
+from crossdock.kernels.cpu.decoder import DecoderLayer, DecoderShape, DecoderStack
+from crossdock.kernels.cpu.linear import ROWS
+from crossdock.kernels.cpu.measure import Cells, Timed, measured_choice
+from crossdock.kernels.options import Kernel
+
+_SAMPLE_BYTES = 64 << 20  # of weights measured: more than the third-level cache that one process has to itself
+_CHUNK_FROM = 64  # rows from which a step is one chunk of a prompt; fewer rows are decodes
+_CONTEXT = 64  # tokens of each decode
+_PAGE_SIZE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSample:
+    """A sample of a model to measure: `num_layers` layers of `shape`. Their seconds times `scale` are the model's."""
+
+    shape: DecoderShape
+    num_layers: int
+    scale: float
+
+    @classmethod
+    def of(cls, shape: DecoderShape, num_layers: int, dtype: torch.dtype) -> "LayerSample":
+        """Return enough layers that their weights take `_SAMPLE_BYTES`.
+
+        A layer of a large model is narrowed to an equal share of its heads and of its intermediate size, as tensor
+        parallelism would.
+        """
+        narrow = shape
+        while (
+            _layer_bytes(narrow, dtype) > _SAMPLE_BYTES
+            and narrow.num_kv_heads % 2 == 0
+            and narrow.intermediate % 32 == 0
+        ):
+            heads, kv_heads = narrow.num_heads // 2, narrow.num_kv_heads // 2
+            narrow = replace(narrow, num_heads=heads, num_kv_heads=kv_heads, intermediate=narrow.intermediate // 2)
+        measured = min(num_layers, -(-_SAMPLE_BYTES // _layer_bytes(narrow, dtype)))
+        scale = num_layers * _layer_bytes(shape, dtype) / (measured * _layer_bytes(narrow, dtype))
+        return cls(narrow, measured, scale)
+
+
+def stack_choice(
+    shape: DecoderShape, num_layers: int, dtype: torch.dtype, kernels: Sequence[Kernel], max_kernels: int = 2
+) -> KernelChoice:
+    """Return the choice for a model's decoder layers. See `measured_choice`.
+
+    Takes about two seconds, at the first start on a machine.
+
+    Raises:
+        OSError: the steps between products cannot be compiled.
+    """
+    if len(kernels) == 1:
+        return only(kernels[0])
+    sample = LayerSample.of(shape, num_layers, dtype)
+    key = {"layers": num_layers, "shape": str(shape), "dtype": str(dtype)}
+    return measured_choice(
+        "decoder layers", key, kernels, ROWS, lambda: stack_cells(sample, dtype, kernels, ROWS), max_kernels
+    )
+
+
+def stack_cells(sample: LayerSample, dtype: torch.dtype, kernels: Sequence[Kernel], rows: Sequence[int]) -> Cells:
+    """Return one call of whole layers for each kernel and each number of rows.
+
+    Fewer than 64 rows are as many decodes after 64 tokens; more are one chunk at the start of a prompt.
+    """
+    shape = sample.shape
+    layer = _layer(shape, dtype)
+    stacks = {
+        kernel: DecoderStack(shape, [layer] * sample.num_layers, only(kernel), paged_attention) for kernel in kernels
+    }
+    batches = {count: _batch(count) for count in rows}
+    num_pages = max(int(batch.page_table.max()) + 1 for batch in batches.values())
+    pool = torch.full(
+        (num_pages, shape.num_kv_heads, sample.num_layers, 2, _PAGE_SIZE, shape.head_dim), 0.1, dtype=dtype
+    )
+    # One list for all calls: a stack binds its layers again when it meets another.
+    pages = [(pool[:, :, i, 0], pool[:, :, i, 1]) for i in range(sample.num_layers)]
+    cells: Cells = {}
+    for count, batch in batches.items():
+        hidden = torch.full((count, shape.hidden), 0.1, dtype=dtype)
+        angles = torch.full((count, shape.head_dim), 0.7, dtype=dtype)
+        for kernel, stack in stacks.items():
+            call = partial(stack, hidden, angles, angles, pages, batch)
+            cells[kernel, count] = [Timed([call], sample.scale)]
+    return cells
+
+
+def _layer_bytes(shape: DecoderShape, dtype: torch.dtype) -> int:
+    return sum(each.num_bytes(dtype) for each in shape.matrices(1))
+
+
+def _layer(shape: DecoderShape, dtype: torch.dtype) -> DecoderLayer:
+    """Return a layer whose numbers stay finite; which numbers does not matter to the seconds."""
+
+    def matrix(out: int, inputs: int) -> Tensor:
+        return torch.full((out, inputs), 0.5 / inputs, dtype=dtype)
+
+    E, D, I = shape.hidden, shape.head_dim, shape.intermediate  # noqa: E741
+    norm = torch.ones(E, dtype=dtype)
+    return DecoderLayer(
+        input_norm=norm,
+        q=matrix(shape.num_heads * D, E),
+        k=matrix(shape.num_kv_heads * D, E),
+        v=matrix(shape.num_kv_heads * D, E),
+        qkv_bias=None,
+        q_norm=None,
+        k_norm=None,
+        out=matrix(E, shape.num_heads * D),
+        post_norm=norm,
+        gate=matrix(I, E),
+        up=matrix(I, E),
+        down=matrix(E, I),
+        window=None,
+    )
+
+
+def _batch(rows: int) -> AttentionBatch:
+    """Return a step of this many rows: decodes, or one chunk."""
+    sequences, query_len = (rows, 1) if rows < _CHUNK_FROM else (1, rows)
+    kv_len = _CONTEXT if rows < _CHUNK_FROM else rows
+    pages = torch.arange(sequences * -(-kv_len // _PAGE_SIZE), dtype=torch.int32).view(sequences, -1)
+    positions = torch.arange(kv_len - query_len, kv_len)
+    slots = pages[:, positions // _PAGE_SIZE].long() * _PAGE_SIZE + positions % _PAGE_SIZE
+    return AttentionBatch(
+        query_start=torch.arange(sequences + 1, dtype=torch.int32) * query_len,
+        kv_len=torch.full((sequences,), kv_len, dtype=torch.int32),
+        page_table=pages,
+        slots=slots.flatten(),
+        max_query_len=query_len,
+        max_kv_len=kv_len,
+        num_decodes=sequences if query_len == 1 else 0,
+    )

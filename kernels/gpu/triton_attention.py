@@ -1,0 +1,275 @@
+"""Attention over the paged KV pool on GPUs, in Triton, straight on the pool's layout: the launches.
+
+Decodes come first in a batch. They and the chunks after them are separate launches, with tiles of their own. No size
+that varies from step to step is part of a kernel: each kernel is compiled once for a kind of layer.
+"""
+
+import math
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from crossdock.kernels.attention import AttentionBatch
+from crossdock.kernels.gpu.triton_chunks import chunk_kernel
+from crossdock.kernels.gpu.triton_decodes import decode_kernel, join_kernel, num_shares, share_kernel
+from crossdock.kernels.gpu.triton_store import store_kernel
+
+_LOG2_E = 1.4426950408889634
+_SMALL_ROWS = 16  # the fewest rows that tl.dot multiplies
+PART_TOKENS = 256  # the shortest part of a context: reading a part must outweigh storing its result
+_WAVES = 2  # programs per multiprocessor that saturate memory bandwidth
+_SPARE = 4  # a batch that fills the device has a spare part for every so many decodes, for contexts longer than most
+_SEQUENCES = 256  # that `share_kernel` reads at a time
+_LATENT_GROUP = 16  # heads that attend together to latents: with more, a program's registers do not hold their sums
+_JOINED = 4096  # elements of partial results that `join_kernel` reads at a time: 32 registers a thread
+
+
+class Tiles(NamedTuple):
+    """The sizes of the tiles that one program holds at a time."""
+
+    rows: int  # query tokens times the heads of a group
+    tokens: int  # of context
+    num_warps: int
+    num_stages: int
+
+
+LATENT_DECODE_TILES, LATENT_CHUNK_TILES = Tiles(16, 32, 8, 5), Tiles(32, 32, 8, 2)
+"""Of latents of 512 elements in 16 bits: the largest that do not spill on sm_90. Their speed was never measured."""
+
+
+def tiles_for(key_dim: int, value_dim: int, itemsize: int, has_chunks: bool) -> Tiles:
+    """Return the largest tiles that do not spill registers on sm_90.
+
+    The pipeline has an additional step for the page numbers, for which the loads of keys and values wait. So five
+    stages have two tiles in flight, and three stages one.
+    """
+    width = _power_of_2(max(key_dim, value_dim)) * itemsize  # bytes of a row
+    tokens = min(64, max(16, 16384 // width))
+    if not has_chunks:
+        return Tiles(_SMALL_ROWS, tokens, 4, 5)
+    if itemsize == 4:  # multiplied without tensor cores
+        return Tiles(32, min(tokens, 32), 4, 2)
+    return Tiles(128, tokens, 8, 3) if width <= 256 else Tiles(64, tokens, 8, 2)
+
+
+def num_parts(num_decodes: int, kv_heads: int, num_multiprocessors: int) -> int:
+    """Return into how many parts the contexts of `num_decodes` sequences are cut at most, all together.
+
+    Each part is a program for each KV head. Few decodes are cut to fill the device. Many have a few spare parts, so
+    that one long context does not keep a single program busy after all others have ended. The contexts' lengths play
+    no role: a CUDA graph launches the same programs whatever they are.
+    """
+    to_fill = -(-_WAVES * num_multiprocessors // kv_heads)
+    return max(to_fill, num_decodes + -(-num_decodes // _SPARE))
+
+
+def num_joins(num_decodes: int, parts: int) -> int:
+    """Return how many of the sequences can have several parts at most."""
+    return min(num_decodes, parts - num_decodes)
+
+
+def num_blocks(num_rows: int, num_chunks: int, rows_of_tile: int, group: int) -> int:
+    """Return the programs per KV head for `num_rows` tokens in `num_chunks` chunks: at least as many as these need."""
+    return num_rows // (rows_of_tile // group) + num_chunks
+
+
+def kernels_of(num_decodes: int, num_chunks: int) -> tuple[str, ...]:
+    """Return the kernels that compute a step. A step of any size takes the same compiled ones.
+
+    So one step with a chunk and a decode, before the first request, compiles all that requests will need.
+    """
+    return ("share", "decode", "join") * (num_decodes > 0) + ("chunk",) * (num_chunks > 0)
+
+
+def store_kv(
+    k: Tensor,
+    v: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    slots: Tensor,
+    *,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> None:
+    """`reference_store_kv` of kernels/attention.py with every tensor on one GPU."""
+    (T, H, Dk), Dv = k.shape, v.shape[2]
+    _check(k_pages, v_pages, k_scale is not None, k, v)
+    k, v = _adjacent(k), _adjacent(v)
+    block = 16
+    store_kernel[triton.cdiv(T, block), H](
+        *(k, v, k_pages, v_pages, slots, k_scale, v_scale, T),
+        *(*_strides(k), *_strides(v)),
+        *(k_pages.stride(0), k_pages.stride(1), v_pages.stride(0), v_pages.stride(1)),
+        PAGE=k_pages.shape[2],
+        **block_widths(Dk, Dv),
+        BLOCK_T=block,
+        HAS_SCALES=k_scale is not None,
+    )
+
+
+def paged_attention(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    batch: AttentionBatch,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> Tensor:
+    """`reference_paged_attention` with every tensor on one GPU. Rows that belong to no sequence are undefined."""
+    (T, Hq, Dk), (_, Hkv, page_size, Dv) = q.shape, v_pages.shape
+    is_latent = v_pages.data_ptr() == k_pages.data_ptr() and Dv < Dk
+    _check(k_pages, k_pages if is_latent else v_pages, k_scale is not None, q)
+    q = _adjacent(q)
+    if is_latent:
+        assert Hkv == 1, "all heads share a latent"
+        Hkv = Hq // math.gcd(Hq, _LATENT_GROUP)  # groups of heads that are computed apart, and read the same latents
+        k_pages, v_pages = k_pages.expand(-1, Hkv, -1, -1), v_pages.expand(-1, Hkv, -1, -1)
+        if k_scale is not None and v_scale is not None:
+            k_scale, v_scale = k_scale.repeat(Hkv), v_scale.repeat(Hkv)
+    assert batch.page_table.stride(1) == 1 or batch.page_table.shape[1] == 1
+    out = q.new_empty(T, Hq, Dv)
+    S = len(batch.kv_len)
+    D = batch.num_decodes
+    tensors = (q, k_pages, v_pages, k_scale, v_scale, batch.page_table)
+    numbers = (
+        *(scale * _LOG2_E if softcap is None else scale * 2 * _LOG2_E / softcap, *_strides(q)),
+        *(k_pages.stride(0), k_pages.stride(1), v_pages.stride(0), v_pages.stride(1), batch.page_table.stride(0)),
+    )
+    kind: dict[str, Any] = {
+        "GROUP": Hq // Hkv,
+        "PAGE": page_size,
+        **block_widths(Dk, Dv, is_latent),
+        "LATENT": is_latent,
+        "WINDOW": window or 0,
+        "SOFTCAP": (softcap or 0.0) * _LOG2_E,
+        "HAS_SINKS": sinks is not None,
+        "HAS_SCALES": k_scale is not None,
+    }
+    if D > 0:
+        _decode(out, batch, D, sinks, tensors, numbers, kind)
+    if S > D:
+        tiles = _tiles(kind, q.element_size(), has_chunks=True)
+        chunk_kernel[num_blocks(T - D, S - D, tiles.rows, kind["GROUP"]), Hkv](
+            *(out, batch.query_start, batch.kv_len, batch.key_end, sinks, *tensors, S, D, *numbers),
+            **kind,
+            HAS_ENDS=batch.key_end is not None,
+            ROWS=tiles.rows,
+            BLOCK_N=tiles.tokens,
+            num_warps=tiles.num_warps,
+            num_stages=tiles.num_stages,
+        )
+    return out
+
+
+def _decode(
+    out: Tensor,
+    batch: AttentionBatch,
+    D: int,
+    sinks: Tensor | None,
+    tensors: tuple[Tensor | None, ...],
+    numbers: tuple[float, ...],
+    kind: dict[str, Any],
+) -> None:
+    """Launch the attention of the first D sequences, which have one row each, into their rows of `out`."""
+    (_, Hq, Dv), group = out.shape, kind["GROUP"]
+    Hkv, tiles = Hq // group, _tiles(kind, out.element_size(), has_chunks=False)
+    P = num_parts(D, Hkv, _num_multiprocessors(out.device))
+    shares = _shares(batch, D, P, tiles.tokens, kind["WINDOW"])
+    part_out = out.new_empty(P, Hkv, group, Dv, dtype=torch.float32)
+    part_lse = part_out.new_empty(P, Hkv, group)  # log2 of the sum of exp2
+    decode_kernel[P, Hkv](
+        *(out, part_out, part_lse, shares, batch.query_start, batch.kv_len, sinks, *tensors, D, *numbers),
+        **kind,
+        ROWS=tiles.rows,
+        BLOCK_N=tiles.tokens,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )
+    members = int(triton.next_power_of_2(group))
+    join_kernel[num_joins(D, P), Hkv](
+        *(out, part_out, part_lse, shares, batch.query_start, sinks, D, P),
+        GROUP=group,
+        V_DIM=Dv,
+        BLOCK_V=kind["BLOCK_V"],
+        BLOCK_P=max(1, _JOINED // (members * kind["BLOCK_V"])),
+        BLOCK_G=members,
+        HAS_SINKS=sinks is not None,
+    )
+
+
+def _shares(batch: AttentionBatch, D: int, P: int, tile_tokens: int, window: int) -> Tensor:
+    """Return how the contexts of the first D sequences are cut into parts: see triton_decodes.py.
+
+    Layers with the same window cut them alike, so the first of these does it for all.
+    """
+    key = "shares", D, P, tile_tokens, window
+    if key not in batch.derived:
+        shares = batch.kv_len.new_empty(num_shares(P))
+        share_kernel[1,](
+            *(shares, batch.kv_len, D, P),
+            MIN_TILES=max(1, PART_TOKENS // tile_tokens),
+            BLOCK_N=tile_tokens,
+            WINDOW=window,
+            BLOCK_S=_SEQUENCES,
+        )
+        batch.derived[key] = shares
+    return batch.derived[key]
+
+
+def _tiles(kind: dict[str, Any], itemsize: int, has_chunks: bool) -> Tiles:
+    """Return `tiles_for` with rows enough for the query heads that share a KV head."""
+    if kind["LATENT"] and itemsize == 2:
+        tiles = LATENT_CHUNK_TILES if has_chunks else LATENT_DECODE_TILES
+    else:
+        tiles = tiles_for(kind["BLOCK_K"], kind["BLOCK_V"], itemsize, has_chunks)
+    rows = tiles.rows if has_chunks else _SMALL_ROWS
+    return tiles._replace(rows=max(rows, int(triton.next_power_of_2(kind["GROUP"]))))
+
+
+def _check(k_pages: Tensor, v_pages: Tensor, has_scales: bool, *rows: Tensor) -> None:
+    for x in rows:
+        dtype = torch.float8_e4m3fn if has_scales else x.dtype
+        assert (x.device, dtype) == (k_pages.device, k_pages.dtype), "pages have the rows' device, and dtype or e4m3"
+    for pages in (k_pages, v_pages):
+        adjacent = pages.stride(3) == 1 and (pages.stride(2) == pages.shape[3] or pages.shape[2] == 1)
+        assert adjacent or pages.numel() == 0, "tokens of a page are adjacent"
+
+
+def _adjacent(x: Tensor) -> Tensor:
+    """Return `x` with adjacent elements of a head, as nearly all models have them."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _strides(x: Tensor) -> tuple[int, int]:
+    """Return the strides of the tokens and of the heads of x [T, H, D].
+
+    The stride of a single token or head may be any number, and Triton compiles a kernel again for one of other factors.
+    """
+    _, H, D = x.shape
+    return x.stride(0) if len(x) > 1 else H * D, x.stride(1) if H > 1 else D
+
+
+def block_widths(key_dim: int, value_dim: int, is_latent: bool = False) -> dict[str, int]:
+    """Return the head dimensions, and the powers of two that hold values, and keys or what is not value in them."""
+    read = key_dim - value_dim if is_latent else key_dim
+    return {"K_DIM": key_dim, "V_DIM": value_dim, "BLOCK_K": _power_of_2(read), "BLOCK_V": _power_of_2(value_dim)}
+
+
+def _power_of_2(dim: int) -> int:
+    return max(16, int(triton.next_power_of_2(dim)))
+
+
+@lru_cache
+def _num_multiprocessors(device: torch.device) -> int:
+    if device.type == "cpu":  # Triton's interpreter
+        return 4
+    count: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return count

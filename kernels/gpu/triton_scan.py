@@ -1,0 +1,62 @@
+"""The inner loop of attention on GPUs: the online softmax of a tile of rows over a part of one sequence's pages.
+
+The softmax is in base 2 and float32 (FlashAttention-2). Tiles of e4m3 pages are converted to the dtype of the queries.
+The scale of a head's keys is multiplied into that of its scores, the scale of its values into its output, so that no
+single element is scaled.
+
+Of latents, whose first V_DIM elements are the values, each tile is read once. Queries and keys come in two pieces then:
+these elements, and the others in `rest`.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def scan(
+    acc, total, top, q, rest, position, last, begin, end, first, scale,
+    k_pages, v_pages, pages, k_page, v_page,
+    PAGE: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, LATENT: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Continue the online softmax over the tiles of [begin, end); tokens before `first` are never read.
+
+    Rows are at `position`, and see tokens up to `last`.
+    """
+    K_REST: tl.constexpr = K_DIM - V_DIM if LATENT else K_DIM
+    i, j = tl.arange(0, BLOCK_K)[None, :], tl.arange(0, BLOCK_V)[None, :]
+    for tile in tl.range(begin, end, BLOCK_N):
+        token = tile + tl.arange(0, BLOCK_N)
+        if MASKED:
+            live = (token >= first) & (token < end)
+            page = tl.load(pages + token // PAGE, mask=live, other=0).to(tl.int64)
+            k_live, v_live = live[:, None] & (i < K_REST), live[:, None] & (j < V_DIM)
+        else:
+            page = tl.load(pages + token // PAGE).to(tl.int64)
+            k_live, v_live = i < K_REST, j < V_DIM
+        k_at = k_pages + (page * k_page + (token % PAGE) * K_DIM)[:, None] + (K_DIM - K_REST) + i
+        v_at = v_pages + (page * v_page + (token % PAGE) * (K_DIM if LATENT else V_DIM))[:, None] + j
+        k = tl.load(k_at) if not MASKED and K_REST == BLOCK_K else tl.load(k_at, mask=k_live, other=0.0)
+        if LATENT:
+            v = tl.load(v_at) if not MASKED and V_DIM == BLOCK_V else tl.load(v_at, mask=v_live, other=0.0)
+            scores = tl.dot(rest, tl.trans(k.to(q.dtype)), input_precision="ieee")
+            scores = tl.dot(q, tl.trans(v.to(q.dtype)), scores, input_precision="ieee") * scale
+        else:
+            scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale
+        if SOFTCAP > 0:
+            scores = SOFTCAP - 2 * SOFTCAP / (tl.exp2(scores) + 1)  # tanh
+        if MASKED:
+            visible = last[:, None] >= token[None, :]
+            if WINDOW > 0:
+                visible = visible & (position[:, None] - token[None, :] < WINDOW)
+            scores = tl.where(visible, scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        weights = tl.exp2(scores - new_top[:, None])
+        keep = tl.exp2(top - new_top)
+        total = total * keep + tl.sum(weights, 1)
+        if not LATENT:
+            v = tl.load(v_at) if not MASKED and V_DIM == BLOCK_V else tl.load(v_at, mask=v_live, other=0.0)
+        acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc * keep[:, None], input_precision="ieee")
+        top = new_top
+    return acc, total, top

@@ -1,0 +1,116 @@
+"""Ask the router about a request, and give each of its replicas a leg."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+
+from crossdock.router.actions import ReplicaLost, Submit
+from crossdock.router.fleet import Fleet
+from crossdock.router.placement import Placement, Query
+from crossdock.workers.schedule.items import Item
+from crossdock.workers.schedule.prefix_index import PageHash, hash_pages
+from crossdock.workers.schedule.request import Leg, Overloaded, Submission, encoding_leg
+
+
+def query_of(
+    submission: Submission,
+    output: Sequence[int],
+    page_size: int,
+    *,
+    may_ship: bool,
+    may_encode_elsewhere: bool,
+    may_refuse: bool,
+) -> Query:
+    """Describe to the router what is left of a request after the `output` that its client has."""
+    token_ids = [*submission.prompt_token_ids, *output] if output else submission.prompt_token_ids
+    hashes: Sequence[PageHash] = ()
+    if not submission.sampling.needs_whole_prompt:
+        hashes = hash_pages(token_ids, page_size, submission.cache_salt, items=submission.items)
+    query = Query(
+        submission.id,
+        len(token_ids),
+        hashes,
+        submission.slo_class,
+        max(submission.sampling.max_tokens - len(output), 0),
+        may_ship=may_ship,
+        may_refuse=may_refuse,
+        is_prompt_alone=submission.sampling.pooling is not None,
+        items=_items_of(submission.items),
+    )
+    return replace(query, encoding=_query_of_rows(submission, query, page_size)) if may_encode_elsewhere else query
+
+
+def choose_replicas(
+    fleet: Fleet,
+    query: Query,
+    now: float,
+    refusals: Mapping[str, Exception],
+    lost: Collection[str],
+    bad_encoders: Collection[str],
+    *,
+    is_accepted: bool,
+) -> Placement:
+    """Return the best placement on replicas that have not refused; not on those it was `lost` at, if others are left.
+
+    Raises:
+        Overloaded: no replica would keep the promise; of all refusals, the one with the shortest wait. Never once
+            the request was accepted.
+        ReplicaLost: no replica is left.
+    """
+    overloaded = [refusal for refusal in refusals.values() if isinstance(refusal, Overloaded)]
+    try:
+        try:
+            return fleet.choose(query, now, {*refusals, *lost, *bad_encoders})
+        except LookupError:
+            return fleet.choose(query, now, {*refusals, *bad_encoders})
+    except Overloaded as refusal:
+        overloaded.append(refusal)
+    except LookupError:
+        if not refusals:
+            raise ReplicaLost("no replica is up; the model may still be loading") from None
+    if overloaded and not is_accepted:
+        raise min(overloaded, key=lambda refusal: refusal.retry_after) from None
+    losses = (refusal for refusal in refusals.values() if isinstance(refusal, ReplicaLost))
+    raise next(losses, ReplicaLost("no replica takes the rest of the request")) from None
+
+
+def submit_again(
+    submission: Submission, attempt: int, output: Sequence[int], waited_s: float, *, may_refuse: bool
+) -> Submission:
+    """Return what another attempt submits after the `output` that the client has."""
+    output_ids = tuple(output)
+    return replace(submission, epoch=attempt, output_token_ids=output_ids, may_refuse=may_refuse, waited_s=waited_s)
+
+
+def submits_of(placement: Placement, submission: Submission, page_size: int) -> list[Submit]:
+    """Return the legs of one attempt: those that receive from others before those that send."""
+    decode, prefill, encoder = placement.decode, placement.prefill, placement.encoder
+    if prefill is None:
+        submits = [Submit(decode, submission, encoder=encoder)]
+    else:
+        receive, send = replace(submission, leg=Leg.RECEIVE), replace(submission, leg=Leg.SEND)
+        submits = [Submit(decode, receive, prefill), Submit(prefill, send, decode, encoder)]
+    if encoder is not None:
+        leg = encoding_leg(submission, page_size)
+        submits.append(Submit(encoder, leg, prefill or decode, is_encoding=True))
+    return submits
+
+
+def _query_of_rows(submission: Submission, query: Query, page_size: int) -> Query | None:
+    """Describe the leg of an encode replica; None without pictures."""
+    if not submission.items:
+        return None
+    leg = encoding_leg(submission, page_size)
+    return Query(
+        submission.id,
+        len(leg.prompt_token_ids),
+        hash_pages(leg.prompt_token_ids, page_size, leg.cache_salt, items=leg.items),
+        submission.slo_class,
+        may_refuse=query.may_refuse,
+        is_prompt_alone=True,
+        items=_items_of(leg.items),
+    )
+
+
+def _items_of(items: Sequence[Item]) -> list[tuple[int, int, int]]:
+    """Return (end, rows, parts) of the last one of all equal items: a replica without its pages encodes it once."""
+    return sorted({item.content_hash: (item.end, item.num_rows, item.num_parts) for item in items}.values())

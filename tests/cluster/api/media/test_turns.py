@@ -1,0 +1,170 @@
+"""Videos that wait: they delay no picture, and those of one tenant neither refuse nor long delay another's."""
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from crossdock.cluster.api.body.pictures import Picture
+from crossdock.cluster.api.errors import ApiError
+from crossdock.cluster.api.media import media as media_module
+from crossdock.cluster.api.media.addresses import AllowedHosts
+from crossdock.cluster.api.media.fetch import PictureFetcher
+from crossdock.cluster.api.media.media import Media, MediaLimits
+from crossdock.cluster.api.media.processes import Turns
+from crossdock.cluster.api.text.tokenizer import ModelTokenizer
+from tests.cluster.api.media.picture_models import MODELS, data_url, encoded, picture
+from tests.cluster.api.media.video_models import moving, video_file
+
+NUM_FILES = 200
+
+
+@pytest.fixture(scope="module")
+def media(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Media]:
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer = ModelTokenizer(MODELS["qwen2_vl"].save(folder))
+    names = {token_id: text for text, token_id in tokenizer.added_tokens().items()}
+    sampling = {"num_frames": 4, "fps": None}
+    limits = MediaLimits(AllowedHosts(()), None, 4, 4, 1 << 20, 1 << 20, 1.0, 0, 8 << 20, {}, sampling)
+    media = Media(folder, names, limits)
+    try:
+        media.wait_until_ready()
+        assert not media.why_no_videos
+        yield media
+    finally:
+        media.close()
+
+
+def video(seed: int) -> list[Picture]:
+    return [Picture(data_url(video_file(moving(4, seed=seed)), "video/mp4"), f"messages[{seed}]", kind="video")]
+
+
+IMAGE = [Picture(data_url(encoded(picture())), "messages[0]")]
+
+
+async def settled() -> None:
+    """Let every task that runs come to a stop, hashing in threads included."""
+    for _ in range(5):
+        await asyncio.to_thread(int)
+        await asyncio.sleep(0.02)
+
+
+async def is_refused(media: Media, pictures: list[Picture], tenant: str) -> bool:
+    with pytest.raises(ApiError) as caught:
+        await media.prepare(pictures, salt="", tenant=tenant)
+    return caught.value.status == 429
+
+
+def test_videos_that_wait_leave_room_for_pictures_and_for_other_tenants(
+    media: Media, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(media_module, "_MOST_WAITING", 4)
+    ended = list[str]()
+
+    async def ask(seed: int, tenant: str) -> None:
+        await media.prepare(video(seed), salt="", tenant=tenant)
+        ended.append(tenant)
+
+    async def run() -> None:
+        turns = media._processes["video"]._turns
+        await turns.acquire("slow")  # as a video of many seconds does
+        async with asyncio.TaskGroup() as group:
+            for seed in (1, 2):
+                group.create_task(ask(seed, "a"))
+            await settled()
+            assert await is_refused(media, video(3), "a")
+            for seed in (4, 5):
+                group.create_task(ask(seed, "b"))
+            await settled()
+            assert await is_refused(media, video(6), "c")
+            assert await media.prepare(IMAGE, salt="", tenant="a")
+            assert ended == []
+            turns.release()
+
+    asyncio.run(run())
+    assert ended == ["a", "b", "a", "b"]
+
+
+def test_files_of_videos_that_wait_leave_memory_for_pictures(media: Media, monkeypatch: pytest.MonkeyPatch) -> None:
+    size = len(video_file(moving(4, seed=1)))
+    monkeypatch.setattr(media._waiting_videos, "most_bytes", 2 * size + size // 2)
+
+    async def run() -> None:
+        turns = media._processes["video"]._turns
+        await turns.acquire("slow")
+        async with asyncio.TaskGroup() as group:
+            for seed in (1, 2):
+                group.create_task(media.prepare(video(seed), salt=""))
+            await settled()
+            assert await is_refused(media, video(3), "")
+            assert await media.prepare(IMAGE, salt="")
+            turns.release()
+
+    asyncio.run(run())
+    assert media._waiting_videos.num_bytes == 0
+
+
+def test_tenants_take_turns_and_one_that_leaves_loses_none() -> None:
+    order = list[str]()
+
+    async def run() -> None:
+        turns = Turns(1)
+        await turns.acquire("first")
+
+        async def take(tenant: str, number: int) -> None:
+            await turns.acquire(tenant)
+            order.append(f"{tenant}{number}")
+            turns.release()
+
+        names = [("a", 0), ("a", 1), ("a", 2), ("b", 0), ("c", 0), ("c", 1)]
+        tasks = {name: asyncio.create_task(take(*name)) for name in names}
+        await asyncio.sleep(0)
+        tasks["a", 0].cancel()
+        tasks["b", 0].cancel()
+        await asyncio.sleep(0)
+        turns.release()
+        tasks["a", 1].cancel()  # which has just been given the slot
+        await asyncio.wait(tasks.values())
+        await turns.acquire("last")  # no slot was lost
+        later = asyncio.create_task(turns.acquire("more"))
+        await asyncio.sleep(0)
+        assert not later.done()  # and none was made
+        later.cancel()
+
+    asyncio.run(run())
+    assert order == ["c0", "a2", "c1"]
+
+
+def test_files_of_many_requests_are_not_all_in_memory_at_once(
+    media: Media, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before they are counted: a URL of a few bytes may name a large file."""
+    (tmp_path / "dog.png").write_bytes(encoded(picture()))
+    fetcher = PictureFetcher(hosts=AllowedHosts(()), folder=tmp_path, most_bytes=1 << 20, timeout_s=1.0)
+    fetched, keyed, most = list[int](), list[int](), 0
+    fetch, key = fetcher.fetch, media_module._key
+
+    async def counted_fetch(given: Picture) -> bytes:
+        nonlocal most
+        data = await fetch(given)
+        fetched.append(len(data))
+        most = max(most, len(fetched) - len(keyed))
+        return data
+
+    def counted_key(data: bytes, given: Picture, salt: str) -> bytes:
+        keyed.append(len(data))
+        return key(data, given, salt)
+
+    monkeypatch.setattr(fetcher, "fetch", counted_fetch)
+    monkeypatch.setattr(media, "_fetcher", fetcher)
+    monkeypatch.setattr(media_module, "_key", counted_key)
+    pictures = [Picture(f"file://{tmp_path}/dog.png", f"messages[{i}]") for i in range(NUM_FILES)]
+
+    async def run() -> None:
+        await asyncio.gather(*(media.prepare([replace(each)], salt="") for each in pictures))
+
+    asyncio.run(run())
+    assert len(fetched) == len(keyed) == NUM_FILES
+    assert most < NUM_FILES // 2

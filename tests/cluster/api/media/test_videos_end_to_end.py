@@ -1,0 +1,93 @@
+"""Videos from the body of a request to the tokens of an engine: equal to transformers' own, for each family."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from pydantic import ByteSize
+
+from crossdock.cluster.api.endpoints import build_api
+from crossdock.cluster.api.http.http_config import HttpConfig, VideoReading
+from crossdock.cluster.api.text.tokenizer import ModelTokenizer
+from crossdock.cluster.dispatch.dispatcher import Dispatcher
+from crossdock.cluster.serve.media import open_media
+from crossdock.workers.model.load import wrap_module
+from crossdock.workers.replica.config import EngineConfig
+from crossdock.workers.replica.engine.engine import Engine
+from tests.cluster.api.engine_api import all_up
+from tests.cluster.api.media.picture_models import MODELS, data_url
+from tests.cluster.api.media.picture_oracle import built
+from tests.cluster.api.media.video_models import FAMILIES, moving, their_frames, their_tensors, video_file, video_part
+from tests.cluster.dispatch.in_process import InProcess
+
+NUM_TOKENS, SHOWN = 5, 6
+FILES = [video_file(moving(12, seed=1)), video_file(moving(9, 48, 64, seed=2), kind="mov", codec="mpeg4", fps=8)]
+
+
+async def answered(module: Any, folder: Path, tokenizer: ModelTokenizer) -> list[dict[str, Any]]:
+    """Return the answers of a server to the same chat, alone and then three times at once, beside streams of text."""
+    http_config = HttpConfig(
+        limit_mm_per_prompt={"video": 2}, media_io_kwargs={"video": VideoReading(num_frames=SHOWN)}
+    )
+    media = open_media(folder, tokenizer, http_config)
+    assert media is not None
+    config = EngineConfig(kv_cache_memory=ByteSize(4 << 20), max_num_batched_tokens=32)
+    dispatcher, replica = Dispatcher("tiny"), InProcess(engine=Engine(wrap_module(module), config))
+    app = build_api(dispatcher, tokenizer, http_config, media=media)
+    parts = [video_part(data_url(file, "video/mp4")) for file in FILES]
+    body = {
+        "messages": [{"role": "user", "content": [parts[0], {"type": "text", "text": " and "}, parts[1]]}],
+        "max_tokens": NUM_TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        "logprobs": True,
+    }
+    text = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 20, "ignore_eos": True}
+    try:
+        dispatcher.join("r0", replica, replica.profile)
+        await all_up(dispatcher, 1)
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://a", timeout=60) as http:
+            first = await http.post("/v1/chat/completions", json=body)
+            bodies = [text, body, body, text, body]
+            others = await asyncio.gather(*(http.post("/v1/chat/completions", json=each) for each in bodies))
+        assert {answer.status_code for answer in (first, *others)} == {200}, first.text
+        return [first.json(), *(answer.json() for answer, asked in zip(others, bodies, strict=True) if asked is body)]
+    finally:
+        await dispatcher.close()
+        await replica.engine_thread.close()
+        media.close()
+
+
+@torch.inference_mode()
+def continuation(module: Any, kind: str, token_ids: list[int], folder: Path) -> tuple[list[int], list[float]]:
+    """Return transformers' greedy tokens and their log-probabilities, by one whole pass for each."""
+    found = [their_tensors(kind, *their_frames(file, SHOWN, folder))[0] for file in FILES]
+    tensors = {name: torch.cat([each[name] for each in found]) for name in found[0]}
+    output, logprobs = list[int](), list[float]()
+    for _ in range(NUM_TOKENS):
+        ids = torch.tensor([[*token_ids, *output]])
+        if kind.startswith("qwen"):
+            module.model.rope_deltas = None
+            tensors["mm_token_type_ids"] = 2 * (ids == module.config.video_token_id).long()
+        logits = module(input_ids=ids, **tensors, use_cache=False).logits[0, -1].log_softmax(-1)
+        output.append(int(logits.argmax()))
+        logprobs.append(float(logits.max()))
+    return output, logprobs
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_tokens_after_videos_equal_those_of_transformers(kind: str, tmp_path: Path) -> None:
+    tokenizer = ModelTokenizer(MODELS[kind].save(tmp_path))
+    vocab_size = tokenizer.last_token_id + 1
+    answers = asyncio.run(answered(built(kind, tmp_path, vocab_size), tmp_path, tokenizer))
+    token_ids = answers[0]["prompt_token_ids"]
+    assert [answer["usage"]["prompt_tokens"] for answer in answers] == [len(token_ids)] * 4
+    wanted, logprobs = continuation(built(kind, tmp_path, vocab_size), kind, token_ids, tmp_path)
+    for answer in answers:
+        choice = answer["choices"][0]
+        assert choice["token_ids"] == wanted
+        assert [each["logprob"] for each in choice["logprobs"]["content"]] == pytest.approx(logprobs, abs=1e-3)

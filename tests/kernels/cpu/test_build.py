@@ -1,0 +1,120 @@
+"""Compile kernels: killed, concurrent, for older CPUs, and without a compiler."""
+
+import logging
+import os
+import platform
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from crossdock.kernels import attention
+from crossdock.kernels.cache import cache_dir
+from crossdock.kernels.cpu import build
+from tests.kernels.test_attention import MIXED, Case, check
+
+BUILD = (
+    "from crossdock.kernels.cpu.build import cpu_library; print(cpu_library('attention').crossdock_store is not None)"
+)
+
+
+@pytest.fixture
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty cache directory, for this process and its children."""
+    monkeypatch.setenv("CROSSDOCK_CACHE", str(tmp_path))
+    _forget()
+    yield cache_dir() / "kernels"
+    _forget()
+
+
+def _forget() -> None:
+    attention.cpp_library.cache_clear()
+    build.cpu_library.cache_clear()
+
+
+def _start_build() -> subprocess.Popen[str]:
+    return subprocess.Popen([sys.executable, "-c", BUILD], stdout=subprocess.PIPE, text=True, start_new_session=True)
+
+
+needs_compiler = pytest.mark.skipif(not build.shutil.which("g++"), reason="needs a compiler: apt-get install g++")
+
+
+@needs_compiler
+def test_killed_build_does_not_break_next_build(empty_cache: Path) -> None:
+    process = _start_build()
+    deadline = time.monotonic() + 60
+    while not list(empty_cache.glob("build-*/*")):  # until the compiler has begun to write
+        assert process.poll() is None, "the build ended before it could be killed"
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert not list(empty_cache.glob("*.so"))
+    check(Case(MIXED), attention.paged_attention)
+    assert attention.cpp_library() is not None
+
+
+@needs_compiler
+def test_concurrent_builds_all_succeed(empty_cache: Path) -> None:
+    processes = [_start_build() for _ in range(3)]
+    for process in processes:
+        output, _ = process.communicate(timeout=120)
+        assert process.returncode == 0
+        assert output == "True\n"
+    assert len(list(empty_cache.glob("*.so"))) == 1
+    assert not list(empty_cache.glob("build-*"))
+
+
+def test_missing_compiler_is_logged_once(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PATH", str(empty_cache))
+    monkeypatch.delenv("CXX", raising=False)
+    with caplog.at_level(logging.WARNING):
+        check(Case(MIXED, dtype=torch.bfloat16), attention.paged_attention)
+        check(Case(MIXED), attention.paged_attention)
+    (record,) = caplog.records
+    assert "plain torch" in record.getMessage()
+    assert "no C++ compiler" in record.getMessage()
+
+
+@needs_compiler
+def test_failing_compiler_is_logged_once(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(build, "FLAGS", ("-march=no-such-cpu",))
+    with caplog.at_level(logging.WARNING):
+        check(Case(MIXED), attention.paged_attention)
+        check(Case(MIXED), attention.paged_attention)
+    (record,) = caplog.records
+    assert "could not build attention.cpp" in record.getMessage()
+
+
+def test_cpu_without_avx2_is_logged_once(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(attention, "cpu_flags", lambda: frozenset({"sse2"}))
+    with caplog.at_level(logging.WARNING):
+        check(Case(MIXED), attention.paged_attention)
+        check(Case(MIXED), attention.paged_attention)
+    (record,) = caplog.records
+    assert "no AVX2" in record.getMessage()
+
+
+@needs_compiler
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="names x86 CPUs")
+@pytest.mark.parametrize("cpu", ["x86-64-v3", "x86-64"])  # AVX2; and vectors of 16 bytes, as on ARM
+def test_portable_code_matches_longhand(empty_cache: Path, monkeypatch: pytest.MonkeyPatch, cpu: str) -> None:
+    flags = [f"-march={cpu}" if flag == "-march=native" else flag for flag in build.FLAGS]
+    monkeypatch.setattr(build, "FLAGS", tuple(flags))
+    for dtype in (torch.float32, torch.bfloat16):
+        for lengths in (MIXED, [(1, 1100), (3, 600)]):
+            check(Case(lengths, q_heads=6, k_dim=40, v_dim=24, dtype=dtype), attention.paged_attention)
+            check(Case(lengths, dtype=dtype, window=30, softcap=4.0, sinks=True), attention.paged_attention)
+    assert attention.cpp_library() is not None
+    assert len(list(empty_cache.glob("*.so"))) == 1

@@ -1,0 +1,80 @@
+"""The choice between kernels, for tables of real machines and of imagined ones."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from crossdock.kernels.cpu.choice import MARGIN, KernelChoice, choose, only
+from crossdock.kernels.options import Kernel
+
+ROWS = (1, 4, 8, 16, 32, 64, 256, 1024)
+# ms, two threads, all linears of SmolLM2-135M in bfloat16
+INTEL_AMX: dict[Kernel, list[float]] = {
+    "torch": [27, 30, 29, 31, 33, 38, 57, 128],
+    "onednn": [21, 22, 22, 23, 26, 30, 45, 133],
+    "own": [15, 17, 23, 35, 57, 96, 264, 1021],
+}
+ZEN_4_ROWS = (1, 8, 32, 1024)
+ZEN_4: dict[Kernel, list[float]] = {
+    "torch": [31.9, 38.7, 67.0, 1094],
+    "onednn": [18.2, 19.9, 49.6, 1064],
+    "own": [11.2, 15.0, 44.9, 1019],
+}
+
+
+def test_amx_machine_takes_onednn_from_8_rows() -> None:
+    choice = choose(INTEL_AMX, ROWS)
+    assert choice == KernelChoice("own", "onednn", 8)
+    assert [choice.at(rows) for rows in (1, 7, 8, 2000)] == ["own", "own", "onednn", "onednn"]
+    assert str(choice) == "own below 8 rows, onednn from there"
+
+
+def test_zen_machine_takes_own_products_for_all_rows() -> None:
+    assert choose(ZEN_4, ZEN_4_ROWS) == only("own")
+    assert str(only("own")) == "own"
+
+
+def test_equal_kernels_need_only_one_copy_of_the_weights() -> None:
+    table: dict[Kernel, list[float]] = {"onednn": [1.0, 1.05], "own": [1.09, 1.0], "torch": [1.0, 1.0]}
+    assert choose(table, (1, 64)) == only("own")
+
+
+def test_memory_for_one_copy_takes_the_kernel_with_the_smallest_worst_ratio() -> None:
+    assert choose(INTEL_AMX, ROWS, max_kernels=1) == only("onednn")
+
+
+def test_machine_without_own_products_chooses_between_libraries() -> None:
+    table = {kernel: INTEL_AMX[kernel] for kernel in ("onednn", "torch")}
+    assert choose(table, ROWS) == only("onednn")
+
+
+def test_one_disturbed_measurement_moves_no_other_rows() -> None:
+    disturbed = INTEL_AMX | {"onednn": [21, 22, 22, 23, 90, 30, 45, 133]}
+    choice = choose(disturbed, ROWS)
+    assert choice.few == "own"
+    assert choice.at(1) == "own"
+    assert all(choice.at(rows) != "own" for rows in (64, 256, 1024))
+
+
+@given(
+    st.lists(st.tuples(*[st.floats(0.01, 100)] * 3), min_size=len(ROWS), max_size=len(ROWS)),
+    st.integers(0, len(ROWS) - 1),
+)
+def test_choice_is_within_margin_wherever_one_switch_suffices(columns: list[tuple[float, ...]], split: int) -> None:
+    """A table in which `own` is fastest below a number of rows and `onednn` from there."""
+    table: dict[Kernel, list[float]] = {"own": [], "onednn": [], "torch": []}
+    for i, (fast, slower, slowest) in enumerate(map(sorted, columns)):
+        first, second = ("own", "onednn") if i < split else ("onednn", "own")
+        table[first].append(fast)  # type: ignore[index]
+        table[second].append(slower)  # type: ignore[index]
+        table["torch"].append(slowest)
+    choice = choose(table, ROWS)
+    for i, rows in enumerate(ROWS):
+        assert table[choice.at(rows)][i] <= MARGIN * min(seconds[i] for seconds in table.values())
+
+
+@pytest.mark.parametrize("factor", [0.9, 1.0, 1.1])
+def test_noise_of_a_tenth_keeps_the_kernels_of_a_clear_table(factor: float) -> None:
+    noisy = {kernel: [s * (factor if i % 2 else 1) for i, s in enumerate(INTEL_AMX[kernel])] for kernel in INTEL_AMX}
+    noisy["own"] = list(INTEL_AMX["own"])
+    assert choose(noisy, ROWS).kernels == ("own", "onednn")

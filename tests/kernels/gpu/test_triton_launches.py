@@ -1,0 +1,202 @@
+"""Launches of attention on a GPU, recorded without one: compiled variants, programs, and how contexts are cut."""
+
+import importlib.util
+import itertools
+import math
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("needs Triton: pip install triton", allow_module_level=True)
+
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime.jit import JITFunction, create_function_from_signature
+
+from crossdock.kernels.attention import AttentionBatch
+from crossdock.kernels.gpu import triton_attention
+from crossdock.kernels.gpu.triton_attention import kernels_of, num_joins, num_parts, paged_attention, store_kv
+from crossdock.kernels.gpu.triton_decodes import num_shares, share_kernel
+
+KERNELS = ("share_kernel", "decode_kernel", "join_kernel", "chunk_kernel", "store_kernel")
+HEADS, KV_HEADS, DIM, PAGE_SIZE = 32, 8, 128, 16  # of Llama-3.1-8B
+
+
+class Launched:
+    """Record launches: the keys under which Triton looks for compiled variants, and programs by kernel."""
+
+    def __init__(self) -> None:
+        self.keys: set[tuple[str, str]] = set()
+        self.programs: Counter[str] = Counter()
+
+
+class Recorded:
+    """In place of a kernel: notes its launches and computes nothing."""
+
+    def __init__(self, kernel: Any, launched: Launched) -> None:
+        function = kernel if isinstance(kernel, JITFunction) else JITFunction(kernel.fn, **kernel.kwargs)
+        backend = make_backend(GPUTarget("cuda", 90, 32))
+        self._bind = create_function_from_signature(function.signature, function.params, backend)
+        self._name, self._launched = kernel.fn.__name__.removesuffix("_kernel"), launched
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        assert all(size > 0 for size in grid)
+
+        def launch(*args: Any, **kwargs: Any) -> None:
+            _, specialization, options = self._bind(*args, **kwargs)
+            self._launched.keys.add((self._name, str((specialization, options))))
+            self._launched.programs[self._name] += math.prod(grid)
+
+        return launch
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
+    """Kernels that are recorded, on a device of 132 multiprocessors."""
+    launched = Launched()
+    for name in KERNELS:
+        monkeypatch.setattr(triton_attention, name, Recorded(getattr(triton_attention, name), launched))
+    monkeypatch.setattr(triton_attention, "_num_multiprocessors", lambda _: 132)
+    return launched
+
+
+def launch(lengths: Sequence[tuple[int, int]], max_kv_len: int | None = None, **options: Any) -> None:
+    """Launch the layer of a step of (query_len, kv_len), as the model does."""
+    lens = torch.tensor([kv for _, kv in lengths]).int()
+    queries = torch.tensor([q for q, _ in lengths])
+    T, longest = int(queries.sum()), int(queries.max())
+    width = -(-(max_kv_len or int(lens.max())) // PAGE_SIZE)
+    pool = torch.zeros(4, KV_HEADS, 2, PAGE_SIZE, DIM, dtype=torch.bfloat16)[:, :, 0]
+    rows = torch.zeros(T, (HEADS + 2 * KV_HEADS) * DIM, dtype=torch.bfloat16)  # a joined projection
+    q, k, v = (x.view(T, -1, DIM) for x in rows.split([HEADS * DIM, KV_HEADS * DIM, KV_HEADS * DIM], 1))
+    batch = AttentionBatch(
+        query_start=torch.nn.functional.pad(queries.cumsum(0).int(), (1, 0)),
+        kv_len=lens,
+        page_table=torch.zeros(len(lengths), width, dtype=torch.int32),
+        slots=torch.zeros(T, dtype=torch.int64),
+        max_query_len=longest,
+        max_kv_len=max_kv_len or int(lens.max()),
+        num_decodes=next((s for s, (n, _) in enumerate(lengths) if n > 1), len(lengths)),
+    )
+    store_kv(k, v, pool, pool, batch.slots)
+    paged_attention(q, pool, pool, batch, scale=DIM**-0.5, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 4096}, {"softcap": 50.0}], ids=str)
+def test_served_mix_launches_only_variants_compiled_by_warm_up(
+    launched: Launched, options: dict[str, Any], seed: int
+) -> None:
+    """The warm-up runs one prompt of 64 tokens and its decodes, on every device and before any other step."""
+    for lengths in ([(64, 64)], [(1, 65)]):
+        launch(lengths, **options)
+    assert sorted(name for name, _ in launched.keys) == sorted([*kernels_of(1, 1), "store"])
+    warm = set(launched.keys)
+    rng = random.Random(seed)
+    for streams in (0, 1, 2, 3, 16, 17, 64, 255, 256):
+        for context in (1, 15, 16, 1000, 32_768, 131_072):
+            decodes = [(1, rng.randint(1, context)) for _ in range(streams)]
+            chunks = [(rng.randint(1, min(context, 512)), context) for _ in range(rng.choice([0, 1, 3]))]
+            if decodes + chunks:
+                launch(decodes + chunks, **options)
+    for size in (1, 2, 4, 64, 256):  # graphs
+        launch([(1, 1)] * size, max_kv_len=131_072, **options)
+    assert launched.keys == warm
+
+
+@pytest.fixture
+def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The script, imported as `python benchmarks/attention_programs.py` imports its neighbours."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "benchmarks"))
+    return importlib.import_module("attention_programs")
+
+
+def test_most_programs_have_something_to_do(benchmark: ModuleType) -> None:
+    for name, case in benchmark.CASES.items():
+        assert benchmark.after(case).share >= 0.6, name
+    shares = [benchmark.before(case).share for case in benchmark.CASES.values()]
+    assert sum(share < 0.6 for share in shares) == 3
+    assert f"| {benchmark.before(benchmark.CASES['prompt of 8,192 alone']).launched:,} |" in benchmark.report()
+
+
+def test_counted_programs_are_those_that_are_launched(benchmark: ModuleType, launched: Launched) -> None:
+    for name, case in benchmark.CASES.items():
+        launched.programs.clear()
+        launch(case.lengths, max_kv_len=benchmark.MAX_MODEL_LEN if case.is_graph else None)
+        del launched.programs["store"], launched.programs["share"]
+        assert (len(launched.programs), launched.programs.total()) == (
+            benchmark.after(case).launches,
+            benchmark.after(case).launched,
+        ), name
+
+
+def test_few_programs_are_idle_in_any_batch(benchmark: ModuleType, seed: int) -> None:
+    """Idle programs cost little where all programs run at once: two for each multiprocessor and KV head's rounding."""
+    rng = random.Random(seed)
+    for streams in range(1, 300):
+        longest = rng.choice([1, 64, 1000, 100_000])
+        case = benchmark.Case([(1, rng.randint(1, longest)) for _ in range(streams)])
+        programs = benchmark.after(case)
+        assert programs.share >= 0.6 or programs.launched - programs.useful <= 2 * 132 + 2 * KV_HEADS, case
+
+
+def shares_of(lengths: Sequence[int], parts: int, *, min_tiles: int = 1, tile: int = 16, window: int = 0) -> list[int]:
+    """Return what the kernel computes, in Triton's interpreter."""
+    shares = torch.full((num_shares(parts),), -7, dtype=torch.int32)
+    share_kernel[1,](
+        *(shares, torch.tensor(lengths).int(), len(lengths), parts),
+        MIN_TILES=min_tiles,
+        BLOCK_N=tile,
+        WINDOW=window,
+        BLOCK_S=4,  # several blocks of sequences
+    )
+    return [int(share) for share in shares]
+
+
+def longhand(lengths: Sequence[int], parts: int, *, min_tiles: int, tile: int, window: int) -> list[list[int]]:
+    """Return the tiles of the parts of each sequence: the longest part as short as `parts` parts allow."""
+    tiles = [max(1, -(-n // tile) - (max(n - window, 0) // tile if window else 0)) for n in lengths]
+    share = min_tiles
+    while sum(-(-n // share) for n in tiles) > parts:
+        share += 1
+    return [[min(share, n - i) for i in range(0, n, share)] for n in tiles]
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("window", [0, 40])
+def test_shares_are_the_shortest_that_the_parts_allow(window: int, seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(20):
+        lengths = [rng.choice([0, 1, 16, 17, rng.randint(1, 900)]) for _ in range(rng.randint(1, 11))]
+        parts, min_tiles = len(lengths) + rng.randint(1, 9), rng.choice([1, 3])
+        expected = longhand(lengths, parts, min_tiles=min_tiles, tile=16, window=window)
+        D, shares = len(lengths), shares_of(lengths, parts, min_tiles=min_tiles, window=window)
+        first = shares[2 : 3 + D]
+        assert [b - a for a, b in itertools.pairwise(first)] == [len(part) for part in expected]
+        assert first[0] == 0
+        assert shares[3 + D : 3 + D + first[-1]] == [s for s, part in enumerate(expected) for _ in part]
+        several = [s for s, part in enumerate(expected) if len(part) > 1]
+        assert shares[3 + D + parts :][: shares[1]] == several
+        assert len(several) <= num_joins(D, parts)
+        assert all(part[0] == shares[0] for part in expected if len(part) > 1)
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_one_long_context_among_many_gets_the_spare_parts() -> None:
+    parts = num_parts(256, KV_HEADS, 132)
+    longest = longhand([1024] * 255 + [131_072], parts, min_tiles=4, tile=64, window=0)
+    assert parts == 320
+    assert [len(part) for part in longest] == [1] * 255 + [64]
+    assert shares_of([1024] * 7 + [131_072], 16, min_tiles=4, tile=64)[0] == -(-2048 // 9)
+
+
+@pytest.fixture
+def interpreted() -> None:
+    if isinstance(share_kernel, JITFunction):
+        pytest.skip("Triton compiles here: test_triton.py tests the kernel by its results")

@@ -1,0 +1,319 @@
+"""Whatever the chunks, the company and the interruptions of a request, its tokens are those of transformers."""
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ByteSize
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from crossdock.kernels.options import CpuKernels
+from crossdock.workers.model.load import load_model, wrap_module
+from crossdock.workers.model.model import PagedModel
+from crossdock.workers.model.model_spec import ModelSpec
+from crossdock.workers.replica.config import EngineConfig
+from crossdock.workers.replica.engine.engine import Engine
+from crossdock.workers.replica.serving.metrics import EngineMetrics
+from crossdock.workers.report.timeline import Timelines
+from crossdock.workers.schedule.request import FinishReason, Grammar, SamplingParams, Submission
+from tests.workers.architectures import build
+from tests.workers.replica.engines import MAX_MODEL_LEN, VOCAB_SIZE, engine_on, greedy, run, tiny_model, tokens_of
+
+NUM_TOKENS = 12
+TOPICS = [
+    "The capital of France is",
+    "def fibonacci(n):\n    ",
+    "Es war einmal ein König, der",
+    "SELECT name FROM users WHERE",
+    "日本の首都は",
+    "🎉 Happy birthday to",
+    "1, 1, 2, 3, 5, 8,",
+    "Once upon a time there was a little girl who",
+    "The quick brown fox",
+    "\n\n",
+]
+CONFIGS: list[dict[str, Any]] = [
+    {"max_num_batched_tokens": 4096},
+    {"max_num_batched_tokens": 4096, "enable_prefix_caching": False},
+    {"max_num_batched_tokens": 512},
+    {"max_num_batched_tokens": 100, "max_num_seqs": 32, "enable_prefix_caching": False},
+    {"max_num_batched_tokens": 512, "long_prefill_token_threshold": 16},
+    {"max_num_batched_tokens": 8192, "enable_chunked_prefill": False},
+    {"max_num_batched_tokens": 300, "page_size": 32, "max_num_seqs": 50},
+]
+
+
+def prompts_from(topics: list[list[int]], count: int = 50) -> list[list[int]]:
+    """Return `count` prompts of 1 to 400 tokens, some sharing their beginnings."""
+    rng = random.Random(0)
+    shared = [token for _ in range(20) for token in rng.choice(topics)]
+    prompts = [*topics, [5]]
+    while len(prompts) < count:
+        body = [token for _ in range(rng.choice([1, 3, 10, 40])) for token in rng.choice(topics)]
+        prompts.append((shared if rng.random() < 0.3 else []) + body[: rng.randint(1, 200)])
+    return prompts
+
+
+def generated(module: Any, prompts: list[list[int]], num_tokens: int = NUM_TOKENS) -> list[list[int]]:
+    """Return transformers' own greedy tokens, one prompt at a time."""
+    limits = {"max_new_tokens": num_tokens, "min_new_tokens": num_tokens}
+    settings = GenerationConfig(**limits, do_sample=False, pad_token_id=0, eos_token_id=2)
+    outputs = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        tokens = module.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
+        outputs.append(tokens[0, len(prompt) :].tolist())
+    return outputs
+
+
+def reference() -> Any:
+    """Return the module of `tiny_model`, untouched."""
+    return build("llama", {"vocab_size": VOCAB_SIZE, "max_position_embeddings": MAX_MODEL_LEN})
+
+
+@pytest.fixture(scope="module")
+def model() -> PagedModel:
+    return tiny_model()
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    rng = random.Random(1)
+    return prompts_from([[rng.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in (5, 8, 12, 2, 9, 7)])
+
+
+@pytest.fixture(scope="module")
+def expected(prompts: list[list[int]]) -> list[list[int]]:
+    return generated(reference(), prompts)
+
+
+def assert_tokens(engine: Engine, prompts: list[list[int]], expected: list[list[int]]) -> None:
+    for number, prompt in enumerate(prompts):
+        engine.add(Submission(f"{number}", prompt, greedy(NUM_TOKENS)))
+    deltas = run(engine)
+    assert [tokens_of(deltas[f"{number}"]) for number in range(len(prompts))] == expected
+
+
+@pytest.mark.parametrize(
+    "config", CONFIGS, ids=lambda config: ",".join(f"{key}={value}" for key, value in config.items())
+)
+def test_greedy_tokens_in_any_chunks_equal_generate(
+    model: PagedModel, prompts: list[list[int]], expected: list[list[int]], config: dict[str, Any]
+) -> None:
+    assert_tokens(engine_on(model, **config), prompts, expected)
+
+
+def test_greedy_tokens_on_real_weights_equal_generate(model_dir: Path, smollm2: PagedModel) -> None:
+    """SmolLM2, with prompts that share steps with decodes, and with chunks of a page.
+
+    One forward pass of transformers over a prompt and its tokens shows what `generate` would have chosen at each place.
+    """
+    _assert_real_tokens(model_dir, smollm2, 20, CONFIGS[3:5])
+
+
+@pytest.mark.parametrize("kernel", ["onednn", "torch"])
+def test_greedy_tokens_on_real_weights_equal_generate_by_every_kernel(model_dir: Path, kernel: CpuKernels) -> None:
+    model = load_model(ModelSpec(str(model_dir), "float32", cpu_kernels=kernel))
+    assert model.kernels == kernel
+    _assert_real_tokens(model_dir, model, 6, CONFIGS[3:4])
+
+
+def _assert_real_tokens(
+    model_dir: Path, model: PagedModel, num_prompts: int, configs: Sequence[dict[str, Any]]
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    prompts = prompts_from([tokenizer(text).input_ids for text in TOPICS], num_prompts)
+    module = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    for config in configs:
+        engine = engine_on(model, **config)
+        for number, prompt in enumerate(prompts):
+            engine.add(Submission(f"{number}", prompt, greedy(NUM_TOKENS)))
+        deltas = run(engine)
+        for number, prompt in enumerate(prompts):
+            tokens = tokens_of(deltas[f"{number}"])
+            with torch.inference_mode():
+                logits = module(torch.tensor([prompt + tokens[:-1]]), use_cache=False).logits[0, len(prompt) - 1 :]
+                logits[:, list(model.eos_token_ids)] = -torch.inf  # min_tokens
+            assert logits.argmax(-1).tolist() == tokens
+
+
+def test_greedy_tokens_from_cached_prefixes_equal_generate(
+    model: PagedModel, prompts: list[list[int]], expected: list[list[int]]
+) -> None:
+    engine = engine_on(model)
+    for _ in range(2):
+        for number, prompt in enumerate(prompts):
+            engine.add(Submission(f"{number}", prompt, greedy(NUM_TOKENS)))
+        deltas = run(engine)
+        assert [tokens_of(deltas[f"{number}"]) for number in range(len(prompts))] == expected
+    for number, prompt in enumerate(prompts):  # the second time all but the last page of every prompt was there
+        assert deltas[f"{number}"][0].num_cached_tokens == (len(prompt) - 1) // 16 * 16
+
+
+def test_greedy_tokens_under_preemption_equal_generate(prompts: list[list[int]], expected: list[list[int]]) -> None:
+    """A pool for one long request: streams that start together on 15 tokens each outgrow it together."""
+    engine = engine_on(tiny_model(256), num_pages=16, max_num_batched_tokens=512)
+    chosen = [number for number, prompt in enumerate(prompts) if len(prompt) >= 15]
+    starts = [(prompts[number] + expected[number])[:15] for number in chosen]
+    wanted = generated(reference(), starts, 24)
+    for number, start in enumerate(starts):
+        engine.add(Submission(f"{number}", start, greedy(24)))
+    deltas = run(engine)
+    assert engine.scheduler.num_preemptions > 0
+    assert [tokens_of(deltas[f"{number}"]) for number in range(len(starts))] == wanted
+
+
+def test_sampled_tokens_depend_on_the_seed_alone(model: PagedModel, prompts: list[list[int]]) -> None:
+    """The same alone, in a batch, and after preemption; other tokens with another seed."""
+
+    def sampled(seed: int) -> SamplingParams:
+        return SamplingParams(
+            max_tokens=24, min_tokens=24, temperature=0.9, top_p=0.95, top_k=40, repetition_penalty=1.1, seed=seed
+        )
+
+    prompt = prompts[2]
+    alone = engine_on(model)
+    alone.add(Submission("chosen", prompt, sampled(1)))
+    first = tokens_of(run(alone)["chosen"])
+
+    crowd = engine_on(model)
+    for number, other in enumerate(prompts[:20]):
+        crowd.add(Submission(f"{number}", other, sampled(number + 10)))
+    crowd.add(Submission("chosen", prompt, sampled(1)))
+    crowd.add(Submission("other seed", prompt, sampled(2)))
+    batched = run(crowd)
+    assert tokens_of(batched["chosen"]) == first
+    assert tokens_of(batched["other seed"]) != first
+
+    tight = engine_on(tiny_model(256), num_pages=16)
+    for number in range(7):  # eight are admitted, and the last one is preempted when they outgrow the pool
+        tight.add(Submission(f"{number}", [number + 5] * 15, sampled(number + 10)))
+    tight.add(Submission("chosen", prompt, sampled(1)))
+    request = tight.scheduler.get("chosen")
+    assert request is not None
+    assert tokens_of(run(tight)["chosen"]) == first
+    assert request.num_preemptions > 0
+
+
+def test_prompt_logprobs_in_chunks_equal_one_forward_pass(model: PagedModel) -> None:
+    prompt = list(range(100, 180))
+    with torch.inference_mode():
+        logits = reference()(torch.tensor([prompt]), use_cache=False).logits[0].log_softmax(-1)
+    engine = engine_on(model, max_num_batched_tokens=100, max_num_seqs=8, long_prefill_token_threshold=32)
+    engine.add(Submission("warm the cache", prompt, greedy(1)))
+    run(engine)
+    engine.add(Submission("a", prompt, greedy(2, prompt_logprobs=2, logprobs=3)))
+    engine.add(Submission("prompt only", prompt, SamplingParams(max_tokens=0, prompt_logprobs=0)))
+    deltas = run(engine)
+    found = deltas["a"][0].prompt_logprobs
+    assert found is not None
+    assert found[0] is None
+    assert len(found) == len(prompt)
+    for position in range(1, len(prompt)):
+        entry = found[position]
+        assert entry is not None
+        assert entry.token_id == prompt[position]
+        assert entry.logprob == pytest.approx(logits[position - 1, prompt[position]].item(), abs=2e-3)
+        assert [token for token, _ in entry.top] == logits[position - 1].topk(2).indices.tolist()
+    chosen = deltas["a"][0].logprobs
+    assert chosen is not None
+    assert chosen[0].logprob == pytest.approx(logits[-1].max().item(), abs=2e-3)
+    assert len(chosen[0].top) == 3
+    (last,) = deltas["prompt only"]
+    assert last.finish_reason is FinishReason.LENGTH
+    assert last.token_ids == []
+    assert last.prompt_logprobs is not None
+
+
+def test_sampled_tokens_under_a_schema_are_json_of_the_schema(smollm2: PagedModel, model_dir: Path) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "maximum": 99}},
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    }
+    engine = Engine(smollm2, EngineConfig(kv_cache_memory=ByteSize(1 << 30)), model_dir)
+    for seed in range(4):
+        params = SamplingParams(
+            max_tokens=80, temperature=1.0, seed=seed, grammar=Grammar("json_schema", json.dumps(schema))
+        )
+        engine.add(Submission(f"{seed}", list(range(50, 60)), params))
+    with pytest.raises(ValueError, match=r"regex"):
+        engine.add(Submission("bad", [1], SamplingParams(grammar=Grammar("regex", "("))))
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    for deltas in run(engine).values():
+        assert deltas[-1].finish_reason is FinishReason.STOP
+        answer = json.loads(tokenizer.decode(tokens_of(deltas), skip_special_tokens=True))
+        assert set(answer) == {"name", "age"}
+
+
+def test_abort_after_seven_chunks_frees_and_counts_every_byte(model: PagedModel) -> None:
+    engine = engine_on(model, max_prefill_tokens=32)
+    metrics, timelines = EngineMetrics(engine), Timelines(engine.config.slo_classes, 0.0)
+    before = engine.pages.counts()
+    work = Submission("long", list(range(1000, 1400)), greedy(NUM_TOKENS))
+    engine.add(work)
+    timelines.add(work, engine.scheduler.requests()[0], engine.clock(), 0.0)
+    for _ in range(7):
+        step = engine.step()
+        metrics.stepped(step)
+        metrics.progressed(timelines.stepped(step.batch, step.deltas, step.started, step.seconds, step.predicted))
+    available = engine.pages.num_available
+    cancelled = engine.abort("long")
+    assert cancelled is not None
+    assert cancelled.num_computed_tokens == 7 * 32
+    freed = (engine.pages.num_available - available) * model.layout(16).page_bytes
+    assert freed == 25 * model.layout(16).page_bytes, "the whole prompt had its pages, computed or not"
+    metrics.aborted(timelines.aborted("long", engine.clock(), freed))
+
+    layout = model.layout(16)
+    assert metrics.registry.get_sample_value("crossdock_cancelled_kv_bytes_total") == 14 * layout.page_bytes
+    assert metrics.registry.get_sample_value("crossdock_pages", {"state": "owned"}) == 0
+    engine.pages.clear_cache()  # full pages of the cancelled prompt stay shareable until then
+    assert engine.pages.counts() == before
+    assert not engine.has_work
+
+
+def test_pool_too_small_for_one_request_is_refused_with_numbers(model: PagedModel) -> None:
+    with pytest.raises(ValueError, match=r"kv_cache_memory .* max_model_len \(1024\) needs"):
+        engine_on(model, num_pages=63)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_pool_of_e4m3_pages_has_as_many_more(dtype: torch.dtype) -> None:
+    """In the same memory; and the pools are advertised as incompatible."""
+    models = [wrap_module(build("llama", {}).to(dtype), kv_cache_dtype=kind) for kind in ("auto", "fp8")]
+    memory = ByteSize(100 * models[0].layout(16).page_bytes)
+    plain, small = (Engine(model, EngineConfig(kv_cache_memory=memory)) for model in models)
+    assert plain.pages.num_pages == 100
+    assert small.pages.num_pages == dtype.itemsize * plain.pages.num_pages
+    assert small.pool_spec("m").nbytes == small.model.pool.nbytes == plain.pool_spec("m").nbytes  # type: ignore[union-attr]
+    assert small.pool_spec("m").compatibility != plain.pool_spec("m").compatibility
+    assert small.model.layout(16).page_bytes * dtype.itemsize == plain.model.layout(16).page_bytes
+
+
+def test_token_id_outside_the_vocabulary_is_named(model: PagedModel) -> None:
+    engine = engine_on(model)
+    with pytest.raises(ValueError, match=f"token id {VOCAB_SIZE}"):
+        engine.add(Submission("a", [1, VOCAB_SIZE], greedy(NUM_TOKENS)))
+    assert not engine.has_work
+
+
+def test_step_that_samples_nothing_ends_when_all_is_computed(
+    model: PagedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its pages are shipped next, and its seconds are learnt from."""
+    calls: list[str] = []
+    forward = PagedModel.forward
+    monkeypatch.setattr(PagedModel, "forward", lambda *args: calls.append("forward") or forward(*args))
+    monkeypatch.setattr(PagedModel, "wait", lambda _: calls.append("wait"))
+    engine = engine_on(model, max_prefill_tokens=32)
+    engine.add(Submission("a", list(range(100, 180)), greedy(2)))
+    for number, num_tokens in enumerate([0, 0, 1, 1], 1):
+        step = engine.step()
+        assert sum(len(delta.token_ids) for delta in step.deltas) == num_tokens
+        assert calls == ["forward", "wait"] * number

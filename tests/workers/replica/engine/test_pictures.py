@@ -1,0 +1,380 @@
+"""Requests with pictures on an engine: their tokens are those of transformers, whatever happens to them."""
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from pydantic import ByteSize
+
+from crossdock.workers.model.load import wrap_module
+from crossdock.workers.model.model import PagedModel
+from crossdock.workers.replica.config import EngineConfig
+from crossdock.workers.replica.engine.calibrate import warm_up
+from crossdock.workers.replica.engine.engine import Engine
+from crossdock.workers.schedule.batch import Batch
+from crossdock.workers.schedule.items import Item
+from crossdock.workers.schedule.request import FinishReason, InvalidField, Leg, SamplingParams, Submission, TokenDelta
+from crossdock.workers.schedule.speculative_config import SpeculativeConfig
+from tests.workers.multimodal import (
+    BOTH_WAYS,
+    FAMILIES,
+    NO_PLACEHOLDERS,
+    PLAIN,
+    PicturePrompt,
+    build_multimodal,
+    continuation,
+    paged_multimodal,
+    picture,
+)
+from tests.workers.replica.engines import engine_on, run, tiny_model, tokens_of
+from tests.workers.replica.sides import TRANSPORTS, Side, closing, ship
+
+NUM_TOKENS = 6
+
+
+@pytest.fixture(scope="module", params=(*FAMILIES, *BOTH_WAYS))
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def model(family: str) -> PagedModel:
+    return paged_multimodal(family)
+
+
+@pytest.fixture(scope="module")
+def prompts(family: str) -> dict[str, PicturePrompt]:
+    """Prompts that share beginnings: the same text and picture, the same text and another picture, text alone."""
+    one, other, last = picture(family, 1, (2, 3)), picture(family, 2, (2, 3)), picture(family, 3)
+    return {
+        "one": PicturePrompt.of(5, one, 9, seed=1),
+        "longer": PicturePrompt.of(5, one, 9, last, 4, seed=1),
+        "other": PicturePrompt.of(5, other, 9, seed=1),
+        "twice": PicturePrompt.of(one, 3, one, seed=2),
+        "text": PicturePrompt.of(60, seed=3),
+    }
+
+
+@pytest.fixture(scope="module")
+def expected(family: str, prompts: dict[str, PicturePrompt]) -> dict[str, list[int]]:
+    module = build_multimodal(family)
+    tokens = {name: continuation(module, prompt, NUM_TOKENS) for name, prompt in prompts.items()}
+    assert tokens["one"] != tokens["other"]  # else the test would not see a wrong picture
+    return tokens
+
+
+def submission(name: str, prompt: PicturePrompt, num_tokens: int = NUM_TOKENS, **fields: Any) -> Submission:
+    sampling = SamplingParams(num_tokens, temperature=0.0, ignore_eos=True, logit_bias=NO_PLACEHOLDERS)
+    return Submission(name, prompt.token_ids, sampling, items=prompt.items, **fields)
+
+
+def step_tokens(family: str, num_tokens: int) -> int:
+    """Return the tokens of a step beside 8 streams, at least as many as a whole picture of the family needs."""
+    return max(num_tokens, 36) if family in BOTH_WAYS else num_tokens
+
+
+def served(engine: Engine, prompts: dict[str, PicturePrompt]) -> dict[str, list[int]]:
+    for name, prompt in prompts.items():
+        engine.add(submission(name, prompt))
+    return {name: tokens_of(deltas) for name, deltas in run(engine).items()}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"max_num_batched_tokens": 512},
+        {"max_num_batched_tokens": 16, "max_num_seqs": 8, "page_size": 8, "enable_prefix_caching": False},
+        {"max_num_batched_tokens": 512, "enable_chunked_prefill": False},
+        {"max_num_batched_tokens": 24, "max_num_seqs": 8, "async_scheduling": True, "page_size": 8},
+    ],
+    ids=["whole", "small chunks", "no chunks", "ahead"],
+)
+def test_tokens_equal_transformers(
+    family: str,
+    model: PagedModel,
+    prompts: dict[str, PicturePrompt],
+    expected: dict[str, list[int]],
+    config: dict[str, Any],
+) -> None:
+    config = {**config, "max_num_batched_tokens": step_tokens(family, config["max_num_batched_tokens"])}
+    assert served(engine_on(model, **config), prompts) == expected
+
+
+def test_same_picture_hits_the_prefix_and_another_never_does(
+    model: PagedModel, prompts: dict[str, PicturePrompt], expected: dict[str, list[int]]
+) -> None:
+    engine = engine_on(model, page_size=4)
+    encoding = engine.scheduler.encoding
+    assert encoding is not None
+    cached = {}
+    for name in ("one", "longer", "other", "one"):
+        engine.add(submission(name, prompts[name]))
+        deltas = run(engine)[name]
+        cached[name] = deltas[0].num_cached_tokens
+        assert tokens_of(deltas) == expected[name]
+    own = prompts["one"].items[0]
+    assert cached["one"] > own.end  # the second time
+    assert cached["longer"] >= own.end // 4 * 4
+    assert cached["other"] == own.start // 4 * 4
+    assert encoding.totals.num_encoded == 3  # one, the last of `longer`, other
+
+
+def test_preempted_requests_go_on_with_the_same_tokens(
+    family: str, prompts: dict[str, PicturePrompt], expected: dict[str, list[int]]
+) -> None:
+    longest = max(len(prompt.token_ids) for prompt in prompts.values()) + NUM_TOKENS
+    narrow = wrap_module(build_multimodal(family), longest)
+    pages = -(-longest // 4) + 2
+    engine = engine_on(
+        narrow, num_pages=pages, page_size=4, max_num_batched_tokens=step_tokens(family, 16), max_num_seqs=4
+    )
+    assert served(engine, prompts) == expected
+
+
+def test_preemption_inside_a_picture_encodes_again_and_tokens_stay(
+    family: str, model: PagedModel, prompts: dict[str, PicturePrompt], expected: dict[str, list[int]]
+) -> None:
+    """A stream fills the pool; an urgent prompt takes the pages of one that is inside its picture, or just behind."""
+    num_tokens = 24 if family in BOTH_WAYS else 16
+    engine = engine_on(model, num_pages=200, page_size=4, max_num_batched_tokens=num_tokens, max_num_seqs=4)
+    engine.add(submission("one", prompts["one"], slo_class="batch"))
+    engine.step()
+    request = engine.scheduler.get("one")
+    assert request is not None
+    assert 0 < request.num_computed_tokens < len(prompts["one"].token_ids)
+    engine.scheduler._table.preempt(request)
+    assert engine.scheduler.encoding is not None
+    engine.scheduler.encoding.begin_step()
+    assert tokens_of(run(engine)["one"]) == expected["one"]
+
+
+def test_failover_goes_on_after_the_tokens_that_the_client_has(
+    family: str, model: PagedModel, prompts: dict[str, PicturePrompt], expected: dict[str, list[int]]
+) -> None:
+    engine = engine_on(model, max_num_batched_tokens=step_tokens(family, 24), page_size=8, max_num_seqs=8)
+    for number, (name, prompt) in enumerate(prompts.items()):
+        given = expected[name][: 1 + number % (NUM_TOKENS - 1)]
+        engine.add(submission(name, prompt, output_token_ids=given))
+    for name, deltas in run(engine).items():
+        given = [*prompts].index(name) % (NUM_TOKENS - 1) + 1
+        assert tokens_of(deltas) == expected[name][given:]
+
+
+def test_drafts_after_pictures_are_verified_exactly(
+    model: PagedModel, prompts: dict[str, PicturePrompt], expected: dict[str, list[int]]
+) -> None:
+    speculative = SpeculativeConfig(method="ngram", num_speculative_tokens=3, prompt_lookup_max=2, prompt_lookup_min=1)
+    engine = engine_on(model, speculative_config=speculative)
+    assert served(engine, prompts) == expected
+
+
+def test_small_cache_encodes_again_and_tokens_stay(
+    family: str, model: PagedModel, prompts: dict[str, PicturePrompt], expected: dict[str, list[int]]
+) -> None:
+    assert model.encoder is not None
+    rows = max(item.num_rows for prompt in prompts.values() for item in prompt.items)
+    memory = ByteSize(rows * model.encoder.row_bytes)
+    num_tokens = step_tokens(family, 16)
+    engine = engine_on(model, mm_encoder_cache=memory, max_num_batched_tokens=num_tokens, max_num_seqs=8, page_size=8)
+    assert served(engine, prompts) == expected
+    assert engine.scheduler.encoding is not None
+    assert engine.scheduler.encoding.totals.num_evicted
+
+
+def test_calibrated_engine_predicts_pictures_and_stays_exact(
+    family: str, model: PagedModel, prompts: dict[str, PicturePrompt], expected: dict[str, list[int]]
+) -> None:
+    engine, steps = engine_on(model, max_num_batched_tokens=128, max_num_seqs=8), list[Batch]()
+    engine.on_scheduled = steps.append
+    warm_up(engine)
+    assert any(step.encoder.items for step in steps) == (family in BOTH_WAYS)  # a kernel variant of their own
+    assert engine.encoder_fit is not None
+    assert served(engine, prompts) == expected
+
+
+def broken(item: Item) -> Item:
+    """Return an item of the same content hash, whose tensors the encoder cannot compute."""
+    return replace(item, tensors={"pixel_values": item.tensors["pixel_values"][:, :2]})
+
+
+def test_picture_that_cannot_be_encoded_fails_its_own_request_alone() -> None:
+    model, module = paged_multimodal("llava"), build_multimodal("llava")
+    good, bad = PicturePrompt.of(5, picture("llava", 1), 9), PicturePrompt.of(5, picture("llava", 2), 9)
+    wrong = broken(bad.items[0])
+    engine = engine_on(model, page_size=4)
+    engine.add(submission("bad", PicturePrompt(bad.token_ids, [wrong])))
+    engine.add(submission("good", good))
+    deltas = run(engine)
+    assert tokens_of(deltas["good"]) == continuation(module, good, NUM_TOKENS)
+    last: TokenDelta = deltas["bad"][-1]
+    assert last.finish_reason is FinishReason.ERROR
+    assert "cannot be encoded" in str(last.error)
+    engine.add(submission("again", PicturePrompt(bad.token_ids, [wrong])))  # its embeddings count as known by now
+    assert [delta.finish_reason for delta in run(engine)["again"]] == [FinishReason.ERROR]
+    assert engine.pages.counts().cached == len(good.token_ids) // 4 + 1, "pages of the failed prompt are not indexed"
+
+
+def test_failure_is_noticed_though_the_step_behind_has_let_the_picture_go() -> None:
+    """The cache holds one picture: the step that runs ahead encodes the second, and forgets the first."""
+    model = paged_multimodal("llava")
+    prompt = PicturePrompt.of(5, picture("llava", 1), 9, picture("llava", 2), 9)
+    first, second = prompt.items
+    assert model.encoder is not None
+    memory = ByteSize(first.num_rows * model.encoder.row_bytes)
+    tokens = -(-first.end // 4) * 4
+    engine = engine_on(
+        model,
+        page_size=4,
+        max_num_batched_tokens=tokens,
+        max_num_seqs=4,
+        mm_encoder_cache=memory,
+        async_scheduling=True,
+    )
+    engine.add(submission("bad", PicturePrompt(prompt.token_ids, [broken(first), second])))
+    assert [delta.finish_reason for delta in run(engine)["bad"]] == [FinishReason.ERROR]
+    assert engine.pages.counts().owned == 0
+
+
+def test_prompt_whose_picture_is_in_cached_pages_does_not_need_its_embeddings() -> None:
+    model, prompt = paged_multimodal("llava"), PicturePrompt.of(5, picture("llava", 1), 9, seed=1)
+    expected = continuation(build_multimodal("llava"), prompt, NUM_TOKENS)
+    engine = engine_on(model, page_size=4)
+    encoding = engine.scheduler.encoding
+    assert model.encoder is not None
+    assert encoding is not None
+    assert served(engine, {"one": prompt}) == {"one": expected}
+    encoding.clear()
+    model.encoder.clear()
+    other = PicturePrompt.of(7, picture("llava", 1), 9, seed=2)
+    engine.add(submission("bad", PicturePrompt(other.token_ids, [broken(other.items[0])])))
+    assert [delta.finish_reason for delta in run(engine)["bad"]] == [FinishReason.ERROR]
+    assert served(engine, {"one": prompt}) == {"one": expected}
+
+
+def test_pictures_that_cannot_be_encoded_teach_no_cost() -> None:
+    """A call that raises at once says nothing about those that compute."""
+    engine = engine_on(paged_multimodal("llava"), page_size=4)
+    rows = PicturePrompt.of(picture("llava", 1)).items[0].num_rows
+    engine.calibrate_encoder([((rows,), 10.0)])
+    assert engine.encoder_fit is not None
+    before = engine.encoder_fit.cost
+    for number in range(12):
+        bad = PicturePrompt.of(5, picture("llava", number), 9)
+        engine.add(submission(str(number), PicturePrompt(bad.token_ids, [broken(bad.items[0])])))
+        assert [delta.finish_reason for delta in run(engine)[str(number)]] == [FinishReason.ERROR]
+    assert engine.encoder_fit.cost == before
+
+
+def test_step_that_fails_leaves_no_embeddings_behind() -> None:
+    model, module = paged_multimodal("qwen2_vl"), build_multimodal("qwen2_vl")
+    prompt = PicturePrompt.of(5, picture("qwen2_vl", 1), 9)
+    engine = engine_on(model, page_size=4, max_num_batched_tokens=8, max_num_seqs=4)
+    engine.add(submission("a", prompt))
+    engine.step()
+    engine.step()
+    assert [delta.finish_reason for _, delta in engine.fail_all("lost")] == [FinishReason.ERROR]
+    engine.add(submission("b", prompt))
+    assert tokens_of(run(engine)["b"]) == continuation(module, prompt, NUM_TOKENS)
+
+
+def test_model_of_text_alone_refuses_pictures_with_the_reason() -> None:
+    engine = engine_on(tiny_model())
+    with pytest.raises(InvalidField, match="the model takes text alone"):
+        engine.add(submission("a", PicturePrompt.of(5, picture("llava", 1), 9)))
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "smolvlm", "qwen3_vl", "gemma3"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_prefill_replica_encodes_and_the_decode_replica_goes_on(family: str, transport: str) -> None:
+    """The decode replica needs the positions of the prompt alone: it encodes nothing."""
+    module = build_multimodal(family)
+    one = picture(family, 1, (2, 3))
+    prompt, longer = PicturePrompt.of(5, one, 9, seed=1), PicturePrompt.of(5, one, 9, picture(family, 3), 4, seed=1)
+
+    def side() -> Side:
+        engine = Engine(
+            paged_multimodal(family),
+            EngineConfig(max_num_batched_tokens=48, max_num_seqs=8, kv_cache_memory=ByteSize(4 << 20)),
+        )
+        return Side(transport, engine=engine)
+
+    async def main() -> None:
+        async with closing(side(), side()) as (prefill, decode):
+            for name, work in (("one", prompt), ("longer", longer), ("again", prompt)):
+                found = await ship(prefill, decode, submission(name, work))
+                assert found == continuation(module, work, NUM_TOKENS)
+            encodings = [each.engine.scheduler.encoding for each in (prefill, decode)]
+            assert [encoding.totals.num_encoded for encoding in encodings if encoding is not None] == [2, 0]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "gemma3"])
+def test_lost_prefill_replica_leaves_the_pictures_to_the_decode_replica(family: str) -> None:
+    module, prompt = build_multimodal(family), PicturePrompt.of(30, picture(family, 1, (3, 3)), 20, seed=1)
+
+    async def main() -> None:
+        engines = [
+            Engine(
+                paged_multimodal(family),
+                EngineConfig(max_num_batched_tokens=48, max_num_seqs=8, kv_cache_memory=ByteSize(4 << 20)),
+            )
+            for _ in range(2)
+        ]
+        async with closing(*(Side("tcp", engine=engine) for engine in engines)) as (prefill, decode):
+            work = submission("a", prompt)
+            await decode.thread.submit("test", replace(work, leg=Leg.RECEIVE, peer=prefill.blob))
+            await decode.thread.peer_dead(prefill.blob)
+            assert await decode.rest("a") == continuation(module, prompt, NUM_TOKENS)
+            assert decode.engine.scheduler.encoding is not None
+            assert decode.engine.scheduler.encoding.totals.num_encoded == 1
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("family", "windows"),
+    [
+        ("pixtral", {"sliding_window": 16}),
+        ("qwen2_vl", {**PLAIN, "use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}),
+    ],
+)
+def test_layers_with_windows_give_back_pages_inside_pictures(family: str, windows: dict[str, Any]) -> None:
+    """One group of layers with a window, and several groups: a prompt longer than the window, in chunks of 16."""
+    prompt = PicturePrompt.of(5, picture(family, 1, (4, 4)), 9, picture(family, 2, (4, 3)), 4)
+    engine = Engine(
+        wrap_module(build_multimodal(family, **windows)),
+        EngineConfig(max_num_batched_tokens=16, max_num_seqs=4, page_size=4, kv_cache_memory=ByteSize(4 << 20)),
+    )
+    assert engine.pages.has_windows
+    assert (engine.pages.num_groups == 1) == (family == "pixtral")
+    engine.add(submission("a", prompt))
+    assert tokens_of(run(engine)["a"]) == continuation(build_multimodal(family, **windows), prompt, NUM_TOKENS)
+
+
+@pytest.mark.parametrize("window", [8, 24])
+def test_windows_beside_pictures_of_both_directions_give_back_pages(window: int) -> None:
+    """Windows of less and of more than a picture, in groups of layers, with steps ahead and a pool that preempts."""
+    prompts = {
+        str(number): PicturePrompt.of(5 + number, picture("gemma3", 1), 9, picture("gemma3", number), 14, seed=number)
+        for number in range(4)
+    }
+    module = build_multimodal("gemma3", sliding_window=window)
+    expected = {name: continuation(module, prompt, NUM_TOKENS) for name, prompt in prompts.items()}
+    engine = engine_on(
+        wrap_module(build_multimodal("gemma3", sliding_window=window), 96),
+        num_pages=50,
+        max_num_batched_tokens=36,
+        max_num_seqs=4,
+        page_size=4,
+        async_scheduling=True,
+    )
+    assert engine.pages.num_groups > 1
+    assert served(engine, prompts) == expected
+
+
+def test_picture_of_both_directions_that_no_step_has_room_for_is_refused_by_name() -> None:
+    engine = engine_on(paged_multimodal("gemma3"), max_num_batched_tokens=24, max_num_seqs=8, page_size=8)
+    with pytest.raises(InvalidField, match=r"item 0 of the prompt, image at token 5, .* room for 16"):
+        engine.add(submission("a", PicturePrompt.of(5, picture("gemma3", 1), 9)))

@@ -1,0 +1,75 @@
+"""Steps measured at an earlier start are used again while they take as long."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from crossdock.workers.model.encoder_model import drop_decoder, wrap_encoder
+from crossdock.workers.model.load import wrap_module
+from crossdock.workers.replica.engine.remembered_sweep import Sweep, remembered_sweep
+from crossdock.workers.schedule.cost import StepWork
+from tests.workers.multimodal import PLAIN, build_multimodal
+from tests.workers.replica.engines import engine_on, tiny_model
+
+CHUNK, DECODES = StepWork.of([(0, 64)]), StepWork.of([], [32] * 4)
+EARLIER: Sweep = [(CHUNK, 0.1), (StepWork.of([(0, 16)]), 0.04), (DECODES, 0.02), (StepWork.of([], [32]), 0.01)]
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv("CROSSDOCK_CACHE", str(tmp_path))
+    return tmp_path
+
+
+def never() -> Sweep:
+    raise AssertionError("steps were measured")
+
+
+def at(speed: float) -> Callable[[], Sweep]:
+    """Return a check that finds steps this many times as fast as at the earlier start."""
+    return lambda: [(CHUNK, 0.1 / speed), (DECODES, 0.02 / speed)]
+
+
+def test_start_after_another_of_the_same_engine_measures_no_sweep() -> None:
+    assert remembered_sweep(engine_on(tiny_model(64), num_pages=8), lambda: EARLIER, never) == EARLIER
+    assert remembered_sweep(engine_on(tiny_model(64), num_pages=8), never, at(speed=1.1)) == EARLIER
+
+
+@pytest.mark.parametrize("speed", [0.5, 2.0])
+def test_machine_that_is_faster_or_slower_than_it_was_measures_again(speed: float) -> None:
+    now = [(work, seconds / speed) for work, seconds in EARLIER]
+    remembered_sweep(engine_on(tiny_model(64), num_pages=8), lambda: EARLIER, never)
+    assert remembered_sweep(engine_on(tiny_model(64), num_pages=8), lambda: now, at(speed)) == now
+    assert remembered_sweep(engine_on(tiny_model(64), num_pages=8), never, at(speed)) == now
+
+
+def test_other_model_or_other_settings_measure_their_own() -> None:
+    other = [(CHUNK, 0.2), (DECODES, 0.1)]
+    remembered_sweep(engine_on(tiny_model(64), num_pages=8), lambda: EARLIER, never)
+    assert remembered_sweep(engine_on(tiny_model(80), num_pages=8), lambda: other, never) == other
+    assert remembered_sweep(engine_on(tiny_model(64), num_pages=9), lambda: other, never) == other
+    assert remembered_sweep(engine_on(tiny_model(64), num_pages=8, max_num_seqs=2), lambda: other, never) == other
+
+
+def test_encoder_alone_measures_its_own_beside_the_whole_model() -> None:
+    """Both have the same configuration, and here the same number of pages."""
+    other = [(CHUNK, 0.2), (DECODES, 0.1)]
+    remembered_sweep(engine_on(wrap_module(build_multimodal("llava", **PLAIN)), num_pages=40), lambda: EARLIER, never)
+    module = build_multimodal("llava", **PLAIN)
+    drop_decoder(module)
+    assert remembered_sweep(engine_on(wrap_encoder(module), num_pages=40), lambda: other, never) == other
+
+
+@pytest.mark.parametrize("content", ["", "{}", '{"key": "another", "value": []}'])
+def test_damaged_file_is_measured_again(content: str, cache: Path) -> None:
+    remembered_sweep(engine_on(tiny_model(64), num_pages=8), lambda: EARLIER, never)
+    (file,) = cache.rglob("sweep-*.json")
+    file.write_text(content)
+    assert remembered_sweep(engine_on(tiny_model(64), num_pages=8), lambda: EARLIER, never) == EARLIER
+    assert file.read_text() != content
+
+
+def test_cache_directory_that_cannot_be_written_is_no_error(cache: Path) -> None:
+    (cache / "steps").touch()
+    assert remembered_sweep(engine_on(tiny_model(64), num_pages=8), lambda: EARLIER, never) == EARLIER

@@ -1,0 +1,223 @@
+"""An engine that verifies drafts gives the tokens of one that does not, whatever is drafted."""
+
+import asyncio
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from crossdock.workers.schedule.request import Grammar, SamplingParams, Submission, TokenDelta
+from tests.workers.gangs import ganged
+from tests.workers.ranks import Ranks, saved
+from tests.workers.replica.driven import Driven, run_driven
+from tests.workers.replica.sides import Side, closing, local, prompts, ship, submission
+from tests.workers.replica.speculating import History, Oracle, engine_of, fixed, module, serve, speculating
+
+NUM_REQUESTS = 8
+
+
+@cache
+def expected(seed: int) -> dict[str, list[TokenDelta]]:
+    """Return the deltas of a history's requests from an engine without drafts, with pages for all and no abort."""
+    history = History.random(seed, NUM_REQUESTS)
+    return serve(engine_of(), History(history.works, history.arrivals, {}))[0]
+
+
+def tokens_of(deltas: Sequence[TokenDelta]) -> list[int]:
+    return [token for delta in deltas for token in delta.token_ids]
+
+
+def check_history(seed: int) -> int:
+    """Serve one random history with and without drafts. Returns how many drafts were accepted."""
+    draw, reference = random.Random(seed), expected(seed)
+    config: dict[str, Any] = {
+        "speculative_config": fixed(draw.choice([1, 2, 4, 9])),
+        "max_num_batched_tokens": draw.choice([24, 40, 80]),
+        "max_num_seqs": draw.choice([2, 4, 8]),
+        "enable_prefix_caching": draw.random() < 0.7,
+        "mixed_chunks": draw.random() < 0.8,
+        "num_pages": draw.choice([8, 10, 14, 100]),
+    }
+    engine = engine_of(**config)
+    answers = {name: tokens_of(deltas) for name, deltas in reference.items()}
+    if draw.random() < 0.8:
+        speculating(engine, Oracle(answers, draw.choice([0.0, 0.5, 0.9, 1.0]), draw))
+    found, aborted = serve(engine, History.random(seed, NUM_REQUESTS))
+    for name, deltas in reference.items():
+        check_request(found[name], deltas, name in aborted)
+    assert engine.pages.counts().owned == 0
+    assert engine.scheduler.verification is not None
+    return sum(engine.scheduler.verification.totals.num_accepted_at)
+
+
+def check_request(found: Sequence[TokenDelta], deltas: Sequence[TokenDelta], was_aborted: bool) -> None:
+    """Compare everything that a client sees of one request, but in how many deltas."""
+    tokens, logprobs = tokens_of(found), [entry for delta in found for entry in delta.logprobs or ()]
+    assert tokens == tokens_of(deltas)[: len(tokens) if was_aborted else None]
+    first = 0
+    for delta in found:
+        assert delta.first == first
+        first += len(delta.token_ids)
+    theirs = [entry for delta in deltas for entry in delta.logprobs or ()]
+    assert [(each.token_id, each.rank) for each in logprobs] == [
+        (each.token_id, each.rank) for each in theirs[: len(logprobs)]
+    ]
+    assert len(logprobs) == (len(tokens) if theirs else 0)
+    assert [each.logprob for each in logprobs] == pytest.approx(
+        [each.logprob for each in theirs[: len(logprobs)]], abs=1e-4
+    )
+    if not was_aborted:
+        assert (found[-1].finish_reason, found[-1].stop_token_id) == (
+            deltas[-1].finish_reason,
+            deltas[-1].stop_token_id,
+        )
+        assert found[-1].error == deltas[-1].error
+    prompt = [entry.token_id if entry else None for delta in found for entry in delta.prompt_logprobs or ()]
+    reported = [entry.token_id if entry else None for delta in deltas for entry in delta.prompt_logprobs or ()]
+    assert prompt == reported[: len(prompt)]
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_any_history_with_drafts_gives_the_tokens_without(seed: int) -> None:
+    check_history(seed)
+
+
+@pytest.mark.parametrize("seed", [2, 5, 9])
+def test_request_that_goes_on_elsewhere_with_drafts_gets_the_rest_of_its_tokens(seed: int) -> None:
+    """As after a loss: the client has some tokens, and the grammar begins after these."""
+    history, reference = History.random(seed, NUM_REQUESTS), expected(seed)
+    works = [
+        replace(work, output_token_ids=tokens_of(reference[work.id])[: len(tokens_of(reference[work.id])) // 2])
+        for work in history.works
+    ]
+    answers = {name: tokens_of(deltas)[len(tokens_of(deltas)) // 2 :] for name, deltas in reference.items()}
+    engine = speculating(engine_of(speculative_config=fixed(4)), Oracle(answers, 0.8, random.Random(seed)))
+    found, _ = serve(engine, History(works, history.arrivals, {}))
+    assert {name: tokens_of(deltas) for name, deltas in found.items()} == answers
+
+
+def test_engine_whose_drafts_come_from_a_model_gives_the_tokens_without(tmp_path: Path) -> None:
+    """The small model is the same one: under greedy sampling, its drafts are accepted."""
+    path = saved(module(), tmp_path)
+    config = {"model": str(path), "num_speculative_tokens": 3, "adaptive": False, "draft_kv_cache_memory": 4 << 20}
+    greedy = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
+    works = [replace(work, sampling=greedy) for work in History.random(4, NUM_REQUESTS).works]
+    history = History(works, [*range(NUM_REQUESTS)], {})
+    engine = engine_of(speculative_config=config)
+    found, reference = serve(engine, history)[0], serve(engine_of(), history)[0]
+    for name, deltas in reference.items():
+        check_request(found[name], deltas, was_aborted=False)
+    assert engine.scheduler.verification is not None
+    totals = engine.scheduler.verification.totals
+    assert sum(totals.num_accepted_at) > 0.9 * totals.num_tokens > 100
+
+
+@pytest.mark.parametrize("method", ["grammar", "ngram", "suffix", "draft_model"])
+@pytest.mark.parametrize("num_pages", [8, 200])
+def test_tokens_that_grammars_dictate_are_drafted_and_accepted_under_every_method(
+    tmp_path: Path, method: str, num_pages: int
+) -> None:
+    """With 8 pages, requests wait for each other's pages, or are preempted and computed again."""
+    model = {"model": str(saved(module(), tmp_path))} if method == "draft_model" else {}
+    config = {"method": method, "num_speculative_tokens": 6, **model}
+    works = forms()
+    history = History(works, [*range(len(works))], {})
+    reference = serve(engine_of(), history)[0]
+    for adaptive in (False, True):
+        engine = engine_of(num_pages, speculative_config={**config, "adaptive": adaptive}, max_num_seqs=4)
+        found = serve(engine, history)[0]
+        for name, deltas in reference.items():
+            check_request(found[name], deltas, was_aborted=False)
+        assert engine.scheduler.verification is not None
+        policy = engine.scheduler.verification.policy
+        assert policy.forced > 100
+        assert policy.accepted >= 0.9 * policy.forced, "some come after the last token that a request may have"
+        assert method != "grammar" or policy.drafted == policy.forced
+
+
+def forms() -> list[Submission]:
+    """Return requests whose grammars dictate much, under several kinds of sampling."""
+    names = {"type": "object", "additionalProperties": False, "required": ["first_name", "married"]}
+    names["properties"] = {"first_name": {"type": "string", "maxLength": 3}, "married": {"type": "boolean"}}
+    grammars = [
+        Grammar("json_schema", json.dumps(names)),
+        Grammar("choice", '["the first of two long choices", "the first of many", "a third"]'),
+        Grammar("regex", "(dictated text [0-9]{1,2}, ){2,3}end"),
+    ]
+    samplings: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 1.5, "logprobs": 1},
+        {"repetition_penalty": 1.4, "top_p": 0.8},
+        {"temperature": 1.0, "max_tokens": 13},
+    ]
+    return [
+        Submission(
+            f"{number}",
+            [3 + number] * (5 + 7 * number),
+            SamplingParams(**{"max_tokens": 60, "seed": number, "grammar": grammars[number % 3], **sampling}),
+        )
+        for number, sampling in enumerate(3 * samplings)
+    ]
+
+
+def test_requests_shipped_to_a_replica_with_drafts_have_the_tokens_of_one_without() -> None:
+    async def main() -> None:
+        sides = Side("tcp"), Side("tcp", speculative_config=fixed(4))
+        async with closing(*sides) as (prefill, decode):
+            works = [submission(prompt, temperature=0.8 * (n % 2), seed=n) for n, prompt in enumerate(prompts(20))]
+            reference = await asyncio.gather(*(prefill.generate(local(work)) for work in works))
+            assert await asyncio.gather(*(ship(prefill, decode, work) for work in works)) == reference
+            assert decode.engine.scheduler.verification is not None
+            assert sum(decode.engine.scheduler.verification.totals.num_accepted_at) > 10
+
+    asyncio.run(main())
+
+
+def test_timeline_and_metrics_count_drafts_and_all_tokens_of_a_step() -> None:
+    async def main(driven: Driven) -> None:
+        await driven.run("a", 40, max_tokens=60)
+        timeline = driven.timeline("a")
+        drafted, accepted = timeline["num_drafted_tokens"], timeline["num_accepted_tokens"]
+        assert 0 < accepted < drafted
+        assert timeline["num_output_tokens"] == 60 == driven.metric("crossdock_output_tokens_total")
+        assert timeline["num_decode_steps"] == 59 - accepted
+        assert driven.metric("crossdock_draft_tokens_total") == drafted
+        assert driven.metric("crossdock_draft_tokens_accepted_total") == accepted
+        assert driven.metric("crossdock_draft_tokens_accepted_at_total") == accepted
+        assert driven.metric("crossdock_draft_tokens_accepted_at_total", position="0") >= accepted / 3
+
+    run_driven(main, is_warm=False, speculative_config=fixed(3))
+
+
+def test_steps_ahead_of_known_tokens_are_refused_with_drafts() -> None:
+    with pytest.raises(ValueError, match="async_scheduling must be false or null with speculative_config"):
+        engine_of(speculative_config=fixed(4), async_scheduling=True)
+
+
+@pytest.mark.parametrize(("tensor_size", "num_stages"), [(2, 1), (1, 2), (2, 2)])
+def test_gang_with_drafts_gives_the_tokens_of_one_rank_without(
+    ranks: Ranks, tmp_path: Path, tensor_size: int, num_stages: int
+) -> None:
+    path, reference = saved(module(), tmp_path), expected(1)
+    answers = {name: tokens_of(deltas) for name, deltas in reference.items()}
+    config = {"speculative_config": fixed(4), "admission": "queue"}
+    with ganged(ranks, path, tensor_size, num_stages, **config) as engine:
+        found, aborted = serve(
+            speculating(engine, Oracle(answers, 0.8, random.Random(1))), History.random(1, NUM_REQUESTS)
+        )
+        assert engine.scheduler.verification is not None
+        assert sum(engine.scheduler.verification.totals.num_accepted_at) > 20
+    for name, deltas in reference.items():
+        check_request(found[name], deltas, name in aborted)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("first", range(1000, 2000, 100))
+def test_hundred_histories_with_drafts_give_the_tokens_without(first: int) -> None:
+    assert sum(check_history(seed) for seed in range(first, first + 100)) > 1000
+    expected.cache_clear()

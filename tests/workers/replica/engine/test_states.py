@@ -1,0 +1,185 @@
+"""Requests of models with recurrent layers get transformers' tokens, whatever happens to their states in the pool."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ByteSize
+
+from crossdock.workers.model.load import wrap_module
+from crossdock.workers.model.model import PagedModel
+from crossdock.workers.model.sampling import sampler
+from crossdock.workers.replica.config import EngineConfig
+from crossdock.workers.replica.engine.calibrate import warm_up
+from crossdock.workers.replica.engine.engine import Engine
+from crossdock.workers.schedule.batch import Batch, Scheduled
+from crossdock.workers.schedule.request import SamplingParams, Status, Submission
+from crossdock.workers.schedule.speculative_config import SpeculativeConfig
+from crossdock.workers.schedule.states import RecurrentStates
+from tests.workers.architectures import SERVED, build
+from tests.workers.replica.engine.test_engine import generated
+from tests.workers.replica.engines import greedy, run, tokens_of
+
+NUM_TOKENS = 30
+NAMES = ["qwen3_next", "lfm2 conv", "granitemoehybrid", "falcon_h1", "kimi_linear", "lfm3 conv"]
+
+
+def prompts() -> list[list[int]]:
+    """Return prompts of 1 to 200 tokens; the last two share 100."""
+    rng = random.Random(0)
+    shared = [rng.randrange(3, 128) for _ in range(100)]
+    lengths = (1, 7, 8, 9, 40, 63, 64, 65, 130, 200)
+    return [[rng.randrange(3, 128) for _ in range(length)] for length in lengths] + [[*shared, 7], [*shared, 8, 9]]
+
+
+def engine_on(model: PagedModel, num_pages: int, **config: Any) -> Engine:
+    memory = ByteSize(num_pages * model.layout(8).page_bytes)
+    settings = {"page_size": 8, "max_num_batched_tokens": 64, "max_num_seqs": 12} | config
+    return Engine(model, EngineConfig(kv_cache_memory=memory, **settings))
+
+
+def served(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
+    for number, prompt in enumerate(prompts):
+        engine.add(Submission(str(number), prompt, greedy(NUM_TOKENS)))
+    deltas = run(engine)
+    return [tokens_of(deltas[str(number)]) for number in range(len(prompts))]
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def name(request: pytest.FixtureRequest) -> str:
+    model_name: str = request.param
+    return model_name
+
+
+@pytest.fixture(scope="module")
+def model(name: str) -> PagedModel:
+    return wrap_module(build(name, SERVED[name]))
+
+
+@pytest.fixture(scope="module")
+def expected(name: str) -> list[list[int]]:
+    return generated(build(name, SERVED[name]), prompts(), NUM_TOKENS)
+
+
+@pytest.mark.parametrize("size", [20, 64, 300])
+def test_pages_that_no_request_owns_are_never_read(model: PagedModel, expected: list[list[int]], size: int) -> None:
+    engine = engine_on(model, 500, enable_prefix_caching=False, max_num_batched_tokens=size)
+    pages, groups = engine.pages, engine.pages.num_groups
+
+    def poison(batch: Batch) -> None:
+        assert model.pool is not None
+        owners = [each.owner for each in engine.scheduler.requests() if pages.num_held_by(each.owner)]
+        owned = {page for owner in owners for group in range(groups) for page in pages.pages_of(owner, group)}
+        owned |= {page for owner in owners for page in pages.own_state_of(owner)}
+        model.pool.view(pages.num_pages, -1)[[page for page in range(pages.num_pages) if page not in owned]] = torch.nan
+
+    engine.on_scheduled = poison
+    assert served(engine, prompts()) == expected
+
+
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_tokens_under_preemption_are_those_of_transformers(
+    model: PagedModel, expected: list[list[int]], is_ahead: bool
+) -> None:
+    longest = 32 + 2 * model.state_pages(8)  # pages of a request of max_model_len, with a checkpoint
+    engine = engine_on(model, 10 + longest, async_scheduling=is_ahead, max_num_batched_tokens=40)
+    scheduler, num_steps = engine.scheduler, 0
+
+    def preempt_some() -> None:
+        nonlocal num_steps
+        num_steps += 1
+        for request in scheduler.requests() if num_steps % 5 == 0 else ():
+            if request.status is Status.RUNNING and not request.num_in_flight_tokens:
+                scheduler._table.preempt(request)
+                break
+
+    for _ in range(2):
+        for number, prompt in enumerate(prompts()):
+            engine.add(Submission(str(number), prompt, greedy(NUM_TOKENS)))
+        tokens: dict[str, list[int]] = {}
+        while engine.has_work:
+            for delta in engine.step().deltas:
+                tokens.setdefault(delta.request_id, []).extend(delta.token_ids)
+            preempt_some()
+        assert [tokens[str(number)] for number in range(len(expected))] == expected
+    assert is_ahead or scheduler.num_preemptions > 0, "ahead, most requests are in flight all the time"
+
+
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_tokens_after_a_checkpoint_are_those_of_transformers(
+    model: PagedModel, expected: list[list[int]], is_ahead: bool
+) -> None:
+    engine = engine_on(model, 1000, async_scheduling=is_ahead, max_num_batched_tokens=40)
+    for _ in range(3):
+        assert served(engine, prompts()) == expected
+    engine.add(Submission("again", prompts()[-1], greedy(NUM_TOKENS)))
+    engine.step()
+    assert engine.scheduler.requests()[0].num_cached_tokens >= 64, "a checkpoint was found"
+    run(engine)
+
+
+def test_requests_beside_aborted_ones_keep_their_tokens(model: PagedModel, expected: list[list[int]]) -> None:
+    engine = engine_on(model, 300)
+    for number, prompt in enumerate(prompts()):
+        engine.add(Submission(str(number), prompt, greedy(NUM_TOKENS)))
+    tokens: dict[str, list[int]] = {}
+    aborted: list[int] = []
+    for step in range(1000):
+        if not engine.has_work:
+            break
+        if str(step) in ("2", "5", "9") and not engine.is_in_flight(str(step)):
+            engine.abort(str(step))
+            aborted.append(step)
+        for delta in engine.step().deltas:
+            tokens.setdefault(delta.request_id, []).extend(delta.token_ids)
+    assert engine.pages.counts().owned == 0
+    assert aborted
+    kept = [number for number in range(len(expected)) if number not in aborted]
+    assert [tokens[str(number)] for number in kept] == [expected[number] for number in kept]
+
+
+def test_sampled_tokens_are_the_same_where_steps_begin_before_the_tokens_are_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The host must draw some tokens: the parts of the next step that began without them are void."""
+    monkeypatch.setattr(sampler, "HEAD_WIDTHS", (8, 16))
+    plain_undo, undone = RecurrentStates.undo, []
+
+    def undo(self: RecurrentStates, part: Scheduled) -> None:
+        undone.append(part.request.id)
+        plain_undo(self, part)
+
+    monkeypatch.setattr(RecurrentStates, "undo", undo)
+    model = wrap_module(build("lfm2 conv", SERVED["lfm2 conv"]))
+    outputs = []
+    for is_ahead in (False, True):
+        engine = engine_on(model, 300, async_scheduling=is_ahead, enable_prefix_caching=False)
+        for number, prompt in enumerate(prompts()):
+            params = SamplingParams(max_tokens=NUM_TOKENS, temperature=4.0, top_p=0.97, seed=number, ignore_eos=True)
+            engine.add(Submission(str(number), prompt, params))
+        deltas = run(engine)
+        outputs.append([tokens_of(deltas[str(number)]) for number in range(len(prompts()))])
+    assert outputs[0] == outputs[1]
+    assert undone
+
+
+def test_replica_with_states_is_calibrated(model: PagedModel) -> None:
+    engine = engine_on(model, 400)
+    profile = warm_up(engine)
+    assert profile.state_pages == model.state_pages(8) > 0
+    assert profile.page_bytes * profile.num_pages == model.pool.nbytes  # type: ignore[union-attr]
+    assert engine.pages.counts().owned == 0
+
+
+def test_speculation_is_refused_with_the_reason() -> None:
+    model = wrap_module(build("lfm2 conv", SERVED["lfm2 conv"]))
+    speculative = SpeculativeConfig(method="ngram", num_speculative_tokens=2)
+    with pytest.raises(ValueError, match="speculative_config: lfm2 has recurrent layers"):
+        engine_on(model, 300, speculative_config=speculative)
+
+
+def test_pool_too_small_for_a_state_is_refused_with_numbers() -> None:
+    model = wrap_module(build("granitemoehybrid", SERVED["granitemoehybrid"]))
+    with pytest.raises(ValueError, match=r"kv_cache_memory .* max_model_len \(256\) needs"):
+        engine_on(model, 32 + model.state_pages(8))

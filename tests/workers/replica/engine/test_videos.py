@@ -1,0 +1,165 @@
+"""Requests with videos on an engine: their tokens are those of transformers, whatever happens to them."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ByteSize
+
+from crossdock.workers.model.load import wrap_module
+from crossdock.workers.model.model import PagedModel
+from crossdock.workers.model.vision import PictureEncoder
+from crossdock.workers.replica.config import EngineConfig
+from crossdock.workers.replica.engine.calibrate import warm_up
+from crossdock.workers.replica.engine.engine import Engine
+from crossdock.workers.schedule.speculative_config import SpeculativeConfig
+from tests.workers.gangs import ganged
+from tests.workers.model.test_video import FAMILIES, video
+from tests.workers.multimodal import PicturePrompt, build_multimodal, continuation, paged_multimodal, picture
+from tests.workers.ranks import DIVISIONS, Ranks, saved
+from tests.workers.replica.engine.test_pictures import NUM_TOKENS, served, submission
+from tests.workers.replica.engines import engine_on, run, tokens_of
+from tests.workers.replica.sides import TRANSPORTS, Side, closing, ship
+from tests.workers.replica.transfer.test_encoder_replica import encoder_model, leg_of, rows_of
+from tests.workers.replica.transfer.test_encoder_replica import served as rows_served
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def model(family: str) -> PagedModel:
+    return paged_multimodal(family)
+
+
+@pytest.fixture(scope="module")
+def prompts(family: str) -> dict[str, PicturePrompt]:
+    """Prompts that share beginnings: the same video and another, whose tokens differ; a picture behind; text alone."""
+    one = video(family, 1, 4, (2, 3))
+    module, behind = build_multimodal(family), 9
+    first = PicturePrompt.of(5, one, behind, seed=1)
+    others = (PicturePrompt.of(5, video(family, seed, 4, (2, 3)), behind, seed=1) for seed in range(2, 100))
+    tokens = continuation(module, first, NUM_TOKENS)
+    return {
+        "one": first,
+        "longer": PicturePrompt.of(5, one, behind, picture(family, 3), 4, seed=1),
+        "other": next(each for each in others if continuation(module, each, NUM_TOKENS) != tokens),
+        "text": PicturePrompt.of(40, seed=3),
+    }
+
+
+@pytest.fixture(scope="module")
+def expected(family: str, prompts: dict[str, PicturePrompt]) -> dict[str, list[int]]:
+    module = build_multimodal(family)
+    return {name: continuation(module, prompt, NUM_TOKENS) for name, prompt in prompts.items()}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"max_num_batched_tokens": 512},
+        {"max_num_batched_tokens": 16, "max_num_seqs": 8, "page_size": 8, "enable_prefix_caching": False},
+        {"max_num_batched_tokens": 24, "max_num_seqs": 8, "async_scheduling": True, "page_size": 8},
+        {
+            "max_num_batched_tokens": 64,
+            "speculative_config": SpeculativeConfig(
+                method="ngram", num_speculative_tokens=3, prompt_lookup_max=2, prompt_lookup_min=1
+            ),
+        },
+    ],
+    ids=["whole", "small chunks", "ahead", "drafts"],
+)
+def test_tokens_equal_transformers(
+    model: PagedModel, prompts: dict[str, PicturePrompt], expected: dict[str, list[int]], config: dict[str, Any]
+) -> None:
+    assert served(engine_on(model, **config), prompts) == expected
+
+
+def test_same_video_hits_the_prefix_and_another_never_does(
+    model: PagedModel, prompts: dict[str, PicturePrompt], expected: dict[str, list[int]]
+) -> None:
+    engine, cached = engine_on(model, page_size=4), {}
+    for name in ("one", "longer", "other", "one"):
+        engine.add(submission(name, prompts[name]))
+        deltas = run(engine)[name]
+        cached[name] = deltas[0].num_cached_tokens
+        assert tokens_of(deltas) == expected[name]
+    own = prompts["one"].items[0]
+    assert cached["one"] > own.end  # the second time
+    assert cached["longer"] >= own.end // 4 * 4
+    assert cached["other"] == own.start // 4 * 4
+
+
+def test_preempted_and_resumed_requests_keep_their_tokens(
+    family: str, prompts: dict[str, PicturePrompt], expected: dict[str, list[int]]
+) -> None:
+    longest = max(len(prompt.token_ids) for prompt in prompts.values()) + NUM_TOKENS
+    model = wrap_module(build_multimodal(family), longest)
+    sizes = {"num_pages": -(-longest // 4) + 2, "page_size": 4, "max_num_batched_tokens": 16, "max_num_seqs": 4}
+    assert served(engine_on(model, **sizes), prompts) == expected
+    engine = engine_on(model, **sizes)
+    for name, prompt in prompts.items():  # as after the loss of a replica that had sent two tokens
+        engine.add(submission(name, prompt, output_token_ids=expected[name][:2]))
+    assert {name: tokens_of(deltas) for name, deltas in run(engine).items()} == {
+        name: tokens[2:] for name, tokens in expected.items()
+    }
+
+
+def test_calibrated_engine_predicts_videos_and_stays_exact(
+    model: PagedModel, prompts: dict[str, PicturePrompt], expected: dict[str, list[int]]
+) -> None:
+    engine = engine_on(model, max_num_batched_tokens=128, max_num_seqs=8)
+    warm_up(engine)
+    assert served(engine, prompts) == expected
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_prefill_replica_encodes_and_the_decode_replica_goes_on(family: str, transport: str) -> None:
+    module = build_multimodal(family)
+    prompt = PicturePrompt.of(5, video(family, 1, 4, (2, 3)), 9, seed=1)
+
+    def side() -> Side:
+        config = EngineConfig(max_num_batched_tokens=48, max_num_seqs=8, kv_cache_memory=ByteSize(4 << 20))
+        return Side(transport, engine=Engine(paged_multimodal(family), config))
+
+    async def main() -> None:
+        async with closing(side(), side()) as (prefill, decode):
+            found = await ship(prefill, decode, submission("one", prompt))
+            assert found == continuation(module, prompt, NUM_TOKENS)
+            encodings = [each.engine.scheduler.encoding for each in (prefill, decode)]
+            assert [encoding.totals.num_encoded for encoding in encodings if encoding is not None] == [1, 0]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("division", DIVISIONS)
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
+def test_tokens_of_a_gang_equal_transformers(
+    ranks: Ranks, tmp_path: Path, name: str, division: tuple[int, int]
+) -> None:
+    module = build_multimodal(name)
+    prompts = {
+        "video": PicturePrompt.of(5, video(name, 1, 4, (2, 3)), 9, seed=1),
+        "both": PicturePrompt.of(picture(name, 3), 3, video(name, 2, 2), 4, seed=1),
+        "text": PicturePrompt.of(30, seed=3),
+    }
+    expected = {each: continuation(module, prompt, NUM_TOKENS) for each, prompt in prompts.items()}
+    path = saved(module, tmp_path)
+    with ganged(ranks, path, *division, max_num_batched_tokens=16, max_num_seqs=8, page_size=8) as engine:
+        assert served(engine, prompts) == expected
+        assert served(engine, prompts) == expected  # from cached pages
+
+
+def test_rows_of_an_encode_replica_equal_those_of_the_whole_model(family: str) -> None:
+    """A video before a picture and the same video again, in chunks that end inside both."""
+    module = build_multimodal(family)
+    whole = PictureEncoder(module, module.config)
+    one, other = video(family, 1, 4, (2, 3)), picture(family, 2)
+    engine = engine_on(encoder_model(family), max_num_batched_tokens=10, max_num_seqs=4, page_size=4)
+    works = [leg_of("a", 5, one, 3, other), leg_of("b", other, one, one)]
+    for rows, work in zip(rows_served(engine, works), works, strict=True):
+        torch.testing.assert_close(rows, rows_of(whole, work.items), rtol=1e-4, atol=1e-5)

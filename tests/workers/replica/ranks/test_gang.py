@@ -1,0 +1,192 @@
+"""A replica of several ranks gives the logits and tokens of one rank."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ByteSize
+from torch import Tensor
+
+from crossdock.workers.model.kv_memory import PageBudget
+from crossdock.workers.model.load import load_model
+from crossdock.workers.model.model import PagedModel
+from crossdock.workers.model.model_spec import ModelSpec
+from crossdock.workers.replica.config import EngineConfig
+from crossdock.workers.replica.engine.calibrate import warm_up
+from crossdock.workers.replica.engine.engine import Engine
+from crossdock.workers.replica.engine.step_sampler import StepSampler
+from crossdock.workers.replica.ranks.gang import common_page_budget
+from crossdock.workers.replica.serving.metrics import EngineMetrics
+from crossdock.workers.report.timeline import Timelines
+from crossdock.workers.schedule.batch import Batch, SampledToken
+from crossdock.workers.schedule.cost import StepWork
+from crossdock.workers.schedule.interval_share import IntervalShare
+from crossdock.workers.schedule.request import SamplingParams, Submission
+from tests.workers.architectures import RECURRENT, SERVED, build
+from tests.workers.gangs import SETTINGS, ganged
+from tests.workers.ranks import DIVISIONS, Ranks, saved
+from tests.workers.replica.engines import run, tokens_of
+
+# A model for each style of plan: gathered queries, biases, fused and latent attention, experts, no plan at all, ...
+CHOSEN = ["llama", "gemma2", "gemma4_text", "phi", "phi3", "gpt_neox", "gpt2", "olmo2", "cohere2", "mixtral"]
+CHOSEN += ["deepseek_v2", "youtu", "gpt_oss"]
+WITHOUT_STAGES = ["longcat_flash"]  # a layer of its list has two attentions
+UNDIVIDED = ["aria_text", "beam"]  # tests/workers/model/cut has the reasons
+REST = [pytest.param(name, marks=pytest.mark.soak) for name in SERVED if name not in [*CHOSEN, *UNDIVIDED, *RECURRENT]]
+
+
+def works(count: int = 10, num_tokens: int = 8, **params: Any) -> list[Submission]:
+    """Return prompts of 1 to 150 tokens, every third sampled."""
+    prompts = [[(13 * number + 7 * at * at) % 90 + 3 for at in range(1 + 37 * number % 151)] for number in range(count)]
+    sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True, **params)
+    return [
+        Submission(f"{number}", prompt, replace(sampling, temperature=0.8 * (number % 3 == 2), seed=number))
+        for number, prompt in enumerate(prompts)
+    ]
+
+
+def tokens(engine: Engine, submissions: list[Submission]) -> list[list[int]]:
+    for submission in submissions:
+        engine.add(submission)
+    deltas = run(engine)
+    return [tokens_of(deltas[submission.id]) for submission in submissions]
+
+
+def tokens_and_logits(engine: Engine) -> tuple[list[list[int]], dict[tuple[str, int], Tensor]]:
+    """Return the tokens of `works` and their logits by request and position, in whatever steps they are computed."""
+    found: dict[tuple[str, int], Tensor] = {}
+    sample = StepSampler.sample
+
+    def sampled(sampler: StepSampler, batch: Batch, logits: Tensor, rows: Sequence[range]) -> dict[str, SampledToken]:
+        for part, row in zip(batch.scheduled, rows, strict=True):
+            for at, number in enumerate(row, part.start + part.num_tokens - len(row)):
+                found[part.request.id, at] = logits[number]
+        return sample(sampler, batch, logits, rows)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StepSampler, "sample", sampled)
+        return tokens(engine, works(prompt_logprobs=0)), found
+
+
+def assert_gangs_equal_one_rank(
+    ranks: Ranks, path: Path, model: PagedModel, divisions: Sequence[tuple[int, int]], **config: Any
+) -> None:
+    """In fp32, whose sums differ by their order: 2e-3 is what test_model allows between paged and eager attention."""
+    expected, logits = tokens_and_logits(Engine(model, EngineConfig(**SETTINGS | config)))
+    assert len(logits) > 500
+    for tensor_size, num_stages in divisions:
+        with ganged(ranks, path, tensor_size, num_stages, **config) as engine:
+            ours, found = tokens_and_logits(engine)
+            assert ours == expected
+            assert found.keys() == logits.keys()
+            for at, row in found.items():
+                torch.testing.assert_close(row, logits[at], atol=2e-3, rtol=2e-3)
+
+
+@pytest.mark.parametrize("name", [*CHOSEN, *REST])
+def test_gang_of_any_architecture_equals_one_rank(ranks: Ranks, tmp_path: Path, name: str) -> None:
+    module = build(name, SERVED[name])
+    for key, parameter in module.named_parameters():
+        if key.endswith("bias"):  # else zero: a rank that adds it twice would not be seen
+            torch.nn.init.normal_(parameter, std=0.1)
+    path = saved(module, tmp_path)
+    model = load_model(ModelSpec(str(path), "float32"))
+    divisions = DIVISIONS[:1] if name in WITHOUT_STAGES else DIVISIONS
+    assert_gangs_equal_one_rank(ranks, path, model, divisions)
+
+
+def test_gang_on_real_weights_equals_one_rank(ranks: Ranks, model_dir: Path, smollm2: PagedModel) -> None:
+    """SmolLM2: nine query heads over three KV heads, which two ranks divide as one and two, in two stages."""
+    assert_gangs_equal_one_rank(ranks, model_dir, smollm2, [(2, 2)], kv_cache_memory=ByteSize(400 << 20))
+
+
+@pytest.mark.parametrize("num_stages", [2, 3])
+def test_stages_have_as_many_steps_in_flight(ranks: Ranks, tmp_path: Path, num_stages: int) -> None:
+    """Chunks of one prompt follow each other, streams are dealt among the steps, and no request is in two steps where
+    its next token is not known. A request that is aborted while in flight leaves nothing."""
+    path = saved(build("llama", {}), tmp_path)
+    with ganged(ranks, path, 1, num_stages) as engine:
+        long = Submission("long", [5 + at % 80 for at in range(220)], SamplingParams(max_tokens=4, temperature=0.0))
+        engine.add(long)
+        engine.step()
+        starts = [part.start for batch in engine.pipeline.batches for part in batch.scheduled]
+        assert starts == [80, 160][: num_stages - 1]
+        run(engine)
+        for submission in works(8, num_tokens=30):
+            engine.add(submission)
+        busiest = 0
+        while engine.has_work:
+            engine.step()
+            batches = engine.pipeline.batches
+            ids = [part.request.id for batch in batches for part in batch.scheduled if part.samples]
+            assert len(ids) == len(set(ids))
+            busiest = max(busiest, len(batches))
+            if "3" in ids:
+                while not engine.pipeline.is_empty:
+                    engine.finish_step()
+                engine.abort("3")
+        assert busiest == num_stages - 1  # after a step the oldest has ended
+        assert engine.pages.counts().owned == 0
+
+
+def test_warm_up_of_a_gang_measures_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    with ganged(ranks, saved(build("llama", {}), tmp_path), 2, 2) as engine:
+        profile = warm_up(engine)
+        assert (profile.tensor_parallel_size, profile.pipeline_parallel_size) == (2, 2)
+        assert profile.cost.seconds(StepWork(decodes=1, context=8)) > 0
+        expected = tokens(engine, works())
+        assert engine.cost_fit is not None
+        assert tokens(engine, works()) == expected
+
+
+def test_intervals_of_full_steps_refine_the_prediction_of_a_pipeline(ranks: Ranks, tmp_path: Path) -> None:
+    """Only those: a step that was alone shows its latency, and no interval."""
+    with ganged(ranks, saved(build("llama", {}), tmp_path), 1, 2) as engine:
+        profile = warm_up(engine)
+        measured = profile.interval_share
+        assert engine.scheduler.interval_share == measured != 1.0
+        tokens(engine, works(1))
+        assert engine.intervals.share == measured, "one stream: a step at a time"
+        observed: list[tuple[float, float]] = []
+        observe = IntervalShare.observe
+
+        def recorded(intervals: IntervalShare, interval: float, latency: float) -> None:
+            observed.append((interval, latency))
+            observe(intervals, interval, latency)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(IntervalShare, "observe", recorded)
+            tokens(engine, works(8))
+        assert engine.scheduler.interval_share == engine.intervals.share != measured
+        assert len(observed) > 8
+        assert all(interval > 0 and latency > 0 for interval, latency in observed)
+
+
+def test_kv_bytes_of_a_gang_are_those_of_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    """Advertised, and counted for a request that is aborted after two chunks."""
+    path = saved(build("llama", {}), tmp_path)
+    whole = load_model(ModelSpec(str(path), "float32")).layout(16)
+    with ganged(ranks, path, 2, 2) as engine:
+        assert engine.model.layout(16).page_bytes < whole.page_bytes
+        assert warm_up(engine).page_bytes == engine.page_bytes == whole.page_bytes
+        metrics, timelines = EngineMetrics(engine), Timelines(engine.config.slo_classes, 0.0)
+        work = Submission("long", [5 + at % 80 for at in range(220)], SamplingParams(max_tokens=4))
+        engine.add(work)
+        timelines.add(work, engine.scheduler.requests()[0], engine.clock(), 0.0)
+        engine.step()
+        while not engine.pipeline.is_empty:
+            engine.finish_step()
+        cancelled = engine.abort("long")
+        assert cancelled is not None
+        assert cancelled.num_computed_tokens == 160
+        metrics.aborted(timelines.aborted("long", engine.clock(), 0))
+        found = metrics.registry.get_sample_value("crossdock_cancelled_kv_bytes_total")
+        assert found == 10 * whole.page_bytes
+
+
+def test_page_budget_of_a_gang_is_that_of_the_poorest_rank() -> None:
+    budgets = [PageBudget(100, 4096), PageBudget(90, 4096), PageBudget(120, 2048), PageBudget(95, 2048)]
+    assert common_page_budget(budgets) == PageBudget(90, 4096)

@@ -1,0 +1,351 @@
+"""Requests with pictures on replicas of several ranks: transformers' tokens, whatever happens to them."""
+
+import asyncio
+import os
+import queue
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ByteSize
+
+from crossdock.workers.model.inputs import StepInputs
+from crossdock.workers.model.runner import Runner
+from crossdock.workers.replica.config import EngineConfig
+from crossdock.workers.replica.engine.calibrate import warm_up
+from crossdock.workers.replica.engine.engine import Engine
+from crossdock.workers.replica.ranks.gang import Gang
+from crossdock.workers.replica.serving.follower import follow
+from crossdock.workers.schedule.request import FinishReason, Request, encoding_leg
+from crossdock.workers.schedule.table import RequestTable
+from tests.workers.gangs import ganged, spec_of
+from tests.workers.multimodal import (
+    BOTH_WAYS,
+    FAMILIES,
+    PicturePrompt,
+    build_multimodal,
+    continuation,
+    paged_multimodal,
+    picture,
+)
+from tests.workers.ranks import DIVISIONS, PROCESSES, Ranks, saved
+from tests.workers.replica.engine.test_pictures import NUM_TOKENS, broken, served, submission
+from tests.workers.replica.engines import run, tokens_of
+from tests.workers.replica.ranks.test_gang_graphs import follow_recording, stand_in
+from tests.workers.replica.sides import TRANSPORTS, Side, closing, ship
+from tests.workers.replica.transfer.test_landing import encoder_side
+
+CHUNKS: dict[str, Any] = {"max_num_batched_tokens": 16, "max_num_seqs": 8, "page_size": 8}
+FEW = ["qwen3_vl", "qwen2_5_vl", "smolvlm"]  # embeddings after layers of both stages; positions in three axes; tiles
+
+
+def prompts_of(family: str) -> dict[str, PicturePrompt]:
+    """Return prompts that share beginnings: the same text and picture, another picture, two of one kind, text alone."""
+    one, other, last = picture(family, 1, (2, 3)), picture(family, 2, (2, 3)), picture(family, 3)
+    return {
+        "one": PicturePrompt.of(5, one, 9, seed=1),
+        "longer": PicturePrompt.of(5, one, 9, last, 4, seed=1),
+        "other": PicturePrompt.of(5, other, 9, seed=1),
+        "twice": PicturePrompt.of(one, 3, one, seed=2),
+        "text": PicturePrompt.of(60, seed=3),
+    }
+
+
+def expected_of(family: str) -> dict[str, list[int]]:
+    module = build_multimodal(family)
+    tokens = {name: continuation(module, prompt, NUM_TOKENS) for name, prompt in prompts_of(family).items()}
+    assert tokens["one"] != tokens["other"]  # else the test would not see a wrong picture
+    return tokens
+
+
+@pytest.mark.parametrize("division", DIVISIONS)
+@pytest.mark.parametrize("family", [*FAMILIES, *BOTH_WAYS])
+def test_tokens_of_a_gang_equal_transformers(
+    ranks: Ranks, tmp_path: Path, family: str, division: tuple[int, int]
+) -> None:
+    """In small chunks; then again from cached pages; then after the embeddings are gone."""
+    path, prompts, expected = saved(build_multimodal(family), tmp_path), prompts_of(family), expected_of(family)
+    chunks = CHUNKS | ({"max_num_batched_tokens": 40} if family in BOTH_WAYS else {})  # a whole picture in a step
+    with ganged(ranks, path, *division, **chunks) as engine:
+        encoding = engine.scheduler.encoding
+        assert encoding is not None
+        assert served(engine, prompts) == expected
+        encoded = encoding.totals.num_encoded
+        assert served(engine, prompts) == expected
+        assert encoding.totals.num_encoded == encoded, "from cached pages"
+        engine.pages.clear_cache()
+        encoding.clear()
+        assert engine.model.encoder is not None
+        engine.model.encoder.clear()
+        assert served(engine, prompts) == expected
+        assert encoding.totals.num_encoded > encoded
+
+
+@pytest.mark.parametrize(
+    ("division", "config"),
+    [
+        ((2, 1), {"async_scheduling": True}),
+        ((2, 1), {"enable_chunked_prefill": False, "max_num_batched_tokens": 512}),
+        ((2, 2), {"mm_encoder_cache": True}),
+        ((1, 2), {"mm_encoder_cache": True}),
+    ],
+    ids=["ahead", "no chunks", "small cache", "small cache of stages"],
+)
+@pytest.mark.parametrize("family", FEW)
+def test_settings_of_a_gang_do_not_change_tokens(
+    ranks: Ranks, tmp_path: Path, family: str, division: tuple[int, int], config: dict[str, Any]
+) -> None:
+    path, prompts = saved(build_multimodal(family), tmp_path), prompts_of(family)
+    if "mm_encoder_cache" in config:  # as many rows as the largest picture has
+        encoder = paged_multimodal(family).encoder
+        assert encoder is not None
+        rows = max(item.num_rows for prompt in prompts.values() for item in prompt.items)
+        config = {"mm_encoder_cache": ByteSize(rows * encoder.row_bytes)}
+    with ganged(ranks, path, *division, **CHUNKS | config) as engine:
+        assert served(engine, prompts) == expected_of(family)
+        assert engine.scheduler.encoding is not None
+        assert bool(engine.scheduler.encoding.totals.num_evicted) == ("mm_encoder_cache" in config)
+
+
+@pytest.mark.parametrize("division", DIVISIONS)
+@pytest.mark.parametrize("family", FEW[:2])
+def test_preempted_requests_of_a_gang_go_on_with_the_same_tokens(
+    ranks: Ranks, tmp_path: Path, family: str, division: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Streams that begin together grow beyond the pool."""
+    module, page_size, num_tokens = build_multimodal(family), 4, 24
+    prompts = {name: prompt for name, prompt in prompts_of(family).items() if prompt.items}
+    longest = max(len(prompt.token_ids) for prompt in prompts.values()) + num_tokens
+    num_pages = -(-longest // page_size) + 6
+    page_bytes = paged_multimodal(family).layout(page_size).page_bytes // division[0]
+    if division[1] > 1:  # the second stage has two of three layers
+        page_bytes = page_bytes * 2 // 3
+    config = {"max_num_batched_tokens": 16, "max_num_seqs": 4, "page_size": page_size, "max_model_len": longest}
+    preempted, preempt = list[str](), RequestTable.preempt
+
+    def recorded(table: RequestTable, request: Request) -> None:
+        preempted.append(request.id)
+        preempt(table, request)
+
+    monkeypatch.setattr(RequestTable, "preempt", recorded)
+    memory = ByteSize(num_pages * page_bytes)
+    with ganged(ranks, saved(module, tmp_path), *division, kv_cache_memory=memory, **config) as engine:
+        assert engine.pages.num_pages == num_pages
+        for name, prompt in prompts.items():
+            engine.add(submission(name, prompt, num_tokens=num_tokens))
+        found = {name: tokens_of(deltas) for name, deltas in run(engine).items()}
+        assert found == {name: continuation(module, prompt, num_tokens) for name, prompt in prompts.items()}
+    assert preempted
+
+
+@pytest.mark.parametrize("division", DIVISIONS)
+@pytest.mark.parametrize("family", FEW)
+def test_preemption_inside_a_picture_of_a_gang_encodes_again_and_tokens_stay(
+    ranks: Ranks, tmp_path: Path, family: str, division: tuple[int, int]
+) -> None:
+    """The embeddings are gone by then, and no page is cached."""
+    module, prompt = build_multimodal(family), PicturePrompt.of(5, picture(family, 1, (5, 6)), 9)
+    config = {"max_num_batched_tokens": 9, "max_num_seqs": 1, "page_size": 8, "enable_prefix_caching": False}
+    with ganged(ranks, saved(module, tmp_path), *division, **config) as engine:
+        engine.add(submission("one", prompt))
+        engine.step()
+        while not engine.pipeline.is_empty:
+            engine.finish_step()
+        request, encoding = engine.scheduler.get("one"), engine.scheduler.encoding
+        assert request is not None
+        assert encoding is not None
+        assert engine.model.encoder is not None
+        item = request.items[0]
+        assert item.start < request.num_computed_tokens < item.end
+        engine.scheduler._table.preempt(request)
+        encoding.clear()
+        engine.model.encoder.clear()
+        assert tokens_of(run(engine)["one"]) == continuation(module, prompt, NUM_TOKENS)
+        assert encoding.totals.num_encoded == 2
+
+
+@pytest.mark.parametrize("division", DIVISIONS)
+def test_failover_to_a_gang_goes_on_after_the_tokens_that_the_client_has(
+    ranks: Ranks, tmp_path: Path, division: tuple[int, int]
+) -> None:
+    prompts, expected = prompts_of("qwen2_vl"), expected_of("qwen2_vl")
+    with ganged(ranks, saved(build_multimodal("qwen2_vl"), tmp_path), *division, **CHUNKS) as engine:
+        given = {name: expected[name][: 1 + number] for number, name in enumerate(prompts)}
+        for name, prompt in prompts.items():
+            engine.add(submission(name, prompt, output_token_ids=given[name]))
+        for name, deltas in run(engine).items():
+            assert given[name] + tokens_of(deltas) == expected[name]
+
+
+@pytest.mark.parametrize("division", DIVISIONS)
+def test_picture_that_a_gang_cannot_encode_fails_its_own_request_alone(
+    ranks: Ranks, tmp_path: Path, division: tuple[int, int]
+) -> None:
+    """Its chunks follow each other through the stages before the driver knows; the ranks go on together."""
+    module = build_multimodal("llava")
+    good, bad = PicturePrompt.of(5, picture("llava", 1), 9), PicturePrompt.of(5, picture("llava", 2), 30)
+    wrong = PicturePrompt(bad.token_ids, [broken(bad.items[0])])
+    with ganged(ranks, saved(module, tmp_path), *division, **CHUNKS) as engine:
+        engine.add(submission("bad", wrong))
+        engine.add(submission("good", good))
+        deltas = run(engine)
+        assert tokens_of(deltas["good"]) == continuation(module, good, NUM_TOKENS)
+        assert deltas["bad"][-1].finish_reason is FinishReason.ERROR
+        assert "cannot be encoded" in str(deltas["bad"][-1].error)
+        engine.add(submission("again", wrong))
+        engine.add(submission("well", bad))  # of the same content, which counts as known by now
+        deltas = run(engine)
+        assert {deltas[name][-1].finish_reason for name in ("again", "well")} == {FinishReason.ERROR}
+        assert served(engine, {"good": good})["good"] == continuation(module, good, NUM_TOKENS)
+
+
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_ranks_replay_graphs_for_tokens_and_launch_steps_with_pictures(
+    ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_ahead: bool
+) -> None:
+    """Every rank the same, also where a step only forgets embeddings. There is no GPU: `stand_in` keeps functions."""
+    usual, is_usual = list[tuple[bool, bool]](), Runner.is_usual
+
+    def noted(self: Runner, inputs: StepInputs) -> bool:
+        usual.append((inputs.reads_pictures, is_usual(self, inputs)))
+        return usual[-1][1]
+
+    path, prompts, answers = saved(build_multimodal("qwen3_vl"), tmp_path), prompts_of("qwen3_vl"), list[Any]()
+    follower = partial(follow_recording, None)
+    monkeypatch.setattr(Runner, "is_usual", noted)
+    own = stand_in(monkeypatch)
+    config = {"async_scheduling": is_ahead, "max_num_batched_tokens": 80, "max_num_seqs": 8}
+    with ganged(ranks, path, 2, 1, follower, answers, **config) as engine:
+        own.clear()
+        assert served(engine, prompts) == expected_of("qwen3_vl")
+        assert {kind for kind, _ in own} == {"eager", "decodes", "mixed"}
+        assert len(own) == len(usual)
+        assert all(reads != graph for (reads, graph) in usual), "steps of text are graphs, those with pictures are not"
+    assert answers[0][-len(own) :] == own
+
+
+@pytest.mark.parametrize("division", [(2, 1), (1, 2)])
+def test_warm_up_of_a_gang_measures_the_encoder(ranks: Ranks, tmp_path: Path, division: tuple[int, int]) -> None:
+    with ganged(ranks, saved(build_multimodal("qwen2_vl"), tmp_path), *division) as engine:
+        profile = warm_up(engine)
+        assert profile.encoder_cost is not None
+        assert profile.encoder_rows == engine.scheduler.encoding.capacity
+        assert served(engine, prompts_of("qwen2_vl")) == expected_of("qwen2_vl")
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("is_prefill_whole", [True, False])
+@pytest.mark.parametrize("division", [(2, 1), (2, 2)])
+def test_pictures_shipped_between_unequal_shards_have_the_tokens_of_transformers(
+    ranks: Ranks, tmp_path: Path, transport: str, division: tuple[int, int], is_prefill_whole: bool
+) -> None:
+    """The decode replica needs the positions of the prompt alone: it encodes nothing."""
+    family = "qwen3_vl"
+    prompts, expected, path = prompts_of(family), expected_of(family), saved(build_multimodal(family), tmp_path)
+
+    async def main() -> None:
+        with ganged(ranks, path, *division, max_num_batched_tokens=24) as engine:
+            config = EngineConfig(max_num_batched_tokens=24, max_num_seqs=8, kv_cache_memory=ByteSize(4 << 20))
+            whole = Side(transport, engine=Engine(paged_multimodal(family), config))
+            divided = Side(transport, engine=engine)
+            sides = (whole, divided) if is_prefill_whole else (divided, whole)
+            async with closing(*sides) as (prefill, decode):
+                for name, prompt in prompts.items():
+                    assert await ship(prefill, decode, submission(name, prompt)) == expected[name]
+                encodings = [each.engine.scheduler.encoding for each in (prefill, decode)]
+                assert [encoding.totals.num_encoded for encoding in encodings if encoding is not None] == [3, 0]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("division", DIVISIONS)
+def test_gang_takes_embeddings_of_an_encode_replica(
+    ranks: Ranks, tmp_path: Path, transport: str, division: tuple[int, int]
+) -> None:
+    """The driver lands them, and encodes what a lost replica has not sent."""
+    family = "qwen3_vl"
+    path, works, expected = saved(build_multimodal(family), tmp_path), prompts_of(family), expected_of(family)
+
+    async def main() -> None:
+        with ganged(ranks, path, *division, max_num_batched_tokens=24, max_num_seqs=8, page_size=8) as engine:
+            encoder, first = encoder_side(family, transport), Side(transport, engine=engine, takes_rows=True)
+            landing, encodings = first.thread.landing, [each.engine.scheduler.encoding for each in (encoder, first)]
+            assert landing is not None
+            async with closing(encoder, first):
+                for name, prompt in works.items():
+                    work = submission(name, prompt)
+                    if not prompt.items:
+                        assert await first.generate(work) == expected[name]
+                        continue
+                    leg = replace(encoding_leg(work, 8), peer=landing.dock.blob)
+                    sending = asyncio.create_task(encoder.thread.submit("test", leg))
+                    assert await first.generate(replace(work, encoder=encoder.blob)) == expected[name]
+                    await sending
+                assert [each.totals.num_encoded for each in encodings if each is not None] == [3, 0]
+                await first.on_engine(engine.pages.clear_cache)
+                last = submission("last", PicturePrompt.of(5, picture(family, 7), 9))
+                await first.thread.peer_dead(encoder.blob)
+                found = await first.generate(replace(last, encoder=encoder.blob))
+                module = build_multimodal(family)
+                assert found == continuation(module, PicturePrompt.of(5, picture(family, 7), 9), NUM_TOKENS)
+                assert [each.totals.num_encoded for each in encodings if each is not None] == [3, 1]
+
+    asyncio.run(main())
+
+
+class Victim:
+    """A gang of two whose follower has a process of its own, which the test kills."""
+
+    def __init__(self, path: Path, division: tuple[int, int]) -> None:
+        self.spec = spec_of(path, *division, rank_timeout_s=3.0, **CHUNKS)
+        self.lost: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self.gang = Gang(self.spec, "127.0.0.1", self.lost.put)
+        rank = next(rank for rank in range(2) if rank != self.gang.position.rank)
+        self.process = PROCESSES.Process(target=follow, args=(self.spec, rank, self.gang.address), daemon=True)
+        self.process.start()
+        self.engine = Engine(self.gang.load(), self.spec.engine, gang=self.gang)
+
+    def kill(self) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        self.gang.close()
+        self.process.kill()
+        self.process.join()
+
+
+@pytest.fixture
+def victim_of(tmp_path: Path) -> Iterator[Callable[[tuple[int, int]], Victim]]:
+    path, victims = saved(build_multimodal("qwen3_vl"), tmp_path), list[Victim]()
+
+    def start(division: tuple[int, int]) -> Victim:
+        victims.append(Victim(path, division))
+        return victims[-1]
+
+    yield start
+    for victim in victims:
+        victim.close()
+
+
+@pytest.mark.parametrize("num_steps", [0, 2, 5])
+@pytest.mark.parametrize("division", [(2, 1), (1, 2)])
+def test_rank_killed_before_within_and_after_pictures_ends_the_gang(
+    victim_of: Callable[[tuple[int, int]], Victim], division: tuple[int, int], num_steps: int
+) -> None:
+    victim = victim_of(division)
+    for name, prompt in prompts_of("qwen3_vl").items():
+        victim.engine.add(submission(name, prompt, num_tokens=100))
+    for _ in range(num_steps):
+        victim.engine.step()
+    victim.kill()
+    with pytest.raises(RuntimeError) as failure:
+        for _ in iter(victim.engine.step, None):
+            pass
+    victim.gang.fail(failure.value)
+    assert "its process has ended" in victim.lost.get(timeout=5)

@@ -1,0 +1,135 @@
+"""The ranks of a gang listen on the addresses they are given and on no other, and after the start to no stranger."""
+
+import contextlib
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch.distributed as dist
+
+from crossdock.workers.replica.config import TransferConfig
+from crossdock.workers.replica.engine.engine import Engine
+from crossdock.workers.replica.ranks import gang as gang_module
+from crossdock.workers.replica.ranks.gang import Gang
+from crossdock.workers.replica.ranks.rank_messages import JoinGang, encode
+from crossdock.workers.replica.ranks.rank_network import GangStore
+from crossdock.workers.replica.ranks.rank_socket import RankSocket
+from crossdock.workers.replica.serving.follower import follow
+from crossdock.workers.replica.serving.replica import gang_host
+from tests.workers.architectures import build
+from tests.workers.gangs import spec_of
+from tests.workers.ranks import PROCESSES, saved
+from tests.workers.replica.ranks.test_gang import tokens, works
+
+DRIVER, FOLLOWER = "127.0.0.1", "127.0.0.2"  # two addresses of this machine stand for two nodes
+
+
+def listening(pid: int | None = None) -> set[tuple[str, int]]:
+    """Return the addresses and ports at which a process listens; None: this one."""
+    found = psutil.Process(pid).net_connections("inet")
+    return {(each.laddr.ip, each.laddr.port) for each in found if each.status == psutil.CONN_LISTEN}
+
+
+def hosts(found: set[tuple[str, int]]) -> set[str]:
+    return {host for host, _ in found}
+
+
+def is_refused(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), timeout=5).close()
+    except ConnectionRefusedError:
+        return True
+    return False
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return saved(build("llama", {}), tmp_path)
+
+
+@pytest.fixture
+def gang(path: Path) -> Iterator[Gang]:
+    """A gang whose follower has not come yet."""
+    gang = Gang(spec_of(path, 2, 1), DRIVER, lambda _: None)
+    yield gang
+    gang.close()
+
+
+def test_ranks_on_two_nodes_listen_on_their_own_addresses(path: Path) -> None:
+    """The driver on one, the follower on another: for the gang, for torch, and for the pages of other replicas."""
+    before = listening()
+    spec = spec_of(path, 2, 1)
+    gang = Gang(spec, DRIVER, lambda _: None)
+    process = PROCESSES.Process(target=follow, args=(spec, 1, gang.address, FOLLOWER), daemon=True)
+    process.start()
+    try:
+        engine = Engine(gang.load(), spec.engine, gang=gang)
+        assert hosts(listening() - before) == {DRIVER}
+        loaded = listening(process.pid)
+        assert hosts(loaded) == {FOLLOWER}
+        gang.open_docks("m", "mixed", TransferConfig(transport="tcp", host=DRIVER))  # as the driver's own dock is told
+        docked = listening(process.pid)
+        assert len(docked - loaded) == 1
+        assert hosts(docked) == {FOLLOWER}
+        assert [len(row) for row in tokens(engine, works(4))] == [8] * 4
+    finally:
+        gang.close()
+        process.join(20)
+    assert process.exitcode == 0
+
+
+def test_gang_that_has_started_listens_no_more(path: Path) -> None:
+    """Neither for followers nor at the store of torch, which authenticates no process."""
+    spec = spec_of(path, 2, 1)
+    gang = Gang(spec, DRIVER, lambda _: None)
+    assert not is_refused(DRIVER, gang.address.port)
+    assert not is_refused(DRIVER, gang.address.store_port)
+    process = PROCESSES.Process(target=follow, args=(spec, 1, gang.address), daemon=True)
+    process.start()
+    try:
+        gang.load()
+        assert is_refused(DRIVER, gang.address.port)
+        assert is_refused(DRIVER, gang.address.store_port)
+    finally:
+        gang.close()
+        process.join(20)
+    assert process.exitcode == 0
+
+
+def test_sealed_store_still_serves_those_who_came_before() -> None:
+    store = GangStore(DRIVER)
+    client = dist.TCPStore(DRIVER, store.port, is_master=False)  # type: ignore[attr-defined]
+    store.seal()
+    client.set("a", "b")
+    assert store.store.get("a") == b"b"
+    assert is_refused(DRIVER, store.port)
+
+
+def test_strangers_beyond_the_bound_are_closed_and_a_follower_still_joins(
+    gang: Gang, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The oldest go: a follower proves the cookie at once."""
+    monkeypatch.setattr(gang_module, "_MAX_STRANGERS", 3)
+    with contextlib.ExitStack() as stack:
+        strangers = [stack.enter_context(socket.create_connection((DRIVER, gang.address.port))) for _ in range(10)]
+        for stranger in strangers[:7]:
+            stranger.settimeout(10)
+            while stranger.recv(64):  # the gang's own half of the proof, then the end
+                pass
+        assert len(gang._strangers) == 3
+        link = RankSocket.connect(gang.address)
+        link.send(encode(JoinGang(1)))
+        gang._wait(lambda _: True, "did not join")
+        link.close()
+
+
+@pytest.mark.parametrize(("nodes", "host"), [(["a", "a"], "127.0.0.1"), (["a", "b"], "192.0.2.7")])
+def test_driver_is_reached_by_loopback_only_where_all_ranks_are_on_its_node(
+    nodes: list[str], host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ray.util.get_current_placement_group", lambda: None)
+    monkeypatch.setattr("ray.util.placement_group_table", lambda _: {"bundles_to_node_id": dict(enumerate(nodes))})
+    monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "192.0.2.7")
+    assert gang_host() == host

@@ -1,0 +1,106 @@
+"""A step that does not end is reported by the host, while the thread that waits for it returns from no call."""
+
+import queue
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ByteSize
+
+from crossdock.workers.model.load import wrap_module
+from crossdock.workers.model.model import PagedModel
+from crossdock.workers.replica.config import EngineConfig
+from crossdock.workers.replica.engine.engine import Engine
+from crossdock.workers.replica.ranks.gang import Gang
+from crossdock.workers.replica.ranks.step_deadline import StepDeadline
+from crossdock.workers.schedule.cost import StepWork
+from crossdock.workers.schedule.request import SamplingParams, Submission
+from tests.workers.architectures import build
+from tests.workers.gangs import spec_of
+
+SWEEP = [(StepWork.of([(0, tokens)]), 0.01) for tokens in (16, 32, 64)]
+
+
+def engine() -> Engine:
+    config = EngineConfig(max_num_batched_tokens=80, max_num_seqs=8, kv_cache_memory=ByteSize(8 << 20))
+    return Engine(wrap_module(build("llama", {})), config)
+
+
+def test_time_counts_from_the_last_end_while_steps_are_in_flight() -> None:
+    now = 100.0
+    deadline = StepDeadline(60.0, lambda: None, lambda: now)
+    assert deadline.left() is None
+    deadline.begin()
+    now += 40
+    deadline.begin()
+    assert deadline.left() == 20
+    deadline.end()
+    assert deadline.left() == 60
+    now += 10
+    assert deadline.left() == 50
+    deadline.end()
+    now += 1000
+    assert deadline.left() is None
+    deadline.begin()
+    assert deadline.left() == 60
+
+
+def test_gang_whose_step_does_not_end_is_lost_with_the_reason(tmp_path: Path) -> None:
+    lost: queue.SimpleQueue[str] = queue.SimpleQueue()
+    gang = Gang(spec_of(tmp_path, 2, 1, rank_timeout_s=0.05), "127.0.0.1", lost.put)
+    try:
+        deadline = gang.step_deadline()
+        deadline.begin()
+        assert lost.get(timeout=60) == "a rank hangs: no step has ended for 0.05 s"
+        gang.fail(RuntimeError("the driver's own part failed, too"))
+        assert lost.empty(), "reported once"
+    finally:
+        gang.close()
+
+
+def test_engine_reports_a_step_during_which_the_device_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    stuck, released, late = threading.Event(), threading.Event(), threading.Event()
+    running = engine()
+
+    def wait(_: PagedModel) -> None:
+        stuck.set()
+        released.wait()
+
+    monkeypatch.setattr(PagedModel, "wait", wait)
+    running.pipeline.deadline = StepDeadline(0.05, late.set)
+    running.add(Submission("a", [5] * 9, SamplingParams(max_tokens=1)))
+    thread = threading.Thread(target=running.step)
+    thread.start()
+    try:
+        assert stuck.wait(60)
+        assert late.wait(60)
+    finally:
+        released.set()
+        thread.join()
+    assert running.pipeline.deadline.left() is None
+
+
+def test_only_gangs_on_gpus_have_a_deadline_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CPUs gloo's calls return with an error in time, which says more."""
+
+    class Ranks:
+        def step_deadline(self) -> StepDeadline:
+            return StepDeadline(60.0, lambda: None)
+
+    running = engine()
+    gang: Any = Ranks()
+    on_gpu = property(lambda _: torch.device("cuda"))
+    for ranks, device, has_deadline in ((None, on_gpu, False), (gang, None, False), (gang, on_gpu, True)):
+        running.gang = ranks
+        with monkeypatch.context() as patch:
+            if device is not None:
+                patch.setattr(PagedModel, "device", device)
+            running.calibrate(SWEEP)
+        assert (running.pipeline.deadline is not None) is has_deadline
+    before = running.pipeline.deadline
+    with monkeypatch.context() as patch:
+        patch.setattr(PagedModel, "device", on_gpu)
+        running.calibrate(SWEEP)
+    assert running.pipeline.deadline is before

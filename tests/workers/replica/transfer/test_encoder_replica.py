@@ -1,0 +1,510 @@
+"""An engine around an encoder alone: rows of pictures in its pages, and their way to another dock."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+import torch
+from pydantic import ByteSize
+from torch import Tensor
+
+from crossdock.kvtransfer.dock import Dock
+from crossdock.kvtransfer.events import Arrived, Committed, Event, Failed, Offered, Reason, WriterStopped
+from crossdock.kvtransfer.layout import PoolLayout, PoolSpec
+from crossdock.kvtransfer.messages import GroupPages
+from crossdock.kvtransfer.transport import Memory
+from crossdock.workers.model.encoder_model import EncoderModel, drop_decoder, row_layer, wrap_encoder
+from crossdock.workers.model.load import wrap_module
+from crossdock.workers.model.model_spec import ModelSpec
+from crossdock.workers.model.vision import PictureEncoder
+from crossdock.workers.replica.config import EngineConfig, ReplicaSpec, TransferConfig
+from crossdock.workers.replica.engine.calibrate import warm_up
+from crossdock.workers.replica.engine.engine import Engine
+from crossdock.workers.replica.engine.engine_loader import load_engine
+from crossdock.workers.replica.serving.machine import describe_machine
+from crossdock.workers.replica.serving.observed import ObservedEngine
+from crossdock.workers.replica.transfer.replica_dock import choose_transport
+from crossdock.workers.report.advertise import observe
+from crossdock.workers.schedule.encoding import EncoderTotals
+from crossdock.workers.schedule.items import Item
+from crossdock.workers.schedule.request import (
+    FinishReason,
+    InvalidField,
+    Leg,
+    Request,
+    SamplingParams,
+    Status,
+    Submission,
+    TokenDelta,
+    encoding_leg,
+)
+from crossdock.workers.schedule.speculative_config import SpeculativeConfig
+from tests.workers.multimodal import FAMILIES, PicturePrompt, build_multimodal, picture
+from tests.workers.replica.engines import engine_on, run, tokens_of
+from tests.workers.replica.sides import TRANSPORTS, Side
+
+PAGE_SIZE = 4
+
+
+def encoder_model(family: str, max_model_len: int | None = None) -> EncoderModel:
+    """Return the encoder of a tiny model."""
+    module = build_multimodal(family)
+    drop_decoder(module)
+    return wrap_encoder(module, max_model_len)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def model(family: str) -> EncoderModel:
+    return encoder_model(family)
+
+
+@pytest.fixture(scope="module")
+def whole(family: str) -> PictureEncoder:
+    module = build_multimodal(family)
+    return PictureEncoder(module, module.config)
+
+
+def rows_of(encoder: PictureEncoder, items: Sequence[Item]) -> Tensor:
+    """Return the rows [R, (1 + L) * E] of items, each encoded alone."""
+    return torch.cat([encoder.features([item]).transpose(0, 1).flatten(1) for item in items])
+
+
+def leg_of(name: str, *parts: Any, **fields: Any) -> Submission:
+    """Return the encoding leg of a prompt of these parts."""
+    prompt = PicturePrompt.of(*parts)
+    page_size: int = fields.pop("page_size", PAGE_SIZE)
+    return encoding_leg(Submission(name, prompt.token_ids, items=prompt.items, **fields), page_size)
+
+
+def totals_of(engine: Engine) -> EncoderTotals:
+    assert engine.scheduler.encoding is not None
+    return engine.scheduler.encoding.totals
+
+
+def forget_embeddings(engine: Engine) -> None:
+    """Empty the encoder's own cache, so that only pages remember pictures."""
+    assert engine.scheduler.encoding is not None
+    assert engine.model.encoder is not None
+    engine.scheduler.encoding.clear()
+    engine.model.encoder.clear()
+
+
+def parts_of(rows: Tensor, items: Sequence[Item]) -> Tensor:
+    """Return those of a leg's rows that are an item's."""
+    return torch.cat([rows[item.start : item.end] for item in items])
+
+
+def rows_in_pages(engine: Engine, request: Request) -> Tensor:
+    """Return the rows of a request's items in its pages."""
+    ((pages, _),) = engine.model.pages
+    return parts_of(pages[list(engine.pages.pages_of(request.owner)), 0].flatten(0, 1), request.items)
+
+
+def held_rows(engine: Engine, work: Submission) -> Tensor:
+    """Return the rows of a held request's items in its pages, and end it as a transfer does that has arrived."""
+    request = engine.scheduler.get(work.id)
+    assert request is not None
+    assert request.status is Status.HELD
+    assert request.token_ids[-1] == 0
+    rows = rows_in_pages(engine, request)
+    engine.ship(work.id)
+    engine.pages.release(request.owner)
+    return rows
+
+
+def served(engine: Engine, works: Sequence[Submission]) -> list[Tensor]:
+    """Return the rows of each leg, computed together."""
+    for work in works:
+        engine.add(work)
+    while engine.has_work:
+        engine.step()
+    rows = [held_rows(engine, work) for work in works]
+    assert engine.pages.counts().owned == 0
+    return rows
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"max_num_batched_tokens": 512, "page_size": 16},
+        {"max_num_batched_tokens": 5, "max_num_seqs": 1, "page_size": 4, "enable_prefix_caching": False},
+        {"max_num_batched_tokens": 512, "enable_chunked_prefill": False, "page_size": 8},
+        {"max_num_batched_tokens": 12, "max_num_seqs": 4, "async_scheduling": True, "page_size": 8},
+    ],
+    ids=["whole", "small chunks", "no chunks", "ahead"],
+)
+def test_rows_in_pages_equal_those_of_the_whole_model(
+    family: str, model: EncoderModel, whole: PictureEncoder, config: dict[str, Any]
+) -> None:
+    one, other, last = picture(family, 1, (2, 3)), picture(family, 2, (2, 3)), picture(family, 3, (1, 2))
+    prompts: list[tuple[Any, ...]] = [(5, one, 9, last), (5, other), (one, 3, one, 2), (last,)]
+    works = [leg_of(f"{number}", *parts, page_size=config["page_size"]) for number, parts in enumerate(prompts)]
+    for rows, work in zip(served(engine_on(model, **config), works), works, strict=True):
+        torch.testing.assert_close(rows, rows_of(whole, work.items), rtol=1e-4, atol=1e-5)
+
+
+def test_picture_that_begins_two_prompts_is_encoded_once(
+    family: str, model: EncoderModel, whole: PictureEncoder
+) -> None:
+    """By the embeddings in memory, and by pages alone where those have gone and the picture fills its pages."""
+    engine = engine_on(model, page_size=PAGE_SIZE)
+    shared = picture(family, 1, (2, 2))
+    works = [leg_of(str(n), 3 + n, shared, 2, picture(family, 2 + n, (1, 2))) for n in range(3)]
+    cached = []
+    for number, work in enumerate(works):
+        if number == 2:
+            forget_embeddings(engine)
+        engine.add(work)
+        deltas = list[TokenDelta]()
+        while engine.has_work:
+            deltas += engine.step().deltas
+        cached.append(deltas[0].num_cached_tokens)
+        torch.testing.assert_close(held_rows(engine, work), rows_of(whole, work.items), rtol=1e-4, atol=1e-5)
+    num_rows = shared[1].num_rows
+    assert cached == [0, num_rows, num_rows], "the picture fills its pages"
+    assert totals_of(engine).num_encoded == 2 + 1 + 1
+
+
+def test_rows_are_found_under_their_own_salt_alone() -> None:
+    engine = engine_on(encoder_model("llava"), page_size=PAGE_SIZE)
+    cached = []
+    for name, salt in (("a1", "a"), ("b1", "b"), ("a2", "a")):
+        forget_embeddings(engine)
+        engine.add(leg_of(name, 3, picture("llava", 1), picture("llava", 2), cache_salt=salt))
+        deltas = list[TokenDelta]()
+        while engine.has_work:
+            deltas += engine.step().deltas
+        cached.append(deltas[0].num_cached_tokens)
+        engine.ship(name)
+        engine.pages.release(Request.owner_name(name, 0))
+    assert cached == [0, 0, 32], "all pages of both pictures"
+    assert totals_of(engine).num_encoded == 4, "the last picture is not encoded again for the token after it"
+
+
+def test_preemption_inside_a_picture_encodes_again_and_rows_stay(
+    family: str, model: EncoderModel, whole: PictureEncoder
+) -> None:
+    engine = engine_on(model, page_size=PAGE_SIZE, max_num_batched_tokens=6, max_num_seqs=2)
+    work = leg_of("a", picture(family, 1, (2, 3)), picture(family, 2, (2, 3)))
+    engine.add(replace(work, leg=Leg.LOCAL))  # one that is sent keeps its pages
+    engine.step()
+    request = engine.scheduler.get("a")
+    assert request is not None
+    assert 0 < request.num_computed_tokens < len(work.prompt_token_ids)
+    engine.scheduler._table.preempt(request)
+    engine.pages.clear_cache()
+    forget_embeddings(engine)
+    while request.num_output_tokens < 1:
+        engine.step()
+    rows = rows_in_pages(engine, request)
+    torch.testing.assert_close(rows, rows_of(whole, work.items), rtol=1e-4, atol=1e-5)
+    assert tokens_of(run(engine)["a"]) == [0]
+    assert request.num_preemptions == 1
+
+
+def test_urgent_leg_takes_the_pages_of_one_that_waits_for_its_receiver() -> None:
+    engine = engine_on(encoder_model("llava", 40), num_pages=10, page_size=PAGE_SIZE)
+    engine.add(leg_of("slow", picture("llava", 1), picture("llava", 2), slo_class="batch"))
+    while engine.has_work:
+        engine.step()
+    engine.add(leg_of("urgent", picture("llava", 3), picture("llava", 4), slo_class="interactive"))
+    engine.step()
+    assert [request.finish_reason for request in engine.take_returned()] == [FinishReason.RETURNED]
+    engine.pages.release(Request.owner_name("slow", 0))  # as when its transfer is cancelled
+    while engine.has_work:
+        engine.step()
+    urgent = engine.scheduler.get("urgent")
+    assert urgent is not None
+    assert urgent.status is Status.HELD
+
+
+def broken(item: Item) -> Item:
+    """Return an item of the same content hash, whose tensors the encoder cannot compute."""
+    return replace(item, tensors={"pixel_values": item.tensors["pixel_values"][:, :2]})
+
+
+def test_picture_that_cannot_be_encoded_ends_its_own_request_alone() -> None:
+    engine = engine_on(encoder_model("llava"), page_size=PAGE_SIZE)
+    module = build_multimodal("llava")
+    bad, good = leg_of("bad", 5, picture("llava", 1), 3), leg_of("good", 5, picture("llava", 2), 3)
+    engine.add(replace(bad, items=[broken(bad.items[0])]))
+    engine.add(good)
+    deltas = list[TokenDelta]()
+    while engine.has_work:
+        deltas += engine.step().deltas
+    failed = [delta for delta in deltas if delta.request_id == "bad"]
+    assert [delta.finish_reason for delta in failed] == [FinishReason.ERROR]
+    assert "cannot be encoded" in str(failed[0].error)
+    expected = rows_of(PictureEncoder(module, module.config), good.items)
+    torch.testing.assert_close(held_rows(engine, good), expected, rtol=1e-4, atol=1e-5)
+    engine.add(leg_of("again", 5, picture("llava", 1), 3))
+    assert engine.scheduler.requests()[0].expected_cached_tokens == 0, "pages of the failed leg are not indexed"
+
+
+def test_prompt_that_is_no_encoding_leg_is_refused() -> None:
+    engine = engine_on(encoder_model("llava"))
+    prompt = PicturePrompt.of(5, picture("llava", 1), 3)
+    with pytest.raises(InvalidField, match="this model's are 0 to 0"):
+        engine.add(Submission("a", prompt.token_ids, items=prompt.items))
+    with pytest.raises(InvalidField, match="no hidden states"):
+        engine.add(Submission("a", [0], SamplingParams(pooling="last")))
+    work = leg_of("a", picture("llava", 1))
+    with pytest.raises(InvalidField, match="need a prompt of 17 tokens, and this one has 18"):
+        engine.add(replace(work, prompt_token_ids=[0] * 18))
+
+
+def test_measured_replica_advertises_what_its_pictures_and_rows_cost(family: str, model: EncoderModel) -> None:
+    engine = engine_on(model, page_size=PAGE_SIZE)
+    before = engine.pages.counts()
+    profile = warm_up(engine)
+    assert engine.pages.counts() == before
+    assert profile.encoder_cost is not None
+    assert profile.encoder_cost.seconds([picture(family, 1)[1]]) > 0
+    assert profile.page_bytes == PAGE_SIZE * model.layers[0].key_dim * 4
+    assert (profile.vocab_size, profile.max_model_len) == (1, 512)
+    live = observe(engine.scheduler, "me", 1)
+    assert live.encoder_cost == profile.encoder_cost.coefficients
+    engine.add(leg_of("a", picture(family, 1)))
+    assert engine.step().predicted > 0
+    engine.scheduler.learn_encoder(profile.encoder_cost.model_copy(update={"base": 5.0}))
+    assert observe(engine.scheduler, "me", 1).encoder_cost[:1] == (5.0,)
+    assert describe_machine(model)["weights"] == model.weight_bytes
+
+
+# -- replicas --------------------------------------------------------------------------------------------------------
+
+
+def replica_spec(path: str | None, **fields: Any) -> ReplicaSpec:
+    engine = EngineConfig(kv_cache_memory=ByteSize(4 << 20), **fields.pop("engine", {}))
+    model = ModelSpec(path, "float32", **fields.pop("model", {}))
+    return ReplicaSpec(model, engine, num_threads=1, device="cpu", role="encode", **fields)
+
+
+def test_replica_with_the_role_encode_loads_the_encoder(tmp_path: Path) -> None:
+    build_multimodal("qwen3_vl").save_pretrained(tmp_path)
+    engine = load_engine(replica_spec(str(tmp_path), model={"max_model_len": 100}))
+    assert isinstance(engine.model, EncoderModel)
+    assert engine.model.max_model_len == 100
+    assert engine.pool_spec("weights").model == "weights embeddings"
+
+
+@pytest.mark.parametrize(("seconds", "most"), [(0.2, 1), (0.001, 4)])
+def test_pictures_that_take_long_have_a_step_each(tmp_path: Path, seconds: float, most: int) -> None:
+    """So the rows of the first leave before the last is encoded."""
+    build_multimodal("llava").save_pretrained(tmp_path)
+    engine = load_engine(replica_spec(str(tmp_path)))
+    warm_up(engine)
+    engine.calibrate_encoder([((16,) * number, number * seconds) for number in (1, 2, 4)])
+    pictures = [picture("llava", number) for number in range(4)]
+    work = leg_of("a", *pictures, page_size=engine.config.page_size)
+    engine.add(work)
+    encoded = list[int]()
+    while engine.has_work:
+        encoded.append(len(engine.step().batch.encoder.items))
+    assert sum(encoded) == 4
+    assert max(encoded) == most
+    module = build_multimodal("llava")
+    expected = rows_of(PictureEncoder(module, module.config), work.items)
+    torch.testing.assert_close(held_rows(engine, work), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"tensor_parallel_size": 2}, r"several ranks \(there are 2\)"),
+        ({"pipeline_parallel_size": 3}, r"several ranks \(there are 3\)"),
+        (
+            {"engine": {"speculative_config": SpeculativeConfig(method="ngram", num_speculative_tokens=2)}},
+            "speculative_config: it makes no tokens",
+        ),
+        ({"model": {"quantization": "int8"}}, "quantization: this is of the decoder"),
+    ],
+)
+def test_replica_without_a_decoder_refuses_settings_of_decoders(fields: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        replica_spec(None, **fields)
+
+
+# -- transfers -------------------------------------------------------------------------------------------------------
+
+
+class Landing:
+    """A bare dock over pages of rows, which grants pages to what is offered."""
+
+    def __init__(self, transport: str, model: EncoderModel, num_pages: int = 32, name: str = "tiny embeddings") -> None:
+        layout = PoolLayout([row_layer(model.config)], PAGE_SIZE, model.dtype.itemsize)
+        spec = PoolSpec.whole(layout, name, "float32", num_pages)
+        self.pool = np.full(spec.nbytes, 0xEE, np.uint8)
+        self.rows = torch.from_numpy(self.pool.view(np.float32).reshape(num_pages * PAGE_SIZE, -1))
+        memory = Memory.of(self.pool.data)
+        config = TransferConfig(transport=transport)  # type: ignore[arg-type]
+        self.events, self._loop = asyncio.Queue[Event](), asyncio.get_running_loop()
+
+        def on_event(event: Event) -> None:
+            self._loop.call_soon_threadsafe(self.events.put_nowait, event)
+
+        self.dock = Dock(choose_transport(config, memory), memory, spec, "landing", on_event, grace_seconds=0.1)
+
+    @property
+    def blob(self) -> bytes:
+        return bytes(msgpack.packb([self.dock.blob]))
+
+    def expect(self, work: Submission, peer: bytes) -> None:
+        self.dock.expect(work.id, work.epoch, msgpack.unpackb(peer), 5.0)
+
+    def grant(self, work: Submission, first: int = 0) -> None:
+        """Grant pages from `first` on for all rows of a leg."""
+        num_pages = -(-len(work.prompt_token_ids) // PAGE_SIZE)
+        self.dock.grant(work.id, work.epoch, 0, [GroupPages(0, tuple(range(first, first + num_pages)))])
+
+    async def until(self, *kinds: type) -> list[Event]:
+        """Return the events until one of these kinds."""
+        events: list[Event] = []
+        while not events or not isinstance(events[-1], kinds):
+            events.append(await asyncio.wait_for(self.events.get(), 20))
+        return events
+
+    async def is_clean(self) -> bool:
+        """Return whether no transfer is open, now or within five seconds."""
+        for _ in range(500):
+            if self.dock.counts().num_open == 0:
+                return True
+            await asyncio.sleep(0.01)
+        return False
+
+
+def run_pair(transport: str, main: Callable[[Side, Landing], Any], family: str = "qwen3_vl", **config: Any) -> None:
+    """Run a test's coroutine with an encode replica and a landing; in the end nothing may be left of a transfer."""
+
+    async def whole() -> None:
+        model = encoder_model(family)
+        settings = {"page_size": PAGE_SIZE, "max_num_batched_tokens": 8, "max_num_seqs": 2} | config
+        side, landing = Side(transport, engine=engine_on(model, **settings)), Landing(transport, model)
+        try:
+            await main(side, landing)
+            assert await side.is_clean()
+            assert await landing.is_clean()
+        finally:
+            await side.close()
+            landing.dock.close()
+
+    asyncio.run(whole())
+
+
+async def submit(side: Side, landing: Landing, work: Submission) -> None:
+    await side.thread.submit("test", replace(work, peer=landing.blob))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_rows_arrive_chunk_by_chunk_as_the_whole_model_makes_them(transport: str, family: str) -> None:
+    module = build_multimodal(family)
+    expected = PictureEncoder(module, module.config)
+
+    async def main(side: Side, landing: Landing) -> None:
+        for name in ("first", "again"):  # the second time from cached pages
+            work = leg_of(name, 3, picture(family, 1, (2, 3)), 2, picture(family, 2, (2, 2)))
+            landing.pool.fill(0xEE)
+            landing.expect(work, side.blob)
+            await submit(side, landing, work)
+            await landing.until(Offered)
+            landing.grant(work, first=3)
+            events = await landing.until(Arrived, Failed)
+            assert isinstance(events[-1], Arrived)
+            assert events[-1].num_tokens == len(work.prompt_token_ids)
+            assert msgpack.unpackb(events[-1].result) == 0
+            commits = [event.num_tokens for event in events if isinstance(event, Committed)]
+            assert commits == sorted(commits)
+            rows = parts_of(landing.rows[3 * PAGE_SIZE :], work.items)
+            torch.testing.assert_close(rows, rows_of(expected, work.items), rtol=1e-4, atol=1e-5)
+            assert (await side.next(name)).token_ids == [0]
+            assert (await side.next(name)).finish_reason is FinishReason.SHIPPED
+        assert totals_of(side.engine).num_encoded == 2
+
+    run_pair(transport, main, family)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_aborted_leg_leaves_nothing_at_either_side(transport: str) -> None:
+    async def main(side: Side, landing: Landing) -> None:
+        work = leg_of("a", picture("qwen3_vl", 1, (3, 3)), picture("qwen3_vl", 2, (3, 3)))
+        landing.expect(work, side.blob)
+        await submit(side, landing, work)
+        await landing.until(Offered)
+        await side.thread.abort([(work.id, work.epoch)])
+        landing.grant(work)
+        events = await landing.until(WriterStopped)
+        assert [event.reason for event in events if isinstance(event, Failed)] == [Reason.PEER_STOPPED]
+
+    run_pair(transport, main)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_receiver_that_dies_ends_the_leg_alone(transport: str) -> None:
+    async def main(side: Side, landing: Landing) -> None:
+        work = leg_of("a", picture("qwen3_vl", 1, (3, 3)), picture("qwen3_vl", 2, (3, 3)))
+        await submit(side, landing, work)
+        await landing.until(Offered)
+        await side.thread.peer_dead(landing.blob)
+        while (await side.next("a")).finish_reason is not FinishReason.SHIPPED:
+            pass
+
+    run_pair(transport, main)
+
+
+def test_leg_whose_picture_cannot_be_encoded_ends_the_transfer() -> None:
+    """The receiver then encodes the items itself, and finds out what is wrong with them."""
+
+    async def main(side: Side, landing: Landing) -> None:
+        work = leg_of("a", picture("llava", 1), picture("llava", 2))
+        work = replace(work, items=[work.items[0], broken(work.items[1])])
+        landing.expect(work, side.blob)
+        await submit(side, landing, work)
+        await landing.until(Offered)
+        landing.grant(work)
+        events = await landing.until(WriterStopped)
+        assert [event.reason for event in events if isinstance(event, Failed)] == [Reason.PEER_STOPPED]
+        assert (await side.next("a")).finish_reason is FinishReason.ERROR
+
+    run_pair("tcp", main, "llava")
+
+
+def test_rows_count_under_our_names_alone() -> None:
+    """vLLM's are sums over all replicas, and would count each picture twice: as rows, and as placeholders."""
+
+    async def main(side: Side, landing: Landing) -> None:
+        work = leg_of("a", picture("qwen3_vl", 1))
+        await submit(side, landing, work)
+        assert (await side.next("a")).token_ids == [0]
+        await side.thread.abort([(work.id, work.epoch)])
+        text = await side.thread.metrics_text("model")
+        assert f"crossdock_prompt_tokens_total {len(work.prompt_token_ids)}.0" in text
+        assert "vllm:" not in text
+        whole = ObservedEngine(engine_on(wrap_module(build_multimodal("qwen3_vl"))))
+        assert "vllm:prompt_tokens_total" in await whole.metrics_text("model")
+
+    run_pair("tcp", main)
+
+
+def test_pages_of_keys_and_pages_of_rows_never_mix() -> None:
+    """A replica of the same weights whose address is that of its KV pool."""
+
+    async def main(side: Side, landing: Landing) -> None:
+        other = Landing("tcp", encoder_model("qwen3_vl"), name="tiny")
+        try:
+            work = leg_of("a", picture("qwen3_vl", 1))
+            with pytest.raises(RuntimeError, match="pools differ in model"):
+                await submit(side, other, work)
+        finally:
+            other.dock.close()
+
+    run_pair("tcp", main)

@@ -1,0 +1,420 @@
+"""Pictures encoded by one replica for another: tokens equal transformers', whatever happens to the one that encodes."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from pydantic import ByteSize
+
+from crossdock.workers.model.encoder_model import drop_decoder, wrap_encoder
+from crossdock.workers.model.model_spec import ModelSpec
+from crossdock.workers.replica.config import EngineConfig, ReplicaSpec
+from crossdock.workers.replica.engine.engine import Engine
+from crossdock.workers.replica.serving.replica import _takes_rows
+from crossdock.workers.schedule.encoding import ON_THEIR_WAY, EncoderTotals
+from crossdock.workers.schedule.items import Item
+from crossdock.workers.schedule.request import (
+    FinishReason,
+    Leg,
+    SamplingParams,
+    Submission,
+    encoding_leg,
+)
+from tests.workers.multimodal import (
+    FAMILIES,
+    NO_PLACEHOLDERS,
+    PicturePrompt,
+    build_multimodal,
+    continuation,
+    paged_multimodal,
+    picture,
+)
+from tests.workers.replica.driven import hold
+from tests.workers.replica.engines import engine_on, tiny_model
+from tests.workers.replica.sides import TRANSPORTS, Side, ship
+
+NUM_TOKENS = 5
+PAGE_SIZE = 8
+
+
+def submission(name: str, prompt: PicturePrompt, **fields: Any) -> Submission:
+    sampling = SamplingParams(NUM_TOKENS, temperature=0.0, ignore_eos=True, logit_bias=NO_PLACEHOLDERS)
+    return Submission(name, prompt.token_ids, sampling, items=prompt.items, request_id=name, **fields)
+
+
+def engine_side(family: str, transport: str, deadline_s: float = 5.0, **config: Any) -> Side:
+    """Return a replica that takes rows, in chunks of 24 tokens."""
+    settings = {"max_num_batched_tokens": 24, "max_num_seqs": 8, "page_size": PAGE_SIZE} | config
+    wanted = EngineConfig.model_validate({"kv_cache_memory": ByteSize(4 << 20)} | settings)
+    engine = Engine(paged_multimodal(family), wanted)
+    return Side(transport, engine=engine, deadline_s=deadline_s, takes_rows=True)
+
+
+def encoder_side(family: str, transport: str, deadline_s: float = 5.0) -> Side:
+    """Return a replica that encodes, in chunks of eight rows."""
+    module = build_multimodal(family)
+    drop_decoder(module)
+    config = EngineConfig(
+        max_num_batched_tokens=16, max_num_seqs=8, page_size=PAGE_SIZE, kv_cache_memory=ByteSize(4 << 20)
+    )
+    return Side(transport, engine=Engine(wrap_encoder(module), config), deadline_s=deadline_s)
+
+
+class Trio:
+    """A replica that encodes, one that computes prompts, and one that decodes: without processes and router."""
+
+    def __init__(self, family: str, transport: str, deadline_s: float = 5.0, **config: Any) -> None:
+        self.family = family
+        self.encoder = encoder_side(family, transport, deadline_s)
+        self.first, self.decode = (engine_side(family, transport, deadline_s, **config) for _ in range(2))
+
+    @property
+    def rows_peer(self) -> bytes:
+        assert self.first.thread.landing is not None
+        return self.first.thread.landing.dock.blob
+
+    async def encode(self, work: Submission) -> None:
+        """Submit the encoding leg."""
+        await self.encoder.thread.submit("test", replace(encoding_leg(work, PAGE_SIZE), peer=self.rows_peer))
+
+    def here(self, work: Submission) -> Submission:
+        """Return the leg of the first replica, which makes the tokens too."""
+        return replace(work, encoder=self.encoder.blob)
+
+    async def generate(self, work: Submission, *, is_decoded_elsewhere: bool = False) -> list[int]:
+        """Return the tokens of a request whose pictures are encoded elsewhere."""
+        encoding = asyncio.create_task(self.encode(work))
+        if is_decoded_elsewhere:
+            tokens = await ship(self.first, self.decode, self.here(work))
+        else:
+            tokens = await self.first.generate(self.here(work))
+        await encoding
+        return tokens
+
+    def totals(self, side: Side) -> EncoderTotals:
+        assert side.engine.scheduler.encoding is not None
+        return side.engine.scheduler.encoding.totals
+
+    @property
+    def num_encoded(self) -> list[int]:
+        """Items encoded by the encode replica, the first and the decode replica."""
+        return [self.totals(side).num_encoded for side in (self.encoder, self.first, self.decode)]
+
+    @property
+    def lost(self) -> dict[str, int]:
+        assert self.first.thread.landing is not None
+        return dict(self.first.thread.landing.rows.lost)
+
+
+@asynccontextmanager
+async def three(family: str, transport: str, **settings: Any) -> AsyncIterator[Trio]:
+    """Yield three replicas, and check in the end that nothing is left of any transfer."""
+    trio = Trio(family, transport, **settings)
+    sides = trio.encoder, trio.first, trio.decode
+    try:
+        yield trio
+        for side in sides:
+            assert await side.is_clean()
+    finally:
+        for side in sides:
+            await side.close()
+
+
+def prompts(family: str) -> dict[str, PicturePrompt]:
+    one, other, last = picture(family, 1, (2, 3)), picture(family, 2, (2, 3)), picture(family, 3)
+    return {
+        "one": PicturePrompt.of(5, one, 9, seed=1),
+        "longer": PicturePrompt.of(5, one, 9, last, 4, seed=1),
+        "other": PicturePrompt.of(5, other, 9, seed=1),
+        "first": PicturePrompt.of(other, 3, one, last, 2, seed=2),
+        "twice": PicturePrompt.of(9, last, 3, last, seed=4),
+        "text": PicturePrompt.of(30, seed=3),
+    }
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("is_decoded_elsewhere", [False, True], ids=["mixed", "pair"])
+@pytest.mark.parametrize("family", ["qwen3_vl", "smolvlm", "mistral3"])
+def test_tokens_of_pictures_encoded_elsewhere_equal_transformers(
+    family: str, transport: str, is_decoded_elsewhere: bool
+) -> None:
+    """One after the other, then all at once: only the encode replica encodes."""
+    module, works = build_multimodal(family), prompts(family)
+
+    async def main() -> None:
+        expected = {name: continuation(module, prompt, NUM_TOKENS) for name, prompt in works.items()}
+        async with three(family, transport) as trio:
+            for name, prompt in works.items():
+                work = submission(name, prompt)
+                if not prompt.items:
+                    assert await trio.first.generate(work) == expected[name]
+                    continue
+                found = await trio.generate(work, is_decoded_elsewhere=is_decoded_elsewhere)
+                assert found == expected[name]
+            assert trio.num_encoded == [3, 0, 0]
+            await trio.first.on_engine(trio.first.engine.pages.clear_cache)
+            again = [submission(f"{name} again", prompt) for name, prompt in works.items() if prompt.items]
+            found_again = await asyncio.gather(
+                *(trio.generate(work, is_decoded_elsewhere=is_decoded_elsewhere) for work in again)
+            )
+            assert found_again == [expected[work.id.removesuffix(" again")] for work in again]
+            assert trio.num_encoded[1:] == [0, 0]
+            assert not trio.lost
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_of_all_families_fit_their_prompts(family: str) -> None:
+    module, work = build_multimodal(family), prompts(family)["first"]
+
+    async def main() -> None:
+        async with three(family, "tcp", async_scheduling=True) as trio:
+            assert await trio.generate(submission("a", work)) == continuation(module, work, NUM_TOKENS)
+            assert trio.num_encoded == [3, 0, 0]
+            assert trio.totals(trio.first).num_copied == 3
+
+    asyncio.run(main())
+
+
+def test_rows_are_not_sent_for_pictures_that_the_prefix_cache_has() -> None:
+    works = prompts("qwen2_vl")
+
+    async def main() -> None:
+        async with three("qwen2_vl", "tcp") as trio:
+            await trio.generate(submission("a", works["one"]))
+            before = trio.totals(trio.first).num_copied
+            await trio.generate(submission("b", works["one"]))
+            await trio.generate(submission("c", works["longer"]))
+            assert trio.totals(trio.first).num_copied - before == 1, "the last picture of the longer prompt alone"
+            assert trio.num_encoded[1] == 0
+
+    asyncio.run(main())
+
+
+def test_wait_for_a_picture_shows_in_the_timeline() -> None:
+    prompt = PicturePrompt.of(20, picture("qwen2_vl", 1, (3, 3)), 9, seed=1)
+
+    async def main() -> None:
+        async with three("qwen2_vl", "tcp") as trio:
+            work = submission("a", prompt)
+            gate = await hold(trio.encoder.thread)
+            encoding = asyncio.create_task(trio.encode(work))
+            await trio.first.thread.submit("test", trio.here(work))
+            while await trio.first.computed("a") < 16:
+                await asyncio.sleep(0.001)
+            assert await trio.first.thread.progress("a", 0) == ["running", 16, len(prompt.token_ids), 0, 0, 16]
+            gate.set()
+            await encoding
+            await trio.first.rest("a")
+            (timeline,) = await trio.first.thread.find_timelines("a", None)
+            assert ON_THEIR_WAY in [chunk["limit"] for chunk in timeline["chunks"]]
+            transfers = [(each["direction"], each["outcome"]) for each in timeline["transfers"]]
+            assert transfers == [("embeddings", "arrived")]
+            text = await trio.first.thread.metrics_text()
+            assert "crossdock_items_received_total 1.0" in text
+            assert 'crossdock_transfers_total{direction="embeddings",outcome="arrived"} 1.0' in text
+            assert 'crossdock_items_lost_total{reason="failed"} 0.0' in text
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("fields", "takes_rows"),
+    [
+        ({"takes_rows": True}, True),
+        ({"takes_rows": True, "role": "prefill"}, True),
+        ({"takes_rows": False}, False),
+        ({"takes_rows": True, "tensor_parallel_size": 2}, True),
+        ({"takes_rows": True, "pipeline_parallel_size": 2}, True),
+        ({"takes_rows": True, "role": "encode"}, False),
+    ],
+)
+def test_replica_with_a_decoder_and_an_encoder_takes_rows(fields: dict[str, Any], takes_rows: bool) -> None:
+    engine = engine_on(paged_multimodal("llava"), num_pages=100)
+    spec = ReplicaSpec(ModelSpec(None), EngineConfig(), num_threads=1, **fields)
+    assert _takes_rows(engine, spec) is takes_rows
+    assert not _takes_rows(engine_on(tiny_model()), spec)
+
+
+# -- losses of the encode replica ------------------------------------------------------------------------------------
+
+LONG = PicturePrompt.of(5, picture("qwen2_vl", 1, (4, 4)), 40, picture("qwen2_vl", 2, (4, 5)), 9, seed=1)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for a condition, which must come."""
+    for _ in range(20_000):
+        if condition():
+            return
+        await asyncio.sleep(0.0005)
+    raise AssertionError("the condition never came")
+
+
+def arrived(trio: Trio, work: Submission) -> int:
+    assert trio.first.thread.landing is not None
+    return trio.first.thread.landing.rows.num_arrived(f"{work.id}#{work.epoch}")
+
+
+async def before_the_leg(trio: Trio, work: Submission) -> None:
+    """The encode replica never gets its leg."""
+
+
+async def before_the_offer(trio: Trio, work: Submission) -> None:
+    gate = await hold(trio.encoder.thread)
+    encoding = asyncio.create_task(trio.encode(work))
+    await until(lambda: trio.encoder.thread.num_posted > 0)
+    asyncio.get_running_loop().call_later(0.3, gate.set)
+    encoding.add_done_callback(lambda done: done.exception())
+
+
+async def while_rows_arrive(trio: Trio, work: Submission) -> None:
+    await trio.encode(work)
+    await until(lambda: arrived(trio, work) > 0 or trio.first.engine.scheduler.get(work.id) is None)
+
+
+async def after_the_first_picture(trio: Trio, work: Submission) -> None:
+    await trio.encode(work)
+    await until(lambda: arrived(trio, work) >= 16 or trio.first.engine.scheduler.get(work.id) is None)
+
+
+MOMENTS = [before_the_leg, before_the_offer, while_rows_arrive, after_the_first_picture]
+
+
+async def dead(trio: Trio, work: Submission) -> None:
+    await trio.first.thread.peer_dead(trio.encoder.blob)
+
+
+async def aborted(trio: Trio, work: Submission) -> None:
+    await trio.encoder.thread.abort([(work.id, work.epoch)])
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("loss", [dead, aborted])
+def test_request_whose_encoder_is_lost_encodes_here(
+    transport: str,
+    moment: Callable[[Trio, Submission], Awaitable[None]],
+    loss: Callable[[Trio, Submission], Awaitable[None]],
+) -> None:
+    """The request ends with the same tokens, and another request of the same replica with pictures goes on."""
+    module, other = build_multimodal("qwen2_vl"), prompts("qwen2_vl")["other"]
+
+    async def main() -> None:
+        async with three("qwen2_vl", transport, deadline_s=1.5) as trio:
+            work = submission("a", LONG)
+            await trio.first.thread.submit("test", trio.here(work))
+            await moment(trio, work)
+            await loss(trio, work)
+            local = asyncio.create_task(trio.first.generate(submission("b", other)))
+            assert await trio.first.rest("a") == continuation(module, LONG, NUM_TOKENS)
+            assert await local == continuation(module, other, NUM_TOKENS)
+            assert trio.num_encoded[1] + trio.totals(trio.first).num_copied == 3
+            await trio.encoder.thread.abort([("a", 0)])
+
+    asyncio.run(main())
+
+
+def test_encoder_that_falls_silent_costs_a_deadline_and_no_token() -> None:
+    module = build_multimodal("qwen2_vl")
+
+    async def main() -> None:
+        async with three("qwen2_vl", "tcp", deadline_s=1.0) as trio:
+            work = submission("a", LONG)
+            await trio.first.thread.submit("test", trio.here(work))
+            await trio.encode(work)
+            await until(lambda: arrived(trio, work) > 0 or trio.first.engine.scheduler.get(work.id) is None)
+            gate = await hold(trio.encoder.thread)
+            assert await trio.first.rest("a") == continuation(module, LONG, NUM_TOKENS)
+            gate.set()
+
+    asyncio.run(main())
+
+
+def test_abort_of_the_request_frees_the_landing_pages() -> None:
+    async def main() -> None:
+        async with three("qwen2_vl", "tcp") as trio:
+            for number in range(6):
+                work = submission(f"{number}", LONG)
+                await trio.first.thread.submit("test", trio.here(work))
+                encoding = asyncio.create_task(trio.encode(work))
+                if number % 2:
+                    await encoding
+                if number % 3 == 1:
+                    await until(lambda work=work: arrived(trio, work) > 0)  # type: ignore[misc]
+                await trio.first.thread.abort([(work.id, work.epoch)])
+                await encoding
+                await trio.encoder.thread.abort([(work.id, work.epoch)])
+                assert await trio.first.is_clean()
+                assert await trio.encoder.is_clean()
+
+    asyncio.run(main())
+
+
+def test_picture_that_cannot_be_encoded_ends_its_request_with_the_reason() -> None:
+    """The encode replica gives the leg up; the request finds the reason here."""
+    prompt = PicturePrompt.of(5, picture("llava", 1), 9)
+    (item,) = prompt.items
+    broken: Item = replace(item, tensors={"pixel_values": item.tensors["pixel_values"][:, :2]})
+
+    async def main() -> None:
+        async with three("llava", "tcp") as trio:
+            work = submission("a", PicturePrompt(prompt.token_ids, [broken]))
+            await trio.first.thread.submit("test", trio.here(work))
+            await trio.encode(work)
+            delta = await trio.first.next("a")
+            assert delta.finish_reason is FinishReason.ERROR
+            assert "cannot be encoded" in str(delta.error)
+            assert (await trio.encoder.next("a")).finish_reason is FinishReason.ERROR
+
+    asyncio.run(main())
+
+
+def test_address_of_another_pool_is_ignored_and_the_request_encodes_here() -> None:
+    module, prompt = build_multimodal("qwen2_vl"), prompts("qwen2_vl")["one"]
+
+    async def main() -> None:
+        async with three("qwen2_vl", "tcp") as trio:
+            for name, address in (("a", trio.decode.blob), ("b", b"nonsense")):
+                work = replace(submission(name, prompt), encoder=address)
+                assert await trio.first.generate(work) == continuation(module, prompt, NUM_TOKENS)
+            assert trio.num_encoded == [0, 1, 0]
+
+    asyncio.run(main())
+
+
+def test_lost_prefill_replica_leaves_the_pictures_to_the_decode_replica() -> None:
+    """The decode replica of a pair expects no rows: it encodes from the tensors."""
+    module = build_multimodal("qwen2_vl")
+
+    async def main() -> None:
+        async with three("qwen2_vl", "tcp") as trio:
+            work = trio.here(submission("a", LONG))
+            await trio.decode.thread.submit("test", replace(work, leg=Leg.RECEIVE, peer=trio.first.blob))
+            await trio.decode.thread.peer_dead(trio.first.blob)
+            assert await trio.decode.rest("a") == continuation(module, LONG, NUM_TOKENS)
+            assert trio.num_encoded == [0, 0, 2]
+
+    asyncio.run(main())
+
+
+def test_few_landing_pages_serve_many_requests() -> None:
+    """Encode here what finds no landing pages in its turn; all tokens stay the same."""
+    family = "qwen2_vl"
+    module, works = build_multimodal(family), [prompt for prompt in prompts(family).values() if prompt.items]
+    model = paged_multimodal(family)
+    assert model.encoder is not None
+    memory = ByteSize(4 * PAGE_SIZE * model.encoder.row_bytes)
+
+    async def main() -> None:
+        expected = [continuation(module, prompt, NUM_TOKENS) for prompt in works]
+        async with three(family, "tcp", mm_encoder_cache=memory, enable_prefix_caching=False) as trio:
+            found = await asyncio.gather(
+                *(trio.generate(submission(f"{number}", works[number % len(works)])) for number in range(20))
+            )
+            assert found == [expected[number % len(works)] for number in range(20)]
+
+    asyncio.run(main())

@@ -1,0 +1,250 @@
+"""Both pools in any history: every request ends while replicas live, pages balance, and urgent requests do not wait for
+pages that less urgent ones hold."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import msgpack
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+
+from crossdock.kvtransfer.events import Arrived, Figures
+from crossdock.workers.schedule import handoff, kv
+from crossdock.workers.schedule.admission import num_places
+from crossdock.workers.schedule.order import order_prefills
+from crossdock.workers.schedule.page_needs import PageNeeds
+from crossdock.workers.schedule.prefix_index import Window
+from crossdock.workers.schedule.request import Leg, Request, Status
+from crossdock.workers.schedule.table import RequestTable
+from tests.workers.replica.pools_world import LONGEST, PAGE_SIZE, World
+
+WINDOWS: list[tuple[Window, ...]] = [(None,), (None, 9), (6,), (None, 5, 12)]  # of groups of layers
+CLASS = st.sampled_from(["interactive", "standard", "batch"])
+
+
+class Pools(RuleBasedStateMachine):
+    """Requests of all classes arrive, leave and lose replicas, on page pools that few of them fill."""
+
+    windows = WINDOWS
+    state_pages = (0, 0, 3)
+
+    @initialize(
+        spare=st.tuples(st.integers(1, 15), st.integers(1, 15)),
+        both_ways=st.booleans(),
+        is_drafting=st.booleans(),
+        seqs=st.integers(2, 8),
+        data=st.data(),
+    )
+    def begin(self, spare: tuple[int, int], both_ways: bool, is_drafting: bool, seqs: int, data: st.DataObject) -> None:
+        windows, state_pages = data.draw(st.sampled_from(self.windows)), data.draw(st.sampled_from(self.state_pages))
+        is_drafting &= not state_pages
+        is_drafting &= len(windows) == 1
+        needs = PageNeeds(PAGE_SIZE, windows, 24, state_pages)
+        least = max(needs.at_most(LONGEST), needs.held(LONGEST))
+        sizes = (least + each for each in spare)
+        self.world = World(*sizes, both_ways, is_drafting, windows, state_pages, max_num_seqs=seqs, starvation_s=5.0)
+
+    @rule(sizes=st.lists(st.integers(1, 50), min_size=1, max_size=6), slo_class=CLASS, max_tokens=st.integers(1, 12))
+    def submit(self, sizes: list[int], slo_class: str, max_tokens: int) -> None:
+        for size in sizes:
+            self.world.submit(size, slo_class, max_tokens)
+
+    @rule(choices=st.lists(st.integers(0, 99), min_size=1, max_size=30))
+    def go_on(self, choices: list[int]) -> None:
+        """Messages are delivered, writes end and replicas step, in any order."""
+        for choice in choices:
+            kind, number = choice % 5, choice // 5
+            ready = self.world.ready()
+            if kind < 2 and ready:
+                self.world.deliver(ready[number % len(ready)])
+            elif kind == 2 and self.world.writes:
+                self.world.land(number % len(self.world.writes))
+            elif kind == 3:
+                self.world.prefill.step()
+            else:
+                self.world.decode.step()
+
+    @rule(rounds=st.integers(1, 20))
+    def go_well(self, rounds: int) -> None:
+        for _ in range(rounds):
+            self.world.go_round()
+
+    @rule(number=st.integers(0, 99))
+    def leave(self, number: int) -> None:
+        clients = [client for client in self.world.clients.values() if not client.is_over]
+        if clients:
+            self.world.leave(clients[number % len(clients)])
+
+    @rule(number=st.integers(0, 99))
+    def refuse(self, number: int) -> None:
+        """One leg is not taken, or a submission comes too late: the attempt is given up and another one begins."""
+        clients = [client for client in self.world.clients.values() if not client.is_over]
+        if clients:
+            self.world.place_again(clients[number % len(clients)])
+
+    @rule(number=st.integers(0, 99))
+    def lose(self, number: int) -> None:
+        ready = self.world.ready()
+        if ready:
+            self.world.lose(ready[number % len(ready)])
+
+    @rule(role=st.sampled_from("PD"))
+    def kill(self, role: str) -> None:
+        self.world.kill(role)
+
+    @rule(seconds=st.sampled_from([0.1, 1.0, 4.0]))
+    def pass_time(self, seconds: float) -> None:
+        self.world.pass_time(seconds)
+
+    @invariant()
+    def pages_balance(self) -> None:
+        if not hasattr(self, "world"):
+            return
+        for replica in (self.world.prefill, self.world.decode):
+            counts = replica.pages.counts()
+            assert counts.free + counts.owned + counts.cached + counts.quarantined == counts.total
+
+    def teardown(self) -> None:
+        if hasattr(self, "world"):
+            self.world.settle()
+
+
+class PlainPools(Pools):
+    """Pools of a model without windows."""
+
+    windows: list[tuple[Window, ...]] = [(None,)]  # noqa: RUF012
+    state_pages = (0, 0, 0)
+
+
+HISTORIES = settings(
+    max_examples=150,
+    stateful_step_count=30,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
+TestPools = Pools.TestCase
+TestPools.settings = HISTORIES
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_pools_in_five_thousand_histories_all_end() -> None:
+    run_state_machine_as_test(Pools, settings=settings(HISTORIES, max_examples=5000))
+
+
+@contextmanager
+def grants_without_offers() -> Iterator[None]:
+    """Grant pages in the decode replica's own order, also to prompts that wait for pages at the other one."""
+
+    def grant(table: RequestTable, now: float) -> list[Request]:
+        granted = []
+        arriving = [request for request in table.waiting if request.leg is Leg.RECEIVE]
+        for request in order_prefills(arriving, now, table.prefilled.tokens, table.config.starvation_s):
+            if num_places(table, request.priority) <= 0:
+                break
+            if not kv.admit(table, request, kv.match_prefix(table, request)):
+                break
+            granted.append(request)
+        return granted
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(handoff, "grant", grant)
+        patch.setattr(kv, "_return_transfers", lambda *_: None)
+        yield
+
+
+def test_pools_that_grant_without_offers_deadlock() -> None:
+    """The machine finds the deadlock that offers prevent, so that it would find another one."""
+    once = {"phases": [Phase.generate], "report_multiple_bugs": False, "derandomize": True}
+    search = settings(HISTORIES, max_examples=500, database=None, **once)
+    with grants_without_offers(), pytest.raises(AssertionError, match="not everything ends"):
+        run_state_machine_as_test(PlainPools, settings=search)
+
+
+def test_prompt_that_arrives_with_another_length_is_computed_here() -> None:
+    """Its pages are of another prompt, or of another output before it: decoding from them would give wrong tokens."""
+    world = World(26, 26)
+    client = world.submit(40, "standard", 12)
+    while not world.decode.scheduler.held:
+        world.go_round()
+    (request,) = world.decode.scheduler.held
+    result = msgpack.packb(7)
+    world.decode.handover.handle(Arrived(request.id, request.epoch, request.num_tokens - 1, result, Figures()))
+    assert (request.leg, request.status) == (Leg.LOCAL, Status.WAITING)
+    world.settle()
+    assert client.is_over
+
+
+def overload(world: World) -> None:
+    """Batch prompts come to the decode replica first, and standard ones to the prefill replica."""
+    for _ in range(6):
+        world.submit(40, "batch", 12)
+    for key in world.ready():
+        if key[1] == world.decode.name:
+            while world.channels[key]:
+                world.deliver(key)
+    world.decode.step()
+    for _ in range(6):
+        world.submit(40, "standard", 12)
+
+
+def test_overload_of_both_pools_in_opposite_orders_ends() -> None:
+    world = World(26, 26)
+    overload(world)
+    world.settle()
+
+
+def test_overload_of_both_pools_without_offers_never_ends() -> None:
+    world = World(26, 26)
+    with grants_without_offers():
+        overload(world)
+        with pytest.raises(AssertionError, match="not everything ends"):
+            world.settle()
+
+
+def test_overload_of_two_replicas_that_prefill_for_each_other_ends() -> None:
+    """Each is full of prompts that the other has no pages for, and has no stream that could end."""
+    world = World(26, 26, both_ways=True)
+    for _ in range(12):
+        world.submit(40, "standard", 12)
+    for key in world.ready():
+        while world.channels[key]:
+            world.deliver(key)
+    for _ in range(10):
+        world.prefill.step()
+        world.decode.step()
+    world.settle()
+    assert any(client.num_returned for client in world.clients.values())
+
+
+@settings(max_examples=100)
+@given(
+    pages=st.tuples(st.integers(16, 30), st.integers(16, 30)),
+    sizes=st.lists(st.integers(1, 50), min_size=1, max_size=10),
+    rounds=st.integers(0, 40),
+    size=st.integers(1, 50),
+)
+def test_interactive_request_does_not_wait_for_pages_of_batch_requests(
+    pages: tuple[int, int], sizes: list[int], rounds: int, size: int
+) -> None:
+    """However many batch requests hold pages on both sides, and however long they would go on."""
+    alone = World(*pages, starvation_s=1000.0)
+    wanted = num_rounds(alone, size)
+    world = World(*pages, starvation_s=1000.0)
+    for each in sizes:
+        world.submit(each, "batch", 60 - each)
+    for _ in range(rounds):
+        world.go_round()
+    assert num_rounds(world, size) <= wanted + 12
+    world.settle()
+
+
+def num_rounds(world: World, size: int) -> int:
+    """Return the rounds until an interactive request has ended."""
+    client, rounds = world.submit(size, "interactive", 8), 0
+    while not client.is_over:
+        world.go_round()
+        rounds += 1
+        assert rounds < 500, world.describe()
+    return rounds

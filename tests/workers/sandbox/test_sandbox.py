@@ -1,0 +1,173 @@
+"""A sandbox: what its children may take, and what a caller sees when a child, the process or the caller ends."""
+
+import io
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from crossdock.workers.sandbox import sandbox as sandbox_module
+from crossdock.workers.sandbox.frames import read_frame, write_frame
+from crossdock.workers.sandbox.limited_child import Limits
+from crossdock.workers.sandbox.sandbox import Sandbox, SandboxBusy
+
+LIMITS = Limits(cpu_seconds=0.3, wall_seconds=10.0, memory_bytes=256 << 20)
+
+
+def new_sandbox(limits: Limits = LIMITS, **settings: Any) -> Sandbox:
+    module = "tests.workers.sandbox.echo_process"
+    return Sandbox(module, settings, title="the process of echoes", limits=limits, start_patience_s=60.0)
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Sandbox]:
+    sandbox = new_sandbox()
+    yield sandbox
+    sandbox.end()
+
+
+@pytest.fixture
+def sandbox() -> Iterator[Sandbox]:
+    sandbox = new_sandbox()
+    yield sandbox
+    sandbox.end()
+
+
+def echo(sandbox: Sandbox, text: str = "a") -> dict[str, Any]:
+    return sandbox.ask({"what": "echo", "text": text})
+
+
+@pytest.mark.parametrize(
+    ("what", "failed"),
+    [
+        ("run for ever", ["is_too_slow"]),
+        ("fill the memory", ["is_too_large"]),
+        ("overflow the stack", ["is_too_deep"]),
+        ("raise", []),
+    ],
+)
+def test_child_that_fails_ends_alone(what: str, failed: list[str], shared: Sandbox) -> None:
+    shared.start()
+    before = shared.pid
+    assert shared.ask({"what": what}) == {"failed": failed}
+    assert echo(shared)["echo"] == "a"
+    assert shared.pid == before
+
+
+def test_every_answer_comes_from_another_child(shared: Sandbox) -> None:
+    first = shared.first_answer()
+    assert first is not None
+    assert len({first["pid"], shared.pid, echo(shared)["pid"], echo(shared)["pid"]}) == 3
+    assert first["pid"] == shared.pid
+
+
+def test_child_that_waits_too_long_without_computing_is_busy() -> None:
+    sandbox = new_sandbox(Limits(cpu_seconds=5.0, wall_seconds=0.2, memory_bytes=256 << 20))
+    with pytest.raises(SandboxBusy, match="not enough time"):
+        sandbox.ask({"what": "wait for ever"})
+    sandbox.end()
+
+
+def test_text_of_any_kind_arrives_as_sent(shared: Sandbox) -> None:
+    text = "\0 é \ud800 𝄞"  # JSON of a client may hold a lone surrogate
+    assert echo(shared, text)["echo"] == text
+
+
+def test_process_that_ends_between_questions_is_replaced(sandbox: Sandbox) -> None:
+    first = echo(sandbox)
+    assert sandbox.pid is not None
+    os.kill(sandbox.pid, signal.SIGKILL)
+    second = echo(sandbox)
+    assert second["echo"] == first["echo"]
+
+
+@pytest.mark.parametrize("what", ["end the process", "write no frame"])
+def test_question_that_ends_the_process_twice_is_busy_and_the_next_is_answered(what: str, sandbox: Sandbox) -> None:
+    with pytest.raises(SandboxBusy, match="ended twice"):
+        sandbox.ask({"what": what})
+    assert echo(sandbox)["echo"] == "a"
+
+
+def test_process_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox_module, "_MARGIN_S", 0.0)
+    sandbox = new_sandbox(Limits(cpu_seconds=5.0, wall_seconds=0.5, memory_bytes=256 << 20))
+    first = sandbox.first_answer()
+    assert first is not None
+    with pytest.raises(SandboxBusy, match="hung"):
+        sandbox.ask({"what": "stop the process"})
+    assert not psutil.pid_exists(first["pid"])
+    sandbox.end()
+
+
+def test_process_that_does_not_get_ready_is_ended() -> None:
+    module = "tests.workers.sandbox.echo_process"
+    sandbox = Sandbox(module, {"is_slow_to_start": True}, title="a process", limits=LIMITS, start_patience_s=0.1)
+    with pytest.raises(SandboxBusy, match="hung"):
+        echo(sandbox)
+    assert sandbox.pid is None
+
+
+def test_closed_sandbox_starts_again_and_an_ended_one_does_not(sandbox: Sandbox) -> None:
+    first = echo(sandbox)
+    sandbox.close()
+    assert sandbox.pid is None
+    assert not psutil.pid_exists(first["pid"])
+    assert echo(sandbox)["echo"] == "a"
+    sandbox.end()
+    with pytest.raises(SandboxBusy, match="has ended"):
+        echo(sandbox)
+
+
+def test_dropped_sandbox_ends_its_process() -> None:
+    sandbox = new_sandbox()
+    first = sandbox.first_answer()
+    assert first is not None
+    del sandbox
+    assert not psutil.pid_exists(first["pid"])
+
+
+def test_process_and_child_end_with_a_killed_caller() -> None:
+    program = (
+        "import os, signal, threading, time; from tests.workers.sandbox.test_sandbox import new_sandbox, Limits;"
+        "sandbox = new_sandbox(Limits(600.0, 600.0, 256 << 20)); pid = sandbox.first_answer()['pid'];"
+        "threading.Thread(target=sandbox.ask, args=({'what': 'wait for ever'},), daemon=True).start();"
+        "import psutil; process = psutil.Process(pid)\n"
+        "while not process.children(): time.sleep(0.01)\n"
+        "print(pid, process.children()[0].pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    ended = subprocess.run(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, check=False, env={**os.environ, "PYTHONPATH": path}
+    )
+    assert ended.returncode == -signal.SIGKILL
+    pids = [int(word) for word in ended.stdout.split()]
+    assert len(pids) == 2
+    deadline = time.monotonic() + 60
+    while any(_runs(pid) for pid in pids):
+        assert time.monotonic() < deadline, "a process outlives its caller"
+        time.sleep(0.01)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+@given(st.recursive(st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.binary() | st.text(), st.lists))
+def test_frames_are_whole_or_none(message: Any) -> None:
+    stream = io.BytesIO()
+    write_frame(stream, [message])
+    whole = stream.getvalue()
+    assert read_frame(io.BytesIO(whole)) == [message]
+    for size in {0, 7, 8, len(whole) - 1}:
+        assert read_frame(io.BytesIO(whole[:size])) is None

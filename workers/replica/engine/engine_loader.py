@@ -1,0 +1,37 @@
+"""Loads the engine of a replica of one rank: a whole model, or a model's encoder of pictures alone."""
+
+import torch
+
+from crossdock.workers.model.checkpoint import resolve_tokenizer
+from crossdock.workers.model.encoder_model import EncoderModel, load_encoder
+from crossdock.workers.model.load import load_model
+from crossdock.workers.replica.config import EngineConfig, ReplicaSpec
+from crossdock.workers.replica.engine.engine import Engine
+from crossdock.workers.replica.ranks.device import device_of
+from crossdock.workers.schedule.encoding import LONGEST_SHIPPING_STEP_S
+
+
+def load_engine(spec: ReplicaSpec) -> Engine:
+    """Load the model of a replica of one rank, and return its engine, not calibrated yet.
+
+    Raises:
+        ValueError: the model or its settings cannot be served; the message names the field.
+    """
+    torch.set_num_threads(spec.num_threads)  # Ray sets OMP_NUM_THREADS by its own accounting
+    device = device_of(spec)
+    kv_bytes = spec.engine.budget.known(device) or 0
+    if spec.role == "encode":
+        return _encode_engine(load_encoder(spec.model, device, kv_bytes), spec.engine)
+    model = load_model(spec.model, device, kv_bytes=kv_bytes)
+    if model.encoder is not None:
+        model.encoder.takes_rows = spec.takes_rows
+    tokenizer = resolve_tokenizer(spec.tokenizer, spec.model.path)
+    return Engine(model, spec.engine, tokenizer)
+
+
+def _encode_engine(model: EncoderModel, config: EngineConfig) -> Engine:
+    """Return the engine of an encode replica: eager, as steps with pictures are anywhere, and with short steps."""
+    engine = Engine(model, config.model_copy(update={"enforce_eager": True}))
+    if engine.scheduler.encoding is not None and config.enable_chunked_prefill:
+        engine.scheduler.encoding.longest_s = LONGEST_SHIPPING_STEP_S
+    return engine

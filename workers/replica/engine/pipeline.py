@@ -1,0 +1,187 @@
+"""The steps that have begun and not ended. Three ways to run them share `begin` and `finish`.
+
+- In turn: one step at a time; `finish` computes it.
+- Pipelined: as many steps as there are pipeline stages. The other stages compute a step from `begin` on, this rank,
+  which is on the last stage, in `finish`.
+- Ahead: up to two steps. The device computes from `begin` on; the second step reads the tokens of the first on the
+  device, and `finish` waits until the host has them.
+"""
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+
+from torch import Tensor
+
+from crossdock.workers.model.inputs import StepInputs
+from crossdock.workers.model.runner import Runner
+from crossdock.workers.model.sampling.sampler import PendingTokens
+from crossdock.workers.model.vision import StepPictures
+from crossdock.workers.replica.engine.step_sampler import StepSampler
+from crossdock.workers.replica.ranks.step_deadline import StepDeadline
+from crossdock.workers.schedule.batch import Batch, SampledToken
+
+
+@dataclass(slots=True, eq=False)
+class StepInFlight:
+    """A step that has begun and not ended."""
+
+    batch: Batch
+    started: float  # seconds, on the engine's clock
+    result: Callable[[], dict[str, SampledToken]]  # waits for the end of the step
+    is_alone: bool = True  # no other step was in flight meanwhile: its duration is its cost
+    is_usual: bool = True  # computed as others of its size are, see `Runner.is_usual`
+    device_tokens: Tensor | None = None  # [N] sampled ids on the device; None: the next step must wait for the host
+    pictures: StepPictures | None = None
+    recomputed: set[str] = field(default_factory=set)  # requests whose part began with a wrong token and is void
+
+
+class FinishedStep(NamedTuple):
+    """A step that has ended; times are seconds on the engine's clock."""
+
+    batch: Batch
+    sampled: dict[str, SampledToken]
+    started: float
+    ended: float
+    interval: float  # seconds since it began or the step before it ended, whichever was later
+    is_alone: bool
+    is_usual: bool
+    is_full: bool  # every stage had a step to compute since the step before it ended, and none was encoding
+    encoder_seconds: float = 0.0  # of these, for pictures
+    picture_failures: Mapping[bytes, str] = {}  # why pictures that it read could not be encoded, by content hash
+
+
+@dataclass(slots=True, eq=False)
+class Pipeline:
+    """The steps in flight on one model, oldest first."""
+
+    runner: Runner
+    sampler: StepSampler
+    clock: Callable[[], float]  # seconds
+    is_ahead: bool  # steps begin before the host has the tokens of the step before
+    deadline: StepDeadline | None = None  # told of every step; None: calls between ranks have a deadline of their own
+    _steps: deque[StepInFlight] = field(default_factory=deque)
+    _ended: float = 0.0  # when the last step did
+
+    @property
+    def depth(self) -> int:
+        """How many steps may be in flight."""
+        return 2 if self.is_ahead else self.runner.model.part.position.num_stages
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._steps
+
+    @property
+    def has_room(self) -> bool:
+        return len(self._steps) < self.depth
+
+    @property
+    def batches(self) -> Sequence[Batch]:
+        """The batches in flight, oldest first."""
+        return [step.batch for step in self._steps]
+
+    @property
+    def newest(self) -> StepInFlight | None:
+        return self._steps[-1] if self._steps else None
+
+    def contains(self, request_id: str) -> bool:
+        """Return whether a step in flight computes a part of the request."""
+        return any(part.request.id == request_id for step in self._steps for part in step.batch.scheduled)
+
+    def begin(self, batch: Batch, now: float) -> None:
+        """Begin to execute `batch`, behind the steps in flight."""
+        if self.deadline is not None:
+            self.deadline.begin()
+        inputs = self.runner.begin(batch)
+        if self.is_ahead:
+            step = self._launch(batch, inputs, now)
+        else:
+            for other in self._steps:
+                other.is_alone = False
+            step = StepInFlight(batch, now, partial(self._compute, batch, inputs), is_alone=not self._steps)
+        step.is_usual, step.pictures = self.runner.is_usual(inputs[0]), inputs[0].pictures
+        self._steps.append(step)
+
+    def finish(self) -> FinishedStep:
+        """Wait for the oldest step in flight."""
+        is_full = len(self._steps) == self.depth > 1 and not self.is_ahead and self._steps[0].started < self._ended
+        is_full = is_full and not any(each.batch.encoder.items for each in self._steps)
+        step = self._steps.popleft()
+        result = step.result()
+        if self.deadline is not None:
+            self.deadline.end()
+        sampled = {id_: token for id_, token in result.items() if id_ not in step.recomputed}
+        ended = self.clock()
+        if self.is_ahead:
+            for later in self._steps:
+                later.started = ended  # the device computes one step after the other
+        interval, self._ended = ended - max(step.started, self._ended), ended
+        pictures = (step.pictures.seconds, step.pictures.failures) if step.pictures is not None else ()
+        return FinishedStep(
+            *(step.batch, sampled, step.started, ended, interval, step.is_alone, step.is_usual, is_full), *pictures
+        )
+
+    def compute(self, batch: Batch) -> dict[str, SampledToken]:
+        """Execute `batch` from its begin to its end, with no step in flight."""
+        assert self.is_empty, "steps end in the order in which they began"
+        return self._compute(batch, self.runner.begin(batch))
+
+    def compute_often(self, batch: Batch) -> list[float]:
+        """Execute `batch` three times for every stage, with no step in flight before. Returns the seconds between the
+        ends, of those times when every stage had a step to compute."""
+        assert self.is_empty, "steps end in the order in which they began"
+        intervals = []
+        for number in range(3 * self.depth + self.depth - 1):
+            if number < 3 * self.depth:
+                self.begin(batch, self.clock())
+            if number >= self.depth - 1:
+                step = self.finish()
+                intervals += [step.interval] * step.is_full
+        return intervals
+
+    def clear(self) -> None:
+        """Drop the steps in flight, after one of them failed. Returns when the device no longer computes them."""
+        self._steps.clear()
+        self.runner.model.wait()
+
+    def _launch(self, batch: Batch, inputs: tuple[StepInputs, list[range]], now: float) -> StepInFlight:
+        """Have the device compute `batch`; it begins where the tokens of the step before are known to the device."""
+        previous_tokens = self.newest.device_tokens if self.newest is not None else None
+        logits, rows = self._logits(batch, inputs, previous_tokens)
+        drawn = self.sampler.draw(batch, logits, previous_tokens)
+        if drawn is None:
+            return StepInFlight(batch, now, partial(self._sample, batch, logits, rows))
+        return StepInFlight(batch, now, partial(self._read, batch, drawn), device_tokens=drawn.on_device)
+
+    def _read(self, batch: Batch, drawn: PendingTokens) -> dict[str, SampledToken]:
+        """Wait for the tokens of a launched step. The step behind it began without the tokens that only the host finds:
+        its parts for those requests are void."""
+        ids = [part.request.id for part in batch.scheduled if part.samples]
+        token_ids, late = drawn.read()
+        for later in self._steps if late else ():
+            later.recomputed, later.device_tokens = {ids[i] for i in late}, None
+        return {id_: SampledToken(token_id) for id_, token_id in zip(ids, token_ids, strict=True)}
+
+    def _compute(self, batch: Batch, inputs: tuple[StepInputs, list[range]]) -> dict[str, SampledToken]:
+        return self._sample(batch, *self._logits(batch, inputs))
+
+    def _logits(
+        self, batch: Batch, inputs: tuple[StepInputs, list[range]], previous_tokens: Tensor | None = None
+    ) -> tuple[Tensor, list[range]]:
+        """Compute a step as `Runner.finish` does, and pool the hidden states of prompts that want a vector."""
+        pooler = self.sampler.pooler
+        if not pooler.is_needed(batch):
+            return self.runner.finish(inputs, previous_tokens)
+        with self.runner.model.tap.opened():
+            computed = self.runner.finish(inputs, previous_tokens)
+            pooler.add(batch, self.runner.hidden(inputs[0]))
+        return computed
+
+    def _sample(self, batch: Batch, logits: Tensor, rows: Sequence[range]) -> dict[str, SampledToken]:
+        sampled = self.sampler.sample(batch, logits, rows)
+        # Also where nothing was sampled: the pages may be shipped next, and the step's seconds are learnt from.
+        self.runner.model.wait()
+        return sampled

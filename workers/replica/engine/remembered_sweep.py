@@ -1,0 +1,82 @@
+"""Remember what steps take on this CPU: a later start of the same model checks two of them instead of measuring all.
+
+The files lie in the cache directory. A check that differs, on a machine that is busier or less busy than it was then,
+measures again.
+"""
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import astuple
+from pathlib import Path
+from typing import TypeAlias
+
+import torch
+
+from crossdock.kernels.cache import cache_dir, read_cached, write_cached
+from crossdock.kernels.cpu.measure import kernels_and_cpu
+from crossdock.workers.replica.engine.engine import Engine
+from crossdock.workers.schedule.cost import StepWork
+from crossdock.workers.schedule.cost_fit import StepCostFit
+
+logger = logging.getLogger(__name__)
+
+Sweep: TypeAlias = list[tuple[StepWork, float]]
+"""Steps and their seconds."""
+
+_MOST_RATIO = 1.3  # of a step's seconds now to those predicted from the file, or the inverse
+
+
+def remembered_sweep(
+    engine: Engine, measure: Callable[[], Sweep], check: Callable[[], Sequence[tuple[StepWork, float]]]
+) -> Sweep:
+    """Return the sweep of an earlier start if the steps of `check` still take as long, else that of `measure`.
+
+    Only CPUs and replicas of one rank remember: elsewhere the sweep is short, or all ranks would have to agree.
+    """
+    if engine.model.device.type != "cpu" or engine.gang is not None:
+        return measure()
+    key = _key(engine)
+    path = cache_dir() / "steps" / f"sweep-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+    if (sweep := _read(path, key)) is not None:
+        cost = StepCostFit(sweep).cost
+        ratios = [seconds / max(cost.seconds(work), 1e-9) for work, seconds in check()]
+        if all(1 / _MOST_RATIO <= ratio <= _MOST_RATIO for ratio in ratios):
+            logger.info("steps take what they took at an earlier start; they are not measured again")
+            return sweep
+        shown = ", ".join(f"{ratio:.2f}" for ratio in ratios)
+        logger.info("steps are measured again: two of them take %s times what they took at an earlier start", shown)
+    sweep = measure()
+    with suppress(OSError):  # without a cache directory each start measures
+        write_cached(path, key, [(astuple(work), seconds) for work, seconds in sweep])
+    return sweep
+
+
+def _key(engine: Engine) -> str:
+    """Return what the seconds of steps depend on, as text."""
+    model = engine.model
+    return json.dumps(
+        {
+            **kernels_and_cpu(),
+            "model": json.loads(model.config.to_json_string(use_diff=False)),
+            "layers": [astuple(layer) for layer in model.layers],
+            "dtypes": [str(model.dtype), str(model.kv_dtype)],
+            "kernels": [model.attention.name, model.kernels],
+            "engine": engine.config.model_dump(mode="json"),
+            "sizes": [model.max_model_len, engine.pages.num_pages, torch.get_num_threads()],
+            "sweep": Path(__file__).with_name("calibrate.py").read_text(),
+        },
+        sort_keys=True,
+        default=str,
+    )
+
+
+def _read(path: Path, key: str) -> Sweep | None:
+    """Return the sweep in a file; None if there is none, or not a whole one."""
+    try:
+        sweep = [(StepWork(*work), float(seconds)) for work, seconds in read_cached(path, key)]
+    except (ValueError, TypeError):
+        return None
+    return sweep if sweep and all(seconds > 0 for _, seconds in sweep) else None

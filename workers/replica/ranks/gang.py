@@ -1,0 +1,264 @@
+"""The ranks of one replica, as its driver sees them. They begin together, and when one ends or hangs all end.
+
+The driver schedules and samples. Each follower computes its part of a step, which comes in one message over a socket.
+The end of that connection shows either side at once that the other is gone. Tensors go by torch.distributed, whose
+calls have a deadline: that is how a hung rank is found.
+"""
+
+import contextlib
+import logging
+import secrets
+import socket
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from crossdock.kvtransfer.events import Event
+from crossdock.workers.model.kv_memory import PageBudget
+from crossdock.workers.model.model import PagedModel
+from crossdock.workers.replica.config import ReplicaSpec, TransferConfig
+from crossdock.workers.replica.ranks.pool_layout import HeldLayers, held_layers
+from crossdock.workers.replica.ranks.rank_loader import RankFailed, driver_of, load_rank, position_of
+from crossdock.workers.replica.ranks.rank_messages import (
+    AllocatePool,
+    DockOpened,
+    DriverMessage,
+    EndRank,
+    FollowerMessage,
+    JoinGang,
+    MalformedRankMessage,
+    OpenDock,
+    PhaseEnded,
+    RankFailure,
+    RankReady,
+    RecordSteps,
+    RunStep,
+    decode_follower_message,
+    encode,
+)
+from crossdock.workers.replica.ranks.rank_network import GangStore, listen_on
+from crossdock.workers.replica.ranks.rank_socket import GangAddress, RankSocket
+from crossdock.workers.replica.ranks.step_deadline import StepDeadline
+
+logger = logging.getLogger(__name__)
+
+_LAST_WORDS_S = 1.0  # for a rank that ends to report why
+_MAX_STRANGERS = 16  # connections that have not proved the cookie yet
+
+
+@dataclass(slots=True, eq=False)
+class _Follower:
+    socket: RankSocket
+    ready: RankReady | None = None  # once it has loaded its part
+    blob: bytes | None = None  # of its dock, once that is open
+
+
+def common_page_budget(budgets: Iterable[PageBudget]) -> PageBudget:
+    """Return as many pages as every rank has memory for, and the bytes of the largest page of any rank."""
+    ranks = list(budgets)
+    return PageBudget(min(rank.num_pages for rank in ranks), max(rank.page_bytes for rank in ranks))
+
+
+class Gang:
+    """The followers of a driver. `on_lost` is called once, on any thread, with the reason why the gang has ended.
+
+    `host`: the driver's address for its followers. Its ports there are open until all followers have joined.
+    """
+
+    def __init__(self, spec: ReplicaSpec, host: str, on_lost: Callable[[str], None]) -> None:
+        self.spec = spec
+        self.position = position_of(spec, driver_of(spec))
+        self.on_event: Callable[[int, Event], None] = lambda _rank, _event: None  # of a follower's dock, by rank
+        self._on_lost = on_lost
+        self._followers: dict[int, _Follower] = {}
+        self._changed = threading.Condition()  # a follower has reported something, or the gang is lost
+        self._why: str | None = None  # the gang is lost
+        self._is_closing = False
+        self._held: HeldLayers = ()
+        self._own_budget = PageBudget(0, 0)
+        self._strangers: dict[socket.socket, None] = {}  # oldest first
+        self._listener = listen_on(host)
+        self._store = GangStore(host)
+        self.address = GangAddress(host, self._listener.getsockname()[1], self._store.port, secrets.token_bytes(32))
+        threading.Thread(target=self._accept, name="gang listener", daemon=True).start()
+
+    def load(self) -> PagedModel:
+        """Load the driver's own part while the followers load theirs. RankFailed: a follower could not."""
+        model, self._own_budget = load_rank(
+            self.spec,
+            self.position,
+            self._store.store,
+            self.address.host,
+            lambda phase: logger.info("%s: %s", self.position, phase),
+        )
+        self._held = held_layers(model)
+        self._wait(lambda follower: follower.ready is not None, "did not load its part")
+        self._store.seal()
+        return model
+
+    @property
+    def page_budget(self) -> PageBudget:
+        """How many pages every rank has memory for."""
+        ready = [follower.ready for follower in self._followers.values() if follower.ready is not None]
+        return common_page_budget([self._own_budget, *(PageBudget(rank.num_pages, rank.page_bytes) for rank in ready)])
+
+    @property
+    def held_by_rank(self) -> list[HeldLayers]:
+        """The layers each rank holds, by rank."""
+        held = {rank: follower.ready.held for rank, follower in self._followers.items() if follower.ready is not None}
+        return [held.get(rank, self._held) for rank in range(self.spec.num_ranks)]
+
+    def allocate_pools(self, num_pages: int) -> None:
+        """Have every follower allocate its pool."""
+        self.broadcast(AllocatePool(num_pages))
+
+    def record_steps(self, max_num_seqs: int, max_num_batched_tokens: int, most_drafts: int) -> None:
+        """Have every follower record its part of steps, which ends only if the driver records its own."""
+        self.broadcast(RecordSteps(max_num_seqs, max_num_batched_tokens, most_drafts))
+
+    def run_step(self, inputs: bytes) -> None:
+        """Have every follower compute its part of a step."""
+        self.broadcast(RunStep(inputs))
+
+    def open_docks(self, model: str, role: str, transfer: TransferConfig) -> dict[int, bytes]:
+        """Have every follower open a dock over its pool. Returns the blobs of the docks, by rank."""
+        self.broadcast(OpenDock(tuple(self.held_by_rank), model, role, transfer))
+        self._wait(lambda follower: follower.blob is not None, "did not open its pool to transfers")
+        return {rank: follower.blob or b"" for rank, follower in self._followers.items()}
+
+    def broadcast(self, message: DriverMessage) -> None:
+        """Send one message to every follower. A follower that is gone is noticed by the thread that reads from it."""
+        data = encode(message)
+        for follower in self._followers.values():
+            with contextlib.suppress(OSError):
+                follower.socket.send(data)
+
+    def step_deadline(self) -> StepDeadline:
+        """Return a deadline for steps from now on: `rank_timeout_s` without the end of one ends the gang."""
+        seconds = self.spec.rank_timeout_s
+        return StepDeadline(seconds, lambda: self._lost(f"a rank hangs: no step has ended for {seconds:g} s"))
+
+    def fail(self, error: BaseException) -> None:
+        """End the gang: the driver's own part of a step raised, mostly because another rank is gone, which comes first
+        as the reason."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._why is not None, _LAST_WORDS_S)
+        self._lost(f"{self.position}: {type(error).__name__}: {error}")
+
+    def close(self) -> None:
+        """End the followers, after the messages they were sent."""
+        self._is_closing = True
+        self.broadcast(EndRank())
+        self._stop_listening()
+        for follower in self._followers.values():
+            follower.socket.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _wait(self, is_done: Callable[[_Follower], bool], failure: str) -> None:
+        """Wait until `is_done` for every follower. RankFailed: one is not in time, or the gang is lost."""
+
+        def missing() -> list[int]:
+            followers = self._followers
+            return [
+                rank
+                for rank in range(self.spec.num_ranks)
+                if rank != self.position.rank and (rank not in followers or not is_done(followers[rank]))
+            ]
+
+        with self._changed:
+            self._changed.wait_for(lambda: self._why is not None or not missing(), self.spec.start_timeout_s)
+            if self._why is None and missing():
+                late = position_of(self.spec, missing()[0])
+                self._why = f"{late} {failure} within {self.spec.start_timeout_s:.0f} s"
+            if self._why is not None:
+                raise RankFailed(self._why)
+
+    # -- threads: one listens, one reads from each follower ----------------------------------------------------------
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):  # closed
+            while True:
+                connection, _ = self._listener.accept()
+                with self._changed:
+                    self._strangers[connection] = None
+                    if len(self._strangers) > _MAX_STRANGERS:  # a follower proves itself at once: the oldest is none
+                        oldest = next(iter(self._strangers))
+                        del self._strangers[oldest]
+                        _shut_down(oldest)
+                threading.Thread(target=self._serve, args=(connection,), name="rank", daemon=True).start()
+
+    def _stop_listening(self) -> None:
+        _shut_down(self._listener)  # wakes the thread that accepts
+        self._listener.close()
+
+    def _serve(self, connection: socket.socket) -> None:
+        """Read all messages of one follower, until it is gone. A connection of another process is closed."""
+        try:
+            try:
+                link = RankSocket(connection, self.address.cookie, is_driver=True)
+            finally:
+                with self._changed:
+                    self._strangers.pop(connection, None)
+            rank = self._join(link)
+        except (EOFError, OSError, MalformedRankMessage) as error:
+            connection.close()
+            logger.warning("refused a connection to the ranks of this replica: %s", error or "it ended")
+            return
+        position = position_of(self.spec, rank)
+        try:
+            while True:
+                self._take(rank, decode_follower_message(link.receive()))
+        except MalformedRankMessage as error:
+            self._lost(f"{position}: sent {error}")
+        except (EOFError, OSError):
+            self._lost(f"{position}: its process has ended")
+
+    def _join(self, link: RankSocket) -> int:
+        """Read the first message of a follower, and take it into the gang. Returns its rank."""
+        message = decode_follower_message(link.receive())
+        with self._changed:
+            free = set(range(self.spec.num_ranks)) - {self.position.rank, *self._followers}
+            if not isinstance(message, JoinGang) or message.rank not in free:
+                raise MalformedRankMessage(f"{message} does not name a rank that is awaited")
+            self._followers[message.rank] = _Follower(link)
+            self._changed.notify_all()
+            if len(free) == 1:  # it was the last
+                self._stop_listening()
+        return message.rank
+
+    def _take(self, rank: int, message: FollowerMessage) -> None:
+        follower, position = self._followers[rank], position_of(self.spec, rank)
+        match message:
+            case PhaseEnded(text):
+                logger.info("%s: %s", position, text)
+            case RankReady():
+                follower.ready = message
+            case DockOpened(blob):
+                follower.blob = blob
+            case RankFailure(reason, traceback):
+                logger.error("%s failed:\n%s", position, traceback)
+                self._lost(f"{position}: {reason}")
+            case JoinGang():
+                raise MalformedRankMessage(f"{message} a second time")
+            case _:
+                self.on_event(rank, message)
+                return
+        with self._changed:
+            self._changed.notify_all()
+
+    def _lost(self, why: str) -> None:
+        with self._changed:
+            if self._why is not None or self._is_closing:
+                return
+            self._why = why
+            self._changed.notify_all()
+        self._on_lost(why)
+
+
+def _shut_down(connection: socket.socket) -> None:
+    """End a connection or a listener whose thread may be waiting in it."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,96 @@
+"""Loads one rank's part of a model, together with the other ranks of its gang."""
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from crossdock.workers.model.cut.collectives import Collectives
+from crossdock.workers.model.cut.position import RankPosition
+from crossdock.workers.model.kv_memory import PageBudget, count_pages_that_fit
+from crossdock.workers.model.load import load_model
+from crossdock.workers.model.memory_fit import used
+from crossdock.workers.model.model import PagedModel
+from crossdock.workers.replica.config import ReplicaSpec
+from crossdock.workers.replica.ranks.device import device_of
+from crossdock.workers.replica.ranks.pool_layout import choose_groups_of_ranks
+from crossdock.workers.replica.ranks.rank_network import gloo_on, use_interface_of
+from crossdock.workers.replica.step_sizes import sized
+
+_LAST_RESORT = 2.0  # times `rank_timeout_s`
+
+
+class RankFailed(RuntimeError):
+    """A rank of the replica could not start, has ended or hangs; the message is that rank's own where it sent one."""
+
+
+def position_of(spec: ReplicaSpec, rank: int) -> RankPosition:
+    """Return where `rank` stands in the gang of a replica."""
+    return RankPosition(rank, spec.tensor_parallel_size, spec.pipeline_parallel_size)
+
+
+def driver_of(spec: ReplicaSpec) -> int:
+    """Return the rank that schedules and samples."""
+    return position_of(spec, 0).driver
+
+
+def load_rank(
+    spec: ReplicaSpec, position: RankPosition, store: Any, host: str, report: Callable[[str], None]
+) -> tuple[PagedModel, PageBudget]:
+    """Join the gang's torch.distributed world, load this rank's part, and find how many pages fit beside it.
+
+    Collective: every rank must call it. `host`: the address at which this rank listens for the others. `report` gets
+    one line per phase of the start, for the log.
+
+    Raises:
+        ValueError: the spec wants a GPU, and torch finds none.
+        DoesNotFit: there is not enough memory; the message says how much is missing, and what would fit.
+    """
+    phases = _Phases(report)
+    torch.set_num_threads(spec.num_threads)  # Ray sets OMP_NUM_THREADS by its own accounting
+    device = device_of(spec)
+    timeout = timedelta(seconds=spec.start_timeout_s)
+    use_interface_of(host)
+    gloo = gloo_on(host)
+    dist.init_process_group(gloo, store=store, rank=position.rank, world_size=position.size, timeout=timeout)
+    # NCCL's watchdog aborts the process. The driver's StepDeadline comes first, and names the reason.
+    links = (
+        Collectives(position, _LAST_RESORT * spec.rank_timeout_s, "nccl")
+        if device == "cuda"
+        else Collectives(position, spec.rank_timeout_s, gloo)
+    )
+    if device == "cuda":
+        links.use_symmetric_memory(torch.device(device))
+    phases.done("joined the others")
+
+    def loaded() -> None:
+        phases.done("weights read")
+        links.wait_for_all()  # reading has no deadline, the check that follows has
+
+    known = spec.engine.budget.known(device)
+    model = load_model(spec.model, device, links, known or 0, loaded)
+    phases.done("logits checked")
+    if model.encoder is not None:
+        model.encoder.takes_rows = spec.takes_rows
+    choose_groups_of_ranks(model, spec.engine, store, position.size)
+    budget = sized(spec.engine, model).budget
+    room = count_pages_that_fit(model, budget, spec.engine.page_size)
+    if known is None:
+        phases.done("memory measured")
+    return model, room
+
+
+class _Phases:
+    """Reports how long each phase of a rank's start took, and how much memory is in use after it."""
+
+    def __init__(self, report: Callable[[str], None]) -> None:
+        self._report = report
+        self._since = time.monotonic()
+
+    def done(self, phase: str) -> None:
+        now = time.monotonic()
+        self._report(f"{phase} in {now - self._since:.1f} s, {used()}")
+        self._since = now

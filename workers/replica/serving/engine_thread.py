@@ -1,0 +1,439 @@
+"""The engine in a thread of its own, with asyncio in front: everything a replica does for an ingress, without Ray."""
+
+import asyncio
+import logging
+import threading
+import uuid
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from crossdock.kvtransfer.events import Event, Figures
+from crossdock.workers.model.grammar.state import GrammarState
+from crossdock.workers.replica.engine.engine import Engine, Step
+from crossdock.workers.replica.serving.channel import Channel
+from crossdock.workers.replica.serving.inbox import Inbox
+from crossdock.workers.replica.serving.observed import ObservedEngine, log_ended, request_logger
+from crossdock.workers.replica.serving.readers import AttemptKey, Readers, Superseded
+from crossdock.workers.replica.transfer.handover import Handover
+from crossdock.workers.replica.transfer.landing import Landing
+from crossdock.workers.replica.transfer.replica_dock import ReplicaDock
+from crossdock.workers.report.advertise import HEARTBEAT_S, LiveProfile, Message, PageChanges, Publisher
+from crossdock.workers.report.profile import Role
+from crossdock.workers.report.timeline import Progress, Timeline
+from crossdock.workers.schedule.request import Overloaded, Status, Submission, TokenDelta
+
+logger = logging.getLogger(__name__)
+_MOST_FAILURES = 3  # one after the other outside of steps, before the replica ends
+
+
+class EngineThread(ObservedEngine):
+    """Steps an engine for as long as it has work. All public methods belong to the event loop that constructed it."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        connect: Callable[[Callable[[Event], None]], Handover] | None = None,
+        land: Callable[[Callable[[Event], None]], Landing] | None = None,
+    ) -> None:
+        """`connect` makes the engine's handover, given a callback for its dock's events; None: all work is local.
+        `land` makes its landing in the same way; None: no other replica sends embeddings here."""
+        super().__init__(engine)
+        self._readers = Readers()
+        self._num_computed = 0  # tokens, since the start
+        self._num_failures = 0  # outside of steps, since the last step
+        self._publisher = Publisher(engine.scheduler, uuid.uuid4().hex)
+        self._page_bytes = engine.page_bytes
+        self._loop = asyncio.get_running_loop()
+        self._inbox = Inbox()
+        self._awaited: set[asyncio.Future[Any]] = set()  # answers of the engine's thread
+        self._is_gang_lost = False  # then nothing may be computed or ended any more
+        self._is_blocked = False  # every request waits for pages on their way in or out: no step can do anything
+        self.handover = connect(self._on_event) if connect is not None else None
+        self.landing = land(self._on_rows_event) if land is not None else None
+        if self.handover is not None:
+            self.handover.on_figures = self._transferred
+        if self.landing is not None:
+            self.landing.on_figures = self.transferred
+        self.metrics.watch(self._docks)
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive() and all(dock.is_alive for dock in self._docks)
+
+    @property
+    def _docks(self) -> Sequence[ReplicaDock]:
+        return [side.dock for side in (self.handover, self.landing) if side is not None]
+
+    @property
+    def num_posted(self) -> int:
+        return len(self._inbox)  # actions that wait for the engine's thread
+
+    @property
+    def channels(self) -> Mapping[str, Channel]:
+        """Return the open channels, by ingress."""
+        return self._readers.channels
+
+    # -- for one ingress ---------------------------------------------------------------------------------------------
+
+    async def messages(self, ingress: str) -> AsyncIterator[Message]:
+        """Yield all tokens of the requests of `ingress`, one message per step, with the replica's live profile.
+
+        The first message is empty: from then on `submit` accepts `ingress`. A second without news brings a heartbeat.
+        When the reader stops, or gives no sign of life for long, its requests are aborted.
+        """
+        channel = self.channel(ingress)
+        try:
+            yield Message()
+            async for message in channel.messages(HEARTBEAT_S):
+                if channel.is_silent:  # else the stream of a killed reader would hold up this replica's drain
+                    return
+                yield message
+        finally:
+            await self.close_channel(ingress, channel)
+
+    async def close_stream(self, ingress: str) -> None:
+        """End the `messages` of an ingress that leaves; its requests are aborted."""
+        if ingress in self.channels:
+            self.channels[ingress].close()
+
+    async def still_reads(self, ingress: str) -> None:
+        """Note that an ingress reads its `messages`. One that was killed is found by its silence: its requests end."""
+        self._readers.heard(ingress)
+
+    def channel(self, ingress: str) -> Channel:
+        """Open the channel of a reader. A second call replaces the first channel, and ends its reader."""
+        channel = self._readers.open(ingress)
+        self._inbox.post(lambda: self._introduce(channel))
+        return channel
+
+    async def close_channel(self, ingress: str, channel: Channel) -> None:
+        """Forget a reader, and abort the requests whose deltas went to it."""
+        await self.abort(self._readers.close(ingress, channel))
+
+    async def submit(self, ingress: str, submission: Submission) -> int:
+        """Queue an attempt at a request, whose deltas go to the channel of `ingress`. It ends any earlier attempt here.
+
+        Returns the number of the last live profile that does not include the request. Raises what `Engine.add` raises,
+        and Superseded where the attempt was aborted before this call, or a later attempt is here.
+        """
+        self._readers.claim(ingress, submission)
+        arrived = self.engine.clock()  # here, not between two steps: the step that runs now is time the request waits
+        sequence: list[int] = []
+
+        def add() -> None:
+            self._add(submission, arrived, grammar)
+            sequence.append(self._publisher.sequence)
+
+        try:
+            grammar = await self.engine.compiled(submission)
+            self._readers.check(submission)
+            await self.call(add)
+        except asyncio.CancelledError:
+            await self.abort([(submission.id, submission.epoch)])
+            raise
+        except Exception:
+            self._readers.release(submission.id, submission.epoch)
+            raise
+        return sequence[0]
+
+    async def abort(self, attempts: Sequence[AttemptKey]) -> None:
+        """End attempts at requests, each (request id, epoch), and earlier ones of these requests.
+
+        Their pages are free before the next step, no delta follows, and none starts whose submission comes later.
+        """
+        self._end_attempts(attempts)
+
+    async def progress(self, request_id: str, epoch: int) -> list[int | str] | None:
+        """Return how far an attempt is: numbers of which one differs whenever it has moved. None: it is not here.
+
+        An attempt that waits for its turn moves with everything that is computed here.
+        """
+        request = self.engine.scheduler.get(request_id)
+        if request is None or request.epoch != epoch:
+            return None
+        own = [request.status.value, request.num_computed_tokens, request.num_tokens, request.num_preemptions]
+        if self.landing is not None:
+            own.append(self.landing.rows.num_arrived(request.owner))
+        waits = request.status is not Status.HELD and not request.is_decoding
+        return [*own, self._num_computed] if waits else own
+
+    # -- for all of them ---------------------------------------------------------------------------------------------
+
+    async def assign_role(self, role: Role) -> None:
+        """Change this replica's role without a restart. Running requests go on; routers are notified at once."""
+
+        def change() -> None:
+            self._publisher.assign_role(role)
+            self._publish()
+
+        await self.call(change)
+
+    async def peer_dead(self, peer: bytes) -> None:
+        """Fail the transfers with another replica, named by its blob: its process has ended."""
+        for dock in self._docks:
+            dock.peer_dead(peer)
+
+    async def call(self, function: Callable[[], None]) -> None:
+        """Run `function` between two steps, in the engine's thread. Raises what it raises.
+
+        Raises:
+            RuntimeError: the replica has ended.
+        """
+        done: asyncio.Future[None] = self._loop.create_future()
+
+        def run() -> None:
+            try:
+                function()
+            except Exception as error:
+                self._loop.call_soon_threadsafe(_settle, done, error)
+            else:
+                self._loop.call_soon_threadsafe(_settle, done, None)
+
+        self._inbox.post(run)
+        self._awaited.add(done)
+        done.add_done_callback(self._awaited.discard)
+        await done
+
+    async def close(self) -> None:
+        """Stop after the running step. Open channels end."""
+        self._inbox.close()
+        await asyncio.to_thread(self._thread.join)
+        for dock in self._docks:
+            await asyncio.to_thread(dock.close)
+        self._ended()
+
+    # -- the engine's thread -----------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while self._inbox.wait(lambda: self._can_step, self._patience):
+                self._turn()
+        except BaseException:
+            logger.exception("the engine thread has failed: this replica ends")
+        finally:
+            self._inbox.close()
+            with suppress(RuntimeError):  # the event loop is closed
+                self._loop.call_soon_threadsafe(self._ended)
+
+    def _turn(self) -> None:
+        for action in self._inbox.due():
+            self._guard(action)
+        self._publish()
+        handover = self.handover
+        if handover is not None:
+            self._guard(handover.grant)  # before the step, or a new request waits for the end of two
+        if self.landing is not None:
+            self._guard(self.landing.plan)
+        step = self._attempt(self.engine.step) if self.engine.has_work and not self._is_gang_lost else None
+        self._is_blocked = step is not None and not step.batch
+        if handover is not None:
+            self._guard(lambda: self._end(handover.step(step)))
+
+    @property
+    def _patience(self) -> float | None:
+        """Seconds until there may be something to do although nothing happens; None: no limit."""
+        limits = [side.patience for side in (self.handover, self.landing) if side is not None]
+        return min((limit for limit in limits if limit is not None), default=None)
+
+    def _guard(self, action: Callable[[], object]) -> None:
+        """Run what is no step. Where it fails, all requests end with an error, and the replica goes on.
+
+        After `_MOST_FAILURES` without a step between them the thread ends: the replica cannot serve any more.
+        """
+        if self._is_gang_lost:
+            return
+        try:
+            action()
+        except Exception as error:
+            self._num_failures += 1
+            self._fail_all(error)
+            if self._num_failures == _MOST_FAILURES:
+                raise
+
+    @property
+    def _can_step(self) -> bool:
+        return self.engine.has_work and not self._is_blocked
+
+    def _attempt(self, run: Callable[[], Step]) -> Step | None:
+        """Run a step, or the rest of one. Returns None where it failed.
+
+        Then all requests end with an error, and the replica goes on. A gang ends: its ranks disagree on the steps done.
+        """
+        try:
+            step = run()
+            self._stepped(step)
+        except Exception as error:
+            self._fail_all(error)
+            return None
+        return step
+
+    def _fail_all(self, error: Exception) -> None:
+        if self.engine.gang is not None:
+            self.engine.gang.fail(error)
+            self._is_gang_lost = True
+            self._inbox.close()
+            return
+        logger.error("the engine failed; its requests end with an error", exc_info=error)
+        failed = self.engine.fail_all(f"{type(error).__name__}: {error}")
+        self._end([delta for _, delta in failed])
+        if self.handover is not None:
+            for request, _ in failed:
+                self.handover.aborted(request)
+
+    def _finish_steps_of(self, request_ids: Sequence[str]) -> None:
+        """Finish the steps in flight if one of them computes any of these requests, which may be about to end."""
+        if not any(self.engine.is_in_flight(request_id) for request_id in request_ids):
+            return
+        while not self.engine.pipeline.is_empty and not self._is_gang_lost:
+            step = self._attempt(self.engine.finish_step)
+            if step is not None and self.handover is not None:
+                self._end(self.handover.step(step))
+
+    def _end(self, deltas: Sequence[TokenDelta]) -> None:
+        """Report requests that ended between two steps."""
+        if deltas:
+            self._progressed(self.timelines.ended(deltas, self.engine.clock()), deltas)
+
+    def _stepped(self, step: Step) -> None:
+        progress = self.timelines.stepped(step.batch, step.deltas, step.started, step.seconds, step.predicted)
+        if step.batch:
+            self._num_failures = 0
+            self._num_computed += sum(part.num_tokens for part in step.batch.scheduled)
+            self.metrics.stepped(step)
+            self.steps.record(step.batch, progress.chunks, step.started, step.seconds, step.predicted)
+        self._progressed(progress, step.deltas, step.interval)
+
+    def _progressed(self, progress: Progress, deltas: Sequence[TokenDelta], interval: float = 0.0) -> None:
+        self.metrics.progressed(progress)
+        self._publish(deltas, interval)
+        self._log(progress.finished)
+
+    def _publish(self, deltas: Sequence[TokenDelta] = (), interval: float = 0.0) -> None:
+        """Send the deltas of a step that ended `interval` seconds after the one before it and, when it is due, the
+        replica's live profile."""
+        now = self.engine.clock()
+        live: LiveProfile | None = None
+        pages: Sequence[PageChanges] = ()
+        if self._publisher.is_due(now):
+            live = self._publisher.live(now, interval)
+            pages = self._publisher.page_changes()
+        if deltas or live is not None:
+            self._loop.call_soon_threadsafe(self._deliver, deltas, live, pages)
+
+    def _introduce(self, channel: Channel) -> None:
+        """Send a new reader the whole prefix index, and the other readers the changes since their last message."""
+        live, pages = self._publisher.live(self.engine.clock()), self._publisher.page_changes()
+        everything = self._publisher.all_pages()
+        self._loop.call_soon_threadsafe(self._deliver, (), live, pages)
+        self._loop.call_soon_threadsafe(channel.put, (), live, (everything,))
+
+    # -- the engine's thread, between two steps ----------------------------------------------------------------------
+
+    def _on_event(self, event: Event) -> None:
+        """Post an event of the dock. Called on the dock's thread."""
+
+        def handle() -> None:
+            assert self.handover is not None
+            self._finish_steps_of([event.request])
+            if self._is_gang_lost:
+                return
+            self._end(self.handover.handle(event))
+
+        self._inbox.post(handle, is_urgent=True)
+
+    def _on_rows_event(self, event: Event) -> None:
+        """Post an event of the dock where embeddings land. Called on the dock's thread."""
+
+        def handle() -> None:
+            assert self.landing is not None
+            self.landing.handle(event)
+
+        self._inbox.post(handle, is_urgent=True)
+
+    def _transferred(self, request_id: str, is_sent: bool, figures: Figures, outcome: str) -> None:
+        if is_sent and figures.write_seconds:
+            self._publisher.transferred(figures.num_bytes, figures.write_seconds)
+        self.transferred(request_id, "sent" if is_sent else "received", figures, outcome)
+
+    def _add(self, submission: Submission, arrived: float, grammar: GrammarState | None) -> None:
+        if self._readers.has_ended(submission.id, submission.epoch):
+            raise Superseded(f"attempt {submission.epoch} at {submission.id} was aborted")
+        earlier = self.engine.scheduler.get(submission.id)
+        if earlier is not None and earlier.epoch < submission.epoch:
+            self._abort([(earlier.id, earlier.epoch)])
+        try:
+            self.engine.add(submission, arrived, grammar)
+        except Overloaded:
+            self.metrics.refused(submission.slo_class)
+            raise
+        request = self.engine.scheduler.get(submission.id)
+        assert request is not None
+        try:
+            if self.handover is not None:
+                self.handover.add(submission)
+            if self.landing is not None:
+                self.landing.add(submission)
+            self.timelines.add(submission, request, arrived, self.engine.scheduler.seconds_alone(request))
+        except Exception:
+            self.engine.abort(submission.id)  # a request without a timeline would fail the steps that compute it
+            raise
+
+    def _abort(self, attempts: Sequence[AttemptKey]) -> None:
+        found = [self.engine.scheduler.get(request_id) for request_id, _ in attempts]
+        requests = [
+            request
+            for request, (_, epoch) in zip(found, attempts, strict=True)
+            if request is not None and request.epoch <= epoch
+        ]
+        self._finish_steps_of([request.id for request in requests])
+        if self._is_gang_lost:
+            return
+        pages, aborted = self.engine.pages, []
+        for request in requests:
+            before = pages.num_available
+            if self.engine.abort(request.id) is not None:
+                freed = (pages.num_available - before) * self._page_bytes
+                aborted.append(self.timelines.aborted(request.id, self.engine.clock(), freed))
+                if self.handover is not None:
+                    self.handover.aborted(request)
+        for timeline in aborted:
+            self.metrics.aborted(timeline)
+        self._log(aborted)
+
+    def _log(self, ended: Sequence[Timeline]) -> None:
+        if ended and request_logger.isEnabledFor(logging.INFO):
+            self._loop.call_soon_threadsafe(log_ended, ended)  # the engine's time is dearer than the event loop's
+
+    # -- the event loop ----------------------------------------------------------------------------------------------
+
+    def _deliver(
+        self, deltas: Sequence[TokenDelta], live: LiveProfile | None = None, pages: Sequence[PageChanges] = ()
+    ) -> None:
+        unread = self._readers.deliver(deltas, live, pages)
+        if unread:
+            logger.error("an ingress is lost or does not read its tokens: its %d requests are aborted", len(unread))
+            self._end_attempts(unread)
+
+    def _end_attempts(self, attempts: Sequence[AttemptKey]) -> None:
+        for request_id, epoch in attempts:
+            self._readers.end(request_id, epoch)
+        if attempts:
+            self._inbox.post(lambda: self._abort(attempts), is_urgent=True)
+
+    def _ended(self) -> None:
+        """End every reader and fail every call: the thread has ended."""
+        self._readers.close_all()
+        for answer in [*self._awaited]:
+            _settle(answer, RuntimeError("the replica has ended"))
+
+
+def _settle(future: "asyncio.Future[Any]", outcome: object) -> None:
+    if future.done():
+        return
+    if isinstance(outcome, Exception):
+        future.set_exception(outcome)
+    else:
+        future.set_result(outcome)

@@ -1,0 +1,135 @@
+"""A follower: computes its part of each step as the driver asks, and ends with the driver."""
+
+import contextlib
+import logging
+import os
+import queue
+import threading
+import traceback
+
+import torch.distributed as dist
+
+from crossdock.kvtransfer.dock import Dock
+from crossdock.workers.model.model import PagedModel
+from crossdock.workers.model.runner import Runner
+from crossdock.workers.model.step_messages import StepReceiver
+from crossdock.workers.replica.config import ReplicaSpec
+from crossdock.workers.replica.ranks.pool_layout import held_layers, pool_spec
+from crossdock.workers.replica.ranks.rank_loader import load_rank, position_of
+from crossdock.workers.replica.ranks.rank_messages import (
+    AllocatePool,
+    DockOpened,
+    DriverMessage,
+    EndRank,
+    FollowerMessage,
+    JoinGang,
+    MalformedRankMessage,
+    OpenDock,
+    PhaseEnded,
+    RankFailure,
+    RankReady,
+    RecordSteps,
+    RunStep,
+    decode_driver_message,
+    encode,
+)
+from crossdock.workers.replica.ranks.rank_socket import GangAddress, RankSocket
+from crossdock.workers.replica.transfer.replica_dock import apply_call, open_dock
+
+logger = logging.getLogger(__name__)
+
+
+def follow(
+    spec: ReplicaSpec,
+    rank: int,
+    address: GangAddress,
+    host: str | None = None,
+    transfer_host: str | None = None,
+) -> None:
+    """Run a follower: load its part and do what the driver asks, until the driver ends it.
+
+    When the driver is gone without a message, the process ends on the spot, whatever it was doing.
+
+    Args:
+        host: the address of this node at which the other ranks reach this one; None: the one that leads to the driver.
+        transfer_host: the address of this node at which other replicas reach its pages; None: the same.
+
+    Raises:
+        Exception: whatever went wrong here, after it was reported to the driver.
+    """
+    link = RankSocket.connect(address, host)
+
+    def send(message: FollowerMessage) -> None:
+        link.send(encode(message))
+
+    send(JoinGang(rank))
+    inbox = _listen(link)
+    try:
+        store = dist.TCPStore(address.host, address.store_port, is_master=False)  # type: ignore[attr-defined]
+        position, own = position_of(spec, rank), link.own_address
+        model, budget = load_rank(spec, position, store, own, lambda phase: send(PhaseEnded(phase)))
+        send(RankReady(held_layers(model), *budget))
+        _work(spec, rank, model, inbox, link, transfer_host or own)
+    except Exception as error:
+        with contextlib.suppress(OSError):
+            send(RankFailure(f"{type(error).__name__}: {error}", traceback.format_exc()))
+        raise
+
+
+def _work(
+    spec: ReplicaSpec,
+    rank: int,
+    model: PagedModel,
+    inbox: queue.SimpleQueue[DriverMessage],
+    link: RankSocket,
+    transfer_host: str,
+) -> None:
+    """Do what the driver asks, in order, until it asks to end."""
+    num_pages = 0
+    dock: Dock | None = None
+    page_size = spec.engine.page_size
+    steps, runner = StepReceiver(), Runner(model, page_size)
+    while True:
+        match inbox.get():
+            case RunStep(inputs):
+                runner.compute(steps.unpack(inputs))
+            case AllocatePool(num_pages):
+                model.allocate_pool(num_pages, page_size)
+            case RecordSteps(max_num_seqs, max_num_batched_tokens, most_drafts):
+                runner = Runner.recorded(
+                    model, page_size, max_num_seqs, max_num_batched_tokens, most_drafts=most_drafts
+                )
+            case OpenDock(by_rank, name, role, transfer):
+                layout = pool_spec(by_rank, rank, model, name, page_size, num_pages)
+                transfer = transfer.model_copy(update={"host": transfer_host})  # the driver's may be another node's
+                assert model.pool is not None, "the pool is allocated before it is opened to transfers"
+                dock = open_dock(model.pool, layout, role, transfer, lambda event: link.send(encode(event)))
+                link.send(encode(DockOpened(dock.blob)))
+            case EndRank():
+                dist.destroy_process_group()
+                return
+            case call:
+                assert dock is not None, f"{call} before the dock is open"
+                model.wait()  # pages that are shipped must have been written
+                apply_call(dock, call)
+
+
+def _listen(link: RankSocket) -> queue.SimpleQueue[DriverMessage]:
+    """Return a queue of the driver's messages, in order. A thread reads them, which sees the driver's end at once."""
+    inbox: queue.SimpleQueue[DriverMessage] = queue.SimpleQueue()
+
+    def read() -> None:
+        try:
+            while True:
+                message = decode_driver_message(link.receive())
+                inbox.put(message)
+                if isinstance(message, EndRank):
+                    return
+        except MalformedRankMessage as error:
+            logger.error("this rank ends: its driver sent %s", error)
+            os._exit(1)
+        except (EOFError, OSError):
+            os._exit(1)  # a collective that waits for the dead would hold the process and its memory until its deadline
+
+    threading.Thread(target=read, name="driver", daemon=True).start()
+    return inbox

@@ -1,0 +1,62 @@
+"""Describe the machine under a replica, and how the replica uses it, for operators."""
+
+import os
+import platform
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from crossdock.kernels.cpu.build import cpu_flags
+from crossdock.workers.model.encoder_model import EncoderModel
+from crossdock.workers.model.model import PagedModel
+from crossdock.workers.model.weights import measure_part
+
+_NOTABLE = ("amx_bf16", "avx512_bf16", "avx512f", "avx2", "sve", "asimd")  # instruction sets, the fastest first
+
+
+def describe_machine(model: PagedModel) -> dict[str, Any]:
+    """Return what the rank of `model` runs on and with, as JSON; sizes in bytes.
+
+    `kernels`: of the products of fused layers; empty: transformers' own code computes the layers. `graphs`: which steps
+    are CUDA graphs, and why others are not; empty on a CPU. `weights`: in the
+    dtype in which they are loaded, once. `pool`: the KV pages.
+    """
+    is_cpu, pool = model.device.type == "cpu", model.pool
+    assert pool is not None
+    if isinstance(model, EncoderModel):
+        weights = model.weight_bytes
+    else:
+        weights = measure_part(model.config, model.part.position, model.dtype)
+    return {
+        "device": cpu_name() if is_cpu else torch.cuda.get_device_name(model.device),
+        "instructions": next((name for name in _NOTABLE if name in cpu_flags()), "") if is_cpu else "",
+        "threads": torch.get_num_threads(),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "kv_dtype": str(model.kv_dtype).removeprefix("torch."),
+        "attention": model.attention.name,
+        "kernels": model.kernels,
+        "graphs": model.graphs,
+        "weights": weights,
+        "pool": pool.nbytes,
+    }
+
+
+def cpu_name() -> str:
+    """Return the CPU's name as Linux knows it, or its architecture where Linux gives no name."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, "") or platform.machine()
+
+
+def process_age() -> float:
+    """Return the seconds since this process was started, as Linux counts them; 0 where it does not say."""
+    try:
+        started = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]  # in ticks since the boot
+    except OSError:
+        return 0.0
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(started) / os.sysconf("SC_CLK_TCK")

@@ -1,0 +1,427 @@
+"""The metrics of one replica, for Prometheus. No ray: the ingress fetches the text and merges it."""
+
+from collections import Counter as Tally
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from crossdock.kvtransfer.events import Figures
+from crossdock.workers.replica.engine.engine import Engine, Step
+from crossdock.workers.replica.transfer.replica_dock import ReplicaDock
+from crossdock.workers.report.timeline import Progress, Timeline, prompt_length_bucket
+from crossdock.workers.report.vllm_names import OF_REPLICAS, exposition
+from crossdock.workers.schedule.encoding import EncoderTotals
+from crossdock.workers.schedule.request import Leg, Request, Status
+from crossdock.workers.schedule.verify import DraftTotals
+
+_STEP_SECONDS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0, 10.0)
+_CHUNK_TOKENS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+_CHUNK_WAIT = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+_ITERATIONS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128, 256)
+_TTFT = (0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+_GAP = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 5.0)
+_TRANSFER = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+_PHASE = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 900.0)
+_STEP_TOKENS = (1, 2, 4, 8, *_CHUNK_TOKENS)
+_DECODES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+_PREFILL_TOKENS = (*_CHUNK_TOKENS, 32768, 65536, 131072)
+_PHASES = ("queue", "prefill", "decode", "inference")
+_KINDS = ("chunks", "decodes", "mixed")
+_ACTIVE = (Status.WAITING, Status.RUNNING, Status.HELD)
+_SHARED = {True: "true", False: "false"}  # values of the label prefill_shared
+
+
+class EngineMetrics:
+    """The metrics of one engine, on a registry of their own. Its gauges are read at every scrape."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.registry = CollectorRegistry()
+        self._token_bytes = engine.page_bytes * engine.pages.num_groups // engine.config.page_size
+        self._define_step_metrics()
+        self._define_chunk_metrics()
+        self._define_latency_metrics([slo.name for slo in engine.config.slo_classes])
+        self._define_request_metrics()
+        self._define_transfer_metrics()
+        self.registry.register(_Gauges(engine))
+
+    def _define_step_metrics(self) -> None:
+        steps = self._counter("crossdock_steps", "Engine steps.", "kind")
+        step_seconds = self._histogram("crossdock_step_seconds", "Duration of a step.", _STEP_SECONDS, "kind")
+        predicted = self._histogram(
+            "crossdock_step_predicted_seconds", "Predicted duration of a step.", _STEP_SECONDS, "kind"
+        )
+        self._of_kind = {
+            kind: (steps.labels(kind), step_seconds.labels(kind), predicted.labels(kind)) for kind in _KINDS
+        }
+        self._skipped = self._counter(
+            "crossdock_decodes_skipped", "Decodes left out of a step in favour of more urgent ones."
+        )
+        self._step_tokens = self._histogram("crossdock_step_tokens", "Tokens of a step, of both kinds.", _STEP_TOKENS)
+        self._step_prompt_tokens = self._histogram(
+            "crossdock_step_prompt_tokens", "Prompt tokens of a step that has chunks.", _CHUNK_TOKENS
+        )
+        self._encoder_seconds = self._histogram(
+            "crossdock_encoder_seconds", "Seconds of a step in which pictures were encoded.", _STEP_SECONDS
+        )
+        self._encoder_limited = self._counter(
+            "crossdock_steps_limited_by_encoder", "Steps whose chunks end before a picture: it did not fit, or waits."
+        )
+        decodes = self._histogram("crossdock_step_decodes", "Decodes of a step that has some.", _DECODES, "kind")
+        self._step_decodes = {kind: decodes.labels(kind) for kind in _KINDS if kind != "chunks"}
+
+    def _define_chunk_metrics(self) -> None:
+        self._chunks = self._histogram("crossdock_chunk_tokens", "Prompt tokens per chunk.", _CHUNK_TOKENS)
+        self._chunk_wait = self._histogram(
+            "crossdock_chunk_wait_seconds",
+            "From when a request could have had a chunk to the step that computed one.",
+            _CHUNK_WAIT,
+            "slo_class",
+        )
+        self._iterations = self._histogram(
+            "crossdock_prefill_iterations", "Chunks of a request up to its first token.", _ITERATIONS, "slo_class"
+        )
+        self._prefill_tokens = self._histogram(
+            "crossdock_prefill_tokens", "Prompt tokens computed for a request, without cached ones.", _PREFILL_TOKENS
+        )
+
+    def _define_latency_metrics(self, slo_classes: Sequence[str]) -> None:
+        self._ttft = self._histogram(
+            "crossdock_time_to_first_token_seconds",
+            "From arrival at the replica to the first token.",
+            _TTFT,
+            "prompt_tokens",
+            "slo_class",
+        )
+        gap = self._histogram(
+            "crossdock_inter_token_seconds",
+            "Between two tokens of a stream; prefill_shared: whether a chunk was computed in between.",
+            _GAP,
+            "prefill_shared",
+            "slo_class",
+        )
+        self._gap = {
+            (name, is_shared): gap.labels(label, name) for name in slo_classes for is_shared, label in _SHARED.items()
+        }
+        self._tpot = self._histogram(
+            "crossdock_time_per_output_token_seconds",
+            "Mean gap between a request's tokens; prefill_shared: whether a chunk was computed in the gaps.",
+            _GAP,
+            "prefill_shared",
+            "slo_class",
+        )
+        phases = self._histogram(
+            "crossdock_request_phase_seconds",
+            "Of a request on this replica: queue: until its first chunk; prefill: until its first token; decode: until "
+            "its last token; inference: prefill and decode.",
+            _PHASE,
+            "phase",
+            "slo_class",
+        )
+        self._phase = {(phase, name): phases.labels(phase, name) for phase in _PHASES for name in slo_classes}
+        self._slo_ttft = self._counter(
+            "crossdock_slo_ttft",
+            "Requests by outcome: whether the first token met the class's time to first token.",
+            "slo_class",
+            "outcome",
+        )
+        self._slo_tpot = self._counter(
+            "crossdock_slo_tpot",
+            "Finished requests by outcome: whether the tokens met the class's time per output token.",
+            "slo_class",
+            "outcome",
+        )
+
+    def _define_request_metrics(self) -> None:
+        self._prompt_tokens = self._counter("crossdock_prompt_tokens", "Prompt tokens computed.")
+        self._cached_tokens = self._counter("crossdock_cached_tokens", "Prompt tokens found in the prefix cache.")
+        self._output_tokens = self._counter("crossdock_output_tokens", "Tokens generated.")
+        self._finished = self._counter("crossdock_requests", "Requests ended.", "finish_reason", "slo_class")
+        self._refused = self._counter(
+            "crossdock_requests_refused",
+            "Requests this replica refused (429): the first token would be late.",
+            "slo_class",
+        )
+        self._cancelled_bytes = self._counter(
+            "crossdock_cancelled_kv_bytes", "KV bytes computed for requests that were aborted."
+        )
+
+    def _define_transfer_metrics(self) -> None:
+        self._transfers = self._counter(
+            "crossdock_transfers",
+            "Ended transfers of KV pages or embeddings; direction `embeddings`: received from an encode replica.",
+            "direction",
+            "outcome",
+        )
+        self._transfer_bytes = self._counter(
+            "crossdock_transfer_bytes", "Bytes of KV pages and of embeddings moved.", "direction"
+        )
+        self._transfer_seconds = self._histogram(
+            "crossdock_transfer_seconds", "Seconds of one sent transfer, by phase.", _TRANSFER, "phase"
+        )
+        self._hidden = self._counter(
+            "crossdock_transfer_hidden_seconds", "Seconds of writing during which later chunks were computed."
+        )
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(name, text, labels, registry=self.registry)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
+        return Histogram(name, text, labels, buckets=buckets, registry=self.registry)
+
+    def stepped(self, step: Step) -> None:
+        """Count a step that has ended."""
+        batch = step.batch
+        num_chunks = len(batch.scheduled) - batch.num_decodes
+        kind = "mixed" if batch.num_decodes and num_chunks else "decodes" if batch.num_decodes else "chunks"
+        count, seconds, predicted = self._of_kind[kind]
+        count.inc()
+        seconds.observe(step.seconds)
+        if step.predicted:
+            predicted.observe(step.predicted)
+        self._step_tokens.observe(batch.num_tokens)
+        if num_chunks:
+            self._step_prompt_tokens.observe(batch.num_tokens - batch.num_decodes - batch.num_drafts)
+        if batch.num_decodes:
+            self._step_decodes[kind].observe(batch.num_decodes)
+        if step.encoder_seconds:
+            self._encoder_seconds.observe(step.encoder_seconds)
+        if batch.limit.startswith("encoder"):
+            self._encoder_limited.inc()
+        if batch.num_skipped:
+            self._skipped.inc(batch.num_skipped)
+
+    def progressed(self, progress: Progress) -> None:
+        """Count the chunks, tokens and ends of requests that a step brought."""
+        for timeline, chunk in progress.chunks:
+            self._chunks.observe(chunk.num_tokens)
+            self._prompt_tokens.inc(chunk.num_tokens)
+            self._chunk_wait.labels(timeline.slo.name).observe(chunk.waited_s)
+            if timeline.num_chunks == 1:
+                self._cached_tokens.inc(chunk.start)
+        if progress.num_tokens:
+            self._output_tokens.inc(progress.num_tokens)
+        for timeline in progress.tokens:
+            if timeline.gap is not None:
+                self._gap[timeline.slo.name, timeline.is_gap_shared].observe(timeline.gap)
+            elif timeline.first_token is not None:
+                self._first_token(timeline)
+        for timeline in progress.finished:
+            self._end(timeline)
+
+    def aborted(self, timeline: Timeline) -> None:
+        """Count a request that was aborted, and the KV bytes that were computed for it."""
+        self._end(timeline)
+        counts = timeline.counts()
+        self._cancelled_bytes.inc(max(counts.computed - counts.cached, 0) * self._token_bytes)
+        if timeline.first_token is None and timeline.ttft_met(timeline.ended) is False:
+            self._slo_ttft.labels(timeline.slo.name, "missed").inc()  # late already when it was aborted
+
+    def transferred(self, direction: str, figures: Figures, outcome: str) -> None:
+        """Count a transfer that has ended: `sent`, `received`, or `embeddings` that another replica has sent."""
+        self._transfers.labels(direction, outcome).inc()
+        self._transfer_bytes.labels(direction).inc(figures.num_bytes)
+        if direction == "sent" and figures.num_writes:
+            self._transfer_seconds.labels("write").observe(figures.write_seconds)
+            self._transfer_seconds.labels("handshake").observe(figures.handshake_seconds or 0.0)
+            self._transfer_seconds.labels("grant").observe(figures.grant_wait_seconds or 0.0)
+            self._hidden.inc(figures.hidden_seconds)
+
+    def watch(self, docks: Sequence[ReplicaDock]) -> None:
+        """Show at every scrape how many transfers are under way, if there are docks."""
+        if not docks:
+            return
+        open_ = Gauge("crossdock_transfers_open", "Transfers under way, both directions.", registry=self.registry)
+        open_.set_function(lambda: sum(dock.counts().num_open for dock in docks))
+        dropped = Gauge(
+            "crossdock_transfer_messages_dropped",
+            "Stale or malformed messages, since the start.",
+            registry=self.registry,
+        )
+        dropped.set_function(lambda: sum(each.num_unknown + each.num_malformed for each in (d.counts() for d in docks)))
+
+    def refused(self, slo_class: str) -> None:
+        """Count a request that was refused for its time to first token."""
+        self._refused.labels(slo_class).inc()
+
+    def _first_token(self, timeline: Timeline) -> None:
+        assert timeline.ttft is not None
+        name = timeline.slo.name
+        self._ttft.labels(prompt_length_bucket(timeline.num_prompt_tokens), name).observe(timeline.ttft)
+        self._iterations.labels(name).observe(timeline.num_chunks)
+        self._prefill_tokens.observe(timeline.num_prompt_tokens - timeline.counts().cached)
+        self._slo_ttft.labels(name, "met" if timeline.ttft <= timeline.ttft_deadline else "missed").inc()
+
+    def _end(self, timeline: Timeline) -> None:
+        assert timeline.finish_reason is not None
+        name = timeline.slo.name
+        self._finished.labels(timeline.finish_reason.value, name).inc()
+        for phase, seconds in _phases(timeline).items():
+            self._phase[phase, name].observe(seconds)
+        for is_shared, seconds in timeline.tpot_by_sharing().items():
+            self._tpot.labels(_SHARED[is_shared], name).observe(seconds)
+        if (is_met := timeline.tpot_met()) is not None:
+            self._slo_tpot.labels(name, "met" if is_met else "missed").inc()
+
+    def text(self, vllm_model: str | None = None) -> str:
+        """Return Prometheus' text. `vllm_model`: also under vLLM's names, with this name of the model."""
+        return exposition(self.registry, OF_REPLICAS, vllm_model)
+
+
+def _phases(timeline: Timeline) -> dict[str, float]:
+    """Return the seconds of each of `_PHASES` that an ended request had on this replica.
+
+    A replica that computed no chunk has no queue and no prefill; one that ships after the first token has no decode.
+    """
+    found = {} if timeline.first_chunk is None else {"queue": timeline.first_chunk - timeline.arrived}
+    if timeline.begun is None:
+        return found
+    if timeline.first_chunk is not None:
+        found["prefill"] = timeline.begun - timeline.first_chunk
+    if timeline.gap_summary().number:
+        found["decode"] = timeline.last_token - timeline.begun
+    return found | {"inference": found.get("prefill", 0.0) + found.get("decode", 0.0)}
+
+
+class _Gauges(Collector):
+    """The state of an engine at this moment.
+
+    It is read while the engine's thread changes it: the requests are copied in one operation, which no thread can
+    interrupt, and a number may be one step older than its neighbour.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def collect(self) -> Iterator[Metric]:
+        engine = self._engine
+        counts = engine.pages.counts()
+        pages = {state: getattr(counts, state) for state in ("free", "owned", "cached", "quarantined")}
+        yield _gauge("crossdock_pages", "KV pages by state.", ("state",), {(name,): n for name, n in pages.items()})
+        config = engine.config
+        info = (str(config.page_size), str(counts.total), config.kv_cache_dtype, str(config.enable_prefix_caching))
+        labels = ("page_size", "num_pages", "kv_cache_dtype", "enable_prefix_caching")
+        yield _gauge("crossdock_kv_cache_info", "1; the labels are the settings of the KV pages.", labels, {info: 1})
+        yield from self._requests(engine.scheduler.requests())
+        yield from self._cost()
+        if engine.model.kernels and engine.model.device.type == "cpu":
+            text = "Always 1; the label says which kernels compute the matrix products of fused layers."
+            yield _gauge("crossdock_cpu_kernels", text, ("kernels",), {(engine.model.kernels,): 1})
+        text = "Requests preempted: their pages went to other requests."
+        yield _counter("crossdock_preemptions", text, engine.scheduler.num_preemptions)
+        yield from self._drafts()
+        yield from self._pictures()
+
+    def _pictures(self) -> Iterator[Metric]:
+        """Yield the counts of the encoder, which are 0 for a model of text alone."""
+        encoding = self._engine.scheduler.encoding
+        totals = encoding.totals if encoding is not None else EncoderTotals()
+        yield _counter("crossdock_items_encoded", "Pictures and videos that were encoded.", totals.num_encoded)
+        yield _counter("crossdock_encoder_rows", "Rows of embeddings that encoding made.", totals.num_rows)
+        text = "Pictures and videos whose embeddings were in memory when a request reached them."
+        yield _counter("crossdock_item_hits", text, totals.num_hits)
+        text = "Pictures and videos whose embeddings another replica has sent, when a chunk read them."
+        yield _counter("crossdock_items_received", text, totals.num_copied)
+        lost = encoding.arriving.lost if encoding is not None and encoding.arriving is not None else Tally[str]()
+        text = "Pictures and videos that other replicas were to encode and that were left to this one, by reason."
+        family = CounterMetricFamily("crossdock_items_lost", text, labels=["reason"])
+        for reason in ("failed", "late", "no room"):
+            family.add_metric([reason], lost[reason])
+        yield family
+        landing = encoding.arriving if encoding is not None else None
+        owned = landing.num_pages - landing.num_free if landing is not None else 0
+        text = "Pages in which embeddings of other replicas arrive or lie until they are read."
+        yield _gauge("crossdock_landing_pages_owned", text, (), {(): owned})
+        rows = encoding.num_rows if encoding is not None else 0
+        yield _gauge("crossdock_item_rows", "Rows of embeddings in memory.", (), {(): rows})
+
+    def _drafts(self) -> Iterator[Metric]:
+        """Yield the counts of verified drafts, which are 0 without speculation."""
+        verification = self._engine.scheduler.verification
+        totals = verification.totals if verification is not None else DraftTotals()
+        accepted = list(totals.num_accepted_at)
+        wasted = verification.policy.wasted_s if verification is not None else 0.0
+        forced = verification.policy.forced if verification is not None else 0
+        yield _counter(
+            "crossdock_drafts", "Drafts that steps verified: one for each stream and step.", totals.num_drafts
+        )
+        yield _counter("crossdock_draft_tokens", "Drafted tokens that steps verified.", totals.num_tokens)
+        yield _counter("crossdock_draft_tokens_accepted", "Drafted tokens that the model chose too.", sum(accepted))
+        text = "Drafted tokens that a grammar dictated; they are accepted."
+        yield _counter("crossdock_draft_tokens_forced", text, forced)
+        text = "Predicted seconds by which drafted tokens that were rejected made steps longer."
+        yield _counter("crossdock_draft_wasted_seconds", text, wasted)
+        by_position = CounterMetricFamily(
+            "crossdock_draft_tokens_accepted_at",
+            "Accepted drafted tokens by their place in a draft.",
+            labels=["position"],
+        )
+        for position, count in enumerate(accepted):
+            by_position.add_metric([str(position)], count)
+        yield by_position
+
+    def _requests(self, requests: list[Request]) -> Iterator[Metric]:
+        classes = [slo.name for slo in self._engine.config.slo_classes]
+        active = Tally((request.status, request.slo_class) for request in requests)
+        every = {(status.value, name): active[status, name] for status in _ACTIVE for name in classes}
+        yield _gauge("crossdock_requests_active", "Requests by status.", ("status", "slo_class"), every)
+        tokens, seconds = dict.fromkeys(classes, 0), dict.fromkeys(classes, 0.0)
+        for request in requests:
+            if request.is_decoding or request.status is Status.HELD or request.leg is Leg.RECEIVE:
+                continue
+            tokens[request.slo_class] += request.num_uncached_tokens
+            seconds[request.slo_class] += self._engine.scheduler.prefill_seconds(request)
+        yield _gauge(
+            "crossdock_uncached_tokens_waiting",
+            "Prompt tokens that requests without a first token still have to compute.",
+            ("slo_class",),
+            {(name,): count for name, count in tokens.items()},
+        )
+        yield _gauge(
+            "crossdock_backlog_seconds",
+            "Predicted seconds to compute the waiting prompt tokens.",
+            ("slo_class",),
+            {(name,): value for name, value in seconds.items()},
+        )
+
+    def _cost(self) -> Iterator[Metric]:
+        fit = self._engine.cost_fit
+        if fit is None:
+            return
+        cost = {(name,): value for name, value in fit.cost.model_dump().items()}
+        yield _gauge(
+            "crossdock_step_cost_seconds",
+            "Coefficients of StepCost, the prediction of a step's duration.",
+            ("coefficient",),
+            cost,
+        )
+        yield _gauge(
+            "crossdock_step_interval_share",
+            "Interval at which steps end while there is enough to do, as a share of what each takes; "
+            "below 1 in a pipeline.",
+            (),
+            {(): self._engine.intervals.share},
+        )
+        yield _gauge(
+            "crossdock_step_relative_error",
+            "|predicted - actual| / actual duration of recent steps.",
+            ("quantile",),
+            {(str(quantile),): fit.error(quantile) for quantile in (0.5, 0.9)},
+        )
+        text = "Steps too far from their prediction to be learnt from."
+        yield _counter("crossdock_step_outliers", text, fit.num_rejected)
+
+
+def _counter(name: str, text: str, value: float) -> Metric:
+    family = CounterMetricFamily(name, text)
+    family.add_metric([], value)
+    return family
+
+
+def _gauge(name: str, text: str, labels: tuple[str, ...], samples: Mapping[Any, float]) -> Metric:
+    family = GaugeMetricFamily(name, text, labels=labels)
+    for values, number in samples.items():  # by label values, a tuple
+        family.add_metric(list(values), number)
+    return family

@@ -1,0 +1,80 @@
+"""The notes of an engine's thread about its work, and the questions about them, which may be asked while it steps."""
+
+import json
+import logging
+import time
+from collections import Counter as Tally
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from crossdock.kvtransfer.events import Figures
+from crossdock.workers.replica.engine.engine import Engine
+from crossdock.workers.replica.serving.metrics import EngineMetrics
+from crossdock.workers.report.recent_steps import RecentSteps
+from crossdock.workers.report.timeline import Timeline, Timelines
+from crossdock.workers.schedule.request import Status
+
+request_logger = logging.getLogger("crossdock.requests")
+"""One line of JSON for each request that ended, at INFO: `Timeline.summary`, which has nothing of its text."""
+
+
+def log_ended(ended: Sequence[Timeline]) -> None:
+    for timeline in ended:
+        request_logger.info(json.dumps(timeline.summary(timeline.ended)))
+
+
+class ObservedEngine:
+    """An engine with its metrics, the timelines of its requests, and its recent steps."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.metrics = EngineMetrics(engine)
+        unix_at_zero = time.time() - engine.clock()
+        self.timelines = Timelines(engine.config.slo_classes, unix_at_zero)
+        self.steps = RecentSteps(unix_at_zero)
+
+    def transferred(self, request_id: str, direction: str, figures: Figures, outcome: str) -> None:
+        """Note a transfer that has ended: `sent`, `received`, or of `embeddings` that came from another replica."""
+        self.metrics.transferred(direction, figures, outcome)
+        self.timelines.transferred(request_id, direction, figures, outcome, self.engine.clock())
+
+    async def find_timelines(self, request_id: str, tenant: str | None) -> list[dict[str, Any]]:
+        """Return the timelines of all that a client's request led to here; see `Timelines.find`."""
+        return self.timelines.find(request_id, tenant, self.engine.clock())
+
+    async def live_requests(self, tenant: str | None) -> list[dict[str, Any]]:
+        """Return the requests that have not ended here; see `Timelines.live`."""
+        return self.timelines.live(tenant, self.engine.clock())
+
+    async def metrics_text(self, vllm_model: str | None = None) -> str:
+        """Return the metrics of this replica in Prometheus' text format; arguments as in `EngineMetrics.text`.
+
+        An encode replica has none under vLLM's names, whose sums would count rows of pictures as tokens of prompts.
+        """
+        return self.metrics.text(vllm_model if self.engine.makes_tokens else None)
+
+    def watched(self, seen: Mapping[str, int], tenant: str | None) -> dict[str, Any]:
+        """Return the replica's state and its steps after those already `seen`, by incarnation: JSON for a dashboard.
+
+        May be called while the engine steps: a number may be one step older than its neighbour.
+
+        `tenant`: who reads, and sees its own requests alone; None: one who may see all.
+        """
+        engine = self.engine
+        own = None if tenant is None else self.timelines.ids(tenant)
+        requests = Tally(
+            request.status.value for request in engine.scheduler.requests() if own is None or request.id in own
+        )
+        fit = engine.cost_fit
+        return {
+            "now": time.time(),
+            # Pages show how long others' prompts are.
+            "pages": asdict(engine.pages.counts()) if tenant is None else None,
+            "requests": {status.value: requests[status.value] for status in Status if status is not Status.FINISHED},
+            "cost": None if fit is None else fit.cost.model_dump(),
+            "overrun": None if fit is None else fit.overrun,
+            "interval_share": None if fit is None else engine.intervals.share,
+            "step_error": None if fit is None else fit.error(0.5),
+            **self.steps.after(seen, tenant),
+        }

@@ -1,0 +1,113 @@
+"""The ingresses that read from a replica: which reader gets the tokens of which attempt. Belongs to the event loop."""
+
+import time
+from collections.abc import Sequence
+
+from crossdock.kvtransfer.fence import Fence
+from crossdock.workers.replica.serving.channel import Channel
+from crossdock.workers.report.advertise import LiveProfile, PageChanges
+from crossdock.workers.schedule.request import Submission, TokenDelta
+
+AttemptKey = tuple[str, int]
+"""The id of a request and the epoch of one attempt at it."""
+
+
+class Superseded(RuntimeError):
+    """The attempt was aborted before its submission came, or a later attempt at the request is here."""
+
+
+class Readers:
+    """The open channels, by ingress, and the attempts whose tokens go to them."""
+
+    def __init__(self) -> None:
+        self.channels: dict[str, Channel] = {}
+        self._reader_of: dict[str, tuple[Channel, int]] = {}  # by request, with the epoch of its last attempt
+        self._ended = Fence()  # aborted attempts: a submission that comes late must not start
+
+    def open(self, ingress: str) -> Channel:
+        """Open the channel of a reader. A second call replaces the first channel, and ends its reader."""
+        if ingress in self.channels:
+            self.channels[ingress].close()
+        self.channels[ingress] = channel = Channel()
+        return channel
+
+    def close(self, ingress: str, channel: Channel) -> list[AttemptKey]:
+        """Forget a reader. Return the attempts whose tokens went to it: no other reader wants them."""
+        if self.channels.get(ingress) is channel:
+            del self.channels[ingress]
+        return self._attempts_of(channel)
+
+    def claim(self, ingress: str, submission: Submission) -> None:
+        """Send the tokens of an attempt to the reader `ingress` from now on.
+
+        Raises:
+            RuntimeError: no such reader is open.
+            Superseded: the attempt was aborted, or it is here already, or a later one is.
+        """
+        channel = self.channels.get(ingress)
+        if channel is None:
+            raise RuntimeError(f"no channel {ingress!r} is open")
+        channel.heard_at = time.monotonic()
+        _, epoch = self._reader_of.get(submission.id, (None, -1))
+        if epoch >= submission.epoch or self.has_ended(submission.id, submission.epoch):
+            raise Superseded(f"attempt {submission.epoch} at {submission.id} is over")
+        self._reader_of[submission.id] = channel, submission.epoch
+
+    def heard(self, ingress: str) -> None:
+        """Note a sign of life of a reader."""
+        if ingress in self.channels:
+            self.channels[ingress].heard_at = time.monotonic()
+
+    def check(self, submission: Submission) -> None:
+        """Raise Superseded where an attempt that was claimed has been aborted or replaced since."""
+        if self._reader_of.get(submission.id, (None, -1))[1] != submission.epoch:
+            raise Superseded(f"attempt {submission.epoch} at {submission.id} is over")
+
+    def release(self, request_id: str, epoch: int) -> None:
+        """Send no more tokens of an attempt, which was refused."""
+        if self._reader_of.get(request_id, (None, -1))[1] == epoch:
+            del self._reader_of[request_id]
+
+    def end(self, request_id: str, epoch: int) -> None:
+        """Send no more tokens of an attempt or of an earlier one, and let none of them start any more."""
+        self._ended.end(request_id, epoch)
+        if self._reader_of.get(request_id, (None, epoch + 1))[1] <= epoch:
+            del self._reader_of[request_id]
+
+    def has_ended(self, request_id: str, epoch: int) -> bool:
+        """Return whether this attempt or a later one was aborted. May be called from any thread."""
+        return self._ended.has_ended(request_id, epoch)
+
+    def deliver(
+        self, deltas: Sequence[TokenDelta], live: LiveProfile | None, pages: Sequence[PageChanges]
+    ) -> list[AttemptKey]:
+        """Put the deltas of a step into the channels of their readers, and what is new of the replica into all.
+
+        Returns the attempts of readers that are too far behind, or silent for too long: these get no more
+        tokens.
+        """
+        by_channel: dict[int, list[TokenDelta]] = {}
+        for delta in deltas:
+            channel, epoch = self._reader_of.get(delta.request_id, (None, -1))
+            if channel is None or epoch != delta.epoch:
+                continue  # aborted while its last step ran; it may have been placed here again since
+            by_channel.setdefault(id(channel), []).append(delta)
+            if delta.finish_reason is not None:
+                del self._reader_of[delta.request_id]
+        unread: list[AttemptKey] = []
+        for ingress, channel in [*self.channels.items()]:
+            found = by_channel.get(id(channel), ())
+            is_silent = bool(found) and channel.is_silent
+            if is_silent:
+                channel.close()
+            if is_silent or ((found or live is not None) and not channel.put(found, live, pages)):
+                unread += self.close(ingress, channel)
+        return unread
+
+    def close_all(self) -> None:
+        """End every reader after what is queued for it."""
+        for channel in self.channels.values():
+            channel.close()
+
+    def _attempts_of(self, channel: Channel) -> list[AttemptKey]:
+        return [(request, epoch) for request, (reader, epoch) in self._reader_of.items() if reader is channel]

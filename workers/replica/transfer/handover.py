@@ -1,0 +1,267 @@
+"""Connects an engine with its docks: pages of a prompt leave as its chunks are done, or arrive and are decoded from.
+
+Runs in the engine's thread, between steps. The protocol is kvtransfer's, the state of requests is the scheduler's; this
+maps the events of the one to the calls of the other.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import msgpack
+
+from crossdock.kvtransfer.events import (
+    Arrived,
+    Committed,
+    Event,
+    Failed,
+    Figures,
+    Granted,
+    Offered,
+    Released,
+    WriterStopped,
+)
+from crossdock.kvtransfer.layout import IncompatiblePools
+from crossdock.kvtransfer.messages import GroupPages
+from crossdock.workers.replica.config import TransferConfig
+from crossdock.workers.replica.engine.engine import Engine, Step
+from crossdock.workers.replica.transfer.replica_dock import ReplicaDock
+from crossdock.workers.schedule.batch import Batch
+from crossdock.workers.schedule.request import FinishReason, Leg, Request, Status, Submission, TokenDelta
+
+_MOST_EARLY_OFFERS = 4096  # of requests that have not come here yet; a forgotten offer is repeated
+
+
+class CannotPair(RuntimeError):
+    """The two replicas of a placement cannot exchange pages; the message shows both pools."""
+
+
+@dataclass(slots=True)
+class _Transfer:
+    """A transfer under way, of the request of that id."""
+
+    epoch: int
+    notified: float  # when the other side was last sent something
+    is_offered: bool = False  # of a prompt that is sent: it has pages here, and the other side knows
+
+
+@dataclass(slots=True, eq=False)
+class Handover:
+    """The transfers of one engine. Calls of `add`, `step` and `handle` must not overlap with the engine's own."""
+
+    engine: Engine
+    dock: ReplicaDock
+    config: TransferConfig
+    on_figures: Callable[[str, bool, Figures, str], None] = lambda *_: None
+    """Called at every transfer's end: request id, whether it was sent from here, its figures, and its outcome."""
+    _transfers: dict[str, _Transfer] = field(default_factory=dict)  # by request id
+    _early_offers: OrderedDict[tuple[str, int], None] = field(default_factory=OrderedDict)  # by request id and epoch
+    _returned: list[TokenDelta] = field(default_factory=list)  # ends of requests that made way, since the last `step`
+
+    def __post_init__(self) -> None:
+        self.engine.on_scheduled = self.scheduled
+
+    # -- calls -------------------------------------------------------------------------------------------------------
+
+    def add(self, submission: Submission) -> None:
+        """Begin the transfer of a request that the engine has just queued. CannotPair: place it elsewhere."""
+        if submission.leg is Leg.LOCAL:
+            return
+        begin = self.dock.ship if submission.leg is Leg.SEND else self.dock.expect
+        try:
+            begin(submission.id, submission.epoch, submission.peer, self.config.deadline_s)
+        except (IncompatiblePools, ValueError) as error:
+            self.engine.abort(submission.id)
+            self._release(submission.id, submission.epoch)
+            raise CannotPair(str(error)) from error
+        self._transfers[submission.id] = _Transfer(submission.epoch, self.engine.clock())
+        if self._early_offers.pop((submission.id, submission.epoch), 0) is None:
+            self.engine.scheduler.offer(submission.id)
+
+    def aborted(self, request: Request) -> None:
+        """End the transfer of a request that was aborted here."""
+        self._cancel(request.id, request.leg)
+
+    @property
+    def patience(self) -> float | None:
+        """Seconds until `step` should be called again although nothing happens; None: no limit."""
+        return self.config.deadline_s / 6 if self._transfers else None
+
+    def scheduled(self, batch: Batch) -> None:
+        """Offer the prompts that begin with `batch`, before it is computed: the other side grants pages meanwhile."""
+        for part in batch.scheduled:
+            request = part.request
+            transfer = self._transfers.get(request.id) if request.leg is Leg.SEND else None
+            if transfer is not None and not transfer.is_offered:
+                transfer.is_offered, transfer.notified = True, self.engine.clock()
+                self.dock.offer(request.id, request.epoch)
+        self._take_returned()
+
+    def step(self, step: Step | None) -> Sequence[TokenDelta]:
+        """Ship the pages that `step` computed, grant pages to waiting requests, and keep the other sides waiting.
+
+        Call it after every step, and with None when something else happened. Returns the deltas of requests that made
+        way for more urgent ones."""
+        for part in step.batch.scheduled if step else ():
+            request = part.request
+            if request.leg is not Leg.SEND or request.id not in self._transfers:
+                continue
+            if request.finish_reason is not None:  # its first token was its last: the pages are not needed
+                self._cancel(request.id, Leg.SEND)
+            elif request.num_output_tokens > len(request.output_token_ids):
+                result = msgpack.packb(request.token_ids[-1])
+                groups, state = self._pages_of(request), self.engine.pages.state_of(request.owner)
+                self.dock.finish(request.id, groups, request.num_computed_tokens, result, state)
+            else:
+                self.dock.chunk(request.id, self._pages_of(request), request.num_computed_tokens)
+            if request.id in self._transfers:
+                self._transfers[request.id].notified = self.engine.clock()
+        self.grant()
+        self._extend_deadlines(self.engine.clock())
+        returned, self._returned = self._returned, []
+        return returned
+
+    def grant(self) -> None:
+        """Grant pages to waiting requests, as far as there are any: the other replica may write to them from now on."""
+        now = self.engine.clock()
+        for request in self.engine.scheduler.grant(now):
+            first = request.num_computed_tokens // self.engine.config.page_size
+            groups, state = self._pages_of(request, first), self.engine.pages.state_of(request.owner)
+            self.dock.grant(request.id, request.epoch, first, groups, state)
+            self._transfers[request.id].notified = now
+        self._take_returned()
+
+    def _pages_of(self, request: Request, first: int = 0) -> list[GroupPages]:
+        """Return a request's pages in each group of layers, from page number `first` on."""
+        groups = self.engine.pages.live_pages_of(request.owner)
+        return [GroupPages(max(start, first), tuple(pages[max(first - start, 0) :])) for start, pages in groups]
+
+    def _take_returned(self) -> None:
+        """Cancel the transfers of requests that made way for more urgent ones, so that their pages come back."""
+        for request in self.engine.take_returned():
+            self._cancel(request.id, request.leg)
+            self._returned.append(_ended(request))
+
+    def _extend_deadlines(self, now: float) -> None:
+        """Notify the other sides that this replica still works on their requests."""
+        for request_id, transfer in self._transfers.items():
+            if now - transfer.notified > self.config.deadline_s / 3:
+                transfer.notified = now
+                self.dock.wait(request_id, transfer.epoch, self.config.deadline_s)
+
+    # -- events ------------------------------------------------------------------------------------------------------
+
+    def handle(self, event: Event) -> Sequence[TokenDelta]:
+        """Apply an event of the dock to the engine. Returns the deltas of requests that ended by it."""
+        request = self.engine.scheduler.get(event.request)
+        if request is not None and request.epoch != event.epoch:
+            request = None  # the event is of a placement that is over
+        match event:
+            case Offered():
+                self._offered(event, request)
+            case Committed(num_tokens=num_tokens) if request is not None and request.status is Status.HELD:
+                self.engine.scheduler.commit(request.id, num_tokens)
+            case Arrived():
+                return self._arrived(event, request)
+            case Failed(sending=False) if request is not None and request.leg is Leg.RECEIVE:
+                self._end(event.request, event.epoch)
+                self.on_figures(event.request, False, Figures(), event.reason.value)
+                self.engine.scheduler.take_over(request.id, self.engine.clock())
+            case Failed(sending=True) if request is not None:
+                self.on_figures(event.request, True, Figures(), event.reason.value)
+                self.engine.abort(request.id)
+                self._end(event.request, event.epoch)
+                return [TokenDelta(request.id, [], epoch=request.epoch, finish_reason=FinishReason.SHIPPED)]
+            case Released():
+                return self._released(event, request)
+            case WriterStopped():
+                self.engine.pages.end_quarantine(_owner(event))
+            case Granted() | Committed() | Failed():
+                pass
+        return ()
+
+    def _offered(self, event: Offered, request: Request | None) -> None:
+        """Let pages be granted for a prompt that the other replica is about to compute, now or once it comes here."""
+        if request is not None:
+            self.engine.scheduler.offer(request.id)
+            return
+        self._early_offers[event.request, event.epoch] = None
+        if len(self._early_offers) > _MOST_EARLY_OFFERS:
+            self._early_offers.popitem(last=False)
+
+    def _arrived(self, event: Arrived, request: Request | None) -> Sequence[TokenDelta]:
+        """Let a request decode whose pages have all arrived. `request`: None where it has ended meanwhile."""
+        self._end(event.request, event.epoch)
+        self.engine.pages.end_quarantine(_owner(event))  # if it was aborted while this event was on its way
+        self.on_figures(event.request, False, event.figures, "arrived")
+        if request is None or request.status is not Status.HELD:
+            return ()
+        if event.num_tokens != request.num_tokens:  # another prompt, or another output before it: computed here
+            self.engine.scheduler.take_over(request.id, self.engine.clock())
+            self.engine.pages.end_quarantine(request.owner)
+            return ()
+        token_id = _token(event.result, self.engine.model.vocab_size)
+        self.engine.arrive(request.id, token_id or 0)
+        if token_id is not None:
+            return ()
+        self.engine.abort(request.id)  # its pages are all here and no process writes to them: it ends as a running one
+        error = "the replica that computed the prompt sent no token with it"
+        return [TokenDelta(request.id, [], epoch=request.epoch, finish_reason=FinishReason.ERROR, error=error)]
+
+    def _released(self, event: Released, request: Request | None) -> Sequence[TokenDelta]:
+        """Free the pages of a prompt that was sent, and end its request if all arrived."""
+        deltas = []
+        if request is not None and event.arrived:
+            self.engine.ship(request.id)
+            deltas = [_ended(request)]
+            self.on_figures(event.request, True, event.figures, "shipped")
+        self._end(event.request, event.epoch)
+        self._release(event.request, event.epoch)
+        return deltas
+
+    def _cancel(self, request_id: str, leg: Leg) -> None:
+        transfer = self._transfers.pop(request_id, None)
+        if transfer is not None:
+            (self.dock.cancel_ship if leg is Leg.SEND else self.dock.cancel_expect)(request_id, transfer.epoch)
+
+    def _end(self, request_id: str, epoch: int) -> None:
+        transfer = self._transfers.get(request_id)
+        if transfer is not None and transfer.epoch == epoch:  # else a later attempt has begun, which goes on
+            del self._transfers[request_id]
+
+    def _release(self, request_id: str, epoch: int) -> None:
+        self.engine.pages.release(Request.owner_name(request_id, epoch))
+
+
+def _ended(request: Request) -> TokenDelta:
+    return TokenDelta(request.id, [], epoch=request.epoch, finish_reason=request.finish_reason)
+
+
+def _token(result: bytes, vocab_size: int) -> int | None:
+    """Return the token that came with the pages. Another process sent it: None where it is no token of the model."""
+    try:
+        token_id = msgpack.unpackb(result)
+    except (ValueError, TypeError, msgpack.exceptions.UnpackException):
+        return None
+    return token_id if type(token_id) is int and 0 <= token_id < vocab_size else None
+
+
+def _owner(event: Event) -> str:
+    return Request.owner_name(event.request, event.epoch)
+
+
+def connect(
+    engine: Engine, model: str, role: str, config: TransferConfig, on_event: Callable[[Event], None]
+) -> Handover:
+    """Return a handover with docks of its own over the engine's KV pool.
+
+    `model` names the weights: pages of different models never mix. `on_event` hands the docks' events, from their
+    threads, to `Handover.handle`, in the engine's.
+
+    Raises:
+        TransportUnavailable: NIXL is asked for, or the pool is a GPU's, and NIXL cannot be used here.
+    """
+    spec, pool = engine.pool_spec(model), engine.model.pool
+    assert pool is not None
+    dock = ReplicaDock(pool, spec, role, config, engine.gang, on_event, engine.clock)
+    return Handover(engine, dock, config)

@@ -1,0 +1,116 @@
+"""Connects an engine with the dock at which embeddings arrive that `encode` replicas send.
+
+Runs in the engine's thread, between steps, as the handover of KV pages does. The protocol is kvtransfer's, and
+`ArrivingRows` decides what waits and what lands where. This maps the events of the one to the calls of the other.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from crossdock.kvtransfer.events import Arrived, Committed, Event, Failed, Figures, Offered, WriterStopped
+from crossdock.kvtransfer.layout import IncompatiblePools, PoolLayout, PoolSpec
+from crossdock.kvtransfer.messages import GroupPages
+from crossdock.workers.model.encoder_model import VARIANT, row_layer
+from crossdock.workers.replica.config import TransferConfig
+from crossdock.workers.replica.engine.engine import Engine
+from crossdock.workers.replica.transfer.replica_dock import ReplicaDock
+from crossdock.workers.schedule.arriving_rows import ArrivingRows
+from crossdock.workers.schedule.encoding import Encoding
+from crossdock.workers.schedule.request import Leg, Request, Submission
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class Landing:
+    """The transfers of embeddings to one engine. Its calls must not overlap with the engine's own.
+
+    No failure here ends a request: what does not arrive is encoded here.
+    """
+
+    engine: Engine
+    dock: ReplicaDock
+    config: TransferConfig
+    encoding: Encoding
+    rows: ArrivingRows
+    on_figures: Callable[[str, str, Figures, str], None] = lambda *_: None
+    """Called at the end of every transfer that was not cancelled here: request id, `embeddings`, figures, outcome."""
+    _notified: float = field(default=0.0)  # when the other replicas were last told to wait
+
+    def add(self, submission: Submission) -> None:
+        """Expect the rows of a request that the engine has just queued, if another replica encodes its items."""
+        request = self.engine.scheduler.get(submission.id)
+        if request is None or not submission.encoder or not submission.items or submission.leg is Leg.RECEIVE:
+            return
+        try:
+            self.dock.expect(request.id, request.epoch, submission.encoder, self.config.deadline_s)
+        except (IncompatiblePools, ValueError) as error:
+            logger.error("a replica that encodes cannot send its embeddings here, which encodes itself: %s", error)
+            request.is_encoded_elsewhere = False
+            return
+        self.rows.expect(request, self.engine.clock())
+        self._wait(request)  # answered with the offer, if that came before this request
+
+    def plan(self) -> None:
+        """Grant landing pages and stop transfers, before a step."""
+        now = self.engine.clock()
+        calls = self.rows.plan(now, self.encoding.has)
+        for request in calls.cancels:
+            self.dock.cancel_expect(request.id, request.epoch)
+        for request, first_page, pages in calls.grants:
+            self.dock.grant(request.id, request.epoch, first_page, [GroupPages(first_page, tuple(pages))], ())
+        if now - self._notified > self.config.deadline_s / 3:
+            self._notified = now
+            for transfer in self.rows.ungranted():
+                self._wait(transfer.request)
+
+    @property
+    def patience(self) -> float | None:
+        """Seconds until `plan` should be called again although nothing happens; None: no limit."""
+        return self.config.deadline_s / 6 if self.rows.ungranted() else None
+
+    def handle(self, event: Event) -> None:
+        """Apply an event of the dock."""
+        owner = Request.owner_name(event.request, event.epoch)
+        match event:
+            case Offered():
+                self.rows.offer(owner)
+            case Committed(num_tokens=num_rows):
+                self.rows.commit(owner, num_rows)
+            case Arrived(num_tokens=num_rows):
+                self.on_figures(event.request, "embeddings", event.figures, "arrived")
+                self.rows.arrive(owner, num_rows)
+            case Failed():
+                self.on_figures(event.request, "embeddings", Figures(), event.reason.value)
+                self.rows.fail(owner)
+            case WriterStopped():
+                self.rows.stop(owner)
+            case _:  # of a transfer that is sent: none is
+                pass
+
+    def _wait(self, request: Request) -> None:
+        self.dock.wait(request.id, request.epoch, self.config.deadline_s)
+
+
+def open_landing(
+    engine: Engine, model: str, role: str, config: TransferConfig, on_event: Callable[[Event], None]
+) -> Landing:
+    """Return the landing of an engine that takes pictures, on one rank, with a dock and landing pages of its own.
+
+    `model` names the weights. `on_event` hands the dock's events, from its thread, to `Landing.handle`.
+
+    Raises:
+        TransportUnavailable: NIXL is asked for, or the model is on a GPU, and NIXL cannot be used here.
+    """
+    encoder, encoding = engine.model.encoder, engine.scheduler.encoding
+    assert encoder is not None, "a model of text alone takes no embeddings"
+    assert encoding is not None
+    page_size = engine.config.page_size
+    num_pages = max(int(engine.config.mm_encoder_cache) // (page_size * encoder.row_bytes), 2)  # the last has no row
+    pool = encoder.open_landing(num_pages, page_size)
+    layout = PoolLayout([row_layer(engine.model.config)], page_size, pool.itemsize)
+    spec = PoolSpec.whole(layout, f"{model} {VARIANT}", str(pool.dtype).removeprefix("torch."), num_pages)
+    dock = ReplicaDock(pool, spec, f"{role} landing", config, None, on_event, engine.clock)
+    encoding.arriving = rows = ArrivingRows(num_pages, page_size, config.deadline_s)
+    return Landing(engine, dock, config, encoding, rows)
