@@ -145,7 +145,9 @@ class Told(Exception):
     @property
     def is_suspect(self) -> bool:
         """Return whether replicas were lost one after the other while they worked on the request."""
-        return self.code == "suspect_request" or "Replicas of the model ended" in self.args[0]  # not all APIs have codes
+        return (
+            self.code == "suspect_request" or "Replicas of the model ended" in self.args[0]
+        )  # not all APIs have codes
 
     def __str__(self) -> str:
         return f"{self.status} {self.code} after {'some' if self.num_events else 'no'} events: {self.args[0][:200]}"
