@@ -336,8 +336,13 @@ class Timelines:
         return Progress(chunks, tokens, sum([len(delta.token_ids) for delta in deltas]), finished)
 
     def transferred(self, request_id: str, direction: str, figures: Figures, outcome: str, now: float) -> None:
-        """Record a transfer of the request's pages that ended at `now`: `sent`, `received`, or its `embeddings`."""
+        """Record a transfer of the request's pages that ended at `now`: `sent`, `received`, or its `embeddings`.
+
+        The last message of a transfer may come after the request's own end: all pages were there before.
+        """
         timeline = self._live.get(request_id)
+        if timeline is None:
+            timeline = next((each for each in reversed(self._finished) if each.id == request_id), None)
         if timeline is None:
             return
         timeline.transfers.append(

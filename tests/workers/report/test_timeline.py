@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from crossdock.kvtransfer.events import Figures
 from crossdock.workers.report.timeline import KEEP_CHUNKS, Progress, Timeline, Timelines, prompt_length_bucket
 from crossdock.workers.schedule.request import FinishReason, Leg, Request, SamplingParams, Submission, TokenDelta
 from crossdock.workers.schedule.slo import SloClass
@@ -58,6 +59,16 @@ class TimedReplica:
 
     def live(self, tenant: str | None = None) -> list[dict[str, Any]]:
         return self.timelines.live(tenant, self.replica.now)
+
+
+def test_transfer_whose_last_message_comes_after_the_last_token_is_in_the_timeline() -> None:
+    timed = TimedReplica()
+    timed.add("a", 40)
+    timed.run()
+    timed.timelines.transferred("a", "embeddings", Figures(), "arrived", timed.replica.now + 1)
+    (transfer,) = timed.find("a")["transfers"]
+    assert (transfer["outcome"], transfer["ended_s"]) == ("arrived", 6.0)
+    timed.timelines.transferred("unknown", "embeddings", Figures(), "arrived", timed.replica.now)
 
 
 def test_timeline_of_a_request_alone_is_complete() -> None:

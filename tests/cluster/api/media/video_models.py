@@ -76,6 +76,18 @@ def video_file(
     return file.getvalue()
 
 
+def in_container(data: bytes, kind: str) -> bytes:
+    """Return the same encoded frames in a file of another kind. (libx264 may encode frames differently each time.)"""
+    file = io.BytesIO()
+    with av.open(io.BytesIO(data)) as source, av.open(file, "w", format=kind) as container:
+        stream = container.add_stream_from_template(source.streams.video[0])
+        for packet in source.demux(video=0):
+            if packet.dts is not None:  # the last one is empty
+                packet.stream = stream
+                container.mux(packet)
+    return file.getvalue()
+
+
 def joined_url(frames: Sequence[NDArray[np.uint8]], kind: str = "JPEG") -> str:
     """Return vLLM's URL of frames that are sent one by one."""
     import base64

@@ -210,6 +210,7 @@ def test_wait_for_a_picture_shows_in_the_timeline() -> None:
             gate.set()
             await encoding
             await trio.first.rest("a")
+            assert await trio.first.is_clean()  # the transfer's last message may come after the last token
             (timeline,) = await trio.first.thread.find_timelines("a", None)
             assert ON_THEIR_WAY in [chunk["limit"] for chunk in timeline["chunks"]]
             transfers = [(each["direction"], each["outcome"]) for each in timeline["transfers"]]
