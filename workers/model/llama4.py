@@ -9,6 +9,7 @@ from transformers import PretrainedConfig
 from crossdock.kernels.backend import Attention
 from crossdock.workers.model.forward_context import context_or_none
 from crossdock.workers.model.logits_check import UnsupportedModelError
+from crossdock.workers.model.recurrent import layer_kinds
 
 
 def attention_chunks(decoder: PretrainedConfig, max_model_len: int, attention: Attention) -> dict[int, int]:
@@ -20,7 +21,7 @@ def attention_chunks(decoder: PretrainedConfig, max_model_len: int, attention: A
         UnsupportedModelError: `attention` does not take such layers.
     """
     size: int | None = getattr(decoder, "attention_chunk_size", None)
-    layers = [layer for layer, kind in enumerate(decoder.layer_types or ()) if kind == "chunked_attention"]
+    layers = [layer for layer, kind in enumerate(layer_kinds(decoder)) if kind == "chunked_attention"]
     if not layers or size is None or size >= max_model_len:
         return {}
     if not attention.takes_attention_chunks:
