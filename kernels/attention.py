@@ -135,7 +135,8 @@ def cpp_attention(
     arguments = _AttentionArguments(
         *(len(kv_len), table.stride(0), Hq, Hkv, Dk, Dv, page_size),
         *(q.stride(0), q.stride(1), k_pages.stride(0), k_pages.stride(1), *v_pages.stride()[:3]),
-        *(window or 0, attention_chunk or 0, scale, softcap or 0.0, q.data_ptr(), k_pages.data_ptr(), v_pages.data_ptr()),
+        *(window or 0, attention_chunk or 0, scale, softcap or 0.0),
+        *(q.data_ptr(), k_pages.data_ptr(), v_pages.data_ptr()),
         *(query_start.data_ptr(), kv_len.data_ptr(), table.data_ptr()),
         key_end.data_ptr() if key_end is not None else None,
         *(sinks.data_ptr() if sinks is not None else None, out.data_ptr()),

@@ -134,7 +134,10 @@ def shard_model(layers: Sequence[LayerShape], num_tensor_ranks: int, num_pipelin
 
 @dataclass(frozen=True, slots=True)
 class PageGroup:
-    """Layers that share pages. With a window or an attention chunk, a page goes once no token to come sees its tokens."""
+    """Layers that share pages.
+
+    With a window or an attention chunk, a page goes once no token to come sees its tokens.
+    """
 
     window: int | None  # tokens
     layers: tuple[int, ...]  # numbers in the whole model, ascending

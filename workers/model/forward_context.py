@@ -47,8 +47,6 @@ class ForwardContext:
     batch: AttentionBatch | None = None  # None: probe, that is attend within each sequence of `probe_lengths`
     pages: Sequence[tuple[Tensor, Tensor]] = ()  # of each layer: keys and values, [page, kv_head, token, head_dim]
     scales: Sequence[tuple[Tensor, Tensor]] = ()  # of each layer's e4m3 pages: keys and values, [Hkv]
-    attention_chunks: Mapping[int, int] = field(default_factory=dict)  # tokens, by layer that attends within such
-    positions: Tensor | None = None  # [T] of the rows of the flat batch; [3, T] of models with three axes
     first_layer: int = 0  # the layer that the first of `pages` belongs to
     places: Mapping[int, int] = field(default_factory=dict)  # in `pages`, by layer, where not all layers have attention
     states: StepStates | None = None  # of models with recurrent layers
@@ -56,6 +54,8 @@ class ForwardContext:
     probe_lengths: Sequence[int] = ()
     probe_calls: list[AttentionCall] = field(default_factory=list)
     pictures: "PictureRows | None" = None  # rows of the batch that are embeddings of pictures
+    attention_chunks: Mapping[int, int] = field(default_factory=dict)  # their tokens, by layer that has them
+    positions: Tensor | None = None  # [T] of the rows of the flat batch; [3, T] of models with three axes
 
 
 _current = threading.local()

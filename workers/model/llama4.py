@@ -1,4 +1,4 @@
-"""What Llama 4's attention needs beside transformers' code: which layers attend within chunks, and positions of rows."""
+"""Give Llama 4's attention what transformers' code takes from masks and caches: chunks, and positions of rows."""
 
 from typing import Any
 

@@ -155,8 +155,9 @@ def fuse_layers_if_equal(
         if model.part.position.size > 1:
             raise NotFusableError("each rank has only a part of them")
         free = None if kv_bytes is None else free_memory() - kv_bytes
+        sliding = _sliding(windows)
         fusion = fuse(
-            model.module, _sliding(windows), current_pages, model.attention.paged_attention, cpu_kernels, free, quantization
+            model.module, sliding, current_pages, model.attention.paged_attention, cpu_kernels, free, quantization
         )
     except NotFusableError as reason:
         if quantization is not None:

@@ -25,7 +25,9 @@ class PageNeeds:
 
         A chunk needs pages for itself and for the window of its first token.
         """
-        return [None if window is None else self.spanned(most_visible(window) - 1 + self.chunk) for window in self.windows]
+        return [
+            None if window is None else self.spanned(most_visible(window) - 1 + self.chunk) for window in self.windows
+        ]
 
     @cached_property
     def most_decoding(self) -> Sequence[int | None]:

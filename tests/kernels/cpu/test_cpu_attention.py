@@ -60,7 +60,9 @@ def test_chunk_near_the_start_and_chunk_deep_in_a_prompt_have_choices_of_their_o
     assert len(measured) == 2  # at the first sight of these heads
 
 
-@pytest.mark.parametrize("shape", [{"softcap": 2.0}, {"sinks": True}, {"window": 12}, {"attention_chunk": 12}, {"v_dim": 16}], ids=str)
+@pytest.mark.parametrize(
+    "shape", [{"softcap": 2.0}, {"sinks": True}, {"window": 12}, {"attention_chunk": 12}, {"v_dim": 16}], ids=str
+)
 def test_what_flash_attention_does_not_know_runs_in_cpp(shape: dict[str, Any], flash_calls: list[int]) -> None:
     check(Case(LENGTHS, **shape), CpuAttention("torch").paged_attention)
     assert flash_calls == []
