@@ -72,7 +72,7 @@ class AnyHistory(RuleBasedStateMachine):
         partial=st.sampled_from([(1, 1), (2, 1), (8, 2)]),
         lane=st.sampled_from([0.0, 0.5, 0.9]),
         admission=st.sampled_from(["queue", "reject"]),
-        model=st.integers(0, 3),
+        model=st.integers(0, 6),
         eviction=st.sampled_from(["lru", "value"]),
     )
     def start(
