@@ -127,8 +127,7 @@ class Case:
     def arguments(self) -> dict[str, Any]:
         return {
             "scale": self.k_dim**-0.5,
-            "window": self.window,
-            "attention_chunk": self.attention_chunk,
+            **({"window": self.window} if self.attention_chunk is None else {"attention_chunk": self.attention_chunk}),
             "softcap": self.softcap,
             "sinks": self.sink_logits,
             **self.scales,

@@ -24,6 +24,7 @@ from crossdock.workers.model.memory_fit import check_fits, used_by_all_but_torch
 from crossdock.workers.model.model import PagedModel, text_config
 from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.model.probe import probe, refuse_by_config
+from crossdock.workers.model.routed_experts import skip_idle_experts
 from crossdock.workers.model.vision import PictureEncoder, attention_names, is_multimodal, why_text_alone
 from crossdock.workers.model.weights import auto_model, load_part
 
@@ -141,6 +142,7 @@ def wrap_module(
     model.variant = variant
     model.attention_chunks = attention_chunks(decoder, max_model_len, attention)
     scale_by_position(module)
+    skip_idle_experts(module)
     with model.tap.opened():
         probe(model, kv_cache_dtype, cpu_kernels, kv_bytes, quantization)
         model.tap.is_possible = model.tap.hidden is not None

@@ -9,6 +9,7 @@ import torch
 from crossdock.kernels.backend import TORCH, choose_attention
 from crossdock.workers.model.load import wrap_module
 from crossdock.workers.model.logits_check import UnsupportedModelError
+from crossdock.workers.model.routed_experts import skip_idle_experts
 from crossdock.workers.schedule.prefix_index import AttentionChunk
 from tests.workers.architectures import SERVED, WINDOW, build
 from tests.workers.model.paged import monolithic, random_steps, through_pages
@@ -50,6 +51,19 @@ def test_own_backends_take_attention_chunks() -> None:
     cpu = torch.device("cpu")
     assert choose_attention("auto", cpu).takes_attention_chunks
     assert choose_attention("torch", cpu).takes_attention_chunks
+
+
+@pytest.mark.parametrize("num_routed", [1, 2])
+def test_experts_compute_the_rows_that_are_routed_to_them_and_give_transformers_outputs(num_routed: int) -> None:
+    module: Any = build("llama4_text", LAYERS | {"num_experts_per_tok": num_routed})
+    layer, hidden = module.model.layers[1].feed_forward, torch.randn(9, 48)
+    expected, _ = layer(hidden)
+    skip_idle_experts(module)
+    products = list[int]()
+    layer.experts.act_fn.register_forward_hook(lambda _module, _inputs, gate: products.append(len(gate)))
+    found, _ = layer(hidden)
+    torch.testing.assert_close(found, expected)
+    assert sum(products) == 9 * num_routed
 
 
 def test_layers_with_attention_chunks_are_not_fused(caplog: pytest.LogCaptureFixture) -> None:
