@@ -12,6 +12,7 @@ import logging
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +27,7 @@ E4M3_MAX = 448.0
 """The largest finite float8_e4m3fn."""
 # Query rows per explicit score matrix: bounds the reference's memory to 256 x context x heads floats.
 _REFERENCE_ROWS = 256
+_Positions = TypeVar("_Positions", int, Tensor)
 
 
 @dataclass(slots=True)
@@ -79,6 +81,7 @@ def paged_attention(
     *,
     scale: float,
     window: int | None = None,
+    attention_chunk: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
@@ -86,17 +89,17 @@ def paged_attention(
 
     `k_pages` [pages, Hkv, page, Dk] and `v_pages` [pages, Hkv, page, Dv] are views of one layer of the pool: tokens
     and elements adjacent, pages and heads at any stride. Or `v_pages` are the first Dv elements of `k_pages`. The row
-    at position p sees keys j <= p, or those before its `key_end`, and with a window only p - j < window. `softcap` c
-    replaces a score s by c * tanh(s / c). `sinks` [Hq] is one more logit per head that has a share of the softmax and
-    no value. Head h reads kv head h // (Hq // Hkv).
+    at position p sees keys j <= p, or those before its `key_end`; with a window only p - j < window, and with an
+    attention chunk in its place only j >= p - p % attention_chunk. `softcap` c replaces a score s by c * tanh(s / c).
+    `sinks` [Hq] is one more logit per head that has a share of the softmax and no value. Head h reads kv head
+    h // (Hq // Hkv).
     """
+    options: dict[str, Any] = {"scale": scale, "window": window, "attention_chunk": attention_chunk}
+    options |= {"softcap": softcap, "sinks": sinks}
     if library_for(q, None, k_pages, v_pages) is None:
-        return reference_paged_attention(
-            q, k_pages, v_pages, batch, scale=scale, window=window, softcap=softcap, sinks=sinks
-        )
+        return reference_paged_attention(q, k_pages, v_pages, batch, **options)
     out = q.new_empty(len(q), q.shape[1], v_pages.shape[3])
-    everyone = slice(0, len(batch.kv_len))
-    cpp_attention(q, k_pages, v_pages, batch, everyone, out, scale=scale, window=window, softcap=softcap, sinks=sinks)
+    cpp_attention(q, k_pages, v_pages, batch, slice(0, len(batch.kv_len)), out, **options)
     return out
 
 
@@ -110,6 +113,7 @@ def cpp_attention(
     *,
     scale: float,
     window: int | None = None,
+    attention_chunk: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> None:
@@ -131,7 +135,8 @@ def cpp_attention(
     arguments = _AttentionArguments(
         *(len(kv_len), table.stride(0), Hq, Hkv, Dk, Dv, page_size),
         *(q.stride(0), q.stride(1), k_pages.stride(0), k_pages.stride(1), *v_pages.stride()[:3]),
-        *(window or 0, scale, softcap or 0.0, q.data_ptr(), k_pages.data_ptr(), v_pages.data_ptr()),
+        *(window or 0, attention_chunk or 0, scale, softcap or 0.0),
+        *(q.data_ptr(), k_pages.data_ptr(), v_pages.data_ptr()),
         *(query_start.data_ptr(), kv_len.data_ptr(), table.data_ptr()),
         key_end.data_ptr() if key_end is not None else None,
         *(sinks.data_ptr() if sinks is not None else None, out.data_ptr()),
@@ -145,7 +150,7 @@ class _AttentionArguments(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("S", "table_stride", "Hq", "Hkv", "Dk", "Dv", "page_size")),
         *((name, ctypes.c_int64) for name in ("q_token", "q_head", "k_page", "k_head", "v_page", "v_head", "v_token")),
-        ("window", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in ("window", "attention_chunk")),
         *((name, ctypes.c_double) for name in ("scale", "softcap")),
         *((name, ctypes.c_void_p) for name in ("q", "k", "v", "query_start", "kv_len", "page_table", "key_end")),
         *((name, ctypes.c_void_p) for name in ("sinks", "out")),
@@ -220,6 +225,7 @@ def reference_paged_attention(
     *,
     scale: float,
     window: int | None = None,
+    attention_chunk: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
     k_scale: Tensor | None = None,
@@ -235,7 +241,7 @@ def reference_paged_attention(
     for s, kv_len in enumerate(batch.kv_len.tolist()):
         rows = slice(starts[s], starts[s + 1])
         first_position = kv_len - (rows.stop - rows.start)
-        first_page = max(0, first_position - window + 1) // page_size if window is not None else 0
+        first_page = max(0, _first_key(first_position, window, attention_chunk)) // page_size
         pages = batch.page_table[s, first_page : -(-kv_len // page_size)].long()
         start, length = first_page * page_size, kv_len - first_page * page_size
         k = _read(k_pages, pages, length, k_scale, q.dtype)  # [Hkv, length, Dk]
@@ -245,10 +251,16 @@ def reference_paged_attention(
             position = torch.arange(row, end, device=q.device) - rows.start + first_position
             key = torch.arange(start, start + length, device=q.device)
             visible = key < (position + 1 if batch.key_end is None else batch.key_end[row:end])[:, None]
-            if window is not None:
-                visible &= position[:, None] - key < window  # [rows, length]
+            visible &= key >= _first_key(position, window, attention_chunk)[:, None]  # [rows, length]
             out[row:end] = _attend(q[row:end].transpose(0, 1), k, v, visible, scale, softcap, sinks).transpose(0, 1)
     return out
+
+
+def _first_key(position: _Positions, window: int | None, attention_chunk: int | None) -> _Positions:
+    """Return the first key that rows at these positions see; with a window, a number below 0 where they see all."""
+    if attention_chunk is not None:
+        return position - position % attention_chunk
+    return position * 0 if window is None else position - window + 1
 
 
 def _read(pages: Tensor, numbers: Tensor, length: int, scale: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -25,6 +25,7 @@ class Attention:
     page_multiple: int = 1  # tokens; page sizes must be a multiple
     takes_fp8: bool = True  # pages of e4m3, with `k_scale` and `v_scale`
     takes_key_end: bool = True  # steps whose rows see later keys, as within the pictures of some models
+    takes_attention_chunks: bool = True  # layers whose rows see the keys of their own chunk of the sequence alone
     is_beside_triton: bool = False  # its tensors are where kernels of Triton run, see triton_layers.py
 
 
@@ -86,6 +87,7 @@ def _flash_attn(device: torch.device) -> Attention:
         *("flash_attn", store_kv, paged_attention, PAGE_MULTIPLE),
         takes_fp8=False,
         takes_key_end=False,
+        takes_attention_chunks=False,
         is_beside_triton=True,
     )
 
@@ -98,7 +100,11 @@ def _flash_attn_3(device: torch.device) -> Attention:
 
     store_kv = _triton(device).store_kv if has_package("triton") else attention.reference_store_kv
     return Attention(
-        *("flash_attn_3", store_kv, paged_attention), takes_fp8=False, takes_key_end=False, is_beside_triton=True
+        *("flash_attn_3", store_kv, paged_attention),
+        takes_fp8=False,
+        takes_key_end=False,
+        takes_attention_chunks=False,
+        is_beside_triton=True,
     )
 
 

@@ -215,8 +215,8 @@ class Dock:
         pages = [page for group in groups for page in group.pages] + [*state_pages]
         if len(set(pages)) != len(pages) or not all(0 <= p < self.spec.num_pages for p in pages):
             raise ValueError(f"pages must be different ones within 0 and {self.spec.num_pages - 1}, not {pages}")
-        if len(groups) != len(self.spec.windows) or not all(group.first >= first_page >= 0 for group in groups):
-            raise ValueError(f"pages of {len(self.spec.windows)} groups from {first_page} on are needed, not {groups}")
+        if len(groups) != self.spec.num_groups or not all(group.first >= first_page >= 0 for group in groups):
+            raise ValueError(f"pages of {self.spec.num_groups} groups from {first_page} on are needed, not {groups}")
         groups, state = tuple(groups), self._checked_state(state_pages)
         self._call(lambda now: self._receiver.grant(request, epoch, first_page, groups, now, state))
 
@@ -416,8 +416,8 @@ class Dock:
         end = min((group.end for group in groups), default=0)
         if not 0 <= num_tokens <= end * self.spec.page_size:
             raise ValueError(f"num_tokens must be within {end} pages of {self.spec.page_size}, not {num_tokens}")
-        if len(groups) != len(self.spec.windows):
-            raise ValueError(f"pages of {len(self.spec.windows)} groups of layers are needed, not of {len(groups)}")
+        if len(groups) != self.spec.num_groups:
+            raise ValueError(f"pages of {self.spec.num_groups} groups of layers are needed, not of {len(groups)}")
         if not all(0 <= page < self.spec.num_pages for group in groups for page in group.pages):
             raise ValueError(f"pages must be within 0 and {self.spec.num_pages - 1}, not {groups}")
         return tuple(groups)

@@ -134,10 +134,14 @@ def shard_model(layers: Sequence[LayerShape], num_tensor_ranks: int, num_pipelin
 
 @dataclass(frozen=True, slots=True)
 class PageGroup:
-    """Layers that share pages. With a window, a page goes once no token to come sees its tokens."""
+    """Layers that share pages.
+
+    With a window or an attention chunk, a page goes once no token to come sees its tokens.
+    """
 
     window: int | None  # tokens
     layers: tuple[int, ...]  # numbers in the whole model, ascending
+    attention_chunk: int | None = None  # tokens
 
 
 @dataclass(frozen=True)
@@ -184,9 +188,9 @@ class PoolSpec:
         return self.shards[self.rank]
 
     @property
-    def windows(self) -> tuple[int | None, ...]:
-        """The window of each group of layers."""
-        return tuple(group.window for group in self.groups) or (None,)
+    def num_groups(self) -> int:
+        """Return how many groups of layers have pages of their own."""
+        return max(len(self.groups), 1)
 
     @cached_property
     def page_bytes(self) -> int:
@@ -236,7 +240,7 @@ class PoolSpec:
                 for layer, run in groupby(self.layers)
             ),
             "groups": "; ".join(
-                f"{_window_text(group.window)}: layers {', '.join(map(str, group.layers))}" for group in self.groups
+                f"{_window_text(group)}: layers {', '.join(map(str, group.layers))}" for group in self.groups
             )
             or "all layers in one, which keeps its pages",
             "state": f"{self.state}; {self._holds_of_ranks()}" if self.state else "none",
@@ -247,8 +251,10 @@ class PoolSpec:
         }
 
 
-def _window_text(window: int | None) -> str:
-    return "no window" if window is None else f"window {window}"
+def _window_text(group: PageGroup) -> str:
+    if group.attention_chunk is not None:
+        return f"attention chunk {group.attention_chunk}"
+    return "no window" if group.window is None else f"window {group.window}"
 
 
 class IncompatiblePools(ValueError):

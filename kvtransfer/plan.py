@@ -67,7 +67,7 @@ def bytes_by_group(ranges: GroupRanges) -> tuple[int, ...]:
 def _plan(source: PoolSpec, target: PoolSpec) -> tuple[dict[int, tuple[ByteRange, ...]], ...]:
     """Return the byte ranges that each source rank writes, by rank, for each group of layers."""
     check_compatible(target, source)
-    return tuple(_plan_group(source, target, group) for group in range(len(target.windows)))
+    return tuple(_plan_group(source, target, group) for group in range(target.num_groups))
 
 
 def _plan_group(source: PoolSpec, target: PoolSpec, group: int) -> dict[int, tuple[ByteRange, ...]]:

@@ -14,7 +14,7 @@ import msgpack
 from crossdock.kvtransfer.layout import LayerShape, PageGroup, PoolSpec, Shard
 from crossdock.kvtransfer.plan import GroupRanges, PageCopies
 
-_VERSION = 2
+_VERSION = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Peer:
         layers = [(layer.num_kv_heads, layer.key_dim, layer.value_dim) for layer in spec.layers]
         shards = [(shard.first_layer, shard.heads) for shard in spec.shards]
         sizes = [spec.itemsize, spec.page_size]
-        groups = [(group.window, group.layers) for group in spec.groups]
+        groups = [(group.window, group.layers, group.attention_chunk) for group in spec.groups]
         pool = [spec.model, spec.dtype, *sizes, layers, shards, spec.rank, spec.num_pages, groups, spec.state]
         data: bytes = msgpack.packb([_VERSION, self.name, self.transport, self.address, pool])
         return data
@@ -74,7 +74,7 @@ class Peer:
                 tuple(Shard(first_layer, heads) for first_layer, heads in shards),
                 rank,
                 num_pages,
-                tuple(PageGroup(window, layers) for window, layers in groups),
+                tuple(PageGroup(window, layers, chunk) for window, layers, chunk in groups),
                 state,
             )
         except (ValueError, TypeError, msgpack.exceptions.UnpackException) as error:

@@ -209,7 +209,7 @@ extern "C" {
 struct AttentionArguments {  // strides in elements; elements of a token, and keys of a page, are adjacent
     int64_t S, table_stride, Hq, Hkv, Dk, Dv, page_size;
     int64_t q_token, q_head, k_page, k_head, v_page, v_head, v_token;
-    int64_t window;  // 0: none
+    int64_t window, attention_chunk;  // tokens; 0: none
     double scale, softcap;  // softcap 0: none
     const void *q, *k, *v;
     const int32_t *query_start, *kv_len, *page_table;
@@ -245,6 +245,12 @@ inline int64_t end_of_keys(const AttentionArguments& a, int64_t past, int64_t ro
     return a.key_end ? a.key_end[row - 1] : past + row;
 }
 
+// Returns the first key that the row at `position` sees. Later rows of a sequence never see an earlier one.
+inline int64_t first_key(const AttentionArguments& a, int64_t position) {
+    if (a.attention_chunk) return position / a.attention_chunk * a.attention_chunk;
+    return a.window ? std::max<int64_t>(0, position - a.window + 1) : 0;
+}
+
 Plan make_plan(const AttentionArguments& a, int64_t state_floats, int num_threads) {
     Plan plan;
     const int64_t group = a.Hq / a.Hkv, per_tile = std::max<int64_t>(1, TILE_ROWS / group);
@@ -252,7 +258,7 @@ Plan make_plan(const AttentionArguments& a, int64_t state_floats, int num_thread
         const int64_t past = a.kv_len[s] - a.query_start[s + 1];  // position = past + row
         for (int64_t q = a.query_start[s]; q < a.query_start[s + 1]; q += per_tile) {
             const int64_t end = std::min<int64_t>(q + per_tile, a.query_start[s + 1]);
-            const int64_t low = a.window ? std::max<int64_t>(0, past + q - a.window + 1) : 0;
+            const int64_t low = first_key(a, past + q);
             const int64_t from_span = low / SPAN, num_spans = ceil_div(end_of_keys(a, past, end), SPAN) - from_span;
             for (int64_t h = 0; h < a.Hkv; ++h) plan.tiles.push_back({s, h, q, end, from_span, num_spans});
         }
@@ -262,7 +268,7 @@ Plan make_plan(const AttentionArguments& a, int64_t state_floats, int num_thread
         Tile& tile = plan.tiles[t];
         const int64_t R = (tile.end - tile.first) * group;
         const int64_t past = a.kv_len[tile.sequence] - a.query_start[tile.sequence + 1];
-        const int64_t low = a.window ? std::max<int64_t>(0, past + tile.first - a.window + 1) : 0;
+        const int64_t low = first_key(a, past + tile.first);
         const int64_t high = end_of_keys(a, past, tile.end);
         const int64_t per_key = 16 + R;  // fetching and packing a key takes about as long as 16 rows
         if (num_threads > 1 && tile.num_spans > 1 && (few || R <= 16)) {
@@ -491,7 +497,7 @@ class Worker {
         reset(now_, R);
         std::memset(sums_, 0, sizeof(vec) * R);
         const int64_t past = a_.kv_len[tile.sequence] - a_.query_start[tile.sequence + 1];
-        const int64_t low = a_.window ? std::max<int64_t>(0, past + tile.first - a_.window + 1) : 0;
+        const int64_t low = first_key(a_, past + tile.first);
         const int64_t high = std::min(end_of_keys(a_, past, tile.end), (span + 1) * SPAN);
         for (int64_t from = std::max(low / KEYS * KEYS, span * SPAN); from < high; from += KEYS) {
             pack(tile, from, low, high);
@@ -515,7 +521,7 @@ class Worker {
     // Turns the scores of the row at `position`, which sees the keys before `end`, with the keys from `from` on into
     // weights, and updates the row's state.
     inline void softmax(int r, const float* scores, element* weights, int64_t position, int64_t end, int64_t from) {
-        const int64_t low = a_.window ? std::clamp<int64_t>(position - a_.window + 1 - from, 0, KEYS) : 0;
+        const int64_t low = std::clamp<int64_t>(first_key(a_, position) - from, 0, KEYS);
         const int64_t high = std::clamp<int64_t>(end - from, 0, KEYS);
         const bool whole = low == 0 && high == KEYS;
         constexpr int N = KEYS / LANES;

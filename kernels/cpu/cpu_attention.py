@@ -78,13 +78,13 @@ class CpuAttention:
         near, deep = self.choices((q.shape[1], k_pages.shape[1], head_dim, q.dtype))
         if near.kernels == deep.kernels == ("own",):
             return []
-        window = options.get("window") or math.inf
+        reach = options.get("window") or options.get("attention_chunk") or math.inf
         starts, lengths = batch.query_start.tolist(), batch.kv_len.tolist()
         chunks = []
         for sequence, length in enumerate(lengths):
             rows = starts[sequence + 1] - starts[sequence]
             choice = deep if length - rows >= LONG_CONTEXT else near
-            if length <= window and choice.at(rows) != "own":
+            if length <= reach and choice.at(rows) != "own":
                 chunks.append(sequence)
         return chunks
 

@@ -118,6 +118,7 @@ def paged_attention(
     *,
     scale: float,
     window: int | None = None,
+    attention_chunk: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
     k_scale: Tensor | None = None,
@@ -149,6 +150,7 @@ def paged_attention(
         **block_widths(Dk, Dv, is_latent),
         "LATENT": is_latent,
         "WINDOW": window or 0,
+        "ATTENTION_CHUNK": attention_chunk or 0,
         "SOFTCAP": (softcap or 0.0) * _LOG2_E,
         "HAS_SINKS": sinks is not None,
         "HAS_SCALES": k_scale is not None,
@@ -182,7 +184,7 @@ def _decode(
     (_, Hq, Dv), group = out.shape, kind["GROUP"]
     Hkv, tiles = Hq // group, _tiles(kind, out.element_size(), has_chunks=False)
     P = num_parts(D, Hkv, _num_multiprocessors(out.device))
-    shares = _shares(batch, D, P, tiles.tokens, kind["WINDOW"])
+    shares = _shares(batch, D, P, tiles.tokens, kind["WINDOW"], kind["ATTENTION_CHUNK"])
     part_out = out.new_empty(P, Hkv, group, Dv, dtype=torch.float32)
     part_lse = part_out.new_empty(P, Hkv, group)  # log2 of the sum of exp2
     decode_kernel[P, Hkv](
@@ -205,12 +207,12 @@ def _decode(
     )
 
 
-def _shares(batch: AttentionBatch, D: int, P: int, tile_tokens: int, window: int) -> Tensor:
+def _shares(batch: AttentionBatch, D: int, P: int, tile_tokens: int, window: int, attention_chunk: int) -> Tensor:
     """Return how the contexts of the first D sequences are cut into parts: see triton_decodes.py.
 
-    Layers with the same window cut them alike, so the first of these does it for all.
+    Layers that see the same tokens cut them alike, so the first of these does it for all.
     """
-    key = "shares", D, P, tile_tokens, window
+    key = "shares", D, P, tile_tokens, window, attention_chunk
     if key not in batch.derived:
         shares = batch.kv_len.new_empty(num_shares(P))
         share_kernel[1,](
@@ -218,6 +220,7 @@ def _shares(batch: AttentionBatch, D: int, P: int, tile_tokens: int, window: int
             MIN_TILES=max(1, PART_TOKENS // tile_tokens),
             BLOCK_N=tile_tokens,
             WINDOW=window,
+            ATTENTION_CHUNK=attention_chunk,
             BLOCK_S=_SEQUENCES,
         )
         batch.derived[key] = shares

@@ -6,7 +6,7 @@ The query heads that share a KV head are rows of one tile, as in FlashInfer and 
 import triton
 import triton.language as tl
 
-from crossdock.kernels.gpu.triton_scan import scan
+from crossdock.kernels.gpu.triton_scan import first_key, scan
 
 
 @triton.jit(do_not_specialize=["S", "D", "table_row"])
@@ -15,8 +15,8 @@ def chunk_kernel(
     S, D, scale, q_token, q_head, k_page, k_head, v_page, v_head, table_row,
     GROUP: tl.constexpr, PAGE: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_SCALES: tl.constexpr,
-    LATENT: tl.constexpr, HAS_ENDS: tl.constexpr,
+    WINDOW: tl.constexpr, ATTENTION_CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
+    HAS_SCALES: tl.constexpr, LATENT: tl.constexpr, HAS_ENDS: tl.constexpr,
 ):  # fmt: skip
     """Compute the sequences [D, S). The D before them have one row each.
 
@@ -67,21 +67,21 @@ def chunk_kernel(
             last = tl.load(key_end + start + token, mask=live, other=0) - 1
             end = tl.max(last, 0) + 1
         first = begin
-        if WINDOW > 0:
-            first = tl.maximum(first_position - WINDOW + 1, 0)
+        if WINDOW > 0 or ATTENTION_CHUNK > 0:
+            first = first_key(first_position, WINDOW, ATTENTION_CHUNK)
             begin = first // BLOCK_N * BLOCK_N
         else:  # first the tiles that every row sees in full
             open_end = (first_position + 1) // BLOCK_N * BLOCK_N
             acc, total, top = scan(
                 acc, total, top, rows, rest, position, last, begin, open_end, first, scale,
                 k_pages, v_pages, pages, k_page, v_page,
-                PAGE, K_DIM, V_DIM, BLOCK_K, BLOCK_V, BLOCK_N, WINDOW, SOFTCAP, LATENT, False,
+                PAGE, K_DIM, V_DIM, BLOCK_K, BLOCK_V, BLOCK_N, WINDOW, ATTENTION_CHUNK, SOFTCAP, LATENT, False,
             )  # fmt: skip
             begin = open_end
         acc, total, top = scan(
             acc, total, top, rows, rest, position, last, begin, end, first, scale,
             k_pages, v_pages, pages, k_page, v_page,
-            PAGE, K_DIM, V_DIM, BLOCK_K, BLOCK_V, BLOCK_N, WINDOW, SOFTCAP, LATENT, True,
+            PAGE, K_DIM, V_DIM, BLOCK_K, BLOCK_V, BLOCK_N, WINDOW, ATTENTION_CHUNK, SOFTCAP, LATENT, True,
         )  # fmt: skip
         acc = acc * (out_scale / tl.where(total > 0, total, 1.0))[:, None]
         heads = tl.num_programs(1) * GROUP

@@ -15,7 +15,7 @@ Shares are int32, in one tensor, in this order:
 import triton
 import triton.language as tl
 
-from crossdock.kernels.gpu.triton_scan import scan
+from crossdock.kernels.gpu.triton_scan import first_key, scan
 
 
 def num_shares(num_parts: int) -> int:
@@ -24,41 +24,42 @@ def num_shares(num_parts: int) -> int:
 
 
 @triton.jit
-def _first_tile(kv_len, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr):
-    """Return the first tile that the row at the end of a context sees."""
-    return tl.maximum(kv_len - WINDOW, 0) // BLOCK_N if WINDOW > 0 else kv_len * 0
+def _first_of(kv_len, WINDOW: tl.constexpr, ATTENTION_CHUNK: tl.constexpr):
+    """Return the first token that the row at the end of a context sees; 0 where there is no row."""
+    return first_key(tl.maximum(kv_len - 1, 0), WINDOW, ATTENTION_CHUNK)
 
 
 @triton.jit
-def _num_tiles(kv_lens, sequence, D, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr):
+def _num_tiles(kv_lens, sequence, D, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, ATTENTION_CHUNK: tl.constexpr):
     """Return the tiles of a context, at least one: else more than P - D sequences could have several parts."""
     kv_len = tl.load(kv_lens + sequence, mask=sequence < D, other=0)
-    num_tiles = tl.cdiv(kv_len, BLOCK_N) - _first_tile(kv_len, BLOCK_N, WINDOW)
+    num_tiles = tl.cdiv(kv_len, BLOCK_N) - _first_of(kv_len, WINDOW, ATTENTION_CHUNK) // BLOCK_N
     return tl.where(sequence < D, tl.maximum(num_tiles, 1), 0)
 
 
 @triton.jit(do_not_specialize=["D", "P"])
 def share_kernel(
     shares, kv_lens, D, P,
-    MIN_TILES: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, BLOCK_S: tl.constexpr,
+    MIN_TILES: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, ATTENTION_CHUNK: tl.constexpr,
+    BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """Cut the contexts of D sequences into at most P >= D parts, the longest of which is as short as possible."""
     some = tl.arange(0, BLOCK_S)
     low, high = D * 0 + MIN_TILES, D * 0 + MIN_TILES
     for first in range(0, D, BLOCK_S):
-        high = tl.maximum(high, tl.max(_num_tiles(kv_lens, first + some, D, BLOCK_N, WINDOW), 0))
+        high = tl.maximum(high, tl.max(_num_tiles(kv_lens, first + some, D, BLOCK_N, WINDOW, ATTENTION_CHUNK), 0))
     while low < high:
         middle = (low + high) // 2
         needed = D * 0
         for first in range(0, D, BLOCK_S):
-            needed += tl.sum(tl.cdiv(_num_tiles(kv_lens, first + some, D, BLOCK_N, WINDOW), middle), 0)
+            needed += tl.sum(tl.cdiv(_num_tiles(kv_lens, first + some, D, BLOCK_N, WINDOW, ATTENTION_CHUNK), middle), 0)
         low = tl.where(needed <= P, low, middle + 1)
         high = tl.where(needed <= P, middle, high)
     first_parts, owners, split = shares + 2, shares + 3 + D, shares + 3 + D + P
     num_parts, num_split = D * 0, D * 0
     for first in range(0, D, BLOCK_S):
         sequence = first + some
-        parts = tl.cdiv(_num_tiles(kv_lens, sequence, D, BLOCK_N, WINDOW), low)
+        parts = tl.cdiv(_num_tiles(kv_lens, sequence, D, BLOCK_N, WINDOW, ATTENTION_CHUNK), low)
         first_part = num_parts + tl.cumsum(parts, 0) - parts
         tl.store(first_parts + sequence, first_part, mask=sequence < D)
         for number in range(tl.max(parts, 0)):
@@ -79,8 +80,8 @@ def decode_kernel(
     D, scale, q_token, q_head, k_page, k_head, v_page, v_head, table_row,
     GROUP: tl.constexpr, PAGE: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_SCALES: tl.constexpr,
-    LATENT: tl.constexpr,
+    WINDOW: tl.constexpr, ATTENTION_CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
+    HAS_SCALES: tl.constexpr, LATENT: tl.constexpr,
 ):  # fmt: skip
     """Compute one part of one sequence's context for the query heads of a KV head.
 
@@ -96,11 +97,9 @@ def decode_kernel(
         row = tl.load(query_start + sequence)
         kv_len = tl.load(kv_lens + sequence)
         tokens = tl.load(shares) * BLOCK_N
-        begin = _first_tile(kv_len, BLOCK_N, WINDOW) * BLOCK_N + (part - first_part) * tokens
+        first = _first_of(kv_len, WINDOW, ATTENTION_CHUNK)
+        begin = first // BLOCK_N * BLOCK_N + (part - first_part) * tokens
         end = tl.minimum(begin + tokens, kv_len)
-        first = begin * 0
-        if WINDOW > 0:
-            first = tl.maximum(kv_len - WINDOW, 0)
         pages = page_table + tl.cast(sequence, tl.int64) * table_row
         k_pages += tl.cast(head, tl.int64) * k_head
         v_pages += tl.cast(head, tl.int64) * v_head
@@ -129,7 +128,7 @@ def decode_kernel(
         acc, total, top = scan(
             acc, total, top, rows, rest, position, position, begin, end, first, scale,
             k_pages, v_pages, pages, k_page, v_page,
-            PAGE, K_DIM, V_DIM, BLOCK_K, BLOCK_V, BLOCK_N, WINDOW, SOFTCAP, LATENT, True,
+            PAGE, K_DIM, V_DIM, BLOCK_K, BLOCK_V, BLOCK_N, WINDOW, ATTENTION_CHUNK, SOFTCAP, LATENT, True,
         )  # fmt: skip
         total = tl.where(total > 0, total, 1.0)
         acc = acc * (out_scale / total)[:, None]

@@ -13,12 +13,24 @@ import triton.language as tl
 
 
 @triton.jit
+def first_key(position, WINDOW: tl.constexpr, ATTENTION_CHUNK: tl.constexpr):
+    """Return the first token that the row at `position` sees."""
+    first = position * 0
+    if WINDOW > 0:
+        first = tl.maximum(position - WINDOW + 1, 0)
+    if ATTENTION_CHUNK > 0:
+        first = position // ATTENTION_CHUNK * ATTENTION_CHUNK
+    return first
+
+
+@triton.jit
 def scan(
     acc, total, top, q, rest, position, last, begin, end, first, scale,
     k_pages, v_pages, pages, k_page, v_page,
     PAGE: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, LATENT: tl.constexpr, MASKED: tl.constexpr,
+    WINDOW: tl.constexpr, ATTENTION_CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, LATENT: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
     """Continue the online softmax over the tiles of [begin, end); tokens before `first` are never read.
 
@@ -50,6 +62,8 @@ def scan(
             visible = last[:, None] >= token[None, :]
             if WINDOW > 0:
                 visible = visible & (position[:, None] - token[None, :] < WINDOW)
+            if ATTENTION_CHUNK > 0:
+                visible = visible & ((position // ATTENTION_CHUNK * ATTENTION_CHUNK)[:, None] <= token[None, :])
             scores = tl.where(visible, scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
         weights = tl.exp2(scores - new_top[:, None])

@@ -43,6 +43,7 @@ class Case:
     page_size: int = 16
     dtype: torch.dtype = torch.float32
     window: int | None = None
+    attention_chunk: int | None = None
     softcap: float | None = None
     sinks: bool = False
     fp8: bool = False  # pages of e4m3
@@ -105,6 +106,13 @@ class Case:
             rows = [(s, kv - q + i) for s, (q, kv) in enumerate(self.lengths) for i in range(q)]
             self.batch.key_end = torch.tensor([self.key_end(*row) for row in rows]).int()
 
+    def first_key(self, position: int) -> int:
+        """Return the first key that the row at a position sees."""
+        first = max(0, position - self.window + 1) if self.window is not None else 0
+        while self.attention_chunk is not None and first + self.attention_chunk <= position:
+            first += self.attention_chunk
+        return first
+
     def key_end(self, sequence: int, position: int) -> int:
         """Return the end of the keys that the row at a position of a sequence sees."""
         ends = [end for start, end in self.blocks.get(sequence, ()) if start <= position < end]
@@ -119,7 +127,7 @@ class Case:
     def arguments(self) -> dict[str, Any]:
         return {
             "scale": self.k_dim**-0.5,
-            "window": self.window,
+            **({"window": self.window} if self.attention_chunk is None else {"attention_chunk": self.attention_chunk}),
             "softcap": self.softcap,
             "sinks": self.sink_logits,
             **self.scales,
@@ -133,7 +141,7 @@ class Case:
         for s, (q_len, kv_len) in enumerate(self.lengths):
             for i in range(q_len):
                 position = kv_len - q_len + i
-                first = max(0, position - self.window + 1) if self.window is not None else 0
+                first = self.first_key(position)
                 q = self.q[starts[s] + i].double()  # [Hq, Dk]
                 end = self.key_end(s, position)
                 k = self.keys[s][first:end].double().repeat_interleave(group, 1)  # [L, Hq, Dk]
@@ -165,9 +173,12 @@ SHAPES: list[dict[str, Any]] = [
     {},
     {"window": 1},
     {"window": 24},
+    {"attention_chunk": 1},
+    {"attention_chunk": 24},
     {"softcap": 2.0},
     {"sinks": True},
     {"sinks": True, "softcap": 5.0, "window": 33},
+    {"sinks": True, "softcap": 5.0, "attention_chunk": 33},
     {"k_dim": 48, "v_dim": 16},
     {"k_dim": 24, "v_dim": 40},
     {"k_dim": 33, "v_dim": 7},
@@ -208,13 +219,17 @@ def test_attention_matches_longhand(attention: Any, dtype: torch.dtype, shape: d
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [*SHAPES[:7], SHAPES[9]], ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES[:10], SHAPES[12]], ids=str)
 def test_attention_over_e4m3_pages_matches_longhand(dtype: torch.dtype, shape: dict[str, Any], seed: int) -> None:
     check(Case(MIXED, dtype=dtype, seed=seed, fp8=True, **shape), reference_paged_attention)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [{}, {"window": 600}, {"window": 3}, {"sinks": True}], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [{}, {"window": 600}, {"window": 3}, {"attention_chunk": 600}, {"attention_chunk": 512}, {"sinks": True}],
+    ids=str,
+)
 def test_attention_over_contexts_longer_than_a_span_matches_longhand(
     dtype: torch.dtype, shape: dict[str, Any], seed: int, threads: int
 ) -> None:
@@ -238,11 +253,11 @@ def test_attention_of_random_batches_matches_longhand(seed: int) -> None:
             v_dim=rng.choice([1, 16, 32, 48, 64, 80]),
             page_size=rng.choice([1, 8, 16, 32, 64]),
             dtype=rng.choice([torch.float32, torch.bfloat16]),
-            window=rng.choice([None, None, rng.randint(1, 200)]),
             softcap=rng.choice([None, None, 1.5, 50.0]),
             sinks=rng.random() < 0.3,
             blocks=random_blocks(rng, lengths) if rng.random() < 0.5 else {},
             seed=rng.randrange(2**31),
+            **rng.choice([{}, {"window": rng.randint(1, 200)}, {"attention_chunk": rng.randint(1, 200)}]),
         )
         check(case, paged_attention)
 
@@ -284,25 +299,26 @@ def test_causal_rows_have_the_same_bits_beside_rows_that_see_later_keys(seed: in
 
 
 @pytest.mark.parametrize("attention", [reference_paged_attention, paged_attention])
-def test_pages_outside_the_window_are_never_read(attention: Any, seed: int) -> None:
-    case = Case([(1, 200), (9, 130)], window=20, seed=seed)
+@pytest.mark.parametrize("sight", [{"window": 20}, {"attention_chunk": 40}], ids=str)
+def test_pages_that_no_row_sees_are_never_read(attention: Any, sight: dict[str, int], seed: int) -> None:
+    case = Case([(1, 200), (9, 130)], seed=seed, **sight)
     case.fill()
     pages = case.batch.page_table
     spare = next(p for p in range(len(case.k_pages)) if p not in pages)
     assert case.k_pages[spare].isnan().all()
     for s, (q_len, kv_len) in enumerate(case.lengths):
-        pages[s, : (kv_len - q_len - 20 + 1) // case.page_size] = spare
+        pages[s, : case.first_key(kv_len - q_len) // case.page_size] = spare
     out = attention(case.q, case.k_pages, case.v_pages, case.batch, **case.arguments())
     torch.testing.assert_close(out.double(), case.expected(), atol=2e-5, rtol=2e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("window", [None, 70])
+@pytest.mark.parametrize("sight", [{}, {"window": 70}, {"attention_chunk": 70}], ids=str)
 def test_row_alone_or_in_chunks_gives_same_bits_as_in_batch(
-    dtype: torch.dtype, window: int | None, seed: int, threads: int
+    dtype: torch.dtype, sight: dict[str, int], seed: int, threads: int
 ) -> None:
     n = 1200
-    case = Case([(n, n), (40, 600), (1, 30)], q_heads=6, dtype=dtype, window=window, sinks=True, seed=seed)
+    case = Case([(n, n), (40, 600), (1, 30)], q_heads=6, dtype=dtype, sinks=True, seed=seed, **sight)
     case.fill()
     whole = paged_attention(case.q, case.k_pages, case.v_pages, case.batch, **case.arguments())[:n]
     for start, end in [(0, 7), (7, 8), (8, 511), (511, 513), (513, 1199), (1199, 1200), (700, 701)]:
@@ -317,6 +333,16 @@ def test_row_alone_or_in_chunks_gives_same_bits_as_in_batch(
         )
         part = paged_attention(case.q[start:end], case.k_pages, case.v_pages, batch, **case.arguments())
         assert torch.equal(part, whole[start:end]), (start, end)
+
+
+@pytest.mark.parametrize("attention", [reference_paged_attention, paged_attention])
+def test_attention_chunk_that_no_row_leaves_gives_the_bits_of_causal_attention(attention: Any, seed: int) -> None:
+    case = Case(MIXED, seed=seed)
+    case.fill()
+    arguments = (case.q, case.k_pages, case.v_pages, case.batch)
+    plain = attention(*arguments, **case.arguments())
+    assert torch.equal(attention(*arguments, **case.arguments() | {"attention_chunk": 257}), plain)
+    assert not torch.equal(attention(*arguments, **case.arguments() | {"attention_chunk": 256}), plain)
 
 
 def test_scores_far_apart_do_not_overflow() -> None:

@@ -13,6 +13,7 @@ from crossdock.kvtransfer.layout import (
     check_compatible,
     shard_model,
 )
+from crossdock.kvtransfer.transport import Peer
 
 SHAPES = {
     "uniform": [LayerShape(3, 8, 8)] * 4,
@@ -78,7 +79,7 @@ def test_rank_has_the_layout_of_its_shard() -> None:
 
 def test_pages_of_all_groups_have_the_bytes_of_the_largest() -> None:
     grouped = spec(groups=(PageGroup(None, (1,)), PageGroup(8, (0, 2))))
-    assert grouped.windows == (None, 8)
+    assert grouped.num_groups == 2
     first, second = grouped.layouts_of(0)
     assert first.page_bytes == second.page_bytes == grouped.page_bytes == 4 * (16 + 12) * 16 * 2
     assert (list(first.layers), list(second.layers)) == ([LAYERS[1]], [LAYERS[0], LAYERS[2]])
@@ -103,6 +104,14 @@ def test_pages_of_all_groups_have_the_bytes_of_the_largest() -> None:
 def test_impossible_pool_spec_raises(changes: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         spec(**changes)
+
+
+def test_window_that_slides_and_attention_chunk_of_as_many_tokens_differ() -> None:
+    chunked = spec(groups=(PageGroup(None, (1,)), PageGroup(None, (0, 2), attention_chunk=8)))
+    with pytest.raises(IncompatiblePools, match=r"(?s)window 8: layers 0, 2.*attention chunk 8: layers 0, 2"):
+        check_compatible(spec(groups=(PageGroup(None, (1,)), PageGroup(8, (0, 2)))), chunked)
+    peer = Peer("a", "tcp", b"", chunked)
+    assert Peer.unpack(peer.pack()) == peer
 
 
 @pytest.mark.parametrize("changes", [{"num_pages": 9}, {"shards": shard_model(LAYERS, 2), "rank": 1}])

@@ -97,6 +97,16 @@ SERVED: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["full_attention"] * 4, "full_attn_idxs": [0, 1, 2, 3]},
     "lfm2_moe": {**_ROUTED, "layer_types": ["full_attention"] * 4},
 }
+SERVED["llama4_text"] = {
+    "num_local_experts": 4,
+    "num_experts_per_tok": 1,
+    "interleave_moe_layer_step": 2,  # as Maverick
+    "intermediate_size_mlp": 96,
+    "no_rope_layer_interval": 2,
+    "attention_chunk_size": WINDOW,
+    "floor_scale": 8,  # queries grow every 8 tokens
+    "attn_scale": 0.5,
+}
 _DELTA: dict[str, Any] = {
     "linear_num_value_heads": 4,
     "linear_num_key_heads": 2,
@@ -164,10 +174,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     **dict.fromkeys(
         ("axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4"), (_MLA, "indexed_attention: an indexer chooses the tokens")
-    ),
-    "llama4_text": (
-        {**_MOE, "layer_types": ["chunked_attention", "full_attention"] * 2},
-        "chunked_attention: a token attends within a fixed chunk",
     ),
 }
 

@@ -20,6 +20,7 @@ from crossdock.kernels.latent_attention import latent_attention
 from crossdock.kvtransfer.layout import LayerShape
 from crossdock.workers.model.latent import unexpanded
 from crossdock.workers.model.state_pages import StepStates
+from crossdock.workers.schedule.prefix_index import AttentionChunk, Window
 
 if TYPE_CHECKING:
     from crossdock.workers.model.vision import PictureRows
@@ -33,7 +34,7 @@ class AttentionCall:
 
     layer: int
     shape: LayerShape
-    window: int | None
+    window: Window
     largest: tuple[Tensor, Tensor]  # magnitudes of each head's keys and values, [Hkv]
     is_plain: bool  # scores have no softcap and no sinks
 
@@ -53,6 +54,8 @@ class ForwardContext:
     probe_lengths: Sequence[int] = ()
     probe_calls: list[AttentionCall] = field(default_factory=list)
     pictures: "PictureRows | None" = None  # rows of the batch that are embeddings of pictures
+    attention_chunks: Mapping[int, int] = field(default_factory=dict)  # their tokens, by layer that has them
+    positions: Tensor | None = None  # [T] of the rows of the flat batch; [3, T] of models with three axes
 
 
 _current = threading.local()
@@ -106,11 +109,15 @@ def _attend(
     scale = scaling if scaling is not None else q.shape[-1] ** -0.5
     layer: int = module.layer_idx  # type: ignore[assignment]
     scales: dict[str, Tensor] = {}
+    window: Window = sliding_window
+    visible: dict[str, int | None] = {"window": sliding_window}
+    if (attention_chunk := context.attention_chunks.get(layer)) is not None:
+        window, visible = AttentionChunk(attention_chunk), {"attention_chunk": attention_chunk}
     if context.batch is None:
         shape = LayerShape(k.shape[1], k.shape[2], v.shape[2])
         largest = k.abs().amax((0, 2)), (v if v.shape[2] else k).abs().amax((0, 2))  # values may lie within the keys
         is_plain = softcap is None and s_aux is None
-        context.probe_calls.append(AttentionCall(layer, shape, sliding_window, largest, is_plain))
+        context.probe_calls.append(AttentionCall(layer, shape, window, largest, is_plain))
         batch = batch_of_one_page_each(context.probe_lengths, k.device, context.attention.page_multiple)
         page_size = page_size_for(context.probe_lengths, context.attention.page_multiple)
         k_pages, v_pages = (x.new_zeros(len(batch.kv_len), x.shape[1], page_size, x.shape[2]) for x in (k, v))
@@ -127,7 +134,7 @@ def _attend(
         out = latent_attention(attention, q, k_pages, batch, latents.projections, scale=scale, **scales)
     else:
         out = attention(
-            q, k_pages, v_pages, batch, scale=scale, window=sliding_window, softcap=softcap, sinks=s_aux, **scales
+            q, k_pages, v_pages, batch, scale=scale, softcap=softcap, sinks=s_aux, **visible, **scales
         )  # [T, H, Dv]
     return out[None], None
 

@@ -18,11 +18,13 @@ from crossdock.workers.model.cut.collectives import Collectives
 from crossdock.workers.model.cut.part import ModelPart
 from crossdock.workers.model.cut.position import RankPosition
 from crossdock.workers.model.forward_context import ATTENTION_NAME
+from crossdock.workers.model.llama4 import attention_chunks, scale_by_position
 from crossdock.workers.model.logits_check import UnsupportedModelError
 from crossdock.workers.model.memory_fit import check_fits, used_by_all_but_torch
 from crossdock.workers.model.model import PagedModel, text_config
 from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.model.probe import probe, refuse_by_config
+from crossdock.workers.model.routed_experts import skip_idle_experts
 from crossdock.workers.model.vision import PictureEncoder, attention_names, is_multimodal, why_text_alone
 from crossdock.workers.model.weights import auto_model, load_part
 
@@ -138,6 +140,9 @@ def wrap_module(
     attention = attention or choose_attention("auto", next(module.parameters()).device, kv_cache_dtype, cpu_kernels)
     model = PagedModel(module, config, (), max_model_len, _eos_token_ids(config, generation), part, attention)
     model.variant = variant
+    model.attention_chunks = attention_chunks(decoder, max_model_len, attention)
+    scale_by_position(module)
+    skip_idle_experts(module)
     with model.tap.opened():
         probe(model, kv_cache_dtype, cpu_kernels, kv_bytes, quantization)
         model.tap.is_possible = model.tap.hidden is not None

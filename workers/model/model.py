@@ -1,6 +1,6 @@
 """A Hugging Face causal LM over paged KV: flat token ids in, logits out. The model's own code runs unchanged."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
@@ -34,6 +34,7 @@ class PagedModel:
     part: ModelPart = field(default_factory=lambda: ModelPart(RankPosition()))
     attention: Attention = CPP
     windows: Sequence[Window] = ()  # of the attention of each layer here
+    attention_chunks: Mapping[int, int] = field(default_factory=dict)  # see `ForwardContext`
     places: dict[int, int] = field(default_factory=dict)  # in `layers`, by layer number; empty: all have attention
     states: StateLayout | None = None  # of the recurrent layers; None: there are none
     groups: Sequence[LayerGroup] = ()  # of the whole model's layers, which share pages; empty: all do, for good
@@ -195,6 +196,7 @@ class PagedModel:
 
         positions: [T], or [3, T] of a model with positions in time, height and width.
         """
+        context.attention_chunks, context.positions = self.attention_chunks, positions
         with entered(context):
             inputs = {"position_ids": positions[..., None, :], "logits_to_keep": rows}
             pictures = context.pictures if self.part.position.is_first_stage else None

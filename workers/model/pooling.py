@@ -22,6 +22,8 @@ class HiddenTap:
         self.hidden: Tensor | None = None  # [T, E] of the newest of these, in the model's dtype
         find = getattr(module, "get_decoder", None)
         decoder: Any = module if find is None else find()
+        if hasattr(decoder, "lm_head") and hasattr(decoder, "model"):  # Llama 4's names the part with the projection
+            decoder = decoder.model
         self.is_possible = decoder not in (None, module)  # else no part ends before the output projection
         if self.is_possible:
             decoder.register_forward_hook(self._take)

@@ -47,12 +47,10 @@ __all__ = ["UnsupportedModelError", "probe", "refuse_by_config"]
 
 logger = logging.getLogger(__name__)
 
-_LAYER_TYPES = {"full_attention", "sliding_attention"} | RECURRENT_TYPES | STATELESS_TYPES
-_CHUNKS = "a token attends within a fixed chunk of the context, and paged attention has windows alone"
+_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"} | RECURRENT_TYPES | STATELESS_TYPES
 _BLOCKS = "keys are compressed by blocks of tokens, and KV pages hold a row for each token"
 _INDEXER = "an indexer chooses the tokens that are read; KV pages do not hold its keys, and attention reads all tokens"
 _WHY_NOT = {
-    "chunked_attention": _CHUNKS,
     "indexed_attention": _INDEXER,
     "minimax_m3_sparse": _INDEXER,
     "compressed_sparse_attention": _BLOCKS,
@@ -66,7 +64,7 @@ def refuse_by_config(config: PretrainedConfig, num_ranks: int = 1) -> None:
     """Check that all state of the model lies in KV pages of every rank, as far as its configuration shows.
 
     Raises:
-        UnsupportedModelError: layers keep other state, attend within fixed chunks, or are not divided among ranks.
+        UnsupportedModelError: layers keep other state, or are not divided among ranks.
     """
     kinds = set(getattr(text_config(config), "layer_types", None) or ())
     if unknown := kinds - _LAYER_TYPES:
@@ -75,8 +73,6 @@ def refuse_by_config(config: PretrainedConfig, num_ranks: int = 1) -> None:
             f"{config.model_type} has layers of type {', '.join(sorted(unknown))}: {'; '.join(reasons)}. Served are "
             f"{', '.join(sorted(_LAYER_TYPES))}"
         )
-    if getattr(text_config(config), "attention_chunk_size", None) and not kinds:
-        raise UnsupportedModelError(f"{config.model_type}: {_CHUNKS}")
     if num_ranks > 1 and has_recurrent_layers(text_config(config)):
         raise UnsupportedModelError(
             f"{config.model_type} has recurrent layers, whose states are not divided among ranks: set "

@@ -23,6 +23,7 @@ from crossdock.workers.model.memory_fit import free_memory
 from crossdock.workers.model.model import PagedModel
 from crossdock.workers.model.triton_layers import use_triton_layers
 from crossdock.workers.model.vision import num_deep_layers
+from crossdock.workers.schedule.prefix_index import AttentionChunk, Window
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +92,7 @@ def use_triton_layers_if_equal(
     try:
         if not all(call.is_plain for call in calls):
             raise NotFusableError("attention has a softcap or sinks")
-        undo = use_triton_layers(model, [call.window for call in calls])
+        undo = use_triton_layers(model, _sliding([call.window for call in calls]))
     except NotFusableError as difference:
         refusal = str(difference)
     # A rank that keeps its own layers takes part in the check: others of its gang wait for its share of the sums.
@@ -139,7 +140,7 @@ def why_not_quantised(model: PagedModel, cpu_kernels: CpuKernels) -> str | None:
 
 def fuse_layers_if_equal(
     model: PagedModel,
-    windows: Sequence[int | None],
+    windows: Sequence[Window],
     check: LogitsCheck,
     cpu_kernels: CpuKernels,
     kv_bytes: int | None,
@@ -154,8 +155,9 @@ def fuse_layers_if_equal(
         if model.part.position.size > 1:
             raise NotFusableError("each rank has only a part of them")
         free = None if kv_bytes is None else free_memory() - kv_bytes
+        sliding = _sliding(windows)
         fusion = fuse(
-            model.module, windows, current_pages, model.attention.paged_attention, cpu_kernels, free, quantization
+            model.module, sliding, current_pages, model.attention.paged_attention, cpu_kernels, free, quantization
         )
     except NotFusableError as reason:
         if quantization is not None:
@@ -177,6 +179,14 @@ def fuse_layers_if_equal(
     model.kernels = str(fusion)
     logger.info("decoder layers are fused; products by %s", fusion)
     _leave_file(model.module)
+
+
+def _sliding(windows: Sequence[Window]) -> list[int | None]:
+    """Return windows that all slide, or raise `NotFusableError`."""
+    sliding = [window for window in windows if not isinstance(window, AttentionChunk)]
+    if len(sliding) < len(windows):
+        raise NotFusableError("some layers attend within chunks of the sequence")
+    return sliding
 
 
 @torch.inference_mode(False)  # weights are used in other modes too

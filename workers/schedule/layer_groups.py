@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from crossdock.workers.schedule.page_needs import PageNeeds
-from crossdock.workers.schedule.prefix_index import Window
+from crossdock.workers.schedule.prefix_index import AttentionChunk, Window, most_visible
 
 _MOST_GROUPS = 8  # each has a page table, which every step fills and copies
 
@@ -29,7 +29,7 @@ def group_layers(
 
     `windows` and `token_bytes`: of each layer. Of two divisions that hold as much, the one of fewer groups is chosen.
     """
-    visible = [window if window is not None and window < max_model_len else None for window in windows]
+    visible = [window if window is not None and most_visible(window) < max_model_len else None for window in windows]
     divisions = [_in_one_group(visible), *(_divided(visible, most) for most in range(len(visible), 0, -1))]
     divisions = [division for division in divisions if len(division) <= _MOST_GROUPS]
 
@@ -50,7 +50,9 @@ def held_bytes(groups: Sequence[LayerGroup], token_bytes: Sequence[int], num_tok
 def _in_one_group(windows: Sequence[Window]) -> tuple[LayerGroup, ...]:
     """Return all layers as one group: its pages stay as long as some layer sees them."""
     seen = [window for window in windows if window is not None]
-    widest = max(seen) if len(seen) == len(windows) else None
+    widest: Window = None
+    if len(seen) == len(windows):  # a sliding window covers an attention chunk of as many tokens
+        widest = seen[0] if len(set(seen)) == 1 else max(map(most_visible, seen))
     return (LayerGroup(widest, tuple(range(len(windows)))),)
 
 
@@ -59,8 +61,13 @@ def _divided(windows: Sequence[Window], most_layers: int) -> tuple[LayerGroup, .
 
     Neighbours are in different groups: so every stage of a pipeline holds as many layers of each group, about."""
     groups = []
-    for window in sorted(set(windows), key=lambda window: (window is not None, window or 0)):
+    for window in sorted(set(windows), key=_order):
         layers = [layer for layer, other in enumerate(windows) if other == window]
         num_groups = -(-len(layers) // most_layers)
         groups += [LayerGroup(window, tuple(layers[first::num_groups])) for first in range(num_groups)]
     return tuple(groups)
+
+
+def _order(window: Window) -> tuple[int, bool]:
+    """Return by what windows are ordered: none first, then short ones before long ones."""
+    return 0 if window is None else most_visible(window), isinstance(window, AttentionChunk)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import inf
 
-from crossdock.workers.schedule.prefix_index import PrefixHit, Window, first_visible_page
+from crossdock.workers.schedule.prefix_index import PrefixHit, Window, first_visible_page, most_visible
 
 
 @dataclass(frozen=True)
@@ -25,13 +25,15 @@ class PageNeeds:
 
         A chunk needs pages for itself and for the window of its first token.
         """
-        return [None if window is None else self.spanned(window - 1 + self.chunk) for window in self.windows]
+        return [
+            None if window is None else self.spanned(most_visible(window) - 1 + self.chunk) for window in self.windows
+        ]
 
     @cached_property
     def most_decoding(self) -> Sequence[int | None]:
         """Return how many pages each group holds of one stream at most; a page goes one step after the window."""
         beyond = 1 + self.num_drafts
-        return [None if window is None else self.spanned(window + beyond) for window in self.windows]
+        return [None if window is None else self.spanned(most_visible(window) + beyond) for window in self.windows]
 
     def spanned(self, num_tokens: int) -> int:
         """Return on how many pages so many tokens in a row lie at most."""

@@ -6,6 +6,7 @@ Hashes are chained: that of a page names its content and all pages before it.
 import hashlib
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import repeat
 from typing import NamedTuple, TypeAlias
 
@@ -43,13 +44,30 @@ def hash_pages(
 HOLE = -1
 """Stands in a list of pages for a page that no token to come can see."""
 
-Window: TypeAlias = int | None
-"""How many tokens a layer sees, the newest included; None: all."""
+
+@dataclass(frozen=True, slots=True)
+class AttentionChunk:
+    """A window that does not slide: a sequence is divided into ranges of so many tokens, and a token sees its own."""
+
+    tokens: int
+
+
+Window: TypeAlias = int | AttentionChunk | None
+"""What a layer sees up to the newest token: so many tokens, that token included; an attention chunk; None: all."""
+
+
+def most_visible(window: int | AttentionChunk) -> int:
+    """Return how many tokens a layer with this window sees at most."""
+    return window.tokens if isinstance(window, AttentionChunk) else window
 
 
 def first_visible_page(window: Window, position: int, page_size: int) -> int:
     """Return the number of the first page that the token at `position` sees."""
-    return 0 if window is None else max(0, position - window + 1) // page_size
+    if window is None:
+        return 0
+    if isinstance(window, AttentionChunk):
+        return position // window.tokens * window.tokens // page_size
+    return max(0, position - window + 1) // page_size
 
 
 class PrefixHit(NamedTuple):

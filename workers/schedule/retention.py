@@ -13,6 +13,7 @@ from heapq import heapify, heappop, heappush
 from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 from crossdock.workers.schedule.cost import StepCost
+from crossdock.workers.schedule.prefix_index import Window
 from crossdock.workers.schedule.returns import UNSEEN, Hints, Returns, chance_at, chances
 
 PrefixEviction: TypeAlias = Literal["lru", "value"]
@@ -357,7 +358,7 @@ class LeastValuable:
         }
 
 
-def why_no_values(windows: Sequence[int | None], state_pages: int = 0) -> str:
+def why_no_values(windows: Sequence[Window], state_pages: int = 0) -> str:
     """Return why cached pages cannot be evicted by value, with these windows and states; empty: they can.
 
     Where a group of layers has a window, a hit needs that group's last pages alone, so that a page without the pages
@@ -370,7 +371,7 @@ def why_no_values(windows: Sequence[int | None], state_pages: int = 0) -> str:
 
 
 def retention(
-    policy: PrefixEviction, num_pages: int, page_size: int, windows: Sequence[int | None], state_pages: int = 0
+    policy: PrefixEviction, num_pages: int, page_size: int, windows: Sequence[Window], state_pages: int = 0
 ) -> Retention:
     """Return an empty set of cached pages that evicts by `policy`; where that cannot be by value, as `lru` does."""
     if policy == "value" and not why_no_values(windows, state_pages):

@@ -7,6 +7,7 @@ import pytest
 import yaml
 
 from crossdock.cluster.simulate.fleet import describe, load_fleet
+from crossdock.workers.schedule.prefix_index import AttentionChunk, Window
 from tests.cluster.simulate.small_fleets import profile
 
 
@@ -33,7 +34,8 @@ def test_invalid_fleet_raises_an_error_that_names_the_field(data: dict[str, Any]
 
 
 def test_fleet_from_a_file_has_its_settings_and_the_profiles_rest(tmp_path: Path) -> None:
-    (tmp_path / "mine.json").write_text(profile(max_num_seqs=12).model_dump_json())
+    windows: tuple[Window, ...] = (None, 64, AttentionChunk(64))
+    (tmp_path / "mine.json").write_text(profile(max_num_seqs=12, windows=windows).model_dump_json())
     classes = [{"name": "interactive", "ttft_s": 0.3, "tpot_s": 0.02}, {"name": "standard", "ttft_s": 3, "tpot_s": 0.1}]
     data = {
         "slo_classes": classes,
@@ -49,6 +51,7 @@ def test_fleet_from_a_file_has_its_settings_and_the_profiles_rest(tmp_path: Path
     assert [pool.role for pool in loaded.pools] == [pool.profile.role for pool in loaded.pools] == ["prefill", "decode"]
     assert (prefill.engine.max_num_seqs, decode.engine.max_num_seqs, decode.profile.max_num_seqs) == (12, 8, 8)
     assert decode.engine.prefill_order == "fcfs"
+    assert decode.profile.windows == windows
     assert prefill.profile.slo_classes == loaded.classes
     assert [slo.ttft_s for slo in loaded.classes] == [0.3, 3.0]
     assert loaded.noise == 0.1

@@ -60,7 +60,9 @@ def test_chunk_near_the_start_and_chunk_deep_in_a_prompt_have_choices_of_their_o
     assert len(measured) == 2  # at the first sight of these heads
 
 
-@pytest.mark.parametrize("shape", [{"softcap": 2.0}, {"sinks": True}, {"window": 12}, {"v_dim": 16}], ids=str)
+@pytest.mark.parametrize(
+    "shape", [{"softcap": 2.0}, {"sinks": True}, {"window": 12}, {"attention_chunk": 12}, {"v_dim": 16}], ids=str
+)
 def test_what_flash_attention_does_not_know_runs_in_cpp(shape: dict[str, Any], flash_calls: list[int]) -> None:
     check(Case(LENGTHS, **shape), CpuAttention("torch").paged_attention)
     assert flash_calls == []
@@ -71,8 +73,9 @@ def test_rows_that_see_later_keys_run_in_cpp(flash_calls: list[int]) -> None:
     assert flash_calls == []
 
 
-def test_window_longer_than_the_sequence_is_none(flash_calls: list[int]) -> None:
-    check(Case(LENGTHS, window=90), CpuAttention("torch").paged_attention)
+@pytest.mark.parametrize("sight", ["window", "attention_chunk"])
+def test_window_longer_than_the_sequence_is_none(sight: str, flash_calls: list[int]) -> None:
+    check(Case(LENGTHS, **{sight: 90}), CpuAttention("torch").paged_attention)
     assert flash_calls == [1, 2, 5]
 
 
@@ -89,8 +92,8 @@ def test_random_batches_match_longhand(seed: int, flash_calls: list[int]) -> Non
             v_dim=dim,
             page_size=rng.choice([1, 8, 16, 24]),
             dtype=rng.choice([torch.float32, torch.bfloat16]),
-            window=rng.choice([None, None, 150]),
             seed=rng.randrange(2**31),
+            **rng.choice([{}, {"window": 150}, {"attention_chunk": 150}]),
         )
         check(case, CpuAttention("torch").paged_attention)
     assert flash_calls

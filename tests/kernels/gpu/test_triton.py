@@ -47,6 +47,13 @@ SHAPES: list[dict[str, Any]] = [
     {"fp8": True, "k_dim": 33, "v_dim": 7, "page_size": 24},
     {"fp8": True, "q_heads": 8, "kv_heads": 1, "window": 24},
 ]
+CHUNKED: list[dict[str, Any]] = [
+    {"attention_chunk": 1},
+    {"attention_chunk": 24},
+    {"attention_chunk": 64, "page_size": 24},
+    {"attention_chunk": 33, "sinks": True, "softcap": 5.0},
+    {"attention_chunk": 48, "fp8": True, "q_heads": 8, "kv_heads": 1},
+]
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -92,7 +99,7 @@ def check(case: Case, device: str) -> None:
 
 
 @pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES, *CHUNKED], ids=str)
 def test_attention_matches_longhand(shape: dict[str, Any], device: str, seed: int) -> None:
     check(Case(MIXED, seed=seed, **shape), device)
 
@@ -104,7 +111,7 @@ def test_rows_that_see_later_keys_match_longhand(shape: dict[str, Any], device: 
 
 
 @pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[5], SHAPES[8], SHAPES[10], *SHAPES[-4:]], ids=str)
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[5], SHAPES[8], SHAPES[10], *SHAPES[-4:], *CHUNKED], ids=str)
 def test_attention_of_batches_without_chunks_matches_longhand(shape: dict[str, Any], device: str, seed: int) -> None:
     check(Case(DECODES, seed=seed, **shape), device)
 
@@ -141,24 +148,25 @@ def test_attention_of_random_batches_matches_longhand(device: str, seed: int) ->
             k_dim=rng.choice([2, 16, 31, 32, 80]),
             v_dim=rng.choice([1, 16, 32, 48]),
             page_size=rng.choice([1, 8, 16, 24, 64]),
-            window=rng.choice([None, None, rng.randint(1, 150)]),
             softcap=rng.choice([None, None, 1.5, 50.0]),
             sinks=rng.random() < 0.3,
             fp8=rng.random() < 0.3,
             seed=rng.randrange(2**31),
+            **rng.choice([{}, {"window": rng.randint(1, 150)}, {"attention_chunk": rng.randint(1, 150)}]),
         )
         check(case, device)
 
 
 @pytest.mark.usefixtures("small")
-def test_pages_outside_the_window_are_never_read(device: str, seed: int) -> None:
-    case = Case([(1, 200), (9, 130), (40, 120)], window=20, seed=seed)
+@pytest.mark.parametrize("sight", [{"window": 20}, {"attention_chunk": 40}], ids=str)
+def test_pages_that_no_row_sees_are_never_read(sight: dict[str, int], device: str, seed: int) -> None:
+    case = Case([(1, 200), (9, 130), (40, 120)], seed=seed, **sight)
     case.fill()
     pages = case.batch.page_table
     spare = next(p for p in range(len(case.k_pages)) if p not in pages)
     assert case.k_pages[spare].isnan().all()
     for s, (q_len, kv_len) in enumerate(case.lengths):
-        pages[s, : (kv_len - q_len - 20 + 1) // case.page_size] = spare
+        pages[s, : case.first_key(kv_len - q_len) // case.page_size] = spare
     torch.testing.assert_close(run(case, device).double(), case.expected(), atol=2e-5, rtol=2e-5)
 
 
@@ -317,12 +325,13 @@ def test_kernels_compile_for_hopper_without_spilling(tmp_path: Path) -> None:
             (False, 128, 4, {}), (True, 64, 3, {"WINDOW": 128, "SOFTCAP": 9.0}), (True, 256, 8, {"HAS_SINKS": True}),
             (False, 128, 4, {"HAS_SCALES": True}), (True, 128, 4, {"HAS_SCALES": True}),
             (True, 256, 2, {"HAS_ENDS": True, "WINDOW": 1024}), (True, 256, 2, {"HAS_ENDS": True}),
+            (False, 128, 5, {"ATTENTION_CHUNK": 8192}), (True, 128, 5, {"ATTENTION_CHUNK": 8192}),
             (True, 256, 8, {"HAS_SCALES": True}),
         ]:
             tiles = ours.tiles_for(dim, dim, 2, has_chunks)
             constants = {
-                "GROUP": group, "PAGE": 16, "BLOCK_N": tiles.tokens, "WINDOW": 0, "SOFTCAP": 0.0, "HAS_SINKS": False,
-                "ROWS": tiles.rows, "HAS_SCALES": False, "LATENT": False, "HAS_ENDS": False,
+                "GROUP": group, "PAGE": 16, "BLOCK_N": tiles.tokens, "WINDOW": 0, "ATTENTION_CHUNK": 0, "SOFTCAP": 0.0,
+                "HAS_SINKS": False, "ROWS": tiles.rows, "HAS_SCALES": False, "LATENT": False, "HAS_ENDS": False,
                 **ours.block_widths(dim, dim), **features,
             }
             kernel = ours.chunk_kernel if has_chunks else ours.decode_kernel
@@ -332,12 +341,12 @@ def test_kernels_compile_for_hopper_without_spilling(tmp_path: Path) -> None:
             tiles = ours.LATENT_CHUNK_TILES if has_chunks else ours.LATENT_DECODE_TILES
             kernel = ours.chunk_kernel if has_chunks else ours.decode_kernel
             constants = {
-                "GROUP": 16, "PAGE": 16, "BLOCK_N": tiles.tokens, "WINDOW": 0, "SOFTCAP": 0.0, "HAS_SINKS": False,
-                "ROWS": tiles.rows, "HAS_SCALES": has_scales, "LATENT": True, "HAS_ENDS": False,
+                "GROUP": 16, "PAGE": 16, "BLOCK_N": tiles.tokens, "WINDOW": 0, "ATTENTION_CHUNK": 0, "SOFTCAP": 0.0,
+                "HAS_SINKS": False, "ROWS": tiles.rows, "HAS_SCALES": has_scales, "LATENT": True, "HAS_ENDS": False,
                 **ours.block_widths(576, 512, True),
             }
             check(kernel, constants, tiles.num_warps, tiles.num_stages)
-        check(ours.share_kernel, {"MIN_TILES": 4, "BLOCK_N": 64, "WINDOW": 128, "BLOCK_S": 256})
+        check(ours.share_kernel, {"MIN_TILES": 4, "BLOCK_N": 64, "WINDOW": 128, "ATTENTION_CHUNK": 0, "BLOCK_S": 256})
         check(ours.join_kernel, {
             "GROUP": 4, "V_DIM": 128, "BLOCK_V": 128, "BLOCK_P": 8, "BLOCK_G": 4, "HAS_SINKS": True,
         })

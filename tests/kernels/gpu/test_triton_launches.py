@@ -154,6 +154,7 @@ def shares_of(lengths: Sequence[int], parts: int, *, min_tiles: int = 1, tile: i
         MIN_TILES=min_tiles,
         BLOCK_N=tile,
         WINDOW=window,
+        ATTENTION_CHUNK=0,
         BLOCK_S=4,  # several blocks of sequences
     )
     return [int(share) for share in shares]

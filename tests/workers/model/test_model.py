@@ -32,7 +32,7 @@ def test_logits_of_any_chunks_equal_transformers(name: str) -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton: pip install triton")
-@pytest.mark.parametrize("name", ["llama", "gemma2", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "deepseek_v3", "llama4_text"])
 def test_logits_of_every_backend_equal_transformers(name: str) -> None:
     module = build(name, SERVED[name])
     prompts = [torch.arange(3, 3 + n) for n in (5, 38)]

@@ -34,6 +34,7 @@ from crossdock.workers.schedule.speculative_config import SpeculativeConfig
 from tests.workers.schedule.model_free_replica import (
     CLASSES,
     COST,
+    first_seen,
     guesses,
     new_scheduler,
     reference_output,
@@ -245,7 +246,7 @@ class PoolReplica:
         self.compute_state(part, tokens)
         for group, pages in enumerate((part.pages, *part.further_pages)):
             window = self.world.windows[group]
-            for position in range(max(part.start - window + 1, 0) if window else 0, end):
+            for position in range(first_seen(window, part.start), end):
                 page, at = pages[position // PAGE_SIZE], position % PAGE_SIZE
                 assert page != HOLE, f"{part.request.id} reads a page of token {position} that was given back"
                 content = hash((group, *tokens[: position + 1]))

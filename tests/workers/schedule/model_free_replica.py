@@ -11,7 +11,7 @@ from crossdock.workers.schedule.cost import StepCost, StepWork
 from crossdock.workers.schedule.drafting import DraftPolicy
 from crossdock.workers.schedule.encoding import Encoding
 from crossdock.workers.schedule.pages import PagePool
-from crossdock.workers.schedule.prefix_index import Window
+from crossdock.workers.schedule.prefix_index import AttentionChunk, Window
 from crossdock.workers.schedule.request import Leg, Request, SamplingParams, TokenDelta
 from crossdock.workers.schedule.retention import retention
 from crossdock.workers.schedule.scheduler import Scheduler
@@ -29,6 +29,13 @@ CLASSES = (
 def next_token(token_ids: Sequence[int], vocabulary: int = 50) -> int:
     """Return a token that depends on all before it, sometimes EOS: stands in for the model."""
     return hashlib.blake2b(str(list(token_ids)).encode(), digest_size=4).digest()[0] % vocabulary
+
+
+def first_seen(window: Window, position: int) -> int:
+    """Return the first token that a layer with the window sees at a position."""
+    if isinstance(window, AttentionChunk):
+        return next(first for first in range(position, -1, -1) if first % window.tokens == 0)
+    return 0 if window is None else max(position - window + 1, 0)
 
 
 def reference_output(prompt: Sequence[int], params: SamplingParams, max_model_len: int) -> list[int]:

@@ -21,13 +21,14 @@ from crossdock.workers.schedule.drafting import DraftPolicy
 from crossdock.workers.schedule.encoding import Encoding
 from crossdock.workers.schedule.items import Item
 from crossdock.workers.schedule.page_needs import PageNeeds
-from crossdock.workers.schedule.prefix_index import Window
+from crossdock.workers.schedule.prefix_index import AttentionChunk, Window
 from crossdock.workers.schedule.request import InvalidField, Leg, Overloaded, Request, SamplingParams, Status
 from crossdock.workers.schedule.speculative_config import SpeculativeConfig
 from tests.workers.schedule.model_free_replica import (
     CLASSES,
     COST,
     EOS,
+    first_seen,
     guesses,
     new_scheduler,
     next_token,
@@ -71,7 +72,7 @@ class AnyHistory(RuleBasedStateMachine):
         partial=st.sampled_from([(1, 1), (2, 1), (8, 2)]),
         lane=st.sampled_from([0.0, 0.5, 0.9]),
         admission=st.sampled_from(["queue", "reject"]),
-        model=st.integers(0, 3),
+        model=st.integers(0, 6),
         eviction=st.sampled_from(["lru", "value"]),
     )
     def start(
@@ -490,7 +491,7 @@ class AnyHistory(RuleBasedStateMachine):
         """Return the tokens up to the end of a part, all of those that each group sees read from its pages."""
         size, end, tokens = self.pages.page_size, part.start + part.num_tokens, part.request.token_ids[: part.start]
         for owned, window in zip(pages, self.windows, strict=True):
-            first = 0 if window is None else max(0, part.start - window + 1)
+            first = first_seen(window, part.start)
             seen = [self.memory[owned[at // size], at % size] for at in range(first, end)]
             assert seen == tokens[first:] or len(tokens) == part.start, "groups of layers have unlike tokens"
             tokens[first:] = seen
@@ -564,7 +565,10 @@ class AnyHistoryInStages(AnyHistory):
 class AnyHistoryWithWindows(AnyHistory):
     """The same with layers that see the last tokens alone, whose pages go while a request runs."""
 
-    group_windows = ((5,), (None, 6), (None, 1, 9), (None, None, 4, 4))
+    group_windows = (
+        *((5,), (None, 6), (None, 1, 9), (None, None, 4, 4)),
+        *((AttentionChunk(10),), (None, AttentionChunk(8)), (None, AttentionChunk(1), 5, AttentionChunk(6))),
+    )
 
 
 class AnyHistoryWithWindowsAhead(AnyHistoryWithWindows):

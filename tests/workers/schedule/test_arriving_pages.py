@@ -5,7 +5,7 @@ import pytest
 from crossdock.workers.schedule.layer_groups import group_layers
 from crossdock.workers.schedule.page_needs import PageNeeds
 from crossdock.workers.schedule.pages import PagePool
-from crossdock.workers.schedule.prefix_index import HOLE, PrefixHit, Window, hash_pages
+from crossdock.workers.schedule.prefix_index import HOLE, AttentionChunk, PrefixHit, Window, hash_pages
 from crossdock.workers.schedule.request import Leg
 from crossdock.workers.schedule.scheduler import Scheduler
 
@@ -22,9 +22,15 @@ def arriving(scheduler: Scheduler, name: str = "r", prompt: list[int] = PROMPT) 
     return request.owner
 
 
-@pytest.mark.parametrize(("window", "first"), [(4, 6), (5, 6), (7, 6), (8, 5), (30, 0), (100, 0)])
-def test_window_has_holes_before_the_first_page_that_the_next_token_sees(window: int, first: int) -> None:
-    """The token at position 30 sees tokens from 31 - window on."""
+@pytest.mark.parametrize(
+    ("window", "first"),
+    [
+        *((4, 6), (5, 6), (7, 6), (8, 5), (30, 0), (100, 0)),
+        *((AttentionChunk(29), 7), (AttentionChunk(13), 6), (AttentionChunk(16), 4), (AttentionChunk(31), 0)),
+    ],
+)
+def test_window_has_holes_before_the_first_page_that_the_next_token_sees(window: Window, first: int) -> None:
+    """The token at position 30 sees tokens from 31 - window on, or those of its attention chunk."""
     scheduler = new_scheduler(windows=(None, window))
     owner = arriving(scheduler)
     full, last = scheduler.pages.live_pages_of(owner)
@@ -91,6 +97,7 @@ def test_prefix_is_found_by_where_the_tokens_begin_that_are_computed_here() -> N
     [
         ([128, None] * 18, 0.50, 0.51),  # gpt-oss-120b
         (([1024] * 5 + [None]) * 10 + [1024] * 2, 0.26, 0.27),  # Gemma-3-27B
+        (([AttentionChunk(8192)] * 3 + [None]) * 12, 0.25, 0.25),  # Llama-4-Scout: the next token begins a chunk
         ([None] * 32, 1.0, 1.0),  # Llama-3-8B
     ],
 )

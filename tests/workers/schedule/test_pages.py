@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from crossdock.workers.schedule.pages import PagePool
-from crossdock.workers.schedule.prefix_index import HOLE, hash_pages
+from crossdock.workers.schedule.prefix_index import HOLE, AttentionChunk, hash_pages
 
 
 def test_hash_of_a_page_depends_on_all_tokens_before() -> None:
@@ -148,6 +148,24 @@ def test_prefix_hit_ends_where_every_group_can_continue() -> None:
     assert pool.match_prefix(hashes).num_pages == 3
     pool.slide("a", 12)
     assert pool.num_held("a", 1) == 2
+
+
+def test_prefix_hit_of_an_attention_chunk_needs_the_pages_since_its_begin() -> None:
+    pool = PagePool(20, 4, windows=(None, AttentionChunk(10)))
+    hashes = hash_pages(list(range(24)), 4)
+    for group in range(2):
+        pool.allocate("a", 6, group)
+    pool.index("a", hashes, 0)
+    pool.slide("a", 19)  # token 19 sees tokens 10 to 19
+    assert pool.num_held("a", 1) == 4
+    pool.slide("a", 20)  # a chunk begins with token 20
+    assert pool.num_held("a", 1) == 1
+    pool.allocate("b", 8 + 5)  # evicts the pages of tokens 0 to 19
+    hit = pool.match_prefix(hashes)
+    assert (hit.num_pages, list(hit.by_group[1][:5])) == (6, [HOLE] * 5)
+    ends_with_chunk = pool.match_prefix(hashes[:5])
+    assert (ends_with_chunk.num_pages, ends_with_chunk.by_group[1]) == (5, [HOLE] * 5)
+    assert pool.match_prefix(hashes[:4]).num_pages == 0  # token 16 sees page 2, which is gone
 
 
 def test_only_windows_continue_after_a_gap() -> None:

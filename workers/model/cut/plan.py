@@ -57,10 +57,9 @@ class TensorPlan:
             _STYLES[style](self, name, module, heads)
         for name, parameter in list(self.model.named_parameters()):
             style = plan.get(_pattern(name))
-            if style == "packed_colwise":
-                self._shrink(name, parameter.dim() - 2, parameter.shape[-2] // 2, packed=2)
-            elif style == "rowwise":
-                self._shrink(name, parameter.dim() - 1, parameter.shape[-1])
+            if style in _OF_PARAMETERS:
+                dim, packed = parameter.dim() + _OF_PARAMETERS[style][0], _OF_PARAMETERS[style][1]
+                self._shrink(name, dim, parameter.shape[dim] // packed, packed=packed)
             elif style is not None:
                 raise CannotCut(f"{self.config.model_type}: its tensor-parallel plan divides {name} by {style!r}")
 
@@ -177,6 +176,8 @@ _STYLES: dict[str, Callable[[TensorPlan, str, Any, HeadRanges | None], None]] = 
     "mla_kv_a_proj": TensorPlan.replicate,
 }
 
+_OF_PARAMETERS = {"packed_colwise": (-2, 2), "colwise": (-2, 1), "packed_rowwise": (-1, 2), "rowwise": (-1, 1)}
+"""Which dimension of a parameter of its own, as experts have, is divided, and how many tensors lie along it."""
 
 _LIKE = {"qwen3_vl_text": "qwen3"}
 """Decoders without a plan of their own, and those with the same modules whose plan they follow."""

@@ -11,14 +11,15 @@ from crossdock.kvtransfer.layout import LayerShape, PageGroup, PoolSpec, Shard
 from crossdock.workers.model.fp8_scales import exponents, fingerprint_of
 from crossdock.workers.model.model import PagedModel
 from crossdock.workers.replica.config import EngineConfig
-from crossdock.workers.schedule.layer_groups import group_layers
+from crossdock.workers.schedule.layer_groups import LayerGroup, group_layers
+from crossdock.workers.schedule.prefix_index import AttentionChunk, Window, most_visible
 
 logger = logging.getLogger(__name__)
 
 HeldLayers: TypeAlias = tuple[tuple[int, ...], ...]
 """The layers a rank holds, a row each: layer number, first KV head, last (exclusive), heads of all ranks, key dim,
-value dim and window (0: none); where pages are e4m3 also the exponents of its heads' scales, all of keys, then all of
-values."""
+value dim, window and attention chunk (0: none); where pages are e4m3 also the exponents of its heads' scales, all of
+keys, then all of values."""
 
 
 def held_layers(model: PagedModel) -> HeldLayers:
@@ -29,7 +30,8 @@ def held_layers(model: PagedModel) -> HeldLayers:
         start, stop, count = model.part.heads.get(number, (0, shape.num_kv_heads, shape.num_kv_heads))
         scales = model.scales[number - model.part.first_layer] if model.scales else ()
         powers = [power for scale in scales for power in exponents(scale)]
-        rows.append((number, start, stop, count, shape.key_dim, shape.value_dim, window or 0, *powers))
+        visible = tuple(size or 0 for size in _sizes(window))
+        rows.append((number, start, stop, count, shape.key_dim, shape.value_dim, *visible, *powers))
     return tuple(rows)
 
 
@@ -52,8 +54,8 @@ def choose_groups_of_ranks(model: PagedModel, config: EngineConfig, store: Any, 
 def _choose_groups(model: PagedModel, page_size: int, by_rank: Sequence[HeldLayers], reason: str) -> None:
     """Set the groups of the model; `reason`: why there is one alone, which keeps its pages."""
     rows = {row[0]: row for held in by_rank for row in held}
-    windows = [rows[number][6] or None for number in sorted(rows)]
-    if not any(window is not None and window < model.max_model_len for window in windows):
+    windows = [_window(*rows[number][6:8]) for number in sorted(rows)]
+    if not any(window is not None and most_visible(window) < model.max_model_len for window in windows):
         model.groups = ()
         return
     token_bytes = [heads * (key + value) for _, _, _, heads, key, value, *_ in map(rows.__getitem__, sorted(rows))]
@@ -93,15 +95,30 @@ def pool_spec(
         shards=tuple(Shard(rows[0][0], tuple((start, stop) for _, start, stop, *_ in rows)) for rows in by_rank),
         rank=rank,
         num_pages=num_pages,
-        groups=tuple(PageGroup(group.window, group.layers) for group in model.groups),
+        groups=tuple(_page_group(group) for group in model.groups),
         state="" if model.states is None else model.states.name,
     )
+
+
+def _page_group(group: LayerGroup) -> PageGroup:
+    window, attention_chunk = _sizes(group.window)
+    return PageGroup(window, group.layers, attention_chunk)
+
+
+def _sizes(window: Window) -> tuple[int | None, int | None]:
+    """Return the tokens of a window that slides, and of an attention chunk; None: not one of these."""
+    return (None, window.tokens) if isinstance(window, AttentionChunk) else (window, None)
+
+
+def _window(window: int, attention_chunk: int) -> Window:
+    """Return the window of a row of `HeldLayers`."""
+    return AttentionChunk(attention_chunk) if attention_chunk else window or None
 
 
 def _fingerprint_of_scales(by_rank: Sequence[HeldLayers]) -> str:
     """Return the same for any division of a model among ranks, if ranks that share a head have the same scales."""
     heads: list[tuple[int, ...]] = []
-    for number, start, stop, _, _, _, _, *powers in (row for rows in by_rank for row in rows):
+    for number, start, stop, _, _, _, _, _, *powers in (row for rows in by_rank for row in rows):
         keys, values = powers[: stop - start], powers[stop - start :]
         heads += zip([number] * (stop - start), range(start, stop), keys, values, strict=True)
     return fingerprint_of(heads)

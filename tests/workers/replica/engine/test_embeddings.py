@@ -203,5 +203,6 @@ def test_hidden_states_of_every_architecture_are_those_before_its_output_project
 def hidden_states(module: PreTrainedModel, prompt: torch.Tensor) -> torch.Tensor:
     """Return the last hidden states [T, E] of transformers' own forward."""
     module.set_attn_implementation("eager")
-    hidden: torch.Tensor = module.base_model(input_ids=prompt[None], use_cache=False).last_hidden_state[0]
+    base = module.base_model if module.base_model is not module else module.model  # Llama 4 names another prefix
+    hidden: torch.Tensor = base(input_ids=prompt[None], use_cache=False).last_hidden_state[0]
     return hidden

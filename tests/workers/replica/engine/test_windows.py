@@ -13,6 +13,7 @@ from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.calibrate import warm_up
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.schedule.batch import Batch
+from crossdock.workers.schedule.prefix_index import AttentionChunk
 from crossdock.workers.schedule.request import Submission
 from crossdock.workers.schedule.retention import LeastRecentlyUsed
 from tests.workers.architectures import SERVED, WINDOW, build
@@ -27,6 +28,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gemma3_text": SERVED["gemma3_text"],
     "gemma4_text": {**SERVED["gemma4_text"], "global_head_dim": 24, "num_global_key_value_heads": 1},
     "gpt_oss": SERVED["gpt_oss"],
+    "llama4_text": SERVED["llama4_text"],
     "mistral": SERVED["mistral"],
     "mistral fused": {**SERVED["mistral"], **WIDE},
 }
@@ -86,7 +88,8 @@ def test_pages_that_windows_have_passed_are_never_read(
 ) -> None:
     engine = engine_on(model, 1500, enable_prefix_caching=False, **config)
     assert bool(model.kernels) == ("fused" in name)
-    assert [group.window for group in model.groups] == ([WINDOW] if "mistral" in name else [None, WINDOW])
+    window = AttentionChunk(WINDOW) if name == "llama4_text" else WINDOW
+    assert [group.window for group in model.groups] == ([window] if "mistral" in name else [None, window])
 
     def poison(batch: Batch) -> None:
         assert model.pool is not None

@@ -32,9 +32,9 @@ from tests.workers.replica.engines import run, tokens_of
 
 # A model for each style of plan: gathered queries, biases, fused and latent attention, experts, no plan at all, ...
 CHOSEN = ["llama", "gemma2", "gemma4_text", "phi", "phi3", "gpt_neox", "gpt2", "olmo2", "cohere2", "mixtral"]
-CHOSEN += ["deepseek_v2", "youtu", "gpt_oss"]
+CHOSEN += ["deepseek_v2", "youtu", "gpt_oss", "llama4_text"]
 WITHOUT_STAGES = ["longcat_flash"]  # a layer of its list has two attentions
-UNDIVIDED = ["aria_text", "beam"]  # tests/workers/model/cut has the reasons
+UNDIVIDED = ["beam"]  # tests/workers/model/cut has the reason
 REST = [pytest.param(name, marks=pytest.mark.soak) for name in SERVED if name not in [*CHOSEN, *UNDIVIDED, *RECURRENT]]
 
 

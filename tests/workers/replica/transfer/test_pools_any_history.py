@@ -15,12 +15,15 @@ from crossdock.workers.schedule import handoff, kv
 from crossdock.workers.schedule.admission import num_places
 from crossdock.workers.schedule.order import order_prefills
 from crossdock.workers.schedule.page_needs import PageNeeds
-from crossdock.workers.schedule.prefix_index import Window
+from crossdock.workers.schedule.prefix_index import AttentionChunk, Window
 from crossdock.workers.schedule.request import Leg, Request, Status
 from crossdock.workers.schedule.table import RequestTable
 from tests.workers.replica.pools_world import LONGEST, PAGE_SIZE, World
 
-WINDOWS: list[tuple[Window, ...]] = [(None,), (None, 9), (6,), (None, 5, 12)]  # of groups of layers
+WINDOWS: list[tuple[Window, ...]] = [
+    *((None,), (None, 9), (6,), (None, 5, 12)),
+    *((None, AttentionChunk(12)), (AttentionChunk(9),)),
+]  # of groups of layers
 CLASS = st.sampled_from(["interactive", "standard", "batch"])
 
 
