@@ -79,8 +79,8 @@ class Scheduler:
             raise ValueError("recurrent layers cannot take back rejected drafts: their state has no earlier version")
         if encoding is not None and encoding.keeps_items_whole and pages.state_pages:
             raise ValueError(
-                "a model with recurrent layers takes no pictures that attend in both directions: its chunks end where a "
-                "state is kept, which may be inside a picture"
+                "a model with recurrent layers takes no pictures that attend in both directions: its chunks end where "
+                "a state is kept, which may be inside a picture"
             )
         config.check_capacity(pages, max_model_len)
         self.config = config

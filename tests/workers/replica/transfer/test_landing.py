@@ -386,6 +386,64 @@ def test_address_of_another_pool_is_ignored_and_the_request_encodes_here() -> No
     asyncio.run(main())
 
 
+def test_dock_that_fails_at_the_call_of_one_request_costs_the_others_no_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first grant fails, and so does the first call that cancels."""
+    family, failed = "qwen2_vl", list[str]()
+    module, works = build_multimodal(family), [prompts(family)["one"], prompts(family)["other"], LONG]
+
+    async def main() -> None:
+        expected = [continuation(module, prompt, NUM_TOKENS) for prompt in works]
+        async with three(family, "tcp", enable_prefix_caching=False) as trio:
+            assert trio.first.thread.landing is not None
+            dock = trio.first.thread.landing.dock
+
+            def failing_once(name: str) -> Callable[..., None]:
+                call = getattr(dock, name)
+
+                def fail_or_call(*arguments: Any) -> None:
+                    if name not in failed:
+                        failed.append(name)
+                        raise ValueError(f"no {name}")
+                    call(*arguments)
+
+                return fail_or_call
+
+            monkeypatch.setattr(dock, "grant", failing_once("grant"))
+            named = [submission(f"{number}", prompt) for number, prompt in enumerate(works)]
+            assert await asyncio.gather(*(trio.generate(work) for work in named)) == expected
+            assert trio.lost["failed"] in (1, 2)  # pictures of one request
+            monkeypatch.setattr(dock, "cancel_expect", failing_once("cancel_expect"))
+            unsent = [trio.here(submission(name, LONG)) for name in ("a", "b")]
+            for work in unsent:
+                await trio.first.thread.submit("test", work)
+            await trio.first.thread.abort([(work.id, work.epoch) for work in unsent])
+            assert await trio.generate(submission("c", works[0])) == expected[0]
+            dock.cancel_expect("a", 0)  # the call that failed: else the dock expects these rows for ever
+        assert failed == ["grant", "cancel_expect"]
+
+    asyncio.run(main())
+
+
+def test_dock_that_has_ended_leaves_pictures_to_the_replica() -> None:
+    module = build_multimodal("qwen2_vl")
+
+    async def main() -> None:
+        trio = Trio("qwen2_vl", "tcp", deadline_s=1.0)
+        try:
+            await trio.first.thread.submit("test", trio.here(submission("a", LONG)))
+            assert trio.first.thread.landing is not None
+            await asyncio.to_thread(trio.first.thread.landing.dock.close)
+            await trio.first.thread.submit("test", trio.here(submission("b", LONG)))
+            for name in ("a", "b"):
+                assert await trio.first.rest(name) == continuation(module, LONG, NUM_TOKENS)
+            assert await trio.first.on_engine(trio.first.engine.pages.counts)  # its thread has not ended
+        finally:
+            for side in (trio.encoder, trio.first, trio.decode):
+                await side.close()
+
+    asyncio.run(main())
+
+
 def test_lost_prefill_replica_leaves_the_pictures_to_the_decode_replica() -> None:
     """The decode replica of a pair expects no rows: it encodes from the tensors."""
     module = build_multimodal("qwen2_vl")
