@@ -39,6 +39,13 @@ NO_ENCODER_WORK = EncoderWork()
 ON_THEIR_WAY = "encoder: an item's embeddings are on their way"
 
 
+class ItemFailure(NamedTuple):
+    """Why an item has no embeddings."""
+
+    reason: str
+    is_passing: bool  # such as memory that was short: the same item may be encoded another time
+
+
 class ItemChunk(NamedTuple):
     """A chunk of a prompt with items, and the items to encode for it."""
 
@@ -251,6 +258,11 @@ class Encoding:
         for landed in work.landed:
             if self.arriving is not None:
                 self.arriving.end_read(landed)
+
+    def forget(self, content_hash: bytes) -> None:
+        """Forget the embeddings of an item that could not be encoded: the next request that reads it tries again."""
+        if content_hash in self._rows:
+            self._evict(content_hash)
 
     def clear(self) -> None:
         """Forget all embeddings: steps that were to encode some may not have ended."""
