@@ -79,9 +79,7 @@ class StepPictures:
     positions: NDArray[np.int64] | None = None  # [3, T]; None: one for each token, which the step has
     key_end: NDArray[np.int32] | None = None  # [T]; see `AttentionBatch`
     timer: Callable[[], float] = lambda: 0.0  # of `seconds`
-    failures: Mapping[bytes, ItemFailure] = field(
-        default_factory=dict
-    )  # items of `parts` without embeddings
+    failures: Mapping[bytes, ItemFailure] = field(default_factory=dict)  # items of `parts` without embeddings
     prepared: "PictureRows | None" = None  # on the rank that encodes, from the step's begin on
 
     @property

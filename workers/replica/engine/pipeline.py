@@ -51,9 +51,7 @@ class FinishedStep(NamedTuple):
     is_usual: bool
     is_full: bool  # every stage had a step to compute since the step before it ended, and none was encoding
     encoder_seconds: float = 0.0  # of these, for pictures
-    picture_failures: Mapping[
-        bytes, ItemFailure
-    ] = {}  # of pictures that it read, by content hash
+    picture_failures: Mapping[bytes, ItemFailure] = {}  # of pictures that it read, by content hash
 
 
 @dataclass(slots=True, eq=False)
