@@ -84,6 +84,8 @@ def submit_again(
 def submits_of(placement: Placement, submission: Submission, page_size: int) -> list[Submit]:
     """Return the legs of one attempt: those that receive from others before those that send."""
     decode, prefill, encoder = placement.decode, placement.prefill, placement.encoder
+    if encoder is not None:  # the first token waits for the last row
+        submission = replace(submission, rows_within_s=placement.predicted_ttft)
     if prefill is None:
         submits = [Submit(decode, submission, encoder=encoder)]
     else:

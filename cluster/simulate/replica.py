@@ -17,7 +17,7 @@ import numpy as np
 from crossdock.cluster.simulate.clock import Clock
 from crossdock.cluster.simulate.fleet import SimulatedPool
 from crossdock.workers.report.advertise import Publisher
-from crossdock.workers.schedule.arriving_rows import ArrivingRows, LandingCalls
+from crossdock.workers.schedule.arriving_rows import LEAST_PATIENCE_S, ArrivingRows, LandingCalls
 from crossdock.workers.schedule.batch import Batch, SampledToken, Scheduled
 from crossdock.workers.schedule.drafting import DraftPolicy
 from crossdock.workers.schedule.encoding import LONGEST_SHIPPING_STEP_S, Encoding
@@ -29,7 +29,6 @@ from crossdock.workers.schedule.scheduler import Scheduler
 TOKEN = 2**32 - 1  # the token that every simulated model samples
 _SAMPLED = SampledToken(TOKEN)
 _ROWS = 100_000  # of embeddings, where the profile does not say how many a replica keeps
-PATIENCE_S = 10.0  # for the offer of embeddings: the default of `transfer.deadline_s`
 _DRAFT_SEED = 1  # sets their random numbers apart from those of noise
 
 Action: TypeAlias = Callable[[float], None]
@@ -182,7 +181,7 @@ class SimulatedReplica:
             encoding.longest_s = LONGEST_SHIPPING_STEP_S
         if self.takes_rows:
             num_pages = max(encoding.capacity // profile.page_size, 2)
-            encoding.arriving = self.landing = ArrivingRows(num_pages, profile.page_size, PATIENCE_S)
+            encoding.arriving = self.landing = ArrivingRows(num_pages, profile.page_size, LEAST_PATIENCE_S)
         self.scheduler = Scheduler(
             self.pool.engine,
             pages,

@@ -4,7 +4,7 @@ docks and `Landing` do."""
 from dataclasses import dataclass
 from functools import partial
 
-from crossdock.cluster.simulate.replica import PATIENCE_S, SimulatedReplica
+from crossdock.cluster.simulate.replica import SimulatedReplica
 from crossdock.cluster.simulate.transfer import SimulatedTransfer
 from crossdock.workers.schedule.arriving_rows import ArrivingRows
 from crossdock.workers.schedule.request import Request
@@ -19,8 +19,8 @@ class SimulatedRows(SimulatedTransfer):
         if self.is_over:
             request.is_encoded_elsewhere = False
             return
-        self._landing.expect(request, now)
-        self.clock.at(now + PATIENCE_S, partial(self.receiver.post, _look_again))
+        due = self._landing.expect(request, now)
+        self.clock.at(due, partial(self.receiver.post, _look_again))
 
     def land(self, first_page: int, now: float) -> None:
         """The receiver has landing pages for the rows from `first_page` on."""

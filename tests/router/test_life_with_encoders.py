@@ -45,6 +45,16 @@ def test_encode_replica_is_submitted_last_and_ships_to_the_one_that_computes_the
     assert [(item.start, item.length, item.num_rows) for item in leg.items] == [(0, 8, 8), (16, 10, 10)]
 
 
+def test_replica_that_waits_for_rows_is_given_the_predicted_seconds() -> None:
+    life = new_life("p", "d", "v1")
+    legs = submits(life.place(0.0))
+    assert life.placement is not None
+    assert {leg.submission.rows_within_s for leg in legs} == {life.placement.predicted_ttft}
+    assert life.placement.predicted_ttft > 0
+    (alone,) = submits(new_life("a").place(0.0))
+    assert alone.submission.rows_within_s == 0
+
+
 def test_request_without_pictures_has_no_encode_replica() -> None:
     life = RequestLife(Submission("r", PROMPT), router(["a", "v1"]), 0.0)
     (submit,) = submits(life.place(0.0))

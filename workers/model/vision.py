@@ -20,12 +20,14 @@ from crossdock.kernels.backend import CPP, Attention
 from crossdock.workers.model.deep_stack import add_after
 from crossdock.workers.model.device_copies import timed, to_device
 from crossdock.workers.model.encoder_calls import NESTED, arguments_of, batches_of, layers_of
+from crossdock.workers.model.encoder_failures import is_passing, item_failure
 from crossdock.workers.model.forward_context import ATTENTION_NAME
 from crossdock.workers.schedule.arriving_rows import LandedItem
 from crossdock.workers.schedule.batch import Batch
-from crossdock.workers.schedule.encoding import EncoderWork
+from crossdock.workers.schedule.encoding import EncoderWork, ItemFailure
 from crossdock.workers.schedule.items import LEVELS, Item
 from crossdock.workers.schedule.request import InvalidField, Request
+from crossdock.workers.schedule.whole_items import key_end
 
 _FAMILIES = {"gemma3", "idefics3", "smolvlm", "llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "mistral3", "internvl"}
 """Models whose pictures were compared with transformers' own pass, chunk by chunk. Others take text alone."""
@@ -77,7 +79,7 @@ class StepPictures:
     positions: NDArray[np.int64] | None = None  # [3, T]; None: one for each token, which the step has
     key_end: NDArray[np.int32] | None = None  # [T]; see `AttentionBatch`
     timer: Callable[[], float] = lambda: 0.0  # of `seconds`
-    failures: Mapping[bytes, str] = field(default_factory=dict)  # why items of `parts` have no embeddings, by content
+    failures: Mapping[bytes, ItemFailure] = field(default_factory=dict)  # items of `parts` without embeddings
     prepared: "PictureRows | None" = None  # on the rank that encodes, from the step's begin on
 
     @property
@@ -134,7 +136,7 @@ class PictureEncoder:
     takes_rows: bool = False  # whether other replicas will send rows, in landing pages of as many bytes as the cache
     landing: Tensor | None = None  # [page, row, (1 + L) * E], where rows of other replicas land; None: none send any
     _embeddings: dict[bytes, Tensor] = field(default_factory=dict)  # [1 + L, rows, E], by content
-    _failed: dict[bytes, str] = field(default_factory=dict)  # why, by content; the embeddings are zeros
+    _failed: dict[bytes, ItemFailure] = field(default_factory=dict)  # by content; the embeddings are zeros
     _prompts: dict[str, PromptPictures] = field(default_factory=dict)  # by request, of those with items
 
     def __post_init__(self) -> None:
@@ -196,8 +198,8 @@ class PictureEncoder:
         for kind in _KINDS:
             if (surplus := np.flatnonzero((ids == self._placeholder(kind)) & ~is_taken)).size:
                 raise InvalidField(f"token {surplus[0]} is a placeholder of {kind} that no item has", "prompt")
-        key_end = _key_end(is_taken) if self.attends_both_ways else None
-        return PromptPictures(places, *self._rope(request, places), key_end)
+        ends = key_end(is_taken) if self.attends_both_ways else None
+        return PromptPictures(places, *self._rope(request, places), ends)
 
     def add(self, request_id: str, pictures: PromptPictures) -> None:
         """Keep what `locate` found for the steps of a request, until `remove`."""
@@ -320,21 +322,26 @@ class PictureEncoder:
         return rows.view(landed.num_rows, 1 + self.num_deep, -1).transpose(0, 1).contiguous()
 
     def encode(self, items: Sequence[Item]) -> None:
-        """Compute and keep the embeddings of `items`. One that cannot be encoded fails its own requests alone."""
+        """Compute and keep the embeddings of `items`. One that cannot be encoded fails its own requests alone.
+
+        Where memory is short, each item is tried once more, alone.
+        """
         for batch in batches_of(items, self.most_rows):
             try:
                 self._keep(batch)
                 continue
             except Exception as error:  # the encoder may raise anything at tensors that are not its own
-                failure = error
+                failure = error.with_traceback(None)  # whose frames hold the memory of the call
+            if is_passing(failure) and self._parameter.is_cuda:
+                torch.cuda.empty_cache()
             for item in batch:
                 try:
-                    if len(batch) == 1:
+                    if len(batch) == 1 and not is_passing(failure):
                         raise failure
                     self._keep([item])
                 except Exception as error:
                     self._embeddings[item.content_hash] = self._zeros(item.num_rows)
-                    self._failed[item.content_hash] = f"a picture cannot be encoded: {type(error).__name__}: {error}"
+                    self._failed[item.content_hash] = item_failure(error)
 
     def _keep(self, batch: Sequence[Item]) -> None:
         embeddings = self.features(batch)
@@ -389,12 +396,3 @@ class PictureEncoder:
             tensors["image_sizes"] = np.array([shape[-2:]])
         rows = self.features([Item(0, 1, 1, "image", b"", tensors)]).shape[1]
         return Item(0, rows, rows, "image", size.to_bytes(16, "little"), tensors)
-
-
-def _key_end(is_taken: NDArray[np.bool_]) -> NDArray[np.int32]:
-    """Return how many tokens each of a prompt sees: those of its run of placeholders, or those up to itself."""
-    numbers = np.arange(1, len(is_taken) + 1, dtype=np.int32)
-    # transformers takes such runs for pictures
-    is_last = is_taken & ~np.append(is_taken[1:], False)
-    ends = numbers[is_last]
-    return np.where(is_taken, np.append(ends, 0)[np.searchsorted(ends, numbers)], numbers).astype(np.int32)

@@ -13,6 +13,12 @@ from typing import NamedTuple
 from crossdock.workers.schedule.items import Item, row_prompt
 from crossdock.workers.schedule.request import Request, Status
 
+LEAST_PATIENCE_S = 5.0
+"""Seconds that an offer may take, however soon it is predicted: predictions err, and a device may be busy for once."""
+
+LONGEST_PATIENCE_S = 60.0
+"""Seconds that an offer may take where more are predicted: the other replica may hang."""
+
 
 class LandedItem(NamedTuple):
     """Where the rows of an item lie that have all arrived."""
@@ -52,6 +58,7 @@ class RowsTransfer:
 
     request: Request
     began: float
+    due: float  # when the other replica should have offered the rows
     parts: Sequence[ItemRows]
     num_tokens: int  # of the other replica's prompt: rows, and what lies between and after them
     is_offered: bool = False  # the other replica computes the rows
@@ -76,7 +83,7 @@ class RowsTransfer:
 class ArrivingRows:
     """The transfers of rows to one replica, and its landing pages.
 
-    `patience_s`: how long an offer may take. The other replica may never have got the request.
+    `patience_s`: how long an offer may take at least. The other replica may never have got the request.
     """
 
     num_pages: int
@@ -130,12 +137,17 @@ class ArrivingRows:
 
     # -- events ----------------------------------------------------------------------------------------------------
 
-    def expect(self, request: Request, now: float) -> None:
-        """Begin the transfer of a new request's rows."""
+    def expect(self, request: Request, now: float) -> float:
+        """Begin the transfer of a new request's rows, and return when their offer is late.
+
+        That is after twice the predicted time, because predictions err.
+        """
         items, num_tokens = row_prompt(request.items, self.page_size)
         pairs = zip(request.items, items, strict=True)
         parts = [ItemRows(item, there.start, there.end) for item, there in pairs]
-        self._transfers[request.owner] = RowsTransfer(request, now, parts, num_tokens)
+        due = now + max(self.patience_s, min(2 * request.rows_within_s, LONGEST_PATIENCE_S))
+        self._transfers[request.owner] = RowsTransfer(request, now, due, parts, num_tokens)
+        return due
 
     def offer(self, owner: str) -> None:
         """Note that the other replica will compute the rows as soon as there are pages for them here."""
@@ -192,7 +204,7 @@ class ArrivingRows:
         for transfer in list(self._transfers.values()):
             if not transfer.is_over and self._has_ended(transfer, has):
                 self._end(transfer)
-            elif transfer.is_under_way and not transfer.is_offered and now - transfer.began >= self.patience_s:
+            elif transfer.is_under_way and not transfer.is_offered and now >= transfer.due:
                 self._give_up(transfer, "late")
         grants = list[LandingGrant]()
         offered = sorted((each for each in self.ungranted() if each.is_offered), key=_turn)

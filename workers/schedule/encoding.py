@@ -1,7 +1,8 @@
 """Which pictures a step encodes, and whose embeddings stay in memory. Pure: the embeddings are on the device.
 
 A picture is encoded in the step of the first chunk that reads it, and never before. Its embeddings stay as long as a
-request is inside the picture. After that they go when the room is needed, the least recently used first.
+request is inside the picture. After that they go when the room is needed, the least recently used first. Only a more
+urgent request takes the room of a picture that others are inside: what they still need of it is encoded again.
 
 Rows that another replica sends are copied in place of encoding, see arriving_rows.py.
 """
@@ -36,6 +37,13 @@ class EncoderWork(NamedTuple):
 
 NO_ENCODER_WORK = EncoderWork()
 ON_THEIR_WAY = "encoder: an item's embeddings are on their way"
+
+
+class ItemFailure(NamedTuple):
+    """Why an item has no embeddings."""
+
+    reason: str
+    is_passing: bool  # such as memory that was short: the same item may be encoded another time
 
 
 class ItemChunk(NamedTuple):
@@ -76,6 +84,8 @@ class Encoding:
     _rows: OrderedDict[bytes, int] = field(default_factory=OrderedDict)  # rows by content, least recently used first
     _num_rows: int = 0
     _readers: dict[bytes, dict[str, Request]] = field(default_factory=dict)  # requests inside the item, by content
+    _in_step: set[str] = field(default_factory=set)  # ids of the requests with a chunk in this step
+    _is_starving: Callable[[Request], bool] = lambda _: False  # as given to `begin_step`
     _evicted: list[bytes] = field(default_factory=list)  # for the next step, as `_planned`
     _planned: dict[bytes, Item] = field(default_factory=dict)
     _copies: dict[bytes, LandedItem] = field(default_factory=dict)  # as `_planned`
@@ -121,9 +131,13 @@ class Encoding:
 
     # -- planning --------------------------------------------------------------------------------------------------
 
-    def begin_step(self) -> None:
-        """Let go of embeddings whose requests have passed the item, have ended or lost their pages."""
-        self._first_without_room = ""
+    def begin_step(self, is_starving: Callable[[Request], bool] = lambda _: False) -> None:
+        """Let go of embeddings whose requests have passed the item, have ended or lost their pages.
+
+        `is_starving`: whether a request has waited so long that it goes before all classes.
+        """
+        self._first_without_room, self._is_starving = "", is_starving
+        self._in_step.clear()
         for content_hash, readers in list(self._readers.items()):
             for name, request in list(readers.items()):
                 if not _is_inside(request, content_hash):
@@ -140,17 +154,18 @@ class Encoding:
         kept whole, no size ends inside one.
 
         Once a request stands still for lack of room, those after it in this step get none: small items would keep a
-        large one out for ever. Only requests inside an item go on, so that they give their room back.
+        large one out for ever. Only requests inside an item go on, so that they give their room back. No request waits
+        for the room of a less urgent one: streams may leave that one no time to go on.
         """
-        chunk, seen = ItemChunk(size_of(0.0, True)), set[bytes]()
+        chunk, seen, kept = ItemChunk(size_of(0.0, True)), set[bytes](), self._kept_from(request)
         is_inside = any(request.id in readers for readers in self._readers.values())
-        may_exceed = is_inside or not self._readers
+        may_exceed = is_inside or not kept
         has_turn = is_inside or self._first_without_room in ("", request.id)
-        room = self.capacity - self._num_held() if has_turn else 0
+        room = self.capacity - sum(self._rows.get(content_hash, 0) for content_hash in kept) if has_turn else 0
         for item in items_in(request.items, start, request.num_tokens):
             if item.start >= start + chunk.num_tokens:
                 break
-            if item.content_hash in seen or (has_turn and item.content_hash in self._readers):
+            if item.content_hash in seen or (has_turn and item.content_hash in kept):
                 continue
             seen.add(item.content_hash)
             before = self._before(request, start, item, page_size)
@@ -201,6 +216,7 @@ class Encoding:
         """Plan the items of a chunk, and keep their embeddings. Return the seconds that this adds to the step."""
         missing = self._missing(request, start, start + num_tokens)
         seconds = self._added(missing)
+        self._in_step.add(request.id)
         for item in items_in(request.items, start, start + num_tokens):
             readers = self._readers.setdefault(item.content_hash, {})
             if item.content_hash in self._rows:
@@ -208,7 +224,7 @@ class Encoding:
                 self._rows.move_to_end(item.content_hash)
             readers[request.id] = request
         for item in missing:
-            self._make_room(item.num_rows)
+            self._make_room(item.num_rows, request)
             self._rows[item.content_hash] = item.num_rows
             self._num_rows += item.num_rows
             self._plan(request, item)
@@ -243,10 +259,16 @@ class Encoding:
             if self.arriving is not None:
                 self.arriving.end_read(landed)
 
+    def forget(self, content_hash: bytes) -> None:
+        """Forget the embeddings of an item that could not be encoded: the next request that reads it tries again."""
+        if content_hash in self._rows:
+            self._evict(content_hash)
+
     def clear(self) -> None:
         """Forget all embeddings: steps that were to encode some may not have ended."""
         self._rows.clear()
         self._readers.clear()
+        self._in_step.clear()
         self._num_rows, self._evicted, self._planned, self._copies = 0, [], {}, {}
         self._first_without_room = ""
         if self.arriving is not None:
@@ -277,21 +299,43 @@ class Encoding:
             return False
         return self.arriving.find(item.content_hash) is None and self.arriving.awaits(request, item)
 
-    def _num_held(self) -> int:
-        """Return the rows that must stay: of items that a request is inside."""
-        return sum(rows for content_hash, rows in self._rows.items() if content_hash in self._readers)
+    def _kept_from(self, request: Request) -> set[bytes]:
+        """Return the contents whose rows a request cannot take: this step or a request as urgent reads them.
 
-    def _make_room(self, num_rows: int) -> None:
-        for content_hash in [*self._rows]:
+        A starving request goes before all classes. It has a chunk in each step that has time for one.
+        """
+        urgency = self._urgency(request)
+        return {
+            content_hash
+            for content_hash, readers in self._readers.items()
+            if any(each.id in self._in_step or self._urgency(each) <= urgency for each in readers.values())
+        }
+
+    def _urgency(self, request: Request) -> tuple[float, float]:
+        return (-1, 0) if self._is_starving(request) else request.urgency
+
+    def _most_urgent_reader(self, content_hash: bytes) -> tuple[float, float]:
+        return min(map(self._urgency, self._readers.get(content_hash, {}).values()), default=(inf, 0))
+
+    def _make_room(self, num_rows: int, request: Request) -> None:
+        """Evict embeddings for an item of a request: first those that no request is inside, then by urgency."""
+        if self._num_rows + num_rows <= self.capacity:
+            return
+        kept = self._kept_from(request)
+        found = [content_hash for content_hash in self._rows if content_hash not in kept]
+        for content_hash in sorted(found, key=self._most_urgent_reader, reverse=True):  # stable: least recently used
             if self._num_rows + num_rows <= self.capacity:
                 return
-            if content_hash not in self._readers:
-                self._num_rows -= self._rows.pop(content_hash)
-                self.totals.num_evicted += 1
-                if (landed := self._copies.pop(content_hash, None)) is not None and self.arriving is not None:
-                    self.arriving.end_read(landed)
-                elif self._planned.pop(content_hash, None) is None:
-                    self._evicted.append(content_hash)
+            self._evict(content_hash)
+
+    def _evict(self, content_hash: bytes) -> None:
+        self._readers.pop(content_hash, None)
+        self._num_rows -= self._rows.pop(content_hash)
+        self.totals.num_evicted += 1
+        if (landed := self._copies.pop(content_hash, None)) is not None and self.arriving is not None:
+            self.arriving.end_read(landed)
+        elif self._planned.pop(content_hash, None) is None:
+            self._evicted.append(content_hash)
 
 
 def _is_inside(request: Request, content_hash: bytes) -> bool:

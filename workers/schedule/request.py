@@ -124,6 +124,7 @@ class Submission:
     returns_within_s: float = 0.0  # the client's hint that it will continue this prompt; 0: none
     items: Sequence[Item] = NO_ITEMS  # pictures and videos in the prompt, by `start`
     encoder: bytes = b""  # address of the replica that encodes the items, as it advertises it; empty: this one does
+    rows_within_s: float = 0.0  # seconds until the first token, as predicted with their embeddings from there
 
 
 def encoding_leg(submission: Submission, page_size: int) -> Submission:
@@ -197,6 +198,7 @@ class Request:
     waited_s: float = 0.0  # seconds that the client had waited at `arrival_time`
     return_hint: ReturnHint = NO_HINT  # of the client
     items: Sequence[Item] = NO_ITEMS  # as in `Submission`
+    rows_within_s: float = 0.0  # as in `Submission`
     is_encoded_elsewhere: bool = False  # embeddings of the items come from another replica, as long as that is alive
     awaits_rows: bool = False  # its next chunk waits for them
     arrival_time: float = 0.0  # seconds, on the scheduler's clock
@@ -243,6 +245,7 @@ class Request:
             waited_s=submission.waited_s,
             return_hint=ReturnHint(submission.tenant, submission.returns_within_s),
             items=submission.items,
+            rows_within_s=submission.rows_within_s,
             is_encoded_elsewhere=bool(submission.encoder),
             arrival_time=now,
         )

@@ -72,10 +72,16 @@ class Scheduler:
             encoding: the cache of pictures' embeddings. Without it no request may have items.
 
         Raises:
-            ValueError: a request of `max_model_len` could not be served, or there are drafts and recurrent layers.
+            ValueError: a request of `max_model_len` could not be served, or there are drafts and recurrent layers, or
+                these and items that one chunk must compute whole.
         """
         if drafting is not None and pages.state_pages:
             raise ValueError("recurrent layers cannot take back rejected drafts: their state has no earlier version")
+        if encoding is not None and encoding.keeps_items_whole and pages.state_pages:
+            raise ValueError(
+                "a model with recurrent layers takes no pictures that attend in both directions: its chunks end where "
+                "a state is kept, which may be inside a picture"
+            )
         config.check_capacity(pages, max_model_len)
         self.config = config
         self.pages = pages
@@ -195,7 +201,7 @@ class Scheduler:
         self._table.begin_step(now)
         self._table.needs_preemption = False
         if self.encoding is not None:
-            self.encoding.begin_step()
+            self.encoding.begin_step(self._table.is_starving)
         streams, skipped = self._chosen or self._choose_streams()
         self._chosen = None
         decodes = self._grow(streams)

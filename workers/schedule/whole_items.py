@@ -6,6 +6,9 @@ A chunk may begin inside an item, after a prefix that is cached: the rows before
 
 from collections.abc import Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from crossdock.workers.schedule.items import Item
 from crossdock.workers.schedule.request import InvalidField, Request
 
@@ -41,6 +44,15 @@ def check_fit(request: Request, page_size: int, most: int, settings: str) -> Non
                 f"chunk of {item.end - start} tokens must compute it, and steps have room for {most} ({settings})",
                 "prompt",
             )
+
+
+def key_end(is_taken: NDArray[np.bool_]) -> NDArray[np.int32]:
+    """Return how many tokens each of a prompt sees: those of its run of placeholders, or those up to itself."""
+    numbers = np.arange(1, len(is_taken) + 1, dtype=np.int32)
+    # transformers takes such runs for pictures
+    is_last = is_taken & ~np.append(is_taken[1:], False)
+    ends = numbers[is_last]
+    return np.where(is_taken, np.append(ends, 0)[np.searchsorted(ends, numbers)], numbers).astype(np.int32)
 
 
 def _around(items: Sequence[Item], position: int) -> Item | None:

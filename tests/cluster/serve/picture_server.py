@@ -28,12 +28,13 @@ SIDE = 128  # pixels; such a picture has 256 rows
 def save_picture_model(folder: Path) -> None:
     """Write a random Qwen3-VL whose encoder takes longer than its decoder: about 0.2 s for a large picture."""
     tokenizer = MODELS[KIND].save(folder)
-    placeholder = json.loads((folder / "config.json").read_text())["image_token_id"]
+    saved = json.loads((folder / "config.json").read_text())
+    placeholders = {name: saved[name] for name in ("image_token_id", "video_token_id")}
     processor = json.loads((folder / "preprocessor_config.json").read_text())
     processor["size"] = {"shortest_edge": 16 * 16, "longest_edge": SIDE * SIDE}
     text = {**CONFIGS[KIND]["text_config"], "vocab_size": len(tokenizer), "max_position_embeddings": 4096}
     vision = {**CONFIGS[KIND]["vision_config"], "depth": 6, "hidden_size": 256, "intermediate_size": 1024}
-    settings = {**CONFIGS[KIND], "image_token_id": placeholder, "text_config": text, "vision_config": vision}
+    settings = {**CONFIGS[KIND], **placeholders, "text_config": text, "vision_config": vision}
     torch.manual_seed(0)
     module = AutoModelForImageTextToText.from_config(AutoConfig.for_model(KIND, **settings), dtype=torch.float32).eval()
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Pictures encoded on a replica of their own, in its own process: the same tokens, whichever replica is lost when."""
+"""Pictures and videos encoded in a process of their own: the same tokens, whichever replica is lost when."""
 
 import asyncio
 import signal
@@ -16,6 +16,7 @@ from transformers import AutoModelForImageTextToText
 
 from tests.cluster.api.media.picture_models import picture
 from tests.cluster.api.media.picture_oracle import continuation_of
+from tests.cluster.api.media.video_models import joined_url, moving, video_part
 from tests.cluster.serve import pools
 from tests.cluster.serve.picture_server import SIDE, picture_chat, save_picture_model, undisturbed
 from tests.cluster.serve.pools import processes
@@ -23,18 +24,24 @@ from tests.cluster.serve.pools import processes
 NUM_TOKENS = 16
 POOLS: Mapping[str, tuple[str, ...]] = {"three": ("encode", "prefill", "decode"), "two": ("encode", "mixed")}
 SMALL, LARGE = range(12), range(100, 106)  # numbers of chats: with small pictures, and with six large ones each
+VIDEOS = range(200, 203)  # with a video and a picture each
 
 
 def images(number: int) -> list[Image.Image]:
     """Return the pictures of a chat. No two chats share one."""
+    if number in VIDEOS:
+        return [picture(64, 64, 10 * number)]
     if number in LARGE:
         return [picture(SIDE, SIDE, 10 * number + place) for place in range(6)]
     return [picture(40 + 8 * place, 64, 10 * number + place) for place in range(1 + number % 3)]
 
 
 def chat(number: int) -> dict[str, Any]:
-    """Return the body of a chat with pictures between words."""
-    return picture_chat(f"Chat {number}: " + "what is this? " * (number % 5), images(number), NUM_TOKENS)
+    """Return the body of a chat with pictures between words, and for some numbers a video in front."""
+    body = picture_chat(f"Chat {number}: " + "what is this? " * (number % 5), images(number), NUM_TOKENS)
+    if number in VIDEOS:
+        body["messages"][0]["content"].insert(0, video_part(joined_url(moving(8 + 2 * (number % 3), seed=number))))
+    return body
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +54,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def wanted(model: Path) -> dict[int, list[int]]:
     """The tokens that one engine in this process answers to each chat."""
-    numbers = [*SMALL, *LARGE]
+    numbers = [*SMALL, *LARGE, *VIDEOS]
     tokens = asyncio.run(undisturbed(model, pools.local_engine(model), [chat(number) for number in numbers]))
     return dict(zip(numbers, tokens, strict=True))
 
@@ -146,11 +153,23 @@ def test_tokens_after_pictures_equal_those_of_transformers(url: str, model: Path
     assert answer["choices"][0]["token_ids"] == tokens
 
 
+def test_tokens_after_videos_equal_those_of_one_engine(url: str, wanted: dict[int, list[int]]) -> None:
+    """The encode replica takes some of the videos, beside the pictures of the same chats."""
+    (encoder,) = processes("encode")
+    before, received = encoded_items(url)[encoder], sum(pools.samples(url, _RECEIVED).values())
+    with ThreadPoolExecutor(len(VIDEOS)) as threads:
+        chats = list(threads.map(lambda number: Chat(url, number, **new_salt()), VIDEOS))
+    assert [each.result() for each in chats] == [wanted[number] for number in VIDEOS]
+    assert all(each.encodings() for each in chats)
+    assert encoded_items(url)[encoder] == before + 2 * len(VIDEOS)
+    assert sum(pools.samples(url, _RECEIVED).values()) == received + 2 * len(VIDEOS)
+
+
 def test_text_alone_is_no_work_for_encode_replicas(url: str) -> None:
     (encoder,) = processes("encode")
-    before = pools.sample_of(url, "crossdock_prompt_tokens_total", encoder)
+    before = pools.sample_of(url, 'crossdock_steps_total{kind="chunks"', encoder)
     assert len(pools.Stream(url, pools.prompt(1, 300)).result()) == 24
-    assert pools.sample_of(url, "crossdock_prompt_tokens_total", encoder) == before
+    assert pools.sample_of(url, 'crossdock_steps_total{kind="chunks"', encoder) == before
 
 
 @pytest.mark.parametrize("end", ["killed", "stopped"])

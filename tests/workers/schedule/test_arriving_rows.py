@@ -8,13 +8,13 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from crossdock.workers.schedule.arriving_rows import ArrivingRows, LandingCalls
+from crossdock.workers.schedule.arriving_rows import LONGEST_PATIENCE_S, ArrivingRows, LandingCalls
 from crossdock.workers.schedule.batch import Batch, SampledToken
 from crossdock.workers.schedule.encoder_cost import EncoderCost
 from crossdock.workers.schedule.encoding import ON_THEIR_WAY, Encoding
 from crossdock.workers.schedule.items import Item, items_in, row_prompt
 from crossdock.workers.schedule.request import Leg, Request, SamplingParams, Status
-from tests.workers.schedule.model_free_replica import CLASSES, COST, new_scheduler, next_token
+from tests.workers.schedule.model_free_replica import CLASSES, COST, new_request, new_scheduler, next_token
 
 PAGE_SIZE = 4
 LONGEST = 60
@@ -580,6 +580,16 @@ def test_wait_for_a_replica_that_never_got_the_request_ends() -> None:
     assert world.arriving.lost == {"late": 1}
     assert request.num_computed_tokens == 20
     world.settle()
+
+
+@pytest.mark.parametrize(("predicted", "late_after"), [(0.5, 2.0), (4.0, 8.0), (1e3, LONGEST_PATIENCE_S)])
+def test_offer_is_late_after_twice_the_predicted_seconds_within_bounds(predicted: float, late_after: float) -> None:
+    world = World(num_landing=8, patience_s=2.0)
+    request = new_request("a", [7] * 20)
+    request.items, request.rows_within_s = [item(4, 8, 1)], predicted
+    assert world.arriving.expect(request, 10.0) == 10.0 + late_after
+    assert not world.arriving.plan(10.0 + late_after - 0.01, lambda _: False).cancels
+    assert world.arriving.plan(10.0 + late_after, lambda _: False).cancels == [request]
 
 
 def test_transfer_that_is_larger_than_all_landing_pages_is_given_up() -> None:

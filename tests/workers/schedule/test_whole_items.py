@@ -242,3 +242,10 @@ for machine in (AnyHistoryWithWholeItems, AnyHistoryWithWholeItemsAhead, AnyHist
 TestAnyHistoryWithWholeItems = AnyHistoryWithWholeItems.TestCase
 TestAnyHistoryWithWholeItemsAhead = AnyHistoryWithWholeItemsAhead.TestCase
 TestAnyHistoryWithWholeItemsAndWindows = AnyHistoryWithWholeItemsAndWindows.TestCase
+
+
+def test_whole_items_beside_recurrent_states_are_refused_at_the_start() -> None:
+    """A chunk that must end where a state is kept, and may end nowhere inside a picture, could have no end."""
+    with pytest.raises(ValueError, match="recurrent layers takes no pictures"):
+        new_scheduler(encoding=Encoding(100, keeps_items_whole=True), state_pages=2)
+    new_scheduler(encoding=Encoding(100), state_pages=2)

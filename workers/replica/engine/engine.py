@@ -28,7 +28,7 @@ from crossdock.workers.schedule.cost import StepWork
 from crossdock.workers.schedule.cost_fit import StepCostFit
 from crossdock.workers.schedule.drafting import DraftPolicy
 from crossdock.workers.schedule.encoder_cost import EncoderCostFit
-from crossdock.workers.schedule.encoding import Encoding
+from crossdock.workers.schedule.encoding import Encoding, ItemFailure
 from crossdock.workers.schedule.interval_share import IntervalShare
 from crossdock.workers.schedule.items import items_in
 from crossdock.workers.schedule.page_needs import PageNeeds
@@ -303,15 +303,18 @@ class Engine:
         predicted = self._learn(step)
         return Step(batch, deltas, step.started, seconds, predicted, step.interval, step.encoder_seconds)
 
-    def _fail_pictures(self, batch: Batch, failures: Mapping[bytes, str]) -> list[TokenDelta]:
+    def _fail_pictures(self, batch: Batch, failures: Mapping[bytes, ItemFailure]) -> list[TokenDelta]:
         """End the requests whose part of a step read a picture that could not be encoded, before its update indexes
-        pages. `failures`: why, by content hash."""
+        pages. `failures`: why, by content hash. For a reason that passes, the next request tries again."""
         deltas = list[TokenDelta]()
         for part in batch.scheduled:
             items = items_in(part.request.items, part.start, part.start + part.num_tokens)
-            reasons = [failures[item.content_hash] for item in items if item.content_hash in failures]
+            reasons = [failures[item.content_hash].reason for item in items if item.content_hash in failures]
             if reasons and self.scheduler.get(part.request.id) is part.request:
                 deltas.append(self.scheduler.fail(part.request, reasons[0]))
+        for content_hash, failure in failures.items():
+            if failure.is_passing and self.scheduler.encoding is not None:
+                self.scheduler.encoding.forget(content_hash)
         return deltas
 
     def fail_all(self, error: str) -> list[tuple[Request, TokenDelta]]:

@@ -22,6 +22,7 @@ from crossdock.workers.model.vision import StepPictures
 from crossdock.workers.replica.engine.step_sampler import StepSampler
 from crossdock.workers.replica.ranks.step_deadline import StepDeadline
 from crossdock.workers.schedule.batch import Batch, SampledToken
+from crossdock.workers.schedule.encoding import ItemFailure
 
 
 @dataclass(slots=True, eq=False)
@@ -50,7 +51,7 @@ class FinishedStep(NamedTuple):
     is_usual: bool
     is_full: bool  # every stage had a step to compute since the step before it ended, and none was encoding
     encoder_seconds: float = 0.0  # of these, for pictures
-    picture_failures: Mapping[bytes, str] = {}  # why pictures that it read could not be encoded, by content hash
+    picture_failures: Mapping[bytes, ItemFailure] = {}  # of pictures that it read, by content hash
 
 
 @dataclass(slots=True, eq=False)

@@ -163,7 +163,13 @@ class EngineThread(ObservedEngine):
     # -- for all of them ---------------------------------------------------------------------------------------------
 
     async def assign_role(self, role: Role) -> None:
-        """Change this replica's role without a restart. Running requests go on; routers are notified at once."""
+        """Change this replica's role without a restart. Running requests go on; routers are notified at once.
+
+        Raises:
+            ValueError: the role is `encode`, or this replica encodes: such a one has another model.
+        """
+        if (role == "encode") == self.engine.makes_tokens:
+            raise ValueError(f"role cannot become {role}: no replica changes its role to or from encode")
 
         def change() -> None:
             self._publisher.assign_role(role)

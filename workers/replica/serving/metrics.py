@@ -35,10 +35,15 @@ _SHARED = {True: "true", False: "false"}  # values of the label prefill_shared
 
 
 class EngineMetrics:
-    """The metrics of one engine, on a registry of their own. Its gauges are read at every scrape."""
+    """The metrics of one engine, on a registry of their own. Its gauges are read at every scrape.
+
+    An encode replica counts steps, pictures, rows, pages and transfers. Its legs are parts of requests that other
+    replicas count, and its rows are no tokens: these metrics stay 0, so that sums over replicas mean what they say.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self.registry = CollectorRegistry()
+        self._makes_tokens = engine.makes_tokens
         self._token_bytes = engine.page_bytes * engine.pages.num_groups // engine.config.page_size
         self._define_step_metrics()
         self._define_chunk_metrics()
@@ -144,6 +149,9 @@ class EngineMetrics:
             "Requests this replica refused (429): the first token would be late.",
             "slo_class",
         )
+        self._cached_rows = self._counter(
+            "crossdock_cached_rows", "Rows of embeddings that an encode replica found in its pages."
+        )
         self._cancelled_bytes = self._counter(
             "crossdock_cancelled_kv_bytes", "KV bytes computed for requests that were aborted."
         )
@@ -181,8 +189,9 @@ class EngineMetrics:
         seconds.observe(step.seconds)
         if step.predicted:
             predicted.observe(step.predicted)
-        self._step_tokens.observe(batch.num_tokens)
-        if num_chunks:
+        if self._makes_tokens:
+            self._step_tokens.observe(batch.num_tokens)
+        if num_chunks and self._makes_tokens:
             self._step_prompt_tokens.observe(batch.num_tokens - batch.num_decodes - batch.num_drafts)
         if batch.num_decodes:
             self._step_decodes[kind].observe(batch.num_decodes)
@@ -195,6 +204,9 @@ class EngineMetrics:
 
     def progressed(self, progress: Progress) -> None:
         """Count the chunks, tokens and ends of requests that a step brought."""
+        if not self._makes_tokens:
+            self._cached_rows.inc(sum(chunk.start for timeline, chunk in progress.chunks if timeline.num_chunks == 1))
+            return
         for timeline, chunk in progress.chunks:
             self._chunks.observe(chunk.num_tokens)
             self._prompt_tokens.inc(chunk.num_tokens)
@@ -213,6 +225,8 @@ class EngineMetrics:
 
     def aborted(self, timeline: Timeline) -> None:
         """Count a request that was aborted, and the KV bytes that were computed for it."""
+        if not self._makes_tokens:
+            return
         self._end(timeline)
         counts = timeline.counts()
         self._cancelled_bytes.inc(max(counts.computed - counts.cached, 0) * self._token_bytes)
@@ -371,7 +385,7 @@ class _Gauges(Collector):
         for request in requests:
             if request.is_decoding or request.status is Status.HELD or request.leg is Leg.RECEIVE:
                 continue
-            tokens[request.slo_class] += request.num_uncached_tokens
+            tokens[request.slo_class] += request.num_uncached_tokens if self._engine.makes_tokens else 0
             seconds[request.slo_class] += self._engine.scheduler.prefill_seconds(request)
         yield _gauge(
             "crossdock_uncached_tokens_waiting",
@@ -381,7 +395,7 @@ class _Gauges(Collector):
         )
         yield _gauge(
             "crossdock_backlog_seconds",
-            "Predicted seconds to compute the waiting prompt tokens.",
+            "Predicted seconds to compute the waiting prompt tokens, or on an encode replica the waiting pictures.",
             ("slo_class",),
             {(name,): value for name, value in seconds.items()},
         )

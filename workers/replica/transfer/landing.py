@@ -7,6 +7,7 @@ Runs in the engine's thread, between steps, as the handover of KV pages does. Th
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from crossdock.kvtransfer.events import Arrived, Committed, Event, Failed, Figures, Offered, WriterStopped
 from crossdock.kvtransfer.layout import IncompatiblePools, PoolLayout, PoolSpec
@@ -15,7 +16,7 @@ from crossdock.workers.model.encoder_model import VARIANT, row_layer
 from crossdock.workers.replica.config import TransferConfig
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.replica.transfer.replica_dock import ReplicaDock
-from crossdock.workers.schedule.arriving_rows import ArrivingRows
+from crossdock.workers.schedule.arriving_rows import LEAST_PATIENCE_S, ArrivingRows
 from crossdock.workers.schedule.encoding import Encoding
 from crossdock.workers.schedule.request import Leg, Request, Submission
 
@@ -45,7 +46,7 @@ class Landing:
             return
         try:
             self.dock.expect(request.id, request.epoch, submission.encoder, self.config.deadline_s)
-        except (IncompatiblePools, ValueError) as error:
+        except (IncompatiblePools, ValueError, RuntimeError) as error:
             logger.error("a replica that encodes cannot send its embeddings here, which encodes itself: %s", error)
             request.is_encoded_elsewhere = False
             return
@@ -53,13 +54,20 @@ class Landing:
         self._wait(request)  # answered with the offer, if that came before this request
 
     def plan(self) -> None:
-        """Grant landing pages and stop transfers, before a step."""
+        """Grant landing pages and stop transfers, before a step.
+
+        A call that fails costs its own request the rows. Its pages are free once the dock says that no process writes
+        to them. A dock that has failed says nothing any more: then the replica ends at its next health check.
+        """
         now = self.engine.clock()
         calls = self.rows.plan(now, self.encoding.has)
         for request in calls.cancels:
-            self.dock.cancel_expect(request.id, request.epoch)
+            self._call(request, partial(self.dock.cancel_expect, request.id, request.epoch))
         for request, first_page, pages in calls.grants:
-            self.dock.grant(request.id, request.epoch, first_page, [GroupPages(first_page, tuple(pages))], ())
+            groups = [GroupPages(first_page, tuple(pages))]
+            if not self._call(request, partial(self.dock.grant, request.id, request.epoch, first_page, groups, ())):
+                self.rows.fail(request.owner)
+                self._call(request, partial(self.dock.cancel_expect, request.id, request.epoch))
         if now - self._notified > self.config.deadline_s / 3:
             self._notified = now
             for transfer in self.rows.ungranted():
@@ -90,7 +98,16 @@ class Landing:
                 pass
 
     def _wait(self, request: Request) -> None:
-        self.dock.wait(request.id, request.epoch, self.config.deadline_s)
+        self._call(request, partial(self.dock.wait, request.id, request.epoch, self.config.deadline_s))
+
+    def _call(self, request: Request, call: Callable[[], None]) -> bool:
+        """Call the dock for one request. Return False where that fails: calls for other requests must follow."""
+        try:
+            call()
+        except Exception:
+            logger.exception("the dock for embeddings failed at a call for %s; others go on", request.id)
+            return False
+        return True
 
 
 def open_landing(
@@ -112,5 +129,5 @@ def open_landing(
     layout = PoolLayout([row_layer(engine.model.config)], page_size, pool.itemsize)
     spec = PoolSpec.whole(layout, f"{model} {VARIANT}", str(pool.dtype).removeprefix("torch."), num_pages)
     dock = ReplicaDock(pool, spec, f"{role} landing", config, None, on_event, engine.clock)
-    encoding.arriving = rows = ArrivingRows(num_pages, page_size, config.deadline_s)
+    encoding.arriving = rows = ArrivingRows(num_pages, page_size, min(config.deadline_s, LEAST_PATIENCE_S))
     return Landing(engine, dock, config, encoding, rows)

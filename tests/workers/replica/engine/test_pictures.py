@@ -1,11 +1,14 @@
 """Requests with pictures on an engine: their tokens are those of transformers, whatever happens to them."""
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from pydantic import ByteSize
+from torch import Tensor
 
 from crossdock.workers.model.load import wrap_module
 from crossdock.workers.model.model import PagedModel
@@ -213,6 +216,52 @@ def test_picture_that_cannot_be_encoded_fails_its_own_request_alone() -> None:
     engine.add(submission("again", PicturePrompt(bad.token_ids, [wrong])))  # its embeddings count as known by now
     assert [delta.finish_reason for delta in run(engine)["again"]] == [FinishReason.ERROR]
     assert engine.pages.counts().cached == len(good.token_ids) // 4 + 1, "pages of the failed prompt are not indexed"
+
+
+def short_of_memory(monkeypatch: pytest.MonkeyPatch, model: PagedModel, num_times: int, error: Exception) -> list[int]:
+    """Let the next calls of the encoder fail. Returns the pictures of each call, as they come."""
+    assert model.encoder is not None
+    calls, compute = list[int](), model.encoder.features
+
+    def features(items: Sequence[Item]) -> Tensor:
+        calls.append(len(items))
+        if len(calls) <= num_times:
+            raise error
+        return compute(items)
+
+    monkeypatch.setattr(type(model.encoder), "features", lambda _, items: features(items))
+    return calls
+
+
+@pytest.mark.parametrize("is_ahead", [False, True])
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("DefaultCPUAllocator: not enough memory: you tried")],
+)
+def test_picture_that_lacked_memory_is_encoded_for_the_next_request(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, is_ahead: bool
+) -> None:
+    """Two pictures at once lack memory. Each is tried alone once: the first one lacks memory again."""
+    model, module = paged_multimodal("llava"), build_multimodal("llava")
+    prompts = [PicturePrompt.of(5, picture("llava", number), 9) for number in (1, 2)]
+    expected = [continuation(module, prompt, NUM_TOKENS) for prompt in prompts]
+    engine = engine_on(model, page_size=4, async_scheduling=is_ahead)
+    calls = short_of_memory(monkeypatch, model, 2, error)
+    for name, prompt in zip("ab", prompts, strict=True):
+        engine.add(submission(name, prompt))
+    deltas = run(engine)
+    assert calls == [2, 1, 1]
+    assert deltas["a"][-1].finish_reason is FinishReason.ERROR
+    assert "may succeed later" in str(deltas["a"][-1].error)
+    assert tokens_of(deltas["b"]) == expected[1]
+    assert served(engine, {"again": prompts[0]}) == {"again": expected[0]}
+
+
+def test_picture_that_lacked_memory_once_is_encoded_in_the_same_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, prompt = paged_multimodal("llava"), PicturePrompt.of(5, picture("llava", 1), 9)
+    calls = short_of_memory(monkeypatch, model, 1, MemoryError())
+    assert served(engine_on(model), {"a": prompt}) == {"a": continuation(build_multimodal("llava"), prompt, NUM_TOKENS)}
+    assert calls == [1, 1]
 
 
 def test_failure_is_noticed_though_the_step_behind_has_let_the_picture_go() -> None:

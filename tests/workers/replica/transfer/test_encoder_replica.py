@@ -49,6 +49,21 @@ from tests.workers.replica.engines import engine_on, run, tokens_of
 from tests.workers.replica.sides import TRANSPORTS, Side
 
 PAGE_SIZE = 4
+_OF_TOKENS = (  # metrics of requests and their tokens, which the other replicas count
+    "crossdock_prompt_tokens",
+    "crossdock_cached_tokens",
+    "crossdock_output_tokens",
+    "crossdock_chunk_",
+    "crossdock_step_tokens",
+    "crossdock_step_prompt_tokens",
+    "crossdock_prefill_",
+    "crossdock_time_to_first_token",
+    "crossdock_slo_",
+    "crossdock_request_phase",
+    "crossdock_requests_total",
+    "crossdock_uncached_tokens_waiting",
+    "crossdock_cancelled_kv_bytes",
+)
 
 
 def encoder_model(family: str, max_model_len: int | None = None) -> EncoderModel:
@@ -478,8 +493,8 @@ def test_leg_whose_picture_cannot_be_encoded_ends_the_transfer() -> None:
     run_pair("tcp", main, "llava")
 
 
-def test_rows_count_under_our_names_alone() -> None:
-    """vLLM's are sums over all replicas, and would count each picture twice: as rows, and as placeholders."""
+def test_rows_count_as_rows_and_under_our_names_alone() -> None:
+    """Sums over all replicas would count each picture twice: as rows, and as placeholders."""
 
     async def main(side: Side, landing: Landing) -> None:
         work = leg_of("a", picture("qwen3_vl", 1))
@@ -487,10 +502,36 @@ def test_rows_count_under_our_names_alone() -> None:
         assert (await side.next("a")).token_ids == [0]
         await side.thread.abort([(work.id, work.epoch)])
         text = await side.thread.metrics_text("model")
-        assert f"crossdock_prompt_tokens_total {len(work.prompt_token_ids)}.0" in text
+        lines = [line.rsplit(" ", 1) for line in text.splitlines() if line[0] != "#"]
+        counted = {name: float(value) for name, value in lines}
+        assert counted["crossdock_encoder_rows_total"] == work.items[0].num_rows
+        assert counted["crossdock_cached_rows_total"] == 0
+        of_tokens = {name: value for name, value in counted.items() if name.startswith(_OF_TOKENS)}
+        assert not any(value for name, value in of_tokens.items() if "_created" not in name)
         assert "vllm:" not in text
+        again = leg_of("b", picture("qwen3_vl", 1))
+        await submit(side, landing, again)
+        await side.next("b")
+        await side.thread.abort([(again.id, again.epoch)])
+        found = side.thread.metrics.registry.get_sample_value("crossdock_cached_rows_total")
+        assert found == len(again.prompt_token_ids) - 1
         whole = ObservedEngine(engine_on(wrap_module(build_multimodal("qwen3_vl"))))
         assert "vllm:prompt_tokens_total" in await whole.metrics_text("model")
+
+    run_pair("tcp", main)
+
+
+def test_role_of_an_encode_replica_cannot_be_changed() -> None:
+    async def main(side: Side, landing: Landing) -> None:
+        with pytest.raises(ValueError, match="to or from encode"):
+            await side.thread.assign_role("prefill")
+        other = Side("tcp")
+        try:
+            with pytest.raises(ValueError, match="to or from encode"):
+                await other.thread.assign_role("encode")
+            await other.thread.assign_role("prefill")
+        finally:
+            await other.close()
 
     run_pair("tcp", main)
 
