@@ -55,8 +55,14 @@ class ModelPart:
     """By layer whose attention is cut: (first KV head, end, number of KV heads of the whole layer)."""
     first_layer: int = 0
     num_layers: int = 0
+    first_place: int = 0  # how many layers with attention are on earlier stages
     stage: PipelineStage | None = None  # None: one stage holds all layers
     collectives: Collectives | None = None  # None: this rank holds the whole model, or the part is only measured
+
+    @property
+    def held_layers(self) -> range:
+        """Return the numbers of the layers of this rank."""
+        return range(self.first_layer, self.first_layer + self.num_layers)
 
     def alone(self) -> AbstractContextManager[None]:
         """Return a context in which this rank computes without the others, see `Collectives.alone`."""
