@@ -155,6 +155,8 @@ def _keep_states(model: PagedModel, quantization: Quantization | None) -> None:
         raise UnsupportedModelError(f"{name} has recurrent layers that are not served: {reason}") from reason
     finally:
         module.set_attn_implementation(attention_names(model.config))
+    if model.part.why_states_are_whole:
+        logger.info("every rank keeps the whole state of recurrent layers: %s", model.part.why_states_are_whole)
 
 
 def _check_states(model: PagedModel, check: LogitsCheck) -> None:
