@@ -216,8 +216,8 @@ class PagedModel:
     def logits(self, token_ids: Tensor, dtype: torch.dtype | None = None, **inputs: Any) -> Tensor:
         """Return the logits [N, vocab] of transformers' own forward, or [0, vocab] on a stage that others follow.
 
-        `dtype` is the one that the model computes in, if that is not the parameters'. `inputs`: further arguments of the
-        forward.
+        `dtype` is the one that the model computes in, if that is not the parameters'. `inputs`: the forward's further
+        arguments.
         """
 
         def forward(entering: Tensor | None) -> Tensor:

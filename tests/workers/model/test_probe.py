@@ -1,6 +1,5 @@
 """Models that would produce wrong tokens are refused."""
 
-
 import pytest
 
 from crossdock.workers.model.load import wrap_module
@@ -13,5 +12,3 @@ def test_unsupported_architecture_is_refused_with_reason(name: str) -> None:
     options, reason = REFUSED[name]
     with pytest.raises(UnsupportedModelError, match=reason):
         wrap_module(build(name, options))
-
-

@@ -8,19 +8,19 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 
-class Piece(NamedTuple):
+class PackedPiece(NamedTuple):
     """One of the matrices or vectors that a parameter holds, one after the other."""
 
     size: int
     is_divided: bool = True  # False: every rank has all of it
 
 
-Pieces = tuple[Piece, ...]
+Pieces = tuple[PackedPiece, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class MixerDivision:
-    """What of a mixer is divided, in as many equal units. Everything else is whole on every rank."""
+    """Says what of a mixer is divided, in equal units. Everything else is whole on every rank."""
 
     num_units: int  # of which a rank has a range
     units: str  # names them, for logs
@@ -45,26 +45,26 @@ def division_of(mixer: Any) -> MixerDivision | None:
     if hasattr(mixer, "ssm_state_size") and hasattr(mixer, "conv1d") and hasattr(mixer, "n_groups"):
         return _mamba2(mixer)
     if hasattr(mixer, "num_k_heads") and hasattr(mixer, "conv1d"):
-        counts = ("num_k_heads", "num_v_heads", "key_dim", "value_dim", "conv_dim")
+        counts = ("num_k_heads", "num_v_heads", "key_dim", "value_dim")
         return _delta_net(mixer, mixer.num_k_heads, mixer.key_dim, mixer.value_dim, counts)
     if hasattr(mixer, "forget_gate") and hasattr(mixer, "conv1d"):
-        counts = ("num_heads", "qkv_dim", "conv_dim", "forget_gate.num_heads", "forget_gate.qkv_dim")
+        counts = ("num_heads", "qkv_dim", "forget_gate.num_heads", "forget_gate.qkv_dim")
         return _delta_net(mixer, mixer.num_heads, mixer.qkv_dim, mixer.qkv_dim, counts)
     if hasattr(mixer, "conv") and hasattr(mixer, "in_proj") and hasattr(mixer, "out_proj"):
         channels = mixer.conv.out_channels
-        tensors = {"in_proj": (Piece(channels),) * 3, "conv": (Piece(channels),)}
+        tensors = {"in_proj": (PackedPiece(channels),) * 3, "conv": (PackedPiece(channels),)}
         return MixerDivision(channels, "channels", tensors, "out_proj", "conv")
     return None
 
 
 def _delta_net(mixer: Any, num_heads: int, key: int, value: int, counts: tuple[str, ...]) -> MixerDivision:
     """Divide by key heads, with which go as many value heads each."""
-    queries_keys_values = Piece(key), Piece(key), Piece(value)
+    queries_keys_values = PackedPiece(key), PackedPiece(key), PackedPiece(value)
     tensors: dict[str, Pieces] = {"conv1d": queries_keys_values, "in_proj_qkv": queries_keys_values}
     for name, parameter in mixer.named_parameters():
         owner = name.removesuffix(".weight").removesuffix(".bias")
         if owner in _BY_HEADS:
-            tensors[owner] = (Piece(max(parameter.shape) if parameter.dim() > 2 else parameter.shape[0]),)
+            tensors[owner] = (PackedPiece(max(parameter.shape) if parameter.dim() > 2 else parameter.shape[0]),)
     output = "out_proj" if hasattr(mixer, "out_proj") else "o_proj"
     return MixerDivision(num_heads, "key heads", tensors, output, "conv1d", counts)
 
@@ -73,8 +73,8 @@ def _mamba2(mixer: Any) -> MixerDivision:
     """Divide by groups of heads, which share B and C. The heads of a single group are divided themselves: every rank
     computes its B and C, and the norm is over the features of all ranks."""
     has_groups = mixer.n_groups > 1
-    inner, heads = Piece(mixer.intermediate_size), Piece(mixer.num_heads)
-    shared = Piece(mixer.n_groups * mixer.ssm_state_size, has_groups)
+    inner, heads = PackedPiece(mixer.intermediate_size), PackedPiece(mixer.num_heads)
+    shared = PackedPiece(mixer.n_groups * mixer.ssm_state_size, has_groups)
     tensors: dict[str, Pieces] = {
         "in_proj": (inner, inner, shared, shared, heads),
         "conv1d": (inner, shared, shared),

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING
 
 from crossdock.workers.model.cut.collectives import Collectives
 from crossdock.workers.model.cut.heads import HeadRanges, even_range
-from crossdock.workers.model.cut.mixers import MixerDivision, Piece, division_of
+from crossdock.workers.model.cut.mixers import MixerDivision, PackedPiece, division_of
+from crossdock.workers.model.cut.own_plans import OF_LATENTS, own_plan
 from crossdock.workers.model.cut.part import ModelPart, SliceRange, TensorSlice
 from crossdock.workers.model.cut.position import CannotCut
 from crossdock.workers.model.layer_kinds import recurrent_layers
@@ -64,20 +64,16 @@ class TensorPlan:
     def _plan(self, modules: Mapping[str, Any]) -> dict[str, str]:
         """Return the style of each module or parameter that is divided, by its name or its pattern."""
         plan: dict[str, str] = dict(self.model.tp_plan)
-        model_type = self.config.model_type
-        own = dict(_OWN_PLANS.get(model_type, {}))
-        if model_type in _LIKE:
-            own = CONFIG_MAPPING[_LIKE[model_type]].base_model_tp_plan
         decoder = next(name for name, module in modules.items() if module is self.model.get_decoder())
-        plan |= {f"{decoder}.{name}": style for name, style in own.items()}
+        plan |= {f"{decoder}.{name}": style for name, style in own_plan(self.config.model_type).items()}
         for tied in self.model.all_tied_weights_keys.items():  # one matrix: what divides one use divides the other
             head, embedding = (name.removesuffix(".weight") for name in tied)
             if head in plan and isinstance(modules.get(embedding), nn.Embedding):
                 plan.setdefault(embedding, "embedding_rowwise")
         for name in (name for name, module in modules.items() if hasattr(module, "expand_kv")):
-            for linear in _OF_LATENTS:
+            for linear, style in OF_LATENTS.items():
                 if _pattern(f"{name}.{linear}") not in plan:  # recurrent layers may have linears of that pattern
-                    plan[f"{name}.{linear}"] = _OF_LATENTS[linear]
+                    plan[f"{name}.{linear}"] = style
         return plan
 
     def _divide_mixers(self, modules: Mapping[str, Any]) -> list[str]:
@@ -101,7 +97,7 @@ class TensorPlan:
         units = division.num_units
         start, stop = self._even_range(units)
 
-        def range_of(piece: Piece) -> SliceRange:
+        def range_of(piece: PackedPiece) -> SliceRange:
             begin, end = (start, stop) if piece.is_divided else (0, units)
             return SliceRange(piece.size * begin // units, piece.size * end // units, piece.size)
 
@@ -114,7 +110,7 @@ class TensorPlan:
                 self._shrink(f"{name}.{below}", dim, *map(range_of, pieces))
         output = getattr(mixer, division.output)
         num_features = output.in_features
-        self._rowwise(f"{name}.{division.output}", output, range_of(Piece(num_features)))
+        self._rowwise(f"{name}.{division.output}", output, range_of(PackedPiece(num_features)))
         for count in division.counts:
             path, _, attribute = count.rpartition(".")
             owner = mixer.get_submodule(path)
@@ -253,29 +249,6 @@ _STYLES: dict[str, Callable[[TensorPlan, str, Any, HeadRanges | None], None]] = 
 }
 
 
-_LIKE = {"qwen3_vl_text": "qwen3"}
-"""Decoders without a plan of their own, and those with the same modules whose plan they follow."""
-
-_ATTENTION = dict.fromkeys(
-    (f"layers.*.self_attn.{name}_proj" for name in ("q", "k", "v", "g")), "colwise"
-) | dict.fromkeys((f"layers.*.self_attn.{name}_proj" for name in ("o", "out")), "rowwise")
-_GATED_MLP = {f"layers.*.feed_forward.{name}": "colwise" for name in ("gate_proj", "up_proj", "w1", "w3")} | {
-    f"layers.*.feed_forward.{name}": "rowwise" for name in ("down_proj", "w2")
-}
-_OWN_PLANS: dict[str, dict[str, str]] = {
-    **dict.fromkeys(("bamba", "falcon_h1", "lfm2", "lfm2_moe", "lfm3"), _ATTENTION | _GATED_MLP),
-    "granitemoehybrid": _ATTENTION
-    | {"layers.*.shared_mlp.input_linear": "packed_colwise", "layers.*.shared_mlp.output_linear": "rowwise"},
-    "nemotron_h": {f"layers.*.mixer.{name}_proj": "colwise" for name in ("q", "k", "v", "up")}
-    | {"layers.*.mixer.o_proj": "rowwise", "layers.*.mixer.down_proj": "rowwise"}
-    | {"layers.*.mixer.shared_experts.up_proj": "colwise", "layers.*.mixer.shared_experts.down_proj": "rowwise"},
-}
-"""What divides attention and MLPs of models with recurrent layers, where transformers has no plan for these."""
-
-_OF_LATENTS = dict.fromkeys(("q_proj", "q_b_proj", "kv_b_proj", "g_proj"), "colwise") | {"o_proj": "rowwise"}
-"""What divides the heads of latent attention, which the plans of some models replicate."""
-
-
 def _narrow_multipliers(mixer: Any, name: str, ranges: Sequence[SliceRange]) -> None:
     """Take this rank's part of a buffer when `mixer` runs first: while it is loaded, transformers fills the whole."""
 
@@ -298,8 +271,8 @@ def _sum_squares_of_ranks(norm: Any, num_features: int, collectives: Collectives
         gates = 1.0 if gate is None else nn.functional.silu(gate.float())
         x = x if is_gate_last else x * gates
         mean = _connected(collectives).all_reduce(x.pow(2).sum(-1, keepdim=True)) / num_features
-        x = norm.weight * (x * torch.rsqrt(mean + norm.variance_epsilon)).to(hidden_states.dtype)
-        return x * gates if is_gate_last else x
+        normed: Tensor = norm.weight * (x * torch.rsqrt(mean + norm.variance_epsilon)).to(hidden_states.dtype)
+        return (normed * gates).to(hidden_states.dtype) if is_gate_last else normed
 
     norm.forward = forward
 

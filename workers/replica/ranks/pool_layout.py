@@ -16,9 +16,9 @@ from crossdock.workers.schedule.layer_groups import group_layers
 logger = logging.getLogger(__name__)
 
 HeldLayers: TypeAlias = tuple[tuple[int, ...], ...]
-"""The layers with attention a rank holds, a row each: number among those of the model, first KV head, last (exclusive), heads of all ranks, key dim,
-value dim and window (0: none); where pages are e4m3 also the exponents of its heads' scales, all of keys, then all of
-values."""
+"""The layers with attention a rank holds, a row each: number among those of the model, first KV head, last (exclusive),
+heads of all ranks, key dim, value dim and window (0: none); where pages are e4m3 also the exponents of its heads'
+scales, all of keys, then all of values."""
 
 
 def held_layers(model: PagedModel) -> HeldLayers:

@@ -1,4 +1,4 @@
-"""How recurrent layers are divided among ranks. All families are compared in tests/workers/replica/ranks/test_gang.py."""
+"""How recurrent layers are divided among ranks: tests/workers/replica/ranks/test_gang.py compares all families."""
 
 from math import prod
 from pathlib import Path
@@ -73,7 +73,7 @@ def test_states_of_two_ranks_add_up_to_the_whole(ranks: Ranks, tmp_path: Path, n
 
 
 def test_ranks_of_one_group_of_heads_keep_its_inputs_whole(ranks: Ranks, tmp_path: Path) -> None:
-    """Of the convolution: those of B and C, which all heads share."""
+    """Count the inputs of B and C twice: all heads share them, and both ranks keep them."""
     module = module_of("bamba", {"mamba_n_groups": 1})
     model = wrap_module(module)
     assert model.states is not None
@@ -91,7 +91,7 @@ def test_uneven_heads_are_divided(ranks: Ranks, tmp_path: Path) -> None:
 
 def test_stage_without_attention_is_refused_with_the_reason() -> None:
     config = build("qwen3_next", SERVED["qwen3_next"] | {"layer_types": [LINEAR, LINEAR, FULL, FULL]}).config
-    with pytest.raises(CannotCut, match="no layer from 0 to 1 has attention.* smaller pipeline_parallel_size"):
+    with pytest.raises(CannotCut, match=r"no layer from 0 to 1 has attention.* smaller pipeline_parallel_size"):
         measure_part(config, RankPosition(0, 1, 2), torch.float32)
 
 

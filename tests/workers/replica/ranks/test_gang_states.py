@@ -86,9 +86,7 @@ def test_state_has_the_pages_of_the_largest_on_every_stage(ranks: Ranks, tmp_pat
 
 
 @pytest.mark.parametrize("division", DIVISIONS)
-def test_state_of_ranks_is_counted_as_theirs_together(
-    ranks: Ranks, tmp_path: Path, division: tuple[int, int]
-) -> None:
+def test_state_of_ranks_is_counted_as_theirs_together(ranks: Ranks, tmp_path: Path, division: tuple[int, int]) -> None:
     path = saved(build("qwen3_next", SERVED["qwen3_next"]), tmp_path)
     whole = load_model(ModelSpec(str(path), "float32"))
     with ganged(ranks, path, *division, **SETTINGS) as engine:
