@@ -80,6 +80,8 @@ def _plan_group(source: PoolSpec, target: PoolSpec, group: int) -> dict[int, tup
         if not holders:
             raise IncompatiblePools(f"no rank of the source holds head {key[1]} of layer {key[0]}: {source.shards}")
         rank = holders[target.rank % len(holders)]  # ranks that hold the same head share the work
+        if source.shards == target.shards:
+            rank = target.rank  # the one that may write the recurrent state, which comes with the last tokens
         begin = offsets[rank][key]
         ranges = plan.setdefault(rank, [])
         if (rank, begin - offset) == previous:

@@ -161,6 +161,14 @@ def test_source_ranks_with_the_same_head_share_the_work() -> None:
     assert writers == {(0,), (1,), (2,), (3,)}
 
 
+@pytest.mark.parametrize(("tp", "pp"), [(3, 1), (3, 2), (4, 2), (5, 2)])
+def test_ranks_of_equal_replicas_write_to_their_like_alone(tp: int, pp: int) -> None:
+    """Also where ranks hold the same head: a state travels between ranks of the same number."""
+    heads = (LayerShape(2, 4, 4),) * 4
+    for rank in range(tp * pp):
+        assert source_ranks(spec(heads, 0, tp, pp), spec(heads, rank, tp, pp)) == (rank,)
+
+
 def test_source_that_lacks_layers_raises() -> None:
     half = PoolSpec("model", "float16", ITEMSIZE, PAGE_SIZE, UNIFORM, (Shard(0, ((0, 4),) * 2),), 0, 1)
     with pytest.raises(IncompatiblePools, match="no rank of the source holds head 0 of layer 2"):

@@ -150,6 +150,9 @@ RECURRENT: dict[str, dict[str, Any]] = {
 }
 """Models with recurrent layers: some of their layers have attention, or all have it beside the recurrent part."""
 SERVED |= RECURRENT
+DIVISIBLE: dict[str, dict[str, Any]] = {"olmo_hybrid": {"linear_value_head_dim": 8}}
+"""What models need so that their saved files can be divided: transformers saves a convolution over queries, keys and
+values as thirds, which is only right where all are as wide."""
 SERVED |= {name: {} for name in _PLAIN.split()} | dict.fromkeys(_EXPERTS.split(), _ROUTED)
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "bloom": ({"n_layer": 4, "n_head": 4}, "attention"),

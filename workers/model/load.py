@@ -56,7 +56,7 @@ def load_model(
     attention = choose_attention(spec.attention_backend, torch.device(device), spec.kv_cache_dtype, spec.cpu_kernels)
     used_by_others = used_by_all_but_torch() if device != "cpu" else 0
     config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    refuse_by_config(config, links.position.size if links is not None else 1)
+    refuse_by_config(config)
     dtype = dtype_of(spec, config, device)
     if kv_bytes is not None:
         position, num_sharing = RankPosition(), 1

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +37,9 @@ class PagedModel:
     windows: Sequence[Window] = ()  # of the attention of each layer here
     attention_chunks: Mapping[int, int] = field(default_factory=dict)  # see `ForwardContext`
     places: dict[int, int] = field(default_factory=dict)  # in `layers`, by layer number; empty: all have attention
-    states: StateLayout | None = None  # of the recurrent layers; None: there are none
+    states: StateLayout | None = None  # of the recurrent layers here; None: the model has none
+    least_state_pages: int = 1  # what the rank with the largest state needs for a request's
+    states_name: str = ""  # names the states of all ranks of a gang; empty: there is one rank
     groups: Sequence[LayerGroup] = ()  # of the whole model's layers, which share pages; empty: all do, for good
     pages: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     pool: Tensor | None = None
@@ -86,13 +89,15 @@ class PagedModel:
     @property
     def held_groups(self) -> list[list[int]]:
         """Return the layers here of each group, numbered from 0. A stage of a pipeline may have none of a group."""
-        first, held = self.part.first_layer, range(len(self.layers))
+        first, held = self.part.first_place, range(len(self.layers))
         groups = [[layer - first for layer in group.layers if layer - first in held] for group in self.groups]
         return groups or [list(held)]
 
     def state_pages(self, page_size: int) -> int:
-        """Return how many pages the recurrent state of one request takes."""
-        return 0 if self.states is None else self.states.num_pages(self.layouts(page_size)[0].page_bytes)
+        """Return how many pages the recurrent state of one request takes, which is the same on all ranks of a gang."""
+        if self.states is None:
+            return 0
+        return max(self.least_state_pages, self.states.num_pages(self.layouts(page_size)[0].page_bytes))
 
     def allocate_pool(self, num_pages: int, page_size: int) -> None:
         """Allocate the one KV tensor of this process.
@@ -210,17 +215,18 @@ class PagedModel:
         embeddings[0, pictures.rows] = pictures.embeddings[0]
         return embeddings
 
-    def logits(self, token_ids: Tensor, dtype: torch.dtype | None = None, **inputs: Tensor) -> Tensor:
+    def logits(self, token_ids: Tensor, dtype: torch.dtype | None = None, **inputs: Any) -> Tensor:
         """Return the logits [N, vocab] of transformers' own forward, or [0, vocab] on a stage that others follow.
 
-        `dtype` is the one that the model computes in, if that is not the parameters'.
+        `dtype` is the one that the model computes in, if that is not the parameters'. `inputs`: the forward's further
+        arguments.
         """
 
         def forward(entering: Tensor | None) -> Tensor:
             is_ids = entering is None or stage is None or stage.needs_token_ids
             given = {"input_ids": token_ids[None]} if is_ids else {"inputs_embeds": entering}
             given = {} if "inputs_embeds" in inputs else given
-            logits: Tensor = self.module(**given, **inputs, use_cache=False).logits[0]
+            logits: Tensor = self.module(**given, **({"use_cache": False} | inputs)).logits[0]
             return logits
 
         stage = self.part.stage

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig
+from transformers import DynamicCache, PretrainedConfig
 
 from crossdock.kernels.options import CpuKernels, KVCacheDtype, Quantization
 from crossdock.workers.model.forward_context import (
@@ -21,16 +21,16 @@ from crossdock.workers.model.forward_context import (
 from crossdock.workers.model.fp8_scales import example_text, in_float32, scale_for
 from crossdock.workers.model.inputs import StepInputs
 from crossdock.workers.model.latent import has_latents
-from crossdock.workers.model.logits_check import PROBE_LENGTHS, LogitsCheck, ProbeBatch, UnsupportedModelError
-from crossdock.workers.model.model import PagedModel, text_config
-from crossdock.workers.model.recurrent import (
+from crossdock.workers.model.layer_kinds import (
     RECURRENT_TYPES,
     STATELESS_TYPES,
-    NotRecurrentError,
-    has_recurrent_layers,
-    keep_states_in_pages,
+    attention_layers,
     layer_kinds,
+    recurrent_layers,
 )
+from crossdock.workers.model.logits_check import PROBE_LENGTHS, LogitsCheck, ProbeBatch, UnsupportedModelError
+from crossdock.workers.model.model import PagedModel, text_config
+from crossdock.workers.model.recurrent import NotRecurrentError, keep_states_in_pages
 from crossdock.workers.model.replaced_parts import (
     cache_latents_if_equal,
     fuse_layers_if_equal,
@@ -57,26 +57,20 @@ _WHY_NOT = {
     "heavily_compressed_attention": _BLOCKS,
 }
 """Why layers of transformers' other types are refused. docs/serving.md names the first step towards each."""
-_WITHOUT_ATTENTION = {"linear_attention", "conv"} | STATELESS_TYPES
 
 
-def refuse_by_config(config: PretrainedConfig, num_ranks: int = 1) -> None:
-    """Check that all state of the model lies in KV pages of every rank, as far as its configuration shows.
+def refuse_by_config(config: PretrainedConfig) -> None:
+    """Check that all state of the model lies in KV pages, as far as its configuration shows.
 
     Raises:
-        UnsupportedModelError: layers keep other state, or are not divided among ranks.
+        UnsupportedModelError: layers keep other state.
     """
-    kinds = set(getattr(text_config(config), "layer_types", None) or ())
+    kinds = set(layer_kinds(text_config(config)))
     if unknown := kinds - _LAYER_TYPES:
         reasons = dict.fromkeys(_WHY_NOT.get(kind, "their state does not lie in KV pages") for kind in sorted(unknown))
         raise UnsupportedModelError(
             f"{config.model_type} has layers of type {', '.join(sorted(unknown))}: {'; '.join(reasons)}. Served are "
             f"{', '.join(sorted(_LAYER_TYPES))}"
-        )
-    if num_ranks > 1 and has_recurrent_layers(text_config(config)):
-        raise UnsupportedModelError(
-            f"{config.model_type} has recurrent layers, whose states are not divided among ranks: set "
-            f"tensor_parallel_size and pipeline_parallel_size to 1"
         )
 
 
@@ -99,7 +93,7 @@ def probe(
     """
     if quantization is not None and (reason := why_not_quantised(model, cpu_kernels)):
         raise ValueError(f"quantization {quantization}: {reason}")
-    if has_recurrent_layers(text_config(model.config)):
+    if recurrent_layers(text_config(model.config)):
         _keep_states(model, quantization)
     sequences = ProbeBatch.for_model(model)
     context = ForwardContext(model.attention, probe_lengths=PROBE_LENGTHS)
@@ -141,16 +135,24 @@ def _keep_states(model: PagedModel, quantization: Quantization | None) -> None:
     name, decoder = model.config.model_type, text_config(model.config)
     if quantization is not None:
         raise ValueError(f"quantization {quantization}: {name} has recurrent layers, which are not fused")
-    if set(layer_kinds(decoder)) <= _WITHOUT_ATTENTION:
+    if not attention_layers(decoder):
         raise UnsupportedModelError(f"{name} has no layers with attention, and so no KV pages to keep its states in")
     module: Any = model.module
+    # Two tokens: one would take the path of decodes, which may keep its states in another dtype.
+    token_ids = torch.tensor([3, 4], device=model.device)
+
+    def compute(cache: DynamicCache) -> Tensor:
+        return model.logits(token_ids, past_key_values=cache, use_cache=True)
+
     module.set_attn_implementation(attention_names(model.config, "eager"))
     try:
-        model.states = keep_states_in_pages(module, decoder)
+        model.states = keep_states_in_pages(module, decoder, model.part.held_layers, compute)
     except NotRecurrentError as reason:
         raise UnsupportedModelError(f"{name} has recurrent layers that are not served: {reason}") from reason
     finally:
         module.set_attn_implementation(attention_names(model.config))
+    if model.part.why_states_are_whole:
+        logger.info("every rank keeps the whole state of recurrent layers: %s", model.part.why_states_are_whole)
 
 
 def _check_states(model: PagedModel, check: LogitsCheck) -> None:
@@ -194,10 +196,9 @@ def _one_call_per_layer(model: PagedModel, calls: Sequence[AttentionCall]) -> li
     """Return the calls in the order of layers."""
     calls = sorted(calls, key=lambda call: call.layer)
     layers, part = [call.layer for call in calls], model.part
-    expected = list(range(part.first_layer, part.first_layer + part.num_layers))
+    expected = list(part.held_layers)
     if model.states is not None:
-        kinds = layer_kinds(text_config(model.config))
-        expected = [layer for layer, kind in enumerate(kinds) if kind not in _WITHOUT_ATTENTION]
+        expected = [layer for layer in attention_layers(text_config(model.config)) if layer in part.held_layers]
     if layers != expected:
         missing = sorted(set(expected) - set(layers))
         raise UnsupportedModelError(

@@ -13,11 +13,9 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PretrainedConfig
 
 from crossdock.workers.model.forward_context import context_or_none
+from crossdock.workers.model.layer_kinds import recurrent_layers
 from crossdock.workers.model.state_pages import LayerStates, StateLayout, StateShape
 
-RECURRENT_TYPES = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding"})
-"""transformers' names of the layers with a recurrent state; hybrid layers have attention beside it."""
-STATELESS_TYPES = frozenset({"moe", "mlp"})  # layers with neither attention nor state
 _CACHE_NAMES = ("cache_params", "past_key_values")  # by which modules receive transformers' cache
 
 
@@ -25,20 +23,13 @@ class NotRecurrentError(Exception):
     """A model's recurrent layers are not of a kind that is known; the message gives the reason."""
 
 
-def layer_kinds(config: PretrainedConfig) -> list[str]:
-    """Return the kind of each layer of a decoder, where its configuration has them."""
-    return list(getattr(config, "layer_types", None) or ())
-
-
-def has_recurrent_layers(config: PretrainedConfig) -> bool:
-    """Return whether some layers of a decoder keep a recurrent state."""
-    return not RECURRENT_TYPES.isdisjoint(layer_kinds(config))
-
-
-def keep_states_in_pages(module: Any, config: PretrainedConfig) -> StateLayout:
+def keep_states_in_pages(
+    module: nn.Module, config: PretrainedConfig, layers: range, compute: Callable[[DynamicCache], object]
+) -> StateLayout:
     """Replace the forward of every module that keeps a recurrent state. Returns where a request's states lie.
 
-    `module` must be set to an attention that fills transformers' own cache. `config` is the decoder's.
+    `compute` runs two tokens through `module` with the given cache, which attention must fill as well. `config` is
+    the decoder's, of which `module` has `layers`. Collective: every rank of a gang must call it.
 
     Raises:
         NotRecurrentError: some states are kept elsewhere; the model is unchanged.
@@ -46,17 +37,15 @@ def keep_states_in_pages(module: Any, config: PretrainedConfig) -> StateLayout:
     recorder = _StateRecorder(config=config)
     handles = [each.register_forward_pre_hook(recorder.enter) for each in module.modules()]
     handles += [each.register_forward_hook(recorder.leave) for each in module.modules()]
-    device = next(module.parameters()).device
     try:
-        # Two tokens: one would take the path of decodes, which may keep its states in another dtype.
-        module(input_ids=torch.tensor([[3, 4]], device=device), past_key_values=recorder, use_cache=True)
+        compute(recorder)
     except Exception as failure:  # the model expects a cache of its own
         reason = " ".join(str(failure).split())
         raise NotRecurrentError(f"transformers' cache does not hold its states: {reason}") from failure
     finally:
         for handle in handles:
             handle.remove()
-    expected = {layer for layer, kind in enumerate(layer_kinds(config)) if kind in RECURRENT_TYPES}
+    expected = {layer for layer in recurrent_layers(config) if layer in layers}
     if missing := sorted(expected - {layer for layer, _ in recorder.owners}):
         raise NotRecurrentError(f"layers {missing} keep no state in transformers' cache")
     replacements = [_RecurrentForward(owner, layer) for layer, owner in recorder.owners]

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from crossdock.workers.model.model import text_config
 from crossdock.workers.model.recurrent import keep_states_in_pages
@@ -45,5 +45,10 @@ def test_state_of_a_model_has_as_many_bytes_as_its_configuration_says(
     config = AutoConfig.for_model(name, **options)
     with torch.device("meta"):
         module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="eager")
-    states = keep_states_in_pages(module.eval(), text_config(config))
+
+    def compute(cache: DynamicCache) -> None:
+        module(input_ids=torch.tensor([[3, 4]], device="meta"), past_key_values=cache, use_cache=True)
+
+    layers = range(config.num_hidden_layers)
+    states = keep_states_in_pages(module.eval(), text_config(config), layers, compute)
     assert states.num_bytes == num_bytes

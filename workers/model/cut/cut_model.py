@@ -27,6 +27,7 @@ def cut_model(model: Any, position: RankPosition, collectives: Collectives | Non
     if position.num_stages > 1:
         part.stage = PipelineStage(model, config, position, collectives)
         part.first_layer, part.num_layers = part.stage.first_layer, part.stage.num_layers
+        part.first_place = part.stage.first_place
     if not position.is_driver and not why_text_alone(model.config):
         _drop_encoder(model)
     held = model.state_dict()

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,16 +13,21 @@ from crossdock.workers.model.cut.position import RankPosition
 from crossdock.workers.model.cut.stage import PipelineStage
 
 
-@dataclass(frozen=True, slots=True)
-class TensorSlice:
-    """The indices `[start, stop)` of `whole` along `dim`. A `packed` tensor holds several such tensors, one after the
-    other along `dim`, and the slice is taken of each."""
+class SliceRange(NamedTuple):
+    """The indices `[start, stop)` of a tensor that has `whole`."""
 
-    dim: int
     start: int
     stop: int
     whole: int
-    packed: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSlice:
+    """A part of a parameter along `dim`. The parameter may hold several tensors, one after the other along `dim`, of
+    each of which a range is taken."""
+
+    dim: int
+    ranges: tuple[SliceRange, ...]
 
     def read(self, source: Any, num_dims: int) -> Tensor:
         """Return this slice of `source`, a tensor or a safetensors slice, of which no more is read.
@@ -31,17 +36,22 @@ class TensorSlice:
         """
         shape = source.get_shape() if hasattr(source, "get_shape") else list(source.shape)
         dim = self.dim - (num_dims - len(shape))
-        before = (slice(None),) * dim
-        parts = [
-            source[(*before, slice(first + self.start, first + self.stop))]
-            for first in range(0, shape[dim], self.whole)
-        ]
+        ranges = self.ranges
+        if shape[dim] != sum(each.whole for each in ranges):  # a single tensor, of which an equal part is taken
+            ranges = tuple(each for each in ranges if each.whole == shape[dim])[:1]
+        if not ranges:
+            return source[...]  # type: ignore[no-any-return]  # transformers reports the shape
+        before, first = (slice(None),) * dim, 0
+        parts = []
+        for start, stop, whole in ranges:
+            parts.append(source[(*before, slice(first + start, first + stop))])
+            first += whole
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
     def shape_of(self, whole: Sequence[int]) -> list[int]:
         """Return the shape of this slice of a parameter of shape `whole`."""
         shape = list(whole)
-        shape[self.dim] = (self.stop - self.start) * self.packed
+        shape[self.dim] = sum(stop - start for start, stop, _ in self.ranges)
         return shape
 
 
@@ -55,8 +65,15 @@ class ModelPart:
     """By layer whose attention is cut: (first KV head, end, number of KV heads of the whole layer)."""
     first_layer: int = 0
     num_layers: int = 0
+    first_place: int = 0  # how many layers with attention are on earlier stages
+    why_states_are_whole: str = ""  # why recurrent layers are not divided among tensor ranks; empty: they are
     stage: PipelineStage | None = None  # None: one stage holds all layers
     collectives: Collectives | None = None  # None: this rank holds the whole model, or the part is only measured
+
+    @property
+    def held_layers(self) -> range:
+        """Return the numbers of the layers of this rank."""
+        return range(self.first_layer, self.first_layer + self.num_layers)
 
     def alone(self) -> AbstractContextManager[None]:
         """Return a context in which this rank computes without the others, see `Collectives.alone`."""

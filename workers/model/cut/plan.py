@@ -4,18 +4,20 @@ Attention is cut by whole heads, everything else evenly. A module that the plan 
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING
 
 from crossdock.workers.model.cut.collectives import Collectives
 from crossdock.workers.model.cut.heads import HeadRanges, even_range
-from crossdock.workers.model.cut.part import ModelPart, TensorSlice
+from crossdock.workers.model.cut.mixers import MixerDivision, PackedPiece, division_of
+from crossdock.workers.model.cut.own_plans import OF_LATENTS, own_plan
+from crossdock.workers.model.cut.part import ModelPart, SliceRange, TensorSlice
 from crossdock.workers.model.cut.position import CannotCut
+from crossdock.workers.model.layer_kinds import recurrent_layers
 
 
 @dataclass(slots=True)
@@ -34,21 +36,14 @@ class TensorPlan:
             CannotCut: the plan has a style we do not know, or the heads cannot be divided.
         """
         modules = dict(self.model.named_modules())
-        plan: dict[str, str] = dict(self.model.tp_plan)
-        if self.config.model_type in _LIKE:
-            decoder = next(name for name, module in modules.items() if module is self.model.get_decoder())
-            like = CONFIG_MAPPING[_LIKE[self.config.model_type]]
-            plan |= {f"{decoder}.{name}": style for name, style in like.base_model_tp_plan.items()}
-        for tied in self.model.all_tied_weights_keys.items():  # one matrix: what divides one use divides the other
-            head, embedding = (name.removesuffix(".weight") for name in tied)
-            if head in plan and isinstance(modules.get(embedding), nn.Embedding):
-                plan.setdefault(embedding, "embedding_rowwise")
-        for name in (name for name, module in modules.items() if hasattr(module, "expand_kv")):
-            for linear in _OF_LATENTS:
-                plan.setdefault(_pattern(f"{name}.{linear}"), _OF_LATENTS[linear])
+        plan = self._plan(modules)
+        for name in self._divide_mixers(modules):
+            for below in modules:
+                if below.startswith(f"{name}."):
+                    plan[below] = ""  # goes before what the plan names by a pattern
         for name, module in modules.items():
-            style = plan.get(_pattern(name))
-            if style is None:
+            style = plan.get(name, plan.get(_pattern(name)))
+            if not style:
                 continue
             if style not in _STYLES:
                 raise CannotCut(f"{self.config.model_type}: its tensor-parallel plan has the unknown style {style!r}")
@@ -59,16 +54,84 @@ class TensorPlan:
             style = plan.get(_pattern(name))
             if style in _OF_PARAMETERS:
                 dim, packed = parameter.dim() + _OF_PARAMETERS[style][0], _OF_PARAMETERS[style][1]
-                self._shrink(name, dim, parameter.shape[dim] // packed, packed=packed)
+                self._shrink(name, dim, *[self._range(parameter.shape[dim] // packed)] * packed)
             elif style is not None:
                 raise CannotCut(f"{self.config.model_type}: its tensor-parallel plan divides {name} by {style!r}")
 
+    def _plan(self, modules: Mapping[str, Any]) -> dict[str, str]:
+        """Return the style of each module or parameter that is divided, by its name or its pattern."""
+        plan: dict[str, str] = dict(self.model.tp_plan)
+        decoder = next(name for name, module in modules.items() if module is self.model.get_decoder())
+        plan |= {f"{decoder}.{name}": style for name, style in own_plan(self.config.model_type).items()}
+        for tied in self.model.all_tied_weights_keys.items():  # one matrix: what divides one use divides the other
+            head, embedding = (name.removesuffix(".weight") for name in tied)
+            if head in plan and isinstance(modules.get(embedding), nn.Embedding):
+                plan.setdefault(embedding, "embedding_rowwise")
+        for name in (name for name, module in modules.items() if hasattr(module, "expand_kv")):
+            for linear, style in OF_LATENTS.items():
+                if _pattern(f"{name}.{linear}") not in plan:  # recurrent layers may have linears of that pattern
+                    plan[f"{name}.{linear}"] = style
+        return plan
+
+    def _divide_mixers(self, modules: Mapping[str, Any]) -> list[str]:
+        """Divide the mixers of recurrent layers that can be divided, and return their names."""
+        divided, num_ranks = [], self.part.position.tensor_size
+        recurrent = recurrent_layers(self.config)
+        for name, mixer in modules.items():
+            if getattr(mixer, "layer_idx", None) not in recurrent or (division := division_of(mixer)) is None:
+                continue
+            if division.num_units < num_ranks:
+                self.part.why_states_are_whole = (
+                    f"{division.num_units} {division.units} of {type(mixer).__name__} cannot be divided among "
+                    f"{num_ranks} ranks"
+                )
+                continue
+            self._divide_mixer(name, mixer, division)
+            divided.append(name)
+        return divided
+
+    def _divide_mixer(self, name: str, mixer: Any, division: MixerDivision) -> None:
+        units = division.num_units
+        start, stop = self._even_range(units)
+
+        def range_of(piece: PackedPiece) -> SliceRange:
+            begin, end = (start, stop) if piece.is_divided else (0, units)
+            return SliceRange(piece.size * begin // units, piece.size * end // units, piece.size)
+
+        if division.multipliers:
+            _narrow_multipliers(mixer, division.multipliers, [range_of(piece) for piece in division.tensors["in_proj"]])
+        for below, parameter in list(mixer.named_parameters()):
+            pieces = division.tensors.get(below.removesuffix(".weight").removesuffix(".bias"))
+            if pieces is not None:
+                dim = list(parameter.shape).index(sum(piece.size for piece in pieces))
+                self._shrink(f"{name}.{below}", dim, *map(range_of, pieces))
+        output = getattr(mixer, division.output)
+        num_features = output.in_features
+        self._rowwise(f"{name}.{division.output}", output, range_of(PackedPiece(num_features)))
+        for count in division.counts:
+            path, _, attribute = count.rpartition(".")
+            owner = mixer.get_submodule(path)
+            if hasattr(owner, attribute):
+                setattr(owner, attribute, getattr(owner, attribute) * (stop - start) // units)
+        convolution = getattr(mixer, division.convolution)
+        convolution.in_channels = convolution.out_channels = convolution.groups = convolution.weight.shape[0]
+        if hasattr(mixer, "conv_dim"):
+            mixer.conv_dim = convolution.weight.shape[0]
+        if division.norm:
+            _sum_squares_of_ranks(getattr(mixer, division.norm), num_features, self.collectives)
+
     def colwise(self, name: str, module: Any, heads: HeadRanges | None) -> None:
         """Divide the outputs of a linear layer."""
-        range_ = heads.features(name, module.out_features) if heads else None
-        self._shrink(f"{name}.weight", 0, module.out_features, range_)
+        size = module.out_features
+        range_ = self._range(size, heads.features(name, size) if heads else None)
+        self._shrink(f"{name}.weight", 0, range_)
         if module.bias is not None:
-            self._shrink(f"{name}.bias", 0, module.out_features, range_)
+            self._shrink(f"{name}.bias", 0, range_)
+        module.out_features = module.weight.shape[0]
+
+    def packed_colwise(self, name: str, module: Any, _: HeadRanges | None) -> None:
+        """Divide both halves of the outputs of a linear layer."""
+        self._shrink(f"{name}.weight", 0, *[self._range(module.out_features // 2)] * 2)
         module.out_features = module.weight.shape[0]
 
     def colwise_gather_output(self, name: str, module: Any, _: HeadRanges | None) -> None:
@@ -81,8 +144,11 @@ class TensorPlan:
 
     def rowwise(self, name: str, module: Any, heads: HeadRanges | None) -> None:
         """Divide a linear layer whose inputs are divided already: the ranks' outputs are summed."""
-        range_ = heads.features(name, module.in_features) if heads else None
-        self._shrink(f"{name}.weight", 1, module.in_features, range_)
+        size = module.in_features
+        self._rowwise(name, module, self._range(size, heads.features(name, size) if heads else None))
+
+    def _rowwise(self, name: str, module: Any, range_: SliceRange) -> None:
+        self._shrink(f"{name}.weight", 1, range_)
         module.in_features = module.weight.shape[1]
         if module.bias is not None and self.part.position.tensor_rank:
             module.bias = None  # else the sum would hold the bias once per rank
@@ -97,7 +163,7 @@ class TensorPlan:
     def embedding_rowwise(self, name: str, module: Any, _: HeadRanges | None) -> None:
         """Divide a vocabulary: each rank looks up the token ids in its range, gives zeros for the rest, and sums."""
         start, stop = self._even_range(module.num_embeddings)
-        self._shrink(f"{name}.weight", 0, module.num_embeddings)
+        self._shrink(f"{name}.weight", 0, self._range(module.num_embeddings))
         if module.padding_idx is not None:  # some models zero its row again after loading
             module.padding_idx = module.padding_idx - start if start <= module.padding_idx < stop else None
         collectives, look_up = self.collectives, module.forward
@@ -153,10 +219,12 @@ class TensorPlan:
     def _even_range(self, size: int) -> tuple[int, int]:
         return even_range(size, self.part.position.tensor_size, self.part.position.tensor_rank)
 
-    def _shrink(self, name: str, dim: int, whole: int, range_: tuple[int, int] | None = None, packed: int = 1) -> None:
+    def _range(self, whole: int, range_: tuple[int, int] | None = None) -> SliceRange:
+        return SliceRange(*(range_ or self._even_range(whole)), whole)
+
+    def _shrink(self, name: str, dim: int, *ranges: SliceRange) -> None:
         """Replace a parameter by this rank's slice."""
-        start, stop = range_ or self._even_range(whole)
-        kept = self.part.slices[name] = TensorSlice(dim, start, stop, whole, packed)
+        kept = self.part.slices[name] = TensorSlice(dim, ranges)
         path, _, attribute = name.rpartition(".")
         module = self.model.get_submodule(path)
         old = getattr(module, attribute)
@@ -167,6 +235,7 @@ class TensorPlan:
 _STYLES: dict[str, Callable[[TensorPlan, str, Any, HeadRanges | None], None]] = {
     "colwise": TensorPlan.colwise,
     "colwise_gather_output": TensorPlan.colwise_gather_output,
+    "packed_colwise": TensorPlan.packed_colwise,
     "rowwise": TensorPlan.rowwise,
     "rowwise_split_input": TensorPlan.rowwise_split_input,
     "embedding_rowwise": TensorPlan.embedding_rowwise,
@@ -179,11 +248,33 @@ _STYLES: dict[str, Callable[[TensorPlan, str, Any, HeadRanges | None], None]] = 
 _OF_PARAMETERS = {"packed_colwise": (-2, 2), "colwise": (-2, 1), "packed_rowwise": (-1, 2), "rowwise": (-1, 1)}
 """Which dimension of a parameter of its own, as experts have, is divided, and how many tensors lie along it."""
 
-_LIKE = {"qwen3_vl_text": "qwen3"}
-"""Decoders without a plan of their own, and those with the same modules whose plan they follow."""
 
-_OF_LATENTS = {"q_proj": "colwise", "q_b_proj": "colwise", "kv_b_proj": "colwise", "o_proj": "rowwise"}
-"""What divides the heads of latent attention, which the plans of some models replicate."""
+def _narrow_multipliers(mixer: Any, name: str, ranges: Sequence[SliceRange]) -> None:
+    """Take this rank's part of a buffer when `mixer` runs first: while it is loaded, transformers fills the whole."""
+
+    def narrow(_module: nn.Module, _args: object) -> None:
+        whole = getattr(mixer, name)
+        if whole.shape[-1] == sum(each.whole for each in ranges):
+            tensors = whole.split([each.whole for each in ranges], -1)
+            parts = [tensor[..., each.start : each.stop] for tensor, each in zip(tensors, ranges, strict=True)]
+            setattr(mixer, name, torch.cat(parts, -1))
+
+    mixer.register_forward_pre_hook(narrow)
+
+
+def _sum_squares_of_ranks(norm: Any, num_features: int, collectives: Collectives | None) -> None:
+    """Let the gated norm of a Mamba-2 mixer, whose features ranks have divided, norm them by all of these."""
+    is_gate_last = getattr(norm, "norm_before_gate", False)  # of Falcon-H1
+
+    def forward(hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
+        x = hidden_states.float()
+        gates = 1.0 if gate is None else nn.functional.silu(gate.float())
+        x = x if is_gate_last else x * gates
+        mean = _connected(collectives).all_reduce(x.pow(2).sum(-1, keepdim=True)) / num_features
+        normed: Tensor = norm.weight * (x * torch.rsqrt(mean + norm.variance_epsilon)).to(hidden_states.dtype)
+        return (normed * gates).to(hidden_states.dtype) if is_gate_last else normed
+
+    norm.forward = forward
 
 
 def _is_attention(module: Any) -> bool:

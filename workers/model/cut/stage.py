@@ -1,6 +1,7 @@
 """Pipeline parallelism: a range of a model's layers, entered and left by hooks around the model's own forward."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -8,9 +9,13 @@ from torch import Tensor, nn
 from crossdock.kvtransfer.layout import layer_range
 from crossdock.workers.model.cut.collectives import Collectives
 from crossdock.workers.model.cut.position import CannotCut, RankPosition
+from crossdock.workers.model.layer_kinds import attention_layers, recurrent_layers
 from crossdock.workers.model.vision import is_multimodal
 
 _Answer = TypeVar("_Answer")
+
+
+_WITH_TUPLES = {"bamba", "falcon_h1"}  # models that take more than hidden states from a layer
 
 
 class _StageDone(Exception):
@@ -24,13 +29,16 @@ class _StageDone(Exception):
 class _SkippedLayer(nn.Module):
     """Takes the place of a layer of another stage: models look layers up by their index."""
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self, layer: nn.Module, gives_tuple: bool) -> None:
         super().__init__()
+        self._gives_tuple = gives_tuple
         # Models choose a layer's mask by its string attributes.
         self.__dict__.update({name: value for name, value in vars(layer).items() if isinstance(value, str)})
+        if (multipliers := getattr(getattr(layer, "mamba", None), "mup_vector", None)) is not None:
+            self.mamba = SimpleNamespace(mup_vector=multipliers)  # Falcon-H1 fills those of all layers after loading
 
-    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
-        return hidden_states
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor | tuple[Tensor, None]:
+        return (hidden_states, None) if self._gives_tuple else hidden_states
 
 
 class PipelineStage:
@@ -44,7 +52,7 @@ class PipelineStage:
         """Replace the layers of other stages in `model`, which is on the meta device.
 
         Raises:
-            CannotCut: fewer layers than stages, or layers that share keys and values.
+            CannotCut: fewer layers than stages, a stage without attention, or layers that share keys and values.
         """
         num_layers = config.num_hidden_layers
         if position.num_stages > num_layers:
@@ -59,8 +67,17 @@ class PipelineStage:
         layers = _decoder_layers(model.get_decoder() if is_multimodal(model.config) else model, num_layers)
         self.first_layer, end = layer_range(num_layers, position.num_stages, position.stage)
         self.num_layers = end - self.first_layer
+        self.first_place = self.first_layer
+        if recurrent_layers(config):
+            places = [layer for layer in attention_layers(config) if layer < end]
+            self.first_place = sum(layer < self.first_layer for layer in places)
+            if self.first_place == len(places):
+                raise CannotCut(
+                    f"{config.model_type}: no layer from {self.first_layer} to {end - 1} has attention, and so this "
+                    f"stage would have no KV pages to keep states in; set a smaller pipeline_parallel_size"
+                )
         for index in (*range(self.first_layer), *range(end, num_layers)):
-            layers[index] = _SkippedLayer(layers[index])
+            layers[index] = _SkippedLayer(layers[index], config.model_type in _WITH_TUPLES)
         if not position.is_first_stage:
             layers[self.first_layer].register_forward_pre_hook(self._enter, with_kwargs=True)
         if not position.is_last_stage:

@@ -17,21 +17,23 @@ from crossdock.workers.schedule.prefix_index import AttentionChunk, Window, most
 logger = logging.getLogger(__name__)
 
 HeldLayers: TypeAlias = tuple[tuple[int, ...], ...]
-"""The layers a rank holds, a row each: layer number, first KV head, last (exclusive), heads of all ranks, key dim,
-value dim, window and attention chunk (0: none); where pages are e4m3 also the exponents of its heads' scales, all of
-keys, then all of values."""
+"""The layers with attention a rank holds, a row each: number among those of the model, first KV head, last (exclusive),
+heads of all ranks, key dim, value dim, window and attention chunk (0: none); where pages are e4m3 also the exponents of
+its heads' scales, all of keys, then all of values."""
 
 
 def held_layers(model: PagedModel) -> HeldLayers:
-    """Return which layers and heads this rank's part of the model has."""
+    """Return which layers with attention and which heads this rank's part of the model has."""
     rows = []
     windows = model.windows or [None] * len(model.layers)
-    for number, (shape, window) in enumerate(zip(model.layers, windows, strict=True), model.part.first_layer):
+    first = model.part.first_place
+    numbers = sorted(model.places) or range(first, first + len(model.layers))  # of the layers with attention
+    for place, (number, shape, window) in enumerate(zip(numbers, model.layers, windows, strict=True)):
         start, stop, count = model.part.heads.get(number, (0, shape.num_kv_heads, shape.num_kv_heads))
-        scales = model.scales[number - model.part.first_layer] if model.scales else ()
+        scales = model.scales[place] if model.scales else ()
         powers = [power for scale in scales for power in exponents(scale)]
         visible = tuple(size or 0 for size in _sizes(window))
-        rows.append((number, start, stop, count, shape.key_dim, shape.value_dim, *visible, *powers))
+        rows.append((first + place, start, stop, count, shape.key_dim, shape.value_dim, *visible, *powers))
     return tuple(rows)
 
 
@@ -49,6 +51,20 @@ def choose_groups_of_ranks(model: PagedModel, config: EngineConfig, store: Any, 
     ranks = [msgpack.unpackb(store.get(f"layers of rank {rank}"), use_list=False) for rank in range(size)]
     reason = next((reason for _, reason in ranks if reason), "")
     _choose_groups(model, config.page_size, [held for held, _ in ranks], reason)
+
+
+def agree_on_states(model: PagedModel, config: EngineConfig, store: Any, size: int) -> None:
+    """Let all `size` ranks of a gang, which meet at `store`, keep a request's recurrent state in as many pages.
+
+    Collective. Each rank keeps the states of its own layers and heads there. Call it once the groups of layers, and so
+    the bytes of a page, are chosen."""
+    if model.states is None:
+        return
+    own = model.state_pages(config.page_size), model.states.name
+    store.set(f"states of rank {model.part.position.rank}", msgpack.packb(own))
+    ranks = [msgpack.unpackb(store.get(f"states of rank {rank}")) for rank in range(size)]
+    model.least_state_pages = max(num_pages for num_pages, _ in ranks)
+    model.states_name = " ".join(name for _, name in ranks)
 
 
 def _choose_groups(model: PagedModel, page_size: int, by_rank: Sequence[HeldLayers], reason: str) -> None:
@@ -96,7 +112,7 @@ def pool_spec(
         rank=rank,
         num_pages=num_pages,
         groups=tuple(_page_group(group) for group in model.groups),
-        state="" if model.states is None else model.states.name,
+        state="" if model.states is None else model.states_name or model.states.name,
     )
 
 

@@ -16,7 +16,7 @@ from crossdock.workers.model.memory_fit import used
 from crossdock.workers.model.model import PagedModel
 from crossdock.workers.replica.config import ReplicaSpec
 from crossdock.workers.replica.ranks.device import device_of
-from crossdock.workers.replica.ranks.pool_layout import choose_groups_of_ranks
+from crossdock.workers.replica.ranks.pool_layout import agree_on_states, choose_groups_of_ranks
 from crossdock.workers.replica.ranks.rank_network import gloo_on, use_interface_of
 from crossdock.workers.replica.step_sizes import sized
 
@@ -76,6 +76,7 @@ def load_rank(
     if model.encoder is not None:
         model.encoder.takes_rows = spec.takes_rows
     choose_groups_of_ranks(model, spec.engine, store, position.size)
+    agree_on_states(model, spec.engine, store, position.size)
     budget = sized(spec.engine, model).budget
     room = count_pages_that_fit(model, budget, spec.engine.page_size)
     if known is None:

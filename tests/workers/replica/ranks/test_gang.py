@@ -25,7 +25,7 @@ from crossdock.workers.schedule.batch import Batch, SampledToken
 from crossdock.workers.schedule.cost import StepWork
 from crossdock.workers.schedule.interval_share import IntervalShare
 from crossdock.workers.schedule.request import SamplingParams, Submission
-from tests.workers.architectures import RECURRENT, SERVED, build
+from tests.workers.architectures import DIVISIBLE, SERVED, build
 from tests.workers.gangs import SETTINGS, ganged
 from tests.workers.ranks import DIVISIONS, Ranks, saved
 from tests.workers.replica.engines import run, tokens_of
@@ -33,9 +33,10 @@ from tests.workers.replica.engines import run, tokens_of
 # A model for each style of plan: gathered queries, biases, fused and latent attention, experts, no plan at all, ...
 CHOSEN = ["llama", "gemma2", "gemma4_text", "phi", "phi3", "gpt_neox", "gpt2", "olmo2", "cohere2", "mixtral"]
 CHOSEN += ["deepseek_v2", "youtu", "gpt_oss", "llama4_text"]
+CHOSEN += ["qwen3_next", "falcon_h1", "lfm3 conv"]  # gated delta nets, Mamba-2 beside attention, short convolutions
 WITHOUT_STAGES = ["longcat_flash"]  # a layer of its list has two attentions
 UNDIVIDED = ["beam"]  # tests/workers/model/cut has the reason
-REST = [pytest.param(name, marks=pytest.mark.soak) for name in SERVED if name not in [*CHOSEN, *UNDIVIDED, *RECURRENT]]
+REST = [pytest.param(name, marks=pytest.mark.soak) for name in SERVED if name not in [*CHOSEN, *UNDIVIDED]]
 
 
 def works(count: int = 10, num_tokens: int = 8, **params: Any) -> list[Submission]:
@@ -88,7 +89,7 @@ def assert_gangs_equal_one_rank(
 
 @pytest.mark.parametrize("name", [*CHOSEN, *REST])
 def test_gang_of_any_architecture_equals_one_rank(ranks: Ranks, tmp_path: Path, name: str) -> None:
-    module = build(name, SERVED[name])
+    module = build(name, SERVED[name] | DIVISIBLE.get(name, {}))
     for key, parameter in module.named_parameters():
         if key.endswith("bias"):  # else zero: a rank that adds it twice would not be seen
             torch.nn.init.normal_(parameter, std=0.1)
