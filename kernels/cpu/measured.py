@@ -1,7 +1,7 @@
 """The measured seconds of kernels, and what a later measurement changes in them. Pure."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from crossdock.kernels.cpu.choice import CLEAR, KernelChoice, choose, is_clearly_slower, slowdowns
@@ -22,11 +22,14 @@ class Measured:
 def joined(earlier: Measured, now: Measured, rows: Sequence[int], max_kernels: int = 2) -> Measured:
     """Return what to remember after all kernels have been measured again.
 
-    A disturbed measurement is too slow, now in one cell, now in another. So it lowers seconds and raises none. An
-    undisturbed one replaces a disturbed one. Of two undisturbed ones, the earlier stays if they choose unlike kernels
-    that are nearly as fast by the seconds of now: such kernels do not replace each other from start to start.
+    A disturbed measurement replaces no undisturbed one, but has the next start measure again. Of two disturbed ones the
+    least seconds count, since load only adds to them. An undisturbed one replaces a disturbed one. Of two undisturbed
+    ones, the earlier stays if they choose unlike kernels that are nearly as fast by the seconds of now: such kernels do
+    not replace each other from start to start.
     """
     if now.is_disturbed:
+        if not earlier.is_disturbed:
+            return replace(earlier, is_disturbed=True)
         least = {kernel: list(map(min, seconds, now.seconds[kernel])) for kernel, seconds in earlier.seconds.items()}
         return Measured(least, is_disturbed=True)
     choice = choose(earlier.seconds, rows, max_kernels)

@@ -62,7 +62,7 @@ def measured_choice(
     shown = ", ".join(f"{kernel} {'/'.join(f'{1e3 * s:.3g}' for s in seconds)}" for kernel, seconds in table)
     logger.info("%s: %s (ms for %s rows: %s)", name, choice, "/".join(map(str, rows)), shown)
     if measured.is_disturbed:
-        logger.warning("%s: the machine was busy during the measurement; the next start measures again", name)
+        logger.warning("%s: the machine was busy, so CPU time was compared; the next start measures again", name)
     return choice
 
 

@@ -3,7 +3,9 @@
 import hashlib
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
+from itertools import cycle
 
 import pytest
 from hypothesis import given
@@ -18,10 +20,10 @@ ROWS = (1, 8)
 
 
 class Machine:
-    """A clock that only calls advance, and the seconds for which threads waited."""
+    """Clocks that only calls advance."""
 
     def __init__(self) -> None:
-        self.now = self.waited = 0.0
+        self.now = self.cpu = self.waited = 0.0
         self.calls: list[tuple[Kernel, int]] = []
 
     def cells(self, seconds: Callable[[Kernel, int], float], waited: float = 0.0) -> Cells:
@@ -31,28 +33,31 @@ class Machine:
             self.calls.append((kernel, rows))
             took = seconds(kernel, rows)
             self.now += took
-            self.waited += waited * took
+            self.cpu += took * (1 - waited) * 2  # of two threads
+            self.waited += took * waited
 
-        return {(k, r): [Timed([lambda k=k, r=r: call(k, r)], scale=10)] for k in KERNELS for r in ROWS}  # type: ignore[misc]
+        return {(k, r): [Timed([partial(call, k, r)], scale=10)] for k in KERNELS for r in ROWS}
 
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     made = Machine()
     monkeypatch.setattr(measuring.time, "perf_counter", lambda: made.now)
+    monkeypatch.setattr(measuring.time, "process_time", lambda: made.cpu)
+    monkeypatch.setattr(measuring.torch, "get_num_threads", lambda: 2)
     monkeypatch.setattr(measuring, "waited_seconds", lambda: made.waited)
     return made
 
 
 def test_kernels_alternate_and_least_seconds_count(machine: Machine) -> None:
-    slow = iter([5.0, 1.0, *[1.1] * 100])
+    slow = iter([5.0, 0.2, *[0.22] * 100])
 
     def seconds(kernel: Kernel, rows: int) -> float:
         return next(slow) if (kernel, rows) == ("own", 8) else 0.01 * rows
 
     measured = measure(KERNELS, ROWS, machine.cells(seconds))
     assert measured.seconds == {
-        "own": pytest.approx([0.1, 10.0]),
+        "own": pytest.approx([0.1, 2.0]),
         "torch": pytest.approx([0.1, 0.8]),
     }
     one_pass = [("own", 1), ("torch", 1), ("own", 8), ("torch", 8)]
@@ -65,29 +70,34 @@ def test_short_calls_are_repeated_more_than_long_ones(machine: Machine) -> None:
     measure(KERNELS, ROWS, machine.cells(lambda kernel, rows: 0.001))
     assert machine.calls.count(("own", 1)) == 1 + 7
     machine.calls.clear()
-    measure(KERNELS, ROWS, machine.cells(lambda kernel, rows: 1.0))
-    assert machine.calls.count(("own", 1)) == 1 + 2  # a pass of 4 s, and one that began before the limit
+    measure(KERNELS, ROWS, machine.cells(lambda kernel, rows: 0.1))
+    assert machine.calls.count(("own", 1)) == 1 + 3
+
+
+def test_measurement_ends_after_the_first_pass_that_takes_too_long(machine: Machine) -> None:
+    measured = measure(KERNELS, ROWS, machine.cells(lambda kernel, rows: 5.0))
+    assert len(machine.calls) == 4 * 2  # one to prepare, and one pass
+    assert measured.seconds == {"own": [50.0, 50.0], "torch": [50.0, 50.0]}
+    machine.calls.clear()
+    measure(KERNELS, ROWS, machine.cells(lambda kernel, rows: 0.375))
+    assert len(machine.calls) == 4 * 2 + 2  # the second pass begins after 1.5 s
 
 
 @pytest.mark.parametrize(("share", "is_disturbed"), [(0.05, False), (0.2, True)])
-def test_measurement_whose_threads_waited_for_a_core_is_disturbed(
+def test_measurement_whose_threads_waited_for_a_core_counts_cpu_time(
     machine: Machine, share: float, is_disturbed: bool
 ) -> None:
-    measured = measure(KERNELS, ROWS, machine.cells(lambda kernel, rows: 0.05, waited=share))
+    measured = measure(KERNELS, ROWS, machine.cells(lambda kernel, rows: 0.05 * rows, waited=share))
     assert measured.is_disturbed is is_disturbed
-    assert len(machine.calls) == 4 * (1 + (7 if is_disturbed else 3))  # passes of 0.2 s: up to 2 s if disturbed
-
-
-def _alternating(*seconds: float) -> Iterator[float]:
-    while True:
-        yield from seconds
+    expected = [0.4, 3.2] if is_disturbed else [0.5, 4.0]
+    assert measured.seconds == {kernel: pytest.approx(expected) for kernel in KERNELS}
 
 
 @pytest.mark.parametrize(("slower", "is_disturbed"), [(1.1, False), (2.0, True)])
 def test_measurement_whose_equal_calls_differ_much_is_disturbed(
     machine: Machine, slower: float, is_disturbed: bool
 ) -> None:
-    series = {(k, r): _alternating(0.1, 0.1 * slower, 0.1 * slower) for k in KERNELS for r in ROWS}
+    series = {(k, r): cycle((0.1, 0.1 * slower, 0.1 * slower)) for k in KERNELS for r in ROWS}
     measured = measure(KERNELS, ROWS, machine.cells(lambda kernel, rows: next(series[kernel, rows])))
     assert measured.is_disturbed is is_disturbed
     assert measured.seconds["own"] == pytest.approx([1.0, 1.0])

@@ -28,17 +28,20 @@ def cells_of(factor: Any) -> Any:
     return st.lists(factor, min_size=len(KERNELS) * len(ROWS), max_size=len(KERNELS) * len(ROWS))
 
 
-@given(tables, cells_of(st.floats(1, 5)), cells_of(st.floats(1, 5)), st.booleans(), most_kernels)
-def test_disturbed_measurement_lowers_seconds_and_is_marked(
-    true: Table, before: list[float], now: list[float], was_disturbed: bool, most: int
-) -> None:
-    earlier, later = Measured(scaled(true, before), was_disturbed), Measured(scaled(true, now), is_disturbed=True)
-    found = joined(earlier, later, ROWS, most)
+@given(tables, cells_of(st.floats(1, 5)), cells_of(st.floats(1, 5)), most_kernels)
+def test_least_of_disturbed_seconds_count(true: Table, before: list[float], now: list[float], most: int) -> None:
+    earlier, later = scaled(true, before), scaled(true, now)
+    found = joined(Measured(earlier, is_disturbed=True), Measured(later, is_disturbed=True), ROWS, most)
     assert found.is_disturbed
     for kernel in KERNELS:
         for i in range(len(ROWS)):
-            low = min(earlier.seconds[kernel][i], later.seconds[kernel][i])
-            assert found.seconds[kernel][i] == low >= true[kernel][i]
+            assert found.seconds[kernel][i] == min(earlier[kernel][i], later[kernel][i]) >= true[kernel][i]
+
+
+@given(tables, tables, most_kernels)
+def test_disturbed_measurement_replaces_no_undisturbed_one_but_marks_it(before: Table, now: Table, most: int) -> None:
+    found = joined(Measured(before, is_disturbed=False), Measured(now, is_disturbed=True), ROWS, most)
+    assert found == Measured(before, is_disturbed=True)
 
 
 @given(tables, cells_of(st.floats(1, 5)), most_kernels)

@@ -67,6 +67,7 @@ class TimedMachine:
 def machine(monkeypatch: pytest.MonkeyPatch) -> TimedMachine:
     made = TimedMachine(OWN_IS_FASTEST)
     monkeypatch.setattr(measuring.time, "perf_counter", lambda: made.now)
+    monkeypatch.setattr(measuring.time, "process_time", lambda: made.now * measuring.torch.get_num_threads())
     monkeypatch.setattr(measuring, "waited_seconds", lambda: made.now if made.is_busy else 0.0)
     return made
 
@@ -122,7 +123,7 @@ def test_busy_machine_is_measured_again_at_the_next_start(
     cache: Path, machine: TimedMachine, caplog: pytest.LogCaptureFixture
 ) -> None:
     machine.seconds, machine.is_busy = TORCH_IS_FASTEST, True
-    busy = "products: the machine was busy during the measurement; the next start measures again"
+    busy = "products: the machine was busy, so CPU time was compared; the next start measures again"
     assert machine.choice() == only("torch")
     assert caplog.messages == [busy]
     assert stored(cache)["is_disturbed"] is True
