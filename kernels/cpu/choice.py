@@ -86,12 +86,13 @@ def is_clearly_slower(
 
 
 def sampled_rows(choice: KernelChoice, rows: Sequence[int]) -> tuple[int, ...]:
-    """Return the few of `rows` that show whether a choice still holds: the fewest, the most, and one between.
+    """Return the few of `rows` that show whether a choice still holds: the fewest, many, and one between.
 
-    The one between is where the second kernel begins, or the middle if there is only one.
+    The most take longer than all others together, and show what the next fewer do. The one between is where the second
+    kernel begins, or the middle if there is only one.
     """
     between = rows[len(rows) // 2] if choice.few == choice.many else choice.many_from
-    return tuple(count for count in rows if count in (rows[0], between, rows[-1]))
+    return tuple(count for count in rows if count in (rows[0], between, rows[-2]))
 
 
 def slowdowns(choice: KernelChoice, seconds: Mapping[Kernel, Sequence[float]], rows: Sequence[int]) -> list[float]:

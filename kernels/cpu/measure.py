@@ -61,9 +61,10 @@ def measure(kernels: Sequence[Kernel], rows: Sequence[int], cells: Cells, second
     """Return, for each cell, the sum of the least seconds of its calls times their scales.
 
     Kernels alternate, so that other load on the machine slows all of them alike. A measurement is disturbed if threads
-    of this process waited for a core, or if equal calls differ much. Then the seconds are CPU time by threads: what a
-    call waited does not count, though kernels with idle threads look up to a quarter too fast. (Beside 17 processes on
-    2 cores, own layers took 45 ms and 5.2 ms of CPU time, and 5.3 ms on the idle machine; AMD Zen 5, 2026-11-23.)
+    of this process waited for a core, or if equal calls differ much. Then the seconds are CPU time by threads, without
+    what a call waited. Kernels whose threads wait for each other look up to twice as fast so, but which kernel is the
+    fastest shows where it does not show otherwise. (Layers of SmolLM2 for one row, 2 threads, AMD Zen 5, 2026-11-23:
+    own 4.7 ms and oneDNN 12.9 on the idle machine, 15.8 and 14.3 beside six busy processes, CPU time 4.9 and 7.0.)
     """
     found = {key: [_Repeats(timed) for timed in calls] for key, calls in cells.items()}
     in_turn = [repeats for count in rows for kernel in kernels for repeats in found[kernel, count]]

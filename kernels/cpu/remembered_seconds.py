@@ -74,13 +74,13 @@ def _measured_now(
     max_kernels: int,
     earlier: Measured | None,
 ) -> Measured:
-    """Return `earlier` if a sample agrees with it, else what is measured now, joined with `earlier`."""
+    """Return `earlier` unless a sample contradicts it, else what is measured now, joined with `earlier`."""
     if earlier is not None and not earlier.is_disturbed:
         choice = choose(earlier.seconds, rows, max_kernels)
         few = sampled_rows(choice, rows)
         sample = measure(kernels, few, cells(few), SAMPLE_S)
-        if fits(sample.seconds, few, earlier.seconds, rows, choice):
-            return earlier
+        if sample.is_disturbed or fits(sample.seconds, few, earlier.seconds, rows, choice):
+            return earlier  # CPU time says too little against seconds
         logger.info("%s: %s was chosen at an earlier start and is slower now; all is measured again", name, choice)
     now = measure(kernels, rows, cells(rows))
     return now if earlier is None else joined(earlier, now, rows, max_kernels)

@@ -99,14 +99,14 @@ def test_sample_of_an_idle_machine_does_not_fit_what_was_chosen_under_load() -> 
         "torch": [20.19, 21.13, 38.8, 50.97, 73.77, 116.42, 400.26],
     }
     idle: Table = {
-        "own": [5.34, 6.27, 6.43, 7.83, 11.9, 18.99, 80.79],
-        "onednn": [15.29, 15.98, 17.54, 21.66, 30.43, 40.38, 110.41],
-        "torch": [17.21, 19.04, 19.54, 23.98, 32.13, 50.47, 116.83],
+        "own": [4.78, 5.55, 5.9, 6.76, 11.04, 16.33, 63.32],
+        "onednn": [12.89, 12.65, 13.72, 16.51, 23.06, 32.49, 85.2],
+        "torch": [14.24, 14.76, 16.29, 19.03, 25.81, 36.36, 89.36],
     }
     choice = choose(busy, ROWS)
     assert str(choice) == "torch below 4 rows, own from there"
     sampled = sampled_rows(choice, ROWS)
-    assert sampled == (1, 4, 256)
+    assert sampled == (1, 4, 64)
     assert not fits(sample_of(idle, sampled), sampled, busy, ROWS, choice)
     earlier, now = (Measured(table, is_disturbed=False) for table in (busy, idle))
     assert joined(earlier, now, ROWS) == now
@@ -118,5 +118,5 @@ def test_sampled_rows_have_every_kernel_of_the_choice(table: Table, most: int) -
     sampled = sampled_rows(choice, ROWS)
     assert {choice.at(rows) for rows in sampled} == set(choice.kernels)
     assert sampled == tuple(sorted(set(sampled)))
-    assert {ROWS[0], ROWS[-1]} <= set(sampled) <= set(ROWS)
+    assert {ROWS[0], ROWS[-2]} <= set(sampled) <= set(ROWS)
     assert len(sampled) <= 3
