@@ -60,9 +60,7 @@ def measured_choice(
     choice = choose(measured.seconds, rows, max_kernels)
     table = measured.seconds.items()
     shown = ", ".join(f"{kernel} {'/'.join(f'{1e3 * s:.3g}' for s in seconds)}" for kernel, seconds in table)
-    busy = (
-        "; the machine was busy: this is CPU time, and the next start measures again" if measured.is_disturbed else ""
-    )
+    busy = "; the machine was busy, so the next start measures again" if measured.is_disturbed else ""
     logger.info("%s: %s (ms for %s rows: %s)%s", name, choice, "/".join(map(str, rows)), shown, busy)
     return choice
 

@@ -125,7 +125,7 @@ def test_busy_machine_is_measured_again_at_the_next_start(
     machine.seconds, machine.is_busy = TORCH_IS_FASTEST, True
     with caplog.at_level(logging.INFO, remembered.__name__):
         assert machine.choice() == only("torch")
-    assert caplog.messages[0].endswith("the machine was busy: this is CPU time, and the next start measures again")
+    assert caplog.messages[0].endswith("the machine was busy, so the next start measures again")
     assert stored(cache)["is_disturbed"] is True
     assert machine.choice() == only("torch")
     assert machine.measured == [ROWS]  # replicas of one start choose alike
