@@ -4,8 +4,9 @@ Only a prompt's chunk has enough rows that gathering its keys can pay. Decodes a
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -13,7 +14,8 @@ from torch import Tensor
 
 from crossdock.kernels.attention import AttentionBatch, cpp_attention, library_for, reference_paged_attention
 from crossdock.kernels.cpu.choice import KernelChoice, only
-from crossdock.kernels.cpu.measure import Cells, Timed, measured_choice
+from crossdock.kernels.cpu.measure import Cells, Timed
+from crossdock.kernels.cpu.remembered_seconds import measured_choice
 from crossdock.kernels.options import CpuKernels, Kernel
 
 ROWS = (16, 64, 256)  # tokens of a chunk that are measured
@@ -116,15 +118,15 @@ def _measured(past: int, heads: Heads) -> KernelChoice:
     Hq, Hkv, D, dtype = heads
     key = {"past": past, "heads": [Hq, Hkv, D], "dtype": str(dtype)}
     name = f"attention of chunks after {past} tokens"
-    return measured_choice(name, key, ("own", "torch"), ROWS, lambda: _cells(past, heads))
+    return measured_choice(name, key, ("own", "torch"), ROWS, partial(_cells, past, heads))
 
 
-def _cells(past: int, heads: Heads) -> Cells:
+def _cells(past: int, heads: Heads, chunk_lengths: Sequence[int]) -> Cells:
     """Return calls for one chunk after `past` tokens of context, in pages of 16 tokens."""
     Hq, Hkv, D, dtype = heads
     page_size = 16
     cells: Cells = {}
-    for rows in ROWS:
+    for rows in chunk_lengths:
         num_pages = -(-(past + rows) // page_size)
         pool = torch.full((num_pages, Hkv, 2, page_size, D), 0.1, dtype=dtype)
         batch = AttentionBatch(

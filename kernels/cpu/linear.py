@@ -13,7 +13,8 @@ from torch import Tensor
 from crossdock.kernels.cpu.build import cpu_flags, cpu_library
 from crossdock.kernels.cpu.choice import PREFERENCE, KernelChoice, only
 from crossdock.kernels.cpu.huge_pages import HugePages
-from crossdock.kernels.cpu.measure import Cells, Timed, measured_choice
+from crossdock.kernels.cpu.measure import Cells, Timed
+from crossdock.kernels.cpu.remembered_seconds import measured_choice
 from crossdock.kernels.options import CpuKernels, Kernel
 
 INT8_MAX = 127
@@ -187,28 +188,36 @@ def linear_choice(
         return only(kernels[0])
     shapes = [(each.out_features, each.in_features, each.count) for each in weights]
     key = {"weights": shapes, "dtype": str(dtype)}
-    return measured_choice(name, key, kernels, ROWS, lambda: linear_cells(weights, dtype, kernels), max_kernels)
+    cells = partial(linear_cells, weights, dtype, kernels)
+    return measured_choice(name, key, kernels, ROWS, cells, max_kernels)
 
 
-def linear_cells(weights: Sequence[Weights], dtype: torch.dtype, kernels: Sequence[Kernel]) -> Cells:
-    """Return calls whose scaled seconds are those of all `weights`, for each kernel and each number of `ROWS`.
+def linear_cells(
+    weights: Sequence[Weights], dtype: torch.dtype, kernels: Sequence[Kernel], rows: Sequence[int]
+) -> Cells:
+    """Return calls whose scaled seconds are those of all `weights`, for each kernel and each number of rows.
 
     A call is one matrix, or a slice of its outputs small enough for a short call. The slices of several matrices are
     called in turn: a weight that stays in the cache would make all kernels too fast.
     """
     cells: Cells = {}
     for each in weights:
-        heights = [_slice_height(each, rows, dtype) for rows in ROWS]
-        for height in set(heights):
+        heights = {count: _slice_height(each, count, dtype) for count in rows}
+        for height in set(heights.values()):
             scale = each.count * each.out_features / height
             one = torch.full((height, each.in_features), 0.01, dtype=dtype)
-            copies = max(1, min(int(scale), _MAX_BYTES // (one.numel() * dtype.itemsize)))
+            most = max(1, min(int(scale), _MAX_BYTES // (one.numel() * dtype.itemsize)))
+            used = {
+                count: min(most, max(1, int(5 * _call_flops() / (2 * count * one.numel()))))
+                for count in rows
+                if heights[count] == height
+            }
             for kernel in kernels:
-                linears = [FORMATS[kernel](one.clone()) for _ in range(copies)]
-                for rows in (rows for rows, own in zip(ROWS, heights, strict=True) if own == height):
-                    used = linears[: max(1, int(5 * _call_flops() / (2 * rows * one.numel())))]
-                    x = torch.full((rows, each.in_features), 0.01, dtype=dtype)
-                    cells.setdefault((kernel, rows), []).append(Timed([partial(linear, x) for linear in used], scale))
+                linears = [FORMATS[kernel](one.clone()) for _ in range(max(used.values()))]
+                for count, copies in used.items():
+                    x = torch.full((count, each.in_features), 0.01, dtype=dtype)
+                    calls = [partial(linear, x) for linear in linears[:copies]]
+                    cells.setdefault((kernel, count), []).append(Timed(calls, scale))
     return cells
 
 

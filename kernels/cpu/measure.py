@@ -1,37 +1,26 @@
-"""Measure CPU kernels at the start, and remember the seconds for this machine in the cache directory.
+"""Measure the seconds of CPU kernels, and notice when other work on the machine disturbs the measurement."""
 
-One process of a machine measures at a time. The others wait for its file, so that all replicas of a machine choose
-alike, and no measurement competes with another.
-"""
-
-import fcntl
-import hashlib
-import json
-import logging
-import math
-import platform
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import TypeAlias
 
 import torch
 
-from crossdock.kernels.cache import cache_dir, read_cached, write_cached
-from crossdock.kernels.cpu.build import cpu_flags
-from crossdock.kernels.cpu.choice import KernelChoice, choose
+from crossdock.kernels.cpu.measured import Measured
 from crossdock.kernels.options import Kernel
 
-logger = logging.getLogger(__name__)
+FULL_S = 0.4
+"""Seconds of a full measurement whose calls are short. Longer calls have `_FEWEST_PASSES`."""
+SAMPLE_S = 0.1  # of a sample, likewise
 
-Table: TypeAlias = dict[Kernel, list[float]]
-"""Seconds of each kernel, one number for each number of rows."""
-
-_SECONDS = 0.4  # per table after its first pass, of the clock and of this process: others may have the cores
-_MAX_SECONDS = 2.0
-_MAX_PASSES = 7
+_FEWEST_PASSES, _MOST_PASSES = 3, 7
+_LONGEST_S = 2.0  # after the first pass nothing begins later than this
+_WAITED_SHARE = 0.1  # of the elapsed time, in which threads waited for a core
+_SPREAD = 1.25  # median of equal calls by the least of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,112 +38,68 @@ Cells: TypeAlias = dict[tuple[Kernel, int], list[Timed]]
 """The calls of each kernel for each number of rows."""
 
 
-def measured_choice(
-    name: str,
-    key: Mapping[str, object],
-    kernels: Sequence[Kernel],
-    rows: Sequence[int],
-    cells: Callable[[], Cells],
-    max_kernels: int = 2,
-) -> KernelChoice:
-    """Return the choice between `kernels` for these numbers of rows, and log it.
+@dataclass(slots=True)
+class _Repeats:
+    """Equal calls, and what each took so far."""
 
-    Args:
-        name: for the log.
-        key: names what is measured, as JSON values.
-        cells: makes the calls; called only if this machine has not measured them before.
-        max_kernels: see `choose`.
-    """
-    whole = {"name": name, **key, "kernels": list(kernels), "rows": list(rows)}
-    table = _remembered(whole, lambda: measure(kernels, rows, cells()))
-    choice = choose(table, rows, max_kernels)
-    shown = ", ".join(f"{kernel} {'/'.join(f'{1e3 * s:.3g}' for s in seconds)}" for kernel, seconds in table.items())
-    logger.info("%s: %s (ms for %s rows: %s)", name, choice, "/".join(map(str, rows)), shown)
-    return choice
+    timed: Timed
+    seconds: list[float] = field(default_factory=list)
+    cpu_seconds: list[float] = field(default_factory=list)  # of each thread, if all work alike
+
+    def add(self) -> None:
+        for call in self.timed.calls:
+            cpu_before, before = time.process_time(), time.perf_counter()
+            call()
+            self.seconds.append(time.perf_counter() - before)
+            self.cpu_seconds.append((time.process_time() - cpu_before) / torch.get_num_threads())
+
+    def least(self, is_disturbed: bool) -> float:
+        return min(self.cpu_seconds if is_disturbed else self.seconds) * self.timed.scale
 
 
-def measure(kernels: Sequence[Kernel], rows: Sequence[int], cells: Cells) -> Table:
+def measure(kernels: Sequence[Kernel], rows: Sequence[int], cells: Cells, seconds: float = FULL_S) -> Measured:
     """Return, for each cell, the sum of the least seconds of its calls times their scales.
 
-    Kernels alternate, so that other load on the machine slows all of them alike.
+    Kernels alternate, so that other load on the machine slows all of them alike. A measurement is disturbed if threads
+    of this process waited for a core, or if equal calls differ much. Then the seconds are CPU time by threads, without
+    what a call waited. Kernels whose threads wait for each other look up to twice as fast so, but which kernel is the
+    fastest shows where it does not show otherwise. (Layers of SmolLM2 for one row, 2 threads, AMD Zen 5, 2026-11-23:
+    own 4.7 ms and oneDNN 12.9 on the idle machine, 15.8 and 14.3 beside six busy processes, CPU time 4.9 and 7.0.)
     """
-    least = {key: [math.inf] * len(calls) for key, calls in cells.items()}
-    for calls in cells.values():
-        for timed in calls:
-            timed.calls[0]()  # prepares what is prepared once
-    start, cpu_start = time.perf_counter(), time.process_time()
-    for _ in range(_MAX_PASSES):
-        for count in rows:
-            for kernel in kernels:
-                for j, timed in enumerate(cells[kernel, count]):
-                    for call in timed.calls:
-                        before = time.perf_counter()
-                        call()
-                        least[kernel, count][j] = min(least[kernel, count][j], time.perf_counter() - before)
+    found = {key: [_Repeats(timed) for timed in calls] for key, calls in cells.items()}
+    in_turn = [repeats for count in rows for kernel in kernels for repeats in found[kernel, count]]
+    for repeats in in_turn:
+        repeats.timed.calls[0]()  # prepares what is prepared once
+    start, waited_before = time.perf_counter(), waited_seconds()
+    for passes in range(1, _MOST_PASSES + 1):
+        for repeats in in_turn:
+            if passes == 1 or time.perf_counter() - start < _LONGEST_S:
+                repeats.add()
         elapsed = time.perf_counter() - start
-        if elapsed > _MAX_SECONDS or (elapsed > _SECONDS and time.process_time() - cpu_start > _SECONDS):
+        if elapsed > _LONGEST_S or (passes >= _FEWEST_PASSES and elapsed > seconds):
             break
-    return {
-        kernel: [
-            sum(s * timed.scale for s, timed in zip(least[kernel, count], cells[kernel, count], strict=True))
-            for count in rows
-        ]
-        for kernel in kernels
-    }
+    is_disturbed = waited_seconds() - waited_before > _WAITED_SHARE * elapsed
+    is_disturbed |= spread(repeats.seconds for repeats in in_turn) > _SPREAD
+    table = {kernel: [sum(r.least(is_disturbed) for r in found[kernel, count]) for count in rows] for kernel in kernels}
+    return Measured(table, is_disturbed)
 
 
-def _remembered(key: Mapping[str, object], measure_now: Callable[[], Table]) -> Table:
-    """Return the table under `key` for this machine; measure if no process of this machine has."""
-    whole = {**key, **kernels_and_cpu(), "threads": torch.get_num_threads()}
-    text = json.dumps(whole, sort_keys=True)
-    path = cache_dir() / "kernels" / f"seconds-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
-    if (table := _read(path, text)) is not None:
-        return table
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.with_name("measure.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # freed by the kernel if the process dies
-            if (table := _read(path, text)) is None:
-                table = measure_now()
-                write_cached(path, text, table)
-            return table
-    except OSError as error:
-        logger.info("the kernels are measured again at every start: %s", error)
-        return measure_now()
+def spread(cells: Iterable[Sequence[float]]) -> float:
+    """Return how many times the least repeat of a cell its median repeat takes, in the median cell.
+
+    One interrupted call moves no median, nor does one kind of call whose seconds vary by themselves.
+    """
+    return median(median(repeats) / min(repeats) for repeats in cells)
 
 
-def kernels_and_cpu() -> dict[str, str]:
-    """Return what names this CPU and the kernels as they are now: seconds measured with others say nothing."""
-    return {"cpu": _cpu(), "torch": torch.__version__, "code": _code()}
+def waited_seconds() -> float:
+    """Return for how long threads of this process have waited for a core although they could run.
 
-
-def _cpu() -> str:
-    """Return the CPU's model and instruction sets."""
-    lines: list[str] = []
+    0 where Linux does not count this. Threads that have ended are not counted.
+    """
+    waited = 0
     with suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    names = ("model name", "cpu family", "model", "CPU part", "CPU implementer")
-    found = {line.partition(":")[0].strip(): line.partition(":")[2].strip() for line in reversed(lines)}
-    return " ".join([platform.machine(), *(found.get(name, "") for name in names), *sorted(cpu_flags())])
-
-
-def _code() -> str:
-    """Return a name for the kernels as they are now: other code has other seconds."""
-    sources = (
-        Path(__file__).with_name(name).read_bytes()
-        for name in (
-            *("decoder.cpp", "attention.cpp", "layer_steps.cpp", "decoder.py", "layer_steps.py", "linear.py"),
-            *("cpu_attention.py", "stack_choice.py"),
-        )
-    )
-    return hashlib.sha256(b"".join(sources)).hexdigest()[:16]
-
-
-def _read(path: Path, key: str) -> Table | None:
-    """Return the table in a file; None if there is none, or not a whole one."""
-    try:
-        table: Table = {kernel: [float(s) for s in seconds] for kernel, seconds in read_cached(path, key).items()}
-    except (ValueError, TypeError, AttributeError):
-        return None
-    is_whole = table and all(0 < s < math.inf for seconds in table.values() for s in seconds)
-    return table if is_whole else None
+        for thread in Path("/proc/self/task").iterdir():
+            with suppress(OSError, IndexError):  # a thread that ends meanwhile
+                waited += int((thread / "schedstat").read_text().split()[1])
+    return waited / 1e9

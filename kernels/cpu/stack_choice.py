@@ -16,7 +16,8 @@ from crossdock.kernels.attention import AttentionBatch, paged_attention
 from crossdock.kernels.cpu.choice import KernelChoice, only
 from crossdock.kernels.cpu.decoder import DecoderLayer, DecoderShape, DecoderStack
 from crossdock.kernels.cpu.linear import ROWS
-from crossdock.kernels.cpu.measure import Cells, Timed, measured_choice
+from crossdock.kernels.cpu.measure import Cells, Timed
+from crossdock.kernels.cpu.remembered_seconds import measured_choice
 from crossdock.kernels.options import Kernel
 
 _SAMPLE_BYTES = 64 << 20  # of weights measured: more than the third-level cache that one process has to itself
@@ -67,9 +68,8 @@ def stack_choice(
         return only(kernels[0])
     sample = LayerSample.of(shape, num_layers, dtype)
     key = {"layers": num_layers, "shape": str(shape), "dtype": str(dtype)}
-    return measured_choice(
-        "decoder layers", key, kernels, ROWS, lambda: stack_cells(sample, dtype, kernels, ROWS), max_kernels
-    )
+    cells = partial(stack_cells, sample, dtype, kernels)
+    return measured_choice("decoder layers", key, kernels, ROWS, cells, max_kernels)
 
 
 def stack_cells(sample: LayerSample, dtype: torch.dtype, kernels: Sequence[Kernel], rows: Sequence[int]) -> Cells:

@@ -124,7 +124,7 @@ def test_machine_that_cannot_compile_own_products_uses_a_library(monkeypatch: py
 def test_measured_calls_stand_for_all_matrices() -> None:
     """The scales make up for matrices that are not measured, and for rows of them that are left out."""
     weights = [Weights(64, 32, count=5), Weights(1 << 20, 64, count=1)]
-    cells = linear_cells(weights, torch.float32, ["torch"])
+    cells = linear_cells(weights, torch.float32, ["torch"], ROWS)
     assert set(cells) == {("torch", rows) for rows in ROWS}
     for (_, rows), timed in cells.items():
         small, large = timed

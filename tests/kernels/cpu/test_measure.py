@@ -1,136 +1,140 @@
-"""Seconds of kernels are measured once for each machine, by one process, and survive bad files."""
+"""Least seconds of alternating calls, and signs that other work disturbed them."""
 
-import json
-import logging
-import multiprocessing
+import hashlib
 import os
-from pathlib import Path
+import threading
+from collections.abc import Callable
+from functools import partial
+from itertools import cycle
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from crossdock.kernels.cpu import measure
-from crossdock.kernels.cpu.choice import KernelChoice, only
-from crossdock.kernels.cpu.measure import Cells, Timed, measured_choice
+from crossdock.kernels.cpu import measure as measuring
+from crossdock.kernels.cpu.measure import Cells, Timed, measure, spread, waited_seconds
+from crossdock.kernels.options import Kernel
 
+KERNELS: tuple[Kernel, ...] = ("own", "torch")
 ROWS = (1, 8)
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("CROSSDOCK_CACHE", str(tmp_path))
-    return tmp_path / "kernels"
+class Machine:
+    """Clocks that only calls advance."""
+
+    def __init__(self) -> None:
+        self.now = self.cpu = self.waited = 0.0
+        self.calls: list[tuple[Kernel, int]] = []
+
+    def cells(self, seconds: Callable[[Kernel, int], float], waited: float = 0.0) -> Cells:
+        """Return one call for each cell. It takes `seconds`, and waits for a share `waited` of them."""
+
+        def call(kernel: Kernel, rows: int) -> None:
+            self.calls.append((kernel, rows))
+            took = seconds(kernel, rows)
+            self.now += took
+            self.cpu += took * (1 - waited) * 2  # of two threads
+            self.waited += took * waited
+
+        return {(k, r): [Timed([partial(call, k, r)], scale=10)] for k in KERNELS for r in ROWS}
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """A clock that only the calls advance."""
-    now = [0.0]
-    monkeypatch.setattr(measure.time, "perf_counter", lambda: now[0])
-    return now
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    made = Machine()
+    monkeypatch.setattr(measuring.time, "perf_counter", lambda: made.now)
+    monkeypatch.setattr(measuring.time, "process_time", lambda: made.cpu)
+    monkeypatch.setattr(measuring.torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(measuring, "waited_seconds", lambda: made.waited)
+    return made
 
 
-def cells(clock: list[float]) -> Cells:
-    """Calls whose seconds are known: `own` is slower with 8 rows."""
+def test_kernels_alternate_and_least_seconds_count(machine: Machine) -> None:
+    slow = iter([5.0, 0.2, *[0.22] * 100])
 
-    def taking(seconds: float) -> Timed:
-        def call() -> None:
-            clock[0] += seconds
+    def seconds(kernel: Kernel, rows: int) -> float:
+        return next(slow) if (kernel, rows) == ("own", 8) else 0.01 * rows
 
-        return Timed([call], scale=10)
-
-    return {
-        ("own", 1): [taking(0.01)],
-        ("own", 8): [taking(0.3)],
-        ("torch", 1): [taking(0.02)],
-        ("torch", 8): [taking(0.05), taking(0.05)],
+    measured = measure(KERNELS, ROWS, machine.cells(seconds))
+    assert measured.seconds == {
+        "own": pytest.approx([0.1, 2.0]),
+        "torch": pytest.approx([0.1, 0.8]),
     }
+    one_pass = [("own", 1), ("torch", 1), ("own", 8), ("torch", 8)]
+    prepared, passes = machine.calls[:4], machine.calls[4:]
+    assert sorted(prepared) == sorted(one_pass)
+    assert passes == one_pass * 3
 
 
-def ask(clock: list[float], key: str = "one") -> KernelChoice:
-    return measured_choice("products", {"key": key}, ("own", "torch"), ROWS, lambda: cells(clock))
+def test_short_calls_are_repeated_more_than_long_ones(machine: Machine) -> None:
+    measure(KERNELS, ROWS, machine.cells(lambda kernel, rows: 0.001))
+    assert machine.calls.count(("own", 1)) == 1 + 7
+    machine.calls.clear()
+    measure(KERNELS, ROWS, machine.cells(lambda kernel, rows: 0.1))
+    assert machine.calls.count(("own", 1)) == 1 + 3
 
 
-def forbidden() -> Cells:
-    raise AssertionError("measured again")
+def test_measurement_ends_after_the_first_pass_that_takes_too_long(machine: Machine) -> None:
+    measured = measure(KERNELS, ROWS, machine.cells(lambda kernel, rows: 5.0))
+    assert len(machine.calls) == 4 * 2  # one to prepare, and one pass
+    assert measured.seconds == {"own": [50.0, 50.0], "torch": [50.0, 50.0]}
+    machine.calls.clear()
+    measure(KERNELS, ROWS, machine.cells(lambda kernel, rows: 0.375))
+    assert len(machine.calls) == 4 * 2 + 2  # the second pass begins after 1.5 s
 
 
-def test_seconds_are_measured_once_and_logged(
-    cache: Path, clock: list[float], caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(("share", "is_disturbed"), [(0.05, False), (0.2, True)])
+def test_measurement_whose_threads_waited_for_a_core_counts_cpu_time(
+    machine: Machine, share: float, is_disturbed: bool
 ) -> None:
-    with caplog.at_level(logging.INFO, measure.__name__):
-        choice = ask(clock)
-    assert choice == KernelChoice("own", "torch", 8)
-    (message,) = caplog.messages
-    assert message == "products: own below 8 rows, torch from there (ms for 1/8 rows: own 100/3e+03, torch 200/1e+03)"
-    assert measured_choice("products", {"key": "one"}, ("own", "torch"), ROWS, forbidden) == choice
-    (file,) = cache.glob("seconds-*.json")
-    assert json.loads(file.read_text())["value"]["torch"] == pytest.approx([0.2, 1.0])
+    measured = measure(KERNELS, ROWS, machine.cells(lambda kernel, rows: 0.05 * rows, waited=share))
+    assert measured.is_disturbed is is_disturbed
+    expected = [0.4, 3.2] if is_disturbed else [0.5, 4.0]
+    assert measured.seconds == {kernel: pytest.approx(expected) for kernel in KERNELS}
 
 
-def test_other_weights_threads_or_code_are_measured_again(
-    cache: Path, clock: list[float], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("slower", "is_disturbed"), [(1.1, False), (2.0, True)])
+def test_measurement_whose_equal_calls_differ_much_is_disturbed(
+    machine: Machine, slower: float, is_disturbed: bool
 ) -> None:
-    ask(clock)
-    ask(clock, "two")
-    monkeypatch.setattr(measure.torch, "get_num_threads", lambda: 96)
-    ask(clock)
-    monkeypatch.setattr(measure, "cpu_flags", lambda: frozenset({"amx_bf16"}))
-    ask(clock)
-    assert len(list(cache.glob("seconds-*.json"))) == 4
+    series = {(k, r): cycle((0.1, 0.1 * slower, 0.1 * slower)) for k in KERNELS for r in ROWS}
+    measured = measure(KERNELS, ROWS, machine.cells(lambda kernel, rows: next(series[kernel, rows])))
+    assert measured.is_disturbed is is_disturbed
+    assert measured.seconds["own"] == pytest.approx([1.0, 1.0])
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"key": "another", "value": {}}', '{"key": 1}'])
-def test_bad_file_is_measured_again(cache: Path, clock: list[float], content: str) -> None:
-    choice = ask(clock)
-    (file,) = cache.glob("seconds-*.json")
-    whole = file.read_text()
-    file.write_text(content)
-    assert ask(clock) == choice
-    assert json.loads(file.read_text())["key"] == json.loads(whole)["key"]
-    for wrong in ({}, {"own": [0.0, 1.0]}, {"own": [1.0, "nan"], "torch": [1.0, 1.0]}):
-        file.write_text(json.dumps(json.loads(whole) | {"value": wrong}))
-        assert ask(clock) == choice
+@given(st.lists(st.lists(st.floats(0.01, 10), min_size=1, max_size=7), min_size=1, max_size=9))
+def test_spread_is_at_least_one_and_the_same_in_other_units(cells: list[list[float]]) -> None:
+    assert spread(cells) >= 1
+    assert spread([[1e3 * repeat for repeat in repeats] for repeats in cells]) == pytest.approx(spread(cells))
 
 
-def test_cache_that_cannot_be_written_is_no_error(
-    tmp_path: Path, clock: list[float], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("CROSSDOCK_CACHE", str(tmp_path / "file"))
-    with caplog.at_level(logging.INFO, measure.__name__):
-        assert ask(clock) == KernelChoice("own", "torch", 8)
-    assert "measured again at every start" in caplog.messages[0]
+@given(st.floats(1, 100))
+def test_one_interrupted_call_in_each_cell_is_no_spread(interrupted: float) -> None:
+    assert spread([[1.0, interrupted, 1.0]] * 5) == 1
 
 
-def _ask_at_once(folder: str, number: int, barrier: object, answers: object) -> None:
-    os.environ["CROSSDOCK_CACHE"] = folder
+def test_threads_that_share_a_core_are_seen_to_wait() -> None:
+    if not waited_seconds():
+        pytest.skip("this Linux does not count for how long threads wait")
+    cores, data, counted = os.sched_getaffinity(0), bytes(64 << 20), threading.Barrier(5)
 
-    def slower_with_every_process() -> Cells:
-        def call() -> None:
-            sum(range(20_000 * (number + 1)))
+    def work() -> None:
+        hashlib.sha256(data)  # without the GIL
+        counted.wait()  # a thread that has ended is not counted
+        counted.wait()
 
-        return {(kernel, rows): [Timed([call])] for kernel in ("own", "torch") for rows in ROWS}  # type: ignore[misc]
-
-    barrier.wait()  # type: ignore[attr-defined]
-    measured_choice("products", {}, ("own", "torch"), ROWS, slower_with_every_process)
-    answers.put({path.name: path.read_text() for path in Path(folder, "kernels").glob("seconds-*")})  # type: ignore[attr-defined]
-
-
-def test_processes_that_start_at_once_read_one_measurement(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
-    barrier, answers = context.Barrier(3), context.Queue()
-    processes = [context.Process(target=_ask_at_once, args=(str(tmp_path), i, barrier, answers)) for i in range(3)]
-    for process in processes:
-        process.start()
-    found = [answers.get(timeout=120) for _ in processes]
-    for process in processes:
-        process.join()
-        assert process.exitcode == 0
-    assert found[0] == found[1] == found[2]
-    assert len(found[0]) == 1  # no partial file is left
-
-
-def test_one_kernel_is_not_measured() -> None:
-    from crossdock.kernels.cpu.linear import linear_choice
-
-    assert linear_choice("products", [], measure.torch.float32, ["torch"]) == only("torch")
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    before = waited_seconds()
+    os.sched_setaffinity(0, {min(cores)})  # of this thread, and of those that it starts
+    try:
+        for thread in threads:
+            thread.start()
+    finally:
+        os.sched_setaffinity(0, cores)
+    counted.wait()
+    waited = waited_seconds() - before
+    counted.wait()
+    for thread in threads:
+        thread.join()
+    assert waited > 0

@@ -16,7 +16,7 @@ from typing import TypeAlias
 import torch
 
 from crossdock.kernels.cache import cache_dir, read_cached, write_cached
-from crossdock.kernels.cpu.measure import kernels_and_cpu
+from crossdock.kernels.cpu.remembered_seconds import kernels_and_cpu
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.schedule.cost import StepWork
 from crossdock.workers.schedule.cost_fit import StepCostFit
