@@ -216,10 +216,11 @@ class DraftPolicy:
         heap = [(-density(number), number) for number in range(len(chains))]
         heapify(heap)
         while heap:
-            negative_density, number = heappop(heap)
-            if rows >= cost.bend_rows and device >= least and -negative_density <= best_rate:
-                break  # from here on, every draft costs more than it is worth
+            _, number = heappop(heap)
             chain, length = chains[number], lengths[number]
+            is_dear = worths[number] <= best_rate * chain.row_seconds
+            if is_dear and rows >= cost.bend_rows and device >= least:
+                continue  # this draft and all after it cost more than they are worth
             row = cost.draft_seconds(rows, chain.context + length)
             device_with = device + row
             longer = max(device_with, least)

@@ -202,8 +202,8 @@ class Scheduler:
             batch = self._mix(decodes, skipped, prefills)
         else:
             batch = self._alternate(decodes, skipped, prefills)
-        if drafts and self.verification is not None:
-            batch = self.verification.with_drafts(batch, drafts)
+        if self.verification is not None:
+            batch = self.verification.with_drafts(batch, drafts or {})
         if self._states is not None:
             batch = self._states.with_states(batch)
         if batch and self.encoding is not None and (work := self.encoding.take_work()) is not NO_ENCODER_WORK:

@@ -78,9 +78,6 @@ class Verification:
             return {}
         self._note_last_step()
         work = StepWork(decodes=len(streams), context=sum([stream.num_computed_tokens for stream in streams]))
-        if self.states is not None:
-            for stream in streams:
-                work = work.plus_drafts(stream.num_computed_tokens, stream.num_verified_tokens)
         cost, policy, has_states = self.forecast.cost, self.policy, self.states is not None
         forced = policy.source.forced([stream.id for stream in streams])
         if policy.config.method == "grammar":
@@ -100,11 +97,26 @@ class Verification:
         ]
         if policy.config.method == "grammar":
             seen = [stream._replace(most=min(stream.most, stream.forced)) for stream in seen]
-        return policy.lengths(seen, work, cost, self._seconds(work) if seen else inf)
+        return policy.lengths(seen, work, cost, self._seconds_beside_again(streams, work) if seen else inf)
 
     def with_drafts(self, batch: Batch, drafts: Mapping[str, Sequence[int]]) -> Batch:
-        """Return the step with the drafts that fit. Where not all do, the last ones of the longest are left out:
-        these are the least likely to be accepted."""
+        """Return the step with the drafts that fit, and note how much longer it takes than one token of each stream.
+
+        Where not all drafts fit, the last ones of the longest are left out: these are the least likely to be accepted.
+        """
+        verifying = self._verifying(batch, drafts) if drafts else batch
+        decodes = verifying.scheduled[: batch.num_decodes]
+        if not decodes or decodes[-1].num_tokens == 1:
+            return verifying
+        self._num_decodes, self._num_accepted = batch.num_decodes, 0
+        if (cost := self.forecast.cost) is not None:
+            single = [part._replace(num_tokens=1) for part in decodes]
+            alone = Batch([*single, *batch.scheduled[batch.num_decodes :]], batch.num_decodes)
+            self._lengthened = cost.seconds(verifying.work) / cost.seconds(alone.work)
+        return verifying
+
+    def _verifying(self, batch: Batch, drafts: Mapping[str, Sequence[int]]) -> Batch:
+        """Return the step with the drafts that fit."""
         plain = batch.scheduled[: batch.num_decodes]
         offered = [(part, drafts.get(part.request.id, ())[: self._most(part.request)]) for part in plain]
         longest = self._longest_that_fits(batch, [(part.start, len(tokens)) for part, tokens in offered])
@@ -120,11 +132,7 @@ class Verification:
             else:
                 without.append(part)
         chunks = batch.scheduled[batch.num_decodes :]
-        longer = Batch([*without, *verified, *chunks], batch.num_decodes, batch.limit, batch.num_skipped)
-        self._num_decodes, self._num_accepted = batch.num_decodes, 0
-        if (cost := self.forecast.cost) is not None:
-            self._lengthened = cost.seconds(longer.work) / cost.seconds(batch.work)
-        return longer
+        return Batch([*without, *verified, *chunks], batch.num_decodes, batch.limit, batch.num_skipped)
 
     def verified(self, request: Request, num_drafted: int, num_accepted: int) -> None:
         """Learn what became of a stream's drafts, and take back the pages that only rejected ones needed."""
@@ -155,6 +163,19 @@ class Verification:
     def _most_again(self) -> int:
         """Return how many tokens a stream may have to compute again if it shall verify drafts beside them."""
         return longest_verified(self.policy.config, has_states=True) - self.policy.config.num_speculative_tokens
+
+    def _seconds_beside_again(self, streams: Sequence[Request], work: StepWork) -> float:
+        """Return the predicted seconds that a step of `work` may take, beside those of what it computes again.
+
+        The latter were counted when drafts were rejected, and are no reason to draft more or less now.
+        """
+        cost, with_again = self.forecast.cost, work
+        for stream in streams:
+            if stream.num_verified_tokens:
+                with_again = with_again.plus_drafts(stream.num_computed_tokens, stream.num_verified_tokens)
+        if cost is None or with_again is work:
+            return self._seconds(work)
+        return self._seconds(with_again) - (cost.seconds(with_again) - cost.seconds(work))
 
     def _seconds(self, work: StepWork, has_chunks: bool = False) -> float:
         """Return the predicted seconds that a step of `work` may take with drafts; infinite without a cost.
