@@ -5,7 +5,7 @@ decode or a chunk, for it is added to the step after both.
 
 Recurrent layers keep the state before a draft that was rejected, see states.py. The accepted tokens in front of that
 draft take rows of the stream's next step again, and of each after that until all drafts of one are accepted, or one
-has none. `DraftPolicy` counts these rows.
+has none. `DraftPolicy` counts these rows in what a draft must be worth, but deadlines do not foresee them.
 """
 
 from collections.abc import Collection, Mapping, Sequence
