@@ -16,7 +16,8 @@ class StatePages(NamedTuple):
     """
 
     read: Sequence[int]  # the state before the part's first token; empty: the state is zeros
-    write: Sequence[int]  # the state after its last token; may be the same pages as `read`
+    write: Sequence[int]  # the state after its last token; may be the same pages as `read` if there are no drafts
+    is_checkpoint: bool = False  # later requests may begin from `write`, which no part writes to again
 
 
 NO_STATE = StatePages((), ())
@@ -30,7 +31,7 @@ class Scheduled(NamedTuple):
 
     request: Request
     start: int
-    num_tokens: int  # drafts included
+    num_tokens: int  # of a stream: accepted tokens that are computed again, the newest one, and drafts
     pages: Sequence[int]  # page i holds tokens [i * page_size, (i + 1) * page_size) of the request; see `HOLE`
     samples: bool  # the part has the newest token, whose logits give the next one
     reason: str = "decode"  # why the request is in this step
@@ -41,7 +42,7 @@ class Scheduled(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One step: decodes first, those with drafts behind the others, then chunks."""
+    """One step: decodes first, those of several tokens behind the others, then chunks."""
 
     scheduled: Sequence[Scheduled]
     num_decodes: int  # with and without drafts
@@ -67,10 +68,10 @@ class Batch:
             [(part.start, part.num_tokens) for part in self.scheduled[self.num_decodes :]],
             [part.start for part in decodes],
         )
-        if decodes and decodes[-1].drafts:  # they are at the end
+        if decodes and decodes[-1].num_tokens > 1:  # they are at the end
             for part in decodes:
-                if part.drafts:
-                    work = work.plus_drafts(part.start, len(part.drafts))
+                if part.num_tokens > 1:  # a token that is computed again takes what a draft does
+                    work = work.plus_drafts(part.start, part.num_tokens - 1)
         return work
 
     @property

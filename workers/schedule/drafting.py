@@ -19,6 +19,7 @@ class Stream(NamedTuple):
     context: int  # tokens before its newest token
     most: int  # drafts that it can use at most: max_tokens, max_model_len, num_speculative_tokens
     forced: int = 0  # the first drafts, which its grammar dictates: they are certain to be accepted
+    again: int | None = None  # tokens that this step computes again; None: rejected drafts have nothing computed again
 
 
 class DraftSource(Protocol):
@@ -64,6 +65,15 @@ class _Chain(NamedTuple):
     first: float  # probability that this one is accepted
     factor: float  # by which the stream's own drafts differ from those of others
     row_seconds: float  # of each of its rows, beyond the bend
+    again: int | None  # see `Stream`
+
+    def rows_again(self, length: int, before: float, worth: float) -> float:
+        """Return how many rows the draft after `length` others adds to the stream's next step, as a mean.
+
+        If this is the first one to be rejected, that step computes the token before the drafts, the `length` ones, and
+        all that this step computes again. `before`: probability that the others are accepted; `worth`: with this one.
+        """
+        return 0.0 if self.again is None else (before - worth) * (self.again + 1 + length)
 
 
 class _Choice(NamedTuple):
@@ -79,8 +89,9 @@ class DraftPolicy:
     """Decides the number of drafts of each stream, and learns from what was accepted.
 
     A draft is worth the probability that it is accepted, which includes all drafts before it. It costs the seconds by
-    which one more row lengthens the step, and the drafter's own. Drafts are added in the order of their worth for their
-    seconds, and the step gets as many as give the most expected tokens per second over all streams.
+    which one more row lengthens the step, and the drafter's own. Where layers are recurrent, it costs the rows too that
+    the next step computes again if it is rejected. Drafts are added in the order of their worth for their seconds, and
+    the step gets as many as give the most expected tokens per second over all streams.
     """
 
     config: SpeculativeConfig
@@ -88,7 +99,7 @@ class DraftPolicy:
     drafted: int = 0  # tokens, in all
     accepted: int = 0
     forced: int = 0  # of the drafted tokens
-    wasted_s: float = 0.0  # predicted seconds of the rows of rejected drafts
+    wasted_s: float = 0.0  # predicted seconds of the rows of rejected drafts, and of tokens computed again
     _acceptance: Acceptance = field(default_factory=Acceptance)
     _is_free: bool = True  # the source takes no time
     _row_seconds: float = 0.0  # that one draft added to the last step, as a mean
@@ -123,6 +134,8 @@ class DraftPolicy:
         row_seconds = cost.per_decode + min(cost.per_early_row if work.rows < cost.bend_rows else 0.0, 0.0)
         # Below the least time of a step with a chunk, which one with drafts has too, a second draft costs nothing.
         needed = 0.0 if seconds < cost.least_with_chunk else work.decodes / seconds * max(row_seconds, 0.0)
+        if any(stream.again is not None for stream in streams):
+            needed *= 2 / (1 + needed)  # if the first draft is rejected, the token before it takes a row again
         chains = self._chains(streams, needed, cost)
         if not chains:
             return {}
@@ -135,13 +148,16 @@ class DraftPolicy:
         self._row_seconds = best.row_seconds
         return best.lengths
 
-    def observe(self, request_id: str, num_drafted: int, num_accepted: int) -> None:
-        """Learn from the drafts of one request in a step that has ended. Forced ones teach nothing."""
+    def observe(self, request_id: str, num_drafted: int, num_accepted: int, num_again: int = 0) -> None:
+        """Learn from the drafts of one request in a step that has ended. Forced ones teach nothing.
+
+        `num_again`: tokens that its next step computes again.
+        """
         forced = min(self._forced.get(request_id, 0), num_drafted)
         self.drafted += num_drafted
         self.accepted += num_accepted
         self.forced += forced
-        self.wasted_s += (num_drafted - num_accepted) * self._row_seconds
+        self.wasted_s += (num_drafted - num_accepted + num_again) * self._row_seconds
         if forced <= num_accepted and forced < num_drafted:
             self._acceptance.observe(request_id, num_drafted - forced, num_accepted - forced)
 
@@ -173,7 +189,8 @@ class DraftPolicy:
             if most > 0:
                 row_seconds = cost.per_decode + cost.per_attended * stream.context
                 factor = acceptance.factor(stream.id)
-                chains.append(_Chain(stream.id, stream.context, stream.forced, most, match, first, factor, row_seconds))
+                accepted = first, factor, row_seconds, stream.again
+                chains.append(_Chain(stream.id, stream.context, stream.forced, most, match, *accepted))
         return chains
 
     def _best(self, chains: Sequence[_Chain], work: StepWork, cost: StepCost, within: float, cap: int) -> _Choice:
@@ -186,15 +203,26 @@ class DraftPolicy:
         tokens, order, row_seconds = float(work.decodes), list[int](), self._row_seconds
         best_rate, best_size = tokens / seconds, 0
         num_streams = longest = 0
+        later = 0.0  # seconds of the next steps in which tokens are computed again
         lengths, worths = [0] * len(chains), [1.0 if chain.forced else chain.first for chain in chains]
-        heap = [(-worths[number] / (chain.row_seconds or 1e-12), number) for number, chain in enumerate(chains)]
+        reached = [1.0] * len(chains)  # probability that all drafts so far are accepted
+
+        def density(number: int) -> float:
+            """Return what the next draft of a chain is worth for each second that it takes."""
+            chain, worth = chains[number], worths[number]
+            num_rows = 1 + chain.rows_again(lengths[number], reached[number], worth)
+            return worth / (num_rows * chain.row_seconds or 1e-12)
+
+        heap = [(-density(number), number) for number in range(len(chains))]
         heapify(heap)
         while heap:
-            density, number = heappop(heap)
-            if rows >= cost.bend_rows and device >= least and -density <= best_rate:
-                break  # from here on, every draft costs more than it is worth
+            _, number = heappop(heap)
             chain, length = chains[number], lengths[number]
-            device_with = device + cost.draft_seconds(rows, chain.context + length)
+            is_dear = worths[number] <= best_rate * chain.row_seconds
+            if is_dear and rows >= cost.bend_rows and device >= least:
+                continue  # this draft and all after it cost more than they are worth
+            row = cost.draft_seconds(rows, chain.context + length)
+            device_with = device + row
             longer = max(device_with, least)
             num_with, longest_with = num_streams + (length == chain.forced), max(longest, length + 1 - chain.forced)
             if not self._is_free:
@@ -203,16 +231,18 @@ class DraftPolicy:
                 continue
             device, seconds, rows, num_streams, longest = device_with, longer, rows + 1, num_with, longest_with
             tokens += worths[number]
+            later += row * chain.rows_again(length, reached[number], worths[number])
             order.append(number)
-            if tokens / seconds > best_rate:
-                best_rate, best_size = tokens / seconds, len(order)
+            if tokens / (seconds + later) > best_rate:
+                best_rate, best_size = tokens / (seconds + later), len(order)
                 row_seconds = (seconds - alone) / best_size
-            lengths[number] = length = length + 1
+            lengths[number], reached[number] = length + 1, worths[number]
+            length += 1
             if length == chain.forced:
                 worths[number] = chain.first
             elif length > chain.forced:
                 worths[number] *= self._acceptance.after(chain.match + length - chain.forced, chain.factor)
             if length < min(chain.most, chain.forced + cap):
-                heappush(heap, (-worths[number] / (chain.row_seconds or 1e-12), number))
+                heappush(heap, (-density(number), number))
         counts = Counter(order[:best_size])
         return _Choice(best_rate, {chains[number].id: count for number, count in counts.items()}, row_seconds)

@@ -118,12 +118,16 @@ def _reach(table: RequestTable, request: Request, num_tokens: int) -> bool:
 def grow_for_drafts(table: RequestTable, request: Request, num_drafts: int) -> int:
     """Give a stream pages for tokens after its newest one, and return how many of `num_drafts` have a place.
 
-    Only available pages are given: a draft preempts no request.
+    Only available pages are given: a draft preempts no request. Where layers are recurrent, pages are left for the
+    state after the drafts, beside the one before them.
     """
     pages, owner = table.pages, request.owner
+    room = pages.num_available - pages.num_to_keep_state(owner)
+    if room < 0:
+        return 0
     for wanted in range(-(-(request.num_tokens + num_drafts) // pages.page_size), 0, -1):
         missing = [max(wanted - len(pages.pages_of(owner, group)), 0) for group in range(pages.num_groups)]
-        if sum(missing) <= pages.num_available:
+        if sum(missing) <= room:
             break
     for group, num_pages in enumerate(missing):
         if num_pages:

@@ -17,7 +17,7 @@ class PageNeeds:
     windows: Sequence[Window]  # of each group
     chunk: int  # tokens
     state_pages: int = 0  # of one request's state
-    num_drafts: int = 0  # of a stream in a step at most
+    num_drafts: int = 0  # of a stream in a step at most, with the tokens that are computed again
 
     @cached_property
     def most(self) -> Sequence[int | None]:

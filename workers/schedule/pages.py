@@ -158,6 +158,11 @@ class PagePool:
         """Return the pages that an owner may write its state to, in order."""
         return self._states[owner].own
 
+    def num_to_keep_state(self, owner: str) -> int:
+        """Return how many new pages a part of `owner` needs to leave the state that it reads as it is."""
+        state = self._states.get(owner)
+        return self.state_pages if state is not None and state.newest is state.own else 0
+
     def last_checkpoint_of(self, owner: str) -> int:
         """Return after how many full pages the last checkpoint is that an owner began from or has made; 0: none."""
         return self._states[owner].last
@@ -264,20 +269,33 @@ class PagePool:
         if arrives:
             state.newest = state.own
 
-    def next_state(self, owner: str, checkpoint: int = 0) -> tuple[Sequence[int], Sequence[int]]:
+    def next_state(
+        self, owner: str, checkpoint: int = 0, keeps_read: bool = False
+    ) -> tuple[Sequence[int], Sequence[int]]:
         """Return where the next part of a step reads the state of `owner`, and where it writes the state after it.
 
         `checkpoint`: the part ends after so many full pages, and writes to new pages, for `index_state`. No part
         writes to those again, so the one after it reads them and writes to the owner's own pages. 0: it makes none.
+        `keeps_read`: the part writes to other pages than it reads, for `adopt_state` or `undo_state`.
         """
         state = self._states[owner]
         read = state.newest
-        if checkpoint:
-            state.newest, state.last = array("i", self._take(self.state_pages, _STATES)), checkpoint
+        if checkpoint or (keeps_read and read is state.own):
+            state.newest = array("i", self._take(self.state_pages, _STATES))
             state.shared.append(state.newest)
+            state.last = checkpoint or state.last
         else:
             state.newest = state.own
         return read, state.newest
+
+    def adopt_state(self, owner: str, written: Sequence[int]) -> None:
+        """Let the pages that the newest part of `owner` has written be the owner's own; `end_state` frees the others.
+
+        They are unlike its own ones, and no checkpoint.
+        """
+        state = self._states[owner]
+        number = next(number for number, shared in enumerate(state.shared) if shared is written)
+        state.shared[number], state.own = state.own, written
 
     def end_state(self, owner: str, read: Sequence[int]) -> None:
         """Note that a part of a step has ended, which read this state of `owner`."""
@@ -303,6 +321,7 @@ class PagePool:
             return False
         if written is not state.own:
             self._unshare(state, written)
+            state.last = state.used[-1][0] if state.used else 0
         state.newest = read
         return True
 

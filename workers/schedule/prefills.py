@@ -87,6 +87,10 @@ class PrefillScheduler:
             if streams and self._is_deadline_near(first):
                 slack = min([self._lent_due(stream, first) for stream in streams] + arriving) - table.now
                 self._lend(budget, first, slack)
+        for part in decodes:
+            if part.num_tokens > 1:  # tokens that are computed again
+                budget.tokens -= part.num_tokens - 1
+                budget.work = budget.work.plus_drafts(part.start, part.num_tokens - 1)
         if config.max_prefill_tokens and config.max_prefill_tokens < budget.tokens:
             budget.tokens, budget.reason = config.max_prefill_tokens, "max_prefill_tokens"
         return budget

@@ -216,7 +216,8 @@ class Request:
     token_ids: list[int] = field(init=False)  # prompt and output
     stop_token_ids: frozenset[int] = field(init=False)  # of `sampling`, which may list thousands
     num_computed_tokens: int = 0  # tokens whose keys and values are in pages
-    num_in_flight_tokens: int = 0  # the tokens after these, in steps that have not ended
+    num_verified_tokens: int = 0  # accepted tokens after these whose recurrent state was lost with a rejected draft
+    num_in_flight_tokens: int = 0  # the tokens after the computed ones, in steps that have not ended
     num_cached_tokens: int = 0  # computed tokens found in the prefix index at first admission
     num_preemptions: int = 0
     num_drafted_tokens: int = 0  # that steps have verified
@@ -292,6 +293,7 @@ class Request:
 
     @property
     def is_decoding(self) -> bool:
-        """Return whether all tokens but the newest are computed, and that one was sampled."""
+        """Return whether all tokens but the newest are computed or verified, and that one was sampled."""
         num_tokens = len(self.token_ids)  # not by the properties above: this runs for every request in every step
-        return num_tokens - self.num_computed_tokens == 1 and num_tokens > len(self.prompt_token_ids)
+        num_left = num_tokens - self.num_computed_tokens - self.num_verified_tokens
+        return num_left == 1 and num_tokens > len(self.prompt_token_ids)

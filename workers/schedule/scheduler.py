@@ -23,7 +23,7 @@ from crossdock.workers.schedule.request import FinishReason, InvalidField, Leg, 
 from crossdock.workers.schedule.slo import priority_of
 from crossdock.workers.schedule.states import RecurrentStates
 from crossdock.workers.schedule.table import PrefillTotals, RequestTable
-from crossdock.workers.schedule.verify import Verification
+from crossdock.workers.schedule.verify import Verification, longest_verified
 from crossdock.workers.schedule.whole_items import check_fit
 
 
@@ -72,11 +72,9 @@ class Scheduler:
             encoding: the cache of pictures' embeddings. Without it no request may have items.
 
         Raises:
-            ValueError: a request of `max_model_len` could not be served, or there are drafts and recurrent layers, or
-                these and items that one chunk must compute whole.
+            ValueError: a request of `max_model_len` could not be served, or there are recurrent layers and items that
+                one chunk must compute whole.
         """
-        if drafting is not None and pages.state_pages:
-            raise ValueError("recurrent layers cannot take back rejected drafts: their state has no earlier version")
         if encoding is not None and encoding.keeps_items_whole and pages.state_pages:
             raise ValueError(
                 "a model with recurrent layers takes no pictures that attend in both directions: its chunks end where "
@@ -89,14 +87,14 @@ class Scheduler:
         self.eos_token_ids = eos_token_ids
         self.depth = depth
         self.encoding = encoding
-        num_drafts = drafting.config.num_speculative_tokens if drafting is not None else 0
+        num_drafts = longest_verified(drafting.config, bool(pages.state_pages)) if drafting is not None else 0
         self._table = RequestTable(config, pages, max_model_len, num_drafts)
         self._forecast = Forecast(self._table, cost, overrun, depth, interval_share, encoding)
         self._states = RecurrentStates(self._table, self._forecast) if pages.state_pages else None
         self._prefills = PrefillScheduler(self._table, self._forecast, self._states)
         self.verification: Verification | None = None
         if drafting is not None:
-            self.verification = Verification(self._table, self._forecast, drafting)
+            self.verification = Verification(self._table, self._forecast, drafting, self._states)
             self._table.on_end = lambda request: drafting.forget(request.id)
         if cost is not None:
             pages.cached.learn(cost)
@@ -210,8 +208,8 @@ class Scheduler:
             batch = self._mix(decodes, skipped, prefills)
         else:
             batch = self._alternate(decodes, skipped, prefills)
-        if drafts and self.verification is not None:
-            batch = self.verification.with_drafts(batch, drafts)
+        if self.verification is not None:
+            batch = self.verification.with_drafts(batch, drafts or {})
         if self._states is not None:
             batch = self._states.with_states(batch)
         if batch and self.encoding is not None and (work := self.encoding.take_work()) is not NO_ENCODER_WORK:
@@ -238,12 +236,16 @@ class Scheduler:
         """Return the decodes of the streams that have a page for their newest token, or get one now."""
         table, pages, further_of = self._table, self.pages, self.pages.further_pages_of
         grown = [stream for stream in streams if kv.grow(table, stream)]
-        return [
+        decodes = [
             Scheduled(stream, stream.num_computed_tokens, 1, pages.pages_of(owner), True, "decode", further_of(owner))
             for stream in grown
             if stream.status is Status.RUNNING  # else preempted for a stream after it
             for owner in (stream.owner,)
         ]
+        if self._states is None or self.verification is None:
+            return decodes
+        decodes = [part._replace(num_tokens=1 + part.request.num_verified_tokens) for part in decodes]
+        return sorted(decodes, key=lambda part: part.num_tokens > 1)
 
     def _mix(self, decodes: list[Scheduled], skipped: Collection[str], prefills: Sequence[Request]) -> Batch:
         """Return the step of `decodes` and of chunks for as many prompts as fit."""
@@ -290,13 +292,13 @@ class Scheduler:
                     end = request.num_tokens - 1  # rejected drafts do not count, nor do tokens after the last one
             elif end == request.num_tokens:  # max_tokens is 0: only the prompt was asked for
                 delta, reason = new_delta(request), FinishReason.LENGTH
+            if self._states is not None:
+                end = self._states.end(part, end)
             request.num_computed_tokens = end
             if end // size > part.start // size:
                 kv.index_full_pages(table, request, part.start)
             if self.pages.has_windows:
                 kv.slide(table, request)
-            if self._states is not None:
-                self._states.end(part)
             if part.drafts and self.verification is not None:
                 self.verification.verified(request, len(part.drafts), len(sampled[request.id].accepted))
             if delta is None:

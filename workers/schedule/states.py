@@ -1,7 +1,11 @@
 """The recurrent states of requests: which pages each part of a step reads and writes, and where it leaves a checkpoint.
 
-A request's state is in its own pages, which every part reads and writes. Two parts differ: the first one after a prefix
-hit reads the hit's checkpoint, and one that makes a checkpoint writes new pages, which the next part reads.
+A request's state is in its own pages, which every part reads and writes. Three parts differ: the first one after a
+prefix hit reads the hit's checkpoint, one that makes a checkpoint writes new pages, which the next part reads, and one
+with drafts writes other pages than it reads.
+
+If all drafts are accepted, the pages that they were written to become the request's own. If not, the request returns to
+the state before the part: accepted tokens are known, and the next part computes them again.
 """
 
 from dataclasses import dataclass, replace
@@ -45,22 +49,38 @@ class RecurrentStates:
 
     def with_states(self, batch: Batch) -> Batch:
         """Return the step with the pages of its states. A checkpoint is made where pages for it are left."""
-        return replace(batch, scheduled=[part._replace(state=self._next(part)) for part in batch.scheduled])
+        return replace(batch, scheduled=[self.with_state(part) for part in batch.scheduled])
 
-    def end(self, part: Scheduled) -> None:
-        """Note that a part has ended: the checkpoint that it has written can be found."""
+    def with_state(self, part: Scheduled) -> Scheduled:
+        """Return a part with the pages of its state, which it may have already."""
+        return part if part.state.write else part._replace(state=self._next(part))
+
+    def end(self, part: Scheduled, end: int) -> int:
+        """Note that a part has ended, whose tokens before position `end` count. Return the end of the computed tokens.
+
+        A checkpoint that it has written can be found from now on. Where drafts were rejected, the part's state has them
+        too, and none of its tokens is computed.
+        """
         pages, request = self.table.pages, part.request
-        if part.state.write is not pages.own_state_of(request.owner):
-            hashes = kv.prefix_hashes(request, part.start + part.num_tokens, pages.page_size)
-            pages.index_state(request.owner, part.state.write, hashes)
+        if end < part.start + part.num_tokens:
+            is_undone = pages.undo_state(request.owner, part.state.read, part.state.write)
+            assert is_undone, "a part with drafts leaves the state that it reads as it is"
+            request.num_verified_tokens = end - part.start
+            return part.start
+        request.num_verified_tokens = 0
+        if part.state.is_checkpoint:
+            pages.index_state(request.owner, part.state.write, kv.prefix_hashes(request, end, pages.page_size))
+        elif part.state.write is not pages.own_state_of(request.owner):
+            pages.adopt_state(request.owner, part.state.write)
         pages.end_state(request.owner, part.state.read)
+        return end
 
     def undo(self, part: Scheduled) -> None:
         """Return to the state before a part that began with a wrong token; no later part has been scheduled.
 
         Where the part has overwritten that state, the request is preempted.
         """
-        if not self.table.pages.undo_state(part.request.owner, *part.state):
+        if not self.table.pages.undo_state(part.request.owner, part.state.read, part.state.write):
             self.table.preempt(part.request)
 
     def keep_last(self, request: Request) -> None:
@@ -76,7 +96,8 @@ class RecurrentStates:
             and self._is_worth_its_pages(request, end)
             and not self._has_checkpoint(request, end)
         )
-        return StatePages(*pages.next_state(request.owner, end // pages.page_size if makes_checkpoint else 0))
+        checkpoint = end // pages.page_size if makes_checkpoint else 0
+        return StatePages(*pages.next_state(request.owner, checkpoint, bool(part.drafts)), makes_checkpoint)
 
     def _is_worth_its_pages(self, request: Request, position: int, step_seconds: float = 0.0) -> bool:
         pages = self.table.pages

@@ -36,7 +36,7 @@ class RequestTable:
     config: SchedulerConfig
     pages: PagePool
     max_model_len: int  # tokens, prompt and output together
-    num_drafts: int = 0  # of a stream in a step at most
+    num_drafts: int = 0  # of a stream in a step at most, with the tokens that are computed again
     waiting: list[Request] = field(default_factory=list)  # in order of arrival, preempted ones first
     running: list[Request] = field(default_factory=list)  # in order of admission
     held: list[Request] = field(default_factory=list)  # their pages are being transferred, in or out
@@ -284,7 +284,8 @@ class RequestTable:
 
     def _requeue(self, request: Request, expected_cached_tokens: int, now: float) -> None:
         request.status, request.queued_at = Status.WAITING, now
-        request.expected_cached_tokens, request.num_computed_tokens = expected_cached_tokens, 0
+        request.expected_cached_tokens = expected_cached_tokens
+        request.num_computed_tokens = request.num_verified_tokens = 0
         self.waiting.insert(0, request)
 
     def _quarantine(self, request: Request) -> None:

@@ -2,9 +2,13 @@
 
 A draft never makes a stream late that would be in time without. It takes no page and no token of the budget from a
 decode or a chunk, for it is added to the step after both.
+
+Recurrent layers keep the state before a draft that was rejected, see states.py. The accepted tokens in front of that
+draft take rows of the stream's next step again, and of each after that until all drafts of one are accepted, or one
+has none. `DraftPolicy` counts these rows in what a draft must be worth, but deadlines do not foresee them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
@@ -15,6 +19,8 @@ from crossdock.workers.schedule.cost import StepWork
 from crossdock.workers.schedule.drafting import DraftPolicy, Stream
 from crossdock.workers.schedule.forecast import Forecast
 from crossdock.workers.schedule.request import Request
+from crossdock.workers.schedule.speculative_config import SpeculativeConfig
+from crossdock.workers.schedule.states import RecurrentStates
 from crossdock.workers.schedule.table import RequestTable
 
 _MOST_ROWS = 256
@@ -22,6 +28,23 @@ _MOST_ROWS = 256
 vocabulary, and memory is set aside for those of `max_num_seqs` rows."""
 
 _NEWEST_STEP = 0.02  # weight of one more step in `gap_share`, which so spans about 50: a second of steps of 20 ms
+
+
+_MOST_AGAIN = 4
+"""Most tokens of a stream that are computed again, as a multiple of `num_speculative_tokens`.
+
+Simulated tokens per second of one stream for each without drafts, with 2, 4 and 8: 2.22, 2.43 and 2.45 where a row
+takes 0.5 % of a step, and 1.52, 1.46 and 1.46 where it takes 10 % (5 drafts, each accepted with probability 0.7,
+2026-11-23). Windows keep the pages of so many tokens.
+"""
+
+
+def longest_verified(config: SpeculativeConfig, has_states: bool) -> int:
+    """Return how many tokens a step computes at most for a stream beside its newest one.
+
+    `has_states`: layers are recurrent, and a rejected draft has accepted tokens computed again.
+    """
+    return config.num_speculative_tokens * (_MOST_AGAIN if has_states else 1)
 
 
 @dataclass(slots=True)
@@ -48,6 +71,7 @@ class Verification:
     table: RequestTable
     forecast: Forecast
     policy: DraftPolicy
+    states: RecurrentStates | None = None  # of models with recurrent layers
     totals: DraftTotals = field(default_factory=DraftTotals)
     gap_share: float = 1.0  # recent seconds per token of the streams, as a share of those without drafts
     _lengthened: float = 1.0  # seconds of the last step, as a share of those without drafts; predicted
@@ -60,7 +84,7 @@ class Verification:
             return {}
         self._note_last_step()
         work = StepWork(decodes=len(streams), context=sum([stream.num_computed_tokens for stream in streams]))
-        cost, policy = self.forecast.cost, self.policy
+        cost, policy, has_states = self.forecast.cost, self.policy, self.states is not None
         forced = policy.source.forced([stream.id for stream in streams])
         if policy.config.method == "grammar":
             looked_at = [stream for stream in streams if stream.id in forced]
@@ -68,16 +92,37 @@ class Verification:
             paused = policy.paused(cost)
             looked_at = [stream for stream in streams if stream.id not in paused or stream.id in forced]
         seen = [
-            Stream(stream.id, stream.num_computed_tokens, self._most(stream), forced.get(stream.id, 0))
+            Stream(
+                stream.id,
+                stream.num_tokens - 1,
+                self._most(stream),
+                forced.get(stream.id, 0),
+                stream.num_verified_tokens if has_states else None,
+            )
             for stream in looked_at
         ]
         if policy.config.method == "grammar":
             seen = [stream._replace(most=min(stream.most, stream.forced)) for stream in seen]
-        return policy.lengths(seen, work, cost, self._seconds(work) if seen else inf)
+        return policy.lengths(seen, work, cost, self._seconds_beside_again(streams, work) if seen else inf)
 
     def with_drafts(self, batch: Batch, drafts: Mapping[str, Sequence[int]]) -> Batch:
-        """Return the step with the drafts that fit. Where not all do, the last ones of the longest are left out:
-        these are the least likely to be accepted."""
+        """Return the step with the drafts that fit, and note how much longer it takes than one token of each stream.
+
+        Where not all drafts fit, the last ones of the longest are left out: these are the least likely to be accepted.
+        """
+        verifying = self._verifying(batch, drafts) if drafts else batch
+        decodes = verifying.scheduled[: batch.num_decodes]
+        if not decodes or decodes[-1].num_tokens == 1:
+            return verifying
+        self._num_decodes, self._num_accepted = batch.num_decodes, 0
+        if (cost := self.forecast.cost) is not None:
+            single = [part._replace(num_tokens=1) for part in decodes]
+            alone = Batch([*single, *batch.scheduled[batch.num_decodes :]], batch.num_decodes)
+            self._lengthened = cost.seconds(verifying.work) / cost.seconds(alone.work)
+        return verifying
+
+    def _verifying(self, batch: Batch, drafts: Mapping[str, Sequence[int]]) -> Batch:
+        """Return the step with the drafts that fit."""
         plain = batch.scheduled[: batch.num_decodes]
         offered = [(part, drafts.get(part.request.id, ())[: self._most(part.request)]) for part in plain]
         longest = self._longest_that_fits(batch, [(part.start, len(tokens)) for part, tokens in offered])
@@ -87,20 +132,18 @@ class Verification:
         for part, tokens in offered:
             room = kv.grow_for_drafts(self.table, part.request, min(len(tokens), longest)) if tokens else 0
             if room:
-                verified.append(part._replace(num_tokens=1 + room, drafts=tokens[:room], reason="decode with drafts"))
+                num_tokens = part.num_tokens + room
+                part = part._replace(num_tokens=num_tokens, drafts=tokens[:room], reason="decode with drafts")
+                verified.append(part if self.states is None else self.states.with_state(part))
             else:
                 without.append(part)
         chunks = batch.scheduled[batch.num_decodes :]
-        longer = Batch([*without, *verified, *chunks], batch.num_decodes, batch.limit, batch.num_skipped)
-        self._num_decodes, self._num_accepted = batch.num_decodes, 0
-        if (cost := self.forecast.cost) is not None:
-            self._lengthened = cost.seconds(longer.work) / cost.seconds(batch.work)
-        return longer
+        return Batch([*without, *verified, *chunks], batch.num_decodes, batch.limit, batch.num_skipped)
 
     def verified(self, request: Request, num_drafted: int, num_accepted: int) -> None:
         """Learn what became of a stream's drafts, and take back the pages that only rejected ones needed."""
         self.totals.add(num_drafted, num_accepted)
-        self.policy.observe(request.id, num_drafted, num_accepted)
+        self.policy.observe(request.id, num_drafted, num_accepted, request.num_verified_tokens)
         request.num_drafted_tokens += num_drafted
         request.num_accepted_tokens += num_accepted
         self._num_accepted += num_accepted
@@ -115,10 +158,30 @@ class Verification:
 
     def _most(self, stream: Request) -> int:
         """Return how many drafts a stream can use: the step makes one token more than it accepts drafts."""
+        if stream.num_verified_tokens and stream.num_verified_tokens > self._most_again:
+            return 0
         num_tokens = len(stream.token_ids)  # not by properties: this runs for many streams in every step
         left = stream.sampling.max_tokens + len(stream.prompt_token_ids) - num_tokens
         left = min(left, self.table.max_model_len - num_tokens)
         return max(min(left - 1, self.policy.config.num_speculative_tokens), 0)
+
+    @property
+    def _most_again(self) -> int:
+        """Return how many tokens a stream may have to compute again if it shall verify drafts beside them."""
+        return longest_verified(self.policy.config, has_states=True) - self.policy.config.num_speculative_tokens
+
+    def _seconds_beside_again(self, streams: Sequence[Request], work: StepWork) -> float:
+        """Return the predicted seconds that a step of `work` may take, beside those of what it computes again.
+
+        The latter were counted when drafts were rejected, and are no reason to draft more or less now.
+        """
+        cost, with_again = self.forecast.cost, work
+        for stream in streams:
+            if stream.num_verified_tokens:
+                with_again = with_again.plus_drafts(stream.num_computed_tokens, stream.num_verified_tokens)
+        if cost is None or with_again is work:
+            return self._seconds(work)
+        return self._seconds(with_again) - (cost.seconds(with_again) - cost.seconds(work))
 
     def _seconds(self, work: StepWork, has_chunks: bool = False) -> float:
         """Return the predicted seconds that a step of `work` may take with drafts; infinite without a cost.
@@ -138,12 +201,28 @@ class Verification:
         seconds = longest_step(slack, self.forecast.overrun_when_full)
         return min(seconds, (1 + FREE_SHARE) * alone) if has_chunks else seconds
 
+    def _room_to_compute_again(self, batch: Batch, verifying: Collection[str]) -> int:
+        """Return how many drafts `verifying` streams may have, so that a step has room for what it computes again.
+
+        If the last draft of each stream is rejected, its next step computes the others again. That step must have room
+        for a page of a prompt too. Other streams of this step compute nothing again after it.
+        """
+        config, ids = self.table.config, {part.request.id for part in batch.scheduled}
+        room = config.max_num_batched_tokens - config.max_num_seqs - config.page_size
+        for stream in self.table.running:
+            if stream.is_decoding and (stream.id in verifying or stream.id not in ids):
+                room -= max(stream.num_verified_tokens, stream.num_in_flight_tokens - 1)
+        return room
+
     def _longest_that_fits(self, batch: Batch, offered: Sequence[tuple[int, int]]) -> int:
         """Return to how many tokens drafts have to be cut. `offered`: tokens before each decode, and its drafts."""
         work, cost = batch.work, self.forecast.cost
         config = self.table.config
         rows = max(config.max_num_seqs - batch.num_decodes, _MOST_ROWS)
         tokens = min(config.max_num_batched_tokens - batch.num_tokens, rows)
+        if self.states is not None:
+            verifying = {part.request.id for part, drafts in zip(batch.scheduled, offered, strict=False) if drafts[1]}
+            tokens = min(tokens, self._room_to_compute_again(batch, verifying))
         seconds = self._seconds(work, has_chunks=len(batch.scheduled) > batch.num_decodes)
         for longest in range(max([num_drafts for _, num_drafts in offered], default=0), 0, -1):
             if sum([min(num_drafts, longest) for _, num_drafts in offered]) > tokens:

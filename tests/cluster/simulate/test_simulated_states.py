@@ -1,6 +1,11 @@
 """Simulated replicas of recurrent models: the real scheduler and pool, with states, checkpoints and transfers."""
 
+from typing import Any
+
+import pytest
+
 from crossdock.cluster.bench.workloads import Job, Segment
+from crossdock.workers.schedule.cost import StepCost
 from tests.cluster.simulate.small_fleets import assert_all_ended, fleet, job, play, profile, times
 
 
@@ -28,3 +33,21 @@ def test_states_travel_between_pools_and_return_with_a_lost_sender() -> None:
     failing = fleet(*pools, failures=[{"kill": "p/0", "at": 1.0}, {"add": "p", "at": 1.5}])
     simulation, outcome = play(failing, jobs)
     assert_all_ended(simulation, outcome, jobs)
+
+
+@pytest.mark.parametrize(("probability", "least"), [(0.5, 1.3), (1.0, 4.5)])
+def test_drafts_gain_less_than_without_states_and_more_than_none(probability: float, least: float) -> None:
+    """A row takes a hundredth of a step. A rejected draft has tokens before it computed again."""
+    cost = StepCost(base=1 / 64, per_prefill_token=1 / 6400, per_decode=1 / 6400)
+    drafting = {
+        "speculative_config": {"method": "ngram", "num_speculative_tokens": 5},
+        "draft_acceptance": probability,
+    }
+
+    def seconds(state_pages: int, pool: dict[str, Any]) -> float:
+        described = fleet({"profile": profile(cost=cost, state_pages=state_pages)} | pool)
+        [found] = times(play(described, [job("a", 16, 400)])[1])
+        return found[-1]
+
+    gain = seconds(4, {}) / seconds(4, drafting)
+    assert least < gain <= seconds(0, {}) / seconds(0, drafting)

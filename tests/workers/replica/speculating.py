@@ -1,11 +1,13 @@
 """Engines that verify drafts, random histories for them, and drafters that a test controls."""
 
+import json
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+import pytest
 from llguidance import LLTokenizer
 from pydantic import ByteSize
 from transformers import PreTrainedModel
@@ -14,14 +16,17 @@ from crossdock.workers.draft.drafter import Drafter
 from crossdock.workers.model.grammar.matcher import new_matcher
 from crossdock.workers.model.grammar.state import GrammarState, MaskBudget
 from crossdock.workers.model.load import wrap_module
+from crossdock.workers.model.model import PagedModel
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.replica.engine.speculation import Speculation
 from crossdock.workers.schedule.request import Grammar, SamplingParams, Submission, TokenDelta
 from crossdock.workers.schedule.speculative_config import SpeculativeConfig
-from tests.workers.architectures import build
+from crossdock.workers.schedule.verify import DraftTotals
+from tests.workers.architectures import SERVED, build
 
-VOCAB_SIZE, MAX_MODEL_LEN, PAGE_BYTES = 280, 128, 16 * 4 * 2 * 2 * 12 * 4  # 16 tokens, 4 layers, K and V, 2 heads
+VOCAB_SIZE, MAX_MODEL_LEN = 280, 128
+NUM_REQUESTS = 8  # of a history
 EOS = 2
 _BYTES = LLTokenizer("byte")  # 256 bytes and a few special tokens
 
@@ -47,15 +52,27 @@ KINDS: list[dict[str, Any]] = [
 
 
 @cache
-def module() -> PreTrainedModel:
-    """Return a tiny random fp32 llama whose vocabulary has all bytes."""
-    return build("llama", {"vocab_size": VOCAB_SIZE, "max_position_embeddings": MAX_MODEL_LEN})
+def module(name: str = "llama") -> PreTrainedModel:
+    """Return a tiny random fp32 model whose vocabulary has all bytes."""
+    return build(name, SERVED.get(name, {}) | {"vocab_size": VOCAB_SIZE, "max_position_embeddings": MAX_MODEL_LEN})
 
 
-def engine_of(num_pages: int = 200, **config: Any) -> Engine:
+@cache
+def recurrent_model(name: str) -> PagedModel:
+    """Return a tiny random model with recurrent layers, which can be wrapped once. It serves one engine at a time."""
+    return wrap_module(module(name))
+
+
+def least_pages(model: str) -> int:
+    """Return the pages without which an engine of `model` does not start."""
+    return MAX_MODEL_LEN // 16 + (2 * recurrent_model(model).state_pages(16) if model != "llama" else 0)
+
+
+def engine_of(num_pages: int = 200, model: str = "llama", **config: Any) -> Engine:
     """Return an engine whose pool has `num_pages` pages of 16 tokens."""
-    memory = ByteSize(num_pages * PAGE_BYTES)
-    return Engine(wrap_module(module()), EngineConfig(kv_cache_memory=memory, admission="queue", **config))
+    wrapped = wrap_module(module()) if model == "llama" else recurrent_model(model)
+    memory = ByteSize(num_pages * wrapped.layout(16).page_bytes)
+    return Engine(wrapped, EngineConfig(kv_cache_memory=memory, admission="queue", **config))
 
 
 def speculating(engine: Engine, drafter: Drafter) -> Engine:
@@ -78,6 +95,7 @@ class Oracle:
     answers: Mapping[str, Sequence[int]]  # by request
     share_right: float
     generator: random.Random
+    vocab_size: int = VOCAB_SIZE
     streams: dict[str, tuple[Sequence[int], int]] = field(default_factory=dict)  # tokens; those of the prompt
 
     def add(self, request_id: str, token_ids: Sequence[int]) -> None:
@@ -92,9 +110,9 @@ class Oracle:
     def _guess(self, name: str, most: int) -> list[int]:
         tokens, num_prompt = self.streams[name]
         known = list(self.answers[name][len(tokens) - num_prompt :])
-        known += [self.generator.randrange(VOCAB_SIZE) for _ in range(most - len(known))]
+        known += [self.generator.randrange(self.vocab_size) for _ in range(most - len(known))]
         draw = self.generator.random
-        guess = [token if draw() < self.share_right else self.generator.randrange(VOCAB_SIZE) for token in known]
+        guess = [token if draw() < self.share_right else self.generator.randrange(self.vocab_size) for token in known]
         return guess[: self.generator.randint(0, most)]
 
     def seconds(self, num_streams: int, num_tokens: int) -> float:
@@ -155,3 +173,89 @@ def grammar_of(work: Submission) -> GrammarState | None:
     for token_id in work.output_token_ids:
         state.accept(token_id)
     return state
+
+
+@cache
+def expected(seed: int, model: str = "llama") -> dict[str, list[TokenDelta]]:
+    """Return the deltas of a history's requests from an engine without drafts, with pages for all and no abort."""
+    history = History.random(seed, NUM_REQUESTS)
+    return serve(engine_of(model=model), History(history.works, history.arrivals, {}))[0]
+
+
+def tokens_of(deltas: Sequence[TokenDelta]) -> list[int]:
+    return [token for delta in deltas for token in delta.token_ids]
+
+
+def check_history(seed: int, model: str = "llama") -> DraftTotals:
+    """Serve one random history with and without drafts. Returns what became of the drafts."""
+    draw, reference = random.Random(seed), expected(seed, model)
+    config: dict[str, Any] = {
+        "speculative_config": fixed(draw.choice([1, 2, 4, 9])),
+        "max_num_batched_tokens": draw.choice([24, 40, 80]),
+        "max_num_seqs": draw.choice([2, 4, 8]),
+        "enable_prefix_caching": draw.random() < 0.7,
+        "mixed_chunks": draw.random() < 0.8,
+        "num_pages": draw.choice([0, 2, 6, 92]) + least_pages(model),
+    }
+    engine = engine_of(model=model, **config)
+    answers = {name: tokens_of(deltas) for name, deltas in reference.items()}
+    if draw.random() < 0.8:
+        speculating(engine, Oracle(answers, draw.choice([0.0, 0.5, 0.9, 1.0]), draw))
+    found, aborted = serve(engine, History.random(seed, NUM_REQUESTS))
+    for name, deltas in reference.items():
+        check_request(found[name], deltas, name in aborted)
+    assert engine.pages.counts().owned == 0
+    assert engine.scheduler.verification is not None
+    return engine.scheduler.verification.totals
+
+
+def check_request(found: Sequence[TokenDelta], deltas: Sequence[TokenDelta], was_aborted: bool) -> None:
+    """Compare everything that a client sees of one request, but in how many deltas."""
+    tokens, logprobs = tokens_of(found), [entry for delta in found for entry in delta.logprobs or ()]
+    assert tokens == tokens_of(deltas)[: len(tokens) if was_aborted else None]
+    first = 0
+    for delta in found:
+        assert delta.first == first
+        first += len(delta.token_ids)
+    theirs = [entry for delta in deltas for entry in delta.logprobs or ()]
+    assert [(each.token_id, each.rank) for each in logprobs] == [
+        (each.token_id, each.rank) for each in theirs[: len(logprobs)]
+    ]
+    assert len(logprobs) == (len(tokens) if theirs else 0)
+    assert [each.logprob for each in logprobs] == pytest.approx(
+        [each.logprob for each in theirs[: len(logprobs)]], abs=1e-4
+    )
+    if not was_aborted:
+        assert (found[-1].finish_reason, found[-1].stop_token_id) == (
+            deltas[-1].finish_reason,
+            deltas[-1].stop_token_id,
+        )
+        assert found[-1].error == deltas[-1].error
+    prompt = [entry.token_id if entry else None for delta in found for entry in delta.prompt_logprobs or ()]
+    reported = [entry.token_id if entry else None for delta in deltas for entry in delta.prompt_logprobs or ()]
+    assert prompt == reported[: len(prompt)]
+
+
+def forms() -> list[Submission]:
+    """Return requests whose grammars dictate much, under several kinds of sampling."""
+    names = {"type": "object", "additionalProperties": False, "required": ["first_name", "married"]}
+    names["properties"] = {"first_name": {"type": "string", "maxLength": 3}, "married": {"type": "boolean"}}
+    grammars = [
+        Grammar("json_schema", json.dumps(names)),
+        Grammar("choice", '["the first of two long choices", "the first of many", "a third"]'),
+        Grammar("regex", "(dictated text [0-9]{1,2}, ){2,3}end"),
+    ]
+    samplings: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 1.5, "logprobs": 1},
+        {"repetition_penalty": 1.4, "top_p": 0.8},
+        {"temperature": 1.0, "max_tokens": 13},
+    ]
+    return [
+        Submission(
+            f"{number}",
+            [3 + number] * (5 + 7 * number),
+            SamplingParams(**{"max_tokens": 60, "seed": number, "grammar": grammars[number % 3], **sampling}),
+        )
+        for number, sampling in enumerate(3 * samplings)
+    ]

@@ -50,9 +50,9 @@ def reference_output(prompt: Sequence[int], params: SamplingParams, max_model_le
 
 def sampled_by(part: Scheduled, read: Sequence[int]) -> SampledToken:
     """Return what a step samples for a part, given all its tokens: a token after each accepted draft."""
-    accepted = list[SampledToken]()
+    accepted, known = list[SampledToken](), part.start + part.num_tokens - len(part.drafts)
     for number, draft in enumerate(part.drafts):
-        token = next_token(read[: part.start + 1 + number])
+        token = next_token(read[: known + number])
         if token != draft:
             return SampledToken(token, accepted=accepted)
         accepted.append(SampledToken(token))

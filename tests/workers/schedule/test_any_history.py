@@ -370,20 +370,23 @@ class AnyHistory(RuleBasedStateMachine):
             each, end = part.request, part.start + part.num_tokens
             assert part.start == each.num_scheduled_tokens - part.num_tokens >= each.num_computed_tokens
             known = end - len(part.drafts)
+            is_decode = number < batch.num_decodes
+            assert is_decode or not each.num_verified_tokens
             assert part.samples == (known == each.num_tokens and each.sampling.max_tokens > 0)
             assert self.pages.has_windows or len(part.pages) * size >= each.num_tokens
             assert all(len(pages) * size >= end for pages in (part.pages, *part.further_pages))
             self.check_end(part, known)
-            if number < batch.num_decodes:  # a partially prefilled request is never decodable
+            if is_decode:  # a partially prefilled request is never decodable
                 assert each.num_output_tokens > 0
-                assert part.num_tokens == 1 + len(part.drafts)
+                assert part.num_tokens == each.num_verified_tokens + 1 + len(part.drafts)
+                assert not part.drafts or not self.pages.state_pages or part.state.read is not part.state.write
                 assert part.samples
                 assert each.num_output_tokens < each.sampling.max_tokens, "it is known to have ended"
                 assert each.num_tokens < 40
             assert part.reason
             threshold = config.long_prefill_token_threshold
             is_bounded = threshold and config.enable_chunked_prefill and num_computed_here > 1
-            assert not is_bounded or part.num_tokens - len(part.drafts) <= self.longest_chunk(part, threshold)
+            assert is_decode or not is_bounded or part.num_tokens <= self.longest_chunk(part, threshold)
         if not config.mixed_chunks:
             assert batch.num_decodes in (0, len(batch.scheduled)), "chunks and decodes take turns"
         if batch:
@@ -392,8 +395,8 @@ class AnyHistory(RuleBasedStateMachine):
                 for part in batch.scheduled
             ]
             self.check_no_stream_is_late_for_drafts(batch)
-            lengths = [len(part.drafts) > 0 for part in batch.scheduled[: batch.num_decodes]]
-            assert lengths == sorted(lengths), "decodes without drafts come first"
+            are_longer = [part.num_tokens > 1 for part in batch.scheduled[: batch.num_decodes]]
+            assert are_longer == sorted(are_longer), "decodes of one token come first"
             pages = [[list(group) for group in (part.pages, *part.further_pages)] for part in batch.scheduled]
             states = [(list(part.state.read), list(part.state.write)) for part in batch.scheduled]
             self.check_no_part_reads_what_another_writes(states)
@@ -418,9 +421,11 @@ class AnyHistory(RuleBasedStateMachine):
     def check_no_stream_is_late_for_drafts(self, batch: Batch) -> None:
         if self.scheduler.cost is None or not batch.num_drafts:
             return
-        plain = Batch([part._replace(drafts=()) for part in batch.scheduled], batch.num_decodes)
+        plain = [part._replace(num_tokens=part.num_tokens - len(part.drafts), drafts=()) for part in batch.scheduled]
+        decodes = sorted(plain[: batch.num_decodes], key=lambda part: part.num_tokens)
+        without = Batch([*decodes, *plain[batch.num_decodes :]], batch.num_decodes)
         for stream in self.scheduler.running:
-            if stream.is_decoding and self.now + COST.seconds(plain.work) <= stream.due:
+            if stream.is_decoding and self.now + COST.seconds(without.work) <= stream.due:
                 assert self.now + COST.seconds(batch.work) <= stream.due
 
     def land(self) -> None:
@@ -620,6 +625,25 @@ class AnyHistoryWithStatesInStages(AnyHistoryWithStates):
     most_flights = depth = 3
 
 
+class AnyHistoryWithStatesAndDrafts(AnyHistoryWithStates):
+    """Recurrent layers and drafts, of which some are right: a rejected one has the tokens before it computed again."""
+
+    drafting = AnyHistoryWithDrafts.drafting
+
+
+class AnyHistoryWithStatesAndDraftsInStages(AnyHistoryWithStatesAndDrafts):
+    """Recurrent layers and drafts, with several steps of different streams in flight."""
+
+    most_flights = depth = 3
+
+
+class AnyHistoryWithStatesWindowsAndDrafts(AnyHistoryWithStatesAndDrafts):
+    """Recurrent layers, groups of layers whose pages go while a request runs, and drafts, on few pages."""
+
+    group_windows = ((None, 6), (5,), (None, 1, 9))
+    room = 0
+
+
 class AnyHistoryWithStatesAndWindows(AnyHistoryWithStates):
     """Recurrent layers beside groups of layers whose pages go while a request runs, with overlapping steps."""
 
@@ -632,6 +656,7 @@ MACHINES = (
     *(AnyHistoryWithWindows, AnyHistoryWithWindowsAhead, AnyHistoryWithWindowsInStages),
     *(AnyHistoryWithDrafts, AnyHistoryWithDraftsInStages, AnyHistoryWithWindowsAndDrafts),
     *(AnyHistoryWithStates, AnyHistoryWithStatesAhead, AnyHistoryWithStatesInStages, AnyHistoryWithStatesAndWindows),
+    *(AnyHistoryWithStatesAndDrafts, AnyHistoryWithStatesAndDraftsInStages, AnyHistoryWithStatesWindowsAndDrafts),
 )
 for machine in MACHINES:
     machine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
@@ -647,6 +672,9 @@ TestAnyHistoryWithWindowsAndDrafts = AnyHistoryWithWindowsAndDrafts.TestCase
 TestAnyHistoryWithStates = AnyHistoryWithStates.TestCase
 TestAnyHistoryWithStatesAhead = AnyHistoryWithStatesAhead.TestCase
 TestAnyHistoryWithStatesInStages = AnyHistoryWithStatesInStages.TestCase
+TestAnyHistoryWithStatesAndDrafts = AnyHistoryWithStatesAndDrafts.TestCase
+TestAnyHistoryWithStatesAndDraftsInStages = AnyHistoryWithStatesAndDraftsInStages.TestCase
+TestAnyHistoryWithStatesWindowsAndDrafts = AnyHistoryWithStatesWindowsAndDrafts.TestCase
 TestAnyHistoryWithStatesAndWindows = AnyHistoryWithStatesAndWindows.TestCase
 
 

@@ -5,6 +5,7 @@ import random
 from collections.abc import Mapping
 from math import inf, prod
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -68,10 +69,25 @@ def rate(policy: DraftPolicy, streams: list[Stream], lengths: dict[str, int], co
         match, forced = policy.source.match_length(request_id), min(streams[int(request_id)].forced, length)
         chain = [policy._acceptance.probability(request_id, match + position) for position in range(length - forced)]
         tokens += forced + sum(prod(chain[: end + 1]) for end in range(length - forced))
-    seconds = cost.seconds(speculating(streams, lengths))
+    seconds = cost.seconds(speculating(streams, lengths)) + seconds_again(policy, streams, lengths, cost)
     found = [length - streams[int(request_id)].forced for request_id, length in lengths.items()]
     num_found, longest = sum(length > 0 for length in found), max(found, default=0)
     return tokens / (seconds + (policy.source.seconds(num_found, longest) if num_found else 0.0))
+
+
+def seconds_again(policy: DraftPolicy, streams: list[Stream], lengths: dict[str, int], cost: StepCost) -> float:
+    """Return the expected seconds of the tokens that next steps compute again, where all rows cost the same."""
+    seconds = 0.0
+    for request_id, length in lengths.items():
+        stream = streams[int(request_id)]
+        if stream.again is None:
+            continue
+        match, accepted = policy.source.match_length(request_id), 1.0
+        for place in range(stream.forced, length):  # the first draft that is rejected
+            probability = policy._acceptance.probability(request_id, match + place - stream.forced)
+            seconds += accepted * (1 - probability) * (stream.again + 1 + place) * cost.per_decode
+            accepted *= probability
+    return seconds
 
 
 @given(
@@ -92,6 +108,28 @@ def test_drafts_are_the_best_of_all_choices(
         for choice in choices
     ]
     assert rate(policy, streams, chosen, cost) >= max(rates) * (1 - 1e-9)
+
+
+@given(st.floats(0.001, 0.05), st.floats(1e-5, 0.003), st.integers(0, 9), st.sampled_from([0, 2]), st.integers(0, 12))
+def test_drafts_of_a_recurrent_model_are_the_best_choice_counting_what_is_computed_again(
+    base: float, row: float, match: int, forced: int, again: int
+) -> None:
+    cost, stream = StepCost(base=base, per_prefill_token=row, per_decode=row), Stream("0", 100, MOST, forced, again)
+    policy = policy_of(Matches({"0": match}))
+    chosen = policy.lengths([stream], work_of([stream]), cost)
+    rates = [rate(policy, [stream], {"0": length} if length else {}, cost) for length in range(MOST + 1)]
+    possible = rates if match else rates[: forced + 1]
+    if chosen or forced:
+        assert rate(policy, [stream], chosen, cost) == pytest.approx(max(possible))
+    elif not again:  # else one draft may be too dear where several would pay
+        assert rates[0] >= max(possible[:2]) * (1 - 1e-9)
+
+
+@pytest.mark.parametrize(("again", "expected"), [(None, {"0": 3}), (0, {"0": 2}), (3, {"0": 2}), (6, {})])
+def test_more_tokens_to_compute_again_make_drafts_dearer(again: int | None, expected: dict[str, int]) -> None:
+    cost, policy = StepCost(base=0.003, per_prefill_token=0.001, per_decode=0.001), policy_of(Matches({"0": 3}))
+    stream = Stream("0", 100, MOST, again=again)
+    assert policy.lengths([stream], work_of([stream]), cost) == expected
 
 
 @given(COSTS, st.integers(1, 20), st.integers(0, 2**32), st.floats(1, 3))

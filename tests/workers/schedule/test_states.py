@@ -5,9 +5,7 @@ import pytest
 from crossdock.workers.schedule.batch import SampledToken, Scheduled, StatePages
 from crossdock.workers.schedule.checkpoints import further_step_seconds, is_worth_its_pages
 from crossdock.workers.schedule.cost import StepCost
-from crossdock.workers.schedule.drafting import DraftPolicy
 from crossdock.workers.schedule.request import Leg, Request, SamplingParams, Status
-from crossdock.workers.schedule.speculative_config import SpeculativeConfig
 from tests.workers.schedule.model_free_replica import COST, EOS, ModelFreeReplica, new_request, new_scheduler
 
 PAGES = 2  # of a state
@@ -122,12 +120,6 @@ def test_pool_without_room_for_two_states_of_the_longest_request_is_refused() ->
     with pytest.raises(ValueError, match="twice 2 for its recurrent state"):
         new_scheduler(num_pages=25 + 3, max_model_len=100, state_pages=PAGES)
     new_scheduler(num_pages=25 + 4, max_model_len=100, state_pages=PAGES)
-
-
-def test_drafts_are_refused() -> None:
-    drafting = DraftPolicy(SpeculativeConfig(method="ngram", num_speculative_tokens=2))
-    with pytest.raises(ValueError, match="recurrent layers cannot take back"):
-        new_scheduler(state_pages=PAGES, drafting=drafting)
 
 
 def test_requests_of_a_failed_step_begin_again() -> None:

@@ -78,11 +78,6 @@ class Engine:
         config, model = sized(self.config, self.model), self.model
         self.config = config
         speculative = config.speculative_config
-        if speculative is not None and model.states is not None:
-            raise ValueError(
-                f"speculative_config: {model.config.model_type} has recurrent layers, whose states cannot take back a "
-                f"rejected draft"
-            )
         drafter = new_drafter(speculative, model) if speculative is not None else None  # before pages take all memory
         drafting = DraftPolicy(speculative) if speculative is not None else None
         if self.gang is None:  # else its ranks have chosen them together

@@ -182,8 +182,8 @@ class EngineMetrics:
     def stepped(self, step: Step) -> None:
         """Count a step that has ended."""
         batch = step.batch
-        num_chunks = len(batch.scheduled) - batch.num_decodes
-        kind = "mixed" if batch.num_decodes and num_chunks else "decodes" if batch.num_decodes else "chunks"
+        chunks = batch.scheduled[batch.num_decodes :]
+        kind = "mixed" if batch.num_decodes and chunks else "decodes" if batch.num_decodes else "chunks"
         count, seconds, predicted = self._of_kind[kind]
         count.inc()
         seconds.observe(step.seconds)
@@ -191,8 +191,8 @@ class EngineMetrics:
             predicted.observe(step.predicted)
         if self._makes_tokens:
             self._step_tokens.observe(batch.num_tokens)
-        if num_chunks and self._makes_tokens:
-            self._step_prompt_tokens.observe(batch.num_tokens - batch.num_decodes - batch.num_drafts)
+        if chunks and self._makes_tokens:
+            self._step_prompt_tokens.observe(sum(part.num_tokens for part in chunks))
         if batch.num_decodes:
             self._step_decodes[kind].observe(batch.num_decodes)
         if step.encoder_seconds:

@@ -15,7 +15,6 @@ from crossdock.workers.replica.engine.calibrate import warm_up
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.schedule.batch import Batch, Scheduled
 from crossdock.workers.schedule.request import SamplingParams, Status, Submission
-from crossdock.workers.schedule.speculative_config import SpeculativeConfig
 from crossdock.workers.schedule.states import RecurrentStates
 from tests.workers.architectures import SERVED, build
 from tests.workers.replica.engine.test_engine import generated
@@ -170,13 +169,6 @@ def test_replica_with_states_is_calibrated(model: PagedModel) -> None:
     assert profile.state_pages == model.state_pages(8) > 0
     assert profile.page_bytes * profile.num_pages == model.pool.nbytes  # type: ignore[union-attr]
     assert engine.pages.counts().owned == 0
-
-
-def test_speculation_is_refused_with_the_reason() -> None:
-    model = wrap_module(build("lfm2 conv", SERVED["lfm2 conv"]))
-    speculative = SpeculativeConfig(method="ngram", num_speculative_tokens=2)
-    with pytest.raises(ValueError, match="speculative_config: lfm2 has recurrent layers"):
-        engine_on(model, 300, speculative_config=speculative)
 
 
 def test_pool_too_small_for_a_state_is_refused_with_numbers() -> None:

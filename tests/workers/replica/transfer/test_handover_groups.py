@@ -2,6 +2,7 @@
 travels, and states travel once."""
 
 import asyncio
+import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from tests.workers.replica.driven import hold
 from tests.workers.replica.engine.test_engine import generated
 from tests.workers.replica.sides import TRANSPORTS, Side, closing, local, prompts, ship, start
 from tests.workers.replica.sides import submission as submission_of
+from tests.workers.replica.speculating import Oracle, fixed, speculating
 
 FAMILIES = {
     "gemma3_text": (None, WINDOW),
@@ -113,6 +115,23 @@ def test_shipped_tokens_are_those_of_transformers(
                 works = [submission(text) for text in texts]
                 assert await asyncio.gather(*(ship(prefill, decode, work) for work in works)) == expected
             assert {outcome for _, is_sent, _, outcome in prefill.ended if is_sent} == {"shipped"}
+
+    asyncio.run(main())
+
+
+def test_shipped_tokens_are_those_of_transformers_where_the_decode_replica_verifies_drafts(
+    name: str, texts: list[list[int]], expected: list[list[int]]
+) -> None:
+    async def main() -> None:
+        works = [submission(text) for text in texts]
+        answers = {work.id: tokens for work, tokens in zip(works, expected, strict=True)}
+        decode = side(name, speculative_config=fixed(3))
+        speculating(decode.engine, Oracle(answers, 0.8, random.Random(1), decode.engine.model.vocab_size))
+        async with closing(side(name), decode) as (prefill, _):
+            assert await asyncio.gather(*(ship(prefill, decode, work) for work in works)) == expected
+        assert decode.engine.scheduler.verification is not None
+        totals = decode.engine.scheduler.verification.totals
+        assert 20 < sum(totals.num_accepted_at) < totals.num_tokens
 
     asyncio.run(main())
 

@@ -42,7 +42,6 @@ class Pools(RuleBasedStateMachine):
     )
     def begin(self, spare: tuple[int, int], both_ways: bool, is_drafting: bool, seqs: int, data: st.DataObject) -> None:
         windows, state_pages = data.draw(st.sampled_from(self.windows)), data.draw(st.sampled_from(self.state_pages))
-        is_drafting &= not state_pages
         is_drafting &= len(windows) == 1
         needs = PageNeeds(PAGE_SIZE, windows, 24, state_pages)
         least = max(needs.at_most(LONGEST), needs.held(LONGEST))
