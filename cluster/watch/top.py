@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isnan
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import httpx
 import typer
@@ -25,6 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 from crossdock.cluster.watch import scrape
+from crossdock.cluster.watch.address import server_root
 from crossdock.cluster.watch.scrape import Scrape
 from crossdock.workers.schedule.slo import DEFAULT_CLASSES
 
@@ -37,6 +38,7 @@ _BAR = 30  # cells of the KV bar
 
 def top(
     url: Annotated[str, typer.Argument(help="Address of the server, with or without /v1.")] = "http://127.0.0.1:8000",
+    url_flag: Annotated[str | None, typer.Option("--url", help="The same, as `crossdock chat` has it.")] = None,
     interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two readings.")] = 1.0,
     once: Annotated[
         bool, typer.Option("--once", help="Read twice, one interval apart, print the difference, and exit.")
@@ -51,7 +53,7 @@ def top(
     """
     console = Console(highlight=False)
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    base = url.rstrip("/").removesuffix("/v1")
+    base = server_root(url_flag or url)
     with (
         httpx.Client(base_url=base, headers=headers, timeout=_TIMEOUT_S) as http,
         contextlib.suppress(KeyboardInterrupt),
@@ -61,9 +63,9 @@ def top(
             readings.poll()
             time.sleep(interval)
             readings.poll()
-            console.print(readings.frame())
             if readings.lost is not None:
-                raise typer.Exit(1)
+                _end(f"no server at {base}: {readings.lost}")
+            console.print(readings.frame())
             return
         try:
             _watch(readings, console, interval)
@@ -72,9 +74,12 @@ def top(
                 raise
             return  # the terminal is gone
         if readings.lost_s > _GIVE_UP_S:
-            reason = f"{base} has not answered for {readings.lost_s:.0f} s: {readings.lost}"
-            Console(stderr=True).print(f"[red]top:[/red] {escape(reason)}", highlight=False)
-            raise typer.Exit(1)
+            _end(f"{base} has not answered for {readings.lost_s:.0f} s: {readings.lost}")
+
+
+def _end(reason: str) -> NoReturn:
+    Console(stderr=True).print(f"[red]top:[/red] {escape(reason)}", highlight=False)
+    raise typer.Exit(1)
 
 
 def _watch(readings: "Readings", console: Console, interval: float) -> None:

@@ -308,10 +308,11 @@ def test_top_once_prints_one_frame(server: tuple[Deployment, ThreadingHTTPServer
     assert "decodes -" not in result.stdout
 
 
-def test_top_once_without_a_server_exits_with_1() -> None:
-    result = run("http://127.0.0.1:9", "--once", "--interval", "0.1")
-    assert result.exit_code == 1
-    assert "unreachable" in result.stdout
+@pytest.mark.parametrize("address", [["http://127.0.0.1:9"], ["127.0.0.1:9/v1/"], ["--url", "http://127.0.0.1:9"]])
+def test_top_once_without_a_server_exits_with_1(address: list[str]) -> None:
+    result = run(*address, "--once", "--interval", "0.1")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr.startswith("top: no server at http://127.0.0.1:9: ")
 
 
 @pytest.mark.parametrize("key", ["q", "\x03"])
