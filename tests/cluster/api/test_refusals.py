@@ -57,6 +57,22 @@ def test_invalid_field_is_named(
     assert engine.submissions == []
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "hint"),
+    [
+        ("/v1/completions", {"messages": HI}, "Chats have it: /v1/chat/completions."),
+        ("/v1/chat/completions", {"prompt": "Hi"}, "Completions have it: /v1/completions."),
+        ("/v1/chat/completions", {"messages": HI, "extra_body": {"top_k": 1}}, "Write its fields into the body itself"),
+        ("/v1/embeddings", {"prompt": "Hi"}, "'prompt'."),
+    ],
+)
+def test_field_of_another_place_is_refused_with_that_place(
+    http: httpx.Client, path: str, body: dict[str, Any], hint: str
+) -> None:
+    error = refused(http.post(path, json=body), 400, code="unknown_parameter")
+    assert hint in error["message"]
+
+
 def test_stream_options_without_stream_are_refused(http: httpx.Client) -> None:
     body = {"prompt": "Hi", "stream_options": {"include_usage": True}}
     refused(http.post("/v1/completions", json=body), 400, param="stream_options")
