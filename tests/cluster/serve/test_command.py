@@ -125,6 +125,16 @@ def test_serve_whose_ray_does_not_start_prints_rays_reason(small_model_dir: Path
     assert "Traceback" not in ended.stderr
 
 
+def test_serve_whose_memory_is_too_small_ends_with_the_reason_alone(small_model_dir: Path) -> None:
+    flags = ["--kv-cache-memory", "1KiB", "--port", str(free_port())]
+    ended = subprocess.run(
+        [COMMAND, "serve", str(small_model_dir), *flags], capture_output=True, text=True, timeout=240, check=False
+    )
+    assert ended.returncode == 1
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith("error: kv_cache_memory (1.0KiB) holds 0 tokens")
+
+
 @contextmanager
 def serving(log: Path, *args: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """Start `crossdock serve` as a background job, and yield its process and URL once it serves."""
