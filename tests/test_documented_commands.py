@@ -171,7 +171,9 @@ def test_commands_of_a_page_are_valid(page: Path) -> None:
 def test_planted_links_are_reported(tmp_path: Path) -> None:
     (tmp_path / "b.md").write_text("# The `B` page\n\n## A, b (c)\n")
     page = tmp_path / "a.md"
-    page.write_text("# One\n[x](b.md#the-b-page) [x](b.md#a-b-c) [x](#one) [x](https://a/#b) [y](c.md) [y](b.md#c) [y](#two)\n")
+    page.write_text(
+        "# One\n[x](b.md#the-b-page) [x](b.md#a-b-c) [x](#one) [x](https://a/#b) [y](c.md) [y](b.md#c) [y](#two)\n"
+    )
     assert [problem.split(",")[0] for problem in page_problems(page)] == [
         "link to c.md",
         "link to b.md#c",

@@ -73,7 +73,7 @@ def translated(args: Sequence[str], arity: Mapping[str, bool]) -> list[str]:
     missing = [line for name in absent if (line := answer(name)) is not None]
     if missing:
         raise ValueError("\n".join(dict.fromkeys(missing)))
-    if not absent:  # else a word may be the value of a flag of nobody
+    if not absent:  # else a word may be the value of an unknown flag
         _require_one_model([words[0] for name, words in parts if not name])
     return [word for _, words in _with_parts_joined(parts) for word in words]
 

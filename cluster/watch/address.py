@@ -1,4 +1,4 @@
-"""The address of a server, as people write it."""
+"""Name the server that a user means by an address, in any form that people write."""
 
 
 def server_root(url: str) -> str:

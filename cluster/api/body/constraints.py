@@ -70,7 +70,7 @@ def from_text(kind: str, source: str | None, param: str) -> Grammar | None:
 
 
 def lark(source: str | None, param: str) -> Grammar | None:
-    """Return the grammar of rules in Lark's form. Raises ApiError for rules in the form of GBNF, which others accept."""
+    """Return the grammar of rules in Lark's form. Raises ApiError for GBNF, which other servers accept."""
     if source is not None and _GBNF_RULE.search(source):
         reason = "rules are written as in Lark, 'start: \"yes\" | \"no\"', not as in GBNF, 'root ::= …'"
         raise ApiError(f"Invalid value for '{param}': {reason}.", param=param, code="invalid_value")

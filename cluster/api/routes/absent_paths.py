@@ -1,4 +1,4 @@
-"""Paths that are not served here: those of OpenAI's, vLLM's and SGLang's servers, with what to use instead, and typos."""
+"""Paths of OpenAI's, vLLM's and SGLang's servers that are not served here, with what to use instead; and typos."""
 
 from collections.abc import Collection
 from difflib import get_close_matches
@@ -80,6 +80,6 @@ def advice(path: str, served: Collection[str]) -> str | None:
 
 
 def _meant(path: str, served: Collection[str]) -> str | None:
-    """Return the served path that `path` is but for /v1 before it, or for more than that; else one that resembles it."""
+    """Return the served path that `path` is, but for /v1 or more before it; else the one that it resembles."""
     alike = [known for known in served if known == f"/v1{path}" or path.endswith(known)]
     return max(alike, key=len) if alike else next(iter(get_close_matches(path, served, 1, 0.8)), None)

@@ -340,5 +340,5 @@ def test_invalid_constraint_is_refused(fields: dict[str, Any], param: str) -> No
 
 
 def test_refusal_of_two_constraints_names_the_field_of_each() -> None:
-    with pytest.raises(ApiError, match="not 'guided_regex' and 'structured_outputs.choice'"):
+    with pytest.raises(ApiError, match=r"not 'guided_regex' and 'structured_outputs\.choice'"):
         sampling(completion(guided_regex="a", structured_outputs={"choice": ["a"]}))

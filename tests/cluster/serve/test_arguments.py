@@ -141,7 +141,7 @@ def test_flag_without_its_value_is_refused_by_name() -> None:
 
 
 def test_parts_of_a_json_value_are_joined_with_the_whole() -> None:
-    parts = "--speculative_config.method ngram --speculative-config.num_speculative_tokens=3".split()
+    parts = ["--speculative_config.method", "ngram", "--speculative-config.num_speculative_tokens=3"]
     whole = ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3}']
     rest = ["--speculative-config", '{"num_speculative_tokens": 3}', *parts[:2]]
     assert printed_config(*parts) == printed_config(*whole) == printed_config(*rest) != printed_config()

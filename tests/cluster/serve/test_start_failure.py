@@ -1,10 +1,10 @@
-"""What a user reads when the application does not start."""
+"""Reasons that a user reads when the application does not start."""
 
 from ray.exceptions import RayTaskError
 
 from crossdock.cluster.serve.start_failure import start_reason
 
-LINES = "ray::ServeReplica:crossdock:mixed.initialize() (pid=7)\n  File \"/a/replica.py\", line 3, in initialize\n"
+LINES = 'ray::ServeReplica:crossdock:mixed.initialize() (pid=7)\n  File "/a/replica.py", line 3, in initialize\n'
 HEAD = "The deployment failed to start 1 times in a row. See controller logs for details. Error:\n"
 
 
