@@ -56,6 +56,7 @@ def test_serve_once_started_prints_its_address(served: Served) -> None:
     url = f"http://127.0.0.1:{served.config.http.port}"
     assert f"Crossdock serves SmolLM2-135M-Instruct at {url}/v1" in result.stdout
     assert f"crossdock chat --url {url}" in result.stdout
+    assert f"crossdock top --url {url}" in result.stdout
     assert f"curl {url}/v1/chat/completions" in result.stdout
 
 
