@@ -138,11 +138,14 @@ class Readings:
     _lost_at: float = 0.0
     _scrapes: deque[Scrape] = field(default_factory=lambda: deque(maxlen=_WINDOW + 1))
     _requests: Sequence[Mapping[str, Any]] | None = None  # None: the server does not list them
+    _pools: Mapping[str, str] = field(default_factory=dict)  # by replica, where the server lists them
 
     def poll(self) -> None:
         """Read the server once. `lost` then has the reason if that failed, else None."""
         try:
             reading = self._scrape()
+            if not self._pools.keys() >= reading.by(scrape.PAGES, scrape.REPLICA).keys():
+                self._pools = self._pools_of_replicas()
             self._requests = self._in_flight()
         except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
             if self.lost is None:
@@ -167,7 +170,9 @@ class Readings:
         now = self._scrapes[-1]
         change = now.since(self._scrapes[0])
         covers = f"the last {change.seconds:.1f} s" if change.seconds else "reading …"
-        replicas = [_replica(name, now, change) for name in sorted(now.by(scrape.PAGES, scrape.REPLICA))]
+        pools = {name: self._pools.get(name, "") for name in now.by(scrape.PAGES, scrape.REPLICA)}
+        order = sorted(pools, key=lambda name: (pools[name], name))
+        replicas = [_replica(name, pools[name], now, change) for name in order]
         left = max(height - 8 * len(replicas) - 12, 3)
         return Group(
             _header(url, Text(covers, "green")), *replicas, _classes(now, change), _flights(self._requests, left)
@@ -180,6 +185,10 @@ class Readings:
         if scrape.PAGES not in reading.samples:
             raise ValueError("its /metrics has no Crossdock replica")
         return reading
+
+    def _pools_of_replicas(self) -> Mapping[str, str]:
+        response = self.http.get("/v1/replicas")
+        return {} if response.is_error else {each["replica"]: each["pool"] for each in response.json()["data"]}
 
     def _in_flight(self) -> Sequence[Mapping[str, Any]] | None:
         response = self.http.get("/v1/requests")
@@ -200,7 +209,7 @@ def _header(url: str, state: Text) -> RenderableType:
     return line
 
 
-def _replica(replica: str, now: Scrape, change: Scrape) -> RenderableType:
+def _replica(replica: str, pool: str, now: Scrape, change: Scrape) -> RenderableType:
     which = {scrape.REPLICA: replica} if replica else {}
 
     def rates(name: str, label: str, *values: str) -> str:
@@ -251,7 +260,7 @@ def _replica(replica: str, now: Scrape, change: Scrape) -> RenderableType:
     ]
     return Panel(
         Group(grid, *lines),
-        title=escape(replica) or "replica",
+        title=escape(" · ".join(filter(None, (replica, pool)))) or "replica",
         title_align="left",
     )
 
