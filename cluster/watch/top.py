@@ -64,7 +64,7 @@ def top(
             time.sleep(interval)
             readings.poll()
             if readings.lost is not None:
-                _end(f"no server at {base}: {readings.lost}")
+                _end(f"cannot read {base}: {readings.lost}")
             console.print(readings.frame())
             return
         try:
@@ -183,7 +183,7 @@ class Readings:
         response.raise_for_status()
         reading = Scrape.parse(response.text, self.clock())
         if scrape.PAGES not in reading.samples:
-            raise ValueError("its /metrics has no Crossdock replica")
+            raise ValueError("its /metrics has no Crossdock replica, or none that is up")
         return reading
 
     def _pools_of_replicas(self) -> Mapping[str, str]:

@@ -325,7 +325,7 @@ def test_top_once_prints_one_frame(server: tuple[Deployment, ThreadingHTTPServer
 def test_top_once_without_a_server_exits_with_1(address: list[str]) -> None:
     result = run(*address, "--once", "--interval", "0.1")
     assert (result.exit_code, result.stdout) == (1, "")
-    assert result.stderr.startswith("top: no server at http://127.0.0.1:9: ")
+    assert result.stderr.startswith("top: cannot read http://127.0.0.1:9: ")
 
 
 @pytest.mark.parametrize("key", ["q", "\x03"])
