@@ -69,6 +69,8 @@ class Documented:
                 return reason
         if ranks := _ranks(self.line):
             return f"needs {ranks} cores: one for each rank" if ranks > (os.cpu_count() or 1) else None
+        if "VL-" in self.line:
+            return "needs a model of pictures from the hub"
         if "timed.yaml" in self.line:
             return "its file is made in the walkthrough"
         return None

@@ -4,7 +4,7 @@ import signal
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import version as version_of
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -108,6 +108,7 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     help="An LLM serving cluster on Ray in which a long prompt does not make anyone else wait.",
     epilog="Start with [bold]crossdock serve[/bold], then [bold]crossdock chat[/bold] in another terminal.",
 )
@@ -124,8 +125,23 @@ for _name, _subcommand in SUBCOMMANDS.items():
 @app.command()
 def version() -> None:
     """Print the versions of Crossdock and of what it stands on."""
+    _print_versions(True)
+
+
+def _print_versions(is_asked: bool) -> None:
+    if not is_asked:
+        return
     for package in ("crossdock", "ray", "torch", "transformers"):
         typer.echo(f"{package} {version_of(package)}")
+    raise typer.Exit
+
+
+@app.callback()
+def _options(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_print_versions, is_eager=True, help="As `crossdock version`.")
+    ] = False,
+) -> None: ...
 
 
 def _import(name: str) -> Any:

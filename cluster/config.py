@@ -4,6 +4,7 @@ import os
 import types
 import typing
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any, Literal, Self, TypeAlias, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -171,8 +172,16 @@ class PoolConfig(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _derive_role_from_name(cls, data: Any) -> Any:
-        if isinstance(data, Mapping) and data.get("name") in ("prefill", "decode", "encode"):
-            return {"role": data["name"], **data}
+        if not isinstance(data, Mapping) or "role" in data or not isinstance(name := data.get("name"), str):
+            return data
+        roles = [role for role in get_args(Role) if role != "mixed"]
+        if name in roles:
+            return {"role": name, **data}
+        if meant := get_close_matches(name.partition("-")[0], roles, 1, 0.75):
+            raise ValueError(
+                f"name {name!r} gives no role: write {meant[0]!r}, or set the role of this pool, for example "
+                f"--set pools.{name}.role={meant[0]}"
+            )
         return data
 
 

@@ -100,6 +100,21 @@ def _member(members: list[Any], name: str, key: str) -> Any:
 # -- explain -----------------------------------------------------------------------------------------------------------
 
 
+_PLAIN = {  # by pydantic's kind of error, where its message speaks of parsing
+    "int_parsing": "must be a whole number",
+    "int_from_float": "must be a whole number",
+    "int_type": "must be a whole number",
+    "float_parsing": "must be a number",
+    "float_type": "must be a number",
+    "bool_parsing": "must be true or false",
+    "bool_type": "must be true or false",
+    "byte_size": "must be a size, such as 2GiB",
+    "dict_type": "must be a mapping of settings",
+    "model_type": "must be a mapping of settings",
+    "tuple_type": "must be a list",
+}
+
+
 def _explain(loc: tuple[int | str, ...], kind: str, message: str, value: object) -> str:
     """Return one line about one of pydantic's errors, in the words of our own errors."""
     where = ".".join(str(part) for part in loc)
@@ -108,7 +123,7 @@ def _explain(loc: tuple[int | str, ...], kind: str, message: str, value: object)
     if kind == "value_error":  # raised by a validator of ours, whose message names its fields
         message = message.removeprefix("Value error, ")
         return f"{where}: {message}" if where else message
-    message = message.replace("Input should", "must", 1)
+    message = _PLAIN.get(kind, message.replace("Input should", "must", 1).replace("String should", "must", 1))
     message = message[:1].lower() + message[1:]
     return f"{where}: {message}" if _is_secret(loc) else f"{where}: {message}, not {value!r}"
 

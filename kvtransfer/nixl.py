@@ -87,7 +87,7 @@ class NixlTransport:
         try:
             self._nixl: Any = importlib.import_module("nixl")  # not nixl_cu12: two variants in one process clash
         except ImportError as error:
-            raise TransportUnavailable(f"nixl cannot be imported ({error}): pip install 'crossdock[nixl]'") from error
+            raise TransportUnavailable(f"nixl cannot be imported ({error}): pip install nixl") from error
         finally:
             logging.raiseExceptions, logging.config.dictConfig = raise_exceptions, configure
         bindings = self._nixl._bindings

@@ -1,4 +1,5 @@
-"""The commands in README.md, docs/ and benchmarks/RESULTS.md: flags parse, targets, scripts, tests and files exist.
+"""The commands and links in README.md, docs/ and benchmarks/RESULTS.md: flags parse, targets, scripts, tests, files
+and headings exist.
 
 `benchmarks/documented_commands.py` runs them.
 """
@@ -20,7 +21,8 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks" / "RESULTS.md"]
 FENCE = re.compile(r"^```sh\n(.*?)^```", re.DOTALL | re.MULTILINE)
 INLINE = re.compile(r"(?<!`)`(crossdock [^`]+)`(?!`)")
-LINK = re.compile(r"\]\(([^)#\s]+)")
+LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]+))?")
+HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 KEYWORDS = {"do", "done", "then", "fi", "for", "if"}  # of the shell
 FOLDERS = {path.name for path in ROOT.iterdir() if path.is_dir()}
 
@@ -132,9 +134,19 @@ def page_problems(page: Path) -> Iterator[str]:
             yield from (f"{' '.join(command)}: {problem}" for problem in problems(command))
     for code in INLINE.findall(text):
         yield from (f"{code}: {problem}" for problem in _inline_problems(code))
-    for link in LINK.findall(FENCE.sub("", text)):
-        if "://" not in link and not (page.parent / link).exists():
+    for link, anchor in LINK.findall(FENCE.sub("", text)):
+        target = page.parent / link if link else page
+        if "://" in link:
+            continue
+        if not target.exists():
             yield f"link to {link}, which does not exist"
+        elif anchor and target.suffix == ".md" and anchor not in anchors(target.read_text()):
+            yield f"link to {link}#{anchor}, which has no such heading"
+
+
+def anchors(text: str) -> set[str]:
+    """Return the names by which GitHub links to the headings of a page."""
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in HEADING.findall(FENCE.sub("", text))}
 
 
 def _inline_problems(code: str) -> Iterator[str]:
@@ -154,6 +166,19 @@ def _inline_problems(code: str) -> Iterator[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_of_a_page_are_valid(page: Path) -> None:
     assert list(page_problems(page)) == []
+
+
+def test_planted_links_are_reported(tmp_path: Path) -> None:
+    (tmp_path / "b.md").write_text("# The `B` page\n\n## A, b (c)\n")
+    page = tmp_path / "a.md"
+    page.write_text(
+        "# One\n[x](b.md#the-b-page) [x](b.md#a-b-c) [x](#one) [x](https://a/#b) [y](c.md) [y](b.md#c) [y](#two)\n"
+    )
+    assert [problem.split(",")[0] for problem in page_problems(page)] == [
+        "link to c.md",
+        "link to b.md#c",
+        "link to #two",
+    ]
 
 
 def test_front_page_has_commands() -> None:

@@ -26,7 +26,7 @@ from crossdock.cluster.api.http.keys import KeyRing
 from crossdock.cluster.api.http.limits import AskPeers, Ledger, Loan
 from crossdock.cluster.api.http.tiers import Tiers
 from crossdock.cluster.api.media.media import Media
-from crossdock.cluster.api.routes.absent_paths import why_absent
+from crossdock.cluster.api.routes.absent_paths import advice
 from crossdock.cluster.api.routes.chats import Chats
 from crossdock.cluster.api.routes.completions import Completions
 from crossdock.cluster.api.routes.conversations import Conversations
@@ -257,8 +257,11 @@ async def _no_such_route(request: Request, error: Exception) -> Response:
     """Refuse an unknown path or a wrong method, in the shape that the guard gives to errors of this path."""
     assert isinstance(error, HTTPException)
     reason = f"{error.detail}: {request.method} {shown(request.url.path)}"
-    if error.status_code == 404 and (why := why_absent(request.url.path)) is not None:
-        reason += f". {why[0].upper()}{why[1:]}."
+    served = [route.path for route in request.app.routes if "{" not in route.path]
+    if error.status_code == 404 and (sentence := advice(request.url.path, served)) is not None:
+        reason += f". {sentence}"
+    if error.status_code == 405 and error.headers is not None and "Allow" in error.headers:
+        reason += f". Use {error.headers['Allow']}."
     raise ApiError(reason, status=error.status_code, headers=error.headers)
 
 

@@ -192,7 +192,7 @@ def otlp_exporter(endpoint: str) -> SpanExporter:
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     except ImportError:
-        reason = "http.otlp_endpoint: traces need the extra 'tracing': pip install 'crossdock[tracing]'"
+        reason = "http.otlp_endpoint: a package is missing: pip install opentelemetry-exporter-otlp-proto-http"
         raise ValueError(reason) from None
     exporter: SpanExporter = OTLPSpanExporter(endpoint)
     return exporter

@@ -201,7 +201,8 @@ class Server:
             self.max_model_len = card["max_model_len"] if isinstance(card.get("max_model_len"), int) else None
         except (ValueError, LookupError, TypeError, StopIteration):
             if self.model is None:
-                text = f"{self.url}/v1/models lists no model (HTTP {status}); give one with --model"
+                advice = "give --api-key" if status in (401, 403) else "give one with --model"
+                text = f"{self.url}/v1/models lists no model: HTTP {status}: {error_text(answer)}; {advice}"
                 raise BenchError(text) from None
 
     @staticmethod

@@ -168,7 +168,7 @@ def as_json(result: BenchResult) -> dict[str, Any]:
 def require_plotting() -> None:
     """Raise ValueError if matplotlib is missing."""
     if find_spec("matplotlib") is None:
-        raise ValueError("plot: needs matplotlib: pip install 'crossdock[plot]'")
+        raise ValueError("plot: matplotlib is missing: pip install matplotlib")
 
 
 def plot(result: BenchResult, path: Path) -> None:

@@ -1,6 +1,7 @@
 """Command lines as users of vLLM and SGLang write them, turned into those of `crossdock serve`."""
 
 import json
+from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -19,6 +20,7 @@ _LISTS = (
     "--allowed-media-domains",
 )  # several values may follow one of these, as in vLLM
 _FILE = ("--config", "-c")
+_SWITCHES = {"true": True, "false": False}
 
 _Part: TypeAlias = tuple[str, list[str]]  # an option's name, "" for an argument, and the words of the command line
 
@@ -49,15 +51,16 @@ class FlagsCommand(TyperCommand):
 def translated(args: Sequence[str], arity: Mapping[str, bool]) -> list[str]:
     """Return the arguments of a command line in our own forms.
 
-    Understood are `--max_model_len`, `--model NAME`, several values after one flag where MODEL stands before it, and a
-    file of flags (`--config` of vLLM and SGLang), over which flags win.
+    Understood are `--max_model_len`, `--model NAME`, several values after one flag where MODEL stands before it,
+    `--flag=false`, `--flag.part VALUE` for a part of a JSON value, and a file of flags (`--config` of vLLM and SGLang),
+    over which flags win.
 
     Args:
         args: the words after the subcommand.
         arity: the names of all options, and whether a value follows them.
 
     Raises:
-        ValueError: flags of vLLM or SGLang that do not exist here; the message has a line for each.
+        ValueError: flags of vLLM or SGLang that do not exist here; the message has a line for each. Or a second MODEL.
     """
     parts = list(_parts(args, arity))
     for name, words in parts:
@@ -66,17 +69,26 @@ def translated(args: Sequence[str], arity: Mapping[str, bool]) -> list[str]:
             others = [part for part in parts if part[0] not in _FILE]
             parts = [*(part for part in _parts(flags, arity) if part[0] not in given), *others]
             break
-    missing = [line for name, _ in parts if name and name not in arity and (line := answer(name)) is not None]
+    absent = [name for name, _ in parts if name and name.partition(".")[0] not in arity]
+    missing = [line for name in absent if (line := answer(name)) is not None]
     if missing:
         raise ValueError("\n".join(dict.fromkeys(missing)))
-    return [word for _, words in parts for word in words]
+    if not absent:  # else a word may be the value of an unknown flag
+        _require_one_model([words[0] for name, words in parts if not name])
+    return [word for _, words in _with_parts_joined(parts) for word in words]
+
+
+def _require_one_model(models: Sequence[str]) -> None:
+    if len(models) > 1 and "--" not in models:
+        raise ValueError(f"{models[1]!r}: MODEL is {models[0]!r} already")
 
 
 def _parts(args: Sequence[str], arity: Mapping[str, bool]) -> Iterator[_Part]:
     """Divide the words of a command line into options with their values, and arguments."""
-    words, has_model = iter(args), False
+    words, has_model = deque(args), False
     list_name = ""  # option of which the word before was a value, and another may follow
-    for word in words:
+    while words:
+        word = words.popleft()
         if word == "--":
             yield "", [word, *words]
             return
@@ -89,23 +101,74 @@ def _parts(args: Sequence[str], arity: Mapping[str, bool]) -> Iterator[_Part]:
             continue
         head, equals, value = word.partition("=")
         name = _canonical(head, arity)
-        rest = [value] if equals else [next(words, "")] if arity.get(name, name in _MODEL) else []
+        takes_value = arity.get(name.partition(".")[0], name in _MODEL)
+        rest = [value] if equals else [words.popleft()] if takes_value and words else []
         list_name = name if name in _LISTS and has_model else ""
         if name in _MODEL:
+            if not rest:
+                raise ValueError(f"{name}: a hub name or a directory must follow")
             has_model = True
             yield "", rest
-        elif name in arity and rest:
+        elif takes_value and rest:
             yield name, [f"{name}={rest[0]}"] if name.startswith("--") else [name, rest[0]]
+        elif name in arity and not takes_value:
+            if not rest and words and words[0].lower() in _SWITCHES:  # as older vLLM wrote it
+                rest = [words.popleft()]
+            yield name, _switched(name, rest, arity)
         else:
             yield name, [name]
 
 
+def _switched(name: str, value: Sequence[str], arity: Collection[str]) -> list[str]:
+    """Return the words for a flag without a value, of which some write one: `--flag=false`."""
+    if not value:
+        return [name]
+    off = name.replace("--", "--no-", 1)
+    is_on = _SWITCHES.get(value[0].lower())
+    if is_on is None or (not is_on and off not in arity):
+        return [f"{name}={value[0]}"]  # refused by the parser, which says that it takes no value
+    return [name if is_on else off]
+
+
 def _canonical(head: str, arity: Collection[str]) -> str:
-    """Return an option's name with dashes for underscores, and without the path into a JSON value: --a_b.c is --a-b."""
+    """Return an option's name with dashes for underscores. The path into a JSON value stays where the option exists:
+    --a_b.c_d is --a-b.c_d, and --a-b of an option that does not exist here. -O3 is -O.
+    """
     if not head.startswith("--"):
-        return head
-    name = "--" + head[2:].partition(".")[0].replace("_", "-")
-    return name if "." not in head or name not in arity else head
+        return "-O" if head.startswith("-O") else head.partition(".")[0]
+    name, dot, path = head[2:].partition(".")
+    name = "--" + name.replace("_", "-")
+    return name + dot + path if name in arity else name
+
+
+def _with_parts_joined(parts: Sequence[_Part]) -> Iterator[_Part]:
+    """Yield the options, and in place of those for parts of a JSON value (--a.b 1 --a.c.d x) one with the whole."""
+    wholes: dict[str, Any] = {}
+    for name, words in parts:
+        option, dot, path = name.partition(".")
+        if dot:
+            *outer, last = path.split(".")
+            inside: Any = wholes.setdefault(option, _object_in(option, parts))
+            for key in outer:
+                inside = inside.setdefault(key, {}) if isinstance(inside, dict) else None
+            if not isinstance(inside, dict):
+                raise ValueError(f"{name}: a part of a value that is given as a whole, too")
+            inside[last] = _json_or_text(_value(words))
+    yield from ((name, words) for name, words in parts if "." not in name and name not in wholes)
+    yield from ((option, [f"{option}={json.dumps(whole)}"]) for option, whole in wholes.items())
+
+
+def _object_in(option: str, parts: Sequence[_Part]) -> dict[str, Any]:
+    """Return the JSON object that is given for an option as a whole; an empty one if there is none."""
+    given = next((_json_or_text(_value(words)) for name, words in parts if name == option), None)
+    return given if isinstance(given, dict) else {}
+
+
+def _json_or_text(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def _is_number(word: str) -> bool:

@@ -169,4 +169,5 @@ def _announce(config: ClusterConfig, console: Console) -> None:
     ask = f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'"
     console.print(f"[dim]Ask: {escape(ask)}[/dim]")
     flag = "" if config.http.port == 8000 and host == "127.0.0.1" else f" --url {url}"
-    console.print(f"[dim]Talk to it: crossdock chat{flag}   Dashboard: {url}/dashboard   Stop: Ctrl-C[/dim]")
+    console.print(f"[dim]Talk to it: crossdock chat{flag}   Watch it: crossdock top{flag}   Stop: Ctrl-C[/dim]")
+    console.print(f"[dim]Dashboard: {url}/dashboard[/dim]")

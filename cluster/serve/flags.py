@@ -62,16 +62,21 @@ class Flag:
         return inspect.Parameter(self.parameter, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
     def value(self, text: Any) -> Any:
-        """Return the setting's value that a word of the command line means. ValueError: it is not JSON, and must be.
+        """Return the setting's value that a word of the command line means.
 
         Numbers are those of vLLM: 8k is 8,000 and 8K is 8,192. What cannot be read is left to the configuration, whose
         errors name what is accepted.
+
+        Raises:
+            ValueError: it is not JSON, and must be; or it has a meaning for other servers alone.
         """
         field = field_at(self.key.split("."))
         if field is None or not isinstance(text, str):
             return text
         if text in (words := _WORDS_OF_OTHERS.get(self.key, {})):
             return words[text]
+        if text in (reasons := _REFUSED_WORDS.get(self.key, {})):
+            raise ValueError(f"{self._names()[0]} {text}: {reasons[text]}")
         kind = _required(field.annotation)
         if kind in (int, ByteSize):
             return _number(text)
@@ -388,6 +393,11 @@ _WORDS_OF_OTHERS = {  # setting: words of vLLM and SGLang, and ours
         "torch_native": "torch",
     },
 }
+_FITTING = (
+    "a context that fits the memory is not supported: give a number of tokens. Without the flag it is the model's own "
+    "limit; where the memory for KV pages is too small for it, the start ends with the number of tokens that fit"
+)
+_REFUSED_WORDS = {"model.max_model_len": {"auto": _FITTING, "-1": _FITTING}}
 _METAVARS = {ByteSize: "SIZE", int: "INTEGER"}
 _MULTIPLES = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 

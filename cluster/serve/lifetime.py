@@ -23,6 +23,7 @@ from crossdock.cluster.serve.app import APP_NAME, build, visible_gpus
 from crossdock.cluster.serve.gpus import check_gpus_suffice, with_num_gpus
 from crossdock.cluster.serve.ray_environment import ENVIRONMENT, ON_ONE_MACHINE
 from crossdock.cluster.serve.ray_processes import without_unused_processes
+from crossdock.cluster.serve.start_failure import start_reason
 from crossdock.cluster.serve.stop_signals import StopRequest, StopSignal, ignore_signals
 
 STARTING = ("Ray", "Serve", "replicas: model and warm-up")  # the phases of the start, in order
@@ -149,8 +150,7 @@ def _is_running() -> bool:
     """Return whether every deployment is up. Raises StartFailed if Serve has given up."""
     app = serve.status().applications[APP_NAME]
     if app.status == ApplicationStatus.DEPLOY_FAILED:
-        reasons = [app.message, *(deployment.message for deployment in app.deployments.values())]
-        raise StartFailed("\n".join(reason.strip() for reason in reasons if reason))
+        raise StartFailed(start_reason([app.message, *(each.message for each in app.deployments.values())]))
     return bool(app.status == ApplicationStatus.RUNNING)
 
 

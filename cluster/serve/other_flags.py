@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 _STATES = {"use": "use", "needless": "not needed:", "unsupported": "not supported:"}
+_PREFIXES = ("VLLM_", "SGLANG_")  # of their variables
 
 
 @cache
@@ -30,12 +31,14 @@ def answer(flag: str) -> str | None:
 
 
 def unread_variables(environment: Mapping[str, str]) -> list[str]:
-    """Return a line for each variable of vLLM or SGLang that is set, and that a setting here replaces."""
-    return [
-        f"{name} is not read here; use {instead}"
-        for name, instead in table()["environment"].items()
-        if environment.get(name)
-    ]
+    """Return a line for each variable of vLLM or SGLang that is set and that a setting here replaces, and one line for
+    all others of theirs."""
+    replaced = table()["environment"]
+    lines = [f"{name} is not read here; use {instead}" for name, instead in replaced.items() if environment.get(name)]
+    others = sorted(
+        name for name in environment if name.startswith(_PREFIXES) and environment[name] and name not in replaced
+    )
+    return [*lines, f"not read here: {', '.join(others)}"] if others else lines
 
 
 def _is_listed(flag: str, flags: list[str]) -> bool:

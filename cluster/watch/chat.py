@@ -17,6 +17,8 @@ from rich.markup import escape
 from rich.segment import Segment, Segments
 from rich.text import Text
 
+from crossdock.cluster.watch.address import server_root
+
 HELP = "/reset forgets the conversation · /system TEXT sets the system prompt · /quit exits · Ctrl-C stops an answer"
 
 
@@ -100,7 +102,7 @@ class Conversation:
 
 def connect(url: str, api_key: str | None = None) -> httpx.Client:
     """Return a client for the API at `url`, which may end in /v1 or not."""
-    base = url.rstrip("/").removesuffix("/v1") + "/v1/"
+    base = server_root(url) + "/v1/"
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     # No limit on reading: a prompt may wait in the server's queue, and Ctrl-C stops the answer.
     return httpx.Client(base_url=base, headers=headers, timeout=httpx.Timeout(None, connect=10))

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isnan
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import httpx
 import typer
@@ -25,6 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 from crossdock.cluster.watch import scrape
+from crossdock.cluster.watch.address import server_root
 from crossdock.cluster.watch.scrape import Scrape
 from crossdock.workers.schedule.slo import DEFAULT_CLASSES
 
@@ -37,6 +38,7 @@ _BAR = 30  # cells of the KV bar
 
 def top(
     url: Annotated[str, typer.Argument(help="Address of the server, with or without /v1.")] = "http://127.0.0.1:8000",
+    url_flag: Annotated[str | None, typer.Option("--url", help="The same, as `crossdock chat` has it.")] = None,
     interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two readings.")] = 1.0,
     once: Annotated[
         bool, typer.Option("--once", help="Read twice, one interval apart, print the difference, and exit.")
@@ -51,7 +53,7 @@ def top(
     """
     console = Console(highlight=False)
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    base = url.rstrip("/").removesuffix("/v1")
+    base = server_root(url_flag or url)
     with (
         httpx.Client(base_url=base, headers=headers, timeout=_TIMEOUT_S) as http,
         contextlib.suppress(KeyboardInterrupt),
@@ -61,9 +63,9 @@ def top(
             readings.poll()
             time.sleep(interval)
             readings.poll()
-            console.print(readings.frame())
             if readings.lost is not None:
-                raise typer.Exit(1)
+                _end(f"cannot read {base}: {readings.lost}")
+            console.print(readings.frame())
             return
         try:
             _watch(readings, console, interval)
@@ -72,9 +74,12 @@ def top(
                 raise
             return  # the terminal is gone
         if readings.lost_s > _GIVE_UP_S:
-            reason = f"{base} has not answered for {readings.lost_s:.0f} s: {readings.lost}"
-            Console(stderr=True).print(f"[red]top:[/red] {escape(reason)}", highlight=False)
-            raise typer.Exit(1)
+            _end(f"{base} has not answered for {readings.lost_s:.0f} s: {readings.lost}")
+
+
+def _end(reason: str) -> NoReturn:
+    Console(stderr=True).print(f"[red]top:[/red] {escape(reason)}", highlight=False)
+    raise typer.Exit(1)
 
 
 def _watch(readings: "Readings", console: Console, interval: float) -> None:
@@ -133,11 +138,14 @@ class Readings:
     _lost_at: float = 0.0
     _scrapes: deque[Scrape] = field(default_factory=lambda: deque(maxlen=_WINDOW + 1))
     _requests: Sequence[Mapping[str, Any]] | None = None  # None: the server does not list them
+    _pools: Mapping[str, str] = field(default_factory=dict)  # by replica, where the server lists them
 
     def poll(self) -> None:
         """Read the server once. `lost` then has the reason if that failed, else None."""
         try:
             reading = self._scrape()
+            if not self._pools.keys() >= reading.by(scrape.PAGES, scrape.REPLICA).keys():
+                self._pools = self._pools_of_replicas()
             self._requests = self._in_flight()
         except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
             if self.lost is None:
@@ -162,7 +170,9 @@ class Readings:
         now = self._scrapes[-1]
         change = now.since(self._scrapes[0])
         covers = f"the last {change.seconds:.1f} s" if change.seconds else "reading …"
-        replicas = [_replica(name, now, change) for name in sorted(now.by(scrape.PAGES, scrape.REPLICA))]
+        pools = {name: self._pools.get(name, "") for name in now.by(scrape.PAGES, scrape.REPLICA)}
+        order = sorted(pools, key=lambda name: (pools[name], name))
+        replicas = [_replica(name, pools[name], now, change) for name in order]
         left = max(height - 8 * len(replicas) - 12, 3)
         return Group(
             _header(url, Text(covers, "green")), *replicas, _classes(now, change), _flights(self._requests, left)
@@ -173,8 +183,12 @@ class Readings:
         response.raise_for_status()
         reading = Scrape.parse(response.text, self.clock())
         if scrape.PAGES not in reading.samples:
-            raise ValueError("its /metrics has no Crossdock replica")
+            raise ValueError("its /metrics has no Crossdock replica, or none that is up")
         return reading
+
+    def _pools_of_replicas(self) -> Mapping[str, str]:
+        response = self.http.get("/v1/replicas")
+        return {} if response.is_error else {each["replica"]: each["pool"] for each in response.json()["data"]}
 
     def _in_flight(self) -> Sequence[Mapping[str, Any]] | None:
         response = self.http.get("/v1/requests")
@@ -195,7 +209,7 @@ def _header(url: str, state: Text) -> RenderableType:
     return line
 
 
-def _replica(replica: str, now: Scrape, change: Scrape) -> RenderableType:
+def _replica(replica: str, pool: str, now: Scrape, change: Scrape) -> RenderableType:
     which = {scrape.REPLICA: replica} if replica else {}
 
     def rates(name: str, label: str, *values: str) -> str:
@@ -246,7 +260,7 @@ def _replica(replica: str, now: Scrape, change: Scrape) -> RenderableType:
     ]
     return Panel(
         Group(grid, *lines),
-        title=escape(replica) or "replica",
+        title=escape(" · ".join(filter(None, (replica, pool)))) or "replica",
         title_align="left",
     )
 

@@ -67,6 +67,12 @@ def test_serve_help_shows_examples_flags_and_accepted_values() -> None:
     assert "[env var: CROSSDOCK_API_KEY]" in text
 
 
-def test_version_prints_each_package_of_a_bug_report() -> None:
-    result = CliRunner().invoke(app, ["version"])
+@pytest.mark.parametrize("args", [["-h"], ["serve", "-h"], ["deploy", "render", "-h"]])
+def test_short_flag_for_help_shows_it(args: list[str]) -> None:
+    assert "Usage:" in shown(*args)
+
+
+@pytest.mark.parametrize("word", ["version", "--version"])
+def test_version_prints_each_package_of_a_bug_report(word: str) -> None:
+    result = CliRunner().invoke(app, [word])
     assert [line.split()[0] for line in result.stdout.splitlines()] == ["crossdock", "ray", "torch", "transformers"]

@@ -90,6 +90,12 @@ def test_tree_is_frozen() -> None:
         ({"engine.kv_cache_memory": "2 zorks"}, "engine.kv_cache_memory: could not interpret byte unit: zorks"),
         ({"model.dtype": "int3"}, "model.dtype: must be 'auto', 'bfloat16', 'float16' or 'float32', not 'int3'"),
         ({"model.path": 5}, "model.path: must be a valid string, not 5"),
+        ({"engine.max_num_seqs": "many"}, "engine.max_num_seqs: must be a whole number, not 'many'"),
+        ({"engine.gpu_memory_utilization": "x"}, "engine.gpu_memory_utilization: must be a number, not 'x'"),
+        ({"engine.enforce_eager": 5}, "engine.enforce_eager: must be true or false, not 5"),
+        ({"engine.kv_cache_memory": "lots"}, "engine.kv_cache_memory: must be a size, such as 2GiB, not 'lots'"),
+        ({"engine": 5}, "engine: must be a mapping of settings, not 5"),
+        ({"pools": 5}, "pools: must be a list, not 5"),
         ({"http.port": 70000}, "http.port: must be less than or equal to 65535, not 70000"),
         ({"pools.x.replicas": 1}, "pools.x.replicas: no member 'x' here; there are mixed"),
         ({"pools.1.replicas": 1}, "pools.1.replicas: no member '1' here; there are mixed"),
@@ -99,7 +105,7 @@ def test_tree_is_frozen() -> None:
         ({"pools": [{"name": "a"}, {"name": "a"}]}, "pools: two are named 'a'; give each its own name"),
         ({"pools": [{"name": "ingress"}]}, "pools.0: name 'ingress' is another deployment's; choose another"),
         ({"pools": [{"replicas": 3, "max_replicas": 2}]}, "pools.0: max_replicas (2) must be at least replicas (3)"),
-        ({"pools": [{"name": "a b"}]}, "pools.0.name: string should match pattern '^[a-z][a-z0-9-]*$', not 'a b'"),
+        ({"pools": [{"name": "a b"}]}, "pools.0.name: must match pattern '^[a-z][a-z0-9-]*$', not 'a b'"),
         (
             {"http.api_keys": [{"key": "k", "classes": ["batch", "gold"]}]},
             "http.api_keys.0.classes: 'gold' is none of engine.slo_classes, which are interactive, standard, batch",
@@ -146,8 +152,8 @@ def test_file_with_two_problems_raises_one_line_for_each(tmp_path: Path) -> None
     [
         ("a: [1, 2", "not YAML: .* line 1"),
         ("- a\n- b\n", "a mapping is expected"),
-        ("engine: 3\n", "engine: must be a valid dictionary"),
-        ("pools: {name: a}\n", "pools: must be a valid tuple"),
+        ("engine: 3\n", "engine: must be a mapping of settings"),
+        ("pools: {name: a}\n", "pools: must be a list"),
     ],
 )
 def test_file_that_is_no_configuration_is_refused(text: str, message: str, tmp_path: Path) -> None:
@@ -217,6 +223,16 @@ def test_pool_has_its_given_role_or_else_that_of_its_name() -> None:
     pools = load(None, {"pools": [{"name": "prefill"}, {"name": "decode"}, {"name": "big", "role": "prefill"}]}).pools
     assert [pool.role for pool in pools] == ["prefill", "decode", "prefill"]
     assert load().pools[0].role == "mixed"
+
+
+@pytest.mark.parametrize(
+    ("name", "role"), [("prefil", "prefill"), ("decoder", "decode"), ("prefill-h100", "prefill"), ("encode2", "encode")]
+)
+def test_pool_whose_name_looks_like_a_role_needs_one(name: str, role: str) -> None:
+    reason = f"pools.0: name '{name}' gives no role: write '{role}', or set the role of this pool"
+    with pytest.raises(ConfigError, match=reason):
+        load(None, {"pools": [{"name": name}]})
+    assert load(None, {"pools": [{"name": name, "role": "mixed"}]}).pools[0].role == "mixed"
 
 
 PICTURES: dict[str, object] = {"model.path": "org/pictures", "engine.max_num_seqs": 32}

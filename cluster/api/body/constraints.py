@@ -1,6 +1,7 @@
 """Structured output: each way in which a request may constrain its output, as a grammar."""
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ from crossdock.cluster.api.errors import ApiError
 from crossdock.workers.schedule.request import Grammar
 
 STRUCTURED_OUTPUTS = ("json", "regex", "choice", "grammar", "json_object")
+_GBNF_RULE = re.compile(r"^[ \t]*[\w-]{1,100}[ \t]*::=", re.MULTILINE)
 _SCHEMA_FIELDS = ("name", "description", "schema", "strict")
 
 
@@ -67,6 +69,14 @@ def from_text(kind: str, source: str | None, param: str) -> Grammar | None:
     return Grammar(kind, source)
 
 
+def lark(source: str | None, param: str) -> Grammar | None:
+    """Return the grammar of rules in Lark's form. Raises ApiError for GBNF, which other servers accept."""
+    if source is not None and _GBNF_RULE.search(source):
+        reason = "rules are written as in Lark, 'start: \"yes\" | \"no\"', not as in GBNF, 'root ::= …'"
+        raise ApiError(f"Invalid value for '{param}': {reason}.", param=param, code="invalid_value")
+    return from_text("lark", source, param)
+
+
 def choice(texts: Any, param: str) -> Grammar | None:
     """Return the grammar that allows any one of `texts`."""
     if texts is None:
@@ -80,19 +90,21 @@ def choice(texts: Any, param: str) -> Grammar | None:
     return from_text("choice", json.dumps(texts), param)
 
 
-def structured_outputs(value: Mapping[str, Any] | None) -> list[Grammar]:
-    """Return the grammars of vLLM's `structured_outputs`: one of json, regex, choice, grammar, json_object."""
+def structured_outputs(value: Mapping[str, Any] | None) -> list[tuple[str, Grammar]]:
+    """Return the grammars of vLLM's `structured_outputs`, each with its field: json, regex, choice, grammar or
+    json_object.
+    """
     check_other_fields(value or {}, STRUCTURED_OUTPUTS, "structured_outputs.")
     given = {name: part for name, part in (value or {}).items() if part is not None and part is not False}
     for name in ("regex", "grammar"):
         if name in given and not isinstance(given[name], str):
             param = f"structured_outputs.{name}"
             raise ApiError(f"'{param}' must be a string.", param=param, code="invalid_value")
-    grammars = (
-        json_schema(given.get("json"), "structured_outputs.json"),
-        from_text("regex", given.get("regex"), "structured_outputs.regex"),
-        choice(given.get("choice"), "structured_outputs.choice"),
-        from_text("lark", given.get("grammar"), "structured_outputs.grammar"),
-        Grammar("json_object") if given.get("json_object") else None,
-    )
-    return [grammar for grammar in grammars if grammar is not None]
+    grammars = {
+        "json": json_schema(given.get("json"), "structured_outputs.json"),
+        "regex": from_text("regex", given.get("regex"), "structured_outputs.regex"),
+        "choice": choice(given.get("choice"), "structured_outputs.choice"),
+        "grammar": lark(given.get("grammar"), "structured_outputs.grammar"),
+        "json_object": Grammar("json_object") if given.get("json_object") else None,
+    }
+    return [(f"structured_outputs.{name}", grammar) for name, grammar in grammars.items() if grammar is not None]

@@ -277,7 +277,8 @@ class GenerationBody(Body):
         given = self._constraints()
         if len(given) > 1:
             names = " and ".join(f"'{param}'" for param, _ in given)
-            raise ApiError(f"Only one constraint on the output can hold, not {names}.", param=given[1][0])
+            reason = f"Only one constraint on the output can hold, not {names}."
+            raise ApiError(reason, param=given[1][0], code="invalid_value")
         return given[0][1] if given else None
 
     def _constraints(self) -> list[tuple[str, Grammar]]:
@@ -287,8 +288,8 @@ class GenerationBody(Body):
             ("guided_json", constraints.json_schema(self.guided_json, "guided_json")),
             ("guided_regex", constraints.from_text("regex", self.guided_regex, "guided_regex")),
             ("guided_choice", constraints.choice(self.guided_choice, "guided_choice")),
-            ("guided_grammar", constraints.from_text("lark", self.guided_grammar, "guided_grammar")),
-            *(("structured_outputs", grammar) for grammar in constraints.structured_outputs(self.structured_outputs)),
+            ("guided_grammar", constraints.lark(self.guided_grammar, "guided_grammar")),
+            *constraints.structured_outputs(self.structured_outputs),
         )
         return [(param, grammar) for param, grammar in possible if grammar is not None]
 

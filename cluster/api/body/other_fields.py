@@ -113,7 +113,17 @@ def _with_floats(neutral: tuple[Any, ...]) -> list[Any]:
     return [*neutral, *(float(value) for value in neutral if type(value) is int)]
 
 
+_ELSEWHERE = {  # fields of a completion or a chat that belong to another place
+    "extra_body": "Write its fields into the body itself: it is an argument of OpenAI's Python client.",
+    "messages": "Chats have it: /v1/chat/completions.",
+    "prompt": "Completions have it: /v1/completions.",
+}
+
+
 def _unknown(name: str, honoured: Collection[str], parent: str) -> ApiError:
+    if not parent and name in _ELSEWHERE and "input" not in honoured:
+        reason = f"Unrecognized request argument: '{name}'. {_ELSEWHERE[name]}"
+        return ApiError(reason, param=name, code="unknown_parameter")
     similar = get_close_matches(name, honoured, 1) if len(name) <= _LONGEST_NAME else []
     hint = f" Did you mean '{parent}{similar[0]}'?" if similar else ""
     path = parent + shown(name)

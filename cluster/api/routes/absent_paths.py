@@ -1,22 +1,85 @@
-"""Paths of OpenAI's and vLLM's servers that are not served here: why, and what to use instead."""
+"""Paths of OpenAI's, vLLM's and SGLang's servers that are not served here, with what to use instead; and typos."""
 
+from collections.abc import Collection
+from difflib import get_close_matches
+
+_LONGEST = 100  # characters of a path that are compared with served ones
 _TEXT = "this server's models write text"
-_REASONS = {  # by the path, or by its beginning up to a slash
+_WEIGHTS = "weights never change while a server runs; start another"
+_CACHED = "cached pages go when others need their place; 'cache_salt' separates caches"
+ABSENT = {  # by the path, or by its beginning up to a slash
     "/v1/responses": "responses are created, fetched, continued, cancelled and deleted here, and nothing else",
     "/v1/messages": "of Anthropic's API, /v1/messages and /v1/messages/count_tokens are served",
     "/v1/moderations": f"{_TEXT}, not classes",
     "/v1/images": f"{_TEXT}, not pictures",
     "/v1/audio": f"{_TEXT}, not sound",
+    "/v1/realtime": f"{_TEXT}, not sound",
+    "/v1/videos": f"{_TEXT}, not videos",
     "/v1/rerank": f"{_TEXT}, not scores",
+    "/v2/rerank": f"{_TEXT}, not scores",
+    "/rerank": f"{_TEXT}, not scores",
     "/v1/score": f"{_TEXT}, not scores",
+    "/score": f"{_TEXT}, not scores",
+    "/classify": f"{_TEXT}, not classes",
+    "/pooling": "use /v1/embeddings",
+    "/encode": "use /v1/embeddings",
+    "/v2/embed": "use /v1/embeddings",
     "/v1/files": "nothing is stored here",
     "/v1/batches": "send the requests one by one: class 'batch' lets others go first",
+    "/v1/chat/completions/batch": "send the requests one by one: class 'batch' lets others go first",
+    "/v1/chat/completions/render": "/tokenize returns the tokens of a chat",
+    "/v1/completions/render": "/tokenize returns the tokens of a prompt",
     "/v1/fine_tuning": "nothing is trained here",
     "/v1/assistants": "use /v1/chat/completions",
     "/v1/threads": "use /v1/chat/completions",
+    "/v1/conversations": "use 'previous_response_id' of /v1/responses",
+    "/v1/load_lora_adapter": "LoRA adapters are not supported; merge the adapter into the weights",
+    "/v1/unload_lora_adapter": "LoRA adapters are not supported; merge the adapter into the weights",
+    "/generate": "use /v1/completions",
+    "/inference/v1/generate": "use /v1/completions, with 'prompt' as token ids and 'return_token_ids'",
+    "/invocations": "use /v1/chat/completions or /v1/completions",
+    "/api": "use /v1/chat/completions or /v1/completions",
+    "/ping": "use /health, or /ready, which says whether a replica can serve",
+    "/health_generate": "use /ready, which says whether a replica can serve",
+    "/load": "use /v1/requests, /v1/replicas or /metrics",
+    "/get_load": "use /v1/requests, /v1/replicas or /metrics",
+    "/server_info": "use /v1/replicas",
+    "/get_server_info": "use /v1/replicas",
+    "/model_info": "use /v1/models",
+    "/get_model_info": "use /v1/models",
+    "/tokenizer_info": "use /tokenize and /detokenize",
+    "/docs": "use /openapi.json",
+    "/redoc": "use /openapi.json",
+    "/reset_prefix_cache": _CACHED,
+    "/reset_mm_cache": _CACHED,
+    "/reset_encoder_cache": _CACHED,
+    "/flush_cache": _CACHED,
+    "/sleep": _WEIGHTS,
+    "/wake_up": _WEIGHTS,
+    "/is_sleeping": _WEIGHTS,
+    "/update_weights": _WEIGHTS,
+    "/update_weights_from_disk": _WEIGHTS,
+    "/collective_rpc": "there are no calls into the ranks",
+    "/start_profile": "use 'crossdock tune', py-spy or torch's profiler",
+    "/stop_profile": "use 'crossdock tune', py-spy or torch's profiler",
+    "/abort_request": "close the connection: its pages are free before the next step",
+    "/abort_requests": "close the connection: its pages are free before the next step",
 }
 
 
-def why_absent(path: str) -> str | None:
-    """Return why a path is not served, and what is; None for an unknown path."""
-    return next((reason for known, reason in _REASONS.items() if f"{path}/".startswith(f"{known}/")), None)
+def advice(path: str, served: Collection[str]) -> str | None:
+    """Return a sentence on why a path is not served, or on which one of `served` may be meant; None for neither."""
+    if path in ("/", "/v1", "/v1/"):
+        return "The paths of the API are at /openapi.json, and the dashboard is at /dashboard."
+    beginnings = [known for known in ABSENT if f"{path}/".startswith(f"{known}/")]
+    if beginnings:
+        reason = ABSENT[max(beginnings, key=len)]
+        return f"{reason[0].upper()}{reason[1:]}."
+    meant = _meant(path.rstrip("/")[:_LONGEST], served)
+    return None if meant is None else f"Did you mean {meant}?"
+
+
+def _meant(path: str, served: Collection[str]) -> str | None:
+    """Return the served path that `path` is, but for /v1 or more before it; else the one that it resembles."""
+    alike = [known for known in served if known == f"/v1{path}" or path.endswith(known)]
+    return max(alike, key=len) if alike else next(iter(get_close_matches(path, served, 1, 0.8)), None)

@@ -21,18 +21,21 @@ class Models:
         """Return the card of the model `name`, or of the served one for None. Raises ApiError 404 for another model."""
         card = self._dispatcher.model
         if name is not None and name != card.name and name not in self._aliases:
-            raise ApiError(
-                f"The model '{name[:200]}' does not exist.", status=404, param="model", code="model_not_found"
-            )
+            reason = f"The model '{name[:200]}' does not exist; this server has {', '.join(self._names())}."
+            raise ApiError(reason, status=404, param="model", code="model_not_found")
         return card
 
     async def all(self) -> Response:
         card = self._dispatcher.model
-        models = [self._model(card, name) for name in (card.name, *self._aliases)]
+        models = [self._model(card, name) for name in self._names()]
         return json_answer({"object": "list", "data": models})
 
     async def one(self, name: Name) -> Response:
         return json_answer(self._model(self.card(name), name))
+
+    def _names(self) -> tuple[str, ...]:
+        """Return the model's name and its aliases."""
+        return (self._dispatcher.model.name, *self._aliases)
 
     def _model(self, card: ModelCard, name: str) -> dict[str, Any]:
         return {

@@ -179,7 +179,8 @@ class PromptEncoder:
     def _check_template_fields(self, body: ChatCompletionRequest | TokenizeRequest) -> None:
         if body.chat_template is not None and not self._trusts_templates:
             raise ApiError(
-                "'chat_template' is not accepted: this server does not trust the templates of requests.",
+                "'chat_template' is not accepted: this server does not trust the templates of requests "
+                "(--trust-request-chat-template).",
                 param="chat_template",
                 code="unsupported_parameter",
             )

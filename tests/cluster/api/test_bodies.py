@@ -296,6 +296,7 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
         ({"guided_regex": "a|b"}, Grammar("regex", "a|b")),
         ({"guided_choice": ["a", "b"]}, Grammar("choice", '["a", "b"]')),
         ({"guided_grammar": 'start: "a"'}, Grammar("lark", 'start: "a"')),
+        ({"guided_grammar": 'start: "::="'}, Grammar("lark", 'start: "::="')),
         ({"structured_outputs": {"json": SCHEMA}}, Grammar("json_schema", json.dumps(SCHEMA))),
         ({"structured_outputs": {"regex": "a"}}, Grammar("regex", "a")),
         ({"structured_outputs": {"choice": ["a"]}}, Grammar("choice", '["a"]')),
@@ -325,7 +326,9 @@ def test_constraint_in_any_form_becomes_grammar(fields: dict[str, Any], grammar:
         ({"guided_choice": [""]}, "guided_choice"),
         ({"structured_outputs": {"regex": 5}}, "structured_outputs.regex"),
         ({"structured_outputs": {"choice": "a"}}, "structured_outputs.choice"),
-        ({"structured_outputs": {"regex": "a", "json_object": True}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "json_object": True}}, "structured_outputs.json_object"),
+        ({"guided_grammar": 'root ::= "a"'}, "guided_grammar"),
+        ({"structured_outputs": {"grammar": 'a: "a"\n  root ::= a'}}, "structured_outputs.grammar"),
         ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex"),
     ],
 )
@@ -333,3 +336,9 @@ def test_invalid_constraint_is_refused(fields: dict[str, Any], param: str) -> No
     with pytest.raises(ApiError) as refused:
         sampling(completion(**fields))
     assert refused.value.param == param
+    assert refused.value.code is not None
+
+
+def test_refusal_of_two_constraints_names_the_field_of_each() -> None:
+    with pytest.raises(ApiError, match=r"not 'guided_regex' and 'structured_outputs\.choice'"):
+        sampling(completion(guided_regex="a", structured_outputs={"choice": ["a"]}))

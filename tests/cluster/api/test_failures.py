@@ -93,7 +93,7 @@ def test_refusal_from_another_process_shows_message_and_field_only(
     [
         ("grammar", {"guided_regex": "a"}, "guided_regex"),
         ("grammar", {"response_format": {"type": "json_object"}}, "response_format"),
-        ("grammar", {"structured_outputs": {"choice": ["a"]}}, "structured_outputs"),
+        ("grammar", {"structured_outputs": {"choice": ["a"]}}, "structured_outputs.choice"),
         ("priority_in_class", {"priority": 1}, "priority"),
         ("request_id", {"request_id": "mine"}, None),  # the server made the id that it names
     ],

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from crossdock.cluster.api.body.bodies import ChatCompletionRequest, CompletionRequest, TokenizeRequest
 from crossdock.cluster.api.endpoints import build_api
 from crossdock.cluster.api.http.http_config import HttpConfig
+from crossdock.cluster.api.routes.absent_paths import ABSENT
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from tests.cluster.api.scripted_api import (
     HI,
@@ -53,6 +55,22 @@ def test_invalid_field_is_named(
     status = 404 if param == "model" else 400
     refused(answer, status, param=param, code=code, type="invalid_request_error")
     assert engine.submissions == []
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "hint"),
+    [
+        ("/v1/completions", {"messages": HI}, "Chats have it: /v1/chat/completions."),
+        ("/v1/chat/completions", {"prompt": "Hi"}, "Completions have it: /v1/completions."),
+        ("/v1/chat/completions", {"messages": HI, "extra_body": {"top_k": 1}}, "Write its fields into the body itself"),
+        ("/v1/embeddings", {"prompt": "Hi"}, "'prompt'."),
+    ],
+)
+def test_field_of_another_place_is_refused_with_that_place(
+    http: httpx.Client, path: str, body: dict[str, Any], hint: str
+) -> None:
+    error = refused(http.post(path, json=body), 400, code="unknown_parameter")
+    assert hint in error["message"]
 
 
 def test_stream_options_without_stream_are_refused(http: httpx.Client) -> None:
@@ -134,6 +152,40 @@ def test_path_of_other_servers_is_refused_with_what_to_use_instead(http: httpx.C
     assert "stored" not in message
 
 
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("/chat/completions", "/v1/chat/completions"),
+        ("/completions", "/v1/completions"),
+        ("/v1/v1/models", "/v1/models"),
+        ("/openai/v1/embeddings/", "/v1/embeddings"),
+        ("/v1/chat/completion", "/v1/chat/completions"),
+        ("/healthz", "/health"),
+    ],
+)
+def test_path_that_resembles_a_served_one_is_refused_with_it(http: httpx.Client, path: str, meant: str) -> None:
+    answer = http.post(path, json={})
+    refused(answer, 404)
+    assert answer.json()["error"]["message"] == f"Not Found: POST {path}. Did you mean {meant}?"
+
+
+def test_no_absent_path_is_served(http: httpx.Client) -> None:
+    served = {path for path in http.get("/openapi.json").json()["paths"] if "{" not in path}
+    assert not served & (ABSENT.keys() - {"/v1/responses", "/v1/messages"})
+
+
+def test_documentation_lists_every_absent_path_with_its_reason() -> None:
+    text = (Path(__file__).parents[3] / "docs/migrating.md").read_text()
+    assert [row for row in rows_of_absent_paths() if row not in text] == []
+
+
+def rows_of_absent_paths() -> list[str]:
+    by_reason: dict[str, list[str]] = {}
+    for path, reason in ABSENT.items():
+        by_reason.setdefault(reason, []).append(f"`{path}`")
+    return [f"| {', '.join(paths)} | {reason} |" for reason, paths in by_reason.items()]
+
+
 def test_unknown_path_and_wrong_method_are_refused(http: httpx.Client) -> None:
     for path in ("/", "/v1", "/v1/", "/v1/embedding", "/docs", "/v1/completions/"):
         refused(http.post(path, json={}), 404, type="invalid_request_error")
@@ -141,6 +193,7 @@ def test_unknown_path_and_wrong_method_are_refused(http: httpx.Client) -> None:
     answer = http.get("/v1/completions")
     refused(answer, 405, type="invalid_request_error")
     assert answer.headers["allow"] == "POST"
+    assert answer.json()["error"]["message"] == "Method Not Allowed: GET /v1/completions. Use POST."
     refused(http.delete("/v1/models"), 405)
     refused(http.post("/health"), 405)
 

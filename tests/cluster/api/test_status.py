@@ -89,7 +89,8 @@ def test_models_list_name_and_aliases(client: openai.OpenAI, http: httpx.Client)
     model = client.models.retrieve("tiny")
     assert (model.object, model.created, model.owned_by) == ("model", 1_700_000_000, "crossdock")
     assert http.get("/v1/models/other").json()["max_model_len"] == MAX_MODEL_LEN
-    refused(http.get("/v1/models/meta-llama/Llama-3"), 404, param="model", code="model_not_found")
+    error = refused(http.get("/v1/models/meta-llama/Llama-3"), 404, param="model", code="model_not_found")
+    assert error["message"] == "The model 'meta-llama/Llama-3' does not exist; this server has tiny, other."
     assert complete(http, model="other")["model"] == "other"
     with pytest.raises(openai.NotFoundError):
         client.completions.create(model="gpt-5", prompt="Hi")

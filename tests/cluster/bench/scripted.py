@@ -39,11 +39,18 @@ class Scripted:
         self.bodies: list[dict[str, Any]] = []
         self.under_way = self.most_under_way = self.closed_early = 0
         self.api = FastAPI()
-        self.api.get("/v1/models")(lambda: {"data": [{"id": "scripted", "max_model_len": self.max_model_len}]})
+        self.models_refusal: tuple[int, str] | None = None  # status and message of /v1/models
+        self.api.get("/v1/models")(self.models)
         self.api.get("/metrics")(lambda: Response(self.metrics_text, 404 if self.metrics_text is None else 200))
         self.api.post("/tokenize")(self.tokenize)
         self.api.post("/v1/completions")(self.complete)
         self.api.post("/v1/chat/completions")(self.complete)
+
+    async def models(self) -> Response:
+        if self.models_refusal is not None:
+            status, message = self.models_refusal
+            return JSONResponse({"error": {"message": message}}, status)
+        return JSONResponse({"data": [{"id": "scripted", "max_model_len": self.max_model_len}]})
 
     async def tokenize(self, request: Request) -> Response:
         if not self.tokenizes:

@@ -89,6 +89,18 @@ def test_local_tokenizer_gives_the_prompts_ids(scripted: tuple[Scripted, str], t
         measure(url, tokenizer=tmp_path / "elsewhere")
 
 
+@pytest.mark.parametrize(
+    ("status", "advice"), [(401, "the reason; give --api-key"), (503, "the reason; give one with --model")]
+)
+def test_server_that_lists_no_model_is_refused_with_its_own_reason(
+    scripted: tuple[Scripted, str], status: int, advice: str
+) -> None:
+    script, url = scripted
+    script.models_refusal = status, "the reason"
+    with pytest.raises(BenchError, match=f"lists no model: HTTP {status}: {advice}"):
+        measure(url, num_requests=1)
+
+
 def test_prompts_of_two_runs_share_nothing_unless_repeated(scripted: tuple[Scripted, str]) -> None:
     script, url = scripted
     given = {

@@ -36,7 +36,11 @@ ARITY |= {"--served-model-name": True, "--api-key": True, "-tp": True, "--settin
         ("m --api-key x -- --y z", "m --api-key=x -- --y z"),
         ("--size -1 --on", "--size=-1 --on"),
         ("--unknown x -z", "--unknown x -z"),
-        ("--size", "--size="),
+        ("--size", "--size"),
+        ("--size a.b", "--size=a.b"),
+        ("--mixed=false --no-mixed=true --mixed=TRUE", "--no-mixed --no-mixed --mixed"),
+        ("--mixed False m --mixed true --on", "--no-mixed m --mixed --on"),
+        ("--mixed=maybe --on=false", "--mixed=maybe --on=false"),
     ],
 )
 def test_written_form_becomes_ours(written: str, ours: str) -> None:
@@ -96,12 +100,53 @@ def test_numbers_have_vllms_suffixes(text: str, number: int) -> None:
 
 
 def test_values_that_are_no_numbers_are_named() -> None:
-    for value in ("8.5K", "many", "auto"):
+    for value in ("8.5K", "many"):
         result = run("config", "--max-model-len", value)
-        assert result.exit_code == 2
-        assert f"model.max_model_len: must be a valid integer, unable to parse string as an integer, not '{value}'" in (
-            " ".join(result.stderr.split())
+        assert (result.exit_code, result.stderr) == (
+            2,
+            f"error: model.max_model_len: must be a whole number, not '{value}'\n",
         )
+
+
+@pytest.mark.parametrize("value", ["auto", "-1"])
+def test_context_that_fits_the_memory_is_refused_with_what_to_do(value: str) -> None:
+    result = run("config", f"--max-model-len={value}")
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"error: --max-model-len {value}: a context that fits the memory is not supported")
+
+
+@pytest.mark.parametrize(
+    ("args", "line"),
+    [
+        (["org/x", "org/y"], "'org/y': MODEL is 'org/x' already"),
+        (["org/x", "--model", "org/y"], "'org/y': MODEL is 'org/x' already"),
+        (["--model"], "--model: a hub name or a directory must follow"),
+        (["org/x", "-O3"], "-O: not needed: kernels are chosen by device, and attention by --attention-backend"),
+        (
+            ["--pooler-config.a", "1", "--pooler-config.a.b", "2"],
+            "--pooler-config.a.b: a part of a value that is given as a whole, too",
+        ),
+    ],
+)
+def test_command_line_that_cannot_be_meant_ends_with_one_line(args: list[str], line: str) -> None:
+    result = run("config", *args)
+    assert (result.exit_code, result.stderr) == (2, f"error: {line}\n")
+
+
+def test_flag_without_its_value_is_refused_by_name() -> None:
+    for flag in ("--host", "--revision"):
+        result = run("config", "org/x", flag)
+        assert result.exit_code == 2
+        assert f"Option '{flag}' requires an argument" in result.stderr
+
+
+def test_parts_of_a_json_value_are_joined_with_the_whole() -> None:
+    parts = ["--speculative_config.method", "ngram", "--speculative-config.num_speculative_tokens=3"]
+    whole = ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3}']
+    rest = ["--speculative-config", '{"num_speculative_tokens": 3}', *parts[:2]]
+    assert printed_config(*parts) == printed_config(*whole) == printed_config(*rest) != printed_config()
+    nested = printed_config("--media-io-kwargs.video.num_frames", "16", "--media-io-kwargs.video.fps", "2").http
+    assert nested == printed_config("--media-io-kwargs", '{"video": {"num_frames": 16, "fps": 2}}').http
 
 
 @pytest.mark.parametrize(

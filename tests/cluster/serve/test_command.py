@@ -56,6 +56,7 @@ def test_serve_once_started_prints_its_address(served: Served) -> None:
     url = f"http://127.0.0.1:{served.config.http.port}"
     assert f"Crossdock serves SmolLM2-135M-Instruct at {url}/v1" in result.stdout
     assert f"crossdock chat --url {url}" in result.stdout
+    assert f"crossdock top --url {url}" in result.stdout
     assert f"curl {url}/v1/chat/completions" in result.stdout
 
 
@@ -123,6 +124,16 @@ def test_serve_whose_ray_does_not_start_prints_rays_reason(small_model_dir: Path
     assert "Ray does not start: " in ended.stderr
     assert "107 bytes" in ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+def test_serve_whose_memory_is_too_small_ends_with_the_reason_alone(small_model_dir: Path) -> None:
+    flags = ["--kv-cache-memory", "1KiB", "--port", str(free_port())]
+    ended = subprocess.run(
+        [COMMAND, "serve", str(small_model_dir), *flags], capture_output=True, text=True, timeout=240, check=False
+    )
+    assert ended.returncode == 1
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith("error: kv_cache_memory (1.0KiB) holds 0 tokens")
 
 
 @contextmanager

@@ -20,7 +20,12 @@ OLD = """
     --logits-processor-pattern --max-seq-len-to-capture --multi-step-stream-outputs --num-lookahead-slots
     --num-scheduler-steps --override-pooler-config --preemption-mode --rope-scaling --rope-theta
     --scheduler-delay-factor --swap-space --task --use-v2-block-manager
-"""  # of vLLM before 0.32
+    --disable-frontend-multiprocessing --disable-logprobs-during-spec-decoding --enable-prompt-adapter --engine-use-ray
+    --expand-tools-even-if-tool-choice-none --full-cuda-graph --guided-decoding-disable-any-whitespace
+    --guided-decoding-disable-fallback --max-context-len-to-capture --max-prompt-adapters --ngram-prompt-lookup-max
+    --override-attention-dtype --override-neuron-config --tokenizer-pool-size --tokenizer-pool-type
+    --typical-acceptance-sampler-posterior-alpha --worker-use-ray --dp
+"""  # of vLLM before 0.32; --dp is how SGLang's users shorten --dp-size
 VALUES = {  # an example of a value, as vLLM or SGLang take it; others take none
     "--allowed-local-media-path": "/pictures",
     "--allowed-media-domains": "images.example",
@@ -168,6 +173,9 @@ def test_variables_of_others_that_are_set_are_named() -> None:
     assert lines == [
         "VLLM_CPU_KVCACHE_SPACE is not read here; use --kv-cache-memory SIZE (2GiB)",
         "SGLANG_PORT is not read here; use --port",
+    ]
+    assert unread_variables({"VLLM_USE_V1": "1", "VLLM_LOGGING_LEVEL": "INFO", "SGLANG_X": ""}) == [
+        "not read here: VLLM_LOGGING_LEVEL, VLLM_USE_V1"
     ]
 
 

@@ -106,7 +106,7 @@ def shown(readings: Readings, height: int = 50, width: int = 130) -> str:
 
 def watching(text: str, status: int = 200, in_flight: object = None) -> tuple[Readings, dict[str, Any], Clock]:
     """Return readings of a server, the mapping of its answers, and the clock."""
-    served: dict[str, Any] = {"text": text, "status": status, "in_flight": in_flight}
+    served: dict[str, Any] = {"text": text, "status": status, "in_flight": in_flight, "pools": None}
 
     def answer(request: httpx.Request) -> httpx.Response:
         if served["status"] == 0:
@@ -114,6 +114,9 @@ def watching(text: str, status: int = 200, in_flight: object = None) -> tuple[Re
         if request.url.path == "/v1/requests":
             known = served["in_flight"] is not None
             return httpx.Response(200, json={"data": served["in_flight"]}) if known else httpx.Response(404)
+        if request.url.path == "/v1/replicas":
+            pools = served["pools"]
+            return httpx.Response(200, json={"data": pools}) if pools is not None else httpx.Response(404)
         return httpx.Response(served["status"], text=served["text"])
 
     clock = Clock()
@@ -130,6 +133,15 @@ def flight(name: str, slo_class: str, state: str, computed: int, prompt: int, **
 def row(screen: str, start: str) -> str:
     line = next(line for line in screen.splitlines() if line.strip("│ ").startswith(start))
     return " ".join(line.strip("│ ").split())
+
+
+def test_frame_names_the_pool_of_a_replica_where_the_server_lists_it() -> None:
+    readings, served, _ = watching(Deployment().text())
+    readings.poll()
+    assert f"─ {REPLICA} ─" in shown(readings)
+    served["pools"] = [{"replica": REPLICA, "pool": "decode"}]
+    readings.poll()
+    assert f"─ {REPLICA} · decode ─" in shown(readings)
 
 
 def test_frame_after_two_readings_shows_the_difference() -> None:
@@ -278,7 +290,8 @@ def server() -> Iterator[tuple[Deployment, ThreadingHTTPServer]]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             requests = self.path == "/v1/requests"
-            self.send_response(404 if requests and deployment.in_flight is None else 200)
+            is_absent = self.path == "/v1/replicas" or (requests and deployment.in_flight is None)
+            self.send_response(404 if is_absent else 200)
             self.end_headers()
             self.wfile.write((json.dumps({"data": deployment.in_flight}) if requests else deployment.text()).encode())
             deployment.work()
@@ -308,10 +321,11 @@ def test_top_once_prints_one_frame(server: tuple[Deployment, ThreadingHTTPServer
     assert "decodes -" not in result.stdout
 
 
-def test_top_once_without_a_server_exits_with_1() -> None:
-    result = run("http://127.0.0.1:9", "--once", "--interval", "0.1")
-    assert result.exit_code == 1
-    assert "unreachable" in result.stdout
+@pytest.mark.parametrize("address", [["http://127.0.0.1:9"], ["127.0.0.1:9/v1/"], ["--url", "http://127.0.0.1:9"]])
+def test_top_once_without_a_server_exits_with_1(address: list[str]) -> None:
+    result = run(*address, "--once", "--interval", "0.1")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr.startswith("top: cannot read http://127.0.0.1:9: ")
 
 
 @pytest.mark.parametrize("key", ["q", "\x03"])
