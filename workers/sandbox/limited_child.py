@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, BinaryIO, NoReturn
 
-from crossdock.workers.sandbox.frames import pack, unpack
+from crossdock.workers.sandbox.messages import pack, unpack
 
 _NICE = 5  # the engine's steps come first where cores are few
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
@@ -44,7 +44,7 @@ class ChildFailed(RuntimeError):
 
 
 def sandbox_main(serve: Callable[[BinaryIO, BinaryIO], None]) -> None:
-    """Let `serve` read frames from stdin and write answers to stdout, until stdin ends."""
+    """Let `serve` read messages from stdin and write answers to stdout, until stdin ends."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # limits end children by signals that would dump them
     os.nice(_NICE)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl+C reaches the whole terminal; the caller decides
@@ -59,7 +59,7 @@ def run_limited(compute: Callable[[], dict[str, Any]], requests: BinaryIO, limit
 
     Args:
         compute: returns what msgpack can pack.
-        requests: the caller's frames. The caller asks nothing while it waits: only its end comes, and ends the child.
+        requests: the caller's messages. The caller asks nothing while it waits: only its end comes, and ends the child.
         limits: of the child.
 
     Raises:

@@ -11,12 +11,12 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any, BinaryIO
 
-from crossdock.workers.sandbox.frames import read_frame, write_frame
+from crossdock.workers.sandbox.messages import read_message, write_message
 from crossdock.workers.sandbox.limited_child import Limits
 
 logger = logging.getLogger(__name__)
 
-_MARGIN_S = 5.0  # beyond a child's wall seconds, for the frames of an answer
+_MARGIN_S = 5.0  # beyond a child's wall seconds, to send an answer
 
 
 class SandboxBusy(RuntimeError):
@@ -24,7 +24,7 @@ class SandboxBusy(RuntimeError):
 
 
 class Sandbox:
-    """One process that answers frames. Calls must not overlap.
+    """One process that answers messages. Calls must not overlap.
 
     The process ends when its stdin does: with `close`, with this object, or with this process however that ends.
     """
@@ -43,7 +43,7 @@ class Sandbox:
 
         Args:
             module: run as `python -m`; it calls `sandbox_main` with its own `serve`.
-            settings: the first frame that the process reads, with `limits` added. It answers once it is ready.
+            settings: the first message that the process reads, with `limits` added. It answers once it is ready.
             title: of the process, in errors and in the log.
             limits: of each answer.
             start_patience_s: seconds until the process must be ready.
@@ -79,7 +79,7 @@ class Sandbox:
         )
         self._closing = weakref.finalize(self, _end, self._process)
         with suppress(BrokenPipeError):  # then there will be no answer
-            write_frame(_stdin(self._process), self._settings)
+            write_message(_stdin(self._process), self._settings)
 
     def first_answer(self) -> dict[str, Any] | None:
         """Wait until the process has read its settings, and return the answer to them; None where the process ended.
@@ -123,13 +123,13 @@ class Sandbox:
         assert process is not None
         try:
             self.first_answer()
-            write_frame(_stdin(process), asked)
+            write_message(_stdin(process), asked)
             answer = _answer(process, self._patience_s)
         except TimeoutError as error:
             self.close()
             raise SandboxBusy(f"{self._title} hung") from error
         except (OSError, ValueError):
-            pass  # the process has ended, `end` has closed its pipes, or what it wrote is no frame
+            pass  # the process has ended, `end` has closed its pipes, or what it wrote is no message
         if answer is None:
             logger.warning("%s ended; another starts", self._title)
             self.close()
@@ -147,7 +147,7 @@ def _answer(process: "subprocess.Popen[bytes]", patience_s: float) -> dict[str, 
     assert stdout is not None
     if not select.select([stdout], [], [], patience_s)[0]:
         raise TimeoutError
-    answer: dict[str, Any] | None = read_frame(stdout)  # type: ignore[arg-type]
+    answer: dict[str, Any] | None = read_message(stdout)  # type: ignore[arg-type]
     return answer
 
 

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from crossdock.workers.sandbox import sandbox as sandbox_module
-from crossdock.workers.sandbox.frames import read_frame, write_frame
+from crossdock.workers.sandbox.messages import read_message, write_message
 from crossdock.workers.sandbox.limited_child import Limits
 from crossdock.workers.sandbox.sandbox import Sandbox, SandboxBusy
 
@@ -89,7 +89,7 @@ def test_process_that_ends_between_questions_is_replaced(sandbox: Sandbox) -> No
     assert second["echo"] == first["echo"]
 
 
-@pytest.mark.parametrize("what", ["end the process", "write no frame"])
+@pytest.mark.parametrize("what", ["end the process", "write no message"])
 def test_question_that_ends_the_process_twice_is_busy_and_the_next_is_answered(what: str, sandbox: Sandbox) -> None:
     with pytest.raises(SandboxBusy, match="ended twice"):
         sandbox.ask({"what": what})
@@ -164,10 +164,10 @@ def _runs(pid: int) -> bool:
 
 
 @given(st.recursive(st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.binary() | st.text(), st.lists))
-def test_frames_are_whole_or_none(message: Any) -> None:
+def test_messages_are_whole_or_none(message: Any) -> None:
     stream = io.BytesIO()
-    write_frame(stream, [message])
+    write_message(stream, [message])
     whole = stream.getvalue()
-    assert read_frame(io.BytesIO(whole)) == [message]
+    assert read_message(io.BytesIO(whole)) == [message]
     for size in {0, 7, 8, len(whole) - 1}:
-        assert read_frame(io.BytesIO(whole[:size])) is None
+        assert read_message(io.BytesIO(whole[:size])) is None

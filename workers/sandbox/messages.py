@@ -8,7 +8,7 @@ import msgpack
 _LONE_SURROGATES = "surrogatepass"  # a client's JSON may hold them
 
 
-def write_frame(stream: BinaryIO, message: Any) -> None:
+def write_message(stream: BinaryIO, message: Any) -> None:
     """Write one message: its length in eight bytes, then msgpack."""
     body = pack(message)
     stream.write(struct.pack("<Q", len(body)))
@@ -16,7 +16,7 @@ def write_frame(stream: BinaryIO, message: Any) -> None:
     stream.flush()
 
 
-def read_frame(stream: BinaryIO) -> Any | None:
+def read_message(stream: BinaryIO) -> Any | None:
     """Return the next message; None at the end of the stream."""
     header = stream.read(8)
     if len(header) < 8:
