@@ -14,8 +14,8 @@ from typing import Any, BinaryIO
 
 from crossdock.cluster.api.media.decoding import BadPicture
 from crossdock.cluster.api.media.preparation import Preparation, VideoPreparation
-from crossdock.workers.sandbox.messages import read_message, write_message
 from crossdock.workers.sandbox.limited_child import ChildFailed, Limits, run_limited, sandbox_main
+from crossdock.workers.sandbox.messages import questions, read_message, write_message
 
 _MOST_REASON_CHARS = 200
 
@@ -32,7 +32,7 @@ def serve(requests: BinaryIO, answers: BinaryIO) -> None:
         return
     write_message(answers, prepare.tried())
     limits = Limits(**settings["limits"])
-    while (asked := read_message(requests)) is not None:
+    for asked in questions(requests):
         write_message(answers, _answer(requests, prepare, asked, limits))
 
 

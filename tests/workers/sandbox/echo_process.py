@@ -6,8 +6,8 @@ import struct
 import time
 from typing import Any, BinaryIO
 
-from crossdock.workers.sandbox.messages import read_message, write_message
 from crossdock.workers.sandbox.limited_child import ChildFailed, Limits, run_limited, sandbox_main
+from crossdock.workers.sandbox.messages import questions, read_message, write_message
 
 
 def serve(requests: BinaryIO, answers: BinaryIO) -> None:
@@ -18,7 +18,7 @@ def serve(requests: BinaryIO, answers: BinaryIO) -> None:
         time.sleep(600)
     write_message(answers, {"pid": os.getpid()})
     limits = Limits(**settings["limits"])
-    while (asked := read_message(requests)) is not None:
+    for asked in questions(requests):
         if asked.get("what") == "end the process":
             return
         if asked.get("what") == "stop the process":

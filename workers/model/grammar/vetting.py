@@ -13,8 +13,8 @@ from typing import Any, BinaryIO
 from llguidance import LLMatcher, LLTokenizer
 
 from crossdock.workers.model.grammar.matcher import check, invalid, new_matcher, text_tokens
-from crossdock.workers.sandbox.messages import read_message, write_message
 from crossdock.workers.sandbox.limited_child import ChildFailed, Limits, memory_pages, run_limited, sandbox_main
+from crossdock.workers.sandbox.messages import questions, read_message, write_message
 from crossdock.workers.schedule.request import Grammar, InvalidField
 
 _STEPS = 8  # of a random text: some grammars fail after their first token
@@ -28,7 +28,7 @@ def serve(requests: BinaryIO, verdicts: BinaryIO) -> None:
     limits = Limits(**start["limits"])
     tokenizer = LLTokenizer(start["tokenizer"], eos_token=start["eos_token_ids"])
     write_message(verdicts, {"is_ready": True})
-    while (asked := read_message(requests)) is not None:
+    for asked in questions(requests):
         grammar = Grammar(asked["kind"], asked["source"])
         write_message(verdicts, _verdict(requests, tokenizer, grammar, limits))
 
