@@ -165,7 +165,7 @@ def _stdin(process: "subprocess.Popen[bytes]") -> BinaryIO:
 
 def _wait(process: "subprocess.Popen[bytes]", patience_s: float, interruption: Interruption | None = None) -> bool:
     """Wait for the process's next answer. Returns True where an interruption came first. TimeoutError: neither came."""
-    watched = [process.stdout] if interruption is None else [process.stdout, interruption]
+    watched: list[Any] = [process.stdout] if interruption is None else [process.stdout, interruption]
     ready = select.select(watched, [], [], patience_s)[0]
     if not ready:
         raise TimeoutError

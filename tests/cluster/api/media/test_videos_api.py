@@ -67,7 +67,7 @@ def test_every_codec_is_read_where_nothing_can_be_opened(picture_server: Picture
     data = video_file(kind=kind, codec=codec, pixels="yuvj420p" if codec == "mjpeg" else "yuv420p")
     (item,) = submitted(picture_server, ask(picture_server, video_part(data_url(data, f"video/{kind}")))).items
     assert item.tensors["video_grid_thw"][0][0] == 6
-    assert [psutil.Process(pid).num_threads() for pid in picture_server.media.pids] == [1, 1, 1]
+    assert [psutil.Process(pid).num_threads() for pid in picture_server.media.pids] == [1, 1, 1, 1]
 
 
 def test_frames_sent_one_by_one_are_a_video(picture_server: PictureServer) -> None:
