@@ -31,7 +31,10 @@ Resolve: TypeAlias = Callable[[str, int], Awaitable[Sequence[str]]]
 
 _MOST_REDIRECTS = 2
 _MOST_URL_CHARS = 8192
-_MOST_AT_ONCE = 16  # fetches of one ingress from hosts, and as many from files; each holds the bytes of one picture
+_MOST_FETCHES = (
+    32  # of one ingress from hosts; each holds the bytes of one picture. One key alone has 16, for a host 8.
+)
+_MOST_READS = 16  # of files
 _LONG_DATA = 1 << 16  # characters of base64; 50 µs. Longer data leave the event loop for a thread.
 _DATA_URL = re.compile(r"data:(?P<type>[^;,]{0,127})(?P<parameters>(?:;[^;,]{0,127}){0,8}),", re.ASCII)
 _EXAMPLES = {"image": "data:image/png;base64,…", "video": "data:video/mp4;base64,…"}
@@ -60,11 +63,11 @@ class PictureFetcher:
         self._timeout_s = timeout_s
         self._resolve = resolve or self._look_up
         self._is_allowed = is_allowed
-        self._turns = Turns(_MOST_AT_ONCE, leaves_some=True)
-        self._file_turns = Turns(_MOST_AT_ONCE)  # their own: a slow host delays no file
+        self._turns = Turns(_MOST_FETCHES, leaves_some=True)
+        self._file_turns = Turns(_MOST_READS)  # their own: a slow host delays no file
         # Threads of their own, which start when they are needed: texts are tokenised in the event loop's.
-        self._name_threads = ThreadPoolExecutor(_MOST_AT_ONCE, "picture-names")
-        self._file_threads = ThreadPoolExecutor(_MOST_AT_ONCE, "picture-files")
+        self._name_threads = ThreadPoolExecutor(_MOST_FETCHES, "picture-names")
+        self._file_threads = ThreadPoolExecutor(_MOST_READS, "picture-files")
         self._tls = httpx.create_ssl_context(trust_env=False) if hosts else None  # 50 ms each, so one for all
 
     async def fetch(self, picture: Picture, tenant: str = "") -> bytes:

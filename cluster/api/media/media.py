@@ -235,9 +235,9 @@ class Media:
 
     def _check_place(self, kind: Kind, tenant: str) -> None:
         """Raise PicturesBusy where too many wait, of all tenants or of this one."""
-        if not self._places[kind].fits("", 1):
+        if self._places[kind].room("") < 1:
             raise PicturesBusy(f"{_MOST_WAITING} {KINDS[kind]} wait already")
-        if not self._places[kind].fits(tenant, 1):
+        if self._places[kind].room(tenant) < 1:
             raise PicturesBusy(f"the {KINDS[kind]} of this API key that wait have its share of {_MOST_WAITING} places")
 
     async def _process(self, key: bytes, data: bytes, picture: Picture, tenant: str) -> ReadyPicture:

@@ -26,7 +26,7 @@ class PictureMemory:
 
         `kept`: bytes of kept pictures that could be dropped before, of them so many the tenant's.
         """
-        return not self._counted().fits(tenant, num_bytes, freed=kept, freed_of_owner=kept_of_tenant)
+        return num_bytes > self._counted().room(tenant, freed=kept, freed_of_owner=kept_of_tenant)
 
     @contextmanager
     def file(self, data: bytes, tenant: str = "") -> Iterator[None]:

@@ -18,11 +18,10 @@ class Shares:
         self.num_used = 0
         self._used: Counter[str] = Counter()
 
-    def fits(self, owner: str, amount: int, *, freed: int = 0, freed_of_owner: int = 0) -> bool:
-        """Return whether an owner may have so much more, once `freed` is released, of it so much the owner's."""
-        free = self.most - self.num_used + freed - amount
-        used = self._used[owner] - freed_of_owner
-        return free >= 0 and (not owner or used <= 0 or used + amount <= free)
+    def room(self, owner: str, *, freed: int = 0, freed_of_owner: int = 0) -> int:
+        """Return how much more an owner may have, once `freed` is released, of it so much the owner's."""
+        free, used = self.most - self.num_used + freed, self._used[owner] - freed_of_owner
+        return max(0, free if not owner or used <= 0 else (free - used) // 2)
 
     def take(self, owner: str, amount: int) -> None:
         """Count what an owner has from now on."""

@@ -1,7 +1,7 @@
 """Slots for work on pictures that API keys take in turns."""
 
 import asyncio
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from typing import Any, TypeAlias
 
 from crossdock.cluster.api.media.shares import Shares
@@ -13,8 +13,9 @@ class Turns:
     """Slots that tenants take in turns: a hundred pictures of one tenant delay another's by one. For one event loop."""
 
     def __init__(self, num_slots: int, *, leaves_some: bool = False) -> None:
-        """`leaves_some`: a tenant and a host have shares, so that another one need not wait for slow work of theirs."""
-        self._tenants, self._hosts = Shares(num_slots), Shares(num_slots)
+        """`leaves_some`: a tenant has a share, so that others find some free; and so has a host within a tenant's."""
+        self._tenants = Shares(num_slots)
+        self._of_host: Counter[tuple[str, str]] = Counter()  # slots, by tenant and host
         self._leaves_some = leaves_some
         self._waiting: OrderedDict[str, _Waiting] = OrderedDict()  # by tenant, the next one first
 
@@ -37,7 +38,9 @@ class Turns:
     def release(self, tenant: str, host: str = "") -> None:
         """Give a slot back, and to those that wait what they may have now."""
         self._tenants.release(tenant, 1)
-        self._hosts.release(host, 1)
+        self._of_host[tenant, host] -= 1
+        if not self._of_host[tenant, host]:
+            del self._of_host[tenant, host]
         while (found := self._next()) is not None:
             if not found[2].done():
                 self._take(*found[:2])
@@ -54,13 +57,13 @@ class Turns:
         work.add_done_callback(release)
 
     def _may_take(self, tenant: str, host: str) -> bool:
-        if not self._leaves_some:
-            return self._tenants.num_used < self._tenants.most
-        return self._tenants.fits(tenant, 1) and self._hosts.fits(host, 1)
+        room = self._tenants.room(tenant if self._leaves_some else "")
+        used = self._of_host[tenant, host] if host else 0
+        return room >= 1 and (not used or used + 1 <= room - 1)
 
     def _take(self, tenant: str, host: str) -> None:
         self._tenants.take(tenant, 1)
-        self._hosts.take(host, 1)
+        self._of_host[tenant, host] += 1
 
     def _next(self) -> "tuple[str, str, asyncio.Future[None]] | None":
         """Remove and return the next that waits and may have a slot. Its tenant is the last in turn from now on."""
