@@ -34,13 +34,13 @@ class KeptPictures:
             self._drop(next(iter(self._pictures)))
 
     def make_room(self, num_bytes: int, tenant: str) -> None:
-        """Drop pictures until a tenant may have so many bytes more: its own first. None goes where that is no use."""
-        kept, own = self._num_bytes, self._bytes_of[tenant]
+        """Drop pictures until a tenant may have so many bytes more: its own first, and none where that is no use."""
         if not self._memory.lacks(num_bytes, tenant):
             return
-        if self._memory.lacks(num_bytes, tenant, kept=kept, kept_of_tenant=own):
-            return
         for key in sorted(self._pictures, key=lambda key: self._pictures[key][0] != tenant):  # in their order
+            kept, own = self._num_bytes, self._bytes_of[tenant]
+            if self._memory.lacks(num_bytes, tenant, kept=kept, kept_of_tenant=own):
+                return  # also where what was dropped is still in use: that frees nothing
             self._drop(key)
             if not self._memory.lacks(num_bytes, tenant):
                 return
