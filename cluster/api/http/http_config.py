@@ -1,6 +1,7 @@
 """The settings of the HTTP API."""
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -163,6 +164,14 @@ class HttpConfig(BaseModel):
             if re.fullmatch(r"\.?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*", domain) is None:
                 raise ValueError(f"{domain!r} is not the name of a host, such as images.example or .example")
         return tuple(domain.lower() for domain in domains)
+
+    @field_validator("limit_mm_per_prompt", mode="before")
+    @classmethod
+    def _only_counts(cls, limits: Any) -> Any:
+        """Return numbers. vLLM's other form gives the size of a picture beside its `count`, to measure memory alone."""
+        if not isinstance(limits, Mapping):
+            return limits
+        return {kind: limit.get("count") if isinstance(limit, Mapping) else limit for kind, limit in limits.items()}
 
     @field_validator("limit_mm_per_prompt")
     @classmethod
