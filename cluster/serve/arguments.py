@@ -66,10 +66,18 @@ def translated(args: Sequence[str], arity: Mapping[str, bool]) -> list[str]:
             others = [part for part in parts if part[0] not in _FILE]
             parts = [*(part for part in _parts(flags, arity) if part[0] not in given), *others]
             break
-    missing = [line for name, _ in parts if name and name not in arity and (line := answer(name)) is not None]
+    missing = [line for name, _ in parts if name and name not in arity and (line := _instead(name, arity)) is not None]
     if missing:
         raise ValueError("\n".join(dict.fromkeys(missing)))
     return [word for _, words in parts for word in words]
+
+
+def _instead(name: str, arity: Collection[str]) -> str | None:
+    """Return what to do instead of a flag that is missing here; None: it is not known."""
+    whole = _canonical(name.partition(".")[0], arity)
+    if "." in name and whole in arity:
+        return f"{name}: use {whole} with one JSON value"
+    return answer(name)
 
 
 def _parts(args: Sequence[str], arity: Mapping[str, bool]) -> Iterator[_Part]:

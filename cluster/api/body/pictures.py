@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
+from crossdock.cluster.api.body.video_reading import VideoReading
 from crossdock.cluster.api.errors import ApiError
 
 Detail: TypeAlias = Literal["auto", "low", "high", "original"]
@@ -32,6 +33,7 @@ class Picture:
     param: str  # the part of the body that gives it, which errors name
     detail: Detail = "auto"
     kind: Kind = "image"
+    reading: VideoReading | None = None  # of a video; None: as the server reads them
 
 
 def picture_of(part: Mapping[str, Any], param: str) -> Picture:

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from crossdock.cluster.api.body.parser_names import AUTO, REASONING_PARSERS, TOOL_PARSERS, family_of
+from crossdock.cluster.api.body.video_reading import VideoReading
 from crossdock.cluster.api.http.keys import ApiKey
 
 OPEN_TO_OTHERS = (
@@ -27,15 +28,6 @@ NOT_TEMPLATE_VARIABLES = frozenset(  # requests have fields of their own for the
         "tools",
     }
 )
-
-
-class VideoReading(BaseModel):
-    """Which frames of a video a model is shown; the names are vLLM's."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    num_frames: int = Field(32, ge=1, le=768, description="Most frames, sampled evenly from the first to the last.")
-    fps: float | None = Field(None, gt=0, le=1000, description="Frames a second; of frames sent singly: their rate, 1.")
 
 
 class HttpConfig(BaseModel):
@@ -132,7 +124,7 @@ class HttpConfig(BaseModel):
         2 << 30,
         ge=1 << 20,
         description="Memory of an ingress for the pictures and videos of all requests, as files and as tensors; more "
-        "get 429. One request may have half of it.",
+        "get 429. One API key, and one request, may have half of it.",
     )
 
     enable_auto_tool_choice: bool = Field(

@@ -242,7 +242,10 @@ class Media:
 
     async def _process(self, key: bytes, data: bytes, picture: Picture, tenant: str) -> ReadyPicture:
         started = time.monotonic()
-        ready = await self._processes[picture.kind].prepare(data, picture.detail, tenant)
+        asked: dict[str, Any] = {"data": data, "detail": picture.detail}
+        if picture.reading is not None:
+            asked["sampling"] = picture.reading.model_dump()
+        ready = await self._processes[picture.kind].prepare(asked, tenant)
         self._metrics.seconds.observe(time.monotonic() - started)
         self._kept.make_room(ready.num_bytes, tenant)
         self._memory.add(ready, tenant)
@@ -319,7 +322,8 @@ def place(
 
 def _key(data: bytes, picture: Picture, salt: str) -> bytes:
     kind = b"video" if picture.kind == "video" else b"low" if picture.detail == "low" else b"whole"
-    key = hashlib.blake2b(salt.encode(), digest_size=32).digest()
+    reading = "" if picture.reading is None else picture.reading.model_dump_json()
+    key = hashlib.blake2b(f"{reading}|{salt}".encode(), digest_size=32).digest()
     return hashlib.blake2b(data, digest_size=16, key=key, person=kind).digest()
 
 

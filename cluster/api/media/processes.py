@@ -84,10 +84,11 @@ class PictureProcesses:
         """Return the ids of the processes that run."""
         return [process.pid for process in self._all if process.pid is not None]
 
-    async def prepare(self, data: bytes, detail: str, tenant: str = "") -> ReadyPicture:
+    async def prepare(self, asked: Mapping[str, Any], tenant: str = "") -> ReadyPicture:
         """Return a picture as the encoder reads it. Where the caller is cancelled, the work on the picture ends.
 
-        `tenant`: whose picture this is.
+        `asked`: `data`, the file; `detail` of a picture; `sampling` of a video, where it is not the server's. `tenant`:
+        whose picture this is.
 
         Raises:
             UnusablePicture: it is none, or beyond the limits.
@@ -96,9 +97,7 @@ class PictureProcesses:
         await self._turns.acquire(tenant)
         interruption = Interruption()
         try:
-            future = asyncio.get_running_loop().run_in_executor(
-                self._threads, self._prepare, data, detail, interruption
-            )
+            future = asyncio.get_running_loop().run_in_executor(self._threads, self._prepare, asked, interruption)
         except RuntimeError:
             interruption.close()
             self._turns.release(tenant)
@@ -117,10 +116,10 @@ class PictureProcesses:
         for process in self._all:
             process.end()
 
-    def _prepare(self, data: bytes, detail: str, interruption: Interruption) -> ReadyPicture:
+    def _prepare(self, asked: Mapping[str, Any], interruption: Interruption) -> ReadyPicture:
         process = self._idle.get()
         try:
-            return process.prepare(data, detail, interruption)
+            return process.prepare(asked, interruption)
         finally:
             self._idle.put(process)
 
@@ -162,10 +161,10 @@ class PictureProcess:
         if reason := answer.get("wrong_arguments"):
             raise ValueError(f"http.mm_processor_kwargs: the image processor refuses them: {reason}")
 
-    def prepare(self, data: bytes, detail: str, interruption: Interruption) -> ReadyPicture:
+    def prepare(self, asked: Mapping[str, Any], interruption: Interruption) -> ReadyPicture:
         """Return a picture as the encoder reads it. Raises as `PictureProcesses.prepare` does."""
         try:
-            answer = self._sandbox.ask({"data": data, "detail": detail}, interruption)
+            answer = self._sandbox.ask(asked, interruption)
         except (SandboxBusy, SandboxInterrupted) as busy:
             raise PicturesBusy("this server has too little time for it now") from busy
         if error := answer.get("error"):

@@ -16,7 +16,7 @@ _HINTS: Mapping[Kind, str] = {
 
 
 class RequestSizes:
-    """What the pictures of a request have taken so far, and the bounds."""
+    """Counts what the pictures of a request have taken so far, within bounds."""
 
     def __init__(self, most_rows: int | None, memory_bytes: int) -> None:
         """`most_rows`: as many as the context has tokens; None: any number. `memory_bytes`: of all requests."""
