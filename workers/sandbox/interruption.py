@@ -17,7 +17,7 @@ class Interruption:
             os.eventfd_write(self._event, 1)
 
     def fileno(self) -> int:
-        """Return the descriptor that `select` finds readable once this is set."""
+        """Return the descriptor that is readable once this is set."""
         assert self._event is not None
         return self._event
 

@@ -165,11 +165,15 @@ def _stdin(process: "subprocess.Popen[bytes]") -> BinaryIO:
 
 def _wait(process: "subprocess.Popen[bytes]", patience_s: float, interruption: Interruption | None = None) -> bool:
     """Wait for the process's next answer. Returns True where an interruption came first. TimeoutError: neither came."""
-    watched: list[Any] = [process.stdout] if interruption is None else [process.stdout, interruption]
-    ready = select.select(watched, [], [], patience_s)[0]
+    assert process.stdout is not None
+    answers, events = process.stdout.fileno(), select.poll()  # `select` takes no descriptor from 1024 on
+    events.register(answers, select.POLLIN)
+    if interruption is not None:
+        events.register(interruption.fileno(), select.POLLIN)
+    ready = events.poll(patience_s * 1000)
     if not ready:
         raise TimeoutError
-    return process.stdout not in ready
+    return answers not in dict(ready)
 
 
 def _answer(process: "subprocess.Popen[bytes]") -> dict[str, Any] | None:

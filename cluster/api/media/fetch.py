@@ -31,9 +31,7 @@ Resolve: TypeAlias = Callable[[str, int], Awaitable[Sequence[str]]]
 
 _MOST_REDIRECTS = 2
 _MOST_URL_CHARS = 8192
-_MOST_FETCHES = (
-    32  # of one ingress from hosts; each holds the bytes of one picture. One key alone has 16, for a host 8.
-)
+_MOST_FETCHES = 32  # of one ingress from hosts; each holds the bytes of one picture. A key alone has 16, 8 of a host.
 _MOST_READS = 16  # of files
 _LONG_DATA = 1 << 16  # characters of base64; 50 µs. Longer data leave the event loop for a thread.
 _DATA_URL = re.compile(r"data:(?P<type>[^;,]{0,127})(?P<parameters>(?:;[^;,]{0,127}){0,8}),", re.ASCII)

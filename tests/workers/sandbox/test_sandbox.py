@@ -3,6 +3,7 @@
 import io
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -157,6 +158,26 @@ def test_interrupts_at_any_time_reach_no_other_question(shared: Sandbox) -> None
                 timer.join()
     assert min(ends.values()) > 0, ends
     assert shared.pid == before
+
+
+def test_server_with_many_connections_interrupts_too(sandbox: Sandbox) -> None:
+    """Its descriptors have numbers beyond 1023."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(2048, hard), hard))
+    others = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        with closing(Interruption()) as interruption:
+            assert interruption.fileno() > 1023
+            assert sandbox.ask({"what": "echo", "text": "a"}, interruption)["echo"] == "a"
+            before = sandbox.pid
+            interruption.set()
+            with pytest.raises(SandboxInterrupted):
+                sandbox.ask({"what": "wait for ever"}, interruption)
+            assert sandbox.pid == before
+    finally:
+        for descriptor in others:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_interrupt_that_comes_right_behind_its_question_ends_it(sandbox: Sandbox) -> None:
