@@ -9,13 +9,12 @@ import os
 import resource
 import select
 import signal
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, BinaryIO, NoReturn
 
-from crossdock.workers.sandbox.frames import pack, unpack
+from crossdock.workers.sandbox.messages import pack, read_message, unpack
 
 _NICE = 5  # the engine's steps come first where cores are few
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
@@ -44,22 +43,24 @@ class ChildFailed(RuntimeError):
 
 
 def sandbox_main(serve: Callable[[BinaryIO, BinaryIO], None]) -> None:
-    """Let `serve` read frames from stdin and write answers to stdout, until stdin ends."""
+    """Let `serve` read messages from stdin and write answers to stdout, until stdin ends."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # limits end children by signals that would dump them
     os.nice(_NICE)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl+C reaches the whole terminal; the caller decides
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever a library prints is no answer
     with suppress(BrokenPipeError):  # the caller has ended
-        serve(sys.stdin.buffer, answers)
+        # Without a buffer: `select` must see a message that comes right behind a question.
+        serve(os.fdopen(0, "rb", buffering=0, closefd=False), answers)
 
 
 def run_limited(compute: Callable[[], dict[str, Any]], requests: BinaryIO, limits: Limits) -> dict[str, Any]:
-    """Run `compute` in a child. Returns what it does, or `is_busy` where only the machine was too slow.
+    """Run `compute` in a child. Returns what it does, or `is_busy`: only the machine was too slow, or `is_interrupted`.
 
     Args:
         compute: returns what msgpack can pack.
-        requests: the caller's frames. The caller asks nothing while it waits: only its end comes, and ends the child.
+        requests: the caller's messages, without a buffer. While it waits, only an interrupt comes or the stream's end:
+            both end the child.
         limits: of the child.
 
     Raises:
@@ -74,14 +75,18 @@ def run_limited(compute: Callable[[], dict[str, Any]], requests: BinaryIO, limit
     os.close(writer)
     with os.fdopen(reader, "rb") as answer:
         ready, _, _ = select.select([answer, requests], [], [])
+        is_interrupted = False
         if answer not in ready:
             os.kill(child, signal.SIGKILL)
+            is_interrupted = read_message(requests) is not None
         said = answer.read()
     _, ended, used = os.wait4(child, 0)
     status = os.waitstatus_to_exitcode(ended)
     if said and status == 0:
         found: dict[str, Any] = unpack(said)
         return found
+    if is_interrupted:
+        return {"is_interrupted": True}
     if status == -signal.SIGALRM and used.ru_utime + used.ru_stime < limits.cpu_seconds / 2:
         return {"is_busy": True}
     raise ChildFailed(-status if status < 0 else None)

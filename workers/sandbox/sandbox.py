@@ -5,26 +5,32 @@ import os
 import select
 import subprocess
 import sys
+import time
 import weakref
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any, BinaryIO
 
-from crossdock.workers.sandbox.frames import read_frame, write_frame
+from crossdock.workers.sandbox.interruption import Interruption
 from crossdock.workers.sandbox.limited_child import Limits
+from crossdock.workers.sandbox.messages import INTERRUPT, read_message, write_message
 
 logger = logging.getLogger(__name__)
 
-_MARGIN_S = 5.0  # beyond a child's wall seconds, for the frames of an answer
+_MARGIN_S = 5.0  # beyond a child's wall seconds, to send an answer
 
 
 class SandboxBusy(RuntimeError):
     """There is no answer: the machine was too slow, or the process ended. Another attempt may succeed."""
 
 
+class SandboxInterrupted(RuntimeError):
+    """The caller's interruption ended the work."""
+
+
 class Sandbox:
-    """One process that answers frames. Calls must not overlap.
+    """One process that answers messages. Calls must not overlap.
 
     The process ends when its stdin does: with `close`, with this object, or with this process however that ends.
     """
@@ -43,7 +49,7 @@ class Sandbox:
 
         Args:
             module: run as `python -m`; it calls `sandbox_main` with its own `serve`.
-            settings: the first frame that the process reads, with `limits` added. It answers once it is ready.
+            settings: the first message that the process reads, with `limits` added. It answers once it is ready.
             title: of the process, in errors and in the log.
             limits: of each answer.
             start_patience_s: seconds until the process must be ready.
@@ -57,6 +63,7 @@ class Sandbox:
         self._first_answer: dict[str, Any] | None = None
         self._has_ended = False
         self._closing: weakref.finalize[Any, Any] | None = None
+        self._ready_by = 0.0
 
     @property
     def pid(self) -> int | None:
@@ -78,30 +85,40 @@ class Sandbox:
             env={**os.environ, **self._environment, "PYTHONPATH": path},
         )
         self._closing = weakref.finalize(self, _end, self._process)
+        self._ready_by = time.monotonic() + self._start_patience_s
         with suppress(BrokenPipeError):  # then there will be no answer
-            write_frame(_stdin(self._process), self._settings)
+            write_message(_stdin(self._process), self._settings)
 
-    def first_answer(self) -> dict[str, Any] | None:
+    def first_answer(self, interruption: Interruption | None = None) -> dict[str, Any] | None:
         """Wait until the process has read its settings, and return the answer to them; None where the process ended.
 
         Raises:
+            SandboxInterrupted: `interruption` was set before. The process goes on with its start.
             TimeoutError: there is none in time.
         """
         self.start()
         assert self._process is not None
         if self._first_answer is None:
-            self._first_answer = _answer(self._process, self._start_patience_s)
+            patience_s = max(0.0, self._ready_by - time.monotonic())
+            if _wait(self._process, patience_s, interruption):
+                raise SandboxInterrupted
+            self._first_answer = _answer(self._process)
         return self._first_answer
 
-    def ask(self, asked: Mapping[str, Any]) -> dict[str, Any]:
+    def ask(self, asked: Mapping[str, Any], interruption: Interruption | None = None) -> dict[str, Any]:
         """Return the process's answer.
 
         Raises:
             SandboxBusy: there is none.
+            SandboxInterrupted: `interruption` was set before there was one. Its child has ended, the process has not.
         """
-        answer = self._ask(asked) or self._ask(asked)  # the process may have ended since the last answer
+        answer = self._ask(asked, interruption)
+        if answer is None:  # the process may have ended since the last answer
+            answer = self._ask(asked, interruption)
         if answer is None or answer.get("is_busy"):
             raise SandboxBusy(f"{self._title} had not enough time, or ended twice")
+        if answer.get("is_interrupted"):
+            raise SandboxInterrupted
         return answer
 
     def close(self) -> None:
@@ -115,21 +132,26 @@ class Sandbox:
         self._has_ended = True
         self.close()
 
-    def _ask(self, asked: Mapping[str, Any]) -> dict[str, Any] | None:
+    def _ask(self, asked: Mapping[str, Any], interruption: Interruption | None) -> dict[str, Any] | None:
         """Return the answer; None where the process ended. SandboxBusy: it hung."""
         answer: dict[str, Any] | None = None
         self.start()
         process = self._process
         assert process is not None
         try:
-            self.first_answer()
-            write_frame(_stdin(process), asked)
-            answer = _answer(process, self._patience_s)
+            self.first_answer(interruption)
+            if interruption is not None and interruption.is_set:
+                raise SandboxInterrupted
+            write_message(_stdin(process), asked)
+            if _wait(process, self._patience_s, interruption):
+                write_message(_stdin(process), INTERRUPT)
+                _wait(process, self._patience_s)
+            answer = _answer(process)
         except TimeoutError as error:
             self.close()
             raise SandboxBusy(f"{self._title} hung") from error
         except (OSError, ValueError):
-            pass  # the process has ended, `end` has closed its pipes, or what it wrote is no frame
+            pass  # the process has ended, `end` has closed its pipes, or what it wrote is no message
         if answer is None:
             logger.warning("%s ended; another starts", self._title)
             self.close()
@@ -141,20 +163,31 @@ def _stdin(process: "subprocess.Popen[bytes]") -> BinaryIO:
     return process.stdin  # type: ignore[return-value]
 
 
-def _answer(process: "subprocess.Popen[bytes]", patience_s: float) -> dict[str, Any] | None:
-    """Return the process's next answer; None where the process ended. TimeoutError: none came in time."""
+def _wait(process: "subprocess.Popen[bytes]", patience_s: float, interruption: Interruption | None = None) -> bool:
+    """Wait for the process's next answer. Returns True where an interruption came first. TimeoutError: neither came."""
+    assert process.stdout is not None
+    answers, events = process.stdout.fileno(), select.poll()  # `select` takes no descriptor from 1024 on
+    events.register(answers, select.POLLIN)
+    if interruption is not None:
+        events.register(interruption.fileno(), select.POLLIN)
+    ready = events.poll(patience_s * 1000)
+    if not ready:
+        raise TimeoutError
+    return answers not in dict(ready)
+
+
+def _answer(process: "subprocess.Popen[bytes]") -> dict[str, Any] | None:
+    """Return the process's next answer; None where the process ended."""
     stdout = process.stdout
     assert stdout is not None
-    if not select.select([stdout], [], [], patience_s)[0]:
-        raise TimeoutError
-    answer: dict[str, Any] | None = read_frame(stdout)  # type: ignore[arg-type]
+    answer: dict[str, Any] | None = read_message(stdout)  # type: ignore[arg-type]
     return answer
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
+    process.kill()  # first: a thread that writes to it holds the lock of its stdin
     with suppress(OSError):
         _stdin(process).close()
     if process.stdout is not None:
         process.stdout.close()
-    process.kill()
     process.wait()

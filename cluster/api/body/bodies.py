@@ -9,6 +9,7 @@ from crossdock.cluster.api import bounds
 from crossdock.cluster.api.body.generation_body import ALL_LOGPROBS, GenerationBody, TokenId
 from crossdock.cluster.api.body.json_body import Body
 from crossdock.cluster.api.body.tool_calls import ForcedCall, allowed_tools, check_functions, forced_call
+from crossdock.cluster.api.body.video_reading import VideoReading
 from crossdock.cluster.api.errors import ApiError, to_json
 from crossdock.workers.schedule.request import Grammar
 
@@ -16,6 +17,7 @@ _Tools = Annotated[list[dict[str, Any]], Field(max_length=bounds.TOOLS)]
 _Template = Annotated[str, Field(max_length=bounds.TEMPLATE_CHARS)]
 _Messages = Annotated[list[dict[str, Any]], Field(min_length=1, max_length=bounds.MESSAGES)]
 _Documents = Annotated[list[dict[str, str]], Field(fail_fast=True, max_length=bounds.DOCUMENTS)]
+_MediaReading = dict[Literal["video"], VideoReading]
 _Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
@@ -101,6 +103,9 @@ class ChatCompletionRequest(GenerationBody):
     echo: bool = Field(
         False, description="In a chat that ends with an assistant's message, the content begins with its text."
     )
+    media_io_kwargs: _MediaReading = Field(
+        {}, description="How videos are read, instead of as the server's --media-io-kwargs say: num_frames and fps."
+    )
     add_special_tokens: bool = False  # the template writes them
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
@@ -167,6 +172,7 @@ class TokenizeRequest(Body):
     add_special_tokens: bool | None = None
     return_token_strs: bool = False
     tools: _Tools = Field([])
+    media_io_kwargs: _MediaReading = Field({})
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template: _Template | None = None

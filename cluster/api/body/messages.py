@@ -81,7 +81,7 @@ def _template_part(part: Any, role: str, param: str, pictures: list[Picture] | N
     """Return a part of content as templates read it. A picture or video is added to `pictures`."""
     if isinstance(part, str):
         return {"type": "text", "text": part}
-    kind = part.get("type") if isinstance(part, dict) else type(part).__name__.lower()
+    kind = _kind_of(part) if isinstance(part, dict) else type(part).__name__.lower()
     param = part.param if isinstance(part, Picture) else param
     if isinstance(part, dict) and kind in ("text", "input_text", "output_text"):
         text = part.get("text")
@@ -95,6 +95,12 @@ def _template_part(part: Any, role: str, param: str, pictures: list[Picture] | N
     picture = part if isinstance(part, Picture) else (video_of if kind in VIDEO_TYPES else picture_of)(part, param)
     pictures.append(picture)
     return {"type": picture.kind}
+
+
+def _kind_of(part: Mapping[str, Any]) -> Any:
+    """Return the type of a part. As in vLLM, a picture or a video needs none beside its URL."""
+    kind = part.get("type")
+    return next((name for name in ("image_url", "video_url") if name in part), None) if kind is None else kind
 
 
 def _template_calls(calls: Any, param: str) -> list[dict[str, Any]]:

@@ -54,7 +54,7 @@ REFUSED: Mapping[str, RefusedField] = {
     "kv_transfer_params": RefusedField("pages travel between pools by themselves", ({},)),
     "length_penalty": RefusedField("there is no beam search; use 'n' with a temperature", (1,)),
     "logits_processors": RefusedField("use 'logit_bias', 'bad_words' or 'allowed_token_ids'", ([],)),
-    "media_io_kwargs": RefusedField("the server's --media-io-kwargs hold for all requests", ({},)),
+    "media_io_kwargs": RefusedField("completions are text alone; use /v1/chat/completions", ({},)),
     "mm_processor_kwargs": RefusedField("the server's --mm-processor-kwargs hold for all requests", ({},)),
     "modalities": RefusedField(_TEXT_ONLY, (["text"],)),
     "moderation": RefusedField("there is no moderation model; call one yourself"),

@@ -4,9 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
+from crossdock.cluster.api.body.video_reading import VideoReading
 from crossdock.cluster.api.errors import ApiError
 
-Detail: TypeAlias = Literal["auto", "low", "high"]
+Detail: TypeAlias = Literal["auto", "low", "high", "original"]
 Kind: TypeAlias = Literal["image", "video"]
 TYPES = ("image_url", "input_image")  # of OpenAI's chats, and of its Responses
 VIDEO_TYPES = ("video_url",)  # of vLLM's chats
@@ -32,21 +33,25 @@ class Picture:
     param: str  # the part of the body that gives it, which errors name
     detail: Detail = "auto"
     kind: Kind = "image"
+    reading: VideoReading | None = None  # of a video; None: as the server reads them
 
 
 def picture_of(part: Mapping[str, Any], param: str) -> Picture:
     """Return the picture of a part of the type `image_url` or `input_image`. Raises ApiError, which names the field."""
     given = part.get("image_url")
-    where = f"{param}.image_url"
+    where, owner = f"{param}.image_url", param  # of the URL, and of the detail
     if isinstance(given, Mapping):
-        url, detail, where = given.get("url"), given.get("detail", part.get("detail")), f"{where}.url"
+        url, detail = given.get("url"), given.get("detail")
+        where, owner = f"{where}.url", where
     else:
-        url, detail = given, part.get("detail")
+        url, detail = given, None
+    if detail is None:
+        detail, owner = part.get("detail"), param
     if part.get("file_id") is not None:
         raise wrong_picture(f"{param}.file_id", "files are not stored here; send the picture itself as 'image_url'")
     if not isinstance(url, str) or not url:
         raise wrong_picture(where, "it must be a URL: data:, https: or http:")
-    return Picture(url, param, detail_of(detail, f"{param}.detail"))
+    return Picture(url, param, detail_of(detail, f"{owner}.detail"))
 
 
 def video_of(part: Mapping[str, Any], param: str) -> Picture:
@@ -64,7 +69,7 @@ def detail_of(value: Any, param: str) -> Detail:
     if value is None:
         return "auto"
     if value not in get_args(Detail):
-        raise wrong_picture(param, "it must be 'auto', 'low' or 'high'")
+        raise wrong_picture(param, "it must be 'auto', 'low', 'high' or 'original'")
     detail: Detail = value
     return detail
 

@@ -1,12 +1,14 @@
 """The settings of the HTTP API."""
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from crossdock.cluster.api.body.parser_names import AUTO, REASONING_PARSERS, TOOL_PARSERS, family_of
+from crossdock.cluster.api.body.video_reading import VideoReading
 from crossdock.cluster.api.http.keys import ApiKey
 
 OPEN_TO_OTHERS = (
@@ -26,15 +28,6 @@ NOT_TEMPLATE_VARIABLES = frozenset(  # requests have fields of their own for the
         "tools",
     }
 )
-
-
-class VideoReading(BaseModel):
-    """Which frames of a video a model is shown; the names are vLLM's."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    num_frames: int = Field(32, ge=1, le=768, description="Most frames, sampled evenly from the first to the last.")
-    fps: float | None = Field(None, gt=0, le=1000, description="Frames a second; of frames sent singly: their rate, 1.")
 
 
 class HttpConfig(BaseModel):
@@ -131,7 +124,7 @@ class HttpConfig(BaseModel):
         2 << 30,
         ge=1 << 20,
         description="Memory of an ingress for the pictures and videos of all requests, as files and as tensors; more "
-        "get 429. One request may have half of it.",
+        "get 429. One API key, and one request, may have half of it.",
     )
 
     enable_auto_tool_choice: bool = Field(
@@ -163,6 +156,14 @@ class HttpConfig(BaseModel):
             if re.fullmatch(r"\.?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*", domain) is None:
                 raise ValueError(f"{domain!r} is not the name of a host, such as images.example or .example")
         return tuple(domain.lower() for domain in domains)
+
+    @field_validator("limit_mm_per_prompt", mode="before")
+    @classmethod
+    def _only_counts(cls, limits: Any) -> Any:
+        """Return numbers. vLLM's other form gives the size of a picture beside its `count`, to measure memory alone."""
+        if not isinstance(limits, Mapping):
+            return limits
+        return {kind: limit.get("count") if isinstance(limit, Mapping) else limit for kind, limit in limits.items()}
 
     @field_validator("limit_mm_per_prompt")
     @classmethod

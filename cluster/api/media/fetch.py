@@ -12,8 +12,10 @@ import re
 import socket
 import stat
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 from urllib.parse import unquote, unquote_to_bytes
 
 import httpx
@@ -22,13 +24,15 @@ from crossdock.cluster.api.body.pictures import Picture, wrong_picture
 from crossdock.cluster.api.errors import ApiError
 from crossdock.cluster.api.media.addresses import AllowedHosts, is_public
 from crossdock.cluster.api.media.sent_frames import MOST_JOINED, join_frames
+from crossdock.cluster.api.media.turns import Turns
 
 Resolve: TypeAlias = Callable[[str, int], Awaitable[Sequence[str]]]
 """Returns the IP addresses of a host. Raises OSError where there are none."""
 
 _MOST_REDIRECTS = 2
 _MOST_URL_CHARS = 8192
-_MOST_AT_ONCE = 16  # fetches of one ingress from hosts, and as many from files; each holds the bytes of one picture
+_MOST_FETCHES = 32  # of one ingress from hosts; each holds the bytes of one picture. A key alone has 16, 8 of a host.
+_MOST_READS = 16  # of files
 _LONG_DATA = 1 << 16  # characters of base64; 50 µs. Longer data leave the event loop for a thread.
 _DATA_URL = re.compile(r"data:(?P<type>[^;,]{0,127})(?P<parameters>(?:;[^;,]{0,127}){0,8}),", re.ASCII)
 _EXAMPLES = {"image": "data:image/png;base64,…", "video": "data:video/mp4;base64,…"}
@@ -55,23 +59,32 @@ class PictureFetcher:
         self._folder = folder
         self._most_bytes = most_bytes
         self._timeout_s = timeout_s
-        self._resolve = resolve or _resolve
+        self._resolve = resolve or self._look_up
         self._is_allowed = is_allowed
-        self._slots = asyncio.Semaphore(_MOST_AT_ONCE)
-        self._file_slots = asyncio.Semaphore(_MOST_AT_ONCE)  # their own: a slow host delays no file
+        self._turns = Turns(_MOST_FETCHES, leaves_some=True)
+        self._file_turns = Turns(_MOST_READS)  # their own: a slow host delays no file
+        # Threads of their own, which start when they are needed: texts are tokenised in the event loop's.
+        self._name_threads = ThreadPoolExecutor(_MOST_FETCHES, "picture-names")
+        self._file_threads = ThreadPoolExecutor(_MOST_READS, "picture-files")
+        self._tls = httpx.create_ssl_context(trust_env=False) if hosts else None  # 50 ms each, so one for all
 
-    async def fetch(self, picture: Picture) -> bytes:
-        """Return the bytes of a picture's file. Raises ApiError, which names the part."""
+    async def fetch(self, picture: Picture, tenant: str = "") -> bytes:
+        """Return the bytes of a picture's file. Raises ApiError, which names the part.
+
+        `tenant`: whose picture this is. Tenants take turns, and neither one of them nor one host gets all fetches.
+        """
         scheme = picture.url[:16].partition(":")[0].lower()
         if scheme == "data":
             return await self._data(picture)
         if len(picture.url) > _MOST_URL_CHARS:
             raise wrong_picture(picture.param, f"its URL has more than {_MOST_URL_CHARS} characters")
         if scheme in ("http", "https"):
-            return await self._from_host(picture)
+            return await self._from_host(picture, tenant)
         if scheme == "file":
-            async with self._file_slots:
-                return await asyncio.to_thread(self._from_file, picture)
+            await self._file_turns.acquire(tenant)
+            reading = asyncio.get_running_loop().run_in_executor(self._file_threads, self._from_file, picture)
+            self._file_turns.release_after(reading, tenant)
+            return await asyncio.shield(reading)
         raise wrong_picture(picture.param, "its URL must begin with data:, https: or http:")
 
     async def _data(self, picture: Picture) -> bytes:
@@ -98,26 +111,36 @@ class PictureFetcher:
             raise wrong_picture(picture.param, "its data URL is not base64") from None
         return self._checked(data, picture)
 
-    async def _from_host(self, picture: Picture) -> bytes:
+    async def _from_host(self, picture: Picture, tenant: str) -> bytes:
         if not self._hosts:
             reason = f"this server fetches nothing from URLs; send it as a data URL ({_EXAMPLES[picture.kind]})"
             raise wrong_picture(picture.param, reason)
+        url = self._checked_url(picture.url, picture)
+        host = _host(url)
+        await self._turns.acquire(tenant, host)
+        lookups = list[asyncio.Future[Sequence[str]]]()
         try:
-            async with self._slots, asyncio.timeout(self._timeout_s):
-                return await self._follow(picture)
+            async with asyncio.timeout(self._timeout_s):
+                return await self._follow(url, picture, lookups)
         except TimeoutError:
             reason = f"it was not fetched within {self._timeout_s:g} s"
             raise wrong_picture(picture.param, reason) from None
         except (httpx.HTTPError, httpx.InvalidURL, OSError):
             raise wrong_picture(picture.param, "it cannot be fetched: its host does not answer as expected") from None
+        finally:
+            # A lookup that has begun cannot be stopped: its thread counts as a fetch to its end.
+            self._turns.release_after(asyncio.gather(*lookups, return_exceptions=True), tenant, host)
 
-    async def _follow(self, picture: Picture) -> bytes:
-        """Fetch a URL, and what it redirects to. Every URL on the way is checked like the first."""
-        url = self._checked_url(picture.url, picture)
+    async def _follow(self, url: httpx.URL, picture: Picture, lookups: "list[asyncio.Future[Sequence[str]]]") -> bytes:
+        """Fetch a URL, and what it redirects to. Every URL on the way is checked like the first.
+
+        `lookups`: the list to which those of names are added.
+        """
         limits = httpx.Limits(max_connections=1, max_keepalive_connections=0)
-        async with httpx.AsyncClient(trust_env=False, timeout=self._timeout_s, limits=limits) as client:
+        options: dict[str, Any] = {"trust_env": False, "timeout": self._timeout_s, "limits": limits}
+        async with httpx.AsyncClient(verify=self._tls or True, **options) as client:
             for _ in range(_MOST_REDIRECTS + 1):
-                address = await self._address(url, picture)
+                address = await self._address(url, picture, lookups)
                 request = client.build_request(
                     "GET",
                     url.copy_with(host=address),
@@ -152,9 +175,11 @@ class PictureFetcher:
             raise wrong_picture(picture.param, "its URL names a host that this server does not fetch pictures from")
         return url
 
-    async def _address(self, url: httpx.URL, picture: Picture) -> str:
+    async def _address(self, url: httpx.URL, picture: Picture, lookups: "list[asyncio.Future[Sequence[str]]]") -> str:
         """Look a host up, once. Returns an address to connect to, after all its addresses have been checked."""
-        addresses = await self._resolve(_host(url), url.port or (443 if url.scheme == "https" else 80))
+        port = url.port or (443 if url.scheme == "https" else 80)
+        lookups.append(asyncio.ensure_future(self._resolve(_host(url), port)))
+        addresses = await asyncio.shield(lookups[-1])
         if not addresses or not all(map(self._is_allowed, addresses)):
             raise wrong_picture(picture.param, "its URL names a host that this server does not fetch pictures from")
         return min(addresses, key=lambda address: ":" in address)  # IPv4 first: not every machine has a way for IPv6
@@ -175,6 +200,12 @@ class PictureFetcher:
                 raise self._too_large(picture)
             parts.append(part)
         return self._checked(b"".join(parts), picture)
+
+    async def _look_up(self, host: str, port: int) -> Sequence[str]:
+        # As bytes: as text, a label that is empty or too long would be no OSError.
+        look_up = partial(socket.getaddrinfo, host.encode("ascii"), port, type=socket.SOCK_STREAM)
+        found = await asyncio.get_running_loop().run_in_executor(self._name_threads, look_up)
+        return list(dict.fromkeys(str(address[0]) for *_, address in found))
 
     def _from_file(self, picture: Picture) -> bytes:
         """Read a file below the named folder. What is opened is checked after symbolic links have been followed."""
@@ -228,8 +259,3 @@ def _from_base64(text: str) -> bytes:
 def _from_frames(text: str) -> bytes:
     """Return the frames of a video, which a `video/jpeg` URL has as base64 with commas between."""
     return join_frames([base64.b64decode(frame, validate=True) for frame in text.split(",")])
-
-
-async def _resolve(host: str, port: int) -> Sequence[str]:
-    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return list(dict.fromkeys(str(address[0]) for *_, address in found))

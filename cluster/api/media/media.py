@@ -3,7 +3,6 @@
 import asyncio
 import hashlib
 import time
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -18,20 +17,15 @@ from crossdock.cluster.api.errors import ApiError
 from crossdock.cluster.api.media.addresses import AllowedHosts
 from crossdock.cluster.api.media.families import NoPictures, read_family
 from crossdock.cluster.api.media.fetch import PictureFetcher
+from crossdock.cluster.api.media.kept_pictures import KeptPictures
 from crossdock.cluster.api.media.memory import PictureMemory
 from crossdock.cluster.api.media.processes import PictureProcesses, PicturesBusy, ReadyPicture, UnusablePicture
+from crossdock.cluster.api.media.request_sizes import KINDS, PART_OF_VIDEOS, RequestSizes
+from crossdock.cluster.api.media.shares import Shares
 from crossdock.cluster.api.media.video_families import read_video_family
 from crossdock.workers.schedule.items import Item
 
-_KINDS: Mapping[Kind, str] = {"image": "pictures", "video": "videos"}
-_HINTS: Mapping[Kind, str] = {
-    "image": "Use smaller pictures, or 'detail': 'low'.",
-    "video": "Use smaller videos, or send fewer frames of them as data:video/jpeg.",
-}
 _MOST_WAITING = 256  # pictures of one ingress that are being processed or wait for that; so many videos, too
-_PART_OF_TENANT = 2  # one tenant's pictures may take the places to wait divided by this
-_PART_OF_VIDEOS = 2  # files of videos that wait may take the memory for pictures divided by this
-_PART_OF_ONE = 2  # one request's pictures may take the memory for pictures divided by this
 _RETRY_S = 2
 _COUNTS = (1, 2, 4, 8, 16, 32, 64)
 _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0)
@@ -107,15 +101,15 @@ class Media:
         self.why_no_videos = "this server takes none (--limit-mm-per-prompt)"  # empty: requests may have some
         if limits.most_videos:
             self._open_videos(model, names, settings)
-        self._cache: OrderedDict[bytes, ReadyPicture] = OrderedDict()
-        self._cached_bytes = 0
         self._memory = PictureMemory(limits.memory_bytes)
-        self._waiting_videos = PictureMemory(limits.memory_bytes // _PART_OF_VIDEOS)
+        self._waiting_videos = PictureMemory(limits.memory_bytes // PART_OF_VIDEOS)
+        self._kept = KeptPictures(limits.cache_bytes, self._memory)
         self._running: dict[bytes, _Work] = {}
+        self._places = {kind: Shares(_MOST_WAITING) for kind in KINDS}
         self._metrics = metrics or PictureMetrics(CollectorRegistry())
 
     def _open_videos(self, model: Path, names: Mapping[int, str], settings: Mapping[str, Any]) -> None:
-        """Start a process of videos, if the model sees them: one, so that videos never delay pictures."""
+        """Start processes of videos, if the model sees them: their own, so that videos never delay pictures."""
         try:
             family = read_video_family(model, names, self._limits.arguments).family
         except NoPictures as reason:
@@ -126,19 +120,19 @@ class Media:
             return
         self.places["video"] = Place(family.written, family.placeholder, family.placeholder_id)
         sampled = {**settings, "kind": "video", "sampling": dict(self._limits.sampling)}
-        self._processes["video"] = PictureProcesses(sampled, 1)
+        self._processes["video"] = PictureProcesses(sampled)
         self.why_no_videos = ""
 
     def check(self, pictures: Sequence[Picture]) -> None:
         """Raise ApiError, which names the part at fault, for too many pictures or videos of one request, or a kind that
         the model does not see.
         """
-        for kind in _KINDS:
+        for kind in KINDS:
             own, most = [picture for picture in pictures if picture.kind == kind], self._limits.most(kind)
             if own and kind not in self.places:
                 raise wrong_picture(own[0].param, f"videos cannot be used: {self.why_no_videos}")
             if len(own) > most:
-                reason = f"the request has {len(own)} {_KINDS[kind]}, more than the {most} that are accepted"
+                reason = f"the request has {len(own)} {KINDS[kind]}, more than the {most} that are accepted"
                 raise wrong_picture(own[most].param, reason)
 
     async def prepare(
@@ -152,14 +146,17 @@ class Media:
                 work on all others. None: the prompt is only counted.
             salt: only requests with the same one share processed pictures. Otherwise the response time would show that
                 another tenant has sent a picture.
-            tenant: whose pictures these are. Tenants take turns, and none may take all places to wait.
+            tenant: whose pictures these are. Tenants take turns, and each has a share of the memory and of the places
+                to wait. Empty where no keys are in use.
         """
         self._metrics.counts.observe(len(pictures))
         refused: ApiError | None = None
-        sizes = _Sizes(most_rows, self._limits.memory_bytes // _PART_OF_ONE)
+        sizes = RequestSizes(most_rows, self._limits.memory_bytes)
 
         async def prepared(picture: Picture) -> ReadyPicture:
-            ready = await self._prepared(picture, salt, tenant)
+            data = await self._fetcher.fetch(picture, tenant)
+            sizes.add_file(data, picture)
+            ready = await self._prepared(data, picture, salt, tenant)
             sizes.add(ready, picture)
             return ready
 
@@ -199,35 +196,32 @@ class Media:
         """Return the token that stands for one row, by the kind of item that has it."""
         return {kind: place.token_id for kind, place in self.places.items()}
 
-    async def _prepared(self, picture: Picture, salt: str, tenant: str) -> ReadyPicture:
-        data = await self._fetcher.fetch(picture)
-        key = await asyncio.to_thread(_key, data, picture, salt)
-        if (found := self._cache.get(key)) is not None:
-            self._cache.move_to_end(key)
-            self._metrics.hits.inc()
-            return found
+    async def _prepared(self, data: bytes, picture: Picture, salt: str, tenant: str) -> ReadyPicture:
         try:
-            self._make_room(len(data))
+            self._kept.make_room(len(data), tenant)
             with ExitStack() as counted:
-                counted.enter_context(self._memory.file(data))
+                counted.enter_context(self._memory.file(data, tenant))
+                key = await asyncio.to_thread(_key, data, picture, salt)
+                if (found := self._kept.get(key)) is not None:
+                    self._metrics.hits.inc()
+                    return found
                 if picture.kind == "video":  # videos are slow: those that wait leave room for pictures
-                    counted.enter_context(self._waiting_videos.file(data))
+                    counted.enter_context(self._waiting_videos.file(data, tenant))
                 return await self._processed(key, data, picture, tenant)
         except UnusablePicture as error:
             raise wrong_picture(picture.param, str(error)) from None
-        except PicturesBusy:
-            raise _busy() from None
+        except PicturesBusy as error:
+            raise _busy(picture, str(error)) from None
 
     async def _processed(self, key: bytes, data: bytes, picture: Picture, tenant: str) -> ReadyPicture:
         """Process a picture, or wait for another request that does. The work ends when none waits for it any more."""
         work = self._running.get(key)
         if work is None:
-            tenants = [other.tenant for other in self._running.values() if other.kind == picture.kind]
-            if len(tenants) >= _MOST_WAITING or tenants.count(tenant) >= _MOST_WAITING // _PART_OF_TENANT:
-                raise PicturesBusy("too many pictures wait")
-            task = asyncio.create_task(self._process(key, data, picture, tenant))
-            work = self._running[key] = _Work(task, picture.kind, tenant)
-            work.task.add_done_callback(partial(self._end, key, work))
+            self._check_place(picture.kind, tenant)
+            self._places[picture.kind].take(tenant, 1)
+            work = _Work(asyncio.create_task(self._process(key, data, picture, tenant)))
+            self._running[key] = work
+            work.task.add_done_callback(partial(self._end, key, work, picture.kind, tenant))
         else:
             self._metrics.hits.inc()
         work.num_waiting += 1
@@ -239,38 +233,32 @@ class Media:
                 work.task.cancel()
                 self._running.pop(key)
 
+    def _check_place(self, kind: Kind, tenant: str) -> None:
+        """Raise PicturesBusy where too many wait, of all tenants or of this one."""
+        if self._places[kind].room("") < 1:
+            raise PicturesBusy(f"{_MOST_WAITING} {KINDS[kind]} wait already")
+        if self._places[kind].room(tenant) < 1:
+            raise PicturesBusy(f"the {KINDS[kind]} of this API key that wait have its share of {_MOST_WAITING} places")
+
     async def _process(self, key: bytes, data: bytes, picture: Picture, tenant: str) -> ReadyPicture:
         started = time.monotonic()
-        ready = await self._processes[picture.kind].prepare(data, picture.detail, tenant)
+        asked: dict[str, Any] = {"data": data, "detail": picture.detail}
+        if picture.reading is not None:
+            asked["sampling"] = picture.reading.model_dump()
+        ready = await self._processes[picture.kind].prepare(asked, tenant)
         self._metrics.seconds.observe(time.monotonic() - started)
-        self._make_room(ready.num_bytes)
-        self._memory.add(ready)
-        self._keep(key, ready)
+        self._kept.make_room(ready.num_bytes, tenant)
+        self._memory.add(ready, tenant)
+        self._kept.keep(key, ready, tenant)
         return ready
 
-    def _end(self, key: bytes, work: "_Work", task: "asyncio.Task[ReadyPicture]") -> None:
+    def _end(self, key: bytes, work: "_Work", kind: Kind, tenant: str, task: "asyncio.Task[ReadyPicture]") -> None:
         """Remove work that has ended. Its error may have no reader left."""
+        self._places[kind].release(tenant, 1)
         if self._running.get(key) is work:
             del self._running[key]
         if not task.cancelled():
             task.exception()
-
-    def _make_room(self, num_bytes: int) -> None:
-        """Drop kept pictures, those that were not used for longest first, until so many bytes more fit."""
-        while self._cache and self._memory.lacks(num_bytes):
-            self._drop_oldest()
-
-    def _keep(self, key: bytes, ready: ReadyPicture) -> None:
-        """Keep a picture, instead of those that were not used for longest."""
-        if ready.num_bytes > self._limits.cache_bytes:
-            return
-        self._cache[key] = ready
-        self._cached_bytes += ready.num_bytes
-        while self._cached_bytes > self._limits.cache_bytes:
-            self._drop_oldest()
-
-    def _drop_oldest(self) -> None:
-        self._cached_bytes -= self._cache.popitem(last=False)[1].num_bytes
 
 
 @dataclass(slots=True, eq=False)
@@ -278,31 +266,7 @@ class _Work:
     """One picture that is being processed or waits for that."""
 
     task: "asyncio.Task[ReadyPicture]"
-    kind: Kind
-    tenant: str  # who asked for it first
     num_waiting: int = 0  # pictures of requests
-
-
-class _Sizes:
-    """The sizes of a request's pictures so far, and their bounds."""
-
-    def __init__(self, most_rows: int | None, most_bytes: int) -> None:
-        self._most_rows, self._most_bytes = most_rows, most_bytes
-        self._rows = self._bytes = 0
-
-    def add(self, ready: ReadyPicture, picture: Picture) -> None:
-        """Count one picture more. Raises ApiError where all together are too large."""
-        self._rows += ready.num_rows
-        self._bytes += ready.num_bytes
-        if self._most_rows is not None and self._rows > self._most_rows:
-            kind, hint = _KINDS[picture.kind], _HINTS[picture.kind]
-            reason = f"the {kind} have at least {self._rows} tokens; this model's context has {self._most_rows}"
-            text = f"Invalid value for '{picture.param}': {reason}. {hint}"
-            raise ApiError(text, param=picture.param, code="context_length_exceeded")
-        if self._bytes > self._most_bytes:
-            most = f"{self._most_bytes >> 20} MiB once they are decoded"
-            reason = f"the {_KINDS[picture.kind]} of the request take more than {most}"
-            raise wrong_picture(picture.param, reason)
 
 
 class PictureMetrics:
@@ -358,7 +322,8 @@ def place(
 
 def _key(data: bytes, picture: Picture, salt: str) -> bytes:
     kind = b"video" if picture.kind == "video" else b"low" if picture.detail == "low" else b"whole"
-    key = hashlib.blake2b(salt.encode(), digest_size=32).digest()
+    reading = "" if picture.reading is None else picture.reading.model_dump_json()
+    key = hashlib.blake2b(f"{reading}|{salt}".encode(), digest_size=32).digest()
     return hashlib.blake2b(data, digest_size=16, key=key, person=kind).digest()
 
 
@@ -368,7 +333,9 @@ def _first(errors: BaseExceptionGroup[ApiError]) -> ApiError:
     return _first(error) if isinstance(error, BaseExceptionGroup) else error
 
 
-def _busy() -> ApiError:
-    reason = "Too many pictures are being processed. Try again later."
+def _busy(picture: Picture, reason: str) -> ApiError:
+    text = f"'{picture.param}' cannot be processed now: {reason}. Try again later."
     headers = {"Retry-After": str(_RETRY_S)}
-    return ApiError(reason, status=429, kind="rate_limit_error", code="rate_limit_exceeded", headers=headers)
+    return ApiError(
+        text, status=429, kind="rate_limit_error", param=picture.param, code="rate_limit_exceeded", headers=headers
+    )

@@ -6,42 +6,53 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from crossdock.cluster.api.media.processes import PicturesBusy, ReadyPicture
+from crossdock.cluster.api.media.shares import Shares
 
 
 class PictureMemory:
     """Counts the bytes of fetched files and of tensors, from where they are made until nothing holds them."""
 
     def __init__(self, most_bytes: int) -> None:
-        self.most_bytes = most_bytes
-        self._num_bytes = 0
-        self._freed: deque[int] = deque()  # any thread may drop the last reference to a tensor
+        self._shares = Shares(most_bytes)
+        self._freed: deque[tuple[str, int]] = deque()  # any thread may drop the last reference to a tensor
 
     @property
     def num_bytes(self) -> int:
         """Return the bytes in use."""
-        while self._freed:
-            self._num_bytes -= self._freed.popleft()
-        return self._num_bytes
+        return self._counted().num_used
 
-    def lacks(self, num_bytes: int) -> bool:
-        """Return whether so many bytes more are too many."""
-        return self.num_bytes + num_bytes > self.most_bytes
+    def lacks(self, num_bytes: int, tenant: str = "", *, kept: int = 0, kept_of_tenant: int = 0) -> bool:
+        """Return whether so many bytes more are too many for a tenant.
+
+        `kept`: bytes of kept pictures that could be dropped before, of them so many the tenant's.
+        """
+        return num_bytes > self._counted().room(tenant, freed=kept, freed_of_owner=kept_of_tenant)
 
     @contextmanager
-    def file(self, data: bytes) -> Iterator[None]:
+    def file(self, data: bytes, tenant: str = "") -> Iterator[None]:
         """Count a file while it waits and is processed. Raises PicturesBusy where there is no memory for it."""
-        if self.lacks(len(data)):
-            raise PicturesBusy("the pictures of running requests take all memory for pictures")
-        self._num_bytes += len(data)
+        self._check(len(data), tenant)
+        self._shares.take(tenant, len(data))
         try:
             yield
         finally:
-            self._num_bytes -= len(data)
+            self._shares.release(tenant, len(data))
 
-    def add(self, ready: ReadyPicture) -> None:
+    def add(self, ready: ReadyPicture, tenant: str = "") -> None:
         """Count a picture until its tensors are dropped. Raises PicturesBusy where there is no memory for it."""
-        if self.lacks(ready.num_bytes):
-            raise PicturesBusy("the pictures of running requests take all memory for pictures")
+        self._check(ready.num_bytes, tenant)
         for tensor in ready.tensors.values():
-            self._num_bytes += tensor.nbytes
-            weakref.finalize(tensor, self._freed.append, tensor.nbytes).atexit = False
+            self._shares.take(tenant, tensor.nbytes)
+            weakref.finalize(tensor, self._freed.append, (tenant, tensor.nbytes)).atexit = False
+
+    def _check(self, num_bytes: int, tenant: str) -> None:
+        """Raise PicturesBusy, which says whether the whole memory lacks so many bytes or the tenant's share does."""
+        if self.lacks(num_bytes):
+            raise PicturesBusy("the pictures and videos of running requests take all memory for these")
+        if self.lacks(num_bytes, tenant):
+            raise PicturesBusy("the pictures and videos of this API key take its share of the memory for these")
+
+    def _counted(self) -> Shares:
+        while self._freed:
+            self._shares.release(*self._freed.popleft())
+        return self._shares

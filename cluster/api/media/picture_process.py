@@ -14,26 +14,26 @@ from typing import Any, BinaryIO
 
 from crossdock.cluster.api.media.decoding import BadPicture
 from crossdock.cluster.api.media.preparation import Preparation, VideoPreparation
-from crossdock.workers.sandbox.frames import read_frame, write_frame
 from crossdock.workers.sandbox.limited_child import ChildFailed, Limits, run_limited, sandbox_main
+from crossdock.workers.sandbox.messages import questions, read_message, write_message
 
 _MOST_REASON_CHARS = 200
 
 
 def serve(requests: BinaryIO, answers: BinaryIO) -> None:
     """Prepare one picture or video after the other until `requests` ends."""
-    settings = read_frame(requests)
+    settings = read_message(requests)
     if settings is None:
         return
     try:
         prepare = VideoPreparation(settings) if settings["kind"] == "video" else Preparation(settings)
     except Exception as error:  # transformers raises errors of many kinds
-        write_frame(answers, {"unsupported": f"{type(error).__name__}: {error}"[:_MOST_REASON_CHARS]})
+        write_message(answers, {"unsupported": f"{type(error).__name__}: {error}"[:_MOST_REASON_CHARS]})
         return
-    write_frame(answers, prepare.tried())
+    write_message(answers, prepare.tried())
     limits = Limits(**settings["limits"])
-    while (asked := read_frame(requests)) is not None:
-        write_frame(answers, _answer(requests, prepare, asked, limits))
+    for asked in questions(requests):
+        write_message(answers, _answer(requests, prepare, asked, limits))
 
 
 def _answer(

@@ -88,7 +88,8 @@ class VideoPreparation:
     def __call__(self, asked: Mapping[str, Any]) -> dict[str, Any]:
         """Return the encoder's tensors for a video, and what replaces it in the prompt."""
         video = self._video
-        clip = read_clip(asked["data"], self._sampling, self._most_pixels, video.resize, video.resample)
+        sampling = Sampling(**asked["sampling"]) if "sampling" in asked else self._sampling
+        clip = read_clip(asked["data"], sampling, self._most_pixels, video.resize, video.resample)
         outputs = video.join([self._processor(frame) for frame in clip.frames], clip)
         return _answer(video.family, video.kind, outputs, self._processor.levels)
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import queue
-from collections import OrderedDict, deque
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -12,8 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crossdock.cluster.api.media.families import NoPictures
+from crossdock.cluster.api.media.turns import Turns
+from crossdock.workers.sandbox.interruption import Interruption
 from crossdock.workers.sandbox.limited_child import Limits
-from crossdock.workers.sandbox.sandbox import Sandbox, SandboxBusy
+from crossdock.workers.sandbox.sandbox import Sandbox, SandboxBusy, SandboxInterrupted
 
 LIMITS = {  # of one picture or video: 32 million pixels take 2 s, a frame of 1080 lines about 7 ms
     "image": Limits(cpu_seconds=8.0, wall_seconds=20.0, memory_bytes=2 << 30),
@@ -21,7 +22,7 @@ LIMITS = {  # of one picture or video: 32 million pixels take 2 s, a frame of 10
 }
 
 _MODULE = "crossdock.cluster.api.media.picture_process"
-_PROCESSES = 2  # about 70 MiB each; one slow picture does not stop all others
+_PROCESSES = 2  # of each kind, about 70 MiB each; one slow picture does not stop all others
 _START_PATIENCE_S = 60.0  # a start takes three seconds on an idle machine
 _ENVIRONMENT = {  # transformers would advise to install torch
     **dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
@@ -30,7 +31,7 @@ _ENVIRONMENT = {  # transformers would advise to install torch
 
 
 class PicturesBusy(RuntimeError):
-    """There is no answer: the machine was too slow, or the process ended. Another attempt may succeed."""
+    """There is no answer, but another attempt may succeed. The message gives the reason, for the client."""
 
 
 class UnusablePicture(ValueError):
@@ -61,17 +62,18 @@ class ReadyPicture:
 class PictureProcesses:
     """Prepares pictures, or videos, in processes of their own. For one event loop."""
 
-    def __init__(self, settings: Mapping[str, Any], num_processes: int = _PROCESSES) -> None:
+    def __init__(self, settings: Mapping[str, Any]) -> None:
         """`settings`: `kind`, image or video; `folder` of the model, `names` of its added tokens by id, `arguments` of
         its image processor, `most_pixels` of a picture or of a frame; of videos also `sampling`, by `Sampling`'s names.
         """
         self._idle: queue.SimpleQueue[PictureProcess] = queue.SimpleQueue()
-        self._all = [PictureProcess(settings) for _ in range(num_processes)]
+        self._all = [PictureProcess(settings) for _ in range(_PROCESSES)]
         for process in self._all:
             process.start()
             self._idle.put(process)
-        self._threads = ThreadPoolExecutor(num_processes, "pictures")
-        self._turns = Turns(num_processes)  # so that no picture of a client that has left waits for a thread
+        self._threads = ThreadPoolExecutor(_PROCESSES, "pictures")
+        # Videos are slow: a tenant's never take both processes.
+        self._turns = Turns(_PROCESSES, leaves_some=settings["kind"] == "video")
 
     def wait_until_ready(self) -> None:
         """Wait until a process can prepare pictures, for seconds. Raises as `PictureProcess` does."""
@@ -82,23 +84,31 @@ class PictureProcesses:
         """Return the ids of the processes that run."""
         return [process.pid for process in self._all if process.pid is not None]
 
-    async def prepare(self, data: bytes, detail: str, tenant: str = "") -> ReadyPicture:
-        """Return a picture as the encoder reads it.
+    async def prepare(self, asked: Mapping[str, Any], tenant: str = "") -> ReadyPicture:
+        """Return a picture as the encoder reads it. Where the caller is cancelled, the work on the picture ends.
 
-        `tenant`: whose picture this is.
+        `asked`: `data`, the file; `detail` of a picture; `sampling` of a video, where it is not the server's. `tenant`:
+        whose picture this is.
 
         Raises:
             UnusablePicture: it is none, or beyond the limits.
             PicturesBusy: there is no answer.
         """
         await self._turns.acquire(tenant)
+        interruption = Interruption()
         try:
-            future = asyncio.get_running_loop().run_in_executor(self._threads, self._prepare, data, detail)
+            future = asyncio.get_running_loop().run_in_executor(self._threads, self._prepare, asked, interruption)
         except RuntimeError:
-            self._turns.release()
-            raise PicturesBusy("the processes of pictures have ended") from None
-        future.add_done_callback(self._release)
-        return await asyncio.shield(future)  # a caller that leaves frees no thread
+            interruption.close()
+            self._turns.release(tenant)
+            raise PicturesBusy("this server ends") from None
+        future.add_done_callback(lambda _: interruption.close())
+        self._turns.release_after(future, tenant)
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            interruption.set()  # the thread and the process are free in a moment
+            raise
 
     def close(self) -> None:
         """End the processes."""
@@ -106,62 +116,12 @@ class PictureProcesses:
         for process in self._all:
             process.end()
 
-    def _release(self, future: "asyncio.Future[ReadyPicture]") -> None:
-        """Let the next picture have the thread. The error of a caller that has left has no reader."""
-        self._turns.release()
-        if not future.cancelled():
-            future.exception()
-
-    def _prepare(self, data: bytes, detail: str) -> ReadyPicture:
+    def _prepare(self, asked: Mapping[str, Any], interruption: Interruption) -> ReadyPicture:
         process = self._idle.get()
         try:
-            return process.prepare(data, detail)
+            return process.prepare(asked, interruption)
         finally:
             self._idle.put(process)
-
-
-class Turns:
-    """Slots that tenants take in turns: a hundred pictures of one tenant delay another's by one. For one event loop."""
-
-    def __init__(self, num_slots: int) -> None:
-        self._free = num_slots
-        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()  # the next tenant first
-
-    async def acquire(self, tenant: str) -> None:
-        """Wait for a slot."""
-        if self._free:
-            self._free -= 1
-            return
-        future = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(tenant, deque()).append(future)
-        try:
-            await future
-        except asyncio.CancelledError:
-            if future.cancelled():
-                self._forget(tenant, future)
-            else:  # the slot was given to a caller that has left
-                self.release()
-            raise
-
-    def release(self) -> None:
-        """Give a slot to the next tenant that waits."""
-        while self._waiting:
-            tenant, futures = self._waiting.popitem(last=False)
-            future = futures.popleft()
-            if futures:
-                self._waiting[tenant] = futures
-            if not future.done():
-                future.set_result(None)
-                return
-        self._free += 1
-
-    def _forget(self, tenant: str, future: "asyncio.Future[None]") -> None:
-        """Remove a caller that has left, so that its tenant does not lose a turn."""
-        futures = self._waiting.get(tenant)
-        if futures is not None and future in futures:
-            futures.remove(future)
-            if not futures:
-                del self._waiting[tenant]
 
 
 class PictureProcess:
@@ -201,12 +161,12 @@ class PictureProcess:
         if reason := answer.get("wrong_arguments"):
             raise ValueError(f"http.mm_processor_kwargs: the image processor refuses them: {reason}")
 
-    def prepare(self, data: bytes, detail: str) -> ReadyPicture:
+    def prepare(self, asked: Mapping[str, Any], interruption: Interruption) -> ReadyPicture:
         """Return a picture as the encoder reads it. Raises as `PictureProcesses.prepare` does."""
         try:
-            answer = self._sandbox.ask({"data": data, "detail": detail})
-        except SandboxBusy as busy:
-            raise PicturesBusy(str(busy)) from busy
+            answer = self._sandbox.ask(asked, interruption)
+        except (SandboxBusy, SandboxInterrupted) as busy:
+            raise PicturesBusy("this server has too little time for it now") from busy
         if error := answer.get("error"):
             raise UnusablePicture(error)
         tensors = {

@@ -121,6 +121,8 @@ class PromptEncoder:
         if self._media is None or not pictures:
             return Prompt(await encode(text))
         self._media.check(pictures)
+        if (reading := body.media_io_kwargs.get("video")) is not None and reading.model_fields_set:
+            pictures = [replace(each, reading=reading) if each.kind == "video" else each for each in pictures]
         kinds = [picture.kind for picture in pictures]
         places = self._media.places.items()
         pieces, found = _divided(text, {kind: place.written for kind, place in places if kind in kinds})

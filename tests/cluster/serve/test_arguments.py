@@ -54,6 +54,14 @@ def test_flags_of_others_get_one_line_each() -> None:
     assert [line.partition(":")[0] for line in lines] == ["--swap-space", "--enable-lora", "--hf-overrides"]
 
 
+def test_limits_of_pictures_may_have_vllms_sizes_beside_the_count() -> None:
+    limits = '{"image": 4, "video": {"count": 2, "num_frames": 32, "width": 512}}'
+    assert printed_config("--limit-mm-per-prompt", limits).http.limit_mm_per_prompt == {"image": 4, "video": 2}
+    result = run("config", "--limit-mm-per-prompt", '{"video": {"num_frames": 32}}')
+    assert result.exit_code != 0
+    assert "limit_mm_per_prompt.video" in result.output
+
+
 def test_file_of_flags_gives_what_the_command_line_leaves_out(tmp_path: Path) -> None:
     """vLLM's and SGLang's form of --config."""
     file = tmp_path / "vllm.yaml"

@@ -6,32 +6,32 @@ import struct
 import time
 from typing import Any, BinaryIO
 
-from crossdock.workers.sandbox.frames import read_frame, write_frame
 from crossdock.workers.sandbox.limited_child import ChildFailed, Limits, run_limited, sandbox_main
+from crossdock.workers.sandbox.messages import questions, read_message, write_message
 
 
 def serve(requests: BinaryIO, answers: BinaryIO) -> None:
-    settings = read_frame(requests)
+    settings = read_message(requests)
     if settings is None:
         return
     if settings.get("is_slow_to_start"):
         time.sleep(600)
-    write_frame(answers, {"pid": os.getpid()})
+    write_message(answers, {"pid": os.getpid()})
     limits = Limits(**settings["limits"])
-    while (asked := read_frame(requests)) is not None:
+    for asked in questions(requests):
         if asked.get("what") == "end the process":
             return
         if asked.get("what") == "stop the process":
             os.kill(os.getpid(), signal.SIGSTOP)
-        if asked.get("what") == "write no frame":
+        if asked.get("what") == "write no message":
             answers.write(struct.pack("<Q", 1) + b"\xc1")  # a byte that msgpack never writes
             answers.flush()
             continue
         try:
-            write_frame(answers, run_limited(lambda asked=asked: do(asked), requests, limits))  # type: ignore[misc]
+            write_message(answers, run_limited(lambda asked=asked: do(asked), requests, limits))  # type: ignore[misc]
         except ChildFailed as failed:
             flags = ("is_too_slow", "is_too_large", "is_too_deep")
-            write_frame(answers, {"failed": [flag for flag in flags if getattr(failed, flag)]})
+            write_message(answers, {"failed": [flag for flag in flags if getattr(failed, flag)]})
 
 
 def do(asked: dict[str, Any]) -> dict[str, Any]:

@@ -2,11 +2,15 @@
 
 import io
 import os
+import random
+import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import psutil
@@ -15,9 +19,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from crossdock.workers.sandbox import sandbox as sandbox_module
-from crossdock.workers.sandbox.frames import read_frame, write_frame
+from crossdock.workers.sandbox.interruption import Interruption
 from crossdock.workers.sandbox.limited_child import Limits
-from crossdock.workers.sandbox.sandbox import Sandbox, SandboxBusy
+from crossdock.workers.sandbox.messages import read_message, write_message
+from crossdock.workers.sandbox.sandbox import Sandbox, SandboxBusy, SandboxInterrupted
 
 LIMITS = Limits(cpu_seconds=0.3, wall_seconds=10.0, memory_bytes=256 << 20)
 
@@ -89,11 +94,102 @@ def test_process_that_ends_between_questions_is_replaced(sandbox: Sandbox) -> No
     assert second["echo"] == first["echo"]
 
 
-@pytest.mark.parametrize("what", ["end the process", "write no frame"])
+@pytest.mark.parametrize("what", ["end the process", "write no message"])
 def test_question_that_ends_the_process_twice_is_busy_and_the_next_is_answered(what: str, sandbox: Sandbox) -> None:
     with pytest.raises(SandboxBusy, match="ended twice"):
         sandbox.ask({"what": what})
     assert echo(sandbox)["echo"] == "a"
+
+
+@pytest.mark.parametrize("what", ["run for ever", "wait for ever"])
+def test_interrupted_question_ends_its_child_alone(what: str) -> None:
+    sandbox = new_sandbox(Limits(cpu_seconds=600.0, wall_seconds=600.0, memory_bytes=256 << 20))
+    first = sandbox.first_answer()
+    assert first is not None
+    process = psutil.Process(first["pid"])
+
+    def interrupt() -> None:
+        while not process.children():
+            time.sleep(0.001)
+        interruption.set()
+
+    with closing(Interruption()) as interruption:
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        with pytest.raises(SandboxInterrupted):
+            sandbox.ask({"what": what}, interruption)
+        thread.join()
+    assert process.children() == []
+    assert echo(sandbox)["echo"] == "a"
+    assert sandbox.pid == first["pid"]
+    sandbox.end()
+
+
+def test_question_that_was_interrupted_before_is_not_asked(sandbox: Sandbox) -> None:
+    with closing(Interruption()) as interruption:
+        interruption.set()
+        with pytest.raises(SandboxInterrupted):
+            sandbox.ask({"what": "end the process"}, interruption)  # while the process starts
+        first = sandbox.first_answer()
+        assert first is not None
+        with pytest.raises(SandboxInterrupted):
+            sandbox.ask({"what": "end the process"}, interruption)
+    assert sandbox.pid == first["pid"]
+    assert echo(sandbox)["echo"] == "a"
+
+
+def test_interrupts_at_any_time_reach_no_other_question(shared: Sandbox) -> None:
+    """Some come before the question, some while it is computed, some after its answer."""
+    draw, ends = random.Random(0), {"answer": 0, "interrupt": 0}
+    shared.start()
+    before = shared.pid
+    for number in range(200):
+        text = str(number) * draw.choice((1, 1 << 15))
+        with closing(Interruption()) as interruption:
+            timer = threading.Timer(draw.random() * 0.006, interruption.set)
+            timer.start()
+            try:
+                answer = shared.ask({"what": "echo", "text": text}, interruption)
+                assert answer["echo"] == text
+                ends["answer"] += 1
+            except SandboxInterrupted:
+                ends["interrupt"] += 1
+            finally:
+                timer.join()
+    assert min(ends.values()) > 0, ends
+    assert shared.pid == before
+
+
+def test_server_with_many_connections_interrupts_too(sandbox: Sandbox) -> None:
+    """Its descriptors have numbers beyond 1023."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(2048, hard), hard))
+    others = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        with closing(Interruption()) as interruption:
+            assert interruption.fileno() > 1023
+            assert sandbox.ask({"what": "echo", "text": "a"}, interruption)["echo"] == "a"
+            before = sandbox.pid
+            interruption.set()
+            with pytest.raises(SandboxInterrupted):
+                sandbox.ask({"what": "wait for ever"}, interruption)
+            assert sandbox.pid == before
+    finally:
+        for descriptor in others:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_interrupt_that_comes_right_behind_its_question_ends_it(sandbox: Sandbox) -> None:
+    """Both are in the pipe before the process reads: no buffer may hide the second one."""
+    first = sandbox.first_answer()
+    assert first is not None
+    os.kill(first["pid"], signal.SIGSTOP)
+    with closing(Interruption()) as interruption:
+        threading.Timer(0.05, interruption.set).start()
+        threading.Timer(0.1, os.kill, (first["pid"], signal.SIGCONT)).start()
+        with pytest.raises(SandboxInterrupted):
+            sandbox.ask({"what": "wait for ever"}, interruption)
 
 
 def test_process_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,10 +260,10 @@ def _runs(pid: int) -> bool:
 
 
 @given(st.recursive(st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.binary() | st.text(), st.lists))
-def test_frames_are_whole_or_none(message: Any) -> None:
+def test_messages_are_whole_or_none(message: Any) -> None:
     stream = io.BytesIO()
-    write_frame(stream, [message])
+    write_message(stream, [message])
     whole = stream.getvalue()
-    assert read_frame(io.BytesIO(whole)) == [message]
+    assert read_message(io.BytesIO(whole)) == [message]
     for size in {0, 7, 8, len(whole) - 1}:
-        assert read_frame(io.BytesIO(whole[:size])) is None
+        assert read_message(io.BytesIO(whole[:size])) is None

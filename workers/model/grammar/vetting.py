@@ -1,6 +1,6 @@
 """The vetting process: compiles each grammar in a child of its own, within limits of time, memory and stack.
 
-Run as `python -m` by `Vetter`. It reads frames from stdin, first the tokenizer, then grammars, and writes one answer
+Run as `python -m` by `Vetter`. It reads messages from stdin, first the tokenizer, then grammars, and writes one answer
 for each to stdout. It ends when stdin does.
 
 A grammar of a few kilobytes can make llguidance overflow the stack, or take minutes and gigabytes.
@@ -13,8 +13,8 @@ from typing import Any, BinaryIO
 from llguidance import LLMatcher, LLTokenizer
 
 from crossdock.workers.model.grammar.matcher import check, invalid, new_matcher, text_tokens
-from crossdock.workers.sandbox.frames import read_frame, write_frame
 from crossdock.workers.sandbox.limited_child import ChildFailed, Limits, memory_pages, run_limited, sandbox_main
+from crossdock.workers.sandbox.messages import questions, read_message, write_message
 from crossdock.workers.schedule.request import Grammar, InvalidField
 
 _STEPS = 8  # of a random text: some grammars fail after their first token
@@ -22,15 +22,15 @@ _STEPS = 8  # of a random text: some grammars fail after their first token
 
 def serve(requests: BinaryIO, verdicts: BinaryIO) -> None:
     """Vet one grammar after the other until `requests` ends."""
-    start = read_frame(requests)
+    start = read_message(requests)
     if start is None:
         return
     limits = Limits(**start["limits"])
     tokenizer = LLTokenizer(start["tokenizer"], eos_token=start["eos_token_ids"])
-    write_frame(verdicts, {"is_ready": True})
-    while (asked := read_frame(requests)) is not None:
+    write_message(verdicts, {"is_ready": True})
+    for asked in questions(requests):
         grammar = Grammar(asked["kind"], asked["source"])
-        write_frame(verdicts, _verdict(requests, tokenizer, grammar, limits))
+        write_message(verdicts, _verdict(requests, tokenizer, grammar, limits))
 
 
 def _verdict(requests: BinaryIO, tokenizer: LLTokenizer, grammar: Grammar, limits: Limits) -> dict[str, Any]:

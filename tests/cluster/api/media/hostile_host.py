@@ -81,6 +81,7 @@ class HostileHost:
         self._socket = socket.create_server((HOST, 0))
         self.port: int = self._socket.getsockname()[1]
         self.requests: list[str] = []
+        self.opens = threading.Event()  # /held waits for it
         self._thread = threading.Thread(target=self._accept, daemon=True)
 
     def __enter__(self) -> Self:
@@ -88,6 +89,7 @@ class HostileHost:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        self.opens.set()
         self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
         self._thread.join(5)
@@ -129,6 +131,9 @@ class HostileHost:
                 for _ in range(100):
                     wire.sendall(b"x")
                     time.sleep(0.1)
+            case "/held":
+                self.opens.wait(120)
+                _send(wire, encoded(picture()), status=query.get("status", ["200"])[0])
             case "/silent":
                 time.sleep(5)
             case "/headers":
@@ -151,5 +156,5 @@ class HostileHost:
                 wire.sendall(b"HTTP/1.1 404 Not Found\r\nContent-Length: 10\r\n\r\nTOP-SECRET")
 
 
-def _send(wire: socket.socket, body: bytes, headers: str = "") -> None:
-    wire.sendall(f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\n{headers}\r\n".encode() + body)
+def _send(wire: socket.socket, body: bytes, headers: str = "", status: str = "200") -> None:
+    wire.sendall(f"HTTP/1.1 {status} OK\r\nContent-Length: {len(body)}\r\n{headers}\r\n".encode() + body)

@@ -1,7 +1,7 @@
 """A server that may fetch pictures and videos, beside a hostile host and a witness on a forbidden address."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,9 +30,10 @@ class HostileScene:
         self.root, self.http, self.host, self.witness, self.names = root, http, host, witness, names
         self.media = media
 
-    def ask(self, part: Any) -> httpx.Response:
-        messages = [{"role": "user", "content": [{"type": "text", "text": "What is this?"}, part]}]
-        return self.http.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 2})
+    def ask(self, *parts: Any, key: str = "") -> httpx.Response:
+        messages = [{"role": "user", "content": [{"type": "text", "text": "What is this?"}, *parts]}]
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        return self.http.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 2}, headers=headers)
 
     def url(self, text: str) -> str:
         """Return a URL with the ports of this scene: HOST is the hostile host's, WITNESS the witness's."""
@@ -42,8 +43,13 @@ class HostileScene:
 
 
 @contextmanager
-def hostile_scene(root: Path) -> Iterator[HostileScene]:
-    """Open the scene in a directory."""
+def hostile_scene(
+    root: Path, *, timeout_s: float = 1.0, most_bytes: int = 2 << 20, keys: Sequence[str] = ()
+) -> Iterator[HostileScene]:
+    """Open the scene in a directory.
+
+    `timeout_s`: of a fetch. `most_bytes`: of a file. `keys`: of the server's clients; none: it needs none.
+    """
     model, folder = root / "model", root / "pictures"
     folder.mkdir()
     tokenizer = ModelTokenizer(MODELS["qwen2_vl"].save(model))
@@ -61,17 +67,18 @@ def hostile_scene(root: Path) -> Iterator[HostileScene]:
     fetcher = PictureFetcher(
         hosts=hosts,
         folder=folder,
-        most_bytes=2 << 20,
-        timeout_s=1.0,
+        most_bytes=most_bytes,
+        timeout_s=timeout_s,
         resolve=names.resolve,
         is_allowed=lambda address: address == HOST or is_public(address),
     )
-    limits = MediaLimits(hosts, folder, 4, 1, 2 << 20, 1 << 20, 1.0, 1 << 20, 1 << 30, {}, {"num_frames": 8})
+    limits = MediaLimits(hosts, folder, 4, 1, most_bytes, 1 << 20, timeout_s, 1 << 20, 1 << 30, {}, {"num_frames": 8})
     vocabulary = {token_id: text for text, token_id in tokenizer.added_tokens().items()}
     media = Media(model, vocabulary, limits, fetcher=fetcher)
     witness = Witness()
     dispatcher = ScriptedDispatcher(tokenizer, max_model_len=2000)
-    app = build_api(dispatcher, tokenizer, HttpConfig(), media=media)  # type: ignore[arg-type]
+    http_config = HttpConfig.model_validate({"api_keys": keys})
+    app = build_api(dispatcher, tokenizer, http_config, media=media)  # type: ignore[arg-type]
     try:
         with HostileHost() as host, LiveServer(app) as url, httpx.Client(base_url=url, timeout=60) as http:
             yield HostileScene(root, http, host, witness, names, media)

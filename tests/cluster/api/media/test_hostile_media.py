@@ -1,5 +1,6 @@
 """Hostile pictures: each is refused in OpenAI's form, names its part, reveals nothing and connects to no other host."""
 
+import asyncio
 import struct
 import zlib
 from collections.abc import Iterator
@@ -8,7 +9,10 @@ from urllib.parse import quote
 
 import pytest
 
+from crossdock.cluster.api.body.pictures import Picture
+from crossdock.cluster.api.errors import ApiError
 from crossdock.cluster.api.media.addresses import AllowedHosts, is_public
+from crossdock.cluster.api.media.fetch import PictureFetcher
 from tests.cluster.api.media.hostile_host import HOST, NAMES
 from tests.cluster.api.media.hostile_scene import SECRET, HostileScene, hostile_scene
 from tests.cluster.api.media.picture_models import data_url, encoded, image_part, picture
@@ -278,3 +282,13 @@ def test_hosts_are_allowed_by_name_or_suffix() -> None:
         hosts.allows(host) for host in ("cdn.example", "xcdn.example", "a.images.example", "", "images.example.")
     )
     assert not AllowedHosts(()).allows("")
+
+
+@pytest.mark.parametrize("host", ["a" * 64 + ".cdn.example", "a..cdn.example", ".cdn.example"])
+def test_name_that_cannot_be_looked_up_is_refused(host: str) -> None:
+    """By the system's own lookup: as text, such a name would raise another error than one that has no address."""
+    hosts = AllowedHosts((".cdn.example",))
+    fetcher = PictureFetcher(hosts=hosts, folder=None, most_bytes=1 << 20, timeout_s=30.0)
+    with pytest.raises(ApiError) as caught:
+        asyncio.run(fetcher.fetch(Picture(f"http://{host}/dog.png", "messages[0]")))
+    assert (caught.value.status, caught.value.param) == (400, "messages[0]")

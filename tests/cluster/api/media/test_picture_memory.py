@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry
 from crossdock.cluster.api.body.pictures import Picture
 from crossdock.cluster.api.errors import ApiError
 from crossdock.cluster.api.media.addresses import AllowedHosts
+from crossdock.cluster.api.media.kept_pictures import KeptPictures
 from crossdock.cluster.api.media.media import Media, MediaLimits, PictureMetrics
 from crossdock.cluster.api.media.memory import PictureMemory
 from crossdock.cluster.api.media.processes import PicturesBusy, ReadyPicture
@@ -110,6 +111,58 @@ def test_kept_pictures_make_room_for_others(media: Media, loop: asyncio.Runner) 
 
     loop.run(run())
     assert metric("cache_hits_total") - before == 1
+
+
+def test_key_with_its_share_of_the_memory_leaves_some_to_others(media: Media, loop: asyncio.Runner) -> None:
+    async def run() -> None:
+        held: dict[str, list[list[ReadyPicture]]] = {"a": [], "b": [], "c": []}
+
+        async def fill(tenant: str) -> None:
+            while True:
+                held[tenant].append(await media.prepare(one(128, len(held[tenant])), salt=tenant, tenant=tenant))
+
+        def taken(tenant: str) -> int:
+            return sum(each.num_bytes for pictures in held[tenant] for each in pictures)
+
+        for tenant in held:
+            with pytest.raises(ApiError, match="pictures and videos of this API key take its share") as caught:
+                await fill(tenant)
+            assert (caught.value.status, caught.value.param) == (429, f"messages[{len(held[tenant])}]")
+        size = held["a"][0][0].num_bytes
+        assert taken("a") <= MEMORY // 2 < taken("a") + 3 * size
+        assert taken("a") > taken("b") > taken("c") >= size
+        for pictures in held.values():
+            pictures.clear()
+        assert await media.prepare(one(128, 0), salt="c", tenant="c")
+
+    loop.run(run())
+
+
+def test_kept_pictures_of_others_are_dropped_only_where_that_makes_room() -> None:
+    memory = PictureMemory(1000)
+    kept = KeptPictures(1000, memory)
+
+    def add(key: str, num_bytes: int, tenant: str) -> ReadyPicture:
+        ready = ReadyPicture("", (), b"", {"a": np.zeros(num_bytes, np.uint8)})
+        memory.add(ready, tenant)
+        kept.keep(key.encode(), ready, tenant)
+        return ready
+
+    def found(*keys: str) -> list[str]:
+        return [key for key in keys if kept.get(key.encode()) is not None]
+
+    held = add("a1", 400, "a")
+    add("a2", 50, "a")
+    add("b1", 50, "b")
+    kept.make_room(200, "a")  # more than a may have, whatever goes: the first was dropped, but it is still in use
+    assert found("a1", "a2", "b1") == ["a2", "b1"]
+    kept.make_room(70, "a")
+    assert found("a2", "b1") == ["b1"]
+    assert not memory.lacks(70, "a")
+    kept.make_room(90, "a")
+    assert found("b1") == []
+    assert not memory.lacks(90, "a")
+    assert held.num_bytes == 400
 
 
 def test_request_with_more_than_half_of_the_memory_is_refused_for_good(media: Media, loop: asyncio.Runner) -> None:

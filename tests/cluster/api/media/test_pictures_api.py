@@ -109,7 +109,29 @@ def test_low_detail_shrinks_the_picture(picture_server: PictureServer) -> None:
         submitted(picture_server, ask(picture_server, image_part(url, detail=each))) for each in ("low", "high")
     )
     assert low.items[0].content_hash != high.items[0].content_hash
-    refused(ask(picture_server, image_part(url, detail="huge")), 400, param="messages[0].content[0].detail")
+    same = submitted(picture_server, ask(picture_server, image_part(url, detail="original")))
+    assert same.items[0].content_hash == high.items[0].content_hash
+    where = "messages[0].content[0]"
+    refused(ask(picture_server, image_part(url, detail="huge")), 400, param=f"{where}.image_url.detail")
+    flat = {"type": "image_url", "image_url": url, "detail": "huge"}
+    refused(ask(picture_server, flat), 400, param=f"{where}.detail")
+
+
+def test_picture_may_be_a_plain_url_without_a_type(picture_server: PictureServer) -> None:
+    url = png(40, 30, 4)
+    whole = submitted(picture_server, ask(picture_server, image_part(url, detail="low")))
+    for part in ({"type": "image_url", "image_url": url}, {"image_url": url}, {"image_url": {"url": url}}):
+        found = submitted(picture_server, ask(picture_server, part))
+        assert found.items[0].content_hash == whole.items[0].content_hash
+        assert found.prompt_token_ids == whole.prompt_token_ids
+    refused(ask(picture_server, {"picture": url}), 400, param="messages[0].content[0]")
+
+
+def test_file_of_a_picture_is_refused_with_the_reason(picture_server: PictureServer) -> None:
+    part = {"type": "input_image", "file_id": "file-abc"}
+    answer = picture_server.http.post("/v1/responses", json={"input": [{"role": "user", "content": [part]}]})
+    error = refused(answer, 400, param="input[0].content[0].file_id")
+    assert "files are not stored here" in error["message"]
 
 
 def test_clients_of_openai_and_anthropic_send_pictures(picture_server: PictureServer) -> None:

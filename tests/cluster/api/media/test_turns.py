@@ -13,12 +13,13 @@ from crossdock.cluster.api.media import media as media_module
 from crossdock.cluster.api.media.addresses import AllowedHosts
 from crossdock.cluster.api.media.fetch import PictureFetcher
 from crossdock.cluster.api.media.media import Media, MediaLimits
-from crossdock.cluster.api.media.processes import Turns
+from crossdock.cluster.api.media.turns import Turns
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from tests.cluster.api.media.picture_models import MODELS, data_url, encoded, picture
 from tests.cluster.api.media.video_models import moving, video_file
 
 NUM_FILES = 200
+SLOW = ("slow", "slower")  # tenants whose videos have both processes
 
 
 @pytest.fixture(scope="module")
@@ -51,16 +52,19 @@ async def settled() -> None:
         await asyncio.sleep(0.02)
 
 
-async def is_refused(media: Media, pictures: list[Picture], tenant: str) -> bool:
+async def refusal(media: Media, pictures: list[Picture], tenant: str) -> str:
+    """Return the reason why there is no place or memory for pictures now."""
     with pytest.raises(ApiError) as caught:
         await media.prepare(pictures, salt="", tenant=tenant)
-    return caught.value.status == 429
+    assert (caught.value.status, caught.value.param) == (429, pictures[0].param)
+    assert caught.value.headers == {"Retry-After": "2"}
+    return str(caught.value)
 
 
 def test_videos_that_wait_leave_room_for_pictures_and_for_other_tenants(
     media: Media, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(media_module, "_MOST_WAITING", 4)
+    monkeypatch.setattr(media._places["video"], "most", 4)
     ended = list[str]()
 
     async def ask(seed: int, tenant: str) -> None:
@@ -69,38 +73,44 @@ def test_videos_that_wait_leave_room_for_pictures_and_for_other_tenants(
 
     async def run() -> None:
         turns = media._processes["video"]._turns
-        await turns.acquire("slow")  # as a video of many seconds does
+        for tenant in SLOW:  # as videos of many seconds do
+            await turns.acquire(tenant)
         async with asyncio.TaskGroup() as group:
             for seed in (1, 2):
                 group.create_task(ask(seed, "a"))
             await settled()
-            assert await is_refused(media, video(3), "a")
-            for seed in (4, 5):
-                group.create_task(ask(seed, "b"))
+            assert "of this API key" in await refusal(media, video(3), "a")
+            group.create_task(ask(4, "b"))
             await settled()
-            assert await is_refused(media, video(6), "c")
+            assert "of this API key" in await refusal(media, video(5), "b")
+            group.create_task(ask(6, "c"))
+            await settled()
+            assert "wait already" in await refusal(media, video(7), "d")
             assert await media.prepare(IMAGE, salt="", tenant="a")
             assert ended == []
-            turns.release()
+            turns.release(SLOW[0])
 
     asyncio.run(run())
-    assert ended == ["a", "b", "a", "b"]
+    media._processes["video"]._turns.release(SLOW[1])
+    assert ended == ["a", "b", "c", "a"]
 
 
 def test_files_of_videos_that_wait_leave_memory_for_pictures(media: Media, monkeypatch: pytest.MonkeyPatch) -> None:
     size = len(video_file(moving(4, seed=1)))
-    monkeypatch.setattr(media._waiting_videos, "most_bytes", 2 * size + size // 2)
+    monkeypatch.setattr(media._waiting_videos._shares, "most", 2 * size + size // 2)
 
     async def run() -> None:
         turns = media._processes["video"]._turns
-        await turns.acquire("slow")
+        for tenant in SLOW:
+            await turns.acquire(tenant)
         async with asyncio.TaskGroup() as group:
             for seed in (1, 2):
                 group.create_task(media.prepare(video(seed), salt=""))
             await settled()
-            assert await is_refused(media, video(3), "")
+            assert "all memory" in await refusal(media, video(3), "")
             assert await media.prepare(IMAGE, salt="")
-            turns.release()
+            for tenant in SLOW:
+                turns.release(tenant)
 
     asyncio.run(run())
     assert media._waiting_videos.num_bytes == 0
@@ -116,7 +126,7 @@ def test_tenants_take_turns_and_one_that_leaves_loses_none() -> None:
         async def take(tenant: str, number: int) -> None:
             await turns.acquire(tenant)
             order.append(f"{tenant}{number}")
-            turns.release()
+            turns.release(tenant)
 
         names = [("a", 0), ("a", 1), ("a", 2), ("b", 0), ("c", 0), ("c", 1)]
         tasks = {name: asyncio.create_task(take(*name)) for name in names}
@@ -124,7 +134,7 @@ def test_tenants_take_turns_and_one_that_leaves_loses_none() -> None:
         tasks["a", 0].cancel()
         tasks["b", 0].cancel()
         await asyncio.sleep(0)
-        turns.release()
+        turns.release("first")
         tasks["a", 1].cancel()  # which has just been given the slot
         await asyncio.wait(tasks.values())
         await turns.acquire("last")  # no slot was lost
@@ -146,9 +156,9 @@ def test_files_of_many_requests_are_not_all_in_memory_at_once(
     fetched, keyed, most = list[int](), list[int](), 0
     fetch, key = fetcher.fetch, media_module._key
 
-    async def counted_fetch(given: Picture) -> bytes:
+    async def counted_fetch(given: Picture, tenant: str) -> bytes:
         nonlocal most
-        data = await fetch(given)
+        data = await fetch(given, tenant)
         fetched.append(len(data))
         most = max(most, len(fetched) - len(keyed))
         return data

@@ -67,7 +67,7 @@ def test_every_codec_is_read_where_nothing_can_be_opened(picture_server: Picture
     data = video_file(kind=kind, codec=codec, pixels="yuvj420p" if codec == "mjpeg" else "yuv420p")
     (item,) = submitted(picture_server, ask(picture_server, video_part(data_url(data, f"video/{kind}")))).items
     assert item.tensors["video_grid_thw"][0][0] == 6
-    assert [psutil.Process(pid).num_threads() for pid in picture_server.media.pids] == [1, 1, 1]
+    assert [psutil.Process(pid).num_threads() for pid in picture_server.media.pids] == [1, 1, 1, 1]
 
 
 def test_frames_sent_one_by_one_are_a_video(picture_server: PictureServer) -> None:
@@ -92,6 +92,37 @@ def test_video_is_processed_once(picture_server: PictureServer) -> None:
     for _ in range(3):
         submitted(picture_server, ask(picture_server, video_part(url(seed=7))))
     assert picture_server.metric("picture_seconds_count") - before == 1
+
+
+@pytest.mark.parametrize(
+    ("reading", "groups"), [({}, 6), ({"num_frames": 4}, 2), ({"fps": 2.0}, 3), ({"num_frames": 2, "fps": 4}, 1)]
+)
+def test_request_reads_its_videos_in_its_own_way(
+    picture_server: PictureServer, reading: dict[str, Any], groups: int
+) -> None:
+    """Twelve frames in three seconds, of which the server shows all. Other readings share no processed video."""
+    given = {"media_io_kwargs": {"video": reading}}
+    for _ in range(2):
+        submission = submitted(picture_server, ask(picture_server, video_part(url(seed=8)), **given))
+        assert submission.items[0].tensors["video_grid_thw"][0][0] == groups
+    messages = [{"role": "user", "content": [video_part(url(seed=8)), TEXT]}]
+    counted = picture_server.http.post("/tokenize", json={"messages": messages, **given})
+    assert counted.json()["count"] == len(submission.prompt_token_ids)
+
+
+@pytest.mark.parametrize(
+    ("reading", "param"),
+    [
+        ({"video": {"num_frames": 769}}, "media_io_kwargs.video.num_frames"),
+        ({"video": {"fps": 0}}, "media_io_kwargs.video.fps"),
+        ({"video": {"frame_recovery": True}}, "media_io_kwargs.video.frame_recovery"),
+        ({"image": {}}, "media_io_kwargs.image.[key]"),
+    ],
+)
+def test_wrong_way_to_read_videos_is_refused(
+    picture_server: PictureServer, reading: dict[str, Any], param: str
+) -> None:
+    refused(ask(picture_server, video_part(url()), media_io_kwargs=reading), 400, param=param)
 
 
 def test_more_frames_one_by_one_than_the_limit_are_refused(picture_server: PictureServer) -> None:

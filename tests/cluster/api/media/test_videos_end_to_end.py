@@ -9,8 +9,9 @@ import pytest
 import torch
 from pydantic import ByteSize
 
+from crossdock.cluster.api.body.video_reading import VideoReading
 from crossdock.cluster.api.endpoints import build_api
-from crossdock.cluster.api.http.http_config import HttpConfig, VideoReading
+from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.cluster.dispatch.dispatcher import Dispatcher
 from crossdock.cluster.serve.media import open_media

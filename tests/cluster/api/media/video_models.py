@@ -3,6 +3,7 @@
 import io
 import os
 from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -85,6 +86,24 @@ def in_container(data: bytes, kind: str) -> bytes:
             if packet.dts is not None:  # the last one is empty
                 packet.stream = stream
                 container.mux(packet)
+    return file.getvalue()
+
+
+def long_file(num_frames: int = 10_000) -> bytes:
+    """Return the file of a video that takes some seconds to decode: a large frame, then others that repeat it."""
+    file = io.BytesIO()
+    with av.open(file, "w", format="avi") as container:
+        stream: Any = container.add_stream("mpeg4", rate=4)
+        stream.width, stream.height, stream.pix_fmt = 1008, 1008, "yuv420p"
+        blank = np.zeros((1008, 1008, 3), np.uint8)
+        frames = [av.VideoFrame.from_ndarray(blank, format="rgb24") for _ in range(2)]
+        packets = [*stream.encode(frames[0]), *stream.encode(frames[1]), *stream.encode()]
+        first, repeat = map(bytes, packets)
+        for number in range(num_frames):
+            packet = av.Packet(repeat if number else first)
+            packet.stream, packet.pts, packet.dts, packet.time_base = stream, number, number, Fraction(1, 4)
+            packet.is_keyframe = not number
+            container.mux(packet)
     return file.getvalue()
 
 
