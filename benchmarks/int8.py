@@ -22,7 +22,7 @@ from crossdock.workers.model.model import PagedModel
 from crossdock.workers.model.model_spec import ModelSpec
 
 DOCS = Path(__file__).parents[1] / "docs"
-TEXTS = ("operations.md", "serving.md", "routing.md")
+TEXTS = ("operations.md", "serving.md", "models.md", "routing.md")
 WINDOW, PAGE_SIZE, CONTEXT = 1024, 16, 64  # tokens
 
 

@@ -1,6 +1,6 @@
 """How much of everything a request may have. Beyond a bound the answer is a 400 that names the field and the bound.
 
-docs/serving.md lists them. Work that these bounds admit never stops the event loop for longer than a step of the model.
+docs/api.md lists them. Work that these bounds admit never stops the event loop for longer than a step of the model.
 """
 
 BODY_FIELDS = 1024  # of a body, unknown ones included

@@ -56,7 +56,7 @@ _WHY_NOT = {
     "compressed_sparse_attention": _BLOCKS,
     "heavily_compressed_attention": _BLOCKS,
 }
-"""Why layers of transformers' other types are refused. docs/serving.md names the first step towards each."""
+"""Why layers of transformers' other types are refused. docs/models.md names the first step towards each."""
 
 
 def refuse_by_config(config: PretrainedConfig) -> None:
