@@ -200,7 +200,7 @@ def test_wait_for_a_picture_shows_in_the_timeline() -> None:
 
     async def main() -> None:
         async with three("qwen2_vl", "tcp") as trio:
-            work = submission("a", prompt, max_tokens=150)  # its last rows are there a little before their transfer ends
+            work = submission("a", prompt, max_tokens=150)  # its rows are there a little before the transfer ends
             gate = await hold(trio.encoder.thread)
             encoding = asyncio.create_task(trio.encode(work))
             await trio.first.thread.submit("test", trio.here(work))
