@@ -82,7 +82,7 @@ def check_request(found: Sequence[TokenDelta], deltas: Sequence[TokenDelta], was
     assert prompt == reported[: len(prompt)]
 
 
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("seed", range(8))  # the soak has a thousand
 def test_any_history_with_drafts_gives_the_tokens_without(seed: int) -> None:
     check_history(seed)
 
