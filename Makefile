@@ -5,6 +5,8 @@ INSTALLED := .venv/.installed
 SERVES := .venv/.serves
 ARGS ?=
 
+# for pipefail
+SHELL := bash
 .DEFAULT_GOAL := help
 .PHONY: help setup serve test test-that-waits test-that-computes lint deploy-check soak bench gpu-kit clean
 
@@ -36,7 +38,8 @@ $(INSTALLED): $(SERVES)
 serve: $(SERVES)  ## serve the default model (ARGS: flags of `crossdock serve`)
 	$(BIN)/crossdock serve $(ARGS)
 
-# Tests with servers and processes wait most of the time: the others run beside them, and are shown first. With ARGS, one run.
+# Two runs of pytest side by side, one for each core that is always there. Each line begins with the name of its run; a
+# line about a file comes when the file is done, with its seconds. With ARGS, one run.
 test: lint  ## lint, types and all tests that need neither a GPU nor many minutes (ARGS: pytest's)
 ifeq ($(strip $(ARGS)),)
 	@$(MAKE) --no-print-directory --jobs=2 test-that-waits test-that-computes
@@ -45,12 +48,13 @@ else
 endif
 
 WAIT := tests/cluster/serve tests/cluster/dispatch tests/cluster/tune tests/benchmarks tests/kvtransfer
+LANE := $(BIN)/pytest --durations=20 -o console_output_style=times
 
-test-that-waits:
-	@mkdir -p .cache; $(BIN)/pytest --durations=20 $(WAIT) > .cache/tests.log 2>&1; code=$$?; cat .cache/tests.log; exit $$code
+test-that-waits:  # mostly for servers and processes
+	@set -o pipefail; $(LANE) $(WAIT) 2>&1 | sed -u 's/^/waits    | /'
 
 test-that-computes:
-	$(BIN)/pytest --durations=20 $(addprefix --ignore=,$(WAIT))
+	@set -o pipefail; $(LANE) $(addprefix --ignore=,$(WAIT)) 2>&1 | sed -u 's/^/computes | /'
 
 lint: setup  ## ruff, mypy, and the check of plain English
 	$(BIN)/ruff check

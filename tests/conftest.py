@@ -21,10 +21,11 @@ os.environ.update(
     USE_HUB_KERNELS="0",
     TOKENIZERS_PARALLELISM="false",
     OMP_WAIT_POLICY="PASSIVE",  # spinning threads of several engines on few cores starve each other
+    OMP_NUM_THREADS="1",  # two for a tiny model take a tenth more CPU time, and wait for each other's turn on a core
     RAY_USAGE_STATS_ENABLED="0",
     RAY_AUTH_MODE="disabled",  # else ray.init writes a token into the home directory
     RAY_worker_niceness="0",
-    RAY_SERVE_CONTROL_LOOP_INTERVAL_S="0.02",
+    RAY_SERVE_CONTROL_LOOP_INTERVAL_S="0.1",
 )
 if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"  # its kernels run on numpy
@@ -53,16 +54,19 @@ def ray_cluster() -> Iterator[None]:
     """A light Ray, with Serve's own start left to the tests. Asserts at the end that nothing outlives it."""
     import ray
 
+    from crossdock.cluster.serve.ray_processes import without_unused_processes
+
     temp_dir = tempfile.mkdtemp(prefix="cd-ray-", dir="/tmp")  # short: unix socket paths end at 107 bytes
     shared_memory = _shared_memory()
-    ray.init(
-        address="local",
-        num_cpus=64,  # tests ask for more than the machine has; nothing is pinned
-        include_dashboard=False,
-        object_store_memory=75 << 20,
-        log_to_driver=False,
-        _temp_dir=temp_dir,
-    )
+    with without_unused_processes():
+        ray.init(
+            address="local",
+            num_cpus=64,  # tests ask for more than the machine has; nothing is pinned
+            include_dashboard=False,
+            object_store_memory=75 << 20,
+            log_to_driver=False,
+            _temp_dir=temp_dir,
+        )
     yield
     from ray import serve
 

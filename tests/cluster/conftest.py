@@ -1,6 +1,7 @@
-"""Small tokenizers of every kind that language models come with, trained here in milliseconds."""
+"""Small tokenizers of every kind that language models come with, trained here in milliseconds; and a small model."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -101,3 +102,27 @@ TOKENIZERS = {
 @pytest.fixture(scope="session")
 def tokenizers() -> dict[str, PreTrainedTokenizerFast]:
     return {name: build() for name, build in TOKENIZERS.items()}
+
+
+@pytest.fixture(scope="session")
+def small_model_dir(tmp_path_factory: pytest.TempPathFactory, tokenizers: dict[str, PreTrainedTokenizerFast]) -> Path:
+    """A random Llama in float32 with 640 tokens and 17 million parameters: an eighth of the embedded model's. The time
+    of whole deployments should be that of processes that start, not of tokens.
+
+    Its streams hardly repeat a token. On prompts without meaning the embedded model soon repeats a few tokens, so that
+    wrong contents of a page could go unnoticed.
+    """
+    from tests.workers.architectures import build  # imports torch, which other tests of this folder do without
+
+    folder = tmp_path_factory.mktemp("small-model")
+    tokenizers["byte_level"].save_pretrained(folder)
+    settings = {
+        "vocab_size": 640,
+        "hidden_size": 384,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 10,
+        "head_dim": 96,
+        "max_position_embeddings": 4096,
+    }
+    build("llama", settings).save_pretrained(folder)
+    return folder

@@ -22,3 +22,12 @@ def seed() -> int:
     drawn = random.SystemRandom().randrange(2**31)
     print(f"seed {drawn}")  # noqa: T201, captured by pytest
     return drawn
+
+
+@pytest.fixture(autouse=True)
+def _two_threads() -> Iterator[None]:
+    """Kernels divide their work among threads; tests run with one by default."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)

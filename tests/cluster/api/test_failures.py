@@ -2,7 +2,7 @@
 
 import asyncio
 import pickle
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import httpx
@@ -67,7 +67,13 @@ def test_failure_before_first_token_has_its_status(
 def test_failure_after_first_token_is_an_event(
     http: httpx.Client, engine: ScriptedDispatcher, failure: Exception, status: int, kind: str, code: str, n: int
 ) -> None:
-    engine.script = lambda s: [*engine.story(s)[:3], 0.3, failure]  # all choices have begun by then
+    def script(submission: Submission) -> Iterator[TokenDelta | Exception | float]:
+        yield from engine.story(submission)[:3]
+        while engine.running < n:  # not all choices have begun
+            yield 0.001
+        yield failure
+
+    engine.script = script
     for path, body in (("/v1/completions", {"prompt": "Hi"}), ("/v1/chat/completions", {"messages": HI})):
         *chunks, last = events(http.post(path, json={**body, "n": n, "stream": True}))
         assert chunks

@@ -402,6 +402,7 @@ def test_finished_answer_that_is_not_read_does_not_keep_the_connection(
 
     monkeypatch.setattr(connection.Connections, "__init__", created)
     monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(connection, "LINGER_S", 0.3)
     with_listener(client, app, write_timeout_s=0.3, keep_alive_s=1)
 
 

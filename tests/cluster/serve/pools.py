@@ -63,7 +63,7 @@ def deployment(
             "transfer.transport": os.environ.get("CROSSDOCK_TEST_TRANSPORT", "auto"),
             "transfer.deadline_s": 4,
             "transfer.grace_s": 0.2,
-            "pools": [*pools],
+            "pools": [{"num_cpus": 1, **pool} for pool in pools],  # one thread, as the oracle has
             **(settings or {}),
         },
     )

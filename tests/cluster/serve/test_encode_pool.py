@@ -23,6 +23,10 @@ from tests.cluster.serve.pools import processes
 
 NUM_TOKENS = 16
 POOLS: Mapping[str, tuple[str, ...]] = {"three": ("encode", "prefill", "decode"), "two": ("encode", "mixed")}
+ALSO_TWO_IN_SOAK = pytest.mark.parametrize(
+    "names", ["three", pytest.param("two", marks=pytest.mark.soak)], indirect=True, scope="module"
+)
+"""For tests in which a mixed replica does what a prefill replica does."""
 SMALL, LARGE = range(12), range(100, 106)  # numbers of chats: with small pictures, and with six large ones each
 VIDEOS = range(200, 203)  # with a video and a picture each
 
@@ -145,6 +149,7 @@ def test_tokens_after_pictures_equal_those_of_one_engine(url: str, wanted: dict[
     assert encoded_items(url) == before
 
 
+@ALSO_TWO_IN_SOAK
 def test_tokens_after_pictures_equal_those_of_transformers(url: str, model: Path) -> None:
     body = chat(2) | {"model": "smol", "temperature": 0, **new_salt()}
     answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()
@@ -172,6 +177,7 @@ def test_text_alone_is_no_work_for_encode_replicas(url: str) -> None:
     assert pools.sample_of(url, 'crossdock_steps_total{kind="chunks"', encoder) == before
 
 
+@ALSO_TWO_IN_SOAK
 @pytest.mark.parametrize("end", ["killed", "stopped"])
 def test_encode_replica_lost_while_it_encodes_costs_no_token(
     url: str, names: tuple[str, ...], wanted: dict[int, list[int]], end: str
@@ -208,6 +214,7 @@ def test_client_that_leaves_while_its_pictures_are_encoded_frees_all_pages(url: 
     wait_until_whole(url, len(names))
 
 
+@ALSO_TWO_IN_SOAK
 def test_replica_that_computes_prompts_killed_while_embeddings_arrive_costs_no_token(
     url: str, names: tuple[str, ...], wanted: dict[int, list[int]]
 ) -> None:
@@ -222,6 +229,7 @@ def test_replica_that_computes_prompts_killed_while_embeddings_arrive_costs_no_t
         assert stream.error is not None or stream.tokens == wanted[LARGE[5]]
 
 
+@ALSO_TWO_IN_SOAK
 def test_encode_replica_that_drains_ends_and_pictures_are_encoded_elsewhere(
     url: str, names: tuple[str, ...], wanted: dict[int, list[int]]
 ) -> None:

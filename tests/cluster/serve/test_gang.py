@@ -93,7 +93,7 @@ def actors(kind: str) -> dict[str, psutil.Process]:
     return found
 
 
-@pytest.mark.parametrize("harm", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("harm", [pytest.param(signal.SIGKILL, marks=pytest.mark.soak), signal.SIGSTOP])
 def test_rank_lost_under_load_ends_its_replica_alone(url: str, oracle: PreTrainedModel, harm: signal.Signals) -> None:
     """By kill -9, and by a hang. Its requests go on elsewhere, token for token; a new replica comes up whole; no
     process is left behind."""

@@ -119,7 +119,7 @@ def port() -> Iterator[int]:
 @pytest.mark.parametrize(
     ("pools", "is_direct"),
     [
-        pytest.param({"mixed": 2}, False, id="proxied"),
+        pytest.param({"mixed": 2}, False, id="proxied", marks=pytest.mark.soak),
         pytest.param({"mixed": 2}, True, id="direct"),
         pytest.param({"prefill": 2, "decode": 2}, True, id="direct, two pools", marks=pytest.mark.soak),
     ],

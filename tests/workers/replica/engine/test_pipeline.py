@@ -91,9 +91,16 @@ def served_in_turn(has_all_kinds: bool, memory: int) -> dict[str, list[TokenDelt
     return answers
 
 
-@pytest.mark.parametrize("heads", [(256, 4096), (4, 8)], ids=["a head is enough", "a head is too little"])
-@pytest.mark.parametrize("memory", [8 << 20, 400_000], ids=["ample", "preempting"])
-@pytest.mark.parametrize("has_all_kinds", [False, True], ids=["plain", "all"])
+@pytest.mark.parametrize(
+    ("has_all_kinds", "memory", "heads"),
+    [  # all combinations in the soak; without, every pair of two values
+        pytest.param(kinds, memory, heads, id=f"{kind}-{room}-{head}", marks=[pytest.mark.soak] * is_rare)
+        for number, (kinds, kind) in enumerate([(False, "plain"), (True, "all")])
+        for place, (memory, room) in enumerate([(8 << 20, "ample"), (400_000, "preempting")])
+        for turn, (heads, head) in enumerate([((256, 4096), "a head is enough"), ((4, 8), "a head is too little")])
+        for is_rare in [(number + place + turn) % 2]
+    ],
+)
 def test_steps_ahead_give_the_deltas_of_steps_in_turn(
     has_all_kinds: bool, memory: int, heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,7 +9,7 @@ from crossdock.workers.replica.serving import channel, engine_thread
 from crossdock.workers.replica.serving.inbox import Inbox
 from crossdock.workers.replica.serving.readers import Superseded
 from crossdock.workers.schedule.request import FinishReason, SamplingParams, Submission, TokenDelta
-from tests.workers.replica.driven import Driven, posted, run_driven
+from tests.workers.replica.driven import Driven, hold, posted, run_driven
 
 PROMPT = [5] * 50
 
@@ -71,11 +71,13 @@ def test_progress_is_that_of_the_request_and_of_the_replica_only_while_the_reque
     async def main(driven: Driven) -> None:
         thread = driven.thread
         assert await thread.progress("a", 0) is None
-        for name in "abcde":  # four have places
-            await driven.submit(name, 40, max_tokens=200)
-        while (running := await thread.progress("d", 0)) is None or running[2] < 42:
-            await asyncio.sleep(0.001)
         gate = await driven.hold()
+        for name in "abcde":  # four have places
+            submitting = asyncio.create_task(driven.submit(name, 40, max_tokens=200))
+            await posted(thread, "abcde".index(name) + 1)
+        while (running := await thread.progress("d", 0)) is None or running[2] < 42:
+            gate = await hold(thread, before=gate)
+        await submitting
         stream, waiting = await thread.progress("a", 0), await thread.progress("e", 0)
         for _ in range(3):
             await thread.progress("a", 0)
@@ -83,10 +85,10 @@ def test_progress_is_that_of_the_request_and_of_the_replica_only_while_the_reque
         assert waiting is not None
         assert stream is not None
         assert (waiting[0], stream[0]) == ("waiting", "running")
-        gate.set()
-        while await thread.progress("a", 0) == stream:
-            await asyncio.sleep(0.001)
+        gate = await hold(thread, before=gate)
+        assert await thread.progress("a", 0) != stream
         assert await thread.progress("e", 0) != waiting, "it waits behind others that are computed"
+        gate.set()
         await thread.abort([(name, 0) for name in "abcde"])
 
     run_driven(main)

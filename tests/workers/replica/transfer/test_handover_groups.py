@@ -24,7 +24,7 @@ from tests.workers.gangs import ganged
 from tests.workers.ranks import DIVISIONS, Ranks, saved
 from tests.workers.replica.driven import hold
 from tests.workers.replica.engine.test_engine import generated
-from tests.workers.replica.sides import TRANSPORTS, Side, closing, local, prompts, ship, start
+from tests.workers.replica.sides import NEEDS_NIXL, NIXL_IN_SOAK, TRANSPORTS, Side, closing, local, prompts, ship, start
 from tests.workers.replica.sides import submission as submission_of
 from tests.workers.replica.speculating import Oracle, fixed, speculating
 
@@ -101,8 +101,15 @@ def expected(name: str, texts: list[list[int]]) -> list[list[int]]:
     return generated(module_of(name), texts, NUM_TOKENS)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("budget", [20, 300])
+@pytest.mark.parametrize(
+    ("transport", "budget"),
+    [
+        ("tcp", 20),
+        pytest.param("nixl", 300, marks=NEEDS_NIXL),
+        pytest.param("tcp", 300, marks=pytest.mark.soak),
+        pytest.param("nixl", 20, marks=[NEEDS_NIXL, pytest.mark.soak]),
+    ],
+)
 def test_shipped_tokens_are_those_of_transformers(
     name: str, transport: str, budget: int, texts: list[list[int]], expected: list[list[int]]
 ) -> None:
@@ -190,7 +197,7 @@ def test_shared_prefix_does_not_travel_again_where_windows_have_passed_it(name: 
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", NIXL_IN_SOAK)
 def test_decode_side_whose_partner_stops_in_mid_transfer_finishes_alone(
     name: str, transport: str, texts: list[list[int]], expected: list[list[int]]
 ) -> None:
@@ -213,7 +220,7 @@ def test_decode_side_whose_partner_stops_in_mid_transfer_finishes_alone(
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", NIXL_IN_SOAK)
 def test_decode_side_lost_in_mid_transfer_is_replaced(
     name: str, transport: str, texts: list[list[int]], expected: list[list[int]]
 ) -> None:
