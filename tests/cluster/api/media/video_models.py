@@ -60,7 +60,6 @@ def video_file(
             stream: Any = container.add_stream(codec, rate=fps)
             stream.height, stream.width = frames[0].shape[:2]
             stream.pix_fmt, stream.options = pixels, dict(options or {})
-            stream.thread_count = 1  # several threads encode alike only most of the time
             for frame in frames:
                 container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
             container.mux(stream.encode())

@@ -40,8 +40,8 @@ NUM_TOKENS = 5
 PAGE_SIZE = 8
 
 
-def submission(name: str, prompt: PicturePrompt, max_tokens: int = NUM_TOKENS, **fields: Any) -> Submission:
-    sampling = SamplingParams(max_tokens, temperature=0.0, ignore_eos=True, logit_bias=NO_PLACEHOLDERS)
+def submission(name: str, prompt: PicturePrompt, **fields: Any) -> Submission:
+    sampling = SamplingParams(NUM_TOKENS, temperature=0.0, ignore_eos=True, logit_bias=NO_PLACEHOLDERS)
     return Submission(name, prompt.token_ids, sampling, items=prompt.items, request_id=name, **fields)
 
 
@@ -200,7 +200,7 @@ def test_wait_for_a_picture_shows_in_the_timeline() -> None:
 
     async def main() -> None:
         async with three("qwen2_vl", "tcp") as trio:
-            work = submission("a", prompt, max_tokens=150)  # its rows are there a little before the transfer ends
+            work = submission("a", prompt)
             gate = await hold(trio.encoder.thread)
             encoding = asyncio.create_task(trio.encode(work))
             await trio.first.thread.submit("test", trio.here(work))
