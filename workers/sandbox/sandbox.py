@@ -152,6 +152,11 @@ class Sandbox:
             raise SandboxBusy(f"{self._title} hung") from error
         except (OSError, ValueError):
             pass  # the process has ended, `end` has closed its pipes, or what it wrote is no message
+        except SandboxInterrupted:  # before the question
+            raise
+        except BaseException:  # such as MemoryError: the rest of this answer would be read as the next one's
+            self.close()
+            raise
         if answer is None:
             logger.warning("%s ended; another starts", self._title)
             self.close()

@@ -82,7 +82,11 @@ class PictureFetcher:
             return await self._from_host(picture, tenant)
         if scheme == "file":
             await self._file_turns.acquire(tenant)
-            reading = asyncio.get_running_loop().run_in_executor(self._file_threads, self._from_file, picture)
+            try:
+                reading = asyncio.get_running_loop().run_in_executor(self._file_threads, self._from_file, picture)
+            except RuntimeError:  # no thread could be started
+                self._file_turns.release(tenant)
+                raise
             self._file_turns.release_after(reading, tenant)
             return await asyncio.shield(reading)
         raise wrong_picture(picture.param, "its URL must begin with data:, https: or http:")

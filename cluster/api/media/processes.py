@@ -95,14 +95,14 @@ class PictureProcesses:
             PicturesBusy: there is no answer.
         """
         await self._turns.acquire(tenant)
-        interruption = Interruption()
         try:
-            future = asyncio.get_running_loop().run_in_executor(self._threads, self._prepare, asked, interruption)
-        except RuntimeError:
-            interruption.close()
+            interruption, future = self._begin(asked)
+        except OSError as error:
             self._turns.release(tenant)
-            raise PicturesBusy("this server ends") from None
-        future.add_done_callback(lambda _: interruption.close())
+            raise PicturesBusy("this server has too many open files") from error
+        except RuntimeError as error:
+            self._turns.release(tenant)
+            raise PicturesBusy("this server ends") from error
         self._turns.release_after(future, tenant)
         try:
             return await asyncio.shield(future)
@@ -115,6 +115,18 @@ class PictureProcesses:
         self._threads.shutdown(wait=False, cancel_futures=True)
         for process in self._all:
             process.end()
+
+    def _begin(self, asked: Mapping[str, Any]) -> "tuple[Interruption, asyncio.Future[ReadyPicture]]":
+        """Start the work on a picture. Raises OSError without a free descriptor, RuntimeError without a thread."""
+        interruption = Interruption()
+        try:
+            future = asyncio.get_running_loop().run_in_executor(self._threads, self._prepare, asked, interruption)
+        except RuntimeError:
+            interruption.set()  # a thread may still find the work in its queue
+            interruption.close()
+            raise
+        future.add_done_callback(lambda _: interruption.close())
+        return interruption, future
 
     def _prepare(self, asked: Mapping[str, Any], interruption: Interruption) -> ReadyPicture:
         process = self._idle.get()

@@ -66,13 +66,14 @@ class Turns:
         self._of_host[tenant, host] += 1
 
     def _next(self) -> "tuple[str, str, asyncio.Future[None]] | None":
-        """Remove and return the next that waits and may have a slot. Its tenant is the last in turn from now on."""
+        """Remove and return the next that may have a slot. Its tenant is the last in turn from now on."""
         for tenant, hosts in self._waiting.items():
             for host, futures in hosts.items():
                 if self._may_take(tenant, host):
-                    self._waiting.move_to_end(tenant)
-                    hosts.move_to_end(host)
                     future = futures[0]
+                    if not future.done():  # one that has just left costs its tenant no turn
+                        self._waiting.move_to_end(tenant)
+                        hosts.move_to_end(host)
                     self._forget(tenant, host, future)
                     return tenant, host, future
         return None

@@ -101,6 +101,21 @@ def test_question_that_ends_the_process_twice_is_busy_and_the_next_is_answered(w
     assert echo(sandbox)["echo"] == "a"
 
 
+def test_answer_that_is_not_read_to_its_end_is_no_answer_to_the_next_question(
+    sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sandbox.first_answer()
+
+    def lack_memory(_: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(sandbox_module, "read_message", lack_memory)
+        with pytest.raises(MemoryError):
+            echo(sandbox, "a")
+    assert echo(sandbox, "b")["echo"] == "b"
+
+
 @pytest.mark.parametrize("what", ["run for ever", "wait for ever"])
 def test_interrupted_question_ends_its_child_alone(what: str) -> None:
     sandbox = new_sandbox(Limits(cpu_seconds=600.0, wall_seconds=600.0, memory_bytes=256 << 20))

@@ -1,6 +1,7 @@
 """Videos that wait: they delay no picture, and those of one tenant neither refuse nor long delay another's."""
 
 import asyncio
+import resource
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -145,6 +146,44 @@ def test_tenants_take_turns_and_one_that_leaves_loses_none() -> None:
 
     asyncio.run(run())
     assert order == ["c0", "a2", "c1"]
+
+
+def test_caller_that_leaves_as_a_slot_is_freed_costs_its_tenant_no_turn() -> None:
+    order = list[str]()
+
+    async def run() -> None:
+        turns = Turns(1)
+        await turns.acquire("first")
+
+        async def take(tenant: str, number: int) -> None:
+            await turns.acquire(tenant)
+            order.append(f"{tenant}{number}")
+            turns.release(tenant)
+
+        leaves, *tasks = [asyncio.create_task(take(*name)) for name in (("a", 0), ("a", 1), ("b", 0))]
+        await asyncio.sleep(0)
+        leaves.cancel()
+        turns.release("first")  # before the one that leaves has run
+        await asyncio.wait(tasks)
+
+    asyncio.run(run())
+    assert order == ["a1", "b0"]
+
+
+def test_server_without_free_descriptors_refuses_pictures_and_loses_no_slot(media: Media) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    async def run() -> None:
+        for _ in range(3):  # more than there are slots
+            resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))  # the loop has its descriptors
+            try:
+                assert "too many open files" in await refusal(media, IMAGE, "")
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert await media.prepare(IMAGE, salt="")
+
+    asyncio.run(run())
+    assert media._processes["image"]._turns._tenants.num_used == 0
 
 
 def test_files_of_many_requests_are_not_all_in_memory_at_once(
