@@ -1,7 +1,7 @@
 """Compute experts for the rows that are routed to them alone, where transformers computes all rows in all experts.
 
-Llama 4's experts get a copy of all rows for each expert, multiplied by the router's score, which is mostly 0. Of several
-ranks, each would send as many copies to the others, to sum their parts.
+Llama 4's experts get a copy of all rows for each expert, multiplied by the router's score, which is mostly 0. Several
+ranks would also sum their parts of all these copies.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ def _mix(mixture: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _compute(experts: Any, routed: Tensor, counts: Sequence[int]) -> Tensor:
-    """Return the outputs [N, D] of `routed` [N, D], of which each expert in order gets as many rows as `counts` says."""
+    """Return the outputs [N, D] of `routed` [N, D]. `counts`: rows of each expert, in their order."""
     parts = []
     for expert, rows in enumerate(routed.split(counts)):
         if len(rows):
