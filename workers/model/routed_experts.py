@@ -4,7 +4,6 @@ Llama 4's experts get a copy of all rows for each expert, multiplied by the rout
 ranks would also sum their parts of all these copies.
 """
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -32,10 +31,10 @@ def _mix(mixture: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
     return out.index_add_(0, rows, mixture.experts(routed, counts.tolist())), logits
 
 
-def _compute(experts: Any, routed: Tensor, counts: Sequence[int]) -> Tensor:
+def _compute(experts: Any, routed: Tensor, counts: list[int]) -> Tensor:
     """Return the outputs [N, D] of `routed` [N, D]. `counts`: rows of each expert, in their order."""
     parts = []
-    for expert, rows in enumerate(routed.split(counts)):
+    for expert, rows in enumerate(torch.split(routed, counts)):
         if len(rows):
             gate, up = (rows @ experts.gate_up_proj[expert]).chunk(2, dim=-1)
             parts.append((up * experts.act_fn(gate)) @ experts.down_proj[expert])
