@@ -53,8 +53,8 @@ class _Repeats:
             self.seconds.append(time.perf_counter() - before)
             self.cpu_seconds.append((time.process_time() - cpu_before) / torch.get_num_threads())
 
-    def least(self, is_disturbed: bool) -> float:
-        return min(self.cpu_seconds if is_disturbed else self.seconds) * self.timed.scale
+    def least(self, of_cpu: bool) -> float:
+        return min(self.cpu_seconds if of_cpu else self.seconds) * self.timed.scale
 
 
 def measure(kernels: Sequence[Kernel], rows: Sequence[int], cells: Cells, seconds: float = FULL_S) -> Measured:
@@ -62,9 +62,10 @@ def measure(kernels: Sequence[Kernel], rows: Sequence[int], cells: Cells, second
 
     Kernels alternate, so that other load on the machine slows all of them alike. A measurement is disturbed if threads
     of this process waited for a core, or if equal calls differ much. Then the seconds are CPU time by threads, without
-    what a call waited. Kernels whose threads wait for each other look up to twice as fast so, but which kernel is the
-    fastest shows where it does not show otherwise. (Layers of SmolLM2 for one row, 2 threads, AMD Zen 5, 2026-11-23:
-    own 4.7 ms and oneDNN 12.9 on the idle machine, 15.8 and 14.3 beside six busy processes, CPU time 4.9 and 7.0.)
+    what a call waited, unless the system counts none for some call. Kernels whose threads wait for each other look up
+    to twice as fast so, but which kernel is the fastest shows where it does not show otherwise. (Layers of SmolLM2 for
+    one row, 2 threads, AMD Zen 5, 2026-11-23: own 4.7 ms and oneDNN 12.9 on the idle machine, 15.8 and 14.3 beside six
+    busy processes, CPU time 4.9 and 7.0.)
     """
     found = {key: [_Repeats(timed) for timed in calls] for key, calls in cells.items()}
     in_turn = [repeats for count in rows for kernel in kernels for repeats in found[kernel, count]]
@@ -80,7 +81,9 @@ def measure(kernels: Sequence[Kernel], rows: Sequence[int], cells: Cells, second
             break
     is_disturbed = waited_seconds() - waited_before > _WAITED_SHARE * elapsed
     is_disturbed |= spread(repeats.seconds for repeats in in_turn) > _SPREAD
-    table = {kernel: [sum(r.least(is_disturbed) for r in found[kernel, count]) for count in rows] for kernel in kernels}
+    # Some sandboxes count CPU time in ticks of 10 ms, and so none for a short call: ratios of zeros say nothing.
+    of_cpu = is_disturbed and all(min(repeats.cpu_seconds) > 0 for repeats in in_turn)
+    table = {kernel: [sum(r.least(of_cpu) for r in found[kernel, count]) for count in rows] for kernel in kernels}
     return Measured(table, is_disturbed)
 
 

@@ -119,9 +119,10 @@ def _remembered(key: Mapping[str, object], now: Callable[[Measured | None], Meas
 def _turn(path: Path) -> Iterator[bool]:
     """Wait until no other process of this machine measures, but not for ever. Yields whether none does."""
     with path.open("w") as lock:
-        end = time.monotonic() + _LONGEST_WAIT_S
-        while not (is_alone := _is_locked(lock)) and time.monotonic() < end:
-            time.sleep(_POLL_S)
+        is_alone, end = False, time.monotonic() + _LONGEST_WAIT_S
+        with suppress(OSError):  # some network file systems have no locks: then others may measure at the same time
+            while not (is_alone := _is_locked(lock)) and time.monotonic() < end:
+                time.sleep(_POLL_S)
         yield is_alone
 
 

@@ -67,7 +67,7 @@ class EngineConfig(SchedulerConfig):
         description="Memory for embeddings of pictures, e.g. 256MiB. A picture is encoded once while it is in there.",
     )
     disable_hybrid_kv_cache_manager: bool = Field(
-        False, description="Keep the pages of layers with a sliding window as long as those of others, as pools must."
+        False, description="Keep the pages of layers with a sliding window or attention chunks as long as others."
     )
     enforce_eager: bool = Field(False, description="On GPUs: no steps as CUDA graphs.")
     async_scheduling: bool | None = Field(

@@ -93,6 +93,16 @@ def test_measurement_whose_threads_waited_for_a_core_counts_cpu_time(
     assert measured.seconds == {kernel: pytest.approx(expected) for kernel in KERNELS}
 
 
+def test_disturbed_measurement_where_the_system_counts_no_cpu_time_of_a_call_keeps_its_seconds(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A clock of CPU time that ticks: most calls begin and end within one tick."""
+    monkeypatch.setattr(measuring.time, "process_time", lambda: machine.cpu // 0.5 * 0.5)
+    measured = measure(KERNELS, ROWS, machine.cells(lambda kernel, rows: 0.05 * rows, waited=0.2))
+    assert measured.is_disturbed
+    assert measured.seconds == {kernel: pytest.approx([0.5, 4.0]) for kernel in KERNELS}
+
+
 @pytest.mark.parametrize(("slower", "is_disturbed"), [(1.1, False), (2.0, True)])
 def test_measurement_whose_equal_calls_differ_much_is_disturbed(
     machine: Machine, slower: float, is_disturbed: bool

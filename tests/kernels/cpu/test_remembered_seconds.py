@@ -1,5 +1,6 @@
 """Seconds of kernels are measured by one process, checked at later starts, and survive bad files."""
 
+import errno
 import fcntl
 import json
 import logging
@@ -212,6 +213,18 @@ def test_cache_that_can_only_be_read_is_checked_at_each_start(
     monkeypatch.setattr(remembered, "_turn", refused)
     assert machine.choice_of_later_start(cache) == only("own")
     assert machine.measured == [(1, 4, 8)]
+
+
+def test_seconds_are_kept_on_a_file_system_without_locks_and_measured_again_at_the_next_start(
+    cache: Path, machine: TimedMachine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(remembered.fcntl, "flock", refused)
+    assert machine.choice() == machine.choice() == only("own")
+    assert machine.measured == [ROWS]
+    assert stored(cache)["is_disturbed"] is True  # other processes may have measured too
 
 
 def test_process_that_holds_the_lock_for_long_is_not_waited_for(

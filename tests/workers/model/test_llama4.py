@@ -59,11 +59,27 @@ def test_experts_compute_the_rows_that_are_routed_to_them_and_give_transformers_
     layer, hidden = module.model.layers[1].feed_forward, torch.randn(9, 48)
     expected, _ = layer(hidden)
     skip_idle_experts(module)
-    products = list[int]()
+    products, outputs = list[int](), list[torch.Size]()
     layer.experts.act_fn.register_forward_hook(lambda _module, _inputs, gate: products.append(len(gate)))
+    layer.experts.register_forward_hook(lambda _module, _inputs, out: outputs.append(out.shape))
     found, _ = layer(hidden)
     torch.testing.assert_close(found, expected)
     assert sum(products) == 9 * num_routed
+    assert outputs == [(9 * num_routed, 48)], "ranks sum no more than the routed rows"
+
+
+@pytest.mark.parametrize("num_routed", [1, 2])
+def test_experts_without_rows_are_left_out(num_routed: int) -> None:
+    module: Any = build("llama4_text", LAYERS | {"num_experts_per_tok": num_routed})
+    layer, hidden = module.model.layers[1].feed_forward, torch.randn(1, 48).expand(5, -1)  # all to the same experts
+    expected, logits = layer(hidden)
+    skip_idle_experts(module)
+    products = list[int]()
+    layer.experts.act_fn.register_forward_hook(lambda _module, _inputs, gate: products.append(len(gate)))
+    found, found_logits = layer(hidden)
+    torch.testing.assert_close(found, expected)
+    assert torch.equal(found_logits, logits)
+    assert products == [5] * num_routed
 
 
 def test_layers_with_attention_chunks_are_not_fused(caplog: pytest.LogCaptureFixture) -> None:
