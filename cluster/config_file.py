@@ -36,7 +36,9 @@ def load(
     except ValidationError as error:
         source = f"{path}: " if path else ""
         problems = [
-            _by_flag(_explain(tuple(detail["loc"]), detail["type"], detail["msg"], detail["input"]), flags or {}, source)
+            _by_flag(
+                _explain(tuple(detail["loc"]), detail["type"], detail["msg"], detail["input"]), flags or {}, source
+            )
             for detail in error.errors(include_url=False)
         ]
         raise ConfigError("\n".join(problems)) from None
