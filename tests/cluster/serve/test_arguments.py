@@ -153,6 +153,8 @@ def test_parts_of_a_json_value_are_joined_with_the_whole() -> None:
     whole = ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3}']
     rest = ["--speculative-config", '{"num_speculative_tokens": 3}', *parts[:2]]
     assert printed_config(*parts) == printed_config(*whole) == printed_config(*rest) != printed_config()
+    mixture = run("config", "--speculative-config", "garbage", *parts)
+    assert (mixture.exit_code, "'garbage' is not a JSON object" in mixture.stderr) == (2, True)
     nested = printed_config("--media-io-kwargs.video.num_frames", "16", "--media-io-kwargs.video.fps", "2").http
     assert nested == printed_config("--media-io-kwargs", '{"video": {"num_frames": 16, "fps": 2}}').http
 
@@ -197,6 +199,15 @@ def test_revision_is_part_of_the_name_of_a_hub_model(tmp_path: Path) -> None:
         result = run("config", *args)
         assert result.exit_code == 2
         assert "--revision v1 needs a MODEL from the hub" in result.stderr
+
+
+def test_whole_value_on_the_command_line_wins_over_parts_in_a_file_of_flags(tmp_path: Path) -> None:
+    file = tmp_path / "vllm.yaml"
+    file.write_text("speculative-config.method: suffix\nmax-model-len: 100\n")
+    whole = ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3}']
+    config = printed_config("--config", str(file), *whole)
+    assert config.engine.speculative_config == printed_config(*whole).engine.speculative_config
+    assert config.model.max_model_len == 100
 
 
 def test_printed_configuration_of_a_file_of_flags_is_a_configuration(tmp_path: Path) -> None:
