@@ -163,7 +163,7 @@ def _with_parts_joined(parts: Sequence[_Part]) -> Iterator[_Part]:
 
 def _object_in(option: str, parts: Sequence[_Part]) -> dict[str, Any]:
     """Return the JSON object that is given for an option as a whole; an empty one if there is none."""
-    given = next((_json_or_text(_value(words)) for name, words in parts if name == option), {})
+    given: Any = next((_json_or_text(_value(words)) for name, words in parts if name == option), {})
     if not isinstance(given, dict):
         raise ValueError(f"{option}: {given!r} is not a JSON object, and a part of one is given, too")
     return given
