@@ -177,7 +177,7 @@ class PoolConfig(BaseModel):
         roles = [role for role in get_args(Role) if role != "mixed"]
         if name in roles:
             return {"role": name, **data}
-        if meant := get_close_matches(name.partition("-")[0], roles, 1, 0.75):
+        if meant := get_close_matches(name.partition("-")[0], roles, 1, 0.82):  # "code" is no "decode"
             raise ValueError(
                 f"name {name!r} gives no role: write {meant[0]!r}, or set the role of this pool, for example "
                 f"--set pools.{name}.role={meant[0]}"

@@ -2,6 +2,7 @@
 
 import copy
 import difflib
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -16,10 +17,13 @@ class ConfigError(ValueError):
     """The configuration cannot be used. The message has one line per problem: field, value, and what is accepted."""
 
 
-def load(path: Path | None = None, overrides: Mapping[str, object] | None = None) -> ClusterConfig:
+def load(
+    path: Path | None = None, overrides: Mapping[str, object] | None = None, flags: Mapping[str, str] | None = None
+) -> ClusterConfig:
     """Read `path` (YAML; None: all defaults), then apply `overrides`, by dotted name: {"engine.max_num_seqs": 8}.
 
     A member of a list is named by its position or its `name`, all of its members by `*`: "pools.mixed.replicas".
+    `flags` says which flag gave an override; errors then name the flag: {"engine.max_num_seqs": "--max-num-seqs"}.
 
     Raises:
         ConfigError: the file cannot be read, or a setting is unknown or out of bounds.
@@ -32,7 +36,9 @@ def load(path: Path | None = None, overrides: Mapping[str, object] | None = None
     except ValidationError as error:
         source = f"{path}: " if path else ""
         problems = [
-            source + _explain(tuple(detail["loc"]), detail["type"], detail["msg"], detail["input"])
+            _by_flag(
+                _explain(tuple(detail["loc"]), detail["type"], detail["msg"], detail["input"]), flags or {}, source
+            )
             for detail in error.errors(include_url=False)
         ]
         raise ConfigError("\n".join(problems)) from None
@@ -126,6 +132,15 @@ def _explain(loc: tuple[int | str, ...], kind: str, message: str, value: object)
     message = _PLAIN.get(kind, message.replace("Input should", "must", 1).replace("String should", "must", 1))
     message = message[:1].lower() + message[1:]
     return f"{where}: {message}" if _is_secret(loc) else f"{where}: {message}, not {value!r}"
+
+
+def _by_flag(problem: str, flags: Mapping[str, str], source: str) -> str:
+    """Return a problem with the flag that gave its setting, or else with the file that did."""
+    for key, flag in flags.items():
+        found = re.match(rf"{re.escape(key)}[.:] ?".replace(r"\*", r"\d+"), problem)
+        if found is not None and key != "pools":  # a pool's flag gives no more than its name and its replicas
+            return f"{flag}: {problem[found.end() :]}"
+    return source + problem
 
 
 def _suggestion(loc: tuple[int | str, ...]) -> str:

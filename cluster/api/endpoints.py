@@ -19,6 +19,7 @@ from crossdock.cluster.api.body.pooler_config import EmbeddingDefaults
 from crossdock.cluster.api.errors import AnthropicErrorAnswer, ApiError, ErrorAnswer, shown
 from crossdock.cluster.api.generation import Generations
 from crossdock.cluster.api.http.gateway_path import GatewayPath
+from crossdock.cluster.api.http.head_requests import HeadRequests
 from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.http.http_guard import HttpGuard
 from crossdock.cluster.api.http.http_json import JsonRoute
@@ -130,6 +131,7 @@ def _add_middleware(app: FastAPI, dispatcher: Dispatcher, http: HttpConfig, keys
         )
     if http.root_path:
         app.add_middleware(GatewayPath, root_path=http.root_path)
+    app.add_middleware(HeadRequests)
 
 
 def _add_endpoints(app: FastAPI, endpoints: Iterable[_Endpoint]) -> None:

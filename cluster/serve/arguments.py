@@ -67,7 +67,10 @@ def translated(args: Sequence[str], arity: Mapping[str, bool]) -> list[str]:
         if name in _FILE and (flags := _flags_in(Path(_value(words)).expanduser(), arity)) is not None:
             given = {other for other, _ in parts}
             others = [part for part in parts if part[0] not in _FILE]
-            parts = [*(part for part in _parts(flags, arity) if part[0] not in given), *others]
+            from_file = [
+                part for part in _parts(flags, arity) if given.isdisjoint((part[0], part[0].partition(".")[0]))
+            ]
+            parts = [*from_file, *others]
             break
     absent = [name for name, _ in parts if name and name.partition(".")[0] not in arity]
     missing = [line for name in absent if (line := answer(name)) is not None]
@@ -160,8 +163,10 @@ def _with_parts_joined(parts: Sequence[_Part]) -> Iterator[_Part]:
 
 def _object_in(option: str, parts: Sequence[_Part]) -> dict[str, Any]:
     """Return the JSON object that is given for an option as a whole; an empty one if there is none."""
-    given = next((_json_or_text(_value(words)) for name, words in parts if name == option), None)
-    return given if isinstance(given, dict) else {}
+    given: Any = next((_json_or_text(_value(words)) for name, words in parts if name == option), {})
+    if not isinstance(given, dict):
+        raise ValueError(f"{option}: {given!r} is not a JSON object, and a part of one is given, too")
+    return given
 
 
 def _json_or_text(text: str) -> Any:

@@ -16,6 +16,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from crossdock.cluster.api.http.http_config import OPEN_TO_OTHERS
 from crossdock.cluster.config import ClusterConfig
 from crossdock.cluster.config_file import to_yaml
+from crossdock.cluster.serve.checkpoint_check import check_checkpoint
 from crossdock.cluster.serve.flags import configuration, takes_flags
 from crossdock.cluster.serve.memory import left, used_by_family
 from crossdock.cluster.serve.other_flags import unread_variables
@@ -120,6 +121,7 @@ def _prepare_model(config: ClusterConfig, console: Console) -> None:
 
     with console.status(f"Preparing {escape(config.model.name)}: the first time it is fetched or converted …"):
         path = resolve_model(config.model.path)
+        check_checkpoint(path, needs_tokenizer=config.model.tokenizer is None)
         GenerationDefaults.read(path, config.model.generation_config, config.model.override_generation_config)
         EmbeddingDefaults.read(path, config.model.pooler_config)
         if config.model.tokenizer is not None or config.model.chat_template is not None:

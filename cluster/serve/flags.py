@@ -40,7 +40,7 @@ class Flag:
     @property
     def parameter(self) -> str:
         """The name of the command's parameter."""
-        return self._names()[0].split("/")[0].strip("-").lower().replace("-", "_")
+        return self.name.strip("-").lower().replace("-", "_")
 
     def signature(self, panel: str) -> inspect.Parameter:
         """Return the command's parameter as typer reads it."""
@@ -76,16 +76,30 @@ class Flag:
         if text in (words := _WORDS_OF_OTHERS.get(self.key, {})):
             return words[text]
         if text in (reasons := _REFUSED_WORDS.get(self.key, {})):
-            raise ValueError(f"{self._names()[0]} {text}: {reasons[text]}")
+            raise ValueError(f"{self.name} {text}: {reasons[text]}")
         kind = _required(field.annotation)
-        if kind in (int, ByteSize):
+        if kind is ByteSize:
+            return self._size(text)
+        if kind is int:
             return _number(text)
         if get_origin(kind) is dict or (isinstance(kind, type) and issubclass(kind, BaseModel)):
             try:
                 return json.loads(text)
             except ValueError:
-                raise ValueError(f"{self._names()[0]}: {text!r} is not JSON") from None
+                raise ValueError(f"{self.name}: {text!r} is not JSON") from None
         return text
+
+    @property
+    def name(self) -> str:
+        """The flag as users write it, for errors."""
+        return self._names()[0].split("/")[0]
+
+    def _size(self, text: str) -> int | str:
+        """Return the bytes that a text means. ValueError: a number that can only mean another unit, such as 2."""
+        size = _number(text)
+        if text.strip().isdigit() and 0 < int(text) < _LEAST_SIZE:
+            raise ValueError(f"{self.name} {text}: that is {text} bytes; give a unit, such as {text}GiB or {text}MiB")
+        return size
 
     def _names(self) -> tuple[str, ...]:
         """Return the option's names; by default the last part of the key, and for booleans also its `--no-` form."""
@@ -264,13 +278,15 @@ def configuration(given: Mapping[str, Any]) -> ClusterConfig:
     """
     flags = [flag for panel in PANELS.values() for flag in panel]
     values = {flag.key: flag.value(given[flag.parameter]) for flag in flags if given[flag.parameter] not in (None, [])}
-    return load(values.pop("--config", None), _overrides(values))
+    file, settings = values.pop("--config", None), dict(_parse_setting(text) for text in values.pop("--set", ()))
+    names = {flag.key: flag.name for flag in flags if flag.key in values and flag.key not in settings}
+    return load(file, _overrides(values) | settings, names)
 
 
 def _overrides(values: dict[str, Any]) -> dict[str, object]:
     """Return the settings that flags mean, by dotted name. `values`: the given flags, by their key in the table."""
     values.pop("--verbose", None)  # about the output of the command alone
-    size, settings = values.pop("--chunked-prefill-size", None), values.pop("--set", ())
+    size = values.pop("--chunked-prefill-size", None)
     if size is not None:
         values |= _chunked_prefill(size, values)
     if names := values.get("model.served_name"):
@@ -285,7 +301,7 @@ def _overrides(values: dict[str, Any]) -> dict[str, object]:
         values["pools"] = _parse_pools(values["pools"])
     if (device := values.pop("--device", None)) is not None:
         values["pools.*.num_gpus"] = _gpus_of(device)
-    return values | dict(_parse_setting(setting) for setting in settings)
+    return values
 
 
 def _chunked_prefill(size: int, values: Mapping[str, Any]) -> dict[str, object]:
@@ -397,6 +413,7 @@ _FITTING = (
     "a context that fits the memory is not supported: give a number of tokens. Without the flag it is the model's own "
     "limit; where the memory for KV pages is too small for it, the start ends with the number of tokens that fit"
 )
+_LEAST_SIZE = 1 << 20  # bytes; no cache of a model is smaller
 _REFUSED_WORDS = {"model.max_model_len": {"auto": _FITTING, "-1": _FITTING}}
 _METAVARS = {ByteSize: "SIZE", int: "INTEGER"}
 _MULTIPLES = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}

@@ -235,6 +235,10 @@ def test_pool_whose_name_looks_like_a_role_needs_one(name: str, role: str) -> No
     assert load(None, {"pools": [{"name": name, "role": "mixed"}]}).pools[0].role == "mixed"
 
 
+def test_pool_with_a_short_name_of_its_own_is_mixed() -> None:
+    assert [load(None, {"pools": [{"name": name}]}).pools[0].role for name in ("code", "big", "node")] == ["mixed"] * 3
+
+
 PICTURES: dict[str, object] = {"model.path": "org/pictures", "engine.max_num_seqs": 32}
 
 

@@ -161,3 +161,21 @@ def test_token_costs_few_microseconds(engine: ScriptedDispatcher, tokenizer: Mod
 
     best = min(asyncio.run(seconds()) for _ in range(3))
     assert best / count < 60e-6
+
+
+@pytest.mark.parametrize("path", ["/health", "/ready", "/v1/models", "/openapi.json"])
+def test_head_has_the_status_and_headers_of_get_and_no_body(http: httpx.Client, path: str) -> None:
+    head, whole = http.head(path), http.get(path)
+    assert (head.status_code, head.content) == (200, b"")
+    assert head.headers["content-length"] == whole.headers["content-length"]
+    assert http.get("/health").status_code == 200  # on the same connection
+    assert http.head("/v1/chat/completions").status_code == 405
+
+
+def test_head_without_a_key_is_refused_where_get_is(engine: ScriptedDispatcher, tokenizer: ModelTokenizer) -> None:
+    async def statuses() -> list[int]:
+        app = build_api(engine, tokenizer, HttpConfig(api_keys=["secret-of-this-test"]))
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
+            return [(await client.head(path)).status_code for path in ("/health", "/v1/models")]
+
+    assert asyncio.run(statuses()) == [200, 401]

@@ -59,7 +59,7 @@ def test_limits_of_pictures_may_have_vllms_sizes_beside_the_count() -> None:
     assert printed_config("--limit-mm-per-prompt", limits).http.limit_mm_per_prompt == {"image": 4, "video": 2}
     result = run("config", "--limit-mm-per-prompt", '{"video": {"num_frames": 32}}')
     assert result.exit_code != 0
-    assert "limit_mm_per_prompt.video" in result.output
+    assert "--limit-mm-per-prompt: video: must" in result.output
 
 
 def test_file_of_flags_gives_what_the_command_line_leaves_out(tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_values_that_are_no_numbers_are_named() -> None:
         result = run("config", "--max-model-len", value)
         assert (result.exit_code, result.stderr) == (
             2,
-            f"error: model.max_model_len: must be a whole number, not '{value}'\n",
+            f"error: --max-model-len: must be a whole number, not '{value}'\n",
         )
 
 
@@ -153,6 +153,8 @@ def test_parts_of_a_json_value_are_joined_with_the_whole() -> None:
     whole = ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3}']
     rest = ["--speculative-config", '{"num_speculative_tokens": 3}', *parts[:2]]
     assert printed_config(*parts) == printed_config(*whole) == printed_config(*rest) != printed_config()
+    mixture = run("config", "--speculative-config", "garbage", *parts)
+    assert (mixture.exit_code, "'garbage' is not a JSON object" in mixture.stderr) == (2, True)
     nested = printed_config("--media-io-kwargs.video.num_frames", "16", "--media-io-kwargs.video.fps", "2").http
     assert nested == printed_config("--media-io-kwargs", '{"video": {"num_frames": 16, "fps": 2}}').http
 
@@ -174,9 +176,7 @@ def test_words_of_others_mean_ours(flag: str, theirs: str, ours: str) -> None:
 def test_words_that_mean_nothing_here_are_refused_with_ours() -> None:
     refused = run("config", "--attention-backend", "FLASHINFER")
     assert refused.exit_code == 2
-    assert (
-        "engine.attention_backend: must be 'auto', 'triton', 'flash_attn', 'flash_attn_3' or 'torch'" in refused.stderr
-    )
+    assert "--attention-backend: must be 'auto', 'triton', 'flash_attn', 'flash_attn_3' or 'torch'" in refused.stderr
 
 
 def test_json_values_and_lists_are_read() -> None:
@@ -190,7 +190,7 @@ def test_json_values_and_lists_are_read() -> None:
         result = run("config", flag, "[1")
         assert (result.exit_code, result.stderr) == (2, f"error: {flag}: '[1' is not JSON\n")
     refused = run("config", "--default-chat-template-kwargs", json.dumps({"tools": []}))
-    assert "http.default_chat_template_kwargs: must not set tools" in refused.stderr
+    assert "--default-chat-template-kwargs: must not set tools" in refused.stderr
 
 
 def test_revision_is_part_of_the_name_of_a_hub_model(tmp_path: Path) -> None:
@@ -199,6 +199,15 @@ def test_revision_is_part_of_the_name_of_a_hub_model(tmp_path: Path) -> None:
         result = run("config", *args)
         assert result.exit_code == 2
         assert "--revision v1 needs a MODEL from the hub" in result.stderr
+
+
+def test_whole_value_on_the_command_line_wins_over_parts_in_a_file_of_flags(tmp_path: Path) -> None:
+    file = tmp_path / "vllm.yaml"
+    file.write_text("speculative-config.method: suffix\nmax-model-len: 100\n")
+    whole = ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3}']
+    config = printed_config("--config", str(file), *whole)
+    assert config.engine.speculative_config == printed_config(*whole).engine.speculative_config
+    assert config.model.max_model_len == 100
 
 
 def test_printed_configuration_of_a_file_of_flags_is_a_configuration(tmp_path: Path) -> None:

@@ -112,15 +112,15 @@ def test_api_keys_from_the_environment_are_not_printed() -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--page-size", "0"], "engine.page_size: must be greater than or equal to 1, not 0"),
-        (["--dtype", "int3"], "model.dtype: must be 'auto', 'bfloat16', 'float16' or 'float32', not 'int3'"),
-        (["--chunk-policy", "clever"], "engine.chunk_policy: must be 'adaptive' or 'fixed', not 'clever'"),
+        (["--page-size", "0"], "--page-size: must be greater than or equal to 1, not 0"),
+        (["--dtype", "int3"], "--dtype: must be 'auto', 'bfloat16', 'float16' or 'float32', not 'int3'"),
+        (["--chunk-policy", "clever"], "--chunk-policy: must be 'adaptive' or 'fixed', not 'clever'"),
         (["--override-generation-config", "hot"], "--override-generation-config: 'hot' is not JSON"),
         (
             ["--override-generation-config", '{"temperature": 3}'],
-            "model.override_generation_config.temperature: must be less than or equal to 2, not 3",
+            "--override-generation-config: temperature: must be less than or equal to 2, not 3",
         ),
-        (["--admission", "maybe"], "engine.admission: must be 'reject' or 'queue', not 'maybe'"),
+        (["--admission", "maybe"], "--admission: must be 'reject' or 'queue', not 'maybe'"),
         (["--chunked-prefill-size", "0"], "--chunked-prefill-size 0: must be a number of tokens, or -1 for no chunks"),
         (
             ["--chunked-prefill-size", "512", "--max-num-batched-tokens", "1024"],
@@ -133,7 +133,10 @@ def test_api_keys_from_the_environment_are_not_printed() -> None:
         (["--set", "engine.page_size=[1"], "--set: the value of engine.page_size is not YAML"),
         (["--pools", "big=x"], "--pools: 'big=x' is not of the form big=1,small=2"),
         (["--pools", "big=1x2"], "--pools: 'big=1x2' is not of the form big=1,small=2 or prefill=2xtp1,decode=1xtp2"),
-        (["--tp", "0"], "pools.0.tensor_parallel_size: must be greater than or equal to 1, not 0"),
+        (["--tp", "0"], "--tensor-parallel-size: must be greater than or equal to 1, not 0"),
+        (["--kv-cache-memory", "2"], "--kv-cache-memory 2: that is 2 bytes; give a unit, such as 2GiB or 2MiB"),
+        (["--set", "engine.page_size=0"], "error: engine.page_size: must be"),
+        (["--page-size", "8", "--set", "engine.page_size=0"], "error: engine.page_size: must be"),
         (["--config", "absent.yaml"], "absent.yaml: cannot be read: No such file or directory"),
     ],
 )
@@ -143,3 +146,14 @@ def test_mistake_ends_the_command_with_one_line(command: str, args: list[str], m
     assert result.exit_code == 2
     assert message in result.stderr
     assert "Traceback" not in result.output
+
+
+def test_mistake_in_a_file_names_the_file_and_one_in_a_flag_the_flag(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text("engine: {page_size: 0}\n")
+    result = run("config", "--config", str(file), "--max-num-seqs", "-1")
+    assert result.exit_code == 2
+    assert sorted(line.partition(" must")[0] for line in result.stderr.splitlines()) == [
+        "error: --max-num-seqs:",
+        f"error: {file}: engine.page_size:",
+    ]

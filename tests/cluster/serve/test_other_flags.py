@@ -184,7 +184,7 @@ def test_variables_of_others_are_named_when_a_server_starts() -> None:
     assert result.exit_code == 2
     first, second = result.stderr.splitlines()
     assert first == "warning: VLLM_CPU_KVCACHE_SPACE is not read here; use --kv-cache-memory SIZE (2GiB)"
-    assert second.startswith("error: engine.page_size")
+    assert second.startswith("error: --page-size")
 
 
 def rows() -> list[str]:

@@ -1,0 +1,54 @@
+"""A checkpoint that cannot be served is refused from its files, before Ray starts."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import CONFIG_MAPPING
+from typer.testing import CliRunner
+
+from crossdock.cluster import cli
+from crossdock.cluster.serve import lifetime
+from crossdock.cluster.serve.checkpoint_check import check_checkpoint
+from tests.cluster.ports import free_port
+
+
+def folder_of(path: Path, config: Any) -> Path:
+    (path / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ("{", "config.json is not JSON"),
+        ([], "has no model_type"),
+        ({"model_type": 5}, "has no model_type"),
+        ({"model_type": "kimi_k2"}, "has model_type 'kimi_k2', which transformers "),
+        ({"model_type": "llama"}, "has no tokenizer.json and no other tokenizer; name one with --tokenizer"),
+    ],
+)
+def test_checkpoint_that_lacks_something_is_refused_before_ray_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: Any, reason: str
+) -> None:
+    monkeypatch.setattr(lifetime, "serve_forever", lambda *_: pytest.fail("Ray would have started"))
+    result = CliRunner().invoke(cli.app, ["serve", str(folder_of(tmp_path, config)), "--port", str(free_port())])
+    assert result.exit_code == 2
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert reason in line
+
+
+def test_all_model_types_of_transformers_pass(tmp_path: Path) -> None:
+    for kind in CONFIG_MAPPING:
+        check_checkpoint(folder_of(tmp_path, {"model_type": kind}), needs_tokenizer=False)
+
+
+def test_checkpoint_with_tokenizer_passes(model_dir: Path, tmp_path: Path) -> None:
+    check_checkpoint(model_dir)
+    shutil.copy(model_dir / "config.json", tmp_path)
+    check_checkpoint(tmp_path, needs_tokenizer=False)
+    (tmp_path / "vocab.json").touch()  # as GPT-2 has it
+    check_checkpoint(tmp_path)
