@@ -13,7 +13,7 @@ import pytest
 from pydantic import ByteSize
 
 from crossdock.workers.replica.engine.engine import Engine
-from crossdock.workers.schedule.request import Status, TokenDelta
+from crossdock.workers.schedule.request import TokenDelta
 from tests.workers.gangs import ganged
 from tests.workers.ranks import Ranks, saved
 from tests.workers.replica.speculating import (
