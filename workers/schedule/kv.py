@@ -38,6 +38,7 @@ def admit(table: RequestTable, request: Request, hit: PrefixHit, set_aside: int 
         room += table.num_growth_pages(request)
     needed = sum(new) + pages.state_pages + set_aside + room
     if not pages.can_allocate(needed, shared=hits) and not _make_way(table, request, needed, hits):
+        table.lacks_pages = True
         return False
     pages.share(request.owner, hit)
     if is_arriving:
@@ -115,14 +116,14 @@ def _reach(table: RequestTable, request: Request, num_tokens: int) -> bool:
     return True
 
 
-def grow_for_drafts(table: RequestTable, request: Request, num_drafts: int) -> int:
+def grow_for_drafts(table: RequestTable, request: Request, num_drafts: int, set_aside: int = 0) -> int:
     """Give a stream pages for tokens after its newest one, and return how many of `num_drafts` have a place.
 
     Only available pages are given: a draft preempts no request. Where layers are recurrent, pages are left for the
-    state after the drafts, beside the one before them.
+    state after the drafts, beside the one before them. `set_aside`: pages that others are about to take.
     """
     pages, owner = table.pages, request.owner
-    room = pages.num_available - pages.num_to_keep_state(owner)
+    room = pages.num_available - pages.num_to_keep_state(owner) - set_aside
     if room < 0:
         return 0
     for wanted in range(-(-(request.num_tokens + num_drafts) // pages.page_size), 0, -1):

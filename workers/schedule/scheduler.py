@@ -210,6 +210,7 @@ class Scheduler:
             batch = self._alternate(decodes, skipped, prefills)
         if self.verification is not None:
             batch = self.verification.with_drafts(batch, drafts or {})
+        self._table.lacks_pages = False
         if self._states is not None:
             batch = self._states.with_states(batch)
         if batch and self.encoding is not None and (work := self.encoding.take_work()) is not NO_ENCODER_WORK:

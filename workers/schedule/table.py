@@ -50,6 +50,7 @@ class RequestTable:
     now: float = 0.0  # time of the step that is being scheduled, in seconds
     assumed_ended: Collection[str] = ()  # requests of a step in flight that is assumed to have ended, see ahead.py
     needs_preemption: bool = False  # see Scheduler.needs_preemption
+    lacks_pages: bool = False  # since the last step was scheduled, a waiting request had too few pages to start
     needs: PageNeeds = field(init=False)
     on_end: Callable[[Request], None] = lambda request: None  # called with each request that has ended
     _by_id: dict[str, Request] = field(default_factory=dict)

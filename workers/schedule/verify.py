@@ -128,9 +128,9 @@ class Verification:
         longest = self._longest_that_fits(batch, [(part.start, len(tokens)) for part, tokens in offered])
         if not longest:
             return batch
-        without, verified = list[Scheduled](), list[Scheduled]()
+        without, verified, set_aside = list[Scheduled](), list[Scheduled](), self._set_aside()
         for part, tokens in offered:
-            room = kv.grow_for_drafts(self.table, part.request, min(len(tokens), longest)) if tokens else 0
+            room = kv.grow_for_drafts(self.table, part.request, min(len(tokens), longest), set_aside) if tokens else 0
             if room:
                 num_tokens = part.num_tokens + room
                 part = part._replace(num_tokens=num_tokens, drafts=tokens[:room], reason="decode with drafts")
@@ -139,6 +139,17 @@ class Verification:
                 without.append(part)
         chunks = batch.scheduled[batch.num_decodes :]
         return Batch([*without, *verified, *chunks], batch.num_decodes, batch.limit, batch.num_skipped)
+
+    def _set_aside(self) -> int:
+        """Return how many pages drafts must leave to the steps that begin before this one ends.
+
+        That is a page of each group for each running request. All pages are left while a request waits for some: if
+        each step began with the pages of its drafts taken, it might never start.
+        """
+        pages = self.table.pages
+        if self.forecast.depth == 1:
+            return 0
+        return pages.num_pages if self.table.lacks_pages else pages.num_groups * len(self.table.running)
 
     def verified(self, request: Request, num_drafted: int, num_accepted: int) -> None:
         """Learn what became of a stream's drafts, and take back the pages that only rejected ones needed."""

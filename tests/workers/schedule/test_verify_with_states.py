@@ -4,6 +4,7 @@ import pytest
 
 from crossdock.workers.schedule.batch import Scheduled
 from crossdock.workers.schedule.cost import StepCost
+from crossdock.workers.schedule.request import Status
 from crossdock.workers.schedule.scheduler import Scheduler
 from tests.workers.schedule.model_free_replica import new_request
 from tests.workers.schedule.test_verify import land, scheduler_of
@@ -77,6 +78,29 @@ def test_stream_without_pages_for_a_second_state_has_no_drafts() -> None:
     part = verify(scheduler, 0)
     assert part.drafts == DRAFTS[:1], "one token more has a place on the last page"
     assert scheduler.num_preemptions == 0
+
+
+def test_drafts_of_one_stage_leave_the_streams_of_the_next_step_a_page_each() -> None:
+    """Both streams begin a page. The second one needs it before the first one gives back its second state."""
+    streams = [new_request(name, [1] * 4, max_tokens=90) for name in "ab"]
+    scheduler = scheduler_of(*streams, state_pages=PAGES, depth=2, caching=False)
+    scheduler.pages.allocate("another owner", scheduler.pages.num_available - 1 - PAGES)
+    parts = [scheduler.schedule(0.0, dict.fromkeys("ab", DRAFTS)).scheduled for _ in range(2)]
+    assert [[part.request.id for part in step] for step in parts] == [["a"], ["b"]]
+    assert scheduler.num_preemptions == 0
+
+
+def test_request_starts_although_each_of_two_stages_could_verify_drafts_with_its_pages() -> None:
+    scheduler = scheduler_of(*(new_request(name, [1] * 4, max_tokens=90) for name in "ab"), state_pages=PAGES, depth=2)
+    waiting = new_request("c", [5] * 8, max_tokens=1)
+    flights = [scheduler.schedule(0.0, dict.fromkeys("ab", DRAFTS))]
+    assert flights[0].num_drafts
+    scheduler.pages.allocate("another owner", scheduler.pages.num_available - 6)
+    scheduler.add(waiting)
+    for _ in range(5):
+        flights.append(scheduler.schedule(0.0, dict.fromkeys("ab", DRAFTS)))
+        land(scheduler, flights.pop(0), dict.fromkeys("ab", 1))
+    assert waiting.status is not Status.WAITING
 
 
 def test_stream_with_many_tokens_to_compute_again_has_no_drafts_until_they_are() -> None:

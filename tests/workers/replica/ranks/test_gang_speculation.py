@@ -1,0 +1,101 @@
+"""Ranks that verify drafts with recurrent layers give the tokens of one rank without drafts.
+
+A rejected draft takes every rank back to its own part of the state. Two stages have two steps in flight: the second one
+begins before the drafts of the first are verified.
+"""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from pydantic import ByteSize
+
+from crossdock.workers.replica.engine.engine import Engine
+from crossdock.workers.schedule.request import TokenDelta
+from tests.workers.gangs import ganged
+from tests.workers.ranks import Ranks, saved
+from tests.workers.replica.speculating import (
+    NUM_REQUESTS,
+    History,
+    Oracle,
+    check_request,
+    expected,
+    fixed,
+    grammar_of,
+    least_pages,
+    module,
+    recurrent_model,
+    serve,
+    speculating,
+    tokens_of,
+)
+
+SEEDS = 1, 3  # of histories whose outputs are long
+NUM_SPARE = 16  # pages beside those without which an engine does not start: states for drafts are scarce
+EACH_CASE = pytest.mark.parametrize(
+    ("name", "division"),  # a gated delta net, and Mamba-2; tensor ranks, stages
+    [(name, division) for name in ("qwen3_next", "granitemoehybrid") for division in ((2, 1), (1, 2))],
+)
+
+
+@contextmanager
+def drafting_gang(ranks: Ranks, folder: Path, name: str, division: tuple[int, int]) -> Iterator[Engine]:
+    """Yield an engine on two ranks, which divide the bytes of each page."""
+    page_bytes = recurrent_model(name).layout(16).page_bytes // 2
+    memory = ByteSize((least_pages(name) + NUM_SPARE) * page_bytes)
+    settings = {"kv_cache_memory": memory, "max_num_batched_tokens": 40, "admission": "queue"}
+    path = saved(module(name), folder)
+    with ganged(ranks, path, *division, speculative_config=fixed(4), **settings) as engine:
+        yield engine
+
+
+def draft_known_tokens(engine: Engine, name: str, seed: int) -> None:
+    """Let the engine draft the tokens that the requests of a history are known to get, with some wrong ones."""
+    answers = {each: tokens_of(deltas) for each, deltas in expected(seed, name).items()}
+    speculating(engine, Oracle(answers, 0.8, random.Random(seed)))
+
+
+@EACH_CASE
+def test_any_history_of_ranks_with_drafts_gives_the_tokens_of_one_without(
+    ranks: Ranks, tmp_path: Path, name: str, division: tuple[int, int]
+) -> None:
+    num_flights = set[int]()
+    with drafting_gang(ranks, tmp_path, name, division) as engine:
+        engine.on_scheduled = lambda _: num_flights.add(1 + len(engine.pipeline.batches))
+        for seed in SEEDS:
+            draft_known_tokens(engine, name, seed)
+            found, aborted = serve(engine, History.random(seed, NUM_REQUESTS))
+            for each, deltas in expected(seed, name).items():
+                check_request(found[each], deltas, each in aborted)
+        assert engine.pages.counts().owned == 0
+        assert engine.scheduler.verification is not None
+        totals = engine.scheduler.verification.totals
+        assert 20 < sum(totals.num_accepted_at) < 0.95 * totals.num_tokens, "some are rejected"
+    assert max(num_flights) == division[1]
+
+
+@EACH_CASE
+def test_requests_of_ranks_preempted_with_tokens_to_compute_again_get_the_tokens_of_one_without_drafts(
+    ranks: Ranks, tmp_path: Path, name: str, division: tuple[int, int]
+) -> None:
+    seed, num_behind = 3, 0
+    history = History.random(seed, NUM_REQUESTS)
+    found: dict[str, list[TokenDelta]] = {work.id: [] for work in history.works}
+    with drafting_gang(ranks, tmp_path, name, division) as engine:
+        draft_known_tokens(engine, name, seed)
+        for work in history.works:
+            engine.add(work, grammar=grammar_of(work))
+        while engine.has_work:
+            for delta in engine.step().deltas:
+                found[delta.request_id].append(delta)
+            for request in list(engine.scheduler.running):
+                is_behind = request.num_verified_tokens and not request.num_in_flight_tokens
+                if is_behind and request.num_preemptions < 2:
+                    num_behind += 1
+                    engine.scheduler._table.preempt(request)
+        assert engine.pages.counts().owned == 0
+    assert num_behind > 2
+    for each, deltas in expected(seed, name).items():
+        check_request(found[each], deltas, was_aborted=False)
