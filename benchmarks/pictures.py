@@ -44,8 +44,8 @@ PICTURES = 8
 class AtOnce(Encoding):
     """Encodes all pictures of a request in the step of its first chunk, whatever the streams need."""
 
-    def chunk(self, request: Request, start: int, size_of: Callable[[float], int], page_size: int) -> ItemChunk:
-        return ItemChunk(size_of(0.0))
+    def chunk(self, request: Request, start: int, size_of: Callable[[float, bool], int], page_size: int) -> ItemChunk:
+        return ItemChunk(size_of(0.0, True))
 
     def take(self, request: Request, start: int, num_tokens: int) -> float:
         super().take(request, 0, request.num_tokens)
