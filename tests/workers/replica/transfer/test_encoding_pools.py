@@ -7,7 +7,7 @@ from typing import Any
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+from hypothesis.stateful import initialize, rule
 
 from crossdock.workers.replica.transfer.landing import Landing
 from crossdock.workers.schedule.arriving_rows import ArrivingRows
@@ -15,6 +15,7 @@ from crossdock.workers.schedule.batch import Batch, Scheduled
 from crossdock.workers.schedule.encoding import Encoding
 from crossdock.workers.schedule.items import Item, items_in
 from crossdock.workers.schedule.request import Leg, Submission, TokenDelta, encoding_leg
+from tests.workers.replica.any_pools import AnyPools
 from tests.workers.replica.pools_world import PAGE_SIZE, TRANSFER, Client, PoolReplica, SansIoDock, World
 
 ROWS = "/rows"  # ends the name of the dock where a replica's embeddings land
@@ -199,7 +200,7 @@ class EncodingWorld(World):
             assert len(dock.sender) == len(dock.receiver) == 0
 
 
-class EncodingPools(RuleBasedStateMachine):
+class EncodingPools(AnyPools):
     """Requests with pictures arrive, leave and lose replicas, on pages that few of them fill."""
 
     @initialize(
@@ -242,33 +243,9 @@ class EncodingPools(RuleBasedStateMachine):
             else:
                 (self.world.prefill, self.world.decode, self.world.encoder)[kind % 3].step()
 
-    @rule(rounds=st.integers(1, 20))
-    def go_well(self, rounds: int) -> None:
-        for _ in range(rounds):
-            self.world.go_round()
-
-    @rule(number=st.integers(0, 99))
-    def leave(self, number: int) -> None:
-        clients = [client for client in self.world.clients.values() if not client.is_over]
-        if clients:
-            self.world.leave(clients[number % len(clients)])
-
-    @rule(number=st.integers(0, 99))
-    def lose(self, number: int) -> None:
-        if ready := self.world.ready():
-            self.world.lose(ready[number % len(ready)])
-
     @rule(role=st.sampled_from("PDEE"))
     def kill(self, role: str) -> None:
         self.world.kill(role)
-
-    @rule(seconds=st.sampled_from([0.1, 1.0, 4.0]))
-    def pass_time(self, seconds: float) -> None:
-        self.world.pass_time(seconds)
-
-    def teardown(self) -> None:
-        if hasattr(self, "world"):
-            self.world.settle()
 
 
 TestEncodingPools = EncodingPools.TestCase

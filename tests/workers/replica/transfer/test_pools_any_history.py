@@ -8,7 +8,7 @@ import msgpack
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import initialize, invariant, rule, run_state_machine_as_test
 
 from crossdock.kvtransfer.events import Arrived, Figures
 from crossdock.workers.schedule import handoff, kv
@@ -18,6 +18,7 @@ from crossdock.workers.schedule.page_needs import PageNeeds
 from crossdock.workers.schedule.prefix_index import AttentionChunk, Window
 from crossdock.workers.schedule.request import Leg, Request, Status
 from crossdock.workers.schedule.table import RequestTable
+from tests.workers.replica.any_pools import AnyPools
 from tests.workers.replica.pools_world import LONGEST, PAGE_SIZE, World
 
 WINDOWS: list[tuple[Window, ...]] = [
@@ -27,7 +28,7 @@ WINDOWS: list[tuple[Window, ...]] = [
 CLASS = st.sampled_from(["interactive", "standard", "batch"])
 
 
-class Pools(RuleBasedStateMachine):
+class Pools(AnyPools):
     """Requests of all classes arrive, leave and lose replicas, on page pools that few of them fill."""
 
     windows = WINDOWS
@@ -68,17 +69,6 @@ class Pools(RuleBasedStateMachine):
             else:
                 self.world.decode.step()
 
-    @rule(rounds=st.integers(1, 20))
-    def go_well(self, rounds: int) -> None:
-        for _ in range(rounds):
-            self.world.go_round()
-
-    @rule(number=st.integers(0, 99))
-    def leave(self, number: int) -> None:
-        clients = [client for client in self.world.clients.values() if not client.is_over]
-        if clients:
-            self.world.leave(clients[number % len(clients)])
-
     @rule(number=st.integers(0, 99))
     def refuse(self, number: int) -> None:
         """One leg is not taken, or a submission comes too late: the attempt is given up and another one begins."""
@@ -86,19 +76,9 @@ class Pools(RuleBasedStateMachine):
         if clients:
             self.world.place_again(clients[number % len(clients)])
 
-    @rule(number=st.integers(0, 99))
-    def lose(self, number: int) -> None:
-        ready = self.world.ready()
-        if ready:
-            self.world.lose(ready[number % len(ready)])
-
     @rule(role=st.sampled_from("PD"))
     def kill(self, role: str) -> None:
         self.world.kill(role)
-
-    @rule(seconds=st.sampled_from([0.1, 1.0, 4.0]))
-    def pass_time(self, seconds: float) -> None:
-        self.world.pass_time(seconds)
 
     @invariant()
     def pages_balance(self) -> None:
@@ -107,10 +87,6 @@ class Pools(RuleBasedStateMachine):
         for replica in (self.world.prefill, self.world.decode):
             counts = replica.pages.counts()
             assert counts.free + counts.owned + counts.cached + counts.quarantined == counts.total
-
-    def teardown(self) -> None:
-        if hasattr(self, "world"):
-            self.world.settle()
 
 
 class PlainPools(Pools):
