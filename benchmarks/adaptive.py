@@ -36,7 +36,7 @@ from crossdock.cluster.bench.mix import MIXES
 from crossdock.cluster.bench.report import as_json
 from crossdock.cluster.bench.run import BenchOptions, run_bench
 from crossdock.cluster.bench.workloads import Interference
-from crossdock.workers.model.checkpoint import default_model_dir
+from crossdock.workers.model.weights.checkpoint import default_model_dir
 
 CONTEXT = 17_408  # tokens: the longest prompt of a mix and its answer
 POLICIES = {  # flags of `crossdock serve` by the name of the setting

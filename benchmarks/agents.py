@@ -27,7 +27,7 @@ from crossdock.cluster.bench.agents import Agents
 from crossdock.cluster.bench.http import BenchError
 from crossdock.cluster.bench.metrics import spread_ms
 from crossdock.cluster.bench.run import BenchOptions, run_bench
-from crossdock.workers.model.checkpoint import default_model_dir
+from crossdock.workers.model.weights.checkpoint import default_model_dir
 
 HERE = Path(__file__).resolve().parent
 SETTINGS: dict[str, tuple[int, tuple[str, ...]]] = {  # replicas, and flags

@@ -24,12 +24,12 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
-from crossdock.workers.model.checkpoint import resolve_model
+from crossdock.workers.model.weights.checkpoint import resolve_model
 from crossdock.workers.replica.config import EngineConfig, ReplicaSpec
 from crossdock.workers.replica.engine.calibrate import warm_up
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.replica.engine.engine_loader import load_engine
-from crossdock.workers.schedule.cost import StepWork
+from crossdock.workers.schedule.cost.cost import StepWork
 from crossdock.workers.schedule.request import SamplingParams, Submission
 
 

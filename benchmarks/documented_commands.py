@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for tests
 from servers import add_server_options, log_of, serving
 from tables import hardware, markdown, today, write
 
-from crossdock.workers.model.checkpoint import default_model_dir
+from crossdock.workers.model.weights.checkpoint import default_model_dir
 from tests.test_documented_commands import FENCE, PAGES, ROOT, commands
 
 BIN = Path(sys.executable).parent

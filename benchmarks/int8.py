@@ -16,10 +16,10 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from crossdock.kernels.attention import AttentionBatch
-from crossdock.workers.model.checkpoint import default_model_dir
 from crossdock.workers.model.load import load_model
 from crossdock.workers.model.model import PagedModel
 from crossdock.workers.model.model_spec import ModelSpec
+from crossdock.workers.model.weights.checkpoint import default_model_dir
 
 DOCS = Path(__file__).parents[1] / "docs"
 TEXTS = ("operations.md", "serving.md", "models.md", "routing.md")

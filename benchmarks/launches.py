@@ -22,8 +22,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from triton.runtime import interpreter
 
 from crossdock.kernels.backend import choose_attention
-from crossdock.workers.model import replaced_parts
 from crossdock.workers.model.forward_context import ForwardContext, batch_of_one_page_each
+from crossdock.workers.model.layers import replaced_parts
 from crossdock.workers.model.load import wrap_module
 from crossdock.workers.model.model import PagedModel
 

@@ -22,7 +22,7 @@ import openai
 from servers import add_server_options, crossdock_command, log_of, serving
 from tables import hardware, markdown, today
 
-from crossdock.workers.model.checkpoint import default_model_dir
+from crossdock.workers.model.weights.checkpoint import default_model_dir
 
 WEATHER = {
     "type": "object",

@@ -3,8 +3,8 @@
     OMP_WAIT_POLICY=PASSIVE python benchmarks/pictures.py --requests 12       # three minutes
 
 Streams of the class standard decode while requests of eight pictures each arrive. The class promises 100 ms a token,
-and a stream that is ahead may wait for 125 ms once (`LONGEST_GAP` in workers/schedule/pace.py). The same model, engine
-and requests are measured three ways:
+and a stream that is ahead may wait for 125 ms once (`LONGEST_GAP` in workers/schedule/pacing/pace.py). The same model,
+engine and requests are measured three ways:
 
 - paced: as Crossdock serves. A picture is encoded in the step of the chunk that reads it, within the streams' slack.
 - at once: all pictures of a request are encoded in the step of its first chunk, as other servers do.
@@ -33,8 +33,8 @@ from crossdock.workers.model.model import PagedModel
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.calibrate import warm_up
 from crossdock.workers.replica.engine.engine import Engine
-from crossdock.workers.schedule.encoding import Encoding, ItemChunk
-from crossdock.workers.schedule.items import Item
+from crossdock.workers.schedule.pictures.encoding import Encoding, ItemChunk
+from crossdock.workers.schedule.pictures.items import Item
 from crossdock.workers.schedule.request import Request, SamplingParams, Submission
 
 PLACEHOLDER = 9

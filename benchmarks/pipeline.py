@@ -27,17 +27,17 @@ from typing import Any
 from pydantic import ByteSize
 from tables import hardware, today
 
-from crossdock.workers.model.checkpoint import resolve_model
 from crossdock.workers.model.cut.collectives import Collectives
 from crossdock.workers.model.cut.stage import PipelineStage
+from crossdock.workers.model.weights.checkpoint import resolve_model
 from crossdock.workers.replica.config import EngineConfig, ReplicaSpec
 from crossdock.workers.replica.engine.calibrate import warm_up
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.replica.ranks.gang import Gang
 from crossdock.workers.replica.serving.follower import follow
 from crossdock.workers.schedule.batch import Batch, SampledToken
-from crossdock.workers.schedule.cost import StepCost
-from crossdock.workers.schedule.pages import PagePool
+from crossdock.workers.schedule.cost.cost import StepCost
+from crossdock.workers.schedule.memory.pages import PagePool
 from crossdock.workers.schedule.request import Request, SamplingParams, Submission
 from crossdock.workers.schedule.scheduler import Scheduler
 

@@ -27,7 +27,7 @@ from tables import Row, hardware, medians, table, today, write
 from crossdock.cluster.bench.report import as_json
 from crossdock.cluster.bench.run import BenchOptions, run_bench
 from crossdock.cluster.bench.workloads import Interference
-from crossdock.workers.model.checkpoint import default_model_dir
+from crossdock.workers.model.weights.checkpoint import default_model_dir
 
 SETTINGS = ("mixed=1", "mixed=2", "prefill=1,decode=1")  # values of --pools
 

@@ -36,10 +36,10 @@ from crossdock.cluster.simulate.presets import preset
 from crossdock.cluster.simulate.requests import SimulatedRequest, token_ids
 from crossdock.cluster.simulate.simulation import Outcome, Simulation
 from crossdock.cluster.simulate.study import Estimate
-from crossdock.workers.schedule.pages import PagePool
-from crossdock.workers.schedule.prefix_index import PageHash, hash_pages
+from crossdock.workers.schedule.memory.pages import PagePool
+from crossdock.workers.schedule.memory.prefix_index import PageHash, hash_pages
+from crossdock.workers.schedule.memory.retention import NO_HINT, LeastRecentlyUsed, LeastValuable, ReturnHint
 from crossdock.workers.schedule.request import Submission
-from crossdock.workers.schedule.retention import NO_HINT, LeastRecentlyUsed, LeastValuable, ReturnHint
 
 SECONDS = 400.0
 SCALE = 0.05  # of agents' lengths: a session ends at 16,000 tokens, 1,000 pages

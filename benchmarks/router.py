@@ -21,8 +21,8 @@ from crossdock.router.fleet import Fleet, RouterConfig
 from crossdock.router.placement import Query
 from crossdock.workers.report.advertise import LiveProfile, PageChanges, Prompts
 from crossdock.workers.report.profile import Role, SchedulingProfile
-from crossdock.workers.schedule.cost import StepCost
-from crossdock.workers.schedule.prefix_index import hash_pages
+from crossdock.workers.schedule.cost.cost import StepCost
+from crossdock.workers.schedule.memory.prefix_index import hash_pages
 from crossdock.workers.schedule.slo import DEFAULT_CLASSES
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for the tests' replicas: schedulers without a model

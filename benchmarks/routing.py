@@ -35,7 +35,7 @@ from crossdock.cluster.bench.run import BenchOptions, BenchResult, run_bench
 from crossdock.cluster.simulate.study import Estimate
 from crossdock.cluster.watch.scrape import Scrape
 from crossdock.router.fleet import RouterConfig
-from crossdock.workers.model.checkpoint import default_model_dir
+from crossdock.workers.model.weights.checkpoint import default_model_dir
 
 TTFT_ERROR = "crossdock_router_ttft_relative_error"
 UNLIKE = (

@@ -30,7 +30,7 @@ from crossdock.cluster.simulate.fleet import describe, read_profile
 from crossdock.cluster.simulate.report import decision_figures, describe_decision
 from crossdock.cluster.simulate.simulation import Outcome, Simulation
 from crossdock.cluster.watch.scrape import QUANTILE, REPLICA, STEP_ERROR, Scrape
-from crossdock.workers.model.checkpoint import default_model_dir
+from crossdock.workers.model.weights.checkpoint import default_model_dir
 from crossdock.workers.report.profile import SchedulingProfile
 
 CLASS = "interactive"

@@ -21,8 +21,8 @@ from servers import ROOT, add_server_options, crossdock_command, log_of, serving
 
 from crossdock.cluster.bench.run import BenchOptions, run_bench
 from crossdock.cluster.bench.workloads import Interference
-from crossdock.workers.model.checkpoint import default_model_dir
-from tests.cluster.api.browser import Browser
+from crossdock.workers.model.weights.checkpoint import default_model_dir
+from tests.cluster.api.routes.browser import Browser
 
 LOAD_S = 18.0  # seconds of load before the first picture: more than the dashboard's window of 15 s
 WIDE, NARROW = (1200, 760), (420, 900)  # pixels

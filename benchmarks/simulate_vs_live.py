@@ -30,7 +30,7 @@ from crossdock.cluster.bench.run import BenchOptions, bench_jobs, run_bench
 from crossdock.cluster.simulate.fleet import SimulatedFleet, load_fleet
 from crossdock.cluster.simulate.simulation import Outcome, Simulation
 from crossdock.cluster.watch.scrape import QUANTILE, STEP_ERROR, Scrape
-from crossdock.workers.model.checkpoint import default_model_dir
+from crossdock.workers.model.weights.checkpoint import default_model_dir
 
 SEEDS = 15
 

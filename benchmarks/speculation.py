@@ -41,7 +41,7 @@ from tables import Row, cell, hardware, markdown, medians, today, write
 from crossdock.cluster.bench.http import BenchError, Endpoint, TokenStream
 from crossdock.cluster.bench.metrics import Sample, spread_ms
 from crossdock.cluster.watch.scrape import Scrape
-from crossdock.workers.model.checkpoint import default_model_dir
+from crossdock.workers.model.weights.checkpoint import default_model_dir
 
 HERE = Path(__file__).resolve().parent
 MOST = 8  # drafts of a stream, where the length is not fixed

@@ -15,11 +15,11 @@ from crossdock.workers.model.load import load_model
 from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.engine import Engine
-from crossdock.workers.schedule.acceptance import PRIORS, Acceptance
-from crossdock.workers.schedule.cost import StepCost, StepWork
-from crossdock.workers.schedule.drafting import DraftPolicy, FreeDrafts, Stream
+from crossdock.workers.schedule.cost.cost import StepCost, StepWork
+from crossdock.workers.schedule.drafts.acceptance import PRIORS, Acceptance
+from crossdock.workers.schedule.drafts.drafting import DraftPolicy, FreeDrafts, Stream
+from crossdock.workers.schedule.drafts.speculative_config import SpeculativeConfig
 from crossdock.workers.schedule.request import SamplingParams, Submission
-from crossdock.workers.schedule.speculative_config import SpeculativeConfig
 
 MOST = 8  # drafts in a step
 MATCHES = ((1, 8), (2, 8), (3, 8), (5, 5))  # shortest and longest match, in tokens

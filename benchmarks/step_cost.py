@@ -21,7 +21,7 @@ from crossdock.workers.replica.config import EngineConfig, ReplicaSpec
 from crossdock.workers.replica.engine.calibrate import measure_step, warm_up
 from crossdock.workers.replica.engine.engine import Engine, Step
 from crossdock.workers.replica.engine.engine_loader import load_engine
-from crossdock.workers.schedule.cost import StepCost, StepWork
+from crossdock.workers.schedule.cost.cost import StepCost, StepWork
 from crossdock.workers.schedule.request import SamplingParams, Submission
 
 UNSEEN: dict[str, list[tuple[tuple[int, int] | None, int, int]]] = {  # chunk (start, tokens), streams, context

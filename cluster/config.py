@@ -17,7 +17,7 @@ from crossdock.cluster.api.http.keys import check_keys
 from crossdock.cluster.deploy.nodes import DeployConfig
 from crossdock.router.fleet import RouterConfig
 from crossdock.router.scaling import ScalingConfig
-from crossdock.workers.model.checkpoint import model_name
+from crossdock.workers.model.weights.checkpoint import model_name
 from crossdock.workers.replica.config import Device, EngineConfig, ReplicaSpec, TransferConfig
 from crossdock.workers.report.profile import Role
 

@@ -23,7 +23,7 @@ from crossdock.router.placement import (
     travel_behind,
 )
 from crossdock.router.predict import Prediction, seconds_after
-from crossdock.workers.schedule.encoding import LONGEST_SHIPPING_STEP_S
+from crossdock.workers.schedule.pictures.encoding import LONGEST_SHIPPING_STEP_S
 from crossdock.workers.schedule.slo import SloClass
 
 

@@ -21,7 +21,7 @@ from crossdock.router.replica_table import ReplicaState, ReplicaTable
 from crossdock.router.work import Booking
 from crossdock.workers.report.advertise import LiveProfile, PageChanges
 from crossdock.workers.report.profile import SchedulingProfile
-from crossdock.workers.schedule.prefix_index import PageHash
+from crossdock.workers.schedule.memory.prefix_index import PageHash
 from crossdock.workers.schedule.slo import SloClass, priority_of
 
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 from crossdock.router.actions import ReplicaLost, Submit
 from crossdock.router.fleet import Fleet
 from crossdock.router.placement import Placement, Query
-from crossdock.workers.schedule.items import Item
-from crossdock.workers.schedule.prefix_index import PageHash, hash_pages
+from crossdock.workers.schedule.memory.prefix_index import PageHash, hash_pages
+from crossdock.workers.schedule.pictures.items import Item
 from crossdock.workers.schedule.request import Leg, Overloaded, Submission, encoding_leg
 
 

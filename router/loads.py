@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from crossdock.router.work import BOOKED, REPORTED, Booking, Group, Work, first_nonzero
 from crossdock.workers.report.advertise import LENGTHS, LiveProfile
 from crossdock.workers.report.profile import SchedulingProfile
-from crossdock.workers.schedule.chunking import LEAST_SHARE, free_tokens
-from crossdock.workers.schedule.cost import StepCost, StepWork
-from crossdock.workers.schedule.encoder_cost import EncoderCost
-from crossdock.workers.schedule.page_needs import PageNeeds
+from crossdock.workers.schedule.cost.cost import StepCost, StepWork
+from crossdock.workers.schedule.memory.page_needs import PageNeeds
+from crossdock.workers.schedule.pacing.chunking import LEAST_SHARE, free_tokens
+from crossdock.workers.schedule.pictures.encoder_cost import EncoderCost
 from crossdock.workers.schedule.slo import SloClass
 
 Floats: TypeAlias = NDArray[np.float64]

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from crossdock.router.loads import Floats, Loads
 from crossdock.router.predict import Prediction
 from crossdock.router.work import EXPECTED_OUTPUT_TOKENS
-from crossdock.workers.schedule.prefix_index import PageHash
+from crossdock.workers.schedule.memory.prefix_index import PageHash
 from crossdock.workers.schedule.request import Overloaded
 from crossdock.workers.schedule.slo import DEFAULT_CLASS, SloClass
 

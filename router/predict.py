@@ -11,7 +11,7 @@ import numpy as np
 from crossdock.router.loads import Floats, Loads
 from crossdock.router.work import EXPECTED_OUTPUT_TOKENS
 from crossdock.workers.report.advertise import MEMORY_S
-from crossdock.workers.schedule.chunking import LEAST_SHARE
+from crossdock.workers.schedule.pacing.chunking import LEAST_SHARE
 from crossdock.workers.schedule.slo import SloClass
 
 RECENT_SHARE_BACKLOG_S = 0.3

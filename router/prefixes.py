@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from crossdock.workers.report.advertise import PageChanges
-from crossdock.workers.schedule.prefix_index import PageHash
+from crossdock.workers.schedule.memory.prefix_index import PageHash
 
 Bits: TypeAlias = int
 """A set of replicas: bit i is the replica in slot i. Python's integers have any length, and `&` is one call."""

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from crossdock.workers.report.advertise import LiveProfile
 from crossdock.workers.report.profile import Role, SchedulingProfile
-from crossdock.workers.schedule.cost import StepCost
+from crossdock.workers.schedule.cost.cost import StepCost
 
 SHRINK_MARGIN = 0.85
 """Share of the target utilisation that the smaller pool must stay below before a pool shrinks, so that it does not grow

@@ -7,8 +7,8 @@ from typing import TypeAlias
 
 from crossdock.workers.report.advertise import LENGTHS, LiveProfile
 from crossdock.workers.report.profile import SchedulingProfile
-from crossdock.workers.schedule.chunking import share_of_chunk, share_of_prompts
-from crossdock.workers.schedule.cost import StepCost, StepWork
+from crossdock.workers.schedule.cost.cost import StepCost, StepWork
+from crossdock.workers.schedule.pacing.chunking import share_of_chunk, share_of_prompts
 from crossdock.workers.schedule.slo import SloClass
 
 EXPECTED_OUTPUT_TOKENS = 128

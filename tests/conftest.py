@@ -44,7 +44,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Genera
 @pytest.fixture(scope="session")
 def model_dir() -> Path:
     """The embedded model, converted on first use."""
-    from crossdock.workers.model.checkpoint import default_model_dir
+    from crossdock.workers.model.weights.checkpoint import default_model_dir
 
     return default_model_dir()
 

@@ -162,7 +162,7 @@ def test_file_imports_only_what_its_room_may(path: str) -> None:
         ("router/placement.py", "from crossdock import cluster"),
         ("cluster/dispatch/dispatcher.py", "from crossdock.cluster.config import ClusterConfig"),
         ("cluster/simulate/clock.py", "from crossdock.cluster.dispatch.dispatcher import Dispatcher"),
-        ("kernels/attention.py", "from crossdock.workers.schedule.pages import PagePool"),
+        ("kernels/attention.py", "from crossdock.workers.schedule.memory.pages import PagePool"),
         ("kvtransfer/shm.py", "from crossdock.kernels import attention"),
         ("cluster/serve/app.py", "from kernels import attention"),
         ("cluster/serve/app.py", "from .config import load"),

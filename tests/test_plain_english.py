@@ -55,5 +55,5 @@ def test_two_public_classes_of_one_name_are_reported(check: ModuleType) -> None:
 
 
 def test_plain_source_passes(check: ModuleType) -> None:
-    source = '"""Return the pages that fit."""\n\nPAGES = 3  # see workers/schedule/pages.py and docs/glossary.md\n'
+    source = '"""Return the pages that fit."""\n\nPAGES = 3  # see workers/schedule/table.py and docs/glossary.md\n'
     assert not list(check.check_python("workers/plain.py", source))

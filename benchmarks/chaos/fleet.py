@@ -25,7 +25,7 @@ from streams import MAX_MODEL_LEN, POISON, VOCABULARY
 from crossdock.cluster.config import ClusterConfig
 from crossdock.cluster.config_file import load
 from crossdock.cluster.deploy.serve import serve_config
-from crossdock.workers.model.checkpoint import default_model_dir
+from crossdock.workers.model.weights.checkpoint import default_model_dir
 from crossdock.workers.replica.config import EngineConfig
 
 APP = "crossdock"

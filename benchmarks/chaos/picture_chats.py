@@ -16,7 +16,7 @@ from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.engine import Engine
 from tests.cluster.api.media.picture_models import picture
-from tests.cluster.serve.picture_server import SIDE, picture_chat, save_picture_model, undisturbed
+from tests.cluster.serve.pools.picture_server import SIDE, picture_chat, save_picture_model, undisturbed
 
 _SIZES = (16, 48, SIDE)  # pixels
 _OUTPUTS = (8, 16, 24)

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for servers and 
 from servers import ROOT, OtherLoad, add_server_options, crossdock_command, log_of, serving
 from tables import Row, hardware, medians, table, today, write
 
-from crossdock.workers.model.checkpoint import default_model_dir
+from crossdock.workers.model.weights.checkpoint import default_model_dir
 
 REQUESTS, CONCURRENCY, PROMPT_TOKENS, OUTPUT_TOKENS = 32, 8, 128, 64
 

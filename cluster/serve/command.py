@@ -117,7 +117,7 @@ def _prepare_model(config: ClusterConfig, console: Console) -> None:
     """Fetch or convert the model here, where progress and errors are seen, before any replica needs it."""
     from crossdock.cluster.api.body.generation_defaults import GenerationDefaults
     from crossdock.cluster.api.body.pooler_config import EmbeddingDefaults
-    from crossdock.workers.model.checkpoint import resolve_model
+    from crossdock.workers.model.weights.checkpoint import resolve_model
 
     with console.status(f"Preparing {escape(config.model.name)}: the first time it is fetched or converted …"):
         path = resolve_model(config.model.path)
@@ -132,7 +132,7 @@ def _prepare_model(config: ClusterConfig, console: Console) -> None:
             _require_pictures(path, config)
         for pool in config.pools:
             if pool.num_ranks > 1:
-                from crossdock.workers.model.weights import check_division
+                from crossdock.workers.model.weights.weights import check_division
 
                 check_division(path, pool.tensor_parallel_size, pool.pipeline_parallel_size)
     console.print(f"[dim]Model: {escape(str(path))}[/dim]")

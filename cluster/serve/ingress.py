@@ -27,7 +27,7 @@ from crossdock.cluster.dispatch.client import follow_members
 from crossdock.cluster.dispatch.dispatcher import Dispatcher
 from crossdock.cluster.serve.media import open_media
 from crossdock.cluster.serve.tokenizer import load_tokenizer
-from crossdock.workers.model.checkpoint import resolve_model
+from crossdock.workers.model.weights.checkpoint import resolve_model
 from crossdock.workers.replica.serving.interpreter import prepare_interpreter
 from crossdock.workers.replica.serving.own_node import bind_serve_to_own_node
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.cluster.config import ModelConfig
-from crossdock.workers.model.checkpoint import resolve_tokenizer
+from crossdock.workers.model.weights.checkpoint import resolve_tokenizer
 
 
 def load_tokenizer(path: Path, config: ModelConfig) -> ModelTokenizer:

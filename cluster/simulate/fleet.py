@@ -14,8 +14,8 @@ from crossdock.router.fleet import RouterConfig
 from crossdock.router.scaling import ScalingConfig
 from crossdock.workers.report.profile import Role, SchedulingProfile
 from crossdock.workers.schedule.config import SchedulerConfig
+from crossdock.workers.schedule.drafts.speculative_config import SpeculativeConfig
 from crossdock.workers.schedule.slo import SloClass
-from crossdock.workers.schedule.speculative_config import SpeculativeConfig
 
 
 class SimulatedPool(BaseModel):

@@ -27,8 +27,8 @@ there costs no more than launching a step.
 from dataclasses import dataclass
 
 from crossdock.workers.report.profile import SchedulingProfile
-from crossdock.workers.schedule.cost import StepCost
-from crossdock.workers.schedule.encoder_cost import EncoderCost
+from crossdock.workers.schedule.cost.cost import StepCost
+from crossdock.workers.schedule.pictures.encoder_cost import EncoderCost
 from crossdock.workers.schedule.slo import DEFAULT_CLASSES
 
 

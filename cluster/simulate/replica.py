@@ -17,13 +17,13 @@ import numpy as np
 from crossdock.cluster.simulate.clock import Clock
 from crossdock.cluster.simulate.fleet import SimulatedPool
 from crossdock.workers.report.advertise import Publisher
-from crossdock.workers.schedule.arriving_rows import LEAST_PATIENCE_S, ArrivingRows, LandingCalls
 from crossdock.workers.schedule.batch import Batch, SampledToken, Scheduled
-from crossdock.workers.schedule.drafting import DraftPolicy
-from crossdock.workers.schedule.encoding import LONGEST_SHIPPING_STEP_S, Encoding
-from crossdock.workers.schedule.pages import PagePool
+from crossdock.workers.schedule.drafts.drafting import DraftPolicy
+from crossdock.workers.schedule.memory.pages import PagePool
+from crossdock.workers.schedule.memory.retention import retention
+from crossdock.workers.schedule.pictures.arriving_rows import LEAST_PATIENCE_S, ArrivingRows, LandingCalls
+from crossdock.workers.schedule.pictures.encoding import LONGEST_SHIPPING_STEP_S, Encoding
 from crossdock.workers.schedule.request import Request, TokenDelta
-from crossdock.workers.schedule.retention import retention
 from crossdock.workers.schedule.scheduler import Scheduler
 
 TOKEN = 2**32 - 1  # the token that every simulated model samples

@@ -6,7 +6,7 @@ from functools import partial
 
 from crossdock.cluster.simulate.replica import SimulatedReplica
 from crossdock.cluster.simulate.transfer import SimulatedTransfer
-from crossdock.workers.schedule.arriving_rows import ArrivingRows
+from crossdock.workers.schedule.pictures.arriving_rows import ArrivingRows
 from crossdock.workers.schedule.request import Request
 
 

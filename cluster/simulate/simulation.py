@@ -25,8 +25,8 @@ from crossdock.router.actions import Action, Detach, Fail, PlaceAgain, ReplicaLo
 from crossdock.router.fleet import Fleet
 from crossdock.router.request_life import RequestLife
 from crossdock.workers.report.advertise import HEARTBEAT_S, LiveProfile
-from crossdock.workers.schedule.arriving_rows import LandingCalls
 from crossdock.workers.schedule.batch import Batch
+from crossdock.workers.schedule.pictures.arriving_rows import LandingCalls
 from crossdock.workers.schedule.request import Leg, Overloaded, Request, Submission, TokenDelta
 
 _NOT_YET = 2**63 - 1  # as the number of a live profile: a request is in none so far

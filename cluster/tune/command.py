@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from crossdock.cluster.tune.curves import Cell, Curves
     from crossdock.cluster.tune.report import Findings
     from crossdock.workers.replica.engine.engine import Engine
-    from crossdock.workers.schedule.cost import StepCost
+    from crossdock.workers.schedule.cost.cost import StepCost
 
 
 @dataclass(frozen=True)

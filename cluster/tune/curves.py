@@ -6,8 +6,8 @@ from functools import cached_property
 
 import numpy as np
 
-from crossdock.workers.schedule.cost import StepCost, StepWork
-from crossdock.workers.schedule.cost_fit import StepCostFit
+from crossdock.workers.schedule.cost.cost import StepCost, StepWork
+from crossdock.workers.schedule.cost.cost_fit import StepCostFit
 
 NEAR_BEST = 0.9  # share of the best tokens/s from which larger chunks gain little
 _FOLDS = 5  # of the cross-validation

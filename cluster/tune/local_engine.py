@@ -34,8 +34,8 @@ def local_engine(spec: "ReplicaSpec") -> Iterator["Engine"]:
 
 @contextmanager
 def _gang_engine(spec: "ReplicaSpec") -> Iterator["Engine"]:
-    from crossdock.workers.model.checkpoint import resolve_model
-    from crossdock.workers.model.weights import check_division
+    from crossdock.workers.model.weights.checkpoint import resolve_model
+    from crossdock.workers.model.weights.weights import check_division
     from crossdock.workers.replica.engine.engine import Engine
     from crossdock.workers.replica.ranks.gang import Gang
 

@@ -9,8 +9,8 @@ from statistics import median
 from crossdock.cluster.tune.curves import Cell
 from crossdock.workers.replica.engine.calibrate import measure_step
 from crossdock.workers.replica.engine.engine import Engine
-from crossdock.workers.schedule.cost import StepCost
-from crossdock.workers.schedule.page_needs import PageNeeds
+from crossdock.workers.schedule.cost.cost import StepCost
+from crossdock.workers.schedule.memory.page_needs import PageNeeds
 
 _STRAIGHT = 0.05  # relative error of an interpolated step below which its neighbours are interpolated too
 _WIDE = 8  # a span of chunks is never interpolated if its larger one is more than so many times the smaller one

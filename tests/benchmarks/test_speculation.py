@@ -10,8 +10,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from crossdock.workers.model.grammar.compiler import GrammarCompiler
+from crossdock.workers.schedule.drafts.speculative_config import SpeculativeConfig
 from crossdock.workers.schedule.request import Grammar
-from crossdock.workers.schedule.speculative_config import SpeculativeConfig
 
 ROOT = Path(__file__).parents[2]
 

@@ -9,11 +9,11 @@ from crossdock.router.legs import query_of
 from crossdock.router.placement import Placement, Query
 from crossdock.workers.report.advertise import LiveProfile, Publisher
 from crossdock.workers.report.profile import Role, SchedulingProfile
-from crossdock.workers.schedule.cost import StepCost
-from crossdock.workers.schedule.encoder_cost import EncoderCost
-from crossdock.workers.schedule.encoding import Encoding
-from crossdock.workers.schedule.items import NO_ITEMS, Item
-from crossdock.workers.schedule.prefix_index import hash_pages
+from crossdock.workers.schedule.cost.cost import StepCost
+from crossdock.workers.schedule.memory.prefix_index import hash_pages
+from crossdock.workers.schedule.pictures.encoder_cost import EncoderCost
+from crossdock.workers.schedule.pictures.encoding import Encoding
+from crossdock.workers.schedule.pictures.items import NO_ITEMS, Item
 from crossdock.workers.schedule.request import Leg, Submission, encoding_leg
 from crossdock.workers.schedule.scheduler import Scheduler
 from crossdock.workers.schedule.slo import DEFAULT_CLASSES

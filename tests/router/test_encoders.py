@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from crossdock.router.fleet import Fleet
 from crossdock.router.placement import HANDOVER_S, Placement
 from crossdock.workers.report.advertise import PageChanges, Prompts
-from crossdock.workers.schedule.encoder_cost import EncoderCost
-from crossdock.workers.schedule.items import Item
-from crossdock.workers.schedule.prefix_index import hash_pages
+from crossdock.workers.schedule.memory.prefix_index import hash_pages
+from crossdock.workers.schedule.pictures.encoder_cost import EncoderCost
+from crossdock.workers.schedule.pictures.items import Item
 from crossdock.workers.schedule.request import Request, Submission, encoding_leg
 from tests.router.replicas import (
     CLASSES,

@@ -4,7 +4,7 @@ import pytest
 
 from crossdock.router.actions import Accepted, Ask, Detach, Fail, PlaceAgain, Submit, SuspectRequest
 from crossdock.router.request_life import RequestLife
-from crossdock.workers.schedule.items import Item
+from crossdock.workers.schedule.pictures.items import Item
 from crossdock.workers.schedule.request import FinishReason, Leg, SamplingParams, Submission, TokenDelta
 from tests.router.test_request_life import BUSY, DEATH, LOSS, PROMPT, delta, router, submits
 

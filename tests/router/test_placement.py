@@ -12,7 +12,7 @@ from crossdock.router.loads import Floats
 from crossdock.router.placement import LATE_WEIGHT, PAIR_CANDIDATES, Candidates, Query, SlotPair, Slots, choose
 from crossdock.router.predict import Prediction, predict
 from crossdock.workers.report.advertise import PageChanges, Prompts
-from crossdock.workers.schedule.prefix_index import hash_pages
+from crossdock.workers.schedule.memory.prefix_index import hash_pages
 from crossdock.workers.schedule.request import Leg, Overloaded
 from tests.router.replicas import CLASSES, COST, PAGE_SIZE, Replica, fleet_of, live, place, profile, query
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from crossdock.router.fleet import Fleet
 from crossdock.router.placement import Query
 from crossdock.workers.report.advertise import Prompts
-from crossdock.workers.schedule.cost import StepCost
+from crossdock.workers.schedule.cost.cost import StepCost
 from crossdock.workers.schedule.request import Leg, Request, SamplingParams
 from tests.router.replicas import CLASSES, COST, Replica, fleet_of, live, place, profile, query
 

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from crossdock.router.prefixes import Prefixes
 from crossdock.workers.report.advertise import PageChanges
-from crossdock.workers.schedule.pages import PagePool
-from crossdock.workers.schedule.prefix_index import PageHash, hash_pages
+from crossdock.workers.schedule.memory.pages import PagePool
+from crossdock.workers.schedule.memory.prefix_index import PageHash, hash_pages
 
 SLOTS = 5
 

@@ -29,8 +29,8 @@ from crossdock.router.request_life import MOST_PLACEMENTS, RequestLife
 from crossdock.workers.report.advertise import Prompts
 from crossdock.workers.schedule import kv
 from crossdock.workers.schedule.config import SchedulerConfig
-from crossdock.workers.schedule.items import Item
-from crossdock.workers.schedule.pages import PagePool
+from crossdock.workers.schedule.memory.pages import PagePool
+from crossdock.workers.schedule.pictures.items import Item
 from crossdock.workers.schedule.request import (
     FinishReason,
     Leg,

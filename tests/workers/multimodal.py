@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedMode
 
 from crossdock.workers.model.load import wrap_module
 from crossdock.workers.model.model import PagedModel
-from crossdock.workers.schedule.items import Item
+from crossdock.workers.schedule.pictures.items import Item
 
 IMAGE, VIDEO, BREAK, BEGIN, END = 120, 121, 122, 123, 124  # tokens
 VOCAB_SIZE = 128

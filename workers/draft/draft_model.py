@@ -10,11 +10,11 @@ from crossdock.workers.model.load import load_model
 from crossdock.workers.model.model import PagedModel
 from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.schedule.batch import Batch, Scheduled
-from crossdock.workers.schedule.cost import StepWork
-from crossdock.workers.schedule.cost_fit import StepCostFit
-from crossdock.workers.schedule.pages import PagePool
+from crossdock.workers.schedule.cost.cost import StepWork
+from crossdock.workers.schedule.cost.cost_fit import StepCostFit
+from crossdock.workers.schedule.drafts.speculative_config import SpeculativeConfig
+from crossdock.workers.schedule.memory.pages import PagePool
 from crossdock.workers.schedule.request import Request, SamplingParams
-from crossdock.workers.schedule.speculative_config import SpeculativeConfig
 
 CATCH_UP_TOKENS = 256
 """Most tokens besides drafts that one call computes: the prompt of a new stream takes several steps of the target."""

@@ -6,7 +6,7 @@ from typing import Protocol
 from crossdock.workers.draft.draft_model import DraftModel
 from crossdock.workers.draft.prompt_lookup import PromptLookup
 from crossdock.workers.model.model import PagedModel
-from crossdock.workers.schedule.speculative_config import SpeculativeConfig
+from crossdock.workers.schedule.drafts.speculative_config import SpeculativeConfig
 
 
 class Drafter(Protocol):

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from crossdock.workers.schedule.speculative_config import SpeculativeConfig
+from crossdock.workers.schedule.drafts.speculative_config import SpeculativeConfig
 
 MAX_CANDIDATES = 64
 """Most earlier positions that a step compares with the newest tokens, the latest first. It bounds a step's cost.

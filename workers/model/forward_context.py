@@ -18,12 +18,12 @@ from crossdock.kernels.attention import AttentionBatch
 from crossdock.kernels.backend import Attention
 from crossdock.kernels.latent_attention import latent_attention
 from crossdock.kvtransfer.layout import LayerShape
-from crossdock.workers.model.latent import unexpanded
-from crossdock.workers.model.state_pages import StepStates
-from crossdock.workers.schedule.prefix_index import AttentionChunk, Window
+from crossdock.workers.model.layers.latent import unexpanded
+from crossdock.workers.model.recurrent.state_pages import StepStates
+from crossdock.workers.schedule.memory.prefix_index import AttentionChunk, Window
 
 if TYPE_CHECKING:
-    from crossdock.workers.model.vision import PictureRows
+    from crossdock.workers.model.pictures.vision import PictureRows
 
 ATTENTION_NAME = "crossdock"  # under which transformers knows our function
 

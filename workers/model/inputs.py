@@ -12,10 +12,10 @@ from torch import Tensor
 
 from crossdock.kernels.attention import AttentionBatch
 from crossdock.workers.model.model import PagedModel
-from crossdock.workers.model.shared_rows import rows_of
-from crossdock.workers.model.vision import PictureEncoder, PictureRows, StepPictures
+from crossdock.workers.model.pictures.shared_rows import rows_of
+from crossdock.workers.model.pictures.vision import PictureEncoder, PictureRows, StepPictures
 from crossdock.workers.schedule.batch import Batch, Scheduled
-from crossdock.workers.schedule.prefix_index import HOLE
+from crossdock.workers.schedule.memory.prefix_index import HOLE
 
 _NO_STATES = np.zeros((0, 0), np.int32)
 _ALIGNMENT = 16  # bytes: Triton compiles a kernel again for pointers that are less aligned

@@ -13,20 +13,20 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from crossdock.kernels.backend import Attention, choose_attention
 from crossdock.kernels.options import CpuKernels, KVCacheDtype, Quantization
-from crossdock.workers.model.checkpoint import resolve_model
 from crossdock.workers.model.cut.collectives import Collectives
 from crossdock.workers.model.cut.part import ModelPart
 from crossdock.workers.model.cut.position import RankPosition
 from crossdock.workers.model.forward_context import ATTENTION_NAME
-from crossdock.workers.model.llama4 import attention_chunks, scale_by_position
+from crossdock.workers.model.layers.llama4 import attention_chunks, scale_by_position
+from crossdock.workers.model.layers.routed_experts import skip_idle_experts
 from crossdock.workers.model.logits_check import UnsupportedModelError
-from crossdock.workers.model.memory_fit import check_fits, used_by_all_but_torch
+from crossdock.workers.model.memory.memory_fit import check_fits, used_by_all_but_torch
 from crossdock.workers.model.model import PagedModel, text_config
 from crossdock.workers.model.model_spec import ModelSpec
+from crossdock.workers.model.pictures.vision import PictureEncoder, attention_names, is_multimodal, why_text_alone
 from crossdock.workers.model.probe import probe, refuse_by_config
-from crossdock.workers.model.routed_experts import skip_idle_experts
-from crossdock.workers.model.vision import PictureEncoder, attention_names, is_multimodal, why_text_alone
-from crossdock.workers.model.weights import auto_model, load_part
+from crossdock.workers.model.weights.checkpoint import resolve_model
+from crossdock.workers.model.weights.weights import auto_model, load_part
 
 logger = logging.getLogger(__name__)
 

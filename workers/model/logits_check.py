@@ -8,7 +8,7 @@ from torch import Tensor
 
 from crossdock.workers.model.forward_context import ForwardContext
 from crossdock.workers.model.model import PagedModel
-from crossdock.workers.model.vision import attention_names
+from crossdock.workers.model.pictures.vision import attention_names
 from crossdock.workers.schedule.request import Request, SamplingParams
 
 PROBE_LENGTHS = [5, 24]  # tokens of the two sequences that are computed

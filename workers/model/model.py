@@ -16,11 +16,11 @@ from crossdock.kvtransfer.layout import LayerShape, PoolLayout, View, group_layo
 from crossdock.workers.model.cut.part import ModelPart
 from crossdock.workers.model.cut.position import RankPosition
 from crossdock.workers.model.forward_context import ForwardContext, entered
+from crossdock.workers.model.pictures.vision import PictureEncoder, PictureRows
 from crossdock.workers.model.pooling import HiddenTap
-from crossdock.workers.model.state_pages import StateLayout, StepStates
-from crossdock.workers.model.vision import PictureEncoder, PictureRows
-from crossdock.workers.schedule.layer_groups import LayerGroup
-from crossdock.workers.schedule.prefix_index import Window
+from crossdock.workers.model.recurrent.state_pages import StateLayout, StepStates
+from crossdock.workers.schedule.memory.layer_groups import LayerGroup
+from crossdock.workers.schedule.memory.prefix_index import Window
 
 
 @dataclass(slots=True, eq=False)

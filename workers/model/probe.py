@@ -18,9 +18,7 @@ from crossdock.workers.model.forward_context import (
     ForwardContext,
     page_size_for,
 )
-from crossdock.workers.model.fp8_scales import example_text, in_float32, scale_for
 from crossdock.workers.model.inputs import StepInputs
-from crossdock.workers.model.latent import has_latents
 from crossdock.workers.model.layer_kinds import (
     RECURRENT_TYPES,
     STATELESS_TYPES,
@@ -28,10 +26,8 @@ from crossdock.workers.model.layer_kinds import (
     layer_kinds,
     recurrent_layers,
 )
-from crossdock.workers.model.logits_check import PROBE_LENGTHS, LogitsCheck, ProbeBatch, UnsupportedModelError
-from crossdock.workers.model.model import PagedModel, text_config
-from crossdock.workers.model.recurrent import NotRecurrentError, keep_states_in_pages
-from crossdock.workers.model.replaced_parts import (
+from crossdock.workers.model.layers.latent import has_latents
+from crossdock.workers.model.layers.replaced_parts import (
     cache_latents_if_equal,
     fuse_layers_if_equal,
     join_projections_if_equal,
@@ -39,8 +35,12 @@ from crossdock.workers.model.replaced_parts import (
     use_triton_layers_if_equal,
     why_not_quantised,
 )
-from crossdock.workers.model.triton_layers import may_use_triton_steps
-from crossdock.workers.model.vision import attention_names
+from crossdock.workers.model.layers.triton_layers import may_use_triton_steps
+from crossdock.workers.model.logits_check import PROBE_LENGTHS, LogitsCheck, ProbeBatch, UnsupportedModelError
+from crossdock.workers.model.model import PagedModel, text_config
+from crossdock.workers.model.pictures.vision import attention_names
+from crossdock.workers.model.recurrent.recurrent_layers import NotRecurrentError, keep_states_in_pages
+from crossdock.workers.model.weights.fp8_scales import example_text, in_float32, scale_for
 from crossdock.workers.schedule.batch import Batch, Scheduled, StatePages
 
 __all__ = ["UnsupportedModelError", "probe", "refuse_by_config"]

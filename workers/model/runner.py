@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from crossdock.workers.model.graphs import DecodeGraphs, decode_graphs
+from crossdock.workers.model.graphs.decode_graphs import DecodeGraphs, decode_graphs
+from crossdock.workers.model.graphs.mixed_graphs import MixedGraphs, mixed_graphs
 from crossdock.workers.model.inputs import StepInputs
-from crossdock.workers.model.mixed_graphs import MixedGraphs, mixed_graphs
 from crossdock.workers.model.model import PagedModel
-from crossdock.workers.model.shared_rows import send_rows
+from crossdock.workers.model.pictures.shared_rows import send_rows
 from crossdock.workers.model.step_messages import StepSender
 from crossdock.workers.schedule.batch import Batch
 

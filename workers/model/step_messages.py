@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crossdock.workers.model.inputs import StepInputs
-from crossdock.workers.model.vision import StepPictures
-from crossdock.workers.schedule.encoding import NO_ENCODER_WORK
+from crossdock.workers.model.pictures.vision import StepPictures
+from crossdock.workers.schedule.pictures.encoding import NO_ENCODER_WORK
 
 _LONG = ("token_ids", "positions", "slots", "wanted")  # int64
 _SHORT = ("query_start", "kv_len")  # int32

@@ -6,11 +6,11 @@ from typing import Literal, Self, TypeAlias
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, model_validator
 
 from crossdock.kernels.options import AttentionBackend, CpuKernels, KVCacheDtype, Quantization
-from crossdock.workers.model.memory_budget import MemoryBudget
+from crossdock.workers.model.memory.memory_budget import MemoryBudget
 from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.report.profile import Role
 from crossdock.workers.schedule.config import SchedulerConfig
-from crossdock.workers.schedule.speculative_config import SpeculativeConfig
+from crossdock.workers.schedule.drafts.speculative_config import SpeculativeConfig
 
 Device: TypeAlias = Literal["cpu", "cuda"]
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from math import exp, inf
 
 from crossdock.workers.report.profile import Role
-from crossdock.workers.schedule.page_needs import PageNeeds
-from crossdock.workers.schedule.prefix_index import PageHash
+from crossdock.workers.schedule.memory.page_needs import PageNeeds
+from crossdock.workers.schedule.memory.prefix_index import PageHash
 from crossdock.workers.schedule.request import Leg, TokenDelta
 from crossdock.workers.schedule.scheduler import Scheduler
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from crossdock.workers.schedule.forecast import Forecast
+from crossdock.workers.schedule.pacing.forecast import Forecast
 from crossdock.workers.schedule.request import Leg, Overloaded, Request
 from crossdock.workers.schedule.slo import SloClass
 from crossdock.workers.schedule.table import RequestTable

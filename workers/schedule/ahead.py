@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from crossdock.workers.schedule.batch import Batch, Scheduled
-from crossdock.workers.schedule.pace import next_due
+from crossdock.workers.schedule.pacing.pace import next_due
 from crossdock.workers.schedule.request import Leg, Status
 from crossdock.workers.schedule.table import RequestTable
 

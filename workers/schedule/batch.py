@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from crossdock.workers.schedule.cost import StepWork
-from crossdock.workers.schedule.encoding import NO_ENCODER_WORK, EncoderWork
+from crossdock.workers.schedule.cost.cost import StepWork
+from crossdock.workers.schedule.pictures.encoding import NO_ENCODER_WORK, EncoderWork
 from crossdock.workers.schedule.request import Request, TokenLogprobs
 
 

@@ -4,9 +4,9 @@ from typing import Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from crossdock.workers.schedule.page_needs import PageNeeds
-from crossdock.workers.schedule.pages import PagePool
-from crossdock.workers.schedule.retention import PrefixEviction
+from crossdock.workers.schedule.memory.page_needs import PageNeeds
+from crossdock.workers.schedule.memory.pages import PagePool
+from crossdock.workers.schedule.memory.retention import PrefixEviction
 from crossdock.workers.schedule.slo import DEFAULT_CLASS, DEFAULT_CLASSES, SloClass
 
 ChunkPolicy: TypeAlias = Literal["adaptive", "fixed"]

@@ -10,7 +10,7 @@ else gives the last of them back to the router.
 from crossdock.workers.schedule import kv
 from crossdock.workers.schedule.admission import num_places
 from crossdock.workers.schedule.order import order_prefills
-from crossdock.workers.schedule.pace import next_due
+from crossdock.workers.schedule.pacing.pace import next_due
 from crossdock.workers.schedule.request import FinishReason, Leg, Request, Status
 from crossdock.workers.schedule.table import RequestTable
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from crossdock.workers.schedule.prefix_index import PageHash, PrefixHit, hash_pages
+from crossdock.workers.schedule.memory.prefix_index import PageHash, PrefixHit, hash_pages
 from crossdock.workers.schedule.request import Leg, Request, Status
 from crossdock.workers.schedule.table import RequestTable
 

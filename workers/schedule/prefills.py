@@ -7,7 +7,8 @@ from math import inf
 from crossdock.workers.schedule import kv
 from crossdock.workers.schedule.admission import is_long, may_be_partial, num_places
 from crossdock.workers.schedule.batch import Scheduled
-from crossdock.workers.schedule.chunking import (
+from crossdock.workers.schedule.order import order_prefills, prefill_reason
+from crossdock.workers.schedule.pacing.chunking import (
     LEAST_SHARE,
     Candidate,
     ChunkBudget,
@@ -15,14 +16,13 @@ from crossdock.workers.schedule.chunking import (
     fixed_chunk_budget,
     longest_step,
 )
-from crossdock.workers.schedule.encoding import ON_THEIR_WAY, ItemChunk
-from crossdock.workers.schedule.forecast import Forecast
-from crossdock.workers.schedule.order import order_prefills, prefill_reason
-from crossdock.workers.schedule.pace import lent_due
+from crossdock.workers.schedule.pacing.forecast import Forecast
+from crossdock.workers.schedule.pacing.pace import lent_due
+from crossdock.workers.schedule.pictures.encoding import ON_THEIR_WAY, ItemChunk
+from crossdock.workers.schedule.pictures.whole_items import least_tokens, most_tokens
+from crossdock.workers.schedule.recurrent.states import RecurrentStates
 from crossdock.workers.schedule.request import Request, Status
-from crossdock.workers.schedule.states import RecurrentStates
 from crossdock.workers.schedule.table import RequestTable
-from crossdock.workers.schedule.whole_items import least_tokens, most_tokens
 
 NEAR_DEADLINE = 0.8
 """Share of the time left that the rest of a prompt may be predicted to take before streams lend slack. The others are

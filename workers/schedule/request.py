@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
-from crossdock.workers.schedule.items import NO_ITEMS, Item, row_prompt
-from crossdock.workers.schedule.prefix_index import PageHash
-from crossdock.workers.schedule.retention import NO_HINT, ReturnHint
+from crossdock.workers.schedule.memory.prefix_index import PageHash
+from crossdock.workers.schedule.memory.retention import NO_HINT, ReturnHint
+from crossdock.workers.schedule.pictures.items import NO_ITEMS, Item, row_prompt
 from crossdock.workers.schedule.slo import DEFAULT_CLASS
 
 

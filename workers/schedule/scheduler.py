@@ -10,21 +10,21 @@ from dataclasses import replace
 from crossdock.workers.schedule import admission, ahead, handoff, kv, stretch
 from crossdock.workers.schedule.batch import Batch, SampledToken, Scheduled
 from crossdock.workers.schedule.config import SchedulerConfig
-from crossdock.workers.schedule.cost import StepCost
-from crossdock.workers.schedule.drafting import DraftPolicy
-from crossdock.workers.schedule.encoder_cost import EncoderCost
-from crossdock.workers.schedule.encoding import NO_ENCODER_WORK, Encoding
-from crossdock.workers.schedule.forecast import Forecast
+from crossdock.workers.schedule.cost.cost import StepCost
+from crossdock.workers.schedule.drafts.drafting import DraftPolicy
+from crossdock.workers.schedule.drafts.verify import Verification, longest_verified
+from crossdock.workers.schedule.memory.pages import PagePool
 from crossdock.workers.schedule.outputs import append_sampled, new_delta
-from crossdock.workers.schedule.pace import next_due, skip_decodes
-from crossdock.workers.schedule.pages import PagePool
+from crossdock.workers.schedule.pacing.forecast import Forecast
+from crossdock.workers.schedule.pacing.pace import next_due, skip_decodes
+from crossdock.workers.schedule.pictures.encoder_cost import EncoderCost
+from crossdock.workers.schedule.pictures.encoding import NO_ENCODER_WORK, Encoding
+from crossdock.workers.schedule.pictures.whole_items import check_fit
 from crossdock.workers.schedule.prefills import PrefillScheduler
+from crossdock.workers.schedule.recurrent.states import RecurrentStates
 from crossdock.workers.schedule.request import FinishReason, InvalidField, Leg, Request, Status, TokenDelta
 from crossdock.workers.schedule.slo import priority_of
-from crossdock.workers.schedule.states import RecurrentStates
 from crossdock.workers.schedule.table import PrefillTotals, RequestTable
-from crossdock.workers.schedule.verify import Verification, longest_verified
-from crossdock.workers.schedule.whole_items import check_fit
 
 
 class Scheduler:

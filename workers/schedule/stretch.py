@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 
 from crossdock.workers.schedule import kv
 from crossdock.workers.schedule.batch import Batch
-from crossdock.workers.schedule.cost import StepCost
-from crossdock.workers.schedule.pace import next_due, steps_without_skips
+from crossdock.workers.schedule.cost.cost import StepCost
+from crossdock.workers.schedule.pacing.pace import next_due, steps_without_skips
 from crossdock.workers.schedule.table import RequestTable
 
 

@@ -5,9 +5,9 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from crossdock.workers.schedule.config import SchedulerConfig
+from crossdock.workers.schedule.memory.page_needs import PageNeeds
+from crossdock.workers.schedule.memory.pages import PagePool
 from crossdock.workers.schedule.order import is_starving
-from crossdock.workers.schedule.page_needs import PageNeeds
-from crossdock.workers.schedule.pages import PagePool
 from crossdock.workers.schedule.request import FinishReason, Leg, Request, Status
 
 CLASS_MEMORY_S = 60.0

@@ -23,7 +23,7 @@ from crossdock.cluster.api.media.processes import PictureProcesses, PicturesBusy
 from crossdock.cluster.api.media.request_sizes import KINDS, PART_OF_VIDEOS, RequestSizes
 from crossdock.cluster.api.media.shares import Shares
 from crossdock.cluster.api.media.video_families import read_video_family
-from crossdock.workers.schedule.items import Item
+from crossdock.workers.schedule.pictures.items import Item
 
 _MOST_WAITING = 256  # pictures of one ingress that are being processed or wait for that; so many videos, too
 _RETRY_S = 2

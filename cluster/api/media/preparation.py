@@ -19,7 +19,7 @@ from crossdock.cluster.api.media.decoding import BadPicture, decode, load_format
 from crossdock.cluster.api.media.families import Family, Json, Outputs, read_family
 from crossdock.cluster.api.media.sent_frames import join_frames
 from crossdock.cluster.api.media.video_families import read_video_family
-from crossdock.workers.schedule.items import LEVELS, PIXELS, with_levels
+from crossdock.workers.schedule.pictures.items import LEVELS, PIXELS, with_levels
 
 _MOST_REASON_CHARS = 200
 _BYTES_ALONE = {"do_rescale": False, "do_normalize": False}

@@ -10,8 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from crossdock.cluster.api.http.http_json import json_answer
 from crossdock.workers.schedule.batch import Batch, SampledToken
 from crossdock.workers.schedule.config import SchedulerConfig
-from crossdock.workers.schedule.cost import StepCost
-from crossdock.workers.schedule.pages import PagePool
+from crossdock.workers.schedule.cost.cost import StepCost
+from crossdock.workers.schedule.memory.pages import PagePool
 from crossdock.workers.schedule.request import Leg, Request, SamplingParams
 from crossdock.workers.schedule.scheduler import Scheduler
 

@@ -10,7 +10,7 @@ from crossdock.cluster.api.http.limits import Charge
 from crossdock.cluster.api.slices import slices
 from crossdock.cluster.api.text.tokenizer import TextStream
 from crossdock.cluster.dispatch.dispatcher import ReplicaLost
-from crossdock.workers.schedule.items import NO_ITEMS, Item
+from crossdock.workers.schedule.pictures.items import NO_ITEMS, Item
 from crossdock.workers.schedule.request import FinishReason, Submission, TokenDelta, TokenLogprobs
 
 _Item = TypeVar("_Item")

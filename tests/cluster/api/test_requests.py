@@ -11,7 +11,7 @@ from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.router.fleet import RouterConfig
 from crossdock.workers.replica.serving.engine_thread import EngineThread
 from crossdock.workers.report.profile import SchedulingProfile
-from crossdock.workers.schedule.cost import StepCost, StepWork
+from crossdock.workers.schedule.cost.cost import StepCost, StepWork
 from tests.cluster.api.engine_api import EngineApi
 from tests.cluster.dispatch.in_process import IN_TURN
 from tests.workers.replica.driven import hold, posted

@@ -2,7 +2,7 @@
 
 from crossdock.cluster.dispatch.ingress_metrics import IngressMetrics, merge_metrics
 from crossdock.router.placement import Placement
-from crossdock.workers.schedule.items import Item
+from crossdock.workers.schedule.pictures.items import Item
 from crossdock.workers.schedule.request import SamplingParams, Submission
 
 

@@ -31,7 +31,7 @@ from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.schedule.request import SamplingParams, Submission
 from tests.cluster.ports import free_port
 from tests.cluster.scraping import scrape
-from tests.cluster.serve.pools import Stream
+from tests.cluster.serve.pools.served_pools import Stream
 
 APP = "router"
 POISON = [499, 3, 499, 3, 498]  # tokens that end every replica that gets them

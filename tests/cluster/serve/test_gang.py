@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from crossdock.cluster.config_file import load
 from crossdock.cluster.serve.app import build, engine_deployment
-from tests.cluster.serve.pools import Stream, assert_greedy, prompt, samples, timelines, wait_until_up
+from tests.cluster.serve.pools.served_pools import Stream, assert_greedy, prompt, samples, timelines, wait_until_up
 from tests.workers.architectures import build as build_model
 
 APP = "gang"

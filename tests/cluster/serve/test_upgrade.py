@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from crossdock.cluster.config import ClusterConfig
 from crossdock.cluster.config_file import load
 from crossdock.cluster.serve.app import build
-from tests.cluster.api.otlp_collector import collector
+from tests.cluster.api.http.otlp_collector import collector
 from tests.cluster.ports import free_port
 from tests.workers.architectures import build as build_model
 

@@ -8,8 +8,8 @@ from crossdock.cluster.bench.workloads import Job, Segment
 from crossdock.cluster.simulate.fleet import SimulatedFleet, describe
 from crossdock.cluster.simulate.simulation import Outcome, Simulation
 from crossdock.workers.report.profile import SchedulingProfile
-from crossdock.workers.schedule.cost import StepCost
-from crossdock.workers.schedule.encoder_cost import EncoderCost
+from crossdock.workers.schedule.cost.cost import StepCost
+from crossdock.workers.schedule.pictures.encoder_cost import EncoderCost
 from crossdock.workers.schedule.slo import SloClass
 
 # Exact in binary, so that sums come out even: 1/64 s and a 1/1024 s per prompt token and per stream.

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from crossdock.cluster.simulate.fleet import describe, load_fleet
-from crossdock.workers.schedule.prefix_index import AttentionChunk, Window
+from crossdock.workers.schedule.memory.prefix_index import AttentionChunk, Window
 from tests.cluster.simulate.small_fleets import profile
 
 

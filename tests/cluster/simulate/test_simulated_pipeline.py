@@ -10,8 +10,8 @@ from crossdock.cluster.simulate.replica import Stages
 from crossdock.cluster.simulate.simulation import Simulation
 from crossdock.router.placement import Query
 from crossdock.workers.report.advertise import observe
-from crossdock.workers.schedule.interval_share import IntervalShare
-from crossdock.workers.schedule.pace import LONGEST_GAP
+from crossdock.workers.schedule.cost.interval_share import IntervalShare
+from crossdock.workers.schedule.pacing.pace import LONGEST_GAP
 from tests.cluster.simulate.small_fleets import assert_all_ended, fleet, job, play, profile, times
 
 PIPELINES = [(1, 1.0), (2, 0.5), (2, 0.7), (4, 0.25), (4, 0.4)]  # stages, and the share that the slowest takes

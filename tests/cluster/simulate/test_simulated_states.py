@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from crossdock.cluster.bench.workloads import Job, Segment
-from crossdock.workers.schedule.cost import StepCost
+from crossdock.workers.schedule.cost.cost import StepCost
 from tests.cluster.simulate.small_fleets import assert_all_ended, fleet, job, play, profile, times
 
 

@@ -11,8 +11,8 @@ from crossdock.cluster.bench.pictures import DrawnPicture
 from crossdock.cluster.bench.workloads import Job, Segment, read_trace
 from crossdock.cluster.simulate.replica import Noise
 from crossdock.cluster.simulate.requests import token_ids
-from crossdock.workers.schedule.encoder_cost import EncoderCost
-from crossdock.workers.schedule.prefix_index import hash_pages
+from crossdock.workers.schedule.memory.prefix_index import hash_pages
+from crossdock.workers.schedule.pictures.encoder_cost import EncoderCost
 from tests.cluster.simulate.small_fleets import COST, assert_all_ended, fleet, job, play, profile, times
 
 

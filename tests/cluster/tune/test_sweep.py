@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from crossdock.cluster.tune import sweep as module
 from crossdock.cluster.tune.curves import Cell
 from crossdock.cluster.tune.sweep import Sweep, grid
-from crossdock.workers.schedule.cost import StepCost, StepWork
+from crossdock.workers.schedule.cost.cost import StepCost, StepWork
 
 COST = StepCost(base=9e-3, per_prefill_token=1e-3, per_attended=1e-7, per_decode=1e-3, per_context=1e-6)
 CHUNKS = (16, 64, 128, 256, 512, 1024, 2048)

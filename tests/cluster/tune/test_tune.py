@@ -24,8 +24,8 @@ from crossdock.cluster.tune.report import Findings
 from crossdock.cluster.tune.sweep import grid
 from crossdock.workers.replica.engine.calibrate import measure_step
 from crossdock.workers.report.profile import SchedulingProfile
-from crossdock.workers.schedule.chunking import SLACK_SHARE
-from crossdock.workers.schedule.cost import StepCost
+from crossdock.workers.schedule.cost.cost import StepCost
+from crossdock.workers.schedule.pacing.chunking import SLACK_SHARE
 from crossdock.workers.schedule.slo import DEFAULT_CLASSES
 from tests.workers.architectures import build
 from tests.workers.ranks import saved

@@ -9,8 +9,8 @@ from pydantic import ByteSize
 from crossdock.workers.draft.draft_model import CATCH_UP_TOKENS, DraftModel
 from crossdock.workers.draft.drafter import new_drafter
 from crossdock.workers.draft.prompt_lookup import PromptLookup
-from crossdock.workers.schedule.pages import PagePool
-from crossdock.workers.schedule.speculative_config import SpeculativeConfig
+from crossdock.workers.schedule.drafts.speculative_config import SpeculativeConfig
+from crossdock.workers.schedule.memory.pages import PagePool
 from tests.workers.architectures import build
 from tests.workers.replica.engines import MAX_MODEL_LEN, VOCAB_SIZE, tiny_model
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from crossdock.workers.draft.prompt_lookup import MAX_CANDIDATES, PromptLookup
-from crossdock.workers.schedule.speculative_config import SpeculativeConfig
+from crossdock.workers.schedule.drafts.speculative_config import SpeculativeConfig
 
 
 def lookup(shortest: int = 2, longest: int = 5) -> PromptLookup:

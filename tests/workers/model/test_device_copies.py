@@ -1,4 +1,4 @@
-"""Seconds of work and copies on a CPU; tests/workers/model/test_gpu_pictures.py has those of GPUs."""
+"""Seconds of work and copies on a CPU; tests/workers/model/pictures/test_gpu_pictures.py has those of GPUs."""
 
 import numpy as np
 import torch

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from crossdock.workers.model.graphs import DecodeGraphs, decode_graphs
+from crossdock.workers.model.graphs.decode_graphs import DecodeGraphs, decode_graphs
+from crossdock.workers.model.graphs.mixed_graphs import MixedGraphs, mixed_graphs
 from crossdock.workers.model.inputs import StepInputs
-from crossdock.workers.model.kv_memory import GPU_RESERVE_BYTES
 from crossdock.workers.model.load import wrap_module
-from crossdock.workers.model.mixed_graphs import MixedGraphs, mixed_graphs
+from crossdock.workers.model.memory.kv_memory import GPU_RESERVE_BYTES
 from crossdock.workers.model.sampling.row import SampleRow
 from crossdock.workers.model.sampling.sampler import sample
 from crossdock.workers.replica.config import EngineConfig

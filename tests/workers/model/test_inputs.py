@@ -9,7 +9,7 @@ import torch
 from crossdock.workers.model.inputs import StepInputs, StepTensors
 from crossdock.workers.model.model import PagedModel
 from crossdock.workers.schedule.batch import Batch, Scheduled, StatePages
-from crossdock.workers.schedule.pages import PagePool
+from crossdock.workers.schedule.memory.pages import PagePool
 from crossdock.workers.schedule.request import Request, SamplingParams
 
 

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from crossdock.workers.model.inputs import StepInputs, StepTensors
+from crossdock.workers.model.pictures.vision import StepPictures
 from crossdock.workers.model.step_messages import StepReceiver, StepSender
-from crossdock.workers.model.vision import StepPictures
 from crossdock.workers.schedule.batch import Batch, Scheduled, StatePages
-from crossdock.workers.schedule.encoding import EncoderWork
-from crossdock.workers.schedule.items import Item
+from crossdock.workers.schedule.pictures.encoding import EncoderWork
+from crossdock.workers.schedule.pictures.items import Item
 from crossdock.workers.schedule.request import Request, SamplingParams
 
 PAGE_SIZE = 4

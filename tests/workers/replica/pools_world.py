@@ -19,9 +19,10 @@ from crossdock.workers.replica.config import TransferConfig
 from crossdock.workers.replica.engine.engine import Step
 from crossdock.workers.replica.transfer.handover import Handover
 from crossdock.workers.schedule.batch import Scheduled
-from crossdock.workers.schedule.drafting import DraftPolicy
-from crossdock.workers.schedule.pages import PagePool
-from crossdock.workers.schedule.prefix_index import HOLE, Window
+from crossdock.workers.schedule.drafts.drafting import DraftPolicy
+from crossdock.workers.schedule.drafts.speculative_config import SpeculativeConfig
+from crossdock.workers.schedule.memory.pages import PagePool
+from crossdock.workers.schedule.memory.prefix_index import HOLE, Window
 from crossdock.workers.schedule.request import (
     FinishReason,
     Leg,
@@ -30,7 +31,6 @@ from crossdock.workers.schedule.request import (
     Submission,
     TokenDelta,
 )
-from crossdock.workers.schedule.speculative_config import SpeculativeConfig
 from tests.workers.schedule.model_free_replica import (
     CLASSES,
     COST,

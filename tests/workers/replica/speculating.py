@@ -20,9 +20,9 @@ from crossdock.workers.model.model import PagedModel
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.replica.engine.speculation import Speculation
+from crossdock.workers.schedule.drafts.speculative_config import SpeculativeConfig
+from crossdock.workers.schedule.drafts.verify import DraftTotals
 from crossdock.workers.schedule.request import Grammar, SamplingParams, Submission, TokenDelta
-from crossdock.workers.schedule.speculative_config import SpeculativeConfig
-from crossdock.workers.schedule.verify import DraftTotals
 from tests.workers.architectures import SERVED, build
 
 VOCAB_SIZE, MAX_MODEL_LEN = 280, 128

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from crossdock.router.work import Work
 from crossdock.workers.report.advertise import LENGTHS, LiveProfile, Prompts, Publisher, observe
-from crossdock.workers.schedule.encoder_cost import EncoderCost
-from crossdock.workers.schedule.encoding import Encoding
+from crossdock.workers.schedule.pictures.encoder_cost import EncoderCost
+from crossdock.workers.schedule.pictures.encoding import Encoding
 from crossdock.workers.schedule.request import Leg, Overloaded
 from crossdock.workers.schedule.slo import SloClass
 from tests.workers.schedule.model_free_replica import COST, ModelFreeReplica, new_request, new_scheduler

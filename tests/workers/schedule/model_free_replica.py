@@ -7,13 +7,13 @@ from typing import Any
 
 from crossdock.workers.schedule.batch import Batch, SampledToken, Scheduled
 from crossdock.workers.schedule.config import SchedulerConfig
-from crossdock.workers.schedule.cost import StepCost, StepWork
-from crossdock.workers.schedule.drafting import DraftPolicy
-from crossdock.workers.schedule.encoding import Encoding
-from crossdock.workers.schedule.pages import PagePool
-from crossdock.workers.schedule.prefix_index import AttentionChunk, Window
+from crossdock.workers.schedule.cost.cost import StepCost, StepWork
+from crossdock.workers.schedule.drafts.drafting import DraftPolicy
+from crossdock.workers.schedule.memory.pages import PagePool
+from crossdock.workers.schedule.memory.prefix_index import AttentionChunk, Window
+from crossdock.workers.schedule.memory.retention import retention
+from crossdock.workers.schedule.pictures.encoding import Encoding
 from crossdock.workers.schedule.request import Leg, Request, SamplingParams, TokenDelta
-from crossdock.workers.schedule.retention import retention
 from crossdock.workers.schedule.scheduler import Scheduler
 from crossdock.workers.schedule.slo import SloClass
 

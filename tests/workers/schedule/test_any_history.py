@@ -17,13 +17,13 @@ from hypothesis.stateful import (
 )
 
 from crossdock.workers.schedule.batch import Batch, Scheduled
-from crossdock.workers.schedule.drafting import DraftPolicy
-from crossdock.workers.schedule.encoding import Encoding
-from crossdock.workers.schedule.items import Item
-from crossdock.workers.schedule.page_needs import PageNeeds
-from crossdock.workers.schedule.prefix_index import AttentionChunk, Window
+from crossdock.workers.schedule.drafts.drafting import DraftPolicy
+from crossdock.workers.schedule.drafts.speculative_config import SpeculativeConfig
+from crossdock.workers.schedule.memory.page_needs import PageNeeds
+from crossdock.workers.schedule.memory.prefix_index import AttentionChunk, Window
+from crossdock.workers.schedule.pictures.encoding import Encoding
+from crossdock.workers.schedule.pictures.items import Item
 from crossdock.workers.schedule.request import InvalidField, Leg, Overloaded, Request, SamplingParams, Status
-from crossdock.workers.schedule.speculative_config import SpeculativeConfig
 from tests.workers.schedule.model_free_replica import (
     CLASSES,
     COST,

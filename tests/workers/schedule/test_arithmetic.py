@@ -5,8 +5,8 @@ from hypothesis import strategies as st
 
 from crossdock.kvtransfer.layout import LayerShape, PoolLayout
 from crossdock.workers.schedule.config import SchedulerConfig
-from crossdock.workers.schedule.cost import StepWork
-from crossdock.workers.schedule.pages import PagePool
+from crossdock.workers.schedule.cost.cost import StepWork
+from crossdock.workers.schedule.memory.pages import PagePool
 from crossdock.workers.schedule.scheduler import Scheduler
 from tests.workers.schedule.model_free_replica import ModelFreeReplica, chunk_sizes
 

@@ -9,7 +9,7 @@ from crossdock.workers.model.cut.part import ModelPart
 from crossdock.workers.model.cut.plan import TensorPlan
 from crossdock.workers.model.cut.position import RankPosition
 from crossdock.workers.model.cut.stage import PipelineStage
-from crossdock.workers.model.vision import why_text_alone
+from crossdock.workers.model.pictures.vision import why_text_alone
 
 
 def cut_model(model: Any, position: RankPosition, collectives: Collectives | None) -> ModelPart:

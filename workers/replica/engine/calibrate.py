@@ -8,8 +8,8 @@ from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.replica.engine.remembered_sweep import remembered_sweep
 from crossdock.workers.report.profile import SchedulingProfile
 from crossdock.workers.schedule.batch import NO_STATE, Batch, Scheduled, StatePages
-from crossdock.workers.schedule.cost import StepWork
-from crossdock.workers.schedule.page_needs import PageNeeds
+from crossdock.workers.schedule.cost.cost import StepWork
+from crossdock.workers.schedule.memory.page_needs import PageNeeds
 from crossdock.workers.schedule.request import InvalidField, Request, SamplingParams, Submission
 
 _SWEPT_CHUNKS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)

@@ -9,13 +9,13 @@ from pathlib import Path
 
 from crossdock.kvtransfer.layout import PoolSpec
 from crossdock.workers.draft.drafter import new_drafter
-from crossdock.workers.model.encoder_model import EncoderModel
 from crossdock.workers.model.grammar.compiler import GrammarCompiler
 from crossdock.workers.model.grammar.state import GrammarState
-from crossdock.workers.model.kv_memory import count_pages_that_fit
+from crossdock.workers.model.memory.kv_memory import count_pages_that_fit
 from crossdock.workers.model.model import PagedModel
+from crossdock.workers.model.pictures.encoder_model import EncoderModel
+from crossdock.workers.model.pictures.vision import PromptPictures
 from crossdock.workers.model.runner import Runner
-from crossdock.workers.model.vision import PromptPictures
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.pipeline import FinishedStep, Pipeline
 from crossdock.workers.replica.engine.speculation import Speculation
@@ -24,18 +24,18 @@ from crossdock.workers.replica.ranks.gang import Gang
 from crossdock.workers.replica.ranks.pool_layout import choose_groups, held_layers, pool_spec
 from crossdock.workers.replica.step_sizes import sized
 from crossdock.workers.schedule.batch import Batch
-from crossdock.workers.schedule.cost import StepWork
-from crossdock.workers.schedule.cost_fit import StepCostFit
-from crossdock.workers.schedule.drafting import DraftPolicy
-from crossdock.workers.schedule.encoder_cost import EncoderCostFit
-from crossdock.workers.schedule.encoding import Encoding, ItemFailure
-from crossdock.workers.schedule.interval_share import IntervalShare
-from crossdock.workers.schedule.items import items_in
-from crossdock.workers.schedule.page_needs import PageNeeds
-from crossdock.workers.schedule.pages import PagePool
-from crossdock.workers.schedule.prefix_index import Window
+from crossdock.workers.schedule.cost.cost import StepWork
+from crossdock.workers.schedule.cost.cost_fit import StepCostFit
+from crossdock.workers.schedule.cost.interval_share import IntervalShare
+from crossdock.workers.schedule.drafts.drafting import DraftPolicy
+from crossdock.workers.schedule.memory.page_needs import PageNeeds
+from crossdock.workers.schedule.memory.pages import PagePool
+from crossdock.workers.schedule.memory.prefix_index import Window
+from crossdock.workers.schedule.memory.retention import retention, why_no_values
+from crossdock.workers.schedule.pictures.encoder_cost import EncoderCostFit
+from crossdock.workers.schedule.pictures.encoding import Encoding, ItemFailure
+from crossdock.workers.schedule.pictures.items import items_in
 from crossdock.workers.schedule.request import FinishReason, InvalidField, Request, Submission, TokenDelta
-from crossdock.workers.schedule.retention import retention, why_no_values
 from crossdock.workers.schedule.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)

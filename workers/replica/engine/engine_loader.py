@@ -2,13 +2,13 @@
 
 import torch
 
-from crossdock.workers.model.checkpoint import resolve_tokenizer
-from crossdock.workers.model.encoder_model import EncoderModel, load_encoder
 from crossdock.workers.model.load import load_model
+from crossdock.workers.model.pictures.encoder_model import EncoderModel, load_encoder
+from crossdock.workers.model.weights.checkpoint import resolve_tokenizer
 from crossdock.workers.replica.config import EngineConfig, ReplicaSpec
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.replica.ranks.device import device_of
-from crossdock.workers.schedule.encoding import LONGEST_SHIPPING_STEP_S
+from crossdock.workers.schedule.pictures.encoding import LONGEST_SHIPPING_STEP_S
 
 
 def load_engine(spec: ReplicaSpec) -> Engine:

@@ -16,13 +16,13 @@ from typing import NamedTuple
 from torch import Tensor
 
 from crossdock.workers.model.inputs import StepInputs
+from crossdock.workers.model.pictures.vision import StepPictures
 from crossdock.workers.model.runner import Runner
 from crossdock.workers.model.sampling.sampler import PendingTokens
-from crossdock.workers.model.vision import StepPictures
 from crossdock.workers.replica.engine.step_sampler import StepSampler
 from crossdock.workers.replica.ranks.step_deadline import StepDeadline
 from crossdock.workers.schedule.batch import Batch, SampledToken
-from crossdock.workers.schedule.encoding import ItemFailure
+from crossdock.workers.schedule.pictures.encoding import ItemFailure
 
 
 @dataclass(slots=True, eq=False)

@@ -18,8 +18,8 @@ import torch
 from crossdock.kernels.cache import cache_dir, read_cached, write_cached
 from crossdock.kernels.cpu.remembered_seconds import kernels_and_cpu
 from crossdock.workers.replica.engine.engine import Engine
-from crossdock.workers.schedule.cost import StepWork
-from crossdock.workers.schedule.cost_fit import StepCostFit
+from crossdock.workers.schedule.cost.cost import StepWork
+from crossdock.workers.schedule.cost.cost_fit import StepCostFit
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from crossdock.kvtransfer.events import Event
-from crossdock.workers.model.kv_memory import PageBudget
+from crossdock.workers.model.memory.kv_memory import PageBudget
 from crossdock.workers.model.model import PagedModel
 from crossdock.workers.replica.config import ReplicaSpec, TransferConfig
 from crossdock.workers.replica.ranks.pool_layout import HeldLayers, held_layers

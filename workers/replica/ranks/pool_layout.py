@@ -8,11 +8,11 @@ from typing import Any, TypeAlias
 import msgpack
 
 from crossdock.kvtransfer.layout import LayerShape, PageGroup, PoolSpec, Shard
-from crossdock.workers.model.fp8_scales import exponents, fingerprint_of
 from crossdock.workers.model.model import PagedModel
+from crossdock.workers.model.weights.fp8_scales import exponents, fingerprint_of
 from crossdock.workers.replica.config import EngineConfig
-from crossdock.workers.schedule.layer_groups import LayerGroup, group_layers
-from crossdock.workers.schedule.prefix_index import AttentionChunk, Window, most_visible
+from crossdock.workers.schedule.memory.layer_groups import LayerGroup, group_layers
+from crossdock.workers.schedule.memory.prefix_index import AttentionChunk, Window, most_visible
 
 logger = logging.getLogger(__name__)
 

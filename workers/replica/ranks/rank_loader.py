@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from crossdock.workers.model.cut.collectives import Collectives
 from crossdock.workers.model.cut.position import RankPosition
-from crossdock.workers.model.kv_memory import PageBudget, count_pages_that_fit
 from crossdock.workers.model.load import load_model
-from crossdock.workers.model.memory_fit import used
+from crossdock.workers.model.memory.kv_memory import PageBudget, count_pages_that_fit
+from crossdock.workers.model.memory.memory_fit import used
 from crossdock.workers.model.model import PagedModel
 from crossdock.workers.replica.config import ReplicaSpec
 from crossdock.workers.replica.ranks.device import device_of

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from crossdock.kernels.cpu.build import cpu_flags
-from crossdock.workers.model.encoder_model import EncoderModel
 from crossdock.workers.model.model import PagedModel
-from crossdock.workers.model.weights import measure_part
+from crossdock.workers.model.pictures.encoder_model import EncoderModel
+from crossdock.workers.model.weights.weights import measure_part
 
 _NOTABLE = ("amx_bf16", "avx512_bf16", "avx512f", "avx2", "sve", "asimd")  # instruction sets, the fastest first
 

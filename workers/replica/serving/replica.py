@@ -16,9 +16,9 @@ import ray
 from ray import serve
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from crossdock.workers.model.checkpoint import resolve_model, resolve_tokenizer
 from crossdock.workers.model.cut.position import RankPosition
-from crossdock.workers.model.fingerprint import fingerprint
+from crossdock.workers.model.weights.checkpoint import resolve_model, resolve_tokenizer
+from crossdock.workers.model.weights.fingerprint import fingerprint
 from crossdock.workers.replica.config import ReplicaSpec
 from crossdock.workers.replica.engine.calibrate import warm_up
 from crossdock.workers.replica.engine.engine import Engine

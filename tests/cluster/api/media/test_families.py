@@ -16,7 +16,7 @@ from crossdock.cluster.api.media.processes import ReadyPicture
 from crossdock.cluster.api.text.prompts import PromptEncoder
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.cluster.dispatch.dispatcher import ModelCard
-from crossdock.workers.schedule.items import with_levels
+from crossdock.workers.schedule.pictures.items import with_levels
 from tests.cluster.api.media.picture_models import MODELS, encoded, image_part, picture
 from tests.cluster.api.media.picture_oracle import prompt_of
 

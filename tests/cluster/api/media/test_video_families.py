@@ -21,7 +21,7 @@ from crossdock.cluster.api.media.video_families import number_in_words, read_vid
 from crossdock.cluster.api.text.prompts import PromptEncoder
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.cluster.dispatch.dispatcher import ModelCard
-from crossdock.workers.schedule.items import with_levels
+from crossdock.workers.schedule.pictures.items import with_levels
 from tests.cluster.api.media.picture_models import MODELS, encoded, image_part, picture
 from tests.cluster.api.media.video_models import (
     FAMILIES,

@@ -15,7 +15,7 @@ from crossdock.workers.model.cut.collectives import Collectives
 from crossdock.workers.model.cut.position import CannotCut, RankPosition
 from crossdock.workers.model.load import load_model
 from crossdock.workers.model.model_spec import ModelSpec
-from crossdock.workers.model.weights import measure_part
+from crossdock.workers.model.weights.weights import measure_part
 from tests.workers.architectures import SERVED, build
 from tests.workers.model.paged import monolithic, random_steps, through_pages
 from tests.workers.ranks import DIVISIONS, Ranks, saved

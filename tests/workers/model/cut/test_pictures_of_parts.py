@@ -16,12 +16,12 @@ from crossdock.workers.model.load import load_model
 from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.model.runner import Runner
 from crossdock.workers.model.step_messages import StepReceiver
-from crossdock.workers.model.weights import measure_part
+from crossdock.workers.model.weights.weights import measure_part
 from crossdock.workers.schedule.batch import Batch, Scheduled
-from crossdock.workers.schedule.encoding import NO_ENCODER_WORK, EncoderWork
-from crossdock.workers.schedule.items import items_in
+from crossdock.workers.schedule.pictures.encoding import NO_ENCODER_WORK, EncoderWork
+from crossdock.workers.schedule.pictures.items import items_in
 from crossdock.workers.schedule.request import Request, SamplingParams
-from tests.workers.model.test_vision import may_cut
+from tests.workers.model.pictures.test_vision import may_cut
 from tests.workers.multimodal import BOTH_WAYS, FAMILIES, PicturePrompt, build_multimodal, one_pass, picture, video
 from tests.workers.ranks import DIVISIONS, Ranks, saved
 

@@ -8,8 +8,8 @@ from crossdock.workers.model.load import wrap_module
 from crossdock.workers.replica.engine import calibrate
 from crossdock.workers.replica.engine.calibrate import measure_step, warm_up
 from crossdock.workers.replica.serving.metrics import EngineMetrics
-from crossdock.workers.schedule.cost import StepWork
-from crossdock.workers.schedule.cost_fit import StepCostFit
+from crossdock.workers.schedule.cost.cost import StepWork
+from crossdock.workers.schedule.cost.cost_fit import StepCostFit
 from crossdock.workers.schedule.request import Submission
 from tests.workers.architectures import build
 from tests.workers.replica.engines import engine_on, greedy, tiny_model

@@ -11,9 +11,9 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from crossdock.workers.model.graphs import DecodeGraphs
+from crossdock.workers.model.graphs.decode_graphs import DecodeGraphs
+from crossdock.workers.model.graphs.mixed_graphs import MixedGraphs
 from crossdock.workers.model.load import wrap_module
-from crossdock.workers.model.mixed_graphs import MixedGraphs
 from crossdock.workers.model.model import PagedModel
 from crossdock.workers.model.runner import Runner
 from crossdock.workers.replica.engine.engine import Engine

@@ -16,9 +16,9 @@ from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.calibrate import warm_up
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.schedule.batch import Batch
-from crossdock.workers.schedule.items import Item
+from crossdock.workers.schedule.drafts.speculative_config import SpeculativeConfig
+from crossdock.workers.schedule.pictures.items import Item
 from crossdock.workers.schedule.request import FinishReason, InvalidField, Leg, SamplingParams, Submission, TokenDelta
-from crossdock.workers.schedule.speculative_config import SpeculativeConfig
 from tests.workers.multimodal import (
     BOTH_WAYS,
     FAMILIES,

@@ -10,7 +10,7 @@ import pytest
 
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.schedule.batch import Batch
-from crossdock.workers.schedule.cost import StepCost
+from crossdock.workers.schedule.cost.cost import StepCost
 from crossdock.workers.schedule.request import Status, TokenDelta
 from tests.workers.ranks import saved
 from tests.workers.replica.speculating import (

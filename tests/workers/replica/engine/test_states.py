@@ -14,8 +14,8 @@ from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.calibrate import warm_up
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.schedule.batch import Batch, Scheduled
+from crossdock.workers.schedule.recurrent.states import RecurrentStates
 from crossdock.workers.schedule.request import SamplingParams, Status, Submission
-from crossdock.workers.schedule.states import RecurrentStates
 from tests.workers.architectures import SERVED, build
 from tests.workers.replica.engine.test_engine import generated
 from tests.workers.replica.engines import greedy, run, tokens_of

@@ -10,13 +10,13 @@ from pydantic import ByteSize
 
 from crossdock.workers.model.load import wrap_module
 from crossdock.workers.model.model import PagedModel
-from crossdock.workers.model.vision import PictureEncoder
+from crossdock.workers.model.pictures.vision import PictureEncoder
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.calibrate import warm_up
 from crossdock.workers.replica.engine.engine import Engine
-from crossdock.workers.schedule.speculative_config import SpeculativeConfig
+from crossdock.workers.schedule.drafts.speculative_config import SpeculativeConfig
 from tests.workers.gangs import ganged
-from tests.workers.model.test_video import FAMILIES, video
+from tests.workers.model.pictures.test_video import FAMILIES, video
 from tests.workers.multimodal import PicturePrompt, build_multimodal, continuation, paged_multimodal, picture
 from tests.workers.ranks import DIVISIONS, Ranks, saved
 from tests.workers.replica.engine.test_pictures import NUM_TOKENS, served, submission

@@ -13,9 +13,9 @@ from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.calibrate import warm_up
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.schedule.batch import Batch
-from crossdock.workers.schedule.prefix_index import AttentionChunk
+from crossdock.workers.schedule.memory.prefix_index import AttentionChunk
+from crossdock.workers.schedule.memory.retention import LeastRecentlyUsed
 from crossdock.workers.schedule.request import Submission
-from crossdock.workers.schedule.retention import LeastRecentlyUsed
 from tests.workers.architectures import SERVED, WINDOW, build
 from tests.workers.replica.engine.test_engine import generated
 from tests.workers.replica.engines import greedy, run, tokens_of

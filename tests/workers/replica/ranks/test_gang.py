@@ -10,8 +10,8 @@ import torch
 from pydantic import ByteSize
 from torch import Tensor
 
-from crossdock.workers.model.kv_memory import PageBudget
 from crossdock.workers.model.load import load_model
+from crossdock.workers.model.memory.kv_memory import PageBudget
 from crossdock.workers.model.model import PagedModel
 from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.replica.config import EngineConfig
@@ -22,8 +22,8 @@ from crossdock.workers.replica.ranks.gang import common_page_budget
 from crossdock.workers.replica.serving.metrics import EngineMetrics
 from crossdock.workers.report.timeline import Timelines
 from crossdock.workers.schedule.batch import Batch, SampledToken
-from crossdock.workers.schedule.cost import StepWork
-from crossdock.workers.schedule.interval_share import IntervalShare
+from crossdock.workers.schedule.cost.cost import StepWork
+from crossdock.workers.schedule.cost.interval_share import IntervalShare
 from crossdock.workers.schedule.request import SamplingParams, Submission
 from tests.workers.architectures import DIVISIBLE, SERVED, build
 from tests.workers.gangs import SETTINGS, ganged

@@ -12,14 +12,13 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from crossdock.workers.model import recording
 from crossdock.workers.model.cut.collectives import Collectives
-from crossdock.workers.model.graphs import DecodeGraphs
+from crossdock.workers.model.graphs.decode_graphs import DecodeGraphs, recording
+from crossdock.workers.model.graphs.mixed_graphs import MixedGraphs
+from crossdock.workers.model.graphs.recording import Record
 from crossdock.workers.model.inputs import StepInputs
 from crossdock.workers.model.load import load_model
-from crossdock.workers.model.mixed_graphs import MixedGraphs
 from crossdock.workers.model.model_spec import ModelSpec
-from crossdock.workers.model.recording import Record
 from crossdock.workers.model.sampling import sampler
 from crossdock.workers.replica.config import EngineConfig, ReplicaSpec
 from crossdock.workers.replica.engine.engine import Engine

@@ -18,10 +18,10 @@ from crossdock.kvtransfer.events import Arrived, Committed, Event, Failed, Offer
 from crossdock.kvtransfer.layout import PoolLayout, PoolSpec
 from crossdock.kvtransfer.messages import GroupPages
 from crossdock.kvtransfer.transport import Memory
-from crossdock.workers.model.encoder_model import EncoderModel, drop_decoder, row_layer, wrap_encoder
 from crossdock.workers.model.load import wrap_module
 from crossdock.workers.model.model_spec import ModelSpec
-from crossdock.workers.model.vision import PictureEncoder
+from crossdock.workers.model.pictures.encoder_model import EncoderModel, drop_decoder, row_layer, wrap_encoder
+from crossdock.workers.model.pictures.vision import PictureEncoder
 from crossdock.workers.replica.config import EngineConfig, ReplicaSpec, TransferConfig
 from crossdock.workers.replica.engine.calibrate import warm_up
 from crossdock.workers.replica.engine.engine import Engine
@@ -30,8 +30,9 @@ from crossdock.workers.replica.serving.machine import describe_machine
 from crossdock.workers.replica.serving.observed import ObservedEngine
 from crossdock.workers.replica.transfer.replica_dock import choose_transport
 from crossdock.workers.report.advertise import observe
-from crossdock.workers.schedule.encoding import EncoderTotals
-from crossdock.workers.schedule.items import Item
+from crossdock.workers.schedule.drafts.speculative_config import SpeculativeConfig
+from crossdock.workers.schedule.pictures.encoding import EncoderTotals
+from crossdock.workers.schedule.pictures.items import Item
 from crossdock.workers.schedule.request import (
     FinishReason,
     InvalidField,
@@ -43,7 +44,6 @@ from crossdock.workers.schedule.request import (
     TokenDelta,
     encoding_leg,
 )
-from crossdock.workers.schedule.speculative_config import SpeculativeConfig
 from tests.workers.multimodal import FAMILIES, PicturePrompt, build_multimodal, picture
 from tests.workers.replica.engines import engine_on, run, tokens_of
 from tests.workers.replica.sides import TRANSPORTS, Side

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 
 from crossdock.workers.replica.transfer.landing import Landing
-from crossdock.workers.schedule.arriving_rows import ArrivingRows
 from crossdock.workers.schedule.batch import Batch, Scheduled
-from crossdock.workers.schedule.encoding import Encoding
-from crossdock.workers.schedule.items import Item, items_in
+from crossdock.workers.schedule.pictures.arriving_rows import ArrivingRows
+from crossdock.workers.schedule.pictures.encoding import Encoding
+from crossdock.workers.schedule.pictures.items import Item, items_in
 from crossdock.workers.schedule.request import Leg, Submission, TokenDelta, encoding_leg
 from tests.workers.replica.any_pools import AnyPools
 from tests.workers.replica.pools_world import PAGE_SIZE, TRANSFER, Client, PoolReplica, SansIoDock, World

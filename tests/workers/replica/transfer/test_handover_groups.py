@@ -17,7 +17,7 @@ from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.replica.transfer.handover import CannotPair
 from crossdock.workers.schedule.batch import Batch
-from crossdock.workers.schedule.prefix_index import AttentionChunk, first_visible_page
+from crossdock.workers.schedule.memory.prefix_index import AttentionChunk, first_visible_page
 from crossdock.workers.schedule.request import FinishReason, Submission
 from tests.workers.architectures import SERVED, WINDOW, build
 from tests.workers.gangs import ganged

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from pydantic import ByteSize
 
-from crossdock.workers.model.encoder_model import drop_decoder, wrap_encoder
 from crossdock.workers.model.model_spec import ModelSpec
+from crossdock.workers.model.pictures.encoder_model import drop_decoder, wrap_encoder
 from crossdock.workers.replica.config import EngineConfig, ReplicaSpec
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.replica.serving.replica import _takes_rows
-from crossdock.workers.schedule.encoding import ON_THEIR_WAY, EncoderTotals
-from crossdock.workers.schedule.items import Item
+from crossdock.workers.schedule.pictures.encoding import ON_THEIR_WAY, EncoderTotals
+from crossdock.workers.schedule.pictures.items import Item
 from crossdock.workers.schedule.request import (
     FinishReason,
     Leg,

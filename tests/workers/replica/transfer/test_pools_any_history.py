@@ -13,9 +13,9 @@ from hypothesis.stateful import initialize, invariant, rule, run_state_machine_a
 from crossdock.kvtransfer.events import Arrived, Figures
 from crossdock.workers.schedule import handoff, kv
 from crossdock.workers.schedule.admission import num_places
+from crossdock.workers.schedule.memory.page_needs import PageNeeds
+from crossdock.workers.schedule.memory.prefix_index import AttentionChunk, Window
 from crossdock.workers.schedule.order import order_prefills
-from crossdock.workers.schedule.page_needs import PageNeeds
-from crossdock.workers.schedule.prefix_index import AttentionChunk, Window
 from crossdock.workers.schedule.request import Leg, Request, Status
 from crossdock.workers.schedule.table import RequestTable
 from tests.workers.replica.any_pools import AnyPools

@@ -1,0 +1,303 @@
+"""The web pages: their content and policy, the data that they may show, and their behaviour in a browser."""
+
+import os
+import re
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from crossdock.cluster.api.routes.web_assets import web_assets
+from crossdock.cluster.api.text.tokenizer import ModelTokenizer
+from tests.cluster.api.engine_api import LiveApi, live_api
+from tests.cluster.api.routes.browser import MISSING, REASON, Browser
+
+KEYS = ("mine", "theirs", {"key": "operator", "sees_all_requests": True})
+SCREENSHOTS = os.environ.get("CROSSDOCK_SCREENSHOTS")  # a folder to keep them in, to be looked at
+
+
+@pytest.fixture(scope="module")
+def open_api(tokenizer: ModelTokenizer) -> Iterator[LiveApi]:
+    with live_api(tokenizer) as api:
+        yield api
+
+
+@pytest.fixture(scope="module")
+def guarded(tokenizer: ModelTokenizer) -> Iterator[LiveApi]:
+    with live_api(tokenizer, KEYS) as api:
+        yield api
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+# -- content and policy ----------------------------------------------------------------------------------------------
+
+
+def test_pages_need_no_key_but_data_does(guarded: LiveApi) -> None:
+    with httpx.Client(base_url=guarded.url) as http:
+        for path in web_assets():
+            assert http.get(path).status_code == 200
+        for path in ("/v1/replicas", "/v1/requests", "/v1/playground/scheduler"):
+            assert http.get(path).status_code == 401
+            assert http.get(path, headers=bearer("mine")).status_code == 200
+        assert http.get("/web/../api.py").status_code in (401, 404)
+
+
+def test_pages_load_from_this_server_only(open_api: LiveApi) -> None:
+    """The policy forbids other sources, and no page would violate it."""
+    assert {"/dashboard", "/playground/scheduler", "/web/style.css", "/web/dashboard.js"} <= web_assets().keys()
+    for path, page in web_assets().items():
+        answer = httpx.get(open_api.url + path)
+        assert answer.headers["content-type"] == page.media_type
+        policy = answer.headers["content-security-policy"]
+        assert policy.startswith("default-src 'none'")
+        assert "unsafe" not in policy
+        assert "frame-ancestors 'none'" in policy
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        source = answer.text.replace('xmlns="http://www.w3.org/2000/svg"', "")
+        assert not re.search(r"https?://|//\w+\.\w+/|@import|url\(", source), f"{path} names another server"
+        assert not re.search(r"\sstyle=|\son\w+=|<script>|innerHTML|\beval\b", source), f"{path} has code in a page"
+
+
+def test_steps_hide_requests_of_other_keys(guarded: LiveApi) -> None:
+    guarded.work("mine")
+    with httpx.Client(base_url=guarded.url) as http:
+
+        def names(key: str) -> set[str | None]:
+            (replica,) = http.get("/v1/replicas", headers=bearer(key)).json()["data"]
+            return {chunk["request_id"] for step in replica["steps"] for chunk in step["chunks"]}
+
+        assert "of-mine" in names("mine")
+        assert "of-mine" in names("operator")
+        assert names("theirs") == set()
+
+
+def test_steps_are_sent_once(open_api: LiveApi) -> None:
+    open_api.work()
+    with httpx.Client(base_url=f"{open_api.url}/v1") as http:
+
+        def replica(*after: str) -> dict[str, Any]:
+            (found,) = http.get("/replicas", params=[("after", value) for value in after]).json()["data"]
+            return dict(found)
+
+        first = replica()
+        assert first["pool"] == "mixed"
+        assert max(first["profile"]["cost"].values()) > 0
+        assert (
+            sum(first["pages"][state] for state in ("free", "owned", "cached", "quarantined"))
+            == first["pages"]["total"]
+        )
+        assert first["profile"]["max_num_batched_tokens"] == 40
+        numbers = [step["number"] for step in first["steps"]]
+        assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+        assert any(step["num_decodes"] and step["chunks"] for step in first["steps"]), "chunks beside decodes"
+        newest = f"{first['incarnation']}:{first['last_step']}"
+        assert replica("other:3", newest)["steps"] == []
+        assert replica(f"other:{first['last_step']}")["steps"]
+        for wrong in ("x", "x:y", "x:-1", f"x:{'9' * 99}", "x:\u0661"):
+            answer = http.get("/replicas", params={"after": wrong})
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "after")
+
+
+def test_playground_checks_its_query(open_api: LiveApi) -> None:
+    with httpx.Client(base_url=f"{open_api.url}/v1/playground") as http:
+        result = http.get("/scheduler", params={"policy": "fixed", "prompt_tokens": 4096, "num_decodes": 3}).json()
+        assert sum(chunk["num_tokens"] for step in result["steps"] for chunk in step["chunks"]) == 4096
+        for params, param in (
+            ({"policy": "best"}, "policy"),
+            ({"prompt_tokens": "many"}, "prompt_tokens"),
+            ({"prompt_tokens": "1e400"}, "prompt_tokens"),
+            ({"base": "nan"}, "base"),
+            ({"base": "inf"}, "base"),
+            ({"colour": "red"}, "colour"),
+            ({"max_num_batched_tokens": "64", "num_decodes": "64"}, ""),
+        ):
+            answer = http.get("/scheduler", params=params)
+            assert answer.status_code == 400, params
+            assert answer.json()["error"]["param"] == param
+
+
+# -- behaviour in a browser -------------------------------------------------------------------------------------------
+
+needs_browser = pytest.mark.skipif(bool(MISSING), reason=REASON)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    browser = Browser()
+    yield browser
+    browser.close()
+
+
+def keep(browser: Browser, name: str) -> None:
+    if SCREENSHOTS:
+        browser.screenshot(Path(SCREENSHOTS) / f"{name}.png")
+
+
+def colours(browser: Browser, place: int = 0) -> int:
+    """Return how many colours the pixels of a canvas have."""
+    return int(
+        browser.run(
+            """const canvas = document.querySelectorAll("canvas")[arguments[0]];
+            const data = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
+            return new Set(new Uint32Array(data.buffer)).size;""",
+            place,
+        )
+    )
+
+
+def keep_busy(api: LiveApi, key: str = "none") -> Callable[[], None]:
+    """Keep a replica busy until the returned function is called."""
+    stop = threading.Event()
+
+    def run() -> None:
+        while not stop.is_set():
+            api.work(key)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+
+    def end() -> None:
+        stop.set()
+        thread.join(30)
+
+    return end
+
+
+@needs_browser
+def test_dashboard_shows_steps_as_they_happen(browser: Browser, open_api: LiveApi) -> None:
+    end = keep_busy(open_api)
+    try:
+        browser.prefers("light")
+        browser.open(f"{open_api.url}/dashboard")
+        browser.eventually(lambda: browser.text("#state") == "live" and "running" in browser.text("#replicas"))
+        assert browser.text("#replicas h3").startswith("mixed")
+        browser.eventually(lambda: colours(browser) > 4)  # ground, decodes, prompts, lines
+        label = browser.run("return document.querySelector('canvas').ariaLabel")
+        assert re.search(r"[1-9]\d* with chunks and streams", label), "the picture has a description"
+        first = browser.run("return document.querySelector('#replicas li').value")
+        browser.eventually(lambda: browser.run("return document.querySelector('#replicas li').value") > first)
+        keep(browser, "dashboard-light")
+        light = browser.run("return getComputedStyle(document.body).backgroundColor")
+        browser.prefers("dark")
+        assert browser.run("return getComputedStyle(document.body).backgroundColor") != light
+        keep(browser, "dashboard-dark")
+        browser.click("#pause")
+        browser.run("document.querySelector('canvas').focus()")
+        browser.type("canvas", "\ue012")  # the left arrow
+        assert re.match(r"Step [\d,]+ took", browser.text(".caption"))
+        assert browser.complaints() == []
+    finally:
+        end()
+
+
+@needs_browser
+def test_dashboard_requires_key(browser: Browser, guarded: LiveApi) -> None:
+    browser.open(f"{guarded.url}/dashboard")
+    browser.eventually(lambda: "requires an API key" in browser.text("#key"))
+    browser.type("#key input", "wrong")
+    browser.click("#key button")
+    browser.eventually(lambda: "not accepted" in browser.text("#key"))
+    browser.type("#key input", "mine")
+    browser.click("#key button")
+    browser.eventually(lambda: browser.text("#state") == "live")
+    assert browser.run("return document.getElementById('key').hidden")
+    assert all("401" in complaint for complaint in browser.complaints())
+    assert "mine" not in browser.run("return location.href + document.cookie + JSON.stringify(localStorage)")
+
+
+@needs_browser
+def test_dashboard_without_a_server_asks_less_and_less_often(browser: Browser, open_api: LiveApi) -> None:
+    browser.open(f"{open_api.url}/dashboard")
+    browser.eventually(lambda: browser.text("#state") == "live")
+    browser.run("window.real = fetch; window.fetch = () => Promise.reject(new TypeError('Failed to fetch'))")
+    for pause in (2, 4):
+        browser.eventually(
+            lambda pause=pause: browser.text("#state").endswith(f"does not answer. Next try in {pause} s.")
+        )
+    browser.run("window.fetch = window.real")
+    browser.eventually(lambda: browser.text("#state") == "live")
+    assert browser.complaints() == []
+
+
+@needs_browser
+def test_playground_follows_sliders(browser: Browser, open_api: LiveApi) -> None:
+    browser.prefers("light")
+    browser.open(f"{open_api.url}/playground/scheduler")
+    browser.eventually(lambda: "computed by this server's scheduler" in browser.text("#state"))
+    assert [colours(browser, place) > 4 for place in range(3)] == [True] * 3
+    before = browser.text("#summary")
+    rows = [line.split("\t") for line in before.splitlines()]
+    assert [row[0] for row in rows] == ["Adaptive", "Fixed budget", "No chunks"]
+    keep(browser, "playground-light")
+    browser.run("document.querySelector('[name=prompt_tokens]').focus()")
+    browser.type("[name=prompt_tokens]", "\ue012\ue012")
+    browser.eventually(lambda: browser.text("#summary") != before)
+    assert "prompt_tokens=4096" in browser.run("return location.hash")
+    assert "4,096" in browser.text("#scenario")
+    browser.open(f"{open_api.url}/playground/scheduler#prompt_tokens=1024&num_decodes=64")
+    browser.run("location.reload()")
+    browser.eventually(lambda: "1,024" in browser.text("#scenario") and "computed" in browser.text("#state"))
+    measured = browser.run("return [...document.querySelectorAll('option')].map(option => option.value)")
+    assert any("as measured here" in name for name in measured)
+    browser.prefers("dark")
+    keep(browser, "playground-dark")
+    assert browser.complaints() == []
+
+
+@needs_browser
+@pytest.mark.parametrize("path", ["/dashboard", "/playground/scheduler"])
+def test_pages_fit_a_narrow_screen(browser: Browser, open_api: LiveApi, path: str) -> None:
+    end = keep_busy(open_api)
+    try:
+        browser.resize(360, 900)
+        browser.prefers("dark")
+        browser.open(open_api.url + path)
+        browser.eventually(lambda: browser.text("#state") in ("live", "computed by this server's scheduler"))
+        browser.eventually(lambda: colours(browser) > 3)
+        keep(browser, f"{path.rpartition('/')[2]}-narrow")
+        assert browser.run("return document.documentElement.scrollWidth") <= 360
+    finally:
+        browser.resize(1280, 1100)
+        end()
+
+
+@needs_browser
+@pytest.mark.parametrize("path", ["/dashboard", "/playground/scheduler"])
+def test_pages_are_accessible(browser: Browser, open_api: LiveApi, path: str) -> None:
+    """Every control has a name, every picture a text, and text contrasts with its background."""
+    browser.prefers("light")
+    browser.open(open_api.url + path)
+    browser.eventually(lambda: browser.text("#state") in ("live", "computed by this server's scheduler"))
+    unnamed = browser.run(
+        """return [...document.querySelectorAll("button, input, select, a, canvas, [role=img]")].filter((node) =>
+        !(node.ariaLabel || node.innerText?.trim() || node.labels?.length)).map((node) => node.outerHTML)"""
+    )
+    assert unnamed == []
+    levels = browser.run("return [...document.querySelectorAll('h1, h2, h3')].map((node) => Number(node.tagName[1]))")
+    assert levels[0] == 1
+    assert browser.run("return document.documentElement.lang") == "en"
+    for scheme in ("light", "dark"):
+        browser.prefers(scheme)
+        faint, card = browser.run(
+            """const style = getComputedStyle(document.documentElement);
+            return ["--faint", "--card"].map((name) => style.getPropertyValue(name))"""
+        )
+        assert contrast(faint, card) >= 4.5
+
+
+def contrast(one: str, other: str) -> float:
+    """Return the contrast ratio of WCAG 2 between two colours, written #rrggbb."""
+
+    def luminance(colour: str) -> float:
+        parts = [int(colour.strip()[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+        linear = [part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+    high, low = sorted((luminance(one), luminance(other)), reverse=True)
+    return (high + 0.05) / (low + 0.05)

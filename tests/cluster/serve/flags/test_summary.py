@@ -1,0 +1,96 @@
+"""The lines that `crossdock serve` prints about the machine, from the reports of the replicas."""
+
+from typing import Any
+
+import pytest
+
+from crossdock.cluster.serve.summary import most_streams, summary
+from crossdock.workers.report.profile import SchedulingProfile
+from crossdock.workers.schedule.cost.cost import StepCost
+from crossdock.workers.schedule.slo import DEFAULT_CLASSES
+
+GIB = 1 << 30
+COST = StepCost(base=0.02, per_prefill_token=0.001, per_attended=0.0, per_decode=0.001, per_context=1e-6)
+MACHINE = {
+    "device": "Acme 9000",
+    "instructions": "avx512_bf16",
+    "threads": 2,
+    "dtype": "bfloat16",
+    "kv_dtype": "bfloat16",
+    "attention": "cpp",
+    "kernels": "own below 32 rows, onednn from there",
+    "weights": GIB // 4,
+    "pool": 2 * GIB,
+}
+
+
+def profile(**changes: Any) -> SchedulingProfile:
+    plain = {
+        "max_model_len": 8192,
+        "vocab_size": 1000,
+        "page_size": 16,
+        "num_pages": 5000,
+        "max_num_batched_tokens": 2048,
+        "max_num_seqs": 64,
+        "slo_classes": DEFAULT_CLASSES,
+        "cost": COST,
+    }
+    return SchedulingProfile.model_validate(plain | changes)
+
+
+def replica(pool: str = "mixed", machine: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
+    return {"pool": pool, "profile": profile(**changes).model_dump(mode="json"), "machine": MACHINE | (machine or {})}
+
+
+def test_one_replica_is_summarised_in_four_lines() -> None:
+    lines = summary([replica()], used=3 * GIB, free=10 * GIB)
+    assert lines == [
+        "Machine: Acme 9000 (avx512_bf16), 1 replica, 2 threads each; bfloat16, attention in cpp, "
+        "products in own below 32 rows, onednn from there",
+        "Memory: 256.0MiB weights, 2.0GiB KV pages, 768.0MiB for Python, torch and Ray; 10.0GiB are left",
+        "KV pages: 80,000 tokens in bfloat16; the longest context is 8,192 tokens",
+        "Speed: a prompt of 1,000 tokens takes 1.02 s; streams of 1,000 tokens at once: "
+        "15 at 50 ms a token (interactive), 40 at 100 ms a token (standard), 64 at 2000 ms a token (batch)",
+    ]
+
+
+def test_pools_are_summarised_one_by_one_and_all_ranks_count_as_memory() -> None:
+    members = [replica("prefill"), replica("prefill"), replica("decode", tensor_parallel_size=2)]
+    lines = summary(members, used=10 * GIB, free=20 * GIB)
+    assert [line.partition(";")[0] for line in lines if line.startswith("Machine")] == [
+        "Machine: prefill: Acme 9000 (avx512_bf16), 2 replicas, 2 threads each",
+        "Machine: decode: Acme 9000 (avx512_bf16), 1 replica of 2 ranks, 2 threads each",
+    ]
+    assert lines[1] == "Memory: 1.0GiB weights, 8.0GiB KV pages, 1.0GiB for Python, torch and Ray; 20.0GiB are left"
+    assert sum(line.startswith("Memory") for line in lines) == 1
+
+
+def test_encode_pool_is_summarised_by_its_pictures() -> None:
+    cost = {"base": 0.01, "per_row": 0.001, "per_square": 0.0}
+    lines = summary([replica("encode", role="encode", encoder_cost=cost), replica("mixed")])
+    assert lines[:3] == [
+        "Machine: encode: Acme 9000 (avx512_bf16), 1 replica, 2 threads each; bfloat16, the encoder of pictures alone",
+        "Embeddings: encode: 80,000 rows; the pictures of a prompt have at most 8,192",
+        "Speed: encode: a picture of 256 rows takes 0.27 s",
+    ]
+    assert lines[4].startswith("KV pages: mixed: ")
+
+
+def test_replicas_on_other_machines_are_summarised_without_memory() -> None:
+    assert not any(line.startswith("Memory") for line in summary([replica()]))
+    assert summary([]) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "context", "most"),
+    [
+        ({}, 1000, 15),  # (0.05 s - 0.02 s) / (0.001 + 1000 * 1e-6 s)
+        ({"overrun": 1.25}, 1000, 10),
+        ({"max_num_seqs": 4}, 1000, 4),
+        ({"num_pages": 125}, 1000, 2),
+        ({"cost": COST.model_copy(update={"base": 0.06})}, 1000, 0),
+        ({"pipeline_parallel_size": 2, "interval_share": 0.5}, 1000, 30),  # half of the streams in each step
+    ],
+)
+def test_most_streams_are_those_that_a_step_in_time_carries(changes: dict[str, Any], context: int, most: int) -> None:
+    assert most_streams(profile(**changes), 0.05, context) == most

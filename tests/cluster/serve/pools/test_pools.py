@@ -1,0 +1,278 @@
+"""Prefill on one replica, decode on others, in separate processes: the same tokens, whichever replica is lost when."""
+
+import json
+import re
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from ray import serve
+
+from crossdock.workers.replica.engine.engine import Engine
+from tests.cluster.deploy.test_manifests import expressions
+from tests.cluster.scraping import scrape
+from tests.cluster.serve.pools.served_pools import CHUNK, Stream, expected, processes, prompt
+from tests.cluster.serve.pools.served_pools import served_pools as pools
+
+
+@pytest.fixture(scope="module")
+def url(ray_cluster: None, small_model_dir: Path) -> Iterator[str]:
+    with pools.deployment(small_model_dir) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def local(small_model_dir: Path) -> Engine:
+    return pools.local_engine(small_model_dir)
+
+
+@pytest.fixture(autouse=True)
+def _wait_until_whole(url: str) -> Iterator[None]:
+    yield
+    pools.wait_until_whole(url)
+
+
+def test_greedy_tokens_equal_those_of_one_engine(url: str, local: Engine) -> None:
+    """50 prompts of 1 to some 1,200 tokens, half of them twice, so that both pools find cached pages."""
+    lengths = [1, 15, 16, 17, 40, 100, 255, 256, 257, 300, 500, 700, 1200]
+    prompts = [prompt(number, lengths[number % 13] + number // 13) for number in range(50)]
+    wanted = expected(local, prompts)
+    with ThreadPoolExecutor(8) as threads:
+        assert list(threads.map(lambda tokens: Stream(url, tokens).result(), prompts)) == wanted
+        assert list(threads.map(lambda tokens: Stream(url, tokens).result(), prompts[::2])) == wanted[::2]
+    replicas = pools.everyone()
+    assert len(replicas) == 1 + pools.DECODES
+    assert all(pools.sample_of(url, "crossdock_output_tokens_total", name) > 0 for name in replicas)
+
+
+def test_sampled_tokens_equal_those_of_one_engine(url: str, local: Engine) -> None:
+    prompts = [prompt(number, 300) for number in range(6)]
+    params = {"temperature": 0.9, "top_p": 0.95, "seed": 7, "repetition_penalty": 1.1}
+    assert [Stream(url, tokens, **params).result() for tokens in prompts] == expected(local, prompts, **params)
+
+
+@pytest.mark.parametrize("stage", ["at once", "during the transfer", "decoding"])
+def test_client_that_leaves_frees_all_pages(url: str, stage: str) -> None:
+    decodes = processes("decode")
+    for number in range(4):
+        body = {"model": "smol", "prompt": prompt(100 + number, 3000), "max_tokens": 500, "stream": True}
+        name = f"leaving-{number}"
+        with httpx.stream(
+            "POST",
+            f"{url}/v1/completions",
+            json=body | {"ignore_eos": True},
+            headers={"X-Request-Id": name},
+            timeout=60,
+        ) as answer:
+            if stage == "decoding":
+                lines = answer.iter_lines()
+                for _ in range(6):
+                    next(lines)
+            elif stage == "during the transfer":
+                while not any(
+                    one["replica"] in decodes and one["num_computed_tokens"] for one in pools.timelines(url, name)
+                ):
+                    time.sleep(0.01)
+    pools.wait_until_whole(url)
+
+
+def test_killed_ingress_leaves_no_request_and_no_page_behind(url: str) -> None:
+    """Its replicas hear nothing of it any more: some of its streams decode, others wait for pages."""
+    (ingress,) = processes("ingress").values()
+    asked = {"model": "smol", "max_tokens": 600, "stream": True, "ignore_eos": True}
+    with ExitStack() as open_streams:
+        for number in range(6):
+            body = asked | {"prompt": prompt(300 + number, 900)}
+            stream = httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60)
+            answer = open_streams.enter_context(stream)
+            if number < 2:
+                next(answer.iter_lines())
+        ingress.kill()
+    pools.wait_until_whole(url)
+
+
+def test_prefill_replica_killed_during_a_transfer_leaves_its_work_to_decode(url: str, local: Engine) -> None:
+    """The next attempt computes the prompt on a decode replica. The one that expected the pages may begin too, before
+    it hears of that."""
+    asked = prompt(61, 3500)  # no page of it is cached
+    (wanted,) = expected(local, [asked])
+    decodes = list(processes("decode"))
+    before = pools.prompt_tokens(url, decodes)
+    (victim,) = processes("prefill").values()
+    stream = Stream(url, asked)
+    stream.until_arriving()
+    victim.kill()
+    assert stream.result() == wanted
+    after = pools.prompt_tokens(url, decodes)
+    assert 0 < sum(after.values()) - sum(before.values()) <= len(asked) + 2 * CHUNK, stream.timelines()
+
+
+@pytest.mark.parametrize("stage", ["before the first token", "in mid-stream"])
+def test_decode_replica_killed_leaves_its_stream_to_another(url: str, local: Engine, stage: str) -> None:
+    """The other one starts from the pages that prefill still has; no token is repeated or changed."""
+    asked = prompt(62 + len(stage), 2500)
+    (wanted,) = expected(local, [asked], max_tokens=300)
+    replicas = pools.everyone()
+    before = pools.prompt_tokens(url, replicas)
+    decodes = processes("decode")
+    stream = Stream(url, asked, 300)
+    replica, _ = stream.until_arriving()
+    if stage == "in mid-stream":
+        while len(stream.tokens) < 20:
+            time.sleep(0.005)
+            assert stream.is_alive()
+    decodes[replica].kill()
+    assert stream.result() == wanted
+    left = [name for name in replicas if name != replica]
+    after = pools.prompt_tokens(url, left)
+    computed = sum(after[name] - before[name] for name in left)
+    timelines = json.dumps(stream.timelines(), indent=1)
+    assert computed < len(asked) + 300 + 2 * CHUNK, timelines  # the prompt is not computed twice
+
+
+def test_hung_prefill_replica_is_abandoned_after_the_deadline(url: str, local: Engine) -> None:
+    """SIGSTOP: no process knows that it will not continue. After the deadline decode computes the rest itself. When the
+    hung one wakes up, its late writes hit quarantined pages."""
+    asked = prompt(65, 3500)
+    (wanted,) = expected(local, [asked])
+    (victim,) = processes("prefill").values()
+    stream = Stream(url, asked)
+    stream.until_arriving()
+    victim.send_signal(signal.SIGSTOP)
+    try:
+        assert stream.result() == wanted
+        assert sum(pools.samples(url, 'crossdock_pages{state="quarantined"').values()) > 0
+    finally:
+        victim.send_signal(signal.SIGCONT)
+
+
+def test_role_assigned_to_a_running_replica_changes_its_work_but_no_token(url: str, local: Engine) -> None:
+    """A decode replica computes prompts for the other one, then decodes again."""
+    prompts = [prompt(80 + number, 400) for number in range(8)]
+    wanted = expected(local, prompts)
+    name = min(processes("decode"))
+    handle = serve.get_deployment_handle("decode", pools.APP)
+    handle._init()
+    sent = 'crossdock_transfers_total{direction="sent",outcome="shipped"'
+    for role, does_send in (("prefill", True), ("decode", False)):
+        deadline = time.monotonic() + 10
+        while True:  # the handle does not know its replicas at once
+            try:
+                handle.options(session_id=name).assign_role.remote(role).result()
+                break
+            except RuntimeError:
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+        before = pools.samples(url, sent).get(name, 0.0)
+        with ThreadPoolExecutor(8) as threads:
+            assert list(threads.map(lambda tokens: Stream(url, tokens).result(), prompts)) == wanted
+        assert (pools.samples(url, sent).get(name, 0.0) > before) is does_send
+
+
+def test_decode_replica_that_drains_ends_its_streams_and_gets_no_others(url: str, local: Engine) -> None:
+    """It ends when its streams are done; none of them is moved or computed twice."""
+    prompts = [prompt(70 + number, 600) for number in range(4)]
+    wanted = expected(local, prompts, max_tokens=250)
+    placed_again = pools.ingress_sample(url, "crossdock_ingress_placed_again_total")
+    streams = [Stream(url, tokens, 250) for tokens in prompts]
+    while not all(stream.tokens for stream in streams):
+        time.sleep(0.01)
+    try:
+        pools.scale("decode", 1)
+        late = Stream(url, prompts[0], 250)
+        assert [stream.result() for stream in streams] == wanted
+        assert late.result() == wanted[0]
+        assert pools.ingress_sample(url, "crossdock_ingress_placed_again_total") == placed_again
+    finally:
+        pools.scale("decode", pools.DECODES)
+
+
+def test_prefill_replica_that_drains_ships_the_prompts_it_has_begun(url: str, local: Engine) -> None:
+    """Prompts that come meanwhile are computed where they are decoded."""
+    asked, later = prompt(66, 3500), prompt(67, 300)
+    wanted = expected(local, [asked, later])
+    decodes = list(processes("decode"))
+    before = pools.prompt_tokens(url, decodes)
+    stream = Stream(url, asked)
+    stream.until_arriving()
+    try:
+        pools.scale("prefill", 0)
+        assert stream.result() == wanted[0]
+        assert pools.prompt_tokens(url, decodes) == before
+        assert Stream(url, later).result() == wanted[1]
+    finally:
+        pools.scale("prefill", 1)
+
+
+def test_scrape_has_vllm_metrics_that_its_dashboards_query(url: str) -> None:
+    """Each of vLLM's metrics has samples with the labels that queries use, or the operations guide says why not."""
+    for number in range(3):
+        assert Stream(url, prompt(number, 600)).result()
+    theirs = json.loads((Path(__file__).parent / "vllm_dashboards.json").read_text())
+    guide = (Path(__file__).parents[4] / "docs/operations.md").read_text()
+    _, _, absent_part = guide.partition("| absent | reason |\n")
+    rows = absent_part.partition("\n\n")[0].splitlines()
+    absent = {name for row in rows for name in re.findall(r"`(vllm:\w+)`", row.split("|")[1])}
+    text = scrape(url)
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    assert {*theirs["metrics"]} - {*families} - absent == set()
+    assert absent & {*families} == set()
+    assert {name for name in families if name.startswith("vllm:")} - {*theirs["metrics"]} == set()
+    samples = {sample.name: sample for family in families.values() for sample in family.samples}
+    for dashboard, queries in theirs["dashboards"].items():
+        for name, labels in queries.items():
+            if name not in samples:
+                assert re.sub("_(total|bucket|sum|count)$", "", name) in absent, f"{dashboard}: {name}"
+            else:
+                assert {*labels} <= {*samples[name].labels}, f"{dashboard}: {name}"
+    assert {sample.labels["replica"] for sample in families["vllm:num_requests_running"].samples} == {*pools.everyone()}
+
+
+def test_scrape_has_all_metrics_of_dashboard_and_alerts(url: str) -> None:
+    """Every metric and label in Grafana's dashboard and Prometheus' rules, after a few requests over both pools."""
+    for number in range(3):
+        assert Stream(url, prompt(number, 600)).result()
+    families = list(text_string_to_metric_families(scrape(url)))
+    labels = {sample.name: set(sample.labels) for family in families for sample in family.samples}
+    # A family without a sample yet (nothing was refused) still has its name; counters' samples end in _total.
+    known = {*labels, *(family.name for family in families), *(f"{family.name}_total" for family in families)}
+    histograms = {family.name for family in families if family.type == "histogram"}
+    known |= {f"{name}_{part}" for name in histograms for part in ("bucket", "sum", "count")}
+    asked = list(expressions("alerts.yaml")) + list(expressions("grafana-dashboard.json"))
+    names = {name for expression in asked for name in re.findall(r"\bcrossdock_\w+", expression)}
+    assert len(names) > 30
+    assert names - known == set()
+    for expression in asked:
+        for name, matchers in re.findall(r"\b(crossdock_\w+)\{([^}]*)\}", expression):
+            wanted = set(re.findall(r"(\w+)[=!]", matchers)) - {"service"}  # the scrape's configuration adds that one
+            assert wanted <= labels.get(name, wanted), f"{name} has no {wanted - labels[name]}: {expression}"
+    scraped = {name for name in labels if name.startswith("crossdock_") and not name.endswith("_created")}
+    shown = {name.removesuffix("_bucket").removesuffix("_sum").removesuffix("_count") for name in names}
+    missing = {name.removesuffix("_bucket").removesuffix("_sum").removesuffix("_count") for name in scraped} - shown
+    assert missing <= {  # in no panel: `crossdock top` shows them, or another panel shows the same better
+        "crossdock_cpu_kernels",
+        "crossdock_drafts_total",
+        "crossdock_draft_tokens_accepted_at_total",
+        "crossdock_step_cost_seconds",
+        "crossdock_step_interval_share",
+        "crossdock_step_outliers_total",
+        "crossdock_time_to_first_token_seconds",
+        "crossdock_time_per_output_token_seconds",
+        "crossdock_requests_refused_total",
+        "crossdock_kv_cache_info",
+        "crossdock_step_tokens",
+        "crossdock_prefill_tokens",
+        "crossdock_request_phase_seconds",
+        "crossdock_ingress_requests_ended_total",
+        "crossdock_ingress_request_seconds",
+        "crossdock_ingress_time_per_output_token_seconds",
+        "crossdock_ingress_prompt_tokens",
+        "crossdock_ingress_output_tokens",
+        "crossdock_ingress_max_tokens",
+    }

@@ -1,0 +1,308 @@
+"""Recorded steps with chunks: padding changes no logits and no page; a replay reads the tensors of the recording."""
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ByteSize
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from crossdock.kernels.attention import AttentionBatch
+from crossdock.kernels.backend import CPP, TORCH, Attention, choose_attention, triton_is_interpreted
+from crossdock.workers.model.graphs.decode_graphs import DecodeGraphs
+from crossdock.workers.model.graphs.decode_graphs import mixed_graphs as mixed
+from crossdock.workers.model.graphs.mixed_graphs import MixedGraphs, mixed_graphs, padded_with_chunks
+from crossdock.workers.model.inputs import StepInputs
+from crossdock.workers.model.load import wrap_module
+from crossdock.workers.model.model import PagedModel
+from crossdock.workers.model.runner import Runner
+from crossdock.workers.replica.config import EngineConfig
+from crossdock.workers.replica.engine.engine import Engine
+from crossdock.workers.schedule.batch import Batch, Scheduled
+from crossdock.workers.schedule.cost.cost import StepWork
+from crossdock.workers.schedule.cost.cost_fit import StepCostFit
+from crossdock.workers.schedule.request import Request, SamplingParams, Submission
+from tests.workers.architectures import SERVED, build
+from tests.workers.model.paged import monolithic
+from tests.workers.replica.speculating import engine_of, fixed
+
+PAGE_SIZE = 8
+
+
+class MixedStep:
+    """A step of decodes and chunks in scattered pages. All slots that hold no token yet are NaN, page 0 too."""
+
+    def __init__(self, module: PreTrainedModel, attention: Attention, parts: list[tuple[int, int]]) -> None:
+        """`parts`: (tokens computed before, tokens of the step) of each sequence."""
+        generator = torch.Generator().manual_seed(len(parts))
+        prompts = [torch.randint(3, 120, (start + tokens,), generator=generator) for start, tokens in parts]
+        module.set_attn_implementation("eager")
+        self.expected = torch.stack([monolithic(module, prompt)[-1] for prompt in prompts])
+        self.model = wrap_module(module, attention=attention)
+        self.model.allocate_pool(64, PAGE_SIZE)
+        assert self.model.pool is not None
+        self.pool = self.model.pool
+        self.pool.fill_(float("nan"))
+        spare = iter((torch.randperm(63, generator=generator) + 1).tolist())
+        requests = [Request(f"{i}", prompt.tolist(), SamplingParams()) for i, prompt in enumerate(prompts)]
+        pages = [[next(spare) for _ in range(-(-len(prompt) // PAGE_SIZE))] for prompt in prompts]
+        for request, held, (start, _) in zip(requests, pages, parts, strict=True):
+            if start:
+                StepInputs.of(Batch([Scheduled(request, 0, start, held, True)], 0), PAGE_SIZE)[0].run(self.model)
+        scheduled = [
+            Scheduled(request, start, tokens, held, True)
+            for request, held, (start, tokens) in zip(requests, pages, parts, strict=True)
+        ]
+        self.batch = Batch(scheduled, 0)
+        self.inputs = StepInputs.of(self.batch, PAGE_SIZE)[0]
+
+    def check(self, run: Callable[[], Tensor]) -> None:
+        """Check that `run` gives transformers' logits, and writes exactly what the step without padding writes."""
+        before = self.pool.clone()
+        self.inputs.run(self.model)
+        written = self.pool.clone()
+        assert not torch.equal(written.isnan(), before.isnan())
+        self.pool.copy_(before)
+        torch.testing.assert_close(run()[: len(self.expected)], self.expected, atol=2e-3, rtol=2e-3)
+        torch.testing.assert_close(self.pool, written, equal_nan=True, atol=2e-3, rtol=2e-3)
+        assert torch.equal(self.pool.isnan(), written.isnan())
+        self.pool.copy_(before)
+
+
+STEPS = [
+    [(4, 1), (22, 1), (0, 9)],
+    [(30, 11)],
+    [(12, 1), (0, 5), (16, 3), (8, 8)],
+    [(5, 1), (3, 1), (9, 1), (0, 32)],  # no padding token is left for its chunk
+]
+
+
+@pytest.mark.parametrize("attention", [CPP, TORCH], ids=["cpp", "torch"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "qwen3_moe"])
+def test_padding_changes_no_logits_and_no_page(name: str, attention: Attention) -> None:
+    module = build(name, SERVED[name])
+    for parts in STEPS:
+        step = MixedStep(module, attention, parts)
+        for decodes, tokens in ((3, 32), (8, 32), (8, 48)):
+            padded = padded_with_chunks(step.inputs, decodes, tokens, PAGE_SIZE)
+            assert len(padded.token_ids) == decodes + tokens
+            step.check(lambda padded=padded, step=step: padded.run(step.model))  # type: ignore[misc]
+
+
+@pytest.mark.skipif(not triton_is_interpreted(), reason="no interpreter here")
+def test_padding_changes_no_logits_and_no_page_in_triton() -> None:
+    """Its kernels, too, take chunks without a token, of which a recorded step has some."""
+    step = MixedStep(build("llama", {}), TORCH, [(4, 1), (3, 6)])
+    padded = padded_with_chunks(step.inputs, 2, 8, PAGE_SIZE)
+
+    def run() -> Tensor:
+        step.model.attention = choose_attention("triton", torch.device("cpu"))
+        return padded.run(step.model)
+
+    step.check(run)
+
+
+def test_padding_that_writes_is_detected() -> None:
+    step = MixedStep(build("llama", {}), TORCH, STEPS[0])
+    padded = padded_with_chunks(step.inputs, 8, 32, PAGE_SIZE)
+    padded.slots[-1] = 3
+    with pytest.raises(AssertionError):
+        step.check(lambda: padded.run(step.model))
+
+
+def test_recorded_steps_give_same_logits_from_fixed_addresses() -> None:
+    """As a capture requires. Steps of one graph follow each other, so that each finds the values of the last one."""
+    module = build("llama", {})
+    seen: defaultdict[int, set[tuple[int, ...]]] = defaultdict(set)
+
+    class Watched(PagedModel):
+        def forward(
+            self, token_ids: Tensor, positions: Tensor, batch: AttentionBatch, rows: Tensor, *more: Any
+        ) -> Tensor:
+            tensors = (token_ids, positions, batch.query_start, batch.kv_len, batch.page_table, batch.slots, rows)
+            sizes = batch.max_query_len, batch.max_kv_len
+            shapes = *(len(x) for x in tensors), *batch.page_table.stride()
+            seen[len(token_ids)].add((*(x.data_ptr() for x in tensors), *shapes, *sizes))
+            return super().forward(token_ids, positions, batch, rows, *more)
+
+    recorded, watched = None, None
+    for parts in (*STEPS, [(100, 20)], *STEPS, [(3, 1)] * 9 + [(2, 40)]):
+        step = MixedStep(module, TORCH, parts)
+        model = step.model
+        if recorded is None or watched is None:
+            watched = Watched(model.module, model.config, model.layers, model.max_model_len, model.eos_token_ids)
+            watched.attention, watched.pages, watched.pool = TORCH, model.pages, model.pool
+            recorded = MixedGraphs(watched, PAGE_SIZE, 20, 64, lambda run: run)
+        watched.pages = model.pages
+        assert recorded.covers(step.inputs)
+        step.check(lambda recorded=recorded, step=step: recorded.run(step.inputs))  # type: ignore[misc]
+    assert {rows: len(addresses) for rows, addresses in seen.items()} == {8 + 64: 1, 20 + 64: 1}
+
+
+def test_steps_run_to_be_recorded_are_whole() -> None:
+    """Their sequences have as many rows as there are tokens: a kernel writes past the end of its output otherwise."""
+    model, seen = MixedStep(build("llama", {}), TORCH, STEPS[0]).model, []
+
+    class Watched(PagedModel):
+        def forward(
+            self, token_ids: Tensor, positions: Tensor, batch: AttentionBatch, rows: Tensor, *more: Any
+        ) -> Tensor:
+            seen.append((len(token_ids), int(batch.query_start[-1])))
+            assert len(rows) == len(batch.kv_len)
+            return super().forward(token_ids, positions, batch, rows, *more)
+
+    def record(run: Callable[[], None]) -> Callable[[], None]:
+        run()
+        return run
+
+    watched = Watched(model.module, model.config, model.layers, model.max_model_len, model.eos_token_ids)
+    watched.attention, watched.pages, watched.pool = TORCH, model.pages, model.pool
+    MixedGraphs(watched, PAGE_SIZE, 20, 80, record)
+    assert seen == [(100, 100)] + [(n, n) for n in (100, 88, 84, 72)]
+
+
+def test_step_that_no_graph_has_room_for_is_not_covered() -> None:
+    step = MixedStep(build("llama", {}), TORCH, STEPS[0])
+    recorded = MixedGraphs(step.model, PAGE_SIZE, 6, 40, lambda run: run)
+    assert recorded.most_tokens == 40
+    request = Request("a", list(range(60)), SamplingParams())
+    scored = Request("a", list(range(60)), SamplingParams(prompt_logprobs=0))
+
+    def covers(*parts: tuple[int, int], request: Request = request) -> bool:
+        scheduled = [Scheduled(request, start, tokens, list(range(8)), True) for start, tokens in parts]
+        return recorded.covers(StepInputs.of(Batch(scheduled, 0), PAGE_SIZE)[0])
+
+    assert covers((0, 40))
+    assert not covers((0, 41))
+    assert covers(*[(9, 1)] * 6, *[(0, 2)] * 7)
+    assert not covers(*[(9, 1)] * 7, (0, 2))
+    assert not covers(*[(0, 2)] * 8)
+    assert not covers((0, 30), request=scored), "all its rows' logits are wanted"
+
+
+def test_step_that_verifies_drafts_is_recorded_where_there_is_speculation() -> None:
+    """Two streams verify four drafts each beside a decode and a chunk: 12 rows of logits."""
+    step = MixedStep(build("llama", {}), TORCH, [(4, 1), (17, 1), (10, 1), (0, 9)])
+    decode, *streams, chunk = step.batch.scheduled
+    verifying = [part._replace(num_tokens=5, drafts=[7, 8, 9, 10]) for part in streams]
+    inputs, _ = StepInputs.of(Batch([decode, *verifying, chunk], 0), PAGE_SIZE)
+    assert len(inputs.wanted) == 12
+    expected = inputs.run(step.model).clone()
+
+    def recorded(most_drafts: int) -> MixedGraphs:
+        return MixedGraphs(step.model, PAGE_SIZE, 6, 40, lambda run: run, most_drafts=most_drafts)
+
+    assert not recorded(0).covers(inputs)
+    for most_drafts in (4, 64):
+        graphs = recorded(most_drafts)
+        assert graphs.covers(inputs)
+        torch.testing.assert_close(graphs.run(inputs), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_engine_with_recorded_drafts_gives_same_tokens_as_without_speculation() -> None:
+    most_rows = 0
+
+    class Counted(MixedGraphs):
+        def run(self, inputs: StepInputs, previous_tokens: Tensor | None = None) -> Tensor:
+            nonlocal most_rows
+            most_rows = max(most_rows, len(inputs.wanted))
+            return super().run(inputs, previous_tokens)
+
+    answers = []
+    for speculative in (None, fixed(4)):
+        engine = engine_of(max_num_batched_tokens=80, max_num_seqs=9, speculative_config=speculative)
+        if speculative is not None:
+            graphs = DecodeGraphs(engine.model, 16, 9, lambda run: run)
+            mixed_ones = Counted(engine.model, 16, 9, 80, lambda run: run, most_drafts=engine.config.most_drafts)
+            engine.pipeline.runner = Runner(engine.model, 16, None, graphs, mixed_ones)
+        for number in range(3):
+            params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+            engine.add(Submission(f"{number}", [5 + number, 9, 30] * 10, params))
+        tokens: dict[str, list[int]] = {}
+        while engine.has_work:
+            for delta in engine.step().deltas:
+                tokens.setdefault(delta.request_id, []).extend(delta.token_ids)
+        answers.append(tokens)
+    assert answers[0] == answers[1]
+    assert most_rows >= 10, "two streams with four drafts each"
+
+
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_engine_with_recorded_chunks_gives_same_tokens(is_ahead: bool) -> None:
+    module = build("llama", {})
+    config = EngineConfig(
+        max_num_batched_tokens=80, max_num_seqs=9, kv_cache_memory=ByteSize(8 << 20), async_scheduling=is_ahead
+    )
+    num_replayed = 0
+
+    class Counted(MixedGraphs):
+        def run(self, inputs: StepInputs, previous_tokens: Tensor | None = None) -> Tensor:
+            nonlocal num_replayed
+            num_replayed += 1
+            return super().run(inputs, previous_tokens)
+
+    answers = []
+    for is_recorded in (False, True):
+        engine = Engine(wrap_module(module), config)
+        assert engine.pipeline.runner.mixed_graphs is None, "on a CPU"
+        if is_recorded:
+            graphs = DecodeGraphs(engine.model, 16, 9, lambda run: run)
+            engine.pipeline.runner = Runner(
+                engine.model, 16, None, graphs, Counted(engine.model, 16, 9, 80, lambda run: run)
+            )
+        for number in range(14):
+            prompt = [(13 * number + 7 * at) % 90 + 3 for at in range(1 + 31 * number % 151)]
+            params = SamplingParams(max_tokens=4 + 3 * number, seed=number, temperature=0.8, ignore_eos=True)
+            engine.add(Submission(f"{number}", prompt, params))
+        tokens: dict[str, list[int]] = {}
+        while engine.has_work:
+            for delta in engine.step().deltas:
+                tokens.setdefault(delta.request_id, []).extend(delta.token_ids)
+        answers.append(tokens)
+    assert answers[0] == answers[1]
+    assert num_replayed > 10
+
+
+def test_cost_is_not_learnt_from_steps_that_graphs_lack_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are launched kernel by kernel, and take several times as long as steps of their size that are recorded."""
+    config = EngineConfig(max_num_batched_tokens=80, max_num_seqs=20, kv_cache_memory=ByteSize(8 << 20))
+    engine = Engine(wrap_module(build("llama", {})), config)
+    graphs = DecodeGraphs(engine.model, 16, 20, lambda run: run)
+    engine.pipeline.runner = Runner(
+        engine.model, 16, None, graphs, MixedGraphs(engine.model, 16, 20, 64, lambda run: run)
+    )
+    engine.calibrate([(StepWork.of([(0, tokens)]), 0.01 + tokens * 1e-4) for tokens in (16, 32, 64)])
+    learnt: list[StepWork] = []
+    monkeypatch.setattr(StepCostFit, "observe", lambda _, work, seconds: learnt.append(work))
+    for count, num_tokens in ((3, 10), (12, 5), (1, 70), (3, 10)):
+        for number in range(count):
+            engine.add(Submission(f"{number}", [5] * num_tokens, SamplingParams(max_tokens=1)))
+        while engine.has_work:
+            engine.step()
+    assert [work.prefill_tokens for work in learnt] == [30, 70, 30], "and not from 12 chunks of 5 tokens"
+
+
+def test_model_whose_chunks_cannot_be_recorded_says_why_and_keeps_its_decodes(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = MixedStep(build("llama", {}), TORCH, STEPS[0]).model
+    decodes = DecodeGraphs(model, PAGE_SIZE, 4, lambda run: run)
+    model.graphs = "decodes"
+    assert mixed_graphs(model, PAGE_SIZE, 4, 64, None) is None
+
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("called a synchronizing CUDA operation")
+
+    with caplog.at_level(logging.WARNING, mixed.__name__), monkeypatch.context() as patch:
+        patch.setattr(MixedGraphs, "_forward", refuse)
+        assert mixed_graphs(model, PAGE_SIZE, 4, 64, decodes) is None
+    why = "RuntimeError: called a synchronizing CUDA operation"
+    assert caplog.messages == [f"steps with chunks run without CUDA graphs: {why}"]
+    assert model.graphs == f"decodes; steps with chunks are not: {why}"
+    model.graphs = "decodes"
+    assert isinstance(mixed_graphs(model, PAGE_SIZE, 4, 64, decodes), MixedGraphs)
+    assert model.graphs == "decodes, steps with chunks of up to 64 tokens"

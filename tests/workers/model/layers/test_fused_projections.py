@@ -1,0 +1,100 @@
+"""Joined projections give what each gives alone."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from crossdock.workers.model.layers.fused_projections import join_projections, joined_weight
+from crossdock.workers.model.load import wrap_module
+from tests.workers.architectures import SERVED, build
+from tests.workers.model.paged import monolithic, random_steps, through_pages
+
+# Groups of heads, biases, norms of queries, windows, experts, several kinds of attention.
+JOINED = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "olmo2", "opt", "qwen3_moe", "gpt_oss", "starcoder2"]
+
+
+def projections(module: nn.Module) -> list[Any]:
+    names = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+    return [child for name, child in module.named_modules() if name.endswith(names)]
+
+
+@pytest.mark.parametrize("name", JOINED)
+def test_joined_projections_give_same_logits_and_can_be_undone(name: str) -> None:
+    module = build(name, SERVED[name])
+    for key, parameter in module.named_parameters():
+        if key.endswith("bias"):  # else zero
+            torch.nn.init.normal_(parameter, std=0.1)
+    prompts = [torch.randint(3, 120, (n,), generator=torch.Generator().manual_seed(n)) for n in (5, 23, 40)]
+    expected = [monolithic(module, prompt) for prompt in prompts]
+    model = wrap_module(module)
+    num_bytes = sum(parameter.nbytes for parameter in module.parameters())
+    undo = join_projections(module)
+    assert all("forward" in vars(linear) for linear in projections(module))
+    assert sum(parameter.nbytes for parameter in module.parameters()) == num_bytes
+
+    def check() -> None:
+        got = through_pages(model, prompts, random_steps([len(prompt) for prompt in prompts], seed=3))
+        for ours, theirs in zip(got, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, atol=2e-3, rtol=2e-3)
+
+    check()
+    undo()
+    assert not any("forward" in vars(linear) for linear in projections(module))
+    check()
+
+
+class Three(nn.Module):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(8, n, **options) for n in (6, 4, 2))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@torch.inference_mode()
+def test_joined_projections_in_any_order_equal_separate_ones(bias: bool) -> None:
+    module = Three(bias=bias)
+    linears = [module.q_proj, module.k_proj, module.v_proj]
+    x, y = torch.randn(2, 3, 8).unbind()
+    alone = {(number, id(given)): linear(given) for number, linear in enumerate(linears) for given in (x, y)}
+    join_projections(module)
+
+    def check(number: int, given: Tensor) -> None:
+        torch.testing.assert_close(linears[number](given), alone[number, id(given)])
+
+    for number, given in [
+        (0, x),
+        (1, x),
+        (2, x),
+        (2, y),
+        (1, y),
+        (0, y),
+        (0, x),
+        (1, y),
+        (2, x),
+        (1, x),
+        (1, x),
+        (0, x),
+    ]:
+        check(number, given)
+
+
+def test_weight_of_joined_projections_is_whole_and_not_a_copy() -> None:
+    module = Three()
+    whole = torch.cat([module.q_proj.weight, module.k_proj.weight, module.v_proj.weight])
+    assert joined_weight(module.q_proj, module.k_proj, module.v_proj) is None
+    join_projections(module)
+    weight = joined_weight(module.q_proj, module.k_proj, module.v_proj)
+    assert weight is not None
+    assert torch.equal(weight, whole)
+    assert weight.data_ptr() == module.q_proj.weight.data_ptr()
+    assert joined_weight(module.q_proj, module.v_proj) is None
+
+
+def test_projections_that_differ_are_not_joined() -> None:
+    module = nn.ModuleList([Three(), Three(), nn.Linear(8, 8)])
+    module[0].k_proj = nn.Linear(9, 4)
+    module[1].v_proj = nn.Linear(8, 2, bias=False)
+    join_projections(module)
+    assert not any("forward" in vars(child) for child in module.modules())

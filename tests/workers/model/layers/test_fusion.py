@@ -1,0 +1,264 @@
+"""Fused layers give what transformers' own layers give, and rows that do not depend on the batch."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from crossdock.kernels.backend import choose_attention
+from crossdock.kernels.cpu import linear
+from crossdock.kernels.cpu.build import cpu_flags
+from crossdock.kernels.cpu.choice import KernelChoice, only
+from crossdock.kernels.options import CpuKernels
+from crossdock.workers.model.cut.part import ModelPart
+from crossdock.workers.model.cut.position import RankPosition
+from crossdock.workers.model.layers import fusion
+from crossdock.workers.model.layers.fusion import FusedLayers, PackedEmbedding
+from crossdock.workers.model.load import load_model, wrap_module
+from crossdock.workers.model.logits_check import UnsupportedModelError
+from crossdock.workers.model.model import PagedModel
+from crossdock.workers.model.model_spec import ModelSpec
+from crossdock.workers.replica.config import EngineConfig
+from tests.workers.architectures import build
+from tests.workers.model.paged import monolithic, random_steps, through_pages
+
+has_own = "avx512_bf16" in cpu_flags()
+needs_own = pytest.mark.skipif(not has_own, reason="needs a CPU with AVX512-BF16")
+KERNELS = [pytest.param("own", marks=needs_own), "onednn", "torch"]
+
+WIDE = {"hidden_size": 64, "intermediate_size": 80, "head_dim": 32}
+FUSED: dict[str, dict[str, Any]] = {
+    "llama": WIDE,
+    "llama groups of 3": {
+        **WIDE,
+        "hidden_size": 144,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "head_dim": 64,
+    },
+    "llama one group": {**WIDE, "num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 96},
+    "qwen2 biases": WIDE,
+    "qwen3 norms": {**WIDE, "head_dim": 128},
+    "mistral window": {**WIDE, "sliding_window": 16},
+}
+NOT_FUSED: dict[str, dict[str, Any]] = {
+    "llama head_dim": {},  # 12 is no multiple of 32
+    "granite": {**WIDE, "attention_multiplier": 0.5, "residual_multiplier": 0.3},  # same parts, other arithmetic
+    "llama gelu": {**WIDE, "hidden_act": "gelu"},
+    "gemma": WIDE,  # other norms
+    "gemma2": {**WIDE, "query_pre_attn_scalar": 32},
+    "phi3": WIDE,
+    "olmo2": WIDE,
+    "qwen3_moe": {**WIDE, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+}
+
+
+def bf16(name: str, options: dict[str, Any]) -> Any:
+    return build(name, options).to(torch.bfloat16)
+
+
+def is_fused(model: PagedModel) -> bool:
+    layers: Any = model.module.model.layers
+    return isinstance(layers[0], FusedLayers)
+
+
+def prompts() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(3, 120, (n,), generator=generator) for n in (5, 23, 100, 57, 8, 200)]
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("name", FUSED)
+def test_fused_logits_equal_transformers(name: str, kernel: CpuKernels) -> None:
+    module = bf16(name, FUSED[name])
+    exact = build(name, FUSED[name])  # the same weights in float32 show how much of a difference is rounding
+    expected = [monolithic(module, prompt).float() for prompt in prompts()]
+    truth = [monolithic(exact, prompt) for prompt in prompts()]
+    model = wrap_module(module, cpu_kernels=kernel)
+    assert is_fused(model)
+    assert model.kernels == kernel
+    got = through_pages(model, prompts(), random_steps([len(p) for p in prompts()], seed=5))
+    for ours, theirs, true in zip(got, expected, truth, strict=True):
+        assert torch.isfinite(ours).all()
+        assert (ours - true).norm() <= 1.5 * (theirs - true).norm()  # no less exact than transformers in bfloat16
+
+
+@pytest.mark.parametrize("kernel", ["onednn", "torch"])
+@pytest.mark.parametrize("name", FUSED)
+def test_fused_float32_logits_equal_transformers(name: str, kernel: CpuKernels) -> None:
+    module = build(name, FUSED[name])
+    expected = [monolithic(module, prompt) for prompt in prompts()]
+    model = wrap_module(module, cpu_kernels=kernel)
+    assert is_fused(model)
+    got = through_pages(model, prompts(), random_steps([len(p) for p in prompts()], seed=6))
+    for ours, theirs in zip(got, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+        assert torch.equal(ours.argmax(-1), theirs.argmax(-1))
+
+
+@needs_own
+def test_kernel_changes_with_the_rows_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few rows by our products and many by oneDNN's, over one KV pool."""
+    for chooses in ("stack_choice", "linear_choice"):
+        monkeypatch.setattr(fusion, chooses, lambda *_: KernelChoice("own", "onednn", 8))
+    module = bf16("llama", WIDE)
+    expected = [monolithic(module, prompt).float() for prompt in prompts()]
+    model = wrap_module(module)
+    assert model.kernels == "own below 8 rows, onednn from there"
+    got = through_pages(model, prompts(), random_steps([len(p) for p in prompts()], seed=7))
+    for ours, theirs in zip(got, expected, strict=True):
+        assert (ours - theirs).norm() <= 0.02 * theirs.norm()
+
+
+def test_second_format_is_not_packed_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def choice(*arguments: Any) -> KernelChoice:
+        asked.append(arguments[-1])
+        return only("torch")
+
+    for chooses in ("stack_choice", "linear_choice"):
+        monkeypatch.setattr(fusion, chooses, choice)
+    wrap_module(bf16("llama", WIDE), kv_bytes=0)
+    wrap_module(bf16("llama", WIDE), kv_bytes=1 << 60)
+    assert asked == [2, 2, 1, 1]
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_fused_model_has_one_copy_of_its_weights(kernel: CpuKernels, tmp_path: Path) -> None:
+    """The mapped file would stay in memory next to the packed weights."""
+    bf16("llama", WIDE).save_pretrained(tmp_path)
+    model = load_model(ModelSpec(str(tmp_path), dtype="bfloat16", cpu_kernels=kernel))
+    assert is_fused(model)
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+
+
+@needs_own
+def test_weight_that_embedding_and_head_share_is_in_memory_once() -> None:
+    tied = wrap_module(bf16("llama", {**WIDE, "tie_word_embeddings": True}), cpu_kernels="own")
+    module: Any = tied.module
+    assert is_fused(tied)
+    assert isinstance(module.model.embed_tokens, PackedEmbedding)
+    assert max(parameter.numel() for parameter in module.parameters()) == WIDE["hidden_size"], "norms alone are left"
+    untied: Any = wrap_module(bf16("llama", {**WIDE, "tie_word_embeddings": False}), cpu_kernels="own").module
+    assert isinstance(untied.model.embed_tokens, torch.nn.Embedding)
+
+
+def test_kernel_that_cannot_run_is_refused() -> None:
+    with pytest.raises(ValueError, match="cpu_kernels own: it computes bfloat16 and the model is float32; auto"):
+        wrap_module(build("llama", WIDE), cpu_kernels="own")
+
+
+@pytest.mark.parametrize("name", NOT_FUSED)
+def test_layers_of_other_shapes_or_arithmetic_are_not_fused(name: str) -> None:
+    assert not is_fused(wrap_module(bf16(name, NOT_FUSED[name])))
+
+
+@needs_own
+def test_fused_rows_depend_on_no_batch_and_no_chunks() -> None:
+    """Bit for bit the same: alone in one chunk, token by token, and in ragged batches."""
+    model = wrap_module(bf16("llama", WIDE), cpu_kernels="own")
+    alone = [through_pages(model, [prompt], [[(0, 0, len(prompt))]])[0] for prompt in prompts()]
+    for seed in range(3):
+        mixed = through_pages(model, prompts(), random_steps([len(p) for p in prompts()], seed))
+        for ours, theirs in zip(mixed, alone, strict=True):
+            assert torch.equal(ours, theirs)
+
+
+def test_float16_model_is_not_fused() -> None:
+    assert not is_fused(wrap_module(build("llama", WIDE).to(torch.float16)))
+
+
+needs_vnni = pytest.mark.skipif(
+    not {"avx512_bf16", "avx512_vnni"} <= cpu_flags(), reason="needs a CPU with AVX512-BF16 and AVX512-VNNI"
+)
+
+
+def quantised(x: Tensor, group: int) -> Tensor:
+    """Round the last dimension to 8 bits, with one scale for each `group` numbers."""
+    groups = F.pad(x, (0, -x.shape[-1] % group)).unflatten(-1, (-1, group))
+    scales = groups.abs().amax(-1, keepdim=True).clamp_min(1e-30) / 127
+    return ((groups / scales).round() * scales).flatten(-2)[..., : x.shape[-1]]
+
+
+@needs_vnni
+@pytest.mark.parametrize("name", FUSED)
+def test_int8_logits_are_those_of_rounded_numbers_and_rows_are_independent(name: str) -> None:
+    """The oracle is transformers in float32 over rounded weights, with each product's input rounded too."""
+    module, oracle = bf16(name, FUSED[name]), build(name, FUSED[name])
+    plain = [monolithic(oracle, prompt) for prompt in prompts()]
+    oracle.load_state_dict(module.state_dict())
+    for part in oracle.modules():
+        if isinstance(part, torch.nn.Linear):
+            part.weight = torch.nn.Parameter(quantised(part.weight, part.in_features), requires_grad=False)
+            part.register_forward_pre_hook(lambda _, inputs: (quantised(inputs[0], 64),))
+    expected = [monolithic(oracle, prompt) for prompt in prompts()]
+    in_bf16 = [monolithic(module, prompt).float() for prompt in prompts()]
+    model = wrap_module(module, quantization="int8")
+    assert is_fused(model)
+    assert model.kernels == "int8"
+    alone = [through_pages(model, [prompt], [[(0, 0, len(prompt))]])[0] for prompt in prompts()]
+    mixed = through_pages(model, prompts(), random_steps([len(p) for p in prompts()], seed=8))
+    for ours, batched, theirs, rounded, true in zip(alone, mixed, expected, in_bf16, plain, strict=True):
+        assert torch.equal(ours, batched)
+        # Numbers that bfloat16 moves across the boundary of a step of int8 add to the rounding of bfloat16.
+        assert (ours - theirs).norm() <= 4 * (rounded - true).norm()
+
+
+@needs_vnni
+def test_int8_model_has_half_of_the_weights_in_memory() -> None:
+    model = wrap_module(bf16("llama", WIDE), quantization="int8")
+    fused: Any = model.module.model.layers[0]
+    product = fused._stack._products[0].down
+    assert list(product.formats) == ["int8"]
+    packed = product.formats["int8"].packed
+    assert packed.dtype is torch.uint8
+    assert packed.nbytes == WIDE["hidden_size"] * WIDE["intermediate_size"]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kernels", "flags", "reason"),
+    [
+        ("float32", "auto", {"avx512_bf16", "avx512_vnni"}, "activations must be bfloat16, and the model is float32"),
+        (
+            "bfloat16",
+            "onednn",
+            {"avx512_bf16", "avx512_vnni"},
+            "it is computed by own kernels, and cpu_kernels is onednn",
+        ),
+        ("bfloat16", "auto", {"avx2"}, "this CPU has no avx512_bf16 and no avx512_vnni"),
+    ],
+)
+def test_int8_that_cannot_run_is_refused(
+    dtype: str, kernels: CpuKernels, flags: set[str], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear, "cpu_flags", lambda: frozenset(flags))
+    module = build("llama", WIDE).to(getattr(torch, dtype))
+    with pytest.raises(ValueError, match=f"quantization int8: {reason}"):
+        wrap_module(module, cpu_kernels=kernels, quantization="int8")
+
+
+def test_int8_of_several_ranks_or_other_attention_is_refused() -> None:
+    part = ModelPart(RankPosition(0, 2, 1), num_layers=2)
+    with pytest.raises(ValueError, match="quantization int8: it is for replicas of one rank"):
+        wrap_module(bf16("llama", WIDE), part=part, quantization="int8")
+    attention = choose_attention("torch", torch.device("cpu"), "auto", "auto")
+    with pytest.raises(ValueError, match="quantization int8: it needs the attention that runs in C"):
+        wrap_module(bf16("llama", WIDE), attention=attention, quantization="int8")
+
+
+@needs_vnni
+@pytest.mark.parametrize("name", ["llama head_dim", "gemma"])
+def test_int8_of_layers_that_are_not_fused_is_refused(name: str) -> None:
+    with pytest.raises(UnsupportedModelError, match="quantization int8: "):
+        wrap_module(bf16(name, NOT_FUSED[name]), quantization="int8")
+
+
+@needs_vnni
+def test_int8_model_is_loaded_by_its_spec(tmp_path: Path) -> None:
+    bf16("llama", WIDE).save_pretrained(tmp_path)
+    spec = EngineConfig(quantization="int8").model_spec(str(tmp_path), dtype="bfloat16")
+    assert load_model(spec).kernels == "int8"

@@ -1,0 +1,202 @@
+"""Layers with Triton steps give what transformers' own layers give; interpreted on CPUs."""
+
+import dataclasses
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from crossdock.kernels.attention import reference_paged_attention, reference_store_kv
+from crossdock.kernels.backend import Attention, choose_attention, triton_is_interpreted
+from crossdock.workers.model import load
+from crossdock.workers.model.cut.collectives import Collectives
+from crossdock.workers.model.cut.position import RankPosition
+from crossdock.workers.model.layers import replaced_parts
+from crossdock.workers.model.layers.fusion import NotFusableError
+from crossdock.workers.model.layers.triton_layers import TritonLayers, use_triton_layers
+from crossdock.workers.model.load import wrap_module
+from crossdock.workers.model.model import PagedModel
+from crossdock.workers.model.model_spec import ModelSpec
+from tests.workers.architectures import SERVED, build
+from tests.workers.model.paged import monolithic, random_steps, through_pages
+from tests.workers.multimodal import paged_multimodal
+from tests.workers.ranks import Ranks, saved
+
+pytestmark = pytest.mark.skipif(not triton_is_interpreted(), reason="needs Triton: pip install triton")
+
+TWO: dict[str, Any] = {"num_hidden_layers": 2}
+FUSED: dict[str, dict[str, Any]] = {
+    "llama": TWO,
+    "llama gelu": TWO | {"hidden_act": "gelu"},  # its mlp stays as it is
+    "qwen2 biases": TWO,
+    "qwen2 sliding": SERVED["qwen2 sliding"] | TWO | {"max_window_layers": 1},
+    "qwen3": TWO | {"head_dim": 16},
+    "mistral": SERVED["mistral"] | TWO,
+    "qwen3_moe": SERVED["qwen3_moe"] | TWO,
+    "mixtral": SERVED["mixtral"] | TWO,
+}
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "gemma": ({}, "its norms are not Llama's RMS norm"),
+    "phi3": ({}, "the attention differs in"),
+    "gpt_oss": (SERVED["gpt_oss"] | {"layer_types": ["full_attention"] * 2}, "softcap or sinks"),
+    "granite": ({"residual_multiplier": 0.3}, "their logits differ by"),
+    "glm4_moe": (SERVED["glm4_moe"], "only a part of each head is rotated"),
+    "smollm3": ({"no_rope_layers": [1, 0]}, "rotates no heads"),
+}
+REASON = "decoder layers run in transformers' own code: "
+
+
+def attention(kv_cache_dtype: Any = "auto") -> Attention:
+    """Return the choice for a GPU, with attention in torch: Triton's interpreter takes seconds for that alone."""
+    chosen = choose_attention("triton", torch.device("cpu"), kv_cache_dtype)
+    return dataclasses.replace(chosen, store_kv=reference_store_kv, paged_attention=reference_paged_attention)
+
+
+def is_fused(model: PagedModel) -> bool:
+    layers: Any = model.module.model.layers
+    return isinstance(layers[0], TritonLayers)
+
+
+def with_biases(name: str, options: dict[str, Any]) -> Any:
+    """Return a random model whose biases and norms are random too."""
+    module = build(name, options)
+    for parameter in module.parameters():
+        if parameter.dim() == 1:
+            torch.nn.init.normal_(parameter, mean=float(parameter.detach()[0]), std=0.2)
+    return module
+
+
+def prompts() -> list[Tensor]:
+    return [torch.randint(3, 120, (n,), generator=torch.Generator().manual_seed(n)) for n in (5, 23, 40)]
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_logits_in_float32_equal_transformers_in_any_chunks(name: str) -> None:
+    module = with_biases(name, FUSED[name])
+    expected = [monolithic(module, prompt) for prompt in prompts()]
+    model = wrap_module(module, attention=attention())
+    assert is_fused(model)
+    assert model.kernels == "triton steps"
+    got = through_pages(model, prompts(), random_steps([len(prompt) for prompt in prompts()], seed=3))
+    for ours, theirs in zip(got, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_logits_in_float16_are_as_exact_as_transformers(name: str) -> None:
+    module, exact = with_biases(name, FUSED[name]).half(), with_biases(name, FUSED[name])
+    expected = [monolithic(module, prompt).float() for prompt in prompts()]
+    truth = [monolithic(exact, prompt) for prompt in prompts()]
+    model = wrap_module(module, attention=attention())
+    assert is_fused(model)
+    got = through_pages(model, prompts(), random_steps([len(prompt) for prompt in prompts()], seed=4))
+    ours, theirs, true = (torch.cat(logits) for logits in (got, expected, truth))
+    assert (ours - true).norm() <= 1.5 * (theirs - true).norm()
+
+
+def test_chunk_behind_pages_of_a_prefix_and_decode_equal_transformers() -> None:
+    """Triton attention as well: every kernel of a layer as a GPU runs them."""
+    module, prompt = build("llama", TWO), prompts()[1]
+    expected = monolithic(module, prompt)
+    model = wrap_module(module, attention=choose_attention("triton", torch.device("cpu")))
+    assert is_fused(model)
+    got = through_pages(model, [prompt], [[(0, 0, 16)], [(0, 16, 22)], [(0, 22, 23)]])
+    torch.testing.assert_close(got[0], expected, atol=1e-4, rtol=1e-4)
+
+
+def test_scales_of_e4m3_pages_reach_each_layers_store_and_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values are tested with the step: Triton's interpreter rounds to e4m3 wrongly where rounding carries."""
+    from crossdock.kernels.gpu import triton_layer_steps
+
+    model = wrap_module(build("qwen3", FUSED["qwen3"]), attention=attention("fp8"), kv_cache_dtype="fp8")
+    assert is_fused(model)
+    given: list[tuple[Tensor, Tensor]] = []
+
+    def recorded(function: Any) -> Any:
+        def call(*args: Any, k_scale: Tensor, v_scale: Tensor, **options: Any) -> Tensor:
+            given.append((k_scale, v_scale))
+            out: Tensor = function(*args, k_scale=k_scale, v_scale=v_scale, **options)
+            return out
+
+        return call
+
+    monkeypatch.setattr(triton_layer_steps, "finish_heads", recorded(triton_layer_steps.finish_heads))
+    model.attention = dataclasses.replace(model.attention, paged_attention=recorded(reference_paged_attention))
+    through_pages(model, prompts()[:1], [[(0, 0, 5)]])
+    assert model.pool is not None
+    assert model.pool.dtype is torch.float8_e4m3fn
+    assert given == [model.scales[0], model.scales[0], model.scales[1], model.scales[1]]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_layers_of_another_shape_or_arithmetic_are_refused_with_reason(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    options, reason = REFUSED[name]
+    with caplog.at_level(logging.INFO, replaced_parts.__name__):
+        model = wrap_module(build(name, options | TWO), attention=attention())
+    assert not is_fused(model)
+    assert not model.kernels
+    messages = [message for message in caplog.messages if message.startswith(REASON)]
+    assert len(messages) == 1
+    assert reason in messages[0]
+
+
+def test_step_that_fails_leaves_transformers_layers(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from crossdock.kernels.gpu import triton_layer_steps
+
+    def fail(*_: Any) -> Tensor:
+        raise RuntimeError("no such instruction")
+
+    monkeypatch.setattr(triton_layer_steps, "add_and_norm", fail)
+    with caplog.at_level(logging.INFO, replaced_parts.__name__):
+        model = wrap_module(build("llama", TWO), attention=attention())
+    assert not is_fused(model)
+    assert f"{REASON}fused, they fail: RuntimeError: no such instruction" in caplog.messages
+    assert model.pool is None
+
+
+def part_logits(rank: int, path: Path, tensor_size: int, num_stages: int) -> tuple[str, bool, list[Tensor]]:
+    """On one rank: return what computes its layers, whether projections are joined, and every token's logits."""
+    choose = load.choose_attention
+    load.choose_attention = lambda *_: attention()
+    try:
+        links = Collectives(RankPosition(rank, tensor_size, num_stages), 60.0)
+        model = load.load_model(ModelSpec(str(path), "float32"), links=links)
+    finally:
+        load.choose_attention = choose
+    torch.manual_seed(0)  # the same pages everywhere
+    linears = [module for module in model.module.modules() if isinstance(module, torch.nn.Linear)]
+    is_joined = any("forward" in vars(linear) for linear in linears)
+    return model.kernels, is_joined, through_pages(model, prompts()[:2], [[(0, 0, 5), (1, 0, 20)], [(1, 20, 23)]])
+
+
+@pytest.mark.parametrize(
+    ("has_biases", "division", "kernels"),
+    [
+        (False, (2, 1), ["triton steps", "triton steps"]),
+        (True, (2, 1), ["", "triton steps"]),  # the first rank alone has the bias of the output projection
+        (False, (1, 2), ["", ""]),
+    ],
+)
+def test_ranks_of_a_gang_give_logits_of_the_whole(
+    ranks: Ranks, tmp_path: Path, has_biases: bool, division: tuple[int, int], kernels: list[str]
+) -> None:
+    module = with_biases("llama", TWO | {"attention_bias": has_biases})
+    expected = [monolithic(module, prompt) for prompt in prompts()[:2]]
+    answers = ranks.run(2, part_logits, saved(module, tmp_path), *division)
+    assert [answer[0] for answer in answers] == kernels
+    assert kernels[0] or all(is_joined for _, is_joined, _ in answers[:1])
+    for ours, theirs in zip(answers[-1][2], expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=2e-3, rtol=2e-3)
+
+
+def test_layers_between_which_embeddings_of_pictures_are_added_stay_apart() -> None:
+    model = paged_multimodal("qwen3_vl")
+    with pytest.raises(NotFusableError, match="added between layers"):
+        use_triton_layers(model, [None] * 3)

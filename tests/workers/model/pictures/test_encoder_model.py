@@ -1,0 +1,221 @@
+"""The encoder of a model without its decoder: what it loads, and the rows that its pages hold in any chunks."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForImageTextToText
+
+from crossdock.workers.model.memory.memory_fit import DoesNotFit
+from crossdock.workers.model.model_spec import ModelSpec
+from crossdock.workers.model.pictures.encoder_model import EncoderModel, load_encoder
+from crossdock.workers.model.pictures.vision import PictureEncoder
+from crossdock.workers.model.probe import UnsupportedModelError
+from crossdock.workers.model.runner import Runner
+from crossdock.workers.schedule.batch import Batch, Scheduled
+from crossdock.workers.schedule.pictures.encoding import EncoderWork
+from crossdock.workers.schedule.pictures.items import Item
+from crossdock.workers.schedule.request import InvalidField, Request, SamplingParams, Submission, encoding_leg
+from tests.workers.architectures import build
+from tests.workers.model.paged import random_steps
+from tests.workers.multimodal import FAMILIES, IMAGE, TEXT, PicturePrompt, build_multimodal, picture, video
+
+PAGE_SIZE = 4
+_MARK = 1234.5  # the value of every weight of the decoder in these checkpoints
+
+
+def save_without_decoder(module: Any, path: Path) -> None:
+    """Save a checkpoint that lacks the weights of the decoder and of the output projection: who reads one fails."""
+    with torch.no_grad():
+        for part in (module.get_decoder(), module.get_output_embeddings()):
+            for parameter in part.parameters():
+                parameter.fill_(_MARK)
+    module.save_pretrained(path)
+    tensors = load_file(path / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if not (tensor == _MARK).all()}
+    assert 0 < len(kept) < len(tensors)
+    save_file(kept, path / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def whole(family: str) -> PictureEncoder:
+    """Return the encoder of the whole model, by transformers alone."""
+    module = build_multimodal(family)
+    return PictureEncoder(module, module.config)
+
+
+@pytest.fixture(scope="module")
+def model(family: str, tmp_path_factory: pytest.TempPathFactory) -> EncoderModel:
+    path = tmp_path_factory.mktemp(family)
+    save_without_decoder(build_multimodal(family), path)
+    return load_encoder(ModelSpec(str(path), "float32"), kv_bytes=1 << 20)
+
+
+def rows_of(encoder: PictureEncoder, items: Sequence[Item]) -> Tensor:
+    """Return the rows [R, (1 + L) * E] of items, each encoded alone."""
+    return torch.cat([encoder.features([item]).transpose(0, 1).flatten(1) for item in items])
+
+
+def request_of(name: str, prompt: PicturePrompt) -> Request:
+    work = Submission(name, prompt.token_ids, items=prompt.items)
+    return Request.from_submission(encoding_leg(work, PAGE_SIZE), 0.0)
+
+
+def computed(
+    model: EncoderModel, requests: Sequence[Request], steps: Sequence[Sequence[tuple[int, int, int]]]
+) -> list[Tensor]:
+    """Return the rows of each request's items after `steps` of (request, start, end) parts.
+
+    Pages are not zero before.
+    """
+    assert model.encoder is not None
+    model.encoder.clear()
+    per_request = -(-max(request.num_tokens for request in requests) // PAGE_SIZE)
+    model.allocate_pool(per_request * len(requests), PAGE_SIZE)
+    assert model.pool is not None
+    model.pool.fill_(7.0)
+    for request in requests:
+        model.encoder.add(request.id, model.encoder.locate(request))
+    runner, known = Runner(model, PAGE_SIZE), set[bytes]()
+    for parts in steps:
+        new = {
+            item.content_hash: item
+            for number, start, end in parts
+            for item in requests[number].items
+            if item.start < end and item.end > start and item.content_hash not in known
+        }
+        known |= new.keys()
+        scheduled = [
+            Scheduled(requests[n], start, end - start, range(n * per_request, (n + 1) * per_request), samples=True)
+            for n, start, end in parts
+        ]
+        logits, _ = runner.finish(runner.begin(Batch(scheduled, 0, encoder=EncoderWork((), tuple(new.values())))))
+        assert logits.shape == (len(parts), 1)
+        assert not logits.any()
+    ((pages, _),) = model.pages
+    flat = pages.reshape(len(requests), per_request * PAGE_SIZE, -1)
+    return [
+        torch.cat([flat[number, item.start : item.end] for item in request.items])
+        for number, request in enumerate(requests)
+    ]
+
+
+def test_encoder_holds_its_own_weights_alone(family: str, model: EncoderModel) -> None:
+    module = build_multimodal(family)
+    with_decoder = {id(p) for part in (module.get_decoder(), module.lm_head) for p in part.parameters()}
+    expected = {name: p.shape for name, p in module.named_parameters() if id(p) not in with_decoder}
+    assert {name: p.shape for name, p in model.module.named_parameters()} == expected
+    tensors = [*model.module.parameters(), *model.module.buffers()]
+    assert not any(tensor.is_meta for tensor in tensors)
+    assert model.weight_bytes == sum(4 * shape.numel() for shape in expected.values())
+
+
+def test_rows_in_pages_equal_those_of_the_whole_model_at_every_cut(
+    family: str, model: EncoderModel, whole: PictureEncoder
+) -> None:
+    prompt = PicturePrompt.of(3, picture(family, 1), 2, picture(family, 2, (1, 2)), 3)
+    expected, request = rows_of(whole, prompt.items), request_of("a", prompt)
+    assert expected.shape[1] == model.layers[0].key_dim
+    length = request.num_tokens
+    for cut in range(1, length):
+        (rows,) = computed(model, [request], [[(0, 0, cut)], [(0, cut, length)]])
+        torch.testing.assert_close(rows, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_ragged_chunks_of_several_prompts_have_their_own_rows(
+    family: str, model: EncoderModel, whole: PictureEncoder
+) -> None:
+    shared = picture(family, 1, (2, 3))
+    prompts = [
+        PicturePrompt.of(5, shared, picture(family, 2)),
+        PicturePrompt.of(picture(family, 3, (1, 2)), 3, shared),
+        PicturePrompt.of(1, shared, 2, shared, 3),
+    ]
+    requests = [request_of(str(number), prompt) for number, prompt in enumerate(prompts)]
+    for seed in range(4):
+        found = computed(model, requests, random_steps([request.num_tokens for request in requests], seed))
+        for rows, prompt in zip(found, prompts, strict=True):
+            torch.testing.assert_close(rows, rows_of(whole, prompt.items), rtol=1e-4, atol=1e-5)
+
+
+def test_videos_have_rows_too(tmp_path: Path) -> None:
+    module = build_multimodal("qwen2_5_vl")
+    whole = PictureEncoder(build_multimodal("qwen2_5_vl"), module.config)
+    save_without_decoder(module, tmp_path)
+    prompt = PicturePrompt.of(3, video(1, 3), 2, picture("qwen2_5_vl", 2), 5)
+    request = request_of("a", prompt)
+    (rows,) = computed(
+        load_encoder(ModelSpec(str(tmp_path), "float32")), [request], [[(0, 0, 7)], [(0, 7, request.num_tokens)]]
+    )
+    torch.testing.assert_close(rows, rows_of(whole, prompt.items), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_rows": 3}, "has 3 rows, and 4 tokens"),
+        ({"num_rows": 0, "length": 0}, "has 0 rows"),
+        ({"start": 1}, "must begin at 0, with pages of 4 rows"),
+        ({"kind": "sound"}, "kind that this model does not take"),
+        ({"num_rows": 5, "length": 5}, "need a prompt of 9 tokens, and this one has 5"),
+    ],
+)
+def test_items_that_are_not_the_prompt_are_an_error(
+    family: str, model: EncoderModel, change: Any, message: str
+) -> None:
+    item = replace(picture(family, 1)[1], start=0, length=4, num_rows=4)
+    assert model.encoder is not None
+    model.allocate_pool(4, 4)
+    model.encoder.locate(Request("a", [0] * 5, SamplingParams(), items=[item]))
+    with pytest.raises(InvalidField, match=message):
+        model.encoder.locate(Request("a", [0] * 5, SamplingParams(), items=[replace(item, **change)]))
+
+
+def test_model_of_text_alone_is_refused_with_the_reason(tmp_path: Path) -> None:
+    build("llama", {}).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match="needs a model that takes pictures: the model takes text alone"):
+        load_encoder(ModelSpec(str(tmp_path)))
+
+
+def test_model_whose_pictures_are_not_supported_is_refused_with_the_reason(tmp_path: Path) -> None:
+    vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = AutoConfig.for_model(
+        "aya_vision",
+        text_config={"model_type": "llama", **TEXT},
+        vision_config={"model_type": "siglip_vision_model", **vision, "image_size": 32, "patch_size": 8},
+        image_token_index=IMAGE,
+    )
+    AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match="pictures of aya_vision are not supported; supported are"):
+        load_encoder(ModelSpec(str(tmp_path)))
+
+
+def test_pages_and_weights_that_exceed_the_memory_are_refused(tmp_path: Path) -> None:
+    build_multimodal("llava").save_pretrained(tmp_path)
+    with pytest.raises(DoesNotFit, match=r"1048576\.00 GiB for pages of embeddings"):
+        load_encoder(ModelSpec(str(tmp_path), "float32"), kv_bytes=1 << 50)
+
+
+def test_settings_that_do_not_fit_are_refused_before_weights_are_read(tmp_path: Path) -> None:
+    build_multimodal("llava").save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"max_model_len \(513\) is more than the model's own 512 positions"):
+        load_encoder(ModelSpec(str(tmp_path), max_model_len=513))
+    with pytest.raises(ValueError, match=r"has no weights in \*\.safetensors"):
+        load_encoder(ModelSpec(str(tmp_path)))
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="reads no checkpoint that is quantised"):
+        load_encoder(ModelSpec(str(tmp_path)))

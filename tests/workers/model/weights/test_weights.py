@@ -1,0 +1,37 @@
+"""Loading one rank's part: slice by slice, never more than the rank keeps."""
+
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig
+
+from crossdock.workers.model.cut.collectives import Collectives
+from crossdock.workers.model.cut.position import RankPosition
+from crossdock.workers.model.weights.weights import load_part
+from tests.workers.architectures import build
+from tests.workers.ranks import Ranks, saved
+
+
+def peak_of_loading(_: int, path: Path) -> tuple[int, int]:
+    """On one of two ranks: return (bytes its memory grew by at most while loading, bytes it holds in the end)."""
+    config = AutoConfig.from_pretrained(path)
+    position = RankPosition(torch.distributed.get_rank(), 2)
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
+    before = _kib("VmRSS")
+    module, _part = load_part(config, path, position, Collectives(position, 60.0), dtype=torch.float32)
+    return _kib("VmHWM") - before, sum(parameter.nbytes for parameter in module.parameters())
+
+
+def _kib(key: str) -> int:
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{key}:"))
+    return int(line.split()[1]) << 10
+
+
+def test_rank_while_loading_never_holds_more_than_its_share(ranks: Ranks, tmp_path: Path) -> None:
+    """Weights are read slice by slice: the peak stays near what the rank holds in the end, half of 170 MiB."""
+    options = {"hidden_size": 512, "intermediate_size": 2048, "head_dim": 128, "vocab_size": 16384}
+    module = build("llama", options | {"num_hidden_layers": 6})
+    whole = sum(parameter.nbytes for parameter in module.parameters())
+    for peak, share in ranks.run(2, peak_of_loading, saved(module, tmp_path)):
+        assert share < 0.51 * whole
+        assert peak < 1.5 * share  # all weights are twice as much

@@ -1,0 +1,88 @@
+"""Streams that are ahead of their class's mean lend slack to a prompt whose deadline is near."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from crossdock.workers.schedule.pacing import pace
+from crossdock.workers.schedule.pacing.pace import LONGEST_GAP, MOST_LENT, lent_due
+from crossdock.workers.schedule.request import Request, SamplingParams
+from tests.workers.schedule.model_free_replica import CLASSES, COST, ModelFreeReplica, new_timed_replica
+
+
+def replica_with_streams(slo_class: str, num_streams: int = 20) -> ModelFreeReplica:
+    """Return a replica whose streams leave prompts less than half of the time, and are ahead of their mean."""
+    replica = new_timed_replica(max_num_seqs=32)
+    for number in range(num_streams):
+        replica.add(f"s{number}", 20, slo_class, max_tokens=2000)
+    while any(len(replica.token_times.get(f"s{number}", ())) < 100 for number in range(num_streams)):
+        replica.step()
+    return replica
+
+
+def serve_prompt(replica: ModelFreeReplica, tokens: int) -> tuple[float, list[float]]:
+    """Return the seconds to the first token of a standard prompt, and the gaps of the streams meanwhile."""
+    began = replica.now
+    replica.add("prompt", tokens, "standard")
+    while "prompt" not in replica.token_times:
+        replica.step()
+    times = [[at for at in replica.token_times[f"s{number}"] if at >= began] for number in range(20)]
+    return replica.now - began, [after - before for each in times for before, after in pairwise(each)]
+
+
+def test_prompt_near_its_deadline_uses_slack_that_streams_lend(monkeypatch: pytest.MonkeyPatch) -> None:
+    tpot, tokens = CLASSES[1].tpot_s, 700
+    replica = replica_with_streams("standard")
+    first = min(replica.token_times["s0"])
+    ttft, gaps = serve_prompt(replica, tokens)
+    deadline = CLASSES[1].ttft_deadline(COST.prefill_seconds(0, tokens, 256))
+    assert ttft <= deadline
+    assert LONGEST_GAP * tpot < max(gaps) <= (LONGEST_GAP + MOST_LENT) * tpot
+    made = replica.token_times["s0"]
+    assert (made[-1] - first) / (len(made) - 1) <= tpot, "the stream keeps its time per token"
+    assert any("is lent" in batch.limit for batch in replica.batches)
+
+    monkeypatch.setattr(pace, "MOST_LENT", 0.0)
+    unlent, gaps = serve_prompt(replica_with_streams("standard"), tokens)
+    assert unlent > deadline
+    assert max(gaps) <= LONGEST_GAP * tpot
+
+
+def test_streams_do_not_lend_to_a_prompt_that_has_time() -> None:
+    replica = replica_with_streams("standard")
+    before = len(replica.batches)
+    _, gaps = serve_prompt(replica, 40)
+    assert max(gaps) <= LONGEST_GAP * CLASSES[1].tpot_s
+    assert not any("is lent" in batch.limit for batch in replica.batches[before:])
+
+
+def test_more_urgent_streams_lend_nothing() -> None:
+    """Interactive streams promise 4 ms a token, of which steps of one stream leave little to a standard prompt."""
+    replica = new_timed_replica()
+    replica.add("s", 20, "interactive", max_tokens=900)
+    for _ in range(50):
+        replica.step()
+    before = len(replica.batches)
+    replica.add("prompt", 300, "standard")
+    for _ in range(300):
+        replica.step()
+    gaps = [after - earlier for earlier, after in pairwise(replica.token_times["s"])]
+    assert max(gaps) <= LONGEST_GAP * CLASSES[0].tpot_s
+    assert not any("is lent" in batch.limit for batch in replica.batches[before:])
+
+
+@given(st.floats(0, 10), st.floats(0.001, 1), st.integers(1, 500), st.floats(0, 10))
+def test_stream_lends_only_what_it_is_ahead_of_its_mean(
+    first: float, tpot: float, num_outputs: int, early: float
+) -> None:
+    """`early`: seconds before its mean at which the next token is due."""
+    mean_due = first + num_outputs * tpot
+    for due in (mean_due - early, mean_due + early):
+        stream = Request("s", [1], SamplingParams(), output_token_ids=[2] * num_outputs, due=due)
+        assert lent_due(stream, tpot) == due, "a stream that has made no token here has no mean yet"
+        stream.paced_from = first - tpot
+        lent = lent_due(stream, tpot)
+        assert due <= lent <= due + MOST_LENT * tpot
+        assert lent <= max(due, mean_due) + 1e-9

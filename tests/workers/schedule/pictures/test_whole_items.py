@@ -1,0 +1,251 @@
+"""Pictures whose rows attend in both directions: a chunk never ends inside one, and everything still ends."""
+
+import random
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from crossdock.workers.schedule.batch import Batch, Scheduled
+from crossdock.workers.schedule.memory.page_needs import PageNeeds
+from crossdock.workers.schedule.pictures.encoder_cost import EncoderCost
+from crossdock.workers.schedule.pictures.encoding import Encoding
+from crossdock.workers.schedule.pictures.items import Item
+from crossdock.workers.schedule.pictures.whole_items import least_tokens, most_tokens
+from crossdock.workers.schedule.request import InvalidField, Request
+from tests.workers.schedule.model_free_replica import (
+    COST,
+    ModelFreeReplica,
+    chunk_sizes,
+    new_request,
+    new_scheduler,
+    new_timed_replica,
+)
+from tests.workers.schedule.pictures.test_encoding import Device, item, run, with_items
+from tests.workers.schedule.test_any_history import AnyHistory
+
+
+@st.composite
+def prompts(draw: st.DrawFn) -> tuple[list[Item], int]:
+    """Draw the items of a prompt, and its length."""
+    items, place = list[Item](), 0
+    for gap, length in draw(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 20)), max_size=6)):
+        items.append(item(place + gap, length))
+        place += gap + length
+    return items, place + draw(st.integers(1, 30))
+
+
+@given(prompts(), st.data(), st.sampled_from([1, 4, 8]))
+@settings(max_examples=300, deadline=None)
+def test_chunk_ends_at_the_last_place_where_it_may(
+    prompt: tuple[list[Item], int], data: st.DataObject, page_size: int
+) -> None:
+    items, end = prompt
+    start = data.draw(st.integers(0, end - 1))
+    stop = data.draw(st.integers(start, end))
+    cut = {position for each in items for position in range(each.start + 1, each.end)}
+    allowed = {position for position in range(0, end + page_size, page_size) if position not in cut}
+    allowed |= {each.end for each in items}
+    later = [position for position in allowed if start < position <= stop]
+    assert most_tokens(items, start, stop, page_size) == max(later, default=start) - start
+    first = min([position for position in allowed if position > start] + [end])
+    assert least_tokens(items, start, end, page_size) == first - start
+
+
+def test_item_is_computed_by_one_chunk_that_may_end_with_it() -> None:
+    scheduler = new_scheduler(max_model_len=200, encoding=Encoding(100, keeps_items_whole=True), max_num_seqs=2)
+    replica = ModelFreeReplica(scheduler)
+    replica.add("a", 100, items=with_items((9, 16, 1), (26, 28, 2), (55, 28, 3)))
+    batches = replica.run()
+    assert chunk_sizes(batches, "a") == [25, 29, 30, 16]  # no page ends between the items
+    assert [[each.content_hash[0] for each in batch.encoder.items] for batch in batches] == [[1], [2], [3], []]
+
+
+def test_prefix_hit_may_end_inside_an_item() -> None:
+    scheduler = new_scheduler(max_model_len=200, encoding=Encoding(100, keeps_items_whole=True), num_pages=60)
+    replica = ModelFreeReplica(scheduler)
+    items = with_items((10, 20, 1))
+    replica.add("a", [7] * 29 + [3] * 10, items=[item(10, 20, 1)])
+    replica.run()
+    for owner in ("b", "c"):
+        replica.add(owner, [7] * 29 + [3] * 2, items=items)
+    first, *_ = replica.run()
+    assert {part.request.id: (part.start, part.num_tokens) for part in first.scheduled} == {"b": (28, 3), "c": (28, 3)}
+    assert len(first.encoder.items) == 0  # the embeddings are in memory since the first prompt
+
+
+def test_item_that_no_chunk_has_room_for_is_refused_with_the_setting() -> None:
+    scheduler = new_scheduler(encoding=Encoding(100, keeps_items_whole=True), max_num_batched_tokens=32, max_num_seqs=8)
+    request = new_request("a", [7] * 40)
+    request.items = with_items((6, 22, 1))  # from the page boundary at 4
+    scheduler.add(request)
+    request = new_request("b", [7] * 40)
+    request.items = with_items((7, 22, 1))
+    with pytest.raises(InvalidField, match=r"one chunk of 25 tokens .* room for 24 \(max_num_batched_tokens - "):
+        scheduler.add(request)
+    scheduler = new_scheduler(encoding=Encoding(100, keeps_items_whole=True), max_prefill_tokens=20)
+    with pytest.raises(InvalidField, match=r"room for 20 \(max_prefill_tokens\)"):
+        scheduler.add(request)
+
+
+def test_item_longer_than_any_slack_is_computed_for_the_class_that_streams_pay_for() -> None:
+    """Streams leave time for a page. A prompt of their class gets its picture, and one of a lower class waits."""
+    replica = new_timed_replica(
+        encoding=Encoding(4000, EncoderCost(per_row=1.0), keeps_items_whole=True), chunk_policy="adaptive"
+    )
+    replica.add("stream", 16, "standard", max_tokens=50)
+    replica.step()
+    replica.add("urgent", 240, "standard", items=with_items((10, 100, 1), (111, 100, 2)))
+    replica.add("patient", 240, "batch", items=with_items((10, 100, 3)))
+    device = Device(4000)
+    while any(replica.scheduler.get(name) for name in ("stream", "urgent")):
+        device.run(replica.step().batch)
+        request = replica.scheduler.get("patient")
+        assert request is not None
+        assert request.num_computed_tokens <= 10 or replica.scheduler.get("stream") is None
+    assert chunk_sizes(replica.batches, "urgent")[:2] == [8, 102]  # a page or two, then the picture
+    encoding = [batch for batch in replica.batches if batch.encoder.items]
+    assert [(len(batch.encoder.items), batch.num_decodes) for batch in encoding] == [(1, 1), (1, 1)]
+    run(replica)
+
+
+def test_chunk_without_time_for_an_item_ends_with_the_one_before() -> None:
+    """Both lie in one page, so that no page ends between them."""
+    encoding = Encoding(500, EncoderCost(per_row=1.0), keeps_items_whole=True)
+    request = new_request("a", [7] * 300)
+    request.items = with_items((1, 9, 1), (11, 100, 2))
+
+    def size_of(seconds: float, has_floor: bool) -> int:
+        return most_tokens(request.items, 0, 200 if seconds < 50 else 12, page_size=4)
+
+    chunk = encoding.chunk(request, 0, size_of, 4)
+    assert (chunk.num_tokens, [each.start for each in chunk.items]) == (10, [1])
+    assert "100 rows takes 100000 ms" in chunk.limit.replace("109000", "100000")
+
+
+def windowed() -> tuple[ModelFreeReplica, Request]:
+    """Return a replica whose layers see five tokens, and a prompt of which 32 tokens can be computed in a step."""
+    encoding = Encoding(100, keeps_items_whole=True)
+    scheduler = new_scheduler(40, windows=(5,), max_model_len=120, encoding=encoding, max_num_seqs=2)
+    replica = ModelFreeReplica(scheduler)
+    return replica, replica.add("a", 100, items=with_items((34, 16, 1)))
+
+
+def test_chunk_ahead_of_the_pages_that_a_window_returns_ends_before_the_item() -> None:
+    replica, request = windowed()
+    scheduler = replica.scheduler
+    batch = scheduler.schedule(0.0)
+    with scheduler.assume_ended(batch, 0.0):
+        assert request.num_computed_tokens == 32
+        assert 34 < scheduler.pages.num_tokens_held(request.owner) < 50
+        assert not scheduler.schedule(0.0)
+    scheduler.update(batch, {}, 0.0)
+    assert chunk_sizes(replica.run(), "a") == [32, 32, 4]
+
+
+def test_item_whose_pages_other_requests_took_gets_them_as_soon_as_there_are_some() -> None:
+    replica, request = windowed()
+    replica.step()
+    replica.scheduler.pages.trim(request.owner, 10)  # 40 tokens: not to the end of the item
+    assert chunk_sizes(replica.run(), "a") == [20, 32, 16]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_any_prompts_on_few_pages_end_and_none_is_cut_inside_an_item(seed: int) -> None:
+    """Groups of layers with windows, whose pages other requests take between two chunks of a prompt."""
+    rng = random.Random(seed)
+    windows: tuple[int | None, ...] = rng.choice([(None,), (5,), (None, 6), (None, 1, 9), (30, 3)])
+    budget = rng.choice([32, 48])
+    num_pages = PageNeeds(4, windows, budget).at_most(100) + rng.choice([0, 3, 10])
+    scheduler = new_scheduler(
+        num_pages=num_pages,
+        windows=windows,
+        max_model_len=100,
+        max_num_batched_tokens=budget,
+        cost=rng.choice([None, COST]),
+        encoding=Encoding(100, rng.choice([None, EncoderCost(per_row=0.02)]), keeps_items_whole=True),
+        caching=rng.random() < 0.7,
+        admission="queue",
+        prefill_order=rng.choice(["response_ratio", "fcfs"]),
+        starvation_s=1.0,
+    )
+    replica = ModelFreeReplica(scheduler, lambda work: COST.seconds(work))
+    device, ended, number = Device(100), 0, 0
+    while number < 40 or scheduler.has_work:
+        if number < 40 and rng.random() < 0.4:
+            length = rng.randint(1, 90)
+            items, place = list[Item](), rng.choice([0, 2, 5, 9])
+            while (size := rng.choice([1, 5, 12, 19, 20])) + place <= length:
+                items.append(item(place, size, size * 100 + rng.randrange(4)))
+                place += size + rng.choice([0, 1, 3, 10])
+            slo_class = rng.choice(["interactive", "standard", "batch"])
+            replica.add(str(number), [rng.randrange(2)] * length, slo_class, rng.randint(1, 10), items=items)
+            number += 1
+        step = replica.step()
+        device.run(step.batch)
+        for part in step.batch.scheduled:
+            end = part.start + part.num_tokens
+            assert not any(each.start < end < each.end for each in part.request.items)
+            assert end <= len(part.pages) * 4
+        ended += sum(delta.finish_reason is not None for delta in step.deltas)
+        assert len(replica.batches) < 20_000
+    assert ended == number
+
+
+ITEMS = ([], [(2, 7)], [(0, 5), (6, 12)], [(1, 15)], [(9, 9), (19, 14)], [(4, 4), (8, 8), (16, 4)])
+
+
+class AnyHistoryWithWholeItems(AnyHistory):
+    """Prompts with pictures, which end anywhere and share prefixes that end inside of them."""
+
+    def new_encoding(self, budget: int) -> Encoding:
+        self.device = Device(15 + budget)
+        return Encoding(self.device.capacity, EncoderCost(base=1e-3, per_row=5e-4), keeps_items_whole=True)
+
+    def items_of(self, prompt: Sequence[int]) -> list[Item]:
+        spans = ITEMS[prompt[-1] % len(ITEMS)]
+        return [item(start, length, start) for start, length in spans if start + length <= len(prompt)]
+
+    def check_end(self, part: Scheduled, end: int) -> None:
+        items = part.request.items
+        assert not any(each.start < end < each.end for each in items), "a chunk ends inside an item"
+        is_boundary = end % self.pages.page_size == 0 or end == part.request.num_tokens
+        assert is_boundary or end in [each.end for each in items]
+
+    def longest_chunk(self, part: Scheduled, threshold: int) -> int:
+        return max(threshold, least_tokens(part.request.items, part.start, part.request.num_tokens, 4))
+
+    def launch(self, batch: Batch) -> bool:
+        self.device.run(batch)
+        return super().launch(batch)
+
+    def forget_embeddings(self) -> None:
+        self.device.rows.clear()
+
+
+class AnyHistoryWithWholeItemsAhead(AnyHistoryWithWholeItems):
+    """The same with each step begun before the tokens of the previous one are known."""
+
+    most_flights = 2
+
+
+class AnyHistoryWithWholeItemsAndWindows(AnyHistoryWithWholeItems):
+    """Pictures longer than windows, whose pages go while a request runs, with overlapping steps."""
+
+    group_windows = ((5,), (None, 6), (None, 1, 9), (None, None, 4, 4))
+    most_flights = 2
+
+
+for machine in (AnyHistoryWithWholeItems, AnyHistoryWithWholeItemsAhead, AnyHistoryWithWholeItemsAndWindows):
+    machine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestAnyHistoryWithWholeItems = AnyHistoryWithWholeItems.TestCase
+TestAnyHistoryWithWholeItemsAhead = AnyHistoryWithWholeItemsAhead.TestCase
+TestAnyHistoryWithWholeItemsAndWindows = AnyHistoryWithWholeItemsAndWindows.TestCase
+
+
+def test_whole_items_beside_recurrent_states_are_refused_at_the_start() -> None:
+    """A chunk that must end where a state is kept, and may end nowhere inside a picture, could have no end."""
+    with pytest.raises(ValueError, match="recurrent layers takes no pictures"):
+        new_scheduler(encoding=Encoding(100, keeps_items_whole=True), state_pages=2)
+    new_scheduler(encoding=Encoding(100), state_pages=2)

@@ -1,0 +1,204 @@
+"""Steps with chunks, recorded as CUDA graphs: a small chunk beside decodes takes as long as launching its kernels, or
+longer, where it is launched kernel by kernel.
+
+There is a graph for each of some numbers of decodes and of chunk tokens. A step takes the next larger of both. Padding
+decodes read one token, as in graphs.py. Padding tokens of chunks are one more chunk, on page 0. Neither writes.
+
+A stream that verifies drafts is a chunk whose tokens all have logits: with speculation, graphs have more rows of these.
+"""
+
+import logging
+import time
+from bisect import bisect_left
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from crossdock.workers.model.graphs.decode_graphs import DecodeGraphs
+from crossdock.workers.model.graphs.recording import Record, attempt
+from crossdock.workers.model.inputs import StepInputs, StepTensors
+from crossdock.workers.model.model import PagedModel
+
+logger = logging.getLogger(__name__)
+
+_DECODES = (8, 64, 256)  # far apart: steps wait for the weights, whatever the padding, and every graph holds memory
+_CHUNK_TOKENS = (64, 128, 256, 512)  # with more, computing takes longer than launching
+_CHUNKS = 8  # sequences for chunks in every graph, one of them for padding; few steps have more
+_VERIFIED = 64  # most rows of logits for chunks and drafts: each takes memory beside those of decodes, for all graphs
+
+
+class MixedGraphs:
+    """Steps of one model with chunks, recorded. The model's pool must be allocated."""
+
+    def __init__(
+        self,
+        model: PagedModel,
+        page_size: int,
+        max_num_seqs: int,
+        max_chunk_tokens: int,
+        record: Record,
+        *,
+        most_drafts: int = 0,
+    ) -> None:
+        """Record a graph for every pair of sizes. Raises whatever `record` raises.
+
+        `most_drafts`: that a step verifies for one stream; 0: there is no speculation.
+        """
+        self._model, self._page_size, width = model, page_size, -(-model.max_model_len // page_size)
+        longest = min(max_chunk_tokens, model.max_model_len)
+        self._chunk_logits = min(_CHUNKS * (1 + most_drafts), _VERIFIED)  # rows beside those of decodes
+        self._decodes = sorted({min(size, max_num_seqs) for size in _DECODES})
+        self._chunk_tokens = sorted({min(size, longest) for size in _CHUNK_TOKENS})
+        none, none32 = np.zeros(0, np.int64), np.zeros(0, np.int32)
+        nothing = StepInputs(none, none, none, none, np.zeros(1, np.int32), none32, np.zeros((0, width), np.int32))
+        largest = self._decodes[-1], self._chunk_tokens[-1]
+        self._inputs = padded_with_chunks(nothing, *largest, page_size, self._chunk_logits).on(model.device)
+        with model.tap.opened():
+            with model.part.alone():  # only the shape is wanted
+                self._logits = torch.empty_like(self._forward(*largest))  # one for all graphs
+            self._hidden = torch.empty_like(model.tap.hidden) if model.tap.hidden is not None else None
+            self._graphs = self._record(nothing, record)
+
+    def _record(self, nothing: StepInputs, record: Record) -> dict[tuple[int, int], Callable[[], None]]:
+        """Record a graph for every pair of sizes, and return them by it. `nothing`: a step without sequences."""
+        graphs = {}
+        for tokens, decodes in product(reversed(self._chunk_tokens), reversed(self._decodes)):
+            smaller = padded_with_chunks(nothing, decodes, tokens, self._page_size, self._chunk_logits)
+            self._enter(smaller.on(self._model.device), decodes, tokens)  # else sequences would have too many rows
+            graphs[decodes, tokens] = record(partial(self._compute, decodes, tokens))
+        return graphs
+
+    @property
+    def most_tokens(self) -> int:
+        """Return how many tokens the chunks of a recorded step have at most."""
+        return self._chunk_tokens[-1]
+
+    def covers(self, inputs: StepInputs) -> bool:
+        """Return whether some graph has room for the step."""
+        num_decodes, num_chunks, num_tokens = _sizes(inputs)
+        return (
+            num_decodes <= self._decodes[-1]
+            and num_chunks < _CHUNKS
+            and num_tokens <= self._chunk_tokens[-1]
+            and len(inputs.wanted) <= num_decodes + self._chunk_logits
+        )
+
+    def misses(self, inputs: StepInputs) -> bool:
+        """Return whether a step is launched kernel by kernel though others with as many tokens are recorded."""
+        return not self.covers(inputs) and _sizes(inputs)[2] <= self._chunk_tokens[-1]
+
+    @torch.inference_mode()
+    def run(self, inputs: StepInputs, previous_tokens: Tensor | None = None) -> Tensor:
+        """Return logits [N, vocab], which the next run overwrites. `previous_tokens`: see `StepInputs.on`."""
+        decodes, tokens = self._sizes_of_graph(inputs)
+        padded = padded_with_chunks(inputs, decodes, tokens, self._page_size, self._chunk_logits)
+        self._enter(padded.for_rank(self._model, previous_tokens), decodes, tokens)
+        self._graphs[decodes, tokens]()
+        return self._logits[: len(inputs.wanted)]
+
+    def hidden(self, inputs: StepInputs) -> Tensor | None:
+        """Return the last hidden states [T, E] of the newest step."""
+        num_decodes, _, num_tokens = _sizes(inputs)
+        decodes, _ = self._sizes_of_graph(inputs)
+        if self._hidden is None:
+            return None
+        return torch.cat([self._hidden[:num_decodes], self._hidden[decodes : decodes + num_tokens]])
+
+    def _sizes_of_graph(self, inputs: StepInputs) -> tuple[int, int]:
+        """Return for how many decodes and chunk tokens the graph is that has room for the step."""
+        num_decodes, _, num_tokens = _sizes(inputs)
+        decodes = self._decodes[bisect_left(self._decodes, num_decodes)]
+        return decodes, self._chunk_tokens[bisect_left(self._chunk_tokens, num_tokens)]
+
+    def _enter(self, given: StepTensors, decodes: int, tokens: int) -> None:
+        """Copy a padded step to where the graph of these sizes reads."""
+        recorded = self._prefixes(decodes, tokens)
+        for name in StepTensors._fields:
+            if name != "page_table":
+                getattr(recorded, name).copy_(getattr(given, name))
+        recorded.page_table[:, : given.page_table.shape[1]].copy_(given.page_table)  # entries beyond are not read
+
+    @torch.inference_mode()
+    def _compute(self, decodes: int, tokens: int) -> None:
+        self._logits[: decodes + self._chunk_logits].copy_(self._forward(decodes, tokens))
+        if self._hidden is not None and self._model.tap.hidden is not None:
+            self._hidden[: decodes + tokens].copy_(self._model.tap.hidden)
+
+    def _forward(self, decodes: int, tokens: int) -> Tensor:
+        return self._prefixes(decodes, tokens).run(self._model, tokens, self._model.max_model_len, decodes)
+
+    def _prefixes(self, decodes: int, tokens: int) -> StepTensors:
+        """Return where the graph of these sizes reads its step."""
+        rows, sequences = decodes + tokens, decodes + _CHUNKS
+        lengths = (rows, rows, rows, decodes + self._chunk_logits, sequences + 1, sequences, sequences, 0, 0)
+        return StepTensors(*(tensor[:length] for tensor, length in zip(self._inputs, lengths, strict=True)))
+
+
+def padded_with_chunks(
+    inputs: StepInputs, decodes: int, tokens: int, page_size: int, chunk_logits: int = _CHUNKS
+) -> StepInputs:
+    """Return the same step with `decodes` decodes and, in `_CHUNKS` sequences, `tokens` tokens of chunks.
+
+    The page table is wide enough for the padding chunk too.
+
+    Logits are wanted for `decodes + chunk_logits` rows; those of the step come first.
+    """
+    num_decodes, num_chunks, num_tokens = _sizes(inputs)
+    rows, sequences, num_padding = decodes + tokens, decodes + _CHUNKS, tokens - num_tokens
+    new_rows = np.r_[:num_decodes, decodes : decodes + num_tokens]  # where the step's rows are in the graph
+    new_sequences = np.r_[:num_decodes, decodes : decodes + num_chunks]
+    token_ids, positions, slots = np.zeros(rows, np.int64), np.zeros(rows, np.int64), np.full(rows, -1, np.int64)
+    token_ids[new_rows], positions[new_rows], slots[new_rows] = inputs.token_ids, inputs.positions, inputs.slots
+    positions[rows - num_padding :] = np.arange(num_padding)
+    lengths, kv_len = np.zeros(sequences, np.int32), np.ones(sequences, np.int32)
+    lengths[:decodes] = 1
+    lengths[new_sequences], kv_len[new_sequences] = np.diff(inputs.query_start), inputs.kv_len
+    lengths[decodes + num_chunks], kv_len[decodes + num_chunks] = num_padding, max(num_padding, 1)
+    width = inputs.page_table.shape[1]
+    page_table = np.zeros((sequences, max(width, -(-num_padding // page_size))), np.int32)
+    page_table[new_sequences, :width] = inputs.page_table
+    wanted = np.zeros(decodes + chunk_logits, np.int64)
+    wanted[: len(inputs.wanted)] = new_rows[inputs.wanted]
+    query_start = np.concatenate([[0], lengths.cumsum()]).astype(np.int32)
+    return StepInputs(token_ids, positions, slots, wanted, query_start, kv_len, page_table)
+
+
+def _sizes(inputs: StepInputs) -> tuple[int, int, int]:
+    """Return how many decodes come first, how many chunks come after them, and the tokens of these chunks."""
+    is_longer = np.diff(inputs.query_start) != 1
+    num_decodes = int(is_longer.argmax()) if is_longer.any() else len(is_longer)
+    return num_decodes, len(is_longer) - num_decodes, len(inputs.token_ids) - num_decodes
+
+
+def mixed_graphs(
+    model: PagedModel,
+    page_size: int,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    decodes: DecodeGraphs | None,
+    *,
+    most_drafts: int = 0,
+) -> MixedGraphs | None:
+    """Record the steps with chunks of a model whose decodes are recorded, in the same memory.
+
+    Collective: every rank of a gang must call it. Returns None on all of them where these steps run kernel by kernel:
+    without recorded decodes, and for a model whose chunks cannot be recorded, for which the reason is logged.
+    `most_drafts`: see `MixedGraphs`.
+    """
+    if decodes is None:
+        return None
+    started = time.monotonic()
+    sizes, record = (page_size, max_num_seqs, max_num_batched_tokens), decodes.record
+    graphs, reason = attempt(model, lambda: MixedGraphs(model, *sizes, record, most_drafts=most_drafts))
+    if graphs is None:
+        logger.warning("steps with chunks run without CUDA graphs: %s", reason)
+        model.graphs += f"; steps with chunks are not: {reason}"
+        return None
+    model.graphs += f", steps with chunks of up to {graphs.most_tokens} tokens"
+    seconds = time.monotonic() - started
+    logger.info("recorded CUDA graphs of chunks of up to %d tokens in %.1f s", graphs.most_tokens, seconds)
+    return graphs

@@ -1,0 +1,1 @@
+"""Layers that replace those of transformers, where the logits stay the same."""

@@ -1,0 +1,141 @@
+"""Llama-shaped layers on GPUs: joined products, and between them steps in Triton instead of transformers' own code.
+
+A layer's output and down projections stay the modules that they are, so that a tensor-parallel rank's sums run in their
+hooks. So does an mlp of another shape, like that of experts.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from crossdock.kernels.backend import has_package
+from crossdock.workers.model.forward_context import current_context
+from crossdock.workers.model.layers.fused_projections import joined_weight
+from crossdock.workers.model.layers.fusion import NotFusableError, check_attention, check_mlp, decoder_layers, qkv_bias
+from crossdock.workers.model.model import PagedModel
+from crossdock.workers.model.pictures.vision import num_deep_layers
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """The weights and modules of one layer."""
+
+    input_norm: Any
+    qkv: Tensor  # [(Hq + 2 Hkv) D, E]
+    qkv_bias: Tensor | None  # [(Hq + 2 Hkv) D]
+    q_norm: Any  # None: heads are not normalised
+    k_norm: Any
+    out: nn.Module
+    post_norm: Any
+    gate_up: Tensor | None  # [2 I, E]; None: `mlp` is the whole mlp
+    mlp: nn.Module  # the down projection, or the whole mlp
+    window: int | None
+    scale: float
+
+    @classmethod
+    def of(cls, layer: Any, window: int | None) -> "_Layer":
+        check_attention(layer)
+        attention, mlp = layer.self_attn, layer.mlp
+        gate_up, last = None, mlp
+        try:
+            check_mlp(mlp)
+        except NotFusableError:
+            pass  # experts, for example
+        else:
+            gate_up, last = _joined(mlp.gate_proj, mlp.up_proj), mlp.down_proj
+        return cls(
+            layer.input_layernorm,
+            _joined(attention.q_proj, attention.k_proj, attention.v_proj),
+            qkv_bias(attention),
+            getattr(attention, "q_norm", None),
+            getattr(attention, "k_norm", None),
+            attention.o_proj,
+            layer.post_attention_layernorm,
+            gate_up,
+            last,
+            window,
+            attention.scaling,
+        )
+
+
+class TritonLayers(nn.Module):
+    """All decoder layers of a model as one module, the only one in the model's list of layers."""
+
+    def __init__(self, layers: Sequence[_Layer]) -> None:
+        super().__init__()
+        self._layers = layers
+        self.attention_type = "full_attention"  # some models choose a mask by this; ours is None in any case
+
+    def forward(self, hidden_states: Tensor, *, position_embeddings: tuple[Tensor, Tensor], **_: Any) -> Tensor:
+        # Imported here: Triton is not installed everywhere.
+        from crossdock.kernels.gpu.triton_layer_steps import add_and_norm, finish_heads, silu_and_multiply
+
+        context = current_context()
+        batch, attention = context.batch, context.attention.paged_attention
+        assert batch is not None
+        hidden = hidden_states[0].clone()  # [T, E], changed in place
+        cos, sin = (each[0].contiguous() for each in position_embeddings)  # [T, D] each
+        if cos.shape[1] != context.pages[0][0].shape[3]:
+            raise NotFusableError("only a part of each head is rotated")
+        addend: Tensor | None = None
+        for number, layer in enumerate(self._layers):
+            k_pages, v_pages = context.pages[number]
+            scales: dict[str, Any] = {}
+            if context.scales:
+                scales = dict(zip(("k_scale", "v_scale"), context.scales[number], strict=True))
+            normed = add_and_norm(hidden, addend, layer.input_norm.weight, layer.input_norm.variance_epsilon)
+            norms: dict[str, Any] = {}
+            if layer.q_norm is not None:
+                norms = {"q_norm": layer.q_norm.weight, "k_norm": layer.k_norm.weight}
+                norms["eps"] = layer.q_norm.variance_epsilon
+            qkv = F.linear(normed, layer.qkv, layer.qkv_bias)
+            q = finish_heads(qkv, cos, sin, k_pages, v_pages, batch.slots, **norms, **scales)
+            seen = attention(q, k_pages, v_pages, batch, scale=layer.scale, window=layer.window, **scales)  # [T, Hq, D]
+            addend = layer.out(seen.flatten(1))
+            normed = add_and_norm(hidden, addend, layer.post_norm.weight, layer.post_norm.variance_epsilon)
+            if layer.gate_up is not None:
+                addend = layer.mlp(silu_and_multiply(F.linear(normed, layer.gate_up)))
+            else:
+                addend = layer.mlp(normed[None])[0]
+        return (hidden + addend)[None] if addend is not None else hidden[None]
+
+
+def may_use_triton_steps(model: PagedModel) -> bool:
+    """Return whether the steps of this model's layers could run in Triton: beside attention that runs on its device."""
+    return model.attention.is_beside_triton and has_package("triton")
+
+
+def use_triton_layers(model: PagedModel, windows: Sequence[int | None]) -> Callable[[], None]:
+    """Replace the decoder layers of a model whose projections are joined. Returns a function that undoes it.
+
+    `windows`: of each layer's attention.
+
+    Raises:
+        NotFusableError: with the reason; the model is unchanged.
+    """
+    if model.part.stage is not None:
+        raise NotFusableError("each rank has a pipeline stage, which is entered and left between layers")
+    if num_deep_layers(model.config):
+        raise NotFusableError("embeddings of pictures are added between layers")
+    decoder, layers = decoder_layers(model.module)
+    fused = [_Layer.of(layer, window) for layer, window in zip(layers, windows, strict=True)]
+    if any(parameter.dtype != model.dtype for parameter in layers.parameters()):
+        raise NotFusableError("the layers' weights are of several dtypes")
+    if any(shape.key_dim != shape.value_dim or shape.key_dim % 2 for shape in model.layers):
+        raise NotFusableError("keys and values have unlike widths")
+    decoder.layers = nn.ModuleList([TritonLayers(fused)])
+
+    def undo() -> None:
+        decoder.layers = layers
+
+    return undo
+
+
+def _joined(*linears: Any) -> Tensor:
+    weight = joined_weight(*linears)
+    if weight is None:
+        raise NotFusableError("projections of one input are not joined")
+    return weight

@@ -1,0 +1,118 @@
+"""How much memory KV pages get: the configured bytes, or on a GPU the rest of its share after the largest steps."""
+
+import logging
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from crossdock.workers.model.graphs.decode_graphs import DecodeGraphs
+from crossdock.workers.model.graphs.mixed_graphs import MixedGraphs
+from crossdock.workers.model.inputs import StepInputs
+from crossdock.workers.model.memory.encoding_memory import bytes_for_pictures
+from crossdock.workers.model.memory.memory_budget import MemoryBudget
+from crossdock.workers.model.memory.memory_fit import size_of
+from crossdock.workers.model.model import PagedModel
+from crossdock.workers.model.sampling.row import SampleRow
+from crossdock.workers.model.sampling.sampler import sample
+from crossdock.workers.schedule.batch import Batch, Scheduled, StatePages
+from crossdock.workers.schedule.request import Request, SamplingParams
+
+logger = logging.getLogger(__name__)
+
+GPU_RESERVE_BYTES = 512 << 20  # for what CUDA records graphs in and for gaps between allocations; an estimate
+
+
+class PageBudget(NamedTuple):
+    """How many pages a rank has memory for, and the size of one page on this rank."""
+
+    num_pages: int
+    page_bytes: int
+
+
+def count_pages_that_fit(model: PagedModel, budget: MemoryBudget, page_size: int) -> PageBudget:
+    """Return how many KV pages fit on this rank. Collective: every rank must call it, before any pool is allocated."""
+    known = budget.known(model.device.type)
+    if model.encoder is not None and model.device.type == "cuda":
+        model.encoder.most_rows = budget.max_num_batched_tokens
+    page_bytes = model.layouts(page_size)[0].page_bytes
+    return PageBudget((_measured(model, budget, page_size) if known is None else known) // page_bytes, page_bytes)
+
+
+def _measured(model: PagedModel, budget: MemoryBudget, page_size: int) -> int:
+    """Return the bytes of a GPU that the largest possible steps leave for pages.
+
+    These are a step of `max_num_batched_tokens` prompt tokens with every token's logits, as prompt logprobs want them,
+    and `max_num_seqs` rows sampled in the way that takes most memory; and a step of as many decodes,
+    or of decodes and a chunk that is recorded. Beside them, pictures take what `bytes_for_pictures` returns.
+    """
+    width = model.state_pages(page_size)
+    step = largest_step(budget.max_num_batched_tokens, model.max_model_len, page_size, width)
+    model.allocate_pool(int(max(step.page_table.max(), step.state_write.max(initial=0))) + 1, page_size)
+
+    def prefill() -> None:
+        logits = step.run(model)
+        if model.part.position.is_driver:
+            row = SampleRow(SamplingParams(top_p=0.9), [0], 1)  # with equal logits every head is too narrow
+            sample(logits.new_zeros(budget.max_num_seqs, logits.shape[1]), [row] * budget.max_num_seqs)
+
+    def recorded() -> None:
+        sizes = model, page_size, budget.max_num_seqs
+
+        def skip(_: Callable[[], None]) -> Callable[[], None]:
+            return lambda: None
+
+        kept = DecodeGraphs(*sizes, skip)  # runs the largest once, and keeps its inputs and logits
+        MixedGraphs(*sizes, budget.max_num_batched_tokens, skip, most_drafts=budget.most_drafts)
+        del kept
+
+    transient = _peak(prefill) + _peak(recorded)  # a graph holds its memory, and a step may be both
+    model.free_pool()
+    pictures = bytes_for_pictures(model, budget, _peak)
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    page_bytes = bytes_for_pages(budget.gpu_memory_utilization, total, free, model.used_by_others, transient + pictures)
+    logger.info(
+        "%s for KV pages: %g of %s, less %s held, %s for the largest steps, %s for pictures and a reserve of %s",
+        *(size_of(page_bytes), budget.gpu_memory_utilization, size_of(total)),
+        *(size_of(total - free - model.used_by_others), size_of(transient), size_of(pictures)),
+        size_of(GPU_RESERVE_BYTES),
+    )
+    return page_bytes
+
+
+def bytes_for_pages(utilization: float, total: int, free: int, used_by_others: int, transient: int) -> int:
+    """Return the bytes for KV pages on a GPU of `total` bytes, `free` of which no process uses.
+
+    This process's share is `utilization` of the total. From it go the bytes that the process holds (weights, and what
+    is not torch's), the bytes that steps take for a while (`transient`) and the reserve. `used_by_others` are the
+    bytes that were in use when this process began.
+    """
+    held = total - free - used_by_others
+    return max(0, int(min(utilization * total - held, free)) - transient - GPU_RESERVE_BYTES)
+
+
+def largest_step(num_tokens: int, max_model_len: int, page_size: int, state_pages: int = 0) -> StepInputs:
+    """Return a step of whole prompts of `num_tokens` tokens in all, every token's logits wanted, in pages from 0 on.
+
+    `state_pages`: of the recurrent state of each.
+    """
+    parts: list[Scheduled] = []
+    num_pages = 0
+    for start in range(0, num_tokens, max_model_len):
+        length = min(max_model_len, num_tokens - start)
+        request = Request(f"largest-{start}", [0] * length, SamplingParams(prompt_logprobs=0))
+        pages = range(num_pages, num_pages := num_pages + -(-length // page_size))
+        state = StatePages((), range(num_pages, num_pages := num_pages + state_pages))
+        parts.append(Scheduled(request, 0, length, pages, samples=True, state=state))
+    return StepInputs.of(Batch(parts, 0), page_size)[0]
+
+
+def _peak(run: Callable[[], object]) -> int:
+    """Return the most bytes that torch allocates during `run`, beyond those it has allocated before."""
+    run()  # kernels compile, libraries allocate their workspaces
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    return torch.cuda.max_memory_allocated() - before

@@ -1,0 +1,116 @@
+"""Check before loading whether a rank's weights and KV pages fit, and advise what would fit if they do not."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from crossdock.kernels.options import Quantization
+from crossdock.workers.model.cut.position import CannotCut, RankPosition
+from crossdock.workers.model.weights.weights import measure_int8, measure_part
+
+
+class DoesNotFit(ValueError):
+    """There is less memory than the model needs; the message gives the missing bytes, and what would help."""
+
+
+_SMALLER_POOL = "Lower kv_cache_memory"
+
+
+def check_fits(
+    config: Any,
+    position: RankPosition,
+    dtype: torch.dtype,
+    kv_bytes: int,
+    device: str,
+    num_sharing: int = 1,
+    free_bytes: int | None = None,
+    quantization: Quantization | None = None,
+) -> None:
+    """Check that the part at `position` of a transformers configuration fits, with `kv_bytes` of pages.
+
+    `num_sharing` ranks share this host's memory. `free_bytes` None asks the device. With `quantization`, the
+    weights as they become must fit beside the pages. As they are they take no memory, for they are mapped from their
+    file, unless it has another dtype: then both must fit while the model is loaded.
+
+    Raises:
+        DoesNotFit: with the missing bytes, and a tensor_parallel_size that would fit.
+    """
+    free = free_bytes if free_bytes is not None else free_memory(device)
+    available = free // num_sharing if device == "cpu" else free
+    is_mapped = getattr(config, "dtype", None) is dtype  # before it is measured: transformers writes to it
+    weights = measure_part(config, position, dtype)
+    if quantization is not None:
+        dropped, added = measure_int8(config, dtype)
+        weights += added
+        if weights > available and not is_mapped:
+            raise DoesNotFit(
+                f"quantization {quantization} of a checkpoint that is not in {dtype} needs {size_of(weights)} while "
+                f"the model is loaded, and {size_of(available)} are free on {device}: {size_of(weights - available)} "
+                f"are missing"
+            )
+        weights -= dropped
+    if weights + kv_bytes <= available:
+        return
+    shared = f" (this host's {size_of(free)} for {num_sharing} ranks)" if available < free else ""
+    raise DoesNotFit(
+        f"{position} needs {size_of(weights)} for weights and {size_of(kv_bytes)} for KV pages, and "
+        f"{size_of(available)} are free on {device}{shared}: {size_of(weights + kv_bytes - available)} are missing. "
+        f"{_advice(config, position, dtype, kv_bytes, available) if quantization is None else _SMALLER_POOL}"
+    )
+
+
+def _advice(config: Any, position: RankPosition, dtype: torch.dtype, kv_bytes: int, available: int) -> str:
+    for tensor_size in (2, 4, 8, 16, 32, 64):
+        if tensor_size <= position.tensor_size:
+            continue
+        wider = RankPosition(0, tensor_size, position.num_stages)
+        try:
+            needed = max(
+                measure_part(config, RankPosition(stage * tensor_size, tensor_size, position.num_stages), dtype)
+                for stage in range(position.num_stages)
+            )
+        except CannotCut:
+            break
+        if needed + kv_bytes <= available:
+            return (
+                f"tensor_parallel_size {wider.tensor_size} would fit with as much for every rank: {size_of(needed)} "
+                f"and {size_of(kv_bytes)} each"
+            )
+    return "No tensor_parallel_size would fit: lower kv_cache_memory, choose a smaller dtype, or more pipeline stages"
+
+
+def used() -> str:
+    """Return how much memory this process uses, as text for logs."""
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return f"{size_of(torch.cuda.memory_allocated())} of GPU memory in use"
+    return f"{size_of(_kib('/proc/self/status', 'VmRSS'))} of memory in use"
+
+
+def used_by_all_but_torch() -> int:
+    """Return the bytes of the GPU in use by other processes, and by libraries of this one outside torch's allocator."""
+    free, total = torch.cuda.mem_get_info()
+    return total - free - torch.cuda.memory_reserved()
+
+
+def size_of(num_bytes: int) -> str:
+    """Return a number of bytes as text for logs and errors."""
+    return f"{num_bytes / (1 << 30):.2f} GiB" if num_bytes >= 1 << 28 else f"{num_bytes / (1 << 20):.1f} MiB"
+
+
+def free_memory(device: str = "cpu") -> int:
+    """Return the bytes that are free on a device."""
+    if device != "cpu":
+        return int(torch.cuda.mem_get_info()[0])
+    free = _kib("/proc/meminfo", "MemAvailable")
+    limit, current = (Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory.current"))
+    if limit.exists() and (most := limit.read_text().strip()) != "max":
+        free = min(free, int(most) - int(current.read_text()))
+    return free
+
+
+def _kib(file: str, key: str) -> int:
+    for line in Path(file).read_text().splitlines():
+        if line.startswith(f"{key}:"):
+            return int(line.split()[1]) << 10
+    raise ValueError(f"{file} has no {key}")

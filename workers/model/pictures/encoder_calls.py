@@ -1,0 +1,87 @@
+"""Which items one call of the encoder takes, and its arguments and its answer: several items become one call."""
+
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from crossdock.workers.model.device_copies import to_device
+from crossdock.workers.model.pictures.pixel_levels import shared_levels, values_of
+from crossdock.workers.schedule.pictures.items import LEVELS, PIXELS, Item, with_levels
+
+NESTED = {"idefics3", "smolvlm"}
+"""Models whose encoders take the pictures of several prompts, [prompts, pictures, …]."""
+
+_PER_PICTURE = {"pixel_values": 3, "pixel_values_videos": 3, "pixel_attention_mask": 2}
+"""Dimensions of one picture in an argument that has three or more; Qwen's are rows of patches, [patches, depth]."""
+_PER_ITEM = {"image_grid_thw": 1, "video_grid_thw": 1, "image_sizes": 1}
+_NOT_ENCODED = {"second_per_grid_ts", LEVELS}  # of positions, and of other tensors
+
+
+def batches_of(items: Sequence[Item], most_rows: int | None) -> list[list[Item]]:
+    """Divide items into those that one call encodes: of one kind, with the same tensors of shapes that can be joined.
+
+    Pixtral's encoder is given one at a time: it would compute the attention of each picture to all others. `most_rows`:
+    of several items together; None: no matter how many.
+    """
+
+    def key(item: Item) -> tuple[Any, ...]:
+        alone = item.content_hash if "image_sizes" in item.tensors else b""
+        return (item.kind, alone, *((name, tensor.shape[1:]) for name, tensor in _by_picture(item.tensors).items()))
+
+    ordered = sorted(items, key=lambda item: repr(key(item)))
+    groups = [list(group) for _, group in groupby(ordered, key=lambda item: repr(key(item)))]
+    if most_rows is None:
+        return groups
+    batches = list[list[Item]]()
+    for group in groups:
+        room = 0
+        for item in group:
+            if item.num_rows > room:
+                batches.append([])
+                room = max(most_rows, item.num_rows)
+            batches[-1].append(item)
+            room -= item.num_rows
+    return batches
+
+
+def arguments_of(items: Sequence[Item], like: Tensor, is_nested: bool) -> dict[str, Tensor]:
+    """Return the arguments of one call for several items, on the device of `like` and in its dtype.
+
+    `is_nested`: the encoder takes pictures of several prompts, [prompts, pictures, …].
+    """
+    levels = None if like.device.type == "cpu" else shared_levels(items)
+    parts = [_by_picture(item.tensors if levels is not None else with_levels(item.tensors)) for item in items]
+    joined = dict[str, Tensor]()
+    for name in parts[0]:
+        tensor = to_device(np.concatenate([part[name] for part in parts]), like.device)
+        if levels is not None and name in PIXELS:
+            tensor = values_of(tensor, to_device(levels, like.device))
+        tensor = tensor.to(like.dtype) if tensor.is_floating_point() else tensor
+        joined[name] = tensor[None] if is_nested and name in _PER_PICTURE else tensor
+    return joined
+
+
+def layers_of(answer: Any) -> Tensor:
+    """Return the rows [1 + L, R, E] of an encoder's answer: of its output, and of the L layers for DeepStack."""
+    layers = [answer.pooler_output, *(getattr(answer, "deepstack_features", None) or ())]
+    flat = [each if isinstance(each, Tensor) else torch.cat(list(each)) for each in layers]
+    return torch.stack([each.reshape(-1, each.shape[-1]) for each in flat])
+
+
+def _by_picture(tensors: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+    """Return the encoder's arguments with pictures, tiles, patches or grids along the first dimension alone."""
+    found = {}
+    for name, tensor in sorted(tensors.items()):
+        array = np.asarray(tensor)
+        if name in _PER_ITEM:
+            array = array.reshape(-1, array.shape[-1])
+        elif name in _PER_PICTURE and array.ndim >= 3:
+            array = array.reshape(-1, *array.shape[-_PER_PICTURE[name] :])
+        if name not in _NOT_ENCODED:
+            found[name] = array
+    return found

@@ -1,0 +1,1 @@
+"""Recurrent layers, whose states lie in KV pages."""

@@ -1,0 +1,1 @@
+"""How weights are stored: found in a checkpoint, read, cut among ranks, and named by a fingerprint."""

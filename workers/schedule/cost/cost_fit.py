@@ -1,0 +1,277 @@
+"""Learn what steps cost: `StepCostFit` fits the coefficients of `StepCost` to measured steps."""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import combinations
+from math import inf
+
+import numpy as np
+from numpy.typing import NDArray
+
+from crossdock.workers.schedule.cost.cost import StepCost, StepWork
+
+_Floats = NDArray[np.float64]
+
+_BENDS = (4, 8, 16, 32, 64, 128, 256, 512)  # rows: real bends are smooth, so finer ones fit no better
+_SHAPES = ((0, 0), *((bend, sign) for bend in _BENDS for sign in (1, -1)))
+"""What the cost of rows may look like: (bend, 1 if rows are cheaper before it, -1 if they are dearer). First: no bend.
+
+A shape has one more column than a line, whose coefficient is what a row costs in addition beyond the bend, or before
+it. So the fit of each shape is one of non-negative least squares, and no row ever makes a step shorter.
+"""
+
+_SCALE = np.array([1.0, 1e2, 1e5, 1e1, 1e4, 1e2])
+"""The columns differ by nine orders of magnitude; scaled, the normal equations are solvable."""
+
+_CLEARLY = 0.8
+"""Share of the squared error that another shape must leave to be taken: noise alone must not bend a line."""
+
+_OUTLIER = 3.0  # actual / predicted, or the inverse; predictions err by a quarter at the 90th percentile
+_PATIENCE = 8  # outliers in a row that are left out; after so many the device has changed, and they count
+_FIT_EVERY = 16  # steps; so a step that is observed costs 48 us on average, fits included (Zen 5)
+
+
+@dataclass(slots=True)
+class _Sums:
+    """The sums of the normal equations, for every shape at once, and of the seconds of steps that launching bounds."""
+
+    matrix: _Floats = field(default_factory=lambda: np.zeros((len(_SHAPES), 6, 6)))
+    vector: _Floats = field(default_factory=lambda: np.zeros((len(_SHAPES), 6)))
+    square: float = 0.0  # of the seconds, relative to the scale
+    launch: float = 0.0
+    launch_weight: float = 0.0
+
+    def add(self, work: StepWork, seconds: float, scale: float) -> None:
+        """Add a step whose seconds depend on its work. `scale`: seconds that errors are relative to."""
+        rows = _columns(work) / scale
+        self.matrix += rows[:, :, None] * rows[:, None, :]
+        self.vector += rows * (seconds / scale)
+        self.square += (seconds / scale) ** 2
+
+    def add_launch(self, seconds: float, scale: float) -> None:
+        """Add a step that took as long as launching its kernels."""
+        self.launch += seconds / scale**2
+        self.launch_weight += 1 / scale**2
+
+    def forget(self, share: float) -> None:
+        """Let everything so far weigh less."""
+        self.matrix *= share
+        self.vector *= share
+        self.square *= share
+        self.launch *= share
+        self.launch_weight *= share
+
+    def plus(self, other: "_Sums") -> "_Sums":
+        """Return the sums of both."""
+        return _Sums(
+            self.matrix + other.matrix,
+            self.vector + other.vector,
+            self.square + other.square,
+            self.launch + other.launch,
+            self.launch_weight + other.launch_weight,
+        )
+
+    def solve(self, shape: int) -> tuple[StepCost, float]:
+        """Return the cost of that shape which fits best, and its squared error."""
+        matrix, vector = self.matrix[shape], self.vector[shape]
+        found = non_negative_solution(matrix, vector)
+        error = self.square + float(found @ matrix @ found - 2 * vector @ found)
+        least = self.launch / self.launch_weight if self.launch_weight else 0.0
+        return _cost(shape, found / _SCALE, least), max(error, 0.0) + _EXACT * self.square
+
+
+_EXACT = 1e-3  # squared relative error for which no shape is preferred: 3 %, the noise of the best of three steps
+
+
+@dataclass(slots=True)
+class StepCostFit:
+    """Fits a `StepCost` to measured steps.
+
+    The method is least squares over the warm-up sweep and, with exponential forgetting, over the steps since: recursive
+    least squares in its information form, two running sums for each of the shapes that the cost of rows may have.
+
+    Errors are relative to the step's duration, so that a decode of 6 ms weighs as much as a chunk of 600 ms. They are
+    relative to the predicted duration, so that the mean is learnt. Relative to the actual one, slow steps weigh less:
+    predictions are 8 % too short if steps vary by 20 %.
+
+    The sums of the sweep never decay: after a week of decodes alone the replica still knows what a chunk costs.
+    Coefficients cannot be negative: the best feasible solution among all subsets of columns is taken, which is exact
+    for six. A step that takes a multiple of its prediction (a pause, another process) is left out, unless such steps
+    become the rule.
+
+    Whether launching kernels bounds short steps with a chunk is found in the sweep. Later steps count for that bound if
+    it is what predicts them, else for the coefficients.
+    """
+
+    sweep: Sequence[tuple[StepWork, float]]  # (work, seconds) measured at the start; at least one
+    memory: int = 512  # steps after which an observation's weight is 1/e: seconds of decodes, enough to average
+    cost: StepCost = field(init=False)
+    num_rejected: int = 0
+    overrun: float = 1.2  # until steps with chunks are seen: 1.1 to 1.2 was measured live, see benchmarks/RESULTS.md
+    """95th percentile of actual / predicted seconds of recent steps with chunks, outliers apart; at least 1."""
+    _sweep_sums: _Sums = field(init=False)
+    _sums: _Sums = field(default_factory=_Sums)
+    _shape: int = 0  # that is in use
+    _other: int = 0  # that the last fit compared with it
+    _errors: deque[float] = field(init=False)
+    _overruns: deque[float] = field(init=False)
+    _rejected_in_a_row: int = 0
+    _since_fit: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.sweep:
+            raise ValueError("sweep must have at least one measured step")
+        self._errors = deque(maxlen=self.memory)
+        self._overruns = deque(maxlen=self.memory // 4)
+        self._sweep_sums, self._shape = _of_sweep(self.sweep)
+        self._fit()
+
+    def observe(self, work: StepWork, seconds: float) -> float:
+        """Learn from a step that took `seconds`, and return the seconds that were predicted for it."""
+        predicted = self.cost.seconds(work)
+        error = abs(predicted - seconds) / seconds
+        self._errors.append(error)
+        is_outlier = seconds > _OUTLIER * predicted or predicted > _OUTLIER * seconds
+        if is_outlier and self._rejected_in_a_row < _PATIENCE:
+            self._rejected_in_a_row += 1
+            self.num_rejected += 1
+            return predicted
+        if not is_outlier:
+            self._rejected_in_a_row = 0
+        if work.prefill_tokens or work.drafts:
+            self._overruns.append(seconds / predicted)
+        self._sums.forget(1 - 1 / self.memory)
+        scale = min(max(predicted, seconds / _OUTLIER), seconds * _OUTLIER)
+        if predicted > self.cost.device_seconds(work):
+            self._sums.add_launch(seconds, scale)
+        else:
+            self._sums.add(work, seconds, scale)
+        self._since_fit += 1
+        if self._since_fit >= _FIT_EVERY:
+            self._fit()
+        return predicted
+
+    def error(self, quantile: float) -> float:
+        """Return a quantile of |predicted - actual| / actual over the last `memory` steps; 0 before the first."""
+        return float(np.quantile(self._errors, quantile)) if self._errors else 0.0
+
+    def _fit(self) -> None:
+        """Solve for the shape in use and for one other, in turn: all of them would be a pause of 20 ms."""
+        self._since_fit = 0
+        if len(self._overruns) >= _FIT_EVERY:
+            self.overrun = max(float(np.quantile(self._overruns, 0.95)), 1.0)
+        sums, self._other = self._sweep_sums.plus(self._sums), (self._other + 1) % len(_SHAPES)
+        self.cost, error = sums.solve(self._shape)
+        cost, other_error = sums.solve(self._other)
+        if other_error < _CLEARLY * error:
+            self.cost, self._shape = cost, self._other
+
+
+def _of_sweep(sweep: Sequence[tuple[StepWork, float]]) -> tuple[_Sums, int]:
+    """Return the sums of the sweep, and the shape that fits it best.
+
+    The shortest steps with a chunk are those that launching may bound. How many of them it bounds is tried out.
+    """
+    ordered = sorted(sweep, key=lambda step: (step[0].is_decodes_alone, step[1]))
+    num_with_chunk = sum(not work.is_decodes_alone for work, _ in sweep)
+    best, best_error = _split(ordered, 0), inf
+    for num_launched in range(max(num_with_chunk - _LEAST_BEYOND, 0) + 1):
+        sums = _split(ordered, num_launched)
+        cost, _ = sums.solve(0)
+        error = _squared_error(cost, sweep)
+        if num_launched and error >= _CLEARLY * best_error:
+            continue
+        best, best_error = sums, error
+    plain, bounded = _best_shape(_split(ordered, 0), sweep), _best_shape(best, sweep)
+    if bounded[1] < _CLEARLY**2 * plain[1]:
+        return best, bounded[0]
+    return _split(ordered, 0), plain[0]
+
+
+_LEAST_BEYOND = 3  # steps with a chunk that launching does not bound: fewer do not show what a chunk costs
+
+
+def _split(ordered: Sequence[tuple[StepWork, float]], num_launched: int) -> _Sums:
+    """Return the sums of steps of which launching bounds the first `num_launched`."""
+    sums = _Sums()
+    for number, (work, seconds) in enumerate(ordered):
+        if number < num_launched:
+            sums.add_launch(seconds, seconds)
+        else:
+            sums.add(work, seconds, seconds)
+    return sums
+
+
+def _best_shape(sums: _Sums, sweep: Sequence[tuple[StepWork, float]]) -> tuple[int, float]:
+    """Return the shape that fits `sums` best, and the squared error with it over the whole sweep."""
+    solved = [sums.solve(shape) for shape in range(len(_SHAPES))]
+    errors = [error * (1.0 if shape else _CLEARLY) for shape, (_, error) in enumerate(solved)]
+    shape = errors.index(min(errors))
+    return shape, _squared_error(solved[shape][0], sweep)
+
+
+def _squared_error(cost: StepCost, sweep: Sequence[tuple[StepWork, float]]) -> float:
+    """Return the sum of squared relative errors, with `_EXACT` for each step, as in `solve`."""
+    return sum((cost.seconds(work) / seconds - 1) ** 2 + _EXACT for work, seconds in sweep)
+
+
+@cache
+def _shapes() -> tuple[_Floats, _Floats]:
+    """Return the bend of every shape, and its sign; without a bend the sign is 0."""
+    bends, signs = zip(*_SHAPES, strict=True)
+    return np.array(bends, dtype=np.float64), np.array(signs, dtype=np.float64)
+
+
+def _columns(work: StepWork) -> _Floats:
+    """Return the scaled factors of the six coefficients, for every shape."""
+    bends, signs = _shapes()
+    columns = np.empty((len(_SHAPES), 6))
+    columns[:, :5] = (1.0, work.prefill_tokens, work.attended, work.decodes + work.drafts, work.context)
+    before = np.minimum(bends, work.rows)
+    columns[:, 5] = np.where(signs > 0, work.rows - before, before)
+    columns /= _SCALE
+    return columns
+
+
+def _cost(shape: int, found: _Floats, least: float) -> StepCost:
+    """Return the cost with the solution of one shape, whose last coefficient is that of the bend."""
+    bend, sign = _SHAPES[shape]
+    base, per_prefill_token, per_attended, per_decode, per_context, extra = (float(value) for value in found)
+    beyond = extra if sign > 0 else 0.0
+    return StepCost(
+        base=base,
+        per_prefill_token=per_prefill_token + beyond,
+        per_attended=per_attended,
+        per_decode=per_decode + beyond,
+        per_context=per_context,
+        bend_rows=bend if extra else 0.0,
+        per_early_row=-sign * extra if extra else 0.0,
+        least_with_chunk=least,
+    )
+
+
+@cache
+def _subsets(num_columns: int) -> tuple[tuple[int, ...], ...]:
+    return tuple(subset for size in range(num_columns, 0, -1) for subset in combinations(range(num_columns), size))
+
+
+def non_negative_solution(matrix: _Floats, vector: _Floats) -> _Floats:
+    """Return argmin over x >= 0 of x'Mx - 2v'x. One subset of columns has the optimum, with all entries positive."""
+    num_columns = len(vector)
+    ridge = 1e-9 * np.trace(matrix) * np.eye(num_columns)  # a column without data must not make the system singular
+    best, best_value = np.zeros(num_columns), 0.0
+    for subset in _subsets(num_columns):
+        index = list(subset)
+        solution = np.linalg.solve((matrix + ridge)[np.ix_(index, index)], vector[index])
+        if (solution < 0).any():
+            continue
+        full = np.zeros(num_columns)
+        full[index] = solution
+        value = float(full @ matrix @ full - 2 * vector @ full)
+        if value < best_value:
+            best, best_value = full, value
+        if len(index) == num_columns:
+            break  # the unconstrained optimum is feasible
+    return best

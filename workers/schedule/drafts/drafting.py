@@ -1,0 +1,248 @@
+"""How many drafts the next step verifies for each stream: as many as its predicted seconds pay for. Pure."""
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
+from math import inf
+from typing import NamedTuple, Protocol
+
+from crossdock.workers.schedule.cost.cost import StepCost, StepWork
+from crossdock.workers.schedule.drafts.acceptance import Acceptance
+from crossdock.workers.schedule.drafts.speculative_config import SpeculativeConfig
+
+
+class Stream(NamedTuple):
+    """One stream, as the policy sees it."""
+
+    id: str
+    context: int  # tokens before its newest token
+    most: int  # drafts that it can use at most: max_tokens, max_model_len, num_speculative_tokens
+    forced: int = 0  # the first drafts, which its grammar dictates: they are certain to be accepted
+    again: int | None = None  # tokens that this step computes again; None: rejected drafts have nothing computed again
+
+
+class DraftSource(Protocol):
+    """Answers what the policy asks of a drafter before it drafts."""
+
+    def seconds(self, num_streams: int, num_tokens: int) -> float:
+        """Return the predicted seconds to draft for `num_streams`, the longest draft having `num_tokens`.
+
+        Forced drafts do not count.
+        """
+
+    def forced(self, request_ids: Sequence[str]) -> Mapping[str, int]:
+        """Return how many tokens the grammar of each request dictates next; requests without any are left out."""
+
+    def match_length(self, request_id: str) -> int:
+        """Return how many of the request's last tokens support its drafts after forced ones; 0: there will be none."""
+
+
+class FreeDrafts:
+    """A source that costs nothing and supports all drafts alike."""
+
+    def seconds(self, num_streams: int, num_tokens: int) -> float:
+        """Return 0."""
+        return 0.0
+
+    def forced(self, request_ids: Sequence[str]) -> Mapping[str, int]:
+        """Return none: there are no grammars."""
+        return {}
+
+    def match_length(self, request_id: str) -> int:
+        """Return 1."""
+        return 1
+
+
+class _Chain(NamedTuple):
+    """The drafts of one stream, each worth the probability that it and all before it are accepted."""
+
+    id: str  # of the stream
+    context: int  # tokens before the stream's newest one
+    forced: int  # drafts
+    most: int  # drafts
+    match: int  # tokens that support the first draft that is not forced
+    first: float  # probability that this one is accepted
+    factor: float  # by which the stream's own drafts differ from those of others
+    row_seconds: float  # of each of its rows, beyond the bend
+    again: int | None  # see `Stream`
+
+    def rows_again(self, length: int, before: float, worth: float) -> float:
+        """Return how many rows the draft after `length` others adds to the stream's next step, as a mean.
+
+        If this is the first one to be rejected, that step computes the token before the drafts, the `length` ones, and
+        all that this step computes again. `before`: probability that the others are accepted; `worth`: with this one.
+        """
+        return 0.0 if self.again is None else (before - worth) * (self.again + 1 + length)
+
+
+class _Choice(NamedTuple):
+    """Drafts for one step."""
+
+    rate: float  # expected tokens per second
+    lengths: dict[str, int]  # of drafts, by stream
+    row_seconds: float  # that one draft adds to the step, as a mean
+
+
+@dataclass(slots=True)
+class DraftPolicy:
+    """Decides the number of drafts of each stream, and learns from what was accepted.
+
+    A draft is worth the probability that it is accepted, which includes all drafts before it. It costs the seconds by
+    which one more row lengthens the step, and the drafter's own. Where layers are recurrent, it costs the rows too that
+    the next step computes again if it is rejected. Drafts are added in the order of their worth for their seconds, and
+    the step gets as many as give the most expected tokens per second over all streams.
+    """
+
+    config: SpeculativeConfig
+    source: DraftSource = field(default_factory=FreeDrafts)  # the engine sets its drafter here
+    drafted: int = 0  # tokens, in all
+    accepted: int = 0
+    forced: int = 0  # of the drafted tokens
+    wasted_s: float = 0.0  # predicted seconds of the rows of rejected drafts, and of tokens computed again
+    _acceptance: Acceptance = field(default_factory=Acceptance)
+    _is_free: bool = True  # the source takes no time
+    _row_seconds: float = 0.0  # that one draft added to the last step, as a mean
+    _forced: dict[str, int] = field(default_factory=dict)  # drafts of the newest step, by request
+
+    @property
+    def acceptance(self) -> float:
+        """Return the share of recent drafts that were accepted, without forced ones; 0 before the first."""
+        return self._acceptance.share
+
+    def paused(self, cost: StepCost | None) -> Collection[str]:
+        """Return the requests that `lengths` will not look at in the next step, but for forced drafts."""
+        return self._acceptance.paused_next() if cost is not None and self.config.adaptive else ()
+
+    def lengths(
+        self, streams: Sequence[Stream], work: StepWork, cost: StepCost | None, within: float = inf
+    ) -> dict[str, int]:
+        """Return how many tokens to draft for each stream; streams without drafts are left out.
+
+        `work`: the decodes of the step without drafts. The step may take `within` seconds. Without `cost`, and with
+        `adaptive` off, every stream drafts as many tokens as it may.
+        """
+        self._acceptance.begin_step()
+        self._note_forced(streams)
+        if cost is None or not self.config.adaptive:
+            most = self.config.num_speculative_tokens
+            self._row_seconds = cost.per_decode if cost is not None else 0.0
+            return {stream.id: min(stream.most, most) for stream in streams if stream.most > 0}
+        seconds = cost.seconds(work)
+        if seconds <= 0 or seconds >= within:
+            return {}
+        row_seconds = cost.per_decode + min(cost.per_early_row if work.rows < cost.bend_rows else 0.0, 0.0)
+        # Below the least time of a step with a chunk, which one with drafts has too, a second draft costs nothing.
+        needed = 0.0 if seconds < cost.least_with_chunk else work.decodes / seconds * max(row_seconds, 0.0)
+        if any(stream.again is not None for stream in streams):
+            needed *= 2 / (1 + needed)  # if the first draft is rejected, the token before it takes a row again
+        chains = self._chains(streams, needed, cost)
+        if not chains:
+            return {}
+        most = self.config.num_speculative_tokens
+        # Where each position of a draft costs the drafter seconds for all streams, a second stream's first draft may be
+        # worth more than a third draft of the first one: the best of each longest length is compared.
+        self._is_free = self.source.seconds(1, 1) <= 0
+        caps = (most,) if self._is_free else range(1, most + 1)
+        best = max([self._best(chains, work, cost, within, cap) for cap in caps], key=lambda choice: choice.rate)
+        self._row_seconds = best.row_seconds
+        return best.lengths
+
+    def observe(self, request_id: str, num_drafted: int, num_accepted: int, num_again: int = 0) -> None:
+        """Learn from the drafts of one request in a step that has ended. Forced ones teach nothing.
+
+        `num_again`: tokens that its next step computes again.
+        """
+        forced = min(self._forced.get(request_id, 0), num_drafted)
+        self.drafted += num_drafted
+        self.accepted += num_accepted
+        self.forced += forced
+        self.wasted_s += (num_drafted - num_accepted + num_again) * self._row_seconds
+        if forced <= num_accepted and forced < num_drafted:
+            self._acceptance.observe(request_id, num_drafted - forced, num_accepted - forced)
+
+    def forget(self, request_id: str) -> None:
+        """Drop what is known of one request."""
+        self._acceptance.forget(request_id)
+        self._forced.pop(request_id, None)
+
+    def _note_forced(self, streams: Sequence[Stream]) -> None:
+        """Remember for `observe` how many drafts of each stream are forced."""
+        if self._forced:
+            for stream in streams:
+                self._forced.pop(stream.id, None)
+        self._forced |= {stream.id: stream.forced for stream in streams if stream.forced}
+
+    def _chains(self, streams: Sequence[Stream], needed: float, cost: StepCost) -> list[_Chain]:
+        """Return the streams with drafts to choose from: forced ones, and those of a drafter if the first of them is
+        accepted with probability `needed`, at which a draft pays."""
+        if needed >= 1:
+            return []
+        acceptance, match_length, chains = self._acceptance, self.source.match_length, list[_Chain]()
+        shortest = acceptance.shortest_match(needed)
+        for stream in streams:
+            most, match, first = min(stream.forced, stream.most), 0, 0.0
+            if stream.most > most and not acceptance.is_paused(stream.id):
+                match = match_length(stream.id)
+                first = acceptance.probability_if_worth(stream.id, match, needed, shortest)
+                most = stream.most if first else most
+            if most > 0:
+                row_seconds = cost.per_decode + cost.per_attended * stream.context
+                factor = acceptance.factor(stream.id)
+                accepted = first, factor, row_seconds, stream.again
+                chains.append(_Chain(stream.id, stream.context, stream.forced, most, match, *accepted))
+        return chains
+
+    def _best(self, chains: Sequence[_Chain], work: StepWork, cost: StepCost, within: float, cap: int) -> _Choice:
+        """Add drafts in the order of their worth for their seconds; return the best beginning of that order.
+
+        No draft has more than `cap` tokens beside forced ones.
+        """
+        alone = seconds = cost.seconds(work)
+        device, rows, least = cost.device_seconds(work), work.rows, cost.least_with_chunk
+        tokens, order, row_seconds = float(work.decodes), list[int](), self._row_seconds
+        best_rate, best_size = tokens / seconds, 0
+        num_streams = longest = 0
+        later = 0.0  # seconds of the next steps in which tokens are computed again
+        lengths, worths = [0] * len(chains), [1.0 if chain.forced else chain.first for chain in chains]
+        reached = [1.0] * len(chains)  # probability that all drafts so far are accepted
+
+        def density(number: int) -> float:
+            """Return what the next draft of a chain is worth for each second that it takes."""
+            chain, worth = chains[number], worths[number]
+            num_rows = 1 + chain.rows_again(lengths[number], reached[number], worth)
+            return worth / (num_rows * chain.row_seconds or 1e-12)
+
+        heap = [(-density(number), number) for number in range(len(chains))]
+        heapify(heap)
+        while heap:
+            _, number = heappop(heap)
+            chain, length = chains[number], lengths[number]
+            is_dear = worths[number] <= best_rate * chain.row_seconds
+            if is_dear and rows >= cost.bend_rows and device >= least:
+                continue  # this draft and all after it cost more than they are worth
+            row = cost.draft_seconds(rows, chain.context + length)
+            device_with = device + row
+            longer = max(device_with, least)
+            num_with, longest_with = num_streams + (length == chain.forced), max(longest, length + 1 - chain.forced)
+            if not self._is_free:
+                longer += self.source.seconds(num_with, longest_with)
+            if longer > within:
+                continue
+            device, seconds, rows, num_streams, longest = device_with, longer, rows + 1, num_with, longest_with
+            tokens += worths[number]
+            later += row * chain.rows_again(length, reached[number], worths[number])
+            order.append(number)
+            if tokens / (seconds + later) > best_rate:
+                best_rate, best_size = tokens / (seconds + later), len(order)
+                row_seconds = (seconds - alone) / best_size
+            lengths[number], reached[number] = length + 1, worths[number]
+            length += 1
+            if length == chain.forced:
+                worths[number] = chain.first
+            elif length > chain.forced:
+                worths[number] *= self._acceptance.after(chain.match + length - chain.forced, chain.factor)
+            if length < min(chain.most, chain.forced + cap):
+                heappush(heap, (-density(number), number))
+        counts = Counter(order[:best_size])
+        return _Choice(best_rate, {chains[number].id: count for number, count in counts.items()}, row_seconds)

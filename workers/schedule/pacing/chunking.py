@@ -1,0 +1,230 @@
+"""How many prompt tokens one step computes. Pure functions of data: a policy is changed here."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import NamedTuple
+
+from crossdock.workers.schedule.cost.cost import NO_WORK, StepCost, StepWork
+from crossdock.workers.schedule.pacing.pace import LONGEST_GAP
+
+SLACK_SHARE = 0.9
+"""Share of the tightest stream's slack that a step may fill. The rest is for sending the token to the client.
+
+How far steps overrun their prediction is a factor of its own, `overrun`. The longest gap of interactive streams, with
+0.8, 0.9 and 1.0: 50.0, 56.2 and 62.5 ms (`crossdock simulate --pools mixed=4xh100-8b --request-rate 50`, 2026-11-22).
+On a real machine: `python benchmarks/adaptive.py --settings adaptive`; a share of 0.85 without `overrun` had p99 gaps
+of 66.9, 81.9 and 59.4 ms in its three mixes, this has 52.1, 57.7 and 57.9 ms (benchmarks/RESULTS.md).
+"""
+
+FREE_SHARE = 0.1
+"""Share of a step's seconds by which a chunk may lengthen the step and still count as free.
+
+Where a step must have a chunk, and before the bend of `StepCost`, more tokens cost next to nothing: the smallest chunk
+is then as large as this share allows. Where the cost of rows is a line, that adds less than a page.
+"""
+
+MAX_OVERRUN = 2.0
+"""Largest `overrun` that is accounted for: the factor by which steps may exceed their prediction and be in time.
+
+Beyond that, chunks would shrink to nothing on a machine that cannot be predicted. With 1, 2 and 4, the longest gap is
+333, 130 and 136 ms, and the standard p99 TTFT 668, 753 and 821 ms
+(`crossdock simulate --pools mixed=4xh100-8b --request-rate 50 --noise 0.6`, 2026-11-22).
+"""
+
+LEAST_SHARE = 0.02
+"""Share of the time that a prediction assumes for prompts where streams leave less.
+
+Only a bound: it keeps predicted times finite, at 50 times the work ahead, although streams end at some time. 0.005 and
+0.1 give the same results (`crossdock simulate --pools mixed=1xl4-8b --request-rate 3`, 2026-11-22).
+"""
+
+_NO_PRIORITY = 1 << 30  # less urgent than every class
+
+
+@dataclass(slots=True)
+class ChunkBudget:
+    """The chunks of a step: the tokens that are left for them, and the predicted seconds that the step may take.
+
+    Part of it, the lane, is reserved for short prompts.
+    """
+
+    tokens: int
+    seconds: float = inf  # of the whole step
+    floor: int = 0  # tokens to compute even if the step then takes longer
+    floor_priority: int = _NO_PRIORITY  # the floor is for prompts of this priority and more urgent ones
+    cost: StepCost | None = None
+    reason: str = "token budget"  # why the budget is not larger
+    work: StepWork = NO_WORK  # of the step so far
+    lent_to: str = ""  # request id: the prompt whose deadline is near
+    lent_seconds: float = 0.0  # of the whole step if it has a chunk of that prompt
+    lane_tokens: int = 0  # part of `tokens` that long prompts may not take
+    lane_seconds: float = 0.0  # part of `seconds` that long prompts may not take
+
+    @property
+    def is_spent(self) -> bool:
+        """Return whether no prompt can get a chunk any more."""
+        if self.tokens <= 0 or self.cost is None:
+            return self.tokens <= 0
+        return self.floor <= 0 and self.cost.seconds(self.work) >= self.seconds
+
+    def reserve_lane(self, share: float, short_tokens: int) -> None:
+        """Reserve up to `share` of the budget for short prompts, of which `short_tokens` tokens are left to compute.
+
+        So they start in this step even if a long prompt goes before them.
+        """
+        within, spare = self.tokens, 0.0
+        if self.cost is not None and self.seconds < inf:
+            within = min(self.cost.tokens_within(self.seconds, 0, self.work), within)
+            spare = max(self.seconds - max(self.cost.seconds(self.work), self.cost.least_with_chunk), 0.0)
+        share = min(share, short_tokens / max(within, 1))
+        self.lane_tokens, self.lane_seconds = int(self.tokens * share), spare * share
+
+    def release_lane(self) -> None:
+        """Let long prompts use what short ones have left of the lane."""
+        self.lane_tokens, self.lane_seconds = 0, 0.0
+
+    def chunk(self, prompt: "Candidate", threshold: int, page_size: int) -> int:
+        """Return how many tokens of a prompt to compute now."""
+        tokens, seconds = self.tokens, self.seconds
+        floor = self.floor if prompt.has_floor and prompt.priority <= self.floor_priority else 0
+        if prompt.is_long and self.lane_tokens:  # deep in its context, a floor chunk would take the time of the lane
+            tokens, seconds, floor = tokens - self.lane_tokens, seconds - self.lane_seconds, 0
+        if self.lent_to and prompt.id == self.lent_to:
+            seconds = max(seconds, self.lent_seconds)
+        seconds -= prompt.encoder_seconds
+        floor = max(floor, prompt.least) if floor else 0
+        threshold = max(threshold, prompt.least) if threshold else 0
+        if self.cost is not None and self.seconds < inf:
+            now = self.cost.seconds(self.work)
+            within = self.cost.tokens_within(now + (seconds - now) / prompt.factor, prompt.start, self.work)
+            if within < tokens and floor:
+                within = max(within, free_tokens(self.cost, self.work, prompt.start, floor))
+            tokens = min(tokens, within)
+        size = 1 if prompt.least else page_size  # the caller then knows where a chunk may end
+        return chunk_tokens(prompt.start, prompt.end, tokens, threshold, size)
+
+    def take(self, prompt: "Candidate", num_tokens: int) -> None:
+        """Add a chunk of `num_tokens` of a prompt to the step."""
+        self.tokens -= num_tokens
+        self.floor = max(self.floor - num_tokens, 0)
+        self.seconds -= prompt.encoder_seconds
+        self.lent_seconds -= prompt.encoder_seconds
+        before, self.work = self.work, self.work.plus_chunk(prompt.start, num_tokens)
+        seconds = 0.0
+        if self.cost is not None:
+            seconds = prompt.factor * (self.cost.seconds(self.work) - self.cost.seconds(before))
+            self.seconds -= (1 - 1 / prompt.factor) * seconds  # `work` does not show that such a chunk takes longer
+        if not prompt.is_long:
+            self.lane_tokens = max(self.lane_tokens - num_tokens, 0)
+            self.lane_seconds = max(self.lane_seconds - seconds, 0.0)
+
+
+class Candidate(NamedTuple):
+    """The rest of a prompt, `[start, end)`, as `ChunkBudget` sees it."""
+
+    start: int
+    end: int
+    priority: int = 0
+    is_long: bool = False  # the prompt may not use the lane
+    factor: float = 1.0  # how many times as long as usual its chunks take
+    id: str = ""
+    encoder_seconds: float = 0.0  # that the step takes for pictures in the chunk, beside what `StepCost` says
+    has_floor: bool = True  # the chunk may use the budget's floor; False: only what time is left
+    least: int = 0  # tokens of the shortest chunk, where chunks do not just end on page boundaries
+
+
+def free_tokens(cost: StepCost, work: StepWork, start: int, floor: int) -> int:
+    """Return the tokens of the largest chunk that takes hardly longer than one of `floor` tokens, `floor` at least.
+
+    `work`: of the step without the chunk. `start`: tokens before the chunk.
+    """
+    least = cost.seconds(work.plus_chunk(start, floor))
+    return max(cost.tokens_within((1 + FREE_SHARE) * least, start, work), floor)
+
+
+def chunk_tokens(start: int, end: int, budget: int, threshold: int, page_size: int) -> int:
+    """Return how many tokens to compute now of those in `[start, end)`; 0: none in this step.
+
+    At most `budget`, and at most `threshold` unless that is 0. Every chunk but the last ends on a page boundary, so
+    that a finished chunk leaves only full pages, which can be shared and shipped.
+    """
+    stop = min(end, start + budget, start + threshold if threshold else end)
+    if stop < end:
+        stop -= stop % page_size
+    return max(stop - start, 0)
+
+
+def fixed_chunk_budget(max_num_batched_tokens: int, num_decodes: int) -> ChunkBudget:
+    """Return vLLM's budget: the tokens that decodes leave of a fixed number."""
+    return ChunkBudget(max_num_batched_tokens - num_decodes)
+
+
+def adaptive_chunk_budget(
+    max_num_batched_tokens: int,
+    floor: int,
+    contexts: Sequence[int],
+    slack: float,
+    idle_seconds: float,
+    cost: StepCost,
+    floor_priority: int = _NO_PRIORITY,
+    overrun: float = 1.0,
+) -> ChunkBudget:
+    """Return the budget that lets the step end within `slack` and within `idle_seconds`.
+
+    Args:
+        max_num_batched_tokens: ceiling of tokens in the step.
+        floor: tokens to compute for prompts of `floor_priority` or more urgent ones, however little time is left.
+            Less urgent prompts get only what time is left, so that they make no stream late.
+        contexts: tokens of each decode in the step.
+        slack: seconds until the first stream must have its token; infinite if no stream runs or arrives.
+        idle_seconds: longest step. A request that arrives meanwhile waits for the end of the step.
+        cost: what steps take.
+        overrun: factor by which some steps take longer than predicted, and must still be in time.
+    """
+    tokens = max_num_batched_tokens - len(contexts)
+    seconds = longest_step(slack, overrun)
+    if seconds < idle_seconds:
+        reason = f"slack of {slack * 1e3:.0f} ms, {len(contexts)} decodes"
+    else:
+        seconds, reason = idle_seconds, f"idle step of {idle_seconds * 1e3:.0f} ms"
+    work = StepWork(decodes=len(contexts), context=sum(contexts))
+    return ChunkBudget(tokens, seconds, min(floor, tokens), floor_priority, cost, reason, work)
+
+
+def longest_step(slack: float, overrun: float) -> float:
+    """Return the predicted seconds that a step may take, so that it ends within `slack` seconds.
+
+    `overrun`: factor by which some steps take longer than predicted, and must still be in time.
+    """
+    return slack * SLACK_SHARE / min(overrun, MAX_OVERRUN)
+
+
+def share_of_prompts(
+    cost: StepCost, streams: StepWork, tpot: float, overrun: float, floor: int, page_size: int
+) -> float:
+    """Return the share of a prompt's pace on an idle replica in steps of `adaptive_chunk_budget`, while streams run.
+
+    Args:
+        cost: what steps take.
+        streams: the decodes of one step. They are as early as `LONGEST_GAP` allows.
+        tpot: promised seconds per token of the tightest stream.
+        overrun: as in `adaptive_chunk_budget`.
+        floor: tokens that are computed however little time is left; 0: only if there is time.
+        page_size: tokens of the smallest possible chunk.
+    """
+    tokens = cost.chunk_within(longest_step(LONGEST_GAP * tpot, overrun), 0, streams)
+    if floor:
+        tokens = max(tokens, free_tokens(cost, streams, 0, floor))
+    return share_of_chunk(cost, streams, tokens) if tokens >= page_size else 0.0
+
+
+def share_of_chunk(cost: StepCost, streams: StepWork, tokens: float) -> float:
+    """Return the share of a prompt's pace on an idle replica if each step of `streams` has a chunk of `tokens`.
+
+    On an idle replica, chunks are so large that a token takes what it takes beyond the bend of the cost.
+    """
+    alone, seconds = cost.chunk_seconds(0, tokens), cost.seconds(streams.plus_chunk(0, tokens))
+    if not alone:  # tokens are free: what counts is the time of the streams
+        return 1 - cost.seconds(streams) / seconds if seconds else 1.0
+    return min(alone / seconds, 1.0)

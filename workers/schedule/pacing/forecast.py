@@ -1,0 +1,144 @@
+"""Predict seconds: of a prompt's rest, of the share of time that prompts get beside streams, of the first token."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from crossdock.workers.schedule.cost.cost import StepCost, StepWork
+from crossdock.workers.schedule.order import is_starving
+from crossdock.workers.schedule.pacing.chunking import LEAST_SHARE, share_of_chunk, share_of_prompts
+from crossdock.workers.schedule.pictures.encoding import Encoding
+from crossdock.workers.schedule.request import Leg, Request
+from crossdock.workers.schedule.table import RequestTable
+
+
+def predicted_ttft(
+    own_seconds: float,
+    urgency: tuple[int, int],
+    backlog: Iterable[tuple[tuple[int, int], float]],
+    prefill_share: float,
+) -> float:
+    """Return the seconds until the first token of a prompt that takes `own_seconds` alone.
+
+    All more urgent prompts go before it. Those of its own urgency share with it, so each delays it by at most its own
+    length, as under processor sharing.
+
+    Args:
+        urgency: of its class and in its class, as `Request.urgency`.
+        backlog: (urgency, seconds) of every unfinished prompt.
+        prefill_share: share of the time that running streams leave for prompts.
+    """
+    ahead = sum(
+        seconds if other < urgency else min(seconds, own_seconds) for other, seconds in backlog if other <= urgency
+    )
+    return (ahead + own_seconds) / max(prefill_share, LEAST_SHARE)
+
+
+@dataclass(slots=True)
+class Forecast:
+    """Predictions for the requests of one replica, from what its steps cost."""
+
+    table: RequestTable
+    cost: StepCost | None = None  # without a cost nothing is predicted: chunks are fixed and no request is refused
+    overrun: float = 1.0  # factor by which some steps take longer than predicted, see `StepCostFit.overrun`
+    depth: int = 1  # steps in flight, the number of pipeline stages
+    interval_share: float = 1.0  # interval of steps / seconds of one, see `IntervalShare`; 1 where `depth` is 1
+    encoding: Encoding | None = None  # None: no request has items
+    scored_factor: float = 1.0  # how many times as long a chunk takes that needs log-probabilities of its tokens
+    _queue: list[Request] = field(default_factory=list)  # the waiting requests at the last look
+    _seconds: list[float] = field(default_factory=list)  # of their prompts
+    _looked: tuple[StepCost | None, float, float] = (None, 0.0, 0.0)  # cost, interval share and step time at that look
+
+    @property
+    def overrun_when_full(self) -> float:
+        """Return the factor by which some steps take longer than predicted while the pipeline is full.
+
+        A step then ends after as many intervals as there are steps in flight, which is more than its latency where the
+        stages are not alike.
+        """
+        return self.overrun * max(self.depth * self.interval_share, 1.0)
+
+    def ttft(self, request: Request) -> tuple[float, float]:
+        """Return the seconds until a new request's first token, now and on an idle replica; (0, 0) without a cost."""
+        own, drain = self.prefill_seconds(request), self._drain_seconds(request)
+        ttft = predicted_ttft(own, request.urgency, self._backlog(), self.prefill_share(request.priority))
+        return ttft + drain, own + drain
+
+    def _backlog(self) -> list[tuple[tuple[int, int], float]]:
+        """Return (urgency, seconds) of every unfinished prompt. One that starves goes before all that do not.
+
+        Between two steps prompts only arrive, at times by the thousand: seconds of those before are computed once.
+        """
+        waiting, now = self.table.waiting, (self.cost, self.interval_share, self.table.now)
+        if now != self._looked or waiting[: len(self._queue)] != self._queue:
+            self._queue, self._seconds, self._looked = [], [], now
+        arrived = waiting[len(self._queue) :]
+        self._queue += arrived
+        self._seconds += [self.prefill_seconds(other) for other in arrived]
+        queued = zip(waiting, self._seconds, strict=True)
+        running = (other for other in self.table.running if not other.is_decoding)
+        return [
+            *((self._turn(other), seconds) for other, seconds in queued if other.leg is not Leg.RECEIVE),
+            *((self._turn(other), self.prefill_seconds(other)) for other in running),
+        ]
+
+    def factor(self, request: Request) -> float:
+        """Return how many times as long as others of its length a chunk of the prompt takes."""
+        return self.scored_factor if request.sampling.prompt_logprobs is not None else 1.0
+
+    def _turn(self, request: Request) -> tuple[int, int]:
+        return (-1, 0) if is_starving(request, self.table.now, self.table.config.starvation_s) else request.urgency
+
+    def prefill_seconds(self, request: Request) -> float:
+        """Return the seconds of this replica's time that the rest of a request's prompt takes; 0 without a cost.
+
+        Another prompt waits for so long. In a pipeline its steps follow each other before the first has ended.
+        """
+        if self.cost is None:
+            return 0.0
+        encoder_seconds = self.encoding.seconds_left(request) if self.encoding is not None else 0.0
+        seconds = self.factor(request) * self.cost.prefill_seconds(*self._rest(request)) + encoder_seconds
+        return self.interval_share * seconds
+
+    def seconds_alone(self, request: Request) -> float:
+        """Return the seconds until the rest of a request's prompt is computed on an idle replica; 0 without a cost."""
+        return self.prefill_seconds(request) + self._drain_seconds(request)
+
+    def _drain_seconds(self, request: Request) -> float:
+        """Return the seconds from when another step could end after a prompt's last one to when the last one ends."""
+        if self.cost is None or self.interval_share >= 1:
+            return 0.0
+        return (1 - self.interval_share) * self.cost.last_step_seconds(*self._rest(request))
+
+    def _rest(self, request: Request) -> tuple[int, int, int]:
+        """Return first and last position of the uncached tokens of a request, and the tokens of a step at most."""
+        end = request.num_tokens
+        return end - request.num_uncached_tokens, end, self.table.config.max_num_batched_tokens
+
+    def prefill_share(self, priority: int) -> float:
+        """Return the share of the time that goes into prompts of a class, beside the streams that run or arrive."""
+        streams, arriving = [each for each in self.table.running if each.is_decoding], self.table.arriving()
+        cost, config = self.cost, self.table.config
+        if cost is None or not (streams or arriving):
+            return 1.0
+        num_streams = (len(streams) + len(arriving)) / self.depth  # in a step: each has its share of the streams
+        context = sum(stream.num_tokens for stream in streams) / self.depth
+        work = StepWork(decodes=num_streams, context=context)
+        if config.chunk_policy == "fixed":
+            return share_of_chunk(cost, work, config.max_num_batched_tokens - num_streams)
+        priorities = [each.priority for each in (*streams, *arriving)]
+        return share_of_prompts(
+            cost,
+            work,
+            min(config.slo_classes[each].tpot_s for each in priorities),
+            self.overrun_when_full,
+            config.chunk_floor if priority <= min(priorities) else 0,
+            self.table.pages.page_size,
+        )
+
+    def second_token_due(self, request: Request, now: float) -> float:
+        """Return when the second token is due of a request whose prompt another replica computes.
+
+        The other replica is assumed to compute the rest alone and as fast as this one. A step that ends by then does
+        not delay the request.
+        """
+        return now + self.seconds_alone(request) + self.table.tpot_s(request)

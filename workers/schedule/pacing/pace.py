@@ -1,0 +1,80 @@
+"""When each stream's next token is due, and which streams may skip a step. Pure functions of data."""
+
+from collections.abc import Sequence
+from math import inf
+
+from crossdock.workers.schedule.cost.cost import StepCost
+from crossdock.workers.schedule.request import Request
+
+LONGEST_GAP = 1.25
+"""Longest planned gap between two tokens of a stream, as a multiple of its class's `tpot_s`.
+
+A stream that is early keeps at most the excess, a quarter of `tpot_s`, for a chunk to use. The longest gap of
+interactive streams, with 1, 1.25, 1.5 and 2: 45.0, 56.2, 67.5 and 90.0 ms, of promised 50 ms
+(`crossdock simulate --pools mixed=4xh100-8b --request-rate 50`, 2026-11-22). With 1, chunks get nothing of a lead.
+"""
+
+MOST_LENT = 1.0
+"""Longest delay of one token, as a multiple of its class's `tpot_s`, that a stream lends to a prompt whose deadline is
+near. The stream lends only what it is ahead of its class's mean, so it keeps its time per token all the same."""
+
+_ROUNDING = 0.99  # share of tpot_s: `advance` adds step times one by one, whose float sums differ in the last digits
+_NO_END = 1 << 40
+
+
+def next_due(due: float, now: float, tpot: float) -> float:
+    """Return when the token after the one made at `now` is due. `due`: when that one was; `tpot`: promised seconds.
+
+    A stream that is early keeps the lead, as far as `LONGEST_GAP` allows. A stream that is late starts again from
+    `now`: after one stall it must not hold chunks at their floor until it has caught up.
+    """
+    kept, latest = (due if due > now else now) + tpot, now + LONGEST_GAP * tpot
+    return kept if kept < latest else latest
+
+
+def lent_due(stream: Request, tpot: float) -> float:
+    """Return when a stream's next token is due if the stream lends what it is ahead of a token every `tpot` seconds."""
+    if stream.paced_from is None:
+        return stream.due
+    mean_due = stream.paced_from + tpot * (stream.num_output_tokens + 1)
+    return max(stream.due, min(mean_due, stream.due + MOST_LENT * tpot))
+
+
+def skip_decodes(streams: Sequence[Request], now: float, cost: StepCost) -> set[str]:
+    """Return the ids of streams to leave out of this step, so that those of more urgent classes are in time.
+
+    Only streams of a less urgent class than the tightest one are left out: the least urgent class first, in it the one
+    that is due last. A stream is left out only if it is still in time after one more such step. So a late stream is in
+    the most urgent class, or no stream was left that could wait.
+    """
+    skipped: set[str] = set()
+    earliest: dict[int, float] = {}  # earliest deadline, by priority
+    for stream in streams:
+        earliest[stream.priority] = min(stream.due, earliest.get(stream.priority, inf))
+    if len(earliest) < 2:  # no stream is more urgent than another
+        return skipped
+    num_left, context = len(streams), sum([stream.num_tokens for stream in streams])
+    seconds = cost.decode_step_seconds(num_left, context)
+    if now + seconds <= min(earliest.values()):  # no stream would be late
+        return skipped
+    for stream in sorted(streams, key=lambda stream: (-stream.priority, -stream.due, stream.id)):
+        more_urgent = min((due for priority, due in earliest.items() if priority < stream.priority), default=inf)
+        if now + seconds <= more_urgent or stream.due <= now + 2 * seconds:  # 2: this step without it, the next with it
+            continue
+        skipped.add(stream.id)
+        num_left, context = num_left - 1, context - stream.num_tokens
+        seconds = cost.decode_step_seconds(num_left, context)
+    return skipped
+
+
+def steps_without_skips(contexts: Sequence[int], tpot: float, cost: StepCost) -> int:
+    """Return for how many equal steps `skip_decodes` leaves out no stream, given that it leaves out none in the first.
+
+    A stream that made a token is due `tpot` later at the earliest, so no stream is late while a step takes less.
+    `contexts`: tokens of each stream.
+    """
+    slack = _ROUNDING * tpot - cost.decode_step_seconds(len(contexts), sum(contexts))
+    per_step = cost.per_context * len(contexts)
+    if slack < 0:
+        return 1
+    return 1 + int(slack / per_step) if per_step else _NO_END

@@ -1,0 +1,349 @@
+"""Which pictures a step encodes, and whose embeddings stay in memory. Pure: the embeddings are on the device.
+
+A picture is encoded in the step of the first chunk that reads it, and never before. Its embeddings stay as long as a
+request is inside the picture. After that they go when the room is needed, the least recently used first. Only a more
+urgent request takes the room of a picture that others are inside: what they still need of it is encoded again.
+
+Rows that another replica sends are copied in place of encoding, see arriving_rows.py.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import inf
+from typing import NamedTuple
+
+from crossdock.workers.schedule.pictures.arriving_rows import ArrivingRows, LandedItem
+from crossdock.workers.schedule.pictures.encoder_cost import EncoderCost
+from crossdock.workers.schedule.pictures.items import Item, items_in
+from crossdock.workers.schedule.pictures.whole_items import most_tokens
+from crossdock.workers.schedule.request import InvalidField, Request, Status
+
+LONGEST_SHIPPING_STEP_S = 0.02
+"""Seconds that several items of a step may take together on a replica whose rows another one waits for.
+
+Rows leave when their step ends. The other replica computes their chunks while the next item is encoded, instead of
+after all. A shorter time would divide batches of items that a GPU encodes faster together.
+"""
+
+
+class EncoderWork(NamedTuple):
+    """Lists the work of a step before its forward pass: forget embeddings, copy rows, encode items in one batch."""
+
+    evicted: Sequence[bytes] = ()  # content hashes
+    items: Sequence[Item] = ()
+    landed: Sequence[LandedItem] = ()  # rows that another replica has sent
+
+
+NO_ENCODER_WORK = EncoderWork()
+ON_THEIR_WAY = "encoder: an item's embeddings are on their way"
+
+
+class ItemFailure(NamedTuple):
+    """Why an item has no embeddings."""
+
+    reason: str
+    is_passing: bool  # such as memory that was short: the same item may be encoded another time
+
+
+class ItemChunk(NamedTuple):
+    """A chunk of a prompt with items, and the items to encode for it."""
+
+    num_tokens: int
+    items: Sequence[Item] = ()
+    seconds: float = 0.0  # of these items
+    limit: str = ""  # why the chunk is not longer, if an item is the reason
+
+
+@dataclass(slots=True)
+class EncoderTotals:
+    """Counts since the start."""
+
+    num_encoded: int = 0  # items
+    num_rows: int = 0  # of these
+    num_hits: int = 0  # items that a request read from the cache when it reached them
+    num_evicted: int = 0
+    num_copied: int = 0  # items whose embeddings another replica has sent
+    num_copied_rows: int = 0  # of these
+
+
+@dataclass(slots=True)
+class Encoding:
+    """Plans the encoder's work for the chunks of each step.
+
+    `capacity`: rows of embeddings that the cache holds. One item may exceed it where its request would stand still
+    otherwise: inside a picture, with the next one in the same page.
+    """
+
+    capacity: int
+    cost: EncoderCost | None = None  # None: encoding is free, as far as the scheduler knows
+    keeps_items_whole: bool = False  # chunks may not end inside an item, see whole_items.py
+    longest_s: float = inf  # that several items of a step may take together; see `LONGEST_SHIPPING_STEP_S`
+    totals: EncoderTotals = field(default_factory=EncoderTotals)
+    arriving: ArrivingRows | None = None  # None: no other replica sends embeddings here
+    _rows: OrderedDict[bytes, int] = field(default_factory=OrderedDict)  # rows by content, least recently used first
+    _num_rows: int = 0
+    _readers: dict[bytes, dict[str, Request]] = field(default_factory=dict)  # requests inside the item, by content
+    _in_step: set[str] = field(default_factory=set)  # ids of the requests with a chunk in this step
+    _is_starving: Callable[[Request], bool] = lambda _: False  # as given to `begin_step`
+    _evicted: list[bytes] = field(default_factory=list)  # for the next step, as `_planned`
+    _planned: dict[bytes, Item] = field(default_factory=dict)
+    _copies: dict[bytes, LandedItem] = field(default_factory=dict)  # as `_planned`
+    _first_without_room: str = ""  # request id: the first in this step that stands still, because others hold the rows
+
+    # -- reading ---------------------------------------------------------------------------------------------------
+
+    def has(self, content_hash: bytes) -> bool:
+        """Return whether the embeddings are in memory, or will be before the next step computes."""
+        return content_hash in self._rows
+
+    @property
+    def num_rows(self) -> int:
+        """Return how many rows of embeddings are in memory."""
+        return self._num_rows
+
+    def seconds(self, items: Sequence[Item]) -> float:
+        """Return the predicted seconds in which `items` are encoded in one batch; 0 without a cost."""
+        return self.cost.seconds(items) if self.cost is not None else 0.0
+
+    def seconds_left(self, request: Request) -> float:
+        """Return the seconds of the encoder that the rest of a prompt needs here; 0 while another replica encodes."""
+        if not request.items or (request.is_encoded_elsewhere and self.arriving is not None):
+            return 0.0
+        end = request.num_tokens
+        return self.seconds(self._to_encode(self._missing(request, end - request.num_uncached_tokens, end)))
+
+    def check(self, request: Request, is_chunked: bool) -> None:
+        """Check that the request's items can be encoded here.
+
+        Raises:
+            InvalidField: the embeddings of an item alone, or of all where chunks are off, exceed the cache.
+        """
+        rows = {item.content_hash: item.num_rows for item in request.items}
+        most = max(rows.values(), default=0) if is_chunked else sum(rows.values())
+        if most > self.capacity:
+            what = "a picture" if is_chunked else "all pictures together, which one step must compute,"
+            raise InvalidField(
+                f"{what} of this prompt needs {most} rows of embeddings; the cache holds {self.capacity} "
+                f"(--mm-encoder-cache)",
+                "prompt",
+            )
+
+    # -- planning --------------------------------------------------------------------------------------------------
+
+    def begin_step(self, is_starving: Callable[[Request], bool] = lambda _: False) -> None:
+        """Let go of embeddings whose requests have passed the item, have ended or lost their pages.
+
+        `is_starving`: whether a request has waited so long that it goes before all classes.
+        """
+        self._first_without_room, self._is_starving = "", is_starving
+        self._in_step.clear()
+        for content_hash, readers in list(self._readers.items()):
+            for name, request in list(readers.items()):
+                if not _is_inside(request, content_hash):
+                    del readers[name]
+            if not readers:
+                del self._readers[content_hash]
+
+    def chunk(self, request: Request, start: int, size_of: Callable[[float, bool], int], page_size: int) -> ItemChunk:
+        """Return the chunk of a request that begins at `start`, with the items that must be encoded for it.
+
+        `size_of(seconds, has_floor)` returns how many tokens fit if encoding takes `seconds` of the step; with the
+        floor, also those for which there is no time. An item is taken if a token of it then fits, and its rows: else
+        the chunk ends on the page boundary before it. So it does where the embeddings are on their way. Where items are
+        kept whole, no size ends inside one.
+
+        Once a request stands still for lack of room, those after it in this step get none: small items would keep a
+        large one out for ever. Only requests inside an item go on, so that they give their room back. No request waits
+        for the room of a less urgent one: streams may leave that one no time to go on.
+        """
+        chunk, seen, kept = ItemChunk(size_of(0.0, True)), set[bytes](), self._kept_from(request)
+        is_inside = any(request.id in readers for readers in self._readers.values())
+        may_exceed = is_inside or not kept
+        has_turn = is_inside or self._first_without_room in ("", request.id)
+        room = self.capacity - sum(self._rows.get(content_hash, 0) for content_hash in kept) if has_turn else 0
+        for item in items_in(request.items, start, request.num_tokens):
+            if item.start >= start + chunk.num_tokens:
+                break
+            if item.content_hash in seen or (has_turn and item.content_hash in kept):
+                continue
+            seen.add(item.content_hash)
+            before = self._before(request, start, item, page_size)
+            has_room = item.num_rows <= room or (may_exceed and before <= 0)
+            room -= item.num_rows
+            if has_room and item.content_hash in self._rows:  # it stays: items before it cannot have its rows
+                continue
+            if item.content_hash not in self._rows and self._is_awaited(request, item):
+                return chunk._replace(num_tokens=min(chunk.num_tokens, max(before, 0)), limit=ON_THEIR_WAY)
+            items = [*chunk.items, item]
+            seconds = self._added(items)
+            has_floor = self._has_floor(chunk, seconds, before)
+            num_tokens = 0 if self._can_wait(items, before) else size_of(seconds, has_floor)
+            if has_room and start + num_tokens > max(item.start, start):
+                chunk = ItemChunk(num_tokens, items, seconds)
+                continue
+            reason = f"takes {seconds * 1e3:.0f} ms" if has_room else "finds no room in the cache"
+            limit = f"encoder: an item of {item.num_rows} rows {reason}"
+            if not has_room and before <= 0:
+                self._first_without_room = self._first_without_room or request.id
+            return chunk._replace(num_tokens=min(chunk.num_tokens, max(before, 0)), limit=limit)
+        return chunk
+
+    def _has_floor(self, chunk: ItemChunk, seconds: float, before: int) -> bool:
+        """Return whether one more item may use the floor: it adds no seconds, or the step can encode no less.
+
+        `seconds`: of the chunk's items and that one. `before`: tokens of the chunk that ends before that item.
+        """
+        is_least = not self._planned and (not chunk.seconds or before <= 0)
+        return is_least or seconds <= chunk.seconds
+
+    def _before(self, request: Request, start: int, item: Item, page_size: int) -> int:
+        """Return the tokens of a chunk from `start` on that ends before an item; 0 or less: there is none."""
+        if self.keeps_items_whole:
+            return most_tokens(request.items, start, item.start, page_size)
+        return item.start // page_size * page_size - start
+
+    def _can_wait(self, items: Sequence[Item], before: int) -> bool:
+        """Return whether the last of `items` is left to the next step, so that the rows of the others leave sooner.
+
+        `before`: tokens of the chunk that ends before that item.
+        """
+        others = [*self._planned.values(), *items[:-1]]
+        makes_progress = before > 0 or len(items) == 1
+        return bool(others) and makes_progress and self.seconds([*others, items[-1]]) > self.longest_s
+
+    def take(self, request: Request, start: int, num_tokens: int) -> float:
+        """Plan the items of a chunk, and keep their embeddings. Return the seconds that this adds to the step."""
+        missing = self._missing(request, start, start + num_tokens)
+        seconds = self._added(missing)
+        self._in_step.add(request.id)
+        for item in items_in(request.items, start, start + num_tokens):
+            readers = self._readers.setdefault(item.content_hash, {})
+            if item.content_hash in self._rows:
+                self.totals.num_hits += request.id not in readers
+                self._rows.move_to_end(item.content_hash)
+            readers[request.id] = request
+        for item in missing:
+            self._make_room(item.num_rows, request)
+            self._rows[item.content_hash] = item.num_rows
+            self._num_rows += item.num_rows
+            self._plan(request, item)
+        return seconds
+
+    def _plan(self, request: Request, item: Item) -> None:
+        """Plan to copy the rows of an item that have arrived, or to encode it."""
+        landed = self.arriving.find(item.content_hash) if self.arriving is not None else None
+        if landed is not None and self.arriving is not None:
+            self._copies[item.content_hash] = landed
+            self.arriving.begin_read(landed)
+            self.totals.num_copied += 1
+            self.totals.num_copied_rows += item.num_rows
+            return
+        self._planned[item.content_hash] = item
+        self.totals.num_encoded += 1
+        self.totals.num_rows += item.num_rows
+        if self.arriving is not None:
+            self.arriving.refuse(request.owner)
+
+    def take_work(self) -> EncoderWork:
+        """Return what the next step must do before it computes. Every step in order must do its own."""
+        if not self._evicted and not self._planned and not self._copies:
+            return NO_ENCODER_WORK
+        work = EncoderWork(tuple(self._evicted), tuple(self._planned.values()), tuple(self._copies.values()))
+        self._evicted, self._planned, self._copies = [], {}, {}
+        return work
+
+    def end_work(self, work: EncoderWork) -> None:
+        """Note that the step which did `work` has ended."""
+        for landed in work.landed:
+            if self.arriving is not None:
+                self.arriving.end_read(landed)
+
+    def forget(self, content_hash: bytes) -> None:
+        """Forget the embeddings of an item that could not be encoded: the next request that reads it tries again."""
+        if content_hash in self._rows:
+            self._evict(content_hash)
+
+    def clear(self) -> None:
+        """Forget all embeddings: steps that were to encode some may not have ended."""
+        self._rows.clear()
+        self._readers.clear()
+        self._in_step.clear()
+        self._num_rows, self._evicted, self._planned, self._copies = 0, [], {}, {}
+        self._first_without_room = ""
+        if self.arriving is not None:
+            self.arriving.drop_reads()
+
+    def _missing(self, request: Request, start: int, end: int) -> list[Item]:
+        """Return the items in `[start, end)` whose embeddings are not in memory, each content once."""
+        found: dict[bytes, Item] = {}
+        for item in items_in(request.items, start, end):
+            if item.content_hash not in self._rows:
+                found.setdefault(item.content_hash, item)
+        return list(found.values())
+
+    def _added(self, items: Sequence[Item]) -> float:
+        """Return the seconds that `items` add to the step, beside those that it encodes already."""
+        planned = list(self._planned.values())
+        return self.seconds([*planned, *self._to_encode(items)]) - self.seconds(planned)
+
+    def _to_encode(self, items: Sequence[Item]) -> Sequence[Item]:
+        """Return those of `items` whose rows have not arrived from another replica."""
+        if self.arriving is None:
+            return items
+        return [item for item in items if self.arriving.find(item.content_hash) is None]
+
+    def _is_awaited(self, request: Request, item: Item) -> bool:
+        """Return whether another replica sends the rows of an item, and they have not all arrived."""
+        if self.arriving is None or not request.is_encoded_elsewhere:
+            return False
+        return self.arriving.find(item.content_hash) is None and self.arriving.awaits(request, item)
+
+    def _kept_from(self, request: Request) -> set[bytes]:
+        """Return the contents whose rows a request cannot take: this step or a request as urgent reads them.
+
+        A starving request goes before all classes. It has a chunk in each step that has time for one.
+        """
+        urgency = self._urgency(request)
+        return {
+            content_hash
+            for content_hash, readers in self._readers.items()
+            if any(each.id in self._in_step or self._urgency(each) <= urgency for each in readers.values())
+        }
+
+    def _urgency(self, request: Request) -> tuple[float, float]:
+        return (-1, 0) if self._is_starving(request) else request.urgency
+
+    def _most_urgent_reader(self, content_hash: bytes) -> tuple[float, float]:
+        return min(map(self._urgency, self._readers.get(content_hash, {}).values()), default=(inf, 0))
+
+    def _make_room(self, num_rows: int, request: Request) -> None:
+        """Evict embeddings for an item of a request: first those that no request is inside, then by urgency."""
+        if self._num_rows + num_rows <= self.capacity:
+            return
+        kept = self._kept_from(request)
+        found = [content_hash for content_hash in self._rows if content_hash not in kept]
+        for content_hash in sorted(found, key=self._most_urgent_reader, reverse=True):  # stable: least recently used
+            if self._num_rows + num_rows <= self.capacity:
+                return
+            self._evict(content_hash)
+
+    def _evict(self, content_hash: bytes) -> None:
+        self._readers.pop(content_hash, None)
+        self._num_rows -= self._rows.pop(content_hash)
+        self.totals.num_evicted += 1
+        if (landed := self._copies.pop(content_hash, None)) is not None and self.arriving is not None:
+            self.arriving.end_read(landed)
+        elif self._planned.pop(content_hash, None) is None:
+            self._evicted.append(content_hash)
+
+
+def _is_inside(request: Request, content_hash: bytes) -> bool:
+    """Return whether the rest of a running prompt begins within an item of that content."""
+    if request.status is not Status.RUNNING:
+        return False
+    computed = request.num_computed_tokens
+    return any(
+        item.content_hash == content_hash and item.start < request.num_scheduled_tokens and item.end > computed
+        for item in request.items
+    )

@@ -1,0 +1,136 @@
+"""The recurrent states of requests: which pages each part of a step reads and writes, and where it leaves a checkpoint.
+
+A request's state is in its own pages, which every part reads and writes. Three parts differ: the first one after a
+prefix hit reads the hit's checkpoint, one that makes a checkpoint writes new pages, which the next part reads, and one
+with drafts writes other pages than it reads.
+
+If all drafts are accepted, the pages that they were written to become the request's own. If not, the request returns to
+the state before the part: accepted tokens are known, and the next part computes them again.
+"""
+
+from dataclasses import dataclass, replace
+
+from crossdock.workers.schedule import kv
+from crossdock.workers.schedule.batch import Batch, Scheduled, StatePages
+from crossdock.workers.schedule.pacing.forecast import Forecast
+from crossdock.workers.schedule.recurrent.checkpoints import (
+    FOLLOW_UP_CHANCE,
+    PASSING_CHANCE,
+    SHARED_CHANCE,
+    further_step_seconds,
+    is_worth_its_pages,
+)
+from crossdock.workers.schedule.request import Request
+from crossdock.workers.schedule.table import RequestTable
+
+
+@dataclass(slots=True)
+class RecurrentStates:
+    """Names the pages of states in each step, and makes checkpoints."""
+
+    table: RequestTable
+    forecast: Forecast
+
+    def chunk_within(self, request: Request, start: int, num_tokens: int) -> int:
+        """Return how many of the `num_tokens` tokens from `start` on a chunk computes.
+
+        It ends at the end of a prefix that others share, or of the prompt's full pages, if a checkpoint there is worth
+        one more step.
+        """
+        if not self.table.config.enable_chunked_prefill:
+            return num_tokens
+        end = start + num_tokens
+        for position in sorted({self._shared_end(request), self._prompt_end(request)}):
+            if start < position < end and not self._has_checkpoint(request, position):
+                step_seconds = further_step_seconds(position, end, self.forecast.cost)
+                if self._is_worth_its_pages(request, position, step_seconds):
+                    return position - start
+        return num_tokens
+
+    def with_states(self, batch: Batch) -> Batch:
+        """Return the step with the pages of its states. A checkpoint is made where pages for it are left."""
+        return replace(batch, scheduled=[self.with_state(part) for part in batch.scheduled])
+
+    def with_state(self, part: Scheduled) -> Scheduled:
+        """Return a part with the pages of its state, which it may have already."""
+        return part if part.state.write else part._replace(state=self._next(part))
+
+    def end(self, part: Scheduled, end: int) -> int:
+        """Note that a part has ended, whose tokens before position `end` count. Return the end of the computed tokens.
+
+        A checkpoint that it has written can be found from now on. Where drafts were rejected, the part's state has them
+        too, and none of its tokens is computed.
+        """
+        pages, request = self.table.pages, part.request
+        if end < part.start + part.num_tokens:
+            is_undone = pages.undo_state(request.owner, part.state.read, part.state.write)
+            assert is_undone, "a part with drafts leaves the state that it reads as it is"
+            request.num_verified_tokens = end - part.start
+            return part.start
+        request.num_verified_tokens = 0
+        if part.state.is_checkpoint:
+            pages.index_state(request.owner, part.state.write, kv.prefix_hashes(request, end, pages.page_size))
+        elif part.state.write is not pages.own_state_of(request.owner):
+            pages.adopt_state(request.owner, part.state.write)
+        pages.end_state(request.owner, part.state.read)
+        return end
+
+    def undo(self, part: Scheduled) -> None:
+        """Return to the state before a part that began with a wrong token; no later part has been scheduled.
+
+        Where the part has overwritten that state, the request is preempted.
+        """
+        if not self.table.pages.undo_state(part.request.owner, part.state.read, part.state.write):
+            self.table.preempt(part.request)
+
+    def keep_last(self, request: Request) -> None:
+        """Let the state of a request that is about to end become a checkpoint, if it is worth its pages."""
+        if self._is_worth_its_pages(request, request.num_computed_tokens):
+            kv.keep_state(self.table, request)
+
+    def _next(self, part: Scheduled) -> StatePages:
+        request, pages, end = part.request, self.table.pages, part.start + part.num_tokens
+        makes_checkpoint = (
+            end % pages.page_size == 0
+            and pages.num_available - pages.state_pages >= self.table.room_for_outputs()
+            and self._is_worth_its_pages(request, end)
+            and not self._has_checkpoint(request, end)
+        )
+        checkpoint = end // pages.page_size if makes_checkpoint else 0
+        return StatePages(*pages.next_state(request.owner, checkpoint, bool(part.drafts)), makes_checkpoint)
+
+    def _is_worth_its_pages(self, request: Request, position: int, step_seconds: float = 0.0) -> bool:
+        pages = self.table.pages
+        if not pages.enable_prefix_caching:
+            return False
+        last, state_tokens = pages.last_checkpoint_of(request.owner) * pages.page_size, self._state_tokens
+        chance, evicted = self._chance(request, position), pages.state_pages * pages.cached.price()
+        return is_worth_its_pages(last, position, chance, state_tokens, self.forecast.cost, evicted, step_seconds)
+
+    def _chance(self, request: Request, position: int) -> float:
+        """Return the chance that a later request continues from a position of this one."""
+        if position == self._shared_end(request):
+            return SHARED_CHANCE
+        is_end = position == self._prompt_end(request) or position > request.num_prompt_tokens
+        return FOLLOW_UP_CHANCE if is_end else PASSING_CHANCE
+
+    def _has_checkpoint(self, request: Request, position: int) -> bool:
+        """Return whether another request has left a checkpoint there. An output's tokens may not be known yet."""
+        if position > request.num_prompt_tokens:
+            return False
+        pages = self.table.pages
+        return pages.has_checkpoint(kv.prefix_hashes(request, position, pages.page_size)[-1])
+
+    def _shared_end(self, request: Request) -> int:
+        """Return the end of the prefix whose pages were found when the request started, with or without a state."""
+        return self.table.pages.num_indexed_of(request.owner) * self.table.pages.page_size
+
+    def _prompt_end(self, request: Request) -> int:
+        """Return the end of the prompt's full pages, from which a next turn continues."""
+        return request.num_prompt_tokens - request.num_prompt_tokens % self.table.pages.page_size
+
+    @property
+    def _state_tokens(self) -> int:
+        """Return how many tokens have as many pages as a state."""
+        pages = self.table.pages
+        return pages.state_pages * pages.page_size // pages.num_groups
