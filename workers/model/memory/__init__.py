@@ -1,1 +1,1 @@
-"""What fits on a device: weights, a step's tensors, and pages for the rest."""
+"""Count what fits on a device: weights, a step's tensors, and pages for the rest."""

@@ -1,1 +1,1 @@
-"""What a step takes, in seconds: the formula, and how its terms are learnt."""
+"""Predict the seconds of a step: the formula, and how its terms are learnt."""

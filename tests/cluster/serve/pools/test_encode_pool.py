@@ -17,9 +17,9 @@ from transformers import AutoModelForImageTextToText
 from tests.cluster.api.media.picture_models import picture
 from tests.cluster.api.media.picture_oracle import continuation_of
 from tests.cluster.api.media.video_models import joined_url, moving, video_part
+from tests.cluster.serve.pools import served_pools as pools
 from tests.cluster.serve.pools.picture_server import SIDE, picture_chat, save_picture_model, undisturbed
 from tests.cluster.serve.pools.served_pools import processes
-from tests.cluster.serve.pools.served_pools import served_pools as pools
 
 NUM_TOKENS = 16
 POOLS: Mapping[str, tuple[str, ...]] = {"three": ("encode", "prefill", "decode"), "two": ("encode", "mixed")}

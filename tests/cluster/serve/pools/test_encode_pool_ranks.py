@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.cluster.serve.pools import served_pools as pools
 from tests.cluster.serve.pools.picture_server import save_picture_model, undisturbed
-from tests.cluster.serve.pools.served_pools import served_pools as pools
 from tests.cluster.serve.pools.test_encode_pool import VIDEOS, Chat, chat, new_salt, wait_until_whole
 
 POOLS = (

@@ -14,8 +14,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.cluster.serve.pools import served_pools as pools
 from tests.cluster.serve.pools.served_pools import Stream, expected, processes, prompt
-from tests.cluster.serve.pools.served_pools import served_pools as pools
 
 
 @pytest.fixture(scope="module")

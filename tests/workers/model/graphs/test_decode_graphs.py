@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 from crossdock.kernels.attention import AttentionBatch
 from crossdock.kernels.backend import CPP, TORCH, Attention, choose_attention, triton_is_interpreted
+from crossdock.workers.model.graphs import decode_graphs as graphs
 from crossdock.workers.model.graphs.decode_graphs import DecodeGraphs, batch_sizes, decode_graphs, padded
-from crossdock.workers.model.graphs.decode_graphs import decode_graphs as graphs
 from crossdock.workers.model.inputs import StepInputs
 from crossdock.workers.model.load import wrap_module
 from crossdock.workers.model.model import PagedModel

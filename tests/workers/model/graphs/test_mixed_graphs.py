@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 
 from crossdock.kernels.attention import AttentionBatch
 from crossdock.kernels.backend import CPP, TORCH, Attention, choose_attention, triton_is_interpreted
+from crossdock.workers.model.graphs import mixed_graphs as mixed
 from crossdock.workers.model.graphs.decode_graphs import DecodeGraphs
-from crossdock.workers.model.graphs.decode_graphs import mixed_graphs as mixed
 from crossdock.workers.model.graphs.mixed_graphs import MixedGraphs, mixed_graphs, padded_with_chunks
 from crossdock.workers.model.inputs import StepInputs
 from crossdock.workers.model.load import wrap_module

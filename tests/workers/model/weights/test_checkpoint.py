@@ -15,8 +15,8 @@ import huggingface_hub
 import pytest
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
+from crossdock.workers.model.weights import checkpoint
 from crossdock.workers.model.weights.checkpoint import default_model_dir, model_name, resolve_model
-from crossdock.workers.model.weights.weights import checkpoint
 
 FILES = {
     "config.json",

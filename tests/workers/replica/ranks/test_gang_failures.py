@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from crossdock.workers.model.graphs.decode_graphs import recording
+from crossdock.workers.model.graphs import recording
 from crossdock.workers.replica.config import TransferConfig
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.replica.ranks.gang import Gang

@@ -13,7 +13,8 @@ import pytest
 from torch import Tensor
 
 from crossdock.workers.model.cut.collectives import Collectives
-from crossdock.workers.model.graphs.decode_graphs import DecodeGraphs, recording
+from crossdock.workers.model.graphs import recording
+from crossdock.workers.model.graphs.decode_graphs import DecodeGraphs
 from crossdock.workers.model.graphs.mixed_graphs import MixedGraphs
 from crossdock.workers.model.graphs.recording import Record
 from crossdock.workers.model.inputs import StepInputs

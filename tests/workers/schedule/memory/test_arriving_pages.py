@@ -8,8 +8,7 @@ from crossdock.workers.schedule.memory.pages import PagePool
 from crossdock.workers.schedule.memory.prefix_index import HOLE, AttentionChunk, PrefixHit, Window, hash_pages
 from crossdock.workers.schedule.request import Leg
 from crossdock.workers.schedule.scheduler import Scheduler
-
-from .model_free_replica import ModelFreeReplica, new_scheduler
+from tests.workers.schedule.model_free_replica import ModelFreeReplica, new_scheduler
 
 PROMPT = list(range(1, 31))  # 30 tokens: seven pages of four and a half one
 
