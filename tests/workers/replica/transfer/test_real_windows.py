@@ -53,7 +53,7 @@ def texts() -> list[list[int]]:
     """Return three prompts from our own documents, which no model has learnt by heart."""
     tokenizer = AutoTokenizer.from_pretrained(DIRECTORY)
     docs = Path(__file__).parents[4] / "docs"
-    names = ["structure.md", "serving.md", "operations.md"]
+    names = ["models.md", "serving.md", "operations.md"]
     return [tokenizer((docs / name).read_text())["input_ids"][:NUM_PROMPT_TOKENS] for name in names]
 
 
