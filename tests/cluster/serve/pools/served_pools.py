@@ -52,6 +52,7 @@ def deployment(
         {
             "model.path": str(model),
             "model.served_name": "smol",
+            "model.dtype": "float32",  # in bfloat16, tokens depend on the kernel that each process measured as fastest
             "model.max_model_len": _MAX_MODEL_LEN,
             "http.port": port,
             "http.direct": True,
@@ -81,7 +82,7 @@ def deployment(
 def local_engine(model: Path) -> Engine:
     """Return the oracle: the same model on one engine, which other tests compare with transformers' own generate."""
     config = EngineConfig(kv_cache_memory=ByteSize(300 << 20), admission="queue", enable_prefix_caching=False)
-    return Engine(load_model(ModelSpec(str(model), max_model_len=_MAX_MODEL_LEN)), config)
+    return Engine(load_model(ModelSpec(str(model), "float32", _MAX_MODEL_LEN)), config)
 
 
 def expected(engine: Engine, prompts: list[list[int]], **params: Any) -> list[list[int]]:
