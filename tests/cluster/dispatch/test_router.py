@@ -44,6 +44,7 @@ def url(ray_cluster: None, small_model_dir: Path) -> Iterator[str]:
         None,
         {
             "model.path": str(small_model_dir),
+            "model.dtype": "float32",  # in bfloat16, tokens depend on the kernel that each process measured as fastest
             "model.served_name": "smol",
             "model.max_model_len": 2048,
             "http.port": port,
@@ -180,7 +181,7 @@ def test_prediction_error_of_each_request_is_measured(url: str) -> None:
 def expected(model_dir: Path, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
     """Return the output tokens of one engine for each prompt."""
     config = EngineConfig(kv_cache_memory=ByteSize(150 << 20), admission="queue")
-    oracle = Engine(load_model(ModelSpec(str(model_dir), max_model_len=2048)), config)
+    oracle = Engine(load_model(ModelSpec(str(model_dir), "float32", 2048)), config)
     for number, asked in enumerate(prompts):
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
         oracle.add(Submission(f"{number}", asked, params))
