@@ -82,9 +82,10 @@ def test_poisonous_grammars_are_refused_while_a_stream_goes_on(url: str, client:
     before = [replica["replica"] for replica in httpx.get(f"{url}/v1/replicas").json()["data"]]
     stream = client.completions.create(**steady, stream=True)
     first = next(stream).choices[0].text
+    patient = client.with_options(max_retries=9)  # 429: on a busy machine the grammar before is still being compiled
     for body in ({"guided_grammar": chained}, {"guided_grammar": short}, {"guided_json": patterns}):
         with pytest.raises(openai.BadRequestError) as refused:
-            client.completions.create(model="smol", prompt="a", max_tokens=4, extra_body=body)
+            patient.completions.create(model="smol", prompt="a", max_tokens=4, extra_body=body)
         assert refused.value.param == next(iter(body))
     text = first + "".join(chunk.choices[0].text for chunk in stream)
     assert [replica["replica"] for replica in httpx.get(f"{url}/v1/replicas").json()["data"]] == before
@@ -241,6 +242,7 @@ def test_requests_that_would_miss_their_first_token_target_get_429(url: str) -> 
         async with httpx.AsyncClient(timeout=None) as http:
             return await asyncio.gather(*(ask(http, number) for number in range(16)))
 
+    before = metric(url, "crossdock_ingress_requests_refused_total")
     answers = asyncio.run(crowd())
     assert {answer.status_code for answer in answers} == {200, 429}
     for answer in answers:
@@ -249,7 +251,7 @@ def test_requests_that_would_miss_their_first_token_target_get_429(url: str) -> 
             assert answer.json()["error"]["code"] == "rate_limit_exceeded"
             assert "class 'interactive' promises" in answer.json()["error"]["message"]
     num_refused = sum(answer.status_code == 429 for answer in answers)
-    assert metric(url, "crossdock_ingress_requests_refused_total") == num_refused
+    assert metric(url, "crossdock_ingress_requests_refused_total") - before == num_refused
     wait_until_idle(url)
 
 
