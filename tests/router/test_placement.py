@@ -8,10 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from crossdock.router.fleet import Fleet
-from crossdock.router.loads import Floats
-from crossdock.router.placement import LATE_WEIGHT, PAIR_CANDIDATES, Candidates, Query, SlotPair, Slots, choose
+from crossdock.router.loads import Slots
+from crossdock.router.placement import LATE_WEIGHT, PAIR_CANDIDATES, Candidates, Query, SlotPair, choose
 from crossdock.router.predict import Prediction, predict
 from crossdock.workers.report.advertise import PageChanges, Prompts
+from crossdock.workers.schedule.cost.formula import Floats
 from crossdock.workers.schedule.memory.prefix_index import hash_pages
 from crossdock.workers.schedule.request import Leg, Overloaded
 from tests.router.replicas import CLASSES, COST, PAGE_SIZE, Replica, fleet_of, live, place, profile, query
