@@ -19,6 +19,7 @@ from crossdock.workers.report.advertise import LENGTHS, LiveProfile
 from crossdock.workers.report.profile import SchedulingProfile
 from crossdock.workers.schedule.cost.cost import StepCost, StepWork
 from crossdock.workers.schedule.cost.formula import Floats, StepCosts
+from crossdock.workers.schedule.pacing.chunk_policies import meaning_of
 from crossdock.workers.schedule.pacing.chunking import LEAST_SHARE, free_tokens
 from crossdock.workers.schedule.pictures.encoder_cost import EncoderCost
 from crossdock.workers.schedule.slo import SloClass
@@ -43,7 +44,7 @@ class Figures(Generic[Costs, One, Each]):
     # Fixed properties.
     depth: One  # steps in flight: the stages of its pipeline
     max_step_tokens: One  # tokens a step may hold
-    is_adaptive: One  # 1: chunks fit the streams' TPOT; 0: chunks fill the step's tokens
+    fits_streams: One  # 1: chunks fit the streams' TPOT; 0: chunks fill the step's tokens
     page_size: One  # tokens
     num_layer_groups: One  # of layers with pages of their own
     num_full_groups: One  # of these, without a window
@@ -176,16 +177,16 @@ def row(
     groups, num_groups, urgent = work.backlog(len(classes))
     free_pages, free_places, max_prompt_now = work.room(profile, live, len(classes))
     shares = work.prefill_shares(profile, cost, interval_share, classes)
-    is_adaptive, step_tokens = profile.chunk_policy == "adaptive", profile.max_num_batched_tokens
+    fits_streams, step_tokens = meaning_of(profile.chunk_policy).fits_streams, profile.max_num_batched_tokens
     min_chunk = max(step_tokens - num_streams, 1.0)
-    if is_adaptive:
+    if fits_streams:
         min_chunk = min(free_tokens(cost, step, 0, profile.min_chunk_tokens), min_chunk)
     return Row(
         cost=cost,
         interval_share=interval_share,
         depth=depth,
         max_step_tokens=step_tokens,
-        is_adaptive=is_adaptive,
+        fits_streams=fits_streams,
         page_size=profile.page_size,
         num_layer_groups=len(profile.windows),
         num_full_groups=profile.needs.num_full_groups,

@@ -190,7 +190,7 @@ def _prompt_lateness(
     if step.max() <= _tightest_tpot(classes):  # no stream is late at any replica, which is the usual case
         return np.zeros(len(rest))
     # With adaptive chunks, no stream waits for a prompt of a less urgent class.
-    delays = (loads.is_adaptive == 0) | (priority <= loads.most_urgent_stream)
+    delays = (loads.fits_streams == 0) | (priority <= loads.most_urgent_stream)
     late = _lateness(step, loads.streams, classes) - loads.lateness
     return np.where(delays, late * rest / (np.maximum(chunk, 1.0) * loads.depth), 0.0)
 
@@ -207,7 +207,7 @@ def _encoder_lateness(
     chunk = np.maximum(np.minimum(loads.min_chunk, rest), 1.0)
     steps = np.maximum(np.minimum(num_items, rest / chunk), 1.0)
     per_step = np.maximum(loads.depth * loads.interval_share, 1.0)
-    delays = (loads.is_adaptive == 0) | (priority <= loads.most_urgent_stream)
+    delays = (loads.fits_streams == 0) | (priority <= loads.most_urgent_stream)
     late = _lateness(loads.gap + seconds / steps * per_step, loads.streams, classes) - loads.lateness
     found: Floats = np.where(delays, steps * late, 0.0)
     return found
