@@ -116,12 +116,14 @@ def test_late_request_is_not_refused_while_one_replica_queues() -> None:
     fleet = fleet_of({"a": profile(), "b": profile(admission="queue")})
     fleet.hear("a", busy, 0.0)
     fleet.hear("b", busy, 0.0)
-    fleet.choose(query("new", 10), 0.0)
+    assert fleet.choose(query("new", 10), 0.0).late > 0
 
 
 def test_late_request_is_not_refused_by_an_idle_replica() -> None:
     slow = fleet_of({"only": profile(1000.0)})  # it takes a second for a token
-    slow.choose(query("new", 5000, slo_class="interactive"), 0.0)
+    placed = slow.choose(query("new", 5000, slo_class="interactive"), 0.0)
+    assert placed.decode == "only"
+    assert placed.predicted_ttft > slow.classes[0].ttft_s
 
 
 # -- one or two --------------------------------------------------------------------------------------------------------
