@@ -1,8 +1,8 @@
 """The figures of all replicas that predictions need, as named arrays, and how one replica's figures are made.
 
-`Figures` declares each figure once: of one replica in a `Row`, of every replica in `Loads`, where `predict` reads it.
+`ReplicaFigures` declares each figure once: of one replica in a `Row`, of every replica in `Loads`, where `predict` reads it.
 `row` builds a replica's entry in named steps: backlog, streams, room, shares. `Row.write` puts it into `Loads`. Adding
-a figure means one field in `Figures`, and one line in `row`.
+a figure means one field in `ReplicaFigures`, and one line in `row`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -33,7 +33,7 @@ NUM_GROUPS = len(LENGTHS) + 1  # prompt lengths that are distinguished
 
 
 @dataclass(slots=True, kw_only=True)
-class Figures(Generic[Costs, One, Each]):
+class ReplicaFigures(Generic[Costs, One, Each]):
     """The figures of one replica, `One` float each, or of all replicas, an array each. `Each` has one per SLO class.
 
     "Now" counts what runs on the replica; "future" adds the requests that are on their way to decode there.
@@ -91,7 +91,7 @@ class Figures(Generic[Costs, One, Each]):
 
 
 @dataclass(slots=True, kw_only=True)
-class Row(Figures[StepCost, float, Sequence[float]]):
+class Row(ReplicaFigures[StepCost, float, Sequence[float]]):
     """The entry of one replica in `Loads`."""
 
     groups: Sequence[Group] = ()  # waiting prompts by length
@@ -109,10 +109,10 @@ class Row(Figures[StepCost, float, Sequence[float]]):
 
 
 @dataclass(slots=True, kw_only=True)
-class Loads(Figures[StepCosts, Floats, Floats]):
+class Loads(ReplicaFigures[StepCosts, Floats, Floats]):
     """Every replica's row, as arrays over replica slots: `[slot]`, and `[priority, slot]` where it is per class."""
 
-    columns: Floats  # [column, slot]: all arrays above, in the order of `Figures`
+    columns: Floats  # [column, slot]: all arrays above, in the order of `ReplicaFigures`
     groups: Floats  # [REPORTED or BOOKED, 0 count or 1 seconds, priority, position, slot]: waiting prompts by length
 
     def group_pages(self, num_pages: Floats, slots: Slots | slice = slice(None)) -> Floats:
@@ -123,8 +123,8 @@ class Loads(Figures[StepCosts, Floats, Floats]):
 
 
 _COEFFICIENTS = tuple(column.name for column in fields(StepCosts))  # the first columns
-_NAMES_PER_REPLICA = tuple(column.name for column in fields(Figures) if column.type is One)
-_NAMES_PER_CLASS = tuple(column.name for column in fields(Figures) if column.type is Each)
+_NAMES_PER_REPLICA = tuple(column.name for column in fields(ReplicaFigures) if column.type is One)
+_NAMES_PER_CLASS = tuple(column.name for column in fields(ReplicaFigures) if column.type is Each)
 _per_replica, _per_class = attrgetter(*_NAMES_PER_REPLICA), attrgetter(*_NAMES_PER_CLASS)
 _NO_LIMIT = 1e12  # tokens: more than any prompt has
 

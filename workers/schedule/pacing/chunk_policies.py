@@ -1,4 +1,4 @@
-"""What a chunk policy means beside the chunks themselves: for streams, and for predictions of replicas and routers.
+"""Say what a chunk policy means beside the chunks themselves: for streams, and for predictions of replica and router.
 
 To add a policy: its name in `ChunkPolicy`, its share of prompts as a function, and its entry in `POLICIES`.
 """
@@ -39,7 +39,7 @@ def fixed_share(cost: StepCost, beside: Beside, floor: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """What a policy's chunks do to streams and to prompts."""
+    """Describes what the chunks of a policy do to streams and to prompts."""
 
     fits_streams: bool  # a step ends before its tightest stream is late; less urgent prompts and streams wait for that
     share: Share
