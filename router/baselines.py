@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from crossdock.router.loads import Floats
-from crossdock.router.placement import Candidates, Query, Slots
+from crossdock.router.loads import Slots
+from crossdock.router.placement import Candidates, Query
 from crossdock.router.replica_table import ReplicaTable
+from crossdock.workers.schedule.cost.formula import Floats
 
 
 @dataclass(frozen=True, slots=True)

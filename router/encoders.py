@@ -9,20 +9,20 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from crossdock.router.loads import Floats, Loads
+from crossdock.router.loads import Loads, Slots
 from crossdock.router.placement import (
     EVICTION_WEIGHT,
     HANDOVER_S,
     PAIR_CANDIDATES,
     Candidates,
     Query,
-    Slots,
     due_s,
     late_refusal_s,
     prompt_costs,
     travel_behind,
 )
 from crossdock.router.predict import Prediction, seconds_after
+from crossdock.workers.schedule.cost.formula import Floats
 from crossdock.workers.schedule.pictures.encoding import LONGEST_SHIPPING_STEP_S
 from crossdock.workers.schedule.slo import SloClass
 

@@ -13,14 +13,15 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from crossdock.router import baselines
 from crossdock.router.encoders import with_encoders
-from crossdock.router.loads import Floats
-from crossdock.router.placement import Candidates, Placement, Query, Slots, choose
+from crossdock.router.loads import Slots
+from crossdock.router.placement import Candidates, Placement, Query, choose
 from crossdock.router.predict import Prediction, predict
 from crossdock.router.prefixes import Prefixes
 from crossdock.router.replica_table import ReplicaState, ReplicaTable
 from crossdock.router.work import Booking
 from crossdock.workers.report.advertise import LiveProfile, PageChanges
 from crossdock.workers.report.profile import SchedulingProfile
+from crossdock.workers.schedule.cost.formula import Floats
 from crossdock.workers.schedule.memory.prefix_index import PageHash
 from crossdock.workers.schedule.slo import SloClass, priority_of
 

@@ -1,14 +1,15 @@
 """The figures of all replicas that predictions need, as named arrays, and how one replica's figures are made.
 
-`row` builds the entry in named steps: backlog, streams, room, shares. `Row.write` puts it into the arrays of `Loads`,
-where `predict` reads it. Adding a figure means one field in `Row`, the same field in `Loads`, and one line in `row`.
+`ReplicaFigures` declares each figure once: of one replica in a `Row`, of every replica in `Loads`, which `predict`
+reads. `row` builds a replica's entry in named steps: backlog, streams, room, shares. `Row.write` puts it into `Loads`.
+Adding a figure means one field in `ReplicaFigures`, and one line in `row`.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from operator import attrgetter
-from typing import TypeAlias
+from typing import Generic, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,74 +18,87 @@ from crossdock.router.work import BOOKED, REPORTED, Booking, Group, Work, first_
 from crossdock.workers.report.advertise import LENGTHS, LiveProfile
 from crossdock.workers.report.profile import SchedulingProfile
 from crossdock.workers.schedule.cost.cost import StepCost, StepWork
-from crossdock.workers.schedule.memory.page_needs import PageNeeds
+from crossdock.workers.schedule.cost.formula import Floats, StepCosts
+from crossdock.workers.schedule.pacing.chunk_policies import meaning_of
 from crossdock.workers.schedule.pacing.chunking import LEAST_SHARE, free_tokens
 from crossdock.workers.schedule.pictures.encoder_cost import EncoderCost
 from crossdock.workers.schedule.slo import SloClass
 
-Floats: TypeAlias = NDArray[np.float64]
+Slots: TypeAlias = NDArray[np.intp]
+Costs = TypeVar("Costs", StepCost, StepCosts)
+One = TypeVar("One", float, Floats)
+Each = TypeVar("Each", Sequence[float], Floats)
 
 NUM_GROUPS = len(LENGTHS) + 1  # prompt lengths that are distinguished
 
 
-@dataclass(slots=True)
-class Row:
-    """The entry of one replica in `Loads`, whose comments say what each figure is. Lists have one figure per class."""
+@dataclass(slots=True, kw_only=True)
+class ReplicaFigures(Generic[Costs, One, Each]):
+    """The figures of one replica, `One` float each, or of all replicas, an array each. `Each` has one per SLO class.
 
-    base: float
-    per_prefill_token: float
-    per_attended: float
-    per_decode: float
-    per_context: float
-    bend_rows: float
-    per_early_row: float
-    least_with_chunk: float
-    interval_share: float
-    depth: float
-    max_step_tokens: float
-    is_adaptive: float
-    page_size: float
-    num_layer_groups: float
-    num_full_groups: float
-    window_pages: float
-    state_pages: float
-    page_bytes: float
-    bytes_per_second: float
-    refuses_late: float
-    step_left: float
-    step_streams: float
-    min_chunk: float
-    recent_excess_share: float
-    gap: float
-    future_gap: float
-    token_share: float
-    per_joining_decode: float
-    most_urgent_stream: float
-    lateness: float
-    future_lateness: float
-    stream_turnover: float
-    stream_pages: float
-    empty_pages: float
-    eviction_seconds: float
-    encoder_base: float
-    encoder_per_row: float
-    encoder_per_square: float
-    takes_rows: float
-    free_pages: Sequence[float]
-    free_places: Sequence[float]
-    max_prompt_now: Sequence[float]
-    prefill_share: Sequence[float]
-    own_prefill_share: Sequence[float]
-    urgent_reported: Sequence[float]
-    urgent_booked: Sequence[float]
-    num_groups: Sequence[float]
-    streams: Sequence[float]
-    future_streams: Sequence[float]
-    groups: Sequence[Group] = ()
+    "Now" counts what runs on the replica; "future" adds the requests that are on their way to decode there.
+    """
+
+    cost: Costs  # the coefficients of `StepCost`, in seconds
+    interval_share: One  # of these seconds, after which another step of a full pipeline ends: see `IntervalShare`
+    # Fixed properties.
+    depth: One  # steps in flight: the stages of its pipeline
+    max_step_tokens: One  # tokens a step may hold
+    fits_streams: One  # 1: chunks fit the streams' TPOT; 0: chunks fill the step's tokens
+    page_size: One  # tokens
+    num_layer_groups: One  # of layers with pages of their own
+    num_full_groups: One  # of these, without a window
+    window_pages: One  # of the others together, at most
+    state_pages: One  # of each request's recurrent state
+    page_bytes: One
+    bytes_per_second: One  # at which its pages travel to another replica
+    # What runs.
+    refuses_late: One  # 1: the replica has work, and its admission refuses what would be late
+    step_left: One  # seconds until the running step ends, on average
+    step_streams: One  # that decode in a step, with the streams of now
+    min_chunk: One  # tokens of a prompt that a step holds, at least
+    recent_excess_share: One  # share of its time that streams took recently, beyond the share they take now
+    gap: One  # seconds between the tokens of a stream, with the streams of now and no prompt
+    future_gap: One  # the same with the streams of the future, and a place in a step for one more
+    token_share: One  # of what a decode takes in a step, by which one more makes that gap longer
+    per_joining_decode: One  # seconds that one more decode adds to a step with the streams of the future
+    most_urgent_stream: One  # priority of the most urgent stream of now; the number of classes if there is none
+    lateness: One  # weighted seconds per token by which the streams of now are late with `gap`
+    future_lateness: One  # the same in the future
+    stream_turnover: One  # seconds from one stream's end to the next
+    stream_tokens: One  # of context, whose pages one stream frees at its end
+    empty_pages: One  # that a request can take before cached ones are evicted; below 0: bookings will evict as many
+    eviction_seconds: One  # of prefill that one evicted page is expected to cost
+    # Pictures: the coefficients of `EncoderCost`, in seconds; 0 where pictures are not encoded, or take no time.
+    encoder_base: One
+    encoder_per_row: One
+    encoder_per_square: One
+    takes_rows: One  # 1: encode replicas may send it embeddings
+    # Room, by priority.
+    free_pages: Each
+    free_places: Each  # requests that may still start; below 0: as many that wait cannot
+    max_prompt_now: Each  # tokens of the longest prompt that waits for neither pages nor a place
+    # Shares of the replica's time, `by priority`.
+    prefill_share: Each  # for prompts of a class while the present streams run
+    own_prefill_share: Each  # the same, less the recent share of more urgent prompts
+    # Waiting prompts, `by priority`.
+    urgent_reported: Each  # seconds of waiting prompts of more urgent classes, as last reported
+    urgent_booked: Each  # the same, as booked since
+    num_groups: Each  # prompt lengths that wait: the first positions of `groups`
+    # Streams, `by priority`.
+    streams: Each  # now
+    future_streams: Each
+
+
+@dataclass(slots=True, kw_only=True)
+class Row(ReplicaFigures[StepCost, float, Sequence[float]]):
+    """The entry of one replica in `Loads`."""
+
+    groups: Sequence[Group] = ()  # waiting prompts by length
 
     def write(self, loads: "Loads", slot: int) -> None:
         """Replace the entry of the replica in `slot`."""
-        columns = [*_per_replica(self)]
+        columns = [*self.cost.coefficients, *_per_replica(self)]
         for figures in _per_class(self):
             columns += figures
         loads.columns[:, slot] = columns
@@ -94,77 +108,23 @@ class Row:
             loads.groups[source, 1, priority, position, slot] = seconds
 
 
-@dataclass(slots=True)
-class Loads:
-    """Every replica's row, as arrays over replica slots: `[slot]`, and `[priority, slot]` where it is per class.
+@dataclass(slots=True, kw_only=True)
+class Loads(ReplicaFigures[StepCosts, Floats, Floats]):
+    """Every replica's row, as arrays over replica slots: `[slot]`, and `[priority, slot]` where it is per class."""
 
-    "Now" counts what runs on the replica; "future" adds the requests that are on their way to decode there.
-    """
-
-    # Costs of a step, in seconds: the coefficients of `StepCost`.
-    base: Floats
-    per_prefill_token: Floats
-    per_attended: Floats
-    per_decode: Floats
-    per_context: Floats
-    bend_rows: Floats  # not seconds, but prompt tokens and decodes
-    per_early_row: Floats
-    least_with_chunk: Floats
-    interval_share: Floats  # of these seconds, after which another step of a full pipeline ends: see `IntervalShare`
-    # Fixed properties.
-    depth: Floats  # steps in flight: the stages of its pipeline
-    max_step_tokens: Floats  # tokens a step may hold
-    is_adaptive: Floats  # 1: chunks fit the streams' TPOT; 0: chunks fill the step's tokens
-    page_size: Floats  # tokens
-    num_layer_groups: Floats  # of layers with pages of their own
-    num_full_groups: Floats  # of these, without a window
-    window_pages: Floats  # of the others together, at most
-    state_pages: Floats  # of each request's recurrent state
-    page_bytes: Floats
-    bytes_per_second: Floats  # at which its pages travel to another replica
-    # What runs.
-    refuses_late: Floats  # 1: the replica has work, and its admission refuses what would be late
-    step_left: Floats  # seconds until the running step ends, on average
-    step_streams: Floats  # that decode in a step, with the streams of now
-    min_chunk: Floats  # tokens of a prompt that a step holds, at least
-    recent_excess_share: Floats  # share of its time that streams took recently, beyond the share they take now
-    gap: Floats  # seconds between the tokens of a stream, with the streams of now and no prompt
-    future_gap: Floats  # the same with the streams of the future, and a place in a step for one more
-    token_share: Floats  # of what a decode takes in a step, by which one more makes that gap longer
-    per_joining_decode: Floats  # seconds that one more decode adds to a step with the streams of the future
-    most_urgent_stream: Floats  # priority of the most urgent stream of now; the number of classes if there is none
-    lateness: Floats  # weighted seconds per token by which the streams of now are late with `gap`
-    future_lateness: Floats  # the same in the future
-    stream_turnover: Floats  # seconds from one stream's end to the next
-    stream_pages: Floats  # pages that one stream frees at its end
-    empty_pages: Floats  # that a request can take before cached ones are evicted; below 0: bookings will evict as many
-    eviction_seconds: Floats  # of prefill that one evicted page is expected to cost
-    # Pictures: the coefficients of `EncoderCost`, in seconds; 0 where pictures are not encoded, or take no time.
-    encoder_base: Floats
-    encoder_per_row: Floats
-    encoder_per_square: Floats
-    takes_rows: Floats  # 1: encode replicas may send it embeddings
-    # Room, `[priority, slot]`.
-    free_pages: Floats
-    free_places: Floats  # requests that may still start; below 0: as many that wait cannot
-    max_prompt_now: Floats  # tokens of the longest prompt that waits for neither pages nor a place
-    # Shares of the replica's time, `[priority, slot]`.
-    prefill_share: Floats  # for prompts of a class while the present streams run
-    own_prefill_share: Floats  # the same, less the recent share of more urgent prompts
-    # Waiting prompts, `[priority, slot]`.
-    urgent_reported: Floats  # seconds of waiting prompts of more urgent classes, as last reported
-    urgent_booked: Floats  # the same, as booked since
-    num_groups: Floats  # prompt lengths that wait: the first positions of `groups`
-    # Streams, `[priority, slot]`.
-    streams: Floats  # now
-    future_streams: Floats
-    # Storage.
-    columns: Floats  # [column, slot]: all arrays above, in the order of `Row`
+    columns: Floats  # [column, slot]: all arrays above, in the order of `ReplicaFigures`
     groups: Floats  # [REPORTED or BOOKED, 0 count or 1 seconds, priority, position, slot]: waiting prompts by length
 
+    def group_pages(self, num_pages: Floats, slots: Slots | slice = slice(None)) -> Floats:
+        """Return how many pages the groups of layers hold together of a request whose tokens fill `num_pages`."""
+        full, windows = self.num_full_groups[slots], self.window_pages[slots]
+        found: Floats = np.minimum(self.num_layer_groups[slots] * num_pages, full * num_pages + windows)
+        return found
 
-_NAMES_PER_REPLICA = tuple(column.name for column in fields(Row) if column.type is float)
-_NAMES_PER_CLASS = tuple(column.name for column in fields(Row) if column.type == Sequence[float])
+
+_COEFFICIENTS = tuple(column.name for column in fields(StepCosts))  # the first columns
+_NAMES_PER_REPLICA = tuple(column.name for column in fields(ReplicaFigures) if column.type is One)
+_NAMES_PER_CLASS = tuple(column.name for column in fields(ReplicaFigures) if column.type is Each)
 _per_replica, _per_class = attrgetter(*_NAMES_PER_REPLICA), attrgetter(*_NAMES_PER_CLASS)
 _NO_LIMIT = 1e12  # tokens: more than any prompt has
 
@@ -172,15 +132,17 @@ _NO_LIMIT = 1e12  # tokens: more than any prompt has
 def blank(num_slots: int, num_classes: int) -> Loads:
     """Return the loads of `num_slots` slots without a replica. Their figures are harmless where all slots are computed
     at once: no division by 0, no wait for room."""
-    num_columns = len(_NAMES_PER_REPLICA) + len(_NAMES_PER_CLASS) * num_classes
-    columns = np.zeros((num_columns, num_slots))
-    arrays: dict[str, Floats] = {name: columns[at] for at, name in enumerate(_NAMES_PER_REPLICA)}
+    single = (*_COEFFICIENTS, *_NAMES_PER_REPLICA)
+    columns = np.zeros((len(single) + len(_NAMES_PER_CLASS) * num_classes, num_slots))
+    arrays: dict[str, Floats] = {name: columns[at] for at, name in enumerate(single)}
     for number, name in enumerate(_NAMES_PER_CLASS):
-        at = len(_NAMES_PER_REPLICA) + number * num_classes
+        at = len(single) + number * num_classes
         arrays[name] = columns[at : at + num_classes]
-    loads = Loads(**arrays, columns=columns, groups=np.zeros((2, 2, num_classes, NUM_GROUPS, num_slots)))
+    cost = StepCosts(**{name: arrays.pop(name) for name in _COEFFICIENTS})
+    groups = np.zeros((2, 2, num_classes, NUM_GROUPS, num_slots))
+    loads = Loads(cost=cost, **arrays, columns=columns, groups=groups)
     divisors = (loads.page_size, loads.bytes_per_second, loads.prefill_share, loads.own_prefill_share)
-    for divisor in (*divisors, loads.stream_pages, loads.interval_share, loads.depth):
+    for divisor in (*divisors, loads.interval_share, loads.depth):
         divisor[:] = 1.0
     loads.max_step_tokens[:] = loads.max_prompt_now[:] = _NO_LIMIT
     return loads
@@ -215,17 +177,16 @@ def row(
     groups, num_groups, urgent = work.backlog(len(classes))
     free_pages, free_places, max_prompt_now = work.room(profile, live, len(classes))
     shares = work.prefill_shares(profile, cost, interval_share, classes)
-    is_adaptive, step_tokens = profile.chunk_policy == "adaptive", profile.max_num_batched_tokens
-    mean_context = future_context / max(num_future, 1.0)
+    fits_streams, step_tokens = meaning_of(profile.chunk_policy).fits_streams, profile.max_num_batched_tokens
     min_chunk = max(step_tokens - num_streams, 1.0)
-    if is_adaptive:
+    if fits_streams:
         min_chunk = min(free_tokens(cost, step, 0, profile.min_chunk_tokens), min_chunk)
     return Row(
-        **cost.model_dump(),
+        cost=cost,
         interval_share=interval_share,
         depth=depth,
         max_step_tokens=step_tokens,
-        is_adaptive=is_adaptive,
+        fits_streams=fits_streams,
         page_size=profile.page_size,
         num_layer_groups=len(profile.windows),
         num_full_groups=profile.needs.num_full_groups,
@@ -246,7 +207,7 @@ def row(
         lateness=lateness(gap, streams, classes),
         future_lateness=lateness(future_gap, future_streams, classes),
         stream_turnover=2 * work.remaining / num_streams**2 * max(gap, cost.base) if num_streams else 0.0,
-        stream_pages=_stream_pages(profile.needs, mean_context),
+        stream_tokens=future_context / max(num_future, 1.0),
         empty_pages=live.empty_pages - work.booked_pages,
         eviction_seconds=live.eviction_seconds,
         encoder_base=encoder.base,
@@ -265,13 +226,6 @@ def row(
         future_streams=future_streams,
         groups=groups,
     )
-
-
-def _stream_pages(needs: PageNeeds, context: float) -> float:
-    """Return how many pages a stream of `context` tokens frees at its end, at least one."""
-    pages = context / needs.page_size
-    pages = min(len(needs.windows) * pages, needs.num_full_groups * pages + needs.window_pages)
-    return max(pages + needs.state_pages, 1.0)
 
 
 _cost_of = lru_cache(maxsize=4096)(StepCost.of)  # rows are made far more often than costs are learnt

@@ -17,19 +17,18 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from crossdock.router.loads import Floats, Loads
+from crossdock.router.loads import Loads, Slots
 from crossdock.router.predict import Prediction
 from crossdock.router.work import EXPECTED_OUTPUT_TOKENS
+from crossdock.workers.schedule.cost.formula import Floats
 from crossdock.workers.schedule.memory.prefix_index import PageHash
 from crossdock.workers.schedule.request import Overloaded
 from crossdock.workers.schedule.slo import DEFAULT_CLASS, SloClass
-
-Slots: TypeAlias = NDArray[np.intp]
 
 LATE_WEIGHT = 100.0
 """Cost of one weighted second of lateness, in seconds of work: large, so that a promise is broken only where every
@@ -201,10 +200,7 @@ def _transfer_tail(
     replica has all pages and room for them. Pages travel while the prompt is computed; those of the last chunk only
     afterwards, and those of the recurrent state."""
     pages = (query.num_tokens - cached[far]) / loads.page_size[far]
-    pages = np.minimum(
-        loads.num_layer_groups[far] * pages, loads.num_full_groups[far] * pages + loads.window_pages[far]
-    )
-    num_bytes = pages * loads.page_bytes[far]
+    num_bytes = loads.group_pages(pages, far) * loads.page_bytes[far]
     travel = num_bytes / loads.bytes_per_second[near, None]
     behind = travel_behind(travel, loads.max_step_tokens[near, None], prediction.alone[near, None], query.num_tokens)
     behind += loads.state_pages[far] * loads.page_bytes[far] / loads.bytes_per_second[near, None]

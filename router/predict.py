@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from crossdock.router.loads import Floats, Loads
+from crossdock.router.loads import Loads
 from crossdock.router.work import EXPECTED_OUTPUT_TOKENS
 from crossdock.workers.report.advertise import MEMORY_S
+from crossdock.workers.schedule.cost.formula import Floats
 from crossdock.workers.schedule.pacing.chunking import LEAST_SHARE
 from crossdock.workers.schedule.slo import SloClass
 
@@ -63,7 +64,7 @@ def predict(
     slo = classes[priority]
     rest = num_tokens - cached
     context = cached + rest / 2
-    per_token = loads.per_prefill_token + loads.per_attended * context
+    per_token = loads.cost.per_prefill_token + loads.cost.per_attended * context
     encoder, num_items = _encoder_seconds(loads, items, cached)
     own = _prefill_seconds(loads, num_tokens, rest, cached) + encoder * loads.interval_share
     drain = _drain_seconds(loads, rest, cached)
@@ -76,7 +77,7 @@ def predict(
     share = np.maximum(loads.own_prefill_share[priority] - excess, LEAST_SHARE)
     ttft = np.maximum(ahead / share, room_wait) + own / share + loads.step_left + drain
     output = min(max_tokens, EXPECTED_OUTPUT_TOKENS)
-    token = loads.per_joining_decode + loads.per_context * num_tokens
+    token = loads.per_joining_decode + loads.cost.per_context * num_tokens
     gap = loads.future_gap + loads.token_share * token
     return Prediction(
         prefill=own,
@@ -116,24 +117,9 @@ def _encoder_seconds(loads: Loads, items: Sequence[tuple[int, int, int]], cached
 
 def _prefill_seconds(loads: Loads, num_tokens: int, rest: Floats, cached: Floats) -> Floats:
     """Return what `Scheduler.prefill_seconds` does for the uncached `rest` of a prompt at every replica."""
-    if num_tokens <= loads.max_step_tokens.min():
-        return _step_seconds(loads, rest, cached) * loads.interval_share
-    chunk = loads.max_step_tokens
-    num_full = np.ceil(rest / chunk) - 1  # steps before the last one, which may be shorter
-    full = num_full * chunk
-    seconds = num_full * (loads.base + loads.per_early_row * np.minimum(chunk, loads.bend_rows))
-    seconds += full * (loads.per_prefill_token + loads.per_attended * (cached + full / 2))
-    seconds += loads.per_context * num_full * (cached + chunk * (num_full - 1) / 2)
-    seconds = np.maximum(seconds, num_full * loads.least_with_chunk) + _step_seconds(loads, rest - full, cached + full)
-    return seconds * loads.interval_share
-
-
-def _step_seconds(loads: Loads, tokens: Floats, context: Floats) -> Floats:
-    """Return what `StepCost.seconds` does for a step of one chunk, of `tokens` after `context` tokens."""
-    seconds = loads.base + tokens * (loads.per_prefill_token + loads.per_attended * (context + tokens / 2))
-    seconds += loads.per_context * context + loads.per_early_row * np.minimum(tokens, loads.bend_rows)
-    longest: Floats = np.maximum(seconds, loads.least_with_chunk * (tokens > 1))
-    return longest
+    if num_tokens <= loads.max_step_tokens.min():  # one step, which is the usual case
+        return loads.cost.chunk_step_seconds(cached, rest) * loads.interval_share
+    return loads.cost.prefill_seconds(cached, cached + rest, loads.max_step_tokens) * loads.interval_share
 
 
 def _drain_seconds(loads: Loads, rest: Floats, cached: Floats) -> Floats:
@@ -141,8 +127,8 @@ def _drain_seconds(loads: Loads, rest: Floats, cached: Floats) -> Floats:
     after = 1 - loads.interval_share
     if after.max() <= 0:  # no replica is a pipeline, which is the usual case
         return np.zeros(len(rest))
-    last = (rest - 1) % loads.max_step_tokens + 1
-    drain: Floats = np.maximum(after, 0.0) * _step_seconds(loads, last, cached + rest - last)
+    last = loads.cost.last_step_seconds(cached, cached + rest, loads.max_step_tokens)
+    drain: Floats = np.maximum(after, 0.0) * last
     return drain
 
 
@@ -169,8 +155,10 @@ def _room_wait(loads: Loads, priority: int, rest: Floats) -> Floats:
     if not (rest > loads.max_prompt_now[priority]).any():
         return np.zeros(len(rest))
     pages = _pages(loads, rest) + 1
+    stream_pages = loads.group_pages(loads.stream_tokens / loads.page_size) + loads.state_pages
+    stream_pages = np.maximum(stream_pages, 1.0)
     missing = np.maximum(1 - loads.free_places[priority], 0.0)
-    missing = np.maximum(missing, np.maximum(pages - loads.free_pages[priority], 0.0) / loads.stream_pages)
+    missing = np.maximum(missing, np.maximum(pages - loads.free_pages[priority], 0.0) / stream_pages)
     wait: Floats = missing * loads.stream_turnover
     return wait
 
@@ -186,9 +174,7 @@ def _evicted_seconds(loads: Loads, tokens: Floats) -> Floats:
 
 def _pages(loads: Loads, tokens: Floats) -> Floats:
     """Return how many pages a request of `tokens` tokens takes at every replica, of all groups and of its state."""
-    pages = np.ceil(tokens / loads.page_size)
-    found: Floats = np.minimum(loads.num_layer_groups * pages, loads.num_full_groups * pages + loads.window_pages)
-    return found + loads.state_pages
+    return loads.group_pages(np.ceil(tokens / loads.page_size)) + loads.state_pages
 
 
 def _prompt_lateness(
@@ -197,14 +183,14 @@ def _prompt_lateness(
     """Return the weighted seconds by which the steps that compute the prompt make running streams late."""
     chunk = np.minimum(loads.min_chunk, rest)
     per_step = np.maximum(loads.depth * loads.interval_share, 1.0)  # a gap beside chunks, per step's seconds
-    more = chunk * per_token + loads.per_context * context
-    early = np.minimum(loads.step_streams + chunk, loads.bend_rows) - np.minimum(loads.step_streams, loads.bend_rows)
-    more += loads.per_early_row * early
-    step = np.maximum(loads.gap + more * per_step, loads.least_with_chunk * per_step)
+    cost, streams = loads.cost, loads.step_streams
+    more = chunk * per_token + cost.per_context * context
+    more += cost.early_seconds(streams + chunk) - cost.early_seconds(streams)
+    step = np.maximum(loads.gap + more * per_step, cost.least_with_chunk * per_step)
     if step.max() <= _tightest_tpot(classes):  # no stream is late at any replica, which is the usual case
         return np.zeros(len(rest))
     # With adaptive chunks, no stream waits for a prompt of a less urgent class.
-    delays = (loads.is_adaptive == 0) | (priority <= loads.most_urgent_stream)
+    delays = (loads.fits_streams == 0) | (priority <= loads.most_urgent_stream)
     late = _lateness(step, loads.streams, classes) - loads.lateness
     return np.where(delays, late * rest / (np.maximum(chunk, 1.0) * loads.depth), 0.0)
 
@@ -221,7 +207,7 @@ def _encoder_lateness(
     chunk = np.maximum(np.minimum(loads.min_chunk, rest), 1.0)
     steps = np.maximum(np.minimum(num_items, rest / chunk), 1.0)
     per_step = np.maximum(loads.depth * loads.interval_share, 1.0)
-    delays = (loads.is_adaptive == 0) | (priority <= loads.most_urgent_stream)
+    delays = (loads.fits_streams == 0) | (priority <= loads.most_urgent_stream)
     late = _lateness(loads.gap + seconds / steps * per_step, loads.streams, classes) - loads.lateness
     found: Floats = np.where(delays, steps * late, 0.0)
     return found

@@ -8,11 +8,12 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
-from crossdock.router.loads import Floats, Loads, blank, row
-from crossdock.router.placement import Candidates, Slots
+from crossdock.router.loads import Loads, Slots, blank, row
+from crossdock.router.placement import Candidates
 from crossdock.router.work import Booking
 from crossdock.workers.report.advertise import LiveProfile
 from crossdock.workers.report.profile import Role, SchedulingProfile
+from crossdock.workers.schedule.cost.formula import Floats
 from crossdock.workers.schedule.slo import SloClass
 
 _FIRST_CAPACITY = 8  # slots; doubled when they run out

@@ -8,7 +8,7 @@ from typing import TypeAlias
 from crossdock.workers.report.advertise import LENGTHS, LiveProfile
 from crossdock.workers.report.profile import SchedulingProfile
 from crossdock.workers.schedule.cost.cost import StepCost, StepWork
-from crossdock.workers.schedule.pacing.chunking import share_of_chunk, share_of_prompts
+from crossdock.workers.schedule.pacing.chunk_policies import Beside, meaning_of
 from crossdock.workers.schedule.slo import SloClass
 
 EXPECTED_OUTPUT_TOKENS = 128
@@ -143,15 +143,13 @@ class Work:
             return [1.0] * len(classes)
         depth = profile.pipeline_parallel_size
         streams = StepWork(decodes=num_joining / depth, context=self.context / depth)
-        if profile.chunk_policy != "adaptive":
-            share = share_of_chunk(cost, streams, profile.max_num_batched_tokens - streams.decodes)
-            return [share] * len(classes)
         tpot = min([slo.tpot_s for slo, count in zip(classes, self.joining, strict=True) if count])
         overrun = profile.overrun * max(depth * interval_share, 1.0)
-        chunk, page = profile.min_chunk_tokens, profile.page_size
-        shares = [share_of_prompts(cost, streams, tpot, overrun, chunk, page)] * (first_nonzero(self.joining) + 1)
+        beside = Beside(streams, tpot, overrun, profile.max_num_batched_tokens, profile.page_size)
+        share = meaning_of(profile.chunk_policy).share
+        shares = [share(cost, beside, profile.min_chunk_tokens)] * (first_nonzero(self.joining) + 1)
         if len(shares) < len(classes):  # less urgent than every stream: no chunk is certain
-            shares += [share_of_prompts(cost, streams, tpot, overrun, 0, page)] * (len(classes) - len(shares))
+            shares += [share(cost, beside, 0)] * (len(classes) - len(shares))
         return shares
 
 

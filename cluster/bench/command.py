@@ -17,8 +17,9 @@ from rich.markup import escape
 
 from crossdock.cluster.bench.agents import Agents
 from crossdock.cluster.bench.flags import matching, takes
+from crossdock.cluster.bench.load import Load
 from crossdock.cluster.bench.mix import MIXES, Mix
-from crossdock.cluster.bench.workloads import SHAPES, WORKLOADS, Interference
+from crossdock.cluster.bench.workloads import SHAPES, Interference
 from crossdock.workers.schedule.slo import DEFAULT_CLASSES
 
 if TYPE_CHECKING:
@@ -26,32 +27,15 @@ if TYPE_CHECKING:
     from crossdock.cluster.bench.run import BenchOptions, BenchResult
 
 _MIX, _LONG = "Workload mix", "Workloads interference and short-vs-long"
-_AGENTS, _TRACE = "Workload agents", "Workloads trace and agents"
+_AGENTS = "Workload agents"
 _PLAN = Interference()
 _SLO_DEFAULTS = ", ".join(f"{slo.name} {slo.ttft_s * 1e3:.0f}/{slo.tpot_s * 1e3:.0f}" for slo in DEFAULT_CLASSES)
 
 
 @dataclass(frozen=True)
-class BenchFlags:
-    """The flags of `crossdock bench`. One that is named like a field of BenchOptions, Interference or Mix sets it."""
+class BenchFlags(Load):
+    """The flags of `crossdock bench`. One that is named like a field of Interference or Mix sets it."""
 
-    url: Annotated[str, typer.Argument(help="Address of an OpenAI endpoint, with or without /v1.")]
-    workload: Annotated[str, typer.Option("--workload", "-w", help=f"One of: {', '.join(WORKLOADS)}.")] = "chat"
-    num_requests: Annotated[int | None, typer.Option("--num-requests", "-n", help="Number of requests.")] = None
-    duration: Annotated[float | None, typer.Option(help="Seconds in which requests are started.")] = None
-    concurrency: Annotated[int | None, typer.Option("--concurrency", "-c", help="Requests in flight at a time.")] = None
-    request_rate: Annotated[float | None, typer.Option(help="Open loop: Poisson arrivals per second.")] = None
-    prompt_tokens: Annotated[int | None, typer.Option(help="Tokens of a prompt.")] = None
-    output_tokens: Annotated[int | None, typer.Option(help="Tokens of an output; agents: their median.")] = None
-    prefix_tokens: Annotated[int | None, typer.Option(help="Tokens of a prefix that all prompts share.")] = None
-    pictures: Annotated[int | None, typer.Option(help="images: pictures of a request.", show_default="1")] = None
-    picture_size: Annotated[int | None, typer.Option(help="Pixels on a side of a picture.", show_default="512")] = None
-    burstiness: Annotated[
-        float | None, typer.Option(help="Open loop: 1 is Poisson, less comes in bursts (as in vLLM).")
-    ] = None
-    service_tier: Annotated[
-        str | None, typer.Option(help="SLO class of the requests, e.g. interactive; a mix has its own.")
-    ] = None
     slo: Annotated[
         list[str] | None,
         typer.Option(
@@ -81,10 +65,6 @@ class BenchFlags:
             metavar="FROM-TO", help="Tokens of long prompts.", show_default="4096-16384", rich_help_panel=_MIX
         ),
     ] = None
-    streams: Annotated[
-        int | None,
-        typer.Option(help="interference: established streams.", show_default="4", rich_help_panel=_LONG),
-    ] = None
     short_interval: Annotated[
         float,
         typer.Option(help="short-vs-long: seconds from one short request to the next.", rich_help_panel=_LONG),
@@ -111,30 +91,11 @@ class BenchFlags:
     turns: Annotated[
         float | None, typer.Option(help="Median turns of a session.", show_default="43", rich_help_panel=_AGENTS)
     ] = None
-    trace: Annotated[
-        Path | None,
-        typer.Option(help="Mooncake JSONL, Azure LLM CSV, or JSONL of agents' sessions.", rich_help_panel=_TRACE),
-    ] = None
-    trace_speed: Annotated[
-        float,
-        typer.Option(help="2 replays the trace in half the time; agents: 2 halves all pauses.", rich_help_panel=_TRACE),
-    ] = 1.0
-    length_scale: Annotated[float, typer.Option(help="Multiplies all lengths.", rich_help_panel=_TRACE)] = 1.0
     goodput: Annotated[
         list[str] | None,
         typer.Option(help="Limits in ms that make a request good, e.g. 'ttft:500 tpot:50' (also gap, e2e)."),
     ] = None
-    seed: Annotated[int, typer.Option(help="Decides arrivals, lengths and texts.")] = 0
-    repeat_prompts: Annotated[
-        bool, typer.Option("--repeat-prompts", help="The same texts in every run, so that prefix caches can hit.")
-    ] = False
-    warmup: Annotated[int, typer.Option(help="Requests sent before the measurement, and not counted.")] = 2
-    model: Annotated[str | None, typer.Option(help="Default: the first model that the server lists.")] = None
-    api_key: Annotated[str | None, typer.Option(help="Sent as bearer token.", envvar="OPENAI_API_KEY")] = None
     header: Annotated[list[str] | None, typer.Option(help="'Name: value', sent with every request.")] = None
-    tokenizer: Annotated[Path | None, typer.Option(help="Directory with the model's tokenizer.json.")] = None
-    chat: Annotated[bool, typer.Option("--chat", help="Use /v1/chat/completions.")] = False
-    timeout: Annotated[float, typer.Option(help="Seconds after which a request has failed.")] = 600.0
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all figures to this file.")] = None
     plot_file: Annotated[
         Path | None, typer.Option("--plot", help="Draw gaps over time into this file (png, svg, pdf).")

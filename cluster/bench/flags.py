@@ -20,8 +20,9 @@ def takes(flags: type[Flags]) -> Callable[[Callable[[Flags], None]], Callable[..
         def command(**given: Any) -> None:
             run(flags(**given))
 
-        command.__signature__ = inspect.signature(flags)  # type: ignore[attr-defined]
-        command.__annotations__ = dict(inspect.get_annotations(flags))
+        signature = inspect.signature(flags)
+        command.__signature__ = signature  # type: ignore[attr-defined]
+        command.__annotations__ = {name: flag.annotation for name, flag in signature.parameters.items()}
         return command
 
     return decorate

@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 from crossdock.cluster.bench import metrics, serverside
 from crossdock.cluster.bench.agents import DEFAULT_AGENTS, Agents, agent_jobs, has_sessions, read_sessions
 from crossdock.cluster.bench.client import Server
 from crossdock.cluster.bench.http import BenchError, ServerGone
+from crossdock.cluster.bench.load import Load
 from crossdock.cluster.bench.loops import SendOne, closed_loop, open_loop
 from crossdock.cluster.bench.metrics import DEFAULT_TARGETS, Sample, Targets
 from crossdock.cluster.bench.mix import MIXES, Mix, mix_jobs
@@ -36,41 +36,16 @@ _GIVE_UP_S = 30.0  # without a connection, after which a run ends
 
 
 @dataclass(frozen=True)
-class BenchOptions:
-    """The workload, the server and the limits of a run. None: the workload's own default."""
+class BenchOptions(Load):
+    """A load with its parts, and what makes its requests good."""
 
-    url: str
-    workload: str = "chat"
-    num_requests: int | None = None
-    duration: float | None = None  # seconds; the run waits for requests in flight at its end
-    concurrency: int | None = None  # closed loop: slots; open loop: most requests in flight
-    request_rate: float | None = None  # per second; makes the loop open
-    prompt_tokens: int | None = None
-    output_tokens: int | None = None
-    prefix_tokens: int | None = None
-    pictures: int | None = None  # of a request of the workload images
-    picture_size: int | None = None  # pixels on a side
-    streams: int | None = None  # of the interference workload
     interference: Interference = field(default_factory=Interference)
     mix: Mix = MIXES["chat-heavy"]
     agents: Agents = field(default_factory=Agents)
-    service_tier: str | None = None  # the SLO class of all requests; a mix has its own
     asks_for_classes: bool = True  # False: a mix's requests name no class, and count for the class they would name
-    burstiness: float = 1.0  # of arrivals, see workloads.arrival_times; a mix has its own
-    trace: Path | None = None
-    trace_speed: float = 1.0
-    length_scale: float = 1.0
-    seed: int = 0
-    repeat_prompts: bool = False  # the same texts in every run of a seed, for measuring a warm prefix cache
-    warmup: int = 2
     goodput: dict[str, float] = field(default_factory=dict)  # limits in seconds, see metrics.parse_goodput
     targets: Targets = field(default_factory=lambda: DEFAULT_TARGETS)  # of SLO classes
-    model: str | None = None
-    api_key: str | None = None
     headers: dict[str, str] = field(default_factory=dict)
-    tokenizer: Path | None = None
-    chat: bool = False
-    timeout: float = 600.0
 
     @property
     def tier_to_try(self) -> str | None:
@@ -159,7 +134,7 @@ def bench_jobs(options: BenchOptions) -> Iterator[Job]:
         jobs = shaped_jobs(options.shape)
         limit = limit or (None if options.duration else options.shape.num_requests)
         if options.request_rate is not None:
-            jobs = at_rate(jobs, options.request_rate, options.seed, options.burstiness)
+            jobs = at_rate(jobs, options.request_rate, options.seed, options.burstiness or 1.0)
     if options.service_tier is not None:
         jobs = (replace(job, service_tier=options.service_tier) for job in jobs)
     return itertools.islice(jobs, limit)

@@ -16,6 +16,7 @@ from rich.markup import escape
 
 from crossdock.cluster.bench.agents import Agents
 from crossdock.cluster.bench.flags import matching, takes
+from crossdock.cluster.bench.load import Load
 from crossdock.cluster.bench.mix import MIXES, Mix
 from crossdock.cluster.bench.workloads import SHAPES, Job
 
@@ -29,25 +30,11 @@ _POLICIES = "seconds,round-robin,least-requests,power-of-two,prefix-affinity,blo
 _SHIPPING = "auto,always,never"
 _SECONDS = 60.0  # of arrivals, where neither seconds nor requests are given
 _CLOSED_LOOPS = ("interference", "short-vs-long")  # jobs that are due when others have ended
-_BENCH_FLAGS = (  # flags that are fields of BenchOptions too
-    "request_rate",
-    "burstiness",
-    "num_requests",
-    "duration",
-    "prompt_tokens",
-    "output_tokens",
-    "pictures",
-    "picture_size",
-    "concurrency",
-    "trace_speed",
-    "length_scale",
-    "service_tier",
-)
 
 
 @dataclass(frozen=True)
 class SimulateFlags:
-    """The flags of `crossdock simulate`. One that is named like a field of BenchOptions or Mix sets it."""
+    """The flags of `crossdock simulate`. One that is named like a field of Load sets it."""
 
     fleet: Annotated[Path | None, typer.Argument(help="YAML file that describes the fleet.")] = None
     pools: Annotated[
@@ -221,7 +208,8 @@ def _jobs(fleet: "SimulatedFleet", flags: SimulateFlags) -> Callable[[int], Iter
     from crossdock.cluster.bench.run import BenchOptions, bench_jobs
 
     workload = _workload(flags)
-    options = {name: value for name in _BENCH_FLAGS if (value := getattr(flags, name)) is not None}
+    given = matching(Load, flags)
+    options = {name: given[name] for name in given if name not in ("workload", "trace", "seed")}
     if workload == "mix":
         longest = min(pool.profile.max_model_len for pool in fleet.pools)
         options |= {"mix": _mix(flags).within(longest)}

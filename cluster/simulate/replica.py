@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from math import exp
+from math import exp, inf
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -149,6 +149,7 @@ class SimulatedReplica:
     clock: Clock
     observer: Observer
     noise: Noise
+    publish_s: float  # from one live profile to the next while requests come and go, at least
     at_once: bool = True  # False: one step after the other, to compare with
     takes_rows: bool = False  # encode replicas may send it embeddings
     since: float = 0.0  # when it came up
@@ -176,12 +177,11 @@ class SimulatedReplica:
         pages = PagePool(*sizes, self.pool.enable_prefix_caching, windows, cached, state_pages)
         overrun, depth = max(profile.overrun, self.noise.overrun), profile.pipeline_parallel_size
         self._stages = Stages.of(depth, profile.interval_share)
-        encoding = Encoding(profile.encoder_rows or _ROWS, profile.encoder_cost, profile.keeps_items_whole)
-        if self.pool.role == "encode":
-            encoding.longest_s = LONGEST_SHIPPING_STEP_S
+        num_rows, encoder = profile.encoder_rows or _ROWS, (profile.encoder_cost, profile.keeps_items_whole)
+        longest_s = LONGEST_SHIPPING_STEP_S if self.pool.role == "encode" else inf
         if self.takes_rows:
-            num_pages = max(encoding.capacity // profile.page_size, 2)
-            encoding.arriving = self.landing = ArrivingRows(num_pages, profile.page_size, LEAST_PATIENCE_S)
+            self.landing = ArrivingRows(max(num_rows // profile.page_size, 2), profile.page_size, LEAST_PATIENCE_S)
+        encoding = Encoding(num_rows, *encoder, longest_s=longest_s, arriving=self.landing)
         self.scheduler = Scheduler(
             self.pool.engine,
             pages,
@@ -194,7 +194,7 @@ class SimulatedReplica:
             encoding=encoding,
         )
         self._drafts = DrawnDrafts(self.pool.draft_acceptance, self.noise.seed)
-        self.publisher = Publisher(self.scheduler, self.name)
+        self.publisher = Publisher(self.scheduler, self.name, self.publish_s)
 
     def post(self, action: Action, now: float, ends: str | None = None) -> None:
         """Run `action` between two steps. `ends`: the request that it ends; no step in flight may compute that."""

@@ -345,8 +345,8 @@ class Simulation:
         self._started[pool.name] += 1
         noise = Noise(self.fleet.noise, (self._outcome.seed, len(self._outcome.replicas)))
         takes_rows = self.fleet.has_encoders and pool.takes_rows
-        replica = SimulatedReplica(name, pool, self.clock, self, noise, self._at_once, takes_rows, since=now)
-        replica.publisher.interval_s = self.fleet.publish_s
+        settings = noise, self.fleet.publish_s, self._at_once, takes_rows
+        replica = SimulatedReplica(name, pool, self.clock, self, *settings, since=now)
         self.replicas[name] = replica
         self._outcome.replicas.append(replica)
         peers = {"peer": name.encode(), "rows_peer": name.encode() if takes_rows else b""}

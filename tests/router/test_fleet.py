@@ -370,6 +370,11 @@ def test_replicas_with_different_classes_are_routed_together() -> None:
     fleet.hear("new", live(2, streams=(1, 1, 1, 7), context_tokens=900, remaining_tokens=60), 0.0)
     for slo_class in (*CLASSES, "bulk"):
         place(fleet, query(f"{slo_class} again", slo_class=slo_class))
+    assert sum(fleet.num_booked(name) for name in ("old", "new", "older")) == 8
+    old, new, older = (fleet.table.by_name[name].slot for name in ("old", "new", "older"))
+    fleet.table.refresh(0.0)
+    # By the two classes of the replica that joined last. It has not reported, and counts as busy as the busiest.
+    assert fleet.table.loads.streams[:, [old, new, older]].tolist() == [[1, 1, 1], [5, 9, 9]]
 
 
 def test_replica_of_another_page_size_has_no_prefix_hits() -> None:

@@ -8,10 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from crossdock.router.fleet import Fleet
-from crossdock.router.loads import Floats
-from crossdock.router.placement import LATE_WEIGHT, PAIR_CANDIDATES, Candidates, Query, SlotPair, Slots, choose
+from crossdock.router.loads import Slots
+from crossdock.router.placement import LATE_WEIGHT, PAIR_CANDIDATES, Candidates, Query, SlotPair, choose
 from crossdock.router.predict import Prediction, predict
 from crossdock.workers.report.advertise import PageChanges, Prompts
+from crossdock.workers.schedule.cost.formula import Floats
 from crossdock.workers.schedule.memory.prefix_index import hash_pages
 from crossdock.workers.schedule.request import Leg, Overloaded
 from tests.router.replicas import CLASSES, COST, PAGE_SIZE, Replica, fleet_of, live, place, profile, query
@@ -115,12 +116,14 @@ def test_late_request_is_not_refused_while_one_replica_queues() -> None:
     fleet = fleet_of({"a": profile(), "b": profile(admission="queue")})
     fleet.hear("a", busy, 0.0)
     fleet.hear("b", busy, 0.0)
-    fleet.choose(query("new", 10), 0.0)
+    assert fleet.choose(query("new", 10), 0.0).late > 0
 
 
 def test_late_request_is_not_refused_by_an_idle_replica() -> None:
     slow = fleet_of({"only": profile(1000.0)})  # it takes a second for a token
-    slow.choose(query("new", 5000, slo_class="interactive"), 0.0)
+    placed = slow.choose(query("new", 5000, slo_class="interactive"), 0.0)
+    assert placed.decode == "only"
+    assert placed.predicted_ttft > slow.classes[0].ttft_s
 
 
 # -- one or two --------------------------------------------------------------------------------------------------------

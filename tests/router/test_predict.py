@@ -9,10 +9,14 @@ from hypothesis import strategies as st
 
 from crossdock.router.fleet import Fleet
 from crossdock.router.placement import Query
-from crossdock.workers.report.advertise import Prompts
+from crossdock.workers.report.advertise import Prompts, Publisher
 from crossdock.workers.schedule.cost.cost import StepCost
+from crossdock.workers.schedule.pacing.chunk_policies import POLICIES, Meaning
+from crossdock.workers.schedule.pacing.chunking import LEAST_SHARE
 from crossdock.workers.schedule.request import Leg, Request, SamplingParams
+from crossdock.workers.schedule.scheduler import Scheduler
 from tests.router.replicas import CLASSES, COST, Replica, fleet_of, live, place, profile, query
+from tests.workers.schedule.model_free_replica import ModelFreeReplica
 
 BENT = (  # a GPU that launches a chunk's kernels for 20 ms; a CPU whose first rows cost more than others
     COST.model_copy(update={"bend_rows": 256, "per_early_row": -1e-4, "least_with_chunk": 20e-3}),
@@ -165,3 +169,28 @@ def test_prompt_on_fixed_chunks_delays_streams_and_on_adaptive_ones_waits() -> N
     assert found["fixed"].late > 0  # 512 tokens take 0.2 s here, four times the TPOT of interactive streams
     assert found["adaptive"].late == 0
     assert found["adaptive"].predicted_ttft > found["fixed"].predicted_ttft
+
+
+@pytest.mark.parametrize("policy", ["adaptive", "fixed", "added", "of a newer version"])
+def test_share_of_prompts_is_the_schedulers_own_for_every_chunk_policy(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also for a policy that is only an entry of the table, and for one of which only the name is known."""
+    added = Meaning(fits_streams=False, share=lambda cost, beside, floor: 0.3 if floor else 0.2)
+    monkeypatch.setitem(POLICIES, "added", added)  # type: ignore[misc]
+    static = profile(admission="queue").model_copy(update={"chunk_policy": policy})
+    idle = Replica(profile(admission="queue")).scheduler
+    config = idle.config.model_copy(update={"chunk_policy": policy})
+    scheduler = Scheduler(config, idle.pages, static.max_model_len, cost=static.cost)
+    replica = ModelFreeReplica(scheduler, static.cost.seconds, sample=lambda tokens: 7)
+    for number in range(12):
+        replica.add(f"{number}", [number, *range(400)], "standard", 200, Leg.LOCAL)
+    while not all(request.is_decoding for request in scheduler.running) or scheduler.waiting:
+        replica.step()
+    fleet = fleet_of({"a": static})
+    fleet.hear("a", Publisher(scheduler, "first", sequence=9).live(replica.now), 0.0)
+    fleet.choose(query("new"), 0.0)
+    shares = [max(scheduler.prefill_share(priority), LEAST_SHARE) for priority in range(len(CLASSES))]
+    assert fleet.table.loads.prefill_share[:, 0] == pytest.approx(shares)
+    if policy == "added":
+        assert shares == [0.3, 0.3, 0.2]

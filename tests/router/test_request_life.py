@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from crossdock.router.actions import (
     Accepted,
@@ -921,5 +928,10 @@ class AnyLife(RuleBasedStateMachine):
         assert self.life.deadline == inf
 
 
-AnyLife.TestCase.settings = settings(max_examples=400, stateful_step_count=30, deadline=None)
+AnyLife.TestCase.settings = settings(max_examples=200, stateful_step_count=30, deadline=None)
 TestAnyLife = AnyLife.TestCase
+
+
+@pytest.mark.soak
+def test_any_life_at_length() -> None:
+    run_state_machine_as_test(AnyLife, settings=settings(max_examples=5000, stateful_step_count=60, deadline=None))

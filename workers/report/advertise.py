@@ -5,7 +5,7 @@ A replica's own publisher is the only source of both. profile.py has the static 
 
 from bisect import bisect
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import exp, inf
 
 from crossdock.workers.report.profile import Role
@@ -91,17 +91,8 @@ class Message:
     pages: Sequence[PageChanges] = ()
 
 
-def observe(
-    scheduler: Scheduler,
-    incarnation: str,
-    sequence: int,
-    step_seconds: float = 0.0,
-    prompt_shares: tuple[float, ...] = (),
-    stream_share: float = 0.0,
-    bytes_per_second: float = 0.0,
-    role: Role | None = None,
-) -> LiveProfile:
-    """Return the live profile of a replica with this scheduler."""
+def observe(scheduler: Scheduler, incarnation: str, sequence: int) -> LiveProfile:
+    """Return the live profile of a replica with this scheduler, without what is measured over time."""
     prompts, leaving = _prompts(scheduler)
     streams, context, remaining = _streams(scheduler)
     arriving = [0] * len(scheduler.config.slo_classes)
@@ -113,26 +104,21 @@ def observe(
     return LiveProfile(
         incarnation,
         sequence,
-        scheduler.cost.coefficients if scheduler.cost is not None else (),
-        prompts,
-        streams,
-        context,
-        remaining,
-        tuple(arriving),
-        leaving,
-        places,
-        pages,
-        prompt_shares,
-        stream_share,
-        step_seconds if scheduler.has_work else 0.0,
-        bytes_per_second,
-        scheduler.prefilled.seconds,
-        role,
-        scheduler.interval_share,
-        scheduler.verification.gap_share if scheduler.verification is not None else 1.0,
-        scheduler.pages.num_empty,
-        scheduler.pages.cached.price(),
-        encoding.cost.coefficients if encoding is not None and encoding.cost is not None else (),
+        cost=scheduler.cost.coefficients if scheduler.cost is not None else (),
+        prompts=prompts,
+        streams=streams,
+        context_tokens=context,
+        remaining_tokens=remaining,
+        arriving=tuple(arriving),
+        leaving=leaving,
+        places=places,
+        free_pages=pages,
+        done_seconds=scheduler.prefilled.seconds,
+        interval_share=scheduler.interval_share,
+        gap_share=scheduler.verification.gap_share if scheduler.verification is not None else 1.0,
+        empty_pages=scheduler.pages.num_empty,
+        eviction_seconds=scheduler.pages.cached.price(),
+        encoder_cost=encoding.cost.coefficients if encoding is not None and encoding.cost is not None else (),
     )
 
 
@@ -264,15 +250,13 @@ class Publisher:
         self._was_busy, self._activity, self._published = self._is_busy, self._current_activity, now
         self._step_seconds = step_seconds or self._step_seconds
         self._shares.measure(now)
-        return observe(
-            self.scheduler,
-            self.incarnation,
-            self.sequence,
-            self._step_seconds,
-            tuple(self._shares.prompts),
-            self._shares.streams,
-            self._bytes_per_second,
-            self.role,
+        return replace(
+            observe(self.scheduler, self.incarnation, self.sequence),
+            prompt_shares=tuple(self._shares.prompts),
+            stream_share=self._shares.streams,
+            step_seconds=self._step_seconds if self.scheduler.has_work else 0.0,
+            bytes_per_second=self._bytes_per_second,
+            role=self.role,
         )
 
     def assign_role(self, role: Role) -> None:

@@ -5,10 +5,10 @@ from typing import Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict
 
-from crossdock.workers.schedule.config import ChunkPolicy
 from crossdock.workers.schedule.cost.cost import StepCost
 from crossdock.workers.schedule.memory.page_needs import PageNeeds
 from crossdock.workers.schedule.memory.prefix_index import Window
+from crossdock.workers.schedule.pacing.chunk_policies import ChunkPolicy
 from crossdock.workers.schedule.pictures.encoder_cost import EncoderCost
 from crossdock.workers.schedule.slo import SloClass
 

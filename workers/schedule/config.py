@@ -1,15 +1,14 @@
 """The scheduler's settings: how much one step computes, and whose work goes first."""
 
-from typing import Literal, TypeAlias
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from crossdock.workers.schedule.memory.page_needs import PageNeeds
 from crossdock.workers.schedule.memory.pages import PagePool
 from crossdock.workers.schedule.memory.retention import PrefixEviction
+from crossdock.workers.schedule.pacing.chunk_policies import ChunkPolicy
 from crossdock.workers.schedule.slo import DEFAULT_CLASS, DEFAULT_CLASSES, SloClass
-
-ChunkPolicy: TypeAlias = Literal["adaptive", "fixed"]
 
 _LONG_PROMPT_PART = 25  # a prompt above a 25th of max_model_len, 4 %, is long: vLLM's default for its own threshold
 

@@ -8,6 +8,7 @@ from crossdock.workers.schedule import kv
 from crossdock.workers.schedule.admission import is_long, may_be_partial, num_places
 from crossdock.workers.schedule.batch import Scheduled
 from crossdock.workers.schedule.order import order_prefills, prefill_reason
+from crossdock.workers.schedule.pacing.chunk_policies import meaning_of
 from crossdock.workers.schedule.pacing.chunking import (
     LEAST_SHARE,
     Candidate,
@@ -69,7 +70,7 @@ class PrefillScheduler:
     def _budget(self, decodes: Sequence[Scheduled], skipped: Collection[str], first: Request) -> ChunkBudget:
         """Return the budget for the chunks beside `decodes`. `first`: the request whose chunk comes first."""
         table, config, cost = self.table, self.table.config, self.forecast.cost
-        if cost is None or config.chunk_policy == "fixed" or not config.enable_chunked_prefill:
+        if cost is None or not meaning_of(config.chunk_policy).fits_streams or not config.enable_chunked_prefill:
             budget = fixed_chunk_budget(config.max_num_batched_tokens, len(decodes))
         else:
             streams = [each for each in table.running if each.is_decoding and each.id not in skipped]

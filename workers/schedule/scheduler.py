@@ -15,6 +15,7 @@ from crossdock.workers.schedule.drafts.drafting import DraftPolicy
 from crossdock.workers.schedule.drafts.verify import Verification, longest_verified
 from crossdock.workers.schedule.memory.pages import PagePool
 from crossdock.workers.schedule.outputs import append_sampled, new_delta
+from crossdock.workers.schedule.pacing.chunk_policies import meaning_of
 from crossdock.workers.schedule.pacing.forecast import Forecast
 from crossdock.workers.schedule.pacing.pace import next_due, skip_decodes
 from crossdock.workers.schedule.pictures.encoder_cost import EncoderCost
@@ -227,7 +228,7 @@ class Scheduler:
             share = -(-len(streams) // self.depth)
             landed = [stream for stream in streams if not stream.num_in_flight_tokens]
             streams = sorted(landed, key=lambda stream: stream.due)[:share]
-        if self._forecast.cost is not None and self.config.chunk_policy == "adaptive":
+        if self._forecast.cost is not None and meaning_of(self.config.chunk_policy).fits_streams:
             skipped = skip_decodes(streams, self._table.now, self._forecast.cost)
         if skipped:
             streams = [stream for stream in streams if stream.id not in skipped]

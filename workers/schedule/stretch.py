@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from crossdock.workers.schedule import kv
 from crossdock.workers.schedule.batch import Batch
 from crossdock.workers.schedule.cost.cost import StepCost
+from crossdock.workers.schedule.pacing.chunk_policies import meaning_of
 from crossdock.workers.schedule.pacing.pace import next_due, steps_without_skips
 from crossdock.workers.schedule.table import RequestTable
 
@@ -26,7 +27,8 @@ def steady_steps(table: RequestTable, cost: StepCost | None, batch: Batch) -> in
         for request in requests
     )
     steps = min(steps, table.pages.num_available // len(parts) * table.pages.page_size + 1)  # without preemptions
-    if cost is not None and config.chunk_policy == "adaptive" and len({request.priority for request in requests}) > 1:
+    may_skip = meaning_of(config.chunk_policy).fits_streams and len({request.priority for request in requests}) > 1
+    if cost is not None and may_skip:
         tpot = min([config.slo_classes[request.priority].tpot_s for request in requests])
         steps = min(steps, steps_without_skips([request.num_tokens for request in requests], tpot, cost))
     return steps

@@ -1,10 +1,13 @@
 """Small fleets to simulate, with costs that are exact in binary."""
 
+import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
+from crossdock.cluster.bench.metrics import DEFAULT_TARGETS
 from crossdock.cluster.bench.pictures import DrawnPicture
 from crossdock.cluster.bench.workloads import Job, Segment
+from crossdock.cluster.simulate import report
 from crossdock.cluster.simulate.fleet import SimulatedFleet, describe
 from crossdock.cluster.simulate.simulation import Outcome, Simulation
 from crossdock.workers.report.profile import SchedulingProfile
@@ -98,3 +101,27 @@ def assert_all_ended(simulation: Simulation, outcome: Outcome, jobs: Sequence[Jo
             assert not replica.scheduler.requests()
     for router in simulation.routers:
         assert all(router.num_booked(name) == 0 for name in simulation.replicas)
+
+
+Broken: TypeAlias = list[tuple[float, str, int, int]]
+"""(second, kill or add, place of the pool in a list of names, number of the replica that dies)."""
+
+
+def failures_of(broken: Broken, pools: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the failures of a fleet whose pools have these names."""
+    return [
+        {"at": at, "kill": f"{pools[place % len(pools)]}/{number}"}
+        if what == "kill"
+        else {"at": at, "add": pools[place % len(pools)]}
+        for at, what, place, number in broken
+    ]
+
+
+def assert_same_at_once_and_in_turn(fleet: SimulatedFleet, jobs: Sequence[Job]) -> None:
+    """Check that every request ends, and that equal steps computed at once give the figures of single steps."""
+    simulation, outcome = play(fleet, jobs, seed=3)
+    assert_all_ended(simulation, outcome, jobs)
+    _, in_turn = play(fleet, jobs, seed=3, at_once=False)
+    assert times(in_turn) == times(outcome)
+    found, same = (report.figures(each, DEFAULT_TARGETS) for each in (outcome, in_turn))
+    assert json.dumps(found) == json.dumps(same)

@@ -1,14 +1,20 @@
 """Simulated replicas that die: requests go on elsewhere, and everything that begins ends."""
 
-import json
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from crossdock.cluster.bench.metrics import DEFAULT_TARGETS
 from crossdock.cluster.bench.workloads import Job, Segment
-from crossdock.cluster.simulate import report
-from tests.cluster.simulate.small_fleets import assert_all_ended, fleet, job, play, profile, times
+from tests.cluster.simulate.small_fleets import (
+    Broken,
+    assert_all_ended,
+    assert_same_at_once_and_in_turn,
+    failures_of,
+    fleet,
+    job,
+    play,
+    profile,
+    times,
+)
 
 requests = st.lists(
     st.tuples(
@@ -79,7 +85,7 @@ def test_request_without_a_replica_fails() -> None:
 )
 def test_all_requests_end_and_steps_at_once_equal_steps_in_turn(
     plan: list[tuple[int, int, int, float, str]],
-    broken: list[tuple[float, str, int, int]],
+    broken: Broken,
     names: tuple[str, ...],
     shipping: str,
     policy: str,
@@ -101,16 +107,6 @@ def test_all_requests_end_and_steps_at_once_equal_steps_in_turn(
         noise=noise,
         latency_s=latency,
         routers=2,
-        failures=[
-            {"at": at, "kill": f"{names[place % len(names)]}/{number}"}
-            if what == "kill"
-            else {"at": at, "add": names[place % len(names)]}
-            for at, what, place, number in broken
-        ],
+        failures=failures_of(broken, names),
     )
-    simulation, outcome = play(simulated, jobs, seed=3)
-    assert_all_ended(simulation, outcome, jobs)
-    _, in_turn = play(simulated, jobs, seed=3, at_once=False)
-    assert times(in_turn) == times(outcome)
-    found, same = (report.figures(each, DEFAULT_TARGETS) for each in (outcome, in_turn))
-    assert json.dumps(found) == json.dumps(same)
+    assert_same_at_once_and_in_turn(simulated, jobs)

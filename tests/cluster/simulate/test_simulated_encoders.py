@@ -1,23 +1,23 @@
 """Simulated encode replicas: rows take their time to encode and on the network, and a loss costs time and no more."""
 
-import json
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from crossdock.cluster.bench.metrics import DEFAULT_TARGETS
 from crossdock.cluster.bench.pictures import DrawnPicture
 from crossdock.cluster.bench.workloads import Job, Segment
-from crossdock.cluster.simulate import report
 from crossdock.cluster.simulate.fleet import SimulatedFleet
 from crossdock.cluster.simulate.simulation import Outcome
 from crossdock.cluster.simulate.study import ratios
 from tests.cluster.simulate.small_fleets import (
     ENCODER,
+    Broken,
     assert_all_ended,
+    assert_same_at_once_and_in_turn,
     encoder_profile,
+    failures_of,
     fleet,
     job,
     play,
@@ -186,7 +186,7 @@ failures = st.lists(
 )
 def test_all_requests_with_pictures_end_and_steps_at_once_equal_steps_in_turn(
     plan: list[tuple[list[tuple[int, int]], int, int, float, str]],
-    broken: list[tuple[float, str, int, int]],
+    broken: Broken,
     computing: tuple[str, ...],
     shipping: str,
     policy: str,
@@ -218,16 +218,6 @@ def test_all_requests_with_pictures_end_and_steps_at_once_equal_steps_in_turn(
         {"name": "encode", "replicas": 2, "profile": encoder_profile(**shared)},
         router={"policy": policy, "shipping": shipping},
         latency_s=latency,
-        failures=[
-            {"at": at, "kill": f"{names[place % len(names)]}/{number}"}
-            if what == "kill"
-            else {"at": at, "add": names[place % len(names)]}
-            for at, what, place, number in broken
-        ],
+        failures=failures_of(broken, names),
     )
-    simulation, outcome = play(simulated, jobs, seed=3)
-    assert_all_ended(simulation, outcome, jobs)
-    _, in_turn = play(simulated, jobs, seed=3, at_once=False)
-    assert times(in_turn) == times(outcome)
-    found, same = (report.figures(each, DEFAULT_TARGETS) for each in (outcome, in_turn))
-    assert json.dumps(found) == json.dumps(same)
+    assert_same_at_once_and_in_turn(simulated, jobs)

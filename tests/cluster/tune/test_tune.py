@@ -386,11 +386,13 @@ def test_interrupted_measurement_shows_what_was_measured(
         assert "too little was measured to recommend settings; no file was written" in result.stderr
 
 
-def test_command_on_the_embedded_model_writes_its_files(model_dir: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("model", ["tiny", pytest.param("embedded", marks=pytest.mark.soak)])
+def test_command_writes_its_files(model: str, small_cluster: Path, model_dir: Path, tmp_path: Path) -> None:
     files = {name: tmp_path / f"tune.{name}" for name in ("yaml", "json", "png")}
-    (tmp_path / "cluster.yaml").write_text("engine: {max_num_seqs: 8, kv_cache_memory: 200MiB}\n")
+    if model == "embedded":
+        small_cluster.write_text("engine: {max_num_seqs: 8, kv_cache_memory: 200MiB}\n")
     result = run(
-        *("--config", str(tmp_path / "cluster.yaml"), "--tpot", "30", "--streams", "2", "--repeats", "1"),
+        *("--config", str(small_cluster), "--tpot", "30", "--streams", "2", "--repeats", "1"),
         *("--chunks", "16,32", "--decodes", "1,2", "--contexts", "32,1000000"),
         *("--output", str(files["yaml"]), "--json", str(files["json"]), "--plot", str(files["png"])),
     )

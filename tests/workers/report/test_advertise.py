@@ -49,7 +49,7 @@ def test_live_profile_counts_every_kind_of_request() -> None:
     add(replica, "here", 30)
     add(replica, "sent", 41, "batch", leg=Leg.SEND)
     add(replica, "received", 21, "interactive", leg=Leg.RECEIVE)
-    live = observe(replica.scheduler, "me", 5, step_seconds=0.25)
+    live = Publisher(replica.scheduler, "me", sequence=4).live(0.0, step_seconds=0.25)
     assert live == LiveProfile(
         incarnation="me",
         sequence=5,
@@ -68,6 +68,7 @@ def test_live_profile_counts_every_kind_of_request() -> None:
         places=(6, 4, 3),
         # The stream has 3 pages and needs one more soon; no request is less urgent.
         free_pages=(400 - 4 - 6, 400 - 4 - 6 - 8, 400 - 4 - 6 - 8 - 11),
+        prompt_shares=(0.0, 0.0, 0.0),
         step_seconds=0.25,
         done_seconds=COST.chunk_seconds(0, 9),
         empty_pages=400 - 3,
@@ -85,20 +86,12 @@ def test_prompt_whose_vector_is_wanted_is_a_prompt_and_no_stream_to_come() -> No
 
 
 def test_live_profile_of_an_idle_replica_is_empty() -> None:
-    assert observe(new_replica().scheduler, "me", 1, 0.25) == LiveProfile(
-        "me",
-        1,
-        COST.coefficients,
-        (),
-        (0, 0, 0),
-        0,
-        0,
-        (0, 0, 0),
-        (0, 0, 0),
-        (8, 6, 6),
-        (400, 400, 400),
-        empty_pages=400,
+    none, shares = (0, 0, 0), (0.0, 0.0, 0.0)
+    room: dict[str, Any] = {"places": (8, 6, 6), "free_pages": (400, 400, 400), "empty_pages": 400}
+    idle = LiveProfile(
+        "me", 1, COST.coefficients, streams=none, arriving=none, leaving=none, prompt_shares=shares, **room
     )
+    assert Publisher(new_replica().scheduler, "me").live(0.0, step_seconds=0.25) == idle
 
 
 def test_live_profile_has_what_pictures_cost_as_learnt_so_far() -> None:

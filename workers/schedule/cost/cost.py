@@ -10,6 +10,8 @@ from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from crossdock.workers.schedule.cost.formula import CostFormula
+
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
@@ -69,7 +71,7 @@ class StepWork:
 NO_WORK = StepWork()
 
 
-class StepCost(BaseModel):
+class StepCost(BaseModel, CostFormula[float]):
     """seconds(step) = base + per_prefill_token·tokens + per_attended·Σ chunk·(context + chunk/2)
     + per_decode·(decodes + drafts) + per_context·Σ context + per_early_row·min(rows, bend_rows), and at least
     `least_with_chunk` if the step has a chunk or drafts. Measured, never configured; in seconds.
@@ -135,18 +137,12 @@ class StepCost(BaseModel):
 
     def device_seconds(self, work: StepWork) -> float:
         """Return the predicted seconds of a step if launching its kernels took no time."""
-        seconds = (
-            self.base
-            + self.per_prefill_token * work.prefill_tokens
-            + self.per_attended * work.attended
-            + (self.per_decode * (work.decodes + work.drafts) + self.per_context * work.context)
-        )
-        return seconds + self._early_seconds(work.rows)
+        logits = work.decodes + work.drafts
+        return self.work_seconds(work.prefill_tokens, work.attended, logits, work.context, work.rows)
 
     def decode_step_seconds(self, decodes: float, context: float) -> float:
         """Return the predicted seconds of a step of `decodes` streams alone, with `context` tokens in total."""
-        seconds = self.base + (self.per_decode * decodes + self.per_context * context)
-        return seconds + self._early_seconds(decodes)
+        return self.work_seconds(0.0, 0.0, decodes, context, decodes)
 
     def draft_seconds(self, rows: float, context: float) -> float:
         """Return the seconds that one more draft adds to `device_seconds` of a step of `rows` rows.
@@ -161,11 +157,7 @@ class StepCost(BaseModel):
 
         In such a step every row has the price beyond the bend, and the kernels take longer than launching them.
         """
-        if num_tokens <= 0:
-            return 0.0
-        return self.per_context * start + num_tokens * (
-            self.per_prefill_token + self.per_attended * (start + num_tokens / 2)
-        )
+        return self.many_rows_seconds(start, num_tokens) if num_tokens > 0 else 0.0
 
     def tokens_within(self, seconds: float, start: int, work: StepWork = NO_WORK) -> int:
         """Return the tokens of the largest chunk after `start` tokens of context with which a step takes `seconds`.
@@ -187,28 +179,19 @@ class StepCost(BaseModel):
             return tokens
         return max(_most_tokens(left - self.per_early_row * early_rows, per_token, self.per_attended), early_rows)
 
-    def prefill_seconds(self, start: int, end: int, chunk: int) -> float:
-        """Return the seconds of a prompt's tokens `[start, end)` alone on a replica, in steps of `chunk` tokens."""
-        if end <= start:
-            return 0.0
-        num_full = (end - start - 1) // chunk  # steps before the last one, which may be shorter
-        seconds = self.last_step_seconds(start, end, chunk)
-        if num_full:
-            full = num_full * (self.base + self._early_seconds(chunk)) + self.chunk_seconds(start, num_full * chunk)
-            full += self.per_context * (num_full - 1) * (start + chunk * num_full / 2)
-            seconds += max(full, num_full * self.least_with_chunk)
-        return seconds
+    def prefill_seconds(self, start: float, end: float, chunk: float) -> float:
+        """Return the seconds of a prompt's tokens `[start, end)`, as for many replicas; 0 where there is none."""
+        return super().prefill_seconds(start, end, chunk) if end > start else 0.0
 
-    def last_step_seconds(self, start: int, end: int, chunk: int) -> float:
-        """Return the seconds of the last of the steps that `prefill_seconds` is the sum of; 0 where there is none."""
-        if end <= start:
-            return 0.0
-        tokens = (end - start - 1) % chunk + 1
-        return self.seconds(NO_WORK.plus_chunk(end - tokens, tokens))
+    def last_step_seconds(self, start: float, end: float, chunk: float) -> float:
+        """Return the seconds of the last of the prompt's steps; 0 where there is none."""
+        return super().last_step_seconds(start, end, chunk) if end > start else 0.0
 
-    def _early_seconds(self, rows: float) -> float:
-        """Return what `rows` rows cost in addition to their price beyond the bend."""
+    def early_seconds(self, rows: float) -> float:
         return self.per_early_row * min(rows, self.bend_rows) if self.per_early_row else 0.0
+
+    def larger(self, one: float, other: float) -> float:
+        return one if one > other else other
 
 
 _NO_LIMIT = 1e12  # tokens

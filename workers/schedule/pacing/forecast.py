@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 
 from crossdock.workers.schedule.cost.cost import StepCost, StepWork
 from crossdock.workers.schedule.order import is_starving
-from crossdock.workers.schedule.pacing.chunking import LEAST_SHARE, share_of_chunk, share_of_prompts
+from crossdock.workers.schedule.pacing.chunk_policies import Beside, meaning_of
+from crossdock.workers.schedule.pacing.chunking import LEAST_SHARE
 from crossdock.workers.schedule.pictures.encoding import Encoding
 from crossdock.workers.schedule.request import Leg, Request
 from crossdock.workers.schedule.table import RequestTable
@@ -123,17 +124,11 @@ class Forecast:
         num_streams = (len(streams) + len(arriving)) / self.depth  # in a step: each has its share of the streams
         context = sum(stream.num_tokens for stream in streams) / self.depth
         work = StepWork(decodes=num_streams, context=context)
-        if config.chunk_policy == "fixed":
-            return share_of_chunk(cost, work, config.max_num_batched_tokens - num_streams)
         priorities = [each.priority for each in (*streams, *arriving)]
-        return share_of_prompts(
-            cost,
-            work,
-            min(config.slo_classes[each].tpot_s for each in priorities),
-            self.overrun_when_full,
-            config.chunk_floor if priority <= min(priorities) else 0,
-            self.table.pages.page_size,
-        )
+        tpot, page = min(config.slo_classes[each].tpot_s for each in priorities), self.table.pages.page_size
+        beside = Beside(work, tpot, self.overrun_when_full, config.max_num_batched_tokens, page)
+        floor = config.chunk_floor if priority <= min(priorities) else 0
+        return meaning_of(config.chunk_policy).share(cost, beside, floor)
 
     def second_token_due(self, request: Request, now: float) -> float:
         """Return when the second token is due of a request whose prompt another replica computes.

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from crossdock.workers.schedule.cost.cost import StepCost, StepWork
 from crossdock.workers.schedule.cost.cost_fit import StepCostFit, non_negative_solution
+from crossdock.workers.schedule.cost.formula import StepCosts
 
 TRUTH = StepCost(
     base=6e-3, per_prefill_token=5.5e-4, per_attended=4e-8, per_decode=8e-4, per_context=1.5e-7
@@ -38,13 +39,6 @@ def test_work_counts_the_tokens_that_attention_reads() -> None:
     assert whole.attended == 1000 * 1000 / 2 == sum(part.attended for part in parts)
     assert StepWork.of([(0, 3)], [10, 20]) == StepWork(3, 4.5, 2, 30)
     assert StepWork.of([(100, 1), (50, 2)], [10]).context == 160  # read once for each, however few tokens ask
-
-
-@given(st.integers(0, 5000), st.integers(1, 3000), st.integers(16, 512))
-def test_prompt_alone_takes_the_sum_of_its_steps(start: int, tokens: int, chunk: int) -> None:
-    end = start + tokens
-    steps = [StepWork.of([(at, min(chunk, end - at))]) for at in range(start, end, chunk)]
-    assert TRUTH.prefill_seconds(start, end, chunk) == pytest.approx(sum(map(TRUTH.seconds, steps)))
 
 
 def test_exact_sweep_gives_the_true_coefficients() -> None:
@@ -84,19 +78,16 @@ def test_coefficients_are_never_negative(seed: int, noise: float) -> None:
 
 
 def test_non_negative_solution_is_the_best_of_its_kind() -> None:
-    """Against a dense search by projected gradient, on data whose free optimum is negative."""
+    """By the conditions of Karush, Kuhn and Tucker, on data whose free optimum is negative."""
     rng = np.random.default_rng(3)
-    for _ in range(20):
+    for _ in range(200):
         rows = rng.uniform(0, 1, (12, 5))
         target = rows @ np.array([1.0, -0.5, 0.7, 0.0, -0.2])
-        matrix, vector = rows.T @ rows, rows.T @ target
-        found = non_negative_solution(matrix, vector)
-        guess = np.ones(5)
-        for _ in range(20_000):
-            guess = np.maximum(guess - (matrix @ guess - vector) / np.trace(matrix), 0)
-        residuals = [float(np.square(rows @ solution - target).sum()) for solution in (found, guess)]
+        found = non_negative_solution(rows.T @ rows, rows.T @ target)
+        gradient = rows.T @ (rows @ found - target)
         assert (found >= 0).all()
-        assert residuals[0] <= residuals[1] + 1e-7
+        assert (gradient >= -1e-7).all(), "more of a coefficient would lessen the residuals"
+        assert np.abs(gradient * found).max() <= 1e-7, "so would less of one"
 
 
 def test_fit_follows_a_device_that_becomes_slower() -> None:
@@ -169,14 +160,25 @@ def test_no_token_makes_a_step_shorter(cost: StepCost, work: StepWork, start: in
     assert longer >= cost.seconds(work.plus_chunk(start, tokens)) * (1 - 1e-12)
 
 
-@given(COSTS, st.integers(0, 5000), st.integers(1, 3000), st.integers(256, 512))
-def test_prompt_alone_takes_the_sum_of_its_steps_whatever_the_cost(
-    cost: StepCost, start: int, tokens: int, chunk: int
-) -> None:
-    end = start + tokens
+CHUNKS = st.tuples(st.just(TRUTH), st.integers(16, 512)) | st.tuples(COSTS, st.integers(256, 512))
+
+
+@given(CHUNKS, st.integers(0, 5000), st.integers(1, 3000))
+def test_prompt_alone_takes_the_sum_of_its_steps(settings: tuple[StepCost, int], start: int, tokens: int) -> None:
+    (cost, chunk), end = settings, start + tokens
     steps = [StepWork.of([(at, min(chunk, end - at))]) for at in range(start, end, chunk)]
     assert cost.prefill_seconds(start, end, chunk) == pytest.approx(sum(map(cost.seconds, steps)))
     assert cost.last_step_seconds(start, end, chunk) == pytest.approx(cost.seconds(steps[-1]))
+
+
+@given(st.lists(st.tuples(CHUNKS, st.integers(0, 5000), st.integers(1, 3000)), min_size=1))
+def test_costs_of_many_replicas_are_those_of_each(replicas: list[tuple[tuple[StepCost, int], int, int]]) -> None:
+    ends = [start + tokens for _, start, tokens in replicas]
+    many = StepCosts(*np.array([cost.coefficients for (cost, _), _, _ in replicas]).T)
+    figures = np.array([(start, end, chunk) for ((_, chunk), start, _), end in zip(replicas, ends, strict=True)], float)
+    each = [(cost, (start, end, chunk)) for ((cost, chunk), start, _), end in zip(replicas, ends, strict=True)]
+    assert many.prefill_seconds(*figures.T).tolist() == [cost.prefill_seconds(*prompt) for cost, prompt in each]
+    assert many.last_step_seconds(*figures.T).tolist() == [cost.last_step_seconds(*prompt) for cost, prompt in each]
 
 
 def test_tokens_within_without_a_price_has_no_limit() -> None:
