@@ -3,6 +3,7 @@
 import contextlib
 import os
 import shutil
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Generator, Iterator
@@ -44,6 +45,9 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_sessionfinish(session: pytest.Session) -> Generator[None]:
     yield
+    if "CROSSDOCK_TESTS_PURE" in os.environ and (loaded := {"torch", "transformers", "ray"} & sys.modules.keys()):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        print(f"\nFAILED: a test of pure rooms imported {', '.join(loaded)}")  # noqa: T201, for who runs tests
     share_kernels()
     if written := written_home(HOME):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED

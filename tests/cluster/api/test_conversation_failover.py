@@ -8,7 +8,7 @@ import pytest
 
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from tests.cluster.api.engine_api import EngineApi
-from tests.cluster.conftest import byte_level
+from tests.cluster.small_tokenizers import byte_level
 from tests.cluster.dispatch.in_process import IN_TURN
 
 NUM_TOKENS = 100
