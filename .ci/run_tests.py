@@ -1,14 +1,16 @@
 """Run the tests in two lanes, print what each file took, and refuse a file that grew past its recorded share.
 
 Usage: python .ci/run_tests.py [--record | --pure | pytest's arguments ...]
-Without arguments: all tests. The files, in groups of about a minute and a half, stand in one list: those that mostly wait
-(for servers and processes) first, those that mostly compute last. One lane takes groups from its head and one from its end,
-so that waiting runs beside computing, and both lanes end together. Each group is a process of its own: what its files
-load goes with it. --record writes tests/seconds.tsv. --pure runs the tests of PURE, in a process without torch.
+Without arguments: all tests. Groups of files, of about a minute and a half each, stand in one list: first those that
+mostly wait (for servers and processes), last those that mostly compute. One lane takes groups from its head and one
+from its end, so that waiting runs beside computing, and both lanes end together. Each group is a process of its own:
+what its files load goes with it. --record writes tests/seconds.tsv. --pure runs the tests of PURE, in a process
+without torch.
 
 SIGINT and SIGTERM end all processes of the run. So does the end of the run: a process that outlives it is a failure.
 """
 
+import contextlib
 import ctypes
 import os
 import re
@@ -44,7 +46,7 @@ _TOLD = ("FAILED ", "ERROR ", "hole: ")
 
 
 class Seconds(NamedTuple):
-    """What one test file took: wall seconds, CPU seconds of the process and of its children, MiB at its end."""
+    """Seconds of one test file by the wall clock and of the CPU, its children's included; MiB of memory at its end."""
 
     wall: float
     cpu: float
@@ -67,7 +69,7 @@ def write_record(seconds: dict[str, Seconds]) -> None:
 
 
 def groups(files: Iterable[str], record: dict[str, Seconds]) -> deque[list[str]]:
-    """Cut the files, in order of their paths, into groups of about GROUP_S; order groups by the share that is waiting."""
+    """Cut the files, in order of their paths, into groups of about GROUP_S. The group that waits most comes first."""
     made: list[list[str]] = []
     filled = GROUP_S
     for file in sorted(files):
@@ -82,7 +84,7 @@ def groups(files: Iterable[str], record: dict[str, Seconds]) -> deque[list[str]]
 
 def _computing(group: list[str], record: dict[str, Seconds]) -> float:
     known = [record[file] for file in group if file in record]
-    return sum(took.cpu for took in known) / (sum(took.wall for took in known) or 1.0)
+    return sum(took.cpu for took in known) / sum(took.wall for took in known) if known else 0.5
 
 
 def grown(took: dict[str, Seconds], record: dict[str, Seconds]) -> list[str]:
@@ -95,7 +97,7 @@ def grown(took: dict[str, Seconds], record: dict[str, Seconds]) -> list[str]:
     lines = []
     for file, (wall, *_) in sorted(took.items()):
         recorded = record.get(file, Seconds(0.0, 0.0)).wall
-        if wall > (limit := max(speed, 1.0) * (GROWTH * recorded + FLOOR_S)):
+        if wall > (limit := speed * GROWTH * recorded + max(speed, 1.0) * FLOOR_S):
             lines.append(f"{file} took {wall:.0f} s; its share is at most {limit:.0f} s ({recorded:.0f} s recorded)")
     return lines
 
@@ -173,10 +175,8 @@ class Run:
         own = {process.pid for process in list(self._running)}
         for child in psutil.Process().children():
             if child.pid not in own and not _alive(child):
-                try:
+                with contextlib.suppress(ChildProcessError):
                     os.waitpid(child.pid, os.WNOHANG)
-                except ChildProcessError:
-                    pass
 
     def _read(self, process: "subprocess.Popen[str]", prefix: str) -> None:
         assert process.stdout is not None
@@ -199,13 +199,14 @@ def _alive(process: psutil.Process) -> bool:
 
 def run_all(run: Run) -> None:
     files = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard", "tests/**/test_*.py", "tests/test_*.py"],
+        ["git", "ls-files", "-co", "--exclude-standard", "tests"],
         cwd=ROOT,
         capture_output=True,
         text=True,
         check=True,
     ).stdout.split()
-    left = groups({file for file in files if (ROOT / file).exists()}, read_seconds(RECORD))
+    tests = {file for file in files if Path(file).match("test_*.py") and (ROOT / file).exists()}
+    left = groups(tests, read_seconds(RECORD))
     lanes = [
         threading.Thread(target=run.lane, args=("waits   ", left.popleft)),
         threading.Thread(target=run.lane, args=("computes", left.pop)),

@@ -12,7 +12,7 @@ TO = "CROSSDOCK_TESTS_SECONDS"  # names the file to append to: path, wall second
 
 
 class _Spent:
-    """What has passed since `start`: wall seconds, and CPU seconds of this process and of children that have ended."""
+    """Wall seconds, and CPU seconds of this process and of ended children, since the object was made."""
 
     def __init__(self) -> None:
         self.wall, self.cpu = time.monotonic(), _cpu()

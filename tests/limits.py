@@ -1,4 +1,4 @@
-"""What ends a run of pytest at once, its child processes included: a test beyond its limit, Ctrl-C, SIGTERM.
+"""End a run of pytest at once, its child processes included: for a test beyond its limit, Ctrl-C, SIGTERM.
 
 pytest-timeout first fails a test at its limit by a signal. asyncio swallows what that signal raises inside a callback,
 and a wait in C never sees the signal. So a thread ends the whole process a little later.

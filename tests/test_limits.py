@@ -4,12 +4,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+
+from tests.waiting import eventually
 
 ROOT = Path(__file__).parents[1]
 HANGS_IN_CALLBACK = """
@@ -66,10 +67,6 @@ def child_pytest(folder: Path, text: str, *options: str) -> subprocess.Popen[str
     )
 
 
-def processes_below(process: subprocess.Popen[str]) -> list[psutil.Process]:
-    return psutil.Process(process.pid).children(recursive=True)
-
-
 def test_test_that_hangs_in_callback_ends_the_process_with_stacks(folder: Path) -> None:
     child = child_pytest(folder, HANGS_IN_CALLBACK, "--timeout=1")
     output, _ = child.communicate(timeout=120)
@@ -82,11 +79,8 @@ def test_test_that_hangs_in_callback_ends_the_process_with_stacks(folder: Path) 
 @pytest.mark.parametrize("text", [pytest.param(WAITS, id="child"), pytest.param(WAITS_WITH_RAY, id="Ray")])
 def test_signal_ends_the_run_and_all_its_processes(folder: Path, text: str, number: signal.Signals) -> None:
     child = child_pytest(folder, text)
-    deadline = time.monotonic() + 120
-    while not (folder / "ready").exists():
-        assert time.monotonic() < deadline and child.poll() is None, child.communicate()[0]
-        time.sleep(0.02)
-    below = processes_below(child)
+    eventually(lambda: (folder / "ready").exists() or child.poll() is not None, "no test began", 120)
+    below = psutil.Process(child.pid).children(recursive=True)
     assert below
     child.send_signal(number)
     output, _ = child.communicate(timeout=60)

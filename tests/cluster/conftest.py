@@ -1,4 +1,4 @@
-"""Small tokenizers and a small model. They import transformers and torch, which other tests of this folder do without."""
+"""Small tokenizers and a small model. They import transformers and torch, which other tests here do without."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING

@@ -6,7 +6,6 @@ import secrets
 import signal
 import socket
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from crossdock.cluster.config import ClusterConfig
 from crossdock.cluster.serve import lifetime
 from tests.cluster.ports import free_port
 from tests.cluster.watch.terminal import COMMAND, background_job
+from tests.waiting import eventually
 
 
 def run(*args: str) -> Any:
@@ -143,11 +143,8 @@ def serving(log: Path, *args: str) -> Iterator[tuple[subprocess.Popen[str], str]
     with log.open("w") as output:
         server = background_job("serve", *args, "--port", str(port), stdout=output, stderr=subprocess.STDOUT)
     try:
-        deadline = time.monotonic() + 240
-        while "Crossdock serves" not in log.read_text():
-            assert server.poll() is None, log.read_text()
-            assert time.monotonic() < deadline, log.read_text()
-            time.sleep(0.2)
+        eventually(lambda: "Crossdock serves" in log.read_text() or server.poll() is not None, log.read_text, 240)
+        assert server.poll() is None, log.read_text()
         yield server, f"http://127.0.0.1:{port}"
     finally:
         server.kill()
@@ -243,14 +240,12 @@ def test_signal_at_any_moment_of_the_start_ends_everything_without_a_traceback(
         server = background_job("serve", *flags, stdout=output, stderr=subprocess.STDOUT)
     process = psutil.Process(server.pid)
     try:
-        deadline = time.monotonic() + 240
-        while not moment(process):
-            assert server.poll() is None, log.read_text()
-            assert time.monotonic() < deadline, log.read_text()
-            time.sleep(0.01)
+        eventually(lambda: server.poll() is not None or moment(process), log.read_text, 240)
+        assert server.poll() is None, log.read_text()
         family = set(process.children(recursive=True))
         server.send_signal(number)
-        time.sleep(0.1)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            server.wait(0.1)
         if server.poll() is None:
             family |= {*process.children(recursive=True)}
             server.send_signal(number)  # an impatient user

@@ -33,6 +33,7 @@ from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.schedule.request import SamplingParams, Submission
 from tests.cluster.ports import free_port
 from tests.cluster.scraping import scrape
+from tests.waiting import eventually
 
 APP = "pools"
 DECODES = 2
@@ -194,10 +195,7 @@ def samples(url: str, name: str) -> dict[str, float]:
 
 def sample_of(url: str, name: str, replica: str) -> float:
     """Return a metric's value at one replica. A scrape omits replicas that are too busy to answer it in time."""
-    deadline = time.monotonic() + 60
-    while (found := samples(url, name).get(replica)) is None:
-        assert time.monotonic() < deadline, f"{replica} does not answer"
-    return found
+    return eventually(lambda: [value for at, value in samples(url, name).items() if at == replica], replica)[0]
 
 
 def prompt_tokens(url: str, replicas: list[str]) -> dict[str, float]:
@@ -229,10 +227,7 @@ def wait_until_whole(url: str, replicas: int = 1 + DECODES) -> None:
 
 def wait_until_up(url: str, replicas: int) -> None:
     """Wait until so many replicas answer for their metrics."""
-    deadline = time.monotonic() + 120
-    while len(samples(url, 'crossdock_pages{state="owned"')) < replicas:
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
+    eventually(lambda: len(samples(url, 'crossdock_pages{state="owned"')) >= replicas, seconds=180)
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------
@@ -255,7 +250,4 @@ def scale(pool: str, replicas: int) -> None:
     """Set the size of a pool, and wait until surplus replicas have drained and ended."""
     controller = ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
     ray.get(controller.update_deployment_replicas.remote(DeploymentID(pool, APP), replicas))
-    deadline = time.monotonic() + 120
-    while len(processes(pool)) != replicas:
-        assert time.monotonic() < deadline, f"{pool} still has {list(processes(pool))}"
-        time.sleep(0.05)
+    eventually(lambda: len(processes(pool)) == replicas, lambda: f"{pool} still has {[*processes(pool)]}", 180)
