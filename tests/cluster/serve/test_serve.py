@@ -6,6 +6,7 @@ import random
 import re
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,13 @@ def wait_until_idle(url: str) -> None:
     )
 
 
+def refusal_of(client: openai.OpenAI, body: dict[str, Any]) -> openai.BadRequestError | None:
+    """Return the refusal of a request; None while a slow machine still compiles the grammars before it."""
+    with pytest.raises((openai.BadRequestError, openai.RateLimitError)) as refused:
+        client.completions.create(model="smol", prompt="a", max_tokens=4, extra_body=body)
+    return refused.value if isinstance(refused.value, openai.BadRequestError) else None
+
+
 def test_poisonous_grammars_are_refused_while_a_stream_goes_on(url: str, client: openai.OpenAI) -> None:
     """Neither takes the replica down: 20,000 chained rules overflow a stack, 300 patterns need minutes and 10 GB."""
     chained = "start: r0\n" + "\n".join(f'r{i}: r{i + 1} "a"' for i in range(20_000)) + '\nr20000: "b"'
@@ -81,9 +89,8 @@ def test_poisonous_grammars_are_refused_while_a_stream_goes_on(url: str, client:
     stream = client.completions.create(**steady, stream=True)
     first = next(stream).choices[0].text
     for body in ({"guided_grammar": chained}, {"guided_grammar": short}, {"guided_json": patterns}):
-        with pytest.raises(openai.BadRequestError) as refused:
-            client.completions.create(model="smol", prompt="a", max_tokens=4, extra_body=body)
-        assert refused.value.param == next(iter(body))
+        refusal = eventually(partial(refusal_of, client, body), seconds=120)
+        assert refusal.param == next(iter(body))
     text = first + "".join(chunk.choices[0].text for chunk in stream)
     assert [replica["replica"] for replica in httpx.get(f"{url}/v1/replicas").json()["data"]] == before
     assert text == client.completions.create(**steady).choices[0].text
@@ -239,6 +246,7 @@ def test_requests_that_would_miss_their_first_token_target_get_429(url: str) -> 
         async with httpx.AsyncClient(timeout=None) as http:
             return await asyncio.gather(*(ask(http, number) for number in range(16)))
 
+    refused = metric(url, "crossdock_ingress_requests_refused_total")
     answers = asyncio.run(crowd())
     assert {answer.status_code for answer in answers} == {200, 429}
     for answer in answers:
@@ -247,7 +255,7 @@ def test_requests_that_would_miss_their_first_token_target_get_429(url: str) -> 
             assert answer.json()["error"]["code"] == "rate_limit_exceeded"
             assert "class 'interactive' promises" in answer.json()["error"]["message"]
     num_refused = sum(answer.status_code == 429 for answer in answers)
-    assert metric(url, "crossdock_ingress_requests_refused_total") == num_refused
+    assert metric(url, "crossdock_ingress_requests_refused_total") == refused + num_refused
     wait_until_idle(url)
 
 

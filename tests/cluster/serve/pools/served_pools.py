@@ -38,6 +38,7 @@ from tests.waiting import eventually
 APP = "pools"
 DECODES = 2
 CHUNK = 256  # tokens of a step at most
+DTYPE = "float32"  # by default CPUs with bfloat16 compute in it; then the size of a batch decides between close tokens
 PAIR: tuple[dict[str, Any], ...] = ({"name": "prefill"}, {"name": "decode", "replicas": DECODES})
 _MAX_MODEL_LEN = 4096
 
@@ -53,11 +54,12 @@ def deployment(
         {
             "model.path": str(model),
             "model.served_name": "smol",
+            "model.dtype": DTYPE,
             "model.max_model_len": _MAX_MODEL_LEN,
             "http.port": port,
             "http.direct": True,
             "http.vllm_metrics": True,
-            "engine.kv_cache_memory": "300MiB",
+            "engine.kv_cache_memory": "600MiB",
             "engine.max_num_batched_tokens": CHUNK,
             "engine.admission": "queue",
             "router.shipping": "always",  # by default the router ships only where that is predicted to be faster
@@ -81,8 +83,8 @@ def deployment(
 
 def local_engine(model: Path) -> Engine:
     """Return the oracle: the same model on one engine, which other tests compare with transformers' own generate."""
-    config = EngineConfig(kv_cache_memory=ByteSize(300 << 20), admission="queue", enable_prefix_caching=False)
-    return Engine(load_model(ModelSpec(str(model), max_model_len=_MAX_MODEL_LEN)), config)
+    config = EngineConfig(kv_cache_memory=ByteSize(600 << 20), admission="queue", enable_prefix_caching=False)
+    return Engine(load_model(ModelSpec(str(model), DTYPE, max_model_len=_MAX_MODEL_LEN)), config)
 
 
 def expected(engine: Engine, prompts: list[list[int]], **params: Any) -> list[list[int]]:
