@@ -1,7 +1,7 @@
 """The run of all tests: groups for two lanes, what a file may take, and no process that outlives it."""
 
 import importlib.util
-import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +9,8 @@ from types import ModuleType
 
 import psutil
 import pytest
+
+from tests.waiting import eventually
 
 SCRIPT = Path(__file__).parents[1] / ".ci" / "run_tests.py"
 
@@ -56,26 +58,51 @@ def test_file_beyond_its_share_is_refused_however_slow_the_machine_is(
     assert [line.split(" ")[0] for line in runner.grown(took, record)] == grown
 
 
-def test_process_that_outlives_the_tests_fails_the_run_and_is_killed(tmp_path: Path) -> None:
+@pytest.fixture
+def run(tmp_path: Path) -> "subprocess.Popen[str]":
+    """A run of one test, which leaves a process behind; the file `pid` has the process's number."""
     text = (
-        "import subprocess, sys\n"
+        "import os, pathlib, subprocess, sys, time\n"
         "def test_leaves_a_process():\n"
         "    wait = [sys.executable, '-c', 'import time; time.sleep(600)']\n"
         "    child = subprocess.Popen(wait, start_new_session=True, stdout=subprocess.DEVNULL)\n"
-        "    print(child.pid, file=open(__file__ + '.pid', 'w'))\n"
+        "    here = pathlib.Path(__file__).parent\n"
+        "    (here / 'new').write_text(str(child.pid))\n"
+        "    (here / 'new').rename(here / 'pid')\n"
+        "    time.sleep(600 if 'TEST_WAITS' in os.environ else 0)\n"
         "    assert child.poll() is None\n"
     )
     (tmp_path / "test_child.py").write_text(text)
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
-    ended = subprocess.run(
-        [sys.executable, SCRIPT, "-p", "no:cacheprovider", f"--rootdir={tmp_path}", tmp_path / "test_child.py"],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-        env={**os.environ, "PYTEST_ADDOPTS": "--import-mode=importlib"},
+    options = ["-p", "no:cacheprovider", "--import-mode=importlib", f"--rootdir={tmp_path}", f"-c{tmp_path}/pytest.ini"]
+    return subprocess.Popen(
+        [sys.executable, SCRIPT, *options, tmp_path / "test_child.py"], stdout=subprocess.PIPE, text=True
     )
-    assert ended.returncode == 1
-    assert "1 passed" in ended.stdout
-    assert "these processes outlived the tests" in ended.stdout
-    assert not psutil.pid_exists(int((tmp_path / "test_child.py.pid").read_text()))
+
+
+def test_process_that_outlives_the_tests_fails_the_run_and_is_killed(
+    run: "subprocess.Popen[str]", tmp_path: Path
+) -> None:
+    printed, _ = run.communicate(timeout=120)
+    assert run.returncode == 1
+    assert "1 passed" in printed
+    assert "these processes outlived the tests" in printed
+    assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_ends_the_run_and_all_its_processes(
+    waits: None, run: "subprocess.Popen[str]", tmp_path: Path, number: signal.Signals
+) -> None:
+    eventually((tmp_path / "pid").exists, seconds=120)
+    left = psutil.Process(int((tmp_path / "pid").read_text()))
+    run.send_signal(number)
+    run.communicate(timeout=60)
+    assert run.returncode == 128 + number
+    _, alive = psutil.wait_procs([left], timeout=10)
+    assert alive == []
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TEST_WAITS", "1")

@@ -270,10 +270,13 @@ def listening(server: subprocess.Popen[str]) -> dict[str, set[str]]:
     return found
 
 
-def test_no_process_of_serve_listens_beyond_loopback_and_ray_asks_for_a_token(
+def test_serve_listens_on_loopback_alone_and_as_background_job_stops_at_once_on_sigint(
     small_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A replica of two ranks: its gang, the ingress, and all of Ray's processes."""
+    """A replica of two ranks: its gang, the ingress, and all of Ray's processes, which ask for a token.
+
+    A script's background job starts with SIGINT ignored, and so does this one. It does not wait for a stream.
+    """
     monkeypatch.delenv("RAY_AUTH_MODE")
     (tmp_path / "token").write_text(secrets.token_hex(32))
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "token"))
@@ -287,14 +290,6 @@ def test_no_process_of_serve_listens_beyond_loopback_and_ray_asks_for_a_token(
         assert found.keys() <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}, found
         modes = {process.environ().get("RAY_AUTH_MODE") for process in psutil.Process(server.pid).children()}
         assert modes == {"token"}
-        server.send_signal(signal.SIGTERM)
-        assert server.wait(timeout=60) == 0
-
-
-def test_serve_as_background_job_stops_at_once_on_sigint(small_model_dir: Path, tmp_path: Path) -> None:
-    """A script's background job starts with SIGINT ignored, and so does this one. It does not wait for a stream."""
-    flags = ["--max-num-batched-tokens", "128", "--kv-cache-memory", "64MiB"]
-    with serving(tmp_path / "log", str(small_model_dir), *flags) as (server, url):
         last, _ = stream_and_stop(server, url, signal.SIGINT, 3500)
         assert server.wait(timeout=60) == 0
     assert '"code":"service_unavailable"' in last
