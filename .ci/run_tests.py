@@ -1,7 +1,7 @@
 """Run the tests in two lanes, print what each file took, and refuse a file that grew past its recorded share.
 
 Usage: python .ci/run_tests.py [--record | --pure | pytest's arguments ...]
-Without arguments: all tests. Groups of files, of about a minute and a half each, stand in one list: first those that
+Without arguments: all tests. Groups of files, of about two minutes each, stand in one list: first those that
 mostly wait (for servers and processes), last those that mostly compute. One lane takes groups from its head and one
 from its end, so that waiting runs beside computing, and both lanes end together. Each group is a process of its own:
 what its files load goes with it. --record writes tests/seconds.tsv. --pure runs the tests of PURE, in a process
@@ -29,7 +29,7 @@ import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "tests" / "seconds.tsv"
-GROUP_S = 90.0
+GROUP_S = 120.0
 PURE = (
     "tests/router",
     "tests/workers/schedule",
@@ -71,10 +71,10 @@ def write_record(seconds: dict[str, Seconds]) -> None:
 def groups(files: Iterable[str], record: dict[str, Seconds]) -> deque[list[str]]:
     """Cut the files, in order of their paths, into groups of about GROUP_S. The group that waits most comes first."""
     made: list[list[str]] = []
-    filled = GROUP_S
+    filled = 0.0
     for file in sorted(files):
         wall = record.get(file, Seconds(1.0, 1.0)).wall
-        if filled + wall / 2 > GROUP_S:
+        if not made or filled + wall / 2 > GROUP_S:
             made.append([])
             filled = 0.0
         made[-1].append(file)
@@ -84,7 +84,8 @@ def groups(files: Iterable[str], record: dict[str, Seconds]) -> deque[list[str]]
 
 def _computing(group: list[str], record: dict[str, Seconds]) -> float:
     known = [record[file] for file in group if file in record]
-    return sum(took.cpu for took in known) / sum(took.wall for took in known) if known else 0.5
+    wall = sum(took.wall for took in known)
+    return sum(took.cpu for took in known) / wall if wall else 0.5
 
 
 def grown(took: dict[str, Seconds], record: dict[str, Seconds]) -> list[str]:
