@@ -5,10 +5,8 @@ INSTALLED := .venv/.installed
 SERVES := .venv/.serves
 ARGS ?=
 
-# for pipefail
-SHELL := bash
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-that-waits test-that-computes lint deploy-check soak bench gpu-kit clean
+.PHONY: help setup serve test check test-pure test-seconds lint deploy-check soak bench gpu-kit clean
 
 help:  ## show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,29 +36,26 @@ $(INSTALLED): $(SERVES)
 serve: $(SERVES)  ## serve the default model (ARGS: flags of `crossdock serve`)
 	$(BIN)/crossdock serve $(ARGS)
 
-# Two runs of pytest side by side, one for each core that is always there. Each line begins with the name of its run; a
-# line about a file comes when the file is done, with its seconds. With ARGS, one run.
+# Two lanes of pytest side by side, one for each core that is always there. Each line begins with the name of its lane; a
+# line about a file comes when the file is done, with its seconds. With ARGS, one pytest.
 test: lint  ## lint, types and all tests that need neither a GPU nor many minutes (ARGS: pytest's)
-ifeq ($(strip $(ARGS)),)
-	@$(MAKE) --no-print-directory --jobs=2 test-that-waits test-that-computes
-else
-	$(BIN)/pytest --durations=20 $(ARGS)
-endif
+	@exec $(BIN)/python .ci/run_tests.py $(ARGS)
 
-WAIT := tests/cluster/serve tests/cluster/dispatch tests/cluster/tune tests/benchmarks tests/kvtransfer
-LANE := $(BIN)/pytest --durations=20 -o console_output_style=times
+check: setup  ## the inner loop: lint, types and the tests of pure rooms
+	@exec $(MAKE) --no-print-directory --jobs=2 lint test-pure
 
-test-that-waits:  # mostly for servers and processes
-	@set -o pipefail; $(LANE) $(WAIT) 2>&1 | sed -u 's/^/waits    | /'
+test-pure:
+	@exec $(BIN)/python .ci/run_tests.py --pure
 
-test-that-computes:
-	@set -o pipefail; $(LANE) $(addprefix --ignore=,$(WAIT)) 2>&1 | sed -u 's/^/computes | /'
+test-seconds: setup  ## all tests; their seconds become the record tests/seconds.tsv
+	@exec $(BIN)/python .ci/run_tests.py --record
 
-lint: setup  ## ruff, mypy, and the check of plain English
+lint: setup  ## ruff, mypy, and the checks of plain English and of tests
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/python .ci/plain_english.py
+	$(BIN)/python .ci/checks_of_tests.py
 
 deploy-check: setup  ## every manifest, by the schemas of those who read them; no cluster, no network
 	$(BIN)/pytest tests/cluster/deploy $(ARGS)

@@ -1,8 +1,9 @@
-"""One environment, one converted model and one Ray for all tests."""
+"""One environment, one home directory, one converted model and one Ray for all tests."""
 
 import contextlib
 import os
 import shutil
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Generator, Iterator
@@ -11,6 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 from hypothesis import settings
+
+from tests import file_seconds, limits
+from tests.own_folders import make_own_folders, share_kernels, written_home
 
 settings.register_profile("crossdock", deadline=None)  # a loaded machine is slow: seconds are for benchmarks
 settings.load_profile("crossdock")
@@ -30,6 +34,24 @@ os.environ.update(
 if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"  # its kernels run on numpy
 os.environ.pop("RAY_ADDRESS", None)  # tests never join a cluster
+HOME = make_own_folders()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for plugin in (limits, file_seconds):
+        config.pluginmanager.register(plugin)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_sessionfinish(session: pytest.Session) -> Generator[None]:
+    yield
+    if "CROSSDOCK_TESTS_PURE" in os.environ and (loaded := {"torch", "transformers", "ray"} & sys.modules.keys()):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        print(f"\nFAILED: a test of pure rooms imported {', '.join(loaded)}")  # noqa: T201, for who runs tests
+    share_kernels()
+    if written := written_home(HOME):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        print(f"\nFAILED: tests wrote into the home directory: {', '.join(written)}")  # noqa: T201, for who runs tests
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -57,6 +79,7 @@ def ray_cluster() -> Iterator[None]:
     from crossdock.cluster.serve.ray_processes import without_unused_processes
 
     temp_dir = tempfile.mkdtemp(prefix="cd-ray-", dir="/tmp")  # short: unix socket paths end at 107 bytes
+    limits.FOLDERS.append(temp_dir)
     shared_memory = _shared_memory()
     with without_unused_processes():
         ray.init(
@@ -67,6 +90,7 @@ def ray_cluster() -> Iterator[None]:
             log_to_driver=False,
             _temp_dir=temp_dir,
         )
+    limits.take_signals()  # Ray's own handler of SIGTERM raises SystemExit, which fails one test and the run goes on
     yield
     from ray import serve
 

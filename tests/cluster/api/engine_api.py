@@ -20,6 +20,7 @@ from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.schedule.slo import SloClass
 from tests.cluster.dispatch.in_process import InProcess
 from tests.cluster.ports import free_port
+from tests.waiting import until
 from tests.workers.replica.driven import hold, posted
 
 CLASSES = (
@@ -139,5 +140,4 @@ def live_api(tokenizer: ModelTokenizer, keys: Any = ()) -> Iterator[LiveApi]:
 
 async def all_up(dispatcher: Dispatcher, count: int) -> None:
     """Wait until `count` replicas can serve."""
-    while len(dispatcher.fleet) < count:
-        await asyncio.sleep(0.001)
+    await until(lambda: len(dispatcher.fleet) >= count)

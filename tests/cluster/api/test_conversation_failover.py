@@ -8,8 +8,8 @@ import pytest
 
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from tests.cluster.api.engine_api import EngineApi
-from tests.cluster.conftest import byte_level
 from tests.cluster.dispatch.in_process import IN_TURN
+from tests.cluster.small_tokenizers import byte_level
 
 NUM_TOKENS = 100
 TALK = [{"role": "user", "content": "!#%&!#%&"}]  # one token each, of the few that the small model has

@@ -17,7 +17,7 @@ from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.cluster.dispatch.dispatcher import Dispatcher
 from tests.cluster.api.engine_api import LiveApi, live_api
-from tests.cluster.conftest import wordpiece
+from tests.cluster.small_tokenizers import wordpiece
 
 EXAMPLES = 20  # for each endpoint; `make soak` tries a hundred and fifty times as many
 QUIET = settings(

@@ -9,7 +9,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from pathlib import Path
 import psutil
 
 from crossdock.kernels.cache import cache_dir
+from tests.waiting import eventually
 
 HOME = "/tmp/home"  # of the only user, on every machine
 KEY = f"{HOME}/.ssh/id_ed25519"
@@ -166,10 +166,8 @@ def _machine(folder: Path, name: str, address: str) -> Iterator[Machine]:
     start = ["bash", "-c", _START, "machine", name, str(folder), address, f"{NETWORK}.254", sshd]
     process = psutil.Popen([*outer, *start], stdin=subprocess.DEVNULL)
     try:
-        while not (children := process.children()):
-            assert process.poll() is None, f"{name} did not start"
-            time.sleep(0.02)
-        yield Machine(name, address, folder, children[0].pid)
+        eventually(lambda: process.children() or process.poll() is not None, f"{name} did not start")
+        yield Machine(name, address, folder, process.children()[0].pid)
     finally:
         process.kill()  # its child is killed with it, and by that all processes of the machine
         process.wait()
@@ -181,7 +179,4 @@ def _on_network(machine: Machine, *arguments: str) -> None:
 
 
 def _wait_until_up(machine: Machine) -> None:
-    deadline = time.monotonic() + 30
-    while not (machine.folder / "is-up").exists():
-        assert time.monotonic() < deadline, f"{machine.name} does not come up"
-        time.sleep(0.05)
+    eventually((machine.folder / "is-up").exists, f"{machine.name} does not come up")

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from crossdock.cluster.deploy.command import Target, rendered
 from tests.cluster.deploy import streaming_clients
 from tests.cluster.deploy.machines import HOME, KEY, NETWORK, Machine, machines, why_not
+from tests.waiting import eventually
 from tests.workers.architectures import build
 
 pytestmark = [
@@ -105,8 +106,7 @@ def test_cluster_comes_up_over_ssh_serves_upgrades_without_losing_a_stream_and_g
     try:
         render(laptop, Target.RAY_UP, "ray-cluster.yaml", 128)
         laptop.run("ray get-auth-token --generate")
-        while not cluster["head"].processes("/tmp/raylet"):
-            time.sleep(0.1)
+        eventually(lambda: cluster["head"].processes("/tmp/raylet"))
         laptop.run(f"ray up --yes --no-config-cache {CLUSTER}")
         note("ray up --yes ray-cluster.yaml: the head is up")
         assert not cluster["head"].processes("/tmp/raylet"), "this is how ray stop ends what is not its own"
@@ -153,10 +153,8 @@ def completion_tokens(laptop: Machine) -> int:
 
 def wait_until_ended(cluster: dict[str, Machine], name: str, seconds: float = 180) -> None:
     """Wait until no worker has a process of this name."""
-    deadline = time.monotonic() + seconds
-    while any(cluster[worker].processes(name) for worker in ("one", "two")):
-        assert time.monotonic() < deadline, f"{name} goes on without a head"
-        time.sleep(1)
+    ended = lambda: not any(cluster[worker].processes(name) for worker in ("one", "two"))  # noqa: E731
+    eventually(ended, f"{name} goes on without a head", seconds)
 
 
 def deploy(laptop: Machine, budget: int) -> None:

@@ -1,6 +1,5 @@
 """Replicas in this process: real engines, no Ray; and clients of a dispatcher over them."""
 
-import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing
 from functools import partial
@@ -21,6 +20,7 @@ from crossdock.workers.replica.transfer.landing import open_landing
 from crossdock.workers.report.advertise import Message
 from crossdock.workers.report.profile import Role
 from crossdock.workers.schedule.request import Overloaded, SamplingParams, Submission
+from tests.waiting import until
 from tests.workers.architectures import build
 
 IN_TURN = RouterConfig(policy="round-robin")
@@ -130,8 +130,7 @@ class Hung(InProcess):
 
 async def ready(dispatcher: Dispatcher, num_replicas: int = 1) -> None:
     """Wait until so many replicas are up."""
-    while len(dispatcher.fleet) < num_replicas:
-        await asyncio.sleep(0.001)
+    await until(lambda: len(dispatcher.fleet) >= num_replicas)
 
 
 async def tokens(dispatcher: Dispatcher, name: str, max_tokens: int = 20, prompt: int = 30) -> list[int]:

@@ -1,7 +1,7 @@
 """Attempts that are given up over engines in this process: what stays behind at the replicas, and what clients get."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, cast
@@ -16,13 +16,9 @@ from crossdock.workers.replica.serving import channel
 from crossdock.workers.report.advertise import Message
 from crossdock.workers.schedule.request import Leg, Overloaded, SamplingParams, Submission, TokenDelta
 from tests.cluster.dispatch.in_process import IN_TURN, InProcess, Refusing, ready, tokens
+from tests.waiting import until
 
 PAIRS = RouterConfig(shipping="always", policy="round-robin")
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    while not holds():
-        await asyncio.sleep(0.001)
 
 
 async def is_clean(*clients: InProcess) -> None:

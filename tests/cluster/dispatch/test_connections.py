@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
 import pytest
 
@@ -14,11 +14,7 @@ from crossdock.workers.report.advertise import Message
 from crossdock.workers.report.profile import Role
 from crossdock.workers.schedule.request import TokenDelta
 from tests.cluster.dispatch.in_process import InProcess, ready, tokens
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    while not holds():
-        await asyncio.sleep(0.001)
+from tests.waiting import until
 
 
 def test_replica_that_has_just_joined_is_waited_for() -> None:
@@ -45,8 +41,7 @@ def test_replica_is_notified_again_and_again_that_its_stream_is_read(monkeypatch
     async def main() -> None:
         replica, dispatcher = InProcess(), Dispatcher("m")
         dispatcher.join("r", replica, replica.profile)
-        while not dispatcher.ready():
-            await asyncio.sleep(0.01)
+        await until(dispatcher.ready)
         channel = replica.engine_thread.channels["test"]
         for _ in range(2):
             before = channel.heard_at

@@ -31,7 +31,7 @@ from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.schedule.request import SamplingParams, Submission
 from tests.cluster.ports import free_port
 from tests.cluster.scraping import scrape
-from tests.cluster.serve.pools.served_pools import Stream
+from tests.cluster.serve.pools.served_pools import DTYPE, Stream
 
 APP = "router"
 POISON = [499, 3, 499, 3, 498]  # tokens that end every replica that gets them
@@ -44,13 +44,13 @@ def url(ray_cluster: None, small_model_dir: Path) -> Iterator[str]:
         None,
         {
             "model.path": str(small_model_dir),
-            "model.dtype": "float32",  # in bfloat16, tokens depend on the kernel that each process measured as fastest
             "model.served_name": "smol",
+            "model.dtype": DTYPE,
             "model.max_model_len": 2048,
             "http.port": port,
             "http.direct": True,
             "http.replicas": 2,
-            "engine.kv_cache_memory": "150MiB",
+            "engine.kv_cache_memory": "300MiB",
             "engine.admission": "queue",
             "engine.fault_token_ids": POISON,
             "pools.mixed.replicas": 2,
@@ -180,8 +180,8 @@ def test_prediction_error_of_each_request_is_measured(url: str) -> None:
 
 def expected(model_dir: Path, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
     """Return the output tokens of one engine for each prompt."""
-    config = EngineConfig(kv_cache_memory=ByteSize(150 << 20), admission="queue")
-    oracle = Engine(load_model(ModelSpec(str(model_dir), "float32", 2048)), config)
+    config = EngineConfig(kv_cache_memory=ByteSize(300 << 20), admission="queue")
+    oracle = Engine(load_model(ModelSpec(str(model_dir), DTYPE, max_model_len=2048)), config)
     for number, asked in enumerate(prompts):
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
         oracle.add(Submission(f"{number}", asked, params))

@@ -4,7 +4,6 @@ import json
 import shutil
 import signal
 import socket
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from crossdock.cluster.config_file import load
 from crossdock.cluster.serve.app import build, engine_deployment
 from tests.cluster.serve.pools.served_pools import Stream, assert_greedy, prompt, samples, timelines, wait_until_up
+from tests.waiting import eventually
 from tests.workers.architectures import build as build_model
 
 APP = "gang"
@@ -102,8 +102,7 @@ def test_rank_lost_under_load_ends_its_replica_alone(url: str, oracle: PreTraine
     ((rank, rank_process),) = actors("Rank").items()
     with ThreadPoolExecutor(12) as pool:
         streams = list(pool.map(lambda tokens: Stream(url, tokens, 400), prompts))
-    while sum(len(stream.tokens) > 5 for stream in streams) < 10:
-        time.sleep(0.01)
+    eventually(lambda: sum(len(stream.tokens) > 5 for stream in streams) >= 10)
     assert samples(url, "crossdock_output_tokens_total")[serving("wide")] > 0
     rank_process.send_signal(harm)
     for asked, stream in zip(prompts, streams, strict=True):
@@ -111,10 +110,7 @@ def test_rank_lost_under_load_ends_its_replica_alone(url: str, oracle: PreTraine
     assert any(len(timelines(url, stream.request_id)) > 0 for stream in streams)
     _, alive = psutil.wait_procs([replica_process, rank_process], timeout=20)
     assert not alive, json.dumps([process.cmdline() for process in alive])
-    deadline = time.monotonic() + 60
-    while not actors("Rank") or not actors(f"SERVE_REPLICA::{APP}#wide"):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    eventually(lambda: actors("Rank") and actors(f"SERVE_REPLICA::{APP}#wide"), seconds=180)
     wait_until_up(url, 2)
     assert not {replica, rank} & {*actors("Rank"), *actors("SERVE_REPLICA")}
     again = prompt(99, 50)

@@ -12,6 +12,7 @@ from ray.serve.config import ProxyLocation
 from crossdock.cluster.config_file import load
 from crossdock.cluster.serve.app import build
 from tests.cluster.ports import free_port
+from tests.waiting import eventually
 
 APP = "elastic"
 
@@ -30,11 +31,8 @@ def kill_scaler() -> None:
     ray.kill(ray.get_actor(name, namespace="serve"))
 
 
-def wait_until_up(pool: str, count: int, seconds: float = 90) -> None:
-    deadline = time.monotonic() + seconds
-    while num_up(pool) != count:
-        assert time.monotonic() < deadline, f"{num_up(pool)} up, not {count}"
-        time.sleep(0.1)
+def wait_until_up(pool: str, count: int) -> None:
+    eventually(lambda: num_up(pool) == count, lambda: f"{num_up(pool)} up, not {count}", 180)
 
 
 def test_pool_grows_under_load_and_shrinks_without_failing_a_request(ray_cluster: None, small_model_dir: Path) -> None:
@@ -92,11 +90,12 @@ def test_pool_grows_under_load_and_shrinks_without_failing_a_request(ray_cluster
 
 def wait_until_serve_has_ended() -> None:
     """Wait for the end of Serve's controller, or the next module would deploy to one that is about to end."""
-    end = time.monotonic() + 60
-    while time.monotonic() < end:
+
+    def has_ended() -> bool:
         try:
             ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
         except ValueError:
-            return
-        time.sleep(0.1)
-    raise AssertionError("Serve does not end")
+            return True
+        return False
+
+    eventually(has_ended, "Serve does not end")

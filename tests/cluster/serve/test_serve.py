@@ -21,6 +21,7 @@ from crossdock.cluster.config_file import load
 from crossdock.cluster.serve.app import APP_NAME, build
 from tests.cluster.ports import free_port
 from tests.cluster.scraping import scrape
+from tests.waiting import eventually
 
 
 @pytest.fixture(scope="module")
@@ -40,10 +41,7 @@ def url(ray_cluster: None, model_dir: Path) -> Iterator[str]:
     serve.start(http_options=HTTPOptions(host="127.0.0.1", port=port))
     serve.run(build(config), name=APP_NAME)
     address = f"http://127.0.0.1:{port}"
-    deadline = time.monotonic() + 120
-    while httpx.get(f"{address}/ready").status_code != 200:
-        assert time.monotonic() < deadline, "not ready in 120 s"
-        time.sleep(0.1)
+    eventually(lambda: httpx.get(f"{address}/ready").status_code == 200, "not ready", 180)
     yield address
     serve.shutdown()
 
@@ -66,10 +64,10 @@ def metric(url: str, name: str, may_be_absent: bool = False) -> float:
 
 def wait_until_idle(url: str) -> None:
     """Wait until no request is active or owns a page."""
-    deadline = time.monotonic() + 20
-    while metric(url, 'crossdock_pages{state="owned"') or metric(url, "crossdock_requests_active"):
-        assert time.monotonic() < deadline, "pages are still owned"
-        time.sleep(0.05)
+    eventually(
+        lambda: not metric(url, 'crossdock_pages{state="owned"') and not metric(url, "crossdock_requests_active"),
+        "pages are still owned",
+    )
 
 
 def test_poisonous_grammars_are_refused_while_a_stream_goes_on(url: str, client: openai.OpenAI) -> None:

@@ -19,6 +19,7 @@ from crossdock.cluster.config_file import load
 from crossdock.cluster.serve.app import build
 from tests.cluster.api.http.otlp_collector import collector
 from tests.cluster.ports import free_port
+from tests.waiting import eventually
 from tests.workers.architectures import build as build_model
 
 APP = "upgrade"
@@ -139,19 +140,18 @@ def test_upgrade_under_load_replaces_every_process_and_drops_no_stream(
     build_model("llama", {}).save_pretrained(tmp_path)
     with collector() as (traces, received):
         serve.run(build(config(tmp_path, port, 128, traces, pools, is_direct)), name=APP)
-        while len(before := budgets(url)) < size:
-            time.sleep(0.1)
+        before = eventually(lambda: found if len(found := budgets(url)) >= size else None)
+        assert before is not None
         with Clients(url) as clients:
             serve.run(
                 build(config(tmp_path, port, 96, traces, pools, is_direct)), name=APP
             )  # returns once all is of this configuration
-            deadline = time.monotonic() + 60
-            while len(after := budgets(url)) < size or before.keys() & after.keys():
-                assert time.monotonic() < deadline, f"{before} became {after}"
-                time.sleep(0.1)
-            done = clients.done
-            while clients.done < done + 8:  # the new replicas serve
-                time.sleep(0.05)
+            eventually(
+                lambda: len(after := budgets(url)) >= size and not before.keys() & after.keys(),
+                lambda: f"{before} became {budgets(url)}",
+            )
+            after, done = budgets(url), clients.done
+            eventually(lambda: clients.done >= done + 8, "the new replicas do not serve", 180)
         try:
             serve.delete(APP)
         except TimeoutError as error:

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
@@ -23,6 +22,7 @@ from crossdock.workers.sandbox.interruption import Interruption
 from crossdock.workers.sandbox.limited_child import Limits
 from crossdock.workers.sandbox.messages import read_message, write_message
 from crossdock.workers.sandbox.sandbox import Sandbox, SandboxBusy, SandboxInterrupted
+from tests.waiting import eventually
 
 LIMITS = Limits(cpu_seconds=0.3, wall_seconds=10.0, memory_bytes=256 << 20)
 
@@ -124,8 +124,7 @@ def test_interrupted_question_ends_its_child_alone(what: str) -> None:
     process = psutil.Process(first["pid"])
 
     def interrupt() -> None:
-        while not process.children():
-            time.sleep(0.001)
+        eventually(process.children)
         interruption.set()
 
     with closing(Interruption()) as interruption:
@@ -261,10 +260,7 @@ def test_process_and_child_end_with_a_killed_caller() -> None:
     assert ended.returncode == -signal.SIGKILL
     pids = [int(word) for word in ended.stdout.split()]
     assert len(pids) == 2
-    deadline = time.monotonic() + 60
-    while any(_runs(pid) for pid in pids):
-        assert time.monotonic() < deadline, "a process outlives its caller"
-        time.sleep(0.01)
+    eventually(lambda: not any(_runs(pid) for pid in pids), "a process outlives its caller")
 
 
 def _runs(pid: int) -> bool:

@@ -21,7 +21,7 @@ from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 from transformers.models.smolvlm.processing_smolvlm import SmolVLMProcessor
 
-from tests.cluster.conftest import byte_level
+from tests.cluster.small_tokenizers import byte_level
 
 # Shows text alone where content is a string, and pictures where it is a list of parts.
 TEMPLATE = (

@@ -6,7 +6,6 @@ import secrets
 import signal
 import socket
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from crossdock.cluster.config import ClusterConfig
 from crossdock.cluster.serve import lifetime
 from tests.cluster.ports import free_port
 from tests.cluster.watch.terminal import COMMAND, background_job
+from tests.waiting import eventually
 
 
 def run(*args: str) -> Any:
@@ -143,11 +143,8 @@ def serving(log: Path, *args: str) -> Iterator[tuple[subprocess.Popen[str], str]
     with log.open("w") as output:
         server = background_job("serve", *args, "--port", str(port), stdout=output, stderr=subprocess.STDOUT)
     try:
-        deadline = time.monotonic() + 240
-        while "Crossdock serves" not in log.read_text():
-            assert server.poll() is None, log.read_text()
-            assert time.monotonic() < deadline, log.read_text()
-            time.sleep(0.2)
+        eventually(lambda: "Crossdock serves" in log.read_text() or server.poll() is not None, log.read_text, 240)
+        assert server.poll() is None, log.read_text()
         yield server, f"http://127.0.0.1:{port}"
     finally:
         server.kill()
@@ -243,14 +240,12 @@ def test_signal_at_any_moment_of_the_start_ends_everything_without_a_traceback(
         server = background_job("serve", *flags, stdout=output, stderr=subprocess.STDOUT)
     process = psutil.Process(server.pid)
     try:
-        deadline = time.monotonic() + 240
-        while not moment(process):
-            assert server.poll() is None, log.read_text()
-            assert time.monotonic() < deadline, log.read_text()
-            time.sleep(0.01)
+        eventually(lambda: server.poll() is not None or moment(process), log.read_text, 240)
+        assert server.poll() is None, log.read_text()
         family = set(process.children(recursive=True))
         server.send_signal(number)
-        time.sleep(0.1)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            server.wait(0.1)
         if server.poll() is None:
             family |= {*process.children(recursive=True)}
             server.send_signal(number)  # an impatient user
@@ -275,10 +270,13 @@ def listening(server: subprocess.Popen[str]) -> dict[str, set[str]]:
     return found
 
 
-def test_no_process_of_serve_listens_beyond_loopback_and_ray_asks_for_a_token(
+def test_serve_listens_on_loopback_alone_and_as_background_job_stops_at_once_on_sigint(
     small_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A replica of two ranks: its gang, the ingress, and all of Ray's processes."""
+    """A replica of two ranks: its gang, the ingress, and all of Ray's processes, which ask for a token.
+
+    A script's background job starts with SIGINT ignored, and so does this one. It does not wait for a stream.
+    """
     monkeypatch.delenv("RAY_AUTH_MODE")
     (tmp_path / "token").write_text(secrets.token_hex(32))
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "token"))
@@ -292,14 +290,6 @@ def test_no_process_of_serve_listens_beyond_loopback_and_ray_asks_for_a_token(
         assert found.keys() <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}, found
         modes = {process.environ().get("RAY_AUTH_MODE") for process in psutil.Process(server.pid).children()}
         assert modes == {"token"}
-        server.send_signal(signal.SIGTERM)
-        assert server.wait(timeout=60) == 0
-
-
-def test_serve_as_background_job_stops_at_once_on_sigint(small_model_dir: Path, tmp_path: Path) -> None:
-    """A script's background job starts with SIGINT ignored, and so does this one. It does not wait for a stream."""
-    flags = ["--max-num-batched-tokens", "128", "--kv-cache-memory", "64MiB"]
-    with serving(tmp_path / "log", str(small_model_dir), *flags) as (server, url):
         last, _ = stream_and_stop(server, url, signal.SIGINT, 3500)
         assert server.wait(timeout=60) == 0
     assert '"code":"service_unavailable"' in last

@@ -33,10 +33,12 @@ from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.schedule.request import SamplingParams, Submission
 from tests.cluster.ports import free_port
 from tests.cluster.scraping import scrape
+from tests.waiting import eventually
 
 APP = "pools"
 DECODES = 2
 CHUNK = 256  # tokens of a step at most
+DTYPE = "float32"  # by default CPUs with bfloat16 compute in it; then the size of a batch decides between close tokens
 PAIR: tuple[dict[str, Any], ...] = ({"name": "prefill"}, {"name": "decode", "replicas": DECODES})
 _MAX_MODEL_LEN = 4096
 
@@ -52,12 +54,12 @@ def deployment(
         {
             "model.path": str(model),
             "model.served_name": "smol",
-            "model.dtype": "float32",  # in bfloat16, tokens depend on the kernel that each process measured as fastest
+            "model.dtype": DTYPE,
             "model.max_model_len": _MAX_MODEL_LEN,
             "http.port": port,
             "http.direct": True,
             "http.vllm_metrics": True,
-            "engine.kv_cache_memory": "300MiB",
+            "engine.kv_cache_memory": "600MiB",
             "engine.max_num_batched_tokens": CHUNK,
             "engine.admission": "queue",
             "router.shipping": "always",  # by default the router ships only where that is predicted to be faster
@@ -81,8 +83,8 @@ def deployment(
 
 def local_engine(model: Path) -> Engine:
     """Return the oracle: the same model on one engine, which other tests compare with transformers' own generate."""
-    config = EngineConfig(kv_cache_memory=ByteSize(300 << 20), admission="queue", enable_prefix_caching=False)
-    return Engine(load_model(ModelSpec(str(model), "float32", _MAX_MODEL_LEN)), config)
+    config = EngineConfig(kv_cache_memory=ByteSize(600 << 20), admission="queue", enable_prefix_caching=False)
+    return Engine(load_model(ModelSpec(str(model), DTYPE, max_model_len=_MAX_MODEL_LEN)), config)
 
 
 def expected(engine: Engine, prompts: list[list[int]], **params: Any) -> list[list[int]]:
@@ -195,10 +197,7 @@ def samples(url: str, name: str) -> dict[str, float]:
 
 def sample_of(url: str, name: str, replica: str) -> float:
     """Return a metric's value at one replica. A scrape omits replicas that are too busy to answer it in time."""
-    deadline = time.monotonic() + 60
-    while (found := samples(url, name).get(replica)) is None:
-        assert time.monotonic() < deadline, f"{replica} does not answer"
-    return found
+    return eventually(lambda: [value for at, value in samples(url, name).items() if at == replica], replica)[0]
 
 
 def prompt_tokens(url: str, replicas: list[str]) -> dict[str, float]:
@@ -230,10 +229,7 @@ def wait_until_whole(url: str, replicas: int = 1 + DECODES) -> None:
 
 def wait_until_up(url: str, replicas: int) -> None:
     """Wait until so many replicas answer for their metrics."""
-    deadline = time.monotonic() + 120
-    while len(samples(url, 'crossdock_pages{state="owned"')) < replicas:
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
+    eventually(lambda: len(samples(url, 'crossdock_pages{state="owned"')) >= replicas, seconds=180)
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------
@@ -256,7 +252,4 @@ def scale(pool: str, replicas: int) -> None:
     """Set the size of a pool, and wait until surplus replicas have drained and ended."""
     controller = ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
     ray.get(controller.update_deployment_replicas.remote(DeploymentID(pool, APP), replicas))
-    deadline = time.monotonic() + 120
-    while len(processes(pool)) != replicas:
-        assert time.monotonic() < deadline, f"{pool} still has {list(processes(pool))}"
-        time.sleep(0.05)
+    eventually(lambda: len(processes(pool)) == replicas, lambda: f"{pool} still has {[*processes(pool)]}", 180)

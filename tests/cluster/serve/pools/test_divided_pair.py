@@ -1,7 +1,6 @@
 """A prefill and a decode replica of two ranks each, divided in different ways, served as one deployment."""
 
 import os
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,6 +23,7 @@ from tests.cluster.serve.pools.served_pools import (
     wait_until_up,
     wait_until_whole,
 )
+from tests.waiting import eventually
 
 CHUNK = 128  # tokens of a step at most
 PAGE_BYTES = 10 * 2 * 2 * 96 * 16 * 4  # of all ranks: layers, heads, keys and values, their size, tokens, bytes of one
@@ -85,7 +85,5 @@ def test_prompts_shipped_between_divided_replicas_have_the_tokens_of_one_rank(ur
 
 def transferred(url: str, direction: str) -> float:
     """Return the bytes that the one replica with such transfers counts. A scrape omits a replica that is too busy."""
-    while not (found := samples(url, f'crossdock_transfer_bytes_total{{direction="{direction}"')):
-        time.sleep(0.1)
-    (counted,) = found.values()
+    (counted,) = eventually(lambda: samples(url, f'crossdock_transfer_bytes_total{{direction="{direction}"')).values()
     return counted

@@ -20,6 +20,7 @@ from tests.cluster.api.media.video_models import joined_url, moving, video_part
 from tests.cluster.serve.pools import served_pools as pools
 from tests.cluster.serve.pools.picture_server import SIDE, picture_chat, save_picture_model, undisturbed
 from tests.cluster.serve.pools.served_pools import processes
+from tests.waiting import eventually
 
 NUM_TOKENS = 16
 POOLS: Mapping[str, tuple[str, ...]] = {"three": ("encode", "prefill", "decode"), "two": ("encode", "mixed")}
@@ -84,10 +85,7 @@ def _wait_until_whole(url: str, names: tuple[str, ...]) -> Iterator[None]:
 def wait_until_whole(url: str, replicas: int) -> None:
     """Wait until all replicas are up, no request owns a page, and no embeddings are on their way."""
     pools.wait_until_whole(url, replicas)
-    deadline = time.monotonic() + 60
-    while any(sum(pools.samples(url, f"crossdock_{name}").values()) for name in _IDLE):
-        assert time.monotonic() < deadline, [pools.samples(url, f"crossdock_{name}") for name in _IDLE]
-        time.sleep(0.1)
+    eventually(lambda: not any(sum(pools.samples(url, f"crossdock_{name}").values()) for name in _IDLE))
 
 
 _IDLE = ("landing_pages_owned", "transfers_open", "requests_active")  # metrics that are 0 when nothing is done
@@ -101,11 +99,14 @@ class Chat(pools.TokenStream):
 
     def is_caught_encoding(self) -> bool:
         """Wait until the encode replica has encoded some of the pictures, and not all. False: the chat ended before."""
-        while not any(0 < part["num_computed_tokens"] < part["num_prompt_tokens"] for part in self.encodings()):
-            if not self.is_alive():
-                return False
-            time.sleep(0.005)
-        return True
+        caught, ended = "caught", "ended"
+
+        def state() -> str:
+            if any(0 < part["num_computed_tokens"] < part["num_prompt_tokens"] for part in self.encodings()):
+                return caught
+            return "" if self.is_alive() else ended
+
+        return eventually(state) == caught
 
     def encodings(self) -> list[dict[str, Any]]:
         """Return the timelines of this request at encode replicas."""
@@ -209,8 +210,7 @@ def test_client_that_leaves_while_its_pictures_are_encoded_frees_all_pages(url: 
     body = chat(LARGE[4]) | {"model": "smol", "stream": True, **new_salt()}
     headers = {"X-Request-Id": "leaves"}
     with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, headers=headers, timeout=60):
-        while not any(part["leg"] == "encode" for part in pools.timelines(url, "leaves")):
-            time.sleep(0.005)
+        eventually(lambda: any(part["leg"] == "encode" for part in pools.timelines(url, "leaves")))
     wait_until_whole(url, len(names))
 
 

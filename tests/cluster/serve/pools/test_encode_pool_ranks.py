@@ -31,6 +31,7 @@ def url(ray_cluster: None, model: Path) -> Iterator[str]:
         yield address
 
 
+@pytest.mark.soak  # test_encode_pool has replicas of one rank; tests/workers/replica/ranks has pictures on several
 def test_tokens_of_replicas_of_two_ranks_equal_those_of_one_engine(url: str, model: Path) -> None:
     """Twice: the second time pictures and prompts are in caches of all replicas."""
     wanted = asyncio.run(undisturbed(model, pools.local_engine(model), [chat(number) for number in NUMBERS]))

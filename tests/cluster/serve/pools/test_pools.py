@@ -3,11 +3,12 @@
 import json
 import re
 import signal
-import time
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -19,6 +20,7 @@ from tests.cluster.deploy.test_manifests import expressions
 from tests.cluster.scraping import scrape
 from tests.cluster.serve.pools import served_pools as pools
 from tests.cluster.serve.pools.served_pools import CHUNK, Stream, expected, processes, prompt
+from tests.waiting import eventually
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +59,11 @@ def test_sampled_tokens_equal_those_of_one_engine(url: str, local: Engine) -> No
     assert [Stream(url, tokens, **params).result() for tokens in prompts] == expected(local, prompts, **params)
 
 
+def has_some_of_prompt(url: str, name: str, replicas: Container[str]) -> bool:
+    """Return whether one of the replicas has computed or received some of a request's prompt."""
+    return any(one["replica"] in replicas and one["num_computed_tokens"] for one in pools.timelines(url, name))
+
+
 @pytest.mark.parametrize("stage", ["at once", "during the transfer", "decoding"])
 def test_client_that_leaves_frees_all_pages(url: str, stage: str) -> None:
     decodes = processes("decode")
@@ -75,10 +82,7 @@ def test_client_that_leaves_frees_all_pages(url: str, stage: str) -> None:
                 for _ in range(6):
                     next(lines)
             elif stage == "during the transfer":
-                while not any(
-                    one["replica"] in decodes and one["num_computed_tokens"] for one in pools.timelines(url, name)
-                ):
-                    time.sleep(0.01)
+                eventually(partial(has_some_of_prompt, url, name, decodes))
     pools.wait_until_whole(url)
 
 
@@ -124,9 +128,8 @@ def test_decode_replica_killed_leaves_its_stream_to_another(url: str, local: Eng
     stream = Stream(url, asked, 300)
     replica, _ = stream.until_arriving()
     if stage == "in mid-stream":
-        while len(stream.tokens) < 20:
-            time.sleep(0.005)
-            assert stream.is_alive()
+        eventually(lambda: len(stream.tokens) >= 20 or not stream.is_alive())
+        assert stream.is_alive()
     decodes[replica].kill()
     assert stream.result() == wanted
     left = [name for name in replicas if name != replica]
@@ -152,6 +155,15 @@ def test_hung_prefill_replica_is_abandoned_after_the_deadline(url: str, local: E
         victim.send_signal(signal.SIGCONT)
 
 
+def has_taken_role(handle: Any, name: str, role: str) -> bool:
+    """Assign a role to a replica; False while the handle does not know its replicas."""
+    try:
+        handle.options(session_id=name).assign_role.remote(role).result()
+    except RuntimeError:
+        return False
+    return True
+
+
 def test_role_assigned_to_a_running_replica_changes_its_work_but_no_token(url: str, local: Engine) -> None:
     """A decode replica computes prompts for the other one, then decodes again."""
     prompts = [prompt(80 + number, 400) for number in range(8)]
@@ -161,14 +173,7 @@ def test_role_assigned_to_a_running_replica_changes_its_work_but_no_token(url: s
     handle._init()
     sent = 'crossdock_transfers_total{direction="sent",outcome="shipped"'
     for role, does_send in (("prefill", True), ("decode", False)):
-        deadline = time.monotonic() + 10
-        while True:  # the handle does not know its replicas at once
-            try:
-                handle.options(session_id=name).assign_role.remote(role).result()
-                break
-            except RuntimeError:
-                assert time.monotonic() < deadline
-                time.sleep(0.1)
+        eventually(partial(has_taken_role, handle, name, role))
         before = pools.samples(url, sent).get(name, 0.0)
         with ThreadPoolExecutor(8) as threads:
             assert list(threads.map(lambda tokens: Stream(url, tokens).result(), prompts)) == wanted
@@ -181,8 +186,7 @@ def test_decode_replica_that_drains_ends_its_streams_and_gets_no_others(url: str
     wanted = expected(local, prompts, max_tokens=250)
     placed_again = pools.ingress_sample(url, "crossdock_ingress_placed_again_total")
     streams = [Stream(url, tokens, 250) for tokens in prompts]
-    while not all(stream.tokens for stream in streams):
-        time.sleep(0.01)
+    eventually(lambda: all(stream.tokens for stream in streams))
     try:
         pools.scale("decode", 1)
         late = Stream(url, prompts[0], 250)

@@ -20,8 +20,10 @@ def test_prompt_without_the_tokens_in_order_is_not_marked(prompt: list[int]) -> 
     assert not is_marked(prompt, (7, 8, 9))
 
 
-def test_engine_without_the_setting_is_never_ended() -> None:
-    end_if_marked([7, 8, 9], EngineConfig().fault_token_ids)
+def test_engine_without_the_setting_ends_on_no_prompt() -> None:
+    assert EngineConfig().fault_token_ids == ()
+    assert not is_marked([7, 8, 9], EngineConfig().fault_token_ids)
+    end_if_marked([7, 8, 9], EngineConfig().fault_token_ids)  # would kill this process
 
 
 def test_marked_prompt_kills_the_process_without_its_last_words() -> None:

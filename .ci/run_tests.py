@@ -1,0 +1,258 @@
+"""Run the tests in two lanes, print what each file took, and refuse a file that grew past its recorded share.
+
+Usage: python .ci/run_tests.py [--record | --pure | pytest's arguments ...]
+Without arguments: all tests. Groups of files, of about two minutes each, stand in one list: first those that
+mostly wait (for servers and processes), last those that mostly compute. One lane takes groups from its head and one
+from its end, so that waiting runs beside computing, and both lanes end together. Each group is a process of its own:
+what its files load goes with it. --record writes tests/seconds.tsv. --pure runs the tests of PURE, in a process
+without torch.
+
+SIGINT and SIGTERM end all processes of the run. So does the end of the run: a process that outlives it is a failure.
+"""
+
+import contextlib
+import ctypes
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[1]
+RECORD = ROOT / "tests" / "seconds.tsv"
+GROUP_S = 120.0
+PURE = (
+    "tests/router",
+    "tests/workers/schedule",
+    "tests/workers/report",
+    "tests/workers/sandbox",
+    "tests/cluster/simulate",
+    "tests/test_plain_english.py",
+    "tests/test_checks_of_tests.py",
+    "tests/test_run_tests.py",
+)
+GROWTH, FLOOR_S = 2.0, 10.0  # a file may take twice its share, and 10 s more: seconds of one file vary by half
+_SUBREAPER = 36  # prctl's PR_SET_CHILD_SUBREAPER: processes whose parent has ended become children of this one
+_TOLD = ("FAILED ", "ERROR ", "hole: ")
+
+
+class Seconds(NamedTuple):
+    """Seconds of one test file by the wall clock and of the CPU, its children's included; MiB of memory at its end."""
+
+    wall: float
+    cpu: float
+    mib: int = 0
+
+
+def read_seconds(path: Path) -> dict[str, Seconds]:
+    """Return the seconds in a file of lines `path wall cpu [MiB]`. A test file that ran twice has its sum."""
+    seconds: dict[str, Seconds] = {}
+    for line in path.read_text().splitlines() if path.exists() else ():
+        name, wall, cpu, *mib = line.split("\t")
+        before = seconds.get(name, Seconds(0.0, 0.0))
+        seconds[name] = Seconds(before.wall + float(wall), before.cpu + float(cpu), int(mib[0]) if mib else 0)
+    return seconds
+
+
+def write_record(seconds: dict[str, Seconds]) -> None:
+    lines = [f"{name}\t{took.wall:.1f}\t{took.cpu:.1f}\n" for name, took in sorted(seconds.items())]
+    RECORD.write_text("".join(lines))
+
+
+def groups(files: Iterable[str], record: dict[str, Seconds]) -> deque[list[str]]:
+    """Cut the files, in order of their paths, into groups of about GROUP_S. The group that waits most comes first."""
+    made: list[list[str]] = []
+    filled = 0.0
+    for file in sorted(files):
+        wall = record.get(file, Seconds(1.0, 1.0)).wall
+        if not made or filled + wall / 2 > GROUP_S:
+            made.append([])
+            filled = 0.0
+        made[-1].append(file)
+        filled += wall
+    return deque(sorted(made, key=lambda group: _computing(group, record)))
+
+
+def _computing(group: list[str], record: dict[str, Seconds]) -> float:
+    known = [record[file] for file in group if file in record]
+    wall = sum(took.wall for took in known)
+    return sum(took.cpu for took in known) / wall if wall else 0.5
+
+
+def grown(took: dict[str, Seconds], record: dict[str, Seconds]) -> list[str]:
+    """Return a line for each file beyond its share.
+
+    The seconds of all recorded files together say how fast this machine is now, so that a slow one refuses nothing.
+    """
+    both = took.keys() & record.keys()
+    speed = sum(took[file].wall for file in both) / (sum(record[file].wall for file in both) or 1.0) if both else 1.0
+    lines = []
+    for file, (wall, *_) in sorted(took.items()):
+        recorded = record.get(file, Seconds(0.0, 0.0)).wall
+        if wall > (limit := speed * GROWTH * recorded + max(speed, 1.0) * FLOOR_S):
+            lines.append(f"{file} took {wall:.0f} s; its share is at most {limit:.0f} s ({recorded:.0f} s recorded)")
+    return lines
+
+
+class Run:
+    """The pytest processes of one run, their output and their end."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="crossdock-run-")
+        self.seconds = Path(self._folder.name) / "seconds.tsv"
+        self.told: list[str] = []
+        self.counts: Counter[str] = Counter()
+        self.codes: list[int] = []
+        self._running: list[subprocess.Popen[str]] = []
+        self._environment = {
+            **os.environ,
+            "CROSSDOCK_TESTS_CACHE": f"{self._folder.name}/cache",
+            "CROSSDOCK_TESTS_SECONDS": str(self.seconds),
+            "PYTHONUNBUFFERED": "1",
+        }
+
+    def pytest(self, arguments: list[str], prefix: str = "", **environment: str) -> int:
+        """Run one pytest, print its lines as they come, and return its exit code."""
+        process = subprocess.Popen(
+            [str(Path(sys.executable).with_name("pytest")), *arguments],
+            cwd=ROOT,
+            env={**self._environment, **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,  # Ctrl-C at a terminal reaches this process alone
+        )
+        self._running.append(process)
+        reader = threading.Thread(target=self._read, args=(process, prefix), daemon=True)
+        reader.start()
+        code = process.wait()
+        reader.join(timeout=5)  # a process that outlives pytest may hold its output open
+        self._running.remove(process)
+        self.codes.append(0 if code == 5 else code)  # 5: no test was selected
+        return code
+
+    def lane(self, name: str, take: Callable[[], list[str]]) -> None:
+        """Run groups one after another, until none is left."""
+        while True:
+            try:
+                group = take()
+            except IndexError:
+                return
+            options = ["-o", "console_output_style=times", "--no-header"]
+            if code := self.pytest([*options, *group], f"{name} | "):
+                self.told.append(f"FAILED: exit code {code} of the run of {group[0]} to {group[-1]}")
+
+    def end(self, number: int, frame: object) -> None:
+        """Forward a signal to all pytest processes; they end what they started. Kill what is left after 20 s."""
+        for process in list(self._running):
+            process.send_signal(number)
+        deadline = time.monotonic() + 20
+        while any(process.poll() is None for process in list(self._running)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        self.close()
+        os._exit(128 + number)
+
+    def close(self) -> list[str]:
+        """Kill and return the processes that outlived the run, and remove its folder."""
+        left = [child for child in psutil.Process().children(recursive=True) if _alive(child)]
+        described = [f"{child.pid} {child.name()}" for child in left]
+        for child in left:
+            child.kill()
+        psutil.wait_procs(left, timeout=5)
+        self._folder.cleanup()
+        return described
+
+    def reap(self) -> None:
+        """Collect ended processes that were started by ended ones. Runs beside the lanes."""
+        own = {process.pid for process in list(self._running)}
+        for child in psutil.Process().children():
+            if child.pid not in own and not _alive(child):
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(child.pid, os.WNOHANG)
+
+    def _read(self, process: "subprocess.Popen[str]", prefix: str) -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            sys.stdout.write(prefix + line)
+            sys.stdout.flush()
+            if line.startswith(_TOLD):
+                self.told.append(line.rstrip())
+            elif re.match(r"=+ .* in [\d.]+s", line):
+                for count, what in re.findall(r"(\d+) (passed|failed|skipped|deselected|errors?|xfailed)", line):
+                    self.counts[what] += int(count)
+
+
+def _alive(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def run_all(run: Run) -> None:
+    files = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard", "tests"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split()
+    tests = {file for file in files if Path(file).match("test_*.py") and (ROOT / file).exists()}
+    left = groups(tests, read_seconds(RECORD))
+    lanes = [
+        threading.Thread(target=run.lane, args=("waits   ", left.popleft)),
+        threading.Thread(target=run.lane, args=("computes", left.pop)),
+    ]
+    for lane in lanes:
+        lane.start()
+    while any(lane.is_alive() for lane in lanes):
+        lanes[0].join(0.5)
+        lanes[1].join(0.5)
+        run.reap()
+
+
+def report(run: Run, began: float, record: bool) -> bool:
+    """Print what the run of all tests told, and return whether it passed."""
+    took = read_seconds(run.seconds)
+    for file, (wall, cpu, mib) in sorted(took.items(), key=lambda item: -item[1].wall)[:20]:
+        print(f"{wall:7.1f} s, {cpu:6.1f} s CPU, {mib:5} MiB at its end: {file}")
+    passed = not any(run.codes)
+    if record and passed:
+        write_record(took)
+    elif passed and (lines := grown(took, read_seconds(RECORD))):
+        passed = False
+        print(*lines, "If that is meant: make test-seconds", sep="\n")
+    print(*run.told, sep="\n")
+    print(", ".join(f"{count} {what}" for what, count in run.counts.items()), f"in {time.monotonic() - began:.0f} s")
+    return passed
+
+
+def main(arguments: list[str]) -> int:
+    began = time.monotonic()
+    ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
+    run = Run()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, run.end)
+    if arguments in ([], ["--record"]):
+        run_all(run)
+        passed = report(run, began, record=bool(arguments))
+    elif arguments == ["--pure"]:
+        passed = run.pytest(["-q", *PURE], CROSSDOCK_TESTS_PURE="1") == 0
+    else:
+        passed = run.pytest(["--durations=20", *arguments]) == 0
+    if left := run.close():
+        print(f"FAILED: these processes outlived the tests: {', '.join(left)}")
+    return 0 if passed and not left else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,71 @@
+"""Where a run of tests writes: a temporary home and a temporary cache directory. Nothing of the user's is written.
+
+The converted default model and the compiled CPU kernels take 40 s to make, and depend on the checkout alone. Runs share
+them in .cache/tests of the checkout. Copies that the user's own cache directory has are linked from there.
+"""
+
+import atexit
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+from tests.limits import FOLDERS
+
+RUN = "CROSSDOCK_TESTS_CACHE"  # names the cache directory that several processes of one run share
+SHARED = Path(__file__).parents[1] / ".cache" / "tests"
+_UNCHECKED = (".cache/crossdock-tests", ".cache/fontconfig", ".cache/mesa_shader_cache", ".config/chromium", ".pki")
+
+
+def make_own_folders() -> Path:
+    """Set HOME and CROSSDOCK_CACHE to new folders, for this process and its children. Return the new home."""
+    user_home = Path.home()
+    user_cache = Path(os.environ.get("CROSSDOCK_CACHE") or _xdg(user_home) / "crossdock")
+    home = Path(tempfile.mkdtemp(prefix="crossdock-tests-"))
+    FOLDERS.append(str(home))
+    cache = Path(os.environ.get(RUN) or home / ".cache" / "crossdock-tests")
+    (cache / "kernels").mkdir(parents=True, exist_ok=True)
+    (SHARED / "models").mkdir(parents=True, exist_ok=True)
+    (SHARED / "kernels").mkdir(exist_ok=True)
+    for kind in ("models/*", "kernels/*.so"):
+        _link(user_cache.glob(kind), SHARED / kind.split("/")[0])
+    with contextlib.suppress(FileExistsError):
+        (cache / "models").symlink_to(SHARED / "models")
+    _link((SHARED / "kernels").iterdir(), cache / "kernels")
+    if (settings := user_home / ".gitconfig").exists():
+        os.environ.setdefault("GIT_CONFIG_GLOBAL", str(settings))  # says that the checkout is safe to read
+    for name in ("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME"):
+        os.environ.pop(name, None)
+    os.environ.update(HOME=str(home), CROSSDOCK_CACHE=str(cache))
+    atexit.register(shutil.rmtree, home, ignore_errors=True)
+    return home
+
+
+def written_home(home: Path) -> list[str]:
+    """Return the files that tests wrote into the home directory: in a user's run they would stay there."""
+    files = (str(path.relative_to(home)) for path in home.rglob("*") if path.is_file())
+    return sorted(name for name in files if not name.startswith(_UNCHECKED))
+
+
+def share_kernels() -> None:
+    """Copy the kernels that this run compiled to where the next run finds them."""
+    for kernel in Path(os.environ["CROSSDOCK_CACHE"], "kernels").glob("*.so"):
+        if not kernel.is_symlink():
+            partial = SHARED / "kernels" / f"{kernel.name}.{os.getpid()}"
+            shutil.copy2(kernel, partial)
+            partial.rename(partial.with_name(kernel.name))
+
+
+def _xdg(home: Path) -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache")
+
+
+def _link(paths: Iterable[Path], folder: Path) -> None:
+    for old in folder.iterdir():
+        if not old.exists():
+            old.unlink(missing_ok=True)  # the user has removed its target
+    for path in paths:
+        with contextlib.suppress(FileExistsError):
+            (folder / path.name).symlink_to(path.resolve())

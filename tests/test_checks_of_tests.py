@@ -1,0 +1,57 @@
+"""The checks of tests report a planted violation of each rule, and accept tests that assert and wait as they should."""
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def check() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("checks", Path(__file__).parents[1] / ".ci" / "checks_of_tests.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("source", "complaint"),
+    [
+        ("def test_a():\n    f()\n", "asserts nothing"),
+        ("def test_a():\n    test_a()\n", "asserts nothing"),
+        ("def helper():\n    print()\ndef test_a():\n    helper()\n", "asserts nothing"),
+        ("async def test_a():\n    assert 1\n    await asyncio.sleep(0.2)\n", "waits for 0.2 s"),
+        ("def test_a():\n    assert 1\n    while f():\n        time.sleep(0.01)\n", "without a deadline"),
+    ],
+)
+def test_planted_violation_is_reported(check: ModuleType, source: str, complaint: str) -> None:
+    (found,) = check.violations({"tests/test_x.py": source})
+    assert complaint in found
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def test_a():\n    assert f()\n",
+        "def test_a():\n    with pytest.raises(ValueError):\n        f()\n",
+        "def test_a():\n    subprocess.run(['true'], check=True)\n",
+        "def inner():\n    assert 1\ndef outer():\n    inner()\ndef test_a():\n    outer()\n",
+        "def fixture():\n    assert 1\ndef test_a(fixture):\n    pass\n",
+        "def test_a():\n    assert 1\n    while time.monotonic() < end:\n        time.sleep(0.1)\n",
+        "async def f():\n    async with asyncio.timeout(5):\n        while g():\n            await asyncio.sleep(1)\n",
+        "def f():\n    time.sleep(600)\n",
+        "async def f():\n    while g():\n        await asyncio.sleep(0)\n",
+    ],
+)
+def test_test_that_asserts_and_has_deadlines_is_accepted(check: ModuleType, source: str) -> None:
+    assert list(check.violations({"tests/test_x.py": source})) == []
+
+
+def test_file_with_more_waits_than_allowed_is_reported(check: ModuleType) -> None:
+    path, allowed = next(iter(check.ALLOWED.items()))
+    wait = "time.sleep(0.2)\n"
+    assert list(check.violations({path: wait * allowed})) == []
+    assert len(list(check.violations({path: wait * (allowed + 1)}))) == allowed + 1

@@ -1,0 +1,91 @@
+"""A run of pytest ends at once, and leaves no process: when a test hangs, on Ctrl-C, on SIGTERM; with Ray as well."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.waiting import eventually
+
+ROOT = Path(__file__).parents[1]
+HANGS_IN_CALLBACK = """
+import asyncio, time
+from pathlib import Path
+
+def test_hangs():
+    def callback():
+        loop.call_soon(callback)  # what the signal raises ends this callback, and asyncio runs the next one
+        time.sleep(600)
+
+    loop = asyncio.new_event_loop()
+    loop.call_soon(callback)
+    loop.run_forever()
+"""
+WAITS = """
+import subprocess, sys, time
+from pathlib import Path
+
+def test_waits():
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+    Path("child").write_text(str(child.pid))
+    Path("ready").touch()
+    time.sleep(600)
+"""
+WAITS_WITH_RAY = """
+import time
+from pathlib import Path
+
+def test_waits(ray_cluster):
+    Path("ready").touch()
+    while True:
+        try:
+            time.sleep(600)
+        except BaseException:
+            pass  # as asyncio does with what a handler raises
+"""
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A folder inside the tests, so that the run in it has their conftest.py."""
+    made = ROOT / "tests" / f".child-{os.getpid()}"
+    made.mkdir()
+    yield made
+    subprocess.run(["rm", "-r", str(made)], check=True)
+
+
+def child_pytest(folder: Path, text: str, *options: str) -> subprocess.Popen[str]:
+    (folder / "test_child.py").write_text(text)
+    command = [Path(sys.executable).with_name("pytest"), "-q", "-p", "no:cacheprovider", *options, "test_child.py"]
+    return subprocess.Popen(
+        command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+
+
+def test_test_that_hangs_in_callback_ends_the_process_with_stacks(folder: Path) -> None:
+    child = child_pytest(folder, HANGS_IN_CALLBACK, "--timeout=1")
+    output, _ = child.communicate(timeout=120)
+    assert child.returncode == 1
+    assert "test_hangs has not ended" in output
+    assert "in callback" in output, output
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("text", [pytest.param(WAITS, id="child"), pytest.param(WAITS_WITH_RAY, id="Ray")])
+def test_signal_ends_the_run_and_all_its_processes(folder: Path, text: str, number: signal.Signals) -> None:
+    child = child_pytest(folder, text)
+    eventually(lambda: (folder / "ready").exists() or child.poll() is not None, "no test began", 120)
+    below = psutil.Process(child.pid).children(recursive=True)
+    assert below
+    child.send_signal(number)
+    output, _ = child.communicate(timeout=60)
+    assert child.returncode == 128 + number
+    assert f"ended by {number.name}" in output
+    assert "in test_waits" in output, "the stacks"
+    _, alive = psutil.wait_procs(below, timeout=10)
+    assert alive == []

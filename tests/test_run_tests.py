@@ -1,0 +1,109 @@
+"""The run of all tests: groups for two lanes, what a file may take, and no process that outlives it."""
+
+import importlib.util
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import psutil
+import pytest
+
+from tests.waiting import eventually
+
+SCRIPT = Path(__file__).parents[1] / ".ci" / "run_tests.py"
+
+
+@pytest.fixture(scope="module")
+def runner() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("run_tests", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_groups_hold_every_file_once_and_those_that_wait_come_first(runner: ModuleType) -> None:
+    record = {f"tests/a/{i}": runner.Seconds(50.0, 1.0) for i in range(4)}
+    record |= {f"tests/b/{i}": runner.Seconds(50.0, 49.0) for i in range(4)}
+    record["tests/0/instant"] = runner.Seconds(0.0, 0.0)
+    files = [*record, "tests/c/new"]
+    groups = runner.groups(files, record)
+    assert sorted(file for group in groups for file in group) == sorted(files)
+    assert len(groups) > 3
+    assert groups[0][-1].startswith("tests/a")
+    assert groups[-1][0].startswith("tests/b")
+    assert all(sum(record[file].wall for file in group if file in record) < 150 for group in groups)
+
+
+@pytest.mark.parametrize(
+    ("times", "grown"),
+    [
+        pytest.param({}, [], id="as recorded"),
+        pytest.param({"b": 9.0}, [], id="below the floor"),
+        pytest.param({"a": 150.0}, [], id="within twice its share"),
+        pytest.param({"a": 400.0}, ["a"], id="beyond twice its share"),
+        pytest.param({"new": 40.0}, ["new"], id="not recorded"),
+    ],
+)
+@pytest.mark.parametrize("slowness", [0.5, 1.0, 8.0])
+def test_file_beyond_its_share_is_refused_however_slow_the_machine_is(
+    runner: ModuleType, times: dict[str, float], grown: list[str], slowness: float
+) -> None:
+    record = {"a": runner.Seconds(100.0, 90.0), "b": runner.Seconds(1.0, 1.0), "c": runner.Seconds(900.0, 1.0)}
+    took = {name: runner.Seconds(times.get(name, seconds.wall), 1.0) for name, seconds in record.items()}
+    took |= {name: runner.Seconds(wall, 1.0) for name, wall in times.items()}
+    took = {name: runner.Seconds(seconds.wall * slowness, 1.0) for name, seconds in took.items()}
+    assert [line.split(" ")[0] for line in runner.grown(took, record)] == grown
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> "subprocess.Popen[str]":
+    """A run of one test, which leaves a process behind; the file `pid` has the process's number."""
+    text = (
+        "import os, pathlib, subprocess, sys, time\n"
+        "def test_leaves_a_process():\n"
+        "    wait = [sys.executable, '-c', 'import time; time.sleep(600)']\n"
+        "    child = subprocess.Popen(wait, start_new_session=True, stdout=subprocess.DEVNULL)\n"
+        "    here = pathlib.Path(__file__).parent\n"
+        "    (here / 'new').write_text(str(child.pid))\n"
+        "    (here / 'new').rename(here / 'pid')\n"
+        "    time.sleep(600 if 'TEST_WAITS' in os.environ else 0)\n"
+        "    assert child.poll() is None\n"
+    )
+    (tmp_path / "test_child.py").write_text(text)
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    options = ["-p", "no:cacheprovider", "--import-mode=importlib", f"--rootdir={tmp_path}", f"-c{tmp_path}/pytest.ini"]
+    return subprocess.Popen(
+        [sys.executable, SCRIPT, *options, tmp_path / "test_child.py"], stdout=subprocess.PIPE, text=True
+    )
+
+
+def test_process_that_outlives_the_tests_fails_the_run_and_is_killed(
+    run: "subprocess.Popen[str]", tmp_path: Path
+) -> None:
+    printed, _ = run.communicate(timeout=120)
+    assert run.returncode == 1
+    assert "1 passed" in printed
+    assert "these processes outlived the tests" in printed
+    assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_ends_the_run_and_all_its_processes(
+    waits: None, run: "subprocess.Popen[str]", tmp_path: Path, number: signal.Signals
+) -> None:
+    eventually((tmp_path / "pid").exists, seconds=120)
+    left = psutil.Process(int((tmp_path / "pid").read_text()))
+    run.send_signal(number)
+    run.communicate(timeout=60)
+    assert run.returncode == 128 + number
+    _, alive = psutil.wait_procs([left], timeout=10)
+    assert alive == []
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TEST_WAITS", "1")
