@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from transformers import AutoConfig
 
 from crossdock.cluster.api.body.bodies import ChatCompletionRequest
 from crossdock.cluster.api.body.pictures import Picture
@@ -16,9 +17,12 @@ from crossdock.cluster.api.media.processes import ReadyPicture
 from crossdock.cluster.api.text.prompts import PromptEncoder
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.cluster.dispatch.dispatcher import ModelCard
+from crossdock.workers.model.pictures.vision import why_text_alone
+from crossdock.workers.schedule.pictures.families import PICTURE_FAMILIES
 from crossdock.workers.schedule.pictures.items import with_levels
 from tests.cluster.api.media.picture_models import MODELS, encoded, image_part, picture
 from tests.cluster.api.media.picture_oracle import prompt_of
+from tests.workers.multimodal import CONFIGS
 
 CARD = ModelCard("tiny", 0, 10_000, 1000)
 SIZES = [(40, 30), (30, 70), (64, 64), (8, 8), (100, 20)]
@@ -83,6 +87,14 @@ def test_prompt_with_pictures_equals_that_of_transformers(kind: str, tmp_path: P
         assert span.count(media.placeholders["image"]) == item.num_rows > 0
         at = item.end
     assert prompt.token_ids.count(media.placeholders["image"]) == sum(item.num_rows for item in prompt.items)
+
+
+@pytest.mark.parametrize("kind", sorted({*PICTURE_FAMILIES, *MODELS, *CONFIGS}))
+def test_pictures_of_a_family_are_written_by_the_ingress_and_taken_by_the_replica(kind: str, tmp_path: Path) -> None:
+    """Each side has a tiny model of each family, whose text and logits other tests compare with transformers'."""
+    tokenizer = ModelTokenizer(MODELS[kind].save(tmp_path))
+    assert read_family(tmp_path, {token_id: text for text, token_id in tokenizer.added_tokens().items()}).tokens_of
+    assert not why_text_alone(AutoConfig.for_model(**{"model_type": kind, **CONFIGS[kind]}))
 
 
 def test_equal_pictures_have_equal_hashes_and_others_have_not(tmp_path: Path) -> None:
