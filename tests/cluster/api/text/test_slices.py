@@ -445,6 +445,7 @@ def test_refused_request_leaves_nothing_for_the_garbage_collector(watched: Watch
     async def main() -> list[str]:
         await ask("/v1/completions", {"prompt": "a", "n": 999})  # the first request of each kind fills caches
         gc.collect()
+        gc.freeze()  # all objects of other tests, which would cost seconds
         gc.disable()
         gc.set_debug(gc.DEBUG_SAVEALL)
         try:
@@ -458,5 +459,6 @@ def test_refused_request_leaves_nothing_for_the_garbage_collector(watched: Watch
             gc.set_debug(0)
             gc.garbage.clear()
             gc.enable()
+            gc.unfreeze()
 
     assert asyncio.run(main()) == []
