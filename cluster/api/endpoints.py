@@ -17,7 +17,6 @@ from crossdock.cluster.api.body.generation_defaults import GenerationDefaults
 from crossdock.cluster.api.body.json_body import invalid_field
 from crossdock.cluster.api.body.pooler_config import EmbeddingDefaults
 from crossdock.cluster.api.errors import AnthropicErrorAnswer, ApiError, ErrorAnswer, shown
-from crossdock.cluster.api.generation import Generations
 from crossdock.cluster.api.http.gateway_path import GatewayPath
 from crossdock.cluster.api.http.head_requests import HeadRequests
 from crossdock.cluster.api.http.http_config import HttpConfig
@@ -26,12 +25,14 @@ from crossdock.cluster.api.http.http_json import JsonRoute
 from crossdock.cluster.api.http.keys import KeyRing
 from crossdock.cluster.api.http.limits import AskPeers, Ledger, Loan
 from crossdock.cluster.api.http.tiers import Tiers
+from crossdock.cluster.api.http.tracing import Tracing, otlp_exporter
 from crossdock.cluster.api.media.media import Media
 from crossdock.cluster.api.routes.absent_paths import advice
 from crossdock.cluster.api.routes.chats import Chats
 from crossdock.cluster.api.routes.completions import Completions
 from crossdock.cluster.api.routes.conversations import Conversations
 from crossdock.cluster.api.routes.embeddings import Embeddings
+from crossdock.cluster.api.routes.generation import Generations
 from crossdock.cluster.api.routes.messages import Messages
 from crossdock.cluster.api.routes.models import Models
 from crossdock.cluster.api.routes.playground import Playground
@@ -44,7 +45,6 @@ from crossdock.cluster.api.text.logprobs import LogprobWriter
 from crossdock.cluster.api.text.message_format import MessageFormat
 from crossdock.cluster.api.text.prompts import PromptEncoder
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
-from crossdock.cluster.api.tracing import Tracing, otlp_exporter
 from crossdock.cluster.dispatch.dispatcher import Dispatcher
 
 _GENERATES = ("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/messages", "/v1/responses")
@@ -178,9 +178,9 @@ def _generating(
         placeholders=None if media is None else media.placeholders,
     )
     completions = Completions(generations, encoder, tokenizer, forces_usage=http.force_include_usage)
-    chats = Chats(generations, encoder, tokenizer, message_format, forces_usage=http.force_include_usage)
-    embeddings = Embeddings(generations, completions, pooling)
     conversations = Conversations(generations, encoder, message_format)
+    chats = Chats(conversations, generations, tokenizer, forces_usage=http.force_include_usage)
+    embeddings = Embeddings(generations, completions, pooling)
     messages = Messages(conversations, models)
     responses = _responses(conversations, LogprobWriter(tokenizer, as_ids=False), http, ask_stores)
     app.state.stored = responses.at_this_ingress

@@ -143,6 +143,15 @@ class ChatCompletionRequest(GenerationBody):
         if self.top_logprobs and not self.logprobs:
             raise ApiError("'top_logprobs' needs 'logprobs' to be true.", param="top_logprobs", code="invalid_value")
 
+    @classmethod
+    def renamed(cls, error: ApiError) -> ApiError:
+        """Return an error about the chat in the names of the body that the client has sent."""
+        return error
+
+    def fitted(self, num_left: int, *, can_bound_reasoning: bool) -> Self:
+        """Return the chat as the context serves it. `num_left`: tokens that the prompt leaves for the output."""
+        return self
+
     def template_tools(self) -> list[dict[str, Any]] | None:
         """Return the tools that the template shows to the model. Raises ApiError for a malformed tool or choice."""
         check_functions(self.tools)
@@ -177,6 +186,10 @@ class TokenizeRequest(Body):
     continue_final_message: bool = False
     chat_template: _Template | None = None
     chat_template_kwargs: dict[str, Any] = Field({})
+
+    def template_tools(self) -> list[dict[str, Any]] | None:
+        """Return the tools that the template shows to the model."""
+        return self.tools or None
 
 
 class DetokenizeRequest(Body):

@@ -1,7 +1,7 @@
 """The part that bodies of the Responses and Messages APIs share: both become the body of a chat."""
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import Field
 
@@ -68,7 +68,6 @@ class ConversationChat(ChatCompletionRequest):
 
     @classmethod
     def renamed(cls, error: ApiError) -> ApiError:
-        """Return an error about the chat in the names of the body that the client has sent."""
         name = cls.parameter_names.get(error.param or "")
         if name is None or error.param is None:
             return error
@@ -76,6 +75,15 @@ class ConversationChat(ChatCompletionRequest):
         return ApiError(
             message, status=error.status, kind=error.kind, param=name, code=error.code, headers=error.headers
         )
+
+    def fitted(self, num_left: int, *, can_bound_reasoning: bool) -> Self:
+        """Return the chat within its context and model: clients of these APIs ask for all that there could be."""
+        limit, changes = self.token_limit(), dict[str, Any]()
+        if limit is not None and 1 <= num_left < limit:
+            changes["max_completion_tokens"] = num_left
+        if not can_bound_reasoning:
+            changes["thinking_token_budget"] = None
+        return self.model_copy(update=changes)
 
 
 def wrong(param: str, reason: str, code: str = "invalid_value") -> ApiError:

@@ -11,6 +11,8 @@ from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from crossdock.workers.schedule.pictures.families import PictureFamily, Writing, picture_family
+
 Json: TypeAlias = Mapping[str, Any]
 Outputs: TypeAlias = Mapping[str, Any]
 """The outputs of an image processor for one picture, as numpy arrays and lists, by name."""
@@ -68,6 +70,14 @@ class Checkpoint:
         return cls(_json(folder / "config.json"), processor, images, videos, names)
 
     @property
+    def family(self) -> PictureFamily:
+        """The family of the model. NoPictures: it is none whose pictures are served."""
+        try:
+            return picture_family(str(self.config.get("model_type")), self.vision.get("model_type"))
+        except ValueError as error:
+            raise NoPictures(str(error)) from None
+
+    @property
     def placeholder_id(self) -> int:
         """The token that the model replaces by rows of its encoder."""
         found = self.config.get("image_token_id", self.config.get("image_token_index"))
@@ -104,14 +114,10 @@ def read_family(folder: Path, names: Mapping[int, str]) -> Family:
     checkpoint = Checkpoint.read(folder, names)
     if "vision_config" not in checkpoint.config:
         raise NoPictures("this model reads text only")
-    kind = str(checkpoint.config.get("model_type"))
-    if kind == "llava" and checkpoint.vision.get("model_type") == "pixtral":
-        kind = "mistral3"
-    if kind not in _FAMILIES:
-        raise NoPictures(f"pictures of models of the type {kind} are not supported")
+    writing = checkpoint.family.writing
     if not checkpoint.image_processor:
         raise NoPictures("it has no preprocessor_config.json")
-    return _FAMILIES[kind](checkpoint)
+    return _WRITINGS[writing](checkpoint)
 
 
 def _json(file: Path) -> Json:
@@ -210,15 +216,11 @@ def _internvl(checkpoint: Checkpoint) -> Family:
     return Family(image, image, checkpoint.placeholder_id, ("pixel_values",), tokens_of, {"crop_to_patches": True})
 
 
-_FAMILIES: Mapping[str, Callable[[Checkpoint], Family]] = {  # by the model's type
-    "gemma3": _gemma,
-    "idefics3": _idefics,
+_WRITINGS: Mapping[Writing, Callable[[Checkpoint], Family]] = {
+    "gemma": _gemma,
+    "idefics": _idefics,
     "internvl": _internvl,
     "llava": _llava,
-    "mistral3": _pixtral,
-    "qwen2_5_vl": _qwen,
-    "qwen2_vl": _qwen,
-    "qwen3_vl": _qwen,
-    "qwen3_vl_moe": _qwen,
-    "smolvlm": _idefics,
+    "pixtral": _pixtral,
+    "qwen": _qwen,
 }

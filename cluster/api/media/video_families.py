@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crossdock.cluster.api.media.families import Checkpoint, Family, Json, NoPictures, Outputs
+from crossdock.workers.schedule.pictures.families import PICTURE_FAMILIES, VideoWriting
 
 if TYPE_CHECKING:
     from crossdock.cluster.api.media.clips import Clip, Resize
@@ -48,18 +49,15 @@ def read_video_family(folder: Path, names: Mapping[int, str], arguments: Json) -
         NoPictures: it sees none, or is of a family that is not known here.
     """
     checkpoint = Checkpoint.read(folder, names)
-    kind = str(checkpoint.config.get("model_type"))
-    if kind not in _FAMILIES:
-        raise NoPictures(f"videos of models of the type {kind} are not supported; {_known()} see videos")
+    writing = checkpoint.family.video
+    if writing is None:
+        kind, known = checkpoint.config.get("model_type"), (name for name, own in PICTURE_FAMILIES.items() if own.video)
+        raise NoPictures(f"videos of models of the type {kind} are not supported; {', '.join(known)} see videos")
     settings = {**checkpoint.video_processor, **{name: arguments[name] for name in _OF_FRAMES if name in arguments}}
-    return _FAMILIES[kind](checkpoint, settings)
+    return _WRITINGS[writing](checkpoint, settings)
 
 
 _OF_FRAMES = ("size", "min_pixels", "max_pixels", "image_mean", "image_std", "resample")
-
-
-def _known() -> str:
-    return ", ".join(sorted(_FAMILIES))
 
 
 def smart_size(height: int, width: int, factor: int, least: float, most: float) -> tuple[int, int]:
@@ -79,7 +77,7 @@ def smart_size(height: int, width: int, factor: int, least: float, most: float) 
 def _qwen2(checkpoint: Checkpoint, settings: Json) -> VideoFamily:
     """Qwen2-VL and 2.5: one token for each square of merged patches of a group of frames."""
     video = checkpoint.name(checkpoint.config.get("video_token_id"))
-    has_seconds = checkpoint.config.get("model_type") == "qwen2_5_vl"  # its positions in time are in seconds
+    has_seconds = checkpoint.family.has_seconds
     size = {"shortest_edge": 128 * 28 * 28, "longest_edge": 28 * 28 * 768, **(settings.get("size") or {})}
     least = settings.get("min_pixels") or size["shortest_edge"]
     most = settings.get("max_pixels") or size["longest_edge"]
@@ -279,11 +277,9 @@ _SMALL = (
 )
 _TENS = ("", "", "twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
 
-_FAMILIES: Mapping[str, Callable[[Checkpoint, Json], VideoFamily]] = {  # by the model's type
+_WRITINGS: Mapping[VideoWriting, Callable[[Checkpoint, Json], VideoFamily]] = {
     "internvl": _internvl,
-    "qwen2_5_vl": _qwen2,
-    "qwen2_vl": _qwen2,
-    "qwen3_vl": _qwen3,
-    "qwen3_vl_moe": _qwen3,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
     "smolvlm": _smolvlm,
 }

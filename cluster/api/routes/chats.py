@@ -10,14 +10,13 @@ from fastapi import Request, Response
 from crossdock.cluster.api.body.bodies import ChatCompletionRequest
 from crossdock.cluster.api.body.messages import last_assistant_text
 from crossdock.cluster.api.errors import to_json
-from crossdock.cluster.api.generation import Generation, Generations
 from crossdock.cluster.api.http.answers import DONE, SILENCE_S, AnswerEvents
 from crossdock.cluster.api.http.http_json import event_stream, json_answer, long_json, long_json_answer
+from crossdock.cluster.api.routes.conversations import Conversations
+from crossdock.cluster.api.routes.generation import Generation, Generations
 from crossdock.cluster.api.text.choices import Output
 from crossdock.cluster.api.text.logprobs import LogprobWriter, num_entries
-from crossdock.cluster.api.text.message_format import MessageFormat
 from crossdock.cluster.api.text.message_parser import ChatMessage
-from crossdock.cluster.api.text.prompts import PromptEncoder, truncate_chat
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 
 _LONG_EVENT = 4096  # log-probabilities, or tokens of a prompt: a longer event is written in slices
@@ -26,38 +25,23 @@ _LONG_EVENT = 4096  # log-probabilities, or tokens of a prompt: a longer event i
 class Chats:
     def __init__(
         self,
+        conversations: Conversations,
         generations: Generations,
-        encoder: PromptEncoder,
         tokenizer: ModelTokenizer,
-        message_format: MessageFormat,
         *,
         forces_usage: bool = False,
     ) -> None:
         """`forces_usage`: streams end with their usage, also where the request does not ask for it."""
         self._forces_usage = forces_usage
+        self._conversations = conversations
         self._generations = generations
-        self._encoder = encoder
         self._tokenizer = tokenizer
-        self._format = message_format
 
     async def create(self, request: Request, body: ChatCompletionRequest) -> Response:
         body = body.with_usage() if self._forces_usage else body
-        generation = self._generations.begin(request, body)
-        body.check_logprobs()
-        truncates = body.truncate_prompt_tokens is not None
-        whole = await self._encoder.encode_chat(
-            body,
-            body.template_tools(),
-            generation.card,
-            truncates=truncates,
-            salt=generation.salt,
-            tenant=generation.tenant,
-        )
-        prompt = truncate_chat(whole, body, generation.card)
-        reading = self._format.reading(body, prompt.token_ids)
-        await self._generations.add_choices(generation, [prompt], reading)
+        begun = await self._conversations.begin(request, body)
+        generation, messages = begun.generation, begun.messages
         writer = LogprobWriter(self._tokenizer, as_ids=body.return_tokens_as_token_ids)
-        messages = [reading.message() for _ in generation.choices]
         if body.stream:
             return await event_stream(self._events(body, generation, writer, messages))
         outputs = await self._generations.whole_outputs(generation, messages)
@@ -70,7 +54,7 @@ class Chats:
         if body.prompt_logprobs is not None:
             answer["prompt_logprobs"] = await writer.prompt(outputs[0].prompt_logprobs or ())
         if body.return_token_ids:
-            answer["prompt_token_ids"] = prompt.token_ids
+            answer["prompt_token_ids"] = begun.choice.prompt.token_ids
         return await long_json_answer(answer)
 
     async def _choice(

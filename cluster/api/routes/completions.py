@@ -11,9 +11,9 @@ from crossdock.cluster.api.body.bodies import CompletionRequest
 from crossdock.cluster.api.body.generation_body import check_token_ids
 from crossdock.cluster.api.bounds import OUTPUTS
 from crossdock.cluster.api.errors import ApiError, to_json
-from crossdock.cluster.api.generation import Generation, Generations
 from crossdock.cluster.api.http.answers import DONE, AnswerEvents
 from crossdock.cluster.api.http.http_json import event_stream, json_answer, long_json, long_json_answer
+from crossdock.cluster.api.routes.generation import Generation, Generations
 from crossdock.cluster.api.slices import PAUSE_S, slices
 from crossdock.cluster.api.text.choices import Choice, Output, Prompt
 from crossdock.cluster.api.text.logprobs import LogprobWriter, num_entries

@@ -1,4 +1,4 @@
-"""The part that the Responses and Messages APIs share: a chat begins, and its text comes back in pieces."""
+"""The part that the three APIs of conversations share: a chat begins, and its answer comes back in pieces."""
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 from fastapi import Request
 
+from crossdock.cluster.api.body.bodies import ChatCompletionRequest
 from crossdock.cluster.api.body.conversation_body import ConversationChat
 from crossdock.cluster.api.errors import ApiError
-from crossdock.cluster.api.generation import Generation, Generations
 from crossdock.cluster.api.http.keys import cache_salt, tenant_of
+from crossdock.cluster.api.routes.generation import Generation, Generations
 from crossdock.cluster.api.text.choices import Choice, Output
 from crossdock.cluster.api.text.message_format import MessageFormat
 from crossdock.cluster.api.text.message_parser import ChatMessage, Piece
@@ -27,15 +28,19 @@ class Part:
 
 @dataclass(slots=True)
 class BegunChat:
-    """A chat that has begun: one choice, whose prompt is known."""
+    """A chat that has begun: its prompt is known, and each of its choices has a message."""
 
-    chat: ConversationChat
+    chat: ChatCompletionRequest
     generation: Generation
-    message: ChatMessage
+    messages: list[ChatMessage]
 
     @property
     def choice(self) -> Choice:
         return self.generation.choices[0]
+
+    @property
+    def message(self) -> ChatMessage:
+        return self.messages[0]
 
     def fills_context(self) -> bool:
         """Return whether the answer ended where the model's context does."""
@@ -44,7 +49,7 @@ class BegunChat:
 
 
 class Conversations:
-    """Begins chats for other APIs as /v1/chat/completions does. Errors name the fields of the API's own body."""
+    """Begins chats. Errors name the fields of the API's own body."""
 
     def __init__(self, generations: Generations, encoder: PromptEncoder, message_format: MessageFormat) -> None:
         self._generations = generations
@@ -54,40 +59,30 @@ class Conversations:
     async def count(self, request: Request, chat: ConversationChat, card: ModelCard) -> int:
         """Return the number of tokens of the prompt, however many the context has."""
         try:
-            key = request.state.api_key
-            salt, tenant = cache_salt(key, chat.cache_salt), tenant_of(key)
-            prompt = await self._encoder.encode_chat(
-                chat, chat.template_tools(), card, truncates=True, salt=salt, tenant=tenant
-            )
+            salt, tenant = cache_salt(request.state.api_key, chat.cache_salt), tenant_of(request.state.api_key)
+            prompt = await self._encoder.encode_chat(chat, card, truncates=True, salt=salt, tenant=tenant)
         except ApiError as error:
             raise chat.renamed(error) from None
         return len(prompt.token_ids)
 
-    async def begin(self, request: Request, chat: ConversationChat) -> BegunChat:
-        """Begin a chat. Raises ApiError where /v1/chat/completions would refuse it."""
+    async def begin(self, request: Request, chat: ChatCompletionRequest) -> BegunChat:
+        """Begin a chat. Raises ApiError for one that cannot be served."""
         try:
             generation = self._generations.begin(request, chat)
+            card, truncates = generation.card, chat.truncate_prompt_tokens is not None
             chat.check_logprobs()
             whole = await self._encoder.encode_chat(
-                chat,
-                chat.template_tools(),
-                generation.card,
-                truncates=False,
-                salt=generation.salt,
-                tenant=generation.tenant,
+                chat, card, truncates=truncates, salt=generation.salt, tenant=generation.tenant
             )
-            generation.body = _within_context(chat, len(whole.token_ids), generation.card)
-            reading = self._format.reading(self._with_possible_budget(chat), whole.token_ids)
-            await self._generations.add_choices(generation, [truncate_chat(whole, chat, generation.card)], reading)
+            prompt = truncate_chat(whole, chat, card)
+            left = card.max_model_len - len(prompt.token_ids)
+            fitted = chat.fitted(left, can_bound_reasoning=self._format.can_bound_reasoning)
+            generation.body = fitted
+            reading = self._format.reading(fitted, prompt.token_ids)
+            await self._generations.add_choices(generation, [prompt], reading)
         except ApiError as error:
             raise chat.renamed(error) from None
-        return BegunChat(chat, generation, reading.message())
-
-    def _with_possible_budget(self, chat: ConversationChat) -> ConversationChat:
-        """Return the chat without a budget of reasoning that this model's reasoning cannot have."""
-        if chat.thinking_token_budget is None or self._format.can_bound_reasoning:
-            return chat
-        return chat.model_copy(update={"thinking_token_budget": None})
+        return BegunChat(chat, generation, [reading.message() for _ in generation.choices])
 
     async def parts(self, begun: BegunChat) -> AsyncGenerator[Part, None]:
         """Yield the answer as it comes. The last part has a finish reason. Closing the iterator aborts the request."""
@@ -97,11 +92,3 @@ class Conversations:
                     yield Part(begun.message.pieces(output.texts, output.finish_reason), output)
         except ApiError as error:
             raise begun.chat.renamed(error) from None
-
-
-def _within_context(chat: ConversationChat, num_prompt_tokens: int, card: ModelCard) -> ConversationChat:
-    """Return the chat with a limit that the context has place for: clients of these APIs ask for all there could be."""
-    limit, left = chat.token_limit(), card.max_model_len - num_prompt_tokens
-    if limit is None or left < 1 or limit <= left:
-        return chat
-    return chat.model_copy(update={"max_completion_tokens": left})

@@ -11,8 +11,8 @@ from crossdock.cluster.api.body.embedding_body import EmbeddingRequest
 from crossdock.cluster.api.body.pooler_config import EmbeddingDefaults
 from crossdock.cluster.api.bounds import INPUTS
 from crossdock.cluster.api.errors import ApiError, to_json
-from crossdock.cluster.api.generation import Generation, Generations
 from crossdock.cluster.api.routes.completions import Completions
+from crossdock.cluster.api.routes.generation import Generation, Generations
 from crossdock.cluster.api.slices import slices
 from crossdock.cluster.api.text.choices import Output
 from crossdock.cluster.dispatch.dispatcher import ReplicaLost

@@ -96,7 +96,6 @@ class PromptEncoder:
     async def encode_chat(
         self,
         body: ChatCompletionRequest | TokenizeRequest,
-        tools: list[dict[str, Any]] | None,
         card: ModelCard,
         *,
         truncates: bool,
@@ -109,7 +108,7 @@ class PromptEncoder:
         """
         self._check_template_fields(body)
         pictures: list[Picture] | None = None if self._media is None else []
-        render = partial(self._render, body, tools, pictures)
+        render = partial(self._render, body, body.template_tools(), pictures)
         text = render() if _is_short(body) else await asyncio.to_thread(render)
         encode = partial(
             self.encode,

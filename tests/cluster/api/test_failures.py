@@ -50,9 +50,10 @@ def test_failure_before_first_token_has_its_status(
     stream: bool,
 ) -> None:
     engine.script = lambda s: [failure]
-    bodies = {"/v1/completions": {"prompt": "Hi"}, "/v1/chat/completions": {"messages": HI}}
-    for path, body in bodies.items():
-        answer = http.post(path, json={**body, "n": n, "stream": stream})
+    bodies: dict[str, dict[str, Any]] = {"/v1/completions": {"prompt": "Hi"}, "/v1/chat/completions": {"messages": HI}}
+    responses = {"/v1/responses": {"input": "Hi"}} if n == 1 else {}
+    for path, body in {**bodies, **responses}.items():
+        answer = http.post(path, json={**body, **({"n": n} if path in bodies else {}), "stream": stream})
         error = refused(answer, status, type=kind, code=code)
         assert "secret" not in answer.text
         if code == "invalid_value":
@@ -151,6 +152,7 @@ def test_failure_of_one_choice_aborts_others(http: httpx.Client, engine: Scripte
 
 def test_merged_streams_end_together() -> None:
     closed: list[int] = []
+    begun = asyncio.Event()
 
     async def stream(index: int, count: int, error: Exception | None = None) -> AsyncIterator[tuple[int, int]]:
         try:
@@ -160,12 +162,13 @@ def test_merged_streams_end_together() -> None:
             if error:
                 raise error
             if index == 9:
+                begun.set()
                 await asyncio.sleep(60)
         finally:
             closed.append(index)
 
     async def late(stream: AsyncIterator[tuple[int, int]]) -> AsyncIterator[tuple[int, int]]:
-        await asyncio.sleep(0.1)  # until all streams have begun
+        await begun.wait()
         async for item in stream:
             yield item
 

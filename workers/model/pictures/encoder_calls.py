@@ -13,9 +13,6 @@ from crossdock.workers.model.device_copies import to_device
 from crossdock.workers.model.pictures.pixel_levels import shared_levels, values_of
 from crossdock.workers.schedule.pictures.items import LEVELS, PIXELS, Item, with_levels
 
-NESTED = {"idefics3", "smolvlm"}
-"""Models whose encoders take the pictures of several prompts, [prompts, pictures, …]."""
-
 _PER_PICTURE = {"pixel_values": 3, "pixel_values_videos": 3, "pixel_attention_mask": 2}
 """Dimensions of one picture in an argument that has three or more; Qwen's are rows of patches, [patches, depth]."""
 _PER_ITEM = {"image_grid_thw": 1, "video_grid_thw": 1, "image_sizes": 1}

@@ -20,21 +20,16 @@ from crossdock.kernels.backend import CPP, Attention
 from crossdock.workers.model.device_copies import timed, to_device
 from crossdock.workers.model.forward_context import ATTENTION_NAME
 from crossdock.workers.model.pictures.deep_stack import add_after
-from crossdock.workers.model.pictures.encoder_calls import NESTED, arguments_of, batches_of, layers_of
+from crossdock.workers.model.pictures.encoder_calls import arguments_of, batches_of, layers_of
 from crossdock.workers.model.pictures.encoder_failures import is_passing, item_failure
 from crossdock.workers.schedule.batch import Batch
 from crossdock.workers.schedule.pictures.arriving_rows import LandedItem
 from crossdock.workers.schedule.pictures.encoding import EncoderWork, ItemFailure
+from crossdock.workers.schedule.pictures.families import PictureFamily, picture_family
 from crossdock.workers.schedule.pictures.items import LEVELS, Item
 from crossdock.workers.schedule.pictures.whole_items import key_end
 from crossdock.workers.schedule.request import InvalidField, Request
 
-_FAMILIES = {"gemma3", "idefics3", "smolvlm", "llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "mistral3", "internvl"}
-"""Models whose pictures were compared with transformers' own pass, chunk by chunk. Others take text alone."""
-
-_BOTH_WAYS = {"gemma3"}
-"""Of these, models in which a row of a picture sees the later rows of that picture too, in every layer."""
-_WHOLE_PROMPT = {"paligemma"}  # every token of the prompt sees all others, so that no prefix of it can be shared
 _KINDS = {"image": ("image_token_id", "get_image_features"), "video": ("video_token_id", "get_video_features")}
 
 
@@ -60,13 +55,17 @@ def why_text_alone(config: PretrainedConfig, attention: Attention = CPP) -> str:
     """Return why a model takes no pictures here; empty: it takes them."""
     if not is_multimodal(config):
         return "the model takes text alone"
-    if config.model_type in _WHOLE_PROMPT:
-        return f"{config.model_type} attends in both directions over the whole prompt, which chunks and prefixes cannot"
-    if config.model_type in _BOTH_WAYS and not attention.takes_key_end:
+    try:
+        family = _family(config)
+    except ValueError as error:
+        return str(error)
+    if family.attends_both_ways and not attention.takes_key_end:
         return f"attention_backend {attention.name} is causal, and {config.model_type} is not within a picture"
-    if config.model_type not in _FAMILIES:
-        return f"pictures of {config.model_type} are not supported; supported are {', '.join(sorted(_FAMILIES))}"
     return ""
+
+
+def _family(config: PretrainedConfig) -> PictureFamily:
+    return picture_family(config.model_type, getattr(config.vision_config, "model_type", None))
 
 
 @dataclass(slots=True)
@@ -144,9 +143,14 @@ class PictureEncoder:
             add_after(list(self.module.get_decoder().layers)[: self.num_deep])
 
     @property
+    def family(self) -> PictureFamily:
+        """Return what sets the model apart from others that read pictures."""
+        return _family(self.config)
+
+    @property
     def attends_both_ways(self) -> bool:
         """Return whether the rows of an item see its later rows too: one step then computes the whole item."""
-        return self.config.model_type in _BOTH_WAYS
+        return self.family.attends_both_ways
 
     @property
     def num_deep(self) -> int:
@@ -355,7 +359,7 @@ class PictureEncoder:
     def features(self, items: Sequence[Item]) -> Tensor:
         """Return the embeddings [1 + L, R, E] of items of one kind and shape, computed at once."""
         encode = getattr(self.module, _KINDS[items[0].kind][1])
-        found = encode(**arguments_of(items, self._parameter, self.config.model_type in NESTED))
+        found = encode(**arguments_of(items, self._parameter, self.family.pixels == "tiles"))
         return layers_of(found).to(self._parameter.dtype)
 
     def measure(self, items: Sequence[Item]) -> float:
@@ -371,28 +375,28 @@ class PictureEncoder:
 
     def example(self, size: int) -> Item:
         """Return an item of noise, to measure with. A larger `size` is a larger picture, if the model has several."""
-        vision, model = self.config.vision_config, self.config.model_type
+        vision, family = self.config.vision_config, self.family
         channels = getattr(vision, "in_channels", getattr(vision, "num_channels", 3))
         generator, grid = np.random.default_rng(size), None
-        if model.startswith("qwen"):
+        if family.pixels == "patches":
             merged = vision.spatial_merge_size
             grid = np.array([[1, size * merged, size * merged]])
             depth = vision.temporal_patch_size * vision.patch_size**2
             shape: tuple[int, ...] = (int(grid.prod()), getattr(vision, "in_channels", 3) * depth)
-        elif vision.model_type == "pixtral":
+        elif family.writing == "pixtral":
             merged = vision.patch_size * getattr(self.config, "spatial_merge_size", 1)
             side = min(size, vision.image_size // merged) * merged
             shape = (1, 3, side, side)
         else:
             sides = vision.image_size if isinstance(vision.image_size, Sequence) else (vision.image_size,) * 2
-            shape = (*((1,) if model in NESTED else ()), 1, 3, *sides)
+            shape = (*((1,) if family.pixels == "tiles" else ()), 1, 3, *sides)
         tensors: dict[str, NDArray[Any]] = {
             "pixel_values": generator.integers(0, 256, shape, np.uint8),
             LEVELS: np.tile(np.linspace(-2, 2, 256, dtype=np.float32), (channels, 1)),
         }
         if grid is not None:
             tensors["image_grid_thw"] = grid
-        elif vision.model_type == "pixtral":
+        elif family.writing == "pixtral":
             tensors["image_sizes"] = np.array([shape[-2:]])
         rows = self.features([Item(0, 1, 1, "image", b"", tensors)]).shape[1]
         return Item(0, rows, rows, "image", size.to_bytes(16, "little"), tensors)

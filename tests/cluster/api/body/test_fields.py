@@ -23,6 +23,7 @@ from crossdock.cluster.api.body.messages_body import CountTokensRequest, Message
 from crossdock.cluster.api.body.other_fields import NO_EFFECT, REFUSED
 from crossdock.cluster.api.body.responses_body import ResponsesRequest
 from crossdock.cluster.api.errors import ApiError
+from crossdock.workers.schedule.request import Grammar, SamplingParams
 from tests.cluster.api.body.field_table import KNOWN, PAGE, honoured, known, written_page
 from tests.cluster.api.scripted_api import HI
 
@@ -170,24 +171,28 @@ def test_every_field_of_vllms_tokenize_has_one_state(kind: type[Any], name: str)
         assert (field in ours) + (field in NO_EFFECT) + (field in REFUSED and field not in ours) == 1, field
 
 
-# Bodies as these clients send them (LangChain 1.x, LiteLLM 1.x, vllm bench serve 0.33.0, lm-eval 0.4).
-CLIENTS = {
+# Bodies as these clients send them (LangChain 1.x, LiteLLM 1.x, vllm bench serve 0.33.0, lm-eval 0.4), and what of
+# them the engine gets, beside its defaults.
+SCHEMA = {"type": "object"}
+CLIENTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "langchain": (
         "chats",
         {"model": "m", "stream": True, "stream_options": {"include_usage": True}, "temperature": 0.7},
+        {"temperature": 0.7},
     ),
     "langchain json_schema": (
         "chats",
         {
             "response_format": {
                 "type": "json_schema",
-                "json_schema": {"name": "a", "schema": {"type": "object"}, "strict": True},
+                "json_schema": {"name": "a", "schema": SCHEMA, "strict": True},
             },
             "parallel_tool_calls": False,
             "max_completion_tokens": 5,
         },
+        {"grammar": Grammar("json_schema", json.dumps(SCHEMA))},
     ),
-    "litellm": ("chats", {"model": "m", "user": "u", "metadata": {"a": "b"}, "store": False, "max_tokens": 5}),
+    "litellm": ("chats", {"model": "m", "user": "u", "metadata": {"a": "b"}, "store": False, "max_tokens": 5}, {}),
     "vllm bench serve": (
         "completions",
         {
@@ -201,15 +206,18 @@ CLIENTS = {
             "min_p": 0.0,
             "temperature": 0.0,
         },
+        {"temperature": 0.0, "ignore_eos": True},
     ),
     "lm-eval": (
         "completions",
         {"model": "m", "temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": True},
+        {"temperature": 0.0, "logprobs": 1, "prompt_logprobs": 1},
     ),
 }
 
 
 @pytest.mark.parametrize("client", CLIENTS)
-def test_bodies_of_usual_clients_are_accepted(client: str) -> None:
-    endpoint, fields = CLIENTS[client]
-    parse(endpoint, **fields).sampling(16, defaults={}, vocab_size=100, max_logprobs=20)
+def test_bodies_of_usual_clients_reach_the_engine(client: str) -> None:
+    endpoint, fields, wanted = CLIENTS[client]
+    sampling = parse(endpoint, **fields).sampling(16, defaults={}, vocab_size=100, max_logprobs=20)
+    assert sampling == SamplingParams(max_tokens=16, **{"temperature": 1.0, **wanted})

@@ -13,18 +13,24 @@ from crossdock.cluster.api.heap import Heap, trim
 
 def test_heap_is_trimmed_once_after_several_large_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     trimmed: list[None] = []
+    event = asyncio.Event()
+
+    def trimming() -> None:
+        trimmed.append(None)
+        event.set()
+
     monkeypatch.setattr(heap, "_QUIET_S", 0.05)
-    monkeypatch.setattr(heap, "trim", lambda: trimmed.append(None))
+    monkeypatch.setattr(heap, "trim", trimming)
 
     async def main() -> None:
         each = Heap()
         for _ in range(3):
             each.trim_later()
         assert not trimmed, "the requests' own objects are still there"
-        await asyncio.sleep(0.3)
-        assert len(trimmed) == 1
+        await asyncio.wait_for(event.wait(), 30)
+        event.clear()
         each.trim_later()
-        await asyncio.sleep(0.3)
+        await asyncio.wait_for(event.wait(), 30)
         assert len(trimmed) == 2
 
     asyncio.run(main())

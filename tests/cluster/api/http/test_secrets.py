@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-from crossdock.cluster.api import tracing
 from crossdock.cluster.api.endpoints import build_api
+from crossdock.cluster.api.http import tracing
 from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.cluster.dispatch.dispatcher import Dispatcher, ReplicaLost

@@ -16,7 +16,6 @@ from tests.cluster.api.scripted_api import LiveServer, ScriptedDispatcher, event
 
 KEYS = [
     {"key": "requests", "requests_per_minute": 5},
-    {"key": "tokens", "tokens_per_minute": 100},
     {"key": "running", "max_concurrent_requests": 2},
 ]
 
@@ -49,15 +48,6 @@ def test_one_connection_may_use_the_whole_limit_of_requests(ingresses: list[http
     assert [answer.status_code for answer in answers] == [200] * 5
     for http in ingresses:
         refused(post(http, "requests"), 429, code="rate_limit_exceeded")
-
-
-def test_one_connection_may_use_the_whole_limit_of_tokens_and_no_more(ingresses: list[httpx.Client]) -> None:
-    spent = 0
-    while (answer := post(ingresses[0], "tokens", max_tokens=5, ignore_eos=True)).status_code == 200:
-        spent += answer.json()["usage"]["total_tokens"]
-    refused(answer, 429, code="rate_limit_exceeded")
-    assert 90 <= spent <= 100
-    refused(post(ingresses[1], "tokens", max_tokens=20), 429, code="rate_limit_exceeded")
 
 
 def test_running_requests_count_wherever_they_run(ingresses: list[httpx.Client], engine: ScriptedDispatcher) -> None:

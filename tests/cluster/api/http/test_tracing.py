@@ -12,8 +12,9 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 
-from crossdock.cluster.api import endpoints, tracing
+from crossdock.cluster.api import endpoints
 from crossdock.cluster.api.endpoints import build_api
+from crossdock.cluster.api.http import tracing
 from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.http.listener import listen
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer

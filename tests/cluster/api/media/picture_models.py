@@ -128,7 +128,7 @@ def _qwen(kind: str, processor: Any) -> PictureModel:
         _unbuilt(processor, image_token="<|image_pad|>", image_processor=SimpleNamespace(merge_size=2)),
         video_written="<|vision_start|><|video_pad|><|vision_end|>",
         video_processor={
-            "size": {"shortest_edge": 16 * 16, "longest_edge": (8 if kind == "qwen3_vl" else 1) * 40 * 40},
+            "size": {"shortest_edge": 16 * 16, "longest_edge": (8 if kind.startswith("qwen3") else 1) * 40 * 40},
             "patch_size": 4,
             "merge_size": 2,
             "temporal_patch_size": 2,
@@ -170,6 +170,7 @@ MODELS: Mapping[str, PictureModel] = {
     "qwen2_vl": _qwen("qwen2_vl", Qwen2VLProcessor),
     "qwen2_5_vl": _qwen("qwen2_5_vl", Qwen2VLProcessor),
     "qwen3_vl": _qwen("qwen3_vl", Qwen3VLProcessor),
+    "qwen3_vl_moe": _qwen("qwen3_vl_moe", Qwen3VLProcessor),
     "llava": PictureModel(
         {"model_type": "llava", "image_token_index": "<image>", "vision_config": {"model_type": "clip_vision_model"}},
         {"patch_size": 8, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1},

@@ -5,10 +5,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from PIL import Image
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextToText, PreTrainedTokenizerFast
 
+from crossdock.cluster.api.body.pictures import Picture
+from crossdock.cluster.api.media.families import read_family
+from crossdock.cluster.api.media.media import Place
+from crossdock.cluster.api.media.preparation import Preparation, VideoPreparation
+from crossdock.cluster.api.media.processes import ReadyPicture
+from crossdock.cluster.api.media.video_families import read_video_family
 from tests.cluster.api.media.picture_models import MODELS
 from tests.workers.multimodal import CONFIGS
 
@@ -82,3 +90,44 @@ def continuation_of(
         output.append(int(found.argmax()))
         logprobs.append(float(found.max()))
     return output, logprobs
+
+
+class PreparedHere:
+    """Media whose pictures and videos are prepared in this process, where the oracle runs as well."""
+
+    def __init__(self, folder: Path, names: dict[int, str], files: dict[str, bytes], num_frames: int = 0) -> None:
+        """`files`: by their URLs. `num_frames`: shown of each video; 0: pictures alone."""
+        settings = {"folder": str(folder), "names": {str(key): name for key, name in names.items()}, "arguments": {}}
+        settings["most_pixels"] = 1 << 20
+        families = {"image": read_family(folder, names)}
+        self._prepare: dict[str, Any] = {"image": Preparation(settings)}
+        if num_frames:
+            families["video"] = read_video_family(folder, names, {}).family
+            sampling = {"num_frames": num_frames, "fps": None}
+            self._prepare["video"] = VideoPreparation({**settings, "sampling": sampling})
+        self.places = {
+            kind: Place(each.written, each.placeholder, each.placeholder_id) for kind, each in families.items()
+        }
+        self.placeholders = {kind: place.token_id for kind, place in self.places.items()}
+        assert all(each.tried() == {"is_ready": True} for each in self._prepare.values())
+        self._files = files
+
+    def check(self, pictures: list[Picture]) -> None:
+        """Accept all."""
+
+    async def prepare(
+        self, pictures: list[Picture], most_rows: int | None, *, salt: str, tenant: str
+    ) -> list[ReadyPicture]:
+        asked = [(each, {"data": self._files[each.url], "detail": each.detail}) for each in pictures]
+        answers = [self._prepare[each.kind](given) for each, given in asked]
+        return [
+            ReadyPicture(each["text"], tuple(each["runs"]), each["hash"], _arrays(each), each["kind"])
+            for each in answers
+        ]
+
+
+def _arrays(answer: dict[str, Any]) -> dict[str, NDArray[Any]]:
+    return {
+        name: np.frombuffer(body, np.dtype(kind)).reshape(shape)
+        for name, (kind, shape, body) in answer["tensors"].items()
+    }

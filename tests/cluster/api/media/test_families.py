@@ -6,51 +6,25 @@ from typing import Any
 
 import numpy as np
 import pytest
+from transformers import AutoConfig
 
 from crossdock.cluster.api.body.bodies import ChatCompletionRequest
-from crossdock.cluster.api.body.pictures import Picture
 from crossdock.cluster.api.media.families import NoPictures, read_family
-from crossdock.cluster.api.media.media import Place, place
+from crossdock.cluster.api.media.media import place
 from crossdock.cluster.api.media.preparation import Preparation
 from crossdock.cluster.api.media.processes import ReadyPicture
 from crossdock.cluster.api.text.prompts import PromptEncoder
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.cluster.dispatch.dispatcher import ModelCard
+from crossdock.workers.model.pictures.vision import why_text_alone
+from crossdock.workers.schedule.pictures.families import PICTURE_FAMILIES
 from crossdock.workers.schedule.pictures.items import with_levels
 from tests.cluster.api.media.picture_models import MODELS, encoded, image_part, picture
-from tests.cluster.api.media.picture_oracle import prompt_of
+from tests.cluster.api.media.picture_oracle import PreparedHere, prompt_of
+from tests.workers.multimodal import CONFIGS
 
 CARD = ModelCard("tiny", 0, 10_000, 1000)
 SIZES = [(40, 30), (30, 70), (64, 64), (8, 8), (100, 20)]
-
-
-class PreparedHere:
-    """Media whose pictures are prepared in this process, where the oracle runs as well."""
-
-    def __init__(self, folder: Path, names: dict[int, str], files: dict[str, bytes]) -> None:
-        family = read_family(folder, names)
-        self.places = {"image": Place(family.written, family.placeholder, family.placeholder_id)}
-        self.placeholders = {"image": family.placeholder_id}
-        keyed = {str(token_id): name for token_id, name in names.items()}
-        self._prepare = Preparation({"folder": str(folder), "names": keyed, "arguments": {}, "most_pixels": 1 << 20})
-        assert self._prepare.tried() == {"is_ready": True}
-        self._files = files
-
-    def check(self, pictures: list[Picture]) -> None:
-        """Accept all."""
-
-    async def prepare(
-        self, pictures: list[Picture], most_rows: int | None, *, salt: str, tenant: str
-    ) -> list[ReadyPicture]:
-        answers = [self._prepare({"data": self._files[each.url], "detail": each.detail}) for each in pictures]
-        return [ReadyPicture(each["text"], tuple(each["runs"]), each["hash"], _arrays(each)) for each in answers]
-
-
-def _arrays(answer: dict[str, Any]) -> dict[str, np.ndarray[Any, Any]]:
-    return {
-        name: np.frombuffer(body, np.dtype(kind)).reshape(shape)
-        for name, (kind, shape, body) in answer["tensors"].items()
-    }
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -67,7 +41,7 @@ def test_prompt_with_pictures_equals_that_of_transformers(kind: str, tmp_path: P
     messages = [{"role": "user", "content": "No picture."}, {"role": "user", "content": parts}]
     body = ChatCompletionRequest.of({"messages": messages})
     encoder = PromptEncoder(tokenizer, trusts_templates=False, media=media)
-    prompt = asyncio.run(encoder.encode_chat(body, None, CARD, truncates=False, salt=""))
+    prompt = asyncio.run(encoder.encode_chat(body, CARD, truncates=False, salt=""))
 
     token_ids, processed = prompt_of(kind, tmp_path, theirs, messages, images)
     assert prompt.token_ids == token_ids
@@ -83,6 +57,14 @@ def test_prompt_with_pictures_equals_that_of_transformers(kind: str, tmp_path: P
         assert span.count(media.placeholders["image"]) == item.num_rows > 0
         at = item.end
     assert prompt.token_ids.count(media.placeholders["image"]) == sum(item.num_rows for item in prompt.items)
+
+
+@pytest.mark.parametrize("kind", sorted({*PICTURE_FAMILIES, *MODELS, *CONFIGS}))
+def test_pictures_of_a_family_are_written_by_the_ingress_and_taken_by_the_replica(kind: str, tmp_path: Path) -> None:
+    """Each side has a tiny model of each family, whose text and logits other tests compare with transformers'."""
+    tokenizer = ModelTokenizer(MODELS[kind].save(tmp_path))
+    assert read_family(tmp_path, {token_id: text for text, token_id in tokenizer.added_tokens().items()}).tokens_of
+    assert not why_text_alone(AutoConfig.for_model(**{"model_type": kind, **CONFIGS[kind]}))
 
 
 def test_equal_pictures_have_equal_hashes_and_others_have_not(tmp_path: Path) -> None:

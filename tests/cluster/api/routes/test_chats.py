@@ -8,9 +8,6 @@ import pytest
 
 from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
-from crossdock.workers.schedule.request import (
-    Grammar,
-)
 from tests.cluster.api.scripted_api import HI, MAX_MODEL_LEN, STORY, ScriptedDispatcher, events, refused, serving
 
 
@@ -119,7 +116,6 @@ def test_chat_fields_reach_template(http: httpx.Client, engine: ScriptedDispatch
         ({"chat_template": " "}, None),
         ({"chat_template": "{{ '' }}"}, "messages"),
         ({"top_logprobs": 2}, "top_logprobs"),
-        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"tool_choice": "required"}, "tool_choice"),
     ],
 )
@@ -135,8 +131,3 @@ def test_chat_template_of_request_is_refused_by_default(engine: ScriptedDispatch
     with serving(engine, tokenizer, HttpConfig()) as http:
         body = {"messages": HI, "chat_template": "{{ messages[0].content }}"}
         refused(http.post("/v1/chat/completions", json=body), 400, param="chat_template")
-
-
-def test_response_format_becomes_grammar(http: httpx.Client, engine: ScriptedDispatcher) -> None:
-    http.post("/v1/chat/completions", json={"messages": HI, "response_format": {"type": "json_object"}})
-    assert engine.submissions[0].sampling.grammar == Grammar("json_object")

@@ -240,15 +240,6 @@ def test_prompt_logprobs_and_token_ids_are_returned(
     refused(http.post("/v1/completions", json=stream), 400, param="prompt_logprobs")
 
 
-def test_vllm_fields_reach_engine(client: openai.OpenAI, engine: ScriptedDispatcher) -> None:
-    extra = {"top_k": 5, "min_p": 0.1, "repetition_penalty": 1.2, "ignore_eos": True, "cache_salt": "s", "priority": 1}
-    client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "Hi"}], extra_body=extra)
-    [submission] = engine.submissions
-    sampling = submission.sampling
-    assert (sampling.top_k, sampling.min_p, sampling.repetition_penalty, sampling.ignore_eos) == (5, 0.1, 1.2, True)
-    assert submission.cache_salt == "s"
-
-
 def test_prompt_cache_fields_are_a_hint_of_return(http: httpx.Client, engine: ScriptedDispatcher) -> None:
     for fields in ({}, {"prompt_cache_key": "k"}, {"prompt_cache_retention": "in_memory"}):
         assert http.post("/v1/completions", json={"prompt": "a", **fields}).status_code == 200

@@ -23,7 +23,6 @@ from tests.cluster.api.scripted_api import (
     ScriptedDispatcher,
     eventually,
     named_events,
-    raw,
     refused,
     serving,
 )
@@ -507,17 +506,6 @@ def test_fields_without_effect_are_accepted(http: httpx.Client) -> None:
     created(http, **fields)
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(
-    ("error", "status"), [(Overloaded("later", 3.0), 429), (ReplicaLost("gone"), 503), (RuntimeError("secret"), 500)]
-)
-def test_failure_before_the_first_token_has_its_status(
-    http: httpx.Client, engine: ScriptedDispatcher, stream: bool, error: Exception, status: int
-) -> None:
-    engine.script = lambda submission: [error]
-    assert "secret" not in refused(ask(http, stream=stream), status)["message"]
-
-
 def test_failure_in_a_stream_is_a_failed_response(http: httpx.Client, engine: ScriptedDispatcher) -> None:
     def script(submission: Any) -> list[TokenDelta | Exception | float]:
         return [*engine.story(submission)[:3], ReplicaLost("gone")]
@@ -529,15 +517,3 @@ def test_failure_in_a_stream_is_a_failed_response(http: httpx.Client, engine: Sc
     assert (failed["status"], failed["error"]["code"]) == ("failed", "server_error")
     assert STORY.startswith(failed["output"][0]["content"][0]["text"])
     refused(http.get(f"/v1/responses/{failed['id']}"), 404)
-
-
-def test_cut_stream_aborts_the_request(url: str, engine: ScriptedDispatcher) -> None:
-    engine.script = lambda submission: [*engine.story(submission)[:2], 60.0]
-    body = json.dumps({"input": "Hi", "stream": True})
-    with raw(url) as wire:
-        head = (
-            f"POST /v1/responses HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
-        )
-        wire.sendall(f"{head}\r\n\r\n{body}".encode())
-        assert b"200 OK" in wire.recv(65536)
-    eventually(lambda: len(engine.aborted) == 1)

@@ -85,6 +85,7 @@ def test_class_that_key_may_not_use_is_refused(tier: str | None, header: str | N
     with pytest.raises(ApiError, match=r"may not use the class 'interactive'\. It may use batch, standard") as error:
         TIERS.choose(tier, header, key("batch", "standard"))
     assert (error.value.status, error.value.kind, error.value.param) == (403, "permission_error", param)
+    assert error.value.code == "slo_class_not_allowed"
     assert "secret" not in str(error.value)
 
 

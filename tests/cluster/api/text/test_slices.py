@@ -233,7 +233,7 @@ def test_many_choices_are_ended_over_many_turns() -> None:
 
 
 def test_cancelled_reader_of_many_choices_ends_all() -> None:
-    ended = 0
+    ended, ending = 0, asyncio.Event()
 
     async def stream(number: int) -> Any:
         nonlocal ended
@@ -241,6 +241,7 @@ def test_cancelled_reader_of_many_choices_ends_all() -> None:
             yield number
             await asyncio.Event().wait()
         finally:
+            ending.set()
             await asyncio.sleep(0.01)
             ended += 1
 
@@ -257,11 +258,13 @@ def test_cancelled_reader_of_many_choices_ends_all() -> None:
         reading = asyncio.create_task(read(begun))
         await begun.wait()
         reading.cancel()
-        await asyncio.sleep(0.002)
+        await ending.wait()
         reading.cancel()  # while the choices are being ended
         with pytest.raises(asyncio.CancelledError):
             await reading
-        await asyncio.sleep(0.1)
+        async with asyncio.timeout(30):
+            while ended < 100:
+                await asyncio.sleep(0)
 
     asyncio.run(main())
     assert ended == 100
@@ -445,6 +448,7 @@ def test_refused_request_leaves_nothing_for_the_garbage_collector(watched: Watch
     async def main() -> list[str]:
         await ask("/v1/completions", {"prompt": "a", "n": 999})  # the first request of each kind fills caches
         gc.collect()
+        gc.freeze()  # all objects of other tests, which would cost seconds
         gc.disable()
         gc.set_debug(gc.DEBUG_SAVEALL)
         try:
@@ -458,5 +462,6 @@ def test_refused_request_leaves_nothing_for_the_garbage_collector(watched: Watch
             gc.set_debug(0)
             gc.garbage.clear()
             gc.enable()
+            gc.unfreeze()
 
     assert asyncio.run(main()) == []

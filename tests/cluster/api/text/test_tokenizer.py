@@ -144,10 +144,10 @@ def test_token_costs_the_same_in_long_text(tokenizers: Tokenizers, kind: str) ->
 
     def seconds(count: int) -> float:
         detokenizer = tokenizer.detokenizer()
-        start = time.perf_counter()
+        start = time.thread_time()
         for _ in range(count):
             detokenizer.add(lead)
-        return time.perf_counter() - start
+        return time.thread_time() - start
 
     seconds(100)
     short, long = min(seconds(2_000) for _ in range(3)), min(seconds(20_000) for _ in range(3))
@@ -255,10 +255,10 @@ def test_overlapping_stop_strings_end_at_first_complete() -> None:
 
 def test_long_stop_string_costs_no_more_per_character() -> None:
     stops = StopStrings(StopTable(["a" * 4000 + "b"]))
-    start = time.perf_counter()
+    start = time.thread_time()
     assert stops.find("a" * 50_000) is None
     assert stops.held == 4000
-    assert time.perf_counter() - start < 2.0
+    assert time.thread_time() - start < 2.0
 
 
 # -- encoding and templates --------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Videos from the body of a request to the tokens of an engine: equal to transformers' own, for each family."""
+"""Pictures and videos from the body of a request to the tokens of an engine: equal to transformers' own."""
 
 import asyncio
 from pathlib import Path
@@ -19,26 +19,34 @@ from crossdock.workers.model.load import wrap_module
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.engine import Engine
 from tests.cluster.api.engine_api import all_up
-from tests.cluster.api.media.picture_models import MODELS, data_url
-from tests.cluster.api.media.picture_oracle import built
-from tests.cluster.api.media.video_models import FAMILIES, moving, their_frames, their_tensors, video_file, video_part
+from tests.cluster.api.media import video_models
+from tests.cluster.api.media.picture_models import MODELS, data_url, encoded, image_part, picture
+from tests.cluster.api.media.picture_oracle import built, continuation_of
+from tests.cluster.api.media.video_models import moving, their_frames, their_tensors, video_file, video_part
 from tests.cluster.dispatch.in_process import InProcess
+from tests.workers.multimodal import CONFIGS
 
 NUM_TOKENS, SHOWN = 5, 6
+IMAGES = [picture(40, 30, 1), picture(30, 50, 2)]
 FILES = [video_file(moving(12, seed=1)), video_file(moving(9, 48, 64, seed=2), kind="mov", codec="mpeg4", fps=8)]
+USUAL = "qwen3_vl"  # rows are added after several layers, and positions have three axes
+HTTP = HttpConfig(limit_mm_per_prompt={"video": 2}, media_io_kwargs={"video": VideoReading(num_frames=SHOWN)})
 
 
-async def answered(module: Any, folder: Path, tokenizer: ModelTokenizer) -> list[dict[str, Any]]:
+def usual_first(kinds: Any) -> list[Any]:
+    """Return the families as parameters: one at each run of the tests, the others in the soak."""
+    return [pytest.param(kind, marks=[pytest.mark.soak] * (kind != USUAL)) for kind in kinds]
+
+
+async def answered(kind: str, folder: Path, parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the answers of a server to the same chat, alone and then three times at once, beside streams of text."""
-    http_config = HttpConfig(
-        limit_mm_per_prompt={"video": 2}, media_io_kwargs={"video": VideoReading(num_frames=SHOWN)}
-    )
-    media = open_media(folder, tokenizer, http_config)
+    tokenizer = ModelTokenizer(MODELS[kind].save(folder))
+    media = open_media(folder, tokenizer, HTTP)
     assert media is not None
-    config = EngineConfig(kv_cache_memory=ByteSize(4 << 20), max_num_batched_tokens=32)
+    module = built(kind, folder, tokenizer.last_token_id + 1)
+    config = EngineConfig(kv_cache_memory=ByteSize(4 << 20), max_num_batched_tokens=32, max_num_seqs=8)
     dispatcher, replica = Dispatcher("tiny"), InProcess(engine=Engine(wrap_module(module), config))
-    app = build_api(dispatcher, tokenizer, http_config, media=media)
-    parts = [video_part(data_url(file, "video/mp4")) for file in FILES]
+    app = build_api(dispatcher, tokenizer, HTTP, media=media)
     body = {
         "messages": [{"role": "user", "content": [parts[0], {"type": "text", "text": " and "}, parts[1]]}],
         "max_tokens": NUM_TOKENS,
@@ -63,8 +71,32 @@ async def answered(module: Any, folder: Path, tokenizer: ModelTokenizer) -> list
         media.close()
 
 
+def token_ids_of(answers: list[dict[str, Any]]) -> list[int]:
+    """Return the prompt of all answers, which count its tokens alike."""
+    token_ids: list[int] = answers[0]["prompt_token_ids"]
+    assert [answer["usage"]["prompt_tokens"] for answer in answers] == [len(token_ids)] * 4
+    return token_ids
+
+
+def check(answers: list[dict[str, Any]], wanted: list[int], logprobs: list[float]) -> None:
+    """Check the tokens of all answers, and their log-probabilities."""
+    for answer in answers:
+        choice = answer["choices"][0]
+        assert choice["token_ids"] == wanted
+        assert [each["logprob"] for each in choice["logprobs"]["content"]] == pytest.approx(logprobs, abs=1e-3)
+
+
+@pytest.mark.parametrize("kind", usual_first(CONFIGS))
+def test_tokens_after_pictures_equal_those_of_transformers(kind: str, tmp_path: Path) -> None:
+    parts = [image_part(data_url(encoded(image))) for image in IMAGES]
+    answers = asyncio.run(answered(kind, tmp_path, parts))
+    token_ids = token_ids_of(answers)
+    oracle = built(kind, tmp_path, ModelTokenizer(MODELS[kind].save(tmp_path)).last_token_id + 1)
+    check(answers, *continuation_of(oracle, tmp_path, token_ids, IMAGES, NUM_TOKENS))
+
+
 @torch.inference_mode()
-def continuation(module: Any, kind: str, token_ids: list[int], folder: Path) -> tuple[list[int], list[float]]:
+def continuation_of_videos(module: Any, kind: str, token_ids: list[int], folder: Path) -> tuple[list[int], list[float]]:
     """Return transformers' greedy tokens and their log-probabilities, by one whole pass for each."""
     found = [their_tensors(kind, *their_frames(file, SHOWN, folder))[0] for file in FILES]
     tensors = {name: torch.cat([each[name] for each in found]) for name in found[0]}
@@ -80,15 +112,9 @@ def continuation(module: Any, kind: str, token_ids: list[int], folder: Path) -> 
     return output, logprobs
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("kind", usual_first(video_models.FAMILIES))
 def test_tokens_after_videos_equal_those_of_transformers(kind: str, tmp_path: Path) -> None:
-    tokenizer = ModelTokenizer(MODELS[kind].save(tmp_path))
-    vocab_size = tokenizer.last_token_id + 1
-    answers = asyncio.run(answered(built(kind, tmp_path, vocab_size), tmp_path, tokenizer))
-    token_ids = answers[0]["prompt_token_ids"]
-    assert [answer["usage"]["prompt_tokens"] for answer in answers] == [len(token_ids)] * 4
-    wanted, logprobs = continuation(built(kind, tmp_path, vocab_size), kind, token_ids, tmp_path)
-    for answer in answers:
-        choice = answer["choices"][0]
-        assert choice["token_ids"] == wanted
-        assert [each["logprob"] for each in choice["logprobs"]["content"]] == pytest.approx(logprobs, abs=1e-3)
+    answers = asyncio.run(answered(kind, tmp_path, [video_part(data_url(file, "video/mp4")) for file in FILES]))
+    token_ids = token_ids_of(answers)
+    oracle = built(kind, tmp_path, ModelTokenizer(MODELS[kind].save(tmp_path)).last_token_id + 1)
+    check(answers, *continuation_of_videos(oracle, kind, token_ids, tmp_path))
