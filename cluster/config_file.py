@@ -11,6 +11,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from crossdock.cluster.config import ClusterConfig, field_at, model_at
+from crossdock.cluster.gone_settings import gone_setting
 
 
 class ConfigError(ValueError):
@@ -125,6 +126,8 @@ def _explain(loc: tuple[int | str, ...], kind: str, message: str, value: object)
     """Return one line about one of pydantic's errors, in the words of our own errors."""
     where = ".".join(str(part) for part in loc)
     if kind == "extra_forbidden":
+        if gone := gone_setting(where):
+            return f"{where}: {gone}"
         return f"{where}: no such setting{_suggestion(loc)}"
     if kind == "value_error":  # raised by a validator of ours, whose message names its fields
         message = message.removeprefix("Value error, ")

@@ -27,7 +27,7 @@ needs no checkpoint: its own state becomes one.
 EVICTED_CHANCE = 0.1
 """Chance that a request needs the cached pages that a checkpoint evicts, at least: the least recently used ones.
 
-What these are worth is learnt while pages are evicted (`Retention.price`). Until then, this bounds how many checkpoints
+What these are worth is learnt while pages are evicted (`CachedPages.price`). Until then, this bounds how many checkpoints
 there are of one prompt: one for each fifth of the tokens that have as many pages, with `FOLLOW_UP_CHANCE`.
 """
 
