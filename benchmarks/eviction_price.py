@@ -22,7 +22,13 @@ from crossdock.cluster.simulate.study import Estimate
 
 SECONDS = 400.0
 SCALE = 0.05  # of agents' lengths: a session ends at 16,000 tokens, 1,000 pages
-FLEETS = ((4, 16, 1500), (4, 32, 1500), (8, 64, 1500), (16, 128, 1500), (4, 32, 3000))  # replicas, agents, pages of each
+FLEETS = (
+    (4, 16, 1500),
+    (4, 32, 1500),
+    (8, 64, 1500),
+    (16, 128, 1500),
+    (4, 32, 3000),
+)  # replicas, agents, pages of each
 ROUTERS = {
     "ignored": {"evictions": "ignored"},
     "priced": {"evictions": "priced"},

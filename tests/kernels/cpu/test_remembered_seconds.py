@@ -199,16 +199,14 @@ def test_cache_that_cannot_be_made_is_no_error(
     assert "not kept for later starts" in caplog.messages[0]
 
 
-def test_cache_that_can_only_be_read_is_used(
-    machine: TimedMachine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cache_that_can_only_be_read_is_used(machine: TimedMachine, monkeypatch: pytest.MonkeyPatch) -> None:
     machine.choice()
 
     def refused(*_: object, **__: object) -> None:
         raise PermissionError("read-only file system")
 
     monkeypatch.setattr(remembered, "write_cached", refused)
-    monkeypatch.setattr(Path, "open", refused)
+    monkeypatch.setattr(Path, "mkdir", refused)
     assert machine.choice() == only("own")
     assert machine.num_measured == 1
     assert machine.choice("two") == only("own")
