@@ -116,7 +116,7 @@ def test_served_mix_launches_only_variants_compiled_by_warm_up(
         ([(1, 1024)] * 256, None, 3072),
         ([(1, 1024)] * 256, 131_072, 3072),  # a graph launches no more
         ([(1, 131_072)], None, 272),
-        ([(512, 32_768), *[(1, 1024)] * 64], None, 904),
+        ([*[(1, 1024)] * 64, (512, 32_768)], None, 904),
     ],
 )
 def test_programs_of_a_step_are_few_more_than_have_something_to_do(

@@ -1,6 +1,6 @@
 """What does the router gain from the price of evictions? Agents on several replicas, simulated.
 
-    python benchmarks/eviction_price.py --seeds 3
+    python benchmarks/routing/eviction_price.py --seeds 3
 
 Each row plays the same sessions, with evictions counted in the router's sum and without, and with `prefix-affinity`.
 """
