@@ -1,4 +1,4 @@
-"""What does the router gain from the price of evictions? Agents on several replicas, simulated.
+"""Does the router gain from the price of evictions? Agents on several replicas, simulated.
 
     python benchmarks/routing/eviction_price.py --seeds 3
 

@@ -39,7 +39,6 @@ class MessagesChat(ConversationChat):
         "stop": "stop_sequences",
         "thinking_token_budget": "thinking.budget_tokens",
     }
-    has_cache_control: bool = False
 
 
 class CountTokensRequest(ConversationBody):
