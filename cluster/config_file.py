@@ -11,7 +11,8 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from crossdock.cluster.config import ClusterConfig, field_at, model_at
-from crossdock.cluster.gone_settings import gone_setting
+
+_GONE = {"engine.prefix_eviction": "gone, leave it out: the least recently used page is evicted first"}
 
 
 class ConfigError(ValueError):
@@ -144,6 +145,12 @@ def _by_flag(problem: str, flags: Mapping[str, str], source: str) -> str:
         if found is not None and key != "pools":  # a pool's flag gives no more than its name and its replicas
             return f"{flag}: {problem[found.end() :]}"
     return source + problem
+
+
+def gone_setting(name: str) -> str | None:
+    """Return what to use in place of a setting that earlier versions had, by its name or its flag; None: none did."""
+    last = name.rpartition(".")[2].removeprefix("--").replace("-", "_")
+    return next((line for gone, line in _GONE.items() if gone.rpartition(".")[2] == last), None)
 
 
 def _suggestion(loc: tuple[int | str, ...]) -> str:

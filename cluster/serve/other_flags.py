@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from crossdock.cluster.gone_settings import gone_setting
+from crossdock.cluster.config_file import gone_setting
 
 _STATES = {"use": "use", "needless": "not needed:", "unsupported": "not supported:"}
 _PREFIXES = ("VLLM_", "SGLANG_")  # of their variables

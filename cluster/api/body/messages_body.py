@@ -60,8 +60,8 @@ class CountTokensRequest(ConversationBody):
     )
     cache_control: dict[str, Any] | None = Field(
         None,
-        description="Here and in blocks and tools, `ephemeral` with a `ttl` of 5m or 1h: `usage` counts what is added to "
-        "the cache. Pages are cached without it too.",
+        description="Here and in blocks and tools, `ephemeral` with a `ttl` of 5m or 1h: `usage` counts what is "
+        "added to the cache. Pages are cached without it too.",
     )
 
     no_effect: ClassVar[Mapping[str, str]] = {
@@ -93,7 +93,7 @@ class CountTokensRequest(ConversationBody):
             "messages": [*system, *_chat_messages(self.messages)],
             "tools": [_tool(tool, f"tools[{i}]") for i, tool in enumerate(self.tools)],
             "chat_template_kwargs": self._template_variables(),
-            "has_cache_control": any([_asks_to_cache(*control) for control in self._cache_controls()]),
+            "has_cache_control": max((_asks_to_cache(*control) for control in self._cache_controls()), default=False),
             **self._choice(),
             **self._reasoning(),
             **self._format(),
