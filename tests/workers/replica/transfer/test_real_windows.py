@@ -1,7 +1,7 @@
 """Gemma-3-270M's real weights: prompts longer than the window of 512, with groups of layers, in two pools.
 
 Run by `make soak` where CROSSDOCK_TEST_GEMMA names the Hugging Face directory that `benchmarks/models/windows.py` makes
-of the GGUF file, and which it describes. In float32, since in bfloat16 a row of another batch is rounded in another way.
+of the GGUF file, and which it describes. In float32: in bfloat16 a row of another batch is rounded in another way.
 """
 
 import asyncio
