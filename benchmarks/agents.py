@@ -1,9 +1,8 @@
-"""Which server answers coding agents soonest with little KV memory: ours with either eviction, on one replica or two,
-or vLLM?
+"""Which server answers coding agents soonest with little KV memory: ours, on one replica or two, or vLLM?
 
-    python benchmarks/agents.py                                             # lru and value, one replica: 6 minutes
-    python benchmarks/agents.py --settings lru-2 lru-2-unpriced             # a core for each of two replicas
-    python benchmarks/agents.py --settings value vllm --repeats 2 --venvs VENVS   # after peers/vllm.sh install
+    python benchmarks/agents.py                                             # one replica: 3 minutes
+    python benchmarks/agents.py --settings two two-unpriced                 # a core for each of two replicas
+    python benchmarks/agents.py --settings one vllm --repeats 2 --venvs VENVS   # after peers/vllm.sh install
 
 The load is `crossdock bench -w agents`: sessions of many turns, each of which repeats all before it. All settings get
 the same sessions and the same KV memory, `--kv-tokens` in all; two replicas have half each. `unpriced`: the router does
@@ -31,11 +30,9 @@ from crossdock.workers.model.weights.checkpoint import default_model_dir
 
 HERE = Path(__file__).resolve().parent
 SETTINGS: dict[str, tuple[int, tuple[str, ...]]] = {  # replicas, and flags
-    "lru": (1, ("--prefix-eviction", "lru")),
-    "value": (1, ("--prefix-eviction", "value")),
-    "lru-2": (2, ("--prefix-eviction", "lru")),
-    "value-2": (2, ("--prefix-eviction", "value")),
-    "lru-2-unpriced": (2, ("--prefix-eviction", "lru", "--set", "router.evictions=ignored")),
+    "one": (1, ()),
+    "two": (2, ()),
+    "two-unpriced": (2, ("--set", "router.evictions=ignored")),
     "vllm": (1, ()),
 }
 VLLM_PAGE = 32  # tokens: its attention on CPUs takes multiples of 32 alone; ours has 16
@@ -92,7 +89,7 @@ def measure(server: RunningServer, args: argparse.Namespace) -> Row:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", type=Path, help="Hugging Face directory (default: the embedded model)")
-    parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=["lru", "value"])
+    parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=["one"])
     parser.add_argument("--agents", type=int, default=24, help="sessions at a time (default: %(default)s)")
     parser.add_argument("--kv-tokens", type=int, default=20_480, help="tokens of KV memory (default: %(default)s)")
     parser.add_argument("--turns", type=float, default=43.0, help="median turns of a session (default: %(default)s)")

@@ -5,7 +5,6 @@
     python benchmarks/speculation.py --streams 64 --workloads chat all --tokens 96   # a full batch: 5 minutes
     python benchmarks/speculation.py --settings none grammar adaptive --workloads forms    # JSON schemas: 2 minutes
     python benchmarks/speculation.py --settings vllm vllm-ngram --streams 1 8   # after peers/vllm.sh install: 6 minutes
-    python benchmarks/speculation.py --offline                  # drafts that lookup finds in greedy answers: 1 minute
 
 Prompts are those of speculation_inputs.py: three workloads whose answers repeat the prompt (quotes, edits of programs,
 JSON from text), free chat, and `all`, in which the four are mixed; and `forms`, whose answers follow a JSON schema
@@ -34,8 +33,7 @@ from typing import Any, NamedTuple
 
 import httpx
 from servers import OtherLoad, RunningServer, add_server_options, crossdock_command, log_of, serving
-from speculation_inputs import CHATS, FORMS, UNSEEN_WORKLOADS, WORKLOADS
-from speculation_offline import accepted_by_length, greedy_answers, lookup_table, priors_table
+from speculation_inputs import CHATS, FORMS, WORKLOADS
 from tables import Row, cell, hardware, markdown, medians, today, write
 
 from crossdock.cluster.bench.http import BenchError, Endpoint, TokenStream
@@ -195,22 +193,12 @@ def verdict(rows: Mapping[str, Row]) -> str:
 # -- lookup alone ----------------------------------------------------------------------------------------------------
 
 
-def offline(args: argparse.Namespace) -> str:
-    """Return what lookup would find in greedy answers, by settings of the match and by its length; and how much the
-    policy's first guesses matter to prompts that they were not chosen on."""
-    answers = greedy_answers(args.model, args.tokens, WORKLOADS)
-    unseen = greedy_answers(args.model, args.tokens, UNSEEN_WORKLOADS)
-    tables = [lookup_table(answers), accepted_by_length(answers), "Prompts that were written later:\n"]
-    return "\n".join([*tables, lookup_table(unseen), accepted_by_length(unseen), priors_table(unseen)])
-
-
 # -- all settings ----------------------------------------------------------------------------------------------------
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", type=Path, help="Hugging Face directory (default: the embedded model)")
-    parser.add_argument("--offline", action="store_true", help="measure lookup alone, without servers")
     usual = [name for name in OURS if name != "grammar"]
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=usual)
     parser.add_argument("--workloads", nargs="+", choices=[*WORKLOADS, "all", "forms"], default=[*WORKLOADS, "all"])
@@ -266,9 +254,6 @@ def run(args: argparse.Namespace) -> tuple[dict[str, dict[str, list[Row]]], list
 def main() -> None:
     args = parse_args()
     head = f"{args.model.name}; {hardware()}; {today()}"
-    if args.offline:
-        print(f"{head}\n\n{offline(args)}")
-        return
     passes, raw = run(args)
     results = {part: {name: medians(rows) for name, rows in settings.items()} for part, settings in passes.items()}
     text = [f"{head}; medians of {args.repeats}; answers of at most {args.tokens} tokens; times in ms."]

@@ -12,6 +12,8 @@ from pydantic import BaseModel, ValidationError
 
 from crossdock.cluster.config import ClusterConfig, field_at, model_at
 
+_GONE = {"engine.prefix_eviction": "gone, leave it out: the least recently used page is evicted first"}
+
 
 class ConfigError(ValueError):
     """The configuration cannot be used. The message has one line per problem: field, value, and what is accepted."""
@@ -125,6 +127,8 @@ def _explain(loc: tuple[int | str, ...], kind: str, message: str, value: object)
     """Return one line about one of pydantic's errors, in the words of our own errors."""
     where = ".".join(str(part) for part in loc)
     if kind == "extra_forbidden":
+        if gone := gone_setting(where):
+            return f"{where}: {gone}"
         return f"{where}: no such setting{_suggestion(loc)}"
     if kind == "value_error":  # raised by a validator of ours, whose message names its fields
         message = message.removeprefix("Value error, ")
@@ -141,6 +145,12 @@ def _by_flag(problem: str, flags: Mapping[str, str], source: str) -> str:
         if found is not None and key != "pools":  # a pool's flag gives no more than its name and its replicas
             return f"{flag}: {problem[found.end() :]}"
     return source + problem
+
+
+def gone_setting(name: str) -> str | None:
+    """Return what to use in place of a setting that earlier versions had, by its name or its flag; None: none did."""
+    last = name.rpartition(".")[2].removeprefix("--").replace("-", "_")
+    return next((line for gone, line in _GONE.items() if gone.rpartition(".")[2] == last), None)
 
 
 def _suggestion(loc: tuple[int | str, ...]) -> str:

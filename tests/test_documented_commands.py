@@ -211,8 +211,8 @@ def test_planted_mistake_is_reported(line: str, complaint: str) -> None:
         "crossdock simulate --pools mixed=4xh100-8b --request-rate 50 && crossdock serve --config tune.yaml",
         'make serve ARGS="--port 9000"',
         "for peer in vllm llamacpp; do benchmarks/peers/$peer.sh install --venv VENVS/$peer; done",
-        "OMP_WAIT_POLICY=PASSIVE python benchmarks/step_cost.py --seconds 60 &",
-        "python benchmarks/pools.py --port 1 --output=here",
+        "OMP_WAIT_POLICY=PASSIVE python benchmarks/models/step_cost.py --seconds 60 &",
+        "python benchmarks/routing/pools.py --port 1 --output=here",
     ],
 )
 def test_valid_line_has_no_problem(line: str) -> None:

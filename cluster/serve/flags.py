@@ -181,7 +181,6 @@ PANELS: dict[str, tuple[Flag, ...]] = {
         Flag("engine.enable_chunked_prefill"),
         Flag("engine.mixed_chunks"),
         Flag("engine.enable_prefix_caching"),
-        Flag("engine.prefix_eviction"),
     ),
     "HTTP": (
         Flag("http.host"),

@@ -1,4 +1,7 @@
-"""The flags and the environment variables of vLLM and SGLang: for each that is missing here, a line that says why."""
+"""The flags and the environment variables of vLLM and SGLang: for each that is missing here, a line that says why.
+
+Flags that earlier versions of this server had are answered likewise.
+"""
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
@@ -7,6 +10,8 @@ from importlib.resources import files
 from typing import Any
 
 import yaml
+
+from crossdock.cluster.config_file import gone_setting
 
 _STATES = {"use": "use", "needless": "not needed:", "unsupported": "not supported:"}
 _PREFIXES = ("VLLM_", "SGLANG_")  # of their variables
@@ -20,7 +25,9 @@ def table() -> dict[str, Any]:
 
 
 def answer(flag: str) -> str | None:
-    """Return what to do instead of a flag that is missing here; None: neither vLLM nor SGLang has it."""
+    """Return what to do instead of a flag that is missing here; None: no such server has it, nor had this one."""
+    if gone := gone_setting(flag):
+        return f"{flag}: {gone}"
     names = {flag, flag.replace("--no-", "--", 1)}
     for is_match in (_is_listed, _has_pattern):
         for group in table()["groups"]:

@@ -20,7 +20,6 @@ from crossdock.workers.report.advertise import Publisher
 from crossdock.workers.schedule.batch import Batch, SampledToken, Scheduled
 from crossdock.workers.schedule.drafts.drafting import DraftPolicy
 from crossdock.workers.schedule.memory.pages import PagePool
-from crossdock.workers.schedule.memory.retention import retention
 from crossdock.workers.schedule.pictures.arriving_rows import LEAST_PATIENCE_S, ArrivingRows, LandingCalls
 from crossdock.workers.schedule.pictures.encoding import LONGEST_SHIPPING_STEP_S, Encoding
 from crossdock.workers.schedule.request import Request, TokenDelta
@@ -173,8 +172,7 @@ class SimulatedReplica:
     def __post_init__(self) -> None:
         profile, speculative = self.pool.profile, self.pool.speculative_config
         sizes, windows, state_pages = (profile.num_pages, profile.page_size), profile.windows, profile.state_pages
-        cached = retention(self.pool.engine.prefix_eviction, *sizes, windows, state_pages)
-        pages = PagePool(*sizes, self.pool.enable_prefix_caching, windows, cached, state_pages)
+        pages = PagePool(*sizes, self.pool.enable_prefix_caching, windows, state_pages)
         overrun, depth = max(profile.overrun, self.noise.overrun), profile.pipeline_parallel_size
         self._stages = Stages.of(depth, profile.interval_share)
         num_rows, encoder = profile.encoder_rows or _ROWS, (profile.encoder_cost, profile.keeps_items_whole)

@@ -16,13 +16,6 @@ A second kernel needs a second copy of the weights, so it must be faster than th
 number of rows.
 """
 
-CLEAR = 1.3
-"""So many times slower than before, or than another choice, is more than noise.
-
-A kernel may be `MARGIN` slower by intent, and ratios of two measurements on an idle machine differ by up to a tenth.
-More than both together shows a choice that was wrong, and equal kernels never replace each other from start to start.
-"""
-
 
 @dataclass(frozen=True, slots=True)
 class KernelChoice:
@@ -67,7 +60,7 @@ def choose(seconds: Mapping[Kernel, Sequence[float]], rows: Sequence[int], max_k
     choices = [only(kernel) for kernel in kernels]
     if max_kernels > 1:
         choices += [KernelChoice(few, many, count) for few, many in permutations(kernels, 2) for count in rows[1:]]
-    ratios = {choice: slowdowns(choice, seconds, rows) for choice in choices}
+    ratios = {choice: _slowdowns(choice, seconds, rows) for choice in choices}
     close = [choice for choice in choices if max(ratios[choice]) <= MARGIN]
     for choice in close:
         if choice.few == choice.many:
@@ -77,25 +70,7 @@ def choose(seconds: Mapping[Kernel, Sequence[float]], rows: Sequence[int], max_k
     return min(choices, key=lambda choice: max(ratios[choice]))
 
 
-def is_clearly_slower(
-    choice: KernelChoice, seconds: Mapping[Kernel, Sequence[float]], rows: Sequence[int], max_kernels: int = 2
-) -> bool:
-    """Return whether these seconds call for another choice, by more than noise: see `CLEAR`."""
-    best = choose(seconds, rows, max_kernels)
-    return max(slowdowns(choice, seconds, rows)) > CLEAR * max(slowdowns(best, seconds, rows))
-
-
-def sampled_rows(choice: KernelChoice, rows: Sequence[int]) -> tuple[int, ...]:
-    """Return the few of `rows` that show whether a choice still holds: the fewest, many, and one between.
-
-    The most take longer than all others together, and show what the next fewer do. The one between is where the second
-    kernel begins, or the middle if there is only one.
-    """
-    between = rows[len(rows) // 2] if choice.few == choice.many else choice.many_from
-    return tuple(count for count in rows if count in (rows[0], between, rows[-2]))
-
-
-def slowdowns(choice: KernelChoice, seconds: Mapping[Kernel, Sequence[float]], rows: Sequence[int]) -> list[float]:
+def _slowdowns(choice: KernelChoice, seconds: Mapping[Kernel, Sequence[float]], rows: Sequence[int]) -> list[float]:
     """Return how many times as long as the fastest kernel the chosen one takes, for each of `rows`."""
     fastest = [min(column) for column in zip(*seconds.values(), strict=True)]
     return [seconds[choice.at(count)][i] / fastest[i] for i, count in enumerate(rows)]

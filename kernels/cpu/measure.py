@@ -8,15 +8,9 @@ from pathlib import Path
 from statistics import median
 from typing import TypeAlias
 
-import torch
-
-from crossdock.kernels.cpu.measured import Measured
 from crossdock.kernels.options import Kernel
 
-FULL_S = 0.4
-"""Seconds of a full measurement whose calls are short. Longer calls have `_FEWEST_PASSES`."""
-SAMPLE_S = 0.1  # of a sample, likewise
-
+_FULL_S = 0.4  # of a measurement whose calls are short; longer calls have `_FEWEST_PASSES`
 _FEWEST_PASSES, _MOST_PASSES = 3, 7
 _LONGEST_S = 2.0  # after the first pass nothing begins later than this
 _WAITED_SHARE = 0.1  # of the elapsed time, in which threads waited for a core
@@ -38,34 +32,36 @@ Cells: TypeAlias = dict[tuple[Kernel, int], list[Timed]]
 """The calls of each kernel for each number of rows."""
 
 
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Seconds of each kernel, one number for each number of rows.
+
+    `is_disturbed`: other work on the machine slowed their measurement.
+    """
+
+    seconds: dict[Kernel, list[float]]
+    is_disturbed: bool
+
+
 @dataclass(slots=True)
 class _Repeats:
     """Equal calls, and what each took so far."""
 
     timed: Timed
     seconds: list[float] = field(default_factory=list)
-    cpu_seconds: list[float] = field(default_factory=list)  # of each thread, if all work alike
 
     def add(self) -> None:
         for call in self.timed.calls:
-            cpu_before, before = time.process_time(), time.perf_counter()
+            before = time.perf_counter()
             call()
             self.seconds.append(time.perf_counter() - before)
-            self.cpu_seconds.append((time.process_time() - cpu_before) / torch.get_num_threads())
-
-    def least(self, of_cpu: bool) -> float:
-        return min(self.cpu_seconds if of_cpu else self.seconds) * self.timed.scale
 
 
-def measure(kernels: Sequence[Kernel], rows: Sequence[int], cells: Cells, seconds: float = FULL_S) -> Measured:
+def measure(kernels: Sequence[Kernel], rows: Sequence[int], cells: Cells) -> Measured:
     """Return, for each cell, the sum of the least seconds of its calls times their scales.
 
     Kernels alternate, so that other load on the machine slows all of them alike. A measurement is disturbed if threads
-    of this process waited for a core, or if equal calls differ much. Then the seconds are CPU time by threads, without
-    what a call waited, unless the system counts none for some call. Kernels whose threads wait for each other look up
-    to twice as fast so, but which kernel is the fastest shows where it does not show otherwise. (Layers of SmolLM2 for
-    one row, 2 threads, AMD Zen 5, 2026-11-23: own 4.7 ms and oneDNN 12.9 on the idle machine, 15.8 and 14.3 beside six
-    busy processes, CPU time 4.9 and 7.0.)
+    of this process waited for a core, or if equal calls differ much.
     """
     found = {key: [_Repeats(timed) for timed in calls] for key, calls in cells.items()}
     in_turn = [repeats for count in rows for kernel in kernels for repeats in found[kernel, count]]
@@ -77,13 +73,14 @@ def measure(kernels: Sequence[Kernel], rows: Sequence[int], cells: Cells, second
             if passes == 1 or time.perf_counter() - start < _LONGEST_S:
                 repeats.add()
         elapsed = time.perf_counter() - start
-        if elapsed > _LONGEST_S or (passes >= _FEWEST_PASSES and elapsed > seconds):
+        if elapsed > _LONGEST_S or (passes >= _FEWEST_PASSES and elapsed > _FULL_S):
             break
     is_disturbed = waited_seconds() - waited_before > _WAITED_SHARE * elapsed
     is_disturbed |= spread(repeats.seconds for repeats in in_turn) > _SPREAD
-    # Some sandboxes count CPU time in ticks of 10 ms, and so none for a short call: ratios of zeros say nothing.
-    of_cpu = is_disturbed and all(min(repeats.cpu_seconds) > 0 for repeats in in_turn)
-    table = {kernel: [sum(r.least(of_cpu) for r in found[kernel, count]) for count in rows] for kernel in kernels}
+    table = {
+        kernel: [sum(min(each.seconds) * each.timed.scale for each in found[kernel, count]) for count in rows]
+        for kernel in kernels
+    }
     return Measured(table, is_disturbed)
 
 

@@ -1,6 +1,6 @@
-"""Remember the seconds of CPU kernels for this machine, in the cache directory, and check them at each later start.
+"""Remember the seconds of CPU kernels: one file for each kind of machine, in the cache directory.
 
-One process of a machine measures at a time. The others wait for its file, so that replicas which start together choose
+One process of a machine measures at a time. The others wait for the file, so that replicas which start together choose
 alike, and no measurement competes with another.
 """
 
@@ -8,31 +8,42 @@ import fcntl
 import hashlib
 import json
 import logging
-import math
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, replace
-from functools import partial
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
 import torch
+from pydantic import BaseModel, ConfigDict, PositiveFloat, ValidationError
 
 from crossdock.kernels.cache import cache_dir, read_cached, write_cached
 from crossdock.kernels.cpu.build import cpu_flags
-from crossdock.kernels.cpu.choice import KernelChoice, choose, sampled_rows
-from crossdock.kernels.cpu.measure import SAMPLE_S, Cells, measure
-from crossdock.kernels.cpu.measured import Measured, Table, fits, joined
+from crossdock.kernels.cpu.choice import KernelChoice, choose
+from crossdock.kernels.cpu.measure import Cells, measure
 from crossdock.kernels.options import Kernel
 
 logger = logging.getLogger(__name__)
 
-_SAME_START_S = 60.0  # a file that is younger comes from a replica of the same start, and is not checked
+_SAME_START_S = 60.0  # seconds that are younger come from a replica of the same start
+_KEPT_S = 7 * 86400.0  # then all is measured again: no wrong choice stays for ever
 _LONGEST_WAIT_S = 60.0  # for other processes to measure: each takes seconds, unless it is stopped
 _POLL_S = 0.05
-_NOT_KEPT = "the seconds of kernels that are measured now are not kept for later starts: %s"
+
+
+class _Kept(BaseModel):
+    """One measurement, as the file has it."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
+
+    seconds: dict[Kernel, list[PositiveFloat]]
+    is_disturbed: bool
+    measured_at: float  # seconds since 1970
+
+    def counts(self) -> bool:
+        """Return whether a start need not measure again."""
+        return 0 <= time.time() - self.measured_at < (_SAME_START_S if self.is_disturbed else _KEPT_S)
 
 
 def measured_choice(
@@ -45,8 +56,7 @@ def measured_choice(
 ) -> KernelChoice:
     """Return the choice between `kernels` for these numbers of rows, and log it.
 
-    A start that finds seconds of an earlier one measures a sample again. If that calls for clearly another choice, or
-    if the machine was busy when they were measured, all of them are measured again.
+    Seconds count for a week; those of a busy machine for one start.
 
     Args:
         name: for the log.
@@ -54,76 +64,57 @@ def measured_choice(
         cells: makes the calls for some of `rows`.
         max_kernels: see `choose`.
     """
-    whole = {"name": name, **key, "kernels": list(kernels), "rows": list(rows)}
-    now = partial(_measured_now, name, kernels, rows, cells, max_kernels)
-    measured = _remembered(whole, now)
-    choice = choose(measured.seconds, rows, max_kernels)
-    table = measured.seconds.items()
+    whole = {"name": name, **key, "kernels": list(kernels), "rows": list(rows), "threads": torch.get_num_threads()}
+
+    def now() -> _Kept:
+        measured = measure(kernels, rows, cells(rows))
+        return _Kept(seconds=measured.seconds, is_disturbed=measured.is_disturbed, measured_at=time.time())
+
+    kept = _remembered(json.dumps(whole, sort_keys=True), now)
+    choice = choose(kept.seconds, rows, max_kernels)
+    table = kept.seconds.items()
     shown = ", ".join(f"{kernel} {'/'.join(f'{1e3 * s:.3g}' for s in seconds)}" for kernel, seconds in table)
-    busy = "; the machine was busy, so the next start measures again" if measured.is_disturbed else ""
+    busy = "; the machine was busy, so the next start measures again" if kept.is_disturbed else ""
     logger.info("%s: %s (ms for %s rows: %s)%s", name, choice, "/".join(map(str, rows)), shown, busy)
     return choice
 
 
-def _measured_now(
-    name: str,
-    kernels: Sequence[Kernel],
-    rows: Sequence[int],
-    cells: Callable[[Sequence[int]], Cells],
-    max_kernels: int,
-    earlier: Measured | None,
-) -> Measured:
-    """Return `earlier` unless a sample contradicts it, else what is measured now, joined with `earlier`."""
-    if earlier is not None and not earlier.is_disturbed:
-        choice = choose(earlier.seconds, rows, max_kernels)
-        few = sampled_rows(choice, rows)
-        sample = measure(kernels, few, cells(few), SAMPLE_S)
-        if sample.is_disturbed or fits(sample.seconds, few, earlier.seconds, rows, choice):
-            return earlier  # CPU time says too little against seconds
-        logger.info("%s: %s was chosen at an earlier start and is slower now; all is measured again", name, choice)
-    now = measure(kernels, rows, cells(rows))
-    return now if earlier is None else joined(earlier, now, rows, max_kernels)
-
-
-def _remembered(key: Mapping[str, object], now: Callable[[Measured | None], Measured]) -> Measured:
-    """Return the seconds under `key` for this machine: those of a replica of the same start, or else those of `now`.
-
-    `now` takes the seconds of an earlier start, None if there are none.
-    """
-    whole = {**key, **kernels_and_cpu(), "threads": torch.get_num_threads()}
-    text = json.dumps(whole, sort_keys=True)
-    path = cache_dir() / "kernels" / f"seconds-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
-    if _is_of_this_start(path) and (measured := _read(path, text)) is not None:
-        return measured
-    with ExitStack() as stack:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            is_alone = stack.enter_context(_turn(path.with_name("measure.lock")))
-        except OSError as error:
-            logger.info(_NOT_KEPT, error)
-            return now(_read(path, text))
-        earlier = _read(path, text)
-        if _is_of_this_start(path) and earlier is not None:  # another process measured while this one waited
+def _remembered(key: str, now: Callable[[], _Kept]) -> _Kept:
+    """Return what the file has under `key` if it counts, else what `now` measures. Keeps that."""
+    code = json.dumps(kernels_and_cpu(), sort_keys=True)
+    path = cache_dir() / "kernels" / f"seconds-{hashlib.sha256(_cpu().encode()).hexdigest()[:16]}.json"
+    kept = _read(path, code).get(key)
+    if kept is not None and kept.counts():
+        return kept
+    with _turn(path.with_name("measure.lock")):
+        earlier = _read(path, code).get(key)  # another process may have measured while this one waited
+        if earlier is not None and earlier.counts():
             return earlier
-        measured = now(earlier)
-        if not is_alone:
-            measured = replace(measured, is_disturbed=True)
+        measured = now()
+        if measured.is_disturbed and earlier is not None and not earlier.is_disturbed:
+            return earlier  # old seconds of an idle machine say more
         try:
-            write_cached(path, text, asdict(measured))
+            others = {name: each.model_dump() for name, each in _read(path, code).items()}
+            write_cached(path, code, {**others, key: measured.model_dump()})
         except OSError as error:
-            logger.info(_NOT_KEPT, error)
+            logger.info("the seconds of kernels that are measured now are not kept for later starts: %s", error)
         return measured
 
 
 @contextmanager
-def _turn(path: Path) -> Iterator[bool]:
-    """Wait until no other process of this machine measures, but not for ever. Yields whether none does."""
-    with path.open("w") as lock:
-        is_alone, end = False, time.monotonic() + _LONGEST_WAIT_S
-        with suppress(OSError):  # some network file systems have no locks: then others may measure at the same time
-            while not (is_alone := _is_locked(lock)) and time.monotonic() < end:
-                time.sleep(_POLL_S)
-        yield is_alone
+def _turn(path: Path) -> Iterator[None]:
+    """Wait until no other process of this machine measures. Not for ever, and not where there are no locks."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = path.open("w")
+    except OSError:  # a directory that can only be read
+        yield
+        return
+    with lock:
+        end = time.monotonic() + _LONGEST_WAIT_S
+        while not _is_locked(lock) and time.monotonic() < end:
+            time.sleep(_POLL_S)
+        yield
 
 
 def _is_locked(lock: IO[str]) -> bool:
@@ -132,14 +123,9 @@ def _is_locked(lock: IO[str]) -> bool:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    except OSError:  # some network file systems have no locks
+        return True
     return True
-
-
-def _is_of_this_start(path: Path) -> bool:
-    try:
-        return 0 <= time.time() - path.stat().st_mtime < _SAME_START_S
-    except OSError:
-        return False
 
 
 def kernels_and_cpu() -> dict[str, str]:
@@ -169,13 +155,11 @@ def _code() -> str:
     return hashlib.sha256(b"".join(sources)).hexdigest()[:16]
 
 
-def _read(path: Path, key: str) -> Measured | None:
-    """Return what a file holds; None if there is none, or not a whole one."""
-    try:
-        value = read_cached(path, key)
-        table: Table = {kernel: [float(s) for s in seconds] for kernel, seconds in value["seconds"].items()}
-        is_disturbed = bool(value["is_disturbed"])
-    except (ValueError, TypeError, AttributeError, KeyError):
-        return None
-    is_whole = table and all(0 < s < math.inf for seconds in table.values() for s in seconds)
-    return Measured(table, is_disturbed) if is_whole else None
+def _read(path: Path, code: str) -> dict[str, _Kept]:
+    """Return the measurements of a file that are whole, by key."""
+    found = {}
+    entries = read_cached(path, code)
+    for key, value in entries.items() if isinstance(entries, dict) else ():
+        with suppress(ValidationError):
+            found[key] = _Kept.model_validate(value)
+    return found

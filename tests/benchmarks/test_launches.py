@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(not triton_is_interpreted(), reason="needs Trito
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks" / "models"))
     return importlib.import_module("launches")
 
 

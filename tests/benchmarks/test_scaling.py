@@ -17,8 +17,8 @@ from tests.cluster.simulate.small_fleets import profile
 
 @pytest.fixture
 def scaling(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The script, imported as `python benchmarks/scaling.py` imports its neighbours."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    """The script, imported as `python benchmarks/routing/scaling.py` imports its neighbours."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks" / "routing"))
     return importlib.import_module("scaling")
 
 

@@ -1,4 +1,4 @@
-"""The benchmark of speculation without servers: its settings, its prompts, its table, and the replay of lookup."""
+"""The benchmark of speculation without servers: its settings, its prompts and its table."""
 
 import json
 from importlib import import_module
@@ -85,15 +85,3 @@ def test_table_compares_each_server_with_itself_without_drafts(speculation: Modu
     ]
     assert "1.20 times the best of the others (fixed-4)" in speculation.verdict(rows)
     assert speculation.verdict({"vllm": {"tok/s": 1.0}}) == ""
-
-
-def test_replay_of_an_answer_that_copies_accepts_the_copy(speculation: ModuleType) -> None:
-    offline = import_module("speculation_offline")
-    prompt = list(range(100, 140))
-    answers = [(prompt, [*prompt[10:30], 7, 8])]
-    for begin in (offline.lookup(1, 8), offline.earliest(1, 8)):
-        steps = offline.replayed(answers, begin)
-        assert [(drafts, accepted) for _, drafts, accepted in steps] == [(8, 8), (8, 8), (3, 1), (0, 0)]
-        assert sum(accepted + 1 for _, _, accepted in steps) == len(answers[0][1]) - 1
-    assert " 75 " in offline.accepted_by_length({"copies": answers})
-    assert "5.25" in offline.lookup_table({"copies": answers})

@@ -15,8 +15,9 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def script(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """Return a script of benchmarks/, imported as Python does when it is run."""
+    """Return a script of benchmarks/ or benchmarks/models/, imported as Python does when it is run."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "models"))
     return import_module(request.param)
 
 

@@ -84,6 +84,10 @@ def test_tree_is_frozen() -> None:
         ({"max_num_seqs": 3}, "max_num_seqs: no such setting; did you mean engine.max_num_seqs?"),
         ({"engine.max-num-seqs": 3}, "engine.max-num-seqs: no such setting; did you mean max_num_seqs?"),
         ({"replicas": 3}, "replicas: no such setting; did you mean pools.NAME.replicas?"),
+        (
+            {"engine.prefix_eviction": "value"},
+            "engine.prefix_eviction: gone, leave it out: the least recently used page",
+        ),
         ({"zzz": 3}, "zzz: no such setting; there are model, engine, pools, router, scaling, transfer, http"),
         ({"pools.0.engine.page_siz": 3}, "pools.0.engine.page_siz: no such setting; did you mean page_size?"),
         ({"engine.max_num_seqs": -1}, "engine.max_num_seqs: must be greater than or equal to 0, not -1"),

@@ -211,9 +211,16 @@ def check(case: Case, attention: Any) -> None:
     torch.testing.assert_close(out.double(), case.expected(), atol=case.tolerance(), rtol=case.tolerance())
 
 
-@pytest.mark.parametrize("attention", [reference_paged_attention, paged_attention])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+# Every shape by both kernels, each in one of the two types; the other type in the long run.
+SWEEP = [
+    pytest.param(attention, dtype, shape, marks=() if (number + by_torch + half) % 2 else pytest.mark.soak)
+    for number, shape in enumerate(SHAPES)
+    for by_torch, attention in enumerate((reference_paged_attention, paged_attention))
+    for half, dtype in enumerate((torch.float32, torch.bfloat16))
+]
+
+
+@pytest.mark.parametrize(("attention", "dtype", "shape"), SWEEP)
 def test_attention_matches_longhand(attention: Any, dtype: torch.dtype, shape: dict[str, Any], seed: int) -> None:
     check(Case(MIXED, dtype=dtype, seed=seed, **shape), attention)
 
@@ -266,9 +273,7 @@ BLOCKS = {1: [(0, 9), (10, 37)], 3: [(60, 74), (80, 90)], 5: [(100, 129)]}  # of
 LONG_BLOCKS = {1: [(10, 620), (640, 700)], 4: [(1000, 1025)]}  # of LONG
 
 
-@pytest.mark.parametrize("attention", [reference_paged_attention, paged_attention])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("attention", "dtype", "shape"), SWEEP)
 def test_rows_that_see_later_keys_match_longhand(
     attention: Any, dtype: torch.dtype, shape: dict[str, Any], seed: int
 ) -> None:

@@ -6,7 +6,6 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from crossdock.workers.schedule.memory.page_needs import PageNeeds
 from crossdock.workers.schedule.memory.pages import PagePool
-from crossdock.workers.schedule.memory.retention import PrefixEviction
 from crossdock.workers.schedule.pacing.chunk_policies import ChunkPolicy
 from crossdock.workers.schedule.slo import DEFAULT_CLASS, DEFAULT_CLASSES, SloClass
 
@@ -70,11 +69,6 @@ class SchedulerConfig(BaseModel):
         "wait; queue: all wait.",
     )
     page_size: int = Field(16, ge=1, description="Tokens a KV page holds (vLLM's block size).")
-    prefix_eviction: PrefixEviction = Field(
-        "lru",
-        description="Which cached page is evicted first; lru: the least recently used; value: the one with the fewest "
-        "seconds of prefill, times the learnt chance that its session returns.",
-    )
 
     @property
     def chunk_floor(self) -> int:

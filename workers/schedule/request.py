@@ -5,7 +5,6 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from crossdock.workers.schedule.memory.prefix_index import PageHash
-from crossdock.workers.schedule.memory.retention import NO_HINT, ReturnHint
 from crossdock.workers.schedule.pictures.items import NO_ITEMS, Item, row_prompt
 from crossdock.workers.schedule.slo import DEFAULT_CLASS
 
@@ -121,7 +120,6 @@ class Submission:
     peer: bytes = b""  # address of the replica that does the other leg, as it advertises it
     may_refuse: bool = True  # False once a replica has accepted the request: no later attempt is refused as too late
     waited_s: float = 0.0  # seconds since the first attempt: the request starves no later for being placed again
-    returns_within_s: float = 0.0  # the client's hint that it will continue this prompt; 0: none
     items: Sequence[Item] = NO_ITEMS  # pictures and videos in the prompt, by `start`
     encoder: bytes = b""  # address of the replica that encodes the items, as it advertises it; empty: this one does
     rows_within_s: float = 0.0  # seconds until the first token, as predicted with their embeddings from there
@@ -196,7 +194,6 @@ class Request:
     epoch: int = 0
     may_refuse: bool = True
     waited_s: float = 0.0  # seconds that the client had waited at `arrival_time`
-    return_hint: ReturnHint = NO_HINT  # of the client
     items: Sequence[Item] = NO_ITEMS  # as in `Submission`
     rows_within_s: float = 0.0  # as in `Submission`
     is_encoded_elsewhere: bool = False  # embeddings of the items come from another replica, as long as that is alive
@@ -244,7 +241,6 @@ class Request:
             epoch=submission.epoch,
             may_refuse=submission.may_refuse,
             waited_s=submission.waited_s,
-            return_hint=ReturnHint(submission.tenant, submission.returns_within_s),
             items=submission.items,
             rows_within_s=submission.rows_within_s,
             is_encoded_elsewhere=bool(submission.encoder),

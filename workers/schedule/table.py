@@ -202,7 +202,7 @@ class RequestTable:
         """
         self._room = None
         self.running.remove(request)
-        self.pages.release(request.owner, request.return_hint)
+        self.pages.release(request.owner)
         request.num_preemptions += 1
         self.num_preemptions += 1
         self._requeue(request, 0, self.now)
@@ -245,7 +245,7 @@ class RequestTable:
         elif request.leg is Leg.SEND:
             self._read = [*self._still_read(), request.owner]
         elif not request.num_in_flight_tokens:
-            self.pages.release(request.owner, request.return_hint)
+            self.pages.release(request.owner)
         if request.num_in_flight_tokens:
             self._ended_in_flight.append(request)
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
@@ -261,7 +261,7 @@ class RequestTable:
         """Release the pages of a request that ended in flight, once no step writes to them and no transfer reads."""
         is_used = request.num_in_flight_tokens or request.leg is Leg.SEND
         if request.status is Status.FINISHED and not is_used:
-            self.pages.release(request.owner, request.return_hint)
+            self.pages.release(request.owner)
         if not request.num_in_flight_tokens and request in self._ended_in_flight:
             self._ended_in_flight.remove(request)
 

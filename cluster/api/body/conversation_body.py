@@ -65,6 +65,7 @@ class ConversationChat(ChatCompletionRequest):
     """A chat that another API's body became. Where its limit is beyond the context, the context is the limit."""
 
     parameter_names: ClassVar[Mapping[str, str]] = {}  # the client's names for fields of the chat
+    has_cache_control: bool = False  # its usage counts what it adds to the cache
 
     @classmethod
     def renamed(cls, error: ApiError) -> ApiError:

@@ -46,8 +46,6 @@ _Bias = dict[str, Annotated[float, Field(ge=-100, le=100)]]
 _Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 CacheKey = Annotated[str, Field(max_length=bounds.CACHE_SALT_CHARS)]
 CacheRetention = Literal["in_memory", "in-memory", "24h"]
-SHORT_RETENTION_S = 300.0  # that OpenAI and Anthropic keep a prompt at least
-_A_DAY_S = 86_400.0
 
 
 class StreamOptions(BaseModel):
@@ -104,12 +102,9 @@ class GenerationBody(Body):
         "left", description="Where a prompt that is too long is cut: `left` keeps its end, `right` its beginning."
     )
     cache_salt: str = Field("", max_length=bounds.CACHE_SALT_CHARS)
-    prompt_cache_key: CacheKey | None = Field(
-        None,
-        description="Any value: a hint that the prompt is continued within 5 minutes, for `--prefix-eviction value`.",
-    )
+    prompt_cache_key: CacheKey | None = Field(None, description="Changes nothing: every prompt is cached.")
     prompt_cache_retention: CacheRetention | None = Field(
-        None, description="`24h`: a hint that the prompt is continued within a day; the others: within 5 minutes."
+        None, description="Changes nothing: pages stay until others need the room."
     )
     priority: _Int64 = Field(
         0,
@@ -162,13 +157,6 @@ class GenerationBody(Body):
     def repeats_usage(self) -> bool:
         """Every event of a streamed answer has the usage of its choice so far."""
         return self.stream_options is not None and self.stream_options.continuous_usage_stats
-
-    @property
-    def returns_within_s(self) -> float:
-        """The client's hint that it continues the prompt within so many seconds; 0: it gives none."""
-        if self.prompt_cache_retention == "24h":
-            return _A_DAY_S
-        return 0.0 if self.prompt_cache_key is None and self.prompt_cache_retention is None else SHORT_RETENTION_S
 
     def with_usage(self) -> Self:
         """Return the body with usage at the end of its stream; the body itself if it asks for no stream."""

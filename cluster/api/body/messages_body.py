@@ -14,7 +14,6 @@ from crossdock.cluster.api.body.conversation_body import (
     text_of,
     wrong,
 )
-from crossdock.cluster.api.body.generation_body import SHORT_RETENTION_S
 from crossdock.cluster.api.body.other_fields import RefusedField, check_other_fields
 from crossdock.cluster.api.body.pictures import Picture
 from crossdock.cluster.api.errors import ApiError
@@ -27,7 +26,6 @@ _PARTS = {  # of fields
     "thinking": ("budget_tokens", "display", "type"),
     "tool_choice": ("disable_parallel_tool_use", "name", "type"),
 }
-_TTLS_S = {"5m": SHORT_RETENTION_S, "1h": 3600.0}  # of a cache_control
 _MEDIA_TYPES = ("image/jpeg", "image/png", "image/gif", "image/webp")
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}  # of tools, in Anthropic's words and OpenAI's
 
@@ -41,11 +39,6 @@ class MessagesChat(ConversationChat):
         "stop": "stop_sequences",
         "thinking_token_budget": "thinking.budget_tokens",
     }
-    cache_ttl_s: float = 0.0  # the longest of its cache_controls
-
-    @property
-    def returns_within_s(self) -> float:
-        return self.cache_ttl_s
 
 
 class CountTokensRequest(ConversationBody):
@@ -67,8 +60,8 @@ class CountTokensRequest(ConversationBody):
     )
     cache_control: dict[str, Any] | None = Field(
         None,
-        description="Here and in blocks and tools, `ephemeral` with a `ttl` of 5m or 1h: a hint that the conversation "
-        "is continued within that time, for `--prefix-eviction value`.",
+        description="Here and in blocks and tools, `ephemeral` with a `ttl` of 5m or 1h: `usage` counts what is "
+        "added to the cache. Pages are cached without it too.",
     )
 
     no_effect: ClassVar[Mapping[str, str]] = {
@@ -100,7 +93,7 @@ class CountTokensRequest(ConversationBody):
             "messages": [*system, *_chat_messages(self.messages)],
             "tools": [_tool(tool, f"tools[{i}]") for i, tool in enumerate(self.tools)],
             "chat_template_kwargs": self._template_variables(),
-            "cache_ttl_s": max(map(_ttl_s, self._cache_controls()), default=0.0),
+            "has_cache_control": max((_asks_to_cache(*control) for control in self._cache_controls()), default=False),
             **self._choice(),
             **self._reasoning(),
             **self._format(),
@@ -275,16 +268,15 @@ def _text_part(block: Mapping[str, Any], where: str) -> dict[str, Any]:
     return {"type": "text", "text": text_of(block.get("text"), f"{where}.text")}
 
 
-def _ttl_s(control: tuple[str, Any]) -> float:
-    """Return the seconds of a named cache_control; 0 if there is none. Raises ApiError."""
-    name, value = control
+def _asks_to_cache(name: str, value: object) -> bool:
+    """Return whether there is a cache_control at a named place. Raises ApiError for a wrong one."""
     if value is None:
-        return 0.0
+        return False
     fields = object_of(value, name)
     ttl = "5m" if fields.get("ttl") is None else fields["ttl"]
-    if fields.get("type") != "ephemeral" or not isinstance(ttl, str) or ttl not in _TTLS_S:
+    if fields.get("type") != "ephemeral" or ttl not in ("5m", "1h"):
         raise wrong(name, "its type must be 'ephemeral', and its ttl '5m' or '1h'")
-    return _TTLS_S[ttl]
+    return True
 
 
 def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -193,7 +193,6 @@ class Generations:
             generation.tier.is_promised,
             request_id=state.request_id,
             tenant=generation.tenant,
-            returns_within_s=body.returns_within_s,
             items=salted(prompt.items, salt),
         )
         skips = body.skip_special_tokens

@@ -169,7 +169,7 @@ def _usage(begun: BegunChat) -> dict[str, Any]:
     a `cache_control` asked for that, apart from the others."""
     choice, size = begun.choice, begun.generation.card.cache_page_size
     uncached = len(choice.prompt.token_ids) - choice.num_cached_tokens
-    written = max(uncached - len(choice.prompt.token_ids) % size, 0) if size and begun.chat.returns_within_s else 0
+    written = max(uncached - len(choice.prompt.token_ids) % size, 0) if size and begun.chat.has_cache_control else 0
     return {
         "input_tokens": uncached - written,
         "cache_creation_input_tokens": written,

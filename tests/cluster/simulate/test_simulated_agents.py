@@ -35,12 +35,11 @@ def test_no_follow_up_begins_after_the_end() -> None:
     assert all(sample.ok for sample in outcome.samples)
 
 
-@pytest.mark.parametrize("eviction", ["lru", "value"])
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_agents_with_steps_taken_one_by_one_have_the_same_times(replicas: int, eviction: str) -> None:
+def test_agents_with_steps_taken_one_by_one_have_the_same_times(replicas: int) -> None:
     roots = agent_jobs(SMALL, 1, concurrency=4, per_agent=1)
     small = profile(num_pages=128)
-    simulated = fleet({"replicas": replicas, "profile": small, "engine": {"prefix_eviction": eviction}})
+    simulated = fleet({"replicas": replicas, "profile": small})
     together, single = (play(simulated, roots, at_once=at_once)[1] for at_once in (True, False))
     assert times(together) == times(single)
     assert hit_rate(together.samples) == hit_rate(single.samples) > 0.5  # type: ignore[operator]

@@ -23,7 +23,7 @@ class Machine:
     """Clocks that only calls advance."""
 
     def __init__(self) -> None:
-        self.now = self.cpu = self.waited = 0.0
+        self.now = self.waited = 0.0
         self.calls: list[tuple[Kernel, int]] = []
 
     def cells(self, seconds: Callable[[Kernel, int], float], waited: float = 0.0) -> Cells:
@@ -33,7 +33,6 @@ class Machine:
             self.calls.append((kernel, rows))
             took = seconds(kernel, rows)
             self.now += took
-            self.cpu += took * (1 - waited) * 2  # of two threads
             self.waited += took * waited
 
         return {(k, r): [Timed([partial(call, k, r)], scale=10)] for k in KERNELS for r in ROWS}
@@ -43,8 +42,6 @@ class Machine:
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     made = Machine()
     monkeypatch.setattr(measuring.time, "perf_counter", lambda: made.now)
-    monkeypatch.setattr(measuring.time, "process_time", lambda: made.cpu)
-    monkeypatch.setattr(measuring.torch, "get_num_threads", lambda: 2)
     monkeypatch.setattr(measuring, "waited_seconds", lambda: made.waited)
     return made
 
@@ -84,22 +81,11 @@ def test_measurement_ends_after_the_first_pass_that_takes_too_long(machine: Mach
 
 
 @pytest.mark.parametrize(("share", "is_disturbed"), [(0.05, False), (0.2, True)])
-def test_measurement_whose_threads_waited_for_a_core_counts_cpu_time(
+def test_measurement_whose_threads_waited_for_a_core_is_disturbed(
     machine: Machine, share: float, is_disturbed: bool
 ) -> None:
     measured = measure(KERNELS, ROWS, machine.cells(lambda kernel, rows: 0.05 * rows, waited=share))
     assert measured.is_disturbed is is_disturbed
-    expected = [0.4, 3.2] if is_disturbed else [0.5, 4.0]
-    assert measured.seconds == {kernel: pytest.approx(expected) for kernel in KERNELS}
-
-
-def test_disturbed_measurement_where_the_system_counts_no_cpu_time_of_a_call_keeps_its_seconds(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A clock of CPU time that ticks: most calls begin and end within one tick."""
-    monkeypatch.setattr(measuring.time, "process_time", lambda: machine.cpu // 0.5 * 0.5)
-    measured = measure(KERNELS, ROWS, machine.cells(lambda kernel, rows: 0.05 * rows, waited=0.2))
-    assert measured.is_disturbed
     assert measured.seconds == {kernel: pytest.approx([0.5, 4.0]) for kernel in KERNELS}
 
 

@@ -1,4 +1,4 @@
-"""Seconds of kernels are measured by one process, checked at later starts, and survive bad files."""
+"""Seconds of kernels are measured by one process, kept for later starts, and survive bad files."""
 
 import errno
 import fcntl
@@ -6,8 +6,8 @@ import json
 import logging
 import multiprocessing
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -25,6 +25,7 @@ KERNELS: tuple[Kernel, ...] = ("own", "torch")
 # Eighths of a second: the clock adds them without rounding.
 OWN_IS_FASTEST = {"own": [0.125] * 5, "torch": [0.25] * 5}
 TORCH_IS_FASTEST = {"own": [0.25] * 5, "torch": [0.125] * 5}
+LATER_START, WEEK = 3600.0, 8 * 86400.0
 
 
 @pytest.fixture(autouse=True)
@@ -35,15 +36,15 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @dataclass
 class TimedMachine:
-    """A machine whose clock only calls advance, and the numbers of rows that were measured on it."""
+    """A machine whose clocks only calls and tests advance, and how often it was measured."""
 
     seconds: dict[str, list[float]]
     is_busy: bool = False
     now: float = 0.0
-    measured: list[tuple[int, ...]] = field(default_factory=list)
+    num_measured: int = 0
 
     def cells(self, rows: Sequence[int]) -> Cells:
-        self.measured.append(tuple(rows))
+        self.num_measured += 1
         return {
             (kernel, count): [Timed([partial(self._call, self.seconds[kernel][ROWS.index(count)])])]
             for kernel in KERNELS
@@ -57,29 +58,22 @@ class TimedMachine:
         """Return the choice that a replica makes on this machine."""
         return measured_choice("products", {"key": key}, KERNELS, ROWS, self.cells, max_kernels)
 
-    def choice_of_later_start(self, cache: Path) -> KernelChoice:
-        for file in cache.glob("seconds-*.json"):
-            os.utime(file, (0, 0))
-        self.measured.clear()
-        return self.choice()
-
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> TimedMachine:
     made = TimedMachine(OWN_IS_FASTEST)
     monkeypatch.setattr(measuring.time, "perf_counter", lambda: made.now)
-    monkeypatch.setattr(measuring.time, "process_time", lambda: made.now * measuring.torch.get_num_threads())
+    monkeypatch.setattr(remembered.time, "time", lambda: made.now)
     monkeypatch.setattr(measuring, "waited_seconds", lambda: made.now if made.is_busy else 0.0)
     return made
 
 
-def stored(cache: Path) -> dict[str, object]:
+def stored(cache: Path) -> list[dict[str, object]]:
     (file,) = cache.glob("seconds-*.json")
-    value: dict[str, object] = json.loads(file.read_text())["value"]
-    return value
+    return [*json.loads(file.read_text())["value"].values()]
 
 
-def test_replicas_of_one_start_measure_once_and_log_it(
+def test_replicas_of_one_start_and_later_starts_measure_once_and_log_it(
     cache: Path, machine: TimedMachine, caplog: pytest.LogCaptureFixture
 ) -> None:
     machine.seconds = {"own": [0.125, 0.125, 0.125, 3.0, 3.0], "torch": [0.25, 0.25, 0.25, 1.0, 1.0]}
@@ -92,32 +86,27 @@ def test_replicas_of_one_start_measure_once_and_log_it(
         "own 125/125/125/3e+03/3e+03, torch 250/250/250/1e+03/1e+03)"
     )
     assert machine.choice() == choice
-    assert machine.measured == [ROWS]
-    assert stored(cache) == {"seconds": machine.seconds, "is_disturbed": False}
+    machine.now += LATER_START
+    assert machine.choice() == choice
+    assert machine.num_measured == 1
+    (kept,) = stored(cache)
+    assert (kept["seconds"], kept["is_disturbed"]) == (machine.seconds, False)
 
 
-def test_later_start_measures_a_sample_that_agrees(cache: Path, machine: TimedMachine) -> None:
-    choice, before = machine.choice(), stored(cache)
-    machine.seconds = {"own": [0.5] * 5, "torch": [0.4375] * 5}  # slower altogether, and torch a little faster
-    assert machine.choice_of_later_start(cache) == choice == only("own")
-    assert machine.measured == [(1, 4, 8)]
-    assert machine.choice() == choice  # another replica of this later start
-    assert machine.measured == [(1, 4, 8)]
-    assert stored(cache) == before
-
-
-def test_kernel_that_was_chosen_by_mistake_is_replaced_at_the_next_start(
-    cache: Path, machine: TimedMachine, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_choice_by_mistake_is_replaced_after_a_week(machine: TimedMachine) -> None:
     machine.seconds = TORCH_IS_FASTEST
     assert machine.choice() == only("torch")
-    machine.seconds = OWN_IS_FASTEST
-    with caplog.at_level(logging.INFO, remembered.__name__):
-        assert machine.choice_of_later_start(cache) == only("own")
-    assert machine.measured == [(1, 4, 8), ROWS]
-    assert "products: torch was chosen at an earlier start and is slower now; all is measured again" in caplog.messages
-    assert machine.choice_of_later_start(cache) == only("own")
-    assert machine.measured == [(1, 4, 8)]
+    machine.seconds, machine.now = OWN_IS_FASTEST, machine.now + WEEK
+    assert machine.choice() == only("own")
+
+
+def test_seconds_from_the_future_are_measured_again(machine: TimedMachine) -> None:
+    """The machine's clock was wrong."""
+    machine.now = WEEK
+    machine.choice()
+    machine.now = 0.0
+    machine.choice()
+    assert machine.num_measured == 2
 
 
 def test_busy_machine_is_measured_again_at_the_next_start(
@@ -127,69 +116,77 @@ def test_busy_machine_is_measured_again_at_the_next_start(
     with caplog.at_level(logging.INFO, remembered.__name__):
         assert machine.choice() == only("torch")
     assert caplog.messages[0].endswith("the machine was busy, so the next start measures again")
-    assert stored(cache)["is_disturbed"] is True
     assert machine.choice() == only("torch")
-    assert machine.measured == [ROWS]  # replicas of one start choose alike
-    machine.seconds, machine.is_busy = OWN_IS_FASTEST, False
-    assert machine.choice_of_later_start(cache) == only("own")
-    assert machine.measured == [ROWS]  # without a sample before
-    assert stored(cache)["is_disturbed"] is False
+    assert machine.num_measured == 1, "replicas of one start choose alike"
+    machine.seconds, machine.is_busy, machine.now = OWN_IS_FASTEST, False, machine.now + LATER_START
+    assert machine.choice() == only("own")
+    assert [kept["is_disturbed"] for kept in stored(cache)] == [False]
 
 
-def test_machine_that_is_always_busy_keeps_the_least_seconds_of_all_starts(cache: Path, machine: TimedMachine) -> None:
-    machine.is_busy = True
-    machine.seconds = {"own": [0.5, 0.125, 0.125, 0.125, 0.125], "torch": [0.25] * 5}
-    machine.choice()
-    machine.seconds = {"own": [0.125, 0.5, 0.5, 0.125, 0.125], "torch": [0.25] * 5}
-    assert machine.choice_of_later_start(cache) == only("own")
-    assert stored(cache) == {"seconds": OWN_IS_FASTEST, "is_disturbed": True}
-
-
-def test_load_at_a_later_start_replaces_no_choice(cache: Path, machine: TimedMachine) -> None:
+def test_load_after_a_week_replaces_no_seconds_of_an_idle_machine(cache: Path, machine: TimedMachine) -> None:
     machine.choice()
     before = stored(cache)
-    machine.seconds, machine.is_busy = TORCH_IS_FASTEST, True
-    assert machine.choice_of_later_start(cache) == only("own")
-    assert machine.measured == [(1, 4, 8)]
+    machine.seconds, machine.is_busy, machine.now = TORCH_IS_FASTEST, True, machine.now + WEEK
+    assert machine.choice() == only("own")
     assert stored(cache) == before
 
 
-def test_model_with_memory_for_one_kernel_keeps_its_compromise(cache: Path, machine: TimedMachine) -> None:
+def test_model_with_memory_for_one_kernel_keeps_its_compromise(machine: TimedMachine) -> None:
     machine.seconds = {"own": [0.125, 0.125, 0.25, 0.375, 0.375], "torch": [0.25] * 5}
-    for _ in range(2):
-        machine.measured.clear()
-        assert machine.choice(max_kernels=1) == only("own")
-        for file in cache.glob("seconds-*.json"):
-            os.utime(file, (0, 0))
-    assert machine.measured == [(1, 4, 8)]
+    assert [machine.choice(max_kernels=1) for _ in range(2)] == [only("own")] * 2
+    assert machine.num_measured == 1
 
 
-def test_other_weights_threads_or_code_are_measured_again(
+def test_other_weights_and_threads_are_beside_the_first_in_one_file_and_other_code_replaces_them(
     cache: Path, machine: TimedMachine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine.choice()
     machine.choice("two")
     monkeypatch.setattr(remembered.torch, "get_num_threads", lambda: 96)
     machine.choice()
-    monkeypatch.setattr(remembered, "cpu_flags", lambda: frozenset({"amx_bf16"}))
+    assert (machine.num_measured, len(stored(cache))) == (3, 3)
+    monkeypatch.setattr(remembered, "_code", lambda: "newer")
     machine.choice()
-    assert machine.measured == [ROWS] * 4
-    assert len(list(cache.glob("seconds-*.json"))) == 4
+    assert (machine.num_measured, len(stored(cache))) == (4, 1)
+
+
+def test_other_cpu_with_the_same_home_has_a_file_of_its_own(
+    cache: Path, machine: TimedMachine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine.choice()
+    with monkeypatch.context() as other:
+        other.setattr(remembered, "cpu_flags", lambda: frozenset({"amx_bf16"}))
+        machine.choice()
+    machine.choice()
+    assert machine.num_measured == len(list(cache.glob("seconds-*.json"))) == 2
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"key": "another", "value": {}}', '{"key": 1}'])
 def test_bad_file_is_measured_again(cache: Path, machine: TimedMachine, content: str) -> None:
     choice = machine.choice()
     (file,) = cache.glob("seconds-*.json")
-    whole = file.read_text()
     file.write_text(content)
-    assert machine.choice() == choice
-    assert json.loads(file.read_text()) == json.loads(whole)
-    for seconds in ({}, {"own": [0.0, 1.0]}, {"own": [1.0, "nan"], "torch": [1.0, 1.0]}):
-        for value in (seconds, {"seconds": seconds, "is_disturbed": False}, {"seconds": OWN_IS_FASTEST}):
-            file.write_text(json.dumps(json.loads(whole) | {"value": value}))
-            assert machine.choice() == choice
-            assert json.loads(file.read_text()) == json.loads(whole)
+    assert machine.choice() == machine.choice() == choice
+    assert machine.num_measured == 2
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        {"seconds": OWN_IS_FASTEST},
+        {"seconds": {"own": [0.0, 1.0]}, "is_disturbed": False, "measured_at": 0},
+        {"seconds": {"own": [1.0, "nan"]}, "is_disturbed": False, "measured_at": 0},
+    ],
+)
+def test_bad_entry_is_measured_again(cache: Path, machine: TimedMachine, value: object) -> None:
+    choice = machine.choice()
+    (file,) = cache.glob("seconds-*.json")
+    whole = json.loads(file.read_text())
+    (key,) = whole["value"]
+    file.write_text(json.dumps(whole | {"value": {key: value}}))
+    assert machine.choice() == machine.choice() == choice
+    assert machine.num_measured == 2
 
 
 def test_cache_that_cannot_be_made_is_no_error(
@@ -202,42 +199,35 @@ def test_cache_that_cannot_be_made_is_no_error(
     assert "not kept for later starts" in caplog.messages[0]
 
 
-def test_cache_that_can_only_be_read_is_checked_at_each_start(
-    cache: Path, machine: TimedMachine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cache_that_can_only_be_read_is_used(machine: TimedMachine, monkeypatch: pytest.MonkeyPatch) -> None:
     machine.choice()
 
-    def refused(*_: object) -> None:
+    def refused(*_: object, **__: object) -> None:
         raise PermissionError("read-only file system")
 
-    monkeypatch.setattr(remembered, "_turn", refused)
-    assert machine.choice_of_later_start(cache) == only("own")
-    assert machine.measured == [(1, 4, 8)]
+    monkeypatch.setattr(remembered, "write_cached", refused)
+    monkeypatch.setattr(Path, "mkdir", refused)
+    assert machine.choice() == only("own")
+    assert machine.num_measured == 1
+    assert machine.choice("two") == only("own")
 
 
-def test_seconds_are_kept_on_a_file_system_without_locks_and_measured_again_at_the_next_start(
-    cache: Path, machine: TimedMachine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refused(*_: object) -> None:
-        raise OSError(errno.ENOSYS, "Function not implemented")
-
-    monkeypatch.setattr(remembered.fcntl, "flock", refused)
-    assert machine.choice() == machine.choice() == only("own")
-    assert machine.measured == [ROWS]
-    assert stored(cache)["is_disturbed"] is True  # other processes may have measured too
+def _no_locks(*_: object) -> None:
+    raise OSError(errno.ENOSYS, "Function not implemented")
 
 
-def test_process_that_holds_the_lock_for_long_is_not_waited_for(
-    cache: Path, machine: TimedMachine, monkeypatch: pytest.MonkeyPatch
+def _held(*_: object) -> None:
+    raise BlockingIOError
+
+
+@pytest.mark.parametrize("flock", [_no_locks, _held])
+def test_missing_locks_and_a_lock_that_is_held_for_long_do_not_stop_a_start(
+    machine: TimedMachine, monkeypatch: pytest.MonkeyPatch, flock: Callable[..., None]
 ) -> None:
     monkeypatch.setattr(remembered, "_LONGEST_WAIT_S", 0.1)
-    cache.mkdir()
-    with (cache / "measure.lock").open("w") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        assert machine.choice() == only("own")
-    assert stored(cache)["is_disturbed"] is True  # the other process may have measured too
-    assert machine.choice_of_later_start(cache) == only("own")
-    assert stored(cache)["is_disturbed"] is False
+    monkeypatch.setattr(fcntl, "flock", flock)
+    assert machine.choice() == machine.choice() == only("own")
+    assert machine.num_measured == 1
 
 
 def _ask_at_once(folder: str, number: int, barrier: object, answers: object) -> None:

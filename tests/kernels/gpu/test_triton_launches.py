@@ -6,8 +6,6 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -110,40 +108,23 @@ def test_served_mix_launches_only_variants_compiled_by_warm_up(
     assert launched.keys == warm
 
 
-@pytest.fixture
-def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The script, imported as `python benchmarks/attention_programs.py` imports its neighbours."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "benchmarks"))
-    return importlib.import_module("attention_programs")
-
-
-def test_most_programs_have_something_to_do(benchmark: ModuleType) -> None:
-    for name, case in benchmark.CASES.items():
-        assert benchmark.after(case).share >= 0.6, name
-    shares = [benchmark.before(case).share for case in benchmark.CASES.values()]
-    assert sum(share < 0.6 for share in shares) == 3
-    assert f"| {benchmark.before(benchmark.CASES['prompt of 8,192 alone']).launched:,} |" in benchmark.report()
-
-
-def test_counted_programs_are_those_that_are_launched(benchmark: ModuleType, launched: Launched) -> None:
-    for name, case in benchmark.CASES.items():
-        launched.programs.clear()
-        launch(case.lengths, max_kv_len=benchmark.MAX_MODEL_LEN if case.is_graph else None)
-        del launched.programs["store"], launched.programs["share"]
-        assert (len(launched.programs), launched.programs.total()) == (
-            benchmark.after(case).launches,
-            benchmark.after(case).launched,
-        ), name
-
-
-def test_few_programs_are_idle_in_any_batch(benchmark: ModuleType, seed: int) -> None:
-    """Idle programs cost little where all programs run at once: two for each multiprocessor and KV head's rounding."""
-    rng = random.Random(seed)
-    for streams in range(1, 300):
-        longest = rng.choice([1, 64, 1000, 100_000])
-        case = benchmark.Case([(1, rng.randint(1, longest)) for _ in range(streams)])
-        programs = benchmark.after(case)
-        assert programs.share >= 0.6 or programs.launched - programs.useful <= 2 * 132 + 2 * KV_HEADS, case
+@pytest.mark.parametrize(
+    ("lengths", "max_kv_len", "programs"),
+    [
+        ([(8192, 8192)], None, 2056),
+        ([(1, 1024)] * 64, None, 768),
+        ([(1, 1024)] * 256, None, 3072),
+        ([(1, 1024)] * 256, 131_072, 3072),  # a graph launches no more
+        ([(1, 131_072)], None, 272),
+        ([*[(1, 1024)] * 64, (512, 32_768)], None, 904),
+    ],
+)
+def test_programs_of_a_step_are_few_more_than_have_something_to_do(
+    launched: Launched, lengths: list[tuple[int, int]], max_kv_len: int | None, programs: int
+) -> None:
+    launch(lengths, max_kv_len=max_kv_len)
+    del launched.programs["store"], launched.programs["share"]
+    assert launched.programs.total() == programs
 
 
 def shares_of(lengths: Sequence[int], parts: int, *, min_tiles: int = 1, tile: int = 16, window: int = 0) -> list[int]:

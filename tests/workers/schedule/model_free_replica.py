@@ -11,7 +11,6 @@ from crossdock.workers.schedule.cost.cost import StepCost, StepWork
 from crossdock.workers.schedule.drafts.drafting import DraftPolicy
 from crossdock.workers.schedule.memory.pages import PagePool
 from crossdock.workers.schedule.memory.prefix_index import AttentionChunk, Window
-from crossdock.workers.schedule.memory.retention import retention
 from crossdock.workers.schedule.pictures.encoding import Encoding
 from crossdock.workers.schedule.request import Leg, Request, SamplingParams, TokenDelta
 from crossdock.workers.schedule.scheduler import Scheduler
@@ -90,8 +89,7 @@ def new_scheduler(
     """Return a small scheduler: pages of 4 tokens, 8 places, 32 tokens in a step, unless `config` differs."""
     settings = {"max_num_batched_tokens": 32, "max_num_seqs": 8, "page_size": 4} | config
     checked = SchedulerConfig(**settings)
-    cached = retention(checked.prefix_eviction, num_pages, checked.page_size, windows, state_pages)
-    pool = PagePool(num_pages, checked.page_size, caching, windows, cached, state_pages)
+    pool = PagePool(num_pages, checked.page_size, caching, windows, state_pages)
     return Scheduler(
         *(checked, pool, max_model_len, {EOS}, cost),
         depth=depth,

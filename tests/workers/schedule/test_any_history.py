@@ -73,7 +73,6 @@ class AnyHistory(RuleBasedStateMachine):
         lane=st.sampled_from([0.0, 0.5, 0.9]),
         admission=st.sampled_from(["queue", "reject"]),
         model=st.integers(0, 6),
-        eviction=st.sampled_from(["lru", "value"]),
     )
     def start(
         self,
@@ -90,7 +89,6 @@ class AnyHistory(RuleBasedStateMachine):
         lane: float,
         admission: str,
         model: int,
-        eviction: str,
     ) -> None:
         budget = budget if chunked else max(budget, 40)
         self.windows = self.group_windows[model % len(self.group_windows)]
@@ -114,7 +112,6 @@ class AnyHistory(RuleBasedStateMachine):
             max_long_partial_prefills=partial[1],
             short_lane_share=lane,
             admission=admission,
-            prefix_eviction=eviction,
             starvation_s=0.5,
             slo_classes=CLASSES,
             depth=self.depth,

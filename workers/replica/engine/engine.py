@@ -31,7 +31,6 @@ from crossdock.workers.schedule.drafts.drafting import DraftPolicy
 from crossdock.workers.schedule.memory.page_needs import PageNeeds
 from crossdock.workers.schedule.memory.pages import PagePool
 from crossdock.workers.schedule.memory.prefix_index import Window
-from crossdock.workers.schedule.memory.retention import retention, why_no_values
 from crossdock.workers.schedule.pictures.encoder_cost import EncoderCostFit
 from crossdock.workers.schedule.pictures.encoding import Encoding, ItemFailure
 from crossdock.workers.schedule.pictures.items import items_in
@@ -86,10 +85,7 @@ class Engine:
         state_pages = model.state_pages(config.page_size)
         num_pages = self._num_pages(windows, state_pages)
         model.allocate_pool(num_pages, config.page_size)
-        if config.prefix_eviction == "value" and (reason := why_no_values(windows, state_pages)):
-            logger.warning("prefix_eviction value has no effect, the least recently used page goes first: %s", reason)
-        cached = retention(config.prefix_eviction, num_pages, config.page_size, windows, state_pages)
-        self.pages = PagePool(num_pages, config.page_size, config.enable_prefix_caching, windows, cached, state_pages)
+        self.pages = PagePool(num_pages, config.page_size, config.enable_prefix_caching, windows, state_pages)
         depth = model.part.position.num_stages
         encoding: Encoding | None = None
         if model.encoder is not None:

@@ -1,6 +1,6 @@
 """Predict the seconds of a step: `StepCost` is the formula. cost_fit.py learns its coefficients from measured steps.
 
-`python benchmarks/step_cost.py` measures how well, for steps that the fit has not seen and for a served mix.
+`python benchmarks/models/step_cost.py` measures how well, for steps that the fit has not seen and for a served mix.
 """
 
 from collections.abc import Iterable, Sequence

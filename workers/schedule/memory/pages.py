@@ -1,7 +1,7 @@
 """The owners of KV pages: reference-counted page ids, those in the prefix index, quarantine. Integers only.
 
 Every page is in exactly one state: *free*, *owned* (by one request or more), *cached* (in the prefix index, without an
-owner; retention.py decides which is evicted first) or *quarantined* (without an owner, but a remote writer may still
+owner; cached_pages.py has them) or *quarantined* (without an owner, but a remote writer may still
 reach it).
 Only `release(owner)`, `trim(owner)`, `slide(owner)` and `end_quarantine(owner)` give pages back.
 
@@ -18,6 +18,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from crossdock.workers.schedule.memory.cached_pages import CachedPages, EvictionPrice
 from crossdock.workers.schedule.memory.prefix_index import (
     HOLE,
     PageHash,
@@ -26,7 +27,6 @@ from crossdock.workers.schedule.memory.prefix_index import (
     Window,
     first_visible_page,
 )
-from crossdock.workers.schedule.memory.retention import NO_HINT, LeastRecentlyUsed, Retention, ReturnHint
 
 _STATES = -1  # stands for a group in the pages of states
 
@@ -79,13 +79,11 @@ class PagePool:
         page_size: int,
         enable_prefix_caching: bool = True,
         windows: Sequence[Window] = (None,),
-        cached: Retention | None = None,
         state_pages: int = 0,
     ) -> None:
         """Create a pool of free pages of `page_size` tokens each.
 
-        `windows`: of each group of layers. `cached`: None evicts the least recently used page. `state_pages`: how many
-        the state of one owner needs.
+        `windows`: of each group of layers. `state_pages`: how many the state of one owner needs.
 
         Raises:
             ValueError: `num_pages` or `page_size` is below 1.
@@ -106,7 +104,8 @@ class PagePool:
         self._hash_of: list[PageHash | None] = [None] * num_pages  # by page; None: not indexed
         self._group_of = [0] * num_pages  # by page, as it was last allocated
         self._prefixes = PrefixIndex(self.windows, page_size, has_states=bool(state_pages))
-        self.cached: Retention = cached if cached is not None else LeastRecentlyUsed()  # indexed and unowned
+        groups = max(len(self.windows), 1)  # each needs a page for the same tokens
+        self.cached = CachedPages(EvictionPrice(num_pages, page_size / groups))  # indexed and unowned
         self._quarantine: dict[str, list[int]] = {}
 
     # -- reading ---------------------------------------------------------------------------------------------------
@@ -367,20 +366,16 @@ class PagePool:
         if not self.enable_prefix_caching:
             return
         for group, (held, index) in enumerate(zip(self._owned[owner], self._prefixes.by_group, strict=True)):
-            parent = index.get(hashes[first - 1]) if first else None
             for page, page_hash in zip(held.pages[first : len(hashes)], hashes[first:], strict=True):
                 if page != HOLE and page_hash not in index and self._hash_of[page] is None:
                     self._prefixes.add(group, page_hash, page)
                     self._hash_of[page] = page_hash
-                    self.cached.index(page, parent)
-                parent = index.get(page_hash)
 
-    def release(self, owner: str, hint: ReturnHint = NO_HINT) -> int:
+    def release(self, owner: str) -> int:
         """Take all pages from `owner`, and return how many of them have no owner now. Unknown owners have none.
 
         Indexed pages stay in the index until they are evicted, the ends of prefixes first. A checkpoint goes before the
         pages in front of it: each is useless without the other, and pages behind the last checkpoint are useless.
-        `hint`: of the client, that it will ask for the pages again.
         """
         groups, state = self._owned.pop(owner, ()), self._states.pop(owner, None)
         num_unowned = 0
@@ -388,12 +383,12 @@ class PagePool:
             num_unowned += self._give_back(state.pages())
             for num_pages, page_hash in reversed(state.used):
                 for held in groups:
-                    num_unowned += self._give_back(held.live(num_pages), hint)
+                    num_unowned += self._give_back(held.live(num_pages))
                     del held.pages[num_pages:]
                 checkpoint = self._prefixes.checkpoints.get(page_hash, ())
                 if checkpoint and checkpoint[0] in self.cached:
-                    self.cached.add(checkpoint, hint)
-        return num_unowned + sum(self._give_back(held.live(), hint) for held in groups)
+                    self.cached.add(checkpoint)
+        return num_unowned + sum(self._give_back(held.live()) for held in groups)
 
     def trim(self, owner: str, num_pages: int) -> None:
         """Take from `owner` each group's pages after the first `num_pages`: no token is in them."""
@@ -440,7 +435,7 @@ class PagePool:
             self._forget(checkpoint[0])
         return num_cached
 
-    def _give_back(self, pages: Sequence[int], hint: ReturnHint = NO_HINT) -> int:
+    def _give_back(self, pages: Sequence[int]) -> int:
         num_unowned = 0
         cached = []
         for page in reversed(pages):  # the end of a prefix is evicted first: without its beginning it is useless
@@ -451,7 +446,7 @@ class PagePool:
                     self._free.append(page)
                 else:
                     cached.append(page)
-        self.cached.add(cached, hint)
+        self.cached.add(cached)
         return num_unowned
 
     def _evict(self) -> int:
@@ -471,4 +466,3 @@ class PagePool:
                     self._hash_of[other] = None
                 return
             self._prefixes.remove(group, page_hash)
-            self.cached.forget(page)

@@ -27,8 +27,8 @@ needs no checkpoint: its own state becomes one.
 EVICTED_CHANCE = 0.1
 """Chance that a request needs the cached pages that a checkpoint evicts, at least: the least recently used ones.
 
-What these are worth is learnt while pages are evicted (`Retention.price`). Until then, this bounds how many checkpoints
-there are of one prompt: one for each fifth of the tokens that have as many pages, with `FOLLOW_UP_CHANCE`.
+What these are worth is learnt while pages are evicted (`CachedPages.price`). Until then, this bounds how many
+checkpoints there are of one prompt: one for each fifth of the tokens that have as many pages, with `FOLLOW_UP_CHANCE`.
 """
 
 _TOKENS = StepCost.of((0.0, 1.0))  # where no cost is known, every token takes as long

@@ -147,6 +147,7 @@ def test_no_flag_of_the_table_is_unknown_to_all() -> None:
     [
         (["--dp-size", "4"], "--dp-size: use --pools mixed=N: N replicas, and requests are routed between them"),
         (["--context_length=9"], "--context-length: use --max-model-len N"),
+        (["--prefix-eviction", "value"], "--prefix-eviction: gone, leave it out: the least recently used page"),
         (["--enable-metrics"], "--enable-metrics: not needed: /metrics is always on"),
         (["--trust-remote-code"], "--trust-remote-code: not supported: code that comes with a model"),
         (["--no-enable-lora"], "--no-enable-lora: not supported: LoRA"),

@@ -14,7 +14,6 @@ from crossdock.workers.replica.engine.calibrate import warm_up
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.schedule.batch import Batch
 from crossdock.workers.schedule.memory.prefix_index import AttentionChunk
-from crossdock.workers.schedule.memory.retention import LeastRecentlyUsed
 from crossdock.workers.schedule.request import Submission
 from tests.workers.architectures import SERVED, WINDOW, build
 from tests.workers.replica.engine.test_engine import generated
@@ -142,16 +141,6 @@ def test_layers_keep_their_pages_where_windows_cannot_pass_them(caplog: pytest.L
         assert not model.groups
         assert not engine.pages.has_windows
         assert reason in caplog.text
-
-
-def test_eviction_by_value_is_said_to_have_no_effect_with_windows(
-    model: PagedModel, caplog: pytest.LogCaptureFixture
-) -> None:
-    assert isinstance(engine_on(model, 1500).pages.cached, LeastRecentlyUsed)
-    assert not caplog.text
-    assert isinstance(engine_on(model, 1500, prefix_eviction="value").pages.cached, LeastRecentlyUsed)
-    assert "prefix_eviction value has no effect" in caplog.text
-    assert "windows" in caplog.text
 
 
 def test_replica_with_windows_is_calibrated(model: PagedModel) -> None:

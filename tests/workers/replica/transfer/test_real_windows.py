@@ -1,7 +1,7 @@
 """Gemma-3-270M's real weights: prompts longer than the window of 512, with groups of layers, in two pools.
 
-Run by `make soak` where CROSSDOCK_TEST_GEMMA names the Hugging Face directory that `benchmarks/windows.py` makes of the
-GGUF file, and which it describes. In float32, since in bfloat16 a row of another batch is rounded in another way.
+Run by `make soak` where CROSSDOCK_TEST_GEMMA names the Hugging Face directory that `benchmarks/models/windows.py` makes
+of the GGUF file, and which it describes. In float32: in bfloat16 a row of another batch is rounded in another way.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ NUM_PROMPT_TOKENS, NUM_TOKENS = 1100, 24
 pytestmark = [
     pytest.mark.soak,
     pytest.mark.skipif(
-        not DIRECTORY, reason="needs CROSSDOCK_TEST_GEMMA, the directory of Gemma-3-270M (benchmarks/windows.py)"
+        not DIRECTORY, reason="needs CROSSDOCK_TEST_GEMMA, the directory of Gemma-3-270M (benchmarks/models/windows.py)"
     ),
 ]
 

@@ -1,6 +1,6 @@
 """Do pools follow a load that changes, what happens to streams meanwhile, and does the simulator decide the same?
 
-    python benchmarks/scaling.py                  # the default model: roles, then sizes; about 6 minutes
+    python benchmarks/routing/scaling.py                  # the default model: roles, then sizes; about 6 minutes
 
 The load has three phases: prompts (long ones, short answers), streams (short prompts, long answers), and quiet. In the
 setting `roles`, one prefill and two decode replicas may change roles. In the setting `sizes`, a pool may grow from one
@@ -14,11 +14,14 @@ replicas took to come up. Run nothing else beside it.
 import argparse
 import asyncio
 import json
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for servers and tables
 
 import httpx
 from servers import add_server_options, crossdock_command, log_of, serving

@@ -1,6 +1,6 @@
 """How much do int8 weights cost and save? The embedded SmolLM2-135M in float32, bfloat16 and int8, on this CPU.
 
-    OMP_WAIT_POLICY=PASSIVE python benchmarks/int8.py
+    OMP_WAIT_POLICY=PASSIVE python benchmarks/models/int8.py
 
 Prints the perplexity of each model on this repository's documentation, how far its logits are from those of float32,
 and milliseconds of whole forward passes. The passes of the models alternate, so that other load affects all alike.
@@ -21,7 +21,7 @@ from crossdock.workers.model.model import PagedModel
 from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.model.weights.checkpoint import default_model_dir
 
-DOCS = Path(__file__).parents[1] / "docs"
+DOCS = Path(__file__).parents[2] / "docs"
 TEXTS = ("operations.md", "serving.md", "models.md", "routing.md")
 WINDOW, PAGE_SIZE, CONTEXT = 1024, 16, 64  # tokens
 

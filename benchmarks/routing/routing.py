@@ -1,7 +1,7 @@
 """Does routing in predicted seconds serve more requests in time than policies that count requests? On live servers.
 
-    python benchmarks/routing.py                        # 6 policies, then 3 ways to ship: 15 minutes
-    python benchmarks/routing.py --parts pools          # local or shipped alone: 5 minutes
+    python benchmarks/routing/routing.py                        # 6 policies, then 3 ways to ship: 15 minutes
+    python benchmarks/routing/routing.py --parts pools          # local or shipped alone: 5 minutes
 
 *unlike*: two replicas of the default model with a core each, one in bfloat16 and one in float32, which takes three to
 five times as long for everything; a row for each routing policy. *pools*: a prefill and a decode replica; a row for
@@ -22,6 +22,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for servers and tables
 
 import httpx
 import yaml

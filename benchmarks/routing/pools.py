@@ -1,6 +1,6 @@
 """Do prefill and decode pools help running streams, what does the handover cost, how much of a transfer is hidden?
 
-    python benchmarks/pools.py --repeats 1 --prompts 8      # the default model, three settings of pools: 10 minutes
+    python benchmarks/routing/pools.py --repeats 1 --prompts 8  # the default model, three settings of pools: 10 minutes
 
 Prints a row per setting: time to first token, time from the first to the second token (the handover) and between later
 ones, the share of a transfer that is hidden behind the prefill, its GB/s, and the gaps of running streams, quiet and
@@ -14,11 +14,14 @@ of them each, so `mixed=2` is what to compare the pools with.
 import argparse
 import asyncio
 import statistics
+import sys
 import time
 import uuid
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for servers and tables
 
 import httpx
 from servers import add_server_options, crossdock_command, log_of, serving

@@ -2,7 +2,7 @@
 
     pip install --no-deps canitoolcall==0.1.1      # 469 recorded outputs; Apache-2.0
     pip install jsonschema
-    python benchmarks/tool_calls.py
+    python benchmarks/models/tool_calls.py
 
 Prints a table of families, one of every output that is read otherwise than expected, with the reason, and the time per
 delta of long outputs. An output counts as right if it is whole and in every split: in characters one by one, in
@@ -14,6 +14,9 @@ import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for tables
 
 from canitoolcall.checks import case_status, run_checks
 from canitoolcall.fixtures import Fixture, load_family, load_fixtures

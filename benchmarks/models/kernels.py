@@ -1,6 +1,6 @@
 """Which CPU kernel is the fastest for how many rows, and is it the one that is chosen? At the sizes of SmolLM2-135M.
 
-    OMP_WAIT_POLICY=PASSIVE python benchmarks/kernels.py --threads 1       # two minutes
+    OMP_WAIT_POLICY=PASSIVE python benchmarks/models/kernels.py --threads 1       # two minutes
 
 Prints milliseconds of whole layers, GFLOP/s and milliseconds of their products, and milliseconds per layer for
 attention: for all candidates, with the one that a server chooses and how many times slower than the best it is.

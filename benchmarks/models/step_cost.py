@@ -1,6 +1,6 @@
 """How well does `StepCost` predict the seconds of a step?
 
-    OMP_WAIT_POLICY=PASSIVE python benchmarks/step_cost.py --seconds 60       # two minutes
+    OMP_WAIT_POLICY=PASSIVE python benchmarks/models/step_cost.py --seconds 60       # two minutes
 
 Prints the seconds of the warm-up; p50 and p90 of the relative error by kind of step, for steps that the warm-up did not
 measure; and the same for the steps of a served mix of chats and long prompts, with the coefficients as measured at

@@ -1,6 +1,6 @@
 """How far is `crossdock simulate` from a live server with the same arrivals?
 
-    python benchmarks/simulate_vs_live.py               # the default model, two minutes of arrivals: about 5 minutes
+    python benchmarks/routing/simulate_vs_live.py         # the default model, two minutes of arrivals: about 5 minutes
 
 Prints a row per figure (good requests, times to first token, times per token): live, simulated, and the deviation.
 
@@ -13,12 +13,15 @@ deviates, the costs had changed. Run nothing else beside it.
 
 import argparse
 import asyncio
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 from statistics import median
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for servers and tables
 
 import httpx
 from servers import add_server_options, crossdock_command, log_of, serving

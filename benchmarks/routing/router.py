@@ -1,6 +1,6 @@
 """How long does a routing decision take, and how long does a replica need to advertise its load?
 
-    python benchmarks/router.py                         # up to 1,000 replicas, nothing is served: a minute
+    python benchmarks/routing/router.py                         # up to 1,000 replicas, nothing is served: a minute
 
 Prints µs at p50 and p99 for `choose`, `book` and `hear` by number and kind of replicas, then the time and the bytes of
 one live profile.
@@ -25,7 +25,9 @@ from crossdock.workers.schedule.cost.cost import StepCost
 from crossdock.workers.schedule.memory.prefix_index import hash_pages
 from crossdock.workers.schedule.slo import DEFAULT_CLASSES
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for the tests' replicas: schedulers without a model
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for tables
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for the tests' replicas: schedulers without a model
 
 from tables import hardware
 

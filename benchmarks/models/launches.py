@@ -1,6 +1,6 @@
 """Count the kernels that a decoder layer launches on a GPU in a decode step, without a GPU.
 
-    TRITON_INTERPRET=1 python benchmarks/launches.py
+    TRITON_INTERPRET=1 python benchmarks/models/launches.py
 
 Tiny models run on a CPU, Triton's kernels in its interpreter. Counted are Triton's kernels, and the operators for which
 torch would launch one; views and allocations launch nothing. An operator counts once, although a sort or a product may

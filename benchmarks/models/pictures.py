@@ -1,6 +1,6 @@
 """How long do streams wait while prompts with eight pictures arrive? Paced encoding against all pictures at once.
 
-    OMP_WAIT_POLICY=PASSIVE python benchmarks/pictures.py --requests 12       # three minutes
+    OMP_WAIT_POLICY=PASSIVE python benchmarks/models/pictures.py --requests 12       # three minutes
 
 Streams of the class standard decode while requests of eight pictures each arrive. The class promises 100 ms a token,
 and a stream that is ahead may wait for 125 ms once (`LONGEST_GAP` in workers/schedule/pacing/pace.py). The same model,
@@ -18,9 +18,12 @@ requests' time to first token.
 import argparse
 import os
 import random
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for tables
 
 import numpy as np
 import torch
