@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from crossdock.workers.model.load import load_model
-from crossdock.workers.model.model import PagedModel
+from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.model.model_spec import ModelSpec
 
 from .ranks import Ranks
@@ -20,6 +20,6 @@ def ranks() -> Iterator[Ranks]:
 
 
 @pytest.fixture(scope="session")
-def smollm2(model_dir: Path) -> PagedModel:
+def smollm2(model_dir: Path) -> LoadedModel:
     """SmolLM2-135M in fp32. An engine on it allocates the pool, and takes it from the engine before."""
     return load_model(ModelSpec(str(model_dir), "float32"))

@@ -62,10 +62,12 @@ def test_recorded_decodes_equal_eager_decodes(name: str, dtype: torch.dtype) -> 
         decodes = [Scheduled(r, n - 1, 1, p, True) for r, n, p in zip(requests, lengths, pages, strict=True)]
         StepInputs.of(Batch(chunks, 0), PAGE_SIZE)[0].run(model)
         step = StepInputs.of(Batch(decodes, len(decodes)), PAGE_SIZE)[0]
-        before = model.pool.clone()
+        before = model.pool.tensor.clone()
         got = recorded.run(step).clone()
         error = 1e-3 if dtype is torch.float32 else 5e-2
-        torch.testing.assert_close(model.pool, before, atol=error, rtol=error)  # only the decodes are written, again
+        torch.testing.assert_close(
+            model.pool.tensor, before, atol=error, rtol=error
+        )  # only the decodes are written, again
         theirs = step.run(model)
         assert (got - theirs).norm() <= error * theirs.norm()
 
@@ -95,11 +97,11 @@ def test_recorded_chunks_equal_eager_chunks(name: str, dtype: torch.dtype) -> No
         mixed = [Scheduled(r, *part, p, True) for r, part, p in zip(requests, parts, pages, strict=True)]
         StepInputs.of(Batch(whole, 0), PAGE_SIZE)[0].run(model)
         step = StepInputs.of(Batch(mixed, 0), PAGE_SIZE)[0]
-        before = model.pool.clone()
+        before = model.pool.tensor.clone()
         assert recorded.covers(step)
         got = recorded.run(step).clone()
         error = 1e-3 if dtype is torch.float32 else 5e-2
-        torch.testing.assert_close(model.pool, before, atol=error, rtol=error)  # only the step is written, again
+        torch.testing.assert_close(model.pool.tensor, before, atol=error, rtol=error)  # only the step is written, again
         theirs = step.run(model)
         assert (got - theirs).norm() <= error * theirs.norm()
 

@@ -16,7 +16,8 @@ from crossdock.workers.model.graphs import decode_graphs as graphs
 from crossdock.workers.model.graphs.decode_graphs import DecodeGraphs, batch_sizes, decode_graphs, padded
 from crossdock.workers.model.inputs import StepInputs
 from crossdock.workers.model.load import wrap_module
-from crossdock.workers.model.model import PagedModel
+from crossdock.workers.model.load_options import LoadOptions
+from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.model.runner import Runner
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.engine import Engine
@@ -41,7 +42,7 @@ class Decodes:
         self.prompts = [torch.randint(3, 120, (n,), generator=generator) for n in lengths]
         module.set_attn_implementation("eager")
         self.expected = torch.stack([monolithic(module, prompt)[-1] for prompt in self.prompts])
-        self.model = wrap_module(module, attention=TORCH)
+        self.model = wrap_module(module, LoadOptions(attention=TORCH))
         self.model.allocate_pool(64, PAGE_SIZE)
         self.pool.fill_(float("nan"))
         spare = iter((torch.randperm(63, generator=generator) + 1).tolist())
@@ -58,11 +59,10 @@ class Decodes:
 
     @property
     def pool(self) -> Tensor:
-        assert self.model.pool is not None
-        return self.model.pool
+        return self.model.pool.tensor
 
     def token(self, layer: int, slot: int) -> tuple[Tensor, Tensor]:
-        keys, values = self.model.pages[layer]
+        keys, values = self.model.pool.pages[layer]
         return keys[slot // PAGE_SIZE, :, slot % PAGE_SIZE], values[slot // PAGE_SIZE, :, slot % PAGE_SIZE]
 
     def check(self, logits: Tensor, before: Tensor) -> None:
@@ -126,7 +126,7 @@ def test_recorded_steps_give_same_logits_from_fixed_addresses() -> None:
     module = build("llama", {})
     seen: defaultdict[int, set[tuple[int, ...]]] = defaultdict(set)
 
-    class Watched(PagedModel):
+    class Watched(LoadedModel):
         def forward(
             self, token_ids: Tensor, positions: Tensor, batch: AttentionBatch, rows: Tensor, *more: Any
         ) -> Tensor:
@@ -139,11 +139,11 @@ def test_recorded_steps_give_same_logits_from_fixed_addresses() -> None:
         decodes = Decodes(module, TORCH, lengths)
         model = decodes.model
         watched = Watched(model.module, model.config, model.layers, model.max_model_len, model.eos_token_ids)
-        watched.attention, watched.pages, watched.pool = TORCH, model.pages, model.pool
+        watched.attention, watched.pages, watched.pool = TORCH, model.pool.pages, model.pool.tensor
         before = decodes.pool.clone()
         if recorded is None or recorded_model is None:
             recorded, recorded_model = DecodeGraphs(watched, PAGE_SIZE, 11, lambda run: run), watched
-        recorded_model.pages = model.pages
+        recorded_model.pool.pages = model.pool.pages
         assert recorded.covers(decodes.inputs)
         decodes.check(recorded.run(decodes.inputs), before)
     assert {size: len(addresses) for size, addresses in seen.items()} == {1: 1, 2: 1, 4: 1, 8: 1, 11: 1}
@@ -204,9 +204,9 @@ def test_model_that_cannot_be_recorded_runs_eagerly_and_logs_why(
     with caplog.at_level(logging.INFO, graphs.__name__):
         assert decode_graphs(decodes.model, PAGE_SIZE, 4) is None
         assert not caplog.messages, "a CPU needs no graphs"
-        monkeypatch.setattr(PagedModel, "device", property(lambda _: torch.device("cuda")))
+        monkeypatch.setattr(LoadedModel, "device", property(lambda _: torch.device("cuda")))
 
-        def refuse(model: PagedModel) -> None:
+        def refuse(model: LoadedModel) -> None:
             raise RuntimeError("called a synchronizing CUDA operation")
 
         monkeypatch.setattr(graphs, "recorder_for", refuse)

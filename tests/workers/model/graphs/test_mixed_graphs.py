@@ -18,7 +18,8 @@ from crossdock.workers.model.graphs.decode_graphs import DecodeGraphs
 from crossdock.workers.model.graphs.mixed_graphs import MixedGraphs, mixed_graphs, padded_with_chunks
 from crossdock.workers.model.inputs import StepInputs
 from crossdock.workers.model.load import wrap_module
-from crossdock.workers.model.model import PagedModel
+from crossdock.workers.model.load_options import LoadOptions
+from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.model.runner import Runner
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.engine import Engine
@@ -42,10 +43,9 @@ class MixedStep:
         prompts = [torch.randint(3, 120, (start + tokens,), generator=generator) for start, tokens in parts]
         module.set_attn_implementation("eager")
         self.expected = torch.stack([monolithic(module, prompt)[-1] for prompt in prompts])
-        self.model = wrap_module(module, attention=attention)
+        self.model = wrap_module(module, LoadOptions(attention=attention))
         self.model.allocate_pool(64, PAGE_SIZE)
-        assert self.model.pool is not None
-        self.pool = self.model.pool
+        self.pool = self.model.pool.tensor
         self.pool.fill_(float("nan"))
         spare = iter((torch.randperm(63, generator=generator) + 1).tolist())
         requests = [Request(f"{i}", prompt.tolist(), SamplingParams()) for i, prompt in enumerate(prompts)]
@@ -119,7 +119,7 @@ def test_recorded_steps_give_same_logits_from_fixed_addresses() -> None:
     module = build("llama", {})
     seen: defaultdict[int, set[tuple[int, ...]]] = defaultdict(set)
 
-    class Watched(PagedModel):
+    class Watched(LoadedModel):
         def forward(
             self, token_ids: Tensor, positions: Tensor, batch: AttentionBatch, rows: Tensor, *more: Any
         ) -> Tensor:
@@ -135,9 +135,9 @@ def test_recorded_steps_give_same_logits_from_fixed_addresses() -> None:
         model = step.model
         if recorded is None or watched is None:
             watched = Watched(model.module, model.config, model.layers, model.max_model_len, model.eos_token_ids)
-            watched.attention, watched.pages, watched.pool = TORCH, model.pages, model.pool
+            watched.attention, watched.pages, watched.pool = TORCH, model.pool.pages, model.pool.tensor
             recorded = MixedGraphs(watched, PAGE_SIZE, 20, 64, lambda run: run)
-        watched.pages = model.pages
+        watched.pages = model.pool.pages
         assert recorded.covers(step.inputs)
         step.check(lambda recorded=recorded, step=step: recorded.run(step.inputs))  # type: ignore[misc]
     assert {rows: len(addresses) for rows, addresses in seen.items()} == {8 + 64: 1, 20 + 64: 1}
@@ -147,7 +147,7 @@ def test_steps_run_to_be_recorded_are_whole() -> None:
     """Their sequences have as many rows as there are tokens: a kernel writes past the end of its output otherwise."""
     model, seen = MixedStep(build("llama", {}), TORCH, STEPS[0]).model, []
 
-    class Watched(PagedModel):
+    class Watched(LoadedModel):
         def forward(
             self, token_ids: Tensor, positions: Tensor, batch: AttentionBatch, rows: Tensor, *more: Any
         ) -> Tensor:
@@ -160,7 +160,7 @@ def test_steps_run_to_be_recorded_are_whole() -> None:
         return run
 
     watched = Watched(model.module, model.config, model.layers, model.max_model_len, model.eos_token_ids)
-    watched.attention, watched.pages, watched.pool = TORCH, model.pages, model.pool
+    watched.attention, watched.pages, watched.pool = TORCH, model.pool.pages, model.pool.tensor
     MixedGraphs(watched, PAGE_SIZE, 20, 80, record)
     assert seen == [(100, 100)] + [(n, n) for n in (100, 88, 84, 72)]
 

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from crossdock.workers.model.architecture import UnsupportedModelError
+from crossdock.workers.model.forward.state_pages import LayerStates, StateLayout, StateShape, StepStates
 from crossdock.workers.model.load import wrap_module
-from crossdock.workers.model.logits_check import UnsupportedModelError
-from crossdock.workers.model.recurrent.state_pages import LayerStates, StateLayout, StateShape, StepStates
+from crossdock.workers.model.load_options import LoadOptions
 from tests.workers.architectures import RECURRENT, SERVED, build
 from tests.workers.model.paged import monolithic, through_pages
 
@@ -144,7 +145,7 @@ def test_states_have_one_layout_per_dtype_and_model() -> None:
 @pytest.mark.parametrize("name", ["qwen3_next", "kimi_linear"])
 def test_states_keep_their_dtype_beside_pages_of_e4m3(name: str) -> None:
     """Keys are stored before attention reads them, so that chunks of any size see the same ones."""
-    model = wrap_module(build(name, SERVED[name]), kv_cache_dtype="fp8")
+    model = wrap_module(build(name, SERVED[name]), LoadOptions(kv_cache_dtype="fp8"))
     assert model.kv_dtype is torch.float8_e4m3fn
     assert model.states is not None
     assert {shape.dtype for shape in model.states.shapes} == {torch.float32}
