@@ -76,7 +76,7 @@ def test_positions_reset_in_every_chunk_change_logits() -> None:
         def forward(self, token_ids: Tensor, positions: Tensor, batch: AttentionBatch, rows: Tensor) -> Tensor:
             return super().forward(token_ids, positions - positions[0], batch, rows)
 
-    broken = Reset(model.module, model.config, model.layers, model.max_model_len, model.eos_token_ids)
+    broken = Reset(**vars(model))
     got = through_pages(broken, [prompt], [[(0, 0, 16)], [(0, 16, 64)]])[0]
     torch.testing.assert_close(got[:16], expected[:16], atol=1e-4, rtol=1e-4)
     assert not torch.allclose(got[16:], expected[16:], atol=1e-2)

@@ -1,5 +1,6 @@
 """Padding a decode batch changes no logits and no page; recorded steps read the same tensors every time."""
 
+import dataclasses
 import logging
 from collections import defaultdict
 from typing import Any
@@ -54,7 +55,7 @@ class Decodes:
             return StepInputs.of(Batch(scheduled, 0), PAGE_SIZE)[0]
 
         step([(0, n - 1) for n in lengths]).run(self.model)
-        self.model.attention = attention
+        self.model = dataclasses.replace(self.model, attention=attention)
         self.inputs = step([(n - 1, 1) for n in lengths])
 
     @property
@@ -138,8 +139,7 @@ def test_recorded_steps_give_same_logits_from_fixed_addresses() -> None:
     for lengths in ([40, 5, 23], [9], [5, 23, 40, 8, 16, 7, 3], [200, 3, 4, 5], [9, 8]):
         decodes = Decodes(module, TORCH, lengths)
         model = decodes.model
-        watched = Watched(model.module, model.config, model.layers, model.max_model_len, model.eos_token_ids)
-        watched.attention, watched.pages, watched.pool = TORCH, model.pool.pages, model.pool.tensor
+        watched = Watched(**vars(model))
         before = decodes.pool.clone()
         if recorded is None or recorded_model is None:
             recorded, recorded_model = DecodeGraphs(watched, PAGE_SIZE, 11, lambda run: run), watched
@@ -179,10 +179,10 @@ def test_engine_with_recorded_steps_gives_same_tokens() -> None:
 
     for is_recorded, is_ahead in ((False, False), (True, False), (True, True)):
         engine = Engine(wrap_module(module), config.model_copy(update={"async_scheduling": is_ahead}))
-        assert engine.pipeline.runner.graphs is None, "on a CPU"
+        assert not engine.pipeline.runner.graphs, "on a CPU"
         if is_recorded:
             engine.pipeline.runner = Runner(
-                engine.model, 16, None, Counted(engine.model, 16, config.max_num_seqs, lambda run: run)
+                engine.model, 16, None, [Counted(engine.model, 16, config.max_num_seqs, lambda run: run)]
             )
         for number in range(14):
             prompt = [(13 * number + 7 * at) % 90 + 3 for at in range(1 + 31 * number % 151)]
@@ -202,7 +202,7 @@ def test_model_that_cannot_be_recorded_runs_eagerly_and_logs_why(
 ) -> None:
     decodes = Decodes(build("llama", {}), TORCH)
     with caplog.at_level(logging.INFO, graphs.__name__):
-        assert decode_graphs(decodes.model, PAGE_SIZE, 4) is None
+        assert decode_graphs(decodes.model, PAGE_SIZE, 4) == (None, "")
         assert not caplog.messages, "a CPU needs no graphs"
         monkeypatch.setattr(LoadedModel, "device", property(lambda _: torch.device("cuda")))
 
@@ -210,7 +210,6 @@ def test_model_that_cannot_be_recorded_runs_eagerly_and_logs_why(
             raise RuntimeError("called a synchronizing CUDA operation")
 
         monkeypatch.setattr(graphs, "recorder_for", refuse)
-        assert decode_graphs(decodes.model, PAGE_SIZE, 4) is None
-    assert caplog.messages == [
-        "decode steps run without CUDA graphs: RuntimeError: called a synchronizing CUDA operation"
-    ]
+        reason = "RuntimeError: called a synchronizing CUDA operation"
+        assert decode_graphs(decodes.model, PAGE_SIZE, 4) == (None, f"none: {reason}")
+    assert caplog.messages == [f"decode steps run without CUDA graphs: {reason}"]

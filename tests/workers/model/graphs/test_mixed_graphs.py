@@ -1,5 +1,6 @@
 """Recorded steps with chunks: padding changes no logits and no page; a replay reads the tensors of the recording."""
 
+import dataclasses
 import logging
 from collections import defaultdict
 from collections.abc import Callable
@@ -100,8 +101,7 @@ def test_padding_changes_no_logits_and_no_page_in_triton() -> None:
     padded = padded_with_chunks(step.inputs, 2, 8, PAGE_SIZE)
 
     def run() -> Tensor:
-        step.model.attention = choose_attention("triton", torch.device("cpu"))
-        return padded.run(step.model)
+        return padded.run(dataclasses.replace(step.model, attention=choose_attention("triton", torch.device("cpu"))))
 
     step.check(run)
 
@@ -134,8 +134,7 @@ def test_recorded_steps_give_same_logits_from_fixed_addresses() -> None:
         step = MixedStep(module, TORCH, parts)
         model = step.model
         if recorded is None or watched is None:
-            watched = Watched(model.module, model.config, model.layers, model.max_model_len, model.eos_token_ids)
-            watched.attention, watched.pages, watched.pool = TORCH, model.pool.pages, model.pool.tensor
+            watched = Watched(**vars(model))
             recorded = MixedGraphs(watched, PAGE_SIZE, 20, 64, lambda run: run)
         watched.pages = model.pool.pages
         assert recorded.covers(step.inputs)
@@ -159,9 +158,7 @@ def test_steps_run_to_be_recorded_are_whole() -> None:
         run()
         return run
 
-    watched = Watched(model.module, model.config, model.layers, model.max_model_len, model.eos_token_ids)
-    watched.attention, watched.pages, watched.pool = TORCH, model.pool.pages, model.pool.tensor
-    MixedGraphs(watched, PAGE_SIZE, 20, 80, record)
+    MixedGraphs(Watched(**vars(model)), PAGE_SIZE, 20, 80, record)
     assert seen == [(100, 100)] + [(n, n) for n in (100, 88, 84, 72)]
 
 
@@ -218,7 +215,7 @@ def test_engine_with_recorded_drafts_gives_same_tokens_as_without_speculation() 
         if speculative is not None:
             graphs = DecodeGraphs(engine.model, 16, 9, lambda run: run)
             mixed_ones = Counted(engine.model, 16, 9, 80, lambda run: run, most_drafts=engine.config.most_drafts)
-            engine.pipeline.runner = Runner(engine.model, 16, None, graphs, mixed_ones)
+            engine.pipeline.runner = Runner(engine.model, 16, None, [graphs, mixed_ones])
         for number in range(3):
             params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
             engine.add(Submission(f"{number}", [5 + number, 9, 30] * 10, params))
@@ -248,11 +245,11 @@ def test_engine_with_recorded_chunks_gives_same_tokens(is_ahead: bool) -> None:
     answers = []
     for is_recorded in (False, True):
         engine = Engine(wrap_module(module), config)
-        assert engine.pipeline.runner.mixed_graphs is None, "on a CPU"
+        assert not engine.pipeline.runner.graphs, "on a CPU"
         if is_recorded:
             graphs = DecodeGraphs(engine.model, 16, 9, lambda run: run)
             engine.pipeline.runner = Runner(
-                engine.model, 16, None, graphs, Counted(engine.model, 16, 9, 80, lambda run: run)
+                engine.model, 16, None, [graphs, Counted(engine.model, 16, 9, 80, lambda run: run)]
             )
         for number in range(14):
             prompt = [(13 * number + 7 * at) % 90 + 3 for at in range(1 + 31 * number % 151)]
@@ -273,7 +270,7 @@ def test_cost_is_not_learnt_from_steps_that_graphs_lack_room_for(monkeypatch: py
     engine = Engine(wrap_module(build("llama", {})), config)
     graphs = DecodeGraphs(engine.model, 16, 20, lambda run: run)
     engine.pipeline.runner = Runner(
-        engine.model, 16, None, graphs, MixedGraphs(engine.model, 16, 20, 64, lambda run: run)
+        engine.model, 16, None, [graphs, MixedGraphs(engine.model, 16, 20, 64, lambda run: run)]
     )
     engine.calibrate([(StepWork.of([(0, tokens)]), 0.01 + tokens * 1e-4) for tokens in (16, 32, 64)])
     learnt: list[StepWork] = []
@@ -291,18 +288,16 @@ def test_model_whose_chunks_cannot_be_recorded_says_why_and_keeps_its_decodes(
 ) -> None:
     model = MixedStep(build("llama", {}), TORCH, STEPS[0]).model
     decodes = DecodeGraphs(model, PAGE_SIZE, 4, lambda run: run)
-    model.graphs = "decodes"
-    assert mixed_graphs(model, PAGE_SIZE, 4, 64, None) is None
 
     def refuse(*_: Any) -> None:
         raise RuntimeError("called a synchronizing CUDA operation")
 
     with caplog.at_level(logging.WARNING, mixed.__name__), monkeypatch.context() as patch:
         patch.setattr(MixedGraphs, "_forward", refuse)
-        assert mixed_graphs(model, PAGE_SIZE, 4, 64, decodes) is None
+        refused = mixed_graphs(model, PAGE_SIZE, 4, 64, decodes)
     why = "RuntimeError: called a synchronizing CUDA operation"
     assert caplog.messages == [f"steps with chunks run without CUDA graphs: {why}"]
-    assert model.graphs == f"decodes; steps with chunks are not: {why}"
-    model.graphs = "decodes"
-    assert isinstance(mixed_graphs(model, PAGE_SIZE, 4, 64, decodes), MixedGraphs)
-    assert model.graphs == "decodes, steps with chunks of up to 64 tokens"
+    assert refused == (None, f"; steps with chunks are not: {why}")
+    graphs, text = mixed_graphs(model, PAGE_SIZE, 4, 64, decodes)
+    assert isinstance(graphs, MixedGraphs)
+    assert text == ", steps with chunks of up to 64 tokens"

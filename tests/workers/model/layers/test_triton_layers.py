@@ -125,7 +125,8 @@ def test_scales_of_e4m3_pages_reach_each_layers_store_and_attention(monkeypatch:
         return call
 
     monkeypatch.setattr(triton_layer_steps, "finish_heads", recorded(triton_layer_steps.finish_heads))
-    model.attention = dataclasses.replace(model.attention, paged_attention=recorded(reference_paged_attention))
+    seen = dataclasses.replace(model.attention, paged_attention=recorded(reference_paged_attention))
+    model = dataclasses.replace(model, attention=seen)
     through_pages(model, prompts()[:1], [[(0, 0, 5)]])
     assert model.pool.tensor.dtype is torch.float8_e4m3fn
     assert given == [model.scales[0], model.scales[0], model.scales[1], model.scales[1]]

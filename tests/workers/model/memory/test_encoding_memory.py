@@ -1,6 +1,7 @@
 """The memory of a GPU that pictures take: the arithmetic, and which calls of the encoder are measured."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -52,10 +53,9 @@ def test_pictures_take_the_cache_the_largest_call_and_the_rows_of_a_step() -> No
     model.encoder.takes_rows = True
     peaks = iter([5 << 20, 9 << 20])
     assert bytes_for_pictures(model, budget, peak) == (2 << 20) + (9 << 20) + 2 * 100 * row, "landing pages too"
-    model.part = ModelPart(RankPosition(1, 2))
-    assert bytes_for_pictures(model, budget, peak) == 2 * 100 * row, "a rank that receives rows"
-    model.encoder = None
-    assert bytes_for_pictures(model, budget, peak) == 0
+    receiver = replace(model, part=ModelPart(RankPosition(1, 2)))
+    assert bytes_for_pictures(receiver, budget, peak) == 2 * 100 * row, "a rank that receives rows"
+    assert bytes_for_pictures(replace(model, encoder=None), budget, peak) == 0
 
 
 def test_budget_has_the_memory_of_the_cache() -> None:
@@ -78,7 +78,7 @@ def test_calls_of_bounded_rows_give_the_same_embeddings(family: str, monkeypatch
 
     monkeypatch.setattr(PictureEncoder, "features", counted)
     encoder.clear()
-    encoder.most_rows = 40
+    encoder.limit_calls(40)
     encoder.encode(items)
     assert sum(calls) == sum(item.num_rows for item in items)
     for item, before in zip(items, expected, strict=True):

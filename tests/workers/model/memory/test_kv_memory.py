@@ -97,7 +97,7 @@ def test_pages_on_gpu_get_what_the_largest_steps_leave(gpu: list[StepInputs]) ->
     assert count_pages_that_fit(model, config.budget, 16) == expected
     assert {len(step.token_ids) for step in gpu} == {300}
     assert not len(model.pool.tensor), "the scratch pages are freed"
-    assert model.pool.pages == []
+    assert not model.pool.pages
     assert Engine(model, config).pages.num_pages == expected.num_pages
     fixed = MemoryBudget(1 << 20)
     gpu.clear()

@@ -102,7 +102,7 @@ def test_killed_conversion_leaves_no_usable_directory(cache: Path, monkeypatch: 
             sys.executable,
             "-c",
             "import time\n"
-            "from crossdock.workers.model import checkpoint\n"
+            "from crossdock.workers.model.weights import checkpoint\n"
             "def convert(gguf, target):\n"
             "    target.mkdir(); (target / 'half').write_text('x'); print('half way', flush=True); time.sleep(600)\n"
             "checkpoint.convert_gguf = convert\n"
