@@ -17,6 +17,7 @@ from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.model.model_spec import ModelSpec
 from tests.workers.architectures import SERVED, build
 from tests.workers.model.paged import PAGE_SIZE, monolithic, random_steps, through_pages
+from tests.workers.sweeps import rest_in_soak
 
 
 @pytest.mark.parametrize("name", SERVED)
@@ -33,7 +34,9 @@ def test_logits_of_any_chunks_equal_transformers(name: str) -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton: pip install triton")
-@pytest.mark.parametrize("name", ["llama", "gemma2", "deepseek_v3", "llama4_text"])
+@pytest.mark.parametrize(
+    "name", rest_in_soak(["llama", "gemma2", "deepseek_v3", "llama4_text"], "gemma2", "deepseek_v3")
+)
 def test_logits_of_every_backend_equal_transformers(name: str) -> None:
     module = build(name, SERVED[name])
     prompts = [torch.arange(3, 3 + n) for n in (5, 38)]

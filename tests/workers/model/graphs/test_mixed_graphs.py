@@ -31,6 +31,7 @@ from crossdock.workers.schedule.request import Request, SamplingParams, Submissi
 from tests.workers.architectures import SERVED, build
 from tests.workers.model.paged import monolithic
 from tests.workers.replica.speculating import engine_of, fixed
+from tests.workers.sweeps import rest_in_soak
 
 PAGE_SIZE = 8
 
@@ -83,7 +84,7 @@ STEPS = [
 
 
 @pytest.mark.parametrize("attention", [CPP, TORCH], ids=["cpp", "torch"])
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "qwen3_moe"])
+@pytest.mark.parametrize("name", rest_in_soak(["llama", "gemma2", "gpt_oss", "qwen3_moe"], "gpt_oss"))
 def test_padding_changes_no_logits_and_no_page(name: str, attention: Attention) -> None:
     module = build(name, SERVED[name])
     for parts in STEPS:

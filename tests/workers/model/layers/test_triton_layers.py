@@ -25,6 +25,7 @@ from tests.workers.architectures import SERVED, build
 from tests.workers.model.paged import monolithic, random_steps, through_pages
 from tests.workers.multimodal import paged_multimodal
 from tests.workers.ranks import Ranks, saved
+from tests.workers.sweeps import rest_in_soak
 
 pytestmark = pytest.mark.skipif(not triton_is_interpreted(), reason="needs Triton: pip install triton")
 
@@ -74,7 +75,7 @@ def prompts() -> list[Tensor]:
     return [torch.randint(3, 120, (n,), generator=torch.Generator().manual_seed(n)) for n in (5, 23, 40)]
 
 
-@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize("name", rest_in_soak(FUSED, "llama gelu", "qwen2 biases", "qwen3"))
 def test_logits_in_float32_equal_transformers_in_any_chunks(name: str) -> None:
     module = with_biases(name, FUSED[name])
     expected = [monolithic(module, prompt) for prompt in prompts()]

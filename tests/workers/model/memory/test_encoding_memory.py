@@ -16,9 +16,10 @@ from crossdock.workers.model.pictures.vision import PictureEncoder
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.schedule.pictures.items import Item
 from tests.workers.multimodal import FAMILIES, paged_multimodal, picture
+from tests.workers.sweeps import rest_in_soak
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", rest_in_soak(FAMILIES, "qwen3_vl", "llava"))
 def test_largest_calls_are_as_large_as_the_scheduler_allows(family: str) -> None:
     """No example has more rows than fit into the cache, and the next size would, unless the model has one size."""
     model = paged_multimodal(family)
@@ -62,7 +63,7 @@ def test_budget_has_the_memory_of_the_cache() -> None:
     assert EngineConfig.model_validate({"mm_encoder_cache": "7MiB"}).budget.mm_encoder_cache == 7 << 20
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", rest_in_soak(FAMILIES, "qwen3_vl", "llava"))
 def test_calls_of_bounded_rows_give_the_same_embeddings(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     encoder = paged_multimodal(family).encoder
     assert encoder is not None

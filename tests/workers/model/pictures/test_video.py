@@ -27,6 +27,7 @@ from tests.workers.multimodal import (
     paged_multimodal,
     picture,
 )
+from tests.workers.sweeps import rest_in_soak
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl")
 
@@ -54,7 +55,7 @@ def video(family: str, seed: int, frames: int, size: tuple[int, int] = (2, 2), s
     return tokens, Item(0, len(tokens), frames * rows, "video", rng.bytes(16), tensors)
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=rest_in_soak(FAMILIES, "qwen2_5_vl"))
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -33,6 +33,7 @@ from tests.workers.multimodal import (
     picture,
     video,
 )
+from tests.workers.sweeps import rest_in_soak
 
 PAGE_SIZE = 8
 
@@ -100,7 +101,7 @@ def allowed_steps(
     return [parts for parts in found if parts]
 
 
-@pytest.fixture(scope="module", params=(*FAMILIES, *BOTH_WAYS))
+@pytest.fixture(scope="module", params=rest_in_soak((*FAMILIES, *BOTH_WAYS), "llava", "qwen3_vl", *BOTH_WAYS))
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -12,6 +12,7 @@ from crossdock.workers.model.load import wrap_module
 from crossdock.workers.model.load_options import LoadOptions
 from tests.workers.architectures import RECURRENT, SERVED, build
 from tests.workers.model.paged import monolithic, through_pages
+from tests.workers.sweeps import rest_in_soak
 
 CONVOLUTION = StateShape(0, 0, True, (3, 5), torch.bfloat16)
 RECURRENT_STATE = StateShape(0, 0, False, (2, 7), torch.float32)
@@ -21,7 +22,7 @@ def close(ours: Tensor, theirs: Tensor) -> None:
     torch.testing.assert_close(ours, theirs, atol=2e-3, rtol=2e-3)
 
 
-@pytest.mark.parametrize("name", RECURRENT)
+@pytest.mark.parametrize("name", rest_in_soak(RECURRENT, "qwen3_next", "bamba", "lfm2 conv", "falcon_h1"))
 def test_chunks_of_equal_sizes_give_the_logits_of_one_pass(name: str) -> None:
     module = build(name, SERVED[name])
     prompts = [torch.randint(3, 120, (n,), generator=torch.Generator().manual_seed(n)) for n in (29, 40)]

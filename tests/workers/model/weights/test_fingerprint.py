@@ -14,6 +14,7 @@ from crossdock.workers.model.load_options import LoadOptions
 from crossdock.workers.model.weights.fingerprint import fingerprint
 from crossdock.workers.replica.ranks.pool_layout import held_layers, pool_spec
 from tests.workers.model.test_longrope import ORIGINAL, longrope
+from tests.workers.sweeps import rest_in_soak
 
 MIB = 1 << 20
 
@@ -43,7 +44,7 @@ def test_copies_have_the_same_name(tmp_path: Path) -> None:
     assert fingerprint(one) == fingerprint(two)
 
 
-@pytest.mark.parametrize("name", tensors())
+@pytest.mark.parametrize("name", rest_in_soak(tensors(), "layer.0.weight", "layer.11.weight", "norm.0"))
 def test_checkpoint_that_differs_in_one_tensor_has_another_name(tmp_path: Path, name: str) -> None:
     weights = tensors()
     one = save(tmp_path / "one", weights)
