@@ -56,11 +56,12 @@ test-that-waits:  # mostly for servers and processes
 test-that-computes:
 	@set -o pipefail; $(LANE) $(addprefix --ignore=,$(WAIT)) 2>&1 | sed -u 's/^/computes | /'
 
-lint: setup  ## ruff, mypy, and the check of plain English
+lint: setup  ## ruff, mypy, and the checks of plain English and of complete objects
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/python .ci/plain_english.py
+	$(BIN)/python .ci/complete_objects.py
 
 deploy-check: setup  ## every manifest, by the schemas of those who read them; no cluster, no network
 	$(BIN)/pytest tests/cluster/deploy $(ARGS)

@@ -137,7 +137,7 @@ def test_recorded_steps_give_same_logits_from_fixed_addresses() -> None:
         if recorded is None or watched is None:
             watched = Watched(**vars(model))
             recorded = MixedGraphs(watched, PAGE_SIZE, 20, 64, lambda run: run)
-        watched.pages = model.pool.pages
+        watched.pool.pages = model.pool.pages
         assert recorded.covers(step.inputs)
         step.check(lambda recorded=recorded, step=step: recorded.run(step.inputs))  # type: ignore[misc]
     assert {rows: len(addresses) for rows, addresses in seen.items()} == {8 + 64: 1, 20 + 64: 1}
