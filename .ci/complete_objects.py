@@ -25,7 +25,7 @@ RECORDS = {  # an object, or one field of it: why it may change
     **dict.fromkeys(("model.config.rms_norm_eps", "tokenizer.backend_tokenizer"), "written to a converted checkpoint"),
     **dict.fromkeys(("part.request", "self.seen", "stream.seen"), REQUEST),
     **dict.fromkeys(("kept", "self._kept"), ROW),
-    "self.part": "the cut of a model writes its part, which nobody has yet",
+    "self.part": "the cut of a model writes its part, which no process uses yet",
     "pictures": "the pictures of a step are encoded, or received, while it runs",
     "_current": "thread-local: the forward pass that runs",
     "modeling_gguf_pytorch_utils.tqdm": "no progress bar while the default model is converted",

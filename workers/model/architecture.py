@@ -1,4 +1,4 @@
-"""What the configuration of a transformers model says about its parts."""
+"""Read from the configuration of a transformers model what its parts are."""
 
 from transformers import PretrainedConfig
 

@@ -1,1 +1,1 @@
-"""What a layer needs during a forward pass beside its arguments: pages, states, latents and rows of pictures."""
+"""Give a layer what it needs during a forward pass beside its arguments: pages, states, latents, rows of pictures."""

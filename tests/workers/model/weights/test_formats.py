@@ -1,4 +1,4 @@
-"""What every format of weights must keep: read, cut among ranks, counted in bytes, computed and checked."""
+"""Check what every format of weights must keep: read, cut among ranks, counted in bytes, computed, refused."""
 
 from pathlib import Path
 from types import SimpleNamespace

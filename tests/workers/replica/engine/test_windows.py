@@ -89,7 +89,7 @@ def test_pages_that_windows_have_passed_are_never_read(
     engine = engine_on(model, 1500, enable_prefix_caching=False, **config)
     assert bool(model.kernels) == ("fused" in name)
     window = AttentionChunk(WINDOW) if name == "llama4_text" else WINDOW
-    assert [group.window for group in model.groups] == ([window] if "mistral" in name else [None, window])
+    assert [group.window for group in engine.model.groups] == ([window] if "mistral" in name else [None, window])
 
     def poison(batch: Batch) -> None:
         model.pool.tensor.view(engine.pages.num_pages, -1)[unowned(engine)] = torch.nan
@@ -120,7 +120,7 @@ def test_pool_serves_a_context_that_it_could_not_hold_without_windows() -> None:
     with pytest.raises(ValueError, match="max_model_len"):
         engine_on(model, 192, disable_hybrid_kv_cache_manager=True, max_num_batched_tokens=32)
     engine = engine_on(model, 192, max_num_batched_tokens=32)
-    assert [group.window for group in model.groups] == [None, WINDOW, WINDOW, WINDOW]
+    assert [group.window for group in engine.model.groups] == [None, WINDOW, WINDOW, WINDOW]
     expected = generated(
         build("gemma3_text", SERVED["gemma3_text"] | {"layer_types": module.config.layer_types}), [prompt], NUM_TOKENS
     )
