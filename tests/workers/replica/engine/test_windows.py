@@ -138,7 +138,7 @@ def test_layers_keep_their_pages_where_windows_cannot_pass_them(caplog: pytest.L
         (qwen, {}, "fused layers"),
     ):
         engine = engine_on(model, 1500, **config)
-        assert not model.groups
+        assert not engine.model.groups
         assert not engine.pages.has_windows
         assert reason in caplog.text
 
