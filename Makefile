@@ -50,12 +50,14 @@ test-pure:
 test-seconds: setup  ## all tests; their seconds become the record tests/seconds.tsv
 	@exec $(BIN)/python .ci/run_tests.py --record
 
-lint: setup  ## ruff, mypy, and the checks of plain English and of tests
+lint: setup  ## ruff, mypy, and our own checks: plain English, tests, complete objects, counts
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/python .ci/plain_english.py
 	$(BIN)/python .ci/checks_of_tests.py
+	$(BIN)/python .ci/complete_objects.py
+	$(BIN)/python .ci/counts.py
 
 deploy-check: setup  ## every manifest, by the schemas of those who read them; no cluster, no network
 	$(BIN)/pytest tests/cluster/deploy $(ARGS)

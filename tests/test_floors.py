@@ -65,6 +65,25 @@ REPLICA_ROOMS = {  # likewise of workers/replica
     "serving": {"ranks", "engine", "transfer"},
 }
 INNER_ROOMS = {"cluster/api": API_ROOMS, "workers/replica": REPLICA_ROOMS}
+FLOORS_WITHIN: dict[str, list[set[str]]] = {
+    # room: its own rooms and files, from the ground up
+    "workers/model": [
+        {"architecture.py", "device_copies.py", "layer_kinds.py", "model_spec.py", "pooling.py", "grammar", "sampling"},
+        {"forward"},
+        {"pictures", "recurrent"},
+        {"cut"},
+        {"weights"},
+        {"load_options.py", "network.py", "kv_pool.py"},
+        {"model.py", "shared_rows.py"},
+        {"inputs.py"},
+        {"step_messages.py", "graphs"},
+        {"logits_check.py", "memory", "runner.py"},
+        {"layers"},
+        {"probe.py"},
+        {"load.py"},
+        {"encoder_model.py"},
+    ],
+}
 PURE = ("router", "workers/report", "workers/schedule")  # data and time come in, data goes out
 IMPURE = {"torch", "transformers", "ray", "time", "asyncio", "threading", "socket"}  # what pure rooms never import
 THIRD_PARTIES = {  # third party: the rooms or files that may import it
@@ -145,6 +164,23 @@ def test_rooms_within_a_room_import_downwards(folder: str, rooms: dict[str, set[
             other = name.removeprefix(prefix).split(".")[0]
             if other in rooms and name.startswith(prefix):
                 assert other in below, f"{path.name} must not import {name}"
+
+
+@pytest.mark.parametrize("room", FLOORS_WITHIN)
+def test_files_within_a_room_import_only_floors_below(room: str) -> None:
+    """Files of one inner room may import each other; other places of one floor may not."""
+    floors = FLOORS_WITHIN[room]
+    floor_of = {place: number for number, places in enumerate(floors) for place in places}
+    prefix = f"crossdock.{room.replace('/', '.')}."
+    paths = [path.removeprefix(f"{room}/") for path in SOURCES if path.startswith(f"{room}/")]
+    assert {path.split("/")[0] for path in paths} - {"__init__.py"} == set(floor_of)
+    for path in paths:
+        own = path.split("/")[0]
+        for name in imports((ROOT / room / path).read_text()):
+            target = name.removeprefix(prefix).split(".")[0]
+            other = target if target in floor_of else f"{target}.py"
+            if name.startswith(prefix) and other != own:
+                assert floor_of[other] < floor_of[own], f"{room}/{path} must not import {name}"
 
 
 @pytest.mark.parametrize("path", SOURCES)

@@ -49,8 +49,7 @@ class Engines:
             model = self._model()[0]
             self._engine = Engine(model, EngineConfig(**self._bench.sizes.engine, **settings))
             self._settings, self._is_warm = settings, False
-            assert model.pool is not None
-            model.pool.normal_()
+            model.pool.tensor.normal_()
         if is_warm and not self._is_warm:
             warm_up(self._engine)
             self._is_warm = True
@@ -58,7 +57,7 @@ class Engines:
 
     def _drop(self) -> None:
         if self._engine is not None:
-            self._engine.model.free_pool()
+            self._engine.model.pool.free()
         self._engine = None
         self._bench.device.collect()
 

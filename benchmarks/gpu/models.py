@@ -9,7 +9,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from crossdock.kernels.backend import choose_attention
 from crossdock.workers.model.load import wrap_module
-from crossdock.workers.model.model import PagedModel
+from crossdock.workers.model.load_options import LoadOptions
+from crossdock.workers.model.model import LoadedModel
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ def random_module(bench: Bench, name: str, **changes: Any) -> Any:
         return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, bench.sizes.dtype))
 
 
-def paged(bench: Bench, module: Any, max_model_len: int | None = None) -> PagedModel:
+def paged(bench: Bench, module: Any, max_model_len: int | None = None) -> LoadedModel:
     """Put the module behind the attention that a replica would choose; in a dry run Triton's, interpreted."""
     attention = choose_attention("triton", torch.device("cpu")) if bench.sizes.is_dry else None
-    return wrap_module(module, max_model_len, attention=attention)
+    return wrap_module(module, LoadOptions(max_model_len, attention=attention))

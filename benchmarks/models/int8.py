@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 
 from crossdock.kernels.attention import AttentionBatch
 from crossdock.workers.model.load import load_model
-from crossdock.workers.model.model import PagedModel
+from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.model.weights.checkpoint import default_model_dir
 
@@ -37,13 +37,13 @@ def step(sequences: int, query_len: int, kv_len: int) -> AttentionBatch:
     return AttentionBatch(starts, lengths, pages, slots.flatten(), query_len, kv_len, decodes)
 
 
-def logits_of(model: PagedModel, windows: list[Tensor]) -> Tensor:
+def logits_of(model: LoadedModel, windows: list[Tensor]) -> Tensor:
     """Return the logits [windows * WINDOW, vocab] of windows that know nothing of each other."""
     every = torch.arange(WINDOW)
     return torch.cat([model.forward(ids, every, step(1, WINDOW, WINDOW), every).float() for ids in windows])
 
 
-def quality(models: dict[str, PagedModel], num_windows: int) -> None:
+def quality(models: dict[str, LoadedModel], num_windows: int) -> None:
     tokenizer = AutoTokenizer.from_pretrained(default_model_dir())
     text = "\n".join((DOCS / name).read_text() for name in TEXTS)
     windows = list(torch.tensor(tokenizer(text)["input_ids"]).split(WINDOW))[:num_windows]
@@ -64,7 +64,7 @@ def quality(models: dict[str, PagedModel], num_windows: int) -> None:
         print(f"{name:10} {perplexity:10.3f} {error:16.4f} {same:12.4f} {divergence:9.5f}")
 
 
-def speed(models: dict[str, PagedModel], repeats: int) -> None:
+def speed(models: dict[str, LoadedModel], repeats: int) -> None:
     print(f"\nforward passes, ms, least of {repeats}: decodes after {CONTEXT} tokens, or one chunk of a prompt")
     print(f"{'':14} " + " ".join(f"{name:>9}" for name in models))
     decodes, chunks = (1, 2, 4, 8, 16, 32, 64), (64, 256, 1024)

@@ -22,10 +22,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from triton.runtime import interpreter
 
 from crossdock.kernels.backend import choose_attention
-from crossdock.workers.model.forward_context import ForwardContext, batch_of_one_page_each
+from crossdock.workers.model.forward.forward_context import ForwardContext, batch_of_one_page_each
 from crossdock.workers.model.layers import replaced_parts
 from crossdock.workers.model.load import wrap_module
-from crossdock.workers.model.model import PagedModel
+from crossdock.workers.model.load_options import LoadOptions
+from crossdock.workers.model.model import LoadedModel
 
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -97,7 +98,7 @@ def _has_unknown_size(name: str, args: Any) -> bool:
     return name == "repeat_interleave" and isinstance(args[-1], Tensor)
 
 
-def tiny(name: str, num_layers: int, is_fused: bool) -> PagedModel:
+def tiny(name: str, num_layers: int, is_fused: bool) -> LoadedModel:
     """Return a random model in float32 that is loaded as on a GPU, with or without Triton's steps."""
     config = AutoConfig.for_model(name, **_TINY | MODELS[name], num_hidden_layers=num_layers)
     torch.manual_seed(0)
@@ -111,7 +112,7 @@ def tiny(name: str, num_layers: int, is_fused: bool) -> PagedModel:
 
         replaced_parts.use_triton_layers = refuse
     try:
-        model = wrap_module(module, attention=attention)
+        model = wrap_module(module, LoadOptions(attention=attention))
     finally:
         replaced_parts.use_triton_layers = may_use
     assert bool(model.kernels) is is_fused
@@ -119,11 +120,11 @@ def tiny(name: str, num_layers: int, is_fused: bool) -> PagedModel:
 
 
 @torch.no_grad()  # in inference mode torch hands composite operators to the counter undivided
-def trace(model: PagedModel, lengths: list[int]) -> Launches:
+def trace(model: LoadedModel, lengths: list[int]) -> Launches:
     """Return what one step launches that computes whole prompts of these lengths."""
     batch = batch_of_one_page_each(lengths, model.device)
     model.allocate_pool(len(lengths), max(lengths))
-    context = ForwardContext(model.attention, batch, model.pages)
+    context = ForwardContext(model.attention, batch, model.pool.pages)
     ids, positions = torch.ones(sum(lengths), dtype=torch.long), torch.cat([torch.arange(n) for n in lengths])
     with Launches() as launches, launches.kernels():
         model.run(context, ids, positions, torch.arange(len(ids)))

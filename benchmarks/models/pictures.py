@@ -32,7 +32,7 @@ from tables import Row, hardware, medians, table, today, write
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from crossdock.workers.model.load import wrap_module
-from crossdock.workers.model.model import PagedModel
+from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.calibrate import warm_up
 from crossdock.workers.replica.engine.engine import Engine
@@ -55,7 +55,7 @@ class AtOnce(Encoding):
         return 0.0
 
 
-def new_model() -> PagedModel:
+def new_model() -> LoadedModel:
     """Return a random bfloat16 model of SmolVLM's kind with a small decoder and a small encoder."""
     text = {
         "model_type": "llama",

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from crossdock.workers.model.model import PagedModel
+    from crossdock.workers.model.model import LoadedModel
     from crossdock.workers.replica.config import ReplicaSpec
     from crossdock.workers.replica.engine.engine import Engine
     from crossdock.workers.replica.ranks.gang import Gang
@@ -63,7 +63,7 @@ def _gang_engine(spec: "ReplicaSpec") -> Iterator["Engine"]:
                 process.kill()
 
 
-def _load(gang: "Gang") -> "PagedModel":
+def _load(gang: "Gang") -> "LoadedModel":
     from crossdock.workers.replica.ranks.rank_loader import RankFailed
 
     try:

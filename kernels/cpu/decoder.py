@@ -16,7 +16,7 @@ from crossdock.kernels.cpu.build import cpu_library
 from crossdock.kernels.cpu.choice import KernelChoice
 from crossdock.kernels.cpu.huge_pages import HugePages
 from crossdock.kernels.cpu.layer_steps import HeadSteps, add_and_norm, finish_heads, silu_and_multiply, steps_library
-from crossdock.kernels.cpu.linear import ChosenLinear, Int8Linear, OwnLinear, Weights, interleave, padded
+from crossdock.kernels.cpu.linear import PACKED, ChosenLinear, PackedLinear, Weights, interleave, padded
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class _Layer(ctypes.Structure):
             )
         ),
         ("window", ctypes.c_int64),
-        *((f"{name}_scales", ctypes.c_void_p) for name in ("qkv", "out", "gate_up", "down")),  # of int8 weights
+        *((f"{name}_scales", ctypes.c_void_p) for name in ("qkv", "out", "gate_up", "down")),  # null: outputs have none
     ]
 
 
@@ -152,7 +152,7 @@ class DecoderStack:
         self._heads = [
             (_copy(layer.qkv_bias), _copy(layer.q_norm), _copy(layer.k_norm), layer.window) for layer in layers
         ]
-        self._one_call = {"own", "int8"} & set(choice.kernels)
+        self._one_call = PACKED.keys() & set(choice.kernels)
         self._own = _OwnStack(shape, self._products, self._norms, self._heads) if self._one_call else None
         self._steps: list[HeadSteps] = []
         self._pages: Sequence[tuple[Tensor, Tensor]] = ()
@@ -240,10 +240,10 @@ class _OwnStack:
         ):
             for name in ("qkv", "out", "gate_up", "down"):
                 formats = getattr(product, name).formats
-                own = formats["own"] if "own" in formats else formats["int8"]
-                assert isinstance(own, OwnLinear | Int8Linear)
+                own = next(formats[kernel] for kernel in PACKED if kernel in formats)
+                assert isinstance(own, PackedLinear)
                 setattr(structure, name, own.packed.data_ptr())
-                if isinstance(own, Int8Linear):
+                if own.scales is not None:
                     setattr(structure, f"{name}_scales", own.scales.data_ptr())
             structure.input_norm, structure.post_norm = input_norm.data_ptr(), post_norm.data_ptr()
             for name, tensor in (("qkv_bias", bias), ("q_norm", q_norm), ("k_norm", k_norm)):

@@ -85,6 +85,8 @@ class OwnLinear:
         OSError: decoder.cpp cannot be compiled.
     """
 
+    scales: Tensor | None = None  # outputs have none
+
     def __init__(self, weight: Tensor, memory: HugePages | None = None) -> None:  # [N, K] bfloat16
         self._library = cpu_library("decoder")
         self.out_features, self.in_features = weight.shape
@@ -156,7 +158,8 @@ class TorchLinear:
 
 
 Linear: TypeAlias = OwnLinear | Int8Linear | OneDnnLinear | TorchLinear
-_PACKED: dict[Kernel, type[OwnLinear | Int8Linear]] = {"own": OwnLinear, "int8": Int8Linear}
+PackedLinear: TypeAlias = OwnLinear | Int8Linear  # which decoder.cpp reads
+PACKED: dict[Kernel, type[PackedLinear]] = {"own": OwnLinear, "int8": Int8Linear}
 FORMATS: dict[Kernel, Callable[[Tensor], Linear]] = {
     "own": OwnLinear,
     "int8": Int8Linear,
@@ -240,7 +243,7 @@ class ChosenLinear:
     def __init__(self, weight: Tensor, choice: KernelChoice, memory: HugePages | None = None) -> None:
         self._choice = choice
         self.formats: dict[Kernel, Linear] = {
-            kernel: _PACKED[kernel](weight, memory) if kernel in _PACKED else FORMATS[kernel](weight)
+            kernel: PACKED[kernel](weight, memory) if kernel in PACKED else FORMATS[kernel](weight)
             for kernel in choice.kernels
         }
 

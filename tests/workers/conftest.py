@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from crossdock.workers.model.model import PagedModel
+    from crossdock.workers.model.model import LoadedModel
 
     from .ranks import Ranks
 
@@ -25,7 +25,7 @@ def ranks() -> Iterator["Ranks"]:
 
 
 @pytest.fixture(scope="session")
-def smollm2(model_dir: Path) -> "PagedModel":
+def smollm2(model_dir: Path) -> "LoadedModel":
     """SmolLM2-135M in fp32. An engine on it allocates the pool, and takes it from the engine before."""
     from crossdock.workers.model.load import load_model
     from crossdock.workers.model.model_spec import ModelSpec

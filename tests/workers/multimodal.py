@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 
 from crossdock.workers.model.load import wrap_module
-from crossdock.workers.model.model import PagedModel
+from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.schedule.pictures.items import Item
 
 IMAGE, VIDEO, BREAK, BEGIN, END = 120, 121, 122, 123, 124  # tokens
@@ -172,7 +172,7 @@ def build_multimodal(family: str, **text: Any) -> PreTrainedModel:
     return module
 
 
-def paged_multimodal(family: str, **text: Any) -> PagedModel:
+def paged_multimodal(family: str, **text: Any) -> LoadedModel:
     """Return a model of a family behind our attention."""
     return wrap_module(build_multimodal(family, **text))
 

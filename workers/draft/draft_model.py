@@ -7,7 +7,7 @@ from typing import Self
 
 from crossdock.workers.model.inputs import StepInputs
 from crossdock.workers.model.load import load_model
-from crossdock.workers.model.model import PagedModel
+from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.schedule.batch import Batch, Scheduled
 from crossdock.workers.schedule.cost.cost import StepWork
@@ -58,7 +58,7 @@ class _DraftedStream:
 class DraftModel:
     """Drafts with a model of its own, which keeps keys and values of its own for every stream that drafts."""
 
-    model: PagedModel
+    model: LoadedModel
     pages: PagePool
     clock: Callable[[], float] = time.perf_counter  # seconds
     _streams: dict[str, _DraftedStream] = field(default_factory=dict)  # by request; those that drafted last come last
@@ -70,7 +70,7 @@ class DraftModel:
         self._fit = self._swept()
 
     @classmethod
-    def load(cls, config: SpeculativeConfig, target: PagedModel) -> Self:
+    def load(cls, config: SpeculativeConfig, target: LoadedModel) -> Self:
         """Load the small model onto the device of `target`, in its dtype: another one would round other ties.
 
         Raises:

@@ -5,7 +5,7 @@ from typing import Protocol
 
 from crossdock.workers.draft.draft_model import DraftModel
 from crossdock.workers.draft.prompt_lookup import PromptLookup
-from crossdock.workers.model.model import PagedModel
+from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.schedule.drafts.speculative_config import SpeculativeConfig
 
 
@@ -51,7 +51,7 @@ class NoDrafter:
         return {}
 
 
-def new_drafter(config: SpeculativeConfig, target: PagedModel) -> Drafter:
+def new_drafter(config: SpeculativeConfig, target: LoadedModel) -> Drafter:
     """Return the drafter that `config` asks for. A small model is loaded onto the device of `target`.
 
     Call it before the pool of `target` is allocated: on a GPU that takes all memory that is left.

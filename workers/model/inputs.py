@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from crossdock.kernels.attention import AttentionBatch
-from crossdock.workers.model.model import PagedModel
-from crossdock.workers.model.pictures.shared_rows import rows_of
-from crossdock.workers.model.pictures.vision import PictureEncoder, PictureRows, StepPictures
+from crossdock.workers.model.forward.step_pictures import PictureRows, StepPictures
+from crossdock.workers.model.model import LoadedModel
+from crossdock.workers.model.pictures.vision import PictureEncoder
+from crossdock.workers.model.shared_rows import rows_of
 from crossdock.workers.schedule.batch import Batch, Scheduled
 from crossdock.workers.schedule.memory.prefix_index import HOLE
 
@@ -116,13 +117,13 @@ class StepInputs:
         known = torch.where(ids < 0, previous_tokens[(~ids).clamp(min=0)].clamp(min=0), ids)
         return tensors._replace(token_ids=known)
 
-    def run(self, model: PagedModel, previous_tokens: Tensor | None = None) -> Tensor:
+    def run(self, model: LoadedModel, previous_tokens: Tensor | None = None) -> Tensor:
         """Compute this rank's part of the step; return logits [N, vocab] on the last stage. See `on`."""
         longest = self.max_query_len, int(self.kv_len.max())
         pictures = rows_of(model, self.pictures) if self.pictures is not None else None
         return self.for_rank(model, previous_tokens).run(model, *longest, self.num_decodes, pictures)
 
-    def for_rank(self, model: PagedModel, previous_tokens: Tensor | None = None) -> "StepTensors":
+    def for_rank(self, model: LoadedModel, previous_tokens: Tensor | None = None) -> "StepTensors":
         """Copy the step to the device of this rank's part of `model`; see `on`.
 
         Collective in a step that begins with tokens of the previous step: only the driver has `previous_tokens`, and
@@ -149,7 +150,7 @@ class StepTensors(NamedTuple):
 
     def run(
         self,
-        model: PagedModel,
+        model: LoadedModel,
         max_query_len: int,
         max_kv_len: int,
         num_decodes: int,

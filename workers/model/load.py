@@ -1,9 +1,8 @@
-"""Load a Hugging Face directory as a `PagedModel`, or refuse it."""
+"""Load a Hugging Face directory as a `LoadedModel`, or refuse it."""
 
 import logging
 from collections.abc import Callable
-from functools import partial
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,22 +10,23 @@ from torch import nn
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from crossdock.kernels.backend import Attention, choose_attention
-from crossdock.kernels.options import CpuKernels, KVCacheDtype, Quantization
+from crossdock.kernels.backend import choose_attention
+from crossdock.workers.model.architecture import attention_names, is_multimodal, text_config
 from crossdock.workers.model.cut.collectives import Collectives
 from crossdock.workers.model.cut.part import ModelPart
 from crossdock.workers.model.cut.position import RankPosition
-from crossdock.workers.model.forward_context import ATTENTION_NAME
 from crossdock.workers.model.layers.llama4 import attention_chunks, scale_by_position
 from crossdock.workers.model.layers.routed_experts import skip_idle_experts
-from crossdock.workers.model.logits_check import UnsupportedModelError
+from crossdock.workers.model.load_options import LoadOptions
 from crossdock.workers.model.memory.memory_fit import check_fits, used_by_all_but_torch
-from crossdock.workers.model.model import PagedModel, text_config
+from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.model.model_spec import ModelSpec
-from crossdock.workers.model.pictures.vision import PictureEncoder, attention_names, is_multimodal, why_text_alone
+from crossdock.workers.model.network import Network
+from crossdock.workers.model.pictures.vision import PictureEncoder, why_text_alone
+from crossdock.workers.model.pooling import HiddenTap
 from crossdock.workers.model.probe import probe, refuse_by_config
 from crossdock.workers.model.weights.checkpoint import resolve_model
-from crossdock.workers.model.weights.weights import auto_model, load_part
+from crossdock.workers.model.weights.formats import format_of
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ def load_model(
     links: Collectives | None = None,
     kv_bytes: int | None = None,
     loaded: Callable[[], None] = lambda: None,
-) -> PagedModel:
+) -> LoadedModel:
     """Load a Hugging Face directory. Collective: every rank of a gang must call it.
 
     `links` connect to the other ranks of a gang, of which this one loads its part. `kv_bytes` must fit into memory
@@ -57,74 +57,38 @@ def load_model(
     used_by_others = used_by_all_but_torch() if device != "cpu" else 0
     config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     refuse_by_config(config)
-    dtype = dtype_of(spec, config, device)
+    dtype, weights = dtype_of(spec, config, device), format_of(spec.quantization)
     if kv_bytes is not None:
         position, num_sharing = RankPosition(), 1
         if links is not None:
             position, num_sharing = links.position, links.ranks_on_this_host()
-        check_fits(config, position, dtype, kv_bytes, device, num_sharing, quantization=spec.quantization)
-    load: Callable[..., tuple[Any, ModelPart | None]] = partial(_load_whole, config, path)
-    if links is not None and links.position.size > 1:
-        load = partial(load_part, config, path, links.position, links)
-    module, part = load_weights(config, path, dtype, load)
+        check_fits(config, position, dtype, kv_bytes, device, num_sharing, weight_format=weights)
+    module, part = weights.read(config, path, dtype, links)
     try:
         generation: GenerationConfig | None = GenerationConfig.from_pretrained(path)
     except OSError:
         generation = None
     module = module.to(device)
     loaded()
-    model = wrap_module(
-        *(module, spec.max_model_len, generation, part, attention, spec.kv_cache_dtype, spec.cpu_kernels, kv_bytes),
+    options = LoadOptions(
+        max_model_len=spec.max_model_len,
+        generation=generation,
+        part=part,
+        attention=attention,
+        kv_cache_dtype=spec.kv_cache_dtype,
+        cpu_kernels=spec.cpu_kernels,
+        kv_bytes=kv_bytes,
         quantization=spec.quantization,
+        used_by_others=used_by_others,
     )
-    model.used_by_others = used_by_others
-    return model
+    return wrap_module(module, options)
 
 
-def load_weights(
-    config: PretrainedConfig, path: Path, dtype: torch.dtype, load: Callable[..., tuple[Any, ModelPart | None]]
-) -> tuple[Any, ModelPart | None]:
-    """Return what `load` makes of the weights in `path`: transformers' model, or a part of it and which part that is.
-
-    Raises:
-        UnsupportedModelError: transformers lets no other attention into the model.
-        ValueError: there are no weights in safetensors.
-    """
-    try:
-        return load(dtype=dtype, attn_implementation=attention_names(config))
-    except OSError as error:
-        if any(path.glob("*.safetensors")):
-            raise
-        raise ValueError(
-            f"model directory {path} has no weights in *.safetensors, the only format that is loaded; "
-            f"transformers' save_pretrained writes them"
-        ) from error
-    except ValueError as error:
-        if ATTENTION_NAME not in str(error) and "attn_implementation" not in str(error):
-            raise
-        raise UnsupportedModelError(f"{config.model_type}: transformers gives it no pluggable attention") from error
+_DEFAULTS = LoadOptions()
 
 
-def _load_whole(config: PretrainedConfig, path: Path, **options: Any) -> tuple[Any, None]:
-    # Other formats are pickles: to load them is to run code that the checkpoint brings.
-    options |= {"low_cpu_mem_usage": True, "use_safetensors": True, "trust_remote_code": False}
-    return auto_model(config).from_pretrained(path, config=config, **options), None
-
-
-def wrap_module(
-    module: Any,
-    max_model_len: int | None = None,
-    generation: GenerationConfig | None = None,
-    part: ModelPart | None = None,
-    attention: Attention | None = None,
-    kv_cache_dtype: KVCacheDtype = "auto",
-    cpu_kernels: CpuKernels = "auto",
-    kv_bytes: int | None = None,
-    quantization: Quantization | None = None,
-) -> PagedModel:
+def wrap_module(module: Any, options: LoadOptions = _DEFAULTS) -> LoadedModel:
     """Put a transformers causal LM, or the part that `cut_model` left of it, behind our attention, or refuse it.
-
-    `kv_cache_dtype` auto is the model's own. `kv_bytes` of memory must stay free for pages; None: no need to check.
 
     Raises:
         UnsupportedModelError: the module would not be computed right through our attention.
@@ -134,24 +98,25 @@ def wrap_module(
     refuse_by_config(config)
     module.eval().requires_grad_(False)
     module.set_attn_implementation(attention_names(config))
-    decoder, max_model_len = text_config(config), longest_request(config, max_model_len)
+    decoder, max_model_len = text_config(config), longest_request(config, options.max_model_len)
     variant = _fix_rope_to(module, max_model_len)
-    part = part or ModelPart(RankPosition(), num_layers=decoder.num_hidden_layers)
-    attention = attention or choose_attention("auto", next(module.parameters()).device, kv_cache_dtype, cpu_kernels)
-    model = PagedModel(module, config, (), max_model_len, _eos_token_ids(config, generation), part, attention)
-    model.variant = variant
-    model.attention_chunks = attention_chunks(decoder, max_model_len, attention)
+    device, kv_cache_dtype = next(module.parameters()).device, options.kv_cache_dtype
+    attention = options.attention or choose_attention("auto", device, kv_cache_dtype, options.cpu_kernels)
+    part = options.part or ModelPart(RankPosition(), num_layers=decoder.num_hidden_layers)
+    chunks, tap = attention_chunks(decoder, max_model_len, attention), HiddenTap(module)
+    network = Network(module, config, max_model_len, part, attention, chunks, tap)
     scale_by_position(module)
     skip_idle_experts(module)
-    with model.tap.opened():
-        probe(model, kv_cache_dtype, cpu_kernels, kv_bytes, quantization)
-        model.tap.is_possible = model.tap.hidden is not None
-    model.why_text_alone = why_text_alone(config, attention)
-    if not model.why_text_alone:
-        model.encoder = PictureEncoder(module, config)
-    elif is_multimodal(config):
-        logger.warning("prompts are text alone: %s", model.why_text_alone)
-    return model
+    with tap.opened():
+        model = probe(network, options, _eos_token_ids(config, options.generation))
+        tap.check()
+    reason = why_text_alone(config, attention)
+    if reason and is_multimodal(config):
+        logger.warning("prompts are text alone: %s", reason)
+    encoder = None if reason else PictureEncoder(module, config)
+    return replace(
+        model, variant=variant, encoder=encoder, why_text_alone=reason, used_by_others=options.used_by_others
+    )
 
 
 def longest_request(config: PretrainedConfig, max_model_len: int | None) -> int:

@@ -1,21 +1,16 @@
 """The logits that a model must give whatever is replaced in it: those of its own code with its eager attention."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from crossdock.workers.model.forward_context import ForwardContext
-from crossdock.workers.model.model import PagedModel
-from crossdock.workers.model.pictures.vision import attention_names
+from crossdock.workers.model.architecture import attention_names
+from crossdock.workers.model.forward.forward_context import ForwardContext
+from crossdock.workers.model.network import Network
 from crossdock.workers.schedule.request import Request, SamplingParams
 
 PROBE_LENGTHS = [5, 24]  # tokens of the two sequences that are computed
-
-
-class UnsupportedModelError(ValueError):
-    """The model would produce wrong tokens here; the message gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +22,7 @@ class ProbeBatch:
     rows: Tensor  # [T]
 
     @classmethod
-    def for_model(cls, model: PagedModel) -> "ProbeBatch":
+    def for_model(cls, model: Network) -> "ProbeBatch":
         """Return the batch on the model's device."""
         generator = torch.Generator().manual_seed(0)
         num_tokens, device = sum(PROBE_LENGTHS), model.device
@@ -40,7 +35,7 @@ class ProbeBatch:
         token_ids = torch.split(self.token_ids, PROBE_LENGTHS)[number].tolist()
         return Request(f"probe-{number}", token_ids, SamplingParams(prompt_logprobs=0))
 
-    def run(self, model: PagedModel, context: ForwardContext) -> Tensor:
+    def run(self, model: Network, context: ForwardContext) -> Tensor:
         """Return the logits [T, vocabulary] through our attention."""
         return model.run(context, self.token_ids, self.positions, self.rows)
 
@@ -54,9 +49,9 @@ class LogitsCheck:
     tolerance: float  # relative error, in norm
 
     @classmethod
-    def of(cls, model: PagedModel, sequences: ProbeBatch) -> "LogitsCheck":
+    def of(cls, model: Network, sequences: ProbeBatch) -> "LogitsCheck":
         """Compute each sequence by the model's own code, with eager attention."""
-        module: Any = model.module
+        module = model.module
         module.set_attn_implementation(attention_names(model.config, "eager"))
         try:
             theirs = torch.cat([model.logits(sequence) for sequence in torch.split(sequences.token_ids, PROBE_LENGTHS)])

@@ -37,6 +37,10 @@ class HiddenTap:
         finally:
             self.is_open, self.hidden = False, None
 
+    def check(self) -> None:
+        """Note whether the forwards since the tap was opened gave hidden states."""
+        self.is_possible = self.hidden is not None
+
     def _take(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
         if self.is_open:
             self.hidden = output[0][0]

@@ -6,18 +6,20 @@ silence.
 
 import logging
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PretrainedConfig
 
-from crossdock.kernels.options import CpuKernels, KVCacheDtype, Quantization
-from crossdock.workers.model.forward_context import (
+from crossdock.workers.model.architecture import UnsupportedModelError, attention_names, text_config
+from crossdock.workers.model.forward.forward_context import (
     AttentionCall,
     ForwardContext,
     page_size_for,
 )
+from crossdock.workers.model.forward.latent import has_latents
+from crossdock.workers.model.forward.state_pages import StateLayout
 from crossdock.workers.model.inputs import StepInputs
 from crossdock.workers.model.layer_kinds import (
     RECURRENT_TYPES,
@@ -26,24 +28,22 @@ from crossdock.workers.model.layer_kinds import (
     layer_kinds,
     recurrent_layers,
 )
-from crossdock.workers.model.layers.latent import has_latents
 from crossdock.workers.model.layers.replaced_parts import (
     cache_latents_if_equal,
     fuse_layers_if_equal,
     join_projections_if_equal,
     may_fuse,
     use_triton_layers_if_equal,
-    why_not_quantised,
 )
 from crossdock.workers.model.layers.triton_layers import may_use_triton_steps
-from crossdock.workers.model.logits_check import PROBE_LENGTHS, LogitsCheck, ProbeBatch, UnsupportedModelError
-from crossdock.workers.model.model import PagedModel, text_config
-from crossdock.workers.model.pictures.vision import attention_names
+from crossdock.workers.model.load_options import LoadOptions
+from crossdock.workers.model.logits_check import PROBE_LENGTHS, LogitsCheck, ProbeBatch
+from crossdock.workers.model.model import LoadedModel
+from crossdock.workers.model.network import Network
 from crossdock.workers.model.recurrent.recurrent_layers import NotRecurrentError, keep_states_in_pages
 from crossdock.workers.model.weights.fp8_scales import example_text, in_float32, scale_for
+from crossdock.workers.model.weights.weight_format import WeightUse
 from crossdock.workers.schedule.batch import Batch, Scheduled, StatePages
-
-__all__ = ["UnsupportedModelError", "probe", "refuse_by_config"]
 
 logger = logging.getLogger(__name__)
 
@@ -75,87 +75,106 @@ def refuse_by_config(config: PretrainedConfig) -> None:
 
 
 @torch.inference_mode()
-def probe(
-    model: PagedModel,
-    kv_cache_dtype: KVCacheDtype,
-    cpu_kernels: CpuKernels = "auto",
-    kv_bytes: int | None = None,
-    quantization: Quantization | None = None,
-) -> None:
-    """Prove a model: two sequences in one flat batch must give the logits of the model's own eager attention.
+def probe(network: Network, options: LoadOptions, eos_token_ids: frozenset[int] = frozenset()) -> LoadedModel:
+    """Prove a network: two sequences in one flat batch must give the logits of its own eager attention.
 
-    Sets `model.layers`, `model.windows` and `model.scales`, and fuses layers if that gives the same logits again.
-    `kv_bytes` of memory must stay free for pages. Collective: every rank of a gang must call it.
+    Returns the model whose layers are now known, and fused if that gives the same logits again. Collective: every rank
+    of a gang must call it.
 
     Raises:
         UnsupportedModelError: the logits differ, or a layer did not reach our attention exactly once.
-        ValueError: `quantization` cannot be applied to this model on this device.
+        ValueError: weights cannot be stored as `options` ask on this device.
     """
-    if quantization is not None and (reason := why_not_quantised(model, cpu_kernels)):
-        raise ValueError(f"quantization {quantization}: {reason}")
-    if recurrent_layers(text_config(model.config)):
-        _keep_states(model, quantization)
-    sequences = ProbeBatch.for_model(model)
-    context = ForwardContext(model.attention, probe_lengths=PROBE_LENGTHS)
-    ours = sequences.run(model, context)
-    calls = _one_call_per_layer(model, context.probe_calls)
-    check = LogitsCheck.of(model, sequences)
+    _check_weights(network, options)
+    states = _keep_states(network) if recurrent_layers(text_config(network.config)) else None
+    sequences = ProbeBatch.for_model(network)
+    context = ForwardContext(network.attention, probe_lengths=PROBE_LENGTHS)
+    ours = sequences.run(network, context)
+    calls = _one_call_per_layer(network, context.probe_calls)
+    check = LogitsCheck.of(network, sequences)
     if not check.passes(ours):
         raise UnsupportedModelError(
-            f"{model.config.model_type}: logits through paged attention differ from the model's own by "
+            f"{network.config.model_type}: logits through paged attention differ from the model's own by "
             f"{check.error(ours):.1%} in norm"
         )
-    if has_latents(text_config(model.config)):
-        calls = _one_call_per_layer(model, cache_latents_if_equal(model, calls, check))
-    model.layers, model.windows = [call.shape for call in calls], [call.window for call in calls]
-    if model.states is not None:
-        model.places = {call.layer: place for place, call in enumerate(calls)}
+    if has_latents(text_config(network.config)):
+        network, calls = cache_latents_if_equal(network, calls, check)
+        calls = _one_call_per_layer(network, calls)
+    model = LoadedModel(
+        **vars(network),
+        eos_token_ids=eos_token_ids,
+        layers=[call.shape for call in calls],
+        windows=[call.window for call in calls],
+        places={} if states is None else {call.layer: place for place, call in enumerate(calls)},
+        states=states,
+    )
+    if states is not None:
         _check_states(model, check)
-    if kv_cache_dtype == "fp8":
-        model.scales = _find_scales(model)  # by transformers' own layers, before any of them is replaced
-    if model.states is not None:
+    # By transformers' own layers, before any of them is replaced.
+    scales = _find_scales(network) if options.kv_cache_dtype == "fp8" else ()
+    if states is not None:
         logger.info("decoder layers run in transformers' own code: some keep a recurrent state")
-        return
-    on_triton = may_use_triton_steps(model)
+        return replace(model, scales=scales)
+    return _with_faster_layers(model, scales, calls, check, options)
+
+
+def _check_weights(network: Network, options: LoadOptions) -> None:
+    """Check that weights can be stored as `options` ask. ValueError: they cannot."""
+    weights = options.weights
+    use = WeightUse(
+        *(network.device.type, network.dtype, network.part.position.size, network.attention.name, options.cpu_kernels)
+    )
+    if reason := weights.why_not(use):
+        raise ValueError(f"quantization {weights.name}: {reason}")
+    if weights.kernel is not None and recurrent_layers(text_config(network.config)):
+        reason = f"{network.config.model_type} has recurrent layers, which are not fused"
+        raise ValueError(f"quantization {weights.name}: {reason}")
+
+
+def _with_faster_layers(
+    model: LoadedModel,
+    scales: Sequence[tuple[Tensor, Tensor]],
+    calls: list[AttentionCall],
+    check: LogitsCheck,
+    options: LoadOptions,
+) -> LoadedModel:
+    """Return the model with faster parts in place of its own where these give the same logits, and with `scales`."""
+    on_triton, kernels = may_use_triton_steps(model), ""
     if model.device.type == "cuda" or on_triton:
         join_projections_if_equal(model, check)
     if on_triton:
-        use_triton_layers_if_equal(model, calls, check)
-    if may_fuse(model, cpu_kernels):
-        fuse_layers_if_equal(model, model.windows, check, cpu_kernels, kv_bytes, quantization)
+        kernels = use_triton_layers_if_equal(model, calls, check)
+    scaled = replace(model, scales=scales)
+    if may_fuse(model, options.cpu_kernels):
+        kernels = fuse_layers_if_equal(scaled, check, options)
+    return replace(scaled, kernels=kernels)
 
 
-def _keep_states(model: PagedModel, quantization: Quantization | None) -> None:
-    """Let the recurrent layers keep their states in pages.
-
-    Raises:
-        UnsupportedModelError: they cannot.
-        ValueError: `quantization` is for fused layers.
-    """
-    name, decoder = model.config.model_type, text_config(model.config)
-    if quantization is not None:
-        raise ValueError(f"quantization {quantization}: {name} has recurrent layers, which are not fused")
+def _keep_states(network: Network) -> StateLayout:
+    """Let the recurrent layers keep their states in pages, and return where. UnsupportedModelError: they cannot."""
+    name, decoder = network.config.model_type, text_config(network.config)
     if not attention_layers(decoder):
         raise UnsupportedModelError(f"{name} has no layers with attention, and so no KV pages to keep its states in")
-    module: Any = model.module
+    module = network.module
     # Two tokens: one would take the path of decodes, which may keep its states in another dtype.
-    token_ids = torch.tensor([3, 4], device=model.device)
+    token_ids = torch.tensor([3, 4], device=network.device)
 
     def compute(cache: DynamicCache) -> Tensor:
-        return model.logits(token_ids, past_key_values=cache, use_cache=True)
+        return network.logits(token_ids, past_key_values=cache, use_cache=True)
 
-    module.set_attn_implementation(attention_names(model.config, "eager"))
+    module.set_attn_implementation(attention_names(network.config, "eager"))
     try:
-        model.states = keep_states_in_pages(module, decoder, model.part.held_layers, compute)
+        states = keep_states_in_pages(module, decoder, network.part.held_layers, compute)
     except NotRecurrentError as reason:
         raise UnsupportedModelError(f"{name} has recurrent layers that are not served: {reason}") from reason
     finally:
-        module.set_attn_implementation(attention_names(model.config))
-    if model.part.why_states_are_whole:
-        logger.info("every rank keeps the whole state of recurrent layers: %s", model.part.why_states_are_whole)
+        module.set_attn_implementation(attention_names(network.config))
+    if network.part.why_states_are_whole:
+        logger.info("every rank keeps the whole state of recurrent layers: %s", network.part.why_states_are_whole)
+    return states
 
 
-def _check_states(model: PagedModel, check: LogitsCheck) -> None:
+def _check_states(model: LoadedModel, check: LogitsCheck) -> None:
     """Check that chunks which continue a state in pages give the logits of one pass.
 
     Raises:
@@ -163,7 +182,6 @@ def _check_states(model: PagedModel, check: LogitsCheck) -> None:
     """
     short, long = PROBE_LENGTHS
     size = page_size_for(PROBE_LENGTHS, model.attention.page_multiple)
-    scales, model.scales = model.scales, []  # e4m3 would change the logits, by transformers' own layers as well
     try:
         width = model.state_pages(size)
         model.allocate_pool(2 + 2 * width, size)
@@ -182,8 +200,7 @@ def _check_states(model: PagedModel, check: LogitsCheck) -> None:
             ]
             ours.append(StepInputs.of(Batch(parts, 0), size)[0].run(model))
     finally:
-        model.scales = scales
-        model.free_pool()
+        model.pool.free()
     if not check.passes(torch.cat(ours)):
         raise UnsupportedModelError(
             f"{model.config.model_type}: chunks of a prompt give logits that differ from those of one pass by "
@@ -192,17 +209,17 @@ def _check_states(model: PagedModel, check: LogitsCheck) -> None:
         )
 
 
-def _one_call_per_layer(model: PagedModel, calls: Sequence[AttentionCall]) -> list[AttentionCall]:
+def _one_call_per_layer(network: Network, calls: Sequence[AttentionCall]) -> list[AttentionCall]:
     """Return the calls in the order of layers."""
     calls = sorted(calls, key=lambda call: call.layer)
-    layers, part = [call.layer for call in calls], model.part
+    layers, part = [call.layer for call in calls], network.part
     expected = list(part.held_layers)
-    if model.states is not None:
-        expected = [layer for layer in attention_layers(text_config(model.config)) if layer in part.held_layers]
+    if recurrent_layers(text_config(network.config)):
+        expected = [layer for layer in attention_layers(text_config(network.config)) if layer in part.held_layers]
     if layers != expected:
         missing = sorted(set(expected) - set(layers))
         raise UnsupportedModelError(
-            f"{model.config.model_type}: layers {missing or layers} of {len(expected)} did not reach the attention "
+            f"{network.config.model_type}: layers {missing or layers} of {len(expected)} did not reach the attention "
             f"interface exactly once; they keep state elsewhere or bring attention code of their own"
         )
     return calls
@@ -210,12 +227,12 @@ def _one_call_per_layer(model: PagedModel, calls: Sequence[AttentionCall]) -> li
 
 @torch.inference_mode(False)  # parameters change their dtype for a while
 @torch.no_grad()
-def _find_scales(model: PagedModel) -> list[tuple[Tensor, Tensor]]:
+def _find_scales(network: Network) -> list[tuple[Tensor, Tensor]]:
     """Return the scales of every layer here, of keys and of values. Collective: every rank must call it."""
-    token_ids = example_text(model.max_model_len, model.vocab_size).to(model.device)
-    positions = torch.arange(len(token_ids), device=model.device)
-    context = ForwardContext(model.attention, probe_lengths=[len(token_ids)])
-    with in_float32(model.module):
-        model.run(context, token_ids, positions, positions[:1], torch.float32)
+    token_ids = example_text(network.max_model_len, network.vocab_size).to(network.device)
+    positions = torch.arange(len(token_ids), device=network.device)
+    context = ForwardContext(network.attention, probe_lengths=[len(token_ids)])
+    with in_float32(network.module):
+        network.run(context, token_ids, positions, positions[:1], torch.float32)
     calls = sorted(context.probe_calls, key=lambda call: call.layer)
     return [(scale_for(keys), scale_for(values)) for keys, values in (call.largest for call in calls)]

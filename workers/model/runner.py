@@ -1,6 +1,6 @@
 """Execute batches on this rank and on all others: one flat forward pass over any mix of chunks and decodes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -8,8 +8,8 @@ from torch import Tensor
 from crossdock.workers.model.graphs.decode_graphs import DecodeGraphs, decode_graphs
 from crossdock.workers.model.graphs.mixed_graphs import MixedGraphs, mixed_graphs
 from crossdock.workers.model.inputs import StepInputs
-from crossdock.workers.model.model import PagedModel
-from crossdock.workers.model.pictures.shared_rows import send_rows
+from crossdock.workers.model.model import LoadedModel
+from crossdock.workers.model.shared_rows import send_rows
 from crossdock.workers.model.step_messages import StepSender
 from crossdock.workers.schedule.batch import Batch
 
@@ -21,11 +21,11 @@ class Runner:
     `notify_ranks` sends each batch to the other ranks; None: there are none, or another rank is the driver.
     """
 
-    model: PagedModel
+    model: LoadedModel
     page_size: int
     notify_ranks: Callable[[bytes], None] | None = None
-    graphs: DecodeGraphs | None = None
-    mixed_graphs: MixedGraphs | None = None
+    graphs: Sequence[DecodeGraphs | MixedGraphs] = ()  # of steps that are recorded; other steps run kernel by kernel
+    graphs_text: str = ""  # which steps run as CUDA graphs, and why others do not; empty: none, and none could
     _sender: StepSender = field(init=False)
 
     def __post_init__(self) -> None:
@@ -34,7 +34,7 @@ class Runner:
     @classmethod
     def recorded(
         cls,
-        model: PagedModel,
+        model: LoadedModel,
         page_size: int,
         max_num_seqs: int,
         max_num_batched_tokens: int,
@@ -43,22 +43,25 @@ class Runner:
         most_drafts: int = 0,
     ) -> "Runner":
         """Return a runner whose steps are CUDA graphs where they can be. Collective: every rank must call it."""
-        graphs = decode_graphs(model, page_size, max_num_seqs)
-        mixed = mixed_graphs(model, page_size, max_num_seqs, max_num_batched_tokens, graphs, most_drafts=most_drafts)
-        return cls(model, page_size, notify_ranks, graphs, mixed)
+        decodes, text = decode_graphs(model, page_size, max_num_seqs)
+        if decodes is None:
+            return cls(model, page_size, notify_ranks, (), text)
+        sizes = page_size, max_num_seqs, max_num_batched_tokens
+        mixed, further = mixed_graphs(model, *sizes, decodes, most_drafts=most_drafts)
+        graphs = (decodes,) if mixed is None else (decodes, mixed)
+        return cls(model, page_size, notify_ranks, graphs, text + further)
 
     def begin(self, batch: Batch) -> tuple[StepInputs, list[range]]:
         """Encode the pictures of a batch, and send it to the other ranks, which may compute it from now on."""
         inputs, rows = StepInputs.of(batch, self.page_size)
         if self.model.encoder is not None:
             inputs = inputs.with_pictures(batch, self.model.encoder)
-        pictures = inputs.pictures
-        if pictures is not None and self.model.encoder is not None:
-            self.model.encoder.prepare(pictures, self.model.device)
+            if inputs.pictures is not None:
+                self.model.encoder.prepare(inputs.pictures, self.model.device)
         if self.notify_ranks is not None:  # not before: a rank that waits for rows has a deadline
             self.notify_ranks(self._sender.pack(inputs, [part.request.id for part in batch.scheduled]))
-            if pictures is not None:
-                send_rows(self.model, pictures)
+            if inputs.pictures is not None:
+                send_rows(self.model, inputs.pictures)
         return inputs, rows
 
     def is_usual(self, inputs: StepInputs) -> bool:
@@ -68,14 +71,17 @@ class Runner:
         launch.
         """
         if inputs.reads_pictures:
-            return not self._has_graph(inputs)
-        if self.mixed_graphs is None or (self.graphs is not None and self.graphs.covers(inputs)):
-            return True
-        return not self.mixed_graphs.misses(inputs)
+            return not any(graphs.covers(inputs) for graphs in self.graphs)
+        return self._graphs_for(inputs) is not None or not any(graphs.misses(inputs) for graphs in self.graphs)
 
-    def _has_graph(self, inputs: StepInputs) -> bool:
-        """Return whether a step of as many sequences and tokens, without pictures, is a CUDA graph."""
-        return any(graphs is not None and graphs.covers(inputs) for graphs in (self.graphs, self.mixed_graphs))
+    def _graphs_for(self, inputs: StepInputs) -> DecodeGraphs | MixedGraphs | None:
+        """Return the graphs that a step runs as; None: it runs kernel by kernel.
+
+        Recorded steps embed tokens alone, at positions of one axis.
+        """
+        if inputs.reads_pictures:
+            return None
+        return next((graphs for graphs in self.graphs if graphs.covers(inputs)), None)
 
     def finish(
         self, step: tuple[StepInputs, list[range]], previous_tokens: Tensor | None = None
@@ -93,14 +99,8 @@ class Runner:
 
         The model's tap was open meanwhile, and is possible. Only the driver, which is on the last stage, has them.
         """
-        if inputs.reads_pictures:
-            found = self.model.tap.hidden
-        elif self.graphs is not None and self.graphs.covers(inputs):
-            found = self.graphs.hidden(inputs)
-        elif self.mixed_graphs is not None and self.mixed_graphs.covers(inputs):
-            found = self.mixed_graphs.hidden(inputs)
-        else:
-            found = self.model.tap.hidden
+        graphs = self._graphs_for(inputs)
+        found = self.model.tap.hidden if graphs is None else graphs.hidden(inputs)
         assert found is not None, "the engine refuses prompts that want a vector where the model gives none"
         return found
 
@@ -109,10 +109,5 @@ class Runner:
 
         Whether it is a graph, and which one, depends on the step alone: every rank of a gang does the same.
         """
-        if inputs.reads_pictures:  # recorded steps embed tokens alone, at positions of one axis
-            return inputs.run(self.model, previous_tokens)
-        if self.graphs is not None and self.graphs.covers(inputs):
-            return self.graphs.run(inputs, previous_tokens)
-        if self.mixed_graphs is not None and self.mixed_graphs.covers(inputs):
-            return self.mixed_graphs.run(inputs, previous_tokens)
-        return inputs.run(self.model, previous_tokens)
+        graphs = self._graphs_for(inputs)
+        return inputs.run(self.model, previous_tokens) if graphs is None else graphs.run(inputs, previous_tokens)

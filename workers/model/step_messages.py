@@ -12,8 +12,8 @@ import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
+from crossdock.workers.model.forward.step_pictures import StepPictures
 from crossdock.workers.model.inputs import StepInputs
-from crossdock.workers.model.pictures.vision import StepPictures
 from crossdock.workers.schedule.pictures.encoding import NO_ENCODER_WORK
 
 _LONG = ("token_ids", "positions", "slots", "wanted")  # int64

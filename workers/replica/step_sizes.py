@@ -4,13 +4,13 @@ import logging
 
 import torch
 
-from crossdock.workers.model.model import PagedModel
+from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.replica.config import EngineConfig, StepSizes
 
 logger = logging.getLogger("ray.serve")
 
 
-def sized(config: EngineConfig, model: PagedModel) -> EngineConfig:
+def sized(config: EngineConfig, model: LoadedModel) -> EngineConfig:
     """Return the configuration with the numbers that it leaves to the device of `model`, which are logged."""
     if config.max_num_batched_tokens and config.max_num_seqs:
         return config

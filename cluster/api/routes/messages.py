@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 from fastapi import Request, Response
 from pydantic_core import from_json
 
-from crossdock.cluster.api.body.messages_body import CountTokensRequest, MessagesRequest
+from crossdock.cluster.api.body.messages_body import CountTokensRequest, MessagesChat, MessagesRequest
 from crossdock.cluster.api.errors import ApiError, to_json
 from crossdock.cluster.api.http.answers import SILENCE_S, named_event
 from crossdock.cluster.api.http.http_json import event_stream, json_answer
@@ -169,7 +169,8 @@ def _usage(begun: BegunChat) -> dict[str, Any]:
     a `cache_control` asked for that, apart from the others."""
     choice, size = begun.choice, begun.generation.card.cache_page_size
     uncached = len(choice.prompt.token_ids) - choice.num_cached_tokens
-    written = max(uncached - len(choice.prompt.token_ids) % size, 0) if size and begun.chat.has_cache_control else 0
+    asked = isinstance(begun.chat, MessagesChat) and begun.chat.has_cache_control
+    written = max(uncached - len(choice.prompt.token_ids) % size, 0) if size and asked else 0
     return {
         "input_tokens": uncached - written,
         "cache_creation_input_tokens": written,

@@ -8,8 +8,8 @@ from pydantic import ByteSize
 
 from crossdock.cluster.dispatch.dispatcher import Dispatcher
 from crossdock.router.fleet import RouterConfig
+from crossdock.workers.model.encoder_model import drop_decoder, wrap_encoder
 from crossdock.workers.model.load import wrap_module
-from crossdock.workers.model.pictures.encoder_model import drop_decoder, wrap_encoder
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.report.profile import Role

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from crossdock.kernels.attention import AttentionBatch
-from crossdock.workers.model.model import PagedModel
+from crossdock.workers.model.model import LoadedModel
 
 PAGE_SIZE = 8
 
@@ -20,13 +20,12 @@ def monolithic(module: PreTrainedModel, ids: Tensor) -> Tensor:
     return logits
 
 
-def through_pages(model: PagedModel, prompts: list[Tensor], steps: list[list[tuple[int, int, int]]]) -> list[Tensor]:
+def through_pages(model: LoadedModel, prompts: list[Tensor], steps: list[list[tuple[int, int, int]]]) -> list[Tensor]:
     """Return every token's logits, computed in `steps` of (sequence, start, end) parts, one flat forward pass each."""
     per_sequence = -(-max(map(len, prompts)) // PAGE_SIZE)
     num_kv, width = per_sequence * len(prompts), model.state_pages(PAGE_SIZE)
     model.allocate_pool(num_kv + 2 * width * len(prompts), PAGE_SIZE)
-    assert model.pool is not None
-    model.pool.copy_(torch.tensor(float("nan")))  # a page slot that was never written must never be read
+    model.pool.tensor.copy_(torch.tensor(float("nan")))  # a page slot that was never written must never be read
     shuffled = torch.randperm(num_kv + 2 * width * len(prompts)).int()
     pages = shuffled[:num_kv].view(len(prompts), -1)
     old = shuffled[num_kv:].view(2, len(prompts), width)[0].clone()  # where each sequence's state is read

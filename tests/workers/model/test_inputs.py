@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from crossdock.workers.model.inputs import StepInputs, StepTensors
-from crossdock.workers.model.model import PagedModel
+from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.schedule.batch import Batch, Scheduled, StatePages
 from crossdock.workers.schedule.memory.pages import PagePool
 from crossdock.workers.schedule.request import Request, SamplingParams
@@ -42,7 +42,7 @@ def test_tensors_equal_the_integers() -> None:
 
 def test_model_is_told_how_many_decodes_come_first() -> None:
     """A GPU computes them apart from the chunks; otherwise they take the chunks' larger tiles."""
-    model = create_autospec(PagedModel, instance=True)
+    model = create_autospec(LoadedModel, instance=True)
     model.device = torch.device("cpu")
     decode = Request("decode", list(range(9)), SamplingParams())
     prompt = Request("prompt", list(range(30)), SamplingParams())

@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from crossdock.workers.model.load import wrap_module
+from crossdock.workers.model.load_options import LoadOptions
 from tests.workers.architectures import build
 from tests.workers.model.paged import monolithic, random_steps, through_pages
 
@@ -61,7 +62,7 @@ def test_prompts_beyond_the_original_length_equal_transformers_beside_short_ones
 def test_prompts_of_a_server_for_the_original_length_equal_transformers(name: str) -> None:
     asked = prompts(5, ORIGINAL, 20)
     expected = [monolithic(longrope(name), prompt) for prompt in asked]
-    model = wrap_module(longrope(name), ORIGINAL)
+    model = wrap_module(longrope(name), LoadOptions(ORIGINAL))
     got = through_pages(model, asked, random_steps([len(p) for p in asked], seed=7))
     for ours, theirs in zip(got, expected, strict=True):
         assert_equal(ours, theirs)
@@ -89,7 +90,7 @@ def test_stream_that_grows_past_the_original_length_equals_transformers_one_pass
 def test_prompt_beside_a_longer_one_keeps_its_logits(name: str, max_model_len: int | None) -> None:
     """A batch's longest position must not choose for all."""
     asked = prompts(ORIGINAL if max_model_len else 90, 12)
-    model = wrap_module(longrope(name), max_model_len)
+    model = wrap_module(longrope(name), LoadOptions(max_model_len))
     alone = through_pages(model, asked[1:], [[(0, 0, 12)]])[0]
     beside = through_pages(model, asked, [[(0, 0, len(asked[0])), (1, 0, 12)]])[1]
     assert_equal(beside, alone)

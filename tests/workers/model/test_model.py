@@ -12,10 +12,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from crossdock.kernels.attention import AttentionBatch, reference_store_kv
 from crossdock.kernels.backend import TORCH, choose_attention
 from crossdock.workers.model.load import load_model, wrap_module
-from crossdock.workers.model.model import PagedModel
+from crossdock.workers.model.load_options import LoadOptions
+from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.model.model_spec import ModelSpec
 from tests.workers.architectures import SERVED, build
 from tests.workers.model.paged import PAGE_SIZE, monolithic, random_steps, through_pages
+from tests.workers.sweeps import rest_in_soak
 
 
 @pytest.mark.parametrize("name", SERVED)
@@ -32,20 +34,24 @@ def test_logits_of_any_chunks_equal_transformers(name: str) -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton: pip install triton")
-@pytest.mark.parametrize("name", ["llama", "gemma2", "deepseek_v3", "llama4_text"])
+@pytest.mark.parametrize(
+    "name", rest_in_soak(["llama", "gemma2", "deepseek_v3", "llama4_text"], "gemma2", "deepseek_v3")
+)
 def test_logits_of_every_backend_equal_transformers(name: str) -> None:
     module = build(name, SERVED[name])
     prompts = [torch.arange(3, 3 + n) for n in (5, 38)]
     steps = [[(0, 0, 5), (1, 0, 8)], [(1, 8, 36)], [(1, 36, 37)], [(1, 37, 38)]]
     expected = [monolithic(module, prompt) for prompt in prompts]
     for backend in (TORCH, choose_attention("triton", torch.device("cpu"))):
-        got = through_pages(wrap_module(build(name, SERVED[name]), attention=backend), prompts, steps)
+        got = through_pages(wrap_module(build(name, SERVED[name]), LoadOptions(attention=backend)), prompts, steps)
         for ours, theirs in zip(got, expected, strict=True):
             torch.testing.assert_close(ours, theirs, atol=2e-3, rtol=2e-3)
 
 
 def test_page_size_that_attention_cannot_read_is_refused() -> None:
-    model = wrap_module(build("llama", {}), attention=dataclasses.replace(TORCH, name="flash_attn", page_multiple=256))
+    model = wrap_module(
+        build("llama", {}), LoadOptions(attention=dataclasses.replace(TORCH, name="flash_attn", page_multiple=256))
+    )
     with pytest.raises(ValueError, match=r"page_size \(16\) must be a multiple of 256 tokens .* flash_attn"):
         model.allocate_pool(4, 16)
     model.allocate_pool(4, 256)
@@ -69,11 +75,11 @@ def test_positions_reset_in_every_chunk_change_logits() -> None:
     expected = monolithic(module, prompt)
     model = wrap_module(module)
 
-    class Reset(PagedModel):
+    class Reset(LoadedModel):
         def forward(self, token_ids: Tensor, positions: Tensor, batch: AttentionBatch, rows: Tensor) -> Tensor:
             return super().forward(token_ids, positions - positions[0], batch, rows)
 
-    broken = Reset(model.module, model.config, model.layers, model.max_model_len, model.eos_token_ids)
+    broken = Reset(**vars(model))
     got = through_pages(broken, [prompt], [[(0, 0, 16)], [(0, 16, 64)]])[0]
     torch.testing.assert_close(got[:16], expected[:16], atol=1e-4, rtol=1e-4)
     assert not torch.allclose(got[16:], expected[16:], atol=1e-2)
@@ -98,10 +104,9 @@ def test_logits_over_e4m3_pages_are_near_transformers(name: str, most: float) ->
     module = build(name, SERVED[name])
     prompts = [torch.randint(3, 120, (n,), generator=torch.Generator().manual_seed(n)) for n in (5, 40, 57)]
     expected = [monolithic(module, prompt) for prompt in prompts]
-    model = wrap_module(module, kv_cache_dtype="fp8")
+    model = wrap_module(module, LoadOptions(kv_cache_dtype="fp8"))
     got = through_pages(model, prompts, random_steps([len(p) for p in prompts], seed=7))
-    assert model.pool is not None
-    assert model.pool.dtype == torch.float8_e4m3fn
+    assert model.pool.tensor.dtype == torch.float8_e4m3fn
     for ours, theirs in zip(got, expected, strict=True):
         error = float((ours - theirs).norm() / theirs.norm())
         assert 0 < error < most
@@ -133,7 +138,7 @@ def test_chunks_over_e4m3_pages_change_no_logits(name: str) -> None:
     """Every row reads its keys and values from pages, those of its own chunk too."""
     module = build(name, SERVED[name])
     prompts = [torch.randint(3, 120, (n,), generator=torch.Generator().manual_seed(n)) for n in (23, 64)]
-    model = wrap_module(module, kv_cache_dtype="fp8")
+    model = wrap_module(module, LoadOptions(kv_cache_dtype="fp8"))
     whole = through_pages(model, prompts, [[(0, 0, 23)], [(1, 0, 64)]])
     for seed in range(3):
         got = through_pages(model, prompts, random_steps([23, 64], seed))
@@ -149,7 +154,7 @@ def test_triton_over_e4m3_pages_equals_torch() -> None:
     steps = [[(0, 0, 5), (1, 0, 8)], [(1, 8, 28)], [(1, 28, 29)], [(1, 29, 30)]]
     triton = choose_attention("triton", torch.device("cpu"), "fp8")
     got, expected = (
-        through_pages(wrap_module(module, attention=attention, kv_cache_dtype="fp8"), prompts, steps)
+        through_pages(wrap_module(module, LoadOptions(attention=attention, kv_cache_dtype="fp8")), prompts, steps)
         for attention in (dataclasses.replace(triton, store_kv=reference_store_kv), TORCH)
     )
     for ours, theirs in zip(got, expected, strict=True):

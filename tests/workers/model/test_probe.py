@@ -2,8 +2,8 @@
 
 import pytest
 
+from crossdock.workers.model.architecture import UnsupportedModelError
 from crossdock.workers.model.load import wrap_module
-from crossdock.workers.model.logits_check import UnsupportedModelError
 from tests.workers.architectures import REFUSED, build
 
 

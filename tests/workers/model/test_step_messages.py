@@ -6,8 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from crossdock.workers.model.forward.step_pictures import StepPictures
 from crossdock.workers.model.inputs import StepInputs, StepTensors
-from crossdock.workers.model.pictures.vision import StepPictures
 from crossdock.workers.model.step_messages import StepReceiver, StepSender
 from crossdock.workers.schedule.batch import Batch, Scheduled, StatePages
 from crossdock.workers.schedule.pictures.encoding import EncoderWork

@@ -5,7 +5,8 @@ from typing import Any
 from pydantic import ByteSize
 
 from crossdock.workers.model.load import wrap_module
-from crossdock.workers.model.model import PagedModel
+from crossdock.workers.model.load_options import LoadOptions
+from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.schedule.request import SamplingParams, TokenDelta
@@ -15,13 +16,13 @@ VOCAB_SIZE = 2000
 MAX_MODEL_LEN = 1024
 
 
-def tiny_model(max_model_len: int | None = None) -> PagedModel:
+def tiny_model(max_model_len: int | None = None) -> LoadedModel:
     """Return a random fp32 llama of four layers that takes as many tokens as SmolLM2's tests need."""
     module = build("llama", {"vocab_size": VOCAB_SIZE, "max_position_embeddings": MAX_MODEL_LEN})
-    return wrap_module(module, max_model_len)
+    return wrap_module(module, LoadOptions(max_model_len))
 
 
-def engine_on(model: PagedModel, num_pages: int = 1000, **config: Any) -> Engine:
+def engine_on(model: LoadedModel, num_pages: int = 1000, **config: Any) -> Engine:
     """Return an engine whose pool has `num_pages` pages."""
     memory = num_pages * model.layout(config.get("page_size", 16)).page_bytes
     return Engine(model, EngineConfig(kv_cache_memory=ByteSize(memory), **config))

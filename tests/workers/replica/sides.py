@@ -15,6 +15,7 @@ from pydantic import ByteSize
 
 from crossdock.kvtransfer.events import Figures
 from crossdock.workers.model.load import wrap_module
+from crossdock.workers.model.load_options import LoadOptions
 from crossdock.workers.replica.config import EngineConfig, TransferConfig
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.replica.serving.engine_thread import EngineThread
@@ -48,7 +49,7 @@ class Side:
         settings = {"max_num_batched_tokens": 80, "max_num_seqs": 8, "kv_cache_memory": ByteSize(4 << 20)} | config
         if engine is None:
             wanted = EngineConfig(**settings)  # type: ignore[arg-type]
-            engine = Engine(wrap_module(build("llama", {}), kv_cache_dtype=wanted.kv_cache_dtype), wanted)
+            engine = Engine(wrap_module(build("llama", {}), LoadOptions(kv_cache_dtype=wanted.kv_cache_dtype)), wanted)
         self.engine = engine
         self.ended: list[tuple[str, bool, Figures, str]] = []
         transfer = TransferConfig(transport=transport, deadline_s=deadline_s, grace_s=0.1)  # type: ignore[arg-type]

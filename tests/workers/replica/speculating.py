@@ -16,7 +16,7 @@ from crossdock.workers.draft.drafter import Drafter
 from crossdock.workers.model.grammar.matcher import new_matcher
 from crossdock.workers.model.grammar.state import GrammarState, MaskBudget
 from crossdock.workers.model.load import wrap_module
-from crossdock.workers.model.model import PagedModel
+from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.replica.engine.speculation import Speculation
@@ -58,7 +58,7 @@ def module(name: str = "llama") -> PreTrainedModel:
 
 
 @cache
-def recurrent_model(name: str) -> PagedModel:
+def recurrent_model(name: str) -> LoadedModel:
     """Return a tiny random model with recurrent layers, which can be wrapped once. It serves one engine at a time."""
     return wrap_module(module(name))
 

@@ -7,10 +7,10 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from crossdock.kvtransfer.layout import layer_range
+from crossdock.workers.model.architecture import is_multimodal
 from crossdock.workers.model.cut.collectives import Collectives
 from crossdock.workers.model.cut.position import CannotCut, RankPosition
 from crossdock.workers.model.layer_kinds import attention_layers, recurrent_layers
-from crossdock.workers.model.pictures.vision import is_multimodal
 
 _Answer = TypeVar("_Answer")
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from crossdock.workers.model.graphs.recording import Record, attempt, recorder_for, why_not
 from crossdock.workers.model.inputs import StepInputs, StepTensors
-from crossdock.workers.model.model import PagedModel
+from crossdock.workers.model.model import LoadedModel
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ def padded(inputs: StepInputs, num_rows: int) -> StepInputs:
 class DecodeGraphs:
     """Decode steps of one model, recorded for up to `max_num_seqs` sequences. The model's pool must be allocated."""
 
-    def __init__(self, model: PagedModel, page_size: int, max_num_seqs: int, record: Record) -> None:
+    def __init__(self, model: LoadedModel, page_size: int, max_num_seqs: int, record: Record) -> None:
         """Record a graph of every size. Raises whatever `record` raises."""
         width = -(-model.max_model_len // page_size)
         none, none32 = np.zeros(0, np.int64), np.zeros(0, np.int32)
@@ -74,6 +74,10 @@ class DecodeGraphs:
     def covers(self, inputs: StepInputs) -> bool:
         """Return whether the step is one decode of each of few enough sequences, all of whose logits are wanted."""
         return inputs.max_query_len == 1 and len(inputs.wanted) == len(inputs.token_ids) <= self._sizes[-1]
+
+    def misses(self, inputs: StepInputs) -> bool:
+        """Return False: steps with more sequences have no graph at all, or that of a step with chunks."""
+        return False
 
     @torch.inference_mode()
     def run(self, inputs: StepInputs, previous_tokens: Tensor | None = None) -> Tensor:
@@ -103,12 +107,12 @@ class DecodeGraphs:
         return first.run(self._model, 1, self._model.max_model_len, size)
 
 
-def decode_graphs(model: PagedModel, page_size: int, max_num_seqs: int) -> DecodeGraphs | None:
+def decode_graphs(model: LoadedModel, page_size: int, max_num_seqs: int) -> tuple[DecodeGraphs | None, str]:
     """Record the decode steps of a model, or of this rank's part of it, on a GPU. The pool must be allocated.
 
-    Collective: every rank of a gang must call it, and then `mixed_graphs`. Returns None on all of them where decode
-    steps run kernel by kernel: on a CPU, for the stages of a pipeline, and for a model that cannot be recorded on some
-    rank. The reason is logged.
+    Collective: every rank of a gang must call it. Returns what is recorded, as text too. It is None on all ranks where
+    decode steps run kernel by kernel: on a CPU, for the stages of a pipeline, and for a model that cannot be recorded
+    on some rank. The text then says why.
     """
     started = time.monotonic()
     reason = why_not(model)
@@ -118,8 +122,6 @@ def decode_graphs(model: PagedModel, page_size: int, max_num_seqs: int) -> Decod
     if graphs is None:
         if reason:
             logger.warning("decode steps run without CUDA graphs: %s", reason)
-            model.graphs = f"none: {reason}"
-        return None
-    model.graphs = "decodes"
+        return None, f"none: {reason}" if reason else ""
     logger.info("recorded CUDA graphs of decode steps in %.1f s", time.monotonic() - started)
-    return graphs
+    return graphs, "decodes"

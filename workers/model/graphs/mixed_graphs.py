@@ -21,7 +21,7 @@ from torch import Tensor
 from crossdock.workers.model.graphs.decode_graphs import DecodeGraphs
 from crossdock.workers.model.graphs.recording import Record, attempt
 from crossdock.workers.model.inputs import StepInputs, StepTensors
-from crossdock.workers.model.model import PagedModel
+from crossdock.workers.model.model import LoadedModel
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class MixedGraphs:
 
     def __init__(
         self,
-        model: PagedModel,
+        model: LoadedModel,
         page_size: int,
         max_num_seqs: int,
         max_chunk_tokens: int,
@@ -175,30 +175,25 @@ def _sizes(inputs: StepInputs) -> tuple[int, int, int]:
 
 
 def mixed_graphs(
-    model: PagedModel,
+    model: LoadedModel,
     page_size: int,
     max_num_seqs: int,
     max_num_batched_tokens: int,
-    decodes: DecodeGraphs | None,
+    decodes: DecodeGraphs,
     *,
     most_drafts: int = 0,
-) -> MixedGraphs | None:
+) -> tuple[MixedGraphs | None, str]:
     """Record the steps with chunks of a model whose decodes are recorded, in the same memory.
 
-    Collective: every rank of a gang must call it. Returns None on all of them where these steps run kernel by kernel:
-    without recorded decodes, and for a model whose chunks cannot be recorded, for which the reason is logged.
-    `most_drafts`: see `MixedGraphs`.
+    Collective: every rank of a gang must call it. Returns what is recorded, as text too. It is None on all ranks where
+    chunks cannot be recorded, and run kernel by kernel: the reason is logged. `most_drafts`: see `MixedGraphs`.
     """
-    if decodes is None:
-        return None
     started = time.monotonic()
     sizes, record = (page_size, max_num_seqs, max_num_batched_tokens), decodes.record
     graphs, reason = attempt(model, lambda: MixedGraphs(model, *sizes, record, most_drafts=most_drafts))
     if graphs is None:
         logger.warning("steps with chunks run without CUDA graphs: %s", reason)
-        model.graphs += f"; steps with chunks are not: {reason}"
-        return None
-    model.graphs += f", steps with chunks of up to {graphs.most_tokens} tokens"
+        return None, f"; steps with chunks are not: {reason}"
     seconds = time.monotonic() - started
     logger.info("recorded CUDA graphs of chunks of up to %d tokens in %.1f s", graphs.most_tokens, seconds)
-    return graphs
+    return graphs, f", steps with chunks of up to {graphs.most_tokens} tokens"

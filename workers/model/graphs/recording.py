@@ -13,7 +13,7 @@ from typing import TypeAlias, TypeVar
 import torch
 
 from crossdock.workers.model.cut.collectives import Collectives
-from crossdock.workers.model.model import PagedModel
+from crossdock.workers.model.model import LoadedModel
 
 _Recorded = TypeVar("_Recorded")
 Record: TypeAlias = Callable[[Callable[[], None]], Callable[[], None]]
@@ -24,7 +24,7 @@ class OtherRankRefused(Exception):
     """Another rank of the gang cannot record its part; the message says which rank, and why."""
 
 
-def why_not(model: PagedModel) -> str | None:
+def why_not(model: LoadedModel) -> str | None:
     """Return why no step of `model` can be recorded, as text, which is empty where it need not be said; None: it can.
 
     Every rank of a gang gets the same answer.
@@ -38,7 +38,7 @@ def why_not(model: PagedModel) -> str | None:
     return None
 
 
-def attempt(model: PagedModel, make: Callable[[], _Recorded]) -> tuple[_Recorded | None, str]:
+def attempt(model: LoadedModel, make: Callable[[], _Recorded]) -> tuple[_Recorded | None, str]:
     """Return what `make` records, and an empty text; or None and the reason, if it raised on any rank of the gang.
 
     Collective: every rank must call it. On all ranks the reason is that of the first rank that has one.
@@ -56,7 +56,7 @@ def attempt(model: PagedModel, make: Callable[[], _Recorded]) -> tuple[_Recorded
     return None, reason if links is None else _first_reason(links, reason)
 
 
-def recorder_for(model: PagedModel) -> Record:
+def recorder_for(model: LoadedModel) -> Record:
     """Return a `Record` by stream capture. Collective: every rank must record the same steps, in the same order."""
     links = model.part.collectives
     rehearse, capture = _stream_capture()

@@ -16,7 +16,7 @@ from crossdock.kernels.cpu.choice import KernelChoice, only
 from crossdock.kernels.cpu.decoder import DecoderLayer, DecoderShape, DecoderStack
 from crossdock.kernels.cpu.linear import ChosenLinear, OwnLinear, Weights, linear_choice, usable_kernels
 from crossdock.kernels.cpu.stack_choice import stack_choice
-from crossdock.kernels.options import CpuKernels, Quantization
+from crossdock.kernels.options import CpuKernels, Kernel
 
 PageViews = Sequence[tuple[Tensor, Tensor]]
 CurrentPages = Callable[[], tuple[PageViews, AttentionBatch]]
@@ -84,12 +84,13 @@ def fuse(
     attention: Callable[..., Tensor],
     cpu_kernels: CpuKernels = "auto",
     free_bytes: int | None = None,
-    quantization: Quantization | None = None,
+    kernel: Kernel | None = None,
 ) -> Fusion:
     """Replace the decoder layers and the head of a CPU model.
 
     `attention` is the model's `paged_attention`. Weights are kept in the formats of two kernels only if both copies fit
-    into `free_bytes`; None: they do. `quantization` sets the format of all of them.
+    into `free_bytes`; None: they do. `kernel` computes all products; None: the
+    fastest for plain weights.
 
     Raises:
         NotFusableError: with the reason; the model is unchanged.
@@ -110,8 +111,8 @@ def fuse(
     num_bytes = sum(each.num_bytes(dtype) for each in (*shape.matrices(len(layers)), head_weights))
     max_kernels = 2 if free_bytes is None or 2 * num_bytes <= free_bytes else 1
     try:
-        if quantization is not None:
-            layers_choice = head_choice = only(quantization)
+        if kernel is not None:
+            layers_choice = head_choice = only(kernel)
         else:
             layers_choice = stack_choice(shape, len(layers), dtype, kernels, max_kernels)
             head_choice = linear_choice("output projection", [head_weights], dtype, kernels, max_kernels)

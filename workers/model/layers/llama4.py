@@ -7,9 +7,9 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from crossdock.kernels.backend import Attention
-from crossdock.workers.model.forward_context import context_or_none
+from crossdock.workers.model.architecture import UnsupportedModelError
+from crossdock.workers.model.forward.forward_context import context_or_none
 from crossdock.workers.model.layer_kinds import layer_kinds
-from crossdock.workers.model.logits_check import UnsupportedModelError
 
 
 def attention_chunks(decoder: PretrainedConfig, max_model_len: int, attention: Attention) -> dict[int, int]:

@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from crossdock.kernels.backend import has_package
-from crossdock.workers.model.forward_context import current_context
+from crossdock.workers.model.architecture import num_deep_layers
+from crossdock.workers.model.forward.forward_context import current_context
 from crossdock.workers.model.layers.fused_projections import joined_weight
 from crossdock.workers.model.layers.fusion import NotFusableError, check_attention, check_mlp, decoder_layers, qkv_bias
-from crossdock.workers.model.model import PagedModel
-from crossdock.workers.model.pictures.vision import num_deep_layers
+from crossdock.workers.model.model import LoadedModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,12 +103,12 @@ class TritonLayers(nn.Module):
         return (hidden + addend)[None] if addend is not None else hidden[None]
 
 
-def may_use_triton_steps(model: PagedModel) -> bool:
+def may_use_triton_steps(model: LoadedModel) -> bool:
     """Return whether the steps of this model's layers could run in Triton: beside attention that runs on its device."""
     return model.attention.is_beside_triton and has_package("triton")
 
 
-def use_triton_layers(model: PagedModel, windows: Sequence[int | None]) -> Callable[[], None]:
+def use_triton_layers(model: LoadedModel, windows: Sequence[int | None]) -> Callable[[], None]:
     """Replace the decoder layers of a model whose projections are joined. Returns a function that undoes it.
 
     `windows`: of each layer's attention.

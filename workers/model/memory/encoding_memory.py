@@ -6,14 +6,14 @@ from functools import partial
 from math import isqrt
 
 from crossdock.workers.model.memory.memory_budget import MemoryBudget
-from crossdock.workers.model.model import PagedModel
+from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.model.pictures.vision import PictureEncoder
 from crossdock.workers.schedule.pictures.items import Item
 
 _SMALL = 2  # size of a picture of which many fit into one call
 
 
-def bytes_for_pictures(model: PagedModel, budget: MemoryBudget, peak: Callable[[Callable[[], object]], int]) -> int:
+def bytes_for_pictures(model: LoadedModel, budget: MemoryBudget, peak: Callable[[Callable[[], object]], int]) -> int:
     """Return the bytes that pictures may take on this rank beside steps of text. `peak`: measures a call.
 
     The rank that encodes keeps up to `mm_encoder_cache` of embeddings, and as many more land that encode replicas send.
@@ -30,7 +30,7 @@ def bytes_for_pictures(model: PagedModel, budget: MemoryBudget, peak: Callable[[
     return rows_of_step + (1 + encoder.takes_rows) * budget.mm_encoder_cache + largest
 
 
-def largest_calls(model: PagedModel, encoder: PictureEncoder, budget: MemoryBudget) -> list[list[Item]]:
+def largest_calls(model: LoadedModel, encoder: PictureEncoder, budget: MemoryBudget) -> list[list[Item]]:
     """Return items to measure: the largest picture, and as many small ones as one call encodes.
 
     No picture has more rows than the cache holds, or than a prompt has tokens: the scheduler refuses it. Some models

@@ -12,7 +12,7 @@ from crossdock.workers.model.inputs import StepInputs
 from crossdock.workers.model.memory.encoding_memory import bytes_for_pictures
 from crossdock.workers.model.memory.memory_budget import MemoryBudget
 from crossdock.workers.model.memory.memory_fit import size_of
-from crossdock.workers.model.model import PagedModel
+from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.model.sampling.row import SampleRow
 from crossdock.workers.model.sampling.sampler import sample
 from crossdock.workers.schedule.batch import Batch, Scheduled, StatePages
@@ -30,16 +30,16 @@ class PageBudget(NamedTuple):
     page_bytes: int
 
 
-def count_pages_that_fit(model: PagedModel, budget: MemoryBudget, page_size: int) -> PageBudget:
+def count_pages_that_fit(model: LoadedModel, budget: MemoryBudget, page_size: int) -> PageBudget:
     """Return how many KV pages fit on this rank. Collective: every rank must call it, before any pool is allocated."""
     known = budget.known(model.device.type)
     if model.encoder is not None and model.device.type == "cuda":
-        model.encoder.most_rows = budget.max_num_batched_tokens
+        model.encoder.limit_calls(budget.max_num_batched_tokens)
     page_bytes = model.layouts(page_size)[0].page_bytes
     return PageBudget((_measured(model, budget, page_size) if known is None else known) // page_bytes, page_bytes)
 
 
-def _measured(model: PagedModel, budget: MemoryBudget, page_size: int) -> int:
+def _measured(model: LoadedModel, budget: MemoryBudget, page_size: int) -> int:
     """Return the bytes of a GPU that the largest possible steps leave for pages.
 
     These are a step of `max_num_batched_tokens` prompt tokens with every token's logits, as prompt logprobs want them,
@@ -67,7 +67,7 @@ def _measured(model: PagedModel, budget: MemoryBudget, page_size: int) -> int:
         del kept
 
     transient = _peak(prefill) + _peak(recorded)  # a graph holds its memory, and a step may be both
-    model.free_pool()
+    model.pool.free()
     pictures = bytes_for_pictures(model, budget, _peak)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()

@@ -1,19 +1,21 @@
 """Check before loading whether a rank's weights and KV pages fit, and advise what would fit if they do not."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from crossdock.kernels.options import Quantization
 from crossdock.workers.model.cut.position import CannotCut, RankPosition
-from crossdock.workers.model.weights.weights import measure_int8, measure_part
+from crossdock.workers.model.weights.formats import format_of
+from crossdock.workers.model.weights.weight_format import WeightFormat
 
 
 class DoesNotFit(ValueError):
     """There is less memory than the model needs; the message gives the missing bytes, and what would help."""
 
 
+_PLAIN = format_of(None)
 _SMALLER_POOL = "Lower kv_cache_memory"
 
 
@@ -25,13 +27,12 @@ def check_fits(
     device: str,
     num_sharing: int = 1,
     free_bytes: int | None = None,
-    quantization: Quantization | None = None,
+    weight_format: WeightFormat = _PLAIN,
 ) -> None:
     """Check that the part at `position` of a transformers configuration fits, with `kv_bytes` of pages.
 
-    `num_sharing` ranks share this host's memory. `free_bytes` None asks the device. With `quantization`, the
-    weights as they become must fit beside the pages. As they are they take no memory, for they are mapped from their
-    file, unless it has another dtype: then both must fit while the model is loaded.
+    `num_sharing` ranks share this host's memory. `free_bytes` None asks the device. Weights in
+    the dtype of their file take no memory while they are loaded, for the file is mapped.
 
     Raises:
         DoesNotFit: with the missing bytes, and a tensor_parallel_size that would fit.
@@ -39,24 +40,20 @@ def check_fits(
     free = free_bytes if free_bytes is not None else free_memory(device)
     available = free // num_sharing if device == "cpu" else free
     is_mapped = getattr(config, "dtype", None) is dtype  # before it is measured: transformers writes to it
-    weights = measure_part(config, position, dtype)
-    if quantization is not None:
-        dropped, added = measure_int8(config, dtype)
-        weights += added
-        if weights > available and not is_mapped:
-            raise DoesNotFit(
-                f"quantization {quantization} of a checkpoint that is not in {dtype} needs {size_of(weights)} while "
-                f"the model is loaded, and {size_of(available)} are free on {device}: {size_of(weights - available)} "
-                f"are missing"
-            )
-        weights -= dropped
+    weights, loading = weight_format.count_bytes(config, position, dtype)
+    if max(available, weights) < loading and not is_mapped:
+        raise DoesNotFit(
+            f"quantization {weight_format.name} of a checkpoint that is not in {dtype} needs {size_of(loading)} while "
+            f"the model is loaded, and {size_of(available)} are free on {device}: {size_of(loading - available)} "
+            f"are missing"
+        )
     if weights + kv_bytes <= available:
         return
     shared = f" (this host's {size_of(free)} for {num_sharing} ranks)" if available < free else ""
     raise DoesNotFit(
         f"{position} needs {size_of(weights)} for weights and {size_of(kv_bytes)} for KV pages, and "
         f"{size_of(available)} are free on {device}{shared}: {size_of(weights + kv_bytes - available)} are missing. "
-        f"{_advice(config, position, dtype, kv_bytes, available) if quantization is None else _SMALLER_POOL}"
+        f"{_advice(config, position, dtype, kv_bytes, available) if weight_format.is_cut else _SMALLER_POOL}"
     )
 
 
@@ -67,7 +64,7 @@ def _advice(config: Any, position: RankPosition, dtype: torch.dtype, kv_bytes: i
         wider = RankPosition(0, tensor_size, position.num_stages)
         try:
             needed = max(
-                measure_part(config, RankPosition(stage * tensor_size, tensor_size, position.num_stages), dtype)
+                _PLAIN.count_bytes(config, replace(wider, rank=stage * tensor_size), dtype).held
                 for stage in range(position.num_stages)
             )
         except CannotCut:

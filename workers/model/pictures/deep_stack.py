@@ -5,7 +5,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from crossdock.workers.model.forward_context import ForwardContext, context_or_none
+from crossdock.workers.model.forward.forward_context import ForwardContext, context_or_none
 
 
 def add_after(layers: Sequence[nn.Module]) -> None:

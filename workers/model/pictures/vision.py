@@ -5,7 +5,7 @@ the text part computes through our attention, from embeddings in which the encod
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -17,38 +17,21 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from crossdock.kernels.backend import CPP, Attention
-from crossdock.workers.model.device_copies import timed, to_device
-from crossdock.workers.model.forward_context import ATTENTION_NAME
+from crossdock.workers.model.architecture import is_multimodal, num_deep_layers
+from crossdock.workers.model.device_copies import timed
+from crossdock.workers.model.forward.step_pictures import PictureRows, StepPictures
 from crossdock.workers.model.pictures.deep_stack import add_after
 from crossdock.workers.model.pictures.encoder_calls import arguments_of, batches_of, layers_of
 from crossdock.workers.model.pictures.encoder_failures import is_passing, item_failure
 from crossdock.workers.schedule.batch import Batch
 from crossdock.workers.schedule.pictures.arriving_rows import LandedItem
-from crossdock.workers.schedule.pictures.encoding import EncoderWork, ItemFailure
+from crossdock.workers.schedule.pictures.encoding import ItemFailure
 from crossdock.workers.schedule.pictures.families import PictureFamily, picture_family
 from crossdock.workers.schedule.pictures.items import LEVELS, Item
 from crossdock.workers.schedule.pictures.whole_items import key_end
 from crossdock.workers.schedule.request import InvalidField, Request
 
 _KINDS = {"image": ("image_token_id", "get_image_features"), "video": ("video_token_id", "get_video_features")}
-
-
-def is_multimodal(config: PretrainedConfig) -> bool:
-    """Return whether a model has an encoder of pictures beside its decoder."""
-    return getattr(config, "vision_config", None) is not None
-
-
-def attention_names(config: PretrainedConfig, name: str = ATTENTION_NAME) -> "str | dict[str, str]":
-    """Return the attention of each part of a model, as transformers wants it: `name` for the decoder.
-
-    An encoder of pictures never has ours: it would write to the KV pages.
-    """
-    return {"text_config": name, "vision_config": "sdpa"} if is_multimodal(config) else name
-
-
-def num_deep_layers(config: PretrainedConfig) -> int:
-    """Return after how many layers embeddings of pictures are added to the hidden states (Qwen3-VL's DeepStack)."""
-    return len(getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None) or ())
 
 
 def why_text_alone(config: PretrainedConfig, attention: Attention = CPP) -> str:
@@ -66,52 +49,6 @@ def why_text_alone(config: PretrainedConfig, attention: Attention = CPP) -> str:
 
 def _family(config: PretrainedConfig) -> PictureFamily:
     return picture_family(config.model_type, getattr(config.vision_config, "model_type", None))
-
-
-@dataclass(slots=True)
-class StepPictures:
-    """The pictures of one step: what to encode first, and which rows of the flat batch are embeddings of items."""
-
-    work: EncoderWork
-    rows: NDArray[np.int64]  # [R], among the T of the step
-    parts: Sequence[tuple[bytes, int, int]]  # (content hash, first row, end) of the embeddings, in the order of `rows`
-    positions: NDArray[np.int64] | None = None  # [3, T]; None: one for each token, which the step has
-    key_end: NDArray[np.int32] | None = None  # [T]; see `AttentionBatch`
-    timer: Callable[[], float] = lambda: 0.0  # of `seconds`
-    failures: Mapping[bytes, ItemFailure] = field(default_factory=dict)  # items of `parts` without embeddings
-    prepared: "PictureRows | None" = None  # on the rank that encodes, from the step's begin on
-
-    @property
-    def seconds(self) -> float:
-        """Return the seconds that encoding took. On a GPU it waits for the end of that."""
-        return self.timer()
-
-    @property
-    def is_read(self) -> bool:
-        """Return whether the forward pass reads pictures, or positions in three axes. Else it is one over tokens."""
-        return bool(len(self.rows)) or self.positions is not None
-
-
-class PictureRows:
-    """The rows of a flat batch that are embeddings of items, on the device."""
-
-    __slots__ = ("embeddings", "key_end", "positions", "rows")
-
-    def __init__(
-        self, rows: Tensor, embeddings: Tensor, positions: Tensor | None, key_end: Tensor | None = None
-    ) -> None:
-        self.rows = rows  # [R]
-        self.embeddings = embeddings  # [1 + L, R, E]: of the input, and added after each of the first L layers
-        self.positions = positions  # [3, T]; None: the step's own
-        self.key_end = key_end  # [T]; see `AttentionBatch`
-
-    @classmethod
-    def of(cls, pictures: StepPictures, embeddings: Tensor) -> "PictureRows":
-        """Return the rows of a step on the device of its `embeddings` [1 + L, R, E]."""
-        device = embeddings.device
-        positions = None if pictures.positions is None else to_device(pictures.positions, device)
-        key_end = None if pictures.key_end is None else to_device(pictures.key_end, device)
-        return cls(to_device(pictures.rows, device), embeddings, positions, key_end)
 
 
 @dataclass(slots=True)
@@ -172,6 +109,10 @@ class PictureEncoder:
     def row_bytes(self) -> int:
         """Return the bytes of one row of embeddings."""
         return self._zeros(1).nbytes
+
+    def limit_calls(self, most_rows: int) -> None:
+        """Encode at most so many rows by one call, unless one item has more."""
+        self.most_rows = most_rows
 
     # -- requests --------------------------------------------------------------------------------------------------
 

@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter, rename_source_key
 
+from crossdock.workers.model.architecture import ATTENTION_NAME, UnsupportedModelError, attention_names
 from crossdock.workers.model.cut.collectives import Collectives
 from crossdock.workers.model.cut.cut_model import cut_model
 from crossdock.workers.model.cut.part import ModelPart, TensorSlice
@@ -25,6 +26,36 @@ def auto_model(config: PretrainedConfig) -> Any:
     """Return transformers' class that loads a model with its output projection, and its encoder of pictures if any."""
     has_pictures = type(config) in AutoModelForImageTextToText._model_mapping
     return AutoModelForImageTextToText if has_pictures else AutoModelForCausalLM
+
+
+def load_weights(
+    config: PretrainedConfig, path: Path, dtype: torch.dtype, load: Callable[..., tuple[Any, ModelPart | None]]
+) -> tuple[Any, ModelPart | None]:
+    """Return what `load` makes of the weights in `path`: transformers' model, or a part of it and which part that is.
+
+    Raises:
+        UnsupportedModelError: transformers lets no other attention into the model.
+        ValueError: there are no weights in safetensors.
+    """
+    try:
+        return load(dtype=dtype, attn_implementation=attention_names(config))
+    except OSError as error:
+        if any(path.glob("*.safetensors")):
+            raise
+        raise ValueError(
+            f"model directory {path} has no weights in *.safetensors, the only format that is loaded; "
+            f"transformers' save_pretrained writes them"
+        ) from error
+    except ValueError as error:
+        if ATTENTION_NAME not in str(error) and "attn_implementation" not in str(error):
+            raise
+        raise UnsupportedModelError(f"{config.model_type}: transformers gives it no pluggable attention") from error
+
+
+def load_whole(config: PretrainedConfig, path: Path, **options: Any) -> tuple[Any, None]:
+    # Other formats are pickles: to load them is to run code that the checkpoint brings.
+    options |= {"low_cpu_mem_usage": True, "use_safetensors": True, "trust_remote_code": False}
+    return auto_model(config).from_pretrained(path, config=config, **options), None
 
 
 def load_part(
@@ -77,25 +108,13 @@ def measure_part(config: PretrainedConfig, position: RankPosition, dtype: torch.
     Raises:
         CannotCut: there is no such part.
     """
-    module = _on_meta(config, position, dtype)
+    module = model_on_meta(config, position, dtype)
     tied = set(getattr(module, "all_tied_weights_keys", ()))
     return sum(value.nbytes for name, value in module.state_dict().items() if name not in tied)
 
 
-def measure_int8(config: PretrainedConfig, dtype: torch.dtype) -> tuple[int, int]:
-    """Return the bytes of the products' weights of a whole model, in `dtype` and as int8 with a scale for each output.
-
-    An output projection that is tied to the embedding is counted as int8 only: the embedding keeps the other copy.
-    """
-    module = _on_meta(config, RankPosition(), dtype)
-    tied = set(getattr(module, "all_tied_weights_keys", ()))
-    products = {f"{name}.weight": part for name, part in module.named_modules() if isinstance(part, nn.Linear)}
-    own = sum(linear.weight.nbytes for name, linear in products.items() if name not in tied)
-    as_int8 = sum(linear.weight.numel() + linear.out_features * torch.float32.itemsize for linear in products.values())
-    return own, as_int8
-
-
-def _on_meta(config: PretrainedConfig, position: RankPosition, dtype: torch.dtype) -> Any:
+def model_on_meta(config: PretrainedConfig, position: RankPosition, dtype: torch.dtype) -> Any:
+    """Return what the rank at `position` would hold, without memory. CannotCut: there is no such part."""
     with torch.device("meta"):
         module = auto_model(config).from_config(config, dtype=dtype)
         cut_model(module, position, None)

@@ -35,7 +35,7 @@ def warm_up(engine: Engine) -> SchedulingProfile:
     _run_whole_picture(engine)
     pages.clear_cache()
 
-    with model.memory_paused():
+    with model.pool.memory_paused():
         sweep = remembered_sweep(engine, lambda: _sweep(engine), lambda: _check(engine))
         fit = engine.calibrate(sweep, _intervals(engine))
         engine.scheduler.learn_scored(_scored_factor(engine))
@@ -92,7 +92,7 @@ def _sweep(engine: Engine) -> list[tuple[StepWork, float]]:
     5 s of two cores (CPU time; SmolLM2-135M, Zen 4, 2026-11-21).
     """
     sweep: list[tuple[StepWork, float]] = []
-    engine.model.wait_for_memory()  # pages that were never written are read faster than they will be
+    engine.model.pool.wait_for_memory()  # pages that were never written are read faster than they will be
 
     def measure(chunk: tuple[int, int] | None, num_streams: int = 0, context: int = 0) -> float:
         step = measure_step(engine, chunk, num_streams, context)
@@ -251,8 +251,7 @@ def _zero_state(engine: Engine, owner: str) -> StatePages:
     """Return pages for the recurrent state of a part. What lay in them before could be no number."""
     engine.pages.allocate_state(owner)
     pages = engine.pages.own_state_of(owner)
-    assert engine.model.pool_bytes is not None
-    engine.model.pool_bytes[list(pages)] = 0
+    engine.model.pool.by_page[list(pages)] = 0
     return StatePages(pages, pages)
 
 

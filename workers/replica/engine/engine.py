@@ -9,11 +9,11 @@ from pathlib import Path
 
 from crossdock.kvtransfer.layout import PoolSpec
 from crossdock.workers.draft.drafter import new_drafter
+from crossdock.workers.model.encoder_model import EncoderModel
 from crossdock.workers.model.grammar.compiler import GrammarCompiler
 from crossdock.workers.model.grammar.state import GrammarState
 from crossdock.workers.model.memory.kv_memory import count_pages_that_fit
-from crossdock.workers.model.model import PagedModel
-from crossdock.workers.model.pictures.encoder_model import EncoderModel
+from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.model.pictures.vision import PromptPictures
 from crossdock.workers.model.runner import Runner
 from crossdock.workers.replica.config import EngineConfig
@@ -57,7 +57,7 @@ class Step:
 class Engine:
     """Serves requests on one model. Calls of `add`, `abort` and `step` must not overlap."""
 
-    model: PagedModel
+    model: LoadedModel
     config: EngineConfig
     tokenizer_dir: Path | None = None  # needed for grammars only
     clock: Callable[[], float] = time.monotonic  # seconds
@@ -80,7 +80,7 @@ class Engine:
         drafter = new_drafter(speculative, model) if speculative is not None else None  # before pages take all memory
         drafting = DraftPolicy(speculative) if speculative is not None else None
         if self.gang is None:  # else its ranks have chosen them together
-            choose_groups(model, config)
+            self.model = model = choose_groups(model, config)
         windows = [group.window for group in model.groups] or [None]
         state_pages = model.state_pages(config.page_size)
         num_pages = self._num_pages(windows, state_pages)

@@ -2,8 +2,8 @@
 
 import torch
 
+from crossdock.workers.model.encoder_model import EncoderModel, load_encoder
 from crossdock.workers.model.load import load_model
-from crossdock.workers.model.pictures.encoder_model import EncoderModel, load_encoder
 from crossdock.workers.model.weights.checkpoint import resolve_tokenizer
 from crossdock.workers.replica.config import EngineConfig, ReplicaSpec
 from crossdock.workers.replica.engine.engine import Engine

@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from crossdock.workers.model.forward.step_pictures import StepPictures
 from crossdock.workers.model.inputs import StepInputs
-from crossdock.workers.model.pictures.vision import StepPictures
 from crossdock.workers.model.runner import Runner
 from crossdock.workers.model.sampling.sampler import PendingTokens
 from crossdock.workers.replica.engine.step_sampler import StepSampler

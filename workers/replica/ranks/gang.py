@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from crossdock.kvtransfer.events import Event
 from crossdock.workers.model.memory.kv_memory import PageBudget
-from crossdock.workers.model.model import PagedModel
+from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.replica.config import ReplicaSpec, TransferConfig
 from crossdock.workers.replica.ranks.pool_layout import HeldLayers, held_layers
 from crossdock.workers.replica.ranks.rank_loader import RankFailed, driver_of, load_rank, position_of
@@ -84,7 +84,7 @@ class Gang:
         self.address = GangAddress(host, self._listener.getsockname()[1], self._store.port, secrets.token_bytes(32))
         threading.Thread(target=self._accept, name="gang listener", daemon=True).start()
 
-    def load(self) -> PagedModel:
+    def load(self) -> LoadedModel:
         """Load the driver's own part while the followers load theirs. RankFailed: a follower could not."""
         model, self._own_budget = load_rank(
             self.spec,

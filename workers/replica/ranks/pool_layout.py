@@ -3,12 +3,13 @@ it."""
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import msgpack
 
 from crossdock.kvtransfer.layout import LayerShape, PageGroup, PoolSpec, Shard
-from crossdock.workers.model.model import PagedModel
+from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.model.weights.fp8_scales import exponents, fingerprint_of
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.schedule.memory.layer_groups import LayerGroup, group_layers
@@ -22,7 +23,7 @@ heads of all ranks, key dim, value dim, window and attention chunk (0: none); wh
 its heads' scales, all of keys, then all of values."""
 
 
-def held_layers(model: PagedModel) -> HeldLayers:
+def held_layers(model: LoadedModel) -> HeldLayers:
     """Return which layers with attention and which heads this rank's part of the model has."""
     rows = []
     windows = model.windows or [None] * len(model.layers)
@@ -37,50 +38,50 @@ def held_layers(model: PagedModel) -> HeldLayers:
     return tuple(rows)
 
 
-def choose_groups(model: PagedModel, config: EngineConfig) -> None:
-    """Choose the groups of layers that have pages of their own; see `PagedModel.groups`."""
-    _choose_groups(model, config.page_size, [held_layers(model)], _why_not_grouped(model, config))
+def choose_groups(model: LoadedModel, config: EngineConfig) -> LoadedModel:
+    """Return the model with groups of layers that have pages of their own; see `LoadedModel.groups`."""
+    return _choose_groups(model, config.page_size, [held_layers(model)], _why_not_grouped(model, config))
 
 
-def choose_groups_of_ranks(model: PagedModel, config: EngineConfig, store: Any, size: int) -> None:
-    """Choose the same groups at all `size` ranks of a gang, which meet at `store`. Collective.
+def choose_groups_of_ranks(model: LoadedModel, config: EngineConfig, store: Any, size: int) -> LoadedModel:
+    """Return the model with the same groups at all `size` ranks of a gang, which meet at `store`. Collective.
 
     The layers of the whole model are divided, so that replicas of unlike ranks have equal groups."""
     own = [held_layers(model), _why_not_grouped(model, config)]
     store.set(f"layers of rank {model.part.position.rank}", msgpack.packb(own))
     ranks = [msgpack.unpackb(store.get(f"layers of rank {rank}"), use_list=False) for rank in range(size)]
     reason = next((reason for _, reason in ranks if reason), "")
-    _choose_groups(model, config.page_size, [held for held, _ in ranks], reason)
+    return _choose_groups(model, config.page_size, [held for held, _ in ranks], reason)
 
 
-def agree_on_states(model: PagedModel, config: EngineConfig, store: Any, size: int) -> None:
-    """Let all `size` ranks of a gang, which meet at `store`, keep a request's recurrent state in as many pages.
+def agree_on_states(model: LoadedModel, config: EngineConfig, store: Any, size: int) -> LoadedModel:
+    """Return the model with a request's recurrent state in as many pages at all `size` ranks, which meet at `store`.
 
     Collective. Each rank keeps the states of its own layers and heads there. Call it once the groups of layers, and so
     the bytes of a page, are chosen."""
     if model.states is None:
-        return
+        return model
     own = model.state_pages(config.page_size), model.states.name
     store.set(f"states of rank {model.part.position.rank}", msgpack.packb(own))
     ranks = [msgpack.unpackb(store.get(f"states of rank {rank}")) for rank in range(size)]
-    model.least_state_pages = max(num_pages for num_pages, _ in ranks)
-    model.states_name = " ".join(name for _, name in ranks)
+    least, name = max(num_pages for num_pages, _ in ranks), " ".join(name for _, name in ranks)
+    return replace(model, least_state_pages=least, states_name=name)
 
 
-def _choose_groups(model: PagedModel, page_size: int, by_rank: Sequence[HeldLayers], reason: str) -> None:
-    """Set the groups of the model; `reason`: why there is one alone, which keeps its pages."""
+def _choose_groups(model: LoadedModel, page_size: int, by_rank: Sequence[HeldLayers], reason: str) -> LoadedModel:
+    """Return the model with its groups; `reason`: why there is one alone, which keeps its pages."""
     rows = {row[0]: row for held in by_rank for row in held}
     windows = [_window(*rows[number][6:8]) for number in sorted(rows)]
     if not any(window is not None and most_visible(window) < model.max_model_len for window in windows):
-        model.groups = ()
-        return
+        return replace(model, groups=())
     token_bytes = [heads * (key + value) for _, _, _, heads, key, value, *_ in map(rows.__getitem__, sorted(rows))]
-    model.groups = () if reason else group_layers(windows, token_bytes, model.max_model_len, page_size)
-    kinds = ", ".join(f"{len(group.layers)} (window {group.window})" for group in model.groups)
+    groups = () if reason else group_layers(windows, token_bytes, model.max_model_len, page_size)
+    kinds = ", ".join(f"{len(group.layers)} (window {group.window})" for group in groups)
     logger.info("layers by group of KV pages: %s", kinds or f"all in one, which keeps its pages: {reason}")
+    return replace(model, groups=groups)
 
 
-def _why_not_grouped(model: PagedModel, config: EngineConfig) -> str:
+def _why_not_grouped(model: LoadedModel, config: EngineConfig) -> str:
     """Return why the pages that windows have passed must stay; empty: they can go."""
     if config.disable_hybrid_kv_cache_manager:
         return "disable_hybrid_kv_cache_manager is on"
@@ -92,7 +93,7 @@ def _why_not_grouped(model: PagedModel, config: EngineConfig) -> str:
 
 
 def pool_spec(
-    by_rank: Sequence[HeldLayers], rank: int, model: PagedModel, name: str, page_size: int, num_pages: int
+    by_rank: Sequence[HeldLayers], rank: int, model: LoadedModel, name: str, page_size: int, num_pages: int
 ) -> PoolSpec:
     """Return the KV pool of `rank` as other replicas must know it.
 

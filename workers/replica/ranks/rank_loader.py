@@ -13,7 +13,7 @@ from crossdock.workers.model.cut.position import RankPosition
 from crossdock.workers.model.load import load_model
 from crossdock.workers.model.memory.kv_memory import PageBudget, count_pages_that_fit
 from crossdock.workers.model.memory.memory_fit import used
-from crossdock.workers.model.model import PagedModel
+from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.replica.config import ReplicaSpec
 from crossdock.workers.replica.ranks.device import device_of
 from crossdock.workers.replica.ranks.pool_layout import agree_on_states, choose_groups_of_ranks
@@ -39,7 +39,7 @@ def driver_of(spec: ReplicaSpec) -> int:
 
 def load_rank(
     spec: ReplicaSpec, position: RankPosition, store: Any, host: str, report: Callable[[str], None]
-) -> tuple[PagedModel, PageBudget]:
+) -> tuple[LoadedModel, PageBudget]:
     """Join the gang's torch.distributed world, load this rank's part, and find how many pages fit beside it.
 
     Collective: every rank must call it. `host`: the address at which this rank listens for the others. `report` gets
@@ -75,8 +75,8 @@ def load_rank(
     phases.done("logits checked")
     if model.encoder is not None:
         model.encoder.takes_rows = spec.takes_rows
-    choose_groups_of_ranks(model, spec.engine, store, position.size)
-    agree_on_states(model, spec.engine, store, position.size)
+    model = choose_groups_of_ranks(model, spec.engine, store, position.size)
+    model = agree_on_states(model, spec.engine, store, position.size)
     budget = sized(spec.engine, model).budget
     room = count_pages_that_fit(model, budget, spec.engine.page_size)
     if known is None:

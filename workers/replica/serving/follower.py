@@ -10,7 +10,7 @@ import traceback
 import torch.distributed as dist
 
 from crossdock.kvtransfer.dock import Dock
-from crossdock.workers.model.model import PagedModel
+from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.model.runner import Runner
 from crossdock.workers.model.step_messages import StepReceiver
 from crossdock.workers.replica.config import ReplicaSpec
@@ -79,7 +79,7 @@ def follow(
 def _work(
     spec: ReplicaSpec,
     rank: int,
-    model: PagedModel,
+    model: LoadedModel,
     inbox: queue.SimpleQueue[DriverMessage],
     link: RankSocket,
     transfer_host: str,
@@ -102,8 +102,7 @@ def _work(
             case OpenDock(by_rank, name, role, transfer):
                 layout = pool_spec(by_rank, rank, model, name, page_size, num_pages)
                 transfer = transfer.model_copy(update={"host": transfer_host})  # the driver's may be another node's
-                assert model.pool is not None, "the pool is allocated before it is opened to transfers"
-                dock = open_dock(model.pool, layout, role, transfer, lambda event: link.send(encode(event)))
+                dock = open_dock(model.pool.tensor, layout, role, transfer, lambda event: link.send(encode(event)))
                 link.send(encode(DockOpened(dock.blob)))
             case EndRank():
                 dist.destroy_process_group()

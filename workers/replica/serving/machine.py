@@ -9,22 +9,21 @@ from typing import Any
 import torch
 
 from crossdock.kernels.cpu.build import cpu_flags
-from crossdock.workers.model.model import PagedModel
-from crossdock.workers.model.pictures.encoder_model import EncoderModel
+from crossdock.workers.model.encoder_model import EncoderModel
+from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.model.weights.weights import measure_part
 
 _NOTABLE = ("amx_bf16", "avx512_bf16", "avx512f", "avx2", "sve", "asimd")  # instruction sets, the fastest first
 
 
-def describe_machine(model: PagedModel) -> dict[str, Any]:
+def describe_machine(model: LoadedModel, graphs: str = "") -> dict[str, Any]:
     """Return what the rank of `model` runs on and with, as JSON; sizes in bytes.
 
     `kernels`: of the products of fused layers; empty: transformers' own code computes the layers. `graphs`: which steps
     are CUDA graphs, and why others are not; empty on a CPU. `weights`: in the
     dtype in which they are loaded, once. `pool`: the KV pages.
     """
-    is_cpu, pool = model.device.type == "cpu", model.pool
-    assert pool is not None
+    is_cpu = model.device.type == "cpu"
     if isinstance(model, EncoderModel):
         weights = model.weight_bytes
     else:
@@ -37,9 +36,9 @@ def describe_machine(model: PagedModel) -> dict[str, Any]:
         "kv_dtype": str(model.kv_dtype).removeprefix("torch."),
         "attention": model.attention.name,
         "kernels": model.kernels,
-        "graphs": model.graphs,
+        "graphs": graphs,
         "weights": weights,
-        "pool": pool.nbytes,
+        "pool": model.pool.tensor.nbytes,
     }
 
 

@@ -82,7 +82,7 @@ class Replica:
         peer = thread.handover.dock.blob if thread.handover is not None else b""
         rows_peer = thread.landing.dock.blob if thread.landing is not None else b""
         compatibility = engine.pool_spec(name).compatibility
-        machine = await asyncio.to_thread(describe_machine, engine.model)
+        machine = await asyncio.to_thread(describe_machine, engine.model, engine.pipeline.runner.graphs_text)
         self._ages["ready"] = process_age()
         ages = {phase: round(age, 2) for phase, age in sorted(self._ages.items(), key=lambda item: item[1])}
         logger.info("started: %s", ", ".join(f"{phase} after {age:.1f} s" for phase, age in ages.items()))

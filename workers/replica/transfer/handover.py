@@ -261,7 +261,6 @@ def connect(
     Raises:
         TransportUnavailable: NIXL is asked for, or the pool is a GPU's, and NIXL cannot be used here.
     """
-    spec, pool = engine.pool_spec(model), engine.model.pool
-    assert pool is not None
+    spec, pool = engine.pool_spec(model), engine.model.pool.tensor
     dock = ReplicaDock(pool, spec, role, config, engine.gang, on_event, engine.clock)
     return Handover(engine, dock, config)

@@ -12,7 +12,7 @@ from functools import partial
 from crossdock.kvtransfer.events import Arrived, Committed, Event, Failed, Figures, Offered, WriterStopped
 from crossdock.kvtransfer.layout import IncompatiblePools, PoolLayout, PoolSpec
 from crossdock.kvtransfer.messages import GroupPages
-from crossdock.workers.model.pictures.encoder_model import VARIANT, row_layer
+from crossdock.workers.model.encoder_model import VARIANT, row_layer
 from crossdock.workers.replica.config import TransferConfig
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.replica.transfer.replica_dock import ReplicaDock

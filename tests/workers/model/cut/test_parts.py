@@ -54,11 +54,11 @@ def assert_parts_equal_whole(ranks: Ranks, path: Path, divisions: Sequence[tuple
     ("num_heads", "num_kv_heads", "tensor_size"),
     [
         (4, 1, 2),  # one KV head, which both ranks hold
-        (4, 1, 4),
-        (8, 2, 4),  # each is held by two
-        (9, 3, 2),  # one and two
+        pytest.param(4, 1, 4, marks=pytest.mark.soak),
+        pytest.param(8, 2, 4, marks=pytest.mark.soak),  # each is held by two
+        pytest.param(9, 3, 2, marks=pytest.mark.soak),  # one and two
         (9, 3, 4),  # two ranks hold the first: its three query heads are divided as one and two
-        (6, 3, 4),
+        pytest.param(6, 3, 4, marks=pytest.mark.soak),
     ],
 )
 def test_parts_with_unevenly_divided_heads_equal_whole(

@@ -24,6 +24,7 @@ from crossdock.workers.schedule.request import Request, SamplingParams
 from tests.workers.model.pictures.test_vision import may_cut
 from tests.workers.multimodal import BOTH_WAYS, FAMILIES, PicturePrompt, build_multimodal, one_pass, picture, video
 from tests.workers.ranks import DIVISIONS, Ranks, saved
+from tests.workers.sweeps import rest_in_soak
 
 PAGE_SIZE = 8
 
@@ -71,7 +72,7 @@ def cut_logits(
 
 
 @pytest.mark.parametrize("division", DIVISIONS)
-@pytest.mark.parametrize("family", [*FAMILIES, *BOTH_WAYS])
+@pytest.mark.parametrize("family", rest_in_soak([*FAMILIES, *BOTH_WAYS], "qwen3_vl", *BOTH_WAYS))
 def test_prompt_cut_at_every_boundary_equals_one_pass(
     ranks: Ranks, tmp_path: Path, family: str, division: tuple[int, int]
 ) -> None:
@@ -90,7 +91,7 @@ def test_prompt_cut_at_every_boundary_equals_one_pass(
 
 
 @pytest.mark.parametrize("division", DIVISIONS)
-@pytest.mark.parametrize("family", [*FAMILIES, *BOTH_WAYS])
+@pytest.mark.parametrize("family", rest_in_soak([*FAMILIES, *BOTH_WAYS], "qwen3_vl", *BOTH_WAYS))
 def test_driver_alone_holds_the_encoder_and_its_memory(family: str, division: tuple[int, int]) -> None:
     """The oracle is a walk over the whole model: what is neither the decoder's nor the output projection's."""
     module: Any = build_multimodal(family)

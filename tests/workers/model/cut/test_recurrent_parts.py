@@ -17,6 +17,7 @@ from crossdock.workers.model.weights.weights import measure_part
 from tests.workers.architectures import DIVISIBLE, RECURRENT, SERVED, build
 from tests.workers.model.cut.test_parts import assert_parts_equal_whole
 from tests.workers.ranks import Ranks, saved
+from tests.workers.sweeps import rest_in_soak
 
 LINEAR, FULL = "linear_attention", "full_attention"
 
@@ -65,7 +66,7 @@ def test_parts_of_mixers_with_less_heads_than_ranks_equal_whole(ranks: Ranks, tm
         assert "cannot be divided among 4 ranks" in why
 
 
-@pytest.mark.parametrize("name", RECURRENT)
+@pytest.mark.parametrize("name", rest_in_soak(RECURRENT, "qwen3_next", "bamba", "lfm2 conv", "falcon_h1"))
 def test_states_of_two_ranks_add_up_to_the_whole(ranks: Ranks, tmp_path: Path, name: str) -> None:
     path = saved(module_of(name, {}), tmp_path)
     ((whole, _),) = ranks.run(1, kept, path, 1)

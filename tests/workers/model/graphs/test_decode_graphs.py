@@ -1,5 +1,6 @@
 """Padding a decode batch changes no logits and no page; recorded steps read the same tensors every time."""
 
+import dataclasses
 import logging
 from collections import defaultdict
 from typing import Any
@@ -16,7 +17,8 @@ from crossdock.workers.model.graphs import decode_graphs as graphs
 from crossdock.workers.model.graphs.decode_graphs import DecodeGraphs, batch_sizes, decode_graphs, padded
 from crossdock.workers.model.inputs import StepInputs
 from crossdock.workers.model.load import wrap_module
-from crossdock.workers.model.model import PagedModel
+from crossdock.workers.model.load_options import LoadOptions
+from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.model.runner import Runner
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.engine import Engine
@@ -24,6 +26,7 @@ from crossdock.workers.schedule.batch import Batch, Scheduled
 from crossdock.workers.schedule.request import Request, SamplingParams, Submission
 from tests.workers.architectures import SERVED, build
 from tests.workers.model.paged import monolithic
+from tests.workers.sweeps import rest_in_soak
 
 PAGE_SIZE = 8
 LENGTHS = [5, 23, 40, 8, 16]
@@ -41,7 +44,7 @@ class Decodes:
         self.prompts = [torch.randint(3, 120, (n,), generator=generator) for n in lengths]
         module.set_attn_implementation("eager")
         self.expected = torch.stack([monolithic(module, prompt)[-1] for prompt in self.prompts])
-        self.model = wrap_module(module, attention=TORCH)
+        self.model = wrap_module(module, LoadOptions(attention=TORCH))
         self.model.allocate_pool(64, PAGE_SIZE)
         self.pool.fill_(float("nan"))
         spare = iter((torch.randperm(63, generator=generator) + 1).tolist())
@@ -53,16 +56,15 @@ class Decodes:
             return StepInputs.of(Batch(scheduled, 0), PAGE_SIZE)[0]
 
         step([(0, n - 1) for n in lengths]).run(self.model)
-        self.model.attention = attention
+        self.model = dataclasses.replace(self.model, attention=attention)
         self.inputs = step([(n - 1, 1) for n in lengths])
 
     @property
     def pool(self) -> Tensor:
-        assert self.model.pool is not None
-        return self.model.pool
+        return self.model.pool.tensor
 
     def token(self, layer: int, slot: int) -> tuple[Tensor, Tensor]:
-        keys, values = self.model.pages[layer]
+        keys, values = self.model.pool.pages[layer]
         return keys[slot // PAGE_SIZE, :, slot % PAGE_SIZE], values[slot // PAGE_SIZE, :, slot % PAGE_SIZE]
 
     def check(self, logits: Tensor, before: Tensor) -> None:
@@ -88,7 +90,7 @@ def named(name: str) -> Attention:
 
 
 @pytest.mark.parametrize("attention", attentions())
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "qwen3_moe"])
+@pytest.mark.parametrize("name", rest_in_soak(["llama", "gemma2", "gpt_oss", "qwen3_moe"], "gpt_oss"))
 def test_padding_rows_change_no_logits_and_no_page(name: str, attention: str) -> None:
     decodes = Decodes(build(name, SERVED[name]), named(attention))
     before = decodes.pool.clone()
@@ -126,7 +128,7 @@ def test_recorded_steps_give_same_logits_from_fixed_addresses() -> None:
     module = build("llama", {})
     seen: defaultdict[int, set[tuple[int, ...]]] = defaultdict(set)
 
-    class Watched(PagedModel):
+    class Watched(LoadedModel):
         def forward(
             self, token_ids: Tensor, positions: Tensor, batch: AttentionBatch, rows: Tensor, *more: Any
         ) -> Tensor:
@@ -138,12 +140,11 @@ def test_recorded_steps_give_same_logits_from_fixed_addresses() -> None:
     for lengths in ([40, 5, 23], [9], [5, 23, 40, 8, 16, 7, 3], [200, 3, 4, 5], [9, 8]):
         decodes = Decodes(module, TORCH, lengths)
         model = decodes.model
-        watched = Watched(model.module, model.config, model.layers, model.max_model_len, model.eos_token_ids)
-        watched.attention, watched.pages, watched.pool = TORCH, model.pages, model.pool
+        watched = Watched(**vars(model))
         before = decodes.pool.clone()
         if recorded is None or recorded_model is None:
             recorded, recorded_model = DecodeGraphs(watched, PAGE_SIZE, 11, lambda run: run), watched
-        recorded_model.pages = model.pages
+        recorded_model.pool.pages = model.pool.pages
         assert recorded.covers(decodes.inputs)
         decodes.check(recorded.run(decodes.inputs), before)
     assert {size: len(addresses) for size, addresses in seen.items()} == {1: 1, 2: 1, 4: 1, 8: 1, 11: 1}
@@ -179,10 +180,10 @@ def test_engine_with_recorded_steps_gives_same_tokens() -> None:
 
     for is_recorded, is_ahead in ((False, False), (True, False), (True, True)):
         engine = Engine(wrap_module(module), config.model_copy(update={"async_scheduling": is_ahead}))
-        assert engine.pipeline.runner.graphs is None, "on a CPU"
+        assert not engine.pipeline.runner.graphs, "on a CPU"
         if is_recorded:
             engine.pipeline.runner = Runner(
-                engine.model, 16, None, Counted(engine.model, 16, config.max_num_seqs, lambda run: run)
+                engine.model, 16, None, [Counted(engine.model, 16, config.max_num_seqs, lambda run: run)]
             )
         for number in range(14):
             prompt = [(13 * number + 7 * at) % 90 + 3 for at in range(1 + 31 * number % 151)]
@@ -202,15 +203,14 @@ def test_model_that_cannot_be_recorded_runs_eagerly_and_logs_why(
 ) -> None:
     decodes = Decodes(build("llama", {}), TORCH)
     with caplog.at_level(logging.INFO, graphs.__name__):
-        assert decode_graphs(decodes.model, PAGE_SIZE, 4) is None
+        assert decode_graphs(decodes.model, PAGE_SIZE, 4) == (None, "")
         assert not caplog.messages, "a CPU needs no graphs"
-        monkeypatch.setattr(PagedModel, "device", property(lambda _: torch.device("cuda")))
+        monkeypatch.setattr(LoadedModel, "device", property(lambda _: torch.device("cuda")))
 
-        def refuse(model: PagedModel) -> None:
+        def refuse(model: LoadedModel) -> None:
             raise RuntimeError("called a synchronizing CUDA operation")
 
         monkeypatch.setattr(graphs, "recorder_for", refuse)
-        assert decode_graphs(decodes.model, PAGE_SIZE, 4) is None
-    assert caplog.messages == [
-        "decode steps run without CUDA graphs: RuntimeError: called a synchronizing CUDA operation"
-    ]
+        reason = "RuntimeError: called a synchronizing CUDA operation"
+        assert decode_graphs(decodes.model, PAGE_SIZE, 4) == (None, f"none: {reason}")
+    assert caplog.messages == [f"decode steps run without CUDA graphs: {reason}"]

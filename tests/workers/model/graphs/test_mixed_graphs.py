@@ -1,5 +1,6 @@
 """Recorded steps with chunks: padding changes no logits and no page; a replay reads the tensors of the recording."""
 
+import dataclasses
 import logging
 from collections import defaultdict
 from collections.abc import Callable
@@ -18,7 +19,8 @@ from crossdock.workers.model.graphs.decode_graphs import DecodeGraphs
 from crossdock.workers.model.graphs.mixed_graphs import MixedGraphs, mixed_graphs, padded_with_chunks
 from crossdock.workers.model.inputs import StepInputs
 from crossdock.workers.model.load import wrap_module
-from crossdock.workers.model.model import PagedModel
+from crossdock.workers.model.load_options import LoadOptions
+from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.model.runner import Runner
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.engine import Engine
@@ -29,6 +31,7 @@ from crossdock.workers.schedule.request import Request, SamplingParams, Submissi
 from tests.workers.architectures import SERVED, build
 from tests.workers.model.paged import monolithic
 from tests.workers.replica.speculating import engine_of, fixed
+from tests.workers.sweeps import rest_in_soak
 
 PAGE_SIZE = 8
 
@@ -42,10 +45,9 @@ class MixedStep:
         prompts = [torch.randint(3, 120, (start + tokens,), generator=generator) for start, tokens in parts]
         module.set_attn_implementation("eager")
         self.expected = torch.stack([monolithic(module, prompt)[-1] for prompt in prompts])
-        self.model = wrap_module(module, attention=attention)
+        self.model = wrap_module(module, LoadOptions(attention=attention))
         self.model.allocate_pool(64, PAGE_SIZE)
-        assert self.model.pool is not None
-        self.pool = self.model.pool
+        self.pool = self.model.pool.tensor
         self.pool.fill_(float("nan"))
         spare = iter((torch.randperm(63, generator=generator) + 1).tolist())
         requests = [Request(f"{i}", prompt.tolist(), SamplingParams()) for i, prompt in enumerate(prompts)]
@@ -82,7 +84,7 @@ STEPS = [
 
 
 @pytest.mark.parametrize("attention", [CPP, TORCH], ids=["cpp", "torch"])
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "qwen3_moe"])
+@pytest.mark.parametrize("name", rest_in_soak(["llama", "gemma2", "gpt_oss", "qwen3_moe"], "gpt_oss"))
 def test_padding_changes_no_logits_and_no_page(name: str, attention: Attention) -> None:
     module = build(name, SERVED[name])
     for parts in STEPS:
@@ -100,8 +102,7 @@ def test_padding_changes_no_logits_and_no_page_in_triton() -> None:
     padded = padded_with_chunks(step.inputs, 2, 8, PAGE_SIZE)
 
     def run() -> Tensor:
-        step.model.attention = choose_attention("triton", torch.device("cpu"))
-        return padded.run(step.model)
+        return padded.run(dataclasses.replace(step.model, attention=choose_attention("triton", torch.device("cpu"))))
 
     step.check(run)
 
@@ -119,7 +120,7 @@ def test_recorded_steps_give_same_logits_from_fixed_addresses() -> None:
     module = build("llama", {})
     seen: defaultdict[int, set[tuple[int, ...]]] = defaultdict(set)
 
-    class Watched(PagedModel):
+    class Watched(LoadedModel):
         def forward(
             self, token_ids: Tensor, positions: Tensor, batch: AttentionBatch, rows: Tensor, *more: Any
         ) -> Tensor:
@@ -134,10 +135,9 @@ def test_recorded_steps_give_same_logits_from_fixed_addresses() -> None:
         step = MixedStep(module, TORCH, parts)
         model = step.model
         if recorded is None or watched is None:
-            watched = Watched(model.module, model.config, model.layers, model.max_model_len, model.eos_token_ids)
-            watched.attention, watched.pages, watched.pool = TORCH, model.pages, model.pool
+            watched = Watched(**vars(model))
             recorded = MixedGraphs(watched, PAGE_SIZE, 20, 64, lambda run: run)
-        watched.pages = model.pages
+        watched.pool.pages = model.pool.pages
         assert recorded.covers(step.inputs)
         step.check(lambda recorded=recorded, step=step: recorded.run(step.inputs))  # type: ignore[misc]
     assert {rows: len(addresses) for rows, addresses in seen.items()} == {8 + 64: 1, 20 + 64: 1}
@@ -147,7 +147,7 @@ def test_steps_run_to_be_recorded_are_whole() -> None:
     """Their sequences have as many rows as there are tokens: a kernel writes past the end of its output otherwise."""
     model, seen = MixedStep(build("llama", {}), TORCH, STEPS[0]).model, []
 
-    class Watched(PagedModel):
+    class Watched(LoadedModel):
         def forward(
             self, token_ids: Tensor, positions: Tensor, batch: AttentionBatch, rows: Tensor, *more: Any
         ) -> Tensor:
@@ -159,9 +159,7 @@ def test_steps_run_to_be_recorded_are_whole() -> None:
         run()
         return run
 
-    watched = Watched(model.module, model.config, model.layers, model.max_model_len, model.eos_token_ids)
-    watched.attention, watched.pages, watched.pool = TORCH, model.pages, model.pool
-    MixedGraphs(watched, PAGE_SIZE, 20, 80, record)
+    MixedGraphs(Watched(**vars(model)), PAGE_SIZE, 20, 80, record)
     assert seen == [(100, 100)] + [(n, n) for n in (100, 88, 84, 72)]
 
 
@@ -218,7 +216,7 @@ def test_engine_with_recorded_drafts_gives_same_tokens_as_without_speculation() 
         if speculative is not None:
             graphs = DecodeGraphs(engine.model, 16, 9, lambda run: run)
             mixed_ones = Counted(engine.model, 16, 9, 80, lambda run: run, most_drafts=engine.config.most_drafts)
-            engine.pipeline.runner = Runner(engine.model, 16, None, graphs, mixed_ones)
+            engine.pipeline.runner = Runner(engine.model, 16, None, [graphs, mixed_ones])
         for number in range(3):
             params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
             engine.add(Submission(f"{number}", [5 + number, 9, 30] * 10, params))
@@ -248,11 +246,11 @@ def test_engine_with_recorded_chunks_gives_same_tokens(is_ahead: bool) -> None:
     answers = []
     for is_recorded in (False, True):
         engine = Engine(wrap_module(module), config)
-        assert engine.pipeline.runner.mixed_graphs is None, "on a CPU"
+        assert not engine.pipeline.runner.graphs, "on a CPU"
         if is_recorded:
             graphs = DecodeGraphs(engine.model, 16, 9, lambda run: run)
             engine.pipeline.runner = Runner(
-                engine.model, 16, None, graphs, Counted(engine.model, 16, 9, 80, lambda run: run)
+                engine.model, 16, None, [graphs, Counted(engine.model, 16, 9, 80, lambda run: run)]
             )
         for number in range(14):
             prompt = [(13 * number + 7 * at) % 90 + 3 for at in range(1 + 31 * number % 151)]
@@ -273,7 +271,7 @@ def test_cost_is_not_learnt_from_steps_that_graphs_lack_room_for(monkeypatch: py
     engine = Engine(wrap_module(build("llama", {})), config)
     graphs = DecodeGraphs(engine.model, 16, 20, lambda run: run)
     engine.pipeline.runner = Runner(
-        engine.model, 16, None, graphs, MixedGraphs(engine.model, 16, 20, 64, lambda run: run)
+        engine.model, 16, None, [graphs, MixedGraphs(engine.model, 16, 20, 64, lambda run: run)]
     )
     engine.calibrate([(StepWork.of([(0, tokens)]), 0.01 + tokens * 1e-4) for tokens in (16, 32, 64)])
     learnt: list[StepWork] = []
@@ -291,18 +289,16 @@ def test_model_whose_chunks_cannot_be_recorded_says_why_and_keeps_its_decodes(
 ) -> None:
     model = MixedStep(build("llama", {}), TORCH, STEPS[0]).model
     decodes = DecodeGraphs(model, PAGE_SIZE, 4, lambda run: run)
-    model.graphs = "decodes"
-    assert mixed_graphs(model, PAGE_SIZE, 4, 64, None) is None
 
     def refuse(*_: Any) -> None:
         raise RuntimeError("called a synchronizing CUDA operation")
 
     with caplog.at_level(logging.WARNING, mixed.__name__), monkeypatch.context() as patch:
         patch.setattr(MixedGraphs, "_forward", refuse)
-        assert mixed_graphs(model, PAGE_SIZE, 4, 64, decodes) is None
+        refused = mixed_graphs(model, PAGE_SIZE, 4, 64, decodes)
     why = "RuntimeError: called a synchronizing CUDA operation"
     assert caplog.messages == [f"steps with chunks run without CUDA graphs: {why}"]
-    assert model.graphs == f"decodes; steps with chunks are not: {why}"
-    model.graphs = "decodes"
-    assert isinstance(mixed_graphs(model, PAGE_SIZE, 4, 64, decodes), MixedGraphs)
-    assert model.graphs == "decodes, steps with chunks of up to 64 tokens"
+    assert refused == (None, f"; steps with chunks are not: {why}")
+    graphs, text = mixed_graphs(model, PAGE_SIZE, 4, 64, decodes)
+    assert isinstance(graphs, MixedGraphs)
+    assert text == ", steps with chunks of up to 64 tokens"

@@ -14,7 +14,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 from crossdock.kvtransfer.layout import LayerShape, PoolLayout
 from crossdock.workers.model.cut.collectives import Collectives
 from crossdock.workers.model.cut.position import RankPosition
-from crossdock.workers.model.layers.latent import NoLatentsError, Unexpanded
+from crossdock.workers.model.forward.latent import NoLatentsError, Unexpanded
 from crossdock.workers.model.load import load_model, wrap_module
 from crossdock.workers.model.model_spec import ModelSpec
 from tests.workers.architectures import SERVED, build

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from crossdock.kernels.backend import TORCH, choose_attention
+from crossdock.workers.model.architecture import UnsupportedModelError
 from crossdock.workers.model.layers.routed_experts import skip_idle_experts
 from crossdock.workers.model.load import wrap_module
-from crossdock.workers.model.logits_check import UnsupportedModelError
+from crossdock.workers.model.load_options import LoadOptions
 from crossdock.workers.schedule.memory.prefix_index import AttentionChunk
 from tests.workers.architectures import SERVED, WINDOW, build
 from tests.workers.model.paged import monolithic, random_steps, through_pages
@@ -36,7 +37,7 @@ def test_attention_chunk_that_no_request_leaves_needs_no_backend_of_its_own() ->
     size = 32  # more than the tokens of the check at load
     module, prompt = build("llama4_text", LAYERS | {"attention_chunk_size": size}), torch.arange(3, 3 + size)
     expected = monolithic(module, prompt)
-    model = wrap_module(module, max_model_len=size, attention=CAUSAL)
+    model = wrap_module(module, LoadOptions(max_model_len=size, attention=CAUSAL))
     assert model.windows == [None] * 4
     (found,) = through_pages(model, [prompt], random_steps([size], seed=3))
     torch.testing.assert_close(found, expected, atol=2e-3, rtol=2e-3)
@@ -44,7 +45,7 @@ def test_attention_chunk_that_no_request_leaves_needs_no_backend_of_its_own() ->
 
 def test_backend_without_attention_chunks_refuses_longer_requests_with_the_reason() -> None:
     with pytest.raises(UnsupportedModelError, match=f"flash_attn has no attention chunks.* max_model_len {WINDOW} or"):
-        wrap_module(build("llama4_text", LAYERS), max_model_len=WINDOW + 1, attention=CAUSAL)
+        wrap_module(build("llama4_text", LAYERS), LoadOptions(max_model_len=WINDOW + 1, attention=CAUSAL))
 
 
 def test_own_backends_take_attention_chunks() -> None:

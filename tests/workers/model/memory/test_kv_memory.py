@@ -6,6 +6,7 @@ import torch
 from crossdock.kernels.backend import TORCH
 from crossdock.workers.model.inputs import StepInputs
 from crossdock.workers.model.load import wrap_module
+from crossdock.workers.model.load_options import LoadOptions
 from crossdock.workers.model.memory import kv_memory
 from crossdock.workers.model.memory.kv_memory import (
     GPU_RESERVE_BYTES,
@@ -15,7 +16,7 @@ from crossdock.workers.model.memory.kv_memory import (
     largest_step,
 )
 from crossdock.workers.model.memory.memory_budget import ON_CPUS, MemoryBudget
-from crossdock.workers.model.model import PagedModel
+from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.replica.config import EngineConfig, StepSizes
 from crossdock.workers.replica.engine.engine import Engine
 from tests.workers.architectures import build
@@ -53,8 +54,8 @@ def test_largest_step_fills_the_token_budget_with_whole_prompts(num_tokens: int,
     assert step.slots.max() < (step.page_table.max() + 1) * 8
 
 
-def tiny_model() -> PagedModel:
-    return wrap_module(build("llama", {}), attention=TORCH)
+def tiny_model() -> LoadedModel:
+    return wrap_module(build("llama", {}), LoadOptions(attention=TORCH))
 
 
 def test_pages_on_cpu_follow_from_the_settings() -> None:
@@ -63,7 +64,7 @@ def test_pages_on_cpu_follow_from_the_settings() -> None:
     assert count_pages_that_fit(model, MemoryBudget(), 16) == PageBudget(ON_CPUS // page_bytes, page_bytes)
     assert count_pages_that_fit(model, MemoryBudget(1 << 20), 16) == PageBudget((1 << 20) // page_bytes, page_bytes)
     assert EngineConfig().sized(StepSizes.of_device("CPU", 0), 8192).budget == MemoryBudget()
-    assert model.pool is None
+    assert not len(model.pool.tensor)
 
 
 @pytest.fixture
@@ -72,7 +73,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> list[StepInputs]:
     steps: list[StepInputs] = []
     run = StepInputs.run
 
-    def watched(self: StepInputs, model: PagedModel) -> torch.Tensor:
+    def watched(self: StepInputs, model: LoadedModel) -> torch.Tensor:
         steps.append(self)
         return run(self, model)
 
@@ -95,8 +96,8 @@ def test_pages_on_gpu_get_what_the_largest_steps_leave(gpu: list[StepInputs]) ->
     expected = PageBudget(((512 - 200 - 100 - 100 - 24) << 20) // page_bytes, page_bytes)
     assert count_pages_that_fit(model, config.budget, 16) == expected
     assert {len(step.token_ids) for step in gpu} == {300}
-    assert model.pool is None, "the scratch pages are freed"
-    assert model.pages == []
+    assert not len(model.pool.tensor), "the scratch pages are freed"
+    assert not model.pool.pages
     assert Engine(model, config).pages.num_pages == expected.num_pages
     fixed = MemoryBudget(1 << 20)
     gpu.clear()
@@ -107,7 +108,7 @@ def test_pages_on_gpu_get_what_the_largest_steps_leave(gpu: list[StepInputs]) ->
 @pytest.mark.usefixtures("gpu")
 def test_pages_on_gpu_leave_room_for_pictures() -> None:
     """Beside the steps: 16 MiB of embeddings, the encoder's largest call, and the rows of a step twice."""
-    model = wrap_module(build_multimodal("qwen3_vl"), attention=TORCH)
+    model = wrap_module(build_multimodal("qwen3_vl"), LoadOptions(attention=TORCH))
     assert model.encoder is not None
     config = EngineConfig.model_validate(
         {

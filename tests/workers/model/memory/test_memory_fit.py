@@ -5,6 +5,7 @@ import torch
 
 from crossdock.workers.model.cut.position import RankPosition
 from crossdock.workers.model.memory.memory_fit import DoesNotFit, check_fits
+from crossdock.workers.model.weights.formats import format_of
 from crossdock.workers.model.weights.weights import measure_part
 from tests.workers.architectures import build
 
@@ -36,7 +37,7 @@ def test_int8_weights_are_counted_beside_pages_and_beside_converted_ones(is_tied
 
     def check(kv_bytes: int, free: int, stored: torch.dtype = torch.float32) -> None:
         config.dtype = stored
-        check_fits(config, position, dtype, kv_bytes, "cpu", free_bytes=free, quantization="int8")
+        check_fits(config, position, dtype, kv_bytes, "cpu", free_bytes=free, weight_format=format_of("int8"))
 
     most = bfloat16 + int8  # while both are held
     pages = most - kept - int8  # as many as the other format leaves room for

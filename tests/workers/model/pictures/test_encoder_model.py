@@ -12,11 +12,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForImageTextToText
 
+from crossdock.workers.model.architecture import UnsupportedModelError
+from crossdock.workers.model.encoder_model import EncoderModel, load_encoder
 from crossdock.workers.model.memory.memory_fit import DoesNotFit
 from crossdock.workers.model.model_spec import ModelSpec
-from crossdock.workers.model.pictures.encoder_model import EncoderModel, load_encoder
 from crossdock.workers.model.pictures.vision import PictureEncoder
-from crossdock.workers.model.probe import UnsupportedModelError
 from crossdock.workers.model.runner import Runner
 from crossdock.workers.schedule.batch import Batch, Scheduled
 from crossdock.workers.schedule.pictures.encoding import EncoderWork
@@ -83,8 +83,7 @@ def computed(
     model.encoder.clear()
     per_request = -(-max(request.num_tokens for request in requests) // PAGE_SIZE)
     model.allocate_pool(per_request * len(requests), PAGE_SIZE)
-    assert model.pool is not None
-    model.pool.fill_(7.0)
+    model.pool.tensor.fill_(7.0)
     for request in requests:
         model.encoder.add(request.id, model.encoder.locate(request))
     runner, known = Runner(model, PAGE_SIZE), set[bytes]()
@@ -103,7 +102,7 @@ def computed(
         logits, _ = runner.finish(runner.begin(Batch(scheduled, 0, encoder=EncoderWork((), tuple(new.values())))))
         assert logits.shape == (len(parts), 1)
         assert not logits.any()
-    ((pages, _),) = model.pages
+    ((pages, _),) = model.pool.pages
     flat = pages.reshape(len(requests), per_request * PAGE_SIZE, -1)
     return [
         torch.cat([flat[number, item.start : item.end] for item in request.items])

@@ -77,5 +77,5 @@ def test_step_with_pictures_on_a_gpu_is_not_what_others_of_its_size_take() -> No
         patch.setattr(Runner, "is_usual", lambda self, inputs: usual.append(is_usual(self, inputs)) or usual[-1])
         while engine.has_work:
             engine.step()
-    assert runner.graphs is not None
+    assert runner.graphs
     assert usual == [False, *[True] * (len(usual) - 1)]

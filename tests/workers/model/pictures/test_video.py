@@ -9,7 +9,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from crossdock.workers.model.model import PagedModel
+from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.model.pictures.pixel_levels import shared_levels, values_of
 from crossdock.workers.schedule.pictures.items import LEVELS, Item, with_levels
 from crossdock.workers.schedule.request import InvalidField
@@ -27,6 +27,7 @@ from tests.workers.multimodal import (
     paged_multimodal,
     picture,
 )
+from tests.workers.sweeps import rest_in_soak
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl")
 
@@ -54,17 +55,17 @@ def video(family: str, seed: int, frames: int, size: tuple[int, int] = (2, 2), s
     return tokens, Item(0, len(tokens), frames * rows, "video", rng.bytes(16), tensors)
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=rest_in_soak(FAMILIES, "qwen2_5_vl"))
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
 @pytest.fixture(scope="module", params=[{}, PLAIN], ids=["fused", "plain"])
-def models(request: pytest.FixtureRequest, family: str) -> tuple[PagedModel, Any]:
+def models(request: pytest.FixtureRequest, family: str) -> tuple[LoadedModel, Any]:
     return paged_multimodal(family, **request.param), build_multimodal(family, **request.param)
 
 
-def test_videos_and_pictures_cut_at_every_boundary_equal_one_pass(family: str, models: tuple[PagedModel, Any]) -> None:
+def test_videos_and_pictures_cut_at_every_boundary_equal_one_pass(family: str, models: tuple[LoadedModel, Any]) -> None:
     model, module = models
     parts = (3, video(family, 1, 3), 2, picture(family, 2, (1, 2)), 5, video(family, 2, 2, (1, 2)), 1)
     prompt = PicturePrompt.of(*parts)
@@ -76,7 +77,7 @@ def test_videos_and_pictures_cut_at_every_boundary_equal_one_pass(family: str, m
         torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-3)
 
 
-def test_ragged_chunks_of_several_prompts_equal_one_pass_each(family: str, models: tuple[PagedModel, Any]) -> None:
+def test_ragged_chunks_of_several_prompts_equal_one_pass_each(family: str, models: tuple[LoadedModel, Any]) -> None:
     model, module = models
     prompts = [
         PicturePrompt.of(video(family, 1, 4), 5, video(family, 1, 4), seed=1),
@@ -100,7 +101,7 @@ def test_seconds_between_frames_decide_positions_of_qwen2_5() -> None:
         torch.testing.assert_close(logits, theirs, rtol=1e-3, atol=1e-3)
 
 
-def test_videos_and_pictures_are_encoded_together_as_alone(family: str, models: tuple[PagedModel, Any]) -> None:
+def test_videos_and_pictures_are_encoded_together_as_alone(family: str, models: tuple[LoadedModel, Any]) -> None:
     encoder = models[0].encoder
     assert encoder is not None
     encoder.clear()

@@ -13,7 +13,7 @@ from transformers import AutoConfig
 
 from crossdock.kernels.backend import CPP, Attention
 from crossdock.workers.model.load import load_model
-from crossdock.workers.model.model import PagedModel
+from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.model.pictures.vision import why_text_alone
 from crossdock.workers.model.runner import Runner
@@ -33,11 +33,12 @@ from tests.workers.multimodal import (
     picture,
     video,
 )
+from tests.workers.sweeps import rest_in_soak
 
 PAGE_SIZE = 8
 
 
-def requests_of(model: PagedModel, prompts: Sequence[PicturePrompt]) -> list[Request]:
+def requests_of(model: LoadedModel, prompts: Sequence[PicturePrompt]) -> list[Request]:
     """Return requests that want all logits, known to the model's encoder, with memory for their pages."""
     assert model.encoder is not None
     params = SamplingParams(prompt_logprobs=0)
@@ -50,7 +51,7 @@ def requests_of(model: PagedModel, prompts: Sequence[PicturePrompt]) -> list[Req
 
 
 def logits_of(
-    model: PagedModel, prompts: Sequence[PicturePrompt], steps: Sequence[Sequence[tuple[int, int, int]]]
+    model: LoadedModel, prompts: Sequence[PicturePrompt], steps: Sequence[Sequence[tuple[int, int, int]]]
 ) -> list[Tensor]:
     """Return every token's logits, in `steps` of (prompt, start, end) parts, each picture encoded when it is needed."""
     per_prompt = -(-max(len(prompt.token_ids) for prompt in prompts) // PAGE_SIZE)
@@ -100,13 +101,13 @@ def allowed_steps(
     return [parts for parts in found if parts]
 
 
-@pytest.fixture(scope="module", params=CONFIGS)
+@pytest.fixture(scope="module", params=rest_in_soak(CONFIGS, "llava", "qwen3_vl", *BOTH_WAYS))
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
 @pytest.fixture(scope="module", params=[{}, PLAIN], ids=["fused", "plain"])
-def models(request: pytest.FixtureRequest, family: str) -> tuple[PagedModel, Any]:
+def models(request: pytest.FixtureRequest, family: str) -> tuple[LoadedModel, Any]:
     model = paged_multimodal(family, **request.param)
     # DeepStack adds between layers, and Gemma 3 has other norms.
     is_fused = not request.param and family not in ("qwen3_vl", "qwen3_vl_moe", "gemma3")
@@ -114,7 +115,7 @@ def models(request: pytest.FixtureRequest, family: str) -> tuple[PagedModel, Any
     return model, build_multimodal(family, **request.param)
 
 
-def test_two_pictures_cut_at_every_boundary_equal_one_pass(family: str, models: tuple[PagedModel, Any]) -> None:
+def test_two_pictures_cut_at_every_boundary_equal_one_pass(family: str, models: tuple[LoadedModel, Any]) -> None:
     model, module = models
     prompt = PicturePrompt.of(3, picture(family, 1), 2, picture(family, 2, (1, 2)), 3)
     expected = one_pass(module, prompt)
@@ -128,7 +129,7 @@ def test_two_pictures_cut_at_every_boundary_equal_one_pass(family: str, models: 
             torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-3)
 
 
-def test_ragged_chunks_of_several_prompts_equal_one_pass_each(family: str, models: tuple[PagedModel, Any]) -> None:
+def test_ragged_chunks_of_several_prompts_equal_one_pass_each(family: str, models: tuple[LoadedModel, Any]) -> None:
     """Prompts with pictures, one that begins and ends with one, and text alone, mixed in ragged steps."""
     model, module = models
     prompts = [
@@ -154,7 +155,7 @@ def test_videos_and_pictures_in_one_prompt_equal_one_pass(name: str) -> None:
         torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-3)
 
 
-def test_batch_of_pictures_gives_what_each_alone_gives(family: str, models: tuple[PagedModel, Any]) -> None:
+def test_batch_of_pictures_gives_what_each_alone_gives(family: str, models: tuple[LoadedModel, Any]) -> None:
     encoder = models[0].encoder
     assert encoder is not None
     encoder.clear()
@@ -164,7 +165,7 @@ def test_batch_of_pictures_gives_what_each_alone_gives(family: str, models: tupl
         torch.testing.assert_close(encoder.embeddings_of(item), encoder.features([item]), rtol=1e-4, atol=1e-5)
 
 
-def test_examples_to_measure_with_are_encoded(family: str, models: tuple[PagedModel, Any]) -> None:
+def test_examples_to_measure_with_are_encoded(family: str, models: tuple[LoadedModel, Any]) -> None:
     encoder = models[0].encoder
     assert encoder is not None
     small, large = encoder.example(2), encoder.example(3)

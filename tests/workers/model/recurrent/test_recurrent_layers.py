@@ -6,11 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from crossdock.workers.model.architecture import UnsupportedModelError
+from crossdock.workers.model.forward.state_pages import LayerStates, StateLayout, StateShape, StepStates
 from crossdock.workers.model.load import wrap_module
-from crossdock.workers.model.logits_check import UnsupportedModelError
-from crossdock.workers.model.recurrent.state_pages import LayerStates, StateLayout, StateShape, StepStates
+from crossdock.workers.model.load_options import LoadOptions
 from tests.workers.architectures import RECURRENT, SERVED, build
 from tests.workers.model.paged import monolithic, through_pages
+from tests.workers.sweeps import rest_in_soak
 
 CONVOLUTION = StateShape(0, 0, True, (3, 5), torch.bfloat16)
 RECURRENT_STATE = StateShape(0, 0, False, (2, 7), torch.float32)
@@ -20,7 +22,7 @@ def close(ours: Tensor, theirs: Tensor) -> None:
     torch.testing.assert_close(ours, theirs, atol=2e-3, rtol=2e-3)
 
 
-@pytest.mark.parametrize("name", RECURRENT)
+@pytest.mark.parametrize("name", rest_in_soak(RECURRENT, "qwen3_next", "bamba", "lfm2 conv", "falcon_h1"))
 def test_chunks_of_equal_sizes_give_the_logits_of_one_pass(name: str) -> None:
     module = build(name, SERVED[name])
     prompts = [torch.randint(3, 120, (n,), generator=torch.Generator().manual_seed(n)) for n in (29, 40)]
@@ -144,7 +146,7 @@ def test_states_have_one_layout_per_dtype_and_model() -> None:
 @pytest.mark.parametrize("name", ["qwen3_next", "kimi_linear"])
 def test_states_keep_their_dtype_beside_pages_of_e4m3(name: str) -> None:
     """Keys are stored before attention reads them, so that chunks of any size see the same ones."""
-    model = wrap_module(build(name, SERVED[name]), kv_cache_dtype="fp8")
+    model = wrap_module(build(name, SERVED[name]), LoadOptions(kv_cache_dtype="fp8"))
     assert model.kv_dtype is torch.float8_e4m3fn
     assert model.states is not None
     assert {shape.dtype for shape in model.states.shapes} == {torch.float32}

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
-from crossdock.workers.model.model import text_config
+from crossdock.workers.model.architecture import text_config
 from crossdock.workers.model.recurrent.recurrent_layers import keep_states_in_pages
 
 

@@ -10,7 +10,8 @@ from torch import Tensor
 from crossdock.workers.model.cut.collectives import Collectives
 from crossdock.workers.model.cut.position import RankPosition
 from crossdock.workers.model.load import load_model, wrap_module
-from crossdock.workers.model.model import PagedModel
+from crossdock.workers.model.load_options import LoadOptions
+from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.model.weights.fp8_scales import example_text, exponents, fingerprint_of, in_float32, scale_for
 from crossdock.workers.replica.ranks.pool_layout import HeldLayers, held_layers, pool_spec
@@ -77,7 +78,7 @@ def test_model_in_float32_context_is_restored_afterwards(fails: bool) -> None:
     assert module(ids).logits.dtype == torch.bfloat16
 
 
-def powers(model: PagedModel) -> list[list[int]]:
+def powers(model: LoadedModel) -> list[list[int]]:
     return [[*exponents(keys), *exponents(values)] for keys, values in model.scales]
 
 
@@ -86,8 +87,8 @@ def test_scales_do_not_depend_on_dtype(name: str) -> None:
     """The same weights, computed in bfloat16 and in float32."""
     half = build(name, SERVED[name]).to(torch.bfloat16)
     whole = build(name, SERVED[name]).to(torch.bfloat16).to(torch.float32)
-    scales = powers(wrap_module(half, kv_cache_dtype="fp8"))
-    assert scales == powers(wrap_module(whole, kv_cache_dtype="fp8"))
+    scales = powers(wrap_module(half, LoadOptions(kv_cache_dtype="fp8")))
+    assert scales == powers(wrap_module(whole, LoadOptions(kv_cache_dtype="fp8")))
     assert len(scales) == 4
     assert len({power for row in scales for power in row}) > 1
 
@@ -95,11 +96,11 @@ def test_scales_do_not_depend_on_dtype(name: str) -> None:
 def test_scales_depend_only_on_their_heads_own_keys_or_values() -> None:
     """Keys of one head and values of another become 4 times as large: two powers up, and no other scale changes."""
     module = build("llama", {})
-    before = powers(wrap_module(module, kv_cache_dtype="fp8"))
+    before = powers(wrap_module(module, LoadOptions(kv_cache_dtype="fp8")))
     attention: Any = module.model.layers[-1].self_attn  # the last layer: no page depends on its output
     attention.k_proj.weight[:12] *= 4
     attention.v_proj.weight[12:] *= 4
-    after = powers(wrap_module(module, kv_cache_dtype="fp8"))
+    after = powers(wrap_module(module, LoadOptions(kv_cache_dtype="fp8")))
     assert after[:-1] == before[:-1]
     assert [new - old for new, old in zip(after[-1], before[-1], strict=True)] == [2, 0, 0, 2]
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from crossdock.workers.model.load import wrap_module
+from crossdock.workers.model.load_options import LoadOptions
 from crossdock.workers.replica.engine import calibrate
 from crossdock.workers.replica.engine.calibrate import measure_step, warm_up
 from crossdock.workers.replica.serving.metrics import EngineMetrics
@@ -32,7 +33,7 @@ def test_warm_up_in_the_smallest_pool_leaves_no_trace(max_model_len: int, config
 
 def test_profile_and_metrics_name_the_kernels_of_fused_layers() -> None:
     wide = {"hidden_size": 64, "intermediate_size": 80, "head_dim": 32}
-    engine = engine_on(wrap_module(build("llama", wide), cpu_kernels="onednn"), num_pages=100)
+    engine = engine_on(wrap_module(build("llama", wide), LoadOptions(cpu_kernels="onednn")), num_pages=100)
     assert warm_up(engine).kernels == "onednn"
     shown = [sample.labels for metric in EngineMetrics(engine).registry.collect() for sample in metric.samples]
     assert {"kernels": "onednn"} in shown
@@ -41,7 +42,7 @@ def test_profile_and_metrics_name_the_kernels_of_fused_layers() -> None:
 
 
 def test_profile_of_e4m3_pages_has_their_size() -> None:
-    engine = engine_on(wrap_module(build("llama", {}), kv_cache_dtype="fp8"), num_pages=100)
+    engine = engine_on(wrap_module(build("llama", {}), LoadOptions(kv_cache_dtype="fp8")), num_pages=100)
     profile = warm_up(engine)
     assert (profile.num_pages, profile.page_bytes) == (100, engine.model.layout(16).page_bytes)
 

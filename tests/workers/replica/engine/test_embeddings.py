@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from crossdock.workers.model.graphs.decode_graphs import DecodeGraphs
 from crossdock.workers.model.graphs.mixed_graphs import MixedGraphs
 from crossdock.workers.model.load import wrap_module
-from crossdock.workers.model.model import PagedModel
+from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.model.runner import Runner
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.schedule.request import InvalidField, SamplingParams, Submission, TokenDelta
@@ -98,7 +98,7 @@ def test_vectors_of_recorded_steps_equal_transformers() -> None:
     engine = engine_on(tiny_model(), max_num_batched_tokens=64, max_num_seqs=8)
     graphs = DecodeGraphs(engine.model, 16, 8, lambda run: run)
     mixed = MixedGraphs(engine.model, 16, 8, 64, lambda run: run)
-    runner = engine.pipeline.runner = Runner(engine.model, 16, None, graphs, mixed)
+    runner = engine.pipeline.runner = Runner(engine.model, 16, None, [graphs, mixed])
     covered = set()
     compute = Runner.compute
 
@@ -109,7 +109,7 @@ def test_vectors_of_recorded_steps_equal_transformers() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Runner, "compute", seen)
         check(engine, [[9], *prompts_of(3)])
-    assert runner.graphs is graphs
+    assert runner.graphs[0] is graphs
     assert {is_mixed for _, is_mixed in covered} == {True}
     assert {is_decode for is_decode, _ in covered} == {True, False}
 
@@ -181,9 +181,9 @@ def test_hidden_states_of_every_architecture_are_those_before_its_output_project
     prompts = [torch.randint(3, 120, (length,), generator=generator) for length in (9, 33)]
     references = [hidden_states(module, prompt) for prompt in prompts]
     model, seen = wrap_module(module), list[torch.Tensor]()
-    forward = PagedModel.forward
+    forward = LoadedModel.forward
 
-    def watched(self: PagedModel, *inputs: Any) -> torch.Tensor:
+    def watched(self: LoadedModel, *inputs: Any) -> torch.Tensor:
         logits = forward(self, *inputs)
         assert self.tap.hidden is not None
         seen.append(self.tap.hidden.clone())
@@ -191,7 +191,7 @@ def test_hidden_states_of_every_architecture_are_those_before_its_output_project
 
     steps = random_steps([9, 33], 0)
     with pytest.MonkeyPatch.context() as patch, model.tap.opened():
-        patch.setattr(PagedModel, "forward", watched)
+        patch.setattr(LoadedModel, "forward", watched)
         through_pages(model, prompts, steps)
     for parts, hidden in zip(steps, seen, strict=True):
         lengths = [end - first for _, first, end in parts]

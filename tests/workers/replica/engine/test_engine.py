@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from crossdock.kernels.options import CpuKernels
 from crossdock.workers.model.load import load_model, wrap_module
-from crossdock.workers.model.model import PagedModel
+from crossdock.workers.model.load_options import LoadOptions
+from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.engine import Engine
@@ -76,7 +77,7 @@ def reference() -> Any:
 
 
 @pytest.fixture(scope="module")
-def model() -> PagedModel:
+def model() -> LoadedModel:
     return tiny_model()
 
 
@@ -102,12 +103,12 @@ def assert_tokens(engine: Engine, prompts: list[list[int]], expected: list[list[
     "config", CONFIGS, ids=lambda config: ",".join(f"{key}={value}" for key, value in config.items())
 )
 def test_greedy_tokens_in_any_chunks_equal_generate(
-    model: PagedModel, prompts: list[list[int]], expected: list[list[int]], config: dict[str, Any]
+    model: LoadedModel, prompts: list[list[int]], expected: list[list[int]], config: dict[str, Any]
 ) -> None:
     assert_tokens(engine_on(model, **config), prompts, expected)
 
 
-def test_greedy_tokens_on_real_weights_equal_generate(model_dir: Path, smollm2: PagedModel) -> None:
+def test_greedy_tokens_on_real_weights_equal_generate(model_dir: Path, smollm2: LoadedModel) -> None:
     """SmolLM2, with prompts that share steps with decodes, and with chunks of a page.
 
     One forward pass of transformers over a prompt and its tokens shows what `generate` would have chosen at each place.
@@ -123,7 +124,7 @@ def test_greedy_tokens_on_real_weights_equal_generate_by_every_kernel(model_dir:
 
 
 def _assert_real_tokens(
-    model_dir: Path, model: PagedModel, num_prompts: int, configs: Sequence[dict[str, Any]]
+    model_dir: Path, model: LoadedModel, num_prompts: int, configs: Sequence[dict[str, Any]]
 ) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     prompts = prompts_from([tokenizer(text).input_ids for text in TOPICS], num_prompts)
@@ -142,7 +143,7 @@ def _assert_real_tokens(
 
 
 def test_greedy_tokens_from_cached_prefixes_equal_generate(
-    model: PagedModel, prompts: list[list[int]], expected: list[list[int]]
+    model: LoadedModel, prompts: list[list[int]], expected: list[list[int]]
 ) -> None:
     engine = engine_on(model)
     for _ in range(2):
@@ -167,7 +168,7 @@ def test_greedy_tokens_under_preemption_equal_generate(prompts: list[list[int]],
     assert [tokens_of(deltas[f"{number}"]) for number in range(len(starts))] == wanted
 
 
-def test_sampled_tokens_depend_on_the_seed_alone(model: PagedModel, prompts: list[list[int]]) -> None:
+def test_sampled_tokens_depend_on_the_seed_alone(model: LoadedModel, prompts: list[list[int]]) -> None:
     """The same alone, in a batch, and after preemption; other tokens with another seed."""
 
     def sampled(seed: int) -> SamplingParams:
@@ -199,7 +200,7 @@ def test_sampled_tokens_depend_on_the_seed_alone(model: PagedModel, prompts: lis
     assert request.num_preemptions > 0
 
 
-def test_prompt_logprobs_in_chunks_equal_one_forward_pass(model: PagedModel) -> None:
+def test_prompt_logprobs_in_chunks_equal_one_forward_pass(model: LoadedModel) -> None:
     prompt = list(range(100, 180))
     with torch.inference_mode():
         logits = reference()(torch.tensor([prompt]), use_cache=False).logits[0].log_softmax(-1)
@@ -229,7 +230,7 @@ def test_prompt_logprobs_in_chunks_equal_one_forward_pass(model: PagedModel) -> 
     assert last.prompt_logprobs is not None
 
 
-def test_sampled_tokens_under_a_schema_are_json_of_the_schema(smollm2: PagedModel, model_dir: Path) -> None:
+def test_sampled_tokens_under_a_schema_are_json_of_the_schema(smollm2: LoadedModel, model_dir: Path) -> None:
     schema = {
         "type": "object",
         "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "maximum": 99}},
@@ -251,7 +252,7 @@ def test_sampled_tokens_under_a_schema_are_json_of_the_schema(smollm2: PagedMode
         assert set(answer) == {"name", "age"}
 
 
-def test_abort_after_seven_chunks_frees_and_counts_every_byte(model: PagedModel) -> None:
+def test_abort_after_seven_chunks_frees_and_counts_every_byte(model: LoadedModel) -> None:
     engine = engine_on(model, max_prefill_tokens=32)
     metrics, timelines = EngineMetrics(engine), Timelines(engine.config.slo_classes, 0.0)
     before = engine.pages.counts()
@@ -278,7 +279,7 @@ def test_abort_after_seven_chunks_frees_and_counts_every_byte(model: PagedModel)
     assert not engine.has_work
 
 
-def test_pool_too_small_for_one_request_is_refused_with_numbers(model: PagedModel) -> None:
+def test_pool_too_small_for_one_request_is_refused_with_numbers(model: LoadedModel) -> None:
     with pytest.raises(ValueError, match=r"kv_cache_memory .* max_model_len \(1024\) needs"):
         engine_on(model, num_pages=63)
 
@@ -286,17 +287,17 @@ def test_pool_too_small_for_one_request_is_refused_with_numbers(model: PagedMode
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_pool_of_e4m3_pages_has_as_many_more(dtype: torch.dtype) -> None:
     """In the same memory; and the pools are advertised as incompatible."""
-    models = [wrap_module(build("llama", {}).to(dtype), kv_cache_dtype=kind) for kind in ("auto", "fp8")]
+    models = [wrap_module(build("llama", {}).to(dtype), LoadOptions(kv_cache_dtype=kind)) for kind in ("auto", "fp8")]
     memory = ByteSize(100 * models[0].layout(16).page_bytes)
     plain, small = (Engine(model, EngineConfig(kv_cache_memory=memory)) for model in models)
     assert plain.pages.num_pages == 100
     assert small.pages.num_pages == dtype.itemsize * plain.pages.num_pages
-    assert small.pool_spec("m").nbytes == small.model.pool.nbytes == plain.pool_spec("m").nbytes  # type: ignore[union-attr]
+    assert small.pool_spec("m").nbytes == small.model.pool.tensor.nbytes == plain.pool_spec("m").nbytes  # type: ignore[union-attr]
     assert small.pool_spec("m").compatibility != plain.pool_spec("m").compatibility
     assert small.model.layout(16).page_bytes * dtype.itemsize == plain.model.layout(16).page_bytes
 
 
-def test_token_id_outside_the_vocabulary_is_named(model: PagedModel) -> None:
+def test_token_id_outside_the_vocabulary_is_named(model: LoadedModel) -> None:
     engine = engine_on(model)
     with pytest.raises(ValueError, match=f"token id {VOCAB_SIZE}"):
         engine.add(Submission("a", [1, VOCAB_SIZE], greedy(NUM_TOKENS)))
@@ -304,13 +305,13 @@ def test_token_id_outside_the_vocabulary_is_named(model: PagedModel) -> None:
 
 
 def test_step_that_samples_nothing_ends_when_all_is_computed(
-    model: PagedModel, monkeypatch: pytest.MonkeyPatch
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its pages are shipped next, and its seconds are learnt from."""
     calls: list[str] = []
-    forward = PagedModel.forward
-    monkeypatch.setattr(PagedModel, "forward", lambda *args: calls.append("forward") or forward(*args))
-    monkeypatch.setattr(PagedModel, "wait", lambda _: calls.append("wait"))
+    forward = LoadedModel.forward
+    monkeypatch.setattr(LoadedModel, "forward", lambda *args: calls.append("forward") or forward(*args))
+    monkeypatch.setattr(LoadedModel, "wait", lambda _: calls.append("wait"))
     engine = engine_on(model, max_prefill_tokens=32)
     engine.add(Submission("a", list(range(100, 180)), greedy(2)))
     for number, num_tokens in enumerate([0, 0, 1, 1], 1):

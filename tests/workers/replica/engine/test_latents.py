@@ -8,6 +8,7 @@ import pytest
 from transformers import PreTrainedModel
 
 from crossdock.workers.model.load import wrap_module
+from crossdock.workers.model.load_options import LoadOptions
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.schedule.request import Submission
 from tests.workers.architectures import SERVED, build
@@ -58,7 +59,7 @@ def test_greedy_tokens_from_latents_equal_generate(
 
 
 def test_greedy_tokens_from_latents_under_preemption_equal_generate(name: str) -> None:
-    engine = engine_on(wrap_module(module_of(name), 256), num_pages=16, max_num_batched_tokens=512)
+    engine = engine_on(wrap_module(module_of(name), LoadOptions(256)), num_pages=16, max_num_batched_tokens=512)
     starts = [[(7 * number + at) % 100 + 3 for at in range(15)] for number in range(12)]
     for number, start in enumerate(starts):
         engine.add(Submission(f"{number}", start, greedy(24)))
@@ -99,7 +100,7 @@ def test_shipped_latents_give_the_tokens_of_local_ones(transport: str, kv_cache_
 
 
 def wrapped(kv_cache_dtype: str = "auto") -> Engine:
-    model = wrap_module(module_of("deepseek_v3"), kv_cache_dtype=kv_cache_dtype)  # type: ignore[arg-type]
+    model = wrap_module(module_of("deepseek_v3"), LoadOptions(kv_cache_dtype=kv_cache_dtype))  # type: ignore[arg-type]
     return engine_on(model, num_pages=600, max_num_batched_tokens=80, max_num_seqs=8, kv_cache_dtype=kv_cache_dtype)
 
 

@@ -11,7 +11,8 @@ from pydantic import ByteSize
 from torch import Tensor
 
 from crossdock.workers.model.load import wrap_module
-from crossdock.workers.model.model import PagedModel
+from crossdock.workers.model.load_options import LoadOptions
+from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.calibrate import warm_up
 from crossdock.workers.replica.engine.engine import Engine
@@ -42,7 +43,7 @@ def family(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def model(family: str) -> PagedModel:
+def model(family: str) -> LoadedModel:
     return paged_multimodal(family)
 
 
@@ -95,7 +96,7 @@ def served(engine: Engine, prompts: dict[str, PicturePrompt]) -> dict[str, list[
 )
 def test_tokens_equal_transformers(
     family: str,
-    model: PagedModel,
+    model: LoadedModel,
     prompts: dict[str, PicturePrompt],
     expected: dict[str, list[int]],
     config: dict[str, Any],
@@ -105,7 +106,7 @@ def test_tokens_equal_transformers(
 
 
 def test_same_picture_hits_the_prefix_and_another_never_does(
-    model: PagedModel, prompts: dict[str, PicturePrompt], expected: dict[str, list[int]]
+    model: LoadedModel, prompts: dict[str, PicturePrompt], expected: dict[str, list[int]]
 ) -> None:
     engine = engine_on(model, page_size=4)
     encoding = engine.scheduler.encoding
@@ -127,7 +128,7 @@ def test_preempted_requests_go_on_with_the_same_tokens(
     family: str, prompts: dict[str, PicturePrompt], expected: dict[str, list[int]]
 ) -> None:
     longest = max(len(prompt.token_ids) for prompt in prompts.values()) + NUM_TOKENS
-    narrow = wrap_module(build_multimodal(family), longest)
+    narrow = wrap_module(build_multimodal(family), LoadOptions(longest))
     pages = -(-longest // 4) + 2
     engine = engine_on(
         narrow, num_pages=pages, page_size=4, max_num_batched_tokens=step_tokens(family, 16), max_num_seqs=4
@@ -136,7 +137,7 @@ def test_preempted_requests_go_on_with_the_same_tokens(
 
 
 def test_preemption_inside_a_picture_encodes_again_and_tokens_stay(
-    family: str, model: PagedModel, prompts: dict[str, PicturePrompt], expected: dict[str, list[int]]
+    family: str, model: LoadedModel, prompts: dict[str, PicturePrompt], expected: dict[str, list[int]]
 ) -> None:
     """A stream fills the pool; an urgent prompt takes the pages of one that is inside its picture, or just behind."""
     num_tokens = 24 if family in BOTH_WAYS else 16
@@ -153,7 +154,7 @@ def test_preemption_inside_a_picture_encodes_again_and_tokens_stay(
 
 
 def test_failover_goes_on_after_the_tokens_that_the_client_has(
-    family: str, model: PagedModel, prompts: dict[str, PicturePrompt], expected: dict[str, list[int]]
+    family: str, model: LoadedModel, prompts: dict[str, PicturePrompt], expected: dict[str, list[int]]
 ) -> None:
     engine = engine_on(model, max_num_batched_tokens=step_tokens(family, 24), page_size=8, max_num_seqs=8)
     for number, (name, prompt) in enumerate(prompts.items()):
@@ -165,7 +166,7 @@ def test_failover_goes_on_after_the_tokens_that_the_client_has(
 
 
 def test_drafts_after_pictures_are_verified_exactly(
-    model: PagedModel, prompts: dict[str, PicturePrompt], expected: dict[str, list[int]]
+    model: LoadedModel, prompts: dict[str, PicturePrompt], expected: dict[str, list[int]]
 ) -> None:
     speculative = SpeculativeConfig(method="ngram", num_speculative_tokens=3, prompt_lookup_max=2, prompt_lookup_min=1)
     engine = engine_on(model, speculative_config=speculative)
@@ -173,7 +174,7 @@ def test_drafts_after_pictures_are_verified_exactly(
 
 
 def test_small_cache_encodes_again_and_tokens_stay(
-    family: str, model: PagedModel, prompts: dict[str, PicturePrompt], expected: dict[str, list[int]]
+    family: str, model: LoadedModel, prompts: dict[str, PicturePrompt], expected: dict[str, list[int]]
 ) -> None:
     assert model.encoder is not None
     rows = max(item.num_rows for prompt in prompts.values() for item in prompt.items)
@@ -186,7 +187,7 @@ def test_small_cache_encodes_again_and_tokens_stay(
 
 
 def test_calibrated_engine_predicts_pictures_and_stays_exact(
-    family: str, model: PagedModel, prompts: dict[str, PicturePrompt], expected: dict[str, list[int]]
+    family: str, model: LoadedModel, prompts: dict[str, PicturePrompt], expected: dict[str, list[int]]
 ) -> None:
     engine, steps = engine_on(model, max_num_batched_tokens=128, max_num_seqs=8), list[Batch]()
     engine.on_scheduled = steps.append
@@ -218,7 +219,7 @@ def test_picture_that_cannot_be_encoded_fails_its_own_request_alone() -> None:
     assert engine.pages.counts().cached == len(good.token_ids) // 4 + 1, "pages of the failed prompt are not indexed"
 
 
-def short_of_memory(monkeypatch: pytest.MonkeyPatch, model: PagedModel, num_times: int, error: Exception) -> list[int]:
+def short_of_memory(monkeypatch: pytest.MonkeyPatch, model: LoadedModel, num_times: int, error: Exception) -> list[int]:
     """Let the next calls of the encoder fail. Returns the pictures of each call, as they come."""
     assert model.encoder is not None
     calls, compute = list[int](), model.encoder.features
@@ -412,7 +413,7 @@ def test_windows_beside_pictures_of_both_directions_give_back_pages(window: int)
     module = build_multimodal("gemma3", sliding_window=window)
     expected = {name: continuation(module, prompt, NUM_TOKENS) for name, prompt in prompts.items()}
     engine = engine_on(
-        wrap_module(build_multimodal("gemma3", sliding_window=window), 96),
+        wrap_module(build_multimodal("gemma3", sliding_window=window), LoadOptions(96)),
         num_pages=50,
         max_num_batched_tokens=36,
         max_num_seqs=4,

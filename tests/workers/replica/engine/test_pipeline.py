@@ -237,7 +237,7 @@ def test_step_in_flight_that_fails_during_an_abort_ends_its_requests_and_not_the
 
 def test_async_scheduling_with_stages_is_refused() -> None:
     model = wrap_module(build("llama", {}))
-    model.part = replace(model.part, position=RankPosition(1, num_stages=2))
+    model = replace(model, part=replace(model.part, position=RankPosition(1, num_stages=2)))
     with pytest.raises(ValueError, match="async_scheduling must be false or null"):
         Engine(model, EngineConfig(async_scheduling=True, kv_cache_memory=ByteSize(8 << 20)))
 

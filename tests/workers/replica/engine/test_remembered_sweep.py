@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from crossdock.workers.model.encoder_model import drop_decoder, wrap_encoder
 from crossdock.workers.model.load import wrap_module
-from crossdock.workers.model.pictures.encoder_model import drop_decoder, wrap_encoder
 from crossdock.workers.replica.engine.remembered_sweep import Sweep, remembered_sweep
 from crossdock.workers.schedule.cost.cost import StepWork
 from tests.workers.multimodal import PLAIN, build_multimodal

@@ -8,7 +8,7 @@ import torch
 from pydantic import ByteSize
 
 from crossdock.workers.model.load import wrap_module
-from crossdock.workers.model.model import PagedModel
+from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.model.sampling import sampler
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.calibrate import warm_up
@@ -32,7 +32,7 @@ def prompts() -> list[list[int]]:
     return [[rng.randrange(3, 128) for _ in range(length)] for length in lengths] + [[*shared, 7], [*shared, 8, 9]]
 
 
-def engine_on(model: PagedModel, num_pages: int, **config: Any) -> Engine:
+def engine_on(model: LoadedModel, num_pages: int, **config: Any) -> Engine:
     memory = ByteSize(num_pages * model.layout(8).page_bytes)
     settings = {"page_size": 8, "max_num_batched_tokens": 64, "max_num_seqs": 12} | config
     return Engine(model, EngineConfig(kv_cache_memory=memory, **settings))
@@ -52,7 +52,7 @@ def name(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def model(name: str) -> PagedModel:
+def model(name: str) -> LoadedModel:
     return wrap_module(build(name, SERVED[name]))
 
 
@@ -62,16 +62,17 @@ def expected(name: str) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("size", [20, 64, 300])
-def test_pages_that_no_request_owns_are_never_read(model: PagedModel, expected: list[list[int]], size: int) -> None:
+def test_pages_that_no_request_owns_are_never_read(model: LoadedModel, expected: list[list[int]], size: int) -> None:
     engine = engine_on(model, 500, enable_prefix_caching=False, max_num_batched_tokens=size)
     pages, groups = engine.pages, engine.pages.num_groups
 
     def poison(batch: Batch) -> None:
-        assert model.pool is not None
         owners = [each.owner for each in engine.scheduler.requests() if pages.num_held_by(each.owner)]
         owned = {page for owner in owners for group in range(groups) for page in pages.pages_of(owner, group)}
         owned |= {page for owner in owners for page in pages.own_state_of(owner)}
-        model.pool.view(pages.num_pages, -1)[[page for page in range(pages.num_pages) if page not in owned]] = torch.nan
+        model.pool.tensor.view(pages.num_pages, -1)[[page for page in range(pages.num_pages) if page not in owned]] = (
+            torch.nan
+        )
 
     engine.on_scheduled = poison
     assert served(engine, prompts()) == expected
@@ -79,7 +80,7 @@ def test_pages_that_no_request_owns_are_never_read(model: PagedModel, expected: 
 
 @pytest.mark.parametrize("is_ahead", [False, True])
 def test_tokens_under_preemption_are_those_of_transformers(
-    model: PagedModel, expected: list[list[int]], is_ahead: bool
+    model: LoadedModel, expected: list[list[int]], is_ahead: bool
 ) -> None:
     longest = 32 + 2 * model.state_pages(8)  # pages of a request of max_model_len, with a checkpoint
     engine = engine_on(model, 10 + longest, async_scheduling=is_ahead, max_num_batched_tokens=40)
@@ -107,7 +108,7 @@ def test_tokens_under_preemption_are_those_of_transformers(
 
 @pytest.mark.parametrize("is_ahead", [False, True])
 def test_tokens_after_a_checkpoint_are_those_of_transformers(
-    model: PagedModel, expected: list[list[int]], is_ahead: bool
+    model: LoadedModel, expected: list[list[int]], is_ahead: bool
 ) -> None:
     engine = engine_on(model, 1000, async_scheduling=is_ahead, max_num_batched_tokens=40)
     for _ in range(3):
@@ -118,7 +119,7 @@ def test_tokens_after_a_checkpoint_are_those_of_transformers(
     run(engine)
 
 
-def test_requests_beside_aborted_ones_keep_their_tokens(model: PagedModel, expected: list[list[int]]) -> None:
+def test_requests_beside_aborted_ones_keep_their_tokens(model: LoadedModel, expected: list[list[int]]) -> None:
     engine = engine_on(model, 300)
     for number, prompt in enumerate(prompts()):
         engine.add(Submission(str(number), prompt, greedy(NUM_TOKENS)))
@@ -163,11 +164,11 @@ def test_sampled_tokens_are_the_same_where_steps_begin_before_the_tokens_are_kno
     assert undone
 
 
-def test_replica_with_states_is_calibrated(model: PagedModel) -> None:
+def test_replica_with_states_is_calibrated(model: LoadedModel) -> None:
     engine = engine_on(model, 400)
     profile = warm_up(engine)
     assert profile.state_pages == model.state_pages(8) > 0
-    assert profile.page_bytes * profile.num_pages == model.pool.nbytes  # type: ignore[union-attr]
+    assert profile.page_bytes * profile.num_pages == model.pool.tensor.nbytes  # type: ignore[union-attr]
     assert engine.pages.counts().owned == 0
 
 

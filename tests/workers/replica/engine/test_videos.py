@@ -9,7 +9,8 @@ import torch
 from pydantic import ByteSize
 
 from crossdock.workers.model.load import wrap_module
-from crossdock.workers.model.model import PagedModel
+from crossdock.workers.model.load_options import LoadOptions
+from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.model.pictures.vision import PictureEncoder
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.calibrate import warm_up
@@ -32,7 +33,7 @@ def family(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def model(family: str) -> PagedModel:
+def model(family: str) -> LoadedModel:
     return paged_multimodal(family)
 
 
@@ -74,13 +75,13 @@ def expected(family: str, prompts: dict[str, PicturePrompt]) -> dict[str, list[i
     ids=["whole", "small chunks", "ahead", "drafts"],
 )
 def test_tokens_equal_transformers(
-    model: PagedModel, prompts: dict[str, PicturePrompt], expected: dict[str, list[int]], config: dict[str, Any]
+    model: LoadedModel, prompts: dict[str, PicturePrompt], expected: dict[str, list[int]], config: dict[str, Any]
 ) -> None:
     assert served(engine_on(model, **config), prompts) == expected
 
 
 def test_same_video_hits_the_prefix_and_another_never_does(
-    model: PagedModel, prompts: dict[str, PicturePrompt], expected: dict[str, list[int]]
+    model: LoadedModel, prompts: dict[str, PicturePrompt], expected: dict[str, list[int]]
 ) -> None:
     engine, cached = engine_on(model, page_size=4), {}
     for name in ("one", "longer", "other", "one"):
@@ -98,7 +99,7 @@ def test_preempted_and_resumed_requests_keep_their_tokens(
     family: str, prompts: dict[str, PicturePrompt], expected: dict[str, list[int]]
 ) -> None:
     longest = max(len(prompt.token_ids) for prompt in prompts.values()) + NUM_TOKENS
-    model = wrap_module(build_multimodal(family), longest)
+    model = wrap_module(build_multimodal(family), LoadOptions(longest))
     sizes = {"num_pages": -(-longest // 4) + 2, "page_size": 4, "max_num_batched_tokens": 16, "max_num_seqs": 4}
     assert served(engine_on(model, **sizes), prompts) == expected
     engine = engine_on(model, **sizes)
@@ -110,7 +111,7 @@ def test_preempted_and_resumed_requests_keep_their_tokens(
 
 
 def test_calibrated_engine_predicts_videos_and_stays_exact(
-    model: PagedModel, prompts: dict[str, PicturePrompt], expected: dict[str, list[int]]
+    model: LoadedModel, prompts: dict[str, PicturePrompt], expected: dict[str, list[int]]
 ) -> None:
     engine = engine_on(model, max_num_batched_tokens=128, max_num_seqs=8)
     warm_up(engine)

@@ -8,7 +8,7 @@ import torch
 from pydantic import ByteSize
 
 from crossdock.workers.model.load import wrap_module
-from crossdock.workers.model.model import PagedModel
+from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.calibrate import warm_up
 from crossdock.workers.replica.engine.engine import Engine
@@ -40,7 +40,7 @@ def prompts() -> list[list[int]]:
     return [[rng.randrange(3, 128) for _ in range(length)] for length in lengths] + [[*shared, 7], [*shared, 8, 9]]
 
 
-def engine_on(model: PagedModel, num_tokens: int, **config: Any) -> Engine:
+def engine_on(model: LoadedModel, num_tokens: int, **config: Any) -> Engine:
     """Return an engine with the memory that `num_tokens` tokens take where every layer keeps its pages."""
     memory = ByteSize(num_tokens * model.layout(8).page_bytes // 8)
     settings = {"page_size": 8, "max_num_batched_tokens": 64, "max_num_seqs": 12} | config
@@ -70,7 +70,7 @@ def name(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def model(name: str) -> PagedModel:
+def model(name: str) -> LoadedModel:
     return wrap_module(build(name, MODELS[name]))
 
 
@@ -83,16 +83,15 @@ def expected(name: str) -> list[list[int]]:
     "config", [{"max_num_batched_tokens": size} for size in (20, 33, 64, 300)] + [{"page_size": 4}]
 )
 def test_pages_that_windows_have_passed_are_never_read(
-    model: PagedModel, name: str, expected: list[list[int]], config: dict[str, Any]
+    model: LoadedModel, name: str, expected: list[list[int]], config: dict[str, Any]
 ) -> None:
     engine = engine_on(model, 1500, enable_prefix_caching=False, **config)
     assert bool(model.kernels) == ("fused" in name)
     window = AttentionChunk(WINDOW) if name == "llama4_text" else WINDOW
-    assert [group.window for group in model.groups] == ([window] if "mistral" in name else [None, window])
+    assert [group.window for group in engine.model.groups] == ([window] if "mistral" in name else [None, window])
 
     def poison(batch: Batch) -> None:
-        assert model.pool is not None
-        model.pool.view(engine.pages.num_pages, -1)[unowned(engine)] = torch.nan
+        model.pool.tensor.view(engine.pages.num_pages, -1)[unowned(engine)] = torch.nan
 
     engine.on_scheduled = poison
     assert served(engine, prompts()) == expected
@@ -100,7 +99,7 @@ def test_pages_that_windows_have_passed_are_never_read(
 
 @pytest.mark.parametrize("is_ahead", [False, True])
 def test_tokens_from_cached_prefixes_and_under_preemption_are_those_of_transformers(
-    model: PagedModel, expected: list[list[int]], is_ahead: bool
+    model: LoadedModel, expected: list[list[int]], is_ahead: bool
 ) -> None:
     engine = engine_on(model, 500, async_scheduling=is_ahead, max_num_batched_tokens=40)
     assert served(engine, prompts()) == expected
@@ -120,7 +119,7 @@ def test_pool_serves_a_context_that_it_could_not_hold_without_windows() -> None:
     with pytest.raises(ValueError, match="max_model_len"):
         engine_on(model, 192, disable_hybrid_kv_cache_manager=True, max_num_batched_tokens=32)
     engine = engine_on(model, 192, max_num_batched_tokens=32)
-    assert [group.window for group in model.groups] == [None, WINDOW, WINDOW, WINDOW]
+    assert [group.window for group in engine.model.groups] == [None, WINDOW, WINDOW, WINDOW]
     expected = generated(
         build("gemma3_text", SERVED["gemma3_text"] | {"layer_types": module.config.layer_types}), [prompt], NUM_TOKENS
     )
@@ -138,13 +137,13 @@ def test_layers_keep_their_pages_where_windows_cannot_pass_them(caplog: pytest.L
         (qwen, {}, "fused layers"),
     ):
         engine = engine_on(model, 1500, **config)
-        assert not model.groups
+        assert not engine.model.groups
         assert not engine.pages.has_windows
         assert reason in caplog.text
 
 
-def test_replica_with_windows_is_calibrated(model: PagedModel) -> None:
+def test_replica_with_windows_is_calibrated(model: LoadedModel) -> None:
     engine = engine_on(model, 2000)
     profile = warm_up(engine)
-    assert profile.page_bytes * profile.num_pages == model.pool.nbytes  # type: ignore[union-attr]
+    assert profile.page_bytes * profile.num_pages == model.pool.tensor.nbytes  # type: ignore[union-attr]
     assert engine.pages.counts().owned == 0

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from crossdock.workers.model.load import load_model
 from crossdock.workers.model.memory.kv_memory import PageBudget
-from crossdock.workers.model.model import PagedModel
+from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.calibrate import warm_up
@@ -73,7 +73,7 @@ def tokens_and_logits(engine: Engine) -> tuple[list[list[int]], dict[tuple[str, 
 
 
 def assert_gangs_equal_one_rank(
-    ranks: Ranks, path: Path, model: PagedModel, divisions: Sequence[tuple[int, int]], **config: Any
+    ranks: Ranks, path: Path, model: LoadedModel, divisions: Sequence[tuple[int, int]], **config: Any
 ) -> None:
     """In fp32, whose sums differ by their order: 2e-3 is what test_model allows between paged and eager attention."""
     expected, logits = tokens_and_logits(Engine(model, EngineConfig(**SETTINGS | config)))
@@ -99,7 +99,7 @@ def test_gang_of_any_architecture_equals_one_rank(ranks: Ranks, tmp_path: Path, 
     assert_gangs_equal_one_rank(ranks, path, model, divisions)
 
 
-def test_gang_on_real_weights_equals_one_rank(ranks: Ranks, model_dir: Path, smollm2: PagedModel) -> None:
+def test_gang_on_real_weights_equals_one_rank(ranks: Ranks, model_dir: Path, smollm2: LoadedModel) -> None:
     """SmolLM2: nine query heads over three KV heads, which two ranks divide as one and two, in two stages."""
     assert_gangs_equal_one_rank(ranks, model_dir, smollm2, [(2, 2)], kv_cache_memory=ByteSize(400 << 20))
 

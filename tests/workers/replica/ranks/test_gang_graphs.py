@@ -122,7 +122,7 @@ def test_all_ranks_replay_the_same_steps(
     follower = partial(follow_recording, None)
     with ganged(ranks, path, 2, 1, follower, answers, async_scheduling=is_ahead) as engine:
         assert engine.pipeline.is_ahead is is_ahead
-        assert engine.model.graphs == "decodes, steps with chunks of up to 80 tokens"
+        assert engine.pipeline.runner.graphs_text == "decodes, steps with chunks of up to 80 tokens"
         del steps[:]  # those of the check at load
         assert tokens(engine) == expected
         ours = list(steps)
@@ -174,8 +174,8 @@ def test_one_rank_that_cannot_record_leaves_no_rank_with_graphs(
     steps, answers = stand_in(monkeypatch, fails if rank == 0 else None), list[Any]()
     follower = partial(follow_recording, fails if rank == 1 else None)
     with ganged(ranks, path, 2, 1, follower, answers) as engine:
-        assert engine.model.graphs == f"none: rank {rank}: Refusal: waits for the GPU"
-        assert engine.pipeline.runner.graphs is engine.pipeline.runner.mixed_graphs is None
+        assert engine.pipeline.runner.graphs_text == f"none: rank {rank}: Refusal: waits for the GPU"
+        assert not engine.pipeline.runner.graphs
         assert tokens(engine) == expected
     assert {kind for kind, _ in steps} == {kind for kind, _ in answers[0]} == {"eager"}
     assert f"decode steps run without CUDA graphs: rank {rank}: Refusal: waits for the GPU" in caplog.messages
@@ -187,7 +187,10 @@ def test_one_rank_that_cannot_record_chunks_leaves_all_ranks_their_decodes(
     steps, answers = stand_in(monkeypatch), list[Any]()
     follower = partial(follow_recording, ("rehearse", NUM_GRAPHS - 1))
     with ganged(ranks, path, 2, 1, follower, answers) as engine:
-        assert engine.model.graphs == "decodes; steps with chunks are not: rank 1: Refusal: waits for the GPU"
+        assert (
+            engine.pipeline.runner.graphs_text
+            == "decodes; steps with chunks are not: rank 1: Refusal: waits for the GPU"
+        )
         assert tokens(engine) == expected
     assert {kind for kind, _ in steps} == {kind for kind, _ in answers[0]} == {"eager", "decodes"}
 
@@ -197,7 +200,7 @@ def test_stages_of_a_pipeline_say_why_they_record_nothing(
 ) -> None:
     stand_in(monkeypatch)
     with ganged(ranks, path, 1, 2, partial(follow_recording, None)) as engine:
-        assert engine.model.graphs == "none: a pipeline's stages exchange hidden states within a step"
+        assert engine.pipeline.runner.graphs_text == "none: a pipeline's stages exchange hidden states within a step"
         assert tokens(engine) == expected
 
 
@@ -205,7 +208,7 @@ def test_eager_ranks_are_not_asked_to_record(ranks: Ranks, path: Path, monkeypat
     """Else the others would wait for a driver that does not come."""
     stand_in(monkeypatch)
     with ganged(ranks, path, 2, 1, partial(follow_recording, None), enforce_eager=True) as engine:
-        assert engine.model.graphs == ""
-        assert engine.pipeline.runner.graphs is None
+        assert engine.pipeline.runner.graphs_text == ""
+        assert not engine.pipeline.runner.graphs
         engine.add(Submission("a", [5, 6, 7], SamplingParams(max_tokens=3, ignore_eos=True)))
         assert len(tokens_of(run(engine)["a"])) == 3

@@ -10,7 +10,7 @@ import torch
 from pydantic import ByteSize
 
 from crossdock.workers.model.load import wrap_module
-from crossdock.workers.model.model import PagedModel
+from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.replica.ranks.gang import Gang
@@ -64,11 +64,11 @@ def test_engine_reports_a_step_during_which_the_device_hangs(monkeypatch: pytest
     stuck, released, late = threading.Event(), threading.Event(), threading.Event()
     running = engine()
 
-    def wait(_: PagedModel) -> None:
+    def wait(_: LoadedModel) -> None:
         stuck.set()
         released.wait()
 
-    monkeypatch.setattr(PagedModel, "wait", wait)
+    monkeypatch.setattr(LoadedModel, "wait", wait)
     running.pipeline.deadline = StepDeadline(0.05, late.set)
     running.add(Submission("a", [5] * 9, SamplingParams(max_tokens=1)))
     thread = threading.Thread(target=running.step)
@@ -96,11 +96,11 @@ def test_only_gangs_on_gpus_have_a_deadline_of_the_host(monkeypatch: pytest.Monk
         running.gang = ranks
         with monkeypatch.context() as patch:
             if device is not None:
-                patch.setattr(PagedModel, "device", device)
+                patch.setattr(LoadedModel, "device", device)
             running.calibrate(SWEEP)
         assert (running.pipeline.deadline is not None) is has_deadline
     before = running.pipeline.deadline
     with monkeypatch.context() as patch:
-        patch.setattr(PagedModel, "device", on_gpu)
+        patch.setattr(LoadedModel, "device", on_gpu)
         running.calibrate(SWEEP)
     assert running.pipeline.deadline is before

@@ -18,9 +18,9 @@ from crossdock.kvtransfer.events import Arrived, Committed, Event, Failed, Offer
 from crossdock.kvtransfer.layout import PoolLayout, PoolSpec
 from crossdock.kvtransfer.messages import GroupPages
 from crossdock.kvtransfer.transport import Memory
+from crossdock.workers.model.encoder_model import EncoderModel, drop_decoder, row_layer, wrap_encoder
 from crossdock.workers.model.load import wrap_module
 from crossdock.workers.model.model_spec import ModelSpec
-from crossdock.workers.model.pictures.encoder_model import EncoderModel, drop_decoder, row_layer, wrap_encoder
 from crossdock.workers.model.pictures.vision import PictureEncoder
 from crossdock.workers.replica.config import EngineConfig, ReplicaSpec, TransferConfig
 from crossdock.workers.replica.engine.calibrate import warm_up
@@ -121,7 +121,7 @@ def parts_of(rows: Tensor, items: Sequence[Item]) -> Tensor:
 
 def rows_in_pages(engine: Engine, request: Request) -> Tensor:
     """Return the rows of a request's items in its pages."""
-    ((pages, _),) = engine.model.pages
+    ((pages, _),) = engine.model.pool.pages
     return parts_of(pages[list(engine.pages.pages_of(request.owner)), 0].flatten(0, 1), request.items)
 
 

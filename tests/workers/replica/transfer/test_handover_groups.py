@@ -74,8 +74,7 @@ def poison(engine: Engine) -> None:
     """Fill pages without an owner with NaN before each step. No prefix may be cached."""
 
     def fill(batch: Batch) -> None:
-        assert engine.model.pool is not None
-        engine.model.pool.view(engine.pages.num_pages, -1)[unowned(engine)] = torch.nan
+        engine.model.pool.tensor.view(engine.pages.num_pages, -1)[unowned(engine)] = torch.nan
 
     offer = engine.on_scheduled
 

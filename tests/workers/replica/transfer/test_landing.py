@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from pydantic import ByteSize
 
+from crossdock.workers.model.encoder_model import drop_decoder, wrap_encoder
 from crossdock.workers.model.model_spec import ModelSpec
-from crossdock.workers.model.pictures.encoder_model import drop_decoder, wrap_encoder
 from crossdock.workers.replica.config import EngineConfig, ReplicaSpec
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.replica.serving.replica import _takes_rows

@@ -9,11 +9,12 @@ import numpy as np
 import torch
 
 from crossdock.kvtransfer.layout import layer_range
-from crossdock.workers.model.model import PagedModel, text_config
-from crossdock.workers.model.pictures.vision import PictureRows, StepPictures, num_deep_layers
+from crossdock.workers.model.architecture import num_deep_layers, text_config
+from crossdock.workers.model.forward.step_pictures import PictureRows, StepPictures
+from crossdock.workers.model.network import Network
 
 
-def rows_of(model: PagedModel, pictures: StepPictures) -> PictureRows | None:
+def rows_of(model: Network, pictures: StepPictures) -> PictureRows | None:
     """Return the rows that this rank's part of a step reads; None: it computes tokens alone.
 
     Collective in a step that reads pictures, after `send_rows` on the driver.
@@ -33,13 +34,13 @@ def rows_of(model: PagedModel, pictures: StepPictures) -> PictureRows | None:
 
 
 @torch.inference_mode()
-def send_rows(model: PagedModel, pictures: StepPictures) -> None:
+def send_rows(model: Network, pictures: StepPictures) -> None:
     """Send the rows of a step to the ranks that add them, each of which calls `rows_of`. The driver alone calls it."""
     if pictures.prepared is not None and len(pictures.rows) and model.part.collectives is not None:
         model.part.collectives.send_rows(pictures.prepared.embeddings, _receivers(model))
 
 
-def _receivers(model: PagedModel) -> list[int]:
+def _receivers(model: Network) -> list[int]:
     """Return the ranks beside the driver that add rows of pictures to hidden states.
 
     They are those of the first pipeline stage, and of stages with a layer after which embeddings are added.

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,14 +18,11 @@ from crossdock.kernels.attention import AttentionBatch
 from crossdock.kernels.backend import Attention
 from crossdock.kernels.latent_attention import latent_attention
 from crossdock.kvtransfer.layout import LayerShape
-from crossdock.workers.model.layers.latent import unexpanded
-from crossdock.workers.model.recurrent.state_pages import StepStates
+from crossdock.workers.model.architecture import ATTENTION_NAME
+from crossdock.workers.model.forward.latent import unexpanded
+from crossdock.workers.model.forward.state_pages import StepStates
+from crossdock.workers.model.forward.step_pictures import PictureRows
 from crossdock.workers.schedule.memory.prefix_index import AttentionChunk, Window
-
-if TYPE_CHECKING:
-    from crossdock.workers.model.pictures.vision import PictureRows
-
-ATTENTION_NAME = "crossdock"  # under which transformers knows our function
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +36,7 @@ class AttentionCall:
     is_plain: bool  # scores have no softcap and no sinks
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class ForwardContext:
     """The data that attention layers need beside their arguments during one forward pass."""
 
@@ -53,7 +50,7 @@ class ForwardContext:
     layer_batches: Sequence[AttentionBatch] = ()  # `batch` with each layer's own pages, where groups of layers differ
     probe_lengths: Sequence[int] = ()
     probe_calls: list[AttentionCall] = field(default_factory=list)
-    pictures: "PictureRows | None" = None  # rows of the batch that are embeddings of pictures
+    pictures: PictureRows | None = None  # rows of the batch that are embeddings of pictures
     attention_chunks: Mapping[int, int] = field(default_factory=dict)  # their tokens, by layer that has them
     positions: Tensor | None = None  # [T] of the rows of the flat batch; [3, T] of models with three axes
 

@@ -4,7 +4,7 @@ To the engine it is a model with one layer: the key of a token is a row of embed
 prompts of rows have chunks, prefix hits, preemption and transfers as other prompts have.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -14,24 +14,21 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig
 
 from crossdock.kernels.attention import AttentionBatch
+from crossdock.kernels.backend import CPP
 from crossdock.kvtransfer.layout import LayerShape
+from crossdock.workers.model.architecture import UnsupportedModelError, num_deep_layers, text_config
 from crossdock.workers.model.cut.part import ModelPart
 from crossdock.workers.model.cut.position import RankPosition
-from crossdock.workers.model.load import dtype_of, load_weights, longest_request
+from crossdock.workers.model.forward.step_pictures import PictureRows
+from crossdock.workers.model.kv_pool import KVPool
+from crossdock.workers.model.load import dtype_of, longest_request
 from crossdock.workers.model.memory.memory_fit import DoesNotFit, free_memory, size_of, used_by_all_but_torch
-from crossdock.workers.model.model import PagedModel, text_config
+from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.model.model_spec import ModelSpec
-from crossdock.workers.model.pictures.vision import (
-    PictureEncoder,
-    PictureRows,
-    PromptPictures,
-    num_deep_layers,
-    why_text_alone,
-)
+from crossdock.workers.model.pictures.vision import PictureEncoder, PromptPictures, why_text_alone
 from crossdock.workers.model.pooling import HiddenTap
-from crossdock.workers.model.probe import UnsupportedModelError
 from crossdock.workers.model.weights.checkpoint import resolve_model
-from crossdock.workers.model.weights.weights import auto_model, load_cut
+from crossdock.workers.model.weights.weights import auto_model, load_cut, load_weights
 from crossdock.workers.schedule.pictures.items import row_prompt
 from crossdock.workers.schedule.request import InvalidField, Request
 
@@ -52,7 +49,7 @@ class RowEncoder(PictureEncoder):
     def __post_init__(self) -> None:
         """Leave the hooks of deep layers out: their rows are added where the decoder is."""
 
-    page_size: int = 1  # of the pages that hold the rows
+    pool: KVPool = field(default_factory=KVPool)  # whose pages hold the rows
 
     def locate(self, request: Request) -> PromptPictures:
         """Check that the items of a request are its prompt, as `row_prompt` lays them out.
@@ -60,7 +57,7 @@ class RowEncoder(PictureEncoder):
         Raises:
             InvalidField: an item is of a kind that the model does not take, or tokens and rows do not match.
         """
-        expected, num_tokens = row_prompt(request.items, self.page_size)
+        expected, num_tokens = row_prompt(request.items, self.pool.page_size)
         places = []
         for number, (item, there) in enumerate(zip(request.items, expected, strict=True)):
             where = f"item {number} of the prompt, {item.kind} at row {item.start},"
@@ -70,7 +67,7 @@ class RowEncoder(PictureEncoder):
                 raise InvalidField(f"{where} has {item.num_rows} rows, and {item.length} tokens for them", "prompt")
             if item.start != there.start:
                 raise InvalidField(
-                    f"{where} must begin at {there.start}, with pages of {self.page_size} rows", "prompt"
+                    f"{where} must begin at {there.start}, with pages of {self.pool.page_size} rows", "prompt"
                 )
             places.append((item.content_hash, np.arange(item.start, item.end)))
         if num_tokens != request.num_prompt_tokens:
@@ -81,18 +78,9 @@ class RowEncoder(PictureEncoder):
         return PromptPictures(places, None)
 
 
-@dataclass(slots=True, eq=False)
-class EncoderModel(PagedModel):
+@dataclass(frozen=True, eq=False)
+class EncoderModel(LoadedModel):
     """The encoder of a multimodal model. A step writes the rows of its items to the slots of their tokens."""
-
-    def __post_init__(self) -> None:
-        self.tap = HiddenTap(nn.Identity())  # there are no hidden states
-
-    def allocate_pool(self, num_pages: int, page_size: int) -> None:
-        """Allocate the pages of rows."""
-        PagedModel.allocate_pool(self, num_pages, page_size)
-        assert isinstance(self.encoder, RowEncoder)
-        self.encoder.page_size = page_size
 
     @property
     def vocab_size(self) -> int:
@@ -116,9 +104,9 @@ class EncoderModel(PagedModel):
     ) -> Tensor:
         """Write the embeddings of a step to its pages, and return logits [N, 1] of zeros.
 
-        Arguments as in `PagedModel.forward`. Tokens of no item, as measurements have, get rows of zeros.
+        Arguments as in `LoadedModel.forward`. Tokens of no item, as measurements have, get rows of zeros.
         """
-        ((pages, _),) = self.pages  # [page, 1, token, (1 + L) * E]
+        ((pages, _),) = self.pool.pages  # [page, 1, token, (1 + L) * E]
         width = pages.shape[-1]
         found = pages.new_zeros(len(token_ids), width)
         if pictures is not None:
@@ -149,22 +137,30 @@ def load_encoder(spec: ModelSpec, device: str = "cpu", kv_bytes: int | None = No
         _check_fits(config, dtype, kv_bytes, device)
     used_by_others = used_by_all_but_torch() if device != "cpu" else 0
     module, _ = load_weights(config, path, dtype, partial(load_cut, config, path, drop_decoder))
-    model = wrap_encoder(module.to(device), spec.max_model_len)
-    model.used_by_others = used_by_others
-    return model
+    return wrap_encoder(module.to(device), spec.max_model_len, used_by_others)
 
 
-def wrap_encoder(module: Any, max_model_len: int | None = None) -> EncoderModel:
+def wrap_encoder(module: Any, max_model_len: int | None = None, used_by_others: int = 0) -> EncoderModel:
     """Return the encoder that `drop_decoder` has left of a transformers model.
 
-    `max_model_len`: of the whole model, whose prompts have at most so many rows.
+    `max_model_len`: of the whole model, whose prompts have at most so many rows. `used_by_others`: see `LoadedModel`.
     """
     config: PretrainedConfig = module.config
     module.eval().requires_grad_(False)
-    longest = longest_request(config, max_model_len)
-    model = EncoderModel(module, config, [row_layer(config)], longest, frozenset(), variant=VARIANT, why_text_alone="")
-    model.encoder = RowEncoder(module, config)
-    return model
+    pool, no_hidden_states = KVPool(), HiddenTap(nn.Identity())
+    return EncoderModel(
+        module,
+        config,
+        longest_request(config, max_model_len),
+        ModelPart(RankPosition()),
+        *(CPP, {}, no_hidden_states, frozenset()),
+        layers=[row_layer(config)],
+        variant=VARIANT,
+        encoder=RowEncoder(module, config, pool=pool),
+        why_text_alone="",
+        used_by_others=used_by_others,
+        pool=pool,
+    )
 
 
 def drop_decoder(module: Any) -> ModelPart:

@@ -1,0 +1,71 @@
+"""Check that objects are complete at construction: no file assigns a field of an object that it did not make.
+
+    python .ci/complete_objects.py            # the rooms of CHECKED; exits with 1 where a field is assigned
+    python .ci/complete_objects.py --count DIR  # how many fields are assigned from outside under DIR
+
+`x.y = ...` is refused unless x is `self`, or a local of the same function that was made there. `RECORDS` lists what
+is meant to change.
+"""
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+CHECKED = ("workers/model", "workers/draft")
+MODULES = "a module of transformers, changed in place: its layers are cut or replaced"
+REQUEST = "a request of the small model changes while it is computed"
+ROW = "what a row keeps between steps, a record of the same file"
+RECORDS = {  # an object, or one field of it: why it may change
+    **dict.fromkeys(
+        ("module", "mixer", "attention", "norm", "linear", "decoder", "mixture", "mixture.experts"), MODULES
+    ),
+    **dict.fromkeys(("model.lm_head", "parameter", "replacement.module", "rotary"), MODULES),
+    **dict.fromkeys(("model.config.rms_norm_eps", "tokenizer.backend_tokenizer"), "written to a converted checkpoint"),
+    **dict.fromkeys(("part.request", "self.seen", "stream.seen"), REQUEST),
+    **dict.fromkeys(("kept", "self._kept"), ROW),
+    "self.part": "the cut of a model writes its part, which no process uses yet",
+    "pictures": "the pictures of a step are encoded, or received, while it runs",
+    "_current": "thread-local: the forward pass that runs",
+    "modeling_gguf_pytorch_utils.tqdm": "no progress bar while the default model is converted",
+}
+
+
+def outside(source: str) -> Iterator[tuple[int, str, str]]:
+    """Yield line, object and field of each assignment to a field of an object that was not made there."""
+    for function in ast.walk(ast.parse(source)):
+        if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        made = {"self", "cls"}
+        for node in ast.walk(function):
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
+                made |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+        for node in ast.walk(function):
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign):
+                for target in targets:
+                    yield from _fields(target, made)
+
+
+def _fields(target: ast.expr | None, made: set[str]) -> Iterator[tuple[int, str, str]]:
+    for each in target.elts if isinstance(target, ast.Tuple) else [target]:
+        if isinstance(each, ast.Attribute) and (name := ast.unparse(each.value)) not in made:
+            yield each.lineno, name, each.attr
+
+
+def main(arguments: list[str]) -> int:
+    """Print every assignment from outside. Returns how many there are, or the exit status of the check."""
+    rooms = arguments[1:] if arguments[:1] == ["--count"] else CHECKED
+    found = set()
+    for path in (path for room in rooms for path in sorted((ROOT / room).rglob("*.py"))):
+        found |= {(path.relative_to(ROOT).as_posix(), *each) for each in outside(path.read_text())}
+    wrong = sorted(each for each in found if not {each[2], f"{each[2]}.{each[3]}"} & RECORDS.keys())
+    for path, line, name, field in wrong:
+        print(f"{path}:{line}: {name}.{field} is assigned outside the object: pass it when the object is made")
+    print(f"{len(wrong)} fields assigned from outside")
+    return 0 if arguments[:1] == ["--count"] else bool(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

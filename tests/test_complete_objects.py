@@ -1,0 +1,36 @@
+"""The check that no file assigns a field of an object which it did not make."""
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PATH = Path(__file__).parents[1] / ".ci" / "complete_objects.py"
+
+
+def check() -> Any:
+    spec = importlib.util.spec_from_file_location("complete_objects", PATH)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("def f(model):\n    model.graphs = 'none'", [(2, "model", "graphs")]),
+        ("def f(model):\n    model.layers, model.windows = [], []", [(2, "model", "layers"), (2, "model", "windows")]),
+        ("def f(engine):\n    engine.model.encoder.takes_rows += 1", [(2, "engine.model.encoder", "takes_rows")]),
+        ("def f(self):\n    self.tokens = 3", []),
+        ("def f():\n    made = Request()\n    made.tokens = 3", []),
+    ],
+)
+def test_field_assigned_outside_its_object_is_found(source: str, found: list[tuple[int, str, str]]) -> None:
+    assert list(check().outside(source)) == found
+
+
+def test_rooms_that_are_checked_make_complete_objects() -> None:
+    assert check().main([]) == 0

@@ -1,0 +1,33 @@
+"""Read from the configuration of a transformers model what its parts are."""
+
+from transformers import PretrainedConfig
+
+ATTENTION_NAME = "crossdock"  # under which transformers knows our attention
+
+
+class UnsupportedModelError(ValueError):
+    """The model would produce wrong tokens here; the message gives the reason."""
+
+
+def text_config(config: PretrainedConfig) -> PretrainedConfig:
+    """Return the configuration of the decoder, which is a part of some models' configuration."""
+    decoder: PretrainedConfig = config.get_text_config(decoder=True)
+    return decoder
+
+
+def is_multimodal(config: PretrainedConfig) -> bool:
+    """Return whether a model has an encoder of pictures beside its decoder."""
+    return getattr(config, "vision_config", None) is not None
+
+
+def attention_names(config: PretrainedConfig, name: str = ATTENTION_NAME) -> "str | dict[str, str]":
+    """Return the attention of each part of a model, as transformers wants it: `name` for the decoder.
+
+    An encoder of pictures never has ours: it would write to the KV pages.
+    """
+    return {"text_config": name, "vision_config": "sdpa"} if is_multimodal(config) else name
+
+
+def num_deep_layers(config: PretrainedConfig) -> int:
+    """Return after how many layers embeddings of pictures are added to the hidden states (Qwen3-VL's DeepStack)."""
+    return len(getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None) or ())

@@ -1,0 +1,66 @@
+"""The one KV tensor of a process, and each layer's views of it."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from crossdock.kernels.cpu.huge_pages import HugePages, MemoryTaker
+from crossdock.kvtransfer.layout import PoolLayout, View
+
+
+class KVPool:
+    """Pages of keys and values. Empty until it is allocated."""
+
+    def __init__(self) -> None:
+        self.tensor: Tensor = torch.empty(0)
+        self.pages: Sequence[tuple[Tensor, Tensor]] = ()  # of each layer: keys and values
+        self.page_size, self._num_pages = 1, 0  # tokens of a page
+        self._taker: MemoryTaker | None = None  # on a CPU
+
+    def allocate(
+        self,
+        layouts: Sequence[PoolLayout],
+        order: Sequence[int],
+        num_pages: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """Allocate pages, and free those of before. `order`: the number of each layer, as the layouts have them."""
+        self.free()
+        num_elements = num_pages * layouts[0].page_elements
+        if device.type == "cpu":
+            pool = HugePages().take(num_elements, dtype)
+            self._taker = MemoryTaker(pool)
+        else:
+            pool = torch.zeros(num_elements, dtype=dtype, device=device)
+
+        def tensor(view: View) -> Tensor:
+            return pool.as_strided(view.shape, view.strides, view.offset)
+
+        views = [layout.views(layer, num_pages) for layout in layouts for layer in range(len(layout.layers))]
+        pages = [(tensor(keys), tensor(values)) for keys, values in views]
+        self.pages = [pages for _, pages in sorted(zip(order, pages, strict=True), key=lambda pair: pair[0])]
+        self.tensor, self.page_size, self._num_pages = pool, layouts[0].page_size, num_pages
+
+    @property
+    def by_page(self) -> Tensor:
+        """The pool as [page, page_bytes] uint8."""
+        return self.tensor.view(torch.uint8).view(self._num_pages, -1)
+
+    def free(self) -> None:
+        """Free the memory. Call it only before another component has a reference to the pool."""
+        self.pages, self.tensor = (), torch.empty(0)
+        if self._taker is not None:
+            self._taker.end()
+            self._taker = None
+
+    def wait_for_memory(self) -> None:
+        """Wait until this process has the memory of its pool. Until then a step that reaches new pages takes longer."""
+        if self._taker is not None:
+            self._taker.wait()
+
+    def memory_paused(self) -> AbstractContextManager[None]:
+        """Return a context for measurements, in which no memory of the pool is taken unless `wait_for_memory` asks."""
+        return nullcontext() if self._taker is None else self._taker.paused()

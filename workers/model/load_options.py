@@ -1,0 +1,31 @@
+"""How a module of transformers is put behind our attention."""
+
+from dataclasses import dataclass
+
+from transformers import GenerationConfig
+
+from crossdock.kernels.backend import Attention
+from crossdock.kernels.options import CpuKernels, KVCacheDtype, Quantization
+from crossdock.workers.model.cut.part import ModelPart
+from crossdock.workers.model.weights.formats import format_of
+from crossdock.workers.model.weights.weight_format import WeightFormat
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """Say what `wrap_module` shall do beside the module."""
+
+    max_model_len: int | None = None  # tokens; None: the model's own limit
+    generation: GenerationConfig | None = None  # names further tokens that end a stream
+    part: ModelPart | None = None  # what `cut_model` left; None: the whole model
+    attention: Attention | None = None  # None: the best on the module's device
+    kv_cache_dtype: KVCacheDtype = "auto"  # auto: the model's own
+    cpu_kernels: CpuKernels = "auto"
+    kv_bytes: int | None = None  # of memory that must stay free for pages; None: no need to check
+    quantization: Quantization | None = None
+    used_by_others: int = 0  # see `LoadedModel`
+
+    @property
+    def weights(self) -> WeightFormat:
+        """The format of the weights that products read."""
+        return format_of(self.quantization)

@@ -1,0 +1,37 @@
+"""Weights in the dtype of the activations, as a checkpoint has them."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig
+
+from crossdock.workers.model.cut.collectives import Collectives
+from crossdock.workers.model.cut.part import ModelPart
+from crossdock.workers.model.cut.position import RankPosition
+from crossdock.workers.model.weights.weight_format import WeightBytes, WeightUse
+from crossdock.workers.model.weights.weights import load_part, load_weights, load_whole, measure_part
+
+
+class PlainWeights:
+    """The format of every weight that no other format is asked for."""
+
+    name = "null"
+    kernel = None
+    tolerance = None
+    is_cut = True
+
+    def why_not(self, use: WeightUse) -> None:
+        """Return None: everything computes plain weights."""
+
+    def read(
+        self, config: PretrainedConfig, path: Path, dtype: torch.dtype, links: Collectives | None
+    ) -> tuple[Any, ModelPart | None]:
+        if links is None or links.position.size == 1:
+            return load_weights(config, path, dtype, partial(load_whole, config, path))
+        return load_weights(config, path, dtype, partial(load_part, config, path, links.position, links))
+
+    def count_bytes(self, config: PretrainedConfig, position: RankPosition, dtype: torch.dtype) -> WeightBytes:
+        held = measure_part(config, position, dtype)
+        return WeightBytes(held, held)

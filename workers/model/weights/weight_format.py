@@ -1,0 +1,66 @@
+"""How weights are stored: all that a format has to say. Each format is one object with a file of its own."""
+
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from transformers import PretrainedConfig
+
+from crossdock.kernels.options import CpuKernels, Kernel
+from crossdock.workers.model.cut.collectives import Collectives
+from crossdock.workers.model.cut.part import ModelPart
+from crossdock.workers.model.cut.position import RankPosition
+
+
+class WeightUse(NamedTuple):
+    """Where and by what the products of a model are computed."""
+
+    device: str  # cpu or cuda
+    dtype: torch.dtype  # of activations
+    num_ranks: int
+    attention: str  # name of the attention backend
+    cpu_kernels: CpuKernels
+
+
+class WeightBytes(NamedTuple):
+    """The memory that the weights of one rank take."""
+
+    held: int  # bytes once the model is loaded
+    loading: int  # bytes while it is loaded from a checkpoint of another dtype
+
+
+class WeightFormat(Protocol):
+    """One way to store the weights of products."""
+
+    @property
+    def name(self) -> str:
+        """The value of the setting `quantization` that asks for the format."""
+
+    @property
+    def kernel(self) -> Kernel | None:
+        """The kernel that computes all products; None: the kernels for plain weights, whichever is fastest."""
+
+    @property
+    def tolerance(self) -> float | None:
+        """The relative error of logits, in norm, that the format may cause; None: no more than rounding."""
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether ranks can divide such weights."""
+
+    def why_not(self, use: WeightUse) -> str | None:
+        """Return why products cannot be computed so from such weights; None: they can."""
+
+    def read(
+        self, config: PretrainedConfig, path: Path, dtype: torch.dtype, links: Collectives | None
+    ) -> tuple[Any, ModelPart | None]:
+        """Read the weights in `path`, or what the rank of `links` holds of them, and return which part that is.
+
+        Raises:
+            CannotCut: the model cannot be divided among so many ranks.
+            UnsupportedModelError: transformers lets no other attention into the model.
+            ValueError: there are no weights in safetensors.
+        """
+
+    def count_bytes(self, config: PretrainedConfig, position: RankPosition, dtype: torch.dtype) -> WeightBytes:
+        """Return the memory for what the rank at `position` holds. CannotCut: there is no such part."""
