@@ -155,7 +155,7 @@ def serve(engine: Engine, history: History) -> tuple[dict[str, list[TokenDelta]]
             work = waiting.pop(0)[1]
             engine.add(work, grammar=grammar_of(work))
         name = history.aborts.get(number)
-        if name is not None and engine.scheduler.get(name) is not None and not engine.is_in_flight(name):
+        if name is not None and engine.scheduler.table.get(name) is not None and not engine.is_in_flight(name):
             engine.abort(name)
             aborted.add(name)
         for delta in engine.step().deltas if engine.has_work else ():
