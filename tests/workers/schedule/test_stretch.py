@@ -22,7 +22,7 @@ def decoding_replica(*outputs: int, slo_classes: tuple[str, ...] = ("standard",)
 
 
 def steady_steps(replica: ModelFreeReplica) -> int:
-    return steady_steps(
+    return stretches.steady_steps(
         replica.scheduler.table, replica.scheduler.forecast.cost, replica.scheduler.schedule(replica.now)
     )
 

@@ -9,7 +9,10 @@ from hypothesis import strategies as st
 
 from crossdock.workers.schedule.ahead import assume_ended
 from crossdock.workers.schedule.batch import Batch, Scheduled
+from crossdock.workers.schedule.cost.cost import StepCost
 from crossdock.workers.schedule.memory.page_needs import PageNeeds
+from crossdock.workers.schedule.pacing.chunking import Candidate, ChunkBudget
+from crossdock.workers.schedule.pacing.item_chunks import chunk_with_items
 from crossdock.workers.schedule.pictures.encoder_cost import EncoderCost
 from crossdock.workers.schedule.pictures.encoding import Encoding
 from crossdock.workers.schedule.pictures.items import Item
@@ -117,12 +120,9 @@ def test_chunk_without_time_for_an_item_ends_with_the_one_before() -> None:
     request = new_request("a", [7] * 300)
     request.items = with_items((1, 9, 1), (11, 100, 2))
 
-    def size_of(seconds: float, has_floor: bool) -> int:
-        return most_tokens(request.items, 0, 200 if seconds < 50 else 12, page_size=4)
-
-    chunk = encoding.chunk(request, 0, size_of, 4)
-    assert (chunk.num_tokens, [each.start for each in chunk.items]) == (10, [1])
-    assert "100 rows takes 100000 ms" in chunk.limit.replace("109000", "100000")
+    budget = ChunkBudget(300, 200.0, cost=StepCost(per_prefill_token=1.0))
+    chunk = chunk_with_items(encoding, request, Candidate(0, 300, least=1), budget, 0, 4)
+    assert chunk == (10, "encoder: an item of 100 rows takes 109000 ms")
 
 
 def windowed() -> tuple[ModelFreeReplica, Request]:
