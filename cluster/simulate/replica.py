@@ -1,7 +1,7 @@
 """One simulated replica: the real scheduler and pages, and a clock where the model would be.
 
 Works in the order of `EngineThread`: posted actions, then a step, then transfers. While no request comes or ends, steps
-that are alike are taken at once (`Scheduler.advance`). That changes nothing but the time that the simulation takes.
+that are alike are taken at once (stretch.py). That changes nothing but the time that the simulation takes.
 """
 
 from bisect import bisect_right

@@ -283,7 +283,8 @@ class Scheduler:
                     end = request.num_tokens - 1  # rejected drafts do not count, nor do tokens after the last one
             elif end == request.num_tokens:  # max_tokens is 0: only the prompt was asked for
                 delta, reason = new_delta(request), FinishReason.LENGTH
-            end = self._states.end(part, end)
+            if part.state.write:
+                end = self._states.end(part, end)
             request.num_computed_tokens = end
             if end // size > part.start // size:
                 kv.index_full_pages(table, request, part.start)

@@ -19,7 +19,6 @@ from crossdock.workers.model.load import wrap_module
 from crossdock.workers.model.model import PagedModel
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.engine import Engine
-from crossdock.workers.replica.engine.speculation import Speculation
 from crossdock.workers.schedule.drafts.speculative_config import SpeculativeConfig
 from crossdock.workers.schedule.drafts.verify import DraftTotals
 from crossdock.workers.schedule.request import Grammar, SamplingParams, Submission, TokenDelta
@@ -78,7 +77,7 @@ def engine_of(num_pages: int = 200, model: str = "llama", **config: Any) -> Engi
 def speculating(engine: Engine, drafter: Drafter) -> Engine:
     """Return the engine with another drafter."""
     assert engine.speculation is not None
-    engine.speculation = Speculation(drafter, engine.scheduler, engine.speculation.sampler)
+    engine.speculation.drafter = drafter
     return engine
 
 
