@@ -102,11 +102,11 @@ def steps_of(engine: Any, streams: int, tokens: int, num_steps: int, salt: str) 
         engine.add(Submission(name, prompt, params, cache_salt="" if streams else salt + name))
         if not streams:
             seconds.append(engine.step().seconds)
-    while streams and any(not each.num_output_tokens for each in engine.scheduler.requests()):
+    while streams and any(not each.num_output_tokens for each in engine.scheduler.table.requests()):
         engine.step()
     if streams:
         seconds = [engine.step().seconds for _ in range(num_steps)]
-    for request in list(engine.scheduler.requests()):
+    for request in list(engine.scheduler.table.requests()):
         engine.abort(request.id)
     return seconds
 

@@ -124,7 +124,7 @@ def live(args: argparse.Namespace, settings: dict[str, Any]) -> tuple[list[float
         cost = warm_up(engine).cost
         submissions = requests(args.requests, args.chats)
         since = time.monotonic()
-        until = feed(engine.add, engine.step, lambda: len(engine.scheduler.requests()), submissions, args.streams)
+        until = feed(engine.add, engine.step, lambda: len(engine.scheduler.table.requests()), submissions, args.streams)
         gang.close()
         process.join()
         stages = [BusyTimes([(begin, end) for begin, end in json.loads(Path(file).read_text())]), busy]
@@ -199,7 +199,7 @@ def simulated(args: argparse.Namespace, settings: dict[str, Any], cost: StepCost
     until = feed(
         pipeline.add,
         pipeline.step,
-        lambda: len(pipeline.scheduler.requests()),
+        lambda: len(pipeline.scheduler.table.requests()),
         requests(10 * args.requests, args.chats),
         args.streams * num_stages // 2,
         lambda: pipeline.now,

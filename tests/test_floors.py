@@ -85,7 +85,14 @@ FLOORS_WITHIN: dict[str, list[set[str]]] = {
     ],
 }
 PURE = ("router", "workers/report", "workers/schedule")  # data and time come in, data goes out
-IMPURE = {"torch", "transformers", "ray", "time", "asyncio", "threading", "socket"}  # what pure rooms never import
+IMPURE = {  # what pure rooms never import
+    *("torch", "transformers", "ray", "time", "datetime", "random", "uuid", "os", "asyncio", "threading", "socket"),
+}
+SCHEDULE_FLOORS = (  # of workers/schedule, the lowest first: its rooms, files, and files of rooms that others need
+    *("slo.py", "cost", "pictures/items.py", "memory", "request.py", "config.py", "order.py", "table.py"),
+    *("pictures", "batch.py", "kv.py", "pacing", "admission.py", "recurrent", "prefills.py", "drafts"),
+    *("outputs.py", "ahead.py", "stretch.py", "handoff.py", "scheduler.py"),
+)
 THIRD_PARTIES = {  # third party: the rooms or files that may import it
     "ray": [
         "cluster/dispatch",
@@ -183,6 +190,49 @@ def test_files_within_a_room_import_only_floors_below(room: str) -> None:
                 assert floor_of[other] < floor_of[own], f"{room}/{path} must not import {name}"
 
 
+def schedule_floor(path: str) -> int:
+    """Return the floor of a file of workers/schedule: of the file itself, else of its room."""
+    name = path.removeprefix("workers/schedule/")
+    return SCHEDULE_FLOORS.index(name if name in SCHEDULE_FLOORS else name.split("/")[0])
+
+
+def climbs(path: str, source: str) -> list[str]:
+    """Return the imports of a file of workers/schedule that do not point to a lower floor or to its own room."""
+    wrong, prefix = [], "crossdock.workers.schedule."
+    for name in imports(source):
+        parts = name.removeprefix(prefix).split(".")
+        if not name.startswith(prefix):
+            continue
+        other = "/".join(parts[:2]) + ".py" if "/".join(parts[:2]) + ".py" in SCHEDULE_FLOORS else parts[0]
+        floor = schedule_floor(other if other in SCHEDULE_FLOORS else f"{other}.py")
+        if floor > schedule_floor(path):
+            wrong.append(f"{path} must not import {name}")
+    return wrong
+
+
+SCHEDULE = [path for path in SOURCES if path.startswith("workers/schedule/") and not path.endswith("__init__.py")]
+
+
+def test_files_of_the_scheduler_import_downwards() -> None:
+    assert not [line for path in SCHEDULE for line in climbs(path, (ROOT / path).read_text())]
+    assert {schedule_floor(path) for path in SCHEDULE} == set(range(len(SCHEDULE_FLOORS)))
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("request.py", "from crossdock.workers.schedule.table import RequestTable"),
+        ("kv.py", "from crossdock.workers.schedule import prefills"),
+        ("memory/pages.py", "from crossdock.workers.schedule.pictures.encoding import Encoding"),
+        ("pictures/items.py", "from crossdock.workers.schedule.pictures.encoding import Encoding"),
+        ("cost/cost.py", "from crossdock.workers.schedule.drafts.verify import Verification"),
+        ("pacing/forecast.py", "import crossdock.workers.schedule.scheduler"),
+    ],
+)
+def test_planted_climb_in_the_scheduler_is_reported(path: str, source: str) -> None:
+    assert len(climbs(f"workers/schedule/{path}", source)) == 1
+
+
 @pytest.mark.parametrize("path", SOURCES)
 def test_file_imports_only_what_its_room_may(path: str) -> None:
     assert not violations(path, (ROOT / path).read_text())
@@ -206,6 +256,8 @@ def test_file_imports_only_what_its_room_may(path: str) -> None:
         ("workers/replica/engine/engine.py", "def f():\n    from ray import serve"),
         ("router/placement.py", "import torch.nn"),
         ("router/fleet.py", "import time"),
+        ("router/fleet.py", "import random"),
+        ("workers/report/recent_steps.py", "from uuid import uuid4"),
         ("workers/report/timeline.py", "import asyncio"),
         ("workers/schedule/scheduler.py", "if TYPE_CHECKING:\n    from transformers import PreTrainedModel"),
         ("kvtransfer/shm.py", "from nixl._api import nixl_agent"),

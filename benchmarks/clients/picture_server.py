@@ -41,7 +41,6 @@ class PictureServer:
 
     def num_encoded(self) -> int:
         """Return how many pictures the engine has encoded."""
-        assert self.engine.scheduler.encoding is not None
         return self.engine.scheduler.encoding.totals.num_encoded
 
 

@@ -166,7 +166,7 @@ def _gaps(bench: Bench, engines: Engines, settings: dict[str, Any]) -> Figures:
         last.clear()
         until = engine.clock() + length
         while engine.has_work and (engine.clock() < until or len(found) < 2 * sizes.streams):
-            if is_loaded and engine.scheduler.get(waiting) is None:
+            if is_loaded and engine.scheduler.table.get(waiting) is None:
                 waiting = f"prompt-{num_prompts}"
                 num_prompts += 1
                 params = SamplingParams(max_tokens=1, temperature=0.0)

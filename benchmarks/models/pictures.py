@@ -146,12 +146,12 @@ def measure(engine: Engine, num_streams: int, num_requests: int, with_pictures: 
         name, arrived = f"pictures-{seed}-{number}", engine.clock()
         prefilling = (name,)
         engine.add(Submission(name, tokens, SamplingParams(max_tokens=1), items=items))
-        run_until(lambda name=name: engine.scheduler.get(name) is None)
+        run_until(lambda name=name: engine.scheduler.table.get(name) is None)
         found.first_tokens.append(engine.clock() - arrived)
         prefilling = ()
         until = engine.clock() + 0.5
         run_until(lambda until=until: engine.clock() > until)
-    for request in engine.scheduler.requests():
+    for request in engine.scheduler.table.requests():
         while engine.is_in_flight(request.id):
             engine.finish_step()
         engine.abort(request.id)
@@ -184,7 +184,7 @@ def main() -> None:
     at_once = AtOnce(paced.capacity, paced.cost)
     for repeat in range(args.repeats):
         for setting, encoding in (("paced", paced), ("at once", at_once), ("text", paced)):
-            engine.scheduler.encoding = engine.scheduler._forecast.encoding = encoding
+            engine.scheduler.encoding = engine.scheduler.forecast.encoding = encoding
             found = measure(engine, args.streams, args.requests, setting != "text", seed=repeat)
             rows.setdefault(setting, []).append(found.row())
             print(setting, rows[setting][-1], flush=True)

@@ -58,7 +58,7 @@ def serve_a_mix(engine: Engine, seconds: float, seed: int) -> list[Step]:
     count = 0
     while (now := time.monotonic()) < started + seconds or engine.has_work:
         if now < started + seconds:
-            if now >= next_chat and len(engine.scheduler.running) < 16:
+            if now >= next_chat and len(engine.scheduler.table.running) < 16:
                 count += 1
                 prompt = [rng.randrange(1000, 40_000) for _ in range(rng.randint(50, 400))]
                 params = SamplingParams(max_tokens=rng.randint(30, 150), ignore_eos=True, temperature=0.7, seed=count)

@@ -102,12 +102,14 @@ def serve(
     while engine.has_work:
         step = engine.step()
         num_steps += 1
-        most = max(most, len(engine.scheduler.running) + sum(delta.finish_reason is not None for delta in step.deltas))
+        most = max(
+            most, len(engine.scheduler.table.running) + sum(delta.finish_reason is not None for delta in step.deltas)
+        )
         for delta in step.deltas:
             answers[delta.request_id] += delta.token_ids
     row: Row = {
         "at a time": most,
-        "preemptions": engine.scheduler.num_preemptions,
+        "preemptions": engine.scheduler.table.num_preemptions,
         "KV MiB": memory / 2**20,
         "steps": num_steps,
         "seconds": time.perf_counter() - started,

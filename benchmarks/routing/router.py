@@ -116,7 +116,7 @@ def advertising(num_waiting: int, num_running: int) -> str:
     for number in range(num_waiting + num_running):
         replica.add(f"{number}", [number, *range(200)], "standard", max_tokens=500)
         if number == num_running:
-            while len([request for request in replica.scheduler.running if request.is_decoding]) < num_running:
+            while len([request for request in replica.scheduler.table.running if request.is_decoding]) < num_running:
                 replica.step()
     times = []
     for number in range(200):

@@ -1,7 +1,7 @@
 """One simulated replica: the real scheduler and pages, and a clock where the model would be.
 
 Works in the order of `EngineThread`: posted actions, then a step, then transfers. While no request comes or ends, steps
-that are alike are taken at once (`Scheduler.advance`). That changes nothing but the time that the simulation takes.
+that are alike are taken at once (stretch.py). That changes nothing but the time that the simulation takes.
 """
 
 from bisect import bisect_right
@@ -20,10 +20,11 @@ from crossdock.workers.report.advertise import Publisher
 from crossdock.workers.schedule.batch import Batch, SampledToken, Scheduled
 from crossdock.workers.schedule.drafts.drafting import DraftPolicy
 from crossdock.workers.schedule.memory.pages import PagePool
-from crossdock.workers.schedule.pictures.arriving_rows import LEAST_PATIENCE_S, ArrivingRows, LandingCalls
+from crossdock.workers.schedule.pictures.arriving_rows import ArrivingRows, LandingCalls
 from crossdock.workers.schedule.pictures.encoding import LONGEST_SHIPPING_STEP_S, Encoding
 from crossdock.workers.schedule.request import Request, TokenDelta
 from crossdock.workers.schedule.scheduler import Scheduler
+from crossdock.workers.schedule.stretch import advance, steady_steps
 
 TOKEN = 2**32 - 1  # the token that every simulated model samples
 _SAMPLED = SampledToken(TOKEN)
@@ -160,7 +161,7 @@ class SimulatedReplica:
     step_s: float = 0.0  # of the last step, without the time before the one before it ended
     scheduler: Scheduler = field(init=False)
     publisher: Publisher = field(init=False)
-    landing: ArrivingRows | None = field(init=False, default=None)  # of embeddings
+    landing: ArrivingRows = field(init=False)  # of embeddings
     _inbox: deque[tuple[Action, str | None]] = field(default_factory=deque)  # with the request that an action ends
     _is_between: bool = False  # two steps
     _flights: deque[_Flight] = field(default_factory=deque)  # oldest first
@@ -177,9 +178,9 @@ class SimulatedReplica:
         self._stages = Stages.of(depth, profile.interval_share)
         num_rows, encoder = profile.encoder_rows or _ROWS, (profile.encoder_cost, profile.keeps_items_whole)
         longest_s = LONGEST_SHIPPING_STEP_S if self.pool.role == "encode" else inf
-        if self.takes_rows:
-            self.landing = ArrivingRows(max(num_rows // profile.page_size, 2), profile.page_size, LEAST_PATIENCE_S)
-        encoding = Encoding(num_rows, *encoder, longest_s=longest_s, arriving=self.landing)
+        num_landing = max(num_rows // profile.page_size, 2) if self.takes_rows else 0
+        self.landing = ArrivingRows(num_landing, profile.page_size)
+        encoding = Encoding(num_rows, *encoder, longest_s, self.landing)
         self.scheduler = Scheduler(
             self.pool.engine,
             pages,
@@ -237,9 +238,10 @@ class SimulatedReplica:
         return any(part.request.id == ends for flight in self._flights for part in flight.batch.scheduled)
 
     def _begin_steps(self, now: float) -> None:
-        while len(self._flights) < len(self._stages.shares) and self.scheduler.has_work:
-            wanted = self.scheduler.wanted_drafts(now)
-            batch = self.scheduler.schedule(now, {name: [TOKEN] * count for name, count in wanted.items()})
+        while len(self._flights) < len(self._stages.shares) and self.scheduler.table.has_work:
+            streams = self.scheduler.choose_streams(now)
+            drafts = {name: [TOKEN] * count for name, count in streams.wanted_drafts.items()}
+            batch = self.scheduler.schedule(now, drafts, streams)
             self._take_returned(now)
             if not batch:
                 return
@@ -252,12 +254,13 @@ class SimulatedReplica:
     def _begin(self, batch: Batch, now: float) -> _Flight:
         cost, step = self.pool.profile.cost, self.num_steps + len(self._flights)
         seconds = cost.seconds(batch.work)
-        if self.scheduler.encoding is not None:
-            seconds += self.scheduler.encoding.seconds(batch.encoder.items)
+        seconds += self.scheduler.encoding.seconds(batch.encoder.items)
         end = self._stages.begin(seconds * self.noise.factor(step), now)
         ends = [end]
         is_pipeline = len(self._stages.shares) > 1
-        more = self.scheduler.steady_steps(batch) - 1 if self.at_once and not is_pipeline else 0
+        more, scheduler = 0, self.scheduler
+        if self.at_once and not is_pipeline:
+            more = steady_steps(scheduler.table, scheduler.forecast.cost, batch) - 1
         if more:
             due, num_streams = self.publisher.due, len(batch.scheduled)
             context = sum([part.start for part in batch.scheduled])
@@ -284,7 +287,7 @@ class SimulatedReplica:
         self.num_steps += done
         self.num_decoded += done * len(requests)
         tokens = dict.fromkeys([request.id for request in requests], [TOKEN] * done)
-        flight.batch = self.scheduler.advance(flight.batch, tokens, ends)
+        flight.batch = advance(self.scheduler.table, flight.batch, tokens, ends)
 
     def _end(self, version: int, now: float) -> None:
         if version != self._version or self.until is not None:
@@ -304,16 +307,16 @@ class SimulatedReplica:
         self._go_round(now)
 
     def _grant(self, now: float) -> None:
-        for request in self.scheduler.grant(now):
+        for request in self.scheduler.handoff.grant(now):
             self.observer.granted(self, request, now)
-        if self.landing is not None and self.scheduler.encoding is not None:
+        if self.takes_rows:
             calls = self.landing.plan(now, self.scheduler.encoding.has)
             if calls.grants or calls.cancels:
                 self.observer.rows_planned(self, calls, now)
         self._take_returned(now)
 
     def _take_returned(self, now: float) -> None:
-        for request in self.scheduler.take_returned():
+        for request in self.scheduler.table.take_returned():
             self.observer.returned(self, request, now)
 
     def _after(self, now: float) -> None:

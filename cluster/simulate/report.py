@@ -89,7 +89,7 @@ def _pool(outcome: Outcome, name: str) -> dict[str, Any]:
         "steps": sum(replica.num_steps for replica in replicas),
         "prefill_tokens_per_s": sum(replica.num_prefilled for replica in replicas) / seconds,
         "decode_tokens_per_s": sum(replica.num_decoded for replica in replicas) / seconds,
-        "preemptions": sum(replica.scheduler.num_preemptions for replica in replicas),
+        "preemptions": sum(replica.scheduler.table.num_preemptions for replica in replicas),
     }
 
 

@@ -47,7 +47,7 @@ class SimulatedRows(SimulatedTransfer):
 
     @property
     def _landing(self) -> ArrivingRows:
-        assert self.receiver.landing is not None, "routers send rows only where they can land"
+        assert self.receiver.takes_rows, "routers send rows only where they can land"
         return self.receiver.landing
 
     @property
@@ -60,7 +60,7 @@ class SimulatedRows(SimulatedTransfer):
 
     def _abort(self, now: float) -> None:
         scheduler = self.sender.scheduler
-        request = scheduler.get(self.request_id)
+        request = scheduler.table.get(self.request_id)
         if request is not None and request.epoch == self.attempt:
             scheduler.abort(self.request_id)
         scheduler.pages.release(self.owner)

@@ -100,14 +100,14 @@ class SimulatedTransfer:
             self.clock.at(now + GRACE_S, partial(self.receiver.post, self._end_quarantine))
 
     def _take_over(self, now: float) -> None:
-        request = self.receiver.scheduler.get(self.request_id)
+        request = self.receiver.scheduler.table.get(self.request_id)
         if request is not None and request.leg is Leg.RECEIVE and request.epoch == self.attempt:
-            self.receiver.scheduler.take_over(self.request_id, now)
+            self.receiver.scheduler.handoff.take_over(self.request_id, now)
 
     def _offered(self, now: float) -> None:
-        request = self.receiver.scheduler.get(self.request_id)
+        request = self.receiver.scheduler.table.get(self.request_id)
         if request is not None and request.epoch == self.attempt:
-            self.receiver.scheduler.offer(self.request_id)
+            self.receiver.scheduler.handoff.offer(self.request_id)
 
     def _end_quarantine(self, now: float) -> None:
         """No replica writes to the receiver's pages any more."""
@@ -137,14 +137,14 @@ class SimulatedTransfer:
         if self.is_over:
             return
         scheduler = self.receiver.scheduler
-        request = scheduler.get(self.request_id)
+        request = scheduler.table.get(self.request_id)
         assert request is not None, "a receiver has the request until the transfer is over"
         assert request.status is Status.HELD
         assert request.leg is Leg.RECEIVE
         if not is_last:
-            scheduler.commit(self.request_id, num_tokens)
+            scheduler.handoff.commit(self.request_id, num_tokens)
             return
-        scheduler.start_decoding(self.request_id, TOKEN, now)
+        scheduler.handoff.start_decoding(self.request_id, TOKEN, now)
         self.is_over = True
         self.on_arrived(self, now)
         self.clock.at(now + self.latency_s, lambda now: self.sender.post(self._shipped, now))
@@ -153,9 +153,9 @@ class SimulatedTransfer:
         scheduler = self.sender.scheduler
         if self._bytes:
             self.sender.publisher.transferred(self._bytes, self._seconds)
-        request = scheduler.get(self.request_id)
+        request = scheduler.table.get(self.request_id)
         if request is not None and request.epoch == self.attempt:
-            scheduler.finish_sent(self.request_id)
+            scheduler.handoff.finish_sent(self.request_id)
         scheduler.pages.release(self.owner)
 
 

@@ -92,7 +92,7 @@ def test_cache_aware_policy_finds_a_reported_prefix(policy: str) -> None:
     fleet = fleet_of({name: replica.profile for name, replica in replicas.items()}, policy=policy)
     prompt = list(range(800))
     replicas["c"].add("before", prompt, max_tokens=1)
-    while replicas["c"].scheduler.has_work:
+    while replicas["c"].scheduler.table.has_work:
         replicas["c"].step()
     replicas["c"].report(fleet, "c", 0.0)
     for number in range(10):

@@ -69,22 +69,21 @@ def test_ttft_of_pictures_bounds_the_schedulers_own_prediction(rng: random.Rando
         for _ in range(rng.randrange(3)):
             replica.step()
     fleet = fleet_of({"a": replica.profile})
-    assert replica.scheduler.encoding is not None
     replica.scheduler.encoding.clear()  # routers know of no embeddings in memory
     replica.report(fleet, "a", 0.0)
     slo_class = rng.choice(CLASSES)
     submission = with_pictures("before", (100, 37, 300)[: rng.randrange(1, 4)], 30, slo_class=slo_class)
     request = Request.from_submission(submission, 0.0)
     request.priority = CLASSES.index(slo_class)
-    exact, own = replica.scheduler.predict_ttft(request)
+    exact, own = replica.scheduler.forecast.ttft(request)
     found = fleet.choose(picture_query(submission), 0.0)
     cached = found.cached_tokens
     if cached:  # the scheduler looks for a prefix only when it admits the request
         request.num_computed_tokens = cached
         request.expected_cached_tokens = cached
-        exact, own = replica.scheduler.predict_ttft(request)
-    peers = [other for other in replica.scheduler.prefills() if other.priority == request.priority]
-    slack = sum(max(own - replica.scheduler.prefill_seconds(other), 0.0) for other in peers)
+        exact, own = replica.scheduler.forecast.ttft(request)
+    peers = [other for other in replica.scheduler.table.prefills() if other.priority == request.priority]
+    slack = sum(max(own - replica.scheduler.forecast.prefill_seconds(other), 0.0) for other in peers)
     assert exact <= found.predicted_ttft + 1e-9
     assert found.predicted_ttft <= exact + slack / 0.05 + 1e-9
     assert found.prefill_seconds == pytest.approx(own)

@@ -49,10 +49,10 @@ def test_ttft_behind_a_backlog_bounds_the_schedulers_own_prediction(rng: random.
     prompt = [99, *range(rng.choice([10, 100, 1000, 4000]))]
     request = Request("new", prompt, SamplingParams(max_tokens=50), slo_class=rng.choice(CLASSES))
     request.priority = CLASSES.index(request.slo_class)
-    exact, own = replica.scheduler.predict_ttft(request)
+    exact, own = replica.scheduler.forecast.ttft(request)
     found = predicted_ttft(fleet, Query("new", len(prompt), slo_class=request.slo_class, max_tokens=50))
-    peers = [other for other in replica.scheduler.prefills() if other.priority == request.priority]
-    slack = sum(max(own - replica.scheduler.prefill_seconds(other), 0.0) for other in peers)
+    peers = [other for other in replica.scheduler.table.prefills() if other.priority == request.priority]
+    slack = sum(max(own - replica.scheduler.forecast.prefill_seconds(other), 0.0) for other in peers)
     assert exact <= found + 1e-9
     assert found <= exact + slack / 0.05 + 1e-9
     if not peers:
@@ -185,7 +185,7 @@ def test_share_of_prompts_is_the_schedulers_own_for_every_chunk_policy(
     replica = ModelFreeReplica(scheduler, static.cost.seconds, sample=lambda tokens: 7)
     for number in range(12):
         replica.add(f"{number}", [number, *range(400)], "standard", 200, Leg.LOCAL)
-    while not all(request.is_decoding for request in scheduler.running) or scheduler.waiting:
+    while not all(request.is_decoding for request in scheduler.table.running) or scheduler.table.waiting:
         replica.step()
     fleet = fleet_of({"a": static})
     fleet.hear("a", Publisher(scheduler, "first", sequence=9).live(replica.now), 0.0)

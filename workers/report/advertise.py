@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from math import exp, inf
 
 from crossdock.workers.report.profile import Role
+from crossdock.workers.schedule.admission import num_places
 from crossdock.workers.schedule.memory.page_needs import PageNeeds
 from crossdock.workers.schedule.memory.prefix_index import PageHash
 from crossdock.workers.schedule.request import Leg, TokenDelta
@@ -96,7 +97,7 @@ def observe(scheduler: Scheduler, incarnation: str, sequence: int) -> LiveProfil
     prompts, leaving = _prompts(scheduler)
     streams, context, remaining = _streams(scheduler)
     arriving = [0] * len(scheduler.config.slo_classes)
-    for request in (*scheduler.held, *scheduler.waiting):
+    for request in (*scheduler.table.held, *scheduler.table.waiting):
         if request.leg is Leg.RECEIVE:
             arriving[request.priority] += 1
     places, pages = _free(scheduler)
@@ -104,7 +105,7 @@ def observe(scheduler: Scheduler, incarnation: str, sequence: int) -> LiveProfil
     return LiveProfile(
         incarnation,
         sequence,
-        cost=scheduler.cost.coefficients if scheduler.cost is not None else (),
+        cost=scheduler.forecast.cost.coefficients if scheduler.forecast.cost is not None else (),
         prompts=prompts,
         streams=streams,
         context_tokens=context,
@@ -113,12 +114,12 @@ def observe(scheduler: Scheduler, incarnation: str, sequence: int) -> LiveProfil
         leaving=leaving,
         places=places,
         free_pages=pages,
-        done_seconds=scheduler.prefilled.seconds,
-        interval_share=scheduler.interval_share,
+        done_seconds=scheduler.table.prefilled.seconds,
+        interval_share=scheduler.forecast.interval_share,
         gap_share=scheduler.verification.gap_share if scheduler.verification is not None else 1.0,
         empty_pages=scheduler.pages.num_empty,
         eviction_seconds=scheduler.pages.cached.price(),
-        encoder_cost=encoding.cost.coefficients if encoding is not None and encoding.cost is not None else (),
+        encoder_cost=encoding.cost.coefficients if encoding.cost is not None else (),
     )
 
 
@@ -126,8 +127,8 @@ def _prompts(scheduler: Scheduler) -> tuple[tuple[Prompts, ...], tuple[int, ...]
     """Return the prompts with tokens left to compute, and how many of them leave, by priority."""
     groups: dict[tuple[int, int], list[float]] = {}
     leaving = [0] * len(scheduler.config.slo_classes)
-    for request in scheduler.prefills():
-        seconds = scheduler.prefill_seconds(request)
+    for request in scheduler.table.prefills():
+        seconds = scheduler.forecast.prefill_seconds(request)
         group = groups.setdefault((request.priority, bisect(LENGTHS, seconds)), [0, 0, 0.0])
         group[0] += 1
         group[1] += request.num_uncached_tokens
@@ -141,7 +142,7 @@ def _prompts(scheduler: Scheduler) -> tuple[tuple[Prompts, ...], tuple[int, ...]
 def _streams(scheduler: Scheduler) -> tuple[tuple[int, ...], int, int]:
     """Return the number of streams by priority, their tokens of context, and the tokens they may still make."""
     streams, context, remaining = [0] * len(scheduler.config.slo_classes), 0, 0
-    for request in scheduler.running:
+    for request in scheduler.table.running:
         if request.is_decoding:
             streams[request.priority] += 1
             context += request.num_tokens
@@ -156,18 +157,18 @@ def _free(scheduler: Scheduler) -> tuple[tuple[int, ...], tuple[int, ...]]:
     urgent requests. Room for the outputs of requests that run is not free.
     """
     num_classes = len(scheduler.config.slo_classes)
-    places = [scheduler.num_places(priority) for priority in range(num_classes)]
+    places = [num_places(scheduler.table, priority) for priority in range(num_classes)]
     pages = [scheduler.pages.num_available] * num_classes
     pool = scheduler.pages
     needs = PageNeeds(pool.page_size, pool.windows, scheduler.config.max_num_batched_tokens, pool.state_pages)
-    for request in scheduler.waiting:
+    for request in scheduler.table.waiting:
         num_pages = needs.at_once(request.num_tokens, request.expected_cached_tokens // needs.page_size)
         for priority in range(request.priority, num_classes):
             places[priority] -= 1
             pages[priority] -= num_pages
-    for request in (*scheduler.running, *scheduler.held):
+    for request in (*scheduler.table.running, *scheduler.table.held):
         if request.leg is not Leg.SEND:
-            num_pages, growth = scheduler.pages.num_held_by(request.owner), scheduler.num_growth_pages(request)
+            num_pages, growth = scheduler.pages.num_held_by(request.owner), scheduler.table.num_growth_pages(request)
             for priority in range(num_classes):
                 pages[priority] += num_pages if priority < request.priority else -growth
     return tuple(places), tuple(pages)
@@ -192,10 +193,10 @@ class TimeShares:
         seconds, self._measured = now - self._measured, now
         old = exp(-seconds / MEMORY_S)
         self.streams = old * self.streams + (1 - old) * self._streams_then
-        self._streams_then = 1 - self.scheduler.prefill_share(0)
-        cost = self.scheduler.cost.per_prefill_token if self.scheduler.cost is not None else 0.0
-        cost *= self.scheduler.interval_share  # several steps in flight compute at the same time
-        tokens = [self.scheduler.prefilled.tokens_by_priority[priority] for priority in range(len(self.prompts))]
+        self._streams_then = 1 - self.scheduler.forecast.prefill_share(0)
+        cost = self.scheduler.forecast.cost.per_prefill_token if self.scheduler.forecast.cost is not None else 0.0
+        cost *= self.scheduler.forecast.interval_share  # several steps in flight compute at the same time
+        tokens = [self.scheduler.table.prefilled.tokens_by_priority[priority] for priority in range(len(self.prompts))]
         before, self._tokens = self._tokens or tokens, tokens
         if seconds > 0:
             for priority, mean in enumerate(self.prompts):
@@ -254,7 +255,7 @@ class Publisher:
             observe(self.scheduler, self.incarnation, self.sequence),
             prompt_shares=tuple(self._shares.prompts),
             stream_share=self._shares.streams,
-            step_seconds=self._step_seconds if self.scheduler.has_work else 0.0,
+            step_seconds=self._step_seconds if self.scheduler.table.has_work else 0.0,
             bytes_per_second=self._bytes_per_second,
             role=self.role,
         )
@@ -285,10 +286,16 @@ class Publisher:
 
     @property
     def _is_busy(self) -> bool:
-        return bool(self.scheduler.running or self.scheduler.waiting or self.scheduler.held)
+        table = self.scheduler.table
+        return bool(table.running or table.waiting or table.held)
 
     @property
     def _current_activity(self) -> tuple[int, ...]:
         """Return numbers of which one differs whenever a request arrived, ended, or had prompt tokens computed."""
         scheduler = self.scheduler
-        return len(scheduler.waiting), len(scheduler.running), len(scheduler.held), scheduler.prefilled.tokens
+        return (
+            len(scheduler.table.waiting),
+            len(scheduler.table.running),
+            len(scheduler.table.held),
+            scheduler.table.prefilled.tokens,
+        )

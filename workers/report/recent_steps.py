@@ -1,7 +1,6 @@
 """The last steps of a replica, for a person who watches it: how many decodes, and chunks of which prompt."""
 
 import hashlib
-import uuid
 import zlib
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -32,9 +31,10 @@ class StepRecord:
 class RecentSteps:
     """The last `KEEP` steps. The engine's thread records; any thread may read, by a copy in one operation."""
 
-    def __init__(self, unix_at_zero: float, keep: int = KEEP) -> None:
-        """`unix_at_zero`: the Unix time at which the engine's clock read 0."""
-        self.incarnation = uuid.uuid4().hex  # step numbers start again with a new one
+    def __init__(self, unix_at_zero: float, incarnation: str, keep: int = KEEP) -> None:
+        """`unix_at_zero`: the Unix time at which the engine's clock read 0. `incarnation`: step numbers start again
+        with a new one."""
+        self.incarnation = incarnation
         self._unix_at_zero = unix_at_zero
         self._steps: deque[StepRecord] = deque(maxlen=keep)
         self._last = 0

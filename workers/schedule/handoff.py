@@ -7,6 +7,8 @@ Replicas that prefill for each other can be full of prompts that are computed an
 else gives the last of them back to the router.
 """
 
+from dataclasses import dataclass
+
 from crossdock.workers.schedule import kv
 from crossdock.workers.schedule.admission import num_places
 from crossdock.workers.schedule.order import order_prefills
@@ -15,39 +17,87 @@ from crossdock.workers.schedule.request import FinishReason, Leg, Request, Statu
 from crossdock.workers.schedule.table import RequestTable
 
 
-def grant(table: RequestTable, now: float) -> list[Request]:
-    """Reserve pages for requests that another replica has offered, in prompt order, while there are pages and places.
+@dataclass(frozen=True, slots=True)
+class Handoff:
+    """The events of prompts and tokens on two replicas, for the requests of one table."""
 
-    A request that lacks pages keeps back less urgent ones, and all requests once it starves. That holds
-    between offered requests and the ones that wait to be computed here. Returns the requests that got pages. The first
-    `num_computed_tokens` of each are cached here and need no transfer.
-    """
-    table.begin_step(now)
-    table.kept_back.clear()
-    granted: list[Request] = []
-    if not any(request.is_offered for request in table.waiting):
-        return granted
-    waiting = [request for request in table.waiting if request.is_offered or request.leg is not Leg.RECEIVE]
-    set_aside, startable = 0, (len(table.config.slo_classes), 0)
-    for request in order_prefills(waiting, now, table.prefilled.tokens, table.config.starvation_s):
-        if request.urgency > startable:
-            table.kept_back.add(request.id)
-            continue
-        if num_places(table, request.priority) <= 0:
-            continue
-        hit = kv.match_prefix(table, request)
-        if not request.is_offered:  # computed here: the next step starts it if there are pages
-            needed = table.needs.num_to_start(request.num_tokens, hit)
-            if table.pages.can_allocate(needed + set_aside, shared=hit.pages):
-                set_aside += needed
+    table: RequestTable
+
+    def offer(self, request_id: str) -> None:
+        """Note that the other replica has pages for a prompt and will compute it: pages may be granted for it here."""
+        request = self.table.request(request_id)
+        request.is_offered = request.leg is Leg.RECEIVE
+
+    def grant(self, now: float) -> list[Request]:
+        """Reserve pages for requests that another replica has offered, in prompt order, as far as there are any.
+
+        A request that lacks pages keeps back less urgent ones, and all requests once it starves. That holds
+        between offered requests and the ones that wait to be computed here. Returns the requests that got pages. The
+        first `num_computed_tokens` of each are cached here and need no transfer.
+        """
+        table = self.table
+        table.begin_step(now)
+        table.kept_back.clear()
+        granted: list[Request] = []
+        if not any(request.is_offered for request in table.waiting):
+            return granted
+        waiting = [request for request in table.waiting if request.is_offered or request.leg is not Leg.RECEIVE]
+        set_aside, startable = 0, (len(table.config.slo_classes), 0)
+        for request in order_prefills(waiting, now, table.prefilled.tokens, table.config.starvation_s):
+            if request.urgency > startable:
+                table.kept_back.add(request.id)
                 continue
-        elif kv.admit(table, request, hit, set_aside):
-            granted.append(request)
-            continue
-        startable = (-1, 0) if table.is_starving(request) else min(startable, request.urgency)
-    if not granted:
-        _end_circular_wait(table)
-    return granted
+            if num_places(table, request.priority) <= 0:
+                continue
+            hit = kv.match_prefix(table, request)
+            if not request.is_offered:  # computed here: the next step starts it if there are pages
+                needed = table.needs.num_to_start(request.num_tokens, hit)
+                if table.pages.can_allocate(needed + set_aside, shared=hit.pages):
+                    set_aside += needed
+                    continue
+            elif kv.admit(table, request, hit, set_aside):
+                granted.append(request)
+                continue
+            startable = (-1, 0) if table.is_starving(request) else min(startable, request.urgency)
+        if not granted:
+            _end_circular_wait(table)
+        return granted
+
+    def commit(self, request_id: str, num_tokens: int) -> None:
+        """Note that the first `num_tokens` of a held request have arrived: others can share their full pages."""
+        _commit(self.table, self.table.request(request_id), num_tokens)
+
+    def start_decoding(self, request_id: str, token_id: int, now: float) -> None:
+        """Let a held request decode: all its pages have arrived, and `token_id`, sampled by the other replica.
+
+        Its first step reads the state, where layers are recurrent, in `pages.state_of(owner)`.
+        """
+        table, request = self.table, self.table.request(request_id)
+        assert request.status is Status.HELD
+        _commit(table, request, request.num_tokens)
+        request.token_ids.append(token_id)
+        request.due = next_due(request.due, now, table.tpot_s(request))
+        table.resume(request)
+
+    def take_over(self, request_id: str, now: float) -> None:
+        """Compute the prompt of a request here, because the other replica is lost.
+
+        What has arrived is found again by its hashes, as far as every group of layers can continue from it. The state
+        of recurrent layers comes last: without it, all tokens after the last checkpoint here are computed again. Pages
+        that the other replica may still write to are quarantined until `pages.end_quarantine(owner)`.
+        """
+        table, request = self.table, self.table.request(request_id)
+        assert request.leg is Leg.RECEIVE
+        table.forget_offer(request)
+        request.leg = Leg.LOCAL
+        if request.status is Status.HELD:
+            table.recall(request, now)
+            if table.pages.state_pages or table.pages.has_windows:
+                request.expected_cached_tokens = kv.match_prefix(table, request).num_pages * table.pages.page_size
+
+    def finish_sent(self, request_id: str) -> None:
+        """End a held request here: the other replica has all its pages."""
+        self.table.end(self.table.request(request_id), FinishReason.SHIPPED)
 
 
 def _end_circular_wait(table: RequestTable) -> None:
@@ -61,45 +111,6 @@ def _end_circular_wait(table: RequestTable) -> None:
         table.give_back(max(reversed(table.held), key=lambda request: request.urgency))
 
 
-def offer(request: Request) -> None:
-    """Note that the other replica has pages for the prompt of a request: pages may be granted for it here."""
-    request.is_offered = request.leg is Leg.RECEIVE
-
-
-def commit(table: RequestTable, request: Request, num_tokens: int) -> None:
-    """Note that the first `num_tokens` of a held request have arrived: other requests can share their full pages."""
+def _commit(table: RequestTable, request: Request, num_tokens: int) -> None:
     start, request.num_computed_tokens = request.num_computed_tokens, num_tokens
     kv.index_full_pages(table, request, start)
-
-
-def start_decoding(table: RequestTable, request: Request, token_id: int, now: float) -> None:
-    """Let a held request decode: all its pages have arrived, and `token_id`, sampled by the other replica.
-
-    Its first step reads the state, where layers are recurrent, in `pages.state_of(owner)`.
-    """
-    assert request.status is Status.HELD
-    commit(table, request, request.num_tokens)
-    request.token_ids.append(token_id)
-    request.due = next_due(request.due, now, table.tpot_s(request))
-    table.resume(request)
-
-
-def take_over(table: RequestTable, request: Request, now: float) -> None:
-    """Compute the prompt of a request here, because the other replica is lost.
-
-    What has arrived is found again by its hashes, as far as every group of layers can continue from it. The state of
-    recurrent layers comes last: without it, all tokens after the last checkpoint here are computed again. Pages that
-    the other replica may still write to are quarantined until `pages.end_quarantine(owner)`.
-    """
-    assert request.leg is Leg.RECEIVE
-    table.forget_offer(request)
-    request.leg = Leg.LOCAL
-    if request.status is Status.HELD:
-        table.recall(request, now)
-        if table.pages.state_pages or table.pages.has_windows:
-            request.expected_cached_tokens = kv.match_prefix(table, request).num_pages * table.pages.page_size
-
-
-def finish_sent(table: RequestTable, request: Request) -> None:
-    """End a held request here: the other replica has all its pages."""
-    table.end(request, FinishReason.SHIPPED)

@@ -18,10 +18,9 @@ from crossdock.workers.schedule.pacing.chunking import (
     longest_step,
 )
 from crossdock.workers.schedule.pacing.forecast import Forecast
+from crossdock.workers.schedule.pacing.item_chunks import PromptChunk, chunk_with_items
 from crossdock.workers.schedule.pacing.pace import lent_due
-from crossdock.workers.schedule.pictures.encoding import ON_THEIR_WAY, ItemChunk
-from crossdock.workers.schedule.pictures.whole_items import least_tokens, most_tokens
-from crossdock.workers.schedule.recurrent.states import RecurrentStates
+from crossdock.workers.schedule.recurrent.states import NO_STATES, NoStates, RecurrentStates
 from crossdock.workers.schedule.request import Request, Status
 from crossdock.workers.schedule.table import RequestTable
 
@@ -38,7 +37,7 @@ class PrefillScheduler:
 
     table: RequestTable
     forecast: Forecast
-    states: RecurrentStates | None = None  # of models with recurrent layers
+    states: RecurrentStates | NoStates = NO_STATES
 
     def candidates(self) -> list[Request]:
         """Return the requests with prompt tokens to compute here, in the order in which they get chunks."""
@@ -71,7 +70,7 @@ class PrefillScheduler:
         """Return the budget for the chunks beside `decodes`. `first`: the request whose chunk comes first."""
         table, config, cost = self.table, self.table.config, self.forecast.cost
         if cost is None or not meaning_of(config.chunk_policy).fits_streams or not config.enable_chunked_prefill:
-            budget = fixed_chunk_budget(config.max_num_batched_tokens, len(decodes))
+            budget = fixed_chunk_budget(config.max_num_batched_tokens, len(decodes), config.enable_chunked_prefill)
         else:
             streams = [each for each in table.running if each.is_decoding and each.id not in skipped]
             arriving = [self.forecast.second_token_due(each, table.now) for each in table.arriving()]
@@ -117,7 +116,7 @@ class PrefillScheduler:
             budget.reason = f"deadline near: slack of {slack * 1e3:.0f} ms is lent"
 
     def _fill(self, budget: ChunkBudget, prefills: Sequence[Request]) -> list[Scheduled]:
-        config = self.table.config
+        config, encoding = self.table.config, self.forecast.encoding
         chunks: list[Scheduled] = []
         # No less urgent request may start: one lacks a place, or pages.
         startable: tuple[int, float] = (len(config.slo_classes), 0)
@@ -145,18 +144,18 @@ class PrefillScheduler:
                     continue
             start = request.num_scheduled_tokens
             prompt = self._prompt(request, start)
-            num_tokens, limit = self._chunk(request, start, budget)
+            num_tokens, limit = chunk = self._chunk(request, prompt, budget)
+            request.awaits_rows = chunk.awaits_rows
             if self.table.pages.has_windows:
                 num_tokens = kv.chunk_within(self.table, request, start, num_tokens, max(prompt.least, 1))
-            if self.states is not None:
-                num_tokens = self.states.chunk_within(request, start, num_tokens)
-            num_tokens = self._outside_items(request, start, num_tokens)
+            num_tokens = self.states.chunk_within(request, start, num_tokens)
+            if request.items:
+                num_tokens = encoding.outside_items(request, start, num_tokens, self.table.pages.page_size)
             budget.reason = limit or budget.reason
             if num_tokens:
                 chunks.append(self._part(request, start, num_tokens))
-                if request.items and self.forecast.encoding is not None:
-                    encoder_seconds = self.forecast.encoding.take(request, start, num_tokens)
-                    prompt = prompt._replace(encoder_seconds=encoder_seconds)
+                if request.items:
+                    prompt = prompt._replace(encoder_seconds=encoding.take(request, start, num_tokens))
                 budget.take(prompt, num_tokens)
                 self._count(request, start, num_tokens, prompt.encoder_seconds)
         return chunks
@@ -166,7 +165,8 @@ class PrefillScheduler:
         table = self.table
         hit = kv.match_prefix(table, request)
         request.expected_cached_tokens = start = hit.num_pages * table.pages.page_size
-        num_tokens, limit = self._chunk(request, start, budget)
+        num_tokens, limit = chunk = self._chunk(request, self._prompt(request, start), budget)
+        request.awaits_rows = chunk.awaits_rows
         if not num_tokens:
             budget.reason = limit or budget.reason
             return False
@@ -174,46 +174,21 @@ class PrefillScheduler:
             return False
         return kv.admit(table, request, hit) or None
 
-    def _chunk(self, request: Request, start: int, budget: ChunkBudget) -> tuple[int, str]:
-        """Return how many tokens from `start` on to compute now, and whether a picture is why there are not more."""
-        table, config = self.table, self.table.config
-        threshold = 0 if self._is_one_request_alone() else config.long_prefill_token_threshold
-        prompt, page_size = self._prompt(request, start), table.pages.page_size
-
-        def size_of(encoder_seconds: float, has_floor: bool) -> int:
-            if not config.enable_chunked_prefill:
-                return request.num_tokens - start if request.num_tokens - start <= budget.tokens else 0
-            candidate = prompt._replace(encoder_seconds=encoder_seconds, has_floor=has_floor)
-            num_tokens = budget.chunk(candidate, threshold, page_size)
-            return self._outside_items(request, start, num_tokens)
-
-        if not request.items or self.forecast.encoding is None:
-            return size_of(0.0, True), ""
-        chunk: ItemChunk = self.forecast.encoding.chunk(request, start, size_of, page_size)
-        if not config.enable_chunked_prefill and start + chunk.num_tokens < request.num_tokens:
-            chunk = chunk._replace(num_tokens=0)
-        request.awaits_rows = chunk.limit == ON_THEIR_WAY and not chunk.num_tokens
-        return chunk.num_tokens, chunk.limit
+    def _chunk(self, request: Request, prompt: Candidate, budget: ChunkBudget) -> PromptChunk:
+        """Return how many tokens of a prompt to compute now, and whether a picture is why there are not more."""
+        threshold = 0 if self._is_one_request_alone() else self.table.config.long_prefill_token_threshold
+        page_size = self.table.pages.page_size
+        if request.items:
+            return chunk_with_items(self.forecast.encoding, request, prompt, budget, threshold, page_size)
+        return PromptChunk(budget.chunk(prompt, threshold, page_size))
 
     def _prompt(self, request: Request, start: int) -> Candidate:
         priority = -1 if self.table.is_starving(request) else request.priority
         factor, is_outside_lane = self.forecast.factor(request), self._is_outside_lane(request)
         least = 0
-        if self._has_whole_items(request):
-            least = least_tokens(request.items, start, request.num_tokens, self.table.pages.page_size)
+        if request.items:
+            least = self.forecast.encoding.least_tokens(request, start, self.table.pages.page_size)
         return Candidate(start, request.num_tokens, priority, is_outside_lane, factor, request.id, least=least)
-
-    def _has_whole_items(self, request: Request) -> bool:
-        """Return whether a chunk of the prompt may not end inside an item."""
-        encoding = self.forecast.encoding
-        return bool(request.items) and encoding is not None and encoding.keeps_items_whole
-
-    def _outside_items(self, request: Request, start: int, num_tokens: int) -> int:
-        """Return the tokens of the longest chunk of at most `num_tokens` that ends where it may."""
-        stop = start + num_tokens
-        if not self._has_whole_items(request) or stop == request.num_tokens:
-            return num_tokens
-        return most_tokens(request.items, start, stop, self.table.pages.page_size)
 
     def _is_one_request_alone(self) -> bool:
         """Return whether only one request is computed here, or soon will be: as in vLLM, its chunks need no bound."""

@@ -18,6 +18,8 @@ def steady_steps(table: RequestTable, cost: StepCost | None, batch: Batch) -> in
     """
     parts, config = batch.scheduled, table.config
     requests = [part.request for part in parts]
+    if table.num_drafts:
+        return 1
     if table.pages.has_windows or table.pages.state_pages:
         return 1  # which cached pages are evicted depends on when windows give pages back, or checkpoints take some
     if table.waiting or not parts or not len(parts) == batch.num_decodes == len(table.running):

@@ -37,22 +37,22 @@ class RequestTable:
     pages: PagePool
     max_model_len: int  # tokens, prompt and output together
     num_drafts: int = 0  # of a stream in a step at most, with the tokens that are computed again
+    on_end: Callable[[str], None] = lambda _: None  # called with the id of each request that has ended
     waiting: list[Request] = field(default_factory=list)  # in order of arrival, preempted ones first
     running: list[Request] = field(default_factory=list)  # in order of admission
     held: list[Request] = field(default_factory=list)  # their pages are being transferred, in or out
     prefilled: PrefillTotals = field(default_factory=PrefillTotals)
     num_preemptions: int = 0
-    returned: list[Request] = field(default_factory=list)  # since `Scheduler.take_returned`
+    returned: list[Request] = field(default_factory=list)  # since `take_returned`
     kept_back: set[str] = field(default_factory=set)  # waiting requests behind an offered one that lacks pages
     arrived: dict[int, float] = field(default_factory=dict)  # when the last request of a class did, by priority
     mean_output: float = 0.0  # tokens of an output, averaged over recent ones
     num_outputs: int = 0  # that have ended
     now: float = 0.0  # time of the step that is being scheduled, in seconds
     assumed_ended: Collection[str] = ()  # requests of a step in flight that is assumed to have ended, see ahead.py
-    needs_preemption: bool = False  # see Scheduler.needs_preemption
+    needs_preemption: bool = False  # the last `schedule` did, which cannot be while a step is assumed to end
     lacks_pages: bool = False  # since the last step was scheduled, a waiting request had too few pages to start
     needs: PageNeeds = field(init=False)
-    on_end: Callable[[Request], None] = lambda request: None  # called with each request that has ended
     _by_id: dict[str, Request] = field(default_factory=dict)
     _room: int | None = None  # see `room_for_outputs`; None: to be counted
     _read: list[str] = field(default_factory=list)  # owners that ended while their pages may have been read elsewhere
@@ -210,10 +210,18 @@ class RequestTable:
     def give_back(self, request: Request) -> None:
         """End a request here for the sake of a more urgent one: the router places it again.
 
-        Its pages come back when the transfer is cancelled, see `Scheduler.take_returned`.
+        Its pages come back when the transfer is cancelled, see `take_returned`.
         """
         self.returned.append(request)
         self.end(request, FinishReason.RETURNED)
+
+    def take_returned(self) -> list[Request]:
+        """Return the requests that were ended since the last call, to make way for more urgent ones.
+
+        The caller cancels their transfers and hands them back to the router. Only requests with a transfer are here.
+        """
+        returned, self.returned = self.returned, []
+        return returned
 
     def recall(self, request: Request, now: float) -> None:
         """Return a held request, whose transfer in has failed, to the front of the queue.
@@ -255,7 +263,7 @@ class RequestTable:
         request.status = Status.FINISHED
         request.finish_reason = reason
         del self._by_id[request.id]
-        self.on_end(request)
+        self.on_end(request.id)
 
     def release_after_flight(self, request: Request) -> None:
         """Release the pages of a request that ended in flight, once no step writes to them and no transfer reads."""

@@ -96,11 +96,11 @@ class _Run:
         sampling = SamplingParams(max_tokens=2 * _MOST_STEPS, ignore_eos=True)
         request = Request(name, [0] * num_tokens, sampling, slo_class="streams", arrival_time=self.now, leg=leg)
         self.scheduler.add(request)
-        self.scheduler.offer(name)
+        self.scheduler.handoff.offer(name)
 
     def step(self) -> Batch:
         batch = self.scheduler.schedule(self.now)
-        cost = self.scheduler.cost
+        cost = self.scheduler.forecast.cost
         assert cost is not None
         seconds = cost.seconds(batch.work)
         chunks = batch.scheduled[batch.num_decodes :]
@@ -148,8 +148,10 @@ def play(scenario: Scenario) -> dict[str, Any]:
         name = f"stream-{number}"
         run.add(name, scenario.decode_context, Leg.RECEIVE)
         run.last[name] = 0.0
-    for request in run.scheduler.grant(0.0):  # their contexts are here already, as if another replica had sent them
-        run.scheduler.start_decoding(request.id, 0, 0.0)
+    for request in run.scheduler.handoff.grant(
+        0.0
+    ):  # their contexts are here already, as if another replica had sent them
+        run.scheduler.handoff.start_decoding(request.id, 0, 0.0)
     for _ in range(_STEPS_BEFORE if scenario.num_decodes else 0):
         run.step()
     arrived = run.now

@@ -76,7 +76,7 @@ def test_refusal_of_one_choice_refuses_whole_request(
             assert await api.owned_pages() == 0
             ended = (await api.get("/whole")).json().get("requests", [])  # the others may not even have begun
             assert all(one["finish_reason"] == "abort" for one in ended)
-            assert not api.replicas[0].engine_thread.engine.scheduler.requests()
+            assert not api.replicas[0].engine_thread.engine.scheduler.table.requests()
 
     asyncio.run(main())
 

@@ -24,7 +24,7 @@ PAIRS = RouterConfig(shipping="always", policy="round-robin")
 async def is_clean(*clients: InProcess) -> None:
     """Wait until no client has a request or owns a page."""
     for client in clients:
-        while client.engine_thread.engine.scheduler.requests() or await client.owned_pages():
+        while client.engine_thread.engine.scheduler.table.requests() or await client.owned_pages():
             await asyncio.sleep(0.01)
 
 

@@ -98,7 +98,7 @@ def assert_all_ended(simulation: Simulation, outcome: Outcome, jobs: Sequence[Jo
             counts = replica.scheduler.pages.counts()
             assert counts.owned == counts.quarantined == 0
             assert counts.free + counts.cached == counts.total
-            assert not replica.scheduler.requests()
+            assert not replica.scheduler.table.requests()
     for router in simulation.routers:
         assert all(router.num_booked(name) == 0 for name in simulation.replicas)
 

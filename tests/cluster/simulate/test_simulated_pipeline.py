@@ -112,7 +112,7 @@ def test_requests_that_end_in_flight_leave_nothing_in_a_pipeline() -> None:
 
     def look(_: float) -> None:
         nonlocal in_flight
-        running = simulation.replicas["prefill/0"].scheduler.running
+        running = simulation.replicas["prefill/0"].scheduler.table.running
         in_flight = sum(request.num_in_flight_tokens > 0 for request in running)
 
     simulation.clock.at(1.029, look)

@@ -174,25 +174,25 @@ class PoolReplica:
         return self.scheduler.abort(request_id)
 
     def arrive(self, request_id: str, token_id: int) -> None:
-        self.scheduler.start_decoding(request_id, token_id, self.world.now)
+        self.scheduler.handoff.start_decoding(request_id, token_id, self.world.now)
 
     def ship(self, request_id: str) -> None:
-        self.scheduler.finish_sent(request_id)
+        self.scheduler.handoff.finish_sent(request_id)
 
     def take_returned(self) -> list[Request]:
-        return self.scheduler.take_returned()
+        return self.scheduler.table.take_returned()
 
     # -- what EngineThread does --------------------------------------------------------------------------------------
 
     def add(self, submission: Submission) -> None:
-        if self.scheduler.get(submission.id) is not None:
+        if self.scheduler.table.get(submission.id) is not None:
             self.leave(submission.id, submission.epoch - 1)
         self.scheduler.add(Request.from_submission(submission, self.world.now))
         self.handover.add(submission)
 
     def leave(self, request_id: str, epoch: int) -> None:
         """Abort an attempt, or any before it."""
-        request = self.scheduler.get(request_id)
+        request = self.scheduler.table.get(request_id)
         if request is not None and request.epoch <= epoch:
             self.scheduler.abort(request_id)
             self.handover.aborted(request)
@@ -210,9 +210,10 @@ class PoolReplica:
             self.inbox.popleft()()
         self.handover.grant()
         batch = None
-        if self.scheduler.has_work:
-            drafts = guesses(self.scheduler, self.scheduler.wanted_drafts(self.world.now))
-            batch = self.scheduler.schedule(self.world.now, drafts)
+        if self.scheduler.table.has_work:
+            streams = self.scheduler.choose_streams(self.world.now)
+            drafts = guesses(self.scheduler, streams.wanted_drafts)
+            batch = self.scheduler.schedule(self.world.now, drafts, streams)
             self.on_scheduled(batch)
             for part in batch.scheduled:
                 self.compute(part)
@@ -484,13 +485,13 @@ class World:
         for replica in (self.prefill, self.decode):
             counts = replica.pages.counts()
             assert counts.owned == counts.quarantined == 0, f"{replica.name}: {counts}"
-            assert not replica.scheduler.requests()
+            assert not replica.scheduler.table.requests()
             assert len(replica.dock.sender) == len(replica.dock.receiver) == 0
 
     def describe(self) -> str:
         return "; ".join(
-            f"{replica.name}: held {[each.id for each in replica.scheduler.held]}, "
-            f"waiting {[each.id for each in replica.scheduler.waiting]}, "
-            f"running {[each.id for each in replica.scheduler.running]}, {replica.pages.counts()}"
+            f"{replica.name}: held {[each.id for each in replica.scheduler.table.held]}, "
+            f"waiting {[each.id for each in replica.scheduler.table.waiting]}, "
+            f"running {[each.id for each in replica.scheduler.table.running]}, {replica.pages.counts()}"
             for replica in (self.prefill, self.decode)
         )

@@ -108,7 +108,7 @@ class Side:
 
     async def computed(self, name: str) -> int:
         """Return how many tokens of a request are computed here, or have arrived here; 0 where it is not here."""
-        request = await self.on_engine(lambda: self.engine.scheduler.get(name))
+        request = await self.on_engine(lambda: self.engine.scheduler.table.get(name))
         return request.num_computed_tokens if request is not None else 0
 
     async def is_clean(self) -> bool:

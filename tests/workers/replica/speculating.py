@@ -19,7 +19,6 @@ from crossdock.workers.model.load import wrap_module
 from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.engine import Engine
-from crossdock.workers.replica.engine.speculation import Speculation
 from crossdock.workers.schedule.drafts.speculative_config import SpeculativeConfig
 from crossdock.workers.schedule.drafts.verify import DraftTotals
 from crossdock.workers.schedule.request import Grammar, SamplingParams, Submission, TokenDelta
@@ -78,7 +77,7 @@ def engine_of(num_pages: int = 200, model: str = "llama", **config: Any) -> Engi
 def speculating(engine: Engine, drafter: Drafter) -> Engine:
     """Return the engine with another drafter."""
     assert engine.speculation is not None
-    engine.speculation = Speculation(drafter, engine.scheduler, engine.speculation.sampler)
+    engine.speculation.drafter = drafter
     return engine
 
 
@@ -155,7 +154,7 @@ def serve(engine: Engine, history: History) -> tuple[dict[str, list[TokenDelta]]
             work = waiting.pop(0)[1]
             engine.add(work, grammar=grammar_of(work))
         name = history.aborts.get(number)
-        if name is not None and engine.scheduler.get(name) is not None and not engine.is_in_flight(name):
+        if name is not None and engine.scheduler.table.get(name) is not None and not engine.is_in_flight(name):
             engine.abort(name)
             aborted.add(name)
         for delta in engine.step().deltas if engine.has_work else ():

@@ -99,7 +99,7 @@ def test_live_profile_has_what_pictures_cost_as_learnt_so_far() -> None:
     encoded = new_scheduler(400, 1000, cost=COST, slo_classes=CLASSES, encoding=Encoding(100))
     assert [observe(scheduler, "me", 1).encoder_cost for scheduler in (replica.scheduler, encoded)] == [(), ()]
     for base in (1.0, 2.0):
-        encoded.learn_encoder(EncoderCost(base=base, per_row=0.5, per_square=0.25))
+        encoded.encoding.cost = EncoderCost(base=base, per_row=0.5, per_square=0.25)
         assert observe(encoded, "me", 1).encoder_cost == (base, 0.5, 0.25)
 
 
@@ -108,7 +108,7 @@ def test_urgent_classes_count_on_pages_of_less_urgent_requests() -> None:
     add(replica, "stream", 40, "batch", max_tokens=100)
     replica.step()
     held = len(replica.scheduler.pages.pages_of("stream#0"))
-    room = replica.scheduler.num_growth_pages(replica.scheduler.running[0])
+    room = replica.scheduler.table.num_growth_pages(replica.scheduler.table.running[0])
     assert room > 0
     assert observe(replica.scheduler, "me", 1).free_pages == (400, 400, 400 - held - room)
 
@@ -136,9 +136,9 @@ def test_stream_share_is_the_recent_share_that_streams_took() -> None:
     for second in range(0, 60, 2):
         add(replica, f"{second}", 100, "interactive", max_tokens=2)
         replica.now = float(second)
-        while not scheduler.running or not scheduler.running[0].is_decoding:
+        while not scheduler.table.running or not scheduler.table.running[0].is_decoding:
             replica.step()
-        taken = 1 - scheduler.prefill_share(0)
+        taken = 1 - scheduler.forecast.prefill_share(0)
         publisher.live(float(second))
         replica.now = second + 1.0
         replica.step()
@@ -160,18 +160,18 @@ def test_live_profile_counts_each_request_once(rng: random.Random) -> None:
             add(replica, f"{number}", rng.randrange(1, 120), rng.choice(names), rng.randrange(1, 9), leg=leg)
         except Overloaded:
             continue
-        scheduler.grant(0.0)
+        scheduler.handoff.grant(0.0)
         for _ in range(rng.randrange(3)):
             replica.step()
     live = observe(scheduler, "me", 1)
     for priority in range(3):
-        here = [request for request in scheduler.requests() if request.priority == priority]
-        sending = [each for each in scheduler.held if each.priority == priority and each.leg is Leg.SEND]
+        here = [request for request in scheduler.table.requests() if request.priority == priority]
+        sending = [each for each in scheduler.table.held if each.priority == priority and each.leg is Leg.SEND]
         prompts = sum(prompts.count for prompts in live.prompts if prompts.priority == priority)
         assert prompts + live.streams[priority] + live.arriving[priority] + len(sending) == len(here)
-    uncached = sum(request.num_uncached_tokens for request in scheduler.prefills())
+    uncached = sum(request.num_uncached_tokens for request in scheduler.table.prefills())
     assert sum(prompts.tokens for prompts in live.prompts) == uncached
-    assert live.context_tokens == sum(request.num_tokens for request in scheduler.running if request.is_decoding)
+    assert live.context_tokens == sum(request.num_tokens for request in scheduler.table.running if request.is_decoding)
     assert len(pickle.dumps(live)) < 1000, "it is sent with every few steps, for any backlog"
 
 

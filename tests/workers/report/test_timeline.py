@@ -33,7 +33,7 @@ class TimedReplica:
 
     def add(self, name: str, num_tokens: int, max_tokens: int = 3, alone: float = 0.0, **fields: Any) -> None:
         """Queue a request. Prompts of requests that are here at the same time share no prefix."""
-        tokens = [len(self.scheduler.requests()) * 1000 + 1000 + i for i in range(num_tokens)]
+        tokens = [len(self.scheduler.table.requests()) * 1000 + 1000 + i for i in range(num_tokens)]
         sampling = SamplingParams(max_tokens=max_tokens)
         self.submit(Submission(name, tokens, sampling, request_id=fields.pop("request_id", name), **fields), alone)
 
@@ -50,7 +50,7 @@ class TimedReplica:
         return progress
 
     def run(self) -> None:
-        while self.scheduler.has_work:
+        while self.scheduler.table.has_work:
             self.step()
 
     def find(self, name: str) -> dict[str, Any]:
@@ -273,11 +273,11 @@ def test_receive_leg_has_gaps_and_no_first_token() -> None:
     timed.add("a", 8, max_tokens=4, leg=Leg.RECEIVE)
     assert timed.find("a")["state"] == "waiting"
     timed.replica.now += 20  # later than its class promises; the other replica reports that
-    timed.scheduler.offer("a")
-    [granted] = timed.scheduler.grant(timed.replica.now)
+    timed.scheduler.handoff.offer("a")
+    [granted] = timed.scheduler.handoff.grant(timed.replica.now)
     assert granted.id == "a"
     assert (timed.find("a")["state"], timed.find("a")["ttft_met"]) == ("receiving", None)
-    timed.scheduler.start_decoding("a", 7, timed.replica.now)
+    timed.scheduler.handoff.start_decoding("a", 7, timed.replica.now)
     assert timed.find("a")["state"] == "decoding"
     timed.run()
     found = timed.find("a")
@@ -293,7 +293,7 @@ def test_send_leg_has_the_first_token() -> None:
     assert timed.find("a")["state"] == "prefilling"
     timed.step()
     assert (timed.find("a")["state"], timed.find("a")["first_token_s"]) == ("sending", 2.0)
-    timed.scheduler.finish_sent("a")
+    timed.scheduler.handoff.finish_sent("a")
     timed.timelines.ended([TokenDelta("a", [], finish_reason=FinishReason.SHIPPED)], timed.replica.now)
     found = timed.find("a")
     assert (found["leg"], found["finish_reason"], found["ttft_met"], found["tpot_met"]) == (

@@ -62,7 +62,7 @@ def guesses(scheduler: Scheduler, wanted: Mapping[str, int]) -> dict[str, list[i
     """Return so many drafts for each request: right ones, in many of which one is wrong."""
     found = {}
     for name, most in wanted.items():
-        request = scheduler.get(name)
+        request = scheduler.table.get(name)
         assert request is not None
         tokens = list(request.token_ids)
         for _ in range(most):
@@ -147,8 +147,7 @@ class ModelFreeReplica:
         started = self.now
         batch = self.scheduler.schedule(started)
         self.now += self.seconds(batch.work)
-        if self.scheduler.encoding is not None:
-            self.now += self.scheduler.encoding.seconds(batch.encoder.items)
+        self.now += self.scheduler.encoding.seconds(batch.encoder.items)
         sampled = {
             part.request.id: SampledToken(self.sample(part.request.token_ids))
             for part in batch.scheduled
@@ -163,7 +162,7 @@ class ModelFreeReplica:
     def run(self, max_steps: int = 10_000) -> list[Batch]:
         """Step until no work is left, and return the batches."""
         first = len(self.batches)
-        while self.scheduler.has_work:
+        while self.scheduler.table.has_work:
             self.step()
             assert len(self.batches) - first < max_steps, "no end in sight"
         return self.batches[first:]

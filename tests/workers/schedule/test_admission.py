@@ -93,17 +93,17 @@ def test_share_of_time_for_prompts_is_as_predicted(num_streams: int, slo_class: 
     scheduler = replica.scheduler
     for number in range(num_streams):
         replica.add(f"s{number}", 100, "standard", max_tokens=200)
-    while any(not request.is_decoding for request in scheduler.requests()):
+    while any(not request.is_decoding for request in scheduler.table.requests()):
         replica.step()
     for _ in range(8):  # streams become early
         replica.step()
     priority = [slo.name for slo in CLASSES].index(slo_class)
-    predicted = scheduler.prefill_share(priority)
-    began, before = replica.now, scheduler.prefilled.seconds
+    predicted = scheduler.forecast.prefill_share(priority)
+    began, before = replica.now, scheduler.table.prefilled.seconds
     replica.add("prompt", 3000, slo_class)
     for _ in range(10):
         replica.step()
-    actual = (scheduler.prefilled.seconds - before) / (replica.now - began)
+    actual = (scheduler.table.prefilled.seconds - before) / (replica.now - began)
     assert predicted == pytest.approx(actual, abs=0.08)
 
 
@@ -132,16 +132,16 @@ def test_prediction_after_any_change_of_the_queue_is_that_of_a_first_look() -> N
     for number in range(40):
         slo_class = ("interactive", "standard", "batch")[number % 3]
         request = replica.add(f"r{number}", 10 + 37 * (number % 7), slo_class, max_tokens=5)
-        table = replica.scheduler._table
+        table = replica.scheduler.table
         if number % 5 == 1:
             replica.step()
         if number % 4 == 2:
             replica.scheduler.abort(f"r{number - 2}")
         if number % 11 == 3:
-            replica.scheduler.learn(replica.scheduler.cost.model_copy(update={"base": 0.001 * number}), 1.1)
-        forecast = replica.scheduler._forecast
+            replica.scheduler.learn(replica.scheduler.forecast.cost.model_copy(update={"base": 0.001 * number}), 1.1)
+        forecast = replica.scheduler.forecast
         fresh = Forecast(table, forecast.cost, forecast.overrun)
-        assert replica.scheduler.predict_ttft(request) == fresh.ttft(request)
+        assert replica.scheduler.forecast.ttft(request) == fresh.ttft(request)
 
 
 def test_places_are_reserved_for_urgent_classes() -> None:

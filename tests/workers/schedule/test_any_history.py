@@ -16,6 +16,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from crossdock.workers.schedule.ahead import assume_ended
 from crossdock.workers.schedule.batch import Batch, Scheduled
 from crossdock.workers.schedule.drafts.drafting import DraftPolicy
 from crossdock.workers.schedule.drafts.speculative_config import SpeculativeConfig
@@ -176,13 +177,13 @@ class AnyHistory(RuleBasedStateMachine):
             self.scheduler.add(new)
             self.live[new.id] = new
             if is_offered:
-                self.scheduler.offer(new.id)
+                self.scheduler.handoff.offer(new.id)
         except InvalidField:
             assert new.items, "only a picture may be too long"
         except Overloaded:
             assert self.scheduler.config.admission == "reject"
             assert self.live, "an idle replica refuses no request"
-            assert self.scheduler.get(new.id) is None
+            assert self.scheduler.table.get(new.id) is None
 
     @precondition(lambda self: self.ended)
     @rule(data=st.data(), tail=st.lists(st.integers(1, 49), min_size=1, max_size=5), max_tokens=st.integers(1, 9))
@@ -216,15 +217,15 @@ class AnyHistory(RuleBasedStateMachine):
     @rule(data=st.data(), pages=st.integers(0, 10))
     def deliver(self, data: st.DataObject, pages: int) -> None:
         """A transfer of a request proceeds: more pages arrive, or all; or all have been read."""
-        if not self.scheduler.held:
+        if not self.scheduler.table.held:
             return
-        request = data.draw(st.sampled_from(sorted(self.scheduler.held, key=lambda request: request.id)))
+        request = data.draw(st.sampled_from(sorted(self.scheduler.table.held, key=lambda request: request.id)))
         if request.leg is Leg.SEND:
             self.finish_sent(request)
         elif (end := request.num_computed_tokens + pages * self.pages.page_size) < request.num_tokens:
             start = request.num_computed_tokens
             self.write(self.pages.pages_of(request.owner), start, request.token_ids[start:end])
-            self.scheduler.commit(request.id, end)
+            self.scheduler.handoff.commit(request.id, end)
         else:
             start = request.num_computed_tokens
             self.write(self.pages.pages_of(request.owner), start, request.token_ids[start:])
@@ -236,13 +237,13 @@ class AnyHistory(RuleBasedStateMachine):
                 self.scheduler.abort(request.id)
                 del self.live[request.id]
             else:
-                self.scheduler.start_decoding(request.id, token, self.now)
+                self.scheduler.handoff.start_decoding(request.id, token, self.now)
 
     def finish_sent(self, request: Request) -> None:
         if self.pages.state_pages:
             assert self.read_state(self.pages.state_of(request.owner)) == request.prompt_token_ids
             self.sent[request.owner] = request.prompt_token_ids
-        self.scheduler.finish_sent(request.id)
+        self.scheduler.handoff.finish_sent(request.id)
         self.being_read.add(request.owner)
         del self.live[request.id]
 
@@ -276,12 +277,12 @@ class AnyHistory(RuleBasedStateMachine):
             name for name, request in self.live.items() if request.leg is Leg.RECEIVE and request.num_output_tokens == 0
         )
         if arriving:
-            self.scheduler.take_over(data.draw(st.sampled_from(arriving)), self.now)
+            self.scheduler.handoff.take_over(data.draw(st.sampled_from(arriving)), self.now)
 
     @rule()
     def offer_all(self) -> None:
         for name in self.live:
-            self.scheduler.offer(name)
+            self.scheduler.handoff.offer(name)
 
     @rule()
     def writers_and_readers_stop(self) -> None:
@@ -311,41 +312,41 @@ class AnyHistory(RuleBasedStateMachine):
         self.grant()
 
     def grant(self) -> None:
-        for request in self.scheduler.grant(self.now):
+        for request in self.scheduler.handoff.grant(self.now):
             self.arriving[request.owner] = list(self.pages.state_of(request.owner))
         self.take_returned()
 
     def take_returned(self) -> None:
         """Requests that made way have a transfer, which is cancelled: their pages come back later."""
-        for request in self.scheduler.take_returned():
+        for request in self.scheduler.table.take_returned():
             assert self.live.pop(request.id) is request
             assert not request.num_in_flight_tokens
             if request.leg is Leg.SEND:
                 self.being_read.add(request.owner)
 
-    def drafts(self) -> dict[str, list[int]]:
-        wanted = self.scheduler.wanted_drafts(self.now)
-        for name, most in wanted.items():
+    def schedule(self) -> Batch:
+        streams = self.scheduler.choose_streams(self.now)
+        for name, most in streams.wanted_drafts.items():
             request = self.live[name]
             assert 0 < most < request.sampling.max_tokens - request.num_output_tokens
             assert request.num_tokens + most < 40
-        return guesses(self.scheduler, wanted)
+        return self.scheduler.schedule(self.now, guesses(self.scheduler, streams.wanted_drafts), streams)
 
     def begin(self) -> bool:
         if not self.flights:
-            batch = self.scheduler.schedule(self.now, self.drafts())
+            batch = self.schedule()
             self.take_returned()
-            assert len(self.scheduler.running) <= self.scheduler.config.max_num_seqs
-            if batch or not (self.scheduler.held or self.being_read or self.pages.counts().quarantined):
-                assert bool(batch) == self.scheduler.has_work, "there is work, so a step must do some"
+            assert len(self.scheduler.table.running) <= self.scheduler.config.max_num_seqs
+            if batch or not (self.scheduler.table.held or self.being_read or self.pages.counts().quarantined):
+                assert bool(batch) == self.scheduler.table.has_work, "there is work, so a step must do some"
             return self.launch(batch)
         if self.depth > 1:
-            return self.launch(self.scheduler.schedule(self.now, self.drafts()))
-        if self.scheduler.needs_preemption or self.late:
+            return self.launch(self.schedule())
+        if self.scheduler.table.needs_preemption or self.late:
             return False
         before = self.flights[-1].batch
         state = self.state_of(before)
-        with self.scheduler.assume_ended(before, self.now + COST.seconds(before.work)):
+        with assume_ended(self.scheduler.table, before, self.now + COST.seconds(before.work)):
             is_launched = self.launch(self.scheduler.schedule(self.now))
         assert self.state_of(before) == state, "the assumption leaves no trace"
         return is_launched
@@ -361,8 +362,8 @@ class AnyHistory(RuleBasedStateMachine):
         assert len(batch.scheduled) <= config.max_num_seqs
         names = [part.request.id for part in batch.scheduled]
         assert len(names) == len(set(names))
-        held_to_arrive = [each for each in self.scheduler.held if each.leg is Leg.RECEIVE]
-        num_computed_here = len(self.scheduler.running) + len(self.scheduler.waiting) + len(held_to_arrive)
+        held_to_arrive = [each for each in self.scheduler.table.held if each.leg is Leg.RECEIVE]
+        num_computed_here = len(self.scheduler.table.running) + len(self.scheduler.table.waiting) + len(held_to_arrive)
         for number, part in enumerate(batch.scheduled):
             each, end = part.request, part.start + part.num_tokens
             assert part.start == each.num_scheduled_tokens - part.num_tokens >= each.num_computed_tokens
@@ -416,12 +417,12 @@ class AnyHistory(RuleBasedStateMachine):
             assert not set(read) & (set(written) - set(own))
 
     def check_no_stream_is_late_for_drafts(self, batch: Batch) -> None:
-        if self.scheduler.cost is None or not batch.num_drafts:
+        if self.scheduler.forecast.cost is None or not batch.num_drafts:
             return
         plain = [part._replace(num_tokens=part.num_tokens - len(part.drafts), drafts=()) for part in batch.scheduled]
         decodes = sorted(plain[: batch.num_decodes], key=lambda part: part.num_tokens)
         without = Batch([*decodes, *plain[batch.num_decodes :]], batch.num_decodes)
-        for stream in self.scheduler.running:
+        for stream in self.scheduler.table.running:
             if stream.is_decoding and self.now + COST.seconds(without.work) <= stream.due:
                 assert self.now + COST.seconds(batch.work) <= stream.due
 
@@ -505,31 +506,31 @@ class AnyHistory(RuleBasedStateMachine):
             return
         counts = self.pages.counts()
         assert counts.free + counts.owned + counts.cached + counts.quarantined == counts.total
-        owners = {each.owner for each in [*self.scheduler.running, *self.scheduler.held]} | self.being_read
+        owners = {each.owner for each in [*self.scheduler.table.running, *self.scheduler.table.held]} | self.being_read
         owners |= {part.request.owner for flight in self.flights for part in flight.batch.scheduled}
         assert counts.owned == self.pages.num_freed_by(list(owners))
         most = self.needs.at_once(40) + (1 + self.most_flights) * self.pages.state_pages  # with checkpoints
         for owner in owners:
             assert self.pages.num_held_by(owner) <= most, "windows hold what a chunk needs at most"
-        for each in self.scheduler.waiting:
+        for each in self.scheduler.table.waiting:
             assert not self.pages.num_held_by(each.owner)
             assert each.num_computed_tokens == 0
         for each in self.live.values():
             assert each.status in (Status.WAITING, Status.RUNNING, Status.HELD)
-        assert all(each.leg is not Leg.LOCAL for each in self.scheduler.held)
+        assert all(each.leg is not Leg.LOCAL for each in self.scheduler.table.held)
 
     @invariant()
     def every_request_is_listed_once_by_status(self) -> None:
         if not hasattr(self, "scheduler"):
             return
         listed = {
-            Status.WAITING: self.scheduler.waiting,
-            Status.RUNNING: self.scheduler.running,
-            Status.HELD: self.scheduler.held,
+            Status.WAITING: self.scheduler.table.waiting,
+            Status.RUNNING: self.scheduler.table.running,
+            Status.HELD: self.scheduler.table.held,
         }
         assert all(each.status is status for status, requests in listed.items() for each in requests)
         names = [each.id for requests in listed.values() for each in requests]
-        assert sorted(names) == sorted(self.live) == sorted(each.id for each in self.scheduler.requests())
+        assert sorted(names) == sorted(self.live) == sorted(each.id for each in self.scheduler.table.requests())
 
     def teardown(self) -> None:
         if not hasattr(self, "scheduler"):
@@ -542,14 +543,14 @@ class AnyHistory(RuleBasedStateMachine):
                 if each.status is Status.HELD and each.leg is Leg.SEND:
                     self.finish_sent(each)
                 elif each.leg is Leg.RECEIVE and each.num_output_tokens == 0:
-                    self.scheduler.take_over(name, self.now)
+                    self.scheduler.handoff.take_over(name, self.now)
             limit -= 1
             assert limit, "not everything ends"
         while self.flights:
             self.land()
         self.writers_and_readers_stop()
         assert self.pages.counts().owned == self.pages.counts().quarantined == 0
-        assert not self.scheduler.has_work
+        assert not self.scheduler.table.has_work
 
 
 class AnyHistoryAhead(AnyHistory):

@@ -23,7 +23,7 @@ def pair_request(name: str, num_tokens: int, leg: Leg) -> Request:
 
 
 def granted(scheduler: Scheduler) -> list[str]:
-    return [request.id for request in scheduler.grant(0.0)]
+    return [request.id for request in scheduler.handoff.grant(0.0)]
 
 
 def test_sent_prompt_keeps_its_pages_until_they_are_read() -> None:
@@ -32,10 +32,10 @@ def test_sent_prompt_keeps_its_pages_until_they_are_read() -> None:
     (delta,) = ModelFreeReplica(scheduler).step().deltas
     assert len(delta.token_ids) == 1
     assert delta.finish_reason is None
-    assert scheduler.get("a").status is Status.HELD  # type: ignore[union-attr]
-    assert not scheduler.has_work
-    scheduler.finish_sent("a")
-    assert scheduler.get("a") is None
+    assert scheduler.table.get("a").status is Status.HELD  # type: ignore[union-attr]
+    assert not scheduler.table.has_work
+    scheduler.handoff.finish_sent("a")
+    assert scheduler.table.get("a") is None
     assert scheduler.pages.counts().owned == 8, "the last writes may still read them"
     scheduler.pages.release("a#1")
     assert scheduler.pages.counts().owned == 0
@@ -44,16 +44,16 @@ def test_sent_prompt_keeps_its_pages_until_they_are_read() -> None:
 def test_received_prompt_decodes_from_its_second_token() -> None:
     scheduler = new_scheduler()
     scheduler.add(pair_request("a", 30, Leg.RECEIVE))
-    assert not scheduler.has_work
-    (request,) = scheduler.grant(0.0)
+    assert not scheduler.table.has_work
+    (request,) = scheduler.handoff.grant(0.0)
     assert request.num_computed_tokens == 0
     assert len(scheduler.pages.pages_of("a#1")) == 8
-    scheduler.commit("a", 16)
+    scheduler.handoff.commit("a", 16)
     assert not scheduler.schedule(0.0)
     first = next_token([ord("a")] * 30)
-    scheduler.start_decoding("a", first, 0.0)
+    scheduler.handoff.start_decoding("a", first, 0.0)
     replica, deltas = ModelFreeReplica(scheduler), []
-    while scheduler.has_work:
+    while scheduler.table.has_work:
         deltas += replica.step().deltas
     expected = reference_output([ord("a")] * 30, request.sampling, 100)
     assert [first, *(token for delta in deltas for token in delta.token_ids)] == expected
@@ -64,8 +64,8 @@ def test_received_prompt_decodes_from_its_second_token() -> None:
 def test_committed_pages_are_shared_before_the_rest_arrives() -> None:
     scheduler = new_scheduler()
     scheduler.add(pair_request("a", 30, Leg.RECEIVE))
-    scheduler.grant(0.0)
-    scheduler.commit("a", 16)
+    scheduler.handoff.grant(0.0)
+    scheduler.handoff.commit("a", 16)
     scheduler.add(Request("b", [ord("a")] * 30, SamplingParams(max_tokens=1)))
     (part,) = ModelFreeReplica(scheduler).step().batch.scheduled
     assert (part.start, part.num_tokens) == (16, 14)
@@ -74,9 +74,9 @@ def test_committed_pages_are_shared_before_the_rest_arrives() -> None:
 def test_prompt_taken_over_is_computed_from_what_has_arrived() -> None:
     scheduler = new_scheduler()
     scheduler.add(pair_request("a", 30, Leg.RECEIVE))
-    scheduler.grant(0.0)
-    scheduler.commit("a", 16)
-    scheduler.take_over("a", 1.0)
+    scheduler.handoff.grant(0.0)
+    scheduler.handoff.commit("a", 16)
+    scheduler.handoff.take_over("a", 1.0)
     assert scheduler.pages.counts().quarantined == 4
     replica = ModelFreeReplica(scheduler)
     (part,) = replica.step().batch.scheduled
@@ -94,11 +94,11 @@ def test_prompt_of_a_recurrent_model_is_taken_over_from_its_last_checkpoint() ->
     scheduler.add(new_request("before", [ord("a")] * 12 + [1], 1))
     replica.run()
     scheduler.add(pair_request("a", 30, Leg.RECEIVE))
-    (request,) = scheduler.grant(0.0)
+    (request,) = scheduler.handoff.grant(0.0)
     assert request.num_computed_tokens == 12, "these pages need no transfer, and no state"
     state = list(scheduler.pages.state_of("a#1"))
-    scheduler.commit("a", 24)
-    scheduler.take_over("a", 1.0)
+    scheduler.handoff.commit("a", 24)
+    scheduler.handoff.take_over("a", 1.0)
     assert request.expected_cached_tokens == 12
     assert scheduler.pages.counts().quarantined == 2 + 2, "the state, and the pages of six tokens"
     assert not scheduler.pages.num_held_by("a#1")
@@ -110,10 +110,10 @@ def test_prompt_of_a_recurrent_model_is_taken_over_from_its_last_checkpoint() ->
 def test_received_state_is_read_and_overwritten_by_the_first_decode() -> None:
     scheduler = new_scheduler(state_pages=2)
     scheduler.add(pair_request("a", 30, Leg.RECEIVE))
-    scheduler.grant(0.0)
+    scheduler.handoff.grant(0.0)
     state = scheduler.pages.state_of("a#1")
     assert len(state) == 2
-    scheduler.start_decoding("a", 7, 0.0)
+    scheduler.handoff.start_decoding("a", 7, 0.0)
     (part,) = scheduler.schedule(0.0).scheduled
     assert part.state.read is part.state.write is state
 
@@ -122,10 +122,10 @@ def test_sent_state_stays_until_it_is_read() -> None:
     scheduler = new_scheduler(state_pages=2)
     scheduler.add(pair_request("a", 30, Leg.SEND))
     replica = ModelFreeReplica(scheduler)
-    while scheduler.has_work:
+    while scheduler.table.has_work:
         last = replica.step().batch.scheduled[0]
     assert scheduler.pages.state_of("a#1") is last.state.write
-    scheduler.finish_sent("a")
+    scheduler.handoff.finish_sent("a")
     assert scheduler.pages.state_of("a#1") is last.state.write
     scheduler.pages.release("a#1")
     assert scheduler.pages.counts().owned == 0
@@ -134,8 +134,8 @@ def test_sent_state_stays_until_it_is_read() -> None:
 def test_abort_of_a_receiving_request_quarantines_its_pages() -> None:
     scheduler = new_scheduler()
     scheduler.add(pair_request("a", 30, Leg.RECEIVE))
-    scheduler.grant(0.0)
-    scheduler.commit("a", 8)
+    scheduler.handoff.grant(0.0)
+    scheduler.handoff.commit("a", 8)
     scheduler.abort("a")
     counts = scheduler.pages.counts()
     assert (counts.quarantined, counts.owned, counts.cached) == (6, 0, 2)
@@ -147,7 +147,7 @@ def test_grants_wait_for_pages() -> None:
     scheduler.add(pair_request("b", 60, Leg.RECEIVE))
     assert granted(scheduler) == ["a"]
     assert granted(scheduler) == []
-    scheduler.start_decoding("a", 1, 0.0)
+    scheduler.handoff.start_decoding("a", 1, 0.0)
     ModelFreeReplica(scheduler).run()
     assert granted(scheduler) == ["b"]
 
@@ -171,9 +171,9 @@ def test_grants_leave_a_page_for_each_next_token() -> None:
         scheduler.add(pair_request(name, 8, Leg.RECEIVE))
     assert granted(scheduler) == ["a", "b"], "c's two pages would leave one for two arrivals"
     for name in "ab":
-        scheduler.start_decoding(name, 5, 0.0)
+        scheduler.handoff.start_decoding(name, 5, 0.0)
     ModelFreeReplica(scheduler).step()
-    assert scheduler.num_preemptions == 0
+    assert scheduler.table.num_preemptions == 0
 
 
 def test_grants_wait_for_places() -> None:
@@ -190,7 +190,7 @@ def test_request_with_output_of_a_lost_replica_continues_it() -> None:
     expected = reference_output(prompt, SamplingParams(max_tokens=10, ignore_eos=True), 100)
     replica, deltas = ModelFreeReplica(new_scheduler()), []
     replica.add("a", prompt, max_tokens=10, output_token_ids=expected[:4])
-    while replica.scheduler.has_work:
+    while replica.scheduler.table.has_work:
         deltas += replica.step().deltas
     assert [token for delta in deltas for token in delta.token_ids] == expected[4:]
     assert deltas[0].first == 4
@@ -206,9 +206,9 @@ def test_step_ends_when_a_stream_from_another_replica_may_arrive() -> None:
     scheduler.add(arriving)
     for committed in (0, 32, 56):
         if committed:
-            scheduler.commit("a", committed)
+            scheduler.handoff.commit("a", committed)
         left = COST.prefill_seconds(committed, 60, 256) + CLASSES[1].tpot_s
-        scheduler.grant(replica.now)
+        scheduler.handoff.grant(replica.now)
         step = replica.step()
         assert arriving.num_computed_tokens == committed
         assert left / 2 < step.seconds <= left < idle

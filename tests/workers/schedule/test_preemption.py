@@ -18,7 +18,7 @@ def test_preempted_request_is_computed_again_with_the_same_output() -> None:
     for request in requests:
         scheduler.add(request)
     ModelFreeReplica(scheduler).run()
-    assert scheduler.num_preemptions > 0
+    assert scheduler.table.num_preemptions > 0
     for request in requests:
         assert request.token_ids[9:] == reference_output(request.prompt_token_ids, request.sampling, 40)
 
@@ -67,14 +67,14 @@ def test_request_in_flight_is_not_preempted() -> None:
     for name in "ab":
         scheduler.add(new_request(name, [ord(name)] * 8, max_tokens=12))
     flights: list[Batch] = []
-    while scheduler.has_work:
+    while scheduler.table.has_work:
         while len(flights) < 2 and (batch := scheduler.schedule(0.0)):
             flights.append(batch)
             assert all(part.request.status is Status.RUNNING for flight in flights for part in flight.scheduled)
         landed = flights.pop(0)
         sampled = {part.request.id: SampledToken(7) for part in landed.scheduled if part.samples}
         scheduler.update(landed, sampled, 0.0)
-    assert scheduler.num_preemptions > 0
+    assert scheduler.table.num_preemptions > 0
     assert scheduler.pages.counts().owned == 0
 
 
@@ -88,9 +88,9 @@ def test_request_is_preempted_only_if_the_urgent_one_can_start() -> None:
     replica.add("stream", [3] * 20 + [1], "standard", max_tokens=9)
     replica.step()
     urgent = replica.add("urgent", [3] * 20 + [1] * 17, "interactive")
-    while scheduler.has_work:
+    while scheduler.table.has_work:
         assert replica.step().batch, "there is work, so a step must do some"
-        assert scheduler.num_preemptions == 0 or urgent.num_computed_tokens
+        assert scheduler.table.num_preemptions == 0 or urgent.num_computed_tokens
     assert urgent.num_cached_tokens == 20
 
 
@@ -99,8 +99,8 @@ def test_streams_are_not_preempted_once_the_length_of_outputs_is_known() -> None
     replica = ModelFreeReplica(new_scheduler(num_pages=64, caching=False))
     for number in range(60):
         replica.add(f"{number}", 20, max_tokens=40)
-    while len(replica.scheduler.requests()) > 56:
+    while len(replica.scheduler.table.requests()) > 56:
         replica.step()
-    before = replica.scheduler.num_preemptions
+    before = replica.scheduler.table.num_preemptions
     replica.run()
-    assert replica.scheduler.num_preemptions <= before + 4, "those that were admitted before"
+    assert replica.scheduler.table.num_preemptions <= before + 4, "those that were admitted before"

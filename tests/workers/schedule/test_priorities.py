@@ -109,9 +109,9 @@ def test_partial_prefills_are_bounded() -> None:
     for number in range(6):
         replica.add(f"long {number}", 1000)
         replica.add(f"short {number}", 100)
-    while replica.scheduler.has_work:
+    while replica.scheduler.table.has_work:
         replica.step()
-        partial = [request for request in replica.scheduler.running if not request.is_decoding]
+        partial = [request for request in replica.scheduler.table.running if not request.is_decoding]
         assert len(partial) <= 3
         long = [each for each in partial if each.id.startswith("long") and each.num_uncached_tokens > 160]
         assert len(long) <= 1
@@ -130,7 +130,7 @@ def test_budget_left_by_small_chunks_starts_prompts_up_to_the_limit(limits: tupl
     for number in range(12):
         replica.add(f"long {number}", 100)
     replica.step()
-    assert len(replica.scheduler.running) == most
+    assert len(replica.scheduler.table.running) == most
 
 
 def test_batch_streams_skip_steps_for_an_interactive_one() -> None:

@@ -118,7 +118,7 @@ def test_prompt_of_a_running_request_is_shared() -> None:
     second = new_request("b", prompt, max_tokens=2)
     scheduler.add(second)
     replica.step()
-    assert scheduler.get("a").num_output_tokens > 0  # type: ignore[union-attr]
+    assert scheduler.table.get("a").num_output_tokens > 0  # type: ignore[union-attr]
     assert second.num_cached_tokens == 48
     replica.run()
 
@@ -211,7 +211,7 @@ def test_request_ends_at_its_limit_or_stop_token(params: dict[str, Any], tokens:
     script = [1, 2, 3, 4, 7, 6, EOS, 1, 7, 1, 1]
     replica = ModelFreeReplica(scheduler, sample=lambda token_ids: script[len(token_ids) - 10])
     deltas = []
-    while scheduler.has_work:
+    while scheduler.table.has_work:
         deltas += replica.step().deltas
     assert sum(len(delta.token_ids) for delta in deltas) == tokens
     assert deltas[-1].finish_reason is reason
@@ -227,14 +227,14 @@ def test_abort_in_any_status_frees_all_pages() -> None:
     for _ in range(7):
         replica.step()
     scheduler.add(new_request("waiting", [1, 2, 3]))
-    assert scheduler.get("deep").num_computed_tokens == 7 * 16  # type: ignore[union-attr]
+    assert scheduler.table.get("deep").num_computed_tokens == 7 * 16  # type: ignore[union-attr]
     assert scheduler.abort("waiting") is not None
     aborted = scheduler.abort("deep")
     assert aborted is not None
     assert aborted.finish_reason is FinishReason.ABORT
     assert scheduler.abort("deep") is None
     assert scheduler.pages.counts().free == 100
-    assert not scheduler.has_work
+    assert not scheduler.table.has_work
 
 
 def test_abort_in_flight_frees_pages_with_the_update() -> None:

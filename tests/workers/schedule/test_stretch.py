@@ -6,6 +6,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
+from crossdock.workers.schedule import stretch as stretches
 from crossdock.workers.schedule.batch import Batch, SampledToken
 from tests.workers.schedule.model_free_replica import COST, ModelFreeReplica, new_timed_replica
 
@@ -15,13 +16,15 @@ def decoding_replica(*outputs: int, slo_classes: tuple[str, ...] = ("standard",)
     replica = new_timed_replica(**config)
     for number, max_tokens in enumerate(outputs):
         replica.add(f"r{number}", 8, slo_classes[number % len(slo_classes)], max_tokens)
-    while any(not request.is_decoding for request in replica.scheduler.requests()):
+    while any(not request.is_decoding for request in replica.scheduler.table.requests()):
         replica.step()
     return replica
 
 
 def steady_steps(replica: ModelFreeReplica) -> int:
-    return replica.scheduler.steady_steps(replica.scheduler.schedule(replica.now))
+    return stretches.steady_steps(
+        replica.scheduler.table, replica.scheduler.forecast.cost, replica.scheduler.schedule(replica.now)
+    )
 
 
 def test_steps_are_steady_until_the_first_end() -> None:
@@ -29,7 +32,7 @@ def test_steps_are_steady_until_the_first_end() -> None:
     assert steady_steps(replica) == 4
     replica.add("late", 8)
     assert steady_steps(replica) == 1, "a prompt is waiting"
-    assert new_timed_replica().scheduler.steady_steps(Batch([], 0)) == 1
+    assert stretches.steady_steps(new_timed_replica().scheduler.table, COST, Batch([], 0)) == 1
 
 
 def test_no_steps_are_steady_while_windows_give_pages_back() -> None:
@@ -47,7 +50,7 @@ def test_steps_are_steady_while_no_stream_skips() -> None:
     The most urgent promise is 4 ms.
     """
     replica = decoding_replica(1500, 1500, slo_classes=("interactive", "batch"))
-    context = sum(request.num_tokens for request in replica.scheduler.running)
+    context = sum(request.num_tokens for request in replica.scheduler.table.running)
     assert steady_steps(replica) == 1 + int((0.99 * 4e-3 - 2e-3 - context * 1e-6) / 2e-6) < 1400
     same = decoding_replica(1500, 1500, slo_classes=("interactive",))
     assert steady_steps(same) > 1400, "no stream is less urgent than another"
@@ -74,29 +77,29 @@ def test_steps_at_once_have_the_result_of_single_steps(
         )
         scheduler = replica.scheduler
         coming, seen, ends = sorted(plan, reverse=True), [], []
-        while coming or scheduler.has_work:
-            if not scheduler.has_work:
+        while coming or scheduler.table.has_work:
+            if not scheduler.table.has_work:
                 replica.now = max(replica.now, coming[-1][0])
             while coming and coming[-1][0] <= replica.now:
                 _, prompt, output, slo_class = coming.pop()
                 replica.add(f"r{len(coming)}", min(prompt, 60), slo_class, output)
             batch = scheduler.schedule(replica.now)
-            steps = scheduler.steady_steps(batch) if at_once else 1
+            steps = stretches.steady_steps(scheduler.table, scheduler.forecast.cost, batch) if at_once else 1
             stretch = [replica.now + COST.seconds(batch.work)]
             work = batch.work
             while len(stretch) < steps and not (coming and coming[-1][0] <= stretch[-1]):
                 work = replace(work, context=work.context + work.decodes)
                 stretch.append(stretch[-1] + COST.seconds(work))
             tokens = {part.request.id: [9] * (len(stretch) - 1) for part in batch.scheduled}
-            batch = scheduler.advance(batch, tokens, stretch[:-1])
+            batch = stretches.advance(scheduler.table, batch, tokens, stretch[:-1])
             replica.now = stretch[-1]
             ends += stretch
-            sampled = dict.fromkeys((request.id for request in scheduler.requests()), SampledToken(9))
+            sampled = dict.fromkeys((request.id for request in scheduler.table.requests()), SampledToken(9))
             scheduler.update(batch, sampled, replica.now)
             if not at_once or len(ends) % 7 == 0 or steps > 1:
                 state = [
                     (each.id, each.num_tokens, each.num_computed_tokens, each.due, each.status)
-                    for each in scheduler.requests()
+                    for each in scheduler.table.requests()
                 ]
                 seen.append((replica.now, state, scheduler.pages.counts(), set(scheduler.pages.findable())))
         return seen, ends

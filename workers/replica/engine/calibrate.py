@@ -38,7 +38,7 @@ def warm_up(engine: Engine) -> SchedulingProfile:
     with model.pool.memory_paused():
         sweep = remembered_sweep(engine, lambda: _sweep(engine), lambda: _check(engine))
         fit = engine.calibrate(sweep, _intervals(engine))
-        engine.scheduler.learn_scored(_scored_factor(engine))
+        engine.scheduler.forecast.scored_factor = _scored_factor(engine)
         if pictures := _encoder_sweep(engine):
             engine.calibrate_encoder(pictures)
     return SchedulingProfile(
@@ -61,8 +61,8 @@ def warm_up(engine: Engine) -> SchedulingProfile:
         kernels=model.kernels,
         cost=fit.cost,
         encoder_cost=engine.encoder_fit.cost if engine.encoder_fit is not None else None,
-        encoder_rows=engine.scheduler.encoding.capacity if engine.scheduler.encoding is not None else 0,
-        keeps_items_whole=engine.scheduler.encoding is not None and engine.scheduler.encoding.keeps_items_whole,
+        encoder_rows=engine.scheduler.encoding.capacity,
+        keeps_items_whole=engine.scheduler.encoding.keeps_items_whole,
         overrun=fit.overrun,
         interval_share=engine.intervals.share,
     )
@@ -79,8 +79,7 @@ def _run_whole_picture(engine: Engine) -> None:
         engine.add(Submission("warm-up", prompt, sampling, items=[item]))
     while engine.has_work:
         engine.step()
-    if engine.scheduler.encoding is not None:
-        engine.scheduler.encoding.clear()
+    engine.scheduler.encoding.clear()
     encoder.clear()
 
 
@@ -149,7 +148,7 @@ def _scored_factor(engine: Engine) -> float:
     longest = min(engine.model.max_model_len, engine.pages.num_pages * engine.config.page_size)
     chunk = 0, min(64, engine.config.max_num_batched_tokens, longest)
     plain, scored = measure_step(engine, chunk, 0, 0), measure_step(engine, chunk, 0, 0, num_alternatives=20)
-    usual = engine.scheduler.cost.chunk_seconds(*chunk) if engine.scheduler.cost is not None else 0.0
+    usual = engine.scheduler.forecast.cost.chunk_seconds(*chunk) if engine.scheduler.forecast.cost is not None else 0.0
     if plain is None or scored is None or not usual:
         return 1.0
     return min(1 + max(min(scored[1]) - min(plain[1]), 0.0) / usual, _MOST_SCORED_FACTOR)

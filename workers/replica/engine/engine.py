@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 
 from crossdock.kvtransfer.layout import PoolSpec
@@ -23,6 +24,7 @@ from crossdock.workers.replica.engine.step_sampler import StepSampler
 from crossdock.workers.replica.ranks.gang import Gang
 from crossdock.workers.replica.ranks.pool_layout import choose_groups, held_layers, pool_spec
 from crossdock.workers.replica.step_sizes import sized
+from crossdock.workers.schedule.ahead import assume_ended
 from crossdock.workers.schedule.batch import Batch
 from crossdock.workers.schedule.cost.cost import StepWork
 from crossdock.workers.schedule.cost.cost_fit import StepCostFit
@@ -32,7 +34,7 @@ from crossdock.workers.schedule.memory.page_needs import PageNeeds
 from crossdock.workers.schedule.memory.pages import PagePool
 from crossdock.workers.schedule.memory.prefix_index import Window
 from crossdock.workers.schedule.pictures.encoder_cost import EncoderCostFit
-from crossdock.workers.schedule.pictures.encoding import Encoding, ItemFailure
+from crossdock.workers.schedule.pictures.encoding import LONGEST_SHIPPING_STEP_S, Encoding, ItemFailure
 from crossdock.workers.schedule.pictures.items import items_in
 from crossdock.workers.schedule.request import FinishReason, InvalidField, Request, Submission, TokenDelta
 from crossdock.workers.schedule.scheduler import Scheduler
@@ -77,8 +79,13 @@ class Engine:
         config, model = sized(self.config, self.model), self.model
         self.config = config
         speculative = config.speculative_config
-        drafter = new_drafter(speculative, model) if speculative is not None else None  # before pages take all memory
-        drafting = DraftPolicy(speculative) if speculative is not None else None
+        self._sampler = StepSampler(tuple(model.eos_token_ids))
+        drafting: DraftPolicy | None = None
+        if speculative is not None:
+            self.speculation = Speculation(
+                new_drafter(speculative, model), self._sampler
+            )  # before pages take all memory
+            drafting = DraftPolicy(speculative, self.speculation)
         if self.gang is None:  # else its ranks have chosen them together
             self.model = model = choose_groups(model, config)
         windows = [group.window for group in model.groups] or [None]
@@ -91,7 +98,9 @@ class Engine:
         if model.encoder is not None:
             model.encoder.clear()
             rows = int(config.mm_encoder_cache) // model.encoder.row_bytes
-            encoding = Encoding(rows, keeps_items_whole=model.encoder.attends_both_ways and self.makes_tokens)
+            keeps_whole = model.encoder.attends_both_ways and self.makes_tokens
+            longest_s = inf if self.makes_tokens or not config.enable_chunked_prefill else LONGEST_SHIPPING_STEP_S
+            encoding = Encoding(rows, None, keeps_whole, longest_s)
         self.scheduler = Scheduler(
             *(config, self.pages, model.max_model_len, model.eos_token_ids),
             depth=depth,
@@ -99,9 +108,6 @@ class Engine:
             encoding=encoding,
         )
         self.grammars = GrammarCompiler(self.tokenizer_dir, model.vocab_size, model.eos_token_ids)
-        self._sampler = StepSampler(tuple(model.eos_token_ids))
-        if drafter is not None:
-            self.speculation = Speculation(drafter, self.scheduler, self._sampler)
         is_ahead = self._runs_ahead()
         self.pipeline = Pipeline(self._runner(num_pages), self._sampler, self.clock, is_ahead)
 
@@ -160,7 +166,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or not self.pipeline.is_empty
+        return self.scheduler.table.has_work or not self.pipeline.is_empty
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -227,16 +233,16 @@ class Engine:
     def arrive(self, request_id: str, token_id: int) -> None:
         """Let a held request decode from the next step on: all its pages and its first token have arrived."""
         self._sampler.accept(request_id, token_id)
-        self.scheduler.start_decoding(request_id, token_id, self.clock())
+        self.scheduler.handoff.start_decoding(request_id, token_id, self.clock())
 
     def ship(self, request_id: str) -> None:
         """End a held request here: all its pages are at another replica."""
         self._forget(request_id)
-        self.scheduler.finish_sent(request_id)
+        self.scheduler.handoff.finish_sent(request_id)
 
     def take_returned(self) -> list[Request]:
         """Return the requests that made way for more urgent ones since the last call; they have ended here."""
-        returned = self.scheduler.take_returned()
+        returned = self.scheduler.table.take_returned()
         for request in returned:
             self._forget(request.id)
         return returned
@@ -264,14 +270,15 @@ class Engine:
         if before is None or not self.pipeline.is_ahead:
             if self.speculation is None:
                 return self._execute(self.scheduler.schedule(now), now)
-            drafts = self.speculation.drafts(now)
+            streams = self.scheduler.choose_streams(now)
+            drafts = self.speculation.drafts(streams.wanted_drafts)
             now = self.clock()  # drafting is no part of the step, whose seconds are learnt from
-            return self._execute(self.scheduler.schedule(now, drafts), now)
-        if before.device_tokens is None or self.scheduler.needs_preemption:
+            return self._execute(self.scheduler.schedule(now, drafts, streams), now)
+        if before.device_tokens is None or self.scheduler.table.needs_preemption:
             return False
         predicted = self._predicted(before.batch)
         ended = max(before.started + predicted, now)
-        with self.scheduler.assume_ended(before.batch, ended):
+        with assume_ended(self.scheduler.table, before.batch, ended):
             return self._execute(self.scheduler.schedule(ended), now)
 
     def _execute(self, batch: Batch, now: float) -> bool:
@@ -301,10 +308,10 @@ class Engine:
         for part in batch.scheduled:
             items = items_in(part.request.items, part.start, part.start + part.num_tokens)
             reasons = [failures[item.content_hash].reason for item in items if item.content_hash in failures]
-            if reasons and self.scheduler.get(part.request.id) is part.request:
+            if reasons and self.scheduler.table.get(part.request.id) is part.request:
                 deltas.append(self.scheduler.fail(part.request, reasons[0]))
         for content_hash, failure in failures.items():
-            if failure.is_passing and self.scheduler.encoding is not None:
+            if failure.is_passing:
                 self.scheduler.encoding.forget(content_hash)
         return deltas
 
@@ -315,7 +322,7 @@ class Engine:
         if self.model.encoder is not None:
             self.model.encoder.clear()
         failed = []
-        for request in self.scheduler.requests():
+        for request in self.scheduler.table.requests():
             self.abort(request.id)
             delta = TokenDelta(request.id, [], epoch=request.epoch, finish_reason=FinishReason.ERROR, error=error)
             failed.append((request, delta))
@@ -364,7 +371,7 @@ class Engine:
     def calibrate_encoder(self, sweep: Sequence[tuple[Sequence[int], float]]) -> None:
         """Predict the seconds of pictures from now on, beginning with measurements of batches: see `EncoderCostFit`."""
         self.encoder_fit = EncoderCostFit(sweep)
-        self.scheduler.learn_encoder(self.encoder_fit.cost)
+        self.scheduler.encoding.cost = self.encoder_fit.cost
 
     def _predicted(self, batch: Batch) -> float:
         """Return the predicted seconds of a step with its pictures; 0 without a cost."""
@@ -375,7 +382,7 @@ class Engine:
         """Compare a step with its prediction, and refine the next predictions. Returns the predicted seconds."""
         if self.encoder_fit is not None and step.encoder_seconds and not step.picture_failures:
             self.encoder_fit.observe(step.batch.encoder.items, step.encoder_seconds)
-            self.scheduler.learn_encoder(self.encoder_fit.cost)
+            self.scheduler.encoding.cost = self.encoder_fit.cost
         if self.cost_fit is None:
             return 0.0
         predicted = self._predicted(step.batch)

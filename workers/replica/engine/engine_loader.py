@@ -8,7 +8,6 @@ from crossdock.workers.model.weights.checkpoint import resolve_tokenizer
 from crossdock.workers.replica.config import EngineConfig, ReplicaSpec
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.replica.ranks.device import device_of
-from crossdock.workers.schedule.pictures.encoding import LONGEST_SHIPPING_STEP_S
 
 
 def load_engine(spec: ReplicaSpec) -> Engine:
@@ -30,8 +29,5 @@ def load_engine(spec: ReplicaSpec) -> Engine:
 
 
 def _encode_engine(model: EncoderModel, config: EngineConfig) -> Engine:
-    """Return the engine of an encode replica: eager, as steps with pictures are anywhere, and with short steps."""
-    engine = Engine(model, config.model_copy(update={"enforce_eager": True}))
-    if engine.scheduler.encoding is not None and config.enable_chunked_prefill:
-        engine.scheduler.encoding.longest_s = LONGEST_SHIPPING_STEP_S
-    return engine
+    """Return the engine of an encode replica: eager, as steps with pictures are anywhere."""
+    return Engine(model, config.model_copy(update={"enforce_eager": True}))

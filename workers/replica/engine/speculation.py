@@ -5,24 +5,18 @@ from dataclasses import dataclass, field
 
 from crossdock.workers.draft.drafter import Drafter
 from crossdock.workers.replica.engine.step_sampler import StepSampler
-from crossdock.workers.schedule.scheduler import Scheduler
 
 
 @dataclass(slots=True)
 class Speculation:
-    """Asks the grammars and one drafter for the streams of one scheduler: the policy's `DraftSource`.
+    """Asks the grammars and one drafter for streams: the policy's `DraftSource`.
 
     The drafter knows every request of the engine.
     """
 
     drafter: Drafter
-    scheduler: Scheduler
     sampler: StepSampler
     _forced: Mapping[str, Sequence[int]] = field(default_factory=dict)  # tokens at the newest step, by request
-
-    def __post_init__(self) -> None:
-        if (verification := self.scheduler.verification) is not None:
-            verification.policy.source = self
 
     def seconds(self, num_streams: int, num_tokens: int) -> float:
         """Return the predicted seconds to draft for `num_streams`, the longest draft having `num_tokens`."""
@@ -37,9 +31,8 @@ class Speculation:
         """Return how many of the request's last tokens support its drafts after forced ones."""
         return self.drafter.match_length(request_id, self._forced.get(request_id, ()))
 
-    def drafts(self, now: float) -> dict[str, Sequence[int]]:
-        """Return the drafts for the step that begins at `now`, by request."""
-        wanted = self.scheduler.wanted_drafts(now)
+    def drafts(self, wanted: Mapping[str, int]) -> dict[str, Sequence[int]]:
+        """Return at most so many drafts for each request, with those that its grammar dictates."""
         if not wanted:
             return {}
         drafts: dict[str, Sequence[int]] = {}

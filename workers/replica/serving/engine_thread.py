@@ -151,7 +151,7 @@ class EngineThread(ObservedEngine):
 
         An attempt that waits for its turn moves with everything that is computed here.
         """
-        request = self.engine.scheduler.get(request_id)
+        request = self.engine.scheduler.table.get(request_id)
         if request is None or request.epoch != epoch:
             return None
         own = [request.status.value, request.num_computed_tokens, request.num_tokens, request.num_preemptions]
@@ -367,7 +367,7 @@ class EngineThread(ObservedEngine):
     def _add(self, submission: Submission, arrived: float, grammar: GrammarState | None) -> None:
         if self._readers.has_ended(submission.id, submission.epoch):
             raise Superseded(f"attempt {submission.epoch} at {submission.id} was aborted")
-        earlier = self.engine.scheduler.get(submission.id)
+        earlier = self.engine.scheduler.table.get(submission.id)
         if earlier is not None and earlier.epoch < submission.epoch:
             self._abort([(earlier.id, earlier.epoch)])
         try:
@@ -375,20 +375,20 @@ class EngineThread(ObservedEngine):
         except Overloaded:
             self.metrics.refused(submission.slo_class)
             raise
-        request = self.engine.scheduler.get(submission.id)
+        request = self.engine.scheduler.table.get(submission.id)
         assert request is not None
         try:
             if self.handover is not None:
                 self.handover.add(submission)
             if self.landing is not None:
                 self.landing.add(submission)
-            self.timelines.add(submission, request, arrived, self.engine.scheduler.seconds_alone(request))
+            self.timelines.add(submission, request, arrived, self.engine.scheduler.forecast.seconds_alone(request))
         except Exception:
             self.engine.abort(submission.id)  # a request without a timeline would fail the steps that compute it
             raise
 
     def _abort(self, attempts: Sequence[AttemptKey]) -> None:
-        found = [self.engine.scheduler.get(request_id) for request_id, _ in attempts]
+        found = [self.engine.scheduler.table.get(request_id) for request_id, _ in attempts]
         requests = [
             request
             for request, (_, epoch) in zip(found, attempts, strict=True)

@@ -14,7 +14,6 @@ from crossdock.workers.replica.transfer.replica_dock import ReplicaDock
 from crossdock.workers.report.timeline import Progress, Timeline, prompt_length_bucket
 from crossdock.workers.report.vllm_names import OF_REPLICAS, exposition
 from crossdock.workers.schedule.drafts.verify import DraftTotals
-from crossdock.workers.schedule.pictures.encoding import EncoderTotals
 from crossdock.workers.schedule.request import Leg, Request, Status
 
 _STEP_SECONDS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0, 10.0)
@@ -318,38 +317,36 @@ class _Gauges(Collector):
         info = (str(config.page_size), str(counts.total), config.kv_cache_dtype, str(config.enable_prefix_caching))
         labels = ("page_size", "num_pages", "kv_cache_dtype", "enable_prefix_caching")
         yield _gauge("crossdock_kv_cache_info", "1; the labels are the settings of the KV pages.", labels, {info: 1})
-        yield from self._requests(engine.scheduler.requests())
+        yield from self._requests(engine.scheduler.table.requests())
         yield from self._cost()
         if engine.model.kernels and engine.model.device.type == "cpu":
             text = "Always 1; the label says which kernels compute the matrix products of fused layers."
             yield _gauge("crossdock_cpu_kernels", text, ("kernels",), {(engine.model.kernels,): 1})
         text = "Requests preempted: their pages went to other requests."
-        yield _counter("crossdock_preemptions", text, engine.scheduler.num_preemptions)
+        yield _counter("crossdock_preemptions", text, engine.scheduler.table.num_preemptions)
         yield from self._drafts()
         yield from self._pictures()
 
     def _pictures(self) -> Iterator[Metric]:
         """Yield the counts of the encoder, which are 0 for a model of text alone."""
         encoding = self._engine.scheduler.encoding
-        totals = encoding.totals if encoding is not None else EncoderTotals()
+        totals = encoding.totals
         yield _counter("crossdock_items_encoded", "Pictures and videos that were encoded.", totals.num_encoded)
         yield _counter("crossdock_encoder_rows", "Rows of embeddings that encoding made.", totals.num_rows)
         text = "Pictures and videos whose embeddings were in memory when a request reached them."
         yield _counter("crossdock_item_hits", text, totals.num_hits)
         text = "Pictures and videos whose embeddings another replica has sent, when a chunk read them."
         yield _counter("crossdock_items_received", text, totals.num_copied)
-        lost = encoding.arriving.lost if encoding is not None and encoding.arriving is not None else Tally[str]()
+        lost = encoding.arriving.lost
         text = "Pictures and videos that other replicas were to encode and that were left to this one, by reason."
         family = CounterMetricFamily("crossdock_items_lost", text, labels=["reason"])
         for reason in ("failed", "late", "no room"):
             family.add_metric([reason], lost[reason])
         yield family
-        landing = encoding.arriving if encoding is not None else None
-        owned = landing.num_pages - landing.num_free if landing is not None else 0
+        owned = encoding.arriving.num_pages - encoding.arriving.num_free
         text = "Pages in which embeddings of other replicas arrive or lie until they are read."
         yield _gauge("crossdock_landing_pages_owned", text, (), {(): owned})
-        rows = encoding.num_rows if encoding is not None else 0
-        yield _gauge("crossdock_item_rows", "Rows of embeddings in memory.", (), {(): rows})
+        yield _gauge("crossdock_item_rows", "Rows of embeddings in memory.", (), {(): encoding.num_rows})
 
     def _drafts(self) -> Iterator[Metric]:
         """Yield the counts of verified drafts, which are 0 without speculation."""
@@ -386,7 +383,7 @@ class _Gauges(Collector):
             if request.is_decoding or request.status is Status.HELD or request.leg is Leg.RECEIVE:
                 continue
             tokens[request.slo_class] += request.num_uncached_tokens if self._engine.makes_tokens else 0
-            seconds[request.slo_class] += self._engine.scheduler.prefill_seconds(request)
+            seconds[request.slo_class] += self._engine.scheduler.forecast.prefill_seconds(request)
         yield _gauge(
             "crossdock_uncached_tokens_waiting",
             "Prompt tokens that requests without a first token still have to compute.",

@@ -3,6 +3,7 @@
 import json
 import logging
 import time
+import uuid
 from collections import Counter as Tally
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -32,7 +33,7 @@ class ObservedEngine:
         self.metrics = EngineMetrics(engine)
         unix_at_zero = time.time() - engine.clock()
         self.timelines = Timelines(engine.config.slo_classes, unix_at_zero)
-        self.steps = RecentSteps(unix_at_zero)
+        self.steps = RecentSteps(unix_at_zero, uuid.uuid4().hex)
 
     def transferred(self, request_id: str, direction: str, figures: Figures, outcome: str) -> None:
         """Note a transfer that has ended: `sent`, `received`, or of `embeddings` that came from another replica."""
@@ -64,7 +65,7 @@ class ObservedEngine:
         engine = self.engine
         own = None if tenant is None else self.timelines.ids(tenant)
         requests = Tally(
-            request.status.value for request in engine.scheduler.requests() if own is None or request.id in own
+            request.status.value for request in engine.scheduler.table.requests() if own is None or request.id in own
         )
         fit = engine.cost_fit
         return {

@@ -76,7 +76,7 @@ class Handover:
             raise CannotPair(str(error)) from error
         self._transfers[submission.id] = _Transfer(submission.epoch, self.engine.clock())
         if self._early_offers.pop((submission.id, submission.epoch), 0) is None:
-            self.engine.scheduler.offer(submission.id)
+            self.engine.scheduler.handoff.offer(submission.id)
 
     def aborted(self, request: Request) -> None:
         """End the transfer of a request that was aborted here."""
@@ -124,7 +124,7 @@ class Handover:
     def grant(self) -> None:
         """Grant pages to waiting requests, as far as there are any: the other replica may write to them from now on."""
         now = self.engine.clock()
-        for request in self.engine.scheduler.grant(now):
+        for request in self.engine.scheduler.handoff.grant(now):
             first = request.num_computed_tokens // self.engine.config.page_size
             groups, state = self._pages_of(request, first), self.engine.pages.state_of(request.owner)
             self.dock.grant(request.id, request.epoch, first, groups, state)
@@ -153,20 +153,20 @@ class Handover:
 
     def handle(self, event: Event) -> Sequence[TokenDelta]:
         """Apply an event of the dock to the engine. Returns the deltas of requests that ended by it."""
-        request = self.engine.scheduler.get(event.request)
+        request = self.engine.scheduler.table.get(event.request)
         if request is not None and request.epoch != event.epoch:
             request = None  # the event is of a placement that is over
         match event:
             case Offered():
                 self._offered(event, request)
             case Committed(num_tokens=num_tokens) if request is not None and request.status is Status.HELD:
-                self.engine.scheduler.commit(request.id, num_tokens)
+                self.engine.scheduler.handoff.commit(request.id, num_tokens)
             case Arrived():
                 return self._arrived(event, request)
             case Failed(sending=False) if request is not None and request.leg is Leg.RECEIVE:
                 self._end(event.request, event.epoch)
                 self.on_figures(event.request, False, Figures(), event.reason.value)
-                self.engine.scheduler.take_over(request.id, self.engine.clock())
+                self.engine.scheduler.handoff.take_over(request.id, self.engine.clock())
             case Failed(sending=True) if request is not None:
                 self.on_figures(event.request, True, Figures(), event.reason.value)
                 self.engine.abort(request.id)
@@ -183,7 +183,7 @@ class Handover:
     def _offered(self, event: Offered, request: Request | None) -> None:
         """Let pages be granted for a prompt that the other replica is about to compute, now or once it comes here."""
         if request is not None:
-            self.engine.scheduler.offer(request.id)
+            self.engine.scheduler.handoff.offer(request.id)
             return
         self._early_offers[event.request, event.epoch] = None
         if len(self._early_offers) > _MOST_EARLY_OFFERS:
@@ -197,7 +197,7 @@ class Handover:
         if request is None or request.status is not Status.HELD:
             return ()
         if event.num_tokens != request.num_tokens:  # another prompt, or another output before it: computed here
-            self.engine.scheduler.take_over(request.id, self.engine.clock())
+            self.engine.scheduler.handoff.take_over(request.id, self.engine.clock())
             self.engine.pages.end_quarantine(request.owner)
             return ()
         token_id = _token(event.result, self.engine.model.vocab_size)

@@ -41,7 +41,7 @@ class Landing:
 
     def add(self, submission: Submission) -> None:
         """Expect the rows of a request that the engine has just queued, if another replica encodes its items."""
-        request = self.engine.scheduler.get(submission.id)
+        request = self.engine.scheduler.table.get(submission.id)
         if request is None or not submission.encoder or not submission.items or submission.leg is Leg.RECEIVE:
             return
         try:
@@ -122,12 +122,11 @@ def open_landing(
     """
     encoder, encoding = engine.model.encoder, engine.scheduler.encoding
     assert encoder is not None, "a model of text alone takes no embeddings"
-    assert encoding is not None
     page_size = engine.config.page_size
     num_pages = max(int(engine.config.mm_encoder_cache) // (page_size * encoder.row_bytes), 2)  # the last has no row
     pool = encoder.open_landing(num_pages, page_size)
     layout = PoolLayout([row_layer(engine.model.config)], page_size, pool.itemsize)
     spec = PoolSpec.whole(layout, f"{model} {VARIANT}", str(pool.dtype).removeprefix("torch."), num_pages)
     dock = ReplicaDock(pool, spec, f"{role} landing", config, None, on_event, engine.clock)
-    encoding.arriving = rows = ArrivingRows(num_pages, page_size, min(config.deadline_s, LEAST_PATIENCE_S))
-    return Landing(engine, dock, config, encoding, rows)
+    encoding.arriving.open(num_pages, page_size, min(config.deadline_s, LEAST_PATIENCE_S))
+    return Landing(engine, dock, config, encoding, encoding.arriving)

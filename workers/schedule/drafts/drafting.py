@@ -95,7 +95,7 @@ class DraftPolicy:
     """
 
     config: SpeculativeConfig
-    source: DraftSource = field(default_factory=FreeDrafts)  # the engine sets its drafter here
+    source: DraftSource = field(default_factory=FreeDrafts)
     drafted: int = 0  # tokens, in all
     accepted: int = 0
     forced: int = 0  # of the drafted tokens

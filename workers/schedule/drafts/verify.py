@@ -19,7 +19,7 @@ from crossdock.workers.schedule.drafts.drafting import DraftPolicy, Stream
 from crossdock.workers.schedule.drafts.speculative_config import SpeculativeConfig
 from crossdock.workers.schedule.pacing.chunking import FREE_SHARE, longest_step
 from crossdock.workers.schedule.pacing.forecast import Forecast
-from crossdock.workers.schedule.recurrent.states import RecurrentStates
+from crossdock.workers.schedule.recurrent.states import NO_STATES, NoStates, RecurrentStates
 from crossdock.workers.schedule.request import Request
 from crossdock.workers.schedule.table import RequestTable
 
@@ -71,7 +71,7 @@ class Verification:
     table: RequestTable
     forecast: Forecast
     policy: DraftPolicy
-    states: RecurrentStates | None = None  # of models with recurrent layers
+    states: RecurrentStates | NoStates = NO_STATES
     totals: DraftTotals = field(default_factory=DraftTotals)
     gap_share: float = 1.0  # recent seconds per token of the streams, as a share of those without drafts
     _lengthened: float = 1.0  # seconds of the last step, as a share of those without drafts; predicted
@@ -84,7 +84,7 @@ class Verification:
             return {}
         self._note_last_step()
         work = StepWork(decodes=len(streams), context=sum([stream.num_computed_tokens for stream in streams]))
-        cost, policy, has_states = self.forecast.cost, self.policy, self.states is not None
+        cost, policy, has_states = self.forecast.cost, self.policy, bool(self.table.pages.state_pages)
         forced = policy.source.forced([stream.id for stream in streams])
         if policy.config.method == "grammar":
             looked_at = [stream for stream in streams if stream.id in forced]
@@ -134,7 +134,7 @@ class Verification:
             if room:
                 num_tokens = part.num_tokens + room
                 part = part._replace(num_tokens=num_tokens, drafts=tokens[:room], reason="decode with drafts")
-                verified.append(part if self.states is None else self.states.with_state(part))
+                verified.append(self.states.with_state(part))
             else:
                 without.append(part)
         chunks = batch.scheduled[batch.num_decodes :]
@@ -231,7 +231,7 @@ class Verification:
         config = self.table.config
         rows = max(config.max_num_seqs - batch.num_decodes, _MOST_ROWS)
         tokens = min(config.max_num_batched_tokens - batch.num_tokens, rows)
-        if self.states is not None:
+        if self.table.pages.state_pages:
             verifying = {part.request.id for part, drafts in zip(batch.scheduled, offered, strict=False) if drafts[1]}
             tokens = min(tokens, self._room_to_compute_again(batch, verifying))
         seconds = self._seconds(work, has_chunks=len(batch.scheduled) > batch.num_decodes)

@@ -60,6 +60,7 @@ class ChunkBudget:
     lent_seconds: float = 0.0  # of the whole step if it has a chunk of that prompt
     lane_tokens: int = 0  # part of `tokens` that long prompts may not take
     lane_seconds: float = 0.0  # part of `seconds` that long prompts may not take
+    is_chunked: bool = True  # False: one step computes the rest of a prompt, or none of it
 
     @property
     def is_spent(self) -> bool:
@@ -86,6 +87,9 @@ class ChunkBudget:
 
     def chunk(self, prompt: "Candidate", threshold: int, page_size: int) -> int:
         """Return how many tokens of a prompt to compute now."""
+        if not self.is_chunked:
+            left = prompt.end - prompt.start
+            return left if left <= self.tokens else 0
         tokens, seconds = self.tokens, self.seconds
         floor = self.floor if prompt.has_floor and prompt.priority <= self.floor_priority else 0
         if prompt.is_long and self.lane_tokens:  # deep in its context, a floor chunk would take the time of the lane
@@ -155,9 +159,9 @@ def chunk_tokens(start: int, end: int, budget: int, threshold: int, page_size: i
     return max(stop - start, 0)
 
 
-def fixed_chunk_budget(max_num_batched_tokens: int, num_decodes: int) -> ChunkBudget:
+def fixed_chunk_budget(max_num_batched_tokens: int, num_decodes: int, is_chunked: bool = True) -> ChunkBudget:
     """Return vLLM's budget: the tokens that decodes leave of a fixed number."""
-    return ChunkBudget(max_num_batched_tokens - num_decodes)
+    return ChunkBudget(max_num_batched_tokens - num_decodes, is_chunked=is_chunked)
 
 
 def adaptive_chunk_budget(

@@ -43,11 +43,16 @@ class Forecast:
     overrun: float = 1.0  # factor by which some steps take longer than predicted, see `StepCostFit.overrun`
     depth: int = 1  # steps in flight, the number of pipeline stages
     interval_share: float = 1.0  # interval of steps / seconds of one, see `IntervalShare`; 1 where `depth` is 1
-    encoding: Encoding | None = None  # None: no request has items
-    scored_factor: float = 1.0  # how many times as long a chunk takes that needs log-probabilities of its tokens
+    encoding: Encoding = field(default_factory=lambda: Encoding(0))
+    scored_factor: float = 1.0  # learnt: how many times as long a chunk takes that needs log-probabilities
     _queue: list[Request] = field(default_factory=list)  # the waiting requests at the last look
     _seconds: list[float] = field(default_factory=list)  # of their prompts
     _looked: tuple[StepCost | None, float, float] = (None, 0.0, 0.0)  # cost, interval share and step time at that look
+
+    def learn(self, cost: StepCost, overrun: float, interval_share: float = 1.0) -> None:
+        """Predict with a new cost from now on, with the factor by which some steps overrun it, and the share of it
+        after which the steps of a full pipeline follow each other."""
+        self.cost, self.overrun, self.interval_share = cost, overrun, interval_share
 
     @property
     def overrun_when_full(self) -> float:
@@ -96,7 +101,7 @@ class Forecast:
         """
         if self.cost is None:
             return 0.0
-        encoder_seconds = self.encoding.seconds_left(request) if self.encoding is not None else 0.0
+        encoder_seconds = self.encoding.seconds_left(request) if request.items else 0.0
         seconds = self.factor(request) * self.cost.prefill_seconds(*self._rest(request)) + encoder_seconds
         return self.interval_share * seconds
 

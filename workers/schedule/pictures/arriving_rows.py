@@ -86,9 +86,9 @@ class ArrivingRows:
     `patience_s`: how long an offer may take at least. The other replica may never have got the request.
     """
 
-    num_pages: int
-    page_size: int  # rows
-    patience_s: float
+    num_pages: int = 0  # 0: no other replica sends embeddings here
+    page_size: int = 1  # rows
+    patience_s: float = LEAST_PATIENCE_S
     lost: Counter[str] = field(default_factory=Counter)  # items whose rows did not come, by reason
     _free: list[int] = field(init=False)
     _transfers: dict[str, RowsTransfer] = field(default_factory=dict)  # by owner
@@ -97,6 +97,11 @@ class ArrivingRows:
 
     def __post_init__(self) -> None:
         self._free = list(range(self.num_pages))
+
+    def open(self, num_pages: int, page_size: int, patience_s: float) -> None:
+        """Take rows from now on: there is a dock, with so many landing pages."""
+        self.num_pages, self.page_size, self.patience_s = num_pages, page_size, patience_s
+        self._free = list(range(num_pages))
 
     # -- reading ---------------------------------------------------------------------------------------------------
 

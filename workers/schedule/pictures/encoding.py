@@ -8,15 +8,16 @@ Rows that another replica sends are copied in place of encoding, see arriving_ro
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import NamedTuple
 
+from crossdock.workers.schedule.config import SchedulerConfig
 from crossdock.workers.schedule.pictures.arriving_rows import ArrivingRows, LandedItem
 from crossdock.workers.schedule.pictures.encoder_cost import EncoderCost
 from crossdock.workers.schedule.pictures.items import Item, items_in
-from crossdock.workers.schedule.pictures.whole_items import most_tokens
+from crossdock.workers.schedule.pictures.whole_items import check_fit, least_tokens, most_tokens
 from crossdock.workers.schedule.request import InvalidField, Request, Status
 
 LONGEST_SHIPPING_STEP_S = 0.02
@@ -46,13 +47,16 @@ class ItemFailure(NamedTuple):
     is_passing: bool  # such as memory that was short: the same item may be encoded another time
 
 
-class ItemChunk(NamedTuple):
-    """A chunk of a prompt with items, and the items to encode for it."""
+class ItemStop(NamedTuple):
+    """An item that a chunk may stop before, with those in front of it that it would encode."""
 
-    num_tokens: int
-    items: Sequence[Item] = ()
-    seconds: float = 0.0  # of these items
-    limit: str = ""  # why the chunk is not longer, if an item is the reason
+    start: int  # of the item
+    before: int  # tokens of the chunk that ends before the item; 0 or less: there is none
+    limit: str  # why the chunk ends before the item, if it does
+    may_pass: bool  # the item may be encoded in this step, if a token of it then fits
+    has_room: bool  # in the cache
+    seconds: float  # that the step then takes for items
+    has_floor: bool  # it may also take time that streams do not leave: it could encode no less
 
 
 @dataclass(slots=True)
@@ -79,8 +83,8 @@ class Encoding:
     cost: EncoderCost | None = None  # None: encoding is free, as far as the scheduler knows
     keeps_items_whole: bool = False  # chunks may not end inside an item, see whole_items.py
     longest_s: float = inf  # that several items of a step may take together; see `LONGEST_SHIPPING_STEP_S`
+    arriving: ArrivingRows = field(default_factory=ArrivingRows)  # embeddings that other replicas send
     totals: EncoderTotals = field(default_factory=EncoderTotals)
-    arriving: ArrivingRows | None = None  # None: no other replica sends embeddings here
     _rows: OrderedDict[bytes, int] = field(default_factory=OrderedDict)  # rows by content, least recently used first
     _num_rows: int = 0
     _readers: dict[bytes, dict[str, Request]] = field(default_factory=dict)  # requests inside the item, by content
@@ -108,17 +112,34 @@ class Encoding:
 
     def seconds_left(self, request: Request) -> float:
         """Return the seconds of the encoder that the rest of a prompt needs here; 0 while another replica encodes."""
-        if not request.items or (request.is_encoded_elsewhere and self.arriving is not None):
+        if not request.items or (request.is_encoded_elsewhere and self.arriving.num_pages):
             return 0.0
         end = request.num_tokens
         return self.seconds(self._to_encode(self._missing(request, end - request.num_uncached_tokens, end)))
 
-    def check(self, request: Request, is_chunked: bool) -> None:
+    def least_tokens(self, request: Request, start: int, page_size: int) -> int:
+        """Return the tokens of the shortest chunk from `start` on; 0: every chunk may end on a page boundary."""
+        if not self.keeps_items_whole:
+            return 0
+        return least_tokens(request.items, start, request.num_tokens, page_size)
+
+    def outside_items(self, request: Request, start: int, num_tokens: int, page_size: int) -> int:
+        """Return the tokens of the longest chunk of at most `num_tokens` that ends where it may."""
+        stop = start + num_tokens
+        if not self.keeps_items_whole or stop == request.num_tokens:
+            return num_tokens
+        return most_tokens(request.items, start, stop, page_size)
+
+    def check(self, request: Request, config: SchedulerConfig, page_size: int) -> None:
         """Check that the request's items can be encoded here.
 
         Raises:
-            InvalidField: the embeddings of an item alone, or of all where chunks are off, exceed the cache.
+            InvalidField: the embeddings of an item alone, or of all where chunks are off, exceed the cache. Or an item
+                that must be computed whole does not fit into a chunk.
         """
+        if not self.capacity:
+            raise InvalidField("prompt has pictures, and this replica encodes none", "prompt")
+        is_chunked = config.enable_chunked_prefill
         rows = {item.content_hash: item.num_rows for item in request.items}
         most = max(rows.values(), default=0) if is_chunked else sum(rows.values())
         if most > self.capacity:
@@ -128,6 +149,8 @@ class Encoding:
                 f"(--mm-encoder-cache)",
                 "prompt",
             )
+        if self.keeps_items_whole and is_chunked:
+            check_fit(request, page_size, *config.most_chunk_tokens)
 
     # -- planning --------------------------------------------------------------------------------------------------
 
@@ -145,26 +168,22 @@ class Encoding:
             if not readers:
                 del self._readers[content_hash]
 
-    def chunk(self, request: Request, start: int, size_of: Callable[[float, bool], int], page_size: int) -> ItemChunk:
-        """Return the chunk of a request that begins at `start`, with the items that must be encoded for it.
+    def stops(self, request: Request, start: int, page_size: int) -> Iterator[ItemStop]:
+        """Yield where a chunk from `start` on may have to stop: before each item that needs something, in order.
 
-        `size_of(seconds, has_floor)` returns how many tokens fit if encoding takes `seconds` of the step; with the
-        floor, also those for which there is no time. An item is taken if a token of it then fits, and its rows: else
-        the chunk ends on the page boundary before it. So it does where the embeddings are on their way. Where items are
-        kept whole, no size ends inside one.
+        Each stop assumes that the chunk passes all stops before it. Where an item lacks room, or its embeddings are on
+        their way, no further stop follows.
 
         Once a request stands still for lack of room, those after it in this step get none: small items would keep a
         large one out for ever. Only requests inside an item go on, so that they give their room back. No request waits
         for the room of a less urgent one: streams may leave that one no time to go on.
         """
-        chunk, seen, kept = ItemChunk(size_of(0.0, True)), set[bytes](), self._kept_from(request)
+        passed, passed_seconds, seen, kept = list[Item](), 0.0, set[bytes](), self._kept_from(request)
         is_inside = any(request.id in readers for readers in self._readers.values())
         may_exceed = is_inside or not kept
         has_turn = is_inside or self._first_without_room in ("", request.id)
         room = self.capacity - sum(self._rows.get(content_hash, 0) for content_hash in kept) if has_turn else 0
         for item in items_in(request.items, start, request.num_tokens):
-            if item.start >= start + chunk.num_tokens:
-                break
             if item.content_hash in seen or (has_turn and item.content_hash in kept):
                 continue
             seen.add(item.content_hash)
@@ -174,28 +193,21 @@ class Encoding:
             if has_room and item.content_hash in self._rows:  # it stays: items before it cannot have its rows
                 continue
             if item.content_hash not in self._rows and self._is_awaited(request, item):
-                return chunk._replace(num_tokens=min(chunk.num_tokens, max(before, 0)), limit=ON_THEIR_WAY)
-            items = [*chunk.items, item]
-            seconds = self._added(items)
-            has_floor = self._has_floor(chunk, seconds, before)
-            num_tokens = 0 if self._can_wait(items, before) else size_of(seconds, has_floor)
-            if has_room and start + num_tokens > max(item.start, start):
-                chunk = ItemChunk(num_tokens, items, seconds)
-                continue
+                yield ItemStop(item.start, before, ON_THEIR_WAY, False, True, 0.0, False)
+                return
+            passed.append(item)
+            seconds = self._added(passed)
             reason = f"takes {seconds * 1e3:.0f} ms" if has_room else "finds no room in the cache"
             limit = f"encoder: an item of {item.num_rows} rows {reason}"
-            if not has_room and before <= 0:
-                self._first_without_room = self._first_without_room or request.id
-            return chunk._replace(num_tokens=min(chunk.num_tokens, max(before, 0)), limit=limit)
-        return chunk
+            is_least = not self._planned and (not passed_seconds or before <= 0)
+            has_floor = is_least or seconds <= passed_seconds  # it adds none, or the step can encode no less
+            may_pass = has_room and not self._can_wait(passed, before)
+            yield ItemStop(item.start, before, limit, may_pass, has_room, seconds, has_floor)
+            passed_seconds = seconds
 
-    def _has_floor(self, chunk: ItemChunk, seconds: float, before: int) -> bool:
-        """Return whether one more item may use the floor: it adds no seconds, or the step can encode no less.
-
-        `seconds`: of the chunk's items and that one. `before`: tokens of the chunk that ends before that item.
-        """
-        is_least = not self._planned and (not chunk.seconds or before <= 0)
-        return is_least or seconds <= chunk.seconds
+    def stand_still(self, request: Request) -> None:
+        """Note that a request gets no chunk in this step, because others hold the rows of its next item."""
+        self._first_without_room = self._first_without_room or request.id
 
     def _before(self, request: Request, start: int, item: Item, page_size: int) -> int:
         """Return the tokens of a chunk from `start` on that ends before an item; 0 or less: there is none."""
@@ -232,8 +244,8 @@ class Encoding:
 
     def _plan(self, request: Request, item: Item) -> None:
         """Plan to copy the rows of an item that have arrived, or to encode it."""
-        landed = self.arriving.find(item.content_hash) if self.arriving is not None else None
-        if landed is not None and self.arriving is not None:
+        landed = self.arriving.find(item.content_hash)
+        if landed is not None:
             self._copies[item.content_hash] = landed
             self.arriving.begin_read(landed)
             self.totals.num_copied += 1
@@ -242,8 +254,7 @@ class Encoding:
         self._planned[item.content_hash] = item
         self.totals.num_encoded += 1
         self.totals.num_rows += item.num_rows
-        if self.arriving is not None:
-            self.arriving.refuse(request.owner)
+        self.arriving.refuse(request.owner)
 
     def take_work(self) -> EncoderWork:
         """Return what the next step must do before it computes. Every step in order must do its own."""
@@ -256,8 +267,7 @@ class Encoding:
     def end_work(self, work: EncoderWork) -> None:
         """Note that the step which did `work` has ended."""
         for landed in work.landed:
-            if self.arriving is not None:
-                self.arriving.end_read(landed)
+            self.arriving.end_read(landed)
 
     def forget(self, content_hash: bytes) -> None:
         """Forget the embeddings of an item that could not be encoded: the next request that reads it tries again."""
@@ -271,8 +281,7 @@ class Encoding:
         self._in_step.clear()
         self._num_rows, self._evicted, self._planned, self._copies = 0, [], {}, {}
         self._first_without_room = ""
-        if self.arriving is not None:
-            self.arriving.drop_reads()
+        self.arriving.drop_reads()
 
     def _missing(self, request: Request, start: int, end: int) -> list[Item]:
         """Return the items in `[start, end)` whose embeddings are not in memory, each content once."""
@@ -289,13 +298,11 @@ class Encoding:
 
     def _to_encode(self, items: Sequence[Item]) -> Sequence[Item]:
         """Return those of `items` whose rows have not arrived from another replica."""
-        if self.arriving is None:
-            return items
         return [item for item in items if self.arriving.find(item.content_hash) is None]
 
     def _is_awaited(self, request: Request, item: Item) -> bool:
         """Return whether another replica sends the rows of an item, and they have not all arrived."""
-        if self.arriving is None or not request.is_encoded_elsewhere:
+        if not request.is_encoded_elsewhere:
             return False
         return self.arriving.find(item.content_hash) is None and self.arriving.awaits(request, item)
 
@@ -332,7 +339,7 @@ class Encoding:
         self._readers.pop(content_hash, None)
         self._num_rows -= self._rows.pop(content_hash)
         self.totals.num_evicted += 1
-        if (landed := self._copies.pop(content_hash, None)) is not None and self.arriving is not None:
+        if (landed := self._copies.pop(content_hash, None)) is not None:
             self.arriving.end_read(landed)
         elif self._planned.pop(content_hash, None) is None:
             self._evicted.append(content_hash)

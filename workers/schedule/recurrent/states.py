@@ -24,6 +24,39 @@ from crossdock.workers.schedule.request import Request
 from crossdock.workers.schedule.table import RequestTable
 
 
+class NoStates:
+    """The states of a model without recurrent layers: none, so that nothing depends on them."""
+
+    def chunk_within(self, request: Request, start: int, num_tokens: int) -> int:
+        """Return all of `num_tokens`."""
+        return num_tokens
+
+    def with_tokens_again(self, decodes: list[Scheduled]) -> list[Scheduled]:
+        """Return the decodes as they are: no token is computed again."""
+        return decodes
+
+    def with_states(self, batch: Batch) -> Batch:
+        """Return the step as it is."""
+        return batch
+
+    def with_state(self, part: Scheduled) -> Scheduled:
+        """Return the part as it is."""
+        return part
+
+    def end(self, part: Scheduled, end: int) -> int:
+        """Return `end`."""
+        return end
+
+    def undo(self, part: Scheduled) -> None:
+        """Do nothing: the tokens are computed again over the same pages."""
+
+    def keep_last(self, request: Request) -> None:
+        """Do nothing."""
+
+
+NO_STATES = NoStates()
+
+
 @dataclass(slots=True)
 class RecurrentStates:
     """Names the pages of states in each step, and makes checkpoints."""
@@ -46,6 +79,11 @@ class RecurrentStates:
                 if self._is_worth_its_pages(request, position, step_seconds):
                     return position - start
         return num_tokens
+
+    def with_tokens_again(self, decodes: list[Scheduled]) -> list[Scheduled]:
+        """Return decodes with the accepted tokens that they compute again, those of several tokens at the end."""
+        decodes = [part._replace(num_tokens=1 + part.request.num_verified_tokens) for part in decodes]
+        return sorted(decodes, key=lambda part: part.num_tokens > 1)
 
     def with_states(self, batch: Batch) -> Batch:
         """Return the step with the pages of its states. A checkpoint is made where pages for it are left."""

@@ -66,7 +66,7 @@ def test_client_that_leaves_too_many_tokens_unread_loses_its_request_and_others_
         while not (await anext(slow)).token_ids:
             pass
         begun = asyncio.create_task(tokens(dispatcher, "beside", 150))
-        while replica.engine_thread.engine.scheduler.requests():  # the abort of the one, the end of the other
+        while replica.engine_thread.engine.scheduler.table.requests():  # the abort of the one, the end of the other
             await asyncio.sleep(0.01)
         assert await begun == expected
         with pytest.raises(SlowReader):

@@ -169,7 +169,7 @@ def test_lost_replica_changes_no_vector(tokenizer: ModelTokenizer) -> None:
 
     async def test(api: EngineApi) -> None:
         asked = [asyncio.create_task(ask(api, input=PROMPTS[2:] * 4, pooling=kind)) for kind in ("last", "mean")]
-        while not any(replica.engine_thread.engine.scheduler.requests() for replica in api.replicas[:1]):
+        while not any(replica.engine_thread.engine.scheduler.table.requests() for replica in api.replicas[:1]):
             await asyncio.sleep(0.001)
         api.replicas[0].is_killed = True
         for kind, asking in zip(("last", "mean"), asked, strict=True):
@@ -193,12 +193,12 @@ def test_pools_compute_vectors_on_prefill_replicas_without_a_transfer(tokenizer:
         api.dispatcher.join("decode", decode, decode.profile)
         await ready(api.dispatcher, 3)
         api.dispatcher.leave("r0")
-        before = [replica.engine_thread.engine.scheduler.prefilled.tokens for replica in (prefill, decode)]
+        before = [replica.engine_thread.engine.scheduler.table.prefilled.tokens for replica in (prefill, decode)]
         for kind in ("last", "mean"):
             answer = await ask(api, input=PROMPTS, pooling=kind)
             for one, prompt in zip(answer.json()["data"], PROMPTS, strict=True):
                 close(one["embedding"], expected(prompt, kind))
-        after = [replica.engine_thread.engine.scheduler.prefilled.tokens for replica in (prefill, decode)]
+        after = [replica.engine_thread.engine.scheduler.table.prefilled.tokens for replica in (prefill, decode)]
         assert [late - early for late, early in zip(after, before, strict=True)] == [2 * sum(map(len, PROMPTS)), 0]
         params = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
         deltas = [delta async for delta in api.dispatcher.generate(Submission("pair", [7] * 40, params))]

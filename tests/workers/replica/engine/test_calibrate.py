@@ -25,7 +25,7 @@ def test_warm_up_in_the_smallest_pool_leaves_no_trace(max_model_len: int, config
     profile = warm_up(engine)
     assert engine.pages.counts() == before
     assert not engine.has_work
-    assert engine.scheduler.cost == profile.cost
+    assert engine.scheduler.forecast.cost == profile.cost
     assert profile.cost.seconds(StepWork.of([(0, 8)], [8])) > 0
     engine.add(Submission("a", [1, 2, 3], greedy(2)))
     assert engine.step().predicted > 0
@@ -73,8 +73,8 @@ def test_steps_with_scored_prompts_teach_the_cost_nothing_and_are_predicted_long
         observed.clear()
         sampling = replace(greedy(1), prompt_logprobs=prompt_logprobs)
         engine.add(Submission(name, list(range(3, 100)), sampling))
-        (request,) = scheduler.requests()
-        seconds = scheduler._forecast.prefill_seconds(request)
+        (request,) = scheduler.table.requests()
+        seconds = scheduler.forecast.prefill_seconds(request)
         while engine.has_work:
             engine.step()
         assert bool(observed) == (prompt_logprobs is None)

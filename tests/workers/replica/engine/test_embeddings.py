@@ -122,9 +122,9 @@ def test_vector_of_preempted_prompt_equals_transformers(pooling: str) -> None:
         engine.add(wanted("a", prompt, pooling))
         for _ in range(2):
             assert not engine.step().deltas
-        [request] = engine.scheduler.requests()
+        [request] = engine.scheduler.table.requests()
         assert 0 < request.num_computed_tokens < len(prompt)
-        engine.scheduler._table.preempt(request)
+        engine.scheduler.table.preempt(request)
         found = vector_of(run(engine)["a"])
         assert request.num_preemptions == 1
         np.testing.assert_allclose(found, expected(prompt, pooling), atol=2e-4, rtol=2e-3)

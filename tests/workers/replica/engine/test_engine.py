@@ -164,7 +164,7 @@ def test_greedy_tokens_under_preemption_equal_generate(prompts: list[list[int]],
     for number, start in enumerate(starts):
         engine.add(Submission(f"{number}", start, greedy(24)))
     deltas = run(engine)
-    assert engine.scheduler.num_preemptions > 0
+    assert engine.scheduler.table.num_preemptions > 0
     assert [tokens_of(deltas[f"{number}"]) for number in range(len(starts))] == wanted
 
 
@@ -194,7 +194,7 @@ def test_sampled_tokens_depend_on_the_seed_alone(model: LoadedModel, prompts: li
     for number in range(7):  # eight are admitted, and the last one is preempted when they outgrow the pool
         tight.add(Submission(f"{number}", [number + 5] * 15, sampled(number + 10)))
     tight.add(Submission("chosen", prompt, sampled(1)))
-    request = tight.scheduler.get("chosen")
+    request = tight.scheduler.table.get("chosen")
     assert request is not None
     assert tokens_of(run(tight)["chosen"]) == first
     assert request.num_preemptions > 0
@@ -258,7 +258,7 @@ def test_abort_after_seven_chunks_frees_and_counts_every_byte(model: LoadedModel
     before = engine.pages.counts()
     work = Submission("long", list(range(1000, 1400)), greedy(NUM_TOKENS))
     engine.add(work)
-    timelines.add(work, engine.scheduler.requests()[0], engine.clock(), 0.0)
+    timelines.add(work, engine.scheduler.table.requests()[0], engine.clock(), 0.0)
     for _ in range(7):
         step = engine.step()
         metrics.stepped(step)

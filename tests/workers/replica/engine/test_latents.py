@@ -64,7 +64,7 @@ def test_greedy_tokens_from_latents_under_preemption_equal_generate(name: str) -
     for number, start in enumerate(starts):
         engine.add(Submission(f"{number}", start, greedy(24)))
     deltas = run(engine)
-    assert engine.scheduler.num_preemptions > 0
+    assert engine.scheduler.table.num_preemptions > 0
     assert [tokens_of(deltas[f"{number}"]) for number in range(len(starts))] == generated(module_of(name), starts, 24)
 
 

@@ -110,7 +110,6 @@ def test_same_picture_hits_the_prefix_and_another_never_does(
 ) -> None:
     engine = engine_on(model, page_size=4)
     encoding = engine.scheduler.encoding
-    assert encoding is not None
     cached = {}
     for name in ("one", "longer", "other", "one"):
         engine.add(submission(name, prompts[name]))
@@ -144,11 +143,10 @@ def test_preemption_inside_a_picture_encodes_again_and_tokens_stay(
     engine = engine_on(model, num_pages=200, page_size=4, max_num_batched_tokens=num_tokens, max_num_seqs=4)
     engine.add(submission("one", prompts["one"], slo_class="batch"))
     engine.step()
-    request = engine.scheduler.get("one")
+    request = engine.scheduler.table.get("one")
     assert request is not None
     assert 0 < request.num_computed_tokens < len(prompts["one"].token_ids)
-    engine.scheduler._table.preempt(request)
-    assert engine.scheduler.encoding is not None
+    engine.scheduler.table.preempt(request)
     engine.scheduler.encoding.begin_step()
     assert tokens_of(run(engine)["one"]) == expected["one"]
 
@@ -182,7 +180,6 @@ def test_small_cache_encodes_again_and_tokens_stay(
     num_tokens = step_tokens(family, 16)
     engine = engine_on(model, mm_encoder_cache=memory, max_num_batched_tokens=num_tokens, max_num_seqs=8, page_size=8)
     assert served(engine, prompts) == expected
-    assert engine.scheduler.encoding is not None
     assert engine.scheduler.encoding.totals.num_evicted
 
 
@@ -292,7 +289,6 @@ def test_prompt_whose_picture_is_in_cached_pages_does_not_need_its_embeddings() 
     engine = engine_on(model, page_size=4)
     encoding = engine.scheduler.encoding
     assert model.encoder is not None
-    assert encoding is not None
     assert served(engine, {"one": prompt}) == {"one": expected}
     encoding.clear()
     model.encoder.clear()
@@ -377,7 +373,6 @@ def test_lost_prefill_replica_leaves_the_pictures_to_the_decode_replica(family: 
             await decode.thread.submit("test", replace(work, leg=Leg.RECEIVE, peer=prefill.blob))
             await decode.thread.peer_dead(prefill.blob)
             assert await decode.rest("a") == continuation(module, prompt, NUM_TOKENS)
-            assert decode.engine.scheduler.encoding is not None
             assert decode.engine.scheduler.encoding.totals.num_encoded == 1
 
     asyncio.run(main())

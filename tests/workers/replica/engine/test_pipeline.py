@@ -87,7 +87,7 @@ def served(engine: Engine, works: list[Submission]) -> tuple[dict[str, list[Toke
 def served_in_turn(has_all_kinds: bool, memory: int) -> dict[str, list[TokenDelta]]:
     in_turn = engine(async_scheduling=False, kv_cache_memory=ByteSize(memory))
     answers, _ = served(in_turn, submissions(KINDS + NOT_PLAIN * has_all_kinds))
-    assert bool(in_turn.scheduler.num_preemptions) is (memory < 1 << 20)
+    assert bool(in_turn.scheduler.table.num_preemptions) is (memory < 1 << 20)
     return answers
 
 
@@ -110,7 +110,7 @@ def test_steps_ahead_give_the_deltas_of_steps_in_turn(
     works = submissions(KINDS + NOT_PLAIN * has_all_kinds)
     running_ahead = engine(async_scheduling=True, kv_cache_memory=ByteSize(memory))
     ahead, _ = served(running_ahead, works)
-    assert bool(running_ahead.scheduler.num_preemptions) is (memory < 1 << 20)
+    assert bool(running_ahead.scheduler.table.num_preemptions) is (memory < 1 << 20)
     assert in_turn.keys() == ahead.keys() == {work.id for work in works}
     assert sum(deltas[-1].stop_token_id is not None for deltas in in_turn.values()) > 3
     for name, expected in in_turn.items():

@@ -63,10 +63,10 @@ def test_requests_preempted_between_steps_get_the_tokens_without_drafts(name: st
         for delta in engine.step().deltas:
             found[delta.request_id].append(delta)
         num_steps += 1
-        for request in engine.scheduler.requests() if num_steps % 5 == 0 else ():
+        for request in engine.scheduler.table.requests() if num_steps % 5 == 0 else ():
             if request.status is Status.RUNNING:
                 num_behind += request.num_verified_tokens > 0
-                engine.scheduler._table.preempt(request)
+                engine.scheduler.table.preempt(request)
                 break
     assert num_behind > 0
     for each, deltas in reference.items():

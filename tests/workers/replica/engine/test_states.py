@@ -67,7 +67,7 @@ def test_pages_that_no_request_owns_are_never_read(model: LoadedModel, expected:
     pages, groups = engine.pages, engine.pages.num_groups
 
     def poison(batch: Batch) -> None:
-        owners = [each.owner for each in engine.scheduler.requests() if pages.num_held_by(each.owner)]
+        owners = [each.owner for each in engine.scheduler.table.requests() if pages.num_held_by(each.owner)]
         owned = {page for owner in owners for group in range(groups) for page in pages.pages_of(owner, group)}
         owned |= {page for owner in owners for page in pages.own_state_of(owner)}
         model.pool.tensor.view(pages.num_pages, -1)[[page for page in range(pages.num_pages) if page not in owned]] = (
@@ -89,9 +89,9 @@ def test_tokens_under_preemption_are_those_of_transformers(
     def preempt_some() -> None:
         nonlocal num_steps
         num_steps += 1
-        for request in scheduler.requests() if num_steps % 5 == 0 else ():
+        for request in scheduler.table.requests() if num_steps % 5 == 0 else ():
             if request.status is Status.RUNNING and not request.num_in_flight_tokens:
-                scheduler._table.preempt(request)
+                scheduler.table.preempt(request)
                 break
 
     for _ in range(2):
@@ -103,7 +103,7 @@ def test_tokens_under_preemption_are_those_of_transformers(
                 tokens.setdefault(delta.request_id, []).extend(delta.token_ids)
             preempt_some()
         assert [tokens[str(number)] for number in range(len(expected))] == expected
-    assert is_ahead or scheduler.num_preemptions > 0, "ahead, most requests are in flight all the time"
+    assert is_ahead or scheduler.table.num_preemptions > 0, "ahead, most requests are in flight all the time"
 
 
 @pytest.mark.parametrize("is_ahead", [False, True])
@@ -115,7 +115,7 @@ def test_tokens_after_a_checkpoint_are_those_of_transformers(
         assert served(engine, prompts()) == expected
     engine.add(Submission("again", prompts()[-1], greedy(NUM_TOKENS)))
     engine.step()
-    assert engine.scheduler.requests()[0].num_cached_tokens >= 64, "a checkpoint was found"
+    assert engine.scheduler.table.requests()[0].num_cached_tokens >= 64, "a checkpoint was found"
     run(engine)
 
 

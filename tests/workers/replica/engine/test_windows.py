@@ -49,7 +49,7 @@ def engine_on(model: LoadedModel, num_tokens: int, **config: Any) -> Engine:
 
 def unowned(engine: Engine) -> list[int]:
     """Return the pages that no request has. Without prefix caching none of them may be read."""
-    pages, requests = engine.pages, engine.scheduler.requests()
+    pages, requests = engine.pages, engine.scheduler.table.requests()
     owned = {
         page for each in requests for group in range(pages.num_groups) for page in pages.pages_of(each.owner, group)
     }
@@ -107,7 +107,7 @@ def test_tokens_from_cached_prefixes_and_under_preemption_are_those_of_transform
     assert served(engine, prompts()[-1:]) == expected[-1:]
     engine.add(Submission("again", prompts()[-1], greedy(NUM_TOKENS)))
     engine.step()
-    assert engine.scheduler.requests()[0].num_cached_tokens >= 64, "the prefix was found in every group"
+    assert engine.scheduler.table.requests()[0].num_cached_tokens >= 64, "the prefix was found in every group"
     run(engine)
 
 

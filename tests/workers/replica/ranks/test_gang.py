@@ -148,7 +148,7 @@ def test_intervals_of_full_steps_refine_the_prediction_of_a_pipeline(ranks: Rank
     with ganged(ranks, saved(build("llama", {}), tmp_path), 1, 2) as engine:
         profile = warm_up(engine)
         measured = profile.interval_share
-        assert engine.scheduler.interval_share == measured != 1.0
+        assert engine.scheduler.forecast.interval_share == measured != 1.0
         tokens(engine, works(1))
         assert engine.intervals.share == measured, "one stream: a step at a time"
         observed: list[tuple[float, float]] = []
@@ -161,7 +161,7 @@ def test_intervals_of_full_steps_refine_the_prediction_of_a_pipeline(ranks: Rank
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(IntervalShare, "observe", recorded)
             tokens(engine, works(8))
-        assert engine.scheduler.interval_share == engine.intervals.share != measured
+        assert engine.scheduler.forecast.interval_share == engine.intervals.share != measured
         assert len(observed) > 8
         assert all(interval > 0 and latency > 0 for interval, latency in observed)
 
@@ -176,7 +176,7 @@ def test_kv_bytes_of_a_gang_are_those_of_all_ranks(ranks: Ranks, tmp_path: Path)
         metrics, timelines = EngineMetrics(engine), Timelines(engine.config.slo_classes, 0.0)
         work = Submission("long", [5 + at % 80 for at in range(220)], SamplingParams(max_tokens=4))
         engine.add(work)
-        timelines.add(work, engine.scheduler.requests()[0], engine.clock(), 0.0)
+        timelines.add(work, engine.scheduler.table.requests()[0], engine.clock(), 0.0)
         engine.step()
         while not engine.pipeline.is_empty:
             engine.finish_step()

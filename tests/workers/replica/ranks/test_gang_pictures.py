@@ -78,7 +78,6 @@ def test_tokens_of_a_gang_equal_transformers(
     chunks = CHUNKS | ({"max_num_batched_tokens": 40} if family in BOTH_WAYS else {})  # a whole picture in a step
     with ganged(ranks, path, *division, **chunks) as engine:
         encoding = engine.scheduler.encoding
-        assert encoding is not None
         assert served(engine, prompts) == expected
         encoded = encoding.totals.num_encoded
         assert served(engine, prompts) == expected
@@ -113,7 +112,6 @@ def test_settings_of_a_gang_do_not_change_tokens(
         config = {"mm_encoder_cache": ByteSize(rows * encoder.row_bytes)}
     with ganged(ranks, path, *division, **CHUNKS | config) as engine:
         assert served(engine, prompts) == expected_of(family)
-        assert engine.scheduler.encoding is not None
         assert bool(engine.scheduler.encoding.totals.num_evicted) == ("mm_encoder_cache" in config)
 
 
@@ -161,13 +159,12 @@ def test_preemption_inside_a_picture_of_a_gang_encodes_again_and_tokens_stay(
         engine.step()
         while not engine.pipeline.is_empty:
             engine.finish_step()
-        request, encoding = engine.scheduler.get("one"), engine.scheduler.encoding
+        request, encoding = engine.scheduler.table.get("one"), engine.scheduler.encoding
         assert request is not None
-        assert encoding is not None
         assert engine.model.encoder is not None
         item = request.items[0]
         assert item.start < request.num_computed_tokens < item.end
-        engine.scheduler._table.preempt(request)
+        engine.scheduler.table.preempt(request)
         encoding.clear()
         engine.model.encoder.clear()
         assert tokens_of(run(engine)["one"]) == continuation(module, prompt, NUM_TOKENS)

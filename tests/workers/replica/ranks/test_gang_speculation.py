@@ -90,11 +90,11 @@ def test_requests_of_ranks_preempted_with_tokens_to_compute_again_get_the_tokens
         while engine.has_work:
             for delta in engine.step().deltas:
                 found[delta.request_id].append(delta)
-            for request in list(engine.scheduler.running):
+            for request in list(engine.scheduler.table.running):
                 is_behind = request.num_verified_tokens and not request.num_in_flight_tokens
                 if is_behind and request.num_preemptions < 2:
                     num_behind += 1
-                    engine.scheduler._table.preempt(request)
+                    engine.scheduler.table.preempt(request)
         assert engine.pages.counts().owned == 0
     assert num_behind > 2
     for each, deltas in expected(seed, name).items():

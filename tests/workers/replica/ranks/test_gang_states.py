@@ -38,9 +38,9 @@ def served_under_preemption(engine: Engine) -> list[list[int]]:
         for delta in engine.step().deltas:
             tokens[delta.request_id] += delta.token_ids
         num_steps += 1
-        for request in engine.scheduler.requests() if num_steps % 5 == 0 else ():
+        for request in engine.scheduler.table.requests() if num_steps % 5 == 0 else ():
             if request.status is Status.RUNNING and not request.num_in_flight_tokens:
-                engine.scheduler._table.preempt(request)
+                engine.scheduler.table.preempt(request)
                 break
     return list(tokens.values())
 
@@ -55,11 +55,11 @@ def test_tokens_of_ranks_under_preemption_and_after_a_checkpoint_are_those_of_tr
     expected = generated(module, prompts(), NUM_TOKENS)
     with ganged(ranks, saved(module, tmp_path), *division, kv_cache_memory=ByteSize(1 << 20), **SETTINGS) as engine:
         assert served_under_preemption(engine) == expected
-        assert engine.scheduler.num_preemptions > 0
+        assert engine.scheduler.table.num_preemptions > 0
         assert served(engine, prompts()) == expected
         engine.add(Submission("again", prompts()[-1], greedy(NUM_TOKENS)))
         engine.step()
-        assert engine.scheduler.requests()[0].num_cached_tokens >= 64, "a checkpoint was found"
+        assert engine.scheduler.table.requests()[0].num_cached_tokens >= 64, "a checkpoint was found"
         run(engine)
         assert engine.pages.counts().owned == 0
 

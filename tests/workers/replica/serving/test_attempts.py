@@ -58,7 +58,7 @@ def test_abort_that_overtakes_its_submission_ends_that_and_no_later_one(is_poste
         gate.set()
         with pytest.raises(Superseded):
             await submitting
-        assert driven.engine.scheduler.get("r") is None
+        assert driven.engine.scheduler.table.get("r") is None
         ending = asyncio.create_task(end(driven, 2))
         await asyncio.sleep(0)
         await driven.thread.submit("other", attempt(2))

@@ -82,7 +82,7 @@ def test_poisonous_grammar_is_refused_and_the_stream_beside_it_ends_well(model_d
         poison = SamplingParams(grammar=Grammar("lark", CHAINED_RULES))
         with pytest.raises(InvalidField, match="chained too deeply"):
             await thread.submit("test", Submission("poison", [5, 6], poison))
-        assert thread.engine.scheduler.get("poison") is None
+        assert thread.engine.scheduler.table.get("poison") is None
         assert await streaming is FinishReason.LENGTH
         assert len(tokens) == 400
 
@@ -101,7 +101,7 @@ def test_request_whose_client_leaves_while_its_grammar_compiles_never_starts(mod
         again = await thread.engine.grammars.compiled(LONG)  # the same compile goes on for others
         assert again.error is None
         await thread.call(lambda: None)
-        assert thread.engine.scheduler.get("left") is None
+        assert thread.engine.scheduler.table.get("left") is None
 
     run(model_dir, main)
 

@@ -102,13 +102,11 @@ def leg_of(name: str, *parts: Any, **fields: Any) -> Submission:
 
 
 def totals_of(engine: Engine) -> EncoderTotals:
-    assert engine.scheduler.encoding is not None
     return engine.scheduler.encoding.totals
 
 
 def forget_embeddings(engine: Engine) -> None:
     """Empty the encoder's own cache, so that only pages remember pictures."""
-    assert engine.scheduler.encoding is not None
     assert engine.model.encoder is not None
     engine.scheduler.encoding.clear()
     engine.model.encoder.clear()
@@ -127,7 +125,7 @@ def rows_in_pages(engine: Engine, request: Request) -> Tensor:
 
 def held_rows(engine: Engine, work: Submission) -> Tensor:
     """Return the rows of a held request's items in its pages, and end it as a transfer does that has arrived."""
-    request = engine.scheduler.get(work.id)
+    request = engine.scheduler.table.get(work.id)
     assert request is not None
     assert request.status is Status.HELD
     assert request.token_ids[-1] == 0
@@ -213,10 +211,10 @@ def test_preemption_inside_a_picture_encodes_again_and_rows_stay(
     work = leg_of("a", picture(family, 1, (2, 3)), picture(family, 2, (2, 3)))
     engine.add(replace(work, leg=Leg.LOCAL))  # one that is sent keeps its pages
     engine.step()
-    request = engine.scheduler.get("a")
+    request = engine.scheduler.table.get("a")
     assert request is not None
     assert 0 < request.num_computed_tokens < len(work.prompt_token_ids)
-    engine.scheduler._table.preempt(request)
+    engine.scheduler.table.preempt(request)
     engine.pages.clear_cache()
     forget_embeddings(engine)
     while request.num_output_tokens < 1:
@@ -238,7 +236,7 @@ def test_urgent_leg_takes_the_pages_of_one_that_waits_for_its_receiver() -> None
     engine.pages.release(Request.owner_name("slow", 0))  # as when its transfer is cancelled
     while engine.has_work:
         engine.step()
-    urgent = engine.scheduler.get("urgent")
+    urgent = engine.scheduler.table.get("urgent")
     assert urgent is not None
     assert urgent.status is Status.HELD
 
@@ -263,7 +261,7 @@ def test_picture_that_cannot_be_encoded_ends_its_own_request_alone() -> None:
     expected = rows_of(PictureEncoder(module, module.config), good.items)
     torch.testing.assert_close(held_rows(engine, good), expected, rtol=1e-4, atol=1e-5)
     engine.add(leg_of("again", 5, picture("llava", 1), 3))
-    assert engine.scheduler.requests()[0].expected_cached_tokens == 0, "pages of the failed leg are not indexed"
+    assert engine.scheduler.table.requests()[0].expected_cached_tokens == 0, "pages of the failed leg are not indexed"
 
 
 def test_prompt_that_is_no_encoding_leg_is_refused() -> None:
@@ -291,7 +289,7 @@ def test_measured_replica_advertises_what_its_pictures_and_rows_cost(family: str
     assert live.encoder_cost == profile.encoder_cost.coefficients
     engine.add(leg_of("a", picture(family, 1)))
     assert engine.step().predicted > 0
-    engine.scheduler.learn_encoder(profile.encoder_cost.model_copy(update={"base": 5.0}))
+    engine.scheduler.encoding.cost = profile.encoder_cost.model_copy(update={"base": 5.0})
     assert observe(engine.scheduler, "me", 1).encoder_cost[:1] == (5.0,)
     assert describe_machine(model)["weights"] == model.weight_bytes
 

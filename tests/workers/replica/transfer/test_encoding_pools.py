@@ -189,7 +189,7 @@ class EncodingWorld(World):
 
     def settle(self, most_rounds: int = 4000) -> None:
         super().settle(most_rounds)
-        assert not self.encoder.scheduler.requests()
+        assert not self.encoder.scheduler.table.requests()
         counts = self.encoder.pages.counts()
         assert counts.owned == counts.quarantined == 0
         for replica in (self.prefill, self.decode):

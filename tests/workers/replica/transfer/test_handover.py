@@ -131,13 +131,13 @@ def test_request_that_is_offered_during_a_step_has_pages_before_the_next(monkeyp
             step, work = Engine.step, submission(LONG)
 
             def watched(engine: Engine) -> Step:
-                request = engine.scheduler.get(work.id) if engine is decode.engine else None
+                request = engine.scheduler.table.get(work.id) if engine is decode.engine else None
                 begun.extend([(request.status, request.is_offered)] if request is not None else [])
                 return step(engine)
 
             monkeypatch.setattr(Engine, "step", watched)
             own = asyncio.create_task(decode.generate(submission(prompts()[13], 100)))
-            while not decode.engine.scheduler.running:
+            while not decode.engine.scheduler.table.running:
                 await asyncio.sleep(0)
             await ship(prefill, decode, work)
             await own
@@ -202,7 +202,7 @@ def test_decode_side_whose_partner_stops_finishes_alone(transport: str) -> None:
             work = submission(LONG)
             await start(prefill, decode, work)
             gate = await hold(prefill.thread)
-            while not prefill.engine.scheduler.requests()[0].num_computed_tokens:
+            while not prefill.engine.scheduler.table.requests()[0].num_computed_tokens:
                 gate = await hold(prefill.thread, gate)
             while not (committed := await decode.computed(work.id)):
                 await asyncio.sleep(0)

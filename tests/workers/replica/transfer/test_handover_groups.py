@@ -64,7 +64,7 @@ def side(name: str, transport: str = "tcp", deadline_s: float = 5.0, **config: A
 
 def unowned(engine: Engine) -> list[int]:
     """Return the pages that no request has. Without prefix caching none of them may be read."""
-    pages, owners = engine.pages, [each.owner for each in engine.scheduler.requests()]
+    pages, owners = engine.pages, [each.owner for each in engine.scheduler.table.requests()]
     owned = {page for owner in owners for group in range(pages.num_groups) for page in pages.pages_of(owner, group)}
     owned |= {page for owner in owners for page in pages.state_of(owner)}
     return [page for page in range(pages.num_pages) if page not in owned]
@@ -208,7 +208,7 @@ def test_decode_side_whose_partner_stops_in_mid_transfer_finishes_alone(
             work = submission(texts[-1])
             await start(prefill, decode, work)
             gate = await hold(prefill.thread)
-            while prefill.engine.scheduler.requests()[0].num_computed_tokens < 60:
+            while prefill.engine.scheduler.table.requests()[0].num_computed_tokens < 60:
                 gate = await hold(prefill.thread, gate)
             while not await decode.computed(work.id):
                 await asyncio.sleep(0)

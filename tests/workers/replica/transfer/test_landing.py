@@ -95,7 +95,6 @@ class Trio:
         return tokens
 
     def totals(self, side: Side) -> EncoderTotals:
-        assert side.engine.scheduler.encoding is not None
         return side.engine.scheduler.encoding.totals
 
     @property
@@ -263,7 +262,7 @@ def arrived(trio: Trio, work: Submission) -> int:
 
 async def until_rows_arrive(trio: Trio, work: Submission) -> None:
     """Wait until some rows of a request have arrived. On a busy machine it may end before that is seen."""
-    await until(lambda: arrived(trio, work) > 0 or trio.first.engine.scheduler.get(work.id) is None)
+    await until(lambda: arrived(trio, work) > 0 or trio.first.engine.scheduler.table.get(work.id) is None)
 
 
 async def before_the_leg(trio: Trio, work: Submission) -> None:
@@ -280,12 +279,12 @@ async def before_the_offer(trio: Trio, work: Submission) -> None:
 
 async def while_rows_arrive(trio: Trio, work: Submission) -> None:
     await trio.encode(work)
-    await until(lambda: arrived(trio, work) > 0 or trio.first.engine.scheduler.get(work.id) is None)
+    await until(lambda: arrived(trio, work) > 0 or trio.first.engine.scheduler.table.get(work.id) is None)
 
 
 async def after_the_first_picture(trio: Trio, work: Submission) -> None:
     await trio.encode(work)
-    await until(lambda: arrived(trio, work) >= 16 or trio.first.engine.scheduler.get(work.id) is None)
+    await until(lambda: arrived(trio, work) >= 16 or trio.first.engine.scheduler.table.get(work.id) is None)
 
 
 MOMENTS = [before_the_leg, before_the_offer, while_rows_arrive, after_the_first_picture]

@@ -144,9 +144,9 @@ def test_prompt_that_arrives_with_another_length_is_computed_here() -> None:
     """Its pages are of another prompt, or of another output before it: decoding from them would give wrong tokens."""
     world = World(26, 26)
     client = world.submit(40, "standard", 12)
-    while not world.decode.scheduler.held:
+    while not world.decode.scheduler.table.held:
         world.go_round()
-    (request,) = world.decode.scheduler.held
+    (request,) = world.decode.scheduler.table.held
     result = msgpack.packb(7)
     world.decode.handover.handle(Arrived(request.id, request.epoch, request.num_tokens - 1, result, Figures()))
     assert (request.leg, request.status) == (Leg.LOCAL, Status.WAITING)

@@ -106,7 +106,9 @@ def test_decode_side_finishes_alone_where_the_prefill_side_is_killed_beyond_the_
             work = submission(texts[0], NUM_TOKENS)
             await start(prefill, decode, work)
             gate = await hold(prefill.thread)
-            while not (requests := prefill.engine.scheduler.requests()) or requests[0].num_computed_tokens <= WINDOW:
+            while (
+                not (requests := prefill.engine.scheduler.table.requests()) or requests[0].num_computed_tokens <= WINDOW
+            ):
                 gate = await hold(prefill.thread, gate)
             while not await decode.computed(work.id):  # pages have arrived
                 await asyncio.sleep(0.01)

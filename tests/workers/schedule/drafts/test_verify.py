@@ -12,6 +12,7 @@ from crossdock.workers.schedule.drafts.speculative_config import SpeculativeConf
 from crossdock.workers.schedule.memory.page_needs import PageNeeds
 from crossdock.workers.schedule.request import FinishReason, Request, Status
 from crossdock.workers.schedule.scheduler import Scheduler
+from crossdock.workers.schedule.stretch import steady_steps
 from tests.workers.schedule.model_free_replica import CLASSES, new_request, new_scheduler
 
 FIXED = SpeculativeConfig(method="ngram", num_speculative_tokens=6, adaptive=False)
@@ -74,7 +75,7 @@ def test_token_that_ends_a_request_drops_those_after_it() -> None:
     stop = new_request("a", [1, 2, 3], max_tokens=20, stop_token_ids=(12,))
     few = new_request("b", [4, 5, 6], max_tokens=4)
     scheduler = scheduler_of(stop, few)
-    assert scheduler.wanted_drafts(0.0) == {"a": 6, "b": 2}, "b may get three more tokens, one of them no draft"
+    assert scheduler.choose_streams(0.0).wanted_drafts == {"a": 6, "b": 2}, "b may get three more tokens"
     batch = scheduler.schedule(0.0, {"a": [11, 12, 13], "b": [21, 22, 23, 24]})
     assert [part.drafts for part in batch.scheduled] == [[11, 12, 13], [21, 22]]
     assert land(scheduler, batch, {"a": 3, "b": 2}) == {"a": [11, 12], "b": [21, 22, 99]}
@@ -95,14 +96,14 @@ def test_drafts_preempt_no_request_and_take_the_pages_that_are_left() -> None:
     scheduler.pages.allocate("another owner", scheduler.pages.num_available - 1)
     batch = scheduler.schedule(0.0, {"a": [5] * 6, "b": [6] * 6})  # 8 tokens in 2 pages each, so that one page is left
     assert [(part.request.id, len(part.drafts)) for part in batch.scheduled] == [("b", 0), ("a", 4)]
-    assert scheduler.num_preemptions == 0
+    assert scheduler.table.num_preemptions == 0
 
 
 @pytest.mark.parametrize("window", [5, 8, 9])
 def test_stream_with_drafts_holds_no_more_window_pages_than_are_counted(window: int) -> None:
     stream = new_request("a", [1, 2, 3], max_tokens=90)
     scheduler = scheduler_of(stream, windows=(None, window))
-    most = scheduler._table.needs.most_decoding[1]
+    most = scheduler.table.needs.most_decoding[1]
     assert most is not None
     held = []
     while stream.status is not Status.FINISHED:
@@ -131,7 +132,7 @@ def test_drafts_fit_the_slack_of_streams_that_are_in_time(due: float, expected: 
     """A step of two takes 3 ms, and a draft 1 ms more. 0.9 of the slack may be filled. A late stream bounds nothing."""
     scheduler = scheduler_of(new_request("a", [1], max_tokens=20), other := new_request("b", [2], max_tokens=20))
     scheduler.learn(COST, overrun=1.0)
-    for stream in scheduler.running:
+    for stream in scheduler.table.running:
         stream.due = 1.0
     other.due = due
     batch = scheduler.schedule(0.0, {"a": [5] * 6})
@@ -169,12 +170,12 @@ def test_method_grammar_drafts_what_grammars_dictate_alone(adaptive: bool) -> No
     scheduler = new_scheduler(drafting=DraftPolicy(config, Dictated({"a": 3, "b": 9})), admission="queue")
     for name, max_tokens in (("a", 20), ("b", 6), ("c", 20)):
         scheduler.add(new_request(name, [1, 2, 3], max_tokens=max_tokens))
-    while any(not request.is_decoding for request in scheduler.requests()):
+    while any(not request.is_decoding for request in scheduler.table.requests()):
         land(scheduler, scheduler.schedule(0.0), {})
     scheduler.learn(StepCost(base=1.0, per_prefill_token=1e-3, per_decode=1e-3), overrun=1.0)
-    for stream in scheduler.running:
+    for stream in scheduler.table.running:
         stream.due = 1e6
-    assert scheduler.wanted_drafts(0.0) == {"a": 3, "b": 4}, "b may get five more tokens, one of them no draft"
+    assert scheduler.choose_streams(0.0).wanted_drafts == {"a": 3, "b": 4}, "b may get five more tokens"
 
 
 def test_share_of_a_gap_follows_from_accepted_drafts_and_longer_steps() -> None:
@@ -185,11 +186,11 @@ def test_share_of_a_gap_follows_from_accepted_drafts_and_longer_steps() -> None:
     assert scheduler.verification is not None
     for number in range(400):
         stream.due = 1e6
-        assert scheduler.wanted_drafts(0.0) == {"a": 6}
+        assert scheduler.choose_streams(0.0).wanted_drafts == {"a": 6}
         land(scheduler, scheduler.schedule(0.0, {"a": [5, 5]} if number % 2 else {}), {"a": 2})
     assert scheduler.verification.gap_share == pytest.approx((1 + 2 / 3) / 2, abs=0.01)
 
 
 def test_scheduler_with_drafts_takes_one_step_at_a_time() -> None:
     scheduler = scheduler_of(new_request("a", [1], max_tokens=20))
-    assert scheduler.steady_steps(scheduler.schedule(0.0)) == 1
+    assert steady_steps(scheduler.table, scheduler.forecast.cost, scheduler.schedule(0.0)) == 1

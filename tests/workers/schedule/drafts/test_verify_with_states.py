@@ -77,7 +77,7 @@ def test_stream_without_pages_for_a_second_state_has_no_drafts() -> None:
     scheduler.pages.allocate("another owner", scheduler.pages.num_available - PAGES)
     part = verify(scheduler, 0)
     assert part.drafts == DRAFTS[:1], "one token more has a place on the last page"
-    assert scheduler.num_preemptions == 0
+    assert scheduler.table.num_preemptions == 0
 
 
 def test_drafts_of_one_stage_leave_the_streams_of_the_next_step_a_page_each() -> None:
@@ -87,7 +87,7 @@ def test_drafts_of_one_stage_leave_the_streams_of_the_next_step_a_page_each() ->
     scheduler.pages.allocate("another owner", scheduler.pages.num_available - 1 - PAGES)
     parts = [scheduler.schedule(0.0, dict.fromkeys("ab", DRAFTS)).scheduled for _ in range(2)]
     assert [[part.request.id for part in step] for step in parts] == [["a"], ["b"]]
-    assert scheduler.num_preemptions == 0
+    assert scheduler.table.num_preemptions == 0
 
 
 def test_request_starts_although_each_of_two_stages_could_verify_drafts_with_its_pages() -> None:
@@ -150,6 +150,6 @@ def test_share_of_a_gap_counts_the_rows_that_are_computed_again() -> None:
     assert scheduler.verification is not None
     for number in range(400):
         stream.due = 1e6
-        scheduler.wanted_drafts(0.0)
+        scheduler.choose_streams(0.0)
         land(scheduler, scheduler.schedule(0.0, {} if number % 2 else {"a": [5, 5]}), {"a": 1})
     assert scheduler.verification.gap_share == pytest.approx((4 / 2 / 2 + 4 / 2) / 2, abs=0.02)

@@ -16,8 +16,8 @@ PROMPT = list(range(1, 31))  # 30 tokens: seven pages of four and a half one
 def arriving(scheduler: Scheduler, name: str = "r", prompt: list[int] = PROMPT) -> str:
     """Let a prompt begin to arrive. Returns the owner of its pages."""
     request = ModelFreeReplica(scheduler).add(name, prompt, max_tokens=20, leg=Leg.RECEIVE)
-    scheduler.offer(name)
-    assert scheduler.grant(0.0) == [request]
+    scheduler.handoff.offer(name)
+    assert scheduler.handoff.grant(0.0) == [request]
     return request.owner
 
 
@@ -42,8 +42,8 @@ def test_window_has_holes_before_the_first_page_that_the_next_token_sees(window:
 def test_arrived_prompt_decodes_with_a_window_that_slides_on() -> None:
     replica = ModelFreeReplica(new_scheduler(windows=(None, 6)))
     owner = arriving(replica.scheduler)
-    replica.scheduler.commit("r", 16)
-    replica.scheduler.start_decoding("r", 7, 0.0)
+    replica.scheduler.handoff.commit("r", 16)
+    replica.scheduler.handoff.start_decoding("r", 7, 0.0)
     for _ in range(10):
         (part,) = replica.step().batch.scheduled
         first, held = replica.scheduler.pages.live_pages_of(owner)[1]
@@ -57,8 +57,8 @@ def test_prompt_whose_sender_is_lost_begins_where_all_groups_can() -> None:
     """Sixteen tokens have arrived, but no page of the window."""
     scheduler = new_scheduler(windows=(None, 6))
     owner = arriving(scheduler)
-    scheduler.commit("r", 16)
-    scheduler.take_over("r", 0.0)
+    scheduler.handoff.commit("r", 16)
+    scheduler.handoff.take_over("r", 0.0)
     assert scheduler.pages.end_quarantine(owner) == 4 + 2, "the pages that the sender may have written to"
     batch = scheduler.schedule(0.0)
     assert [(part.start, part.num_tokens) for part in batch.scheduled] == [(0, 30)]

@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
+from crossdock.workers.schedule.ahead import assume_ended
 from crossdock.workers.schedule.batch import Batch, SampledToken
 from crossdock.workers.schedule.pictures.arriving_rows import LONGEST_PATIENCE_S, ArrivingRows, LandingCalls
 from crossdock.workers.schedule.pictures.encoder_cost import EncoderCost
@@ -119,7 +120,7 @@ class World:
 
     def abort(self, request: Request) -> None:
         self.land_all()
-        if self.scheduler.get(request.id) is request:
+        if self.scheduler.table.get(request.id) is request:
             self.scheduler.abort(request.id)
             self.scheduler.pages.release(request.owner)
 
@@ -195,7 +196,7 @@ class World:
         """Do one turn: plan, begin a step, and end it, or the step before it if steps run ahead."""
         self.plan()
         batch = self.begin()
-        for request in self.scheduler.take_returned():
+        for request in self.scheduler.table.take_returned():
             self.scheduler.pages.release(request.owner)
         if batch is not None and is_ahead and len(self.flights) < 2:
             return batch
@@ -204,10 +205,10 @@ class World:
         return batch
 
     def begin(self) -> Batch | None:
-        if not self.scheduler.has_work:
+        if not self.scheduler.table.has_work:
             return None
         if self.flights:
-            with self.scheduler.assume_ended(self.flights[-1], self.now):
+            with assume_ended(self.scheduler.table, self.flights[-1], self.now):
                 batch = self.scheduler.schedule(self.now)
         else:
             batch = self.scheduler.schedule(self.now)
@@ -239,15 +240,17 @@ class World:
         batch = self.flights.pop(0)
         self.compute(batch)
         self.now += COST.seconds(batch.work)
-        live = {part.request.id for part in batch.scheduled if self.scheduler.get(part.request.id) is part.request}
+        live = {
+            part.request.id for part in batch.scheduled if self.scheduler.table.get(part.request.id) is part.request
+        }
         sampled = {
             part.request.id: SampledToken(next_token([token for token in part.request.token_ids if token >= 0]))
             for part in batch.scheduled
             if part.samples and part.request.id in live
         }
         self.scheduler.update(batch, sampled, self.now)
-        for request in list(self.scheduler.held):
-            self.scheduler.finish_sent(request.id)  # its pages are at the decode replica
+        for request in list(self.scheduler.table.held):
+            self.scheduler.handoff.finish_sent(request.id)  # its pages are at the decode replica
         for part in batch.scheduled:
             if part.request.leg is Leg.SEND and part.request.status is Status.FINISHED:
                 self.scheduler.pages.release(part.request.owner)
@@ -268,10 +271,10 @@ class World:
         """Go on without faults: every request ends, and every landing page is free."""
         self.land_all()
         for _ in range(3000):
-            if not self.scheduler.requests():
+            if not self.scheduler.table.requests():
                 break
             self.go_round()
-        assert not self.scheduler.requests(), f"not everything ends: {self.describe()}"
+        assert not self.scheduler.table.requests(), f"not everything ends: {self.describe()}"
         self.plan()
         for source in self.sources.values():
             self.stop(source)
@@ -283,7 +286,7 @@ class World:
     def describe(self) -> str:
         return "; ".join(
             f"{each.id} {each.status.value} {each.num_computed_tokens}/{each.num_tokens} waits: {each.awaits_rows}"
-            for each in self.scheduler.requests()
+            for each in self.scheduler.table.requests()
         )
 
 
@@ -396,15 +399,15 @@ class RowsMachine(RuleBasedStateMachine):
 
     @rule(number=st.integers(0, 99))
     def abort(self, number: int) -> None:
-        if requests := self.world.scheduler.requests():
+        if requests := self.world.scheduler.table.requests():
             self.world.abort(requests[number % len(requests)])
 
     @rule(number=st.integers(0, 99))
     def preempt(self, number: int) -> None:
         self.world.land_all()
-        running = [each for each in self.world.scheduler.running if each.leg is Leg.LOCAL]
+        running = [each for each in self.world.scheduler.table.running if each.leg is Leg.LOCAL]
         if running:
-            self.world.scheduler._table.preempt(running[number % len(running)])
+            self.world.scheduler.table.preempt(running[number % len(running)])
 
     @rule()
     def drop_steps(self) -> None:
@@ -412,7 +415,7 @@ class RowsMachine(RuleBasedStateMachine):
         self.world.flights.clear()
         self.world.scheduler.drop_steps_in_flight()
         self.world.embeddings.clear()
-        for request in self.world.scheduler.requests():
+        for request in self.world.scheduler.table.requests():
             self.world.abort(request)
 
     @rule(seconds=st.sampled_from([0.1, 3.0]))
@@ -481,7 +484,7 @@ def test_request_that_has_its_turn_and_finds_no_landing_pages_encodes_at_once() 
     world.move(world.sources[first.owner], 0)
     world.plan()
     world.move(world.sources[second.owner], 0)
-    while world.scheduler.get(second.id) is second:
+    while world.scheduler.table.get(second.id) is second:
         assert world.step() is not None
     assert world.num_encoded == 1
     assert world.arriving.lost == {"no room": 1}
@@ -617,7 +620,7 @@ def test_first_token_is_predicted_without_pictures_that_another_replica_encodes(
     """Until the transfer fails: then their seconds count here."""
     world = World(num_landing=8, cost=EncoderCost(base=1e-3, per_row=5e-4))
     request = world.submit(40, [item(4, 8, 1)])
-    away = world.scheduler.prefill_seconds(request)
+    away = world.scheduler.forecast.prefill_seconds(request)
     world.fail(world.sources[request.owner])
-    assert world.scheduler.prefill_seconds(request) == pytest.approx(away + 1e-3 + 8 * 5e-4)
+    assert world.scheduler.forecast.prefill_seconds(request) == pytest.approx(away + 1e-3 + 8 * 5e-4)
     world.settle()

@@ -89,7 +89,7 @@ def replica_without_slack(capacity: int, **config: Any) -> ModelFreeReplica:
 
 def test_urgent_picture_takes_the_room_of_a_less_urgent_one_that_streams_keep_waiting() -> None:
     replica = replica_without_slack(capacity=400)
-    patient = replica.scheduler.get("patient")
+    patient = replica.scheduler.table.get("patient")
     assert patient is not None
     for _ in range(8):
         replica.step()
@@ -147,7 +147,7 @@ def test_any_history_of_classes_beside_tight_streams_ends(seed: int, order: str)
     settings = {"chunk_policy": "adaptive", "caching": rng.random() < 0.5, "starvation_s": rng.choice([2.0, 1e6])}
     replica = new_timed_replica(encoding=encoding, prefill_order=order, **settings)
     prompts, rows = random_prompts(rng, 60), dict[bytes, int]()
-    while (more := next(prompts, None)) is not None or replica.scheduler.has_work:
+    while (more := next(prompts, None)) is not None or replica.scheduler.table.has_work:
         if more is not None:
             replica.add(str(len(replica.batches)), **more)
         batch = replica.step().batch
@@ -172,7 +172,7 @@ def test_most_urgent_prompt_has_a_chunk_in_each_step(seed: int) -> None:
         if more["slo_class"] == "interactive":
             replica.add(f"stream {len(replica.batches)}", 1, "interactive", max_tokens=rng.randint(1, 30))
             more["slo_class"] = "batch"
-        if len(replica.scheduler.requests()) < 12:
+        if len(replica.scheduler.table.requests()) < 12:
             replica.add(f"other {len(replica.batches)}", **more)
         if urgent is None and more["items"] and rng.random() < 0.3:
             more |= {"slo_class": "interactive", "max_tokens": 1, "priority_in_class": -1}

@@ -56,7 +56,7 @@ class Device:
 
 def run(replica: ModelFreeReplica, capacity: int = 10_000) -> Device:
     device = Device(capacity)
-    while replica.scheduler.has_work:
+    while replica.scheduler.table.has_work:
         device.run(replica.step().batch)
         assert len(replica.batches) < 5000
     return device
@@ -85,13 +85,13 @@ def test_salts_keep_embeddings_apart() -> None:
 def test_first_token_is_predicted_with_the_pictures_that_are_not_in_memory() -> None:
     scheduler = new_scheduler(max_model_len=200, cost=COST, encoding=Encoding(100, ENCODER), max_num_batched_tokens=64)
     request = new_request("a", [7] * 60)
-    text = scheduler.prefill_seconds(request)
+    text = scheduler.forecast.prefill_seconds(request)
     request.items = with_items((4, 20, 1), (30, 20, 2))
-    assert scheduler.prefill_seconds(request) == pytest.approx(text + 1e-3 + 40 * 5e-4)
+    assert scheduler.forecast.prefill_seconds(request) == pytest.approx(text + 1e-3 + 40 * 5e-4)
     replica = ModelFreeReplica(scheduler)
     replica.add("b", 60, items=with_items((4, 20, 1)))
     replica.run()
-    assert scheduler.prefill_seconds(request) == pytest.approx(text + 1e-3 + 20 * 5e-4)
+    assert scheduler.forecast.prefill_seconds(request) == pytest.approx(text + 1e-3 + 20 * 5e-4)
 
 
 def test_computed_seconds_count_the_encoder_and_scored_prompts_as_the_backlog_does() -> None:
@@ -99,10 +99,10 @@ def test_computed_seconds_count_the_encoder_and_scored_prompts_as_the_backlog_do
 
     def computed(request: Request) -> float:
         scheduler = new_scheduler(max_model_len=200, cost=COST, encoding=Encoding(100, ENCODER))
-        scheduler.learn_scored(1.5)
+        scheduler.forecast.scored_factor = 1.5
         scheduler.add(request)
         ModelFreeReplica(scheduler).run()
-        return scheduler.prefilled.seconds
+        return scheduler.table.prefilled.seconds
 
     text = computed(new_request("a", [7] * 60))
     pictured = new_request("a", [7] * 60)
@@ -125,7 +125,6 @@ def test_same_picture_of_two_requests_is_encoded_once() -> None:
     for name in "ab":
         replica.add(name, 60, items=with_items((4, 20, 1), (30, 20, 1)))
     assert run(replica).num_encoded == 1
-    assert scheduler.encoding is not None
     assert scheduler.encoding.totals.num_hits == 1  # of the second request; a request counts a picture once
 
 
@@ -135,7 +134,6 @@ def test_prefix_hit_past_a_picture_encodes_nothing() -> None:
     prompt = [7] * 60
     replica.add("a", prompt, items=with_items((4, 20, 1)))
     replica.run()
-    assert scheduler.encoding is not None
     scheduler.encoding.clear()
     replica.add("b", prompt, items=with_items((4, 20, 1)))
     replica.add("c", prompt, items=with_items((4, 20, 2)))
@@ -171,13 +169,13 @@ def test_item_longer_than_any_slack_is_encoded_for_the_class_that_streams_pay_fo
     replica.add("urgent", 60, "standard", items=with_items((10, 20, 1), (34, 20, 2)))
     replica.add("patient", 60, "batch", items=with_items((10, 20, 3)))
     device = Device(4000)
-    while any(replica.scheduler.get(name) for name in ("stream", "urgent")):
+    while any(replica.scheduler.table.get(name) for name in ("stream", "urgent")):
         device.run(replica.step().batch)
-        request = replica.scheduler.get("patient")
+        request = replica.scheduler.table.get("patient")
         assert request is not None
-        assert request.num_computed_tokens <= 16 or replica.scheduler.get("stream") is None
+        assert request.num_computed_tokens <= 16 or replica.scheduler.table.get("stream") is None
     device = Device(4000, device.rows, device.num_encoded)
-    while replica.scheduler.has_work:
+    while replica.scheduler.table.has_work:
         device.run(replica.step().batch)
     assert device.num_encoded == 3
     most = max(len(batch.encoder.items) for batch in replica.batches)
@@ -192,7 +190,7 @@ def test_picture_in_memory_makes_room_for_one_that_the_same_chunk_reads_first() 
     device = run(replica)
     replica.add("both", 60, items=with_items((0, 15, 2), (30, 10, 1)))
     most = 0
-    while scheduler.has_work:
+    while scheduler.table.has_work:
         device.run(replica.step().batch)
         most = max(most, sum(device.rows.values()))
     assert most <= encoding.capacity
@@ -234,7 +232,7 @@ def test_any_history_of_prompts_with_pictures_ends(seed: int) -> None:
     )
     replica = ModelFreeReplica(scheduler, lambda work: COST.seconds(work))
     device, ended, number, most = Device(capacity), 0, 0, 0
-    while number < 40 or scheduler.has_work:
+    while number < 40 or scheduler.table.has_work:
         if number < 40 and rng.random() < 0.5:
             length = rng.randint(1, 90)
             prompt = [rng.randrange(3)] * length
@@ -242,15 +240,14 @@ def test_any_history_of_prompts_with_pictures_ends(seed: int) -> None:
             items = random_items(rng, length, contents=rng.choice([1, 20]))
             replica.add(str(number), prompt, slo_class, max_tokens=rng.randint(1, 10), items=items)
             number += 1
-        if rng.random() < 0.05 and scheduler.requests():
-            victim = rng.choice(scheduler.requests())
+        if rng.random() < 0.05 and scheduler.table.requests():
+            victim = rng.choice(scheduler.table.requests())
             scheduler.abort(victim.id)
             ended += 1
         before = len(replica.batches)
         step = replica.step()
         device.run(step.batch)
         ended += sum(delta.finish_reason is not None for delta in step.deltas)
-        assert scheduler.encoding is not None
         assert sum(device.rows.values()) == scheduler.encoding.num_rows or not step.batch
         most = max(most, scheduler.encoding.num_rows)
         assert before < 20_000

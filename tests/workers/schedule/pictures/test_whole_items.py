@@ -7,8 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from crossdock.workers.schedule.ahead import assume_ended
 from crossdock.workers.schedule.batch import Batch, Scheduled
+from crossdock.workers.schedule.cost.cost import StepCost
 from crossdock.workers.schedule.memory.page_needs import PageNeeds
+from crossdock.workers.schedule.pacing.chunking import Candidate, ChunkBudget
+from crossdock.workers.schedule.pacing.item_chunks import chunk_with_items
 from crossdock.workers.schedule.pictures.encoder_cost import EncoderCost
 from crossdock.workers.schedule.pictures.encoding import Encoding
 from crossdock.workers.schedule.pictures.items import Item
@@ -99,11 +103,11 @@ def test_item_longer_than_any_slack_is_computed_for_the_class_that_streams_pay_f
     replica.add("urgent", 240, "standard", items=with_items((10, 100, 1), (111, 100, 2)))
     replica.add("patient", 240, "batch", items=with_items((10, 100, 3)))
     device = Device(4000)
-    while any(replica.scheduler.get(name) for name in ("stream", "urgent")):
+    while any(replica.scheduler.table.get(name) for name in ("stream", "urgent")):
         device.run(replica.step().batch)
-        request = replica.scheduler.get("patient")
+        request = replica.scheduler.table.get("patient")
         assert request is not None
-        assert request.num_computed_tokens <= 10 or replica.scheduler.get("stream") is None
+        assert request.num_computed_tokens <= 10 or replica.scheduler.table.get("stream") is None
     assert chunk_sizes(replica.batches, "urgent")[:2] == [8, 102]  # a page or two, then the picture
     encoding = [batch for batch in replica.batches if batch.encoder.items]
     assert [(len(batch.encoder.items), batch.num_decodes) for batch in encoding] == [(1, 1), (1, 1)]
@@ -116,12 +120,9 @@ def test_chunk_without_time_for_an_item_ends_with_the_one_before() -> None:
     request = new_request("a", [7] * 300)
     request.items = with_items((1, 9, 1), (11, 100, 2))
 
-    def size_of(seconds: float, has_floor: bool) -> int:
-        return most_tokens(request.items, 0, 200 if seconds < 50 else 12, page_size=4)
-
-    chunk = encoding.chunk(request, 0, size_of, 4)
-    assert (chunk.num_tokens, [each.start for each in chunk.items]) == (10, [1])
-    assert "100 rows takes 100000 ms" in chunk.limit.replace("109000", "100000")
+    budget = ChunkBudget(300, 200.0, cost=StepCost(per_prefill_token=1.0))
+    chunk = chunk_with_items(encoding, request, Candidate(0, 300, least=1), budget, 0, 4)
+    assert chunk == (10, "encoder: an item of 100 rows takes 109000 ms")
 
 
 def windowed() -> tuple[ModelFreeReplica, Request]:
@@ -136,7 +137,7 @@ def test_chunk_ahead_of_the_pages_that_a_window_returns_ends_before_the_item() -
     replica, request = windowed()
     scheduler = replica.scheduler
     batch = scheduler.schedule(0.0)
-    with scheduler.assume_ended(batch, 0.0):
+    with assume_ended(scheduler.table, batch, 0.0):
         assert request.num_computed_tokens == 32
         assert 34 < scheduler.pages.num_tokens_held(request.owner) < 50
         assert not scheduler.schedule(0.0)
@@ -172,7 +173,7 @@ def test_any_prompts_on_few_pages_end_and_none_is_cut_inside_an_item(seed: int) 
     )
     replica = ModelFreeReplica(scheduler, lambda work: COST.seconds(work))
     device, ended, number = Device(100), 0, 0
-    while number < 40 or scheduler.has_work:
+    while number < 40 or scheduler.table.has_work:
         if number < 40 and rng.random() < 0.4:
             length = rng.randint(1, 90)
             items, place = list[Item](), rng.choice([0, 2, 5, 9])

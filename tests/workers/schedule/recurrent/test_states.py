@@ -2,6 +2,7 @@
 
 import pytest
 
+from crossdock.workers.schedule.ahead import assume_ended
 from crossdock.workers.schedule.batch import SampledToken, Scheduled, StatePages
 from crossdock.workers.schedule.cost.cost import StepCost
 from crossdock.workers.schedule.recurrent.checkpoints import further_step_seconds, is_worth_its_pages
@@ -32,7 +33,7 @@ def test_prompt_begins_with_zeros_and_its_last_full_page_ends_a_chunk_with_a_che
     replica = new_replica()
     replica.scheduler.add(new_request("a", range(30), 2))
     own = []
-    while replica.scheduler.has_work:
+    while replica.scheduler.table.has_work:
         replica.step()
         own.append(list(replica.scheduler.pages.state_of("a#0")))
     (end, first), (_, second), *later = states_of(replica, "a")
@@ -85,7 +86,7 @@ def test_preempted_prompt_continues_from_its_own_state() -> None:
     replica = new_replica(num_pages=36, max_model_len=100, max_num_batched_tokens=40)
     replica.scheduler.add(new_request("a", [3] * 80, 1))
     replica.step()
-    (request,) = replica.scheduler.running
+    (request,) = replica.scheduler.table.running
     assert request.num_computed_tokens == 40
     urgent = new_request("urgent", [5] * 40, 1)
     urgent.slo_class = "interactive"
@@ -102,7 +103,7 @@ def test_checkpoints_preempt_no_request() -> None:
     replica.scheduler.add(new_request("a", range(180), 19))
     replica.run()
     assert len({tuple(state.write) for _, state in states_of(replica, "a")}) > 1, "there was room for some"
-    assert replica.scheduler.num_preemptions == 0
+    assert replica.scheduler.table.num_preemptions == 0
     assert replica.scheduler.pages.counts().owned == 0
 
 
@@ -130,8 +131,8 @@ def test_requests_of_a_failed_step_begin_again() -> None:
     scheduler.add(sent)
     scheduler.schedule(0.0)
     scheduler.drop_steps_in_flight()
-    assert [request.status for request in scheduler.waiting] == [Status.WAITING]
-    assert scheduler.take_returned() == [sent], "its pages may have been sent, and its state has not been computed"
+    assert [request.status for request in scheduler.table.waiting] == [Status.WAITING]
+    assert scheduler.table.take_returned() == [sent], "its pages may have been sent, its state is not computed"
     scheduler.pages.release(sent.owner)
     replica.run()
     assert scheduler.pages.counts().owned == 0
@@ -143,10 +144,10 @@ def test_request_that_ended_before_a_step_failed_keeps_no_pages() -> None:
     scheduler.add(Request("a", list(range(10)), SamplingParams(max_tokens=8)))
     ModelFreeReplica(scheduler, sample=lambda token_ids: 7).step()
     batch = scheduler.schedule(0.0)
-    with scheduler.assume_ended(batch, 0.0):
+    with assume_ended(scheduler.table, batch, 0.0):
         assert scheduler.schedule(0.0)
     scheduler.update(batch, {"a": SampledToken(EOS)}, 0.0)
-    assert scheduler.get("a") is None
+    assert scheduler.table.get("a") is None
     assert scheduler.pages.counts().owned > 0
     scheduler.drop_steps_in_flight()
     assert scheduler.pages.counts().owned == 0
