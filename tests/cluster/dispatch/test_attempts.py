@@ -168,11 +168,9 @@ def test_other_first_token_of_an_unlike_decode_replica_never_follows_the_clients
 
         async def submit(self, submission: Submission) -> int:
             sequence = await super().submit(submission)
-            handover = self.decode.engine_thread.handover
-            assert handover is not None
             if not self.has_ended:
                 self.has_ended = True
-                handover.dock.peer_dead(self.profile.peer)  # its pages will never be taken
+                await self.decode.engine_thread.peer_dead(self.profile.peer)  # its pages will never be taken
             return sequence
 
     async def main() -> None:
