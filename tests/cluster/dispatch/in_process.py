@@ -1,7 +1,7 @@
 """Replicas in this process: real engines, no Ray; and clients of a dispatcher over them."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from functools import partial
 from typing import Any, cast
@@ -23,6 +23,7 @@ from crossdock.workers.report.profile import Role
 from crossdock.workers.schedule.request import Overloaded, SamplingParams, Submission
 from tests.workers.architectures import build
 
+_LONG_S = 120.0
 IN_TURN = RouterConfig(policy="round-robin")
 
 
@@ -86,6 +87,10 @@ class InProcess:
         profile = self.profile.model_dump(exclude={"peer", "rows_peer"}, mode="json")
         return {"pool": "mixed", "profile": profile, **self.engine_thread.watched(seen, tenant)}
 
+    async def owns_nothing(self) -> bool:
+        """Return whether no request is here and none owns a page."""
+        return not self.engine_thread.engine.scheduler.requests() and not await self.owned_pages()
+
     async def owned_pages(self) -> int:
         counts = []
         await self.engine_thread.call(lambda: counts.append(self.engine_thread.engine.pages.counts().owned))
@@ -130,8 +135,14 @@ class Hung(InProcess):
 
 async def ready(dispatcher: Dispatcher, num_replicas: int = 1) -> None:
     """Wait until so many replicas are up."""
-    while len(dispatcher.fleet) < num_replicas:
-        await asyncio.sleep(0.001)
+    await until(lambda: len(dispatcher.fleet) >= num_replicas)
+
+
+async def until(holds: Callable[[], bool | Awaitable[bool]]) -> None:
+    """Wait until a condition holds. TimeoutError: it does not for longer than any machine should take."""
+    async with asyncio.timeout(_LONG_S):
+        while not (await found if isinstance(found := holds(), Awaitable) else found):
+            await asyncio.sleep(0.001)
 
 
 async def tokens(dispatcher: Dispatcher, name: str, max_tokens: int = 20, prompt: int = 30) -> list[int]:

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
 import pytest
 
@@ -13,12 +13,7 @@ from crossdock.router.actions import ReplicaDead
 from crossdock.workers.report.advertise import Message
 from crossdock.workers.report.profile import Role
 from crossdock.workers.schedule.request import TokenDelta
-from tests.cluster.dispatch.in_process import InProcess, ready, tokens
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    while not holds():
-        await asyncio.sleep(0.001)
+from tests.cluster.dispatch.in_process import InProcess, ready, tokens, until
 
 
 def test_replica_that_has_just_joined_is_waited_for() -> None:
@@ -45,13 +40,11 @@ def test_replica_is_notified_again_and_again_that_its_stream_is_read(monkeypatch
     async def main() -> None:
         replica, dispatcher = InProcess(), Dispatcher("m")
         dispatcher.join("r", replica, replica.profile)
-        while not dispatcher.ready():
-            await asyncio.sleep(0.01)
+        await until(dispatcher.ready)
         channel = replica.engine_thread.channels["test"]
         for _ in range(2):
             before = channel.heard_at
-            while channel.heard_at == before:
-                await asyncio.sleep(0.01)
+            await until(lambda: channel.heard_at != before)  # noqa: B023  (awaited at once)
         await dispatcher.close()
         await replica.engine_thread.close()
 
@@ -262,8 +255,7 @@ def test_silent_replica_is_lost_and_a_pause_of_the_ingress_is_not_its_silence() 
             dispatcher.join(name, client, client.profile)
         await ready(dispatcher, 2)
         running = asyncio.create_task(tokens(dispatcher, "running", 200))
-        while not any(dispatcher.fleet.num_booked(name) for name in "ab"):
-            await asyncio.sleep(0)
+        await until(lambda: any(dispatcher.fleet.num_booked(name) for name in "ab"))
         time.sleep(4.0)  # every timer of the ingress is overdue, and everything is in its queues
         assert len(await running) == 200
         assert len(dispatcher.fleet) == 2

@@ -126,7 +126,7 @@ FITTING: dict[Any, list[Any]] = {  # the values of VALUES that a field of this t
     HeldLayers: [[]],
     TransferConfig: [{}],
     Reason: [],
-    Figures: [{}],
+    Figures: [{}, {"unknown": 1}, {"deadline_s": -1}],  # all of its fields have defaults
     Seconds | None: [None, 3, 1 << 63, 0.5],
 }
 
