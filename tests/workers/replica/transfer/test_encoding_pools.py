@@ -147,7 +147,7 @@ class EncodingWorld(World):
         self.encoders[client.submission.id] = self.encoder.name
         for channel in (self.channels["router", client.prefill], self.channels["router", client.decode]):
             work = replace(channel.pop(), items=client.submission.items)
-            encoder = self.encoder.name.encode() if work.leg is Leg.SEND else b""
+            encoder = blob_of(self.encoder.name) if work.leg is Leg.SEND else b""
             channel.append(replace(work, encoder=encoder))
             if work.leg is Leg.SEND:
                 leg = encoding_leg(replace(work, peer=blob_of(client.prefill + ROWS)), PAGE_SIZE)
