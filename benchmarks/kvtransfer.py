@@ -24,10 +24,11 @@ from typing import Any
 
 import numpy as np
 
+from crossdock.kvtransfer.calls import ChunkCall, ExpectCall, FinishCall, GrantCall, ShipCall
 from crossdock.kvtransfer.dock import Dock
 from crossdock.kvtransfer.events import Arrived, Committed, Event, Released
 from crossdock.kvtransfer.layout import LayerShape, PoolLayout, PoolSpec
-from crossdock.kvtransfer.messages import GroupPages
+from crossdock.kvtransfer.records import GroupPages
 from crossdock.kvtransfer.transport import Memory, Transport, TransportUnavailable
 
 SMOLLM2 = PoolLayout((LayerShape(3, 64, 64),) * 30, 16, 2)
@@ -69,12 +70,12 @@ def run_source(kind: str, page_bytes: int, num_pages: int, repeats: int) -> None
     for repeat in range(repeats + 1):  # the first one makes the connection
         request, begin = f"r{repeat}", cpu_seconds()
         pages = random.Random(repeat).sample(range(0, 2 * num_pages, 2), num_pages)
-        dock.ship(request, 1, [blob], 60.0)
-        dock.chunk(request, [GroupPages(0, tuple(pages[:-1]))], num_pages - 1)
+        dock.call(ShipCall(request, 1, (blob,), 60.0))
+        dock.call(ChunkCall(request, (GroupPages(0, tuple(pages[:-1])),), num_pages - 1))
         sys.stdin.readline()  # the other side has committed
         time.sleep(0.005)
         finished = time.monotonic()
-        dock.finish(request, [GroupPages(0, tuple(pages))], num_pages, b"first token")
+        dock.call(FinishCall(request, (GroupPages(0, tuple(pages)),), num_pages, b"first token"))
         while not isinstance(event := events.get(), Released):
             pass
         assert event.arrived
@@ -85,7 +86,7 @@ def run_source(kind: str, page_bytes: int, num_pages: int, repeats: int) -> None
     begin = cpu_seconds()
     time.sleep(1.0)
     idle = cpu_seconds() - begin
-    dock.ship("open", 1, [blob], 60.0)
+    dock.call(ShipCall("open", 1, (blob,), 60.0))
     time.sleep(0.3)
     begin = cpu_seconds()
     time.sleep(1.0)
@@ -105,9 +106,9 @@ def measure(kind: str, page_bytes: int, num_pages: int, repeats: int) -> dict[st
         blob = bytes.fromhex(child.stdout.readline())
         for repeat in range(repeats + 1):
             request = f"r{repeat}"
-            dock.expect(request, 1, [blob], 60.0)
+            dock.call(ExpectCall(request, 1, (blob,), 60.0))
             pages = random.Random(-1 - repeat).sample(range(0, 2 * num_pages, 2), num_pages)
-            dock.grant(request, 1, 0, [GroupPages(0, tuple(pages))])
+            dock.call(GrantCall(request, 1, 0, (GroupPages(0, tuple(pages)),)))
             if repeat == 0:
                 child.stdin.write(dock.blob.hex() + "\n")
             while not isinstance(events.get(timeout=60), Committed):

@@ -1,14 +1,7 @@
 """One rank's end of all its transfers: a thread that owns the transport and drives a sender and a receiver.
 
 Calls come in from any thread and return at once. Events go out through one callback, on the dock's thread. A caller's
-error is raised at the call; anything that fails later is an event.
-
-    prefill                                          decode
-    ship(r, epoch, decode blobs)                     expect(r, epoch, prefill blobs)
-    chunk(r, groups, num_tokens)  after every step   wait(r, epoch, seconds)   until there are pages, then
-    finish(r, groups, num_tokens, result)             grant(r, epoch, first_page, groups)
-      -> Granted, Released                             -> Committed ..., Arrived
-      -> or Failed, Released                           -> or Failed, WriterStopped
+error is raised at the call; anything that fails later is an event. calls.py has the calls, and their order.
 """
 
 import logging
@@ -16,12 +9,27 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
+from crossdock.kvtransfer.calls import (
+    CancelExpectCall,
+    CancelShipCall,
+    ChunkCall,
+    DockCall,
+    ExpectCall,
+    FinishCall,
+    GrantCall,
+    OfferCall,
+    PeerDeadCall,
+    ShipCall,
+    WaitCall,
+    check_pages,
+)
 from crossdock.kvtransfer.events import Event
 from crossdock.kvtransfer.layout import IncompatiblePools, PoolSpec
-from crossdock.kvtransfer.messages import MAX_BYTES, Abort, Grant, GroupPages, MalformedMessage, Wait, decode, encode
+from crossdock.kvtransfer.messages import MAX_PAUSE_S, Abort, Grant, MalformedMessage, Wait, decode, encode
 from crossdock.kvtransfer.next_write import TargetRank
 from crossdock.kvtransfer.peers import Peers
 from crossdock.kvtransfer.plan import bytes_by_group, plan_writes, source_ranks
@@ -41,7 +49,6 @@ from crossdock.kvtransfer.transport import (
 
 logger = logging.getLogger(__name__)
 
-MAX_RESULT_BYTES = MAX_BYTES - 4096
 _MAX_FAILED_POLLS = 20  # in a row: then the transport is beyond repair, and the dock ends
 _FAILED_POLL_SECONDS = 0.1  # pause after a failed poll
 _PAUSE_SHARE = 0.125
@@ -49,6 +56,8 @@ _PAUSE_SHARE = 0.125
 late by at most this share of the time it took to come, and a transfer whose prompt is still being computed costs few
 polls. `python benchmarks/kvtransfer.py` measures both."""
 _MAX_PAUSE_SECONDS = 0.005
+_Partner: TypeAlias = tuple[Peer, tuple[int, ...]]
+"""A rank of the other replica, and the bytes of a page of each group of layers that one of the two writes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +104,7 @@ class Dock:
         self._receiver = Receiver(spec.page_size, self.blob, grace_seconds)
         self._peers = Peers(transport, spec)
         self._writes: dict[int, tuple[str, int, str]] = {}  # request, epoch, peer
-        self._calls: deque[Callable[[float], list[ProtocolOutput]]] = deque()
+        self._calls: deque[tuple[DockCall, dict[str, _Partner], float]] = deque()  # each with its partners and its time
         self._num_malformed = 0
         self._num_failed_polls = 0
         self._counts = DockCounts(0, 0, 0, 0)
@@ -105,145 +114,18 @@ class Dock:
         self._thread = threading.Thread(target=self._run, name=f"dock {role}", daemon=True)
         self._thread.start()
 
-    # -- sending ---------------------------------------------------------------------------------------------------
-
-    def ship(self, request: str, epoch: int, peers: Sequence[bytes], deadline_seconds: float) -> None:
-        """Begin to send `request` to the replica whose ranks' blobs are `peers`. Ends with one `Released`.
-
-        `deadline_seconds` is how long the target may be silent before it grants (its `wait` extends that), and how
-        long one write may take. An older epoch still under way is stopped, and released when its writes end.
+    def call(self, call: DockCall) -> None:
+        """Make a call, which the dock's thread carries out. Raises what the record of the call says.
 
         Raises:
-            IncompatiblePools: the pools cannot exchange pages; the message shows both.
-            ValueError: a blob is of another transport, or of no dock.
+            RuntimeError: the dock is closed, or has failed.
         """
-        targets = {}
-        for peer in self._peers.unpack(peers):
-            page_bytes = bytes_by_group(plan_writes(self.spec, peer.spec))
-            if any(page_bytes):
-                num_sources = len(source_ranks(self.spec, peer.spec))
-                rank = TargetRank(peer.spec.num_pages, page_bytes, num_sources, has_state=bool(peer.spec.state))
-                targets[peer.name] = peer, rank
-
-        def call(now: float) -> list[ProtocolOutput]:
-            self._peers.meet((peer for peer, _ in targets.values()), self._busy)
-            wanted = {name: target for name, (_, target) in targets.items()}
-            return self._sender.ship(request, epoch, wanted, deadline_seconds, now) + self._lose_dead(targets, now)
-
-        self._call(call)
-
-    def offer(self, request: str, epoch: int) -> None:
-        """Notify the target that there are pages for the whole prompt here: it may grant pages now."""
-        self._call(lambda _: self._sender.offer(request, epoch))
-
-    def chunk(self, request: str, groups: Sequence[GroupPages], num_tokens: int) -> None:
-        """Send what is new of the first `num_tokens` tokens of `request`, which lie in the pages of `groups`.
-
-        Pages that tokens after the prompt can see must stay untouched until `Released`. Without a `ship` under way this
-        does nothing."""
-        groups = self._checked(groups, num_tokens)
-        self._call(lambda now: self._sender.chunk(request, groups, num_tokens, now))
-
-    def finish(
-        self,
-        request: str,
-        groups: Sequence[GroupPages],
-        num_tokens: int,
-        result: bytes = b"",
-        state_pages: Sequence[int] = (),
-    ) -> None:
-        """Send the rest, as `chunk` does, with the partial page, the recurrent state in `state_pages` and `result`. No
-        more chunks will come.
-
-        The target finds `result` (at most MAX_RESULT_BYTES) in `Arrived`; of several source ranks, that of the lowest.
-        After another `ship` of the same request, for example to a second target, call this again."""
-        if len(result) > MAX_RESULT_BYTES:
-            raise ValueError(f"result has {len(result)} bytes; at most {MAX_RESULT_BYTES} can be sent")
-        groups, state, now = self._checked(groups, num_tokens), self._checked_state(state_pages), self._clock()
-        # The time of this call, not of its turn on the thread: with CMA the thread may be inside a write, which was
-        # hidden behind computing until now.
-        self._call(lambda _: self._sender.finish(request, groups, num_tokens, result, now, state))
-
-    def cancel_ship(self, request: str, epoch: int) -> None:
-        """Stop writing. `Released` follows in any case, as soon as no write is open; it may come twice."""
-        self._call(lambda now: self._sender.cancel(request, epoch, now))
-
-    # -- receiving -------------------------------------------------------------------------------------------------
-
-    def expect(self, request: str, epoch: int, peers: Sequence[bytes], deadline_seconds: float) -> None:
-        """Expect `request` from the replica whose ranks' blobs are `peers`. Call `grant` when there is room for it.
-
-        Grant after `Offered` alone: a request that waits for pages at its source while it holds pages here can wait
-        for ever, for requests that do the opposite.
-
-        After the grant, each source may be silent for `deadline_seconds`: that must cover the computation of a chunk,
-        unless the source sends a `wait`.
-
-        Raises:
-            IncompatiblePools: the pools cannot exchange pages, or a rank that must write here has no blob in `peers`.
-            ValueError: a blob is of another transport, or of no dock.
-        """
-        sources: dict[str, tuple[Peer, tuple[int, ...]]] = {}
-        unpacked = self._peers.unpack(peers)
-        for peer in unpacked:
-            page_bytes = bytes_by_group(plan_writes(peer.spec, self.spec))
-            if any(page_bytes):
-                sources[peer.name] = peer, page_bytes
-        wanted = source_ranks(unpacked[0].spec, self.spec)
-        if sorted(peer.spec.rank for peer, _ in sources.values()) != list(wanted):
-            raise IncompatiblePools(f"ranks {wanted} write to this one; blobs of {len(unpacked)} were given")
-
-        def call(now: float) -> list[ProtocolOutput]:
-            self._peers.meet((peer for peer, _ in sources.values()), self._busy)
-            ranks = {name: (peer.spec.rank, page_bytes) for name, (peer, page_bytes) in sources.items()}
-            return self._receiver.expect(request, epoch, ranks, deadline_seconds, now) + self._lose_dead(sources, now)
-
-        self._call(call)
-
-    def grant(
-        self,
-        request: str,
-        epoch: int,
-        first_page: int,
-        groups: Sequence[GroupPages],
-        state_pages: Sequence[int] = (),
-    ) -> None:
-        """Grant pages for the prompt of `request`, except for the first `first_page` pages, which are here, and for its
-        recurrent state.
-
-        They belong to the writer until `Arrived`, or until `WriterStopped` after a failure."""
-        pages = [page for group in groups for page in group.pages] + [*state_pages]
-        if len(set(pages)) != len(pages) or not all(0 <= p < self.spec.num_pages for p in pages):
-            raise ValueError(f"pages must be different ones within 0 and {self.spec.num_pages - 1}, not {pages}")
-        if len(groups) != self.spec.num_groups or not all(group.first >= first_page >= 0 for group in groups):
-            raise ValueError(f"pages of {self.spec.num_groups} groups from {first_page} on are needed, not {groups}")
-        groups, state = tuple(groups), self._checked_state(state_pages)
-        self._call(lambda now: self._receiver.grant(request, epoch, first_page, groups, now, state))
-
-    def cancel_expect(self, request: str, epoch: int) -> None:
-        """Stop expecting. `WriterStopped` follows in any case, when that is safe; it may come twice. Until then, give
-        the granted pages to no other request."""
-        self._call(lambda now: self._receiver.cancel(request, epoch, now))
-
-    # -- either ----------------------------------------------------------------------------------------------------
-
-    def wait(self, request: str, epoch: int, seconds: float) -> None:
-        """Notify the other side that about `seconds` will pass before the grant, or before the next chunk."""
-        seconds = min(max(0.0, float(seconds)), 86_400.0)
-        self._call(
-            lambda now: self._receiver.wait(request, epoch, seconds, now) + self._sender.wait(request, epoch, seconds)
-        )
-
-    def peer_dead(self, blob: bytes) -> None:
-        """Note that the process behind `blob` is dead. Its transfers fail; the pages it was writing to are out of its
-        reach after the grace period, and the pages that were being written to it are released."""
-        name = Peer.unpack(blob).name
-
-        def call(now: float) -> list[ProtocolOutput]:
-            self._peers.note_death(name)
-            return self._lose_dead([name], now)
-
-        self._call(call)
+        check_pages(call, self.spec)
+        partners = self._partners(call)
+        if self._error or self._is_closing:
+            raise RuntimeError("the dock is closed") from self._error
+        self._calls.append((call, partners, self._clock()))
+        self._transport.wake()
 
     @property
     def is_alive(self) -> bool:
@@ -275,13 +157,34 @@ class Dock:
         self._transport.wake()
         self._thread.join()
 
-    # -- the thread ------------------------------------------------------------------------------------------------
+    def _partners(self, call: DockCall) -> dict[str, _Partner]:
+        """Return the ranks that a new transfer goes to or comes from, by name."""
+        match call:
+            case ShipCall():
+                peers = self._peers.unpack(call.peers)
+                return {
+                    peer.name: (peer, page_bytes)
+                    for peer in peers
+                    if any(page_bytes := bytes_by_group(plan_writes(self.spec, peer.spec)))
+                }
+            case ExpectCall():
+                peers = self._peers.unpack(call.peers)
+                sources = {
+                    peer.name: (peer, page_bytes)
+                    for peer in peers
+                    if any(page_bytes := bytes_by_group(plan_writes(peer.spec, self.spec)))
+                }
+                wanted = source_ranks(peers[0].spec, self.spec)
+                if sorted(peer.spec.rank for peer, _ in sources.values()) != list(wanted):
+                    raise IncompatiblePools(f"ranks {wanted} write to this one; blobs of {len(peers)} were given")
+                return sources
+            case PeerDeadCall(blob):
+                peer = Peer.unpack(blob)
+                return {peer.name: (peer, ())}
+            case _:
+                return {}
 
-    def _call(self, call: Callable[[float], list[ProtocolOutput]]) -> None:
-        if self._error or self._is_closing:
-            raise RuntimeError("the dock is closed") from self._error
-        self._calls.append(call)
-        self._transport.wake()
+    # -- the thread ------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
@@ -298,7 +201,7 @@ class Dock:
         if events or self._calls:
             self._last_event_at = self._clock()
         while self._calls:
-            self._perform(self._calls[0](self._clock()))
+            self._perform(self._make(*self._calls[0]))
             self._calls.popleft()  # only now: `drain` sees the call or the transfer that it began
         for event in events:
             self._perform(self._handle(event, self._clock()))
@@ -306,6 +209,48 @@ class Dock:
         now = self._clock()
         if now >= self._next_deadline():
             self._perform(self._sender.tick(now) + self._receiver.tick(now))
+
+    def _make(self, call: DockCall, partners: Mapping[str, _Partner], called_at: float) -> list[ProtocolOutput]:
+        """Make a call on the sender or the receiver. `partners`: of a transfer that begins, or that have died."""
+        now = self._clock()
+        match call:
+            case ShipCall(request, epoch, _, deadline_s):
+                self._peers.meet((peer for peer, _ in partners.values()), self._busy)
+                targets = {
+                    name: TargetRank(
+                        peer.spec.num_pages,
+                        page_bytes,
+                        len(source_ranks(self.spec, peer.spec)),
+                        has_state=bool(peer.spec.state),
+                    )
+                    for name, (peer, page_bytes) in partners.items()
+                }
+                outputs = self._sender.ship(request, epoch, targets, deadline_s, now)
+            case ExpectCall(request, epoch, _, deadline_s):
+                self._peers.meet((peer for peer, _ in partners.values()), self._busy)
+                sources = {name: (peer.spec.rank, page_bytes) for name, (peer, page_bytes) in partners.items()}
+                outputs = self._receiver.expect(request, epoch, sources, deadline_s, now)
+            case OfferCall(request, epoch):
+                outputs = self._sender.offer(request, epoch)
+            case ChunkCall(request, groups, num_tokens):
+                outputs = self._sender.chunk(request, groups, num_tokens, now)
+            case FinishCall(request, groups, num_tokens, result, state_pages):
+                # With CMA this thread may have been inside a write, which was hidden behind computing until the call.
+                outputs = self._sender.finish(request, groups, num_tokens, result, called_at, state_pages)
+            case GrantCall(request, epoch, first_page, groups, state_pages):
+                outputs = self._receiver.grant(request, epoch, first_page, groups, now, state_pages)
+            case CancelShipCall(request, epoch):
+                outputs = self._sender.cancel(request, epoch, now)
+            case CancelExpectCall(request, epoch):
+                outputs = self._receiver.cancel(request, epoch, now)
+            case WaitCall(request, epoch, seconds):
+                pause = min(seconds, MAX_PAUSE_S)
+                outputs = self._receiver.wait(request, epoch, pause, now) + self._sender.wait(request, epoch, pause)
+            case PeerDeadCall():
+                for name in partners:
+                    self._peers.note_death(name)
+                outputs = []
+        return outputs + self._lose_dead(partners, now)
 
     def _poll(self) -> Sequence[TransportEvent]:
         """Poll the transport. A poll may fail for a passing reason; raises what many polls in a row raise."""
@@ -409,22 +354,3 @@ class Dock:
             self._perform(self._sender.write_failed(message.request, message.epoch, peer, detail, now))
         else:
             self._writes[number] = message.request, message.epoch, peer
-
-    # -- arguments -------------------------------------------------------------------------------------------------
-
-    def _checked(self, groups: Sequence[GroupPages], num_tokens: int) -> tuple[GroupPages, ...]:
-        end = min((group.end for group in groups), default=0)
-        if not 0 <= num_tokens <= end * self.spec.page_size:
-            raise ValueError(f"num_tokens must be within {end} pages of {self.spec.page_size}, not {num_tokens}")
-        if len(groups) != self.spec.num_groups:
-            raise ValueError(f"pages of {self.spec.num_groups} groups of layers are needed, not of {len(groups)}")
-        if not all(0 <= page < self.spec.num_pages for group in groups for page in group.pages):
-            raise ValueError(f"pages must be within 0 and {self.spec.num_pages - 1}, not {groups}")
-        return tuple(groups)
-
-    def _checked_state(self, pages: Sequence[int]) -> tuple[int, ...]:
-        if bool(self.spec.state) != bool(len(pages)):
-            raise ValueError(f"the recurrent state is {self.spec.state or 'none'}; its pages are {[*pages]}")
-        if not all(0 <= page < self.spec.num_pages for page in pages):
-            raise ValueError(f"pages must be within 0 and {self.spec.num_pages - 1}, not {[*pages]}")
-        return tuple(pages)

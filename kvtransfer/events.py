@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TypeAlias
 
+from crossdock.kvtransfer.records import Count, Seconds
+
 
 class Reason(Enum):
     """Why a transfer failed."""
@@ -26,15 +28,15 @@ class Figures:
     wrote, a target what was written to it. A target does not see writes begin, hence has no write seconds.
     """
 
-    handshake_seconds: float | None = None  # until the first message from the other side
-    grant_wait_seconds: float | None = None  # until the last grant was given
-    total_seconds: float = 0.0
-    num_bytes: int = 0
-    num_pages: int = 0  # of the request, each counted once, however many ranks hold parts of it
-    num_writes: int = 0
-    write_seconds: float = 0.0  # while at least one write was open
-    hidden_seconds: float = 0.0  # of the write seconds, those before `finish`: behind the computation of later chunks
-    hidden_bytes: int = 0  # bytes of writes that completed before `finish`
+    handshake_seconds: Seconds | None = None  # until the first message from the other side
+    grant_wait_seconds: Seconds | None = None  # until the last grant was given
+    total_seconds: Seconds = 0.0
+    num_bytes: Count = 0
+    num_pages: Count = 0  # of the request, each counted once, however many ranks hold parts of it
+    num_writes: Count = 0
+    write_seconds: Seconds = 0.0  # while at least one write was open
+    hidden_seconds: Seconds = 0.0  # of the write seconds, those before `finish`: behind the computation of later chunks
+    hidden_bytes: Count = 0  # bytes of writes that completed before `finish`
 
     @property
     def overlap(self) -> float:
@@ -51,8 +53,8 @@ class Granted:
     """To the source: every target rank has granted pages. No action is needed."""
 
     request: str
-    epoch: int
-    first_page: int  # leading pages that the target already has; the fewest of all its ranks
+    epoch: Count
+    first_page: Count  # leading pages that the target already has; the fewest of all its ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,7 @@ class Released:
     Once every epoch that was shipped of a request is released, no transfer reads the request's pages."""
 
     request: str
-    epoch: int
+    epoch: Count
     arrived: bool  # whether every page and the result were delivered
     figures: Figures = field(compare=False)
 
@@ -72,7 +74,7 @@ class Offered:
     """To the target: every source rank has pages for the prompt. May come before `expect`, and more than once."""
 
     request: str
-    epoch: int
+    epoch: Count
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +82,8 @@ class Committed:
     """To the target: the first `num_tokens` tokens are in place, without gaps, from every source rank."""
 
     request: str
-    epoch: int
-    num_tokens: int
+    epoch: Count
+    num_tokens: Count
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +91,8 @@ class Arrived:
     """To the target: every page is in place, and no further write will come. The successful end of an `expect`."""
 
     request: str
-    epoch: int
-    num_tokens: int
+    epoch: Count
+    num_tokens: Count
     result: bytes
     figures: Figures = field(compare=False)
 
@@ -100,7 +102,7 @@ class WriterStopped:
     """To the target, after `Failed` or `cancel_expect`: no process will write to the granted pages any more."""
 
     request: str
-    epoch: int
+    epoch: Count
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +113,7 @@ class Failed:
     """
 
     request: str
-    epoch: int
+    epoch: Count
     sending: bool  # True: shipped from this dock; False: expected at this dock
     reason: Reason
     detail: str = field(compare=False)

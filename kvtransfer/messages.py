@@ -1,67 +1,48 @@
-"""Messages between the two ends of a transfer, and how they are written: msgpack, checked field by field.
+"""Messages between the two ends of a transfer. Every message comes from another process, and is checked."""
 
-Every message comes from another process, which may be older, broken or foreign. `decode` either returns a message whose
-fields are all in range, or raises MalformedMessage. It never builds objects that the bytes name.
-"""
+from typing import Annotated, TypeAlias
 
-from dataclasses import dataclass, fields
-from typing import Any, NamedTuple, TypeAlias, get_type_hints
+import msgspec
+from msgspec import Meta
 
-import msgpack
+from crossdock.kvtransfer.records import Count, GroupPages, Record
 
 MAX_BYTES = 1 << 20
 """Bytes of one message, at most. A grant of 128k tokens has 40 KB for each group of layers without a window; NIXL was
 measured with 256 KiB (docs/nixl.md)."""
-_MAX_INT = 1 << 40
-_MAX_ID = 512  # characters of a request id
-_MAX_SECONDS = 86_400.0
+_Id: TypeAlias = Annotated[str, Meta(min_length=1, max_length=512)]
+MAX_PAUSE_S = 86_400.0
+_Pause: TypeAlias = Annotated[float, Meta(ge=0.0, le=MAX_PAUSE_S)]  # seconds
 
 
-class GroupPages(NamedTuple):
-    """A request's pages of one group of layers, from page number `first` on. Page i holds tokens [i·size, (i+1)·size).
-
-    Those before `first` are not needed: the group's window has passed them."""
-
-    first: int
-    pages: tuple[int, ...]
-
-    @property
-    def end(self) -> int:
-        """The number after the last page's."""
-        return self.first + len(self.pages)
-
-
-@dataclass(frozen=True, slots=True)
-class Hello:
+class Hello(Record, frozen=True):
     """Source to target: this request's pages will be sent, once this rank has pages for it."""
 
-    request: str
-    epoch: int
+    request: _Id
+    epoch: Count
 
 
-@dataclass(frozen=True, slots=True)
-class Offer:
+class Offer(Record, frozen=True):
     """Source to target: this rank has pages for the whole prompt, and will compute it; grant pages for it.
 
     It may come before the target expects the request, hence the number of source ranks."""
 
-    request: str
-    epoch: int
-    num_sources: int
+    request: _Id
+    epoch: Count
+    num_sources: Count
 
 
-@dataclass(frozen=True, slots=True)
-class Grant:
+class Grant(Record, frozen=True):
     """Target to source: the first `first_page` pages are here; write the others to those of `groups`, in order.
 
     `groups` has the pages of every group of layers. A group with a window begins where tokens to come can see. The
     recurrent state goes to `state_pages`, in order, once it is final."""
 
-    request: str
-    epoch: int
-    first_page: int
+    request: _Id
+    epoch: Count
+    first_page: Count
     groups: tuple[GroupPages, ...]
-    state_pages: tuple[int, ...] = ()
+    state_pages: tuple[Count, ...] = ()
 
     @property
     def end(self) -> int:
@@ -69,40 +50,36 @@ class Grant:
         return min((group.end for group in self.groups), default=0)
 
 
-@dataclass(frozen=True, slots=True)
-class Wait:
+class Wait(Record, frozen=True):
     """Either way: the sender of this message will send nothing for about `seconds`, which is no failure."""
 
-    request: str
-    epoch: int
-    seconds: float
+    request: _Id
+    epoch: Count
+    seconds: _Pause
     is_from_source: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Abort:
+class Abort(Record, frozen=True):
     """Target to source: stop writing, and report when you have stopped.
 
     `blob` is the target's. A source that was never asked to ship this request needs it to answer."""
 
-    request: str
-    epoch: int
+    request: _Id
+    epoch: Count
     blob: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Stopped:
+class Stopped(Record, frozen=True):
     """Source to target: no write of this epoch is open, and none will begin.
 
     If not `is_clean`, a write ended in an error, and part of its data may still be on the way."""
 
-    request: str
-    epoch: int
+    request: _Id
+    epoch: Count
     is_clean: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Pages:
+class Pages(Record, frozen=True):
     """Source to target, with the data: pages `first_page` to `first_page + num_pages` of the request are in place.
 
     They are in place in every group of layers, as far as the target has granted them.
@@ -112,22 +89,20 @@ class Pages:
     state before.
     """
 
-    request: str
-    epoch: int
-    sequence: int
-    first_page: int
-    num_pages: int
-    num_tokens: int
-    source_rank: int
-    num_sources: int
+    request: _Id
+    epoch: Count
+    sequence: Count
+    first_page: Count
+    num_pages: Count
+    num_tokens: Count
+    source_rank: Count
+    num_sources: Count
     result: bytes | None = None
 
 
 TransferMessage: TypeAlias = Hello | Offer | Grant | Wait | Abort | Stopped | Pages
-_KINDS: dict[str, type[TransferMessage]] = {
-    kind.__name__: kind for kind in (Hello, Offer, Grant, Wait, Abort, Stopped, Pages)
-}
-_HINTS = {kind: [(field.name, get_type_hints(kind)[field.name]) for field in fields(kind)] for kind in _KINDS.values()}
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(TransferMessage)
 
 
 class MalformedMessage(Exception):
@@ -140,8 +115,7 @@ def encode(message: TransferMessage) -> bytes:
     Raises:
         ValueError: these are more than `MAX_BYTES`, which only a huge `result` reaches.
     """
-    values = [getattr(message, name) for name, _ in _HINTS[type(message)]]
-    data: bytes = msgpack.packb([type(message).__name__, *values])
+    data = _encoder.encode(message)
     if len(data) > MAX_BYTES:
         raise ValueError(f"a {type(message).__name__} message of {len(data)} bytes; at most {MAX_BYTES} can be sent")
     return data
@@ -156,43 +130,7 @@ def decode(data: bytes) -> TransferMessage:
     if len(data) > MAX_BYTES:
         raise MalformedMessage(f"{len(data)} bytes")
     try:
-        parts = msgpack.unpackb(data, use_list=False, strict_map_key=True)
-    except (ValueError, TypeError, RecursionError, msgpack.exceptions.UnpackException) as error:
-        raise MalformedMessage(f"not msgpack: {error}") from error
-    if not isinstance(parts, tuple) or not parts or not isinstance(parts[0], str) or parts[0] not in _KINDS:
-        raise MalformedMessage("unknown kind")
-    kind = _KINDS[parts[0]]
-    hints = _HINTS[kind]
-    if len(parts) != len(hints) + 1:
-        raise MalformedMessage(f"{kind.__name__} with {len(parts) - 1} fields")
-    for (name, hint), value in zip(hints, parts[1:], strict=True):
-        if not _fits(hint, value):
-            raise MalformedMessage(f"{kind.__name__}.{name}")
-    return kind(*[_read(hint, value) for (_, hint), value in zip(hints, parts[1:], strict=True)])
-
-
-def _read(hint: object, value: Any) -> Any:
-    """Return a value that fits as the type `hint`."""
-    return tuple(GroupPages(*group) for group in value) if hint == tuple[GroupPages, ...] else value
-
-
-def _fits(hint: object, value: object) -> bool:
-    # `type(x) is`, not isinstance: True is an int to Python and would pass for page 1.
-    if hint is int:
-        return type(value) is int and 0 <= value < _MAX_INT
-    if hint is bool:
-        return type(value) is bool
-    if hint is str:
-        return type(value) is str and 0 < len(value) <= _MAX_ID
-    if hint is float:
-        return type(value) is float and 0.0 <= value <= _MAX_SECONDS
-    if hint == tuple[int, ...]:
-        return type(value) is tuple and all(type(page) is int and 0 <= page < _MAX_INT for page in value)
-    if hint == tuple[GroupPages, ...]:
-        return type(value) is tuple and all(
-            type(group) is tuple and len(group) == 2 and _fits(int, group[0]) and _fits(tuple[int, ...], group[1])
-            for group in value
-        )
-    if hint is bytes:
-        return type(value) is bytes
-    return value is None or type(value) is bytes
+        message: TransferMessage = _decoder.decode(data)
+    except (ValueError, RecursionError) as error:
+        raise MalformedMessage(str(error)) from error
+    return message

@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from crossdock.kvtransfer.messages import Grant, GroupPages
+from crossdock.kvtransfer.messages import Grant
 from crossdock.kvtransfer.plan import PageCopies
+from crossdock.kvtransfer.records import GroupPages
 
 
 class WrongGrant(Exception):

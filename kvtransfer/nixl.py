@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import msgpack
 import numpy as np
+from msgspec import msgpack
 from numpy.typing import NDArray
 
 from crossdock.kvtransfer.plan import ByteRange, GroupRanges, PageCopies
@@ -127,8 +127,7 @@ class NixlTransport:
             hint = "" if memory.cuda_device is None else "; for a GPU's memory it must have cuda_copy, cuda_ipc"
             raise TransportUnavailable(f"NIXL with UCX_TLS={os.environ.get('UCX_TLS', '')}: {error}{hint}") from error
         self._memory, self._has_context = memory, memory.cuda_device is None
-        data: bytes = msgpack.packb([metadata, memory.address, _device(memory), _kind(memory)])
-        return data
+        return msgpack.encode([metadata, memory.address, _device(memory), _kind(memory)])
 
     def connect(self, peer: Peer, page_bytes: int, num_pages: int, ranges: GroupRanges) -> None:
         if peer.name in self._routes:
@@ -145,7 +144,7 @@ class NixlTransport:
             self._routes[peer.name] = route
 
     def _prepare(self, route: _NixlRoute, peer: Peer, page_bytes: int) -> None:
-        metadata, address, device, kind = msgpack.unpackb(peer.address, use_list=False)
+        metadata, address, device, kind = msgpack.decode(peer.address)
         if not 0 < address < _MAX_ADDRESS - peer.spec.nbytes or peer.spec.num_pages * len(route.ranges) > _MAX_INDEX:
             # NIXL ends the process with a segmentation fault on addresses beyond 64 bits.
             raise ValueError(f"a pool of {peer.spec.nbytes} bytes at {address}")

@@ -15,7 +15,6 @@ from crossdock.kvtransfer.fence import Fence
 from crossdock.kvtransfer.messages import (
     Abort,
     Grant,
-    GroupPages,
     Hello,
     Offer,
     Pages,
@@ -24,6 +23,7 @@ from crossdock.kvtransfer.messages import (
     Wait,
 )
 from crossdock.kvtransfer.protocol_outputs import ProtocolOutput, Send
+from crossdock.kvtransfer.records import GroupPages
 
 _MAX_EARLY = 64
 """Messages that may wait for an earlier one. A source has one write open at a time: if more wait, a message is lost."""

@@ -18,7 +18,6 @@ from crossdock.kvtransfer.fence import Fence
 from crossdock.kvtransfer.messages import (
     Abort,
     Grant,
-    GroupPages,
     Hello,
     Offer,
     Pages,
@@ -28,6 +27,7 @@ from crossdock.kvtransfer.messages import (
 )
 from crossdock.kvtransfer.next_write import ReadyPages, TargetRank, WrongGrant, next_write
 from crossdock.kvtransfer.protocol_outputs import ProtocolOutput, Send, Write
+from crossdock.kvtransfer.records import GroupPages
 
 
 @dataclass(slots=True, eq=False)

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import msgpack
+from msgspec import msgpack
 
 from crossdock.kvtransfer import messages
 from crossdock.kvtransfer.fence import RecentNames
@@ -97,8 +97,7 @@ class TcpTransport:
 
     def open(self, name: str, memory: Memory) -> bytes:
         self._name, self._memory = name, host_view(memory)
-        data: bytes = msgpack.packb([self._advertise, self._listener.getsockname()[1], self._cookie])
-        return data
+        return msgpack.encode([self._advertise, self._listener.getsockname()[1], self._cookie])
 
     def connect(self, peer: Peer, page_bytes: int, num_pages: int, ranges: GroupRanges) -> None:
         self._refused.discard(peer.name)
@@ -180,7 +179,7 @@ class TcpTransport:
         self._watch(connection)
 
     def _dial(self, route: _TcpRoute) -> TcpConnection:
-        host, port, cookie = msgpack.unpackb(route.peer.address)
+        host, port, cookie = msgpack.decode(route.peer.address)
         name = self._name.encode()
         greeting = _GREETING.pack(_MAGIC, cookie, len(name)) + name
         sock = socket.socket(family_of(host), socket.SOCK_STREAM)

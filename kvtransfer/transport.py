@@ -9,12 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
-import msgpack
+import msgspec
+from msgspec import Raw, Struct
 
-from crossdock.kvtransfer.layout import LayerShape, PageGroup, PoolSpec, Shard
+from crossdock.kvtransfer.layout import PoolSpec
 from crossdock.kvtransfer.plan import GroupRanges, PageCopies
 
-_VERSION = 3
+_VERSION = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +45,7 @@ class Peer:
 
     def pack(self) -> bytes:
         """Return the peer as a blob."""
-        spec = self.spec
-        layers = [(layer.num_kv_heads, layer.key_dim, layer.value_dim) for layer in spec.layers]
-        shards = [(shard.first_layer, shard.heads) for shard in spec.shards]
-        sizes = [spec.itemsize, spec.page_size]
-        groups = [(group.window, group.layers, group.attention_chunk) for group in spec.groups]
-        pool = [spec.model, spec.dtype, *sizes, layers, shards, spec.rank, spec.num_pages, groups, spec.state]
-        data: bytes = msgpack.packb([_VERSION, self.name, self.transport, self.address, pool])
-        return data
+        return _encoder.encode(_Blob(_VERSION, Raw(_encoder.encode(self))))
 
     @classmethod
     def unpack(cls, blob: bytes) -> "Peer":
@@ -61,25 +55,24 @@ class Peer:
             ValueError: `blob` is of no dock, or of another version.
         """
         try:
-            version, name, transport, address, pool = msgpack.unpackb(blob, use_list=False)
+            version, peer = msgspec.structs.astuple(_blob_decoder.decode(blob))
             if version != _VERSION:
                 raise ValueError(f"version {version} of another release; this is {_VERSION}")
-            model, dtype, itemsize, page_size, layers, shards, rank, num_pages, groups, state = pool
-            spec = PoolSpec(
-                model,
-                dtype,
-                itemsize,
-                page_size,
-                tuple(LayerShape(*layer) for layer in layers),
-                tuple(Shard(first_layer, heads) for first_layer, heads in shards),
-                rank,
-                num_pages,
-                tuple(PageGroup(window, layers, chunk) for window, layers, chunk in groups),
-                state,
-            )
-        except (ValueError, TypeError, msgpack.exceptions.UnpackException) as error:
+            return _peer_decoder.decode(peer)
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"not a dock's blob: {error}") from error
-        return cls(name, transport, address, spec)
+
+
+class _Blob(Struct, frozen=True, array_like=True):
+    """A peer, after the version of its form, which every release reads. Another release's blob may have more."""
+
+    version: int
+    peer: Raw
+
+
+_encoder = msgspec.msgpack.Encoder()
+_blob_decoder = msgspec.msgpack.Decoder(_Blob)
+_peer_decoder = msgspec.msgpack.Decoder(Peer)
 
 
 class TransportUnavailable(Exception):

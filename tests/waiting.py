@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -18,10 +18,9 @@ def eventually(holds: Callable[[], T], what: Callable[[], object] | str = "", se
     return value
 
 
-async def until(holds: Callable[[], T], seconds: float = 60.0) -> T:
-    """Do the same among the tasks of an event loop."""
+async def until(holds: Callable[[], bool | Awaitable[bool]], seconds: float = 60.0) -> None:
+    """Do the same among the tasks of an event loop. `holds` may return an awaitable."""
     deadline = time.monotonic() + seconds
-    while not (value := holds()):
+    while not (await found if isinstance(found := holds(), Awaitable) else found):
         assert time.monotonic() < deadline, "the condition never held"
         await asyncio.sleep(_PAUSE_S / 10)
-    return value

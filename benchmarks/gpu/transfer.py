@@ -18,11 +18,12 @@ from gpu.cases import Bench, Case, Section, UnavailableError
 from gpu.rows import Figures
 from torch import Tensor
 
+from crossdock.kvtransfer.calls import ChunkCall, ExpectCall, FinishCall, GrantCall, ShipCall
 from crossdock.kvtransfer.dock import Dock
 from crossdock.kvtransfer.events import Arrived, Event, Failed, Released
 from crossdock.kvtransfer.layout import LayerShape, PoolLayout, PoolSpec
-from crossdock.kvtransfer.messages import GroupPages
 from crossdock.kvtransfer.nixl import NixlTransport
+from crossdock.kvtransfer.records import GroupPages
 from crossdock.kvtransfer.transport import Memory, TransportUnavailable
 
 _TIMEOUT_S = 30.0  # of one transfer
@@ -52,11 +53,11 @@ def _nixl(bench: Bench, page_bytes: int, num_pages: int) -> Figures:
         differing = 0
         for repeat in range(_REPEATS + 1):
             request = f"r{repeat}"
-            dock.expect(request, 1, [blob], _TIMEOUT_S)
+            dock.call(ExpectCall(request, 1, (blob,), _TIMEOUT_S))
             pages = torch.randperm(num_pages, generator=torch.Generator().manual_seed(repeat))
             pool.zero_()
             bench.device.wait()
-            dock.grant(request, 1, 0, [GroupPages(0, tuple(pages.tolist()))])
+            dock.call(GrantCall(request, 1, 0, (GroupPages(0, tuple(pages.tolist())),)))
             if repeat == 0:
                 child.stdin.write(dock.blob.hex() + "\n")
             child.stdin.write("go\n")
@@ -118,10 +119,10 @@ def source(device: str, page_bytes: int, num_pages: int) -> None:
     for repeat in range(_REPEATS + 1):
         sys.stdin.readline()
         started = time.monotonic()
-        request, groups = f"r{repeat}", [GroupPages(0, tuple(range(num_pages)))]
-        dock.ship(request, 1, [blob], _TIMEOUT_S)
-        dock.chunk(request, groups, num_pages)
-        dock.finish(request, groups, num_pages, b"first token")
+        request, groups = f"r{repeat}", (GroupPages(0, tuple(range(num_pages))),)
+        dock.call(ShipCall(request, 1, (blob,), _TIMEOUT_S))
+        dock.call(ChunkCall(request, groups, num_pages))
+        dock.call(FinishCall(request, groups, num_pages, b"first token"))
         released = _wait_for(events, Released)
         assert released.arrived
         seconds.append(time.monotonic() - started)

@@ -12,7 +12,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+
+from crossdock.kvtransfer.calls import DockCall
 
 TRANSPORTS = ["tcp", "nixl tcp", "nixl tcp,cma"]
 DEFAULTS: dict[str, Any] = {
@@ -48,19 +51,22 @@ class DockProcess:
         self.news = threading.Condition()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-        self._blob: str | None = None
+        self._blob: bytes | None = None
 
     @property
-    def blob(self) -> str:
+    def blob(self) -> bytes:
         """The dock's blob. Waits until the process has started, so that several may start at once."""
         if self._blob is None:
-            self._blob = self.answers.get(timeout=30)["answer"]
+            self._blob = bytes.fromhex(self.answers.get(timeout=30)["answer"])
         return self._blob
 
     def ask(self, command: str, **arguments: Any) -> Any:
         answer = self.answer(command, **arguments)
         assert "incompatible" not in answer, answer["incompatible"]
         return answer["answer"]
+
+    def call(self, call: DockCall) -> None:
+        self.ask("call", **msgspec.to_builtins(call))
 
     def answer(self, command: str, **arguments: Any) -> dict[str, Any]:
         assert self.blob

@@ -13,13 +13,14 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from crossdock.kvtransfer.calls import DockCall
 from crossdock.kvtransfer.dock import Dock
 from crossdock.kvtransfer.events import Event, Reason
 from crossdock.kvtransfer.layout import IncompatiblePools, LayerShape, PoolSpec, shard_model
-from crossdock.kvtransfer.messages import GroupPages
 from crossdock.kvtransfer.transport import Memory, Transport, TransportEvent, WriteFailed
 
 
@@ -142,17 +143,9 @@ def main() -> None:
 
 
 def _call(command: str, arguments: dict[str, Any], dock: Dock, pool: Pool, transport: Any) -> Any:
-    if "peers" in arguments:
-        arguments["peers"] = [bytes.fromhex(blob) for blob in arguments["peers"]]
-    if "result" in arguments:
-        arguments["result"] = bytes.fromhex(arguments["result"])
-    if command in ("chunk", "finish", "grant") and "groups" not in arguments:
-        arguments["groups"] = [(arguments.get("first_page", 0), arguments.pop("pages"))]
-    if "groups" in arguments:
-        arguments["groups"] = [GroupPages(first, tuple(pages)) for first, pages in arguments["groups"]]
     match command:
-        case "peer_dead":
-            return dock.peer_dead(bytes.fromhex(arguments["blob"]))
+        case "call":
+            return dock.call(msgspec.convert(arguments, DockCall))
         case "counts":
             return asdict(dock.counts())
         case "cpu_seconds":

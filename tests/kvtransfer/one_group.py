@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from crossdock.kvtransfer.messages import GroupPages
 from crossdock.kvtransfer.plan import PageCopies
+from crossdock.kvtransfer.records import GroupPages
 
 
 def whole(pages: Sequence[int], first: int = 0) -> tuple[GroupPages, ...]:

@@ -7,12 +7,24 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import msgpack
 import pytest
+from msgspec import msgpack
 
-from crossdock.kvtransfer.dock import MAX_RESULT_BYTES, Dock
+from crossdock.kvtransfer.calls import (
+    MAX_RESULT_BYTES,
+    CancelExpectCall,
+    CancelShipCall,
+    ChunkCall,
+    ExpectCall,
+    FinishCall,
+    GrantCall,
+    PeerDeadCall,
+    ShipCall,
+)
+from crossdock.kvtransfer.dock import Dock
 from crossdock.kvtransfer.events import Arrived, Event, Failed, Reason, Released, WriterStopped
 from crossdock.kvtransfer.layout import IncompatiblePools, LayerShape, PoolLayout, PoolSpec, shard_model
+from crossdock.kvtransfer.messages import Abort, Hello, encode
 from crossdock.kvtransfer.peers import Peers
 from crossdock.kvtransfer.tcp import TcpTransport
 from crossdock.kvtransfer.transport import Memory, Peer, TransportEvent
@@ -21,6 +33,7 @@ from .one_group import whole
 
 LAYERS = (LayerShape(2, 8, 8),)
 SPEC = PoolSpec.whole(PoolLayout(LAYERS, 4, 2), "m", "float16", 16)
+PEER = msgpack.decode(msgpack.encode(Peer("n", "tcp", b"", SPEC)))
 
 
 class Transport(TcpTransport):
@@ -67,10 +80,10 @@ def pair() -> Iterator[tuple[Local, Local]]:
 
 
 def send(source: Local, target: Local, result: bytes = b"") -> None:
-    target.dock.expect("r", 1, [source.dock.blob], 5)
-    source.dock.ship("r", 1, [target.dock.blob], 5)
-    target.dock.grant("r", 1, 0, whole([3]))
-    source.dock.finish("r", whole([1]), 2, result)
+    target.dock.call(ExpectCall("r", 1, (source.dock.blob,), 5))
+    source.dock.call(ShipCall("r", 1, (target.dock.blob,), 5))
+    target.dock.call(GrantCall("r", 1, 0, whole([3])))
+    source.dock.call(FinishCall("r", whole([1]), 2, result))
 
 
 def test_transfer_between_two_docks_in_one_process_arrives(pair: tuple[Local, Local]) -> None:
@@ -90,36 +103,36 @@ def test_transfer_between_two_docks_in_one_process_arrives(pair: tuple[Local, Lo
 def test_call_with_bad_arguments_raises_at_once(pair: tuple[Local, Local]) -> None:
     dock, other = pair[0].dock, pair[1].dock
     with pytest.raises(ValueError, match="num_tokens must be within 2 pages of 4, not 9"):
-        dock.chunk("r", whole([1, 2]), 9)
+        dock.call(ChunkCall("r", whole([1, 2]), 9))
     with pytest.raises(ValueError, match="pages must be within 0 and 15"):
-        dock.finish("r", whole([16]), 1)
+        dock.call(FinishCall("r", whole([16]), 1))
     with pytest.raises(ValueError, match="result has"):
-        dock.finish("r", whole([1]), 1, b"x" * (MAX_RESULT_BYTES + 1))
+        dock.call(FinishCall("r", whole([1]), 1, b"x" * (MAX_RESULT_BYTES + 1)))
     for pages in ([1, 1], [-1], [16]):
         with pytest.raises(ValueError, match="pages must be different ones within 0 and 15"):
-            dock.grant("r", 1, 0, whole(pages))
+            dock.call(GrantCall("r", 1, 0, whole(pages)))
     with pytest.raises(ValueError, match="no blobs"):
-        dock.ship("r", 1, [], 5)
+        dock.call(ShipCall("r", 1, (), 5))
     with pytest.raises(ValueError, match="not a dock's blob"):
-        dock.ship("r", 1, [b"noise"], 5)
+        dock.call(ShipCall("r", 1, (b"noise",), 5))
     nixl = replace(Peer.unpack(other.blob), transport="nixl").pack()
     with pytest.raises(ValueError, match="uses nixl, this dock tcp"):
-        dock.expect("r", 1, [nixl], 5)
+        dock.call(ExpectCall("r", 1, (nixl,), 5))
     assert dock.counts().num_open == 0
 
 
 def test_call_with_a_blob_of_another_pool_raises_at_once(pair: tuple[Local, Local]) -> None:
     other = replace(Peer.unpack(pair[1].dock.blob), spec=replace(SPEC, model="m2")).pack()
-    for call in (pair[0].dock.ship, pair[0].dock.expect):
+    for call in (ShipCall, ExpectCall):
         with pytest.raises(IncompatiblePools, match=r"(?s)differ in model.*m +m2 <- differs"):
-            call("r", 1, [other], 5)
+            pair[0].dock.call(call("r", 1, (other,), 5))
 
 
 def test_expect_without_the_blob_of_a_source_rank_raises(pair: tuple[Local, Local]) -> None:
     spec = replace(SPEC, shards=shard_model(LAYERS, 2))
     half = replace(Peer.unpack(pair[1].dock.blob), spec=spec).pack()
     with pytest.raises(IncompatiblePools, match=r"ranks \(0, 1\) write to this one; blobs of 1 were given"):
-        pair[0].dock.expect("r", 1, [half], 5)
+        pair[0].dock.call(ExpectCall("r", 1, (half,), 5))
 
 
 def test_dock_with_too_little_memory_raises() -> None:
@@ -129,18 +142,24 @@ def test_dock_with_too_little_memory_raises() -> None:
     transport.close()
 
 
+def with_spec(**fields: Any) -> bytes:
+    return msgpack.encode([4, PEER | {"spec": PEER["spec"] | fields}])
+
+
 @pytest.mark.parametrize(
-    "blob",
+    ("blob", "reason"),
     [
-        b"",
-        b"\xc1",
-        msgpack.packb([2, "n", "tcp", b"", []]),
-        msgpack.packb([1, "n", "tcp", b"", ["m", "d", "2", 4, [], [], 0, 1]]),
-        msgpack.packb([1, "n", "tcp", b"", ["m", "d", 2, 4, [[1, 1, 1]], [[0, [[0, 9]]]], 0, 1]]),
+        (b"", "truncated"),
+        (b"\xc1", "malformed"),
+        (msgpack.encode([3, "n", "tcp", b"", []]), "version 3 of another release; this is 4"),  # as it was packed once
+        (msgpack.encode([5, {}, "more"]), "version 5 of another release; this is 4"),
+        (msgpack.encode([4, {"name": "n", "transport": "tcp", "address": b""}]), "spec"),
+        (with_spec(itemsize="2"), "itemsize"),
+        (with_spec(shards=[{"first_layer": 0, "heads": [[0, 9]]}]), "heads"),
     ],
 )
-def test_malformed_blob_raises(blob: bytes) -> None:
-    with pytest.raises(ValueError, match="not a dock's blob"):
+def test_malformed_blob_raises(blob: bytes, reason: str) -> None:
+    with pytest.raises(ValueError, match=f"not a dock's blob: .*{reason}"):
         Peer.unpack(blob)
 
 
@@ -158,9 +177,9 @@ def test_malformed_messages_are_dropped_and_counted(
     other = TcpTransport()
     other.open("noisy", Memory.of(bytearray(8)))
     other.connect(Peer.unpack(target.dock.blob), 8, 1, [])
-    lying = msgpack.packb(["Abort", "r", 1, source.dock.blob])  # with the blob of another dock
+    lying = encode(Abort("r", 1, source.dock.blob))  # with the blob of another dock
     with caplog.at_level(logging.ERROR):
-        for message in (b"noise", msgpack.packb(["Hello", "r", -1]), lying):
+        for message in (b"noise", encode(Hello("r", -1)), lying):
             other.send(target.dock.name, message)
         while target.dock.counts().num_malformed < 3:
             other.poll(0.01)
@@ -171,18 +190,18 @@ def test_malformed_messages_are_dropped_and_counted(
 
 def test_messages_about_unknown_transfers_are_counted(pair: tuple[Local, Local]) -> None:
     source, target = pair
-    target.dock.expect("r", 1, [source.dock.blob], 5)
-    target.dock.grant("r", 1, 0, whole([1]))
+    target.dock.call(ExpectCall("r", 1, (source.dock.blob,), 5))
+    target.dock.call(GrantCall("r", 1, 0, whole([1])))
     while source.dock.counts().num_unknown == 0:
         pass
-    target.dock.cancel_expect("r", 1)
+    target.dock.call(CancelExpectCall("r", 1))
 
 
 def test_call_after_close_raises() -> None:
     local = Local()
     local.dock.close()
     with pytest.raises(RuntimeError, match="the dock is closed"):
-        local.dock.chunk("r", whole([1]), 1)
+        local.dock.call(ChunkCall("r", whole([1]), 1))
     assert not local.dock.drain(0.1) or local.dock.counts().num_open == 0
 
 
@@ -191,10 +210,10 @@ def test_dock_whose_callback_fails_ends_and_its_next_call_raises(caplog: pytest.
         raise KeyError("the owner's mistake")
 
     local = Local(on_event=broken)
-    local.dock.cancel_ship("r", 1)
+    local.dock.call(CancelShipCall("r", 1))
     assert local.transport.closed.wait(5), "the dock's thread closes its transport at its end"
     with pytest.raises(RuntimeError, match="the dock is closed") as error:
-        local.dock.chunk("r", whole([1]), 1)
+        local.dock.call(ChunkCall("r", whole([1]), 1))
     assert isinstance(error.value.__cause__, KeyError)
     assert "has failed" in caplog.text
     local.dock.close()
@@ -223,14 +242,14 @@ def test_dock_whose_transport_is_beyond_repair_ends(caplog: pytest.LogCaptureFix
 def test_message_too_large_to_send_fails_its_transfer_alone() -> None:
     tiny = PoolSpec.whole(PoolLayout((LayerShape(1, 1, 1),), 1, 1), "m", "float16", 300_000)
     source, target = Local(tiny), Local(tiny)
-    target.dock.expect("r", 1, [source.dock.blob], 0.2)
-    target.dock.grant("r", 1, 0, whole(range(300_000)))
+    target.dock.call(ExpectCall("r", 1, (source.dock.blob,), 0.2))
+    target.dock.call(GrantCall("r", 1, 0, whole(range(300_000))))
     assert target.next(Failed) == Failed("r", 1, False, Reason.DEADLINE, "")
     target.next(WriterStopped)
-    target.dock.expect("small", 1, [source.dock.blob], 60)
-    source.dock.ship("small", 1, [target.dock.blob], 60)
-    target.dock.grant("small", 1, 0, whole([3]))
-    source.dock.finish("small", whole([1]), 1, b"")
+    target.dock.call(ExpectCall("small", 1, (source.dock.blob,), 60))
+    source.dock.call(ShipCall("small", 1, (target.dock.blob,), 60))
+    target.dock.call(GrantCall("small", 1, 0, whole([3])))
+    source.dock.call(FinishCall("small", whole([1]), 1, b""))
     target.next(Arrived)
     for local in (source, target):
         local.dock.close()
@@ -262,22 +281,22 @@ def test_dock_that_forgot_a_peer_exchanges_pages_with_it_again(pair: tuple[Local
     for number in range(600):
         stranger = replace(Peer.unpack(target.dock.blob), name=f"gone-{number}").pack()
         for local in pair:
-            local.dock.ship(f"r{number}", 1, [stranger], 0.01)
-            local.dock.cancel_ship(f"r{number}", 1)
+            local.dock.call(ShipCall(f"r{number}", 1, (stranger,), 0.01))
+            local.dock.call(CancelShipCall(f"r{number}", 1))
             local.next(Released)
     assert target.dock.name not in source.dock._peers
-    source.dock.ship("again", 1, [target.dock.blob], 60)
-    target.dock.expect("again", 1, [source.dock.blob], 60)
-    target.dock.grant("again", 1, 0, whole([3]))
-    source.dock.finish("again", whole([1]), 1, b"")
+    source.dock.call(ShipCall("again", 1, (target.dock.blob,), 60))
+    target.dock.call(ExpectCall("again", 1, (source.dock.blob,), 60))
+    target.dock.call(GrantCall("again", 1, 0, whole([3])))
+    source.dock.call(FinishCall("again", whole([1]), 1, b""))
     assert target.next(Arrived).request == "again"
 
 
 def test_drain_waits_until_no_transfer_is_under_way(pair: tuple[Local, Local]) -> None:
     source, target = pair
-    source.dock.ship("r", 1, [target.dock.blob], 5)
+    source.dock.call(ShipCall("r", 1, (target.dock.blob,), 5))
     assert not source.dock.drain(0.1)
-    source.dock.cancel_ship("r", 1)
+    source.dock.call(CancelShipCall("r", 1))
     assert source.dock.drain(5)
 
 
@@ -287,13 +306,13 @@ def test_transfer_with_a_dead_peer_ends_and_frees_its_pages(is_known_before: boo
     one, gone = Local(grace_seconds=0.05), Local()
     gone.dock.close()
     if is_known_before:
-        one.dock.peer_dead(gone.dock.blob)
-    one.dock.expect("in", 1, [gone.dock.blob], 600)
-    one.dock.grant("in", 1, 0, whole([3]))
-    one.dock.ship("out", 1, [gone.dock.blob], 600)
-    one.dock.cancel_expect("in", 1)
+        one.dock.call(PeerDeadCall(gone.dock.blob))
+    one.dock.call(ExpectCall("in", 1, (gone.dock.blob,), 600))
+    one.dock.call(GrantCall("in", 1, 0, whole([3])))
+    one.dock.call(ShipCall("out", 1, (gone.dock.blob,), 600))
+    one.dock.call(CancelExpectCall("in", 1))
     if not is_known_before:
-        one.dock.peer_dead(gone.dock.blob)
+        one.dock.call(PeerDeadCall(gone.dock.blob))
     ended: set[type] = set()
     while ended != {WriterStopped, Released}:
         ended |= {type(one.events.get(timeout=5))} & {WriterStopped, Released}

@@ -16,11 +16,12 @@ from crossdock.kvtransfer.events import (
     WriterStopped,
 )
 from crossdock.kvtransfer.fence import Fence
-from crossdock.kvtransfer.messages import Abort, Grant, GroupPages, Hello, Offer, Pages, Stopped, Wait
+from crossdock.kvtransfer.messages import Abort, Grant, Hello, Offer, Pages, Stopped, Wait
 from crossdock.kvtransfer.next_write import TargetRank
 from crossdock.kvtransfer.plan import PageCopies
 from crossdock.kvtransfer.protocol_outputs import ProtocolOutput, Send, Write
 from crossdock.kvtransfer.receiver import Receiver
+from crossdock.kvtransfer.records import GroupPages
 from crossdock.kvtransfer.sender import Sender
 
 from .one_group import copies, whole

@@ -10,6 +10,19 @@ from typing import Any
 
 import pytest
 
+from crossdock.kvtransfer.calls import (
+    CancelExpectCall,
+    CancelShipCall,
+    ChunkCall,
+    ExpectCall,
+    FinishCall,
+    GrantCall,
+    PeerDeadCall,
+    ShipCall,
+)
+
+from .one_group import whole
+
 PAGE = 16
 SECONDS = float(os.environ.get("CROSSDOCK_SOAK_SECONDS", "60"))
 
@@ -26,29 +39,29 @@ def test_random_transfers_for_minutes_all_end_well(start: Callable[..., Any]) ->
     while time.monotonic() < end:
         number += 1
         source, target = rng.choice(sources), rng.choice(targets)
-        request = {"request": f"r{number}", "epoch": 1}
+        request = f"r{number}", 1
         here, there = rng.sample(range(256), 200), rng.sample(range(256), 200)
         first = rng.choice([0, 0, 50])
         source.ask("fill", seed=number, pages=here)
-        target.ask("expect", **request, peers=[source.blob], deadline_seconds=2.0)
-        source.ask("ship", **request, peers=[target.blob], deadline_seconds=2.0)
+        target.call(ExpectCall(*request, (source.blob,), 2.0))
+        source.call(ShipCall(*request, (target.blob,), 2.0))
         fault = rng.choices(["none", "source", "target", "both", "kill", "stop"], [70, 8, 8, 4, 4, 6])[0]
         granted_early = rng.random() < 0.5
         if granted_early:
-            target.ask("grant", **request, first_page=first, pages=there[first:])
+            target.call(GrantCall(*request, first, whole(there[first:], first)))
         for done in range(40, 200, 40):
-            source.ask("chunk", request=request["request"], pages=here[:done], num_tokens=done * PAGE)
+            source.call(ChunkCall(request[0], whole(here[:done]), done * PAGE))
         if not granted_early:
-            target.ask("grant", **request, first_page=first, pages=there[first:])
+            target.call(GrantCall(*request, first, whole(there[first:], first)))
         time.sleep(rng.random() * 0.02)
         if fault in ("source", "both"):
-            source.ask("cancel_ship", **request)
+            source.call(CancelShipCall(*request))
         if fault in ("target", "both"):
-            target.ask("cancel_expect", **request)
+            target.call(CancelExpectCall(*request))
         if fault == "none":
-            source.ask("finish", request=request["request"], pages=here, num_tokens=200 * PAGE - 3, result="")
-            target.event("Arrived", request["request"])
-            source.event("Released", request["request"])
+            source.call(FinishCall(request[0], whole(here), 200 * PAGE - 3))
+            target.event("Arrived", request[0])
+            source.event("Released", request[0])
             assert all(target.ask("equal", seed=number, pages=there[first:], first=first))
             outcomes["arrived"] += 1
         elif fault == "kill":
@@ -57,11 +70,11 @@ def test_random_transfers_for_minutes_all_end_well(start: Callable[..., Any]) ->
             victim.kill()
             for dock in (*sources, *targets):
                 if dock is not victim:
-                    dock.ask("peer_dead", blob=victim.blob)
+                    dock.call(PeerDeadCall(victim.blob))
             if victim is source:
-                target.event("WriterStopped", request["request"])
+                target.event("WriterStopped", request[0])
             else:
-                source.event("Released", request["request"])
+                source.event("Released", request[0])
             side[side.index(victim)] = start(role=f"another {number}", **config)
             outcomes["killed"] += 1
         elif fault == "stop":
@@ -69,18 +82,18 @@ def test_random_transfers_for_minutes_all_end_well(start: Callable[..., Any]) ->
             victim.signal(signal.SIGSTOP)
             time.sleep(rng.choice([0.5, 2.5]))
             victim.signal(signal.SIGCONT)
-            source.ask("cancel_ship", **request)
-            target.ask("cancel_expect", **request)
-            source.event("Released", request["request"])
-            target.event("WriterStopped", request["request"])
+            source.call(CancelShipCall(*request))
+            target.call(CancelExpectCall(*request))
+            source.event("Released", request[0])
+            target.event("WriterStopped", request[0])
             outcomes["stopped"] += 1
         else:
-            source.event("Released", request["request"])
-            target.event("WriterStopped", request["request"])
+            source.event("Released", request[0])
+            target.event("WriterStopped", request[0])
             outcomes["cancelled"] += 1
         for dock in (source, target):
             with dock.news:
-                dock.events[:] = [e for e in dock.events if e["request"] != request["request"]]
+                dock.events[:] = [e for e in dock.events if e["request"] != request[0]]
     for dock in (*sources, *targets):
         assert dock.ask("drain", timeout=5)
         assert dock.ask("counts")["num_malformed"] == 0

@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from crossdock.kvtransfer.calls import CancelExpectCall, CancelShipCall, PeerDeadCall
 from tests.kvtransfer.transfer import PAGE, Start, Transfer, mid_transfer, source_and_target
 
 pytestmark = pytest.mark.timeout(90)
@@ -29,9 +30,9 @@ def test_transfer_cancelled_at_any_stage_frees_pages_on_both_sides(start: Start,
         transfer.finish(range(4), 4 * PAGE)
         transfer.arrived()
     if canceller != "target":
-        source.ask("cancel_ship", **transfer.names)
+        source.call(CancelShipCall(*transfer.key))
     if canceller != "source":
-        target.ask("cancel_expect", **transfer.names)
+        target.call(CancelExpectCall(*transfer.key))
     if stage != "arrived" or canceller != "target":
         source.event("Released", transfer.request)
     if stage != "arrived" or canceller != "source":
@@ -43,7 +44,7 @@ def test_target_that_cancels_before_the_source_ships_is_released_at_once(start: 
     transfer = Transfer(source, target)
     transfer.expect()
     transfer.grant(range(8))
-    target.ask("cancel_expect", **transfer.names)
+    target.call(CancelExpectCall(*transfer.key))
     target.event("WriterStopped", transfer.request)  # the source's promise, though it does not know the target
     transfer.ship()  # which it keeps
     assert source.event("Failed", transfer.request)["reason"] == "superseded"
@@ -61,7 +62,7 @@ def test_pages_of_a_delayed_writer_stay_in_quarantine_until_it_has_stopped(start
     while source.ask("counts")["num_open_writes"] == 0:
         time.sleep(0.01)
     # The write has begun, and is delayed on its way.
-    target.ask("cancel_expect", **transfer.names)
+    target.call(CancelExpectCall(*transfer.key))
     assert source.event("Failed", transfer.request)["reason"] == "peer_stopped"
     time.sleep(0.3)
     assert not target.has("WriterStopped", transfer.request), "the pages are free while a write is open"
@@ -108,7 +109,7 @@ def test_source_killed_during_a_transfer_is_replaced_from_the_frontier(start: St
     transfer, pages = mid_transfer(start)
     (source,), (target,) = transfer.sources, transfer.targets
     source.kill()
-    target.ask("peer_dead", blob=source.blob)
+    target.call(PeerDeadCall(source.blob))
     assert target.event("Failed", transfer.request)["reason"] == "peer_lost"
     target.event("WriterStopped", transfer.request)
     frontier = [transfer.first_frontier, *transfer.frontiers()][-1]
@@ -144,7 +145,7 @@ def test_hung_target_that_dies_releases_source_pages(start: Start) -> None:
     target.signal(signal.SIGSTOP)
     source.event("Failed", transfer.request)
     target.kill()
-    source.ask("peer_dead", blob=target.blob)
+    source.call(PeerDeadCall(target.blob))
     source.event("Released", transfer.request)
 
 

@@ -2,8 +2,10 @@
 
 import time
 
+import msgspec
 import pytest
 
+from crossdock.kvtransfer.calls import ExpectCall, ShipCall, WaitCall
 from tests.kvtransfer.transfer import PAGE, Start, Transfer, source_and_target
 
 pytestmark = pytest.mark.timeout(90)
@@ -86,10 +88,10 @@ def test_chunks_computed_before_the_grant_go_out_as_one_write(start: Start) -> N
 def test_wait_extends_the_deadline(start: Start) -> None:
     transfer = Transfer(*source_and_target(start), deadline=0.4).begin()
     transfer.fill([0])
-    transfer.targets[0].ask("wait", **transfer.names, seconds=5)
+    transfer.targets[0].call(WaitCall(*transfer.key, 5))
     time.sleep(0.5)
     transfer.grant([1])
-    transfer.sources[0].ask("wait", **transfer.names, seconds=5)
+    transfer.sources[0].call(WaitCall(*transfer.key, 5))
     time.sleep(0.5)
     transfer.finish([0], PAGE)
     transfer.arrived()
@@ -146,8 +148,8 @@ def test_ranks_of_unequal_shards_arrive_byte_for_byte(start: Start, tp: int, oth
 
 def test_pools_that_differ_are_refused_with_both_in_the_message(start: Start) -> None:
     source, target = start(role="prefill", page_size=8), start(role="decode")
-    for dock, peer, verb in ((source, target, "ship"), (target, source, "expect")):
-        answer = dock.answer(verb, request="r", epoch=1, peers=[peer.blob], deadline_seconds=1)
+    for dock, call in ((source, ShipCall("r", 1, (target.blob,), 1)), (target, ExpectCall("r", 1, (source.blob,), 1))):
+        answer = dock.answer("call", **msgspec.to_builtins(call))
         text = answer["incompatible"]
         assert "pools differ in page_size" in text
         assert "8 tokens" in text

@@ -4,6 +4,10 @@ from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
 
+from crossdock.kvtransfer.calls import ChunkCall, ExpectCall, FinishCall, GrantCall, ShipCall
+
+from .one_group import whole
+
 PAGE = 16  # tokens
 Start = Callable[..., Any]
 _numbers = count()
@@ -20,21 +24,21 @@ class Transfer:
         self.deadline = deadline
         self.seed = next(_numbers)
         self.first_frontier = 0
-        self.names = {"request": self.request, "epoch": epoch}
+        self.key = self.request, epoch
 
     def fill(self, pages: Sequence[int]) -> None:
         for source in self.sources:
             source.ask("fill", seed=self.seed, pages=pages)
 
     def ship(self) -> None:
-        blobs = [target.blob for target in self.targets]
+        blobs = tuple(target.blob for target in self.targets)
         for source in self.sources:
-            source.ask("ship", **self.names, peers=blobs, deadline_seconds=self.deadline)
+            source.call(ShipCall(*self.key, blobs, self.deadline))
 
     def expect(self) -> None:
-        blobs = [source.blob for source in self.sources]
+        blobs = tuple(source.blob for source in self.sources)
         for target in self.targets:
-            target.ask("expect", **self.names, peers=blobs, deadline_seconds=self.deadline)
+            target.call(ExpectCall(*self.key, blobs, self.deadline))
 
     def begin(self) -> "Transfer":
         """Expect, then ship."""
@@ -44,15 +48,15 @@ class Transfer:
 
     def grant(self, pages: Sequence[int], first_page: int = 0) -> None:
         for target in self.targets:
-            target.ask("grant", **self.names, first_page=first_page, pages=pages)
+            target.call(GrantCall(*self.key, first_page, whole(pages, first_page)))
 
     def chunk(self, pages: Sequence[int], num_tokens: int) -> None:
         for source in self.sources:
-            source.ask("chunk", request=self.request, pages=pages, num_tokens=num_tokens)
+            source.call(ChunkCall(self.request, whole(pages), num_tokens))
 
     def finish(self, pages: Sequence[int], num_tokens: int, result: bytes = b"result") -> None:
         for source in self.sources:
-            source.ask("finish", request=self.request, pages=pages, num_tokens=num_tokens, result=result.hex())
+            source.call(FinishCall(self.request, whole(pages), num_tokens, result))
 
     def arrived(self) -> dict[str, Any]:
         """Wait until both sides are done. Return the `Arrived` event, with the source's figures as `released`."""

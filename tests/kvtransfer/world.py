@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from crossdock.kvtransfer.events import Arrived, Committed, Failed, Granted, Offered, Released, WriterStopped
-from crossdock.kvtransfer.messages import GroupPages, TransferMessage
+from crossdock.kvtransfer.messages import TransferMessage
 from crossdock.kvtransfer.next_write import TargetRank
 from crossdock.kvtransfer.protocol_outputs import ProtocolOutput, Send, Write
 from crossdock.kvtransfer.receiver import Receiver
+from crossdock.kvtransfer.records import GroupPages
 from crossdock.kvtransfer.sender import Sender
 
 PAGE_SIZE = 4

@@ -190,7 +190,7 @@ def test_share_of_prompts_is_the_schedulers_own_for_every_chunk_policy(
     fleet = fleet_of({"a": static})
     fleet.hear("a", Publisher(scheduler, "first", sequence=9).live(replica.now), 0.0)
     fleet.choose(query("new"), 0.0)
-    shares = [max(scheduler.prefill_share(priority), LEAST_SHARE) for priority in range(len(CLASSES))]
+    shares = [max(scheduler.forecast.prefill_share(priority), LEAST_SHARE) for priority in range(len(CLASSES))]
     assert fleet.table.loads.prefill_share[:, 0] == pytest.approx(shares)
     if policy == "added":
         assert shares == [0.3, 0.3, 0.2]

@@ -86,6 +86,10 @@ class InProcess:
         profile = self.profile.model_dump(exclude={"peer", "rows_peer"}, mode="json")
         return {"pool": "mixed", "profile": profile, **self.engine_thread.watched(seen, tenant)}
 
+    async def owns_nothing(self) -> bool:
+        """Return whether no request is here and none owns a page."""
+        return not self.engine_thread.engine.scheduler.table.requests() and not await self.owned_pages()
+
     async def owned_pages(self) -> int:
         counts = []
         await self.engine_thread.call(lambda: counts.append(self.engine_thread.engine.pages.counts().owned))

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import replace
 from typing import Any, cast
 
@@ -12,7 +12,7 @@ from crossdock.cluster.dispatch.dispatcher import Dispatcher, ReplicaLost, Suspe
 from crossdock.cluster.dispatch.suspect_turns import SuspectTurns
 from crossdock.router.actions import ReplicaDead
 from crossdock.router.fleet import RouterConfig
-from crossdock.workers.replica.serving import channel
+from crossdock.workers.replica.serving import channel, engine_thread
 from crossdock.workers.report.advertise import Message
 from crossdock.workers.schedule.request import Leg, Overloaded, SamplingParams, Submission, TokenDelta
 from tests.cluster.dispatch.in_process import IN_TURN, InProcess, Refusing, ready, tokens
@@ -24,8 +24,7 @@ PAIRS = RouterConfig(shipping="always", policy="round-robin")
 async def is_clean(*clients: InProcess) -> None:
     """Wait until no client has a request or owns a page."""
     for client in clients:
-        while client.engine_thread.engine.scheduler.table.requests() or await client.owned_pages():
-            await asyncio.sleep(0.01)
+        await until(client.owns_nothing)
 
 
 async def close(*clients: InProcess) -> None:
@@ -84,33 +83,37 @@ def test_pair_of_which_one_leg_is_not_taken_leaves_nothing_and_the_tokens_are_th
     asyncio.run(main())
 
 
-def test_submission_that_takes_too_long_is_aborted_when_it_comes() -> None:
+def test_submission_that_takes_too_long_is_aborted_when_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_thread, "HEARTBEAT_S", 0.05)  # no replica is silent: one alone does not answer
+
     class Slow(InProcess):
         num_asked = num_taken = 0
 
         async def submit(self, submission: Submission) -> int:
             self.num_asked += 1
-            try:
-                await asyncio.sleep(1.0)
-            except asyncio.CancelledError:
-                await asyncio.sleep(1.0)  # Serve's call goes on though its caller has gone
+            with suppress(asyncio.CancelledError):
+                await arrives.wait()
+            await arrives.wait()  # Serve's call goes on though its caller has gone
             self.num_taken += 1
             return await super().submit(submission)
 
     async def main() -> None:
         slow, quick = Slow(), InProcess()
-        dispatcher = Dispatcher("tiny", IN_TURN, timeouts=Timeouts(silence_s=0.3))
+        dispatcher = Dispatcher("tiny", IN_TURN, timeouts=Timeouts(silence_s=2.0))
         dispatcher.join("a", slow, slow.profile)
         dispatcher.join("b", quick, quick.profile)
         await ready(dispatcher, 2)
         for number in range(2):
             assert len(await tokens(dispatcher, f"{number}", 100)) == 100
-        await until(lambda: slow.num_taken == slow.num_asked > 0)  # on a busy machine the other one may be slow too
-        await asyncio.sleep(0)
+        assert slow.num_asked > 0
+        assert slow.num_taken == 0
+        arrives.set()
+        await until(lambda: slow.num_taken == slow.num_asked)
         await is_clean(slow, quick)
         assert not slow.engine_thread.timelines.find("", None, 0.0), "it must not even start"
         await close(slow, quick)
 
+    arrives = asyncio.Event()
     asyncio.run(main())
 
 
@@ -164,11 +167,9 @@ def test_other_first_token_of_an_unlike_decode_replica_never_follows_the_clients
 
         async def submit(self, submission: Submission) -> int:
             sequence = await super().submit(submission)
-            handover = self.decode.engine_thread.handover
-            assert handover is not None
             if not self.has_ended:
                 self.has_ended = True
-                handover.dock.peer_dead(self.profile.peer)  # its pages will never be taken
+                await self.decode.engine_thread.peer_dead(self.profile.peer)  # its pages will never be taken
             return sequence
 
     async def main() -> None:

@@ -45,8 +45,7 @@ def test_replica_is_notified_again_and_again_that_its_stream_is_read(monkeypatch
         channel = replica.engine_thread.channels["test"]
         for _ in range(2):
             before = channel.heard_at
-            while channel.heard_at == before:
-                await asyncio.sleep(0.01)
+            await until(lambda: channel.heard_at != before)  # noqa: B023  (awaited at once)
         await dispatcher.close()
         await replica.engine_thread.close()
 
@@ -257,8 +256,7 @@ def test_silent_replica_is_lost_and_a_pause_of_the_ingress_is_not_its_silence() 
             dispatcher.join(name, client, client.profile)
         await ready(dispatcher, 2)
         running = asyncio.create_task(tokens(dispatcher, "running", 200))
-        while not any(dispatcher.fleet.num_booked(name) for name in "ab"):
-            await asyncio.sleep(0)
+        await until(lambda: any(dispatcher.fleet.num_booked(name) for name in "ab"))
         time.sleep(4.0)  # every timer of the ingress is overdue, and everything is in its queues
         assert len(await running) == 200
         assert len(dispatcher.fleet) == 2

@@ -12,6 +12,7 @@ from crossdock.router.fleet import RouterConfig
 from crossdock.workers.report.advertise import Message
 from crossdock.workers.schedule.request import SamplingParams, Submission, TokenLogprobs
 from tests.cluster.dispatch.in_process import IN_TURN, Forgetful, Hung, InProcess, ready, tokens
+from tests.waiting import until
 
 
 def test_request_of_dead_replica_goes_on_elsewhere_with_the_same_tokens() -> None:
@@ -119,8 +120,11 @@ def test_first_token_that_comes_late_or_never_changes_no_output(is_killed: bool)
         dispatcher.join("p", prefill, prefill.profile)
         await ready(dispatcher, 2)
         asking = asyncio.create_task(tokens(dispatcher, "r"))
-        while not any(one["num_output_tokens"] >= 10 for one in await decode.engine_thread.live_requests(None)):
-            await asyncio.sleep(0.001)
+
+        async def is_decoding() -> bool:
+            return any(one["num_output_tokens"] >= 10 for one in await decode.engine_thread.live_requests(None))
+
+        await until(is_decoding)
         prefill.is_killed = is_killed
         prefill.release.set()
         assert await asking == wanted

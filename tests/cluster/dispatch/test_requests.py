@@ -7,6 +7,7 @@ import pytest
 from crossdock.cluster.dispatch.dispatcher import Dispatcher, ReplicaLost
 from crossdock.workers.schedule.request import Overloaded, SamplingParams, Submission
 from tests.cluster.dispatch.in_process import IN_TURN, InProcess, Refusing, ready, tokens
+from tests.waiting import until
 
 
 def test_requests_at_once_have_equal_outputs_and_leave_no_pages() -> None:
@@ -157,8 +158,7 @@ def test_requests_that_end_together_are_aborted_by_one_call() -> None:
         for task in reading:
             task.cancel()
         await asyncio.gather(*reading, return_exceptions=True)
-        while await client.owned_pages():
-            await asyncio.sleep(0.001)
+        await until(client.owns_nothing)
         assert sum(calls) == 8
         assert len(calls) < 4
         await dispatcher.close()

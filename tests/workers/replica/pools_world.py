@@ -10,7 +10,20 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from crossdock.kvtransfer.messages import GroupPages
+import msgspec
+
+from crossdock.kvtransfer.calls import (
+    CancelExpectCall,
+    CancelShipCall,
+    ChunkCall,
+    DockCall,
+    ExpectCall,
+    FinishCall,
+    GrantCall,
+    OfferCall,
+    ShipCall,
+    WaitCall,
+)
 from crossdock.kvtransfer.next_write import TargetRank
 from crossdock.kvtransfer.protocol_outputs import ProtocolOutput, Send, Write
 from crossdock.kvtransfer.receiver import Receiver
@@ -47,9 +60,14 @@ DRAFTS = SpeculativeConfig(method="ngram", num_speculative_tokens=5)
 TRANSFER = TransferConfig(deadline_s=3.0, grace_s=0.5)
 
 
+def blob_of(name: str) -> bytes:
+    """Return the blob of a replica of one rank, by the name of its dock."""
+    return msgspec.msgpack.encode([name.encode()])
+
+
 @dataclass(eq=False)
 class SansIoDock:
-    """Has the calls of `ReplicaDock`. One rank; its messages go to the world's network."""
+    """Takes the calls of `ReplicaDock`. One rank; its messages go to the world's network."""
 
     name: str
     world: "World"
@@ -61,48 +79,34 @@ class SansIoDock:
         self.sender = Sender(0, PAGE_SIZE, 20)  # two pages: states are divided too
         self.receiver = Receiver(PAGE_SIZE, self.name.encode(), TRANSFER.grace_s)
 
-    @property
-    def blob(self) -> bytes:
-        return self.name.encode()
-
-    def ship(self, request: str, epoch: int, peer: bytes, deadline_s: float) -> None:
-        target = {peer.decode(): TargetRank(1000, self.world.page_bytes, 1, bool(self.world.state_pages))}
-        self.run(self.sender.ship(request, epoch, target, deadline_s, self.world.now))
-        self.lose_dead(peer.decode())
-
-    def expect(self, request: str, epoch: int, peer: bytes, deadline_s: float) -> None:
-        self.run(
-            self.receiver.expect(
-                request, epoch, {peer.decode(): (0, self.world.page_bytes)}, deadline_s, self.world.now
-            )
-        )
-        self.lose_dead(peer.decode())
-
-    def offer(self, request: str, epoch: int) -> None:
-        self.run(self.sender.offer(request, epoch))
-
-    def chunk(self, request: str, groups: Sequence[GroupPages], num_tokens: int) -> None:
-        self.run(self.sender.chunk(request, groups, num_tokens, self.world.now))
-
-    def finish(
-        self, request: str, groups: Sequence[GroupPages], num_tokens: int, result: bytes, state_pages: Sequence[int]
-    ) -> None:
-        self.run(self.sender.finish(request, groups, num_tokens, result, self.world.now, tuple(state_pages)))
-
-    def grant(
-        self, request: str, epoch: int, first_page: int, groups: Sequence[GroupPages], state_pages: Sequence[int]
-    ) -> None:
-        self.run(self.receiver.grant(request, epoch, first_page, groups, self.world.now, tuple(state_pages)))
-
-    def cancel_ship(self, request: str, epoch: int) -> None:
-        self.run(self.sender.cancel(request, epoch, self.world.now))
-
-    def cancel_expect(self, request: str, epoch: int) -> None:
-        self.run(self.receiver.cancel(request, epoch, self.world.now))
-
-    def wait(self, request: str, epoch: int, seconds: float) -> None:
-        self.run(self.receiver.wait(request, epoch, seconds, self.world.now))
-        self.run(self.sender.wait(request, epoch, seconds))
+    def call(self, call: DockCall) -> None:
+        now = self.world.now
+        match call:
+            case ShipCall(request, epoch, (peer,), deadline_s):
+                target = {peer.decode(): TargetRank(1000, self.world.page_bytes, 1, bool(self.world.state_pages))}
+                self.run(self.sender.ship(request, epoch, target, deadline_s, now))
+                self.lose_dead(peer.decode())
+            case ExpectCall(request, epoch, (peer,), deadline_s):
+                source = {peer.decode(): (0, self.world.page_bytes)}
+                self.run(self.receiver.expect(request, epoch, source, deadline_s, now))
+                self.lose_dead(peer.decode())
+            case OfferCall(request, epoch):
+                self.run(self.sender.offer(request, epoch))
+            case ChunkCall(request, groups, num_tokens):
+                self.run(self.sender.chunk(request, groups, num_tokens, now))
+            case FinishCall(request, groups, num_tokens, result, state_pages):
+                self.run(self.sender.finish(request, groups, num_tokens, result, now, state_pages))
+            case GrantCall(request, epoch, first_page, groups, state_pages):
+                self.run(self.receiver.grant(request, epoch, first_page, groups, now, state_pages))
+            case CancelShipCall(request, epoch):
+                self.run(self.sender.cancel(request, epoch, now))
+            case CancelExpectCall(request, epoch):
+                self.run(self.receiver.cancel(request, epoch, now))
+            case WaitCall(request, epoch, seconds):
+                self.run(self.receiver.wait(request, epoch, seconds, now))
+                self.run(self.sender.wait(request, epoch, seconds))
+            case _:
+                raise AssertionError(call)
 
     def lose_dead(self, name: str) -> None:
         """Lose a peer whose death was known before the transfer began, as a `Dock` does."""
@@ -348,7 +352,7 @@ class World:
                 work.sampling,
                 slo_class=work.slo_class,
                 leg=leg,
-                peer=peer.encode(),
+                peer=blob_of(peer),
                 **common,
             )
             self.post("router", name, submission)

@@ -70,7 +70,7 @@ class Gang:
     def __init__(self, spec: ReplicaSpec, host: str, on_lost: Callable[[str], None]) -> None:
         self.spec = spec
         self.position = position_of(spec, driver_of(spec))
-        self.on_event: Callable[[int, Event], None] = lambda _rank, _event: None  # of a follower's dock, by rank
+        self._on_event: Callable[[int, Event], None] = _refuse  # until docks are open
         self._on_lost = on_lost
         self._followers: dict[int, _Follower] = {}
         self._changed = threading.Condition()  # a follower has reported something, or the gang is lost
@@ -122,8 +122,13 @@ class Gang:
         """Have every follower compute its part of a step."""
         self.broadcast(RunStep(inputs))
 
-    def open_docks(self, model: str, role: str, transfer: TransferConfig) -> dict[int, bytes]:
-        """Have every follower open a dock over its pool. Returns the blobs of the docks, by rank."""
+    def open_docks(
+        self, model: str, role: str, transfer: TransferConfig, on_event: Callable[[int, Event], None]
+    ) -> dict[int, bytes]:
+        """Have every follower open a dock over its pool. Returns the blobs of the docks, by rank.
+
+        `on_event` gets the rank and every event of its dock, on one thread for each rank."""
+        self._on_event = on_event
         self.broadcast(OpenDock(tuple(self.held_by_rank), model, role, transfer))
         self._wait(lambda follower: follower.blob is not None, "did not open its pool to transfers")
         return {rank: follower.blob or b"" for rank, follower in self._followers.items()}
@@ -244,7 +249,7 @@ class Gang:
             case JoinGang():
                 raise MalformedRankMessage(f"{message} a second time")
             case _:
-                self.on_event(rank, message)
+                self._on_event(rank, message)
                 return
         with self._changed:
             self._changed.notify_all()
@@ -256,6 +261,10 @@ class Gang:
             self._why = why
             self._changed.notify_all()
         self._on_lost(why)
+
+
+def _refuse(rank: int, event: Event) -> None:
+    raise MalformedRankMessage(f"rank {rank} reports {event} before its dock is open")
 
 
 def _shut_down(connection: socket.socket) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
-import msgpack
+from msgspec import msgpack
 
 from crossdock.kvtransfer.layout import LayerShape, PageGroup, PoolSpec, Shard
 from crossdock.workers.model.model import LoadedModel
@@ -48,8 +48,8 @@ def choose_groups_of_ranks(model: LoadedModel, config: EngineConfig, store: Any,
 
     The layers of the whole model are divided, so that replicas of unlike ranks have equal groups."""
     own = [held_layers(model), _why_not_grouped(model, config)]
-    store.set(f"layers of rank {model.part.position.rank}", msgpack.packb(own))
-    ranks = [msgpack.unpackb(store.get(f"layers of rank {rank}"), use_list=False) for rank in range(size)]
+    store.set(f"layers of rank {model.part.position.rank}", msgpack.encode(own))
+    ranks = [msgpack.decode(store.get(f"layers of rank {rank}"), type=tuple[HeldLayers, str]) for rank in range(size)]
     reason = next((reason for _, reason in ranks if reason), "")
     return _choose_groups(model, config.page_size, [held for held, _ in ranks], reason)
 
@@ -62,8 +62,8 @@ def agree_on_states(model: LoadedModel, config: EngineConfig, store: Any, size: 
     if model.states is None:
         return model
     own = model.state_pages(config.page_size), model.states.name
-    store.set(f"states of rank {model.part.position.rank}", msgpack.packb(own))
-    ranks = [msgpack.unpackb(store.get(f"states of rank {rank}")) for rank in range(size)]
+    store.set(f"states of rank {model.part.position.rank}", msgpack.encode(own))
+    ranks = [msgpack.decode(store.get(f"states of rank {rank}"), type=tuple[int, str]) for rank in range(size)]
     least, name = max(num_pages for num_pages, _ in ranks), " ".join(name for _, name in ranks)
     return replace(model, least_state_pages=least, states_name=name)
 

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from crossdock.kvtransfer.calls import PeerDeadCall
 from crossdock.kvtransfer.events import Event, Figures
 from crossdock.workers.model.grammar.state import GrammarState
 from crossdock.workers.replica.engine.engine import Engine, Step
@@ -17,7 +18,7 @@ from crossdock.workers.replica.serving.observed import ObservedEngine, log_ended
 from crossdock.workers.replica.serving.readers import AttemptKey, Readers, Superseded
 from crossdock.workers.replica.transfer.handover import Handover
 from crossdock.workers.replica.transfer.landing import Landing
-from crossdock.workers.replica.transfer.replica_dock import ReplicaDock
+from crossdock.workers.replica.transfer.replica_dock import ReplicaDock, rank_blobs
 from crossdock.workers.report.advertise import HEARTBEAT_S, LiveProfile, Message, PageChanges, Publisher
 from crossdock.workers.report.profile import Role
 from crossdock.workers.report.timeline import Progress, Timeline
@@ -180,7 +181,8 @@ class EngineThread(ObservedEngine):
     async def peer_dead(self, peer: bytes) -> None:
         """Fail the transfers with another replica, named by its blob: its process has ended."""
         for dock in self._docks:
-            dock.peer_dead(peer)
+            for blob in rank_blobs(peer):
+                dock.call(PeerDeadCall(blob))
 
     async def call(self, function: Callable[[], None]) -> None:
         """Run `function` between two steps, in the engine's thread. Raises what it raises.

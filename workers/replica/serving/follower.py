@@ -34,7 +34,7 @@ from crossdock.workers.replica.ranks.rank_messages import (
     encode,
 )
 from crossdock.workers.replica.ranks.rank_socket import GangAddress, RankSocket
-from crossdock.workers.replica.transfer.replica_dock import apply_call, open_dock
+from crossdock.workers.replica.transfer.replica_dock import open_dock
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +110,7 @@ def _work(
             case call:
                 assert dock is not None, f"{call} before the dock is open"
                 model.wait()  # pages that are shipped must have been written
-                apply_call(dock, call)
+                dock.call(call)
 
 
 def _listen(link: RankSocket) -> queue.SimpleQueue[DriverMessage]:

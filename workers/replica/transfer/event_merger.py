@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
+from crossdock.kvtransfer.calls import CancelCall, CancelExpectCall, CancelShipCall
 from crossdock.kvtransfer.events import (
     Arrived,
     Committed,
@@ -20,7 +21,6 @@ from crossdock.kvtransfer.events import (
     Released,
     WriterStopped,
 )
-from crossdock.workers.replica.ranks.rank_messages import CancelCall, CancelExpectCall, CancelShipCall
 
 _MOST_REMEMBERED = 1024  # transfers that are over
 _Key: TypeAlias = tuple[bool, str, int]  # sending, request, epoch

@@ -8,8 +8,19 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import msgpack
+import msgspec
 
+from crossdock.kvtransfer.calls import (
+    CancelExpectCall,
+    CancelShipCall,
+    ChunkCall,
+    ExpectCall,
+    FinishCall,
+    GrantCall,
+    OfferCall,
+    ShipCall,
+    WaitCall,
+)
 from crossdock.kvtransfer.events import (
     Arrived,
     Committed,
@@ -22,10 +33,10 @@ from crossdock.kvtransfer.events import (
     WriterStopped,
 )
 from crossdock.kvtransfer.layout import IncompatiblePools
-from crossdock.kvtransfer.messages import GroupPages
+from crossdock.kvtransfer.records import GroupPages
 from crossdock.workers.replica.config import TransferConfig
 from crossdock.workers.replica.engine.engine import Engine, Step
-from crossdock.workers.replica.transfer.replica_dock import ReplicaDock
+from crossdock.workers.replica.transfer.replica_dock import ReplicaDock, rank_blobs
 from crossdock.workers.schedule.batch import Batch
 from crossdock.workers.schedule.request import FinishReason, Leg, Request, Status, Submission, TokenDelta
 
@@ -67,9 +78,10 @@ class Handover:
         """Begin the transfer of a request that the engine has just queued. CannotPair: place it elsewhere."""
         if submission.leg is Leg.LOCAL:
             return
-        begin = self.dock.ship if submission.leg is Leg.SEND else self.dock.expect
+        begin = ShipCall if submission.leg is Leg.SEND else ExpectCall
         try:
-            begin(submission.id, submission.epoch, submission.peer, self.config.deadline_s)
+            peers = rank_blobs(submission.peer)
+            self.dock.call(begin(submission.id, submission.epoch, peers, self.config.deadline_s))
         except (IncompatiblePools, ValueError) as error:
             self.engine.abort(submission.id)
             self._release(submission.id, submission.epoch)
@@ -94,7 +106,7 @@ class Handover:
             transfer = self._transfers.get(request.id) if request.leg is Leg.SEND else None
             if transfer is not None and not transfer.is_offered:
                 transfer.is_offered, transfer.notified = True, self.engine.clock()
-                self.dock.offer(request.id, request.epoch)
+                self.dock.call(OfferCall(request.id, request.epoch))
         self._take_returned()
 
     def step(self, step: Step | None) -> Sequence[TokenDelta]:
@@ -109,11 +121,11 @@ class Handover:
             if request.finish_reason is not None:  # its first token was its last: the pages are not needed
                 self._cancel(request.id, Leg.SEND)
             elif request.num_output_tokens > len(request.output_token_ids):
-                result = msgpack.packb(request.token_ids[-1])
-                groups, state = self._pages_of(request), self.engine.pages.state_of(request.owner)
-                self.dock.finish(request.id, groups, request.num_computed_tokens, result, state)
+                result = msgspec.msgpack.encode(request.token_ids[-1])
+                groups, state = self._pages_of(request), tuple(self.engine.pages.state_of(request.owner))
+                self.dock.call(FinishCall(request.id, groups, request.num_computed_tokens, result, state))
             else:
-                self.dock.chunk(request.id, self._pages_of(request), request.num_computed_tokens)
+                self.dock.call(ChunkCall(request.id, self._pages_of(request), request.num_computed_tokens))
             if request.id in self._transfers:
                 self._transfers[request.id].notified = self.engine.clock()
         self.grant()
@@ -126,15 +138,15 @@ class Handover:
         now = self.engine.clock()
         for request in self.engine.scheduler.handoff.grant(now):
             first = request.num_computed_tokens // self.engine.config.page_size
-            groups, state = self._pages_of(request, first), self.engine.pages.state_of(request.owner)
-            self.dock.grant(request.id, request.epoch, first, groups, state)
+            groups, state = self._pages_of(request, first), tuple(self.engine.pages.state_of(request.owner))
+            self.dock.call(GrantCall(request.id, request.epoch, first, groups, state))
             self._transfers[request.id].notified = now
         self._take_returned()
 
-    def _pages_of(self, request: Request, first: int = 0) -> list[GroupPages]:
+    def _pages_of(self, request: Request, first: int = 0) -> tuple[GroupPages, ...]:
         """Return a request's pages in each group of layers, from page number `first` on."""
         groups = self.engine.pages.live_pages_of(request.owner)
-        return [GroupPages(max(start, first), tuple(pages[max(first - start, 0) :])) for start, pages in groups]
+        return tuple([GroupPages(max(start, first), tuple(pages[max(first - start, 0) :])) for start, pages in groups])
 
     def _take_returned(self) -> None:
         """Cancel the transfers of requests that made way for more urgent ones, so that their pages come back."""
@@ -147,7 +159,7 @@ class Handover:
         for request_id, transfer in self._transfers.items():
             if now - transfer.notified > self.config.deadline_s / 3:
                 transfer.notified = now
-                self.dock.wait(request_id, transfer.epoch, self.config.deadline_s)
+                self.dock.call(WaitCall(request_id, transfer.epoch, self.config.deadline_s))
 
     # -- events ------------------------------------------------------------------------------------------------------
 
@@ -222,7 +234,8 @@ class Handover:
     def _cancel(self, request_id: str, leg: Leg) -> None:
         transfer = self._transfers.pop(request_id, None)
         if transfer is not None:
-            (self.dock.cancel_ship if leg is Leg.SEND else self.dock.cancel_expect)(request_id, transfer.epoch)
+            cancel = CancelShipCall if leg is Leg.SEND else CancelExpectCall
+            self.dock.call(cancel(request_id, transfer.epoch))
 
     def _end(self, request_id: str, epoch: int) -> None:
         transfer = self._transfers.get(request_id)
@@ -240,10 +253,10 @@ def _ended(request: Request) -> TokenDelta:
 def _token(result: bytes, vocab_size: int) -> int | None:
     """Return the token that came with the pages. Another process sent it: None where it is no token of the model."""
     try:
-        token_id = msgpack.unpackb(result)
-    except (ValueError, TypeError, msgpack.exceptions.UnpackException):
+        token_id = msgspec.msgpack.decode(result, type=int)
+    except (ValueError, RecursionError):
         return None
-    return token_id if type(token_id) is int and 0 <= token_id < vocab_size else None
+    return token_id if 0 <= token_id < vocab_size else None
 
 
 def _owner(event: Event) -> str:

@@ -7,15 +7,15 @@ Runs in the engine's thread, between steps, as the handover of KV pages does. Th
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 
+from crossdock.kvtransfer.calls import CancelExpectCall, ExpectCall, GrantCall, WaitCall
 from crossdock.kvtransfer.events import Arrived, Committed, Event, Failed, Figures, Offered, WriterStopped
 from crossdock.kvtransfer.layout import IncompatiblePools, PoolLayout, PoolSpec
-from crossdock.kvtransfer.messages import GroupPages
+from crossdock.kvtransfer.records import GroupPages
 from crossdock.workers.model.encoder_model import VARIANT, row_layer
 from crossdock.workers.replica.config import TransferConfig
 from crossdock.workers.replica.engine.engine import Engine
-from crossdock.workers.replica.transfer.replica_dock import ReplicaDock
+from crossdock.workers.replica.transfer.replica_dock import ReplicaDock, rank_blobs
 from crossdock.workers.schedule.pictures.arriving_rows import LEAST_PATIENCE_S, ArrivingRows
 from crossdock.workers.schedule.pictures.encoding import Encoding
 from crossdock.workers.schedule.request import Leg, Request, Submission
@@ -45,7 +45,8 @@ class Landing:
         if request is None or not submission.encoder or not submission.items or submission.leg is Leg.RECEIVE:
             return
         try:
-            self.dock.expect(request.id, request.epoch, submission.encoder, self.config.deadline_s)
+            peers = rank_blobs(submission.encoder)
+            self.dock.call(ExpectCall(request.id, request.epoch, peers, self.config.deadline_s))
         except (IncompatiblePools, ValueError, RuntimeError) as error:
             logger.error("a replica that encodes cannot send its embeddings here, which encodes itself: %s", error)
             request.is_encoded_elsewhere = False
@@ -62,12 +63,12 @@ class Landing:
         now = self.engine.clock()
         calls = self.rows.plan(now, self.encoding.has)
         for request in calls.cancels:
-            self._call(request, partial(self.dock.cancel_expect, request.id, request.epoch))
+            self._call(CancelExpectCall(request.id, request.epoch))
         for request, first_page, pages in calls.grants:
-            groups = [GroupPages(first_page, tuple(pages))]
-            if not self._call(request, partial(self.dock.grant, request.id, request.epoch, first_page, groups, ())):
+            groups = (GroupPages(first_page, tuple(pages)),)
+            if not self._call(GrantCall(request.id, request.epoch, first_page, groups)):
                 self.rows.fail(request.owner)
-                self._call(request, partial(self.dock.cancel_expect, request.id, request.epoch))
+                self._call(CancelExpectCall(request.id, request.epoch))
         if now - self._notified > self.config.deadline_s / 3:
             self._notified = now
             for transfer in self.rows.ungranted():
@@ -98,14 +99,14 @@ class Landing:
                 pass
 
     def _wait(self, request: Request) -> None:
-        self._call(request, partial(self.dock.wait, request.id, request.epoch, self.config.deadline_s))
+        self._call(WaitCall(request.id, request.epoch, self.config.deadline_s))
 
-    def _call(self, request: Request, call: Callable[[], None]) -> bool:
+    def _call(self, call: CancelExpectCall | GrantCall | WaitCall) -> bool:
         """Call the dock for one request. Return False where that fails: calls for other requests must follow."""
         try:
-            call()
+            self.dock.call(call)
         except Exception:
-            logger.exception("the dock for embeddings failed at a call for %s; others go on", request.id)
+            logger.exception("the dock for embeddings failed at a call for %s; others go on", call.request)
             return False
         return True
 

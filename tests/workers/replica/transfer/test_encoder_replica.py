@@ -6,17 +6,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgpack
+import msgspec
 import numpy as np
 import pytest
 import torch
 from pydantic import ByteSize
 from torch import Tensor
 
+from crossdock.kvtransfer.calls import ExpectCall, GrantCall
 from crossdock.kvtransfer.dock import Dock
 from crossdock.kvtransfer.events import Arrived, Committed, Event, Failed, Offered, Reason, WriterStopped
 from crossdock.kvtransfer.layout import PoolLayout, PoolSpec
-from crossdock.kvtransfer.messages import GroupPages
+from crossdock.kvtransfer.records import GroupPages
 from crossdock.kvtransfer.transport import Memory
 from crossdock.workers.model.encoder_model import EncoderModel, drop_decoder, row_layer, wrap_encoder
 from crossdock.workers.model.load import wrap_module
@@ -28,7 +29,7 @@ from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.replica.engine.engine_loader import load_engine
 from crossdock.workers.replica.serving.machine import describe_machine
 from crossdock.workers.replica.serving.observed import ObservedEngine
-from crossdock.workers.replica.transfer.replica_dock import choose_transport
+from crossdock.workers.replica.transfer.replica_dock import choose_transport, rank_blobs
 from crossdock.workers.report.advertise import observe
 from crossdock.workers.schedule.drafts.speculative_config import SpeculativeConfig
 from crossdock.workers.schedule.pictures.encoding import EncoderTotals
@@ -370,15 +371,15 @@ class Landing:
 
     @property
     def blob(self) -> bytes:
-        return bytes(msgpack.packb([self.dock.blob]))
+        return msgspec.msgpack.encode([self.dock.blob])
 
     def expect(self, work: Submission, peer: bytes) -> None:
-        self.dock.expect(work.id, work.epoch, msgpack.unpackb(peer), 5.0)
+        self.dock.call(ExpectCall(work.id, work.epoch, rank_blobs(peer), 5.0))
 
     def grant(self, work: Submission, first: int = 0) -> None:
         """Grant pages from `first` on for all rows of a leg."""
         num_pages = -(-len(work.prompt_token_ids) // PAGE_SIZE)
-        self.dock.grant(work.id, work.epoch, 0, [GroupPages(0, tuple(range(first, first + num_pages)))])
+        self.dock.call(GrantCall(work.id, work.epoch, 0, (GroupPages(0, tuple(range(first, first + num_pages))),)))
 
     async def until(self, *kinds: type) -> list[Event]:
         """Return the events until one of these kinds."""
@@ -434,7 +435,7 @@ def test_rows_arrive_chunk_by_chunk_as_the_whole_model_makes_them(transport: str
             events = await landing.until(Arrived, Failed)
             assert isinstance(events[-1], Arrived)
             assert events[-1].num_tokens == len(work.prompt_token_ids)
-            assert msgpack.unpackb(events[-1].result) == 0
+            assert msgspec.msgpack.decode(events[-1].result) == 0
             commits = [event.num_tokens for event in events if isinstance(event, Committed)]
             assert commits == sorted(commits)
             rows = parts_of(landing.rows[3 * PAGE_SIZE :], work.items)

@@ -16,7 +16,7 @@ from crossdock.workers.schedule.pictures.encoding import Encoding
 from crossdock.workers.schedule.pictures.items import Item, items_in
 from crossdock.workers.schedule.request import Leg, Submission, TokenDelta, encoding_leg
 from tests.workers.replica.any_pools import AnyPools
-from tests.workers.replica.pools_world import PAGE_SIZE, TRANSFER, Client, PoolReplica, SansIoDock, World
+from tests.workers.replica.pools_world import PAGE_SIZE, TRANSFER, Client, PoolReplica, SansIoDock, World, blob_of
 
 ROWS = "/rows"  # ends the name of the dock where a replica's embeddings land
 
@@ -147,10 +147,10 @@ class EncodingWorld(World):
         self.encoders[client.submission.id] = self.encoder.name
         for channel in (self.channels["router", client.prefill], self.channels["router", client.decode]):
             work = replace(channel.pop(), items=client.submission.items)
-            encoder = self.encoder.name.encode() if work.leg is Leg.SEND else b""
+            encoder = blob_of(self.encoder.name) if work.leg is Leg.SEND else b""
             channel.append(replace(work, encoder=encoder))
             if work.leg is Leg.SEND:
-                leg = encoding_leg(replace(work, peer=(client.prefill + ROWS).encode()), PAGE_SIZE)
+                leg = encoding_leg(replace(work, peer=blob_of(client.prefill + ROWS)), PAGE_SIZE)
                 self.post("router", self.encoder.name, leg)
 
     def give_up(self, client: Client) -> None:

@@ -3,6 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from crossdock.kvtransfer.calls import CancelExpectCall, CancelShipCall
 from crossdock.kvtransfer.events import (
     Arrived,
     Committed,
@@ -14,7 +15,6 @@ from crossdock.kvtransfer.events import (
     Released,
     WriterStopped,
 )
-from crossdock.workers.replica.ranks.rank_messages import CancelExpectCall, CancelShipCall
 from crossdock.workers.replica.transfer.event_merger import EventMerger
 
 RANKS = 3

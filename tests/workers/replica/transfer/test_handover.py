@@ -5,10 +5,12 @@ import threading
 from dataclasses import replace
 from itertools import pairwise
 
-import msgpack
+import msgspec
 import pytest
+from msgspec import msgpack
 from pydantic import ByteSize
 
+from crossdock.kvtransfer.calls import DockCall, FinishCall
 from crossdock.kvtransfer.transport import TransportEvent
 from crossdock.workers.replica.engine.engine import Engine, Step
 from crossdock.workers.replica.transfer.handover import CannotPair
@@ -260,7 +262,7 @@ def test_pools_of_e4m3_and_of_float32_are_refused() -> None:
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("peer", [b"", b"\xc1", msgpack.packb("x"), msgpack.packb(["x"]), msgpack.packb({})])
+@pytest.mark.parametrize("peer", [b"", b"\xc1", msgpack.encode("x"), msgpack.encode(["x"]), msgpack.encode({})])
 def test_peer_that_is_no_replica_is_refused(peer: bytes) -> None:
     async def main() -> None:
         async with pair("tcp") as (one, _):
@@ -296,7 +298,15 @@ def test_late_events_of_a_lost_placement_do_not_end_the_next() -> None:
 
 
 @pytest.mark.parametrize(
-    "result", [b"", b"\xc1", msgpack.packb("x"), msgpack.packb(True), msgpack.packb(-1), msgpack.packb(1 << 30)]
+    "result",
+    [
+        b"",
+        b"\xc1",
+        msgpack.encode("x"),
+        msgpack.encode(True),
+        msgpack.encode(-1),
+        msgpack.encode(1 << 30),
+    ],
 )
 def test_peer_that_sends_no_token_ends_its_request_alone(result: bytes) -> None:
     """Another process's bytes are checked: the engine's thread goes on, and the pages are given back."""
@@ -304,13 +314,17 @@ def test_peer_that_sends_no_token_ends_its_request_alone(result: bytes) -> None:
     async def main() -> None:
         async with pair("tcp") as (prefill, decode):
             dock = prefill.handover.dock
-            finish = dock.finish
-            dock.finish = lambda *args: finish(*args[:3], result, *args[4:])  # type: ignore[method-assign]
+            call = dock.call
+
+            def lie(made: DockCall) -> None:
+                call(msgspec.structs.replace(made, result=result) if isinstance(made, FinishCall) else made)
+
+            dock.call = lie  # type: ignore[method-assign]
             work = submission(prompts()[5])
             await start(prefill, decode, work)
             last = await decode.next(work.id)
             assert (last.finish_reason, last.token_ids) == (FinishReason.ERROR, [])
-            dock.finish = finish  # type: ignore[method-assign]
+            dock.call = call  # type: ignore[method-assign]
             assert len(await ship(prefill, decode, submission(LONG))) == 12
 
     asyncio.run(main())

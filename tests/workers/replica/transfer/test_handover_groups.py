@@ -234,7 +234,7 @@ def test_decode_side_lost_in_mid_transfer_is_replaced(
                 await asyncio.sleep(0)
             blob = lost.blob
             await lost.close()
-            await prefill.on_engine(lambda: prefill.handover.dock.peer_dead(blob))
+            await prefill.thread.peer_dead(blob)
             await prefill.thread.abort([(work.id, work.epoch)])
             await start(prefill, second, replace(work, epoch=1))
             while (first := await prefill.next(work.id)).epoch != 1:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from pydantic import ByteSize
 
+from crossdock.kvtransfer.calls import CancelExpectCall, DockCall, GrantCall
 from crossdock.workers.model.encoder_model import drop_decoder, wrap_encoder
 from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.replica.config import EngineConfig, ReplicaSpec
@@ -394,7 +395,7 @@ def test_address_of_another_pool_is_ignored_and_the_request_encodes_here() -> No
 
 def test_dock_that_fails_at_the_call_of_one_request_costs_the_others_no_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first grant fails, and so does the first call that cancels."""
-    family, failed = "qwen2_vl", list[str]()
+    family, failing = "qwen2_vl", list[type[DockCall]]()
     module, works = build_multimodal(family), [prompts(family)["one"], prompts(family)["other"], LONG]
 
     async def main() -> None:
@@ -403,29 +404,28 @@ def test_dock_that_fails_at_the_call_of_one_request_costs_the_others_no_rows(mon
             assert trio.first.thread.landing is not None
             dock = trio.first.thread.landing.dock
 
-            def failing_once(name: str) -> Callable[..., None]:
-                call = getattr(dock, name)
+            call = dock.call
 
-                def fail_or_call(*arguments: Any) -> None:
-                    if name not in failed:
-                        failed.append(name)
-                        raise ValueError(f"no {name}")
-                    call(*arguments)
+            def fail_once(made: DockCall) -> None:
+                if failing and isinstance(made, failing[0]):
+                    failing.pop(0)
+                    raise ValueError(f"no {made}")
+                call(made)
 
-                return fail_or_call
-
-            monkeypatch.setattr(dock, "grant", failing_once("grant"))
+            monkeypatch.setattr(dock, "call", fail_once)
+            failing.append(GrantCall)
             named = [submission(f"{number}", prompt) for number, prompt in enumerate(works)]
             assert await asyncio.gather(*(trio.generate(work) for work in named)) == expected
             assert trio.lost["failed"] in (1, 2)  # pictures of one request
-            monkeypatch.setattr(dock, "cancel_expect", failing_once("cancel_expect"))
+            assert not failing
+            failing.append(CancelExpectCall)
             unsent = [trio.here(submission(name, LONG)) for name in ("a", "b")]
             for work in unsent:
                 await trio.first.thread.submit("test", work)
             await trio.first.thread.abort([(work.id, work.epoch) for work in unsent])
             assert await trio.generate(submission("c", works[0])) == expected[0]
-            dock.cancel_expect("a", 0)  # the call that failed: else the dock expects these rows for ever
-        assert failed == ["grant", "cancel_expect"]
+            dock.call(CancelExpectCall("a", 0))  # the call that failed: else the dock expects these rows for ever
+        assert not failing
 
     asyncio.run(main())
 
