@@ -34,8 +34,8 @@ from crossdock.workers.schedule.request import (
 from tests.workers.schedule.model_free_replica import (
     CLASSES,
     COST,
+    begin_step,
     first_seen,
-    guesses,
     new_scheduler,
     reference_output,
     sampled_by,
@@ -211,8 +211,7 @@ class PoolReplica:
         self.handover.grant()
         batch = None
         if self.scheduler.has_work:
-            drafts = guesses(self.scheduler, self.scheduler.wanted_drafts(self.world.now))
-            batch = self.scheduler.schedule(self.world.now, drafts)
+            batch = begin_step(self.scheduler, self.world.now)
             self.on_scheduled(batch)
             for part in batch.scheduled:
                 self.compute(part)

@@ -74,6 +74,22 @@ def guesses(scheduler: Scheduler, wanted: Mapping[str, int]) -> dict[str, list[i
     return found
 
 
+def begin_step(scheduler: Scheduler, now: float) -> Batch:
+    """Schedule a step, with as many drafts as its streams profit from."""
+    wanted = scheduler.wanted_drafts(now)
+    for name, most in wanted.items():
+        request = scheduler.get(name)
+        assert request is not None
+        assert 0 < most < request.sampling.max_tokens - request.num_output_tokens
+        assert request.num_tokens + most < scheduler.max_model_len
+    return scheduler.schedule(now, guesses(scheduler, wanted))
+
+
+def handoff(scheduler: Scheduler) -> Scheduler:
+    """Return what grants, holds and resumes requests that move between replicas."""
+    return scheduler
+
+
 def new_scheduler(
     num_pages: int = 64,
     max_model_len: int = 100,
