@@ -90,6 +90,11 @@ def handoff(scheduler: Scheduler) -> Scheduler:
     return scheduler
 
 
+def preempt(scheduler: Scheduler, request: Request) -> None:
+    """Take a running request's pages, as a more urgent one would."""
+    scheduler._table.preempt(request)
+
+
 def new_scheduler(
     num_pages: int = 64,
     max_model_len: int = 100,

@@ -31,6 +31,7 @@ from tests.workers.replica.speculating import (
     speculating,
     tokens_of,
 )
+from tests.workers.schedule.model_free_replica import preempt
 
 SEEDS = 1, 3  # of histories whose outputs are long
 NUM_SPARE = 16  # pages beside those without which an engine does not start: states for drafts are scarce
@@ -94,7 +95,7 @@ def test_requests_of_ranks_preempted_with_tokens_to_compute_again_get_the_tokens
                 is_behind = request.num_verified_tokens and not request.num_in_flight_tokens
                 if is_behind and request.num_preemptions < 2:
                     num_behind += 1
-                    engine.scheduler._table.preempt(request)
+                    preempt(engine.scheduler, request)
         assert engine.pages.counts().owned == 0
     assert num_behind > 2
     for each, deltas in expected(seed, name).items():

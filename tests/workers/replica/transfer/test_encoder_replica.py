@@ -47,6 +47,7 @@ from crossdock.workers.schedule.request import (
 from tests.workers.multimodal import FAMILIES, PicturePrompt, build_multimodal, picture
 from tests.workers.replica.engines import engine_on, run, tokens_of
 from tests.workers.replica.sides import TRANSPORTS, Side
+from tests.workers.schedule.model_free_replica import preempt
 
 PAGE_SIZE = 4
 _OF_TOKENS = (  # metrics of requests and their tokens, which the other replicas count
@@ -216,7 +217,7 @@ def test_preemption_inside_a_picture_encodes_again_and_rows_stay(
     request = engine.scheduler.get("a")
     assert request is not None
     assert 0 < request.num_computed_tokens < len(work.prompt_token_ids)
-    engine.scheduler._table.preempt(request)
+    preempt(engine.scheduler, request)
     engine.pages.clear_cache()
     forget_embeddings(engine)
     while request.num_output_tokens < 1:

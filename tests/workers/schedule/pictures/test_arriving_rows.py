@@ -14,7 +14,7 @@ from crossdock.workers.schedule.pictures.encoder_cost import EncoderCost
 from crossdock.workers.schedule.pictures.encoding import ON_THEIR_WAY, Encoding
 from crossdock.workers.schedule.pictures.items import Item, items_in, row_prompt
 from crossdock.workers.schedule.request import Leg, Request, SamplingParams, Status
-from tests.workers.schedule.model_free_replica import CLASSES, COST, new_request, new_scheduler, next_token
+from tests.workers.schedule.model_free_replica import CLASSES, COST, new_request, new_scheduler, next_token, preempt
 
 PAGE_SIZE = 4
 LONGEST = 60
@@ -404,7 +404,7 @@ class RowsMachine(RuleBasedStateMachine):
         self.world.land_all()
         running = [each for each in self.world.scheduler.running if each.leg is Leg.LOCAL]
         if running:
-            self.world.scheduler._table.preempt(running[number % len(running)])
+            preempt(self.world.scheduler, running[number % len(running)])
 
     @rule()
     def drop_steps(self) -> None:
