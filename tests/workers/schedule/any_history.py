@@ -71,6 +71,15 @@ def modes(draw: st.DrawFn) -> Mode:
     )
 
 
+@dataclass(slots=True)
+class Arrival:
+    """The pages that another replica may write to."""
+
+    pages: list[int]
+    state: list[int]
+    num_landed: int  # tokens in pages that it has written for good
+
+
 class Flight(NamedTuple):
     """A step as a device gets it: after this, only its result comes back."""
 
@@ -139,7 +148,7 @@ class AnyHistory(RuleBasedStateMachine):
         self.count = 0
         self.device = PagedDevice(self.pages.page_size, mode.windows)
         self.sent: dict[str, list[int]] = {}  # tokens whose state is being sent, by owner
-        self.arriving: dict[str, list[int]] = {}  # pages of the state that another replica may write to, by owner
+        self.arriving: dict[str, Arrival] = {}  # by owner
         self.flights: list[Flight] = []
         self.found: list[int] = []  # tokens sampled by the last step that ended
         self.late_rows: set[int] = set()  # of the next step that ends: the step behind it begins with wrong tokens
@@ -153,7 +162,7 @@ class AnyHistory(RuleBasedStateMachine):
 
     @rule(
         prefix=st.sampled_from([[], [1] * 8, [1] * 8 + [2] * 8, [3] * 20]),
-        tail=st.lists(st.integers(1, 49), min_size=1, max_size=19),
+        tail=st.one_of(st.sampled_from([[5] * 4, [6] * 8]), st.lists(st.integers(1, 49), min_size=1, max_size=19)),
         max_tokens=st.integers(0, 25),
         salt=st.sampled_from(["", "tenant"]),
         ignore_eos=st.booleans(),
@@ -236,6 +245,7 @@ class AnyHistory(RuleBasedStateMachine):
             start = request.num_computed_tokens
             self.device.write(self.pages.pages_of(request.owner), start, request.token_ids[start:end])
             self.handoff.commit(request.id, end)
+            self.arriving[request.owner].num_landed = end
         else:
             start = request.num_computed_tokens
             self.device.write(self.pages.pages_of(request.owner), start, request.token_ids[start:])
@@ -258,10 +268,12 @@ class AnyHistory(RuleBasedStateMachine):
         del self.live[request.id]
 
     @rule()
-    def write_some_of_the_states(self) -> None:
-        """Transfers have begun to write states, also those of requests that have been aborted or taken over."""
-        for pages in self.arriving.values():
-            self.device.spoil_states(pages)
+    def write_some_of_what_arrives(self) -> None:
+        """Transfers have begun to write pages, also those of requests that have been aborted or taken over."""
+        for each in self.arriving.values():
+            self.device.spoil_states(each.state)
+            first = -(-each.num_landed // self.pages.page_size) * self.pages.page_size
+            self.device.write(each.pages, first, [EOS] * (len(each.pages) * self.pages.page_size - first))
 
     @precondition(lambda self: self.flights)
     @rule()
@@ -319,7 +331,8 @@ class AnyHistory(RuleBasedStateMachine):
 
     def grant(self) -> None:
         for request in self.handoff.grant(self.now):
-            self.arriving[request.owner] = list(self.pages.state_of(request.owner))
+            owner, computed = request.owner, request.num_computed_tokens
+            self.arriving[owner] = Arrival([*self.pages.pages_of(owner)], [*self.pages.state_of(owner)], computed)
         self.take_returned()
 
     def take_returned(self) -> None:
@@ -422,6 +435,15 @@ class AnyHistory(RuleBasedStateMachine):
         assert all(each.leg is not Leg.LOCAL for each in self.scheduler.held)
 
     @invariant()
+    def steps_in_flight_write_to_pages_of_their_own(self) -> None:
+        for flight in self.flights if hasattr(self, "flights") else ():
+            for part, groups in zip(flight.batch.scheduled, flight.pages, strict=True):
+                written = slice(part.start // self.pages.page_size, None)
+                for group, pages in enumerate(groups):
+                    owned = [*self.pages.pages_of(part.request.owner, group)]
+                    assert pages[written] == owned[written][: len(pages[written])], "a page was given to another"
+
+    @invariant()
     def every_request_is_listed_once_by_status(self) -> None:
         if not hasattr(self, "scheduler"):
             return
@@ -437,7 +459,7 @@ class AnyHistory(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "scheduler"):
             return
-        limit = 10_000
+        limit = 2_000
         while self.live:
             self.one_step()
             self.writers_and_readers_stop()

@@ -75,7 +75,7 @@ WINDOWS = [
         "position, self.page_size)",
         "position + self.page_size, self.page_size)",
     ),
-    Fault("window reserves no page for the next chunk", "kv", "slide", "max(missing, 0)", "0"),
+    Fault("window passes no page", "memory.pages", "PagePool.slide", "if first > held.first:", "if False:"),
 ]
 STATES = [
     Fault("checkpoint is written again", "memory.pages", "PagePool.next_state", "if checkpoint or (", "if ("),
