@@ -38,6 +38,7 @@ WINDOWS: tuple[tuple[Window, ...], ...] = (
     *((AttentionChunk(10),), (None, AttentionChunk(8)), (None, AttentionChunk(1), 5, AttentionChunk(6))),
 )
 DRAFTS = SpeculativeConfig(method="ngram", num_speculative_tokens=6)
+MOST_ROWS = 15  # of a picture
 ITEMS = ([], [(2, 7)], [(0, 5), (6, 12)], [(1, 15)], [(9, 9), (19, 14)], [(4, 4), (8, 8), (16, 4)])
 
 
@@ -50,7 +51,7 @@ class Mode:
     most_flights: int  # steps that have begun and not ended
     depth: int  # of the scheduler: pipeline stages, whose steps have different streams
     has_drafts: bool
-    has_pictures: bool
+    pictures: str  # "": no prompt has some; "whole": a chunk never ends inside one; "parts": it may
     room: int  # further pages in the pool: with them, prefixes stay cached for long
 
 
@@ -59,14 +60,15 @@ def modes(draw: st.DrawFn) -> Mode:
     """Draw any mode that a replica can have: drafts begin no step ahead, pictures kept whole have no states."""
     most_flights, depth = draw(st.sampled_from([(1, 1), (2, 1), (3, 3)]))
     windows = draw(st.one_of(st.just(NO_WINDOWS), st.sampled_from(WINDOWS)))
-    layers = draw(st.sampled_from(["attention", "recurrent", "pictures"]))
+    layers = draw(st.sampled_from(["attention", "recurrent", "recurrent", "pictures"]))
+    pictures = {"attention": [""], "recurrent": ["", "", "parts"], "pictures": ["whole", "parts"]}[layers]
     return Mode(
         windows,
         draw(st.integers(1, 3)) if layers == "recurrent" else 0,
         most_flights,
         depth,
         has_drafts=draw(st.booleans()) and (most_flights == 1 or depth > 1),
-        has_pictures=layers == "pictures",
+        pictures=draw(st.sampled_from(pictures)),
         room=draw(st.sampled_from([0, 20])),
     )
 
@@ -101,6 +103,8 @@ class AnyHistory(RuleBasedStateMachine):
         budget=st.integers(12, 40),
         seqs=st.integers(1, 8),
         partial=st.sampled_from([(1, 1), (2, 1), (8, 2)]),
+        rows=st.sampled_from([15, 24, 60]),
+        encoder_cost=st.sampled_from([None, EncoderCost(base=1e-3, per_row=5e-4), EncoderCost(per_row=0.02)]),
         config=st.fixed_dictionaries(
             {
                 "long_prefill_token_threshold": st.sampled_from([0, 4, 9]),
@@ -116,13 +120,21 @@ class AnyHistory(RuleBasedStateMachine):
         ),
     )
     def start(
-        self, mode: Mode, pages: int, budget: int, seqs: int, partial: tuple[int, int], config: dict[str, Any]
+        self,
+        mode: Mode,
+        pages: int,
+        budget: int,
+        seqs: int,
+        partial: tuple[int, int],
+        rows: int,
+        encoder_cost: EncoderCost | None,
+        config: dict[str, Any],
     ) -> None:
         self.mode = mode
         budget = budget if config["enable_chunked_prefill"] else max(budget, LONGEST)
         self.needs = PageNeeds(4, mode.windows, budget, mode.state_pages)
-        self.embeddings = Device(15 + budget)
-        encoding = Encoding(self.embeddings.capacity, EncoderCost(base=1e-3, per_row=5e-4), keeps_items_whole=True)
+        self.embeddings = Device(15 + budget if mode.pictures == "whole" else rows)
+        encoding = Encoding(self.embeddings.capacity, encoder_cost, keeps_items_whole=mode.pictures == "whole")
         self.scheduler = new_scheduler(
             num_pages=max(pages, self.needs.at_most(LONGEST)) + mode.room,
             windows=mode.windows,
@@ -137,7 +149,7 @@ class AnyHistory(RuleBasedStateMachine):
             slo_classes=CLASSES,
             depth=mode.depth,
             drafting=DraftPolicy(DRAFTS) if mode.has_drafts else None,
-            encoding=encoding if mode.has_pictures else None,
+            encoding=encoding if mode.pictures else None,
             **config | {"caching": config["caching"] or mode.room > 0},
         )
         self.handoff = handoff(self.scheduler)
@@ -157,7 +169,7 @@ class AnyHistory(RuleBasedStateMachine):
 
     def items_of(self, prompt: Sequence[int]) -> list[Item]:
         """Return the pictures in a prompt. They end anywhere, and prompts share prefixes that end inside of them."""
-        spans = ITEMS[prompt[-1] % len(ITEMS)] if self.mode.has_pictures else []
+        spans = ITEMS[prompt[-1] % len(ITEMS)] if self.mode.pictures else []
         return [item(start, length, start) for start, length in spans if start + length <= len(prompt)]
 
     @rule(
@@ -370,6 +382,10 @@ class AnyHistory(RuleBasedStateMachine):
         self.take_returned()
         check_step(self.scheduler, batch, self.now)
         self.embeddings.run(batch)
+        if batch and self.scheduler.encoding is not None:
+            num_rows = self.scheduler.encoding.num_rows
+            assert sum(self.embeddings.rows.values()) == num_rows
+            assert num_rows <= self.embeddings.capacity + self.scheduler.config.max_num_seqs * MOST_ROWS
         if batch:
             ids = [
                 [*part.request.token_ids[part.start : part.start + part.num_tokens], *part.drafts]
