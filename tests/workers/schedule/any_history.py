@@ -1,7 +1,6 @@
 """Any history: requests arrive, step, move between replicas and end in any order, and the invariants hold."""
 
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -99,7 +98,7 @@ class AnyHistory(RuleBasedStateMachine):
 
     @initialize(
         mode=modes(),
-        pages=st.integers(10, 30),
+        pages=st.one_of(st.just(0), st.integers(10, 30)),  # 0: as few as the longest request needs
         budget=st.integers(12, 40),
         seqs=st.integers(1, 8),
         partial=st.sampled_from([(1, 1), (2, 1), (8, 2)]),
@@ -182,6 +181,7 @@ class AnyHistory(RuleBasedStateMachine):
         priority=st.integers(-1, 1),
         leg=st.sampled_from([Leg.LOCAL, Leg.LOCAL, Leg.SEND, Leg.RECEIVE]),
         is_offered=st.booleans(),
+        others=st.sampled_from([0, 0, 1, 4]),
     )
     def add(
         self,
@@ -194,15 +194,19 @@ class AnyHistory(RuleBasedStateMachine):
         priority: int,
         leg: Leg,
         is_offered: bool,
+        others: int,
     ) -> None:
         leg = Leg.LOCAL if self.pages.has_windows else leg
         params = SamplingParams(max_tokens=max(max_tokens, leg is not Leg.LOCAL), ignore_eos=ignore_eos)
-        name, prompt = f"r{self.count}", (prefix + tail)[:39]
-        epoch = int(leg is not Leg.LOCAL)
-        new = Request(name, prompt, params, salt, slo_class, leg=leg, epoch=epoch, arrival_time=self.now)
-        new.items = self.items_of(prompt)
-        if self.scheduler.config.prefill_order == "response_ratio":
-            new.priority_in_class = priority
+        for number in range(1 + others):  # alike but for their last token
+            prompt = [*prefix, *tail[:-1], (tail[-1] + number) % 50][:39]
+            new = Request(f"r{self.count}", prompt, params, salt, slo_class, leg=leg, arrival_time=self.now)
+            new.epoch, new.items = int(leg is not Leg.LOCAL), self.items_of(prompt)
+            if self.scheduler.config.prefill_order == "response_ratio":
+                new.priority_in_class = priority
+            self.submit(new, is_offered)
+
+    def submit(self, new: Request, is_offered: bool) -> None:
         self.count += 1
         try:
             self.scheduler.add(new)
@@ -224,11 +228,8 @@ class AnyHistory(RuleBasedStateMachine):
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
         leg = Leg.LOCAL if self.pages.has_windows else data.draw(st.sampled_from([Leg.LOCAL, Leg.RECEIVE]))
         prompt, name, moves = [*tokens[:34], *tail], f"r{self.count}", leg is not Leg.LOCAL
-        new = Request(name, prompt, params, leg=leg, epoch=int(moves), is_offered=moves, arrival_time=self.now)
-        self.count += 1
-        with suppress(Overloaded):
-            self.scheduler.add(new)
-            self.live[new.id] = new
+        new = Request(name, prompt, params, leg=leg, epoch=int(moves), arrival_time=self.now)
+        self.submit(new, is_offered=moves)
         self.one_step()
 
     @precondition(lambda self: self.live)
