@@ -40,6 +40,7 @@ PAGES = [
         "index_full_pages",
         "num_computed_tokens // size",
         "num_computed_tokens // size + 1",
+        histories=5000,
     ),
     Fault(
         "page that a step writes is released",
@@ -100,6 +101,7 @@ STATES = [
         "RequestTable.recall",
         "self._quarantine(request)",
         "self.pages.release(request.owner)",
+        histories=5000,
     ),
 ]
 DRAFTS = [
@@ -128,6 +130,7 @@ PREEMPTION = [
     Fault("preempted request keeps its place", "table", "RequestTable._requeue", "request.num_computed_tokens = ", ""),
     Fault(
         "request in flight is preempted", "table", "RequestTable.keeps_pages", "or request.num_in_flight_tokens > 0", ""
+        histories=5000,
     ),
     Fault(
         "preempted request keeps its pages",
@@ -144,6 +147,7 @@ PICTURES = [
         "Encoding._kept_from",
         "each.id in self._in_step or ",
         "",
+        histories=5000,
     ),
     Fault(
         "device is not told of an eviction",
