@@ -129,7 +129,11 @@ AHEAD = [
 PREEMPTION = [
     Fault("preempted request keeps its place", "table", "RequestTable._requeue", "request.num_computed_tokens = ", ""),
     Fault(
-        "request in flight is preempted", "table", "RequestTable.keeps_pages", "or request.num_in_flight_tokens > 0", ""
+        "request in flight is preempted",
+        "table",
+        "RequestTable.keeps_pages",
+        "or request.num_in_flight_tokens > 0",
+        "",
         histories=5000,
     ),
     Fault(
@@ -226,5 +230,7 @@ def histories_to_find(fault: Fault, machine: type[RuleBasedStateMachine], steps:
         try:
             run_state_machine_as_test(Counted, settings=search)
         except Exception:  # a wrong page shows as a wrong token, a missing key or an assertion of the scheduler
+            if not count:
+                raise
             return count
     return None
