@@ -51,7 +51,7 @@ class PagedDevice:
                 self.memory.pop((page, at), None)
 
     def spoil_states(self, pages: Sequence[int]) -> None:
-        """Write half a state: nobody may read it."""
+        """Write half a state: no request may read it."""
         self.states.update(dict.fromkeys(pages, (-1, [])))
 
     def advance_states(

@@ -187,7 +187,7 @@ FAULTS = (*PAGES, *PREFIXES, *WINDOWS, *STATES, *DRAFTS, *AHEAD, *PREEMPTION, *P
 
 @contextmanager
 def planted(fault: Fault) -> Iterator[None]:
-    """Compile a function of the scheduler anew with the wrong line, and put it in the place of the right one."""
+    """Compile a function of the scheduler again with the wrong line, and put it in the place of the right one."""
     *outer, name = fault.function.split(".")
     owner = import_module(ROOM + fault.module)
     for each in outer:

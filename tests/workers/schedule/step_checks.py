@@ -1,4 +1,4 @@
-"""What holds of every step of a scheduler, whatever has happened before it."""
+"""Check what holds of every step of a scheduler, whatever has happened before it."""
 
 from collections.abc import Sequence
 
