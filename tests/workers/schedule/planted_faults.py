@@ -101,7 +101,6 @@ STATES = [
         "RequestTable.recall",
         "self._quarantine(request)",
         "self.pages.release(request.owner)",
-        histories=5000,
     ),
 ]
 DRAFTS = [
@@ -167,6 +166,7 @@ PICTURES = [
         "Encoding._before",
         "if self.keeps_items_whole:",
         "if False:",
+        histories=5000,
     ),
 ]
 ABORTS = [
