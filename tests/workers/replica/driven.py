@@ -113,12 +113,14 @@ async def hold(thread: EngineThread, before: threading.Event | None = None) -> t
     if before is not None:
         await asyncio.sleep(0)  # until `holding` has posted its wait
         before.set()
-    while not is_held.is_set():
-        await asyncio.sleep(0.001)
+    async with asyncio.timeout(60):
+        while not is_held.is_set():
+            await asyncio.sleep(0.001)
     return gate
 
 
 async def posted(thread: EngineThread, count: int) -> None:
     """Wait until `count` actions wait for the engine's thread."""
-    while thread.num_posted < count:
-        await asyncio.sleep(0.001)
+    async with asyncio.timeout(60):
+        while thread.num_posted < count:
+            await asyncio.sleep(0.001)

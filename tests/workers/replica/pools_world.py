@@ -47,8 +47,8 @@ from crossdock.workers.schedule.request import (
 from tests.workers.schedule.model_free_replica import (
     CLASSES,
     COST,
+    begin_step,
     first_seen,
-    guesses,
     new_scheduler,
     reference_output,
     sampled_by,
@@ -215,9 +215,7 @@ class PoolReplica:
         self.handover.grant()
         batch = None
         if self.scheduler.table.has_work:
-            streams = self.scheduler.choose_streams(self.world.now)
-            drafts = guesses(self.scheduler, streams.wanted_drafts)
-            batch = self.scheduler.schedule(self.world.now, drafts, streams)
+            batch = begin_step(self.scheduler, self.world.now)
             self.on_scheduled(batch)
             for part in batch.scheduled:
                 self.compute(part)

@@ -73,6 +73,17 @@ def guesses(scheduler: Scheduler, wanted: Mapping[str, int]) -> dict[str, list[i
     return found
 
 
+def begin_step(scheduler: Scheduler, now: float) -> Batch:
+    """Schedule a step, with as many drafts as its streams profit from."""
+    streams = scheduler.choose_streams(now)
+    for name, most in streams.wanted_drafts.items():
+        request = scheduler.table.get(name)
+        assert request is not None
+        assert 0 < most < request.sampling.max_tokens - request.num_output_tokens
+        assert request.num_tokens + most < scheduler.max_model_len
+    return scheduler.schedule(now, guesses(scheduler, streams.wanted_drafts), streams)
+
+
 def new_scheduler(
     num_pages: int = 64,
     max_model_len: int = 100,

@@ -8,19 +8,7 @@ from tests.workers.schedule.model_free_replica import (
     new_request,
     new_scheduler,
     new_timed_replica,
-    reference_output,
 )
-
-
-def test_preempted_request_is_computed_again_with_the_same_output() -> None:
-    scheduler = new_scheduler(num_pages=12, max_model_len=40)
-    requests = [new_request(name, [ord(name)] * 9, max_tokens=20) for name in "abcd"]
-    for request in requests:
-        scheduler.add(request)
-    ModelFreeReplica(scheduler).run()
-    assert scheduler.table.num_preemptions > 0
-    for request in requests:
-        assert request.token_ids[9:] == reference_output(request.prompt_token_ids, request.sampling, 40)
 
 
 def test_least_urgent_class_loses_its_pages_first() -> None:

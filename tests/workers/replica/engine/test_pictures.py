@@ -20,6 +20,7 @@ from crossdock.workers.schedule.batch import Batch
 from crossdock.workers.schedule.drafts.speculative_config import SpeculativeConfig
 from crossdock.workers.schedule.pictures.items import Item
 from crossdock.workers.schedule.request import FinishReason, InvalidField, Leg, SamplingParams, Submission, TokenDelta
+from tests.workers.architectures import in_soak_but
 from tests.workers.multimodal import (
     BOTH_WAYS,
     FAMILIES,
@@ -37,7 +38,7 @@ from tests.workers.replica.sides import TRANSPORTS, Side, closing, ship
 NUM_TOKENS = 6
 
 
-@pytest.fixture(scope="module", params=(*FAMILIES, *BOTH_WAYS))
+@pytest.fixture(scope="module", params=in_soak_but(["qwen3_vl", *BOTH_WAYS], (*FAMILIES, *BOTH_WAYS)))
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -330,7 +331,7 @@ def test_model_of_text_alone_refuses_pictures_with_the_reason() -> None:
         engine.add(submission("a", PicturePrompt.of(5, picture("llava", 1), 9)))
 
 
-@pytest.mark.parametrize("family", ["qwen2_vl", "smolvlm", "qwen3_vl", "gemma3"])
+@pytest.mark.parametrize("family", in_soak_but(["qwen3_vl", "gemma3"], ["qwen2_vl", "smolvlm", "qwen3_vl", "gemma3"]))
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_prefill_replica_encodes_and_the_decode_replica_goes_on(family: str, transport: str) -> None:
     """The decode replica needs the positions of the prompt alone: it encodes nothing."""
@@ -356,7 +357,7 @@ def test_prefill_replica_encodes_and_the_decode_replica_goes_on(family: str, tra
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("family", ["qwen2_vl", "gemma3"])
+@pytest.mark.parametrize("family", in_soak_but(["qwen2_vl"], ["qwen2_vl", "gemma3"]))
 def test_lost_prefill_replica_leaves_the_pictures_to_the_decode_replica(family: str) -> None:
     module, prompt = build_multimodal(family), PicturePrompt.of(30, picture(family, 1, (3, 3)), 20, seed=1)
 

@@ -16,6 +16,7 @@ from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.calibrate import warm_up
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.schedule.drafts.speculative_config import SpeculativeConfig
+from tests.workers.architectures import in_soak_but
 from tests.workers.gangs import ganged
 from tests.workers.model.pictures.test_video import FAMILIES, video
 from tests.workers.multimodal import PicturePrompt, build_multimodal, continuation, paged_multimodal, picture
@@ -27,7 +28,7 @@ from tests.workers.replica.transfer.test_encoder_replica import encoder_model, l
 from tests.workers.replica.transfer.test_encoder_replica import served as rows_served
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=in_soak_but(["qwen3_vl"], FAMILIES))
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -138,7 +139,7 @@ def test_prefill_replica_encodes_and_the_decode_replica_goes_on(family: str, tra
 
 
 @pytest.mark.parametrize("division", DIVISIONS)
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("name", in_soak_but(["qwen3_vl"], ["qwen2_5_vl", "qwen3_vl"]))
 def test_tokens_of_a_gang_equal_transformers(
     ranks: Ranks, tmp_path: Path, name: str, division: tuple[int, int]
 ) -> None:

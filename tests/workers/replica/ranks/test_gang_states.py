@@ -10,13 +10,12 @@ from pydantic import ByteSize
 from crossdock.workers.model.load import load_model
 from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.replica.engine.calibrate import warm_up
-from crossdock.workers.replica.engine.engine import Engine
-from crossdock.workers.schedule.request import Status, Submission
+from crossdock.workers.schedule.request import Submission
 from tests.workers.architectures import SERVED, build
 from tests.workers.gangs import ganged
 from tests.workers.ranks import DIVISIONS, Ranks, saved
 from tests.workers.replica.engine.test_engine import generated
-from tests.workers.replica.engine.test_states import NUM_TOKENS, prompts, served
+from tests.workers.replica.engine.test_states_and_windows import NUM_TOKENS, prompts, served, served_under_preemption
 from tests.workers.replica.engines import greedy, run
 
 LINEAR, FULL = "linear_attention", "full_attention"
@@ -26,23 +25,6 @@ UNEVEN = {
     "no state on the last stage": [LINEAR, LINEAR, FULL, FULL, FULL, FULL],
     "no state on the first stage": [FULL, FULL, FULL, LINEAR, LINEAR, FULL],
 }
-
-
-def served_under_preemption(engine: Engine) -> list[list[int]]:
-    """Return the tokens of all prompts; every fifth step a request is preempted that is not in flight."""
-    for number, prompt in enumerate(prompts()):
-        engine.add(Submission(str(number), prompt, greedy(NUM_TOKENS)))
-    tokens: dict[str, list[int]] = {str(number): [] for number in range(len(prompts()))}
-    num_steps = 0
-    while engine.has_work:
-        for delta in engine.step().deltas:
-            tokens[delta.request_id] += delta.token_ids
-        num_steps += 1
-        for request in engine.scheduler.table.requests() if num_steps % 5 == 0 else ():
-            if request.status is Status.RUNNING and not request.num_in_flight_tokens:
-                engine.scheduler.table.preempt(request)
-                break
-    return list(tokens.values())
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,12 @@
 """Pictures whose rows attend in both directions: a chunk never ends inside one, and everything still ends."""
 
 import random
-from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from crossdock.workers.schedule.ahead import assume_ended
-from crossdock.workers.schedule.batch import Batch, Scheduled
 from crossdock.workers.schedule.cost.cost import StepCost
 from crossdock.workers.schedule.memory.page_needs import PageNeeds
 from crossdock.workers.schedule.pacing.chunking import Candidate, ChunkBudget
@@ -27,7 +25,6 @@ from tests.workers.schedule.model_free_replica import (
     new_timed_replica,
 )
 from tests.workers.schedule.pictures.test_encoding import Device, item, run, with_items
-from tests.workers.schedule.test_any_history import AnyHistory
 
 
 @st.composite
@@ -192,57 +189,6 @@ def test_any_prompts_on_few_pages_end_and_none_is_cut_inside_an_item(seed: int) 
         ended += sum(delta.finish_reason is not None for delta in step.deltas)
         assert len(replica.batches) < 20_000
     assert ended == number
-
-
-ITEMS = ([], [(2, 7)], [(0, 5), (6, 12)], [(1, 15)], [(9, 9), (19, 14)], [(4, 4), (8, 8), (16, 4)])
-
-
-class AnyHistoryWithWholeItems(AnyHistory):
-    """Prompts with pictures, which end anywhere and share prefixes that end inside of them."""
-
-    def new_encoding(self, budget: int) -> Encoding:
-        self.device = Device(15 + budget)
-        return Encoding(self.device.capacity, EncoderCost(base=1e-3, per_row=5e-4), keeps_items_whole=True)
-
-    def items_of(self, prompt: Sequence[int]) -> list[Item]:
-        spans = ITEMS[prompt[-1] % len(ITEMS)]
-        return [item(start, length, start) for start, length in spans if start + length <= len(prompt)]
-
-    def check_end(self, part: Scheduled, end: int) -> None:
-        items = part.request.items
-        assert not any(each.start < end < each.end for each in items), "a chunk ends inside an item"
-        is_boundary = end % self.pages.page_size == 0 or end == part.request.num_tokens
-        assert is_boundary or end in [each.end for each in items]
-
-    def longest_chunk(self, part: Scheduled, threshold: int) -> int:
-        return max(threshold, least_tokens(part.request.items, part.start, part.request.num_tokens, 4))
-
-    def launch(self, batch: Batch) -> bool:
-        self.device.run(batch)
-        return super().launch(batch)
-
-    def forget_embeddings(self) -> None:
-        self.device.rows.clear()
-
-
-class AnyHistoryWithWholeItemsAhead(AnyHistoryWithWholeItems):
-    """The same with each step begun before the tokens of the previous one are known."""
-
-    most_flights = 2
-
-
-class AnyHistoryWithWholeItemsAndWindows(AnyHistoryWithWholeItems):
-    """Pictures longer than windows, whose pages go while a request runs, with overlapping steps."""
-
-    group_windows = ((5,), (None, 6), (None, 1, 9), (None, None, 4, 4))
-    most_flights = 2
-
-
-for machine in (AnyHistoryWithWholeItems, AnyHistoryWithWholeItemsAhead, AnyHistoryWithWholeItemsAndWindows):
-    machine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
-TestAnyHistoryWithWholeItems = AnyHistoryWithWholeItems.TestCase
-TestAnyHistoryWithWholeItemsAhead = AnyHistoryWithWholeItemsAhead.TestCase
-TestAnyHistoryWithWholeItemsAndWindows = AnyHistoryWithWholeItemsAndWindows.TestCase
 
 
 def test_whole_items_beside_recurrent_states_are_refused_at_the_start() -> None:
