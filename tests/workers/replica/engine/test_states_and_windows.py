@@ -94,7 +94,7 @@ def expected(name: str) -> list[list[int]]:
 
 
 def test_groups_of_layers_are_those_of_the_windows(model: LoadedModel, name: str) -> None:
-    engine_on(model, 200)
+    engine = engine_on(model, 200)
     window = AttentionChunk(WINDOW) if name == "llama4_text" else WINDOW
     alone = [window] if "mistral" in name else [None, window]
     assert [group.window for group in engine.model.groups] == (alone if name in [*WITH_WINDOWS, "lfm3 conv"] else [])
