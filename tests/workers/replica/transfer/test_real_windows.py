@@ -83,44 +83,36 @@ def test_engine_with_several_long_prompts_gives_the_tokens_of_transformers(
     assert most == len(texts)  # decoded at a time
 
 
-def test_pools_with_several_long_prompts_give_the_tokens_of_transformers(
+async def test_pools_with_several_long_prompts_give_the_tokens_of_transformers(
     texts: list[list[int]], expected: list[list[int]]
 ) -> None:
-    async def main() -> None:
-        async with closing(side(), side()) as (prefill, decode):
-            works = [submission(text, NUM_TOKENS) for text in texts]
-            assert await asyncio.gather(*(ship(prefill, decode, work) for work in works)) == expected
-            assert [outcome for _, is_sent, _, outcome in prefill.ended if is_sent] == ["shipped"] * len(texts)
-            full = -(-NUM_PROMPT_TOKENS // decode.engine.config.page_size)
-            assert all(figures.num_pages < full * decode.engine.pages.num_groups for _, _, figures, _ in decode.ended)
-
-    asyncio.run(main())
+    async with closing(side(), side()) as (prefill, decode):
+        works = [submission(text, NUM_TOKENS) for text in texts]
+        assert await asyncio.gather(*(ship(prefill, decode, work) for work in works)) == expected
+        assert [outcome for _, is_sent, _, outcome in prefill.ended if is_sent] == ["shipped"] * len(texts)
+        full = -(-NUM_PROMPT_TOKENS // decode.engine.config.page_size)
+        assert all(figures.num_pages < full * decode.engine.pages.num_groups for _, _, figures, _ in decode.ended)
 
 
-def test_decode_side_finishes_alone_where_the_prefill_side_is_killed_beyond_the_window(
+async def test_decode_side_finishes_alone_where_the_prefill_side_is_killed_beyond_the_window(
     texts: list[list[int]], expected: list[list[int]]
 ) -> None:
-    async def main() -> None:
-        prefill, decode = side(), side()
-        try:
-            work = submission(texts[0], NUM_TOKENS)
-            await start(prefill, decode, work)
-            gate = await hold(prefill.thread)
-            while (
-                not (requests := prefill.engine.scheduler.table.requests()) or requests[0].num_computed_tokens <= WINDOW
-            ):
-                gate = await hold(prefill.thread, gate)
-            while not await decode.computed(work.id):  # pages have arrived
-                await asyncio.sleep(0.01)
-            killed = asyncio.create_task(prefill.close())
-            await asyncio.sleep(0)
-            gate.set()
-            await killed
-            assert prefill.deltas == {}  # no first token
-            await decode.thread.peer_dead(prefill.blob)
-            assert await decode.rest(work.id) == expected[0]
-            assert await decode.is_clean()
-        finally:
-            await decode.close()
-
-    asyncio.run(main())
+    prefill, decode = side(), side()
+    try:
+        work = submission(texts[0], NUM_TOKENS)
+        await start(prefill, decode, work)
+        gate = await hold(prefill.thread)
+        while not (requests := prefill.engine.scheduler.table.requests()) or requests[0].num_computed_tokens <= WINDOW:
+            gate = await hold(prefill.thread, gate)
+        while not await decode.computed(work.id):  # pages have arrived
+            await asyncio.sleep(0.01)
+        killed = asyncio.create_task(prefill.close())
+        await asyncio.sleep(0)
+        gate.set()
+        await killed
+        assert prefill.deltas == {}  # no first token
+        await decode.thread.peer_dead(prefill.blob)
+        assert await decode.rest(work.id) == expected[0]
+        assert await decode.is_clean()
+    finally:
+        await decode.close()
