@@ -46,11 +46,11 @@ def expected(name: str, texts: list[list[int]]) -> list[list[int]]:
     return generated(module_of(name), texts)
 
 
-@pytest.mark.parametrize("budget", [24, 80, 512])
+@pytest.mark.parametrize("budget", [24, 512])
 def test_greedy_tokens_from_latents_equal_generate(
     name: str, texts: list[list[int]], expected: list[list[int]], budget: int
 ) -> None:
-    """Twice: the second time from cached prefixes. Budgets of 80 and more have chunks whose latents are expanded."""
+    """Twice: the second time from cached prefixes. A budget of 512 has chunks whose latents are expanded."""
     engine = engine_of(name, max_num_batched_tokens=budget)
     assert {shape.num_kv_heads for shape in engine.model.layers} == {1}
     for _ in range(2):
@@ -91,7 +91,7 @@ def wrapped(kv_cache_dtype: str = "auto") -> Engine:
     return engine_on(model, num_pages=600, max_num_batched_tokens=80, max_num_seqs=8, kv_cache_dtype=kv_cache_dtype)
 
 
-@pytest.mark.parametrize("is_prefill_whole", [True, False])
+@pytest.mark.parametrize("is_prefill_whole", in_soak_but([False], [True, False]))
 async def test_latents_shipped_between_one_rank_and_two_give_the_tokens_of_local_ones(
     ranks: Ranks, tmp_path: Path, is_prefill_whole: bool
 ) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -47,9 +48,8 @@ def model(family: str) -> LoadedModel:
     return paged_multimodal(family)
 
 
-@pytest.fixture(scope="module")
-def prompts(family: str) -> dict[str, PicturePrompt]:
-    """Prompts that share beginnings: the same text and picture, the same text and another picture, text alone."""
+def prompts_of(family: str) -> dict[str, PicturePrompt]:
+    """Return prompts that share beginnings: the same text and picture, another picture, two of one kind, text alone."""
     one, other, last = picture(family, 1, (2, 3)), picture(family, 2, (2, 3)), picture(family, 3)
     return {
         "one": PicturePrompt.of(5, one, 9, seed=1),
@@ -60,12 +60,22 @@ def prompts(family: str) -> dict[str, PicturePrompt]:
     }
 
 
-@pytest.fixture(scope="module")
-def expected(family: str, prompts: dict[str, PicturePrompt]) -> dict[str, list[int]]:
+@cache
+def expected_of(family: str) -> dict[str, list[int]]:
     module = build_multimodal(family)
-    tokens = {name: continuation(module, prompt, NUM_TOKENS) for name, prompt in prompts.items()}
+    tokens = {name: continuation(module, prompt, NUM_TOKENS) for name, prompt in prompts_of(family).items()}
     assert tokens["one"] != tokens["other"]  # else the test would not see a wrong picture
     return tokens
+
+
+@pytest.fixture(scope="module")
+def prompts(family: str) -> dict[str, PicturePrompt]:
+    return prompts_of(family)
+
+
+@pytest.fixture(scope="module")
+def expected(family: str) -> dict[str, list[int]]:
+    return expected_of(family)
 
 
 def submission(name: str, prompt: PicturePrompt, num_tokens: int = NUM_TOKENS, **fields: Any) -> Submission:

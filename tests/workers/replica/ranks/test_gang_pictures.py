@@ -27,33 +27,14 @@ from tests.workers.multimodal import (
     picture,
 )
 from tests.workers.ranks import DIVISIONS, Ranks, saved
-from tests.workers.replica.engine.test_pictures import NUM_TOKENS, broken, served, submission
+from tests.workers.replica.engine.test_pictures import NUM_TOKENS, broken, expected_of, prompts_of, served, submission
 from tests.workers.replica.engines import run, tokens_of
 from tests.workers.replica.ranks.test_gang_graphs import follow_recording, stand_in
-from tests.workers.replica.sides import Side, closing, ship
+from tests.workers.replica.sides import UNEQUAL_SHARDS, Side, closing, ship
 from tests.workers.replica.transfer.test_landing import encoder_side
 
 CHUNKS: dict[str, Any] = {"max_num_batched_tokens": 16, "max_num_seqs": 8, "page_size": 8}
 FEW = ["qwen3_vl", "qwen2_5_vl", "smolvlm"]  # embeddings after layers of both stages; positions in three axes; tiles
-
-
-def prompts_of(family: str) -> dict[str, PicturePrompt]:
-    """Return prompts that share beginnings: the same text and picture, another picture, two of one kind, text alone."""
-    one, other, last = picture(family, 1, (2, 3)), picture(family, 2, (2, 3)), picture(family, 3)
-    return {
-        "one": PicturePrompt.of(5, one, 9, seed=1),
-        "longer": PicturePrompt.of(5, one, 9, last, 4, seed=1),
-        "other": PicturePrompt.of(5, other, 9, seed=1),
-        "twice": PicturePrompt.of(one, 3, one, seed=2),
-        "text": PicturePrompt.of(60, seed=3),
-    }
-
-
-def expected_of(family: str) -> dict[str, list[int]]:
-    module = build_multimodal(family)
-    tokens = {name: continuation(module, prompt, NUM_TOKENS) for name, prompt in prompts_of(family).items()}
-    assert tokens["one"] != tokens["other"]  # else the test would not see a wrong picture
-    return tokens
 
 
 @pytest.mark.parametrize(
@@ -110,7 +91,7 @@ def test_settings_of_a_gang_do_not_change_tokens(
         assert bool(engine.scheduler.encoding.totals.num_evicted) == ("mm_encoder_cache" in config)
 
 
-@pytest.mark.parametrize("division", DIVISIONS)
+@pytest.mark.parametrize("division", in_soak_but(DIVISIONS[-1:], DIVISIONS))
 @pytest.mark.parametrize("family", in_soak_but(FEW[:1], FEW))
 def test_preemption_inside_a_picture_of_a_gang_encodes_again_and_tokens_stay(
     ranks: Ranks, tmp_path: Path, family: str, division: tuple[int, int]
@@ -135,7 +116,7 @@ def test_preemption_inside_a_picture_of_a_gang_encodes_again_and_tokens_stay(
         assert encoding.totals.num_encoded == 2
 
 
-@pytest.mark.parametrize("division", DIVISIONS)
+@pytest.mark.parametrize("division", in_soak_but(DIVISIONS[-1:], DIVISIONS))
 def test_picture_that_a_gang_cannot_encode_fails_its_own_request_alone(
     ranks: Ranks, tmp_path: Path, division: tuple[int, int]
 ) -> None:
@@ -182,7 +163,7 @@ def test_ranks_replay_graphs_for_tokens_and_launch_steps_with_pictures(
     assert answers[0][-len(own) :] == own
 
 
-@pytest.mark.parametrize("division", [(2, 1), (1, 2)])
+@pytest.mark.parametrize("division", in_soak_but([(1, 2)], DIVISIONS[:2]))
 def test_warm_up_of_a_gang_measures_the_encoder(ranks: Ranks, tmp_path: Path, division: tuple[int, int]) -> None:
     with ganged(ranks, saved(build_multimodal("qwen2_vl"), tmp_path), *division) as engine:
         profile = warm_up(engine)
@@ -191,8 +172,7 @@ def test_warm_up_of_a_gang_measures_the_encoder(ranks: Ranks, tmp_path: Path, di
         assert served(engine, prompts_of("qwen2_vl")) == expected_of("qwen2_vl")
 
 
-@pytest.mark.parametrize("is_prefill_whole", [True, False])
-@pytest.mark.parametrize("division", [(2, 1), (2, 2)])
+@UNEQUAL_SHARDS
 async def test_pictures_shipped_between_unequal_shards_have_the_tokens_of_transformers(
     ranks: Ranks, tmp_path: Path, division: tuple[int, int], is_prefill_whole: bool
 ) -> None:
@@ -212,7 +192,7 @@ async def test_pictures_shipped_between_unequal_shards_have_the_tokens_of_transf
             assert [encoding.totals.num_encoded for encoding in encodings if encoding is not None] == [3, 0]
 
 
-@pytest.mark.parametrize("division", DIVISIONS)
+@pytest.mark.parametrize("division", in_soak_but(DIVISIONS[-1:], DIVISIONS))
 async def test_gang_takes_embeddings_of_an_encode_replica(
     ranks: Ranks, tmp_path: Path, division: tuple[int, int]
 ) -> None:

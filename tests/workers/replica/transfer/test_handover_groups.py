@@ -18,12 +18,21 @@ from crossdock.workers.replica.transfer.handover import CannotPair
 from crossdock.workers.schedule.batch import Batch
 from crossdock.workers.schedule.memory.prefix_index import AttentionChunk, first_visible_page
 from crossdock.workers.schedule.request import Submission
-from tests.workers.architectures import SERVED, WINDOW, build
+from tests.workers.architectures import SERVED, WINDOW, build, in_soak_but
 from tests.workers.gangs import ganged
-from tests.workers.ranks import DIVISIONS, Ranks, saved
+from tests.workers.ranks import Ranks, saved
 from tests.workers.replica.driven import hold
 from tests.workers.replica.engine.test_engine import generated
-from tests.workers.replica.sides import NEEDS_NIXL, NIXL_IN_SOAK, TRANSPORTS, Side, closing, local, prompts, ship, start
+from tests.workers.replica.sides import (
+    NEEDS_NIXL,
+    UNEQUAL_SHARDS,
+    Side,
+    closing,
+    local,
+    prompts,
+    ship,
+    start,
+)
 from tests.workers.replica.sides import submission as submission_of
 from tests.workers.replica.speculating import Oracle, fixed, speculating
 
@@ -84,7 +93,7 @@ def poison(engine: Engine) -> None:
     engine.on_scheduled = both
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=in_soak_but(["mistral", "lfm3 conv"], FAMILIES))
 def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -100,13 +109,7 @@ def expected(name: str, texts: list[list[int]]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("transport", "budget"),
-    [
-        ("tcp", 20),
-        pytest.param("nixl", 300, marks=NEEDS_NIXL),
-        pytest.param("tcp", 300, marks=pytest.mark.soak),
-        pytest.param("nixl", 20, marks=[NEEDS_NIXL, pytest.mark.soak]),
-    ],
+    ("transport", "budget"), [("tcp", 20), pytest.param("nixl", 300, marks=[NEEDS_NIXL, pytest.mark.soak])]
 )
 async def test_shipped_tokens_are_those_of_transformers(
     name: str, transport: str, budget: int, texts: list[list[int]], expected: list[list[int]]
@@ -179,12 +182,11 @@ async def test_shared_prefix_does_not_travel_again_where_windows_have_passed_it(
         assert figures.num_pages == sum(160 // PAGE_SIZE - first for first in firsts) + state_pages
 
 
-@pytest.mark.parametrize("transport", NIXL_IN_SOAK)
 async def test_decode_side_whose_partner_stops_in_mid_transfer_finishes_alone(
-    name: str, transport: str, texts: list[list[int]], expected: list[list[int]]
+    name: str, texts: list[list[int]], expected: list[list[int]]
 ) -> None:
     """Also where the pages that windows need have not arrived: those tokens are computed again."""
-    sides = (side(name, transport, 1.0, max_num_batched_tokens=20) for _ in range(2))
+    sides = (side(name, "tcp", 1.0, max_num_batched_tokens=20) for _ in range(2))
     async with closing(*sides) as (prefill, decode):
         work = submission(texts[-1])
         await start(prefill, decode, work)
@@ -198,11 +200,9 @@ async def test_decode_side_whose_partner_stops_in_mid_transfer_finishes_alone(
         assert await decode.rest(work.id) == expected[-1]
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("is_prefill_whole", [True, False])
-@pytest.mark.parametrize("division", DIVISIONS)
+@UNEQUAL_SHARDS
 async def test_groups_shipped_between_unequal_shards_give_the_tokens_of_transformers(
-    ranks: Ranks, tmp_path: Path, transport: str, division: tuple[int, int], is_prefill_whole: bool
+    ranks: Ranks, tmp_path: Path, division: tuple[int, int], is_prefill_whole: bool
 ) -> None:
     """The layers of a group are those of the whole model, however it is divided among ranks."""
     family = "gemma3_text 3:1" if division[1] > 1 else "gemma3_text"
@@ -211,7 +211,7 @@ async def test_groups_shipped_between_unequal_shards_give_the_tokens_of_transfor
 
     with ganged(ranks, path, *division, page_size=PAGE_SIZE, max_num_batched_tokens=48) as engine:
         assert engine.pages.windows == FAMILIES[family]
-        whole, divided = side(family, transport), Side(transport, engine=engine)
+        whole, divided = side(family), Side("tcp", engine=engine)
         sides = (whole, divided) if is_prefill_whole else (divided, whole)
         async with closing(*sides) as (prefill, decode):
             works = [submission(text) for text in texts]

@@ -9,21 +9,19 @@ from crossdock.workers.model.load import load_model
 from crossdock.workers.model.model_spec import ModelSpec
 from tests.workers.architectures import build
 from tests.workers.gangs import ganged
-from tests.workers.ranks import DIVISIONS, Ranks, saved
-from tests.workers.replica.sides import TRANSPORTS, Side, closing, local, prompts, ship, start, submission
+from tests.workers.ranks import Ranks, saved
+from tests.workers.replica.sides import UNEQUAL_SHARDS, Side, closing, local, prompts, ship, start, submission
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("is_prefill_whole", [True, False])
-@pytest.mark.parametrize("division", DIVISIONS)
+@UNEQUAL_SHARDS
 async def test_requests_shipped_between_unequal_shards_have_the_tokens_of_local_ones(
-    ranks: Ranks, tmp_path: Path, transport: str, division: tuple[int, int], is_prefill_whole: bool
+    ranks: Ranks, tmp_path: Path, division: tuple[int, int], is_prefill_whole: bool
 ) -> None:
     """Chunk by chunk, and from cached prefixes at either side."""
     path = saved(build("llama", {}), tmp_path)
 
     with ganged(ranks, path, *division, max_num_batched_tokens=80) as engine:
-        whole, divided = Side(transport), Side(transport, engine=engine)
+        whole, divided = Side("tcp"), Side("tcp", engine=engine)
         sides = (whole, divided) if is_prefill_whole else (divided, whole)
         async with closing(*sides) as (prefill, decode):
             works = [submission(prompt, temperature=0.8 * (n % 2), seed=n) for n, prompt in enumerate(prompts(20))]
