@@ -45,6 +45,7 @@ from crossdock.workers.schedule.request import (
     TokenDelta,
     encoding_leg,
 )
+from tests.workers.architectures import in_soak_but
 from tests.workers.multimodal import FAMILIES, PicturePrompt, build_multimodal, picture
 from tests.workers.replica.engine.test_pictures import broken
 from tests.workers.replica.engines import engine_on
@@ -75,7 +76,7 @@ def encoder_model(family: str, max_model_len: int | None = None) -> EncoderModel
     return wrap_encoder(module, max_model_len)
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=in_soak_but(["qwen3_vl", "smolvlm"], FAMILIES))
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
