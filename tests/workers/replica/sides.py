@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import product
 from typing import Any, TypeVar
 
 import pytest
@@ -23,16 +22,14 @@ from crossdock.workers.replica.serving.engine_thread import EngineThread
 from crossdock.workers.replica.transfer.handover import Handover, connect
 from crossdock.workers.replica.transfer.landing import open_landing
 from crossdock.workers.schedule.request import FinishReason, Leg, SamplingParams, Submission, TokenDelta
-from tests.workers.architectures import build, in_soak_but
-from tests.workers.ranks import DIVISIONS
+from tests.workers.architectures import build
 
 _HAS_NIXL = importlib.util.find_spec("nixl") is not None
 NEEDS_NIXL = pytest.mark.skipif(not _HAS_NIXL, reason="needs NIXL: pip install nixl")
 TRANSPORTS = ["tcp", pytest.param("nixl", marks=NEEDS_NIXL)]
 NIXL_IN_SOAK = ["tcp", pytest.param("nixl", marks=[NEEDS_NIXL, pytest.mark.soak])]
 UNEQUAL_SHARDS = pytest.mark.parametrize(
-    ("division", "is_prefill_whole"),
-    in_soak_but([((2, 1), True), ((1, 2), False), ((2, 2), True)], product(DIVISIONS, [True, False])),
+    ("division", "is_prefill_whole"), [((2, 1), True), ((1, 2), False), ((2, 2), True)]
 )
 Answer = TypeVar("Answer")
 
