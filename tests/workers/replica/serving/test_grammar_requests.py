@@ -2,8 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -29,18 +28,21 @@ CHAINED_RULES = "start: r0\n" + "\n".join(f'r{i}: r{i + 1} "a"' for i in range(2
 LONG = Grammar("regex", "|".join(f"z{number:06d}" for number in range(40_000)))  # compiles for half a second
 
 
-@asynccontextmanager
-async def serving(model_dir: Path) -> AsyncIterator[tuple[EngineThread, Channel]]:
-    """Yield an engine thread around a tiny model with a true tokenizer, and its one reader."""
-    vocab_size = len(AutoTokenizer.from_pretrained(model_dir))
-    model = wrap_module(build("llama", {"vocab_size": vocab_size, "max_position_embeddings": 4096}))
-    engine = Engine(model, EngineConfig(kv_cache_memory=ByteSize(64 << 20), admission="queue"), model_dir)
-    await asyncio.to_thread(engine.grammars.warm_up)
-    thread = EngineThread(engine)
-    async with asyncio.timeout(120):
-        yield thread, thread.channel("test")
-    await thread.close()
-    engine.grammars.close()
+def run(model_dir: Path, main: Callable[[EngineThread, Channel], Awaitable[None]]) -> None:
+    """Run a test on an engine thread around a tiny model with a true tokenizer, and its one reader."""
+
+    async def all_of_it() -> None:
+        vocab_size = len(AutoTokenizer.from_pretrained(model_dir))
+        model = wrap_module(build("llama", {"vocab_size": vocab_size, "max_position_embeddings": 4096}))
+        engine = Engine(model, EngineConfig(kv_cache_memory=ByteSize(64 << 20), admission="queue"), model_dir)
+        await asyncio.to_thread(engine.grammars.warm_up)
+        thread = EngineThread(engine)
+        async with asyncio.timeout(120):
+            await main(thread, thread.channel("test"))
+        await thread.close()
+        engine.grammars.close()
+
+    asyncio.run(all_of_it())
 
 
 async def count_tokens(reader: Channel, name: str, tokens: list[int]) -> FinishReason | None:
@@ -53,8 +55,8 @@ async def count_tokens(reader: Channel, name: str, tokens: list[int]) -> FinishR
     return None
 
 
-async def test_stream_gets_tokens_while_the_grammar_of_another_request_compiles(model_dir: Path) -> None:
-    async with serving(model_dir) as (thread, reader):
+def test_stream_gets_tokens_while_the_grammar_of_another_request_compiles(model_dir: Path) -> None:
+    async def main(thread: EngineThread, reader: Channel) -> None:
         tokens: list[int] = []
         streaming = asyncio.create_task(count_tokens(reader, "stream", tokens))
         endless = SamplingParams(max_tokens=3000, ignore_eos=True, temperature=0.0)
@@ -68,9 +70,11 @@ async def test_stream_gets_tokens_while_the_grammar_of_another_request_compiles(
         await thread.close_stream("test")
         await streaming
 
+    run(model_dir, main)
 
-async def test_poisonous_grammar_is_refused_and_the_stream_beside_it_ends_well(model_dir: Path) -> None:
-    async with serving(model_dir) as (thread, reader):
+
+def test_poisonous_grammar_is_refused_and_the_stream_beside_it_ends_well(model_dir: Path) -> None:
+    async def main(thread: EngineThread, reader: Channel) -> None:
         tokens: list[int] = []
         streaming = asyncio.create_task(count_tokens(reader, "stream", tokens))
         endless = SamplingParams(max_tokens=400, ignore_eos=True, temperature=0.0)
@@ -82,9 +86,11 @@ async def test_poisonous_grammar_is_refused_and_the_stream_beside_it_ends_well(m
         assert await streaming is FinishReason.LENGTH
         assert len(tokens) == 400
 
+    run(model_dir, main)
 
-async def test_request_whose_client_leaves_while_its_grammar_compiles_never_starts(model_dir: Path) -> None:
-    async with serving(model_dir) as (thread, _):
+
+def test_request_whose_client_leaves_while_its_grammar_compiles_never_starts(model_dir: Path) -> None:
+    async def main(thread: EngineThread, reader: Channel) -> None:
         submitting = asyncio.create_task(
             thread.submit("test", Submission("left", [5, 6], SamplingParams(grammar=LONG)))
         )
@@ -97,12 +103,14 @@ async def test_request_whose_client_leaves_while_its_grammar_compiles_never_star
         await thread.call(lambda: None)
         assert thread.engine.scheduler.table.get("left") is None
 
+    run(model_dir, main)
 
-async def test_answer_under_a_grammar_goes_on_where_another_replica_ended(model_dir: Path) -> None:
+
+def test_answer_under_a_grammar_goes_on_where_another_replica_ended(model_dir: Path) -> None:
     """The grammar has the tokens that the client has already: the rest completes their text."""
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
 
-    async with serving(model_dir) as (thread, reader):
+    async def main(thread: EngineThread, reader: Channel) -> None:
         sampling = SamplingParams(max_tokens=50, temperature=1.0, grammar=Grammar("choice", json.dumps(["left right"])))
         told = tokenizer.encode("left ri")
         tokens: list[int] = []
@@ -110,12 +118,14 @@ async def test_answer_under_a_grammar_goes_on_where_another_replica_ended(model_
         assert await count_tokens(reader, "a", tokens) is FinishReason.STOP
         assert tokenizer.decode([*told, *tokens], skip_special_tokens=True) == "left right"
 
+    run(model_dir, main)
 
-async def test_grammar_that_explodes_while_it_is_followed_ends_its_own_request_alone(model_dir: Path) -> None:
+
+def test_grammar_that_explodes_while_it_is_followed_ends_its_own_request_alone(model_dir: Path) -> None:
     """It compiles in a millisecond, but after each letter the lexer needs twice as many expressions."""
     exploding = Grammar("regex", "([a-z ])*(e|t|x)([a-z ]){200}[0-9]+")
 
-    async with serving(model_dir) as (thread, reader):
+    async def main(thread: EngineThread, reader: Channel) -> None:
         sampling = SamplingParams(max_tokens=1000, temperature=1.0, grammar=exploding, ignore_eos=True)
         steady = SamplingParams(max_tokens=1000, ignore_eos=True, temperature=0.0)
         await thread.submit("test", Submission("exploding", [5, 6], sampling))
@@ -129,3 +139,5 @@ async def test_grammar_that_explodes_while_it_is_followed_ends_its_own_request_a
         assert ends["exploding"].error is not None
         assert "too many" in ends["exploding"].error
         assert ends["steady"].finish_reason is FinishReason.LENGTH
+
+    run(model_dir, main)
