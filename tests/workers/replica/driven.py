@@ -2,7 +2,8 @@
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -79,18 +80,15 @@ class Driven:
         return sum(sample.value for sample in samples)
 
 
-def run_driven(main: Callable[[Driven], Awaitable[None]], **config: Any) -> None:
-    """Run a test's coroutine with a driven engine, and close that."""
-
-    async def whole() -> None:
-        driven = Driven(**config)
-        try:
-            await main(driven)
-        finally:
-            await driven.thread.close()
-            await driven.reading
-
-    asyncio.run(whole())
+@asynccontextmanager
+async def driving(**config: Any) -> AsyncIterator[Driven]:
+    """Yield a driven engine, and close it in the end."""
+    driven = Driven(**config)
+    try:
+        yield driven
+    finally:
+        await driven.thread.close()
+        await driven.reading
 
 
 _holding: set[asyncio.Task[None]] = set()

@@ -5,7 +5,6 @@ from hypothesis import strategies as st
 
 from crossdock.kvtransfer.layout import LayerShape, PoolLayout
 from crossdock.workers.schedule.config import SchedulerConfig
-from crossdock.workers.schedule.cost.cost import StepWork
 from crossdock.workers.schedule.memory.pages import PagePool
 from crossdock.workers.schedule.scheduler import Scheduler
 from tests.workers.schedule.model_free_replica import ModelFreeReplica, chunk_sizes
@@ -81,16 +80,6 @@ def test_abort_after_seven_chunks_frees_every_byte() -> None:
     assert after.cached * PAGE_SIZE == 7 * 512
     pages.clear_cache()
     assert pages.counts() == before
-
-
-@given(start=st.integers(0, 100_000), sizes=st.lists(st.integers(1, 8192), min_size=1, max_size=40))
-def test_chunks_attend_to_the_pairs_of_the_whole_prompt(start: int, sizes: list[int]) -> None:
-    """No query-key pair is computed twice and none is left out: n * (context + n / 2) of them, for any chunks."""
-    total, attended, position = sum(sizes), 0.0, start
-    for size in sizes:
-        attended += StepWork.of([(position, size)]).attended
-        position += size
-    assert attended == total * (start + total / 2)
 
 
 def test_scheduled_chunks_attend_to_the_pairs_of_the_whole_prompt() -> None:

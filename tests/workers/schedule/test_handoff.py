@@ -1,6 +1,6 @@
 """Requests on two replicas: pages sent, received, granted, taken over."""
 
-from crossdock.workers.schedule.request import Leg, Request, SamplingParams, Status
+from crossdock.workers.schedule.request import Leg, Request, SamplingParams
 from crossdock.workers.schedule.scheduler import Scheduler
 from tests.workers.schedule.model_free_replica import (
     CLASSES,
@@ -10,7 +10,6 @@ from tests.workers.schedule.model_free_replica import (
     new_request,
     new_scheduler,
     new_timed_replica,
-    next_token,
     reference_output,
 )
 
@@ -24,41 +23,6 @@ def pair_request(name: str, num_tokens: int, leg: Leg) -> Request:
 
 def granted(scheduler: Scheduler) -> list[str]:
     return [request.id for request in scheduler.handoff.grant(0.0)]
-
-
-def test_sent_prompt_keeps_its_pages_until_they_are_read() -> None:
-    scheduler = new_scheduler()
-    scheduler.add(pair_request("a", 30, Leg.SEND))
-    (delta,) = ModelFreeReplica(scheduler).step().deltas
-    assert len(delta.token_ids) == 1
-    assert delta.finish_reason is None
-    assert scheduler.table.get("a").status is Status.HELD  # type: ignore[union-attr]
-    assert not scheduler.table.has_work
-    scheduler.handoff.finish_sent("a")
-    assert scheduler.table.get("a") is None
-    assert scheduler.pages.counts().owned == 8, "the last writes may still read them"
-    scheduler.pages.release("a#1")
-    assert scheduler.pages.counts().owned == 0
-
-
-def test_received_prompt_decodes_from_its_second_token() -> None:
-    scheduler = new_scheduler()
-    scheduler.add(pair_request("a", 30, Leg.RECEIVE))
-    assert not scheduler.table.has_work
-    (request,) = scheduler.handoff.grant(0.0)
-    assert request.num_computed_tokens == 0
-    assert len(scheduler.pages.pages_of("a#1")) == 8
-    scheduler.handoff.commit("a", 16)
-    assert not scheduler.schedule(0.0)
-    first = next_token([ord("a")] * 30)
-    scheduler.handoff.start_decoding("a", first, 0.0)
-    replica, deltas = ModelFreeReplica(scheduler), []
-    while scheduler.table.has_work:
-        deltas += replica.step().deltas
-    expected = reference_output([ord("a")] * 30, request.sampling, 100)
-    assert [first, *(token for delta in deltas for token in delta.token_ids)] == expected
-    assert [delta.first for delta in deltas] == [1, 2, 3, 4]
-    assert scheduler.pages.counts().owned == scheduler.pages.counts().quarantined == 0
 
 
 def test_committed_pages_are_shared_before_the_rest_arrives() -> None:
@@ -105,40 +69,6 @@ def test_prompt_of_a_recurrent_model_is_taken_over_from_its_last_checkpoint() ->
     parts = [part for batch in replica.run() for part in batch.scheduled]
     assert [(part.start, part.num_tokens) for part in parts][:2] == [(12, 12), (24, 4)], "to the pages that are here"
     assert not set(state) & {page for part in parts for page in (*part.state.read, *part.state.write)}
-
-
-def test_received_state_is_read_and_overwritten_by_the_first_decode() -> None:
-    scheduler = new_scheduler(state_pages=2)
-    scheduler.add(pair_request("a", 30, Leg.RECEIVE))
-    scheduler.handoff.grant(0.0)
-    state = scheduler.pages.state_of("a#1")
-    assert len(state) == 2
-    scheduler.handoff.start_decoding("a", 7, 0.0)
-    (part,) = scheduler.schedule(0.0).scheduled
-    assert part.state.read is part.state.write is state
-
-
-def test_sent_state_stays_until_it_is_read() -> None:
-    scheduler = new_scheduler(state_pages=2)
-    scheduler.add(pair_request("a", 30, Leg.SEND))
-    replica = ModelFreeReplica(scheduler)
-    while scheduler.table.has_work:
-        last = replica.step().batch.scheduled[0]
-    assert scheduler.pages.state_of("a#1") is last.state.write
-    scheduler.handoff.finish_sent("a")
-    assert scheduler.pages.state_of("a#1") is last.state.write
-    scheduler.pages.release("a#1")
-    assert scheduler.pages.counts().owned == 0
-
-
-def test_abort_of_a_receiving_request_quarantines_its_pages() -> None:
-    scheduler = new_scheduler()
-    scheduler.add(pair_request("a", 30, Leg.RECEIVE))
-    scheduler.handoff.grant(0.0)
-    scheduler.handoff.commit("a", 8)
-    scheduler.abort("a")
-    counts = scheduler.pages.counts()
-    assert (counts.quarantined, counts.owned, counts.cached) == (6, 0, 2)
 
 
 def test_grants_wait_for_pages() -> None:

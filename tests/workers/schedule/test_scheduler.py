@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from crossdock.workers.schedule import kv
-from crossdock.workers.schedule.batch import SampledToken
 from crossdock.workers.schedule.request import FinishReason, Leg, Request, SamplingParams
 from crossdock.workers.schedule.table import RequestTable
 from tests.workers.schedule.model_free_replica import (
@@ -19,24 +18,6 @@ from tests.workers.schedule.model_free_replica import (
     new_scheduler,
     new_timed_replica,
 )
-
-
-def test_decodes_go_first_and_the_chunk_takes_the_rest() -> None:
-    scheduler = new_scheduler(max_num_batched_tokens=32, num_pages=200, max_model_len=400)
-    replica = ModelFreeReplica(scheduler)
-    for i in range(3):
-        scheduler.add(new_request(f"d{i}", [1, 2, i], max_tokens=50))
-    replica.step()
-    scheduler.add(new_request("long", range(1, 101)))
-    batch = replica.step().batch
-    assert [(p.request.id, p.num_tokens) for p in batch.scheduled] == [("d0", 1), ("d1", 1), ("d2", 1), ("long", 28)]
-    assert batch.num_decodes == 3
-
-
-def test_chunks_but_the_last_end_on_page_boundaries() -> None:
-    scheduler = new_scheduler(max_num_batched_tokens=23, num_pages=100, max_model_len=400, max_num_seqs=4)
-    scheduler.add(new_request("a", range(1, 66), max_tokens=1))
-    assert chunk_sizes(ModelFreeReplica(scheduler).run(), "a") == [20, 20, 20, 5]
 
 
 def test_threshold_bounds_one_prompt_and_leaves_budget_for_others() -> None:
@@ -123,17 +104,6 @@ def test_prompt_of_a_running_request_is_shared() -> None:
     replica.run()
 
 
-def test_pages_of_the_whole_prompt_are_reserved_before_its_first_chunk() -> None:
-    scheduler = new_scheduler(num_pages=25, max_model_len=100)
-    replica = ModelFreeReplica(scheduler)
-    scheduler.add(new_request("a", range(1, 81), max_tokens=4))
-    scheduler.add(new_request("b", range(101, 141), max_tokens=4))
-    replica.step()
-    assert len(scheduler.pages.pages_of("a#0")) == 20
-    assert not scheduler.pages.pages_of("b#0")  # its ten pages are not available: it does not start
-    replica.run()
-
-
 def test_patient_streams_do_not_make_steps_long() -> None:
     """A request that arrives while a step runs waits for its end, also if the streams in the step could wait longer."""
     replica = new_timed_replica()
@@ -215,45 +185,6 @@ def test_request_ends_at_its_limit_or_stop_token(params: dict[str, Any], tokens:
         deltas += replica.step().deltas
     assert sum(len(delta.token_ids) for delta in deltas) == tokens
     assert deltas[-1].finish_reason is reason
-
-
-def test_abort_in_any_status_frees_all_pages() -> None:
-    """After seven chunks, and while waiting: one release."""
-    scheduler = new_scheduler(
-        max_num_batched_tokens=16, max_num_seqs=2, num_pages=100, max_model_len=200, caching=False
-    )
-    replica = ModelFreeReplica(scheduler)
-    scheduler.add(new_request("deep", range(1, 181)))
-    for _ in range(7):
-        replica.step()
-    scheduler.add(new_request("waiting", [1, 2, 3]))
-    assert scheduler.table.get("deep").num_computed_tokens == 7 * 16  # type: ignore[union-attr]
-    assert scheduler.abort("waiting") is not None
-    aborted = scheduler.abort("deep")
-    assert aborted is not None
-    assert aborted.finish_reason is FinishReason.ABORT
-    assert scheduler.abort("deep") is None
-    assert scheduler.pages.counts().free == 100
-    assert not scheduler.table.has_work
-
-
-def test_abort_in_flight_frees_pages_with_the_update() -> None:
-    scheduler = new_scheduler()
-    scheduler.add(new_request("a", [1, 2, 3]))
-    batch = scheduler.schedule(0.0)
-    scheduler.abort("a")
-    assert scheduler.pages.counts().owned == 1, "the step still writes to it"
-    assert scheduler.update(batch, {"a": SampledToken(5)}, 0.0) == []
-    assert scheduler.pages.counts().owned == 0
-
-
-def test_dropped_steps_in_flight_are_scheduled_again() -> None:
-    scheduler = new_scheduler()
-    scheduler.add(new_request("a", [1, 2, 3]))
-    (lost,) = scheduler.schedule(0.0).scheduled
-    scheduler.drop_steps_in_flight()
-    (again,) = scheduler.schedule(0.0).scheduled
-    assert (again.start, again.num_tokens, again.samples) == (lost.start, lost.num_tokens, lost.samples) == (0, 3, True)
 
 
 # -- requests and settings that cannot be served ---------------------------------------------------------------------

@@ -18,8 +18,6 @@ from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.engine import Engine
-from crossdock.workers.replica.serving.metrics import EngineMetrics
-from crossdock.workers.report.timeline import Timelines
 from crossdock.workers.schedule.request import FinishReason, Grammar, SamplingParams, Submission
 from tests.workers.architectures import build
 from tests.workers.replica.engines import MAX_MODEL_LEN, VOCAB_SIZE, engine_on, greedy, run, tiny_model, tokens_of
@@ -113,9 +111,10 @@ def test_greedy_tokens_on_real_weights_equal_generate(model_dir: Path, smollm2: 
 
     One forward pass of transformers over a prompt and its tokens shows what `generate` would have chosen at each place.
     """
-    _assert_real_tokens(model_dir, smollm2, 12, CONFIGS[4:5])
+    _assert_real_tokens(model_dir, smollm2, 4, CONFIGS[4:5])
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("kernel", ["onednn", "torch"])
 def test_greedy_tokens_on_real_weights_equal_generate_by_every_kernel(model_dir: Path, kernel: CpuKernels) -> None:
     model = load_model(ModelSpec(str(model_dir), "float32", cpu_kernels=kernel))
@@ -250,33 +249,6 @@ def test_sampled_tokens_under_a_schema_are_json_of_the_schema(smollm2: LoadedMod
         assert deltas[-1].finish_reason is FinishReason.STOP
         answer = json.loads(tokenizer.decode(tokens_of(deltas), skip_special_tokens=True))
         assert set(answer) == {"name", "age"}
-
-
-def test_abort_after_seven_chunks_frees_and_counts_every_byte(model: LoadedModel) -> None:
-    engine = engine_on(model, max_prefill_tokens=32)
-    metrics, timelines = EngineMetrics(engine), Timelines(engine.config.slo_classes, 0.0)
-    before = engine.pages.counts()
-    work = Submission("long", list(range(1000, 1400)), greedy(NUM_TOKENS))
-    engine.add(work)
-    timelines.add(work, engine.scheduler.table.requests()[0], engine.clock(), 0.0)
-    for _ in range(7):
-        step = engine.step()
-        metrics.stepped(step)
-        metrics.progressed(timelines.stepped(step.batch, step.deltas, step.started, step.seconds, step.predicted))
-    available = engine.pages.num_available
-    cancelled = engine.abort("long")
-    assert cancelled is not None
-    assert cancelled.num_computed_tokens == 7 * 32
-    freed = (engine.pages.num_available - available) * model.layout(16).page_bytes
-    assert freed == 25 * model.layout(16).page_bytes, "the whole prompt had its pages, computed or not"
-    metrics.aborted(timelines.aborted("long", engine.clock(), freed))
-
-    layout = model.layout(16)
-    assert metrics.registry.get_sample_value("crossdock_cancelled_kv_bytes_total") == 14 * layout.page_bytes
-    assert metrics.registry.get_sample_value("crossdock_pages", {"state": "owned"}) == 0
-    engine.pages.clear_cache()  # full pages of the cancelled prompt stay shareable until then
-    assert engine.pages.counts() == before
-    assert not engine.has_work
 
 
 def test_pool_too_small_for_one_request_is_refused_with_numbers(model: LoadedModel) -> None:

@@ -1,8 +1,8 @@
 """Requests with pictures on an engine: their tokens are those of transformers, whatever happens to them."""
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -19,7 +19,7 @@ from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.schedule.batch import Batch
 from crossdock.workers.schedule.drafts.speculative_config import SpeculativeConfig
 from crossdock.workers.schedule.pictures.items import Item
-from crossdock.workers.schedule.request import FinishReason, InvalidField, Leg, SamplingParams, Submission, TokenDelta
+from crossdock.workers.schedule.request import FinishReason, InvalidField, SamplingParams, Submission, TokenDelta
 from tests.workers.architectures import in_soak_but
 from tests.workers.multimodal import (
     BOTH_WAYS,
@@ -33,7 +33,7 @@ from tests.workers.multimodal import (
     picture,
 )
 from tests.workers.replica.engines import engine_on, run, tiny_model, tokens_of
-from tests.workers.replica.sides import TRANSPORTS, Side, closing, ship
+from tests.workers.replica.sides import Side, closing, ship
 
 NUM_TOKENS = 6
 
@@ -48,9 +48,8 @@ def model(family: str) -> LoadedModel:
     return paged_multimodal(family)
 
 
-@pytest.fixture(scope="module")
-def prompts(family: str) -> dict[str, PicturePrompt]:
-    """Prompts that share beginnings: the same text and picture, the same text and another picture, text alone."""
+def prompts_of(family: str) -> dict[str, PicturePrompt]:
+    """Return prompts that share beginnings: the same text and picture, another picture, two of one kind, text alone."""
     one, other, last = picture(family, 1, (2, 3)), picture(family, 2, (2, 3)), picture(family, 3)
     return {
         "one": PicturePrompt.of(5, one, 9, seed=1),
@@ -61,12 +60,22 @@ def prompts(family: str) -> dict[str, PicturePrompt]:
     }
 
 
-@pytest.fixture(scope="module")
-def expected(family: str, prompts: dict[str, PicturePrompt]) -> dict[str, list[int]]:
+@cache
+def expected_of(family: str) -> dict[str, list[int]]:
     module = build_multimodal(family)
-    tokens = {name: continuation(module, prompt, NUM_TOKENS) for name, prompt in prompts.items()}
+    tokens = {name: continuation(module, prompt, NUM_TOKENS) for name, prompt in prompts_of(family).items()}
     assert tokens["one"] != tokens["other"]  # else the test would not see a wrong picture
     return tokens
+
+
+@pytest.fixture(scope="module")
+def prompts(family: str) -> dict[str, PicturePrompt]:
+    return prompts_of(family)
+
+
+@pytest.fixture(scope="module")
+def expected(family: str) -> dict[str, list[int]]:
+    return expected_of(family)
 
 
 def submission(name: str, prompt: PicturePrompt, num_tokens: int = NUM_TOKENS, **fields: Any) -> Submission:
@@ -122,18 +131,6 @@ def test_same_picture_hits_the_prefix_and_another_never_does(
     assert cached["longer"] >= own.end // 4 * 4
     assert cached["other"] == own.start // 4 * 4
     assert encoding.totals.num_encoded == 3  # one, the last of `longer`, other
-
-
-def test_preempted_requests_go_on_with_the_same_tokens(
-    family: str, prompts: dict[str, PicturePrompt], expected: dict[str, list[int]]
-) -> None:
-    longest = max(len(prompt.token_ids) for prompt in prompts.values()) + NUM_TOKENS
-    narrow = wrap_module(build_multimodal(family), LoadOptions(longest))
-    pages = -(-longest // 4) + 2
-    engine = engine_on(
-        narrow, num_pages=pages, page_size=4, max_num_batched_tokens=step_tokens(family, 16), max_num_seqs=4
-    )
-    assert served(engine, prompts) == expected
 
 
 def test_preemption_inside_a_picture_encodes_again_and_tokens_stay(
@@ -332,8 +329,7 @@ def test_model_of_text_alone_refuses_pictures_with_the_reason() -> None:
 
 
 @pytest.mark.parametrize("family", in_soak_but(["qwen3_vl", "gemma3"], ["qwen2_vl", "smolvlm", "qwen3_vl", "gemma3"]))
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_prefill_replica_encodes_and_the_decode_replica_goes_on(family: str, transport: str) -> None:
+async def test_prefill_replica_encodes_and_the_decode_replica_goes_on(family: str) -> None:
     """The decode replica needs the positions of the prompt alone: it encodes nothing."""
     module = build_multimodal(family)
     one = picture(family, 1, (2, 3))
@@ -344,39 +340,14 @@ def test_prefill_replica_encodes_and_the_decode_replica_goes_on(family: str, tra
             paged_multimodal(family),
             EngineConfig(max_num_batched_tokens=48, max_num_seqs=8, kv_cache_memory=ByteSize(4 << 20)),
         )
-        return Side(transport, engine=engine)
+        return Side("tcp", engine=engine)
 
-    async def main() -> None:
-        async with closing(side(), side()) as (prefill, decode):
-            for name, work in (("one", prompt), ("longer", longer), ("again", prompt)):
-                found = await ship(prefill, decode, submission(name, work))
-                assert found == continuation(module, work, NUM_TOKENS)
-            encodings = [each.engine.scheduler.encoding for each in (prefill, decode)]
-            assert [encoding.totals.num_encoded for encoding in encodings if encoding is not None] == [2, 0]
-
-    asyncio.run(main())
-
-
-@pytest.mark.parametrize("family", in_soak_but(["qwen2_vl"], ["qwen2_vl", "gemma3"]))
-def test_lost_prefill_replica_leaves_the_pictures_to_the_decode_replica(family: str) -> None:
-    module, prompt = build_multimodal(family), PicturePrompt.of(30, picture(family, 1, (3, 3)), 20, seed=1)
-
-    async def main() -> None:
-        engines = [
-            Engine(
-                paged_multimodal(family),
-                EngineConfig(max_num_batched_tokens=48, max_num_seqs=8, kv_cache_memory=ByteSize(4 << 20)),
-            )
-            for _ in range(2)
-        ]
-        async with closing(*(Side("tcp", engine=engine) for engine in engines)) as (prefill, decode):
-            work = submission("a", prompt)
-            await decode.thread.submit("test", replace(work, leg=Leg.RECEIVE, peer=prefill.blob))
-            await decode.thread.peer_dead(prefill.blob)
-            assert await decode.rest("a") == continuation(module, prompt, NUM_TOKENS)
-            assert decode.engine.scheduler.encoding.totals.num_encoded == 1
-
-    asyncio.run(main())
+    async with closing(side(), side()) as (prefill, decode):
+        for name, work in (("one", prompt), ("longer", longer), ("again", prompt)):
+            found = await ship(prefill, decode, submission(name, work))
+            assert found == continuation(module, work, NUM_TOKENS)
+        encodings = [each.engine.scheduler.encoding for each in (prefill, decode)]
+        assert [encoding.totals.num_encoded for encoding in encodings if encoding is not None] == [2, 0]
 
 
 @pytest.mark.parametrize(

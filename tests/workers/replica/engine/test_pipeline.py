@@ -21,7 +21,7 @@ from crossdock.workers.replica.engine.engine import Engine, Step
 from crossdock.workers.schedule.request import SamplingParams, Submission, TokenDelta
 from crossdock.workers.schedule.slo import SloClass
 from tests.workers.architectures import build
-from tests.workers.replica.driven import Driven, run_driven
+from tests.workers.replica.driven import driving
 
 KINDS: list[dict[str, Any]] = [
     {"temperature": 0.0},
@@ -191,8 +191,8 @@ def test_step_that_fails_behind_another_ends_all_and_leaves_nothing(monkeypatch:
     }
 
 
-def test_abort_with_two_steps_in_flight_frees_all() -> None:
-    async def main(driven: Driven) -> None:
+async def test_abort_with_two_steps_in_flight_frees_all() -> None:
+    async with driving(async_scheduling=True) as driven:
         await driven.submit("stays", 40, max_tokens=60)
         await driven.submit("leaves", 40, max_tokens=200)
         for number in range(4):
@@ -204,13 +204,11 @@ def test_abort_with_two_steps_in_flight_frees_all() -> None:
         assert (found["state"], found["finish_reason"]) == ("finished", "abort")
         assert driven.engine.pages.counts().owned == 0
 
-    run_driven(main, async_scheduling=True)
 
-
-def test_step_in_flight_that_fails_during_an_abort_ends_its_requests_and_not_the_thread(
+async def test_step_in_flight_that_fails_during_an_abort_ends_its_requests_and_not_the_thread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def main(driven: Driven) -> None:
+    async with driving(async_scheduling=True) as driven:
         await driven.submit("stays", 40, max_tokens=200)
         await driven.submit("leaves", 40, max_tokens=200)
         for number in range(2):
@@ -231,8 +229,6 @@ def test_step_in_flight_that_fails_during_an_abort_ends_its_requests_and_not_the
         assert driven.engine.pages.counts().owned == 0
         await driven.run("after", 40)
         assert driven.timeline("after")["finish_reason"] == "length"
-
-    run_driven(main, async_scheduling=True)
 
 
 def test_async_scheduling_with_stages_is_refused() -> None:

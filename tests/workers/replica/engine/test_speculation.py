@@ -1,6 +1,5 @@
 """An engine that verifies drafts gives the tokens of one that does not, whatever is drafted."""
 
-import asyncio
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -11,8 +10,7 @@ from crossdock.workers.schedule.request import SamplingParams
 from tests.workers.architectures import in_soak_but
 from tests.workers.gangs import ganged
 from tests.workers.ranks import Ranks, saved
-from tests.workers.replica.driven import Driven, run_driven
-from tests.workers.replica.sides import Side, closing, local, prompts, ship, submission
+from tests.workers.replica.driven import driving
 from tests.workers.replica.speculating import (
     NUM_REQUESTS,
     History,
@@ -88,21 +86,8 @@ def test_tokens_that_grammars_dictate_are_drafted_and_accepted_under_every_metho
         assert method != "grammar" or policy.drafted == policy.forced
 
 
-def test_requests_shipped_to_a_replica_with_drafts_have_the_tokens_of_one_without() -> None:
-    async def main() -> None:
-        sides = Side("tcp"), Side("tcp", speculative_config=fixed(4))
-        async with closing(*sides) as (prefill, decode):
-            works = [submission(prompt, temperature=0.8 * (n % 2), seed=n) for n, prompt in enumerate(prompts(20))]
-            reference = await asyncio.gather(*(prefill.generate(local(work)) for work in works))
-            assert await asyncio.gather(*(ship(prefill, decode, work) for work in works)) == reference
-            assert decode.engine.scheduler.verification is not None
-            assert sum(decode.engine.scheduler.verification.totals.num_accepted_at) > 10
-
-    asyncio.run(main())
-
-
-def test_timeline_and_metrics_count_drafts_and_all_tokens_of_a_step() -> None:
-    async def main(driven: Driven) -> None:
+async def test_timeline_and_metrics_count_drafts_and_all_tokens_of_a_step() -> None:
+    async with driving(is_warm=False, speculative_config=fixed(3)) as driven:
         await driven.run("a", 40, max_tokens=60)
         timeline = driven.timeline("a")
         drafted, accepted = timeline["num_drafted_tokens"], timeline["num_accepted_tokens"]
@@ -113,8 +98,6 @@ def test_timeline_and_metrics_count_drafts_and_all_tokens_of_a_step() -> None:
         assert driven.metric("crossdock_draft_tokens_accepted_total") == accepted
         assert driven.metric("crossdock_draft_tokens_accepted_at_total") == accepted
         assert driven.metric("crossdock_draft_tokens_accepted_at_total", position="0") >= accepted / 3
-
-    run_driven(main, is_warm=False, speculative_config=fixed(3))
 
 
 def test_steps_ahead_of_known_tokens_are_refused_with_drafts() -> None:

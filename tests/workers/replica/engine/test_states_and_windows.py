@@ -34,8 +34,8 @@ WITH_WINDOWS: dict[str, dict[str, Any]] = {
 }
 WITH_STATES = ["qwen3_next", "lfm2 conv", "granitemoehybrid", "falcon_h1", "kimi_linear", "lfm3 conv"]
 MODELS = {name: SERVED[name] for name in WITH_STATES} | WITH_WINDOWS
-BY_DEFAULT = ["qwen3_next", "lfm3 conv", "llama4_text", "mistral fused"]
-"""A delta net, convolutions beside a window, attention chunks beside whole attention, and windows alone, fused."""
+BY_DEFAULT = ["lfm3 conv", "llama4_text", "mistral fused"]
+"""Convolutions beside a window, attention chunks beside whole attention, and windows alone, fused."""
 
 
 def prompts() -> list[list[int]]:

@@ -1,29 +1,21 @@
 """Requests with videos on an engine: their tokens are those of transformers, whatever happens to them."""
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from pydantic import ByteSize
 
-from crossdock.workers.model.load import wrap_module
-from crossdock.workers.model.load_options import LoadOptions
 from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.model.pictures.vision import PictureEncoder
-from crossdock.workers.replica.config import EngineConfig
-from crossdock.workers.replica.engine.calibrate import warm_up
-from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.schedule.drafts.speculative_config import SpeculativeConfig
 from tests.workers.architectures import in_soak_but
 from tests.workers.gangs import ganged
 from tests.workers.model.pictures.test_video import FAMILIES, video
 from tests.workers.multimodal import PicturePrompt, build_multimodal, continuation, paged_multimodal, picture
 from tests.workers.ranks import DIVISIONS, Ranks, saved
-from tests.workers.replica.engine.test_pictures import NUM_TOKENS, served, submission
-from tests.workers.replica.engines import engine_on, run, tokens_of
-from tests.workers.replica.sides import TRANSPORTS, Side, closing, ship
+from tests.workers.replica.engine.test_pictures import NUM_TOKENS, served
+from tests.workers.replica.engines import engine_on
 from tests.workers.replica.transfer.test_encoder_replica import encoder_model, leg_of, rows_of
 from tests.workers.replica.transfer.test_encoder_replica import served as rows_served
 
@@ -81,64 +73,7 @@ def test_tokens_equal_transformers(
     assert served(engine_on(model, **config), prompts) == expected
 
 
-def test_same_video_hits_the_prefix_and_another_never_does(
-    model: LoadedModel, prompts: dict[str, PicturePrompt], expected: dict[str, list[int]]
-) -> None:
-    engine, cached = engine_on(model, page_size=4), {}
-    for name in ("one", "longer", "other", "one"):
-        engine.add(submission(name, prompts[name]))
-        deltas = run(engine)[name]
-        cached[name] = deltas[0].num_cached_tokens
-        assert tokens_of(deltas) == expected[name]
-    own = prompts["one"].items[0]
-    assert cached["one"] > own.end  # the second time
-    assert cached["longer"] >= own.end // 4 * 4
-    assert cached["other"] == own.start // 4 * 4
-
-
-def test_preempted_and_resumed_requests_keep_their_tokens(
-    family: str, prompts: dict[str, PicturePrompt], expected: dict[str, list[int]]
-) -> None:
-    longest = max(len(prompt.token_ids) for prompt in prompts.values()) + NUM_TOKENS
-    model = wrap_module(build_multimodal(family), LoadOptions(longest))
-    sizes = {"num_pages": -(-longest // 4) + 2, "page_size": 4, "max_num_batched_tokens": 16, "max_num_seqs": 4}
-    assert served(engine_on(model, **sizes), prompts) == expected
-    engine = engine_on(model, **sizes)
-    for name, prompt in prompts.items():  # as after the loss of a replica that had sent two tokens
-        engine.add(submission(name, prompt, output_token_ids=expected[name][:2]))
-    assert {name: tokens_of(deltas) for name, deltas in run(engine).items()} == {
-        name: tokens[2:] for name, tokens in expected.items()
-    }
-
-
-def test_calibrated_engine_predicts_videos_and_stays_exact(
-    model: LoadedModel, prompts: dict[str, PicturePrompt], expected: dict[str, list[int]]
-) -> None:
-    engine = engine_on(model, max_num_batched_tokens=128, max_num_seqs=8)
-    warm_up(engine)
-    assert served(engine, prompts) == expected
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_prefill_replica_encodes_and_the_decode_replica_goes_on(family: str, transport: str) -> None:
-    module = build_multimodal(family)
-    prompt = PicturePrompt.of(5, video(family, 1, 4, (2, 3)), 9, seed=1)
-
-    def side() -> Side:
-        config = EngineConfig(max_num_batched_tokens=48, max_num_seqs=8, kv_cache_memory=ByteSize(4 << 20))
-        return Side(transport, engine=Engine(paged_multimodal(family), config))
-
-    async def main() -> None:
-        async with closing(side(), side()) as (prefill, decode):
-            found = await ship(prefill, decode, submission("one", prompt))
-            assert found == continuation(module, prompt, NUM_TOKENS)
-            encodings = [each.engine.scheduler.encoding for each in (prefill, decode)]
-            assert [encoding.totals.num_encoded for encoding in encodings if encoding is not None] == [1, 0]
-
-    asyncio.run(main())
-
-
-@pytest.mark.parametrize("division", DIVISIONS)
+@pytest.mark.parametrize("division", in_soak_but(DIVISIONS[-1:], DIVISIONS))
 @pytest.mark.parametrize("name", in_soak_but(["qwen3_vl"], ["qwen2_5_vl", "qwen3_vl"]))
 def test_tokens_of_a_gang_equal_transformers(
     ranks: Ranks, tmp_path: Path, name: str, division: tuple[int, int]

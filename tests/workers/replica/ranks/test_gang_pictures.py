@@ -1,10 +1,6 @@
 """Requests with pictures on replicas of several ranks: transformers' tokens, whatever happens to them."""
 
 import asyncio
-import os
-import queue
-import signal
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,12 +14,9 @@ from crossdock.workers.model.runner import Runner
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.calibrate import warm_up
 from crossdock.workers.replica.engine.engine import Engine
-from crossdock.workers.replica.ranks.gang import Gang
-from crossdock.workers.replica.serving.follower import follow
-from crossdock.workers.schedule.request import FinishReason, Request, encoding_leg
-from crossdock.workers.schedule.table import RequestTable
+from crossdock.workers.schedule.request import FinishReason, encoding_leg
 from tests.workers.architectures import in_soak_but
-from tests.workers.gangs import ganged, spec_of
+from tests.workers.gangs import ganged
 from tests.workers.multimodal import (
     BOTH_WAYS,
     FAMILIES,
@@ -33,34 +26,15 @@ from tests.workers.multimodal import (
     paged_multimodal,
     picture,
 )
-from tests.workers.ranks import DIVISIONS, PROCESSES, Ranks, saved
-from tests.workers.replica.engine.test_pictures import NUM_TOKENS, broken, served, submission
+from tests.workers.ranks import DIVISIONS, Ranks, saved
+from tests.workers.replica.engine.test_pictures import NUM_TOKENS, broken, expected_of, prompts_of, served, submission
 from tests.workers.replica.engines import run, tokens_of
 from tests.workers.replica.ranks.test_gang_graphs import follow_recording, stand_in
-from tests.workers.replica.sides import TRANSPORTS, Side, closing, ship
+from tests.workers.replica.sides import UNEQUAL_SHARDS, Side, closing, ship
 from tests.workers.replica.transfer.test_landing import encoder_side
 
 CHUNKS: dict[str, Any] = {"max_num_batched_tokens": 16, "max_num_seqs": 8, "page_size": 8}
 FEW = ["qwen3_vl", "qwen2_5_vl", "smolvlm"]  # embeddings after layers of both stages; positions in three axes; tiles
-
-
-def prompts_of(family: str) -> dict[str, PicturePrompt]:
-    """Return prompts that share beginnings: the same text and picture, another picture, two of one kind, text alone."""
-    one, other, last = picture(family, 1, (2, 3)), picture(family, 2, (2, 3)), picture(family, 3)
-    return {
-        "one": PicturePrompt.of(5, one, 9, seed=1),
-        "longer": PicturePrompt.of(5, one, 9, last, 4, seed=1),
-        "other": PicturePrompt.of(5, other, 9, seed=1),
-        "twice": PicturePrompt.of(one, 3, one, seed=2),
-        "text": PicturePrompt.of(60, seed=3),
-    }
-
-
-def expected_of(family: str) -> dict[str, list[int]]:
-    module = build_multimodal(family)
-    tokens = {name: continuation(module, prompt, NUM_TOKENS) for name, prompt in prompts_of(family).items()}
-    assert tokens["one"] != tokens["other"]  # else the test would not see a wrong picture
-    return tokens
 
 
 @pytest.mark.parametrize(
@@ -117,38 +91,7 @@ def test_settings_of_a_gang_do_not_change_tokens(
         assert bool(engine.scheduler.encoding.totals.num_evicted) == ("mm_encoder_cache" in config)
 
 
-@pytest.mark.parametrize("division", DIVISIONS)
-@pytest.mark.parametrize("family", in_soak_but(FEW[:1], FEW[:2]))
-def test_preempted_requests_of_a_gang_go_on_with_the_same_tokens(
-    ranks: Ranks, tmp_path: Path, family: str, division: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Streams that begin together grow beyond the pool."""
-    module, page_size, num_tokens = build_multimodal(family), 4, 24
-    prompts = {name: prompt for name, prompt in prompts_of(family).items() if prompt.items}
-    longest = max(len(prompt.token_ids) for prompt in prompts.values()) + num_tokens
-    num_pages = -(-longest // page_size) + 6
-    page_bytes = paged_multimodal(family).layout(page_size).page_bytes // division[0]
-    if division[1] > 1:  # the second stage has two of three layers
-        page_bytes = page_bytes * 2 // 3
-    config = {"max_num_batched_tokens": 16, "max_num_seqs": 4, "page_size": page_size, "max_model_len": longest}
-    preempted, preempt = list[str](), RequestTable.preempt
-
-    def recorded(table: RequestTable, request: Request) -> None:
-        preempted.append(request.id)
-        preempt(table, request)
-
-    monkeypatch.setattr(RequestTable, "preempt", recorded)
-    memory = ByteSize(num_pages * page_bytes)
-    with ganged(ranks, saved(module, tmp_path), *division, kv_cache_memory=memory, **config) as engine:
-        assert engine.pages.num_pages == num_pages
-        for name, prompt in prompts.items():
-            engine.add(submission(name, prompt, num_tokens=num_tokens))
-        found = {name: tokens_of(deltas) for name, deltas in run(engine).items()}
-        assert found == {name: continuation(module, prompt, num_tokens) for name, prompt in prompts.items()}
-    assert preempted
-
-
-@pytest.mark.parametrize("division", DIVISIONS)
+@pytest.mark.parametrize("division", in_soak_but(DIVISIONS[-1:], DIVISIONS))
 @pytest.mark.parametrize("family", in_soak_but(FEW[:1], FEW))
 def test_preemption_inside_a_picture_of_a_gang_encodes_again_and_tokens_stay(
     ranks: Ranks, tmp_path: Path, family: str, division: tuple[int, int]
@@ -173,20 +116,7 @@ def test_preemption_inside_a_picture_of_a_gang_encodes_again_and_tokens_stay(
         assert encoding.totals.num_encoded == 2
 
 
-@pytest.mark.parametrize("division", DIVISIONS)
-def test_failover_to_a_gang_goes_on_after_the_tokens_that_the_client_has(
-    ranks: Ranks, tmp_path: Path, division: tuple[int, int]
-) -> None:
-    prompts, expected = prompts_of("qwen2_vl"), expected_of("qwen2_vl")
-    with ganged(ranks, saved(build_multimodal("qwen2_vl"), tmp_path), *division, **CHUNKS) as engine:
-        given = {name: expected[name][: 1 + number] for number, name in enumerate(prompts)}
-        for name, prompt in prompts.items():
-            engine.add(submission(name, prompt, output_token_ids=given[name]))
-        for name, deltas in run(engine).items():
-            assert given[name] + tokens_of(deltas) == expected[name]
-
-
-@pytest.mark.parametrize("division", DIVISIONS)
+@pytest.mark.parametrize("division", in_soak_but(DIVISIONS[-1:], DIVISIONS))
 def test_picture_that_a_gang_cannot_encode_fails_its_own_request_alone(
     ranks: Ranks, tmp_path: Path, division: tuple[int, int]
 ) -> None:
@@ -233,7 +163,7 @@ def test_ranks_replay_graphs_for_tokens_and_launch_steps_with_pictures(
     assert answers[0][-len(own) :] == own
 
 
-@pytest.mark.parametrize("division", [(2, 1), (1, 2)])
+@pytest.mark.parametrize("division", in_soak_but([(1, 2)], DIVISIONS[:2]))
 def test_warm_up_of_a_gang_measures_the_encoder(ranks: Ranks, tmp_path: Path, division: tuple[int, int]) -> None:
     with ganged(ranks, saved(build_multimodal("qwen2_vl"), tmp_path), *division) as engine:
         profile = warm_up(engine)
@@ -242,115 +172,53 @@ def test_warm_up_of_a_gang_measures_the_encoder(ranks: Ranks, tmp_path: Path, di
         assert served(engine, prompts_of("qwen2_vl")) == expected_of("qwen2_vl")
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("is_prefill_whole", [True, False])
-@pytest.mark.parametrize("division", [(2, 1), (2, 2)])
-def test_pictures_shipped_between_unequal_shards_have_the_tokens_of_transformers(
-    ranks: Ranks, tmp_path: Path, transport: str, division: tuple[int, int], is_prefill_whole: bool
+@UNEQUAL_SHARDS
+async def test_pictures_shipped_between_unequal_shards_have_the_tokens_of_transformers(
+    ranks: Ranks, tmp_path: Path, division: tuple[int, int], is_prefill_whole: bool
 ) -> None:
     """The decode replica needs the positions of the prompt alone: it encodes nothing."""
     family = "qwen3_vl"
     prompts, expected, path = prompts_of(family), expected_of(family), saved(build_multimodal(family), tmp_path)
 
-    async def main() -> None:
-        with ganged(ranks, path, *division, max_num_batched_tokens=24) as engine:
-            config = EngineConfig(max_num_batched_tokens=24, max_num_seqs=8, kv_cache_memory=ByteSize(4 << 20))
-            whole = Side(transport, engine=Engine(paged_multimodal(family), config))
-            divided = Side(transport, engine=engine)
-            sides = (whole, divided) if is_prefill_whole else (divided, whole)
-            async with closing(*sides) as (prefill, decode):
-                for name, prompt in prompts.items():
-                    assert await ship(prefill, decode, submission(name, prompt)) == expected[name]
-                encodings = [each.engine.scheduler.encoding for each in (prefill, decode)]
-                assert [encoding.totals.num_encoded for encoding in encodings if encoding is not None] == [3, 0]
-
-    asyncio.run(main())
+    with ganged(ranks, path, *division, max_num_batched_tokens=24) as engine:
+        config = EngineConfig(max_num_batched_tokens=24, max_num_seqs=8, kv_cache_memory=ByteSize(4 << 20))
+        whole = Side("tcp", engine=Engine(paged_multimodal(family), config))
+        divided = Side("tcp", engine=engine)
+        sides = (whole, divided) if is_prefill_whole else (divided, whole)
+        async with closing(*sides) as (prefill, decode):
+            for name, prompt in prompts.items():
+                assert await ship(prefill, decode, submission(name, prompt)) == expected[name]
+            encodings = [each.engine.scheduler.encoding for each in (prefill, decode)]
+            assert [encoding.totals.num_encoded for encoding in encodings if encoding is not None] == [3, 0]
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("division", DIVISIONS)
-def test_gang_takes_embeddings_of_an_encode_replica(
-    ranks: Ranks, tmp_path: Path, transport: str, division: tuple[int, int]
+@pytest.mark.parametrize("division", in_soak_but(DIVISIONS[-1:], DIVISIONS))
+async def test_gang_takes_embeddings_of_an_encode_replica(
+    ranks: Ranks, tmp_path: Path, division: tuple[int, int]
 ) -> None:
     """The driver lands them, and encodes what a lost replica has not sent."""
     family = "qwen3_vl"
     path, works, expected = saved(build_multimodal(family), tmp_path), prompts_of(family), expected_of(family)
 
-    async def main() -> None:
-        with ganged(ranks, path, *division, max_num_batched_tokens=24, max_num_seqs=8, page_size=8) as engine:
-            encoder, first = encoder_side(family, transport), Side(transport, engine=engine, takes_rows=True)
-            landing, encodings = first.thread.landing, [each.engine.scheduler.encoding for each in (encoder, first)]
-            assert landing is not None
-            async with closing(encoder, first):
-                for name, prompt in works.items():
-                    work = submission(name, prompt)
-                    if not prompt.items:
-                        assert await first.generate(work) == expected[name]
-                        continue
-                    leg = replace(encoding_leg(work, 8), peer=landing.dock.blob)
-                    sending = asyncio.create_task(encoder.thread.submit("test", leg))
-                    assert await first.generate(replace(work, encoder=encoder.blob)) == expected[name]
-                    await sending
-                assert [each.totals.num_encoded for each in encodings if each is not None] == [3, 0]
-                await first.on_engine(engine.pages.clear_cache)
-                last = submission("last", PicturePrompt.of(5, picture(family, 7), 9))
-                await first.thread.peer_dead(encoder.blob)
-                found = await first.generate(replace(last, encoder=encoder.blob))
-                module = build_multimodal(family)
-                assert found == continuation(module, PicturePrompt.of(5, picture(family, 7), 9), NUM_TOKENS)
-                assert [each.totals.num_encoded for each in encodings if each is not None] == [3, 1]
-
-    asyncio.run(main())
-
-
-class Victim:
-    """A gang of two whose follower has a process of its own, which the test kills."""
-
-    def __init__(self, path: Path, division: tuple[int, int]) -> None:
-        self.spec = spec_of(path, *division, rank_timeout_s=3.0, **CHUNKS)
-        self.lost: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self.gang = Gang(self.spec, "127.0.0.1", self.lost.put)
-        rank = next(rank for rank in range(2) if rank != self.gang.position.rank)
-        self.process = PROCESSES.Process(target=follow, args=(self.spec, rank, self.gang.address), daemon=True)
-        self.process.start()
-        self.engine = Engine(self.gang.load(), self.spec.engine, gang=self.gang)
-
-    def kill(self) -> None:
-        assert self.process.pid is not None
-        os.kill(self.process.pid, signal.SIGKILL)
-
-    def close(self) -> None:
-        self.gang.close()
-        self.process.kill()
-        self.process.join()
-
-
-@pytest.fixture
-def victim_of(tmp_path: Path) -> Iterator[Callable[[tuple[int, int]], Victim]]:
-    path, victims = saved(build_multimodal("qwen3_vl"), tmp_path), list[Victim]()
-
-    def start(division: tuple[int, int]) -> Victim:
-        victims.append(Victim(path, division))
-        return victims[-1]
-
-    yield start
-    for victim in victims:
-        victim.close()
-
-
-@pytest.mark.parametrize("num_steps", [0, 2, 5])
-@pytest.mark.parametrize("division", [(2, 1), (1, 2)])
-def test_rank_killed_before_within_and_after_pictures_ends_the_gang(
-    victim_of: Callable[[tuple[int, int]], Victim], division: tuple[int, int], num_steps: int
-) -> None:
-    victim = victim_of(division)
-    for name, prompt in prompts_of("qwen3_vl").items():
-        victim.engine.add(submission(name, prompt, num_tokens=100))
-    for _ in range(num_steps):
-        victim.engine.step()
-    victim.kill()
-    with pytest.raises(RuntimeError) as failure:
-        for _ in iter(victim.engine.step, None):
-            pass
-    victim.gang.fail(failure.value)
-    assert "its process has ended" in victim.lost.get(timeout=5)
+    with ganged(ranks, path, *division, max_num_batched_tokens=24, max_num_seqs=8, page_size=8) as engine:
+        encoder, first = encoder_side(family, "tcp"), Side("tcp", engine=engine, takes_rows=True)
+        landing, encodings = first.thread.landing, [each.engine.scheduler.encoding for each in (encoder, first)]
+        assert landing is not None
+        async with closing(encoder, first):
+            for name, prompt in works.items():
+                work = submission(name, prompt)
+                if not prompt.items:
+                    assert await first.generate(work) == expected[name]
+                    continue
+                leg = replace(encoding_leg(work, 8), peer=landing.dock.blob)
+                sending = asyncio.create_task(encoder.thread.submit("test", leg))
+                assert await first.generate(replace(work, encoder=encoder.blob)) == expected[name]
+                await sending
+            assert [each.totals.num_encoded for each in encodings if each is not None] == [3, 0]
+            await first.on_engine(engine.pages.clear_cache)
+            last = submission("last", PicturePrompt.of(5, picture(family, 7), 9))
+            await first.thread.peer_dead(encoder.blob)
+            found = await first.generate(replace(last, encoder=encoder.blob))
+            module = build_multimodal(family)
+            assert found == continuation(module, PicturePrompt.of(5, picture(family, 7), 9), NUM_TOKENS)
+            assert [each.totals.num_encoded for each in encodings if each is not None] == [3, 1]

@@ -9,7 +9,7 @@ from crossdock.workers.replica.serving import channel, engine_thread
 from crossdock.workers.replica.serving.inbox import Inbox
 from crossdock.workers.replica.serving.readers import Superseded
 from crossdock.workers.schedule.request import FinishReason, SamplingParams, Submission, TokenDelta
-from tests.workers.replica.driven import Driven, hold, posted, run_driven
+from tests.workers.replica.driven import Driven, driving, hold, posted
 
 PROMPT = [5] * 50
 
@@ -28,8 +28,8 @@ async def end(driven: Driven, epoch: int) -> None:
                 return
 
 
-def test_later_attempt_replaces_the_one_that_is_served_and_an_earlier_one_is_refused() -> None:
-    async def main(driven: Driven) -> None:
+async def test_later_attempt_replaces_the_one_that_is_served_and_an_earlier_one_is_refused() -> None:
+    async with driving() as driven:
         await driven.thread.submit("test", attempt(3))
         ending = asyncio.create_task(end(driven, 4))
         await asyncio.sleep(0)
@@ -44,12 +44,10 @@ def test_later_attempt_replaces_the_one_that_is_served_and_an_earlier_one_is_ref
         assert [one["finish_reason"] for one in driven.thread.timelines.find("", None, 0.0)] == ["abort", "length"]
         assert driven.engine.pages.counts().owned == 0
 
-    run_driven(main)
-
 
 @pytest.mark.parametrize("is_posted", [False, True])
-def test_abort_that_overtakes_its_submission_ends_that_and_no_later_one(is_posted: bool) -> None:
-    async def main(driven: Driven) -> None:
+async def test_abort_that_overtakes_its_submission_ends_that_and_no_later_one(is_posted: bool) -> None:
+    async with driving() as driven:
         gate = await driven.hold()
         submitting = asyncio.create_task(driven.thread.submit("test", attempt(1)))
         if is_posted:
@@ -64,11 +62,9 @@ def test_abort_that_overtakes_its_submission_ends_that_and_no_later_one(is_poste
         await driven.thread.submit("other", attempt(2))
         await ending
 
-    run_driven(main)
 
-
-def test_progress_is_that_of_the_request_and_of_the_replica_only_while_the_request_waits() -> None:
-    async def main(driven: Driven) -> None:
+async def test_progress_is_that_of_the_request_and_of_the_replica_only_while_the_request_waits() -> None:
+    async with driving() as driven:
         thread = driven.thread
         assert await thread.progress("a", 0) is None
         gate = await driven.hold()
@@ -91,8 +87,6 @@ def test_progress_is_that_of_the_request_and_of_the_replica_only_while_the_reque
         gate.set()
         await thread.abort([(name, 0) for name in "abcde"])
 
-    run_driven(main)
-
 
 def test_many_submissions_are_spread_over_steps_and_aborts_go_first() -> None:
     inbox, done = Inbox(), []
@@ -108,8 +102,8 @@ def test_many_submissions_are_spread_over_steps_and_aborts_go_first() -> None:
     assert rounds == [17, 33, 41]
 
 
-def test_stream_goes_on_between_a_thousand_submissions() -> None:
-    async def main(driven: Driven) -> None:
+async def test_stream_goes_on_between_a_thousand_submissions() -> None:
+    async with driving() as driven:
         await driven.submit("stream", 10, max_tokens=200)
         gate = await driven.hold()
         steps = int(driven.metric("crossdock_steps_total"))
@@ -125,11 +119,9 @@ def test_stream_goes_on_between_a_thousand_submissions() -> None:
         await driven.ended["stream"].wait()
         assert driven.timeline("stream")["finish_reason"] == "length"
 
-    run_driven(main)
 
-
-def test_failure_outside_a_step_ends_requests_and_not_the_replica() -> None:
-    async def main(driven: Driven) -> None:
+async def test_failure_outside_a_step_ends_requests_and_not_the_replica() -> None:
+    async with driving() as driven:
         await driven.submit("a", 40, max_tokens=200)
 
         def fail() -> None:
@@ -142,11 +134,10 @@ def test_failure_outside_a_step_ends_requests_and_not_the_replica() -> None:
         await driven.run("b", 40)
         assert driven.timeline("b")["finish_reason"] == "length"
 
-    run_driven(main)
 
+async def test_thread_that_fails_again_and_again_ends_with_its_readers_and_calls() -> None:
+    async with driving() as driven:
 
-def test_thread_that_fails_again_and_again_ends_with_its_readers_and_calls() -> None:
-    async def main(driven: Driven) -> None:
         def fail() -> None:
             raise LookupError("broken on purpose")
 
@@ -164,11 +155,10 @@ def test_thread_that_fails_again_and_again_ends_with_its_readers_and_calls() -> 
         with pytest.raises(RuntimeError, match="the replica has ended"):
             await driven.thread.submit("test", attempt(0))
 
-    run_driven(main)
 
+async def test_call_that_raises_raises_at_its_caller() -> None:
+    async with driving() as driven:
 
-def test_call_that_raises_raises_at_its_caller() -> None:
-    async def main(driven: Driven) -> None:
         def fail() -> None:
             raise LookupError("broken on purpose")
 
@@ -176,14 +166,12 @@ def test_call_that_raises_raises_at_its_caller() -> None:
             await driven.thread.call(fail)
         await driven.run("a", 40)
 
-    run_driven(main)
 
-
-def test_reader_too_far_behind_is_closed_and_its_requests_end(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_reader_too_far_behind_is_closed_and_its_requests_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """An ingress that is stopped for long must not fill the replica's memory. Other readers go on."""
     monkeypatch.setattr(channel, "_MOST_DELTAS", 20)
 
-    async def main(driven: Driven) -> None:
+    async with driving() as driven:
         stopped = driven.thread.channel("stopped")
         work = replace(attempt(0), id="its")
         await driven.thread.submit("stopped", work)
@@ -194,14 +182,11 @@ def test_reader_too_far_behind_is_closed_and_its_requests_end(monkeypatch: pytes
         assert [message async for message in stopped.messages()] == []
         assert driven.engine.pages.counts().owned == 0
 
-    run_driven(main)
-
 
 @pytest.mark.parametrize("is_alive", [True, False])
-def test_reader_without_a_sign_of_life_loses_its_requests(is_alive: bool) -> None:
+async def test_reader_without_a_sign_of_life_loses_its_requests(is_alive: bool) -> None:
     """An ingress that was killed says nothing, and Ray goes on with its stream."""
-
-    async def main(driven: Driven) -> None:
+    async with driving() as driven:
         reader = driven.thread.channel("other")
         work = replace(attempt(0), id="its")
         await driven.thread.submit("other", work)
@@ -219,20 +204,15 @@ def test_reader_without_a_sign_of_life_loses_its_requests(is_alive: bool) -> Non
         assert (sum(len(delta.token_ids) for delta in deltas) == work.sampling.max_tokens) == is_alive
         assert driven.engine.pages.counts().owned == 0
 
-    run_driven(main)
 
-
-def test_stream_of_a_reader_without_a_sign_of_life_ends_though_the_replica_is_idle() -> None:
+async def test_stream_of_a_reader_without_a_sign_of_life_ends_though_the_replica_is_idle() -> None:
     """Serve counts the stream as a running request: this replica could not drain."""
-
-    async def main(driven: Driven) -> None:
+    async with driving() as driven:
         messages = driven.thread.messages("quiet")
         await anext(messages)
         driven.thread.channels["quiet"].heard_at -= 1.1 * channel.MOST_SILENCE_S
         assert [message async for message in messages] == []
         assert "quiet" not in driven.thread.channels
-
-    run_driven(main)
 
 
 def test_full_channel_refuses_and_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:

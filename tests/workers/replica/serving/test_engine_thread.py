@@ -9,11 +9,11 @@ import pytest
 
 from crossdock.workers.model.runner import Runner
 from crossdock.workers.schedule.request import Overloaded, SamplingParams, Submission, TokenDelta
-from tests.workers.replica.driven import Driven, posted, run_driven
+from tests.workers.replica.driven import driving, posted
 
 
-def test_metrics_of_one_request_count_all_of_it() -> None:
-    async def main(driven: Driven) -> None:
+async def test_metrics_of_one_request_count_all_of_it() -> None:
+    async with driving() as driven:
         await driven.run("a", num_tokens=100, max_tokens=5)
         assert driven.metric("crossdock_steps_total", kind="chunks") == 4
         assert driven.metric("crossdock_steps_total", kind="decodes") == 4
@@ -34,11 +34,9 @@ def test_metrics_of_one_request_count_all_of_it() -> None:
         assert driven.metric("crossdock_requests_total", finish_reason="length", slo_class="standard") == 1
         assert driven.metric("crossdock_decodes_skipped_total") == 0
 
-    run_driven(main)
 
-
-def test_metrics_of_a_stream_beside_a_prompt_tell_shared_gaps_apart() -> None:
-    async def main(driven: Driven) -> None:
+async def test_metrics_of_a_stream_beside_a_prompt_tell_shared_gaps_apart() -> None:
+    async with driving() as driven:
         gate = await driven.hold()
         stream, prompt = (asyncio.create_task(driven.run(name, n, m)) for name, n, m in (("s", 4, 30), ("p", 200, 1)))
         await posted(driven.thread, 2)
@@ -53,11 +51,9 @@ def test_metrics_of_a_stream_beside_a_prompt_tell_shared_gaps_apart() -> None:
         num_chunks = sum(driven.timeline(name)["num_chunks"] for name in "ps")
         assert driven.metric("crossdock_prefill_iterations_sum") == num_chunks
 
-    run_driven(main)
 
-
-def test_promises_kept_and_missed_are_counted_by_class() -> None:
-    async def main(driven: Driven) -> None:
+async def test_promises_kept_and_missed_are_counted_by_class() -> None:
+    async with driving() as driven:
         await driven.run("kept", 20)
         await driven.run("broken", 20, slo_class="urgent")  # its deadline is then twice what the prompt takes alone
         assert driven.metric("crossdock_slo_ttft_total", slo_class="standard", outcome="met") == 1
@@ -65,11 +61,9 @@ def test_promises_kept_and_missed_are_counted_by_class() -> None:
         assert driven.metric("crossdock_slo_tpot_total", slo_class="urgent", outcome="missed") == 1
         assert driven.metric("crossdock_slo_ttft_total", slo_class="urgent") == 1
 
-    run_driven(main)
 
-
-def test_gauges_of_waiting_requests_show_their_backlog() -> None:
-    async def main(driven: Driven) -> None:
+async def test_gauges_of_waiting_requests_show_their_backlog() -> None:
+    async with driving() as driven:
         total = driven.engine.pages.num_pages
         assert driven.metric("crossdock_pages") == driven.metric("crossdock_pages", state="free") == total
         assert driven.metric("crossdock_requests_active") == 0
@@ -101,13 +95,10 @@ def test_gauges_of_waiting_requests_show_their_backlog() -> None:
         )
         assert driven.metric("crossdock_pages") == total
 
-    run_driven(main)
 
-
-def test_scrapes_while_the_engine_runs_are_answered() -> None:
+async def test_scrapes_while_the_engine_runs_are_answered() -> None:
     """They neither hold up the engine's thread nor wait for it."""
-
-    async def main(driven: Driven) -> None:
+    async with driving() as driven:
         asking = [asyncio.create_task(driven.run(f"{number}", 20 + 9 * number, 8)) for number in range(12)]
         num_scrapes = 0
         while not all(task.done() for task in asking):
@@ -120,11 +111,9 @@ def test_scrapes_while_the_engine_runs_are_answered() -> None:
         assert num_scrapes > 1
         assert driven.metric("crossdock_requests_total", finish_reason="length") == 12
 
-    run_driven(main)
 
-
-def test_metrics_of_an_engine_that_is_not_warm_show_no_cost() -> None:
-    async def main(driven: Driven) -> None:
+async def test_metrics_of_an_engine_that_is_not_warm_show_no_cost() -> None:
+    async with driving(is_warm=False) as driven:
         await driven.run("a", 40)
         assert "crossdock_step_cost_seconds" not in driven.thread.metrics.text()
         assert driven.metric("crossdock_backlog_seconds") == 0
@@ -132,11 +121,9 @@ def test_metrics_of_an_engine_that_is_not_warm_show_no_cost() -> None:
         assert driven.metric("crossdock_step_predicted_seconds_count") == 0
         assert driven.timeline("a")["chunks"][0]["predicted_s"] == 0
 
-    run_driven(main, is_warm=False)
 
-
-def test_cached_prefix_is_counted_once() -> None:
-    async def main(driven: Driven) -> None:
+async def test_cached_prefix_is_counted_once() -> None:
+    async with driving() as driven:
         await driven.run("a", 100)
         driven.ended.clear()  # the same prompt again
         await driven.run("b", 100)
@@ -144,13 +131,10 @@ def test_cached_prefix_is_counted_once() -> None:
         assert driven.metric("crossdock_cached_tokens_total") == 96
         assert driven.metric("crossdock_prompt_tokens_total") == 104
 
-    run_driven(main)
 
-
-def test_abort_after_seven_chunks_frees_all_and_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_abort_after_seven_chunks_frees_all_and_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seven chunks of 32 tokens of a prompt of 240, which had pages for all of driven."""
-
-    async def main(driven: Driven) -> None:
+    async with driving() as driven:
         engine = driven.engine
         finish = Runner.finish
         is_aborted = asyncio.Event()
@@ -181,13 +165,10 @@ def test_abort_after_seven_chunks_frees_all_and_is_counted(monkeypatch: pytest.M
         assert driven.metric("crossdock_requests_total", finish_reason="abort") == 1
         assert engine.pages.counts().owned == 0
 
-    run_driven(main)
 
-
-def test_refused_request_is_counted_by_class_and_leaves_nothing() -> None:
+async def test_refused_request_is_counted_by_class_and_leaves_nothing() -> None:
     """The deadline of three equal prompts is twice what one takes alone: the third one cannot be in time."""
-
-    async def main(driven: Driven) -> None:
+    async with driving(admission="reject", enable_prefix_caching=False) as driven:
         gate = await driven.hold()
         tasks = [asyncio.create_task(driven.run(name, 200, slo_class="urgent")) for name in "abc"]
         await posted(driven.thread, 3)
@@ -200,13 +181,11 @@ def test_refused_request_is_counted_by_class_and_leaves_nothing() -> None:
         assert driven.thread.timelines.find("c", None, 0.0) == []
         assert driven.metric("crossdock_requests_total") == 2
 
-    run_driven(main, admission="reject", enable_prefix_caching=False)
 
-
-def test_request_that_ends_is_logged_as_one_line_of_json(caplog: pytest.LogCaptureFixture) -> None:
+async def test_request_that_ends_is_logged_as_one_line_of_json(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "crossdock.requests")
 
-    async def main(driven: Driven) -> None:
+    async with driving() as driven:
         await driven.run("done", 40)
         await driven.submit("left", 40, max_tokens=200)
         await driven.thread.abort([("left", 0), ("never came", 0)])
@@ -220,11 +199,10 @@ def test_request_that_ends_is_logged_as_one_line_of_json(caplog: pytest.LogCaptu
         assert lines[0] == {name: value for name, value in driven.timeline("done").items() if name != "chunks"}
         assert not {"prompt", "prompt_token_ids", "token_ids", "tenant"} & lines[0].keys()
 
-    run_driven(main)
 
+async def test_failed_step_ends_the_timelines_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with driving() as driven:
 
-def test_failed_step_ends_the_timelines_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main(driven: Driven) -> None:
         def fail(*_: object) -> None:
             raise RuntimeError("broken on purpose")
 
@@ -234,11 +212,9 @@ def test_failed_step_ends_the_timelines_too(monkeypatch: pytest.MonkeyPatch) -> 
         assert driven.metric("crossdock_requests_total", finish_reason="error") == 1
         assert driven.thread.timelines.live(None, 0.0) == []
 
-    run_driven(main)
 
-
-def test_time_in_the_inbox_counts_as_time_waited() -> None:
-    async def main(driven: Driven) -> None:
+async def test_time_in_the_inbox_counts_as_time_waited() -> None:
+    async with driving() as driven:
         gate = await driven.hold()
         asking = asyncio.create_task(driven.run("a", 10))
         await posted(driven.thread, 1)
@@ -250,13 +226,10 @@ def test_time_in_the_inbox_counts_as_time_waited() -> None:
         assert driven.timeline("a")["queued_s"] >= waited
         assert driven.timeline("a")["chunks"][0]["waited_s"] >= waited
 
-    run_driven(main)
 
-
-def test_deltas_of_a_measured_request_are_unchanged() -> None:
+async def test_deltas_of_a_measured_request_are_unchanged() -> None:
     """Measuring a request changes nothing of its deltas."""
-
-    async def main(driven: Driven) -> None:
+    async with driving() as driven:
         channel = driven.thread.channel("other")
         sampling = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
         await driven.thread.submit("other", Submission("x", [5] * 50, sampling))
@@ -267,5 +240,3 @@ def test_deltas_of_a_measured_request_are_unchanged() -> None:
                 break
         assert [len(delta.token_ids) for delta in deltas] == [1, 1, 1, 1]
         assert driven.timeline("")["id"] == "x"  # a submission need not name an HTTP request
-
-    run_driven(main)

@@ -1,6 +1,5 @@
 """A replica keeps nothing of a request that has ended, however it ended, but for histories with a bound."""
 
-import asyncio
 import contextlib
 from dataclasses import replace
 from itertools import count
@@ -49,18 +48,15 @@ async def work(prefill: Side, decode: Side) -> None:
         await side.on_engine(side.engine.pages.clear_cache)
 
 
-def test_requests_that_ended_leave_nothing() -> None:
-    async def main() -> None:
-        async with pair("tcp", max_num_batched_tokens=24) as sides:
+async def test_requests_that_ended_leave_nothing() -> None:
+    async with pair("tcp", max_num_batched_tokens=24) as sides:
+        await work(*sides)
+        before = [sizes(side.thread) for side in sides]
+        for _ in range(3):
             await work(*sides)
-            before = [sizes(side.thread) for side in sides]
-            for _ in range(3):
-                await work(*sides)
-            for side, earlier in zip(sides, before, strict=True):
-                grown = growing(earlier, sizes(side.thread))
-                for ending, most in BOUNDED:
-                    for path in [path for path in grown if path.endswith(ending)]:
-                        assert grown.pop(path)[1] <= most
-                assert not grown
-
-    asyncio.run(main())
+        for side, earlier in zip(sides, before, strict=True):
+            grown = growing(earlier, sizes(side.thread))
+            for ending, most in BOUNDED:
+                for path in [path for path in grown if path.endswith(ending)]:
+                    assert grown.pop(path)[1] <= most
+            assert not grown

@@ -1,7 +1,8 @@
 """An engine around an encoder alone: rows of pictures in its pages, and their way to another dock."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,6 @@ from crossdock.workers.schedule.pictures.items import Item
 from crossdock.workers.schedule.request import (
     FinishReason,
     InvalidField,
-    Leg,
     Request,
     SamplingParams,
     Status,
@@ -45,8 +45,10 @@ from crossdock.workers.schedule.request import (
     TokenDelta,
     encoding_leg,
 )
+from tests.workers.architectures import in_soak_but
 from tests.workers.multimodal import FAMILIES, PicturePrompt, build_multimodal, picture
-from tests.workers.replica.engines import engine_on, run, tokens_of
+from tests.workers.replica.engine.test_pictures import broken
+from tests.workers.replica.engines import engine_on
 from tests.workers.replica.sides import TRANSPORTS, Side
 
 PAGE_SIZE = 4
@@ -74,7 +76,7 @@ def encoder_model(family: str, max_model_len: int | None = None) -> EncoderModel
     return wrap_encoder(module, max_model_len)
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=in_soak_but(["qwen3_vl", "smolvlm"], FAMILIES))
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -205,27 +207,6 @@ def test_rows_are_found_under_their_own_salt_alone() -> None:
     assert totals_of(engine).num_encoded == 4, "the last picture is not encoded again for the token after it"
 
 
-def test_preemption_inside_a_picture_encodes_again_and_rows_stay(
-    family: str, model: EncoderModel, whole: PictureEncoder
-) -> None:
-    engine = engine_on(model, page_size=PAGE_SIZE, max_num_batched_tokens=6, max_num_seqs=2)
-    work = leg_of("a", picture(family, 1, (2, 3)), picture(family, 2, (2, 3)))
-    engine.add(replace(work, leg=Leg.LOCAL))  # one that is sent keeps its pages
-    engine.step()
-    request = engine.scheduler.table.get("a")
-    assert request is not None
-    assert 0 < request.num_computed_tokens < len(work.prompt_token_ids)
-    engine.scheduler.table.preempt(request)
-    engine.pages.clear_cache()
-    forget_embeddings(engine)
-    while request.num_output_tokens < 1:
-        engine.step()
-    rows = rows_in_pages(engine, request)
-    torch.testing.assert_close(rows, rows_of(whole, work.items), rtol=1e-4, atol=1e-5)
-    assert tokens_of(run(engine)["a"]) == [0]
-    assert request.num_preemptions == 1
-
-
 def test_urgent_leg_takes_the_pages_of_one_that_waits_for_its_receiver() -> None:
     engine = engine_on(encoder_model("llava", 40), num_pages=10, page_size=PAGE_SIZE)
     engine.add(leg_of("slow", picture("llava", 1), picture("llava", 2), slo_class="batch"))
@@ -240,29 +221,6 @@ def test_urgent_leg_takes_the_pages_of_one_that_waits_for_its_receiver() -> None
     urgent = engine.scheduler.table.get("urgent")
     assert urgent is not None
     assert urgent.status is Status.HELD
-
-
-def broken(item: Item) -> Item:
-    """Return an item of the same content hash, whose tensors the encoder cannot compute."""
-    return replace(item, tensors={"pixel_values": item.tensors["pixel_values"][:, :2]})
-
-
-def test_picture_that_cannot_be_encoded_ends_its_own_request_alone() -> None:
-    engine = engine_on(encoder_model("llava"), page_size=PAGE_SIZE)
-    module = build_multimodal("llava")
-    bad, good = leg_of("bad", 5, picture("llava", 1), 3), leg_of("good", 5, picture("llava", 2), 3)
-    engine.add(replace(bad, items=[broken(bad.items[0])]))
-    engine.add(good)
-    deltas = list[TokenDelta]()
-    while engine.has_work:
-        deltas += engine.step().deltas
-    failed = [delta for delta in deltas if delta.request_id == "bad"]
-    assert [delta.finish_reason for delta in failed] == [FinishReason.ERROR]
-    assert "cannot be encoded" in str(failed[0].error)
-    expected = rows_of(PictureEncoder(module, module.config), good.items)
-    torch.testing.assert_close(held_rows(engine, good), expected, rtol=1e-4, atol=1e-5)
-    engine.add(leg_of("again", 5, picture("llava", 1), 3))
-    assert engine.scheduler.table.requests()[0].expected_cached_tokens == 0, "pages of the failed leg are not indexed"
 
 
 def test_prompt_that_is_no_encoding_leg_is_refused() -> None:
@@ -397,22 +355,19 @@ class Landing:
         return False
 
 
-def run_pair(transport: str, main: Callable[[Side, Landing], Any], family: str = "qwen3_vl", **config: Any) -> None:
-    """Run a test's coroutine with an encode replica and a landing; in the end nothing may be left of a transfer."""
-
-    async def whole() -> None:
-        model = encoder_model(family)
-        settings = {"page_size": PAGE_SIZE, "max_num_batched_tokens": 8, "max_num_seqs": 2} | config
-        side, landing = Side(transport, engine=engine_on(model, **settings)), Landing(transport, model)
-        try:
-            await main(side, landing)
-            assert await side.is_clean()
-            assert await landing.is_clean()
-        finally:
-            await side.close()
-            landing.dock.close()
-
-    asyncio.run(whole())
+@asynccontextmanager
+async def paired(transport: str = "tcp", family: str = "qwen3_vl") -> AsyncIterator[tuple[Side, Landing]]:
+    """Yield an encode replica and a landing; in the end nothing may be left of a transfer."""
+    model = encoder_model(family)
+    engine = engine_on(model, page_size=PAGE_SIZE, max_num_batched_tokens=8, max_num_seqs=2)
+    side, landing = Side(transport, engine=engine), Landing(transport, model)
+    try:
+        yield side, landing
+        assert await side.is_clean()
+        assert await landing.is_clean()
+    finally:
+        await side.close()
+        landing.dock.close()
 
 
 async def submit(side: Side, landing: Landing, work: Submission) -> None:
@@ -420,11 +375,11 @@ async def submit(side: Side, landing: Landing, work: Submission) -> None:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_rows_arrive_chunk_by_chunk_as_the_whole_model_makes_them(transport: str, family: str) -> None:
+async def test_rows_arrive_chunk_by_chunk_as_the_whole_model_makes_them(transport: str, family: str) -> None:
     module = build_multimodal(family)
     expected = PictureEncoder(module, module.config)
 
-    async def main(side: Side, landing: Landing) -> None:
+    async with paired(transport, family) as (side, landing):
         for name in ("first", "again"):  # the second time from cached pages
             work = leg_of(name, 3, picture(family, 1, (2, 3)), 2, picture(family, 2, (2, 2)))
             landing.pool.fill(0xEE)
@@ -444,12 +399,9 @@ def test_rows_arrive_chunk_by_chunk_as_the_whole_model_makes_them(transport: str
             assert (await side.next(name)).finish_reason is FinishReason.SHIPPED
         assert totals_of(side.engine).num_encoded == 2
 
-    run_pair(transport, main, family)
 
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_aborted_leg_leaves_nothing_at_either_side(transport: str) -> None:
-    async def main(side: Side, landing: Landing) -> None:
+async def test_aborted_leg_leaves_nothing_at_either_side() -> None:
+    async with paired("tcp") as (side, landing):
         work = leg_of("a", picture("qwen3_vl", 1, (3, 3)), picture("qwen3_vl", 2, (3, 3)))
         landing.expect(work, side.blob)
         await submit(side, landing, work)
@@ -459,12 +411,9 @@ def test_aborted_leg_leaves_nothing_at_either_side(transport: str) -> None:
         events = await landing.until(WriterStopped)
         assert [event.reason for event in events if isinstance(event, Failed)] == [Reason.PEER_STOPPED]
 
-    run_pair(transport, main)
 
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_receiver_that_dies_ends_the_leg_alone(transport: str) -> None:
-    async def main(side: Side, landing: Landing) -> None:
+async def test_receiver_that_dies_ends_the_leg_alone() -> None:
+    async with paired("tcp") as (side, landing):
         work = leg_of("a", picture("qwen3_vl", 1, (3, 3)), picture("qwen3_vl", 2, (3, 3)))
         await submit(side, landing, work)
         await landing.until(Offered)
@@ -472,13 +421,10 @@ def test_receiver_that_dies_ends_the_leg_alone(transport: str) -> None:
         while (await side.next("a")).finish_reason is not FinishReason.SHIPPED:
             pass
 
-    run_pair(transport, main)
 
-
-def test_leg_whose_picture_cannot_be_encoded_ends_the_transfer() -> None:
+async def test_leg_whose_picture_cannot_be_encoded_ends_the_transfer() -> None:
     """The receiver then encodes the items itself, and finds out what is wrong with them."""
-
-    async def main(side: Side, landing: Landing) -> None:
+    async with paired("tcp", "llava") as (side, landing):
         work = leg_of("a", picture("llava", 1), picture("llava", 2))
         work = replace(work, items=[work.items[0], broken(work.items[1])])
         landing.expect(work, side.blob)
@@ -489,13 +435,10 @@ def test_leg_whose_picture_cannot_be_encoded_ends_the_transfer() -> None:
         assert [event.reason for event in events if isinstance(event, Failed)] == [Reason.PEER_STOPPED]
         assert (await side.next("a")).finish_reason is FinishReason.ERROR
 
-    run_pair("tcp", main, "llava")
 
-
-def test_rows_count_as_rows_and_under_our_names_alone() -> None:
+async def test_rows_count_as_rows_and_under_our_names_alone() -> None:
     """Sums over all replicas would count each picture twice: as rows, and as placeholders."""
-
-    async def main(side: Side, landing: Landing) -> None:
+    async with paired() as (side, landing):
         work = leg_of("a", picture("qwen3_vl", 1))
         await submit(side, landing, work)
         assert (await side.next("a")).token_ids == [0]
@@ -517,11 +460,9 @@ def test_rows_count_as_rows_and_under_our_names_alone() -> None:
         whole = ObservedEngine(engine_on(wrap_module(build_multimodal("qwen3_vl"))))
         assert "vllm:prompt_tokens_total" in await whole.metrics_text("model")
 
-    run_pair("tcp", main)
 
-
-def test_role_of_an_encode_replica_cannot_be_changed() -> None:
-    async def main(side: Side, landing: Landing) -> None:
+async def test_role_of_an_encode_replica_cannot_be_changed() -> None:
+    async with paired() as (side, _):
         with pytest.raises(ValueError, match="to or from encode"):
             await side.thread.assign_role("prefill")
         other = Side("tcp")
@@ -531,20 +472,3 @@ def test_role_of_an_encode_replica_cannot_be_changed() -> None:
             await other.thread.assign_role("prefill")
         finally:
             await other.close()
-
-    run_pair("tcp", main)
-
-
-def test_pages_of_keys_and_pages_of_rows_never_mix() -> None:
-    """A replica of the same weights whose address is that of its KV pool."""
-
-    async def main(side: Side, landing: Landing) -> None:
-        other = Landing("tcp", encoder_model("qwen3_vl"), name="tiny")
-        try:
-            work = leg_of("a", picture("qwen3_vl", 1))
-            with pytest.raises(RuntimeError, match="pools differ in model"):
-                await submit(side, other, work)
-        finally:
-            other.dock.close()
-
-    run_pair("tcp", main)

@@ -16,285 +16,229 @@ from crossdock.workers.replica.engine.engine import Engine, Step
 from crossdock.workers.replica.transfer.handover import CannotPair
 from crossdock.workers.schedule.request import FinishReason, Leg, Status
 from tests.workers.replica.driven import hold
-from tests.workers.replica.sides import TRANSPORTS, Side, closing, local, pair, prompts, ship, start, submission
+from tests.workers.replica.sides import (
+    NEEDS_NIXL,
+    NIXL_IN_SOAK,
+    Side,
+    closing,
+    local,
+    pair,
+    prompts,
+    ship,
+    start,
+    submission,
+)
 
 LONG = prompts()[6]  # 223 tokens: 13 pages and a part of one
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("budget", [24, 80, 512])
-def test_shipped_requests_have_the_tokens_of_local_ones(transport: str, budget: int) -> None:
+@pytest.mark.parametrize(("transport", "budget"), [("tcp", 24), pytest.param("nixl", 80, marks=NEEDS_NIXL)])
+async def test_shipped_requests_have_the_tokens_of_local_ones(transport: str, budget: int) -> None:
     """50 prompts, at once, greedy and sampled, at several chunk sizes, some from cached prefixes at either side."""
-
-    async def main() -> None:
-        async with pair(transport, max_num_batched_tokens=budget) as (prefill, decode):
-            works = [submission(prompt, temperature=0.8 * (n % 2), seed=n) for n, prompt in enumerate(prompts())]
-            expected = await asyncio.gather(*(prefill.generate(local(work)) for work in works[:25]))
-            await prefill.on_engine(prefill.engine.pages.clear_cache)
-            expected += await asyncio.gather(*(decode.generate(local(work)) for work in works[25:]))  # stay cached
-            found = await asyncio.gather(*(ship(prefill, decode, work) for work in works))
-            assert found == expected
-
-    asyncio.run(main())
+    async with pair(transport, max_num_batched_tokens=budget) as (prefill, decode):
+        works = [submission(prompt, temperature=0.8 * (n % 2), seed=n) for n, prompt in enumerate(prompts())]
+        expected = await asyncio.gather(*(prefill.generate(local(work)) for work in works[:25]))
+        await prefill.on_engine(prefill.engine.pages.clear_cache)
+        expected += await asyncio.gather(*(decode.generate(local(work)) for work in works[25:]))  # stay cached
+        found = await asyncio.gather(*(ship(prefill, decode, work) for work in works))
+        assert found == expected
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_shipped_e4m3_pages_give_the_tokens_of_local_ones(transport: str) -> None:
+async def test_shipped_e4m3_pages_give_the_tokens_of_local_ones() -> None:
     """Each side has found its scales itself; the pages travel as they are."""
-
-    async def main() -> None:
-        async with pair(transport, max_num_batched_tokens=24, kv_cache_dtype="fp8") as (prefill, decode):
-            works = [submission(prompt) for prompt in prompts(8)]
-            expected = [await decode.generate(local(work)) for work in works]
-            await decode.on_engine(decode.engine.pages.clear_cache)
-            assert [await ship(prefill, decode, work) for work in works] == expected
-            page_bytes = prefill.engine.model.layout(16).page_bytes
-            sent = [figures for _, is_sent, figures, _ in prefill.ended if is_sent]
-            assert all(figures.num_bytes == figures.num_pages * page_bytes for figures in sent)
-
-    asyncio.run(main())
+    async with pair("tcp", max_num_batched_tokens=24, kv_cache_dtype="fp8") as (prefill, decode):
+        works = [submission(prompt) for prompt in prompts(8)]
+        expected = [await decode.generate(local(work)) for work in works]
+        await decode.on_engine(decode.engine.pages.clear_cache)
+        assert [await ship(prefill, decode, work) for work in works] == expected
+        page_bytes = prefill.engine.model.layout(16).page_bytes
+        sent = [figures for _, is_sent, figures, _ in prefill.ended if is_sent]
+        assert all(figures.num_bytes == figures.num_pages * page_bytes for figures in sent)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_pages_that_the_decode_side_has_are_not_sent(transport: str) -> None:
-    async def main() -> None:
-        async with pair(transport) as (prefill, decode):
-            work = submission(LONG)
-            await ship(prefill, decode, work)
-            await ship(prefill, decode, replace(work, id="again"))
-            sent = {name: figures.num_pages for name, is_sent, figures, _ in prefill.ended if is_sent}
-            assert sent == {work.id: 14, "again": 1}
-
-    asyncio.run(main())
+async def test_pages_that_the_decode_side_has_are_not_sent() -> None:
+    async with pair("tcp") as (prefill, decode):
+        work = submission(LONG)
+        await ship(prefill, decode, work)
+        await ship(prefill, decode, replace(work, id="again"))
+        sent = {name: figures.num_pages for name, is_sent, figures, _ in prefill.ended if is_sent}
+        assert sent == {work.id: 14, "again": 1}
 
 
-def test_shipped_pages_are_found_under_their_own_salt_alone() -> None:
+async def test_shipped_pages_are_found_under_their_own_salt_alone() -> None:
     """On neither side does a request find the pages of another tenant's equal prompt."""
-
-    async def main() -> None:
-        async with pair("tcp") as (prefill, decode):
-            computed = [0]
-            for name, salt in (("a1", "a"), ("b1", "b"), ("a2", "a"), ("b2", "b")):
-                await ship(prefill, decode, replace(submission(LONG), id=name, cache_salt=salt))
-                computed.append(prefill.num_prompt_tokens)
-            sent = {name: figures.num_pages for name, is_sent, figures, _ in prefill.ended if is_sent}
-            assert sent == {"a1": 14, "b1": 14, "a2": 1, "b2": 1}, "the decode side has those of its tenant"
-            last = len(LONG) % 16
-            each = [after - before for before, after in pairwise(computed)]
-            assert each == [len(LONG), len(LONG), last, last], "the prefill side has computed those of its tenant"
-            decoded = decode.num_prompt_tokens
-            await decode.generate(replace(submission(LONG), id="c", cache_salt="c"))
-            assert decode.num_prompt_tokens - decoded == len(LONG)
-            await decode.generate(replace(submission(LONG), id="a3", cache_salt="a"))
-            assert decode.num_prompt_tokens - decoded == len(LONG) + last
-
-    asyncio.run(main())
+    async with pair("tcp") as (prefill, decode):
+        computed = [0]
+        for name, salt in (("a1", "a"), ("b1", "b"), ("a2", "a"), ("b2", "b")):
+            await ship(prefill, decode, replace(submission(LONG), id=name, cache_salt=salt))
+            computed.append(prefill.num_prompt_tokens)
+        sent = {name: figures.num_pages for name, is_sent, figures, _ in prefill.ended if is_sent}
+        assert sent == {"a1": 14, "b1": 14, "a2": 1, "b2": 1}, "the decode side has those of its tenant"
+        last = len(LONG) % 16
+        each = [after - before for before, after in pairwise(computed)]
+        assert each == [len(LONG), len(LONG), last, last], "the prefill side has computed those of its tenant"
+        decoded = decode.num_prompt_tokens
+        await decode.generate(replace(submission(LONG), id="c", cache_salt="c"))
+        assert decode.num_prompt_tokens - decoded == len(LONG)
+        await decode.generate(replace(submission(LONG), id="a3", cache_salt="a"))
+        assert decode.num_prompt_tokens - decoded == len(LONG) + last
 
 
-def test_replica_whose_dock_has_failed_is_not_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_replica_whose_dock_has_failed_is_not_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     """It computes local requests still, but the router goes on to place pairs on it: Serve must replace it."""
 
     def broken(seconds: float) -> list[TransportEvent]:
         raise KeyError("beyond repair")
 
-    async def main() -> None:
-        side = Side("tcp")
-        assert side.thread.is_alive
-        monkeypatch.setattr(side.handover.dock._own._transport, "poll", broken)
-        side.handover.dock._own._transport.wake()
-        while side.thread.is_alive:
-            await asyncio.sleep(0.01)
-        assert side.thread._thread.is_alive(), "nothing has called the dock meanwhile"
-        await side.close()
-
-    asyncio.run(main())
+    side = Side("tcp")
+    assert side.thread.is_alive
+    monkeypatch.setattr(side.handover.dock._own._transport, "poll", broken)
+    side.handover.dock._own._transport.wake()
+    while side.thread.is_alive:
+        await asyncio.sleep(0.01)
+    assert side.thread._thread.is_alive(), "nothing has called the dock meanwhile"
+    await side.close()
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_pages_travel_while_the_next_chunk_is_computed(transport: str) -> None:
-    async def main() -> None:
-        async with pair(transport, max_num_batched_tokens=24) as (prefill, decode):
-            await ship(prefill, decode, submission(prompts()[3]))  # the two docks meet
-            await ship(prefill, decode, submission(LONG))
-            *_, (_, _, figures, outcome) = [end for end in prefill.ended if end[1]]
-            assert outcome == "shipped"
-            assert figures.num_writes > 1
-            assert figures.hidden_bytes > 0  # how many depends on the machine: benchmarks/pools.py prints the share
-
-    asyncio.run(main())
+async def test_pages_travel_while_the_next_chunk_is_computed() -> None:
+    async with pair("tcp", max_num_batched_tokens=24) as (prefill, decode):
+        await ship(prefill, decode, submission(prompts()[3]))  # the two docks meet
+        await ship(prefill, decode, submission(LONG))
+        *_, (_, _, figures, outcome) = [end for end in prefill.ended if end[1]]
+        assert outcome == "shipped"
+        assert figures.num_writes > 1
+        assert figures.hidden_bytes > 0  # how many depends on the machine: benchmarks/pools.py prints the share
 
 
-def test_request_that_is_offered_during_a_step_has_pages_before_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_request_that_is_offered_during_a_step_has_pages_before_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or the pages that the other replica has computed meanwhile would wait for the end of two steps."""
+    async with pair("tcp", max_num_batched_tokens=24) as (prefill, decode):
+        begun: list[tuple[Status, bool]] = []
+        step, work = Engine.step, submission(LONG)
 
-    async def main() -> None:
-        async with pair("tcp", max_num_batched_tokens=24) as (prefill, decode):
-            begun: list[tuple[Status, bool]] = []
-            step, work = Engine.step, submission(LONG)
+        def watched(engine: Engine) -> Step:
+            request = engine.scheduler.table.get(work.id) if engine is decode.engine else None
+            begun.extend([(request.status, request.is_offered)] if request is not None else [])
+            return step(engine)
 
-            def watched(engine: Engine) -> Step:
-                request = engine.scheduler.table.get(work.id) if engine is decode.engine else None
-                begun.extend([(request.status, request.is_offered)] if request is not None else [])
-                return step(engine)
-
-            monkeypatch.setattr(Engine, "step", watched)
-            own = asyncio.create_task(decode.generate(submission(prompts()[13], 100)))
-            while not decode.engine.scheduler.table.running:
-                await asyncio.sleep(0)
-            await ship(prefill, decode, work)
-            await own
-            assert begun
-            assert (Status.WAITING, True) not in begun
-
-    asyncio.run(main())
+        monkeypatch.setattr(Engine, "step", watched)
+        own = asyncio.create_task(decode.generate(submission(prompts()[13], 100)))
+        while not decode.engine.scheduler.table.running:
+            await asyncio.sleep(0)
+        await ship(prefill, decode, work)
+        await own
+        assert begun
+        assert (Status.WAITING, True) not in begun
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", NIXL_IN_SOAK)
 @pytest.mark.parametrize("when", ["at once", "after a chunk", "after the first token"])
-def test_abort_of_both_legs_frees_both_sides(transport: str, when: str) -> None:
-    async def main() -> None:
-        async with pair(transport, max_num_batched_tokens=24) as (prefill, decode):
-            for number in range(5):
-                work = replace(submission(LONG, 200), id=f"{number}")
-                await start(prefill, decode, work)
-                if when == "after a chunk":
-                    while not await prefill.computed(work.id):
-                        await asyncio.sleep(0)
-                elif when == "after the first token":
-                    await prefill.next(work.id)
-                await prefill.thread.abort([(work.id, work.epoch)])
-                await decode.thread.abort([(work.id, work.epoch)])
-                assert await prefill.is_clean()
-                assert await decode.is_clean()
-
-    asyncio.run(main())
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_pages_that_arrive_before_an_abort_is_handled_are_freed(transport: str) -> None:
-    """The last pages are here and no process writes any more. The engine, busy until now, handles the abort first."""
-
-    async def main() -> None:
-        async with pair(transport, max_num_batched_tokens=24) as (prefill, decode):
-            work = submission(LONG, 200)
+async def test_abort_of_both_legs_frees_both_sides(transport: str, when: str) -> None:
+    async with pair(transport, max_num_batched_tokens=24) as (prefill, decode):
+        for number in range(5):
+            work = replace(submission(LONG, 200), id=f"{number}")
             await start(prefill, decode, work)
-            while not await decode.computed(work.id):
-                await asyncio.sleep(0)
-            go_on = threading.Event()
-            busy = asyncio.create_task(decode.on_engine(go_on.wait))
-            leaving = asyncio.create_task(decode.thread.abort([(work.id, work.epoch)]))
-            while decode.handover.dock.counts().num_open:
-                await asyncio.sleep(0.001)
-            go_on.set()
-            await asyncio.gather(busy, leaving)
+            if when == "after a chunk":
+                while not await prefill.computed(work.id):
+                    await asyncio.sleep(0)
+            elif when == "after the first token":
+                await prefill.next(work.id)
+            await prefill.thread.abort([(work.id, work.epoch)])
+            await decode.thread.abort([(work.id, work.epoch)])
+            assert await prefill.is_clean()
             assert await decode.is_clean()
-            await prefill.thread.abort([(work.id, work.epoch)])
-
-    asyncio.run(main())
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_decode_side_whose_partner_stops_finishes_alone(transport: str) -> None:
+async def test_pages_that_arrive_before_an_abort_is_handled_are_freed() -> None:
+    """The last pages are here and no process writes any more. The engine, busy until now, handles the abort first."""
+    async with pair("tcp", max_num_batched_tokens=24) as (prefill, decode):
+        work = submission(LONG, 200)
+        await start(prefill, decode, work)
+        while not await decode.computed(work.id):
+            await asyncio.sleep(0)
+        go_on = threading.Event()
+        busy = asyncio.create_task(decode.on_engine(go_on.wait))
+        leaving = asyncio.create_task(decode.thread.abort([(work.id, work.epoch)]))
+        while decode.handover.dock.counts().num_open:
+            await asyncio.sleep(0.001)
+        go_on.set()
+        await asyncio.gather(busy, leaving)
+        assert await decode.is_clean()
+        await prefill.thread.abort([(work.id, work.epoch)])
+
+
+@pytest.mark.parametrize("transport", NIXL_IN_SOAK)
+async def test_decode_side_whose_partner_stops_finishes_alone(transport: str) -> None:
     """Tokens that had arrived are not computed again."""
-
-    async def main() -> None:
-        async with pair(transport, max_num_batched_tokens=24, deadline_s=1.0) as (prefill, decode):
-            expected = await decode.generate(submission(LONG))
-            await decode.on_engine(decode.engine.pages.clear_cache)
-            work = submission(LONG)
-            await start(prefill, decode, work)
-            gate = await hold(prefill.thread)
-            while not prefill.engine.scheduler.table.requests()[0].num_computed_tokens:
-                gate = await hold(prefill.thread, gate)
-            while not (committed := await decode.computed(work.id)):
-                await asyncio.sleep(0)
-            await prefill.thread.abort([(work.id, work.epoch)])
-            gate.set()
-            before = decode.num_prompt_tokens
-            assert await decode.rest(work.id) == expected
-            assert decode.num_prompt_tokens - before <= len(LONG) - committed
-
-    asyncio.run(main())
+    async with pair(transport, max_num_batched_tokens=24, deadline_s=1.0) as (prefill, decode):
+        expected = await decode.generate(submission(LONG))
+        await decode.on_engine(decode.engine.pages.clear_cache)
+        work = submission(LONG)
+        await start(prefill, decode, work)
+        gate = await hold(prefill.thread)
+        while not prefill.engine.scheduler.table.requests()[0].num_computed_tokens:
+            gate = await hold(prefill.thread, gate)
+        while not (committed := await decode.computed(work.id)):
+            await asyncio.sleep(0)
+        await prefill.thread.abort([(work.id, work.epoch)])
+        gate.set()
+        before = decode.num_prompt_tokens
+        assert await decode.rest(work.id) == expected
+        assert decode.num_prompt_tokens - before <= len(LONG) - committed
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_prompt_for_a_full_decode_side_is_computed_before_its_grant(transport: str) -> None:
+async def test_prompt_for_a_full_decode_side_is_computed_before_its_grant() -> None:
     """Its pages follow when there is room for them."""
-
-    async def main() -> None:
-        async with pair(transport, deadline_s=0.6, kv_cache_memory=ByteSize(1 << 20)) as (prefill, decode):
-            blockers = [submission([number + 5] * 180, num_tokens=50) for number in range(6)]
-            work = submission(LONG)
-            expected = await prefill.generate(local(work))
-            running = [asyncio.create_task(decode.generate(blocker)) for blocker in blockers]
-            await decode.next(blockers[5].id)
-            assert decode.engine.pages.num_available < 14
-            assert await ship(prefill, decode, work) == expected
-            for task in running:
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
-            await decode.thread.abort([(blocker.id, 0) for blocker in blockers])
-
-    asyncio.run(main())
+    async with pair("tcp", deadline_s=0.6, kv_cache_memory=ByteSize(1 << 20)) as (prefill, decode):
+        blockers = [submission([number + 5] * 180, num_tokens=50) for number in range(6)]
+        work = submission(LONG)
+        expected = await prefill.generate(local(work))
+        running = [asyncio.create_task(decode.generate(blocker)) for blocker in blockers]
+        await decode.next(blockers[5].id)
+        assert decode.engine.pages.num_available < 14
+        assert await ship(prefill, decode, work) == expected
+        for task in running:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        await decode.thread.abort([(blocker.id, 0) for blocker in blockers])
 
 
-def test_pools_of_different_models_are_refused_with_both_printed() -> None:
-    async def main() -> None:
-        async with closing(Side("tcp", model="tiny"), Side("tcp", model="another")) as (one, other):
-            work = replace(submission([1, 2, 3]), leg=Leg.SEND, peer=other.blob)
-            with pytest.raises(CannotPair, match=r"model +tiny +another") as refused:
-                await one.thread.submit("test", work)
-            assert "page_size" in str(refused.value)
-            assert await one.is_clean()
-            assert await one.generate(submission([1, 2, 3], 3))
-
-    asyncio.run(main())
-
-
-def test_pools_of_e4m3_and_of_float32_are_refused() -> None:
-    async def main() -> None:
-        async with closing(Side("tcp", kv_cache_dtype="fp8"), Side("tcp")) as (one, other):
-            with pytest.raises(
-                CannotPair, match=r"dtype +float8_e4m3fn, scales [0-9a-f]{8} \(1 bytes\) +float32 \(4 bytes\)"
-            ):
-                await one.thread.submit("test", replace(submission([1, 2, 3]), leg=Leg.SEND, peer=other.blob))
-
-    asyncio.run(main())
+async def test_pools_of_different_models_are_refused_with_both_printed() -> None:
+    async with closing(Side("tcp", model="tiny"), Side("tcp", model="another")) as (one, other):
+        work = replace(submission([1, 2, 3]), leg=Leg.SEND, peer=other.blob)
+        with pytest.raises(CannotPair, match=r"model +tiny +another") as refused:
+            await one.thread.submit("test", work)
+        assert "page_size" in str(refused.value)
+        assert await one.is_clean()
+        assert await one.generate(submission([1, 2, 3], 3))
 
 
 @pytest.mark.parametrize("peer", [b"", b"\xc1", msgpack.encode("x"), msgpack.encode(["x"]), msgpack.encode({})])
-def test_peer_that_is_no_replica_is_refused(peer: bytes) -> None:
-    async def main() -> None:
-        async with pair("tcp") as (one, _):
-            with pytest.raises(CannotPair, match="not a replica's docks"):
-                await one.thread.submit("test", replace(submission([1, 2, 3]), leg=Leg.SEND, peer=peer))
-            assert await one.is_clean()
-
-    asyncio.run(main())
+async def test_peer_that_is_no_replica_is_refused(peer: bytes) -> None:
+    async with pair("tcp") as (one, _):
+        with pytest.raises(CannotPair, match="not a replica's docks"):
+            await one.thread.submit("test", replace(submission([1, 2, 3]), leg=Leg.SEND, peer=peer))
+        assert await one.is_clean()
 
 
-def test_late_events_of_a_lost_placement_do_not_end_the_next() -> None:
+async def test_late_events_of_a_lost_placement_do_not_end_the_next() -> None:
     """The first decode side is lost during the transfer. The prefill side ships at once to a second one, from the pages
     it has computed, while the end of the first transfer is still being reported."""
-
-    async def main() -> None:
-        prefill, lost, second = (Side("tcp", max_num_batched_tokens=24) for _ in range(3))
-        async with closing(prefill, lost, second):
-            work = submission(LONG)
-            expected = await second.generate(local(work))
-            await second.on_engine(second.engine.pages.clear_cache)
-            await start(prefill, lost, work)
-            while not await prefill.computed(work.id):
-                await asyncio.sleep(0)
-            aborting = asyncio.create_task(prefill.thread.abort([(work.id, work.epoch)]))
-            shipping = asyncio.create_task(ship(prefill, second, replace(work, epoch=1)))
-            await aborting
-            assert await shipping == expected
-            ((_, _, _, outcome),) = [end for end in second.ended if end[0] == work.id]
-            assert outcome == "arrived", "the second side did not have to finish alone"
-            await lost.thread.abort([(work.id, work.epoch)])
-
-    asyncio.run(main())
+    prefill, lost, second = (Side("tcp", max_num_batched_tokens=24) for _ in range(3))
+    async with closing(prefill, lost, second):
+        work = submission(LONG)
+        expected = await second.generate(local(work))
+        await second.on_engine(second.engine.pages.clear_cache)
+        await start(prefill, lost, work)
+        while not await prefill.computed(work.id):
+            await asyncio.sleep(0)
+        aborting = asyncio.create_task(prefill.thread.abort([(work.id, work.epoch)]))
+        shipping = asyncio.create_task(ship(prefill, second, replace(work, epoch=1)))
+        await aborting
+        assert await shipping == expected
+        ((_, _, _, outcome),) = [end for end in second.ended if end[0] == work.id]
+        assert outcome == "arrived", "the second side did not have to finish alone"
+        await lost.thread.abort([(work.id, work.epoch)])
 
 
 @pytest.mark.parametrize(
@@ -308,23 +252,19 @@ def test_late_events_of_a_lost_placement_do_not_end_the_next() -> None:
         msgpack.encode(1 << 30),
     ],
 )
-def test_peer_that_sends_no_token_ends_its_request_alone(result: bytes) -> None:
+async def test_peer_that_sends_no_token_ends_its_request_alone(result: bytes) -> None:
     """Another process's bytes are checked: the engine's thread goes on, and the pages are given back."""
+    async with pair("tcp") as (prefill, decode):
+        dock = prefill.handover.dock
+        call = dock.call
 
-    async def main() -> None:
-        async with pair("tcp") as (prefill, decode):
-            dock = prefill.handover.dock
-            call = dock.call
+        def lie(made: DockCall) -> None:
+            call(msgspec.structs.replace(made, result=result) if isinstance(made, FinishCall) else made)
 
-            def lie(made: DockCall) -> None:
-                call(msgspec.structs.replace(made, result=result) if isinstance(made, FinishCall) else made)
-
-            dock.call = lie  # type: ignore[method-assign]
-            work = submission(prompts()[5])
-            await start(prefill, decode, work)
-            last = await decode.next(work.id)
-            assert (last.finish_reason, last.token_ids) == (FinishReason.ERROR, [])
-            dock.call = call  # type: ignore[method-assign]
-            assert len(await ship(prefill, decode, submission(LONG))) == 12
-
-    asyncio.run(main())
+        dock.call = lie  # type: ignore[method-assign]
+        work = submission(prompts()[5])
+        await start(prefill, decode, work)
+        last = await decode.next(work.id)
+        assert (last.finish_reason, last.token_ids) == (FinishReason.ERROR, [])
+        dock.call = call  # type: ignore[method-assign]
+        assert len(await ship(prefill, decode, submission(LONG))) == 12

@@ -3,7 +3,6 @@ travels, and states travel once."""
 
 import asyncio
 import random
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +17,22 @@ from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.replica.transfer.handover import CannotPair
 from crossdock.workers.schedule.batch import Batch
 from crossdock.workers.schedule.memory.prefix_index import AttentionChunk, first_visible_page
-from crossdock.workers.schedule.request import FinishReason, Submission
-from tests.workers.architectures import SERVED, WINDOW, build
+from crossdock.workers.schedule.request import Submission
+from tests.workers.architectures import SERVED, WINDOW, build, in_soak_but
 from tests.workers.gangs import ganged
-from tests.workers.ranks import DIVISIONS, Ranks, saved
+from tests.workers.ranks import Ranks, saved
 from tests.workers.replica.driven import hold
 from tests.workers.replica.engine.test_engine import generated
-from tests.workers.replica.sides import NEEDS_NIXL, NIXL_IN_SOAK, TRANSPORTS, Side, closing, local, prompts, ship, start
+from tests.workers.replica.sides import (
+    NEEDS_NIXL,
+    UNEQUAL_SHARDS,
+    Side,
+    closing,
+    local,
+    prompts,
+    ship,
+    start,
+)
 from tests.workers.replica.sides import submission as submission_of
 from tests.workers.replica.speculating import Oracle, fixed, speculating
 
@@ -85,7 +93,7 @@ def poison(engine: Engine) -> None:
     engine.on_scheduled = both
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=in_soak_but(["mistral", "lfm3 conv"], FAMILIES))
 def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -101,193 +109,128 @@ def expected(name: str, texts: list[list[int]]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("transport", "budget"),
-    [
-        ("tcp", 20),
-        pytest.param("nixl", 300, marks=NEEDS_NIXL),
-        pytest.param("tcp", 300, marks=pytest.mark.soak),
-        pytest.param("nixl", 20, marks=[NEEDS_NIXL, pytest.mark.soak]),
-    ],
+    ("transport", "budget"), [("tcp", 20), pytest.param("nixl", 300, marks=[NEEDS_NIXL, pytest.mark.soak])]
 )
-def test_shipped_tokens_are_those_of_transformers(
+async def test_shipped_tokens_are_those_of_transformers(
     name: str, transport: str, budget: int, texts: list[list[int]], expected: list[list[int]]
 ) -> None:
     """At once, and then once more from cached prefixes at either side."""
-
-    async def main() -> None:
-        sides = (side(name, transport, max_num_batched_tokens=budget) for _ in range(2))
-        async with closing(*sides) as (prefill, decode):
-            for _ in range(2):
-                works = [submission(text) for text in texts]
-                assert await asyncio.gather(*(ship(prefill, decode, work) for work in works)) == expected
-            assert {outcome for _, is_sent, _, outcome in prefill.ended if is_sent} == {"shipped"}
-
-    asyncio.run(main())
-
-
-def test_shipped_tokens_are_those_of_transformers_where_the_decode_replica_verifies_drafts(
-    name: str, texts: list[list[int]], expected: list[list[int]]
-) -> None:
-    async def main() -> None:
-        works = [submission(text) for text in texts]
-        answers = {work.id: tokens for work, tokens in zip(works, expected, strict=True)}
-        decode = side(name, speculative_config=fixed(3))
-        speculating(decode.engine, Oracle(answers, 0.8, random.Random(1), decode.engine.model.vocab_size))
-        async with closing(side(name), decode) as (prefill, _):
-            assert await asyncio.gather(*(ship(prefill, decode, work) for work in works)) == expected
-        assert decode.engine.scheduler.verification is not None
-        totals = decode.engine.scheduler.verification.totals
-        assert 20 < sum(totals.num_accepted_at) < totals.num_tokens
-
-    asyncio.run(main())
-
-
-def test_no_page_without_an_owner_is_read_at_either_side(
-    name: str, texts: list[list[int]], expected: list[list[int]]
-) -> None:
-    async def main() -> None:
-        async with closing(*(side(name, enable_prefix_caching=False) for _ in range(2))) as (prefill, decode):
-            for each in (prefill, decode):
-                await each.on_engine(lambda each=each: poison(each.engine))  # type: ignore[misc]
+    sides = (side(name, transport, max_num_batched_tokens=budget) for _ in range(2))
+    async with closing(*sides) as (prefill, decode):
+        for _ in range(2):
             works = [submission(text) for text in texts]
             assert await asyncio.gather(*(ship(prefill, decode, work) for work in works)) == expected
-
-    asyncio.run(main())
-
-
-def test_pages_travel_that_tokens_after_the_prompt_see_and_states_once(name: str) -> None:
-    async def main() -> None:
-        async with closing(side(name), side(name)) as (prefill, decode):
-            await ship(prefill, decode, submission(LONG))
-            pages = -(-len(LONG) // PAGE_SIZE)
-            numbers = [pages - first_visible_page(window, len(LONG), PAGE_SIZE) for window in FAMILIES[name]]
-            model = prefill.engine.model
-            layouts = model.layouts(PAGE_SIZE)
-            itemsize = model.kv_dtype.itemsize
-            sizes = [sum(4 * 2 * (s.key_dim + s.value_dim) for s in layout.layers) * itemsize for layout in layouts]
-            for each in (prefill, decode):
-                (figures,) = [figures for _, _, figures, _ in each.ended]
-                state_pages = model.state_pages(PAGE_SIZE)
-                assert figures.num_pages == sum(numbers) + state_pages
-                num_bytes = sum(n * size for n, size in zip(numbers, sizes, strict=True))
-                assert figures.num_bytes == num_bytes + state_pages * layouts[0].page_bytes
-            whole = pages * model.layout(PAGE_SIZE).page_bytes
-            assert num_bytes <= whole
-            if FAMILIES[name] != (None,):
-                assert num_bytes < 0.6 * whole
-
-    asyncio.run(main())
+        assert {outcome for _, is_sent, _, outcome in prefill.ended if is_sent} == {"shipped"}
 
 
-def test_shared_prefix_does_not_travel_again_where_windows_have_passed_it(name: str) -> None:
+async def test_shipped_tokens_are_those_of_transformers_where_the_decode_replica_verifies_drafts(
+    name: str, texts: list[list[int]], expected: list[list[int]]
+) -> None:
+    works = [submission(text) for text in texts]
+    answers = {work.id: tokens for work, tokens in zip(works, expected, strict=True)}
+    decode = side(name, speculative_config=fixed(3))
+    speculating(decode.engine, Oracle(answers, 0.8, random.Random(1), decode.engine.model.vocab_size))
+    async with closing(side(name), decode) as (prefill, _):
+        assert await asyncio.gather(*(ship(prefill, decode, work) for work in works)) == expected
+    assert decode.engine.scheduler.verification is not None
+    totals = decode.engine.scheduler.verification.totals
+    assert 20 < sum(totals.num_accepted_at) < totals.num_tokens
+
+
+async def test_no_page_without_an_owner_is_read_at_either_side(
+    name: str, texts: list[list[int]], expected: list[list[int]]
+) -> None:
+    async with closing(*(side(name, enable_prefix_caching=False) for _ in range(2))) as (prefill, decode):
+        for each in (prefill, decode):
+            await each.on_engine(lambda each=each: poison(each.engine))  # type: ignore[misc]
+        works = [submission(text) for text in texts]
+        assert await asyncio.gather(*(ship(prefill, decode, work) for work in works)) == expected
+
+
+async def test_pages_travel_that_tokens_after_the_prompt_see_and_states_once(name: str) -> None:
+    async with closing(side(name), side(name)) as (prefill, decode):
+        await ship(prefill, decode, submission(LONG))
+        pages = -(-len(LONG) // PAGE_SIZE)
+        numbers = [pages - first_visible_page(window, len(LONG), PAGE_SIZE) for window in FAMILIES[name]]
+        model = prefill.engine.model
+        layouts = model.layouts(PAGE_SIZE)
+        itemsize = model.kv_dtype.itemsize
+        sizes = [sum(4 * 2 * (s.key_dim + s.value_dim) for s in layout.layers) * itemsize for layout in layouts]
+        for each in (prefill, decode):
+            (figures,) = [figures for _, _, figures, _ in each.ended]
+            state_pages = model.state_pages(PAGE_SIZE)
+            assert figures.num_pages == sum(numbers) + state_pages
+            num_bytes = sum(n * size for n, size in zip(numbers, sizes, strict=True))
+            assert figures.num_bytes == num_bytes + state_pages * layouts[0].page_bytes
+        whole = pages * model.layout(PAGE_SIZE).page_bytes
+        assert num_bytes <= whole
+        if FAMILIES[name] != (None,):
+            assert num_bytes < 0.6 * whole
+
+
+async def test_shared_prefix_does_not_travel_again_where_windows_have_passed_it(name: str) -> None:
     """The decode side has the prefix in groups without a window alone, which is all that it needs of it."""
     other = [*LONG[:100], *((7 * at) % 90 + 3 for at in range(60))]
 
-    async def main() -> None:
-        async with closing(side(name), side(name)) as (prefill, decode):
-            await ship(prefill, decode, submission(LONG))
-            assert await ship(prefill, decode, submission(other)) == generated(module_of(name), [other], NUM_TOKENS)[0]
-            cached = 100 // PAGE_SIZE if None in FAMILIES[name] else 0
-            firsts = [max(first_visible_page(window, 160, PAGE_SIZE), cached) for window in FAMILIES[name]]
-            *_, (_, _, figures, _) = prefill.ended
-            state_pages = prefill.engine.model.state_pages(PAGE_SIZE)
-            assert figures.num_pages == sum(160 // PAGE_SIZE - first for first in firsts) + state_pages
-
-    asyncio.run(main())
+    async with closing(side(name), side(name)) as (prefill, decode):
+        await ship(prefill, decode, submission(LONG))
+        assert await ship(prefill, decode, submission(other)) == generated(module_of(name), [other], NUM_TOKENS)[0]
+        cached = 100 // PAGE_SIZE if None in FAMILIES[name] else 0
+        firsts = [max(first_visible_page(window, 160, PAGE_SIZE), cached) for window in FAMILIES[name]]
+        *_, (_, _, figures, _) = prefill.ended
+        state_pages = prefill.engine.model.state_pages(PAGE_SIZE)
+        assert figures.num_pages == sum(160 // PAGE_SIZE - first for first in firsts) + state_pages
 
 
-@pytest.mark.parametrize("transport", NIXL_IN_SOAK)
-def test_decode_side_whose_partner_stops_in_mid_transfer_finishes_alone(
-    name: str, transport: str, texts: list[list[int]], expected: list[list[int]]
+async def test_decode_side_whose_partner_stops_in_mid_transfer_finishes_alone(
+    name: str, texts: list[list[int]], expected: list[list[int]]
 ) -> None:
     """Also where the pages that windows need have not arrived: those tokens are computed again."""
-
-    async def main() -> None:
-        sides = (side(name, transport, 1.0, max_num_batched_tokens=20) for _ in range(2))
-        async with closing(*sides) as (prefill, decode):
-            work = submission(texts[-1])
-            await start(prefill, decode, work)
-            gate = await hold(prefill.thread)
-            while prefill.engine.scheduler.table.requests()[0].num_computed_tokens < 60:
-                gate = await hold(prefill.thread, gate)
-            while not await decode.computed(work.id):
-                await asyncio.sleep(0)
-            await prefill.thread.abort([(work.id, work.epoch)])
-            gate.set()
-            assert await decode.rest(work.id) == expected[-1]
-
-    asyncio.run(main())
+    sides = (side(name, "tcp", 1.0, max_num_batched_tokens=20) for _ in range(2))
+    async with closing(*sides) as (prefill, decode):
+        work = submission(texts[-1])
+        await start(prefill, decode, work)
+        gate = await hold(prefill.thread)
+        while prefill.engine.scheduler.table.requests()[0].num_computed_tokens < 60:
+            gate = await hold(prefill.thread, gate)
+        while not await decode.computed(work.id):
+            await asyncio.sleep(0)
+        await prefill.thread.abort([(work.id, work.epoch)])
+        gate.set()
+        assert await decode.rest(work.id) == expected[-1]
 
 
-@pytest.mark.parametrize("transport", NIXL_IN_SOAK)
-def test_decode_side_lost_in_mid_transfer_is_replaced(
-    name: str, transport: str, texts: list[list[int]], expected: list[list[int]]
-) -> None:
-    """The prefill side ships at once to a second one, from pages that it has cached."""
-
-    async def main() -> None:
-        prefill, lost, second = (side(name, transport, max_num_batched_tokens=20) for _ in range(3))
-        async with closing(prefill, second):
-            work = submission(texts[-1])
-            await start(prefill, lost, work)
-            while not await prefill.computed(work.id):
-                await asyncio.sleep(0)
-            blob = lost.blob
-            await lost.close()
-            await prefill.thread.peer_dead(blob)
-            await prefill.thread.abort([(work.id, work.epoch)])
-            await start(prefill, second, replace(work, epoch=1))
-            while (first := await prefill.next(work.id)).epoch != 1:
-                pass
-            assert [*first.token_ids, *await second.rest(work.id)] == expected[-1]
-            assert (await prefill.next(work.id)).finish_reason is FinishReason.SHIPPED
-
-    asyncio.run(main())
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("is_prefill_whole", [True, False])
-@pytest.mark.parametrize("division", DIVISIONS)
-def test_groups_shipped_between_unequal_shards_give_the_tokens_of_transformers(
-    ranks: Ranks, tmp_path: Path, transport: str, division: tuple[int, int], is_prefill_whole: bool
+@UNEQUAL_SHARDS
+async def test_groups_shipped_between_unequal_shards_give_the_tokens_of_transformers(
+    ranks: Ranks, tmp_path: Path, division: tuple[int, int], is_prefill_whole: bool
 ) -> None:
     """The layers of a group are those of the whole model, however it is divided among ranks."""
     family = "gemma3_text 3:1" if division[1] > 1 else "gemma3_text"
     path = saved(module_of(family), tmp_path)
     texts = prompts(12)
 
-    async def main() -> None:
-        with ganged(ranks, path, *division, page_size=PAGE_SIZE, max_num_batched_tokens=48) as engine:
-            assert engine.pages.windows == FAMILIES[family]
-            whole, divided = side(family, transport), Side(transport, engine=engine)
-            sides = (whole, divided) if is_prefill_whole else (divided, whole)
-            async with closing(*sides) as (prefill, decode):
-                works = [submission(text) for text in texts]
-                found = await asyncio.gather(*(ship(prefill, decode, work) for work in works))
-                assert found == generated(module_of(family), texts, NUM_TOKENS)
-                assert {outcome for _, is_sent, _, outcome in prefill.ended if is_sent} == {"shipped"}
-
-    asyncio.run(main())
+    with ganged(ranks, path, *division, page_size=PAGE_SIZE, max_num_batched_tokens=48) as engine:
+        assert engine.pages.windows == FAMILIES[family]
+        whole, divided = side(family), Side("tcp", engine=engine)
+        sides = (whole, divided) if is_prefill_whole else (divided, whole)
+        async with closing(*sides) as (prefill, decode):
+            works = [submission(text) for text in texts]
+            found = await asyncio.gather(*(ship(prefill, decode, work) for work in works))
+            assert found == generated(module_of(family), texts, NUM_TOKENS)
+            assert {outcome for _, is_sent, _, outcome in prefill.ended if is_sent} == {"shipped"}
 
 
-def test_pools_with_unlike_groups_are_refused_with_both_printed() -> None:
-    async def main() -> None:
-        one = side("gemma3_text", disable_hybrid_kv_cache_manager=True)
-        async with closing(side("gemma3_text"), one) as (grouped, whole):
-            with pytest.raises(CannotPair, match=r"(?s)pools differ in groups.*all layers in one"):
-                await start(whole, grouped, submission([1, 2, 3]))
-
-    asyncio.run(main())
+async def test_pools_with_unlike_groups_are_refused_with_both_printed() -> None:
+    one = side("gemma3_text", disable_hybrid_kv_cache_manager=True)
+    async with closing(side("gemma3_text"), one) as (grouped, whole):
+        with pytest.raises(CannotPair, match=r"(?s)pools differ in groups.*all layers in one"):
+            await start(whole, grouped, submission([1, 2, 3]))
 
 
-def test_local_requests_of_a_side_that_ships_keep_their_tokens(name: str) -> None:
+async def test_local_requests_of_a_side_that_ships_keep_their_tokens(name: str) -> None:
     """Beside requests that arrive, under preemption."""
-
-    async def main() -> None:
-        async with closing(side(name), side(name)) as (prefill, decode):
-            works = [submission(text) for text in prompts(8)]
-            wanted = generated(module_of(name), prompts(8), NUM_TOKENS)
-            tasks = [decode.generate(local(work)) for work in works] + [ship(prefill, decode, work) for work in works]
-            assert await asyncio.gather(*tasks) == [*wanted, *wanted]
-
-    asyncio.run(main())
+    async with closing(side(name), side(name)) as (prefill, decode):
+        works = [submission(text) for text in prompts(8)]
+        wanted = generated(module_of(name), prompts(8), NUM_TOKENS)
+        tasks = [decode.generate(local(work)) for work in works] + [ship(prefill, decode, work) for work in works]
+        assert await asyncio.gather(*tasks) == [*wanted, *wanted]

@@ -9,77 +9,66 @@ from crossdock.workers.model.load import load_model
 from crossdock.workers.model.model_spec import ModelSpec
 from tests.workers.architectures import build
 from tests.workers.gangs import ganged
-from tests.workers.ranks import DIVISIONS, Ranks, saved
-from tests.workers.replica.sides import TRANSPORTS, Side, closing, local, prompts, ship, start, submission
+from tests.workers.ranks import Ranks, saved
+from tests.workers.replica.sides import UNEQUAL_SHARDS, Side, closing, local, prompts, ship, start, submission
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("is_prefill_whole", [True, False])
-@pytest.mark.parametrize("division", DIVISIONS)
-def test_requests_shipped_between_unequal_shards_have_the_tokens_of_local_ones(
-    ranks: Ranks, tmp_path: Path, transport: str, division: tuple[int, int], is_prefill_whole: bool
+@UNEQUAL_SHARDS
+async def test_requests_shipped_between_unequal_shards_have_the_tokens_of_local_ones(
+    ranks: Ranks, tmp_path: Path, division: tuple[int, int], is_prefill_whole: bool
 ) -> None:
     """Chunk by chunk, and from cached prefixes at either side."""
     path = saved(build("llama", {}), tmp_path)
 
-    async def main() -> None:
-        with ganged(ranks, path, *division, max_num_batched_tokens=80) as engine:
-            whole, divided = Side(transport), Side(transport, engine=engine)
-            sides = (whole, divided) if is_prefill_whole else (divided, whole)
-            async with closing(*sides) as (prefill, decode):
-                works = [submission(prompt, temperature=0.8 * (n % 2), seed=n) for n, prompt in enumerate(prompts(20))]
-                expected = await asyncio.gather(*(whole.generate(local(work)) for work in works[:10]))
-                await whole.on_engine(whole.engine.pages.clear_cache)
-                expected += await asyncio.gather(*(whole.generate(local(work)) for work in works[10:]))
-                found = await asyncio.gather(*(ship(prefill, decode, work) for work in works))
-                assert found == expected
-                assert {outcome for _, is_sent, _, outcome in prefill.ended if is_sent} == {"shipped"}
-
-    asyncio.run(main())
+    with ganged(ranks, path, *division, max_num_batched_tokens=80) as engine:
+        whole, divided = Side("tcp"), Side("tcp", engine=engine)
+        sides = (whole, divided) if is_prefill_whole else (divided, whole)
+        async with closing(*sides) as (prefill, decode):
+            works = [submission(prompt, temperature=0.8 * (n % 2), seed=n) for n, prompt in enumerate(prompts(20))]
+            expected = await asyncio.gather(*(whole.generate(local(work)) for work in works[:10]))
+            await whole.on_engine(whole.engine.pages.clear_cache)
+            expected += await asyncio.gather(*(whole.generate(local(work)) for work in works[10:]))
+            found = await asyncio.gather(*(ship(prefill, decode, work) for work in works))
+            assert found == expected
+            assert {outcome for _, is_sent, _, outcome in prefill.ended if is_sent} == {"shipped"}
 
 
 @pytest.mark.parametrize("is_cancelled", [True, False], ids=["cancelled", "partner stops"])
-def test_transfer_to_several_ranks_that_ends_early_frees_all(ranks: Ranks, tmp_path: Path, is_cancelled: bool) -> None:
+async def test_transfer_to_ranks_that_ends_early_frees_all(ranks: Ranks, tmp_path: Path, is_cancelled: bool) -> None:
     """A token has arrived when every rank has it; no page is free before all ranks' writers have stopped."""
     path = saved(build("llama", {}), tmp_path)
 
-    async def main() -> None:
-        with ganged(ranks, path, 2, 2, max_num_batched_tokens=24) as engine:
-            async with closing(Side("tcp", max_num_batched_tokens=24), Side("tcp", engine=engine)) as (prefill, decode):
-                prompt = prompts()[6]
-                expected = await prefill.generate(submission(prompt))
-                await prefill.on_engine(prefill.engine.pages.clear_cache)
-                work = submission(prompt)
-                await start(prefill, decode, work)
-                while not (committed := await decode.computed(work.id)):
-                    await asyncio.sleep(0)
-                if is_cancelled:
-                    await decode.thread.abort([(work.id, work.epoch)])
-                    await prefill.thread.abort([(work.id, work.epoch)])
-                else:
-                    before = decode.num_prompt_tokens
-                    await prefill.thread.abort([(work.id, work.epoch)])
-                    assert await decode.rest(work.id) == expected
-                    assert decode.num_prompt_tokens - before <= len(prompt) - committed
-
-    asyncio.run(main())
+    with ganged(ranks, path, 2, 2, max_num_batched_tokens=24) as engine:
+        async with closing(Side("tcp", max_num_batched_tokens=24), Side("tcp", engine=engine)) as (prefill, decode):
+            prompt = prompts()[6]
+            expected = await prefill.generate(submission(prompt))
+            await prefill.on_engine(prefill.engine.pages.clear_cache)
+            work = submission(prompt)
+            await start(prefill, decode, work)
+            while not (committed := await decode.computed(work.id)):
+                await asyncio.sleep(0)
+            if is_cancelled:
+                await decode.thread.abort([(work.id, work.epoch)])
+                await prefill.thread.abort([(work.id, work.epoch)])
+            else:
+                before = decode.num_prompt_tokens
+                await prefill.thread.abort([(work.id, work.epoch)])
+                assert await decode.rest(work.id) == expected
+                assert decode.num_prompt_tokens - before <= len(prompt) - committed
 
 
-def test_request_aborted_in_a_gang_frees_the_bytes_of_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
+async def test_request_aborted_in_a_gang_frees_the_bytes_of_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
     path = saved(build("llama", {}), tmp_path)
     whole = load_model(ModelSpec(str(path), "float32")).layout(16)
     work = submission(prompts()[6], num_tokens=100)
 
-    async def main() -> None:
-        with ganged(ranks, path, 2, 2) as engine:
-            async with closing(Side("tcp", engine=engine), Side("tcp")) as (divided, _):
-                await divided.thread.submit("test", work)
-                await divided.next(work.id)
-                await divided.thread.abort([(work.id, work.epoch)])
-                await divided.on_engine(lambda: None)
-                (found,) = await divided.thread.find_timelines(work.request_id, None)
-                pages, rest = divmod(found["freed_bytes"], whole.page_bytes)
-                assert rest == 0
-                assert pages >= len(work.prompt_token_ids) // 16
-
-    asyncio.run(main())
+    with ganged(ranks, path, 2, 2) as engine:
+        async with closing(Side("tcp", engine=engine), Side("tcp")) as (divided, _):
+            await divided.thread.submit("test", work)
+            await divided.next(work.id)
+            await divided.thread.abort([(work.id, work.epoch)])
+            await divided.on_engine(lambda: None)
+            (found,) = await divided.thread.find_timelines(work.request_id, None)
+            pages, rest = divmod(found["freed_bytes"], whole.page_bytes)
+            assert rest == 0
+            assert pages >= len(work.prompt_token_ids) // 16

@@ -103,17 +103,14 @@ def test_states_shipped_between_like_ranks_give_the_tokens_of_transformers(
 
 
 @pytest.mark.parametrize("division", [(2, 1), (1, 2)])
-def test_pair_of_unlike_ranks_is_refused_with_both_printed(
+async def test_pair_of_unlike_ranks_is_refused_with_both_printed(
     ranks: Ranks, tmp_path: Path, division: tuple[int, int]
 ) -> None:
     path = saved(build("qwen3_next", SERVED["qwen3_next"]), tmp_path)
 
-    async def main() -> None:
-        with ganged(ranks, path, *division, **SETTINGS) as engine:
-            spec = spec_of(path, 1, 1, **SETTINGS)
-            alone = Engine(load_model(spec.model), spec.engine)
-            async with closing(Side("tcp", engine=alone), Side("tcp", engine=engine)) as (whole, divided):
-                with pytest.raises(CannotPair, match=r"(?s)pools differ in state.*layer 0.*layer"):
-                    await start(whole, divided, submission([1, 2, 3]))
-
-    asyncio.run(main())
+    with ganged(ranks, path, *division, **SETTINGS) as engine:
+        spec = spec_of(path, 1, 1, **SETTINGS)
+        alone = Engine(load_model(spec.model), spec.engine)
+        async with closing(Side("tcp", engine=alone), Side("tcp", engine=engine)) as (whole, divided):
+            with pytest.raises(CannotPair, match=r"(?s)pools differ in state.*layer 0.*layer"):
+                await start(whole, divided, submission([1, 2, 3]))

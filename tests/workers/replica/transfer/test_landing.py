@@ -16,14 +16,13 @@ from crossdock.workers.replica.config import EngineConfig, ReplicaSpec
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.replica.serving.replica import _takes_rows
 from crossdock.workers.schedule.pictures.encoding import ON_THEIR_WAY, EncoderTotals
-from crossdock.workers.schedule.pictures.items import Item
 from crossdock.workers.schedule.request import (
-    FinishReason,
     Leg,
     SamplingParams,
     Submission,
     encoding_leg,
 )
+from tests.workers.architectures import in_soak_but
 from tests.workers.multimodal import (
     FAMILIES,
     NO_PLACEHOLDERS,
@@ -137,91 +136,78 @@ def prompts(family: str) -> dict[str, PicturePrompt]:
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("is_decoded_elsewhere", [False, True], ids=["mixed", "pair"])
-@pytest.mark.parametrize("family", ["qwen3_vl", "smolvlm", "mistral3"])
-def test_tokens_of_pictures_encoded_elsewhere_equal_transformers(
-    family: str, transport: str, is_decoded_elsewhere: bool
+async def test_tokens_of_pictures_encoded_elsewhere_equal_transformers(
+    transport: str, is_decoded_elsewhere: bool
 ) -> None:
     """One after the other, then all at once: only the encode replica encodes."""
+    family = "qwen3_vl"
     module, works = build_multimodal(family), prompts(family)
-
-    async def main() -> None:
-        expected = {name: continuation(module, prompt, NUM_TOKENS) for name, prompt in works.items()}
-        async with three(family, transport) as trio:
-            for name, prompt in works.items():
-                work = submission(name, prompt)
-                if not prompt.items:
-                    assert await trio.first.generate(work) == expected[name]
-                    continue
-                found = await trio.generate(work, is_decoded_elsewhere=is_decoded_elsewhere)
-                assert found == expected[name]
-            assert trio.num_encoded == [3, 0, 0]
-            await trio.first.on_engine(trio.first.engine.pages.clear_cache)
-            again = [submission(f"{name} again", prompt) for name, prompt in works.items() if prompt.items]
-            found_again = await asyncio.gather(
-                *(trio.generate(work, is_decoded_elsewhere=is_decoded_elsewhere) for work in again)
-            )
-            assert found_again == [expected[work.id.removesuffix(" again")] for work in again]
-            assert trio.num_encoded[1:] == [0, 0]
-            assert not trio.lost
-
-    asyncio.run(main())
+    expected = {name: continuation(module, prompt, NUM_TOKENS) for name, prompt in works.items()}
+    async with three(family, transport) as trio:
+        for name, prompt in works.items():
+            work = submission(name, prompt)
+            if not prompt.items:
+                assert await trio.first.generate(work) == expected[name]
+                continue
+            found = await trio.generate(work, is_decoded_elsewhere=is_decoded_elsewhere)
+            assert found == expected[name]
+        assert trio.num_encoded == [3, 0, 0]
+        await trio.first.on_engine(trio.first.engine.pages.clear_cache)
+        again = [submission(f"{name} again", prompt) for name, prompt in works.items() if prompt.items]
+        found_again = await asyncio.gather(
+            *(trio.generate(work, is_decoded_elsewhere=is_decoded_elsewhere) for work in again)
+        )
+        assert found_again == [expected[work.id.removesuffix(" again")] for work in again]
+        assert trio.num_encoded[1:] == [0, 0]
+        assert not trio.lost
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_rows_of_all_families_fit_their_prompts(family: str) -> None:
+@pytest.mark.parametrize("family", in_soak_but(["smolvlm", "mistral3"], FAMILIES))
+async def test_rows_of_all_families_fit_their_prompts(family: str) -> None:
     module, work = build_multimodal(family), prompts(family)["first"]
 
-    async def main() -> None:
-        async with three(family, "tcp", async_scheduling=True) as trio:
-            assert await trio.generate(submission("a", work)) == continuation(module, work, NUM_TOKENS)
-            assert trio.num_encoded == [3, 0, 0]
-            assert trio.totals(trio.first).num_copied == 3
-
-    asyncio.run(main())
+    async with three(family, "tcp", async_scheduling=True) as trio:
+        assert await trio.generate(submission("a", work)) == continuation(module, work, NUM_TOKENS)
+        assert trio.num_encoded == [3, 0, 0]
+        assert trio.totals(trio.first).num_copied == 3
 
 
-def test_rows_are_not_sent_for_pictures_that_the_prefix_cache_has() -> None:
+async def test_rows_are_not_sent_for_pictures_that_the_prefix_cache_has() -> None:
     works = prompts("qwen2_vl")
 
-    async def main() -> None:
-        async with three("qwen2_vl", "tcp") as trio:
-            await trio.generate(submission("a", works["one"]))
-            before = trio.totals(trio.first).num_copied
-            await trio.generate(submission("b", works["one"]))
-            await trio.generate(submission("c", works["longer"]))
-            assert trio.totals(trio.first).num_copied - before == 1, "the last picture of the longer prompt alone"
-            assert trio.num_encoded[1] == 0
-
-    asyncio.run(main())
+    async with three("qwen2_vl", "tcp") as trio:
+        await trio.generate(submission("a", works["one"]))
+        before = trio.totals(trio.first).num_copied
+        await trio.generate(submission("b", works["one"]))
+        await trio.generate(submission("c", works["longer"]))
+        assert trio.totals(trio.first).num_copied - before == 1, "the last picture of the longer prompt alone"
+        assert trio.num_encoded[1] == 0
 
 
-def test_wait_for_a_picture_shows_in_the_timeline() -> None:
+async def test_wait_for_a_picture_shows_in_the_timeline() -> None:
     prompt = PicturePrompt.of(20, picture("qwen2_vl", 1, (3, 3)), 9, seed=1)
 
-    async def main() -> None:
-        async with three("qwen2_vl", "tcp") as trio:
-            work = submission("a", prompt)
-            gate = await hold(trio.encoder.thread)
-            encoding = asyncio.create_task(trio.encode(work))
-            await trio.first.thread.submit("test", trio.here(work))
-            while await trio.first.computed("a") < 16:
-                await asyncio.sleep(0.001)
-            assert await trio.first.thread.progress("a", 0) == ["running", 16, len(prompt.token_ids), 0, 0, 16]
-            gate.set()
-            await encoding
-            await trio.first.rest("a")
-            assert await trio.first.is_clean()  # the transfer's last message may come after the last token
-            (timeline,) = await trio.first.thread.find_timelines("a", None)
-            assert ON_THEIR_WAY in [chunk["limit"] for chunk in timeline["chunks"]]
-            transfers = [(each["direction"], each["outcome"]) for each in timeline["transfers"]]
-            assert transfers in ([("embeddings", "arrived")], [])  # [], if the last page, without rows, came too late
-            text = await trio.first.thread.metrics_text()
-            assert "crossdock_items_received_total 1.0" in text
-            counted = 'crossdock_transfers_total{direction="embeddings",outcome="arrived"} 1.0' in text
-            assert counted == bool(transfers)
-            assert 'crossdock_items_lost_total{reason="failed"} 0.0' in text
-
-    asyncio.run(main())
+    async with three("qwen2_vl", "tcp") as trio:
+        work = submission("a", prompt)
+        gate = await hold(trio.encoder.thread)
+        encoding = asyncio.create_task(trio.encode(work))
+        await trio.first.thread.submit("test", trio.here(work))
+        while await trio.first.computed("a") < 16:
+            await asyncio.sleep(0.001)
+        assert await trio.first.thread.progress("a", 0) == ["running", 16, len(prompt.token_ids), 0, 0, 16]
+        gate.set()
+        await encoding
+        await trio.first.rest("a")
+        assert await trio.first.is_clean()  # the transfer's last message may come after the last token
+        (timeline,) = await trio.first.thread.find_timelines("a", None)
+        assert ON_THEIR_WAY in [chunk["limit"] for chunk in timeline["chunks"]]
+        transfers = [(each["direction"], each["outcome"]) for each in timeline["transfers"]]
+        assert transfers in ([("embeddings", "arrived")], [])  # [], if the last page, without rows, came too late
+        text = await trio.first.thread.metrics_text()
+        assert "crossdock_items_received_total 1.0" in text
+        counted = 'crossdock_transfers_total{direction="embeddings",outcome="arrived"} 1.0' in text
+        assert counted == bool(transfers)
+        assert 'crossdock_items_lost_total{reason="failed"} 0.0' in text
 
 
 @pytest.mark.parametrize(
@@ -299,186 +285,110 @@ async def aborted(trio: Trio, work: Submission) -> None:
     await trio.encoder.thread.abort([(work.id, work.epoch)])
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("loss", [dead, aborted])
-def test_request_whose_encoder_is_lost_encodes_here(
-    transport: str,
+async def test_request_whose_encoder_is_lost_encodes_here(
     moment: Callable[[Trio, Submission], Awaitable[None]],
     loss: Callable[[Trio, Submission], Awaitable[None]],
 ) -> None:
     """The request ends with the same tokens, and another request of the same replica with pictures goes on."""
     module, other = build_multimodal("qwen2_vl"), prompts("qwen2_vl")["other"]
 
-    async def main() -> None:
-        async with three("qwen2_vl", transport, deadline_s=1.5) as trio:
-            work = submission("a", LONG)
-            await trio.first.thread.submit("test", trio.here(work))
-            await moment(trio, work)
-            await loss(trio, work)
-            local = asyncio.create_task(trio.first.generate(submission("b", other)))
-            assert await trio.first.rest("a") == continuation(module, LONG, NUM_TOKENS)
-            assert await local == continuation(module, other, NUM_TOKENS)
-            assert trio.num_encoded[1] + trio.totals(trio.first).num_copied == 3
-            await trio.encoder.thread.abort([("a", 0)])
-
-    asyncio.run(main())
+    async with three("qwen2_vl", "tcp", deadline_s=1.5) as trio:
+        work = submission("a", LONG)
+        await trio.first.thread.submit("test", trio.here(work))
+        await moment(trio, work)
+        await loss(trio, work)
+        local = asyncio.create_task(trio.first.generate(submission("b", other)))
+        assert await trio.first.rest("a") == continuation(module, LONG, NUM_TOKENS)
+        assert await local == continuation(module, other, NUM_TOKENS)
+        assert trio.num_encoded[1] + trio.totals(trio.first).num_copied == 3
+        await trio.encoder.thread.abort([("a", 0)])
 
 
-def test_encoder_that_falls_silent_costs_a_deadline_and_no_token() -> None:
+async def test_encoder_that_falls_silent_costs_a_deadline_and_no_token() -> None:
     module = build_multimodal("qwen2_vl")
 
-    async def main() -> None:
-        async with three("qwen2_vl", "tcp", deadline_s=1.0) as trio:
-            work = submission("a", LONG)
-            await trio.first.thread.submit("test", trio.here(work))
-            await trio.encode(work)
-            await until_rows_arrive(trio, work)
-            gate = await hold(trio.encoder.thread)
-            assert await trio.first.rest("a") == continuation(module, LONG, NUM_TOKENS)
-            gate.set()
-
-    asyncio.run(main())
+    async with three("qwen2_vl", "tcp", deadline_s=1.0) as trio:
+        work = submission("a", LONG)
+        await trio.first.thread.submit("test", trio.here(work))
+        await trio.encode(work)
+        await until_rows_arrive(trio, work)
+        gate = await hold(trio.encoder.thread)
+        assert await trio.first.rest("a") == continuation(module, LONG, NUM_TOKENS)
+        gate.set()
 
 
-def test_abort_of_the_request_frees_the_landing_pages() -> None:
-    async def main() -> None:
-        async with three("qwen2_vl", "tcp") as trio:
-            for number in range(6):
-                work = submission(f"{number}", LONG)
-                await trio.first.thread.submit("test", trio.here(work))
-                encoding = asyncio.create_task(trio.encode(work))
-                if number % 2:
-                    await encoding
-                if number % 3 == 1:
-                    await until_rows_arrive(trio, work)
-                await trio.first.thread.abort([(work.id, work.epoch)])
-                await encoding
-                await trio.encoder.thread.abort([(work.id, work.epoch)])
-                assert await trio.first.is_clean()
-                assert await trio.encoder.is_clean()
-
-    asyncio.run(main())
-
-
-def test_picture_that_cannot_be_encoded_ends_its_request_with_the_reason() -> None:
-    """The encode replica gives the leg up; the request finds the reason here."""
-    prompt = PicturePrompt.of(5, picture("llava", 1), 9)
-    (item,) = prompt.items
-    broken: Item = replace(item, tensors={"pixel_values": item.tensors["pixel_values"][:, :2]})
-
-    async def main() -> None:
-        async with three("llava", "tcp") as trio:
-            work = submission("a", PicturePrompt(prompt.token_ids, [broken]))
-            await trio.first.thread.submit("test", trio.here(work))
-            await trio.encode(work)
-            delta = await trio.first.next("a")
-            assert delta.finish_reason is FinishReason.ERROR
-            assert "cannot be encoded" in str(delta.error)
-            assert (await trio.encoder.next("a")).finish_reason is FinishReason.ERROR
-
-    asyncio.run(main())
-
-
-def test_address_of_another_pool_is_ignored_and_the_request_encodes_here() -> None:
+async def test_address_of_another_pool_is_ignored_and_the_request_encodes_here() -> None:
     module, prompt = build_multimodal("qwen2_vl"), prompts("qwen2_vl")["one"]
 
-    async def main() -> None:
-        async with three("qwen2_vl", "tcp") as trio:
-            for name, address in (("a", trio.decode.blob), ("b", b"nonsense")):
-                work = replace(submission(name, prompt), encoder=address)
-                assert await trio.first.generate(work) == continuation(module, prompt, NUM_TOKENS)
-            assert trio.num_encoded == [0, 1, 0]
-
-    asyncio.run(main())
+    async with three("qwen2_vl", "tcp") as trio:
+        for name, address in (("a", trio.decode.blob), ("b", b"nonsense")):
+            work = replace(submission(name, prompt), encoder=address)
+            assert await trio.first.generate(work) == continuation(module, prompt, NUM_TOKENS)
+        assert trio.num_encoded == [0, 1, 0]
 
 
-def test_dock_that_fails_at_the_call_of_one_request_costs_the_others_no_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_dock_that_fails_at_the_call_of_one_request_costs_others_no_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The first grant fails, and so does the first call that cancels."""
     family, failing = "qwen2_vl", list[type[DockCall]]()
     module, works = build_multimodal(family), [prompts(family)["one"], prompts(family)["other"], LONG]
 
-    async def main() -> None:
-        expected = [continuation(module, prompt, NUM_TOKENS) for prompt in works]
-        async with three(family, "tcp", enable_prefix_caching=False) as trio:
-            assert trio.first.thread.landing is not None
-            dock = trio.first.thread.landing.dock
+    expected = [continuation(module, prompt, NUM_TOKENS) for prompt in works]
+    async with three(family, "tcp", enable_prefix_caching=False) as trio:
+        assert trio.first.thread.landing is not None
+        dock = trio.first.thread.landing.dock
 
-            call = dock.call
+        call = dock.call
 
-            def fail_once(made: DockCall) -> None:
-                if failing and isinstance(made, failing[0]):
-                    failing.pop(0)
-                    raise ValueError(f"no {made}")
-                call(made)
+        def fail_once(made: DockCall) -> None:
+            if failing and isinstance(made, failing[0]):
+                failing.pop(0)
+                raise ValueError(f"no {made}")
+            call(made)
 
-            monkeypatch.setattr(dock, "call", fail_once)
-            failing.append(GrantCall)
-            named = [submission(f"{number}", prompt) for number, prompt in enumerate(works)]
-            assert await asyncio.gather(*(trio.generate(work) for work in named)) == expected
-            assert trio.lost["failed"] in (1, 2)  # pictures of one request
-            assert not failing
-            failing.append(CancelExpectCall)
-            unsent = [trio.here(submission(name, LONG)) for name in ("a", "b")]
-            for work in unsent:
-                await trio.first.thread.submit("test", work)
-            await trio.first.thread.abort([(work.id, work.epoch) for work in unsent])
-            assert await trio.generate(submission("c", works[0])) == expected[0]
-            dock.call(CancelExpectCall("a", 0))  # the call that failed: else the dock expects these rows for ever
+        monkeypatch.setattr(dock, "call", fail_once)
+        failing.append(GrantCall)
+        named = [submission(f"{number}", prompt) for number, prompt in enumerate(works)]
+        assert await asyncio.gather(*(trio.generate(work) for work in named)) == expected
+        assert trio.lost["failed"] in (1, 2)  # pictures of one request
         assert not failing
+        failing.append(CancelExpectCall)
+        unsent = [trio.here(submission(name, LONG)) for name in ("a", "b")]
+        for work in unsent:
+            await trio.first.thread.submit("test", work)
+        await trio.first.thread.abort([(work.id, work.epoch) for work in unsent])
+        assert await trio.generate(submission("c", works[0])) == expected[0]
+        dock.call(CancelExpectCall("a", 0))  # the call that failed: else the dock expects these rows for ever
+    assert not failing
 
-    asyncio.run(main())
 
-
-def test_dock_that_has_ended_leaves_pictures_to_the_replica() -> None:
+async def test_dock_that_has_ended_leaves_pictures_to_the_replica() -> None:
     module = build_multimodal("qwen2_vl")
 
-    async def main() -> None:
-        trio = Trio("qwen2_vl", "tcp", deadline_s=1.0)
-        try:
-            await trio.first.thread.submit("test", trio.here(submission("a", LONG)))
-            assert trio.first.thread.landing is not None
-            await asyncio.to_thread(trio.first.thread.landing.dock.close)
-            await trio.first.thread.submit("test", trio.here(submission("b", LONG)))
-            for name in ("a", "b"):
-                assert await trio.first.rest(name) == continuation(module, LONG, NUM_TOKENS)
-            assert await trio.first.on_engine(trio.first.engine.pages.counts)  # its thread has not ended
-        finally:
-            for side in (trio.encoder, trio.first, trio.decode):
-                await side.close()
-
-    asyncio.run(main())
+    trio = Trio("qwen2_vl", "tcp", deadline_s=1.0)
+    try:
+        await trio.first.thread.submit("test", trio.here(submission("a", LONG)))
+        assert trio.first.thread.landing is not None
+        await asyncio.to_thread(trio.first.thread.landing.dock.close)
+        await trio.first.thread.submit("test", trio.here(submission("b", LONG)))
+        for name in ("a", "b"):
+            assert await trio.first.rest(name) == continuation(module, LONG, NUM_TOKENS)
+        assert await trio.first.on_engine(trio.first.engine.pages.counts)  # its thread has not ended
+    finally:
+        for side in (trio.encoder, trio.first, trio.decode):
+            await side.close()
 
 
-def test_lost_prefill_replica_leaves_the_pictures_to_the_decode_replica() -> None:
+async def test_lost_prefill_replica_leaves_the_pictures_to_the_decode_replica() -> None:
     """The decode replica of a pair expects no rows: it encodes from the tensors."""
     module = build_multimodal("qwen2_vl")
 
-    async def main() -> None:
-        async with three("qwen2_vl", "tcp") as trio:
-            work = trio.here(submission("a", LONG))
-            await trio.decode.thread.submit("test", replace(work, leg=Leg.RECEIVE, peer=trio.first.blob))
-            await trio.decode.thread.peer_dead(trio.first.blob)
-            assert await trio.decode.rest("a") == continuation(module, LONG, NUM_TOKENS)
-            assert trio.num_encoded == [0, 0, 2]
-
-    asyncio.run(main())
-
-
-def test_few_landing_pages_serve_many_requests() -> None:
-    """Encode here what finds no landing pages in its turn; all tokens stay the same."""
-    family = "qwen2_vl"
-    module, works = build_multimodal(family), [prompt for prompt in prompts(family).values() if prompt.items]
-    model = paged_multimodal(family)
-    assert model.encoder is not None
-    memory = ByteSize(4 * PAGE_SIZE * model.encoder.row_bytes)
-
-    async def main() -> None:
-        expected = [continuation(module, prompt, NUM_TOKENS) for prompt in works]
-        async with three(family, "tcp", mm_encoder_cache=memory, enable_prefix_caching=False) as trio:
-            found = await asyncio.gather(
-                *(trio.generate(submission(f"{number}", works[number % len(works)])) for number in range(20))
-            )
-            assert found == [expected[number % len(works)] for number in range(20)]
-
-    asyncio.run(main())
+    async with three("qwen2_vl", "tcp") as trio:
+        work = trio.here(submission("a", LONG))
+        await trio.decode.thread.submit("test", replace(work, leg=Leg.RECEIVE, peer=trio.first.blob))
+        await trio.decode.thread.peer_dead(trio.first.blob)
+        assert await trio.decode.rest("a") == continuation(module, LONG, NUM_TOKENS)
+        assert trio.num_encoded == [0, 0, 2]

@@ -196,7 +196,7 @@ def test_overload_of_two_replicas_that_prefill_for_each_other_ends() -> None:
     assert any(client.num_returned for client in world.clients.values())
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(
     pages=st.tuples(st.integers(16, 30), st.integers(16, 30)),
     sizes=st.lists(st.integers(1, 50), min_size=1, max_size=10),

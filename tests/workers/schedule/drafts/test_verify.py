@@ -9,8 +9,7 @@ from crossdock.workers.schedule.batch import Batch, SampledToken, Scheduled
 from crossdock.workers.schedule.cost.cost import StepCost
 from crossdock.workers.schedule.drafts.drafting import DraftPolicy, FreeDrafts
 from crossdock.workers.schedule.drafts.speculative_config import SpeculativeConfig
-from crossdock.workers.schedule.memory.page_needs import PageNeeds
-from crossdock.workers.schedule.request import FinishReason, Request, Status
+from crossdock.workers.schedule.request import Request
 from crossdock.workers.schedule.scheduler import Scheduler
 from crossdock.workers.schedule.stretch import steady_steps
 from tests.workers.schedule.model_free_replica import CLASSES, new_request, new_scheduler
@@ -60,29 +59,6 @@ def test_stream_with_drafts_gets_the_accepted_ones_and_one_more() -> None:
     assert scheduler.verification.totals.num_accepted_at == [1, 1, 0, 0, 0, 0]
 
 
-def test_prefix_index_has_accepted_tokens_alone() -> None:
-    stream = new_request("a", [1, 2, 3], max_tokens=20)
-    scheduler = scheduler_of(stream)
-    land(scheduler, scheduler.schedule(0.0, {"a": [11, 12, 13, 14, 15, 16]}), {"a": 1})
-    assert len(scheduler.pages.findable()) == 1
-    scheduler.abort("a")
-    again = new_request("b", [1, 2, 3, 99, 11, 12, 13, 14, 15], max_tokens=1)
-    scheduler.add(again)
-    assert scheduler.schedule(0.0).scheduled[0].start == 4
-
-
-def test_token_that_ends_a_request_drops_those_after_it() -> None:
-    stop = new_request("a", [1, 2, 3], max_tokens=20, stop_token_ids=(12,))
-    few = new_request("b", [4, 5, 6], max_tokens=4)
-    scheduler = scheduler_of(stop, few)
-    assert scheduler.choose_streams(0.0).wanted_drafts == {"a": 6, "b": 2}, "b may get three more tokens"
-    batch = scheduler.schedule(0.0, {"a": [11, 12, 13], "b": [21, 22, 23, 24]})
-    assert [part.drafts for part in batch.scheduled] == [[11, 12, 13], [21, 22]]
-    assert land(scheduler, batch, {"a": 3, "b": 2}) == {"a": [11, 12], "b": [21, 22, 99]}
-    assert (stop.finish_reason, few.finish_reason) == (FinishReason.STOP, FinishReason.LENGTH)
-    assert scheduler.pages.counts().owned == 0
-
-
 def test_decodes_without_drafts_come_first() -> None:
     scheduler = scheduler_of(*(new_request(name, [1], max_tokens=20) for name in "abc"))
     batch = scheduler.schedule(0.0, {"a": [5], "b": [], "c": [6, 7]})
@@ -97,22 +73,6 @@ def test_drafts_preempt_no_request_and_take_the_pages_that_are_left() -> None:
     batch = scheduler.schedule(0.0, {"a": [5] * 6, "b": [6] * 6})  # 8 tokens in 2 pages each, so that one page is left
     assert [(part.request.id, len(part.drafts)) for part in batch.scheduled] == [("b", 0), ("a", 4)]
     assert scheduler.table.num_preemptions == 0
-
-
-@pytest.mark.parametrize("window", [5, 8, 9])
-def test_stream_with_drafts_holds_no_more_window_pages_than_are_counted(window: int) -> None:
-    stream = new_request("a", [1, 2, 3], max_tokens=90)
-    scheduler = scheduler_of(stream, windows=(None, window))
-    most = scheduler.table.needs.most_decoding[1]
-    assert most is not None
-    held = []
-    while stream.status is not Status.FINISHED:
-        accepted = stream.num_tokens % 7
-        batch = scheduler.schedule(0.0, {"a": [11, 12, 13, 14, 15, 16]})
-        held.append(scheduler.pages.num_held(stream.owner, 1))
-        land(scheduler, batch, {"a": accepted})
-    assert max(held) <= most
-    assert max(held) > PageNeeds(4, (None, window), 32).most_decoding[1], "without drafts it holds fewer"
 
 
 def test_drafts_beside_a_prompt_leave_its_chunk_as_it_is() -> None:

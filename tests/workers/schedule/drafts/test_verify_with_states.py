@@ -21,37 +21,6 @@ def verify(scheduler: Scheduler, num_accepted: int, drafts: list[int] = DRAFTS) 
     return part
 
 
-def test_state_after_accepted_drafts_is_on_other_pages_which_become_the_requests_own() -> None:
-    stream = new_request("a", [1, 2, 3], max_tokens=90)
-    scheduler = scheduler_of(stream, state_pages=PAGES, caching=False)
-    pages, before = scheduler.pages, list(scheduler.pages.own_state_of(stream.owner))
-    part = verify(scheduler, num_accepted=6)
-    assert list(part.state.read) == before
-    assert not set(part.state.write) & set(before)
-    assert pages.own_state_of(stream.owner) is pages.state_of(stream.owner) is part.state.write
-    assert pages.num_held_by(stream.owner) == 3 + PAGES, "11 tokens and one state"
-    assert (stream.num_computed_tokens, stream.num_verified_tokens) == (10, 0)
-
-
-def test_rejected_draft_has_accepted_tokens_computed_again_from_the_state_before() -> None:
-    stream = new_request("a", [1, 2, 3], max_tokens=90)
-    scheduler = scheduler_of(stream, state_pages=PAGES, caching=False)
-    before = list(scheduler.pages.own_state_of(stream.owner))
-    first = verify(scheduler, num_accepted=2)
-    assert (first.start, first.num_tokens) == (3, 7)
-    assert stream.token_ids == [1, 2, 3, 99, 11, 12, 99]
-    assert (stream.num_computed_tokens, stream.num_verified_tokens) == (3, 3)
-    assert stream.is_decoding
-    assert list(scheduler.pages.state_of(stream.owner)) == before
-    assert scheduler.pages.num_held_by(stream.owner) == 2 + PAGES
-    second = verify(scheduler, num_accepted=0, drafts=DRAFTS[:2])
-    assert (second.start, second.num_tokens, list(second.state.read)) == (3, 3 + 1 + 2, before)
-    assert (stream.num_computed_tokens, stream.num_verified_tokens) == (3, 4)
-    third = verify(scheduler, num_accepted=0, drafts=[])
-    assert (third.start, third.num_tokens, third.state.read) == (3, 5, third.state.write)
-    assert (stream.num_computed_tokens, stream.num_verified_tokens) == (8, 0)
-
-
 def test_decodes_that_compute_tokens_again_come_behind_others_and_take_rows() -> None:
     streams = [new_request(name, [1, 2, 3], max_tokens=90) for name in "ab"]
     scheduler = scheduler_of(*streams, state_pages=PAGES)

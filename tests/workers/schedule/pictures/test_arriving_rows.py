@@ -573,18 +573,6 @@ def test_nothing_is_granted_for_pictures_in_memory() -> None:
     assert world.num_encoded == 1
 
 
-def test_wait_for_a_replica_that_never_got_the_request_ends() -> None:
-    world = World(num_landing=8, patience_s=2.0)
-    request = world.submit(20, [item(4, 8, 1)], is_silent=True)
-    while world.now < 2.0:
-        world.step()
-        world.now += 0.1
-    world.step()
-    assert world.arriving.lost == {"late": 1}
-    assert request.num_computed_tokens == 20
-    world.settle()
-
-
 @pytest.mark.parametrize(("predicted", "late_after"), [(0.5, 2.0), (4.0, 8.0), (1e3, LONGEST_PATIENCE_S)])
 def test_offer_is_late_after_twice_the_predicted_seconds_within_bounds(predicted: float, late_after: float) -> None:
     world = World(num_landing=8, patience_s=2.0)

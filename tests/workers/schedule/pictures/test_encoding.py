@@ -13,7 +13,7 @@ from crossdock.workers.schedule.pacing.chunking import SLACK_SHARE
 from crossdock.workers.schedule.pictures.encoder_cost import EncoderCost, EncoderCostFit
 from crossdock.workers.schedule.pictures.encoding import Encoding
 from crossdock.workers.schedule.pictures.items import Item, items_in, salted
-from crossdock.workers.schedule.request import InvalidField, Request, Status
+from crossdock.workers.schedule.request import InvalidField, Request
 from tests.workers.schedule.model_free_replica import (
     COST,
     ModelFreeReplica,
@@ -204,75 +204,6 @@ def test_item_larger_than_the_cache_is_refused_with_the_flag() -> None:
         scheduler.add(request)
     with pytest.raises(InvalidField, match="encodes none"):
         new_scheduler().add(request)
-
-
-def random_items(rng: random.Random, length: int, contents: int) -> list[Item]:
-    items, place = list[Item](), 0
-    while True:
-        start = place + rng.choice([0, 1, 3, 10])
-        size = rng.choice([1, 3, 5, 12])
-        if start + size > length:
-            return items
-        content = size * 100 + rng.randrange(contents)  # equal contents have equal lengths
-        items.append(item(start, size, content))
-        place = start + size
-
-
-@pytest.mark.parametrize("seed", range(60))
-def test_any_history_of_prompts_with_pictures_ends(seed: int) -> None:
-    """Few pages, a small cache or a large one, aborts: each chunk finds its embeddings, and the cache its bound."""
-    rng = random.Random(seed)
-    capacity = rng.choice([12, 15, 30, 200])
-    scheduler = new_scheduler(
-        num_pages=rng.choice([30, 64]),
-        cost=rng.choice([None, COST]),
-        encoding=Encoding(capacity, rng.choice([None, ENCODER, EncoderCost(per_row=0.02)])),
-        caching=rng.random() < 0.7,
-        admission="queue",
-    )
-    replica = ModelFreeReplica(scheduler, lambda work: COST.seconds(work))
-    device, ended, number, most = Device(capacity), 0, 0, 0
-    while number < 40 or scheduler.table.has_work:
-        if number < 40 and rng.random() < 0.5:
-            length = rng.randint(1, 90)
-            prompt = [rng.randrange(3)] * length
-            slo_class = rng.choice(["interactive", "standard", "batch"])
-            items = random_items(rng, length, contents=rng.choice([1, 20]))
-            replica.add(str(number), prompt, slo_class, max_tokens=rng.randint(1, 10), items=items)
-            number += 1
-        if rng.random() < 0.05 and scheduler.table.requests():
-            victim = rng.choice(scheduler.table.requests())
-            scheduler.abort(victim.id)
-            ended += 1
-        before = len(replica.batches)
-        step = replica.step()
-        device.run(step.batch)
-        ended += sum(delta.finish_reason is not None for delta in step.deltas)
-        assert sum(device.rows.values()) == scheduler.encoding.num_rows or not step.batch
-        most = max(most, scheduler.encoding.num_rows)
-        assert before < 20_000
-    assert ended == number
-    assert most <= capacity + 3 * 12  # of one more page for each prompt that is inside a picture
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_pinned_pictures_stay_and_unused_ones_go_oldest_first(seed: int) -> None:
-    rng = random.Random(seed)
-    encoding = Encoding(30)
-    requests = [new_request(str(number), [7] * 40) for number in range(6)]
-    used = list[int]()
-    for request in requests:
-        content = rng.randrange(5)
-        request.items = with_items((0, 10, content))
-        request.status = Status.RUNNING
-        encoding.begin_step()
-        encoding.take(request, 0, 5)
-        request.num_computed_tokens = 5 if request.id in "01" and len(set(used)) < 2 else 40
-        used.append(content)
-    inside = {request.items[0].content_hash for request in requests if request.num_computed_tokens == 5}
-    assert all(encoding.has(content_hash) for content_hash in inside)
-    assert encoding.num_rows <= 30
-    assert encoding.has(used[-1].to_bytes(16, "little"))
 
 
 def batches_of(sizes: Sequence[int]) -> list[Item]:

@@ -1,14 +1,11 @@
 """Pictures whose rows attend in both directions: a chunk never ends inside one, and everything still ends."""
 
-import random
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from crossdock.workers.schedule.ahead import assume_ended
 from crossdock.workers.schedule.cost.cost import StepCost
-from crossdock.workers.schedule.memory.page_needs import PageNeeds
 from crossdock.workers.schedule.pacing.chunking import Candidate, ChunkBudget
 from crossdock.workers.schedule.pacing.item_chunks import chunk_with_items
 from crossdock.workers.schedule.pictures.encoder_cost import EncoderCost
@@ -17,7 +14,6 @@ from crossdock.workers.schedule.pictures.items import Item
 from crossdock.workers.schedule.pictures.whole_items import least_tokens, most_tokens
 from crossdock.workers.schedule.request import InvalidField, Request
 from tests.workers.schedule.model_free_replica import (
-    COST,
     ModelFreeReplica,
     chunk_sizes,
     new_request,
@@ -147,48 +143,6 @@ def test_item_whose_pages_other_requests_took_gets_them_as_soon_as_there_are_som
     replica.step()
     replica.scheduler.pages.trim(request.owner, 10)  # 40 tokens: not to the end of the item
     assert chunk_sizes(replica.run(), "a") == [20, 32, 16]
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_any_prompts_on_few_pages_end_and_none_is_cut_inside_an_item(seed: int) -> None:
-    """Groups of layers with windows, whose pages other requests take between two chunks of a prompt."""
-    rng = random.Random(seed)
-    windows: tuple[int | None, ...] = rng.choice([(None,), (5,), (None, 6), (None, 1, 9), (30, 3)])
-    budget = rng.choice([32, 48])
-    num_pages = PageNeeds(4, windows, budget).at_most(100) + rng.choice([0, 3, 10])
-    scheduler = new_scheduler(
-        num_pages=num_pages,
-        windows=windows,
-        max_model_len=100,
-        max_num_batched_tokens=budget,
-        cost=rng.choice([None, COST]),
-        encoding=Encoding(100, rng.choice([None, EncoderCost(per_row=0.02)]), keeps_items_whole=True),
-        caching=rng.random() < 0.7,
-        admission="queue",
-        prefill_order=rng.choice(["response_ratio", "fcfs"]),
-        starvation_s=1.0,
-    )
-    replica = ModelFreeReplica(scheduler, lambda work: COST.seconds(work))
-    device, ended, number = Device(100), 0, 0
-    while number < 40 or scheduler.table.has_work:
-        if number < 40 and rng.random() < 0.4:
-            length = rng.randint(1, 90)
-            items, place = list[Item](), rng.choice([0, 2, 5, 9])
-            while (size := rng.choice([1, 5, 12, 19, 20])) + place <= length:
-                items.append(item(place, size, size * 100 + rng.randrange(4)))
-                place += size + rng.choice([0, 1, 3, 10])
-            slo_class = rng.choice(["interactive", "standard", "batch"])
-            replica.add(str(number), [rng.randrange(2)] * length, slo_class, rng.randint(1, 10), items=items)
-            number += 1
-        step = replica.step()
-        device.run(step.batch)
-        for part in step.batch.scheduled:
-            end = part.start + part.num_tokens
-            assert not any(each.start < end < each.end for each in part.request.items)
-            assert end <= len(part.pages) * 4
-        ended += sum(delta.finish_reason is not None for delta in step.deltas)
-        assert len(replica.batches) < 20_000
-    assert ended == number
 
 
 def test_whole_items_beside_recurrent_states_are_refused_at_the_start() -> None:

@@ -2,12 +2,10 @@
 
 import pytest
 
-from crossdock.workers.schedule.ahead import assume_ended
-from crossdock.workers.schedule.batch import SampledToken, Scheduled, StatePages
+from crossdock.workers.schedule.batch import Scheduled, StatePages
 from crossdock.workers.schedule.cost.cost import StepCost
 from crossdock.workers.schedule.recurrent.checkpoints import further_step_seconds, is_worth_its_pages
-from crossdock.workers.schedule.request import Leg, Request, SamplingParams, Status
-from tests.workers.schedule.model_free_replica import COST, EOS, ModelFreeReplica, new_request, new_scheduler
+from tests.workers.schedule.model_free_replica import COST, ModelFreeReplica, new_request, new_scheduler
 
 PAGES = 2  # of a state
 FAST = StepCost(base=1e-6, per_prefill_token=1e-3, per_attended=0.0, per_decode=1e-4, per_context=0.0)
@@ -121,36 +119,6 @@ def test_pool_without_room_for_two_states_of_the_longest_request_is_refused() ->
     with pytest.raises(ValueError, match="twice 2 for its recurrent state"):
         new_scheduler(num_pages=25 + 3, max_model_len=100, state_pages=PAGES)
     new_scheduler(num_pages=25 + 4, max_model_len=100, state_pages=PAGES)
-
-
-def test_requests_of_a_failed_step_begin_again() -> None:
-    scheduler = new_scheduler(state_pages=PAGES)
-    replica = ModelFreeReplica(scheduler)
-    scheduler.add(new_request("a", range(10), 4))
-    sent = Request("s", list(range(10)), SamplingParams(), leg=Leg.SEND, epoch=1)
-    scheduler.add(sent)
-    scheduler.schedule(0.0)
-    scheduler.drop_steps_in_flight()
-    assert [request.status for request in scheduler.table.waiting] == [Status.WAITING]
-    assert scheduler.table.take_returned() == [sent], "its pages may have been sent, its state is not computed"
-    scheduler.pages.release(sent.owner)
-    replica.run()
-    assert scheduler.pages.counts().owned == 0
-
-
-def test_request_that_ended_before_a_step_failed_keeps_no_pages() -> None:
-    """A step begun ahead computes a stream whose token of the step before ends it; then that step fails."""
-    scheduler = new_scheduler()
-    scheduler.add(Request("a", list(range(10)), SamplingParams(max_tokens=8)))
-    ModelFreeReplica(scheduler, sample=lambda token_ids: 7).step()
-    batch = scheduler.schedule(0.0)
-    with assume_ended(scheduler.table, batch, 0.0):
-        assert scheduler.schedule(0.0)
-    scheduler.update(batch, {"a": SampledToken(EOS)}, 0.0)
-    assert scheduler.table.get("a") is None
-    assert scheduler.pages.counts().owned > 0
-    scheduler.drop_steps_in_flight()
-    assert scheduler.pages.counts().owned == 0
 
 
 def test_checkpoint_is_worth_its_pages_where_much_is_computed_again() -> None:
