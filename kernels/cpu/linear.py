@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from crossdock.kernels.cpu.build import cpu_flags, cpu_library
-from crossdock.kernels.cpu.choice import PREFERENCE, KernelChoice, only
+from crossdock.kernels.cpu.choice import PREFERENCE, KernelChoice
 from crossdock.kernels.cpu.huge_pages import HugePages
 from crossdock.kernels.cpu.measure import Cells, Timed
 from crossdock.kernels.cpu.remembered_seconds import measured_choice
@@ -187,8 +187,6 @@ def linear_choice(
 
     Takes about a second, at the first start on a machine. See `measured_choice`.
     """
-    if len(kernels) == 1:
-        return only(kernels[0])
     shapes = [(each.out_features, each.in_features, each.count) for each in weights]
     key = {"weights": shapes, "dtype": str(dtype)}
     cells = partial(linear_cells, weights, dtype, kernels)

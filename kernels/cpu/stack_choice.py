@@ -64,8 +64,6 @@ def stack_choice(
     Raises:
         OSError: the steps between products cannot be compiled.
     """
-    if len(kernels) == 1:
-        return only(kernels[0])
     sample = LayerSample.of(shape, num_layers, dtype)
     key = {"layers": num_layers, "shape": str(shape), "dtype": str(dtype)}
     cells = partial(stack_cells, sample, dtype, kernels)
