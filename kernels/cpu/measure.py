@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from statistics import median
 from typing import TypeAlias
 
@@ -14,46 +13,35 @@ _LONGEST_S = 2.0  # after the first pass nothing begins later than this
 _SPREAD = 1.25  # median of equal calls by the least of them, from which other work has disturbed them
 
 
-@dataclass(frozen=True, slots=True)
-class Timed:
-    """Calls of equal work on different data. The least seconds of one, times `scale`, count towards a cell.
+Cells: TypeAlias = dict[tuple[Kernel, int], Sequence[Callable[[], object]]]
+"""Of each kernel for each number of rows: calls of equal work on different data, whose least seconds count.
 
-    A call should take less than a few milliseconds: then other processes interrupt few of them.
-    """
-
-    calls: Sequence[Callable[[], object]]
-    scale: float = 1.0
-
-
-Cells: TypeAlias = dict[tuple[Kernel, int], list[Timed]]
-"""The calls of each kernel for each number of rows."""
+A call should take less than a few milliseconds: then other processes interrupt few of them.
+"""
 
 Seconds: TypeAlias = dict[Kernel, list[float]]
 """Of each kernel, one number for each number of rows."""
 
 
 def measure(kernels: Sequence[Kernel], rows: Sequence[int], cells: Cells) -> tuple[Seconds, bool]:
-    """Return, for each cell, the sum of the least seconds of its calls times their scales, and if they are disturbed.
+    """Return the least seconds of a call of each cell, and whether other work disturbed the measurement.
 
     Kernels alternate, so that other load on the machine slows all of them alike. A measurement is disturbed if equal
     calls differ much.
     """
-    in_turn = [timed for count in rows for kernel in kernels for timed in cells[kernel, count]]
-    for timed in in_turn:
-        timed.calls[0]()  # prepares what is prepared once
-    repeats: dict[int, list[float]] = {id(timed): [] for timed in in_turn}
+    in_turn = [(kernel, count) for count in rows for kernel in kernels]
+    for cell in in_turn:
+        cells[cell][0]()  # prepares what is prepared once
+    repeats: dict[tuple[Kernel, int], list[float]] = {cell: [] for cell in in_turn}
     start = time.perf_counter()
     for passes in range(1, _MOST_PASSES + 1):
-        for timed in in_turn:
+        for cell in in_turn:
             if passes == 1 or time.perf_counter() - start < _LONGEST_S:
-                repeats[id(timed)] += [_seconds(call) for call in timed.calls]
+                repeats[cell] += [_seconds(call) for call in cells[cell]]
         elapsed = time.perf_counter() - start
         if elapsed > _LONGEST_S or (passes >= _FEWEST_PASSES and elapsed > _FULL_S):
             break
-    table = {
-        kernel: [sum(min(repeats[id(each)]) * each.scale for each in cells[kernel, count]) for count in rows]
-        for kernel in kernels
-    }
+    table = {kernel: [min(repeats[kernel, count]) for count in rows] for kernel in kernels}
     return table, spread(repeats.values()) > _SPREAD
 
 

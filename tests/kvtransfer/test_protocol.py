@@ -218,16 +218,6 @@ def test_grant_of_other_state_pages_fails_the_transfer(granted: tuple[int, ...])
     assert len(sender) == 0
 
 
-def test_receiver_counts_the_bytes_of_the_state() -> None:
-    receiver = Receiver(PAGE, b"us", 1.0)
-    receiver.expect(*KEY, {"s0": (0, (10, 7))}, 5.0, 0.0)
-    receiver.grant(*KEY, 0, whole((50, 51)), 0.0, (80, 81))
-    assert receiver.receive("s0", wrote(0, 0, 1, 4), 1.0) == [Committed(*KEY, 4)]
-    *_, arrived = receiver.receive("s0", wrote(1, 1, 1, 7, result=b"s"), 2.0)
-    assert isinstance(arrived, Arrived)
-    assert (arrived.figures.num_bytes, arrived.figures.num_pages) == (2 * 10 + 2 * 7, 4)
-
-
 def test_granted_page_that_a_window_has_passed_here_fails_the_transfer() -> None:
     """The two sides do not agree where the prompt ends: another page must not go in the place of the right one."""
     sender = shipping_groups()

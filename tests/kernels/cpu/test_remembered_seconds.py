@@ -16,7 +16,7 @@ import pytest
 from crossdock.kernels.cpu import measure as measuring
 from crossdock.kernels.cpu import remembered_seconds as remembered
 from crossdock.kernels.cpu.choice import KernelChoice, only
-from crossdock.kernels.cpu.measure import Cells, Timed
+from crossdock.kernels.cpu.measure import Cells
 from crossdock.kernels.cpu.remembered_seconds import measured_choice
 from crossdock.kernels.options import Kernel
 
@@ -47,7 +47,7 @@ class TimedMachine:
     def cells(self, rows: Sequence[int]) -> Cells:
         self.num_measured += 1
         return {
-            (kernel, count): [Timed([partial(self._call, self.seconds[kernel][ROWS.index(count)])])]
+            (kernel, count): [partial(self._call, self.seconds[kernel][ROWS.index(count)])]
             for kernel in KERNELS
             for count in rows
         }
@@ -232,7 +232,7 @@ def _ask_at_once(folder: str, number: int, barrier: object, answers: object) -> 
         def call() -> None:
             sum(range(20_000 * (number + 1)))
 
-        return {(kernel, count): [Timed([call])] for kernel in KERNELS for count in rows}
+        return {(kernel, count): [call] for kernel in KERNELS for count in rows}
 
     barrier.wait()  # type: ignore[attr-defined]
     measured_choice("products", {}, KERNELS, ROWS, slower_with_every_process)
