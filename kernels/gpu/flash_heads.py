@@ -1,4 +1,4 @@
-"""What both flash-attn packages take: the heads, and the arguments of a layer."""
+"""Check a layer for both flash-attn packages, and give them its arguments."""
 
 from collections.abc import Callable
 
