@@ -23,7 +23,7 @@ from crossdock.kernels.cpu.choice import KernelChoice
 from crossdock.kernels.cpu.cpu_attention import CpuAttention
 from crossdock.kernels.cpu.decoder import DecoderShape
 from crossdock.kernels.cpu.linear import FORMATS, Weights, linear_choice, usable_kernels
-from crossdock.kernels.cpu.stack_choice import LayerSample, stack_cells, stack_choice
+from crossdock.kernels.cpu.stack_choice import stack_cells, stack_choice
 from crossdock.kernels.options import Kernel
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, LAYERS = 9, 3, 64, 16, 30
@@ -135,10 +135,10 @@ def layers(seconds: float, dtype: torch.dtype) -> KernelChoice:
     choice = stack_choice(SHAPE, LAYERS, dtype, kernels)
     print(f"\nall layers of a step in {shown(dtype)}, ms; chosen: {choice}")
     print(f"{'':8} {'rows':>5} " + " ".join(f"{kernel:>16}" for kernel in kernels) + "   chosen, chosen / best")
-    cells = stack_cells(LayerSample(SHAPE, LAYERS, 1.0), dtype, kernels, ROWS)
+    cells = stack_cells(SHAPE, LAYERS, dtype, kernels, ROWS)
     ratios = []
     for rows in ROWS:
-        calls = [cells[kernel, rows][0].calls[0] for kernel in kernels]
+        calls = [cells[kernel, rows][0] for kernel in kernels]
         times = milliseconds(max(seconds, 5e-3 * rows), *calls)
         ratios.append(times[kernels.index(choice.at(rows))] / min(times))
         print(f"{'layers':8} {rows:5} {' '.join(f'{t:16.2f}' for t in times)} {verdict(times, choice, rows, kernels)}")
@@ -150,7 +150,7 @@ def linears(seconds: float, dtype: torch.dtype, chosen_layers: KernelChoice) -> 
     """Time the products of every shape by themselves, over as many weights as the model has."""
     kernels = usable_kernels(dtype)
     shapes = {"qkv": (960, 576), "o": (576, 576), "gate_up": (3072, 576), "down": (576, 1536), "head": (49152, 576)}
-    chosen_head = linear_choice("output projection", [Weights(*shapes["head"], count=1)], dtype, kernels)
+    chosen_head = linear_choice("output projection", Weights(*shapes["head"], count=1), dtype, kernels)
     print(f"\nproducts in {shown(dtype)}, GFLOP/s (ms of one); chosen for the head: {chosen_head}")
     print(f"{'':8} {'rows':>5} " + " ".join(f"{kernel:>16}" for kernel in kernels) + "   chosen, chosen / best")
     ratios: dict[str, list[float]] = {}

@@ -4,7 +4,7 @@ Only a prompt's chunk has enough rows that gathering its keys can pay. Decodes a
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias
@@ -14,9 +14,9 @@ from torch import Tensor
 
 from crossdock.kernels.attention import AttentionBatch, cpp_attention, library_for, reference_paged_attention
 from crossdock.kernels.cpu.choice import KernelChoice, only
-from crossdock.kernels.cpu.measure import Cells, Timed
+from crossdock.kernels.cpu.measure import Cells
 from crossdock.kernels.cpu.remembered_seconds import measured_choice
-from crossdock.kernels.options import CpuKernels, Kernel
+from crossdock.kernels.options import CpuKernels
 
 ROWS = (16, 64, 256)  # tokens of a chunk that are measured
 LONG_CONTEXT = 1024
@@ -147,7 +147,5 @@ def _cells(past: int, heads: Heads, chunk_lengths: Sequence[int]) -> Cells:
         def flash(arguments: tuple[Tensor, Tensor, Tensor, AttentionBatch] = arguments) -> None:
             flash_chunk(*arguments, 0, torch.empty_like(arguments[0]), 0.1)
 
-        calls: dict[Kernel, Callable[[], None]] = {"own": own, "torch": flash}
-        for kernel, call in calls.items():
-            cells[kernel, rows] = [Timed([call])]
+        cells["own", rows], cells["torch", rows] = [own], [flash]
     return cells

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from crossdock.kernels.cpu.build import cpu_flags, cpu_library
-from crossdock.kernels.cpu.choice import PREFERENCE, KernelChoice, only
+from crossdock.kernels.cpu.choice import PREFERENCE, KernelChoice
 from crossdock.kernels.cpu.huge_pages import HugePages
-from crossdock.kernels.cpu.measure import Cells, Timed
+from crossdock.kernels.cpu.measure import Cells
 from crossdock.kernels.cpu.remembered_seconds import measured_choice
 from crossdock.kernels.options import CpuKernels, Kernel
 
@@ -181,46 +181,38 @@ class Weights:
 
 
 def linear_choice(
-    name: str, weights: Sequence[Weights], dtype: torch.dtype, kernels: Sequence[Kernel], max_kernels: int = 2
+    name: str, weights: Weights, dtype: torch.dtype, kernels: Sequence[Kernel], max_kernels: int = 2
 ) -> KernelChoice:
-    """Return the choice for products that run one after the other over the same rows: all have the same kernel.
+    """Return the choice for products of one shape. See `measured_choice`.
 
-    Takes about a second, at the first start on a machine. See `measured_choice`.
+    Takes about a second, at the first start on a machine.
     """
-    if len(kernels) == 1:
-        return only(kernels[0])
-    shapes = [(each.out_features, each.in_features, each.count) for each in weights]
-    key = {"weights": shapes, "dtype": str(dtype)}
+    key = {"weights": [weights.out_features, weights.in_features, weights.count], "dtype": str(dtype)}
     cells = partial(linear_cells, weights, dtype, kernels)
     return measured_choice(name, key, kernels, ROWS, cells, max_kernels)
 
 
-def linear_cells(
-    weights: Sequence[Weights], dtype: torch.dtype, kernels: Sequence[Kernel], rows: Sequence[int]
-) -> Cells:
-    """Return calls whose scaled seconds are those of all `weights`, for each kernel and each number of rows.
+def linear_cells(weights: Weights, dtype: torch.dtype, kernels: Sequence[Kernel], rows: Sequence[int]) -> Cells:
+    """Return calls for each kernel and each number of rows.
 
-    A call is one matrix, or a slice of its outputs small enough for a short call. The slices of several matrices are
-    called in turn: a weight that stays in the cache would make all kernels too fast.
+    A call is one matrix, or a slice of its outputs small enough for a short call. Several slices are called in turn: a
+    weight that stays in the cache would make all kernels too fast.
     """
     cells: Cells = {}
-    for each in weights:
-        heights = {count: _slice_height(each, count, dtype) for count in rows}
-        for height in set(heights.values()):
-            scale = each.count * each.out_features / height
-            one = torch.full((height, each.in_features), 0.01, dtype=dtype)
-            most = max(1, min(int(scale), _MAX_BYTES // (one.numel() * dtype.itemsize)))
-            used = {
-                count: min(most, max(1, int(5 * _call_flops() / (2 * count * one.numel()))))
-                for count in rows
-                if heights[count] == height
-            }
-            for kernel in kernels:
-                linears = [FORMATS[kernel](one.clone()) for _ in range(max(used.values()))]
-                for count, copies in used.items():
-                    x = torch.full((count, each.in_features), 0.01, dtype=dtype)
-                    calls = [partial(linear, x) for linear in linears[:copies]]
-                    cells.setdefault((kernel, count), []).append(Timed(calls, scale))
+    heights = {count: _slice_height(weights, count, dtype) for count in rows}
+    for height in set(heights.values()):
+        one = torch.full((height, weights.in_features), 0.01, dtype=dtype)
+        most = min(weights.count * weights.out_features // height, _MAX_BYTES // (one.numel() * dtype.itemsize))
+        used = {
+            count: min(max(1, most), max(1, int(5 * _call_flops() / (2 * count * one.numel()))))
+            for count in rows
+            if heights[count] == height
+        }
+        for kernel in kernels:
+            linears = [FORMATS[kernel](one.clone()) for _ in range(max(used.values()))]
+            for count, copies in used.items():
+                x = torch.full((count, weights.in_features), 0.01, dtype=dtype)
+                cells[kernel, count] = [partial(linear, x) for linear in linears[:copies]]
     return cells
 
 

@@ -10,8 +10,8 @@ import json
 import logging
 import platform
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import IO
 
@@ -20,13 +20,13 @@ from pydantic import BaseModel, ConfigDict, PositiveFloat, ValidationError
 
 from crossdock.kernels.cache import cache_dir, read_cached, write_cached
 from crossdock.kernels.cpu.build import cpu_flags
-from crossdock.kernels.cpu.choice import KernelChoice, choose
-from crossdock.kernels.cpu.measure import Cells, measure
+from crossdock.kernels.cpu.choice import KernelChoice, choose, only
+from crossdock.kernels.cpu.measure import Cells, Seconds, measure
 from crossdock.kernels.options import Kernel
 
 logger = logging.getLogger(__name__)
 
-_SAME_START_S = 60.0  # seconds that are younger come from a replica of the same start
+_SAME_START_S = 60.0  # disturbed seconds count for so long: replicas of one start choose alike
 _KEPT_S = 7 * 86400.0  # then all is measured again: no wrong choice stays for ever
 _LONGEST_WAIT_S = 60.0  # for other processes to measure: each takes seconds, unless it is stopped
 _POLL_S = 0.05
@@ -56,7 +56,7 @@ def measured_choice(
 ) -> KernelChoice:
     """Return the choice between `kernels` for these numbers of rows, and log it.
 
-    Seconds count for a week; those of a busy machine for one start.
+    Seconds count for a week; those of a busy machine for one start. A single kernel is not measured.
 
     Args:
         name: for the log.
@@ -64,13 +64,10 @@ def measured_choice(
         cells: makes the calls for some of `rows`.
         max_kernels: see `choose`.
     """
+    if len(kernels) == 1:
+        return only(kernels[0])
     whole = {"name": name, **key, "kernels": list(kernels), "rows": list(rows), "threads": torch.get_num_threads()}
-
-    def now() -> _Kept:
-        measured = measure(kernels, rows, cells(rows))
-        return _Kept(seconds=measured.seconds, is_disturbed=measured.is_disturbed, measured_at=time.time())
-
-    kept = _remembered(json.dumps(whole, sort_keys=True), now)
+    kept = _remembered(json.dumps(whole, sort_keys=True), lambda: measure(kernels, rows, cells(rows)))
     choice = choose(kept.seconds, rows, max_kernels)
     table = kept.seconds.items()
     shown = ", ".join(f"{kernel} {'/'.join(f'{1e3 * s:.3g}' for s in seconds)}" for kernel, seconds in table)
@@ -79,42 +76,34 @@ def measured_choice(
     return choice
 
 
-def _remembered(key: str, now: Callable[[], _Kept]) -> _Kept:
+def _remembered(key: str, now: Callable[[], tuple[Seconds, bool]]) -> _Kept:
     """Return what the file has under `key` if it counts, else what `now` measures. Keeps that."""
     code = json.dumps(kernels_and_cpu(), sort_keys=True)
     path = cache_dir() / "kernels" / f"seconds-{hashlib.sha256(_cpu().encode()).hexdigest()[:16]}.json"
-    kept = _read(path, code).get(key)
-    if kept is not None and kept.counts():
-        return kept
-    with _turn(path.with_name("measure.lock")):
-        earlier = _read(path, code).get(key)  # another process may have measured while this one waited
-        if earlier is not None and earlier.counts():
-            return earlier
-        measured = now()
-        if measured.is_disturbed and earlier is not None and not earlier.is_disturbed:
-            return earlier  # old seconds of an idle machine say more
+    end = time.monotonic() + _LONGEST_WAIT_S
+    with ExitStack() as turn:
+        lock: IO[str] | None = None
+        with suppress(OSError):  # in a directory that can only be read there are no turns
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lock = turn.enter_context(path.with_name("measure.lock").open("w"))
+        while True:
+            is_mine = lock is None or _is_locked(lock)
+            kept = _read(path, code).get(key)  # another process may have measured while this one waited
+            if kept is not None and kept.counts():
+                return kept
+            if is_mine or time.monotonic() > end:
+                break
+            time.sleep(_POLL_S)
+        seconds, is_disturbed = now()
+        if is_disturbed and kept is not None and not kept.is_disturbed:
+            return kept  # old seconds of an idle machine say more
+        measured = _Kept(seconds=seconds, is_disturbed=is_disturbed, measured_at=time.time())
         try:
             others = {name: each.model_dump() for name, each in _read(path, code).items()}
             write_cached(path, code, {**others, key: measured.model_dump()})
         except OSError as error:
             logger.info("the seconds of kernels that are measured now are not kept for later starts: %s", error)
         return measured
-
-
-@contextmanager
-def _turn(path: Path) -> Iterator[None]:
-    """Wait until no other process of this machine measures. Not for ever, and not where there are no locks."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lock = path.open("w")
-    except OSError:  # a directory that can only be read
-        yield
-        return
-    with lock:
-        end = time.monotonic() + _LONGEST_WAIT_S
-        while not _is_locked(lock) and time.monotonic() < end:
-            time.sleep(_POLL_S)
-        yield
 
 
 def _is_locked(lock: IO[str]) -> bool:

@@ -6,7 +6,7 @@ weights come from memory as in a step.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -16,7 +16,7 @@ from crossdock.kernels.attention import AttentionBatch, paged_attention
 from crossdock.kernels.cpu.choice import KernelChoice, only
 from crossdock.kernels.cpu.decoder import DecoderLayer, DecoderShape, DecoderStack
 from crossdock.kernels.cpu.linear import ROWS
-from crossdock.kernels.cpu.measure import Cells, Timed
+from crossdock.kernels.cpu.measure import Cells
 from crossdock.kernels.cpu.remembered_seconds import measured_choice
 from crossdock.kernels.options import Kernel
 
@@ -26,32 +26,16 @@ _CONTEXT = 64  # tokens of each decode
 _PAGE_SIZE = 16
 
 
-@dataclass(frozen=True, slots=True)
-class LayerSample:
-    """A sample of a model to measure: `num_layers` layers of `shape`. Their seconds times `scale` are the model's."""
+def sample_of(shape: DecoderShape, num_layers: int, dtype: torch.dtype) -> tuple[DecoderShape, int]:
+    """Return layers to measure in place of a model's, their shape and number: their weights take `_SAMPLE_BYTES`.
 
-    shape: DecoderShape
-    num_layers: int
-    scale: float
-
-    @classmethod
-    def of(cls, shape: DecoderShape, num_layers: int, dtype: torch.dtype) -> "LayerSample":
-        """Return enough layers that their weights take `_SAMPLE_BYTES`.
-
-        A layer of a large model is narrowed to an equal share of its heads and of its intermediate size, as tensor
-        parallelism would.
-        """
-        narrow = shape
-        while (
-            _layer_bytes(narrow, dtype) > _SAMPLE_BYTES
-            and narrow.num_kv_heads % 2 == 0
-            and narrow.intermediate % 32 == 0
-        ):
-            heads, kv_heads = narrow.num_heads // 2, narrow.num_kv_heads // 2
-            narrow = replace(narrow, num_heads=heads, num_kv_heads=kv_heads, intermediate=narrow.intermediate // 2)
-        measured = min(num_layers, -(-_SAMPLE_BYTES // _layer_bytes(narrow, dtype)))
-        scale = num_layers * _layer_bytes(shape, dtype) / (measured * _layer_bytes(narrow, dtype))
-        return cls(narrow, measured, scale)
+    A layer of a large model is narrowed to an equal share of its heads and of its intermediate size, as tensor
+    parallelism would.
+    """
+    while _layer_bytes(shape, dtype) > _SAMPLE_BYTES and shape.num_kv_heads % 2 == 0 and shape.intermediate % 32 == 0:
+        heads, kv_heads = shape.num_heads // 2, shape.num_kv_heads // 2
+        shape = replace(shape, num_heads=heads, num_kv_heads=kv_heads, intermediate=shape.intermediate // 2)
+    return shape, min(num_layers, -(-_SAMPLE_BYTES // _layer_bytes(shape, dtype)))
 
 
 def stack_choice(
@@ -64,38 +48,32 @@ def stack_choice(
     Raises:
         OSError: the steps between products cannot be compiled.
     """
-    if len(kernels) == 1:
-        return only(kernels[0])
-    sample = LayerSample.of(shape, num_layers, dtype)
+    sample = sample_of(shape, num_layers, dtype)
     key = {"layers": num_layers, "shape": str(shape), "dtype": str(dtype)}
-    cells = partial(stack_cells, sample, dtype, kernels)
+    cells = partial(stack_cells, *sample, dtype, kernels)
     return measured_choice("decoder layers", key, kernels, ROWS, cells, max_kernels)
 
 
-def stack_cells(sample: LayerSample, dtype: torch.dtype, kernels: Sequence[Kernel], rows: Sequence[int]) -> Cells:
+def stack_cells(
+    shape: DecoderShape, num_layers: int, dtype: torch.dtype, kernels: Sequence[Kernel], rows: Sequence[int]
+) -> Cells:
     """Return one call of whole layers for each kernel and each number of rows.
 
     Fewer than 64 rows are as many decodes after 64 tokens; more are one chunk at the start of a prompt.
     """
-    shape = sample.shape
     layer = _layer(shape, dtype)
-    stacks = {
-        kernel: DecoderStack(shape, [layer] * sample.num_layers, only(kernel), paged_attention) for kernel in kernels
-    }
+    stacks = {kernel: DecoderStack(shape, [layer] * num_layers, only(kernel), paged_attention) for kernel in kernels}
     batches = {count: _batch(count) for count in rows}
     num_pages = max(int(batch.page_table.max()) + 1 for batch in batches.values())
-    pool = torch.full(
-        (num_pages, shape.num_kv_heads, sample.num_layers, 2, _PAGE_SIZE, shape.head_dim), 0.1, dtype=dtype
-    )
+    pool = torch.full((num_pages, shape.num_kv_heads, num_layers, 2, _PAGE_SIZE, shape.head_dim), 0.1, dtype=dtype)
     # One list for all calls: a stack binds its layers again when it meets another.
-    pages = [(pool[:, :, i, 0], pool[:, :, i, 1]) for i in range(sample.num_layers)]
+    pages = [(pool[:, :, i, 0], pool[:, :, i, 1]) for i in range(num_layers)]
     cells: Cells = {}
     for count, batch in batches.items():
         hidden = torch.full((count, shape.hidden), 0.1, dtype=dtype)
         angles = torch.full((count, shape.head_dim), 0.7, dtype=dtype)
         for kernel, stack in stacks.items():
-            call = partial(stack, hidden, angles, angles, pages, batch)
-            cells[kernel, count] = [Timed([call], sample.scale)]
+            cells[kernel, count] = [partial(stack, hidden, angles, angles, pages, batch)]
     return cells
 
 

@@ -3,42 +3,26 @@
 Its module is `flash_attn_interface`, built from the folder hopper/ of the flash-attention repository.
 """
 
+from functools import partial
+from typing import Any
+
 from flash_attn_interface import flash_attn_with_kvcache
 from torch import Tensor
 
 from crossdock.kernels.attention import AttentionBatch
-from crossdock.kernels.gpu.flash_heads import require_heads
+from crossdock.kernels.gpu.flash_heads import flash_attention
 
 
-def paged_attention(
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    batch: AttentionBatch,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """`crossdock.kernels.attention.paged_attention` for 16-bit tensors on one Hopper GPU.
-
-    Raises:
-        ValueError: see `require_heads`.
-    """
-    require_heads("flash_attn_3", k_pages, v_pages, sinks)
-    assert batch.key_end is None, "replicas with this attention refuse pictures whose rows see later keys"
+def _attend(q: Tensor, k: Tensor, v: Tensor, batch: AttentionBatch, **options: Any) -> Tensor:
     out: Tensor = flash_attn_with_kvcache(
-        q,
-        k_pages.transpose(1, 2),  # [pages, page, Hkv, D]
-        v_pages.transpose(1, 2),
+        *(q, k, v),
         cache_seqlens=batch.kv_len,  # this step's keys and values are in their pages already
         page_table=batch.page_table,
         cu_seqlens_q=batch.query_start,
         max_seqlen_q=batch.max_query_len,
-        softmax_scale=scale,
-        causal=True,  # aligned at the end, as chunks are
-        window_size=(window - 1, 0) if window is not None else (-1, -1),
-        softcap=softcap or 0.0,
+        **options,
     )
     return out
+
+
+paged_attention = partial(flash_attention, "flash_attn_3", _attend)

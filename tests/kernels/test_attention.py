@@ -16,11 +16,16 @@ from crossdock.kernels.attention import (
     reference_store_kv,
     store_kv,
 )
+from tests.sweeps import shared_out
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
-@pytest.fixture(params=[1, 2, 5])
+THREADS = (1, 2, 5)
+TYPES = (torch.float32, torch.bfloat16)
+
+
+@pytest.fixture
 def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
@@ -225,17 +230,18 @@ def test_attention_matches_longhand(attention: Any, dtype: torch.dtype, shape: d
     check(Case(MIXED, dtype=dtype, seed=seed, **shape), attention)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [*SHAPES[:10], SHAPES[12]], ids=str)
+@pytest.mark.parametrize(("shape", "dtype"), shared_out(2, [*SHAPES[:10], SHAPES[12]], TYPES))
 def test_attention_over_e4m3_pages_matches_longhand(dtype: torch.dtype, shape: dict[str, Any], seed: int) -> None:
     check(Case(MIXED, dtype=dtype, seed=seed, fp8=True, **shape), reference_paged_attention)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+LONG_SHAPES: list[dict[str, Any]] = [
+    *({}, {"window": 600}, {"window": 3}, {"attention_chunk": 600}, {"attention_chunk": 512}, {"sinks": True})
+]
+
+
 @pytest.mark.parametrize(
-    "shape",
-    [{}, {"window": 600}, {"window": 3}, {"attention_chunk": 600}, {"attention_chunk": 512}, {"sinks": True}],
-    ids=str,
+    ("threads", "shape", "dtype"), shared_out(3, THREADS, LONG_SHAPES, TYPES), indirect=["threads"]
 )
 def test_attention_over_contexts_longer_than_a_span_matches_longhand(
     dtype: torch.dtype, shape: dict[str, Any], seed: int, threads: int
@@ -280,7 +286,9 @@ def test_rows_that_see_later_keys_match_longhand(
     check(Case(MIXED, dtype=dtype, seed=seed, blocks=BLOCKS, **shape), attention)
 
 
-@pytest.mark.parametrize("shape", [{}, {"window": 600}, {"window": 3}, {"sinks": True}], ids=str)
+@pytest.mark.parametrize(
+    ("threads", "shape"), shared_out(3, THREADS, [*LONG_SHAPES[:3], {"sinks": True}]), indirect=["threads"]
+)
 def test_rows_that_see_keys_of_later_spans_match_longhand(shape: dict[str, Any], seed: int, threads: int) -> None:
     check(Case(LONG, q_heads=3, kv_heads=1, seed=seed, blocks=LONG_BLOCKS, **shape), paged_attention)
     whole = Case([(1200, 1300)], q_heads=3, kv_heads=1, seed=seed, blocks={0: [(300, 1290)]}, **shape)
@@ -317,8 +325,10 @@ def test_pages_that_no_row_sees_are_never_read(attention: Any, sight: dict[str, 
     torch.testing.assert_close(out.double(), case.expected(), atol=2e-5, rtol=2e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("sight", [{}, {"window": 70}, {"attention_chunk": 70}], ids=str)
+SIGHTS: list[dict[str, int]] = [{}, {"window": 70}, {"attention_chunk": 70}]
+
+
+@pytest.mark.parametrize(("threads", "sight", "dtype"), shared_out(3, THREADS, SIGHTS, TYPES), indirect=["threads"])
 def test_row_alone_or_in_chunks_gives_same_bits_as_in_batch(
     dtype: torch.dtype, sight: dict[str, int], seed: int, threads: int
 ) -> None:

@@ -61,18 +61,13 @@ class DockProcess:
         return self._blob
 
     def ask(self, command: str, **arguments: Any) -> Any:
-        answer = self.answer(command, **arguments)
-        assert "incompatible" not in answer, answer["incompatible"]
-        return answer["answer"]
-
-    def call(self, call: DockCall) -> None:
-        self.ask("call", **msgspec.to_builtins(call))
-
-    def answer(self, command: str, **arguments: Any) -> dict[str, Any]:
         assert self.blob
         assert self.process.stdin
         self.process.stdin.write(json.dumps([command, arguments], default=list) + "\n")
-        return self.answers.get(timeout=20)
+        return self.answers.get(timeout=20)["answer"]
+
+    def call(self, call: DockCall) -> None:
+        self.ask("call", **msgspec.to_builtins(call))
 
     def event(self, kind: str, request: str, epoch: int = 1, timeout: float = 15.0) -> dict[str, Any]:
         """Remove and return the first event of this kind about this epoch of the request. Waits for it."""

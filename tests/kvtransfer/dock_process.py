@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from crossdock.kvtransfer.calls import DockCall
 from crossdock.kvtransfer.dock import Dock
 from crossdock.kvtransfer.events import Event, Reason
-from crossdock.kvtransfer.layout import IncompatiblePools, LayerShape, PoolSpec, shard_model
+from crossdock.kvtransfer.layout import LayerShape, PoolSpec, shard_model
 from crossdock.kvtransfer.transport import Memory, Transport, TransportEvent, WriteFailed
 
 
@@ -133,10 +133,7 @@ def main() -> None:
     lines.put({"answer": dock.blob.hex()})
     for line in sys.stdin:
         command, arguments = json.loads(line)
-        try:
-            lines.put({"answer": _call(command, arguments, dock, pool, transport)})
-        except IncompatiblePools as error:
-            lines.put({"answer": None, "incompatible": str(error)})
+        lines.put({"answer": _call(command, arguments, dock, pool, transport)})
     dock.close()
     lines.put(None)
     writer.join()
@@ -155,8 +152,6 @@ def _call(command: str, arguments: dict[str, Any], dock: Dock, pool: Pool, trans
             return getattr(pool, command)(**arguments)
         case "release":
             return transport.release()
-        case "num_strangers":
-            return transport.num_strangers
         case _:
             return getattr(dock, command)(**arguments)
 

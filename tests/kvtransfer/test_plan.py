@@ -112,15 +112,7 @@ RATIOS = [
 
 
 @pytest.mark.parametrize(("source", "target"), RATIOS, ids=str)
-@pytest.mark.parametrize("layers", [UNIFORM, MIXED], ids=["uniform", "layers differ"])
-def test_plan_writes_every_element_once_from_the_right_place(
-    layers: tuple[LayerShape, ...], source: tuple[int, int], target: tuple[int, int]
-) -> None:
-    check(layers, source, target)
-
-
-@pytest.mark.parametrize(("source", "target"), RATIOS, ids=str)
-@pytest.mark.parametrize("num_groups", [2, 3])
+@pytest.mark.parametrize("num_groups", [0, 2])
 def test_plan_of_each_group_writes_every_element_once_from_the_right_place(
     num_groups: int, source: tuple[int, int], target: tuple[int, int]
 ) -> None:
@@ -131,7 +123,7 @@ shapes = st.builds(LayerShape, st.integers(1, 6), st.integers(1, 3), st.integers
 models = st.lists(shapes, min_size=1, max_size=5).map(tuple)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(models, st.integers(1, 7), st.integers(1, 7), st.data())
 def test_plan_of_any_model_at_any_ratio_writes_every_element_once(
     layers: tuple[LayerShape, ...], tp: int, other_tp: int, data: st.DataObject

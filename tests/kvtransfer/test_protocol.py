@@ -218,16 +218,6 @@ def test_grant_of_other_state_pages_fails_the_transfer(granted: tuple[int, ...])
     assert len(sender) == 0
 
 
-def test_receiver_counts_the_bytes_of_the_state() -> None:
-    receiver = Receiver(PAGE, b"us", 1.0)
-    receiver.expect(*KEY, {"s0": (0, (10, 7))}, 5.0, 0.0)
-    receiver.grant(*KEY, 0, whole((50, 51)), 0.0, (80, 81))
-    assert receiver.receive("s0", wrote(0, 0, 1, 4), 1.0) == [Committed(*KEY, 4)]
-    *_, arrived = receiver.receive("s0", wrote(1, 1, 1, 7, result=b"s"), 2.0)
-    assert isinstance(arrived, Arrived)
-    assert (arrived.figures.num_bytes, arrived.figures.num_pages) == (2 * 10 + 2 * 7, 4)
-
-
 def test_granted_page_that_a_window_has_passed_here_fails_the_transfer() -> None:
     """The two sides do not agree where the prompt ends: another page must not go in the place of the right one."""
     sender = shipping_groups()
@@ -339,6 +329,20 @@ def test_ship_of_a_new_epoch_stops_the_older_which_cannot_begin_again() -> None:
     assert sender.ship("r", 3, {"t1": TargetRank(100, (10,), 1)}, 5.0, 1.0) == [], "repeated"
 
 
+def test_shipment_that_is_still_stopping_fails_when_it_is_begun_again() -> None:
+    sender = shipping()
+    sender.chunk("r", whole([1]), 4, 1.0)  # a write is open from now on
+    sender.cancel(*KEY, 1.0)
+    assert failure(sender.ship(*KEY, {"t1": TargetRank(100, (10,), 1)}, 5.0, 2.0)) is Reason.SUPERSEDED
+    assert kinds(sender.write_done(*KEY, "t0", 3.0)) == [Stopped, Released]
+
+
+def test_shipment_to_other_targets_fails_and_to_the_same_goes_on() -> None:
+    sender, target = shipping(granted=False), TargetRank(100, (10,), 1)
+    assert sender.ship(*KEY, {"t0": target}, 5.0, 0.1) == []
+    assert failure(sender.ship(*KEY, {"t1": target}, 5.0, 0.2)) is Reason.SUPERSEDED
+
+
 def test_abort_before_ship_is_answered_and_keeps_the_epoch_from_beginning() -> None:
     sender = Sender(0, PAGE, 1000)
     assert sender.receive("t0", Abort(*KEY, b""), 0.0) == [Send("t0", Stopped(*KEY, True))]
@@ -416,6 +420,20 @@ def wrote(
     sequence: int, first: int, count: int, tokens: int, rank: int = 0, of: int = 1, result: bytes | None = None
 ) -> Pages:
     return Pages(*KEY, sequence, first, count, tokens, rank, of, result)
+
+
+@pytest.mark.parametrize("source", ["s0", "s1"])
+def test_expectation_that_is_still_stopping_fails_when_it_is_begun_again(source: str) -> None:
+    receiver = expecting()
+    receiver.cancel(*KEY, 0.2)
+    assert failure(receiver.expect(*KEY, {source: (0, (10,))}, 5.0, 0.3)) is Reason.SUPERSEDED
+    assert receiver.receive("s0", Stopped(*KEY, True), 0.4) == [WriterStopped(*KEY)]
+
+
+def test_expectation_from_other_sources_fails_and_from_the_same_goes_on() -> None:
+    receiver = expecting(granted=False)
+    assert receiver.expect(*KEY, {"s0": (0, (10,))}, 5.0, 0.1) == []
+    assert failure(receiver.expect(*KEY, {"s1": (0, (10,))}, 5.0, 0.2)) is Reason.SUPERSEDED
 
 
 def test_frontier_stops_at_a_gap() -> None:

@@ -10,14 +10,17 @@ import pytest
 
 from crossdock.kvtransfer.calls import CancelExpectCall, CancelShipCall, PeerDeadCall
 from tests.kvtransfer.transfer import PAGE, Start, Transfer, mid_transfer, source_and_target
+from tests.sweeps import shared_out
 
 pytestmark = pytest.mark.timeout(90)
 
 # -- cancelled ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stage", ["begun", "granted", "chunk sent", "arrived"])
-@pytest.mark.parametrize("canceller", ["source", "target", "both"])
+STAGES, CANCELLERS = ("begun", "granted", "chunk sent", "arrived"), ("source", "target", "both")
+
+
+@pytest.mark.parametrize(("stage", "canceller"), shared_out(2, STAGES, CANCELLERS))
 def test_transfer_cancelled_at_any_stage_frees_pages_on_both_sides(start: Start, stage: str, canceller: str) -> None:
     source, target = source_and_target(start)
     transfer = Transfer(source, target).begin()
@@ -37,18 +40,6 @@ def test_transfer_cancelled_at_any_stage_frees_pages_on_both_sides(start: Start,
         source.event("Released", transfer.request)
     if stage != "arrived" or canceller != "source":
         target.event("WriterStopped", transfer.request)
-
-
-def test_target_that_cancels_before_the_source_ships_is_released_at_once(start: Start) -> None:
-    source, target = source_and_target(start)
-    transfer = Transfer(source, target)
-    transfer.expect()
-    transfer.grant(range(8))
-    target.call(CancelExpectCall(*transfer.key))
-    target.event("WriterStopped", transfer.request)  # the source's promise, though it does not know the target
-    transfer.ship()  # which it keeps
-    assert source.event("Failed", transfer.request)["reason"] == "superseded"
-    assert not source.event("Released", transfer.request)["arrived"]
 
 
 def test_pages_of_a_delayed_writer_stay_in_quarantine_until_it_has_stopped(start: Start) -> None:

@@ -2,10 +2,9 @@
 
 import time
 
-import msgspec
 import pytest
 
-from crossdock.kvtransfer.calls import ExpectCall, ShipCall, WaitCall
+from crossdock.kvtransfer.calls import WaitCall
 from tests.kvtransfer.transfer import PAGE, Start, Transfer, source_and_target
 
 pytestmark = pytest.mark.timeout(90)
@@ -73,18 +72,6 @@ def test_transfer_begun_by_either_side_first_arrives(start: Start, first: str) -
     assert transfer.equal([7])
 
 
-def test_chunks_computed_before_the_grant_go_out_as_one_write(start: Start) -> None:
-    transfer = Transfer(*source_and_target(start)).begin()
-    transfer.fill(range(16))
-    for end in range(1, 16):
-        transfer.chunk(range(end), end * PAGE)
-    transfer.grant(range(20, 36))
-    assert transfer.targets[0].event("Committed", transfer.request)["num_tokens"] == 15 * PAGE
-    transfer.finish(range(16), 16 * PAGE)
-    assert transfer.arrived()["figures"]["num_writes"] == 2
-    assert transfer.equal(range(20, 36))
-
-
 def test_wait_extends_the_deadline(start: Start) -> None:
     transfer = Transfer(*source_and_target(start), deadline=0.4).begin()
     transfer.fill([0])
@@ -144,17 +131,6 @@ def test_ranks_of_unequal_shards_arrive_byte_for_byte(start: Start, tp: int, oth
     assert transfer.arrived()["num_tokens"] == 2 * PAGE + 1
     assert transfer.equal([10, 20, 15])
     assert transfer.frontiers() in ([33], [32, 33])
-
-
-def test_pools_that_differ_are_refused_with_both_in_the_message(start: Start) -> None:
-    source, target = start(role="prefill", page_size=8), start(role="decode")
-    for dock, call in ((source, ShipCall("r", 1, (target.blob,), 1)), (target, ExpectCall("r", 1, (source.blob,), 1))):
-        answer = dock.answer("call", **msgspec.to_builtins(call))
-        text = answer["incompatible"]
-        assert "pools differ in page_size" in text
-        assert "8 tokens" in text
-        assert "16 tokens" in text
-        assert dock.ask("counts")["num_open"] == 0
 
 
 def test_idle_dock_uses_less_than_a_twentieth_of_a_core(start: Start) -> None:

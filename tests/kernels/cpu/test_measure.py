@@ -1,8 +1,5 @@
 """Least seconds of alternating calls, and signs that other work disturbed them."""
 
-import hashlib
-import os
-import threading
 from collections.abc import Callable
 from functools import partial
 from itertools import cycle
@@ -12,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from crossdock.kernels.cpu import measure as measuring
-from crossdock.kernels.cpu.measure import Cells, Timed, measure, spread, waited_seconds
+from crossdock.kernels.cpu.measure import Cells, measure, spread
 from crossdock.kernels.options import Kernel
 
 KERNELS: tuple[Kernel, ...] = ("own", "torch")
@@ -23,26 +20,23 @@ class Machine:
     """Clocks that only calls advance."""
 
     def __init__(self) -> None:
-        self.now = self.waited = 0.0
+        self.now = 0.0
         self.calls: list[tuple[Kernel, int]] = []
 
-    def cells(self, seconds: Callable[[Kernel, int], float], waited: float = 0.0) -> Cells:
-        """Return one call for each cell. It takes `seconds`, and waits for a share `waited` of them."""
+    def cells(self, seconds: Callable[[Kernel, int], float]) -> Cells:
+        """Return one call for each cell, which takes `seconds`."""
 
         def call(kernel: Kernel, rows: int) -> None:
             self.calls.append((kernel, rows))
-            took = seconds(kernel, rows)
-            self.now += took
-            self.waited += took * waited
+            self.now += seconds(kernel, rows)
 
-        return {(k, r): [Timed([partial(call, k, r)], scale=10)] for k in KERNELS for r in ROWS}
+        return {(k, r): [partial(call, k, r)] for k in KERNELS for r in ROWS}
 
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     made = Machine()
     monkeypatch.setattr(measuring.time, "perf_counter", lambda: made.now)
-    monkeypatch.setattr(measuring, "waited_seconds", lambda: made.waited)
     return made
 
 
@@ -52,10 +46,10 @@ def test_kernels_alternate_and_least_seconds_count(machine: Machine) -> None:
     def seconds(kernel: Kernel, rows: int) -> float:
         return next(slow) if (kernel, rows) == ("own", 8) else 0.01 * rows
 
-    measured = measure(KERNELS, ROWS, machine.cells(seconds))
-    assert measured.seconds == {
-        "own": pytest.approx([0.1, 2.0]),
-        "torch": pytest.approx([0.1, 0.8]),
+    measured, _ = measure(KERNELS, ROWS, machine.cells(seconds))
+    assert measured == {
+        "own": pytest.approx([0.01, 0.2]),
+        "torch": pytest.approx([0.01, 0.08]),
     }
     one_pass = [("own", 1), ("torch", 1), ("own", 8), ("torch", 8)]
     prepared, passes = machine.calls[:4], machine.calls[4:]
@@ -72,21 +66,12 @@ def test_short_calls_are_repeated_more_than_long_ones(machine: Machine) -> None:
 
 
 def test_measurement_ends_after_the_first_pass_that_takes_too_long(machine: Machine) -> None:
-    measured = measure(KERNELS, ROWS, machine.cells(lambda kernel, rows: 5.0))
+    measured, _ = measure(KERNELS, ROWS, machine.cells(lambda kernel, rows: 5.0))
     assert len(machine.calls) == 4 * 2  # one to prepare, and one pass
-    assert measured.seconds == {"own": [50.0, 50.0], "torch": [50.0, 50.0]}
+    assert measured == {"own": [5.0, 5.0], "torch": [5.0, 5.0]}
     machine.calls.clear()
     measure(KERNELS, ROWS, machine.cells(lambda kernel, rows: 0.375))
     assert len(machine.calls) == 4 * 2 + 2  # the second pass begins after 1.5 s
-
-
-@pytest.mark.parametrize(("share", "is_disturbed"), [(0.05, False), (0.2, True)])
-def test_measurement_whose_threads_waited_for_a_core_is_disturbed(
-    machine: Machine, share: float, is_disturbed: bool
-) -> None:
-    measured = measure(KERNELS, ROWS, machine.cells(lambda kernel, rows: 0.05 * rows, waited=share))
-    assert measured.is_disturbed is is_disturbed
-    assert measured.seconds == {kernel: pytest.approx([0.5, 4.0]) for kernel in KERNELS}
 
 
 @pytest.mark.parametrize(("slower", "is_disturbed"), [(1.1, False), (2.0, True)])
@@ -94,9 +79,9 @@ def test_measurement_whose_equal_calls_differ_much_is_disturbed(
     machine: Machine, slower: float, is_disturbed: bool
 ) -> None:
     series = {(k, r): cycle((0.1, 0.1 * slower, 0.1 * slower)) for k in KERNELS for r in ROWS}
-    measured = measure(KERNELS, ROWS, machine.cells(lambda kernel, rows: next(series[kernel, rows])))
-    assert measured.is_disturbed is is_disturbed
-    assert measured.seconds["own"] == pytest.approx([1.0, 1.0])
+    measured, found = measure(KERNELS, ROWS, machine.cells(lambda kernel, rows: next(series[kernel, rows])))
+    assert found is is_disturbed
+    assert measured["own"] == pytest.approx([0.1, 0.1])
 
 
 @given(st.lists(st.lists(st.floats(0.01, 10), min_size=1, max_size=7), min_size=1, max_size=9))
@@ -108,29 +93,3 @@ def test_spread_is_at_least_one_and_the_same_in_other_units(cells: list[list[flo
 @given(st.floats(1, 100))
 def test_one_interrupted_call_in_each_cell_is_no_spread(interrupted: float) -> None:
     assert spread([[1.0, interrupted, 1.0]] * 5) == 1
-
-
-def test_threads_that_share_a_core_are_seen_to_wait() -> None:
-    if not waited_seconds():
-        pytest.skip("this Linux does not count for how long threads wait")
-    cores, data, counted = os.sched_getaffinity(0), bytes(64 << 20), threading.Barrier(5)
-
-    def work() -> None:
-        hashlib.sha256(data)  # without the GIL
-        counted.wait()  # a thread that has ended is not counted
-        counted.wait()
-
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    before = waited_seconds()
-    os.sched_setaffinity(0, {min(cores)})  # of this thread, and of those that it starts
-    try:
-        for thread in threads:
-            thread.start()
-    finally:
-        os.sched_setaffinity(0, cores)
-    counted.wait()
-    waited = waited_seconds() - before
-    counted.wait()
-    for thread in threads:
-        thread.join()
-    assert waited > 0

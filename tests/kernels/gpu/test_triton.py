@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 import textwrap
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,8 @@ from crossdock.kernels.gpu.triton_attention import Tiles, paged_attention, store
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
-MIXED = [(1, 40), (1, 150), (21, 21), (1, 1), (12, 90), (3, 130)]
-DECODES = [(1, 40), (1, 1), (1, 257), (1, 64)]
+MIXED = [(1, 40), (1, 70), (21, 21), (1, 1), (6, 50), (3, 66)]
+DECODES = [(1, 40), (1, 1), (1, 100), (1, 64)]
 SHAPES: list[dict[str, Any]] = [
     {},
     {"window": 1},
@@ -107,7 +108,7 @@ def test_attention_matches_longhand(shape: dict[str, Any], device: str, seed: in
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[2], SHAPES[5], SHAPES[10], SHAPES[12], SHAPES[15]], ids=str)
 def test_rows_that_see_later_keys_match_longhand(shape: dict[str, Any], device: str, seed: int) -> None:
-    check(Case(MIXED, seed=seed, blocks={2: [(0, 9), (10, 21)], 4: [(70, 84)], 5: [(100, 129)]}, **shape), device)
+    check(Case(MIXED, seed=seed, blocks={2: [(0, 9), (10, 21)], 4: [(30, 49)], 5: [(40, 65)]}, **shape), device)
 
 
 @pytest.mark.usefixtures("small")
@@ -116,16 +117,20 @@ def test_attention_of_batches_without_chunks_matches_longhand(shape: dict[str, A
     check(Case(DECODES, seed=seed, **shape), device)
 
 
-@pytest.mark.parametrize("lengths", [MIXED, DECODES, [(40, 40)]], ids=["mixed", "decodes", "one prompt"])
-@pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("fp8", [False, True])
+REAL = [[*MIXED, (3, 130)], [*DECODES, (1, 257)], [(40, 40)]]
+
+
 @pytest.mark.parametrize(
-    "dtype",
+    ("lengths", "dim", "fp8", "dtype"),
     # Triton's interpreter multiplies bfloat16 by its bits.
-    [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)],
+    [(REAL[0], 64, True, torch.float32), (REAL[1], 128, False, torch.float16), (REAL[2], 128, True, torch.float16)]
+    + [
+        pytest.param(*case, marks=pytest.mark.gpu)
+        for case in product(REAL, (64, 128), (False, True), (torch.float32, torch.float16, torch.bfloat16))
+    ],
 )
 def test_attention_with_real_tiles_matches_longhand(
-    dtype: torch.dtype, dim: int, lengths: list[tuple[int, int]], fp8: bool, device: str, seed: int
+    lengths: list[tuple[int, int]], dim: int, fp8: bool, dtype: torch.dtype, device: str, seed: int
 ) -> None:
     if dtype is torch.bfloat16 and device == "cpu":
         pytest.skip("not in the interpreter")
@@ -287,7 +292,6 @@ def test_kernels_compile_for_hopper_without_spilling(tmp_path: Path) -> None:
     script = """
         import pathlib
         import subprocess
-        from itertools import product
 
         from triton import compile, knobs
         from triton.backends.compiler import GPUTarget
@@ -323,10 +327,8 @@ def test_kernels_compile_for_hopper_without_spilling(tmp_path: Path) -> None:
 
         for has_chunks, dim, group, features in [
             (False, 128, 4, {}), (True, 64, 3, {"WINDOW": 128, "SOFTCAP": 9.0}), (True, 256, 8, {"HAS_SINKS": True}),
-            (False, 128, 4, {"HAS_SCALES": True}), (True, 128, 4, {"HAS_SCALES": True}),
-            (True, 256, 2, {"HAS_ENDS": True, "WINDOW": 1024}), (True, 256, 2, {"HAS_ENDS": True}),
-            (False, 128, 5, {"ATTENTION_CHUNK": 8192}), (True, 128, 5, {"ATTENTION_CHUNK": 8192}),
-            (True, 256, 8, {"HAS_SCALES": True}),
+            (False, 128, 5, {"HAS_SCALES": True, "ATTENTION_CHUNK": 8192}), (True, 128, 5, {"ATTENTION_CHUNK": 8192}),
+            (True, 256, 2, {"HAS_ENDS": True, "WINDOW": 1024}), (True, 256, 8, {"HAS_SCALES": True}),
         ]:
             tiles = ours.tiles_for(dim, dim, 2, has_chunks)
             constants = {
@@ -337,7 +339,7 @@ def test_kernels_compile_for_hopper_without_spilling(tmp_path: Path) -> None:
             kernel = ours.chunk_kernel if has_chunks else ours.decode_kernel
             ptx = check(kernel, constants, tiles.num_warps, tiles.num_stages)
             assert has_chunks == ("wgmma.mma_async" in ptx)
-        for has_chunks, has_scales in product((False, True), repeat=2):  # of DeepSeek-V3
+        for has_chunks, has_scales in ((False, True), (True, False)):  # of DeepSeek-V3
             tiles = ours.LATENT_CHUNK_TILES if has_chunks else ours.LATENT_DECODE_TILES
             kernel = ours.chunk_kernel if has_chunks else ours.decode_kernel
             constants = {
@@ -352,7 +354,11 @@ def test_kernels_compile_for_hopper_without_spilling(tmp_path: Path) -> None:
         })
         check(ours.store_kernel, {"PAGE": 16, "BLOCK_T": 16, "HAS_SCALES": True, **ours.block_widths(128, 128)})
     """
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment = {
+        **os.environ,
+        "TRITON_INTERPRET": "0",
+        "TRITON_CACHE_DIR": str(tmp_path),
+    }  # not in the home directory
     command = [sys.executable, "-c", textwrap.dedent(script)]
     process = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert process.returncode == 0, process.stdout + process.stderr

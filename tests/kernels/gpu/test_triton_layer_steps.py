@@ -201,7 +201,11 @@ def test_steps_compile_for_hopper_without_spilling(tmp_path: Path) -> None:
             print(constants, used)
             assert "STACK:0 " in used
     """
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment = {
+        **os.environ,
+        "TRITON_INTERPRET": "0",
+        "TRITON_CACHE_DIR": str(tmp_path),
+    }  # not in the home directory
     command = [sys.executable, "-c", textwrap.dedent(script)]
     process = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert process.returncode == 0, process.stdout + process.stderr

@@ -88,14 +88,16 @@ def test_positions_reset_in_every_chunk_change_logits() -> None:
 # -- pages of e4m3 ----------------------------------------------------------------------------------------------------
 
 
+WITH_EXPERTS = ["gemma4_text", "deepseek_v2", "gpt_oss"]
+
+
 @pytest.mark.parametrize(
-    ("name", "most"),
-    [
-        *((name, 0.12) for name in ("llama", "qwen3", "gemma2", "phi3", "gpt2", "olmo2", "cohere2")),
-        *((name, 0.6) for name in ("gemma4_text", "deepseek_v2", "gpt_oss")),
-    ],
+    "name",
+    rest_in_soak(
+        ["llama", "qwen3", "gemma2", "phi3", "gpt2", "olmo2", "cohere2", *WITH_EXPERTS], "llama", *WITH_EXPERTS
+    ),
 )
-def test_logits_over_e4m3_pages_are_near_transformers(name: str, most: float) -> None:
+def test_logits_over_e4m3_pages_are_near_transformers(name: str) -> None:
     """e4m3 stores 4 bits of an element, an error of up to 6 %, and the logits of random models differ by about as much.
 
     They differ by more where a router chooses other experts. Those models are here for their shapes: wider heads in
@@ -109,9 +111,10 @@ def test_logits_over_e4m3_pages_are_near_transformers(name: str, most: float) ->
     assert model.pool.tensor.dtype == torch.float8_e4m3fn
     for ours, theirs in zip(got, expected, strict=True):
         error = float((ours - theirs).norm() / theirs.norm())
-        assert 0 < error < most
+        assert 0 < error < (0.6 if name in WITH_EXPERTS else 0.12)
 
 
+@pytest.mark.soak
 def test_real_weights_over_e4m3_pages_choose_same_tokens(model_dir: Path) -> None:
     """SmolLM2 on a text: the logits are near, and so is the next token unless two nearly tie."""
     model = load_model(ModelSpec(str(model_dir), "float32", kv_cache_dtype="fp8"))
@@ -150,8 +153,8 @@ def test_chunks_over_e4m3_pages_change_no_logits(name: str) -> None:
 def test_triton_over_e4m3_pages_equals_torch() -> None:
     """From pages that torch has written: Triton's interpreter rounds wrongly where rounding carries."""
     module = build("gemma2", SERVED["gemma2"])
-    prompts = [torch.arange(3, 3 + n) for n in (5, 30)]
-    steps = [[(0, 0, 5), (1, 0, 8)], [(1, 8, 28)], [(1, 28, 29)], [(1, 29, 30)]]
+    prompts = [torch.arange(3, 3 + n) for n in (5, 14)]
+    steps = [[(0, 0, 5), (1, 0, 8)], [(1, 8, 13)], [(1, 13, 14)]]
     triton = choose_attention("triton", torch.device("cpu"), "fp8")
     got, expected = (
         through_pages(wrap_module(module, LoadOptions(attention=attention, kv_cache_dtype="fp8")), prompts, steps)

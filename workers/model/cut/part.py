@@ -54,6 +54,16 @@ class TensorSlice:
         shape[self.dim] = sum(stop - start for start, stop, _ in self.ranges)
         return shape
 
+    def whole_shape(self, shape: Sequence[int]) -> list[int]:
+        """Return the shape of the parameter of which this slice has `shape`."""
+        whole = list(shape)
+        whole[self.dim] = sum(each.whole for each in self.ranges)
+        return whole
+
+    def transposed(self, one: int, other: int) -> "TensorSlice":
+        """Return this slice where the dimensions `one` and `other`, counted from the front, change places."""
+        return TensorSlice({one: other, other: one}.get(self.dim, self.dim), self.ranges)
+
 
 @dataclass(slots=True)
 class ModelPart:

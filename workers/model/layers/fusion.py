@@ -115,7 +115,7 @@ def fuse(
             layers_choice = head_choice = only(kernel)
         else:
             layers_choice = stack_choice(shape, len(layers), dtype, kernels, max_kernels)
-            head_choice = linear_choice("output projection", [head_weights], dtype, kernels, max_kernels)
+            head_choice = linear_choice("output projection", head_weights, dtype, kernels, max_kernels)
         stack = DecoderStack(shape, weights, layers_choice, attention)
         fused, fused_head = FusedLayers(stack, current_pages), FusedHead(head.weight, head_choice)
     except OSError as error:

@@ -13,7 +13,13 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter, rename_source_key
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    Transpose,
+    WeightConverter,
+    rename_source_key,
+)
 
 from crossdock.workers.model.architecture import ATTENTION_NAME, UnsupportedModelError, attention_names
 from crossdock.workers.model.cut.collectives import Collectives
@@ -133,15 +139,24 @@ def check_division(path: Path, tensor_size: int, num_stages: int) -> None:
 
 
 class _WeightSource:
-    """Stands in for a safetensors slice: when transformers reads all of it, it gives this rank's part."""
+    """Stands in for a safetensors slice: when transformers reads all of it, it gives this rank's part.
 
-    def __init__(self, source: Any, kept: TensorSlice | None, num_dims: int) -> None:
-        self._source, self._kept, self._num_dims = source, kept, num_dims
+    `transposed` are two dimensions that the checkpoint has the other way round. The part has the parameter's order, in
+    which transformers leaves it.
+    """
+
+    def __init__(
+        self, source: Any, kept: TensorSlice | None, num_dims: int, transposed: tuple[int, int] | None = None
+    ) -> None:
+        self._source, self._kept, self._num_dims, self._transposed = source, kept, num_dims, transposed
 
     def __getitem__(self, key: Any) -> Tensor:
         assert key is ...
-        tensor: Tensor = self._source[...] if self._kept is None else self._kept.read(self._source, self._num_dims)
-        return tensor
+        if self._kept is None:
+            return self._source[...]  # type: ignore[no-any-return]
+        if self._transposed is None:
+            return self._kept.read(self._source, self._num_dims)
+        return self._kept.transposed(*self._transposed).read(self._source, self._num_dims).transpose(*self._transposed)
 
     def get_dtype(self) -> Any:
         return self._source.get_dtype()
@@ -162,13 +177,16 @@ def _slices(model: Any, part: ModelPart, files: Sequence[str]) -> dict[str, _Wei
             name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, held)
             if name not in held:
                 continue
-            kept = part.slices.get(name)
+            kept, source, transposed = part.slices.get(name), reader.get_slice(key), None
             if kept is not None and pattern is not None:
                 for operation in operations[pattern]:
-                    if not isinstance(operation, MergeModulelist | Concatenate):
+                    if isinstance(operation, Transpose) and operation.check_dims:
+                        is_in_order = source.get_shape() == kept.whole_shape(held[name].shape)
+                        transposed = None if is_in_order else (operation.dim0, operation.dim1)
+                    elif not isinstance(operation, MergeModulelist | Concatenate):
                         raise CannotCut(
-                            f"{model.config.model_type}: {key} must be converted ({operation}) before it can be "
-                            f"divided; load and save the model with transformers once, and serve that"
+                            f"{model.config.model_type}: transformers converts {key} ({operation}) as it loads, and a "
+                            f"part of it cannot be; set tensor_parallel_size 1: stages divide whole layers"
                         )
-            sources[key] = _WeightSource(reader.get_slice(key), kept, held[name].dim())
+            sources[key] = _WeightSource(source, kept, held[name].dim(), transposed)
     return sources

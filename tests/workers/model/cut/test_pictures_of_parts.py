@@ -22,7 +22,16 @@ from crossdock.workers.schedule.pictures.encoding import NO_ENCODER_WORK, Encode
 from crossdock.workers.schedule.pictures.items import items_in
 from crossdock.workers.schedule.request import Request, SamplingParams
 from tests.workers.model.pictures.test_vision import may_cut
-from tests.workers.multimodal import BOTH_WAYS, FAMILIES, PicturePrompt, build_multimodal, one_pass, picture, video
+from tests.workers.multimodal import (
+    BOTH_WAYS,
+    CONFIGS,
+    FAMILIES,
+    PicturePrompt,
+    build_multimodal,
+    one_pass,
+    picture,
+    video,
+)
 from tests.workers.ranks import DIVISIONS, Ranks, saved
 from tests.workers.sweeps import rest_in_soak
 
@@ -72,7 +81,7 @@ def cut_logits(
 
 
 @pytest.mark.parametrize("division", DIVISIONS)
-@pytest.mark.parametrize("family", rest_in_soak([*FAMILIES, *BOTH_WAYS], "qwen3_vl", *BOTH_WAYS))
+@pytest.mark.parametrize("family", rest_in_soak(CONFIGS, "qwen3_vl_moe", *BOTH_WAYS))
 def test_prompt_cut_at_every_boundary_equals_one_pass(
     ranks: Ranks, tmp_path: Path, family: str, division: tuple[int, int]
 ) -> None:

@@ -10,7 +10,6 @@ import pytest
 import torch
 from pydantic import ByteSize
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from crossdock.kernels.attention import AttentionBatch
 from crossdock.kernels.backend import CPP, TORCH, Attention, choose_attention, triton_is_interpreted
@@ -19,7 +18,6 @@ from crossdock.workers.model.graphs.decode_graphs import DecodeGraphs
 from crossdock.workers.model.graphs.mixed_graphs import MixedGraphs, mixed_graphs, padded_with_chunks
 from crossdock.workers.model.inputs import StepInputs
 from crossdock.workers.model.load import wrap_module
-from crossdock.workers.model.load_options import LoadOptions
 from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.model.runner import Runner
 from crossdock.workers.replica.config import EngineConfig
@@ -29,51 +27,9 @@ from crossdock.workers.schedule.cost.cost import StepWork
 from crossdock.workers.schedule.cost.cost_fit import StepCostFit
 from crossdock.workers.schedule.request import Request, SamplingParams, Submission
 from tests.workers.architectures import SERVED, build
-from tests.workers.model.paged import monolithic
+from tests.workers.model.graphs.steps import PAGE_SIZE, PagedStep, answers_of, tokens_of
 from tests.workers.replica.speculating import engine_of, fixed
 from tests.workers.sweeps import rest_in_soak
-
-PAGE_SIZE = 8
-
-
-class MixedStep:
-    """A step of decodes and chunks in scattered pages. All slots that hold no token yet are NaN, page 0 too."""
-
-    def __init__(self, module: PreTrainedModel, attention: Attention, parts: list[tuple[int, int]]) -> None:
-        """`parts`: (tokens computed before, tokens of the step) of each sequence."""
-        generator = torch.Generator().manual_seed(len(parts))
-        prompts = [torch.randint(3, 120, (start + tokens,), generator=generator) for start, tokens in parts]
-        module.set_attn_implementation("eager")
-        self.expected = torch.stack([monolithic(module, prompt)[-1] for prompt in prompts])
-        self.model = wrap_module(module, LoadOptions(attention=attention))
-        self.model.allocate_pool(64, PAGE_SIZE)
-        self.pool = self.model.pool.tensor
-        self.pool.fill_(float("nan"))
-        spare = iter((torch.randperm(63, generator=generator) + 1).tolist())
-        requests = [Request(f"{i}", prompt.tolist(), SamplingParams()) for i, prompt in enumerate(prompts)]
-        pages = [[next(spare) for _ in range(-(-len(prompt) // PAGE_SIZE))] for prompt in prompts]
-        for request, held, (start, _) in zip(requests, pages, parts, strict=True):
-            if start:
-                StepInputs.of(Batch([Scheduled(request, 0, start, held, True)], 0), PAGE_SIZE)[0].run(self.model)
-        scheduled = [
-            Scheduled(request, start, tokens, held, True)
-            for request, held, (start, tokens) in zip(requests, pages, parts, strict=True)
-        ]
-        self.batch = Batch(scheduled, 0)
-        self.inputs = StepInputs.of(self.batch, PAGE_SIZE)[0]
-
-    def check(self, run: Callable[[], Tensor]) -> None:
-        """Check that `run` gives transformers' logits, and writes exactly what the step without padding writes."""
-        before = self.pool.clone()
-        self.inputs.run(self.model)
-        written = self.pool.clone()
-        assert not torch.equal(written.isnan(), before.isnan())
-        self.pool.copy_(before)
-        torch.testing.assert_close(run()[: len(self.expected)], self.expected, atol=2e-3, rtol=2e-3)
-        torch.testing.assert_close(self.pool, written, equal_nan=True, atol=2e-3, rtol=2e-3)
-        assert torch.equal(self.pool.isnan(), written.isnan())
-        self.pool.copy_(before)
-
 
 STEPS = [
     [(4, 1), (22, 1), (0, 9)],
@@ -88,7 +44,7 @@ STEPS = [
 def test_padding_changes_no_logits_and_no_page(name: str, attention: Attention) -> None:
     module = build(name, SERVED[name])
     for parts in STEPS:
-        step = MixedStep(module, attention, parts)
+        step = PagedStep(module, attention, parts)
         for decodes, tokens in ((3, 32), (8, 32), (8, 48)):
             padded = padded_with_chunks(step.inputs, decodes, tokens, PAGE_SIZE)
             assert len(padded.token_ids) == decodes + tokens
@@ -98,7 +54,7 @@ def test_padding_changes_no_logits_and_no_page(name: str, attention: Attention) 
 @pytest.mark.skipif(not triton_is_interpreted(), reason="no interpreter here")
 def test_padding_changes_no_logits_and_no_page_in_triton() -> None:
     """Its kernels, too, take chunks without a token, of which a recorded step has some."""
-    step = MixedStep(build("llama", {}), TORCH, [(4, 1), (3, 6)])
+    step = PagedStep(build("llama", {}), TORCH, [(4, 1), (3, 6)])
     padded = padded_with_chunks(step.inputs, 2, 8, PAGE_SIZE)
 
     def run() -> Tensor:
@@ -108,7 +64,7 @@ def test_padding_changes_no_logits_and_no_page_in_triton() -> None:
 
 
 def test_padding_that_writes_is_detected() -> None:
-    step = MixedStep(build("llama", {}), TORCH, STEPS[0])
+    step = PagedStep(build("llama", {}), TORCH, STEPS[0])
     padded = padded_with_chunks(step.inputs, 8, 32, PAGE_SIZE)
     padded.slots[-1] = 3
     with pytest.raises(AssertionError):
@@ -132,7 +88,7 @@ def test_recorded_steps_give_same_logits_from_fixed_addresses() -> None:
 
     recorded, watched = None, None
     for parts in (*STEPS, [(100, 20)], *STEPS, [(3, 1)] * 9 + [(2, 40)]):
-        step = MixedStep(module, TORCH, parts)
+        step = PagedStep(module, TORCH, parts)
         model = step.model
         if recorded is None or watched is None:
             watched = Watched(**vars(model))
@@ -145,7 +101,7 @@ def test_recorded_steps_give_same_logits_from_fixed_addresses() -> None:
 
 def test_steps_run_to_be_recorded_are_whole() -> None:
     """Their sequences have as many rows as there are tokens: a kernel writes past the end of its output otherwise."""
-    model, seen = MixedStep(build("llama", {}), TORCH, STEPS[0]).model, []
+    model, seen = PagedStep(build("llama", {}), TORCH, STEPS[0]).model, []
 
     class Watched(LoadedModel):
         def forward(
@@ -164,7 +120,7 @@ def test_steps_run_to_be_recorded_are_whole() -> None:
 
 
 def test_step_that_no_graph_has_room_for_is_not_covered() -> None:
-    step = MixedStep(build("llama", {}), TORCH, STEPS[0])
+    step = PagedStep(build("llama", {}), TORCH, STEPS[0])
     recorded = MixedGraphs(step.model, PAGE_SIZE, 6, 40, lambda run: run)
     assert recorded.most_tokens == 40
     request = Request("a", list(range(60)), SamplingParams())
@@ -184,7 +140,7 @@ def test_step_that_no_graph_has_room_for_is_not_covered() -> None:
 
 def test_step_that_verifies_drafts_is_recorded_where_there_is_speculation() -> None:
     """Two streams verify four drafts each beside a decode and a chunk: 12 rows of logits."""
-    step = MixedStep(build("llama", {}), TORCH, [(4, 1), (17, 1), (10, 1), (0, 9)])
+    step = PagedStep(build("llama", {}), TORCH, [(4, 1), (17, 1), (10, 1), (0, 9)])
     decode, *streams, chunk = step.batch.scheduled
     verifying = [part._replace(num_tokens=5, drafts=[7, 8, 9, 10]) for part in streams]
     inputs, _ = StepInputs.of(Batch([decode, *verifying, chunk], 0), PAGE_SIZE)
@@ -220,11 +176,7 @@ def test_engine_with_recorded_drafts_gives_same_tokens_as_without_speculation() 
         for number in range(3):
             params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
             engine.add(Submission(f"{number}", [5 + number, 9, 30] * 10, params))
-        tokens: dict[str, list[int]] = {}
-        while engine.has_work:
-            for delta in engine.step().deltas:
-                tokens.setdefault(delta.request_id, []).extend(delta.token_ids)
-        answers.append(tokens)
+        answers.append(answers_of(engine))
     assert answers[0] == answers[1]
     assert most_rows >= 10, "two streams with four drafts each"
 
@@ -252,15 +204,7 @@ def test_engine_with_recorded_chunks_gives_same_tokens(is_ahead: bool) -> None:
             engine.pipeline.runner = Runner(
                 engine.model, 16, None, [graphs, Counted(engine.model, 16, 9, 80, lambda run: run)]
             )
-        for number in range(14):
-            prompt = [(13 * number + 7 * at) % 90 + 3 for at in range(1 + 31 * number % 151)]
-            params = SamplingParams(max_tokens=4 + 3 * number, seed=number, temperature=0.8, ignore_eos=True)
-            engine.add(Submission(f"{number}", prompt, params))
-        tokens: dict[str, list[int]] = {}
-        while engine.has_work:
-            for delta in engine.step().deltas:
-                tokens.setdefault(delta.request_id, []).extend(delta.token_ids)
-        answers.append(tokens)
+        answers.append(tokens_of(engine, temperature=0.8))
     assert answers[0] == answers[1]
     assert num_replayed > 10
 
@@ -287,7 +231,7 @@ def test_cost_is_not_learnt_from_steps_that_graphs_lack_room_for(monkeypatch: py
 def test_model_whose_chunks_cannot_be_recorded_says_why_and_keeps_its_decodes(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = MixedStep(build("llama", {}), TORCH, STEPS[0]).model
+    model = PagedStep(build("llama", {}), TORCH, STEPS[0]).model
     decodes = DecodeGraphs(model, PAGE_SIZE, 4, lambda run: run)
 
     def refuse(*_: Any) -> None:

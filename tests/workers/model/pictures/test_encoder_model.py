@@ -25,6 +25,7 @@ from crossdock.workers.schedule.request import InvalidField, Request, SamplingPa
 from tests.workers.architectures import build
 from tests.workers.model.paged import random_steps
 from tests.workers.multimodal import FAMILIES, IMAGE, TEXT, PicturePrompt, build_multimodal, picture, video
+from tests.workers.sweeps import rest_in_soak
 
 PAGE_SIZE = 4
 _MARK = 1234.5  # the value of every weight of the decoder in these checkpoints
@@ -43,7 +44,7 @@ def save_without_decoder(module: Any, path: Path) -> None:
     save_file(kept, path / "model.safetensors", metadata={"format": "pt"})
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=rest_in_soak(FAMILIES, "llava", "qwen3_vl"))
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

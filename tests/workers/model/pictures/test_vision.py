@@ -31,7 +31,6 @@ from tests.workers.multimodal import (
     one_pass,
     paged_multimodal,
     picture,
-    video,
 )
 from tests.workers.sweeps import rest_in_soak
 
@@ -143,16 +142,6 @@ def test_ragged_chunks_of_several_prompts_equal_one_pass_each(family: str, model
         logits = logits_of(model, prompts, allowed_steps(family, prompts, random_steps(lengths, seed)))
         for own, theirs in zip(logits, expected, strict=True):
             torch.testing.assert_close(own, theirs, rtol=1e-3, atol=1e-3)
-
-
-@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl"])
-def test_videos_and_pictures_in_one_prompt_equal_one_pass(name: str) -> None:
-    model, module = paged_multimodal(name), build_multimodal(name)
-    prompt = PicturePrompt.of(3, video(1, 3), 2, picture(name, 2), 5, video(2, 2, (1, 2)), 1)
-    expected, length = one_pass(module, prompt), len(prompt.token_ids)
-    for cut in range(1, length, 3):
-        (logits,) = logits_of(model, [prompt], [[(0, 0, cut)], [(0, cut, length)]])
-        torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-3)
 
 
 def test_batch_of_pictures_gives_what_each_alone_gives(family: str, models: tuple[LoadedModel, Any]) -> None:

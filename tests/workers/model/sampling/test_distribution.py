@@ -9,7 +9,7 @@ import torch
 from .rows import VOCAB, chi_square, draw, draw_many, make_row, random_logits
 
 
-@pytest.mark.parametrize("seed", [0, 1, -1, 2**63, 12345678901234567890])
+@pytest.mark.parametrize("seed", [0, -1, 12345678901234567890])
 def test_draws_over_positions_follow_softmax(seed: int) -> None:
     logits = random_logits(1, 200, seed=3, spread=1.5)[0]
     tokens = draw_many(logits, 20_000, seed=seed, temperature=0.8)

@@ -17,6 +17,7 @@ from crossdock.workers.model.weights.fp8_scales import example_text, exponents, 
 from crossdock.workers.replica.ranks.pool_layout import HeldLayers, held_layers, pool_spec
 from tests.workers.architectures import SERVED, build
 from tests.workers.ranks import DIVISIONS, Ranks, saved
+from tests.workers.sweeps import rest_in_soak
 
 CHOSEN = ["llama", "gemma2", "gemma4_text", "gpt2", "phi3", "mixtral", "deepseek_v2", "gpt_oss"]
 
@@ -82,7 +83,7 @@ def powers(model: LoadedModel) -> list[list[int]]:
     return [[*exponents(keys), *exponents(values)] for keys, values in model.scales]
 
 
-@pytest.mark.parametrize("name", CHOSEN)
+@pytest.mark.parametrize("name", rest_in_soak(CHOSEN, "llama", "deepseek_v2"))
 def test_scales_do_not_depend_on_dtype(name: str) -> None:
     """The same weights, computed in bfloat16 and in float32."""
     half = build(name, SERVED[name]).to(torch.bfloat16)
@@ -128,6 +129,7 @@ def test_scales_of_every_division_are_equal(ranks: Ranks, tmp_path: Path, option
     assert_divisions_agree(ranks, saved(build("llama", options).to(torch.bfloat16), tmp_path), DIVISIONS)
 
 
+@pytest.mark.soak
 def test_scales_of_divided_real_weights_are_equal(ranks: Ranks, model_dir: Path) -> None:
     assert_divisions_agree(ranks, model_dir, [(2, 1)])
 
