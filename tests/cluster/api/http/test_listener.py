@@ -34,6 +34,7 @@ async def echo(scope: Any, receive: Any, send: Any) -> None:
 @asynccontextmanager
 async def listening(app: Any = echo, write_timeout_s: float = 60, keep_alive_s: int = 75) -> AsyncIterator[int]:
     """Open a listener, and yield its port. The client has a minute."""
+    asyncio.get_running_loop().set_exception_handler(None)  # a loop logs a closed socket that was to accept
     port = free_port()
     server = await listen(app, "127.0.0.1", port, keep_alive_s=keep_alive_s, write_timeout_s=write_timeout_s)
     try:
@@ -50,10 +51,16 @@ async def answer(reader: asyncio.StreamReader) -> bytes:
         return b"reset"
 
 
-async def exchange(port: int, sent: bytes) -> bytes:
-    """Send bytes, and return all that comes until the server ends the connection."""
+async def opened(port: int, sent: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Open a connection and send bytes."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(sent)
+    return reader, writer
+
+
+async def exchange(port: int, sent: bytes) -> bytes:
+    """Send bytes, and return all that comes until the server ends the connection."""
+    reader, writer = await opened(port, sent)
     try:
         return await answer(reader)
     finally:
@@ -76,8 +83,7 @@ def assert_error(received: bytes, status: int, code: str) -> str:
 async def assert_refused_in_time(opening: bytes, line: bytes) -> None:
     """Assert that a client that sends `line` again and again after `opening` is refused before it has sent much."""
     async with listening() as port:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(opening)
+        reader, writer = await opened(port, opening)
         answering = asyncio.ensure_future(answer(reader))
         sent = 0
         while sent < 50 * MAX_HEAD_BYTES and not answering.done():
@@ -108,8 +114,8 @@ async def test_endless_trailers_are_refused(line: bytes) -> None:
 
 async def test_body_in_many_small_chunks_with_trailers_is_read_whole() -> None:
     async with listening() as port:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(b"POST / HTTP/1.1\r\nhost: a\r\nconnection: close\r\ntransfer-encoding: chunked\r\n\r\n")
+        head = b"POST / HTTP/1.1\r\nhost: a\r\nconnection: close\r\ntransfer-encoding: chunked\r\n\r\n"
+        reader, writer = await opened(port, head)
         writer.write(b"1\r\nx\r\n" * (2 * MAX_HEAD_BYTES) + b"0\r\nx-trailer: v\r\n\r\n")
         assert (await answer(reader)).endswith(b"\r\n\r\n" + b"x" * (2 * MAX_HEAD_BYTES))
 
@@ -138,8 +144,7 @@ async def test_bodies_and_several_requests_do_not_count_as_head() -> None:
 async def test_slow_head_is_refused(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.2)
     async with listening() as port:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(sent)
+        reader, _ = await opened(port, sent)
         assert await answer(reader) == b""
 
 
@@ -204,8 +209,7 @@ async def test_request_with_broken_body_is_aborted() -> None:
             messages.append((await receive())["type"])
 
     async with listening(app) as port:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(CHUNKED + b"3\r\nabc\r\n")
+        reader, writer = await opened(port, CHUNKED + b"3\r\nabc\r\n")
         while not messages:
             await asyncio.sleep(0.001)
         writer.write(b"no chunk\r\n")
@@ -223,8 +227,7 @@ async def test_garbage_behind_a_request_leaves_its_stream_whole() -> None:
         await send({"type": "http.response.body", "body": b""})
 
     async with listening(app) as port:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(b"GET / HTTP/1.1\r\nhost: a\r\n\r\n")
+        reader, writer = await opened(port, b"GET / HTTP/1.1\r\nhost: a\r\n\r\n")
         await reader.readuntil(b"xxx")
         writer.write(b"\0garbage" * 100_000)
         received = await answer(reader)
@@ -258,8 +261,7 @@ async def test_client_that_sends_before_it_reads_gets_the_early_answer(header: b
 async def test_body_that_goes_on_after_its_answer_does_not_keep_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.5)
     async with listening(refuse) as port:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(POST + b"content-length: 1000000\r\n\r\n")
+        reader, writer = await opened(port, POST + b"content-length: 1000000\r\n\r\n")
         await reader.readuntil(b"no")
         while not reader.at_eof():
             try:
@@ -285,8 +287,7 @@ async def test_refused_connection_ends_though_the_client_keeps_it(
     monkeypatch.setattr(connection, "LINGER_S", seconds)
     monkeypatch.setattr(connection, "LINGER_BYTES", num_bytes)
     async with listening() as port:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(b"garbage\r\n\r\n")
+        reader, writer = await opened(port, b"garbage\r\n\r\n")
         assert_error(await answer(reader), 400, "invalid_http")  # the end of its sending side
         with pytest.raises(ConnectionError):
             await send_for_ever(writer, b"a" * (1 << 16 if seconds > 1 else 1))
@@ -441,8 +442,7 @@ async def test_answer_that_began_before_its_body_broke_is_sent_whole(caplog: pyt
         await send({"type": "http.response.body", "body": b"b"})
 
     async with listening(app) as port:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(CHUNKED + b"3\r\nabc\r\n")
+        reader, writer = await opened(port, CHUNKED + b"3\r\nabc\r\n")
         await reader.readuntil(b"\r\n\r\na")
         writer.write(b"no chunk\r\n")
         assert await answer(reader) == b"b"
@@ -476,8 +476,7 @@ async def test_any_bytes_get_answers_in_openais_shape_or_none(
     failures: list[Any] = []
 
     async def send(port: int, number: int) -> None:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(mutated(random.Random(number)))
+        reader, writer = await opened(port, mutated(random.Random(number)))
         writer.write_eof()
         received = await answer(reader)
         writer.close()

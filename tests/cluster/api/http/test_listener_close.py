@@ -10,7 +10,7 @@ import pytest
 
 from crossdock.cluster.api.http import connection
 from crossdock.cluster.api.http.listener import Listener, listen
-from tests.cluster.api.http.test_listener import LOOPS, answer, echo
+from tests.cluster.api.http.test_listener import LOOPS, answer, echo, opened
 from tests.cluster.ports import free_port
 
 pytestmark = LOOPS
@@ -36,8 +36,7 @@ async def closing() -> AsyncIterator[tuple[Listener, int, asyncio.Event]]:
 
 async def test_closing_listener_lets_the_running_request_end_and_takes_no_other() -> None:
     async with closing() as (server, port, may_answer):
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(REQUEST)
+        reader, writer = await opened(port, REQUEST)
         await asyncio.sleep(0.1)
         assert not await server.close(0.3), "the request still runs"
         with pytest.raises(ConnectionRefusedError):
@@ -55,8 +54,7 @@ async def test_closing_listener_lets_the_running_request_end_and_takes_no_other(
 async def test_closing_listener_ends_an_idle_connection_at_once() -> None:
     async with closing() as (server, port, may_answer):
         may_answer.set()
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(REQUEST)
+        reader, writer = await opened(port, REQUEST)
         await reader.readuntil(b"hi")
         assert await server.close(connection.CLOSING_S / 2)
         assert await answer(reader) == b""

@@ -15,7 +15,7 @@ from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.cluster.dispatch import connections
 from crossdock.cluster.dispatch.dispatcher import Dispatcher, SlowReader
 from crossdock.workers.schedule.request import SamplingParams, Submission, TokenDelta
-from tests.cluster.api.scripted_api import ScriptedDispatcher, refused
+from tests.cluster.api.scripted_api import ScriptedDispatcher
 from tests.cluster.dispatch.in_process import InProcess, ready, tokens
 from tests.cluster.ports import free_port
 
@@ -70,8 +70,3 @@ async def test_client_that_leaves_too_many_tokens_unread_loses_its_request_and_o
     assert await replica.owned_pages() == 0
     await dispatcher.close()
     await replica.engine_thread.close()
-
-
-def test_client_of_a_request_that_was_not_read_learns_why(http: object, engine: ScriptedDispatcher) -> None:
-    engine.script = lambda submission: [SlowReader("its client read too slowly")]
-    refused(http.post("/v1/completions", json={"prompt": "Hi"}), 408, code="slow_reader")  # type: ignore[attr-defined]
