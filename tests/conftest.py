@@ -37,6 +37,12 @@ os.environ.pop("RAY_ADDRESS", None)  # tests never join a cluster
 HOME = make_own_folders()
 
 
+@pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    """Name the event loop of tests that are coroutines."""
+    return "asyncio"
+
+
 def pytest_configure(config: pytest.Config) -> None:
     for plugin in (limits, file_seconds):
         config.pluginmanager.register(plugin)

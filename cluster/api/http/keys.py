@@ -169,12 +169,6 @@ class KeyRing:
         logger.info("%d API keys were read from %s", len(keys), path)
 
 
-def read_keys(path: Path, classes: Collection[str] = ()) -> tuple[ApiKey, ...]:
-    """Return the keys of a file. Raises ValueError with the reason, which never shows a key."""
-    with _open(path) as file:
-        return _parse(file.read(), path, classes)
-
-
 def _open(path: Path) -> IO[bytes]:
     try:
         return path.open("rb")

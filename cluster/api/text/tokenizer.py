@@ -77,11 +77,6 @@ class ModelTokenizer:
                 shown.append(False)
         return shown == [False, True]
 
-    @property
-    def has_token_bytes(self) -> bool:
-        """Every token has bytes of its own, so detokenising is exact and O(1) per token."""
-        return self._bytes is not None
-
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
         return ids

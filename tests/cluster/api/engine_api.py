@@ -2,8 +2,8 @@
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from contextlib import aclosing, contextmanager
 from typing import Any, Self
 
 import httpx
@@ -17,6 +17,7 @@ from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.cluster.dispatch.dispatcher import MOST_QUEUED, Dispatcher
 from crossdock.router.fleet import RouterConfig
 from crossdock.workers.replica.config import EngineConfig
+from crossdock.workers.schedule.request import Submission, TokenDelta
 from crossdock.workers.schedule.slo import SloClass
 from tests.cluster.dispatch.in_process import InProcess
 from tests.cluster.ports import free_port
@@ -136,6 +137,25 @@ def live_api(tokenizer: ModelTokenizer, keys: Any = ()) -> Iterator[LiveApi]:
         yield api
     finally:
         api.stop()
+
+
+def lose_after(api: EngineApi, num_tokens: int) -> None:
+    """Kill the replica of the first choice once the choice has some tokens."""
+    generate = api.dispatcher.generate
+    seen: set[str] = set()
+
+    async def generate_and_lose(submission: Submission) -> AsyncIterator[TokenDelta]:
+        is_first, count = not seen, 0
+        seen.add(submission.id)
+        async with aclosing(generate(submission)) as deltas:
+            async for delta in deltas:
+                count += len(delta.token_ids)
+                if is_first and count >= num_tokens and not any(replica.is_killed for replica in api.replicas):
+                    victim = next(i for i in range(2) if api.dispatcher.fleet.num_booked(f"r{i}"))
+                    api.replicas[victim].is_killed = True
+                yield delta
+
+    api.dispatcher.generate = generate_and_lose  # type: ignore[method-assign]
 
 
 async def all_up(dispatcher: Dispatcher, count: int) -> None:

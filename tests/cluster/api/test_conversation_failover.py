@@ -1,13 +1,12 @@
 """Responses and Messages over real engines, one of which is lost in mid-stream: the same answer as without the loss."""
 
-import asyncio
 import json
 from typing import Any
 
 import pytest
 
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
-from tests.cluster.api.engine_api import EngineApi
+from tests.cluster.api.engine_api import EngineApi, lose_after
 from tests.cluster.dispatch.in_process import IN_TURN
 from tests.cluster.small_tokenizers import byte_level
 
@@ -26,26 +25,16 @@ def streamed_text(answer: str) -> str:
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_stream_goes_on_at_another_replica_after_the_loss_of_its_own(path: str) -> None:
+async def test_stream_goes_on_at_another_replica_after_the_loss_of_its_own(path: str) -> None:
     fields = {"temperature": 0, "ignore_eos": True}
     plain = byte_level()
     plain.chat_template = "{{ messages[0].content }}"
     tokenizer = ModelTokenizer(plain)
-
-    async def main() -> None:
-        async with EngineApi(tokenizer, num_replicas=2, router=IN_TURN) as api:
-            chat = {"messages": TALK, "max_tokens": NUM_TOKENS, **fields}
-            whole = (await api.http.post("/v1/chat/completions", json=chat)).json()
-            body = {**BODIES[path], **fields, "stream": True}
-            asking = asyncio.create_task(api.http.post(path, json=body))
-            while not (live := await api.dispatcher.live_requests(None)) or live[0]["num_output_tokens"] < 5:
-                assert not asking.done(), asking.result().text
-                await asyncio.sleep(0)
-            lost = api.replicas[int(live[0]["replica"][1:])]
-            lost.is_killed = True
-            api.dispatcher.leave(live[0]["replica"])
-            answer = await asking
-            assert streamed_text(answer.text) == whole["choices"][0]["message"]["content"]
-            assert 'crossdock_ingress_placed_again_total{ingress="0"} 1.0' in await api.dispatcher.metrics_text()
-
-    asyncio.run(main())
+    async with EngineApi(tokenizer, num_replicas=2, router=IN_TURN) as api:
+        chat = {"messages": TALK, "max_tokens": NUM_TOKENS, **fields}
+        whole = (await api.http.post("/v1/chat/completions", json=chat)).json()
+        body = {**BODIES[path], **fields, "stream": True}
+        lose_after(api, 5)
+        answer = await api.http.post(path, json=body)
+        assert streamed_text(answer.text) == whole["choices"][0]["message"]["content"]
+        assert 'crossdock_ingress_placed_again_total{ingress="0"} 1.0' in await api.dispatcher.metrics_text()

@@ -11,7 +11,7 @@ import pytest
 from ray.exceptions import RayTaskError
 
 from crossdock.cluster.api.text.choices import merge
-from crossdock.cluster.dispatch.dispatcher import ReplicaLost, SuspectRequest
+from crossdock.cluster.dispatch.dispatcher import ReplicaLost, SlowReader, SuspectRequest
 from crossdock.workers.schedule.request import (
     FinishReason,
     InvalidField,
@@ -32,6 +32,7 @@ FAILURES = [
     (ReplicaLost("secret traceback"), 503, "server_error", "service_unavailable"),
     (SuspectRequest("secret names"), 400, "invalid_request_error", "suspect_request"),
     (RuntimeError("secret /etc/passwd"), 500, "server_error", "internal_error"),
+    (SlowReader("secret count"), 408, "invalid_request_error", "slow_reader"),
     (TimeoutError("not ours"), 500, "server_error", "internal_error"),
 ]
 
@@ -150,7 +151,7 @@ def test_failure_of_one_choice_aborts_others(http: httpx.Client, engine: Scripte
     assert set(engine.aborted) == others  # all of it before the answer
 
 
-def test_merged_streams_end_together() -> None:
+async def test_merged_streams_end_together() -> None:
     closed: list[int] = []
     begun = asyncio.Event()
 
@@ -175,10 +176,10 @@ def test_merged_streams_end_together() -> None:
     async def collect(*streams: Any) -> list[Any]:
         return [item async for item in merge(streams)]
 
-    items = asyncio.run(collect(stream(0, 50), stream(1, 3), stream(2, 0)))
+    items = await collect(stream(0, 50), stream(1, 3), stream(2, 0))
     assert len(items) == 53
     assert [i for index, i in items if index == 0] == list(range(50))
     closed.clear()
     with pytest.raises(RuntimeError, match="one"):
-        asyncio.run(collect(stream(0, 5), stream(9, 0), late(stream(1, 2, RuntimeError("one")))))
+        await collect(stream(0, 5), stream(9, 0), late(stream(1, 2, RuntimeError("one"))))
     assert sorted(closed) == [0, 1, 9]

@@ -98,31 +98,26 @@ def test_template_variables_of_the_server_hold_where_a_request_names_none(
         assert prompt(http, chat_template_kwargs={"other": 1}) == "Hi think"
 
 
-def test_connections_are_kept_as_long_as_the_setting_says() -> None:
+async def test_connections_are_kept_as_long_as_the_setting_says() -> None:
     """A server with one second ends an idle connection, while another keeps it for its next request."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
         await send({"type": "http.response.body", "body": b"ok"})
 
-    async def main() -> None:
-        servers = {
-            seconds: await listen(app, "127.0.0.1", port, keep_alive_s=seconds) for seconds, port in ports.items()
-        }
-        try:
-            wires = {seconds: await asyncio.open_connection("127.0.0.1", port) for seconds, port in ports.items()}
-            for reader, writer in wires.values():
-                writer.write(b"GET / HTTP/1.1\r\nhost: a\r\n\r\n")
-                await reader.readuntil(b"ok")
-            assert await wires[1][0].read() == b"", "the connection has ended"
-            reader, writer = wires[75]
-            writer.write(b"GET / HTTP/1.1\r\nhost: a\r\n\r\n")
-            assert (await reader.readuntil(b"ok")).startswith(b"HTTP/1.1 200")
-            for _, writer in wires.values():
-                writer.close()
-        finally:
-            for server in servers.values():
-                await server.close(1)
-
     ports = {1: free_port(), 75: free_port()}
-    asyncio.run(main())
+    servers = {seconds: await listen(app, "127.0.0.1", port, keep_alive_s=seconds) for seconds, port in ports.items()}
+    try:
+        wires = {seconds: await asyncio.open_connection("127.0.0.1", port) for seconds, port in ports.items()}
+        for reader, writer in wires.values():
+            writer.write(b"GET / HTTP/1.1\r\nhost: a\r\n\r\n")
+            await reader.readuntil(b"ok")
+        assert await wires[1][0].read() == b"", "the connection has ended"
+        reader, writer = wires[75]
+        writer.write(b"GET / HTTP/1.1\r\nhost: a\r\n\r\n")
+        assert (await reader.readuntil(b"ok")).startswith(b"HTTP/1.1 200")
+        for _, writer in wires.values():
+            writer.close()
+    finally:
+        for server in servers.values():
+            await server.close(1)

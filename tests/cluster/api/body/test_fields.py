@@ -157,13 +157,6 @@ def test_unknown_field_with_a_long_name_is_cut() -> None:
     assert "Did you mean" not in str(refused.value)
 
 
-def test_field_of_the_other_endpoint_is_refused() -> None:
-    for endpoint, field in (("completions", "max_completion_tokens"), ("completions", "tools"), ("chats", "prompt")):
-        with pytest.raises(ApiError) as refused:
-            parse(endpoint, **{field: 5})
-        assert refused.value.param == field
-
-
 @pytest.mark.parametrize(("kind", "name"), [(TokenizeRequest, "tokenize"), (DetokenizeRequest, "detokenize")])
 def test_every_field_of_vllms_tokenize_has_one_state(kind: type[Any], name: str) -> None:
     ours = kind.model_fields.keys()

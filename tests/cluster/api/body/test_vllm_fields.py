@@ -1,9 +1,7 @@
 """vLLM's fields of requests and answers over sockets, whole and streamed, as OpenAI's client reads them."""
 
-import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
-from contextlib import aclosing
-from typing import Any, cast
+from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import openai
@@ -13,8 +11,7 @@ from crossdock.cluster.api import bounds
 from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.http.keys import ApiKey
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
-from crossdock.workers.schedule.request import Submission, TokenDelta
-from tests.cluster.api.engine_api import EngineApi
+from tests.cluster.api.engine_api import EngineApi, lose_after
 from tests.cluster.api.scripted_api import (
     HI,
     STORY,
@@ -202,58 +199,28 @@ def test_prompt_token_ids_are_streamed_once(http: httpx.Client, engine: Scripted
     assert having == {0: 1, 1: 1}
 
 
-def test_prompt_token_ids_reach_openais_client(client: openai.OpenAI, engine: ScriptedDispatcher) -> None:
-    extra: Any = {"return_token_ids": True}
-    stream = client.chat.completions.create(model="tiny", messages=HI, stream=True, extra_body=extra)  # type: ignore[arg-type]
-    first, *others = list(stream)
-    assert first.model_extra is not None
-    assert first.model_extra["prompt_token_ids"] == engine.submissions[0].prompt_token_ids
-    assert not any((chunk.model_extra or {}).get("prompt_token_ids") for chunk in others)
+async def test_stream_of_a_lost_replica_goes_on_with_right_usage_and_ids(tokenizer: ModelTokenizer) -> None:
+    async with EngineApi(tokenizer, num_replicas=2) as api:
+        body: dict[str, Any] = {"prompt": [5] * 20, "max_tokens": 200, "ignore_eos": True, "seed": 3, "stream": True}
+        body |= {"return_token_ids": True, "logprobs": 0, **USAGE}
 
+        async def ask() -> list[Any]:
+            return events(await api.http.post("/v1/completions", json=body))
 
-def test_stream_of_a_lost_replica_goes_on_with_right_usage_and_ids(tokenizer: ModelTokenizer) -> None:
-    async def main() -> None:
-        async with EngineApi(tokenizer, num_replicas=2) as api:
-            body: dict[str, Any] = {
-                "prompt": [5] * 20,
-                "max_tokens": 200,
-                "ignore_eos": True,
-                "seed": 3,
-                "stream": True,
-            }
-            body |= {"return_token_ids": True, "logprobs": 0, **USAGE}
-
-            async def ask() -> list[Any]:
-                return events(await api.http.post("/v1/completions", json=body))
-
-            wanted = await ask()
-            generate = api.dispatcher.generate
-
-            async def dying(submission: Submission) -> AsyncIterator[TokenDelta]:
-                """Kill the replica that made 50 tokens."""
-                num_tokens = 0
-                async with aclosing(cast(AsyncGenerator[TokenDelta, None], generate(submission))) as deltas:
-                    async for delta in deltas:
-                        num_tokens += len(delta.token_ids)
-                        if num_tokens == 50:
-                            api.replicas[int(api.dispatcher.fleet.num_booked("r1") > 0)].is_killed = True
-                        yield delta
-
-            api.dispatcher.generate = dying  # type: ignore[method-assign]
-            found = await ask()
-            assert 'crossdock_ingress_placed_again_total{ingress="0"} 1.0' in await api.dispatcher.metrics_text()
-            for chunks in (wanted, found):
-                choices = [chunk["choices"][0] for chunk in chunks[:-1]]
-                assert [choice for choice in choices if "prompt_token_ids" in choice] == [choices[0]]
-                num_tokens = 0
-                for chunk in chunks[:-1]:
-                    num_tokens += len(chunk["choices"][0]["token_ids"])
-                    assert len(chunk["choices"][0]["logprobs"]["tokens"]) == len(chunk["choices"][0]["token_ids"])
-                    assert chunk["usage"]["completion_tokens"] == num_tokens
-                assert chunks[-1]["usage"]["completion_tokens"] == num_tokens == 200
-            assert _token_ids(found) == _token_ids(wanted)
-
-    asyncio.run(main())
+        wanted = await ask()
+        lose_after(api, 50)
+        found = await ask()
+        assert 'crossdock_ingress_placed_again_total{ingress="0"} 1.0' in await api.dispatcher.metrics_text()
+        for chunks in (wanted, found):
+            choices = [chunk["choices"][0] for chunk in chunks[:-1]]
+            assert [choice for choice in choices if "prompt_token_ids" in choice] == [choices[0]]
+            num_tokens = 0
+            for chunk in chunks[:-1]:
+                num_tokens += len(chunk["choices"][0]["token_ids"])
+                assert len(chunk["choices"][0]["logprobs"]["tokens"]) == len(chunk["choices"][0]["token_ids"])
+                assert chunk["usage"]["completion_tokens"] == num_tokens
+            assert chunks[-1]["usage"]["completion_tokens"] == num_tokens == 200
+        assert _token_ids(found) == _token_ids(wanted)
 
 
 def _token_ids(chunks: list[Any]) -> list[int]:

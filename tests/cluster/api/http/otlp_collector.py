@@ -1,7 +1,6 @@
 """A collector of traces on a port of this process."""
 
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -10,8 +9,10 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 
 @contextmanager
-def collector(status: int = 200, delay: float = 0.0) -> Iterator[tuple[str, list[ExportTraceServiceRequest]]]:
-    """Yield the collector's URL, and the list of the requests that it receives."""
+def collector(
+    status: int = 200, answers: threading.Event | None = None
+) -> Iterator[tuple[str, list[ExportTraceServiceRequest]]]:
+    """Yield the collector's URL, and the list of the requests that it receives. It waits until it `answers`."""
     received: list[ExportTraceServiceRequest] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -19,7 +20,8 @@ def collector(status: int = 200, delay: float = 0.0) -> Iterator[tuple[str, list
             body = self.rfile.read(int(self.headers["content-length"]))
             assert self.headers["content-type"] == "application/x-protobuf"
             received.append(ExportTraceServiceRequest.FromString(body))
-            time.sleep(delay)
+            if answers is not None:
+                answers.wait(100)
             self.send_response(status)
             self.end_headers()
 

@@ -1,6 +1,5 @@
 """HttpGuard over sockets: API keys, their limits, body sizes, request ids, time limits and clients that leave."""
 
-import asyncio
 import json
 import re
 from concurrent.futures import ThreadPoolExecutor
@@ -17,20 +16,8 @@ from crossdock.cluster.api.http.http_guard import HttpGuard
 from crossdock.cluster.api.http.keys import KeyRing
 from crossdock.cluster.api.http.limits import Ledger
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
-from crossdock.workers.schedule.request import (
-    FinishReason,
-    TokenDelta,
-)
-from tests.cluster.api.scripted_api import (
-    HI,
-    ScriptedDispatcher,
-    complete,
-    events,
-    eventually,
-    raw,
-    refused,
-    serving,
-)
+from crossdock.workers.schedule.request import FinishReason, TokenDelta
+from tests.cluster.api.scripted_api import HI, ScriptedDispatcher, complete, events, eventually, raw, refused, serving
 
 
 def test_api_key_is_required_and_not_shown(engine: ScriptedDispatcher, tokenizer: ModelTokenizer) -> None:
@@ -196,7 +183,7 @@ def test_request_id_is_taken_from_client_or_made(http: httpx.Client, engine: Scr
     assert stream.headers["x-request-id"] == "mine-3"
 
 
-def test_client_leaving_while_sending_ends_request() -> None:
+async def test_client_leaving_while_sending_ends_request() -> None:
     messages = [{"type": "http.request", "body": b"a", "more_body": True}, {"type": "http.disconnect"}]
 
     async def receive() -> Any:
@@ -206,7 +193,7 @@ def test_client_leaving_while_sending_ends_request() -> None:
         raise AssertionError("not reached")
 
     guard = HttpGuard(never, keys=KeyRing(), open_paths=(), ledger=Ledger(), max_body_bytes=10, request_timeout_s=None)
-    asyncio.run(guard({"type": "http", "path": "/", "headers": []}, receive, never))
+    await guard({"type": "http", "path": "/", "headers": []}, receive, never)
 
 
 BODIES: list[Any] = [  # path, body, submissions

@@ -11,7 +11,7 @@ from crossdock.cluster.api import heap
 from crossdock.cluster.api.heap import Heap, trim
 
 
-def test_heap_is_trimmed_once_after_several_large_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_heap_is_trimmed_once_after_several_large_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     trimmed: list[None] = []
     event = asyncio.Event()
 
@@ -21,19 +21,15 @@ def test_heap_is_trimmed_once_after_several_large_requests(monkeypatch: pytest.M
 
     monkeypatch.setattr(heap, "_QUIET_S", 0.05)
     monkeypatch.setattr(heap, "trim", trimming)
-
-    async def main() -> None:
-        each = Heap()
-        for _ in range(3):
-            each.trim_later()
-        assert not trimmed, "the requests' own objects are still there"
-        await asyncio.wait_for(event.wait(), 30)
-        event.clear()
+    each = Heap()
+    for _ in range(3):
         each.trim_later()
-        await asyncio.wait_for(event.wait(), 30)
-        assert len(trimmed) == 2
-
-    asyncio.run(main())
+    assert not trimmed, "the requests' own objects are still there"
+    await asyncio.wait_for(event.wait(), 30)
+    event.clear()
+    each.trim_later()
+    await asyncio.wait_for(event.wait(), 30)
+    assert len(trimmed) == 2
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="the C library is not glibc")

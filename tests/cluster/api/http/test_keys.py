@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from crossdock.cluster.api.errors import ApiError
-from crossdock.cluster.api.http.keys import ApiKey, KeyRing, read_keys
+from crossdock.cluster.api.http.keys import ApiKey, KeyRing
 from crossdock.cluster.api.http.limits import ASK_S, READS_PER_MINUTE, Account, Charge, Ledger, Loan
 
 CLASSES = ("interactive", "batch")
@@ -31,6 +31,13 @@ def replace(path: Path, text: str) -> None:
     new = path.with_suffix(".new")
     new.write_text(text)
     os.replace(new, path)
+
+
+def key_file(folder: Path, text: str, *keys: ApiKey) -> tuple[Path, Clock, KeyRing]:
+    """Return a file of keys, and a ring of its keys and others."""
+    path, clock = folder / "keys", Clock()
+    path.write_text(text)
+    return path, clock, KeyRing(keys, path, CLASSES, clock)
 
 
 def settle(ring: KeyRing, clock: Clock) -> None:
@@ -57,9 +64,8 @@ def accepts(ring: KeyRing, key: str) -> bool:
     ],
 )
 def test_key_file_in_any_form_is_read(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "keys"
-    path.write_text(text)
-    assert [key.key for key in read_keys(path, CLASSES)] == ["first", "second"]
+    _, _, ring = key_file(tmp_path, text)
+    assert [accepts(ring, key) for key in ("first", "second", "")] == [True, True, False]
 
 
 @pytest.mark.parametrize(
@@ -75,10 +81,8 @@ def test_key_file_in_any_form_is_read(tmp_path: Path, text: str) -> None:
     ],
 )
 def test_unusable_key_file_is_refused_and_shows_no_key(tmp_path: Path, text: str, message: str) -> None:
-    path = tmp_path / "keys"
-    path.write_text(text)
     with pytest.raises(ValueError) as error:  # noqa: PT011
-        KeyRing((), path, CLASSES)
+        key_file(tmp_path, text)
     assert "http.api_keys_file" in str(error.value)
     assert "hunter2" not in str(error.value)
     if message != "hunter2":
@@ -95,9 +99,7 @@ def test_missing_key_file_does_not_open_the_api(tmp_path: Path) -> None:
 
 
 def test_changed_key_file_rotates_keys(tmp_path: Path) -> None:
-    path, clock = tmp_path / "keys", Clock()
-    path.write_text("old\n")
-    ring = KeyRing((ApiKey(key="fixed"),), path, CLASSES, clock)
+    path, clock, ring = key_file(tmp_path, "old\n", ApiKey(key="fixed"))
     assert [accepts(ring, key) for key in ("fixed", "old", "new")] == [True, True, False]
     replace(path, "old\nnew\n")
     settle(ring, clock)
@@ -108,9 +110,7 @@ def test_changed_key_file_rotates_keys(tmp_path: Path) -> None:
 
 
 def test_broken_key_file_keeps_old_keys(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path, clock = tmp_path / "keys", Clock()
-    path.write_text("old\n")
-    ring = KeyRing((), path, CLASSES, clock)
+    path, clock, ring = key_file(tmp_path, "old\n")
     for text in ("[hunter2, {key: ", "[{key: hunter2, classes: [gold]}]"):
         replace(path, text)
         with caplog.at_level(logging.ERROR, "ray.serve"):
@@ -129,9 +129,7 @@ def test_broken_key_file_keeps_old_keys(tmp_path: Path, caplog: pytest.LogCaptur
 @pytest.mark.parametrize("mark", ["", "...\n"])
 def test_key_file_cut_off_at_any_byte_gives_all_keys_or_the_old_ones(tmp_path: Path, mark: str) -> None:
     """A part of YAML is YAML, and the part of a key is a key. With an end mark, the whole file counts."""
-    path, clock = tmp_path / "keys", Clock()
-    path.write_text("- old\n")
-    ring = KeyRing((), path, CLASSES, clock)
+    path, clock, ring = key_file(tmp_path, "- old\n")
     whole = f"- first\n- key: second\n  classes: [batch]\n- third\n{mark}"
     keys = ["old", "first", "second", "third"]
     found = []
@@ -147,9 +145,7 @@ def test_key_file_cut_off_at_any_byte_gives_all_keys_or_the_old_ones(tmp_path: P
 
 def test_file_still_being_written_is_not_read(tmp_path: Path) -> None:
     """Though it is a new one: it counts when a second check finds it unchanged."""
-    path, clock = tmp_path / "keys", Clock()
-    path.write_text("old")
-    ring = KeyRing((), path, CLASSES, clock)
+    path, clock, ring = key_file(tmp_path, "old")
     path.unlink()
     with path.open("w") as file:
         for part in ("fir", "st\nsec"):
@@ -164,9 +160,7 @@ def test_file_still_being_written_is_not_read(tmp_path: Path) -> None:
 
 def test_replaced_file_counts_though_its_predecessors_number_is_free_again(tmp_path: Path) -> None:
     """File systems give the number of a deleted file to the next new one."""
-    path, clock = tmp_path / "keys", Clock()
-    path.write_text("old")
-    ring = KeyRing((), path, CLASSES, clock)
+    path, clock, ring = key_file(tmp_path, "old")
     for text in ("first", "second", "third"):
         replace(path, text)
     settle(ring, clock)
@@ -174,9 +168,7 @@ def test_replaced_file_counts_though_its_predecessors_number_is_free_again(tmp_p
 
 
 def test_key_file_is_checked_once_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, clock = tmp_path / "keys", Clock()
-    path.write_text("old\n")
-    ring = KeyRing((), path, CLASSES, clock)
+    path, clock, ring = key_file(tmp_path, "old\n")
     looks: list[Path] = []
     stat = Path.stat
     monkeypatch.setattr(Path, "stat", lambda self, **options: (looks.append(self), stat(self, **options))[1])

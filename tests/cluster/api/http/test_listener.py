@@ -5,20 +5,21 @@ import json
 import random
 import re
 import socket
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import httpx
 import pytest
-import uvloop
 
 from crossdock.cluster.api.http import connection, listener
 from crossdock.cluster.api.http.connection import MAX_HEAD_BYTES
 from crossdock.cluster.api.http.listener import listen
 from tests.cluster.ports import free_port
 
-LOOPS = (asyncio.new_event_loop, uvloop.new_event_loop)  # Ray's actors run on uvloop where it is installed
+# Ray's actors run on uvloop where it is installed.
+LOOPS = pytest.mark.parametrize("anyio_backend", [("asyncio", {"use_uvloop": each}) for each in (False, True)])
+pytestmark = LOOPS
 
 
 async def echo(scope: Any, receive: Any, send: Any) -> None:
@@ -30,22 +31,17 @@ async def echo(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-def with_listener(
-    client: Callable[[int], Awaitable[None]], app: Any = echo, write_timeout_s: float = 60, keep_alive_s: int = 75
-) -> None:
-    """Run `client` with the port of a listener, on either event loop."""
-
-    async def main() -> None:
-        port = free_port()
-        server = await listen(app, "127.0.0.1", port, keep_alive_s=keep_alive_s, write_timeout_s=write_timeout_s)
-        try:
-            await asyncio.wait_for(client(port), 60)
-        finally:
-            await server.close(1)
-
-    for loop in LOOPS:
-        with asyncio.Runner(loop_factory=loop) as runner:
-            runner.run(main())
+@asynccontextmanager
+async def listening(app: Any = echo, write_timeout_s: float = 60, keep_alive_s: int = 75) -> AsyncIterator[int]:
+    """Open a listener, and yield its port. The client has a minute."""
+    asyncio.get_running_loop().set_exception_handler(None)  # a loop logs a closed socket that was to accept
+    port = free_port()
+    server = await listen(app, "127.0.0.1", port, keep_alive_s=keep_alive_s, write_timeout_s=write_timeout_s)
+    try:
+        async with asyncio.timeout(60):
+            yield port
+    finally:
+        await server.close(1)
 
 
 async def answer(reader: asyncio.StreamReader) -> bytes:
@@ -55,10 +51,16 @@ async def answer(reader: asyncio.StreamReader) -> bytes:
         return b"reset"
 
 
-async def exchange(port: int, sent: bytes) -> bytes:
-    """Send bytes, and return all that comes until the server ends the connection."""
+async def opened(port: int, sent: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Open a connection and send bytes."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(sent)
+    return reader, writer
+
+
+async def exchange(port: int, sent: bytes) -> bytes:
+    """Send bytes, and return all that comes until the server ends the connection."""
+    reader, writer = await opened(port, sent)
     try:
         return await answer(reader)
     finally:
@@ -78,12 +80,10 @@ def assert_error(received: bytes, status: int, code: str) -> str:
     return error["message"]
 
 
-def assert_refused_in_time(opening: bytes, line: bytes) -> None:
+async def assert_refused_in_time(opening: bytes, line: bytes) -> None:
     """Assert that a client that sends `line` again and again after `opening` is refused before it has sent much."""
-
-    async def client(port: int) -> None:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(opening)
+    async with listening() as port:
+        reader, writer = await opened(port, opening)
         answering = asyncio.ensure_future(answer(reader))
         sent = 0
         while sent < 50 * MAX_HEAD_BYTES and not answering.done():
@@ -94,39 +94,36 @@ def assert_refused_in_time(opening: bytes, line: bytes) -> None:
         assert sent < 50 * MAX_HEAD_BYTES
         assert_error(await answering, 431, "headers_too_large")
 
-    with_listener(client)
-
 
 @pytest.mark.parametrize(
     "line", [b"x: " + b"y" * 4000 + b"\r\n", b"z" * 4000], ids=["many headers", "one endless header"]
 )
-def test_endless_head_is_refused(line: bytes) -> None:
-    assert_refused_in_time(b"GET / HTTP/1.1\r\nhost: a\r\n", line)
+async def test_endless_head_is_refused(line: bytes) -> None:
+    await assert_refused_in_time(b"GET / HTTP/1.1\r\nhost: a\r\n", line)
 
 
 @pytest.mark.parametrize(
     "line", [b"x: " + b"y" * 4000 + b"\r\n", b"z" * 4000], ids=["many trailers", "one endless trailer"]
 )
-def test_endless_trailers_are_refused(line: bytes) -> None:
+async def test_endless_trailers_are_refused(line: bytes) -> None:
     """Headers may also follow a body that comes in chunks."""
-    assert_refused_in_time(b"POST / HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n", line)
+    await assert_refused_in_time(
+        b"POST / HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n", line
+    )
 
 
-def test_body_in_many_small_chunks_with_trailers_is_read_whole() -> None:
-    async def client(port: int) -> None:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(b"POST / HTTP/1.1\r\nhost: a\r\nconnection: close\r\ntransfer-encoding: chunked\r\n\r\n")
+async def test_body_in_many_small_chunks_with_trailers_is_read_whole() -> None:
+    async with listening() as port:
+        head = b"POST / HTTP/1.1\r\nhost: a\r\nconnection: close\r\ntransfer-encoding: chunked\r\n\r\n"
+        reader, writer = await opened(port, head)
         writer.write(b"1\r\nx\r\n" * (2 * MAX_HEAD_BYTES) + b"0\r\nx-trailer: v\r\n\r\n")
         assert (await answer(reader)).endswith(b"\r\n\r\n" + b"x" * (2 * MAX_HEAD_BYTES))
 
-    with_listener(client)
 
-
-def test_idle_connection_ends_after_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_idle_connection_ends_after_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """An empty line, which HTTP allows before a request, begins none: the next request must still come in time."""
     monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.2)
-
-    async def client(port: int) -> None:
+    async with listening() as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         for _ in range(2):
             writer.write(b"GET / HTTP/1.1\r\nhost: a\r\n\r\n")
@@ -134,30 +131,21 @@ def test_idle_connection_ends_after_an_answer(monkeypatch: pytest.MonkeyPatch) -
             writer.write(b"\r\n")
         assert await answer(reader) == b""
 
-    with_listener(client)
 
-
-def test_bodies_and_several_requests_do_not_count_as_head() -> None:
-    async def client(port: int) -> None:
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http:
-            for number in range(4):
-                headers = {f"x-{place}": "v" * 1000 for place in range(50)}
-                body = bytes([65 + number]) * (10 * MAX_HEAD_BYTES)
-                assert (await http.post("/", content=body, headers=headers)).content == body
-
-    with_listener(client)
+async def test_bodies_and_several_requests_do_not_count_as_head() -> None:
+    async with listening() as port, httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http:
+        for number in range(4):
+            headers = {f"x-{place}": "v" * 1000 for place in range(50)}
+            body = bytes([65 + number]) * (10 * MAX_HEAD_BYTES)
+            assert (await http.post("/", content=body, headers=headers)).content == body
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\nhost:"], ids=["silent", "half a head"])
-def test_slow_head_is_refused(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_slow_head_is_refused(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.2)
-
-    async def client(port: int) -> None:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(sent)
+    async with listening() as port:
+        reader, _ = await opened(port, sent)
         assert await answer(reader) == b""
-
-    with_listener(client)
 
 
 POST = b"POST / HTTP/1.1\r\nhost: a\r\n"
@@ -200,11 +188,10 @@ NO_REQUESTS: list[tuple[bytes, int, str]] = [
 ]
 
 
-def test_bytes_that_are_no_request_are_refused_in_openais_shape() -> None:
+async def test_bytes_that_are_no_request_are_refused_in_openais_shape() -> None:
     """… as the first on a connection, and behind requests, which are answered first."""
     get = b"GET / HTTP/1.1\r\nhost: a\r\n\r\n"
-
-    async def client(port: int) -> None:
+    async with listening() as port:
         for sent, status, code in NO_REQUESTS:
             assert len(assert_error(await exchange(port, sent), status, code)) < 200
             received = await exchange(port, get + get + sent)
@@ -212,10 +199,8 @@ def test_bytes_that_are_no_request_are_refused_in_openais_shape() -> None:
             assert_error(received[received.rindex(b"HTTP/1.1 %d " % status) :], status, code)
             assert received.count(b"\r\n\r\n") == 3
 
-    with_listener(client)
 
-
-def test_request_with_broken_body_is_aborted() -> None:
+async def test_request_with_broken_body_is_aborted() -> None:
     """The application sees a client that has left."""
     messages: list[str] = []
 
@@ -223,10 +208,8 @@ def test_request_with_broken_body_is_aborted() -> None:
         while not messages or messages[-1] != "http.disconnect":
             messages.append((await receive())["type"])
 
-    async def client(port: int) -> None:
-        messages.clear()
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(CHUNKED + b"3\r\nabc\r\n")
+    async with listening(app) as port:
+        reader, writer = await opened(port, CHUNKED + b"3\r\nabc\r\n")
         while not messages:
             await asyncio.sleep(0.001)
         writer.write(b"no chunk\r\n")
@@ -234,10 +217,8 @@ def test_request_with_broken_body_is_aborted() -> None:
         while messages[-1] != "http.disconnect":
             await asyncio.sleep(0.001)
 
-    with_listener(client, app)
 
-
-def test_garbage_behind_a_request_leaves_its_stream_whole() -> None:
+async def test_garbage_behind_a_request_leaves_its_stream_whole() -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"100")]})
         for _ in range(100):
@@ -245,16 +226,13 @@ def test_garbage_behind_a_request_leaves_its_stream_whole() -> None:
             await send({"type": "http.response.body", "body": b"x", "more_body": True})
         await send({"type": "http.response.body", "body": b""})
 
-    async def client(port: int) -> None:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(b"GET / HTTP/1.1\r\nhost: a\r\n\r\n")
+    async with listening(app) as port:
+        reader, writer = await opened(port, b"GET / HTTP/1.1\r\nhost: a\r\n\r\n")
         await reader.readuntil(b"xxx")
         writer.write(b"\0garbage" * 100_000)
         received = await answer(reader)
         assert received.startswith(b"x" * 97)
         assert_error(received[97:], 400, "invalid_http")
-
-    with_listener(client, app)
 
 
 async def refuse(scope: Any, receive: Any, send: Any) -> None:
@@ -264,10 +242,9 @@ async def refuse(scope: Any, receive: Any, send: Any) -> None:
 
 
 @pytest.mark.parametrize("header", [b"connection: close\r\n", b""])
-def test_client_that_sends_before_it_reads_gets_the_early_answer(header: bytes) -> None:
+async def test_client_that_sends_before_it_reads_gets_the_early_answer(header: bytes) -> None:
     """Without a delay the server would reset the connection, and the client could not even send its body."""
-
-    async def client(port: int) -> None:
+    async with listening(refuse) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         size = 20 << 20
         writer.write(POST + header + b"content-length: %d\r\n\r\n" % size)
@@ -280,15 +257,11 @@ def test_client_that_sends_before_it_reads_gets_the_early_answer(header: bytes) 
         assert received.startswith(b"HTTP/1.1 401 ")
         assert received.endswith(b"\r\n\r\nno")
 
-    with_listener(client, refuse)
 
-
-def test_body_that_goes_on_after_its_answer_does_not_keep_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_body_that_goes_on_after_its_answer_does_not_keep_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.5)
-
-    async def client(port: int) -> None:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(POST + b"content-length: 1000000\r\n\r\n")
+    async with listening(refuse) as port:
+        reader, writer = await opened(port, POST + b"content-length: 1000000\r\n\r\n")
         await reader.readuntil(b"no")
         while not reader.at_eof():
             try:
@@ -299,8 +272,6 @@ def test_body_that_goes_on_after_its_answer_does_not_keep_the_connection(monkeyp
             except ConnectionError:
                 break
 
-    with_listener(client, refuse)
-
 
 async def send_for_ever(writer: asyncio.StreamWriter, data: bytes) -> None:
     while True:
@@ -310,20 +281,16 @@ async def send_for_ever(writer: asyncio.StreamWriter, data: bytes) -> None:
 
 
 @pytest.mark.parametrize(("seconds", "num_bytes"), [(0.3, 1 << 40), (1000.0, 1 << 20)], ids=["silent", "many bytes"])
-def test_refused_connection_ends_though_the_client_keeps_it(
+async def test_refused_connection_ends_though_the_client_keeps_it(
     seconds: float, num_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connection, "LINGER_S", seconds)
     monkeypatch.setattr(connection, "LINGER_BYTES", num_bytes)
-
-    async def client(port: int) -> None:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(b"garbage\r\n\r\n")
+    async with listening() as port:
+        reader, writer = await opened(port, b"garbage\r\n\r\n")
         assert_error(await answer(reader), 400, "invalid_http")  # the end of its sending side
         with pytest.raises(ConnectionError):
             await send_for_ever(writer, b"a" * (1 << 16 if seconds > 1 else 1))
-
-    with_listener(client)
 
 
 @contextmanager
@@ -355,22 +322,18 @@ class EndlessAnswer:
         self.ends.append(gone.result()["type"] == "http.disconnect")
 
 
-def test_client_that_reads_nothing_is_disconnected_and_its_request_ends() -> None:
+async def test_client_that_reads_nothing_is_disconnected_and_its_request_ends() -> None:
     app = EndlessAnswer()
-
-    async def client(port: int) -> None:
-        app.ends.clear()
+    async with listening(app, write_timeout_s=0.3) as port:
         with unread(port):
             while not app.ends:
                 await asyncio.sleep(0.01)
         assert app.ends == [True]
         assert app.sent < 50 << 20  # no more than the kernel's buffers hold: this process kept none
 
-    with_listener(client, app, write_timeout_s=0.3)
-
 
 @pytest.mark.parametrize("header", [b"", b"connection: close\r\n"])
-def test_finished_answer_that_is_not_read_does_not_keep_the_connection(
+async def test_finished_answer_that_is_not_read_does_not_keep_the_connection(
     header: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A few bytes of it wait in this process, and all of the kernel's buffers are full."""
@@ -390,7 +353,10 @@ def test_finished_answer_that_is_not_read_does_not_keep_the_connection(
             await asyncio.sleep(0)
         await send({"type": "http.response.body", "body": b""})
 
-    async def client(port: int) -> None:
+    monkeypatch.setattr(connection.Connections, "__init__", created)
+    monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(connection, "LINGER_S", 0.3)
+    async with listening(app, write_timeout_s=0.3, keep_alive_s=1) as port:
         with socket.socket() as wire:
             wire.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             wire.connect(("127.0.0.1", port))
@@ -400,17 +366,10 @@ def test_finished_answer_that_is_not_read_does_not_keep_the_connection(
             while connections[-1]._open:
                 await asyncio.sleep(0.01)
 
-    monkeypatch.setattr(connection.Connections, "__init__", created)
-    monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.3)
-    monkeypatch.setattr(connection, "LINGER_S", 0.3)
-    with_listener(client, app, write_timeout_s=0.3, keep_alive_s=1)
 
-
-def test_client_that_reads_slowly_stays() -> None:
+async def test_client_that_reads_slowly_stays() -> None:
     app = EndlessAnswer()
-
-    async def client(port: int) -> None:
-        app.ends.clear()
+    async with listening(app, write_timeout_s=1) as port:
         loop = asyncio.get_running_loop()
         with unread(port) as wire:
             ends = loop.time() + 1.5
@@ -421,13 +380,10 @@ def test_client_that_reads_slowly_stays() -> None:
                     read += len(await asyncio.wait_for(loop.sock_recv(wire, 65536), 10))
                 assert app.ends == []
 
-    with_listener(client, app, write_timeout_s=1)
 
-
-def test_waiting_connections_make_way_for_new_ones_the_oldest_first(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_waiting_connections_make_way_for_new_ones_the_oldest_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listener, "MOST_CONNECTIONS", 3)
-
-    async def client(port: int) -> None:
+    async with listening() as port:
         streams = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
         await asyncio.sleep(0.05)
         await exchange(port, b"GET / HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n")
@@ -436,15 +392,12 @@ def test_waiting_connections_make_way_for_new_ones_the_oldest_first(monkeypatch:
             writer.write(b"GET / HTTP/1.1\r\nhost: a\r\n\r\n")
             assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
 
-    with_listener(client)
 
-
-def test_connection_beyond_the_bound_is_refused_while_all_others_have_requests(
+async def test_connection_beyond_the_bound_is_refused_while_all_others_have_requests(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(listener, "MOST_CONNECTIONS", 2)
-
-    async def client(port: int) -> None:
+    async with listening() as port:
         busy = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
         for _, writer in busy:
             writer.write(POST + b"content-length: 3\r\n\r\n")
@@ -454,20 +407,16 @@ def test_connection_beyond_the_bound_is_refused_while_all_others_have_requests(
             writer.write(b"abc")
             assert (await reader.readuntil(b"abc")).startswith(b"HTTP/1.1 200")
 
-    with_listener(client)
 
-
-def test_upgrade_is_answered_as_a_request_and_ends_the_connection() -> None:
-    async def client(port: int) -> None:
+async def test_upgrade_is_answered_as_a_request_and_ends_the_connection() -> None:
+    async with listening() as port:
         for protocol in (b"websocket", b"h2c"):
             head = b"GET / HTTP/1.1\r\nhost: a\r\nconnection: upgrade\r\nupgrade: %b\r\n\r\n" % protocol
             assert (await exchange(port, head)).startswith(b"HTTP/1.1 200 ")
 
-    with_listener(client)
-
 
 @pytest.mark.parametrize("header", [b"HTTP/1.0\r\n", b"HTTP/1.1\r\nconnection: close\r\n"])
-def test_requests_behind_the_last_one_are_not_begun(header: bytes, caplog: pytest.LogCaptureFixture) -> None:
+async def test_requests_behind_the_last_one_are_not_begun(header: bytes, caplog: pytest.LogCaptureFixture) -> None:
     begun = 0
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -476,34 +425,27 @@ def test_requests_behind_the_last_one_are_not_begun(header: bytes, caplog: pytes
         await asyncio.sleep(0.01)
         await echo(scope, receive, send)
 
-    async def client(port: int) -> None:
-        nonlocal begun
-        begun = 0
+    async with listening(app) as port:
         received = await exchange(
             port, b"GET / " + header + b"host: a\r\n\r\n" + b"GET / HTTP/1.1\r\nhost: a\r\n\r\n" * 3
         )
         assert received.startswith(b"HTTP/1.1 200 ")
         assert (begun, received.count(b"HTTP/1.1")) == (1, 1)
-
-    with_listener(client, app)
     assert [record for record in caplog.records if record.levelname == "ERROR"] == []
 
 
-def test_answer_that_began_before_its_body_broke_is_sent_whole(caplog: pytest.LogCaptureFixture) -> None:
+async def test_answer_that_began_before_its_body_broke_is_sent_whole(caplog: pytest.LogCaptureFixture) -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
         await send({"type": "http.response.body", "body": b"a", "more_body": True})
         await asyncio.sleep(0.1)
         await send({"type": "http.response.body", "body": b"b"})
 
-    async def client(port: int) -> None:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(CHUNKED + b"3\r\nabc\r\n")
+    async with listening(app) as port:
+        reader, writer = await opened(port, CHUNKED + b"3\r\nabc\r\n")
         await reader.readuntil(b"\r\n\r\na")
         writer.write(b"no chunk\r\n")
         assert await answer(reader) == b"b"
-
-    with_listener(client, app)
     assert [record for record in caplog.records if record.levelname == "ERROR"] == []
 
 
@@ -527,15 +469,14 @@ def mutated(choice: random.Random) -> bytes:
     return bytes(data)
 
 
-def test_any_bytes_get_answers_in_openais_shape_or_none(
+async def test_any_bytes_get_answers_in_openais_shape_or_none(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.5)
     failures: list[Any] = []
 
     async def send(port: int, number: int) -> None:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(mutated(random.Random(number)))
+        reader, writer = await opened(port, mutated(random.Random(number)))
         writer.write_eof()
         received = await answer(reader)
         writer.close()
@@ -548,12 +489,10 @@ def test_any_bytes_get_answers_in_openais_shape_or_none(
                 assert_error(body, int(head.split()[1]), json.loads(rest[:end])["error"]["code"])
             received = rest[end:]
 
-    async def client(port: int) -> None:
+    async with listening() as port:
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: failures.append(context))
         for first in range(0, 400, 40):
             await asyncio.gather(*(send(port, number) for number in range(first, first + 40)))
         assert (await exchange(port, b"GET / HTTP/1.0\r\n\r\n")).startswith(b"HTTP/1.1 200")
-
-    with_listener(client)
     assert failures == []
     assert [record for record in caplog.records if record.levelname == "ERROR"] == []

@@ -2,82 +2,73 @@
 
 import asyncio
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 
 from crossdock.cluster.api.http import connection
 from crossdock.cluster.api.http.listener import Listener, listen
-from tests.cluster.api.http.test_listener import LOOPS, answer, echo
+from tests.cluster.api.http.test_listener import LOOPS, answer, echo, opened
 from tests.cluster.ports import free_port
 
+pytestmark = LOOPS
 REQUEST = b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 2\r\n\r\nhi"
 
 
-def with_closing(client: Callable[[Listener, int, asyncio.Event], Awaitable[None]], *, most_s: float = 30) -> None:
-    """Run `client` with a listener that it closes; the app answers once the event is set."""
+@asynccontextmanager
+async def closing() -> AsyncIterator[tuple[Listener, int, asyncio.Event]]:
+    """Open a listener that the client closes. Its app answers once the event is set."""
+    may_answer = asyncio.Event()
 
-    async def main() -> None:
-        may_answer = asyncio.Event()
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await may_answer.wait()
+        await echo(scope, receive, send)
 
-        async def app(scope: Any, receive: Any, send: Any) -> None:
-            await may_answer.wait()
-            await echo(scope, receive, send)
-
-        port = free_port()
-        server = await listen(app, "127.0.0.1", port)
-        await asyncio.wait_for(client(server, port, may_answer), most_s)
-        may_answer.set()
-        assert await server.close(5)
-
-    for loop in LOOPS:
-        with asyncio.Runner(loop_factory=loop) as runner:
-            runner.run(main())
+    port = free_port()
+    server = await listen(app, "127.0.0.1", port)
+    async with asyncio.timeout(30):
+        yield server, port, may_answer
+    may_answer.set()
+    assert await server.close(5)
 
 
-def test_closing_listener_lets_the_running_request_end_and_takes_no_other() -> None:
-    async def client(server: Listener, port: int, may_answer: asyncio.Event) -> None:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(REQUEST)
+async def test_closing_listener_lets_the_running_request_end_and_takes_no_other() -> None:
+    async with closing() as (server, port, may_answer):
+        reader, writer = await opened(port, REQUEST)
         await asyncio.sleep(0.1)
         assert not await server.close(0.3), "the request still runs"
         with pytest.raises(ConnectionRefusedError):
             await asyncio.open_connection("127.0.0.1", port)
-        closing = asyncio.ensure_future(server.close(20))
+        ending = asyncio.ensure_future(server.close(20))
         may_answer.set()
         received = await answer(reader)
         assert received.startswith(b"HTTP/1.1 200")
         assert received.endswith(b"hi")
         assert b"connection: close" in received.lower()
         writer.close()
-        assert await closing
-
-    with_closing(client)
+        assert await ending
 
 
-def test_closing_listener_ends_an_idle_connection_at_once() -> None:
-    async def client(server: Listener, port: int, may_answer: asyncio.Event) -> None:
+async def test_closing_listener_ends_an_idle_connection_at_once() -> None:
+    async with closing() as (server, port, may_answer):
         may_answer.set()
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(REQUEST)
+        reader, writer = await opened(port, REQUEST)
         await reader.readuntil(b"hi")
         assert await server.close(connection.CLOSING_S / 2)
         assert await answer(reader) == b""
         writer.close()
 
-    with_closing(client)
 
-
-def test_closing_listener_serves_connections_that_only_the_kernel_has_accepted() -> None:
+async def test_closing_listener_serves_connections_that_only_the_kernel_has_accepted() -> None:
     """They are not reset, whether their request is there or follows."""
-
-    async def client(server: Listener, port: int, may_answer: asyncio.Event) -> None:
+    async with closing() as (server, port, may_answer):
         may_answer.set()
         wires = [socket.create_connection(("127.0.0.1", port)) for _ in range(20)]  # the event loop has no turn here
         for wire in wires[::2]:
             wire.sendall(REQUEST)
-        closing = asyncio.ensure_future(server.close(20))
+        ending = asyncio.ensure_future(server.close(20))
         await asyncio.sleep(0.2)
         for wire in wires[1::2]:
             wire.sendall(REQUEST)
@@ -85,17 +76,13 @@ def test_closing_listener_serves_connections_that_only_the_kernel_has_accepted()
             reader, writer = await asyncio.open_connection(sock=wire)
             assert (await answer(reader)).startswith(b"HTTP/1.1 200")
             writer.close()
-        assert await closing
-
-    with_closing(client)
+        assert await ending
 
 
-def test_closing_listener_does_not_wait_long_for_a_connection_without_a_request() -> None:
-    async def client(server: Listener, port: int, may_answer: asyncio.Event) -> None:
+async def test_closing_listener_does_not_wait_long_for_a_connection_without_a_request() -> None:
+    async with closing() as (server, port, _):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         await asyncio.sleep(0.1)
         assert await server.close(5 * connection.CLOSING_S)
         assert await answer(reader) == b""
         writer.close()
-
-    with_closing(client)

@@ -1,6 +1,5 @@
 """The paths that answer without a key are those that the documentation names, and no others."""
 
-import asyncio
 import re
 from pathlib import Path
 from typing import Any
@@ -27,17 +26,7 @@ def test_paths_that_answer_without_a_key_are_the_documented_ones(
     paths = {route.path.replace("{name:path}", "tiny") for route in app.routes}  # type: ignore[attr-defined]
     assert documented < paths
     with serving(engine, tokenizer, config) as http:
-        asked = [
-            *paths,
-            "/",
-            "/docs",
-            "/v1",
-            "/v1/models/",
-            "//health",
-            "/health/",
-            "/HEALTH",
-            "/web/",
-        ]
+        asked = [*paths, "/", "/docs", "/v1", "/v1/models/", "//health", "/health/", "/HEALTH", "/web/"]
         open_ = {
             path
             for path in asked
@@ -51,7 +40,7 @@ def test_paths_that_answer_without_a_key_are_the_documented_ones(
     assert not engine.submissions
 
 
-def test_web_socket_is_refused(engine: ScriptedDispatcher, tokenizer: ModelTokenizer) -> None:
+async def test_web_socket_is_refused(engine: ScriptedDispatcher, tokenizer: ModelTokenizer) -> None:
     """There is none behind the guard, which looks at HTTP alone."""
     sent: list[Any] = []
 
@@ -64,5 +53,5 @@ def test_web_socket_is_refused(engine: ScriptedDispatcher, tokenizer: ModelToken
     app = build_api(engine, tokenizer, HttpConfig(api_keys=("k",)))  # type: ignore[arg-type]
     for path in ("/v1/completions", "/metrics", "/v1/requests"):
         scope = {"type": "websocket", "path": path, "headers": [], "query_string": b"", "subprotocols": []}
-        asyncio.run(app(scope, receive, send))
+        await app(scope, receive, send)
     assert set(sent) == {"websocket.close"}

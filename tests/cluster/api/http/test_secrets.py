@@ -1,22 +1,19 @@
 """Keys and prompts are in no log of any level, no traceback, no trace and no metric, and keys in no answer."""
 
-import asyncio
 import logging
 import re
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import pytest
 
-from crossdock.cluster.api.endpoints import build_api
 from crossdock.cluster.api.http import tracing
 from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
-from crossdock.cluster.dispatch.dispatcher import Dispatcher, ReplicaLost
+from crossdock.cluster.dispatch.dispatcher import ReplicaLost
 from crossdock.workers.replica.engine.engine import Engine
-from tests.cluster.api.engine_api import all_up
 from tests.cluster.api.http.otlp_collector import collector
+from tests.cluster.api.http.test_tracing import TracedApi
 from tests.cluster.api.scripted_api import ScriptedDispatcher, raw, serving
 from tests.cluster.dispatch.in_process import InProcess
 
@@ -109,44 +106,23 @@ def test_no_log_shows_a_key_or_a_prompt(engine: ScriptedDispatcher, tokenizer: M
     assert not [answer.text for answer in answers if answer.status_code >= 401 and "swordfish" in answer.text]
 
 
-def test_no_trace_log_or_metric_of_an_engine_shows_a_key_or_a_prompt(
+async def test_no_trace_log_or_metric_of_an_engine_shows_a_key_or_a_prompt(
     tokenizer: ModelTokenizer, log: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One request runs, one is refused, and the step of one raises. Each that ran leaves a line."""
     monkeypatch.setattr(tracing, "SETTLE_S", (0.05, 0.2, 0.5))
-
-    async def main(endpoint: str) -> str:
-        replica, dispatcher = InProcess(), Dispatcher("tiny")
-        config = HttpConfig.model_validate({"otlp_endpoint": endpoint, "trace_sample_ratio": 1.0, "api_keys": [KEY]})
-        app = build_api(dispatcher, tokenizer, config)
-        messages: asyncio.Queue[Any] = asyncio.Queue()
-        ended = asyncio.create_task(app({"type": "lifespan"}, messages.get, lambda _: asyncio.sleep(0)))
-        await messages.put({"type": "lifespan.startup"})
-        dispatcher.join("r0", replica, replica.profile)
-        await all_up(dispatcher, 1)
-        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://a", headers=BEARER) as http:
-
-            async def ask(**fields: Any) -> httpx.Response:
-                return await http.post("/v1/completions", json={"prompt": TOKENS, "max_tokens": 4, **fields})
-
-            assert (await ask()).status_code == 200
-            refusal = await ask(max_tokens=100_000)
+    with collector() as (endpoint, received):
+        async with TracedApi(tokenizer, [InProcess()], otlp_endpoint=endpoint, api_keys=[KEY]) as api:
+            api.http.headers.update(BEARER)
+            assert (await api.ask(prompt=TOKENS)).status_code == 200
+            refusal = await api.ask(prompt=TOKENS, max_tokens=100_000)
             assert (refusal.status_code, "41" in refusal.text) == (400, False)
-            metrics = (await http.get("/metrics")).text
+            metrics = (await api.http.get("/metrics")).text
             with monkeypatch.context() as broken:
                 broken.setattr(Engine, "step", lambda _: [][0])
-                answer = await ask()
+                answer = await api.ask(prompt=TOKENS)
             assert answer.status_code == 500
             assert answer.json()["error"]["message"] == "Internal server error."
-        await messages.put({"type": "lifespan.shutdown"})
-        await ended
-        await dispatcher.close()
-        await replica.engine_thread.close()
-        return metrics
-
-    with collector() as (endpoint, received):
-        metrics = asyncio.run(main(endpoint))
     assert received
     assert any(line.startswith("crossdock.requests ") for line in log), "the line of an ended request"
     assert any("its requests end with an error" in line and "IndexError" in line for line in log)

@@ -15,12 +15,12 @@ from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.cluster.dispatch import connections
 from crossdock.cluster.dispatch.dispatcher import Dispatcher, SlowReader
 from crossdock.workers.schedule.request import SamplingParams, Submission, TokenDelta
-from tests.cluster.api.scripted_api import ScriptedDispatcher, refused
+from tests.cluster.api.scripted_api import ScriptedDispatcher
 from tests.cluster.dispatch.in_process import InProcess, ready, tokens
 from tests.cluster.ports import free_port
 
 
-def test_stream_that_is_not_read_is_aborted(engine: ScriptedDispatcher, tokenizer: ModelTokenizer) -> None:
+async def test_stream_that_is_not_read_is_aborted(engine: ScriptedDispatcher, tokenizer: ModelTokenizer) -> None:
     """The tokens that wait for this client are in the kernel's buffers alone: no more are taken from the engine."""
     taken = 0
 
@@ -30,55 +30,43 @@ def test_stream_that_is_not_read_is_aborted(engine: ScriptedDispatcher, tokenize
             taken = number
             yield TokenDelta(submission.id, [5] * 1000)
 
-    async def main() -> None:
-        engine.script = endless  # type: ignore[assignment]
-        port = free_port()
-        app = build_api(engine, tokenizer, HttpConfig())  # type: ignore[arg-type]
-        server = await listen(app, "127.0.0.1", port, write_timeout_s=0.5)
-        body = json.dumps({"prompt": "Hi", "stream": True, "max_tokens": 100}).encode()
-        head = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
-        with socket.socket() as wire:
-            wire.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            wire.connect(("127.0.0.1", port))
-            wire.sendall(head + b"content-length: %d\r\n\r\n" % len(body) + body)
-            while not engine.aborted:
-                await asyncio.sleep(0.01)
-        assert engine.running == 0
-        assert 0 < taken < 20_000
-        await server.close(1)
-
-    asyncio.run(main())
+    engine.script = endless  # type: ignore[assignment]
+    port = free_port()
+    app = build_api(engine, tokenizer, HttpConfig())  # type: ignore[arg-type]
+    server = await listen(app, "127.0.0.1", port, write_timeout_s=0.5)
+    body = json.dumps({"prompt": "Hi", "stream": True, "max_tokens": 100}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
+    with socket.socket() as wire:
+        wire.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        wire.connect(("127.0.0.1", port))
+        wire.sendall(head + b"content-length: %d\r\n\r\n" % len(body) + body)
+        while not engine.aborted:
+            await asyncio.sleep(0.01)
+    assert engine.running == 0
+    assert 0 < taken < 20_000
+    await server.close(1)
 
 
-def test_client_that_leaves_too_many_tokens_unread_loses_its_request_and_others_go_on(
+async def test_client_that_leaves_too_many_tokens_unread_loses_its_request_and_others_go_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(connections, "MOST_UNREAD", 60)
-
-    async def main() -> None:
-        replica = InProcess()
-        dispatcher = Dispatcher("tiny")
-        dispatcher.join("a", replica, replica.profile)
-        await ready(dispatcher)
-        expected = await tokens(dispatcher, "alone", 150)
-        sampling = SamplingParams(max_tokens=150, temperature=0.0, ignore_eos=True, logprobs=1)
-        slow = dispatcher.generate(Submission("slow", [3] * 30, sampling))
-        while not (await anext(slow)).token_ids:
+    replica = InProcess()
+    dispatcher = Dispatcher("tiny")
+    dispatcher.join("a", replica, replica.profile)
+    await ready(dispatcher)
+    expected = await tokens(dispatcher, "alone", 150)
+    sampling = SamplingParams(max_tokens=150, temperature=0.0, ignore_eos=True, logprobs=1)
+    slow = dispatcher.generate(Submission("slow", [3] * 30, sampling))
+    while not (await anext(slow)).token_ids:
+        pass
+    begun = asyncio.create_task(tokens(dispatcher, "beside", 150))
+    while replica.engine_thread.engine.scheduler.table.requests():  # the abort of the one, the end of the other
+        await asyncio.sleep(0.01)
+    assert await begun == expected
+    with pytest.raises(SlowReader):
+        async for _ in slow:
             pass
-        begun = asyncio.create_task(tokens(dispatcher, "beside", 150))
-        while replica.engine_thread.engine.scheduler.table.requests():  # the abort of the one, the end of the other
-            await asyncio.sleep(0.01)
-        assert await begun == expected
-        with pytest.raises(SlowReader):
-            async for _ in slow:
-                pass
-        assert await replica.owned_pages() == 0
-        await dispatcher.close()
-        await replica.engine_thread.close()
-
-    asyncio.run(main())
-
-
-def test_client_of_a_request_that_was_not_read_learns_why(http: object, engine: ScriptedDispatcher) -> None:
-    engine.script = lambda submission: [SlowReader("its client read too slowly")]
-    refused(http.post("/v1/completions", json={"prompt": "Hi"}), 408, code="slow_reader")  # type: ignore[attr-defined]
+    assert await replica.owned_pages() == 0
+    await dispatcher.close()
+    await replica.engine_thread.close()

@@ -118,44 +118,36 @@ def test_key_reads_on_after_the_steps_it_has_seen(api: LiveApi) -> None:
     assert (none["steps"], none["last_step"]) == ([], first["last_step"])
 
 
-def test_headers_of_a_key_count_its_own_requests_alone(tokenizer: ModelTokenizer) -> None:
+async def test_headers_of_a_key_count_its_own_requests_alone(tokenizer: ModelTokenizer) -> None:
     keys = [{"key": key, "requests_per_minute": 50, "tokens_per_minute": 100_000} for key in ("mine", "theirs")]
-
-    async def main() -> None:
-        async with EngineApi(tokenizer, keys=keys) as api:
-            await asyncio.gather(*(api.ask("standard", key="theirs") for _ in range(5)))
-            answer = await api.ask("standard", key="mine")
-            assert answer.headers["x-ratelimit-remaining-requests"] == "49"
-            assert int(answer.headers["x-ratelimit-remaining-tokens"]) >= 100_000 - 203, "it fills again as time passes"
-            shown = {name for name in answer.headers if name.startswith("x-")}
-            of_key = [f"{part}-{unit}" for part in ("limit", "remaining", "reset") for unit in ("requests", "tokens")]
-            assert shown == {"x-request-id", *(f"x-ratelimit-{name}" for name in of_key)}
-
-    asyncio.run(main())
+    async with EngineApi(tokenizer, keys=keys) as api:
+        await asyncio.gather(*(api.ask("standard", key="theirs") for _ in range(5)))
+        answer = await api.ask("standard", key="mine")
+        assert answer.headers["x-ratelimit-remaining-requests"] == "49"
+        assert int(answer.headers["x-ratelimit-remaining-tokens"]) >= 100_000 - 203, "it fills again as time passes"
+        shown = {name for name in answer.headers if name.startswith("x-")}
+        of_key = [f"{part}-{unit}" for part in ("limit", "remaining", "reset") for unit in ("requests", "tokens")]
+        assert shown == {"x-request-id", *(f"x-ratelimit-{name}" for name in of_key)}
 
 
-def test_refusal_for_load_shows_seconds_alone(tokenizer: ModelTokenizer) -> None:
+async def test_refusal_for_load_shows_seconds_alone(tokenizer: ModelTokenizer) -> None:
     """How long the queue is, in seconds, is what a client must know to try again."""
-
-    async def main() -> None:
-        async with EngineApi(tokenizer, keys=["mine", "theirs"]) as api:
-            tasks, gate = await api.held(*(api.ask("urgent", 200, key="theirs") for _ in range(4)))
-            asking = asyncio.create_task(api.ask("urgent", 20, key="mine"))
-            await asyncio.sleep(0)
-            gate.set()
-            answers = [await asking, *await asyncio.gather(*tasks)]
-            refusals = [answer for answer in answers if answer.status_code == 429]
-            assert refusals, "the test's own load"
-            for answer in refusals:
-                message = refused(answer, 429)["message"]
-                assert re.fullmatch(
-                    r"the first token would come in [\d.]+ s; class 'urgent' promises [\d.]+ s\. "
-                    r"Retry in [\d.]+ s, ask for a less urgent class, or name none and wait",
-                    message,
-                ), message
-                assert {name for name in answer.headers if name.startswith("x-")} == {"x-request-id"}
-
-    asyncio.run(main())
+    async with EngineApi(tokenizer, keys=["mine", "theirs"]) as api:
+        tasks, gate = await api.held(*(api.ask("urgent", 200, key="theirs") for _ in range(4)))
+        asking = asyncio.create_task(api.ask("urgent", 20, key="mine"))
+        await asyncio.sleep(0)
+        gate.set()
+        answers = [await asking, *await asyncio.gather(*tasks)]
+        refusals = [answer for answer in answers if answer.status_code == 429]
+        assert refusals, "the test's own load"
+        for answer in refusals:
+            message = refused(answer, 429)["message"]
+            assert re.fullmatch(
+                r"the first token would come in [\d.]+ s; class 'urgent' promises [\d.]+ s\. "
+                r"Retry in [\d.]+ s, ask for a less urgent class, or name none and wait",
+                message,
+            ), message
+            assert {name for name in answer.headers if name.startswith("x-")} == {"x-request-id"}
 
 
 # -- cached prefixes ---------------------------------------------------------------------------------------------------
@@ -171,28 +163,24 @@ async def cached(api: httpx.AsyncClient, key: str, **fields: Any) -> int:
     return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
-def test_prefix_cached_for_one_tenant_is_not_found_by_another(tokenizer: ModelTokenizer) -> None:
+async def test_prefix_cached_for_one_tenant_is_not_found_by_another(tokenizer: ModelTokenizer) -> None:
     """Neither where it was computed nor where its pages were sent. Keys of one group do share."""
-
-    async def main() -> None:
-        replicas = [InProcess(role="prefill"), InProcess(role="decode")]
-        dispatcher = Dispatcher("tiny", RouterConfig(shipping="always"))
-        app = build_api(dispatcher, tokenizer, HttpConfig.model_validate({"api_keys": GROUPED}))
-        for number, replica in enumerate(replicas):
-            dispatcher.join(f"r{number}", replica, replica.profile)
-        await all_up(dispatcher, len(replicas))
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://a") as http:
-            assert await cached(http, "mine") == 0
-            own = await cached(http, "mine")
-            assert own > 0
-            assert await cached(http, "theirs") == 0
-            assert await cached(http, "mine", cache_salt="s") == 0, "nor with another salt of its own"
-            assert await cached(http, "one") == 0
-            assert await cached(http, "other") == own
-        await dispatcher.close()
-        for replica in replicas:
-            counts = replica.engine_thread.engine.pages.counts()
-            assert counts.cached > 0
-            await replica.engine_thread.close()
-
-    asyncio.run(main())
+    replicas = [InProcess(role="prefill"), InProcess(role="decode")]
+    dispatcher = Dispatcher("tiny", RouterConfig(shipping="always"))
+    app = build_api(dispatcher, tokenizer, HttpConfig.model_validate({"api_keys": GROUPED}))
+    for number, replica in enumerate(replicas):
+        dispatcher.join(f"r{number}", replica, replica.profile)
+    await all_up(dispatcher, len(replicas))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://a") as http:
+        assert await cached(http, "mine") == 0
+        own = await cached(http, "mine")
+        assert own > 0
+        assert await cached(http, "theirs") == 0
+        assert await cached(http, "mine", cache_salt="s") == 0, "nor with another salt of its own"
+        assert await cached(http, "one") == 0
+        assert await cached(http, "other") == own
+    await dispatcher.close()
+    for replica in replicas:
+        counts = replica.engine_thread.engine.pages.counts()
+        assert counts.cached > 0
+        await replica.engine_thread.close()

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -14,8 +15,11 @@ from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.media.media import Media
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.cluster.serve.media import open_media
+from crossdock.workers.schedule.request import Submission
 from tests.cluster.api.media.picture_models import MODELS, encoded, picture
 from tests.cluster.api.scripted_api import LiveServer, ScriptedDispatcher
+
+TEXT = {"type": "text", "text": "What is this?"}
 
 
 @dataclass
@@ -28,6 +32,18 @@ class PictureServer:
     media: Media
     registry: CollectorRegistry
     folder: Path  # whose files may be read
+
+    def ask(self, *parts: Any, **fields: Any) -> httpx.Response:
+        messages = [{"role": "user", "content": [*parts, TEXT]}]
+        return self.http.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 2, **fields})
+
+    def submission(self, answer: httpx.Response) -> Submission:
+        """Return the last submission of a request, which must succeed."""
+        assert answer.status_code == 200, answer.text
+        return self.dispatcher.submissions[-1]
+
+    def submitted(self, *parts: Any, **fields: Any) -> Submission:
+        return self.submission(self.ask(*parts, **fields))
 
     def metric(self, name: str) -> float:
         return self.registry.get_sample_value(f"crossdock_ingress_{name}") or 0.0

@@ -123,14 +123,6 @@ def test_frame_of_another_size_or_none_is_named() -> None:
         clip_of(join_frames([small, b"x"]))
 
 
-def test_frame_too_narrow_for_the_model_is_refused() -> None:
-    def refuse(*_: int) -> tuple[int, int]:
-        raise ValueError("too narrow")
-
-    with pytest.raises(BadPicture, match="too narrow"):
-        read_clip(video_file(), Sampling(), PIXELS, refuse, Image.Resampling.BICUBIC)
-
-
 def test_packets_without_a_frame_do_not_count() -> None:
     """VP8 may send a picture that is only referred to: the bit that shows it is 0."""
     data = video_file(moving(12), kind="webm", codec="libvpx")

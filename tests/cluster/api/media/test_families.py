@@ -67,10 +67,14 @@ def test_pictures_of_a_family_are_written_by_the_ingress_and_taken_by_the_replic
     assert not why_text_alone(AutoConfig.for_model(**{"model_type": kind, **CONFIGS[kind]}))
 
 
+def prepared(folder: Path, kind: str = "qwen2_vl", **arguments: Any) -> Preparation:
+    added = ModelTokenizer(MODELS[kind].save(folder)).added_tokens()
+    names = {str(token_id): text for text, token_id in added.items()}
+    return Preparation({"folder": str(folder), "names": names, "arguments": arguments, "most_pixels": 1 << 20})
+
+
 def test_equal_pictures_have_equal_hashes_and_others_have_not(tmp_path: Path) -> None:
-    tokenizer = ModelTokenizer(MODELS["qwen2_vl"].save(tmp_path))
-    names = {str(token_id): text for text, token_id in tokenizer.added_tokens().items()}
-    prepare = Preparation({"folder": str(tmp_path), "names": names, "arguments": {}, "most_pixels": 1 << 20})
+    prepare = prepared(tmp_path)
 
     def hash_of(width: int, height: int, seed: int, **options: Any) -> bytes:
         data = encoded(picture(width, height, seed), **options)
@@ -82,24 +86,18 @@ def test_equal_pictures_have_equal_hashes_and_others_have_not(tmp_path: Path) ->
 
 
 def test_arguments_of_the_configuration_reach_the_image_processor(tmp_path: Path) -> None:
-    tokenizer = ModelTokenizer(MODELS["qwen2_vl"].save(tmp_path))
-    names = {str(token_id): text for text, token_id in tokenizer.added_tokens().items()}
-    settings = {"folder": str(tmp_path), "names": names, "most_pixels": 1 << 20}
     asked = {"data": encoded(picture(200, 200)), "detail": "auto"}
-    small = {"size": {"shortest_edge": 64, "longest_edge": 256}}
-    assert sum(Preparation({**settings, "arguments": small})(asked)["runs"]) == 4
-    assert sum(Preparation({**settings, "arguments": {}})(asked)["runs"]) == 64
+    assert sum(prepared(tmp_path, size={"shortest_edge": 64, "longest_edge": 256})(asked)["runs"]) == 4
+    assert sum(prepared(tmp_path)(asked)["runs"]) == 64
 
 
-def test_model_that_reads_text_only_has_no_family(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(NoPictures, match="text only"):
-        read_family(tmp_path, {})
-
-
-def test_unknown_family_is_refused_by_its_name(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "kosmos-2", "vision_config": {}}')
-    with pytest.raises(NoPictures, match="kosmos-2"):
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [('{"model_type": "llama"}', "text only"), ('{"model_type": "kosmos-2", "vision_config": {}}', "kosmos-2")],
+)
+def test_model_without_a_family_of_pictures_is_refused(tmp_path: Path, config: str, reason: str) -> None:
+    (tmp_path / "config.json").write_text(config)
+    with pytest.raises(NoPictures, match=reason):
         read_family(tmp_path, {})
 
 
@@ -120,10 +118,7 @@ def test_pixels_of_a_processor_that_mixes_them_travel_as_floats(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Such as one that takes each picture's own mean away: no table has its values."""
-    theirs = MODELS["llava"].save(tmp_path)
-    names = {str(token_id): text for text, token_id in ModelTokenizer(theirs).added_tokens().items()}
-    settings = {"folder": str(tmp_path), "names": names, "arguments": {}, "most_pixels": 1 << 20}
-    prepare = Preparation(settings)
+    prepare = prepared(tmp_path, "llava")
     kind = type(prepare._processor._processor)
     usual = kind.normalize
     monkeypatch.setattr(kind, "normalize", lambda self, image, *rest: usual(self, image, *rest) - image.mean())

@@ -68,7 +68,7 @@ def stopped_child(scene: HostileScene) -> psutil.Process:
 def long_video(scene: HostileScene, number: int) -> dict[str, Any]:
     """Return the part of a long video, another one for each number: none is found processed."""
     path = scene.root / "pictures" / f"{number}.avi"
-    path.write_bytes(long_file(10_000 + number))
+    path.write_bytes(long_file(5_000 + number))
     return video_part(f"file://{path}")
 
 

@@ -20,15 +20,7 @@ from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from tests.cluster.api.media.picture_models import MODELS, data_url, encoded, picture
 
 MEMORY = 1 << 20
-
-
 REGISTRY = CollectorRegistry()
-
-
-@pytest.fixture(scope="module")
-def loop() -> Iterator[asyncio.Runner]:
-    with asyncio.Runner() as runner:
-        yield runner
 
 
 @pytest.fixture(scope="module")
@@ -78,64 +70,52 @@ def test_file_counts_while_it_waits() -> None:
     assert memory.num_bytes == 0
 
 
-def test_pictures_of_running_requests_take_the_memory_until_the_requests_end(
-    media: Media, loop: asyncio.Runner
-) -> None:
-    async def run() -> None:
-        held: list[list[ReadyPicture]] = []
+async def test_pictures_of_running_requests_take_the_memory_until_the_requests_end(media: Media) -> None:
+    held: list[list[ReadyPicture]] = []
 
-        async def fill() -> None:
-            while True:
-                held.append(await media.prepare(one(128, len(held)), salt=""))
+    async def fill() -> None:
+        while True:
+            held.append(await media.prepare(one(128, len(held)), salt=""))
 
-        with pytest.raises(ApiError) as caught:
-            await fill()
-        assert caught.value.status == 429
-        assert caught.value.headers == {"Retry-After": "2"}
-        size = held[0][0].num_bytes
-        assert MEMORY - 2 * size < size * len(held) <= MEMORY
-        held.clear()
-        gc.collect()
-        assert await media.prepare(one(128, 101), salt="")
-
-    loop.run(run())
+    with pytest.raises(ApiError) as caught:
+        await fill()
+    assert caught.value.status == 429
+    assert caught.value.headers == {"Retry-After": "2"}
+    size = held[0][0].num_bytes
+    assert MEMORY - 2 * size < size * len(held) <= MEMORY
+    held.clear()
+    gc.collect()
+    assert await media.prepare(one(128, 101), salt="")
 
 
-def test_kept_pictures_make_room_for_others(media: Media, loop: asyncio.Runner) -> None:
+async def test_kept_pictures_make_room_for_others(media: Media) -> None:
     before = metric("cache_hits_total")
-
-    async def run() -> None:
-        for seed in range(45):  # of which all together take more than the memory
-            await media.prepare(one(128, seed), salt="")
-        await media.prepare(one(128, 44), salt="")
-
-    loop.run(run())
+    for seed in range(45):  # of which all together take more than the memory
+        await media.prepare(one(128, seed), salt="")
+    await media.prepare(one(128, 44), salt="")
     assert metric("cache_hits_total") - before == 1
 
 
-def test_key_with_its_share_of_the_memory_leaves_some_to_others(media: Media, loop: asyncio.Runner) -> None:
-    async def run() -> None:
-        held: dict[str, list[list[ReadyPicture]]] = {"a": [], "b": [], "c": []}
+async def test_key_with_its_share_of_the_memory_leaves_some_to_others(media: Media) -> None:
+    held: dict[str, list[list[ReadyPicture]]] = {"a": [], "b": [], "c": []}
 
-        async def fill(tenant: str) -> None:
-            while True:
-                held[tenant].append(await media.prepare(one(128, len(held[tenant])), salt=tenant, tenant=tenant))
+    async def fill(tenant: str) -> None:
+        while True:
+            held[tenant].append(await media.prepare(one(128, len(held[tenant])), salt=tenant, tenant=tenant))
 
-        def taken(tenant: str) -> int:
-            return sum(each.num_bytes for pictures in held[tenant] for each in pictures)
+    def taken(tenant: str) -> int:
+        return sum(each.num_bytes for pictures in held[tenant] for each in pictures)
 
-        for tenant in held:
-            with pytest.raises(ApiError, match="pictures and videos of this API key take its share") as caught:
-                await fill(tenant)
-            assert (caught.value.status, caught.value.param) == (429, f"messages[{len(held[tenant])}]")
-        size = held["a"][0][0].num_bytes
-        assert taken("a") <= MEMORY // 2 < taken("a") + 3 * size
-        assert taken("a") > taken("b") > taken("c") >= size
-        for pictures in held.values():
-            pictures.clear()
-        assert await media.prepare(one(128, 0), salt="c", tenant="c")
-
-    loop.run(run())
+    for tenant in held:
+        with pytest.raises(ApiError, match="pictures and videos of this API key take its share") as caught:
+            await fill(tenant)
+        assert (caught.value.status, caught.value.param) == (429, f"messages[{len(held[tenant])}]")
+    size = held["a"][0][0].num_bytes
+    assert taken("a") <= MEMORY // 2 < taken("a") + 3 * size
+    assert taken("a") > taken("b") > taken("c") >= size
+    for pictures in held.values():
+        pictures.clear()
+    assert await media.prepare(one(128, 0), salt="c", tenant="c")
 
 
 def test_kept_pictures_of_others_are_dropped_only_where_that_makes_room() -> None:
@@ -165,30 +145,23 @@ def test_kept_pictures_of_others_are_dropped_only_where_that_makes_room() -> Non
     assert held.num_bytes == 400
 
 
-def test_request_with_more_than_half_of_the_memory_is_refused_for_good(media: Media, loop: asyncio.Runner) -> None:
-    async def run() -> None:
-        plain = (Image.new("RGB", (128, 128), (seed, 0, 0)) for seed in range(24))  # small files
-        pictures = [Picture(data_url(encoded(image)), f"messages[{i}]") for i, image in enumerate(plain)]
-        with pytest.raises(ApiError, match="once they are decoded") as caught:
-            await media.prepare(pictures, salt="")
-        assert caught.value.status == 400
-
-    loop.run(run())
+async def test_request_with_more_than_half_of_the_memory_is_refused_for_good(media: Media) -> None:
+    plain = (Image.new("RGB", (128, 128), (seed, 0, 0)) for seed in range(24))  # small files
+    pictures = [Picture(data_url(encoded(image)), f"messages[{i}]") for i, image in enumerate(plain)]
+    with pytest.raises(ApiError, match="once they are decoded") as caught:
+        await media.prepare(pictures, salt="")
+    assert caught.value.status == 400
 
 
-def test_pictures_of_a_client_that_has_left_are_not_processed(media: Media, loop: asyncio.Runner) -> None:
+async def test_pictures_of_a_client_that_has_left_are_not_processed(media: Media) -> None:
     before = metric("seconds_count")
-
-    async def run() -> None:
-        pictures = [each for seed in range(20) for each in one(16, seed)]
-        leaving = asyncio.create_task(media.prepare(pictures, salt=""))
-        other = asyncio.create_task(media.prepare(pictures[:1], salt=""))  # waits for the first one too
-        await asyncio.sleep(0.05)
-        leaving.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await leaving
-        assert len(await other) == 1
-        assert await media.prepare(one(16, 30), salt="")
-
-    loop.run(run())
+    pictures = [each for seed in range(20) for each in one(16, seed)]
+    leaving = asyncio.create_task(media.prepare(pictures, salt=""))
+    other = asyncio.create_task(media.prepare(pictures[:1], salt=""))  # waits for the first one too
+    await asyncio.sleep(0.05)
+    leaving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await leaving
+    assert len(await other) == 1
+    assert await media.prepare(one(16, 30), salt="")
     assert 2 <= metric("seconds_count") - before < 15  # a few had begun

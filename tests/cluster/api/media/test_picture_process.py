@@ -12,6 +12,7 @@ import pytest
 
 from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.media import picture_process
+from crossdock.cluster.api.media.preparation import Preparation
 from crossdock.cluster.api.media.processes import LIMITS
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.cluster.serve.media import open_media
@@ -51,9 +52,16 @@ def test_picture_that_ends_its_child_is_refused_alone(prepare: Any, reason: str)
 
 
 @pytest.mark.parametrize("wrong", [{"size": {"width": "broad"}}, {"size": 5}, {"max_pixels": -5}, {"resample": 77}])
-def test_wrong_arguments_of_the_image_processor_are_named_at_the_start(wrong: dict[str, Any], tmp_path: Path) -> None:
+def test_wrong_arguments_of_the_image_processor_are_found(wrong: dict[str, Any], tmp_path: Path) -> None:
+    added = ModelTokenizer(MODELS["qwen2_vl"].save(tmp_path)).added_tokens()
+    names = {str(token_id): text for text, token_id in added.items()}
+    settings = {"folder": str(tmp_path), "names": names, "arguments": wrong, "most_pixels": 1 << 20}
+    assert Preparation(settings).tried().keys() == {"wrong_arguments"}
+
+
+def test_wrong_arguments_of_the_image_processor_are_named_at_the_start(tmp_path: Path) -> None:
     tokenizer = ModelTokenizer(MODELS["qwen2_vl"].save(tmp_path))
-    http = HttpConfig(mm_processor_kwargs=wrong)
+    http = HttpConfig(mm_processor_kwargs={"size": 5}, limit_mm_per_prompt={"video": 0})
     with pytest.raises(ValueError, match=r"http\.mm_processor_kwargs"):
         open_media(tmp_path, tokenizer, http)
 
@@ -71,6 +79,6 @@ def test_image_processor_may_stand_in_the_processors_file(tmp_path: Path) -> Non
     (tmp_path / "preprocessor_config.json").unlink()
     processor = json.loads((tmp_path / "processor_config.json").read_text())
     (tmp_path / "processor_config.json").write_text(json.dumps({**processor, "image_processor": images}))
-    media = open_media(tmp_path, tokenizer, HttpConfig())
+    media = open_media(tmp_path, tokenizer, HttpConfig(limit_mm_per_prompt={"video": 0}))
     assert media is not None
     media.close()

@@ -4,7 +4,6 @@ import asyncio
 import base64
 import os
 import signal
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import anthropic
@@ -20,22 +19,9 @@ from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.cluster.bench.run import BenchOptions, run_bench
 from crossdock.workers.schedule.pictures.items import with_levels
 from crossdock.workers.schedule.request import Submission
-from tests.cluster.api.media.conftest import PictureServer
+from tests.cluster.api.media.conftest import TEXT, PictureServer
 from tests.cluster.api.media.picture_models import data_url, encoded, image_part, picture
 from tests.cluster.api.scripted_api import HI, LiveServer, ScriptedDispatcher, refused
-
-TEXT = {"type": "text", "text": "What is this?"}
-
-
-def ask(server: PictureServer, *parts: Any, **fields: Any) -> httpx.Response:
-    messages = [{"role": "user", "content": [*parts, TEXT]}]
-    return server.http.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 3, **fields})
-
-
-def submitted(server: PictureServer, answer: httpx.Response) -> Submission:
-    """Return the last submission of a request, which must succeed."""
-    assert answer.status_code == 200, answer.text
-    return server.dispatcher.submissions[-1]
 
 
 def png(*args: Any, **options: Any) -> str:
@@ -43,8 +29,8 @@ def png(*args: Any, **options: Any) -> str:
 
 
 def test_chat_with_pictures_is_submitted_with_its_items(picture_server: PictureServer) -> None:
-    answer = ask(picture_server, image_part(png(40, 30, 1)), image_part(png(20, 60, 2)))
-    submission = submitted(picture_server, answer)
+    answer = picture_server.ask(image_part(png(40, 30, 1)), image_part(png(20, 60, 2)))
+    submission = picture_server.submission(answer)
     first, second = submission.items
     pad = picture_server.media.placeholders["image"]
     for item, grid in ((first, (1, 8, 10)), (second, (1, 16, 4))):
@@ -61,7 +47,7 @@ def test_chat_with_pictures_is_submitted_with_its_items(picture_server: PictureS
 def test_same_picture_is_processed_once(picture_server: PictureServer) -> None:
     before = [picture_server.metric(name) for name in ("picture_seconds_count", "picture_cache_hits_total")]
     url = png(40, 40, 11)
-    items = [submitted(picture_server, ask(picture_server, image_part(url), image_part(url))).items for _ in range(2)]
+    items = [picture_server.submitted(image_part(url), image_part(url)).items for _ in range(2)]
     assert len({item.content_hash for pair in items for item in pair}) == 1
     after = [picture_server.metric(name) for name in ("picture_seconds_count", "picture_cache_hits_total")]
     assert [new - old for new, old in zip(after, before, strict=True)] == [1, 3]
@@ -94,37 +80,35 @@ def test_picture_is_shared_only_within_a_cache_salt(picture_server: PictureServe
     before = picture_server.metric("picture_seconds_count")
     url = png(40, 40, 12)
     for salt in ("a", "b", "a"):
-        submitted(picture_server, ask(picture_server, image_part(url), cache_salt=salt))
+        picture_server.submitted(image_part(url), cache_salt=salt)
     assert picture_server.metric("picture_seconds_count") - before == 2
 
 
 def test_every_choice_has_the_items(picture_server: PictureServer) -> None:
-    submitted(picture_server, ask(picture_server, image_part(png()), n=3))
+    picture_server.submitted(image_part(png()), n=3)
     assert [len(each.items) for each in picture_server.dispatcher.submissions[-3:]] == [1, 1, 1]
 
 
 def test_low_detail_shrinks_the_picture(picture_server: PictureServer) -> None:
     url = png(900, 600, 3)
-    low, high = (
-        submitted(picture_server, ask(picture_server, image_part(url, detail=each))) for each in ("low", "high")
-    )
+    low, high = (picture_server.submitted(image_part(url, detail=each)) for each in ("low", "high"))
     assert low.items[0].content_hash != high.items[0].content_hash
-    same = submitted(picture_server, ask(picture_server, image_part(url, detail="original")))
+    same = picture_server.submitted(image_part(url, detail="original"))
     assert same.items[0].content_hash == high.items[0].content_hash
     where = "messages[0].content[0]"
-    refused(ask(picture_server, image_part(url, detail="huge")), 400, param=f"{where}.image_url.detail")
+    refused(picture_server.ask(image_part(url, detail="huge")), 400, param=f"{where}.image_url.detail")
     flat = {"type": "image_url", "image_url": url, "detail": "huge"}
-    refused(ask(picture_server, flat), 400, param=f"{where}.detail")
+    refused(picture_server.ask(flat), 400, param=f"{where}.detail")
 
 
 def test_picture_may_be_a_plain_url_without_a_type(picture_server: PictureServer) -> None:
     url = png(40, 30, 4)
-    whole = submitted(picture_server, ask(picture_server, image_part(url, detail="low")))
+    whole = picture_server.submitted(image_part(url, detail="low"))
     for part in ({"type": "image_url", "image_url": url}, {"image_url": url}, {"image_url": {"url": url}}):
-        found = submitted(picture_server, ask(picture_server, part))
+        found = picture_server.submitted(part)
         assert found.items[0].content_hash == whole.items[0].content_hash
         assert found.prompt_token_ids == whole.prompt_token_ids
-    refused(ask(picture_server, {"picture": url}), 400, param="messages[0].content[0]")
+    refused(picture_server.ask({"picture": url}), 400, param="messages[0].content[0]")
 
 
 def test_file_of_a_picture_is_refused_with_the_reason(picture_server: PictureServer) -> None:
@@ -170,12 +154,12 @@ def test_result_of_a_tool_may_be_a_picture(picture_server: PictureServer) -> Non
     messages = [{"role": "user", "content": "Look"}, {"role": "assistant", "content": [call]}]
     messages += [{"role": "user", "content": [result]}]
     answer = picture_server.http.post("/v1/messages", json={"model": "tiny", "messages": messages, "max_tokens": 2})
-    assert len(submitted(picture_server, answer).items) == 1
+    assert len(picture_server.submission(answer).items) == 1
 
 
 def test_file_below_the_folder_is_read(picture_server: PictureServer) -> None:
-    by_file = submitted(picture_server, ask(picture_server, image_part(f"file://{picture_server.folder}/dog.png")))
-    by_data = submitted(picture_server, ask(picture_server, image_part(png())))
+    by_file = picture_server.submitted(image_part(f"file://{picture_server.folder}/dog.png"))
+    by_data = picture_server.submitted(image_part(png()))
     assert by_file.items[0].content_hash == by_data.items[0].content_hash
 
 
@@ -199,24 +183,21 @@ def test_pictures_of_all_modes_become_rgb(picture_server: PictureServer) -> None
         "WebP": encoded(picture(), "WEBP"),
         "GIF": encoded(picture(), "GIF", save_all=True, append_images=[picture(seed=5)]),
     }
-    pixels = {
-        name: pixels_of(submitted(picture_server, ask(picture_server, image_part(data_url(data)))))
-        for name, data in files.items()
-    }
+    pixels = {name: pixels_of(picture_server.submitted(image_part(data_url(data)))) for name, data in files.items()}
     white, half = (
         np.array([(level - 0.5) / 0.5, (level - 0.4) / 0.6, (level - 0.3) / 0.7]) for level in (1.0, 128 / 255)
     )
     for name, expected in (("transparent", white), ("16 bits", half)):
         channels = pixels[name].reshape(-1, 3, 2 * 4 * 4)
         assert np.allclose(channels, expected[None, :, None], atol=1e-5), name
-    only = submitted(picture_server, ask(picture_server, image_part(data_url(encoded(picture(), "GIF")))))
+    only = picture_server.submitted(image_part(data_url(encoded(picture(), "GIF"))))
     assert np.array_equal(pixels["GIF"], pixels_of(only))
 
 
 def test_picture_is_turned_as_its_exif_says(picture_server: PictureServer) -> None:
     exif = picture().getexif()
     exif[0x0112] = 6  # turned by 90°
-    item = submitted(picture_server, ask(picture_server, image_part(png(60, 20, 4, exif=exif)))).items[0]
+    item = picture_server.submitted(image_part(png(60, 20, 4, exif=exif))).items[0]
     _, height, width = item.tensors["image_grid_thw"][0]
     assert height > width
 
@@ -225,14 +206,7 @@ def test_process_that_is_killed_is_replaced(picture_server: PictureServer) -> No
     for pid in picture_server.media.pids:
         os.kill(pid, signal.SIGKILL)
     for seed in (31, 32, 33):
-        submitted(picture_server, ask(picture_server, image_part(png(40, 30, seed))))
-
-
-def test_pictures_of_many_requests_are_processed_beside_each_other(picture_server: PictureServer) -> None:
-    urls = [png(40, 30, 40 + i) for i in range(12)]
-    with ThreadPoolExecutor(12) as pool:
-        answers = list(pool.map(lambda url: ask(picture_server, image_part(url), image_part(urls[0])), urls))
-    assert {answer.status_code for answer in answers} == {200}
+        picture_server.submitted(image_part(png(40, 30, seed)))
 
 
 @pytest.mark.parametrize(
@@ -252,13 +226,13 @@ def test_placeholder_without_a_picture_is_refused(
 
 def test_placeholder_in_text_beside_a_picture_is_refused(picture_server: PictureServer) -> None:
     parts = [{"type": "text", "text": "<|vision_start|><|image_pad|><|vision_end|>"}, image_part(png())]
-    error = refused(ask(picture_server, *parts), 400, param="messages")
+    error = refused(picture_server.ask(*parts), 400, param="messages")
     assert "<|image_pad|>" in error["message"]
 
 
 def test_truncation_never_cuts_a_picture(picture_server: PictureServer) -> None:
-    refused(ask(picture_server, image_part(png()), truncate_prompt_tokens=5), 400, param="truncate_prompt_tokens")
-    submitted(picture_server, ask(picture_server, image_part(png()), truncate_prompt_tokens=1900))
+    refused(picture_server.ask(image_part(png()), truncate_prompt_tokens=5), 400, param="truncate_prompt_tokens")
+    picture_server.submitted(image_part(png()), truncate_prompt_tokens=1900)
 
 
 def test_pictures_that_exceed_the_context_are_refused(picture_server: PictureServer) -> None:
@@ -266,9 +240,9 @@ def test_pictures_that_exceed_the_context_are_refused(picture_server: PictureSer
     picture_server.dispatcher.max_model_len = 400
     try:
         parts = [image_part(png(64, 64, 60 + i)) for i in range(8)]
-        error = refused(ask(picture_server, *parts), 400, code="context_length_exceeded")
+        error = refused(picture_server.ask(*parts), 400, code="context_length_exceeded")
         assert error["param"].startswith("messages[0].content[")
-        submitted(picture_server, ask(picture_server, *parts[:4]))
+        picture_server.submitted(*parts[:4])
     finally:
         picture_server.dispatcher.max_model_len = 2000
 

@@ -173,32 +173,26 @@ TestAnyTurns = AnyTurns.TestCase
 
 
 @pytest.mark.parametrize(("tenant", "most"), [("a", 8), ("", 16)])
-def test_slow_host_leaves_fetches_of_others_and_of_other_tenants(tenant: str, most: int) -> None:
-    async def run() -> None:
-        turns = Turns(32, leaves_some=True)
-        slow = [asyncio.create_task(turns.acquire(tenant, "slow.example")) for _ in range(100)]
-        await asyncio.sleep(0)
-        async with asyncio.timeout(10):
-            await turns.acquire(tenant, "fast.example")
-            turns.release(tenant, "fast.example")
-            await turns.acquire("b", "slow.example")
-        assert sum(task.done() for task in slow) == most
-        for task in slow:
-            task.cancel()
-        await asyncio.wait(slow)
-
-    asyncio.run(run())
+async def test_slow_host_leaves_fetches_of_others_and_of_other_tenants(tenant: str, most: int) -> None:
+    turns = Turns(32, leaves_some=True)
+    slow = [asyncio.create_task(turns.acquire(tenant, "slow.example")) for _ in range(100)]
+    await asyncio.sleep(0)
+    async with asyncio.timeout(10):
+        await turns.acquire(tenant, "fast.example")
+        turns.release(tenant, "fast.example")
+        await turns.acquire("b", "slow.example")
+    assert sum(task.done() for task in slow) == most
+    for task in slow:
+        task.cancel()
+    await asyncio.wait(slow)
 
 
-def test_slots_that_leave_none_may_all_be_of_one_tenant() -> None:
-    async def run() -> None:
-        turns = Turns(2)
-        await turns.acquire("a")
-        await turns.acquire("a")
-        other = asyncio.create_task(turns.acquire("b"))
-        await asyncio.sleep(0)
-        assert not other.done()
-        turns.release("a")
-        await other
-
-    asyncio.run(run())
+async def test_slots_that_leave_none_may_all_be_of_one_tenant() -> None:
+    turns = Turns(2)
+    await turns.acquire("a")
+    await turns.acquire("a")
+    other = asyncio.create_task(turns.acquire("b"))
+    await asyncio.sleep(0)
+    assert not other.done()
+    turns.release("a")
+    await other

@@ -62,7 +62,7 @@ async def refusal(media: Media, pictures: list[Picture], tenant: str) -> str:
     return str(caught.value)
 
 
-def test_videos_that_wait_leave_room_for_pictures_and_for_other_tenants(
+async def test_videos_that_wait_leave_room_for_pictures_and_for_other_tenants(
     media: Media, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(media._places["video"], "most", 4)
@@ -72,121 +72,104 @@ def test_videos_that_wait_leave_room_for_pictures_and_for_other_tenants(
         await media.prepare(video(seed), salt="", tenant=tenant)
         ended.append(tenant)
 
-    async def run() -> None:
-        turns = media._processes["video"]._turns
-        for tenant in SLOW:  # as videos of many seconds do
-            await turns.acquire(tenant)
-        async with asyncio.TaskGroup() as group:
-            for seed in (1, 2):
-                group.create_task(ask(seed, "a"))
-            await settled()
-            assert "of this API key" in await refusal(media, video(3), "a")
-            group.create_task(ask(4, "b"))
-            await settled()
-            assert "of this API key" in await refusal(media, video(5), "b")
-            group.create_task(ask(6, "c"))
-            await settled()
-            assert "wait already" in await refusal(media, video(7), "d")
-            assert await media.prepare(IMAGE, salt="", tenant="a")
-            assert ended == []
-            turns.release(SLOW[0])
-
-    asyncio.run(run())
+    turns = media._processes["video"]._turns
+    for tenant in SLOW:  # as videos of many seconds do
+        await turns.acquire(tenant)
+    async with asyncio.TaskGroup() as group:
+        for seed in (1, 2):
+            group.create_task(ask(seed, "a"))
+        await settled()
+        assert "of this API key" in await refusal(media, video(3), "a")
+        group.create_task(ask(4, "b"))
+        await settled()
+        assert "of this API key" in await refusal(media, video(5), "b")
+        group.create_task(ask(6, "c"))
+        await settled()
+        assert "wait already" in await refusal(media, video(7), "d")
+        assert await media.prepare(IMAGE, salt="", tenant="a")
+        assert ended == []
+        turns.release(SLOW[0])
     media._processes["video"]._turns.release(SLOW[1])
     assert ended == ["a", "b", "c", "a"]
 
 
-def test_files_of_videos_that_wait_leave_memory_for_pictures(media: Media, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_files_of_videos_that_wait_leave_memory_for_pictures(
+    media: Media, monkeypatch: pytest.MonkeyPatch
+) -> None:
     size = len(video_file(moving(4, seed=1)))
     monkeypatch.setattr(media._waiting_videos._shares, "most", 2 * size + size // 2)
-
-    async def run() -> None:
-        turns = media._processes["video"]._turns
+    turns = media._processes["video"]._turns
+    for tenant in SLOW:
+        await turns.acquire(tenant)
+    async with asyncio.TaskGroup() as group:
+        for seed in (1, 2):
+            group.create_task(media.prepare(video(seed), salt=""))
+        await settled()
+        assert "all memory" in await refusal(media, video(3), "")
+        assert await media.prepare(IMAGE, salt="")
         for tenant in SLOW:
-            await turns.acquire(tenant)
-        async with asyncio.TaskGroup() as group:
-            for seed in (1, 2):
-                group.create_task(media.prepare(video(seed), salt=""))
-            await settled()
-            assert "all memory" in await refusal(media, video(3), "")
-            assert await media.prepare(IMAGE, salt="")
-            for tenant in SLOW:
-                turns.release(tenant)
-
-    asyncio.run(run())
+            turns.release(tenant)
     assert media._waiting_videos.num_bytes == 0
 
 
-def test_tenants_take_turns_and_one_that_leaves_loses_none() -> None:
+async def test_tenants_take_turns_and_one_that_leaves_loses_none() -> None:
     order = list[str]()
+    turns = Turns(1)
+    await turns.acquire("first")
 
-    async def run() -> None:
-        turns = Turns(1)
-        await turns.acquire("first")
+    async def take(tenant: str, number: int) -> None:
+        await turns.acquire(tenant)
+        order.append(f"{tenant}{number}")
+        turns.release(tenant)
 
-        async def take(tenant: str, number: int) -> None:
-            await turns.acquire(tenant)
-            order.append(f"{tenant}{number}")
-            turns.release(tenant)
-
-        names = [("a", 0), ("a", 1), ("a", 2), ("b", 0), ("c", 0), ("c", 1)]
-        tasks = {name: asyncio.create_task(take(*name)) for name in names}
-        await asyncio.sleep(0)
-        tasks["a", 0].cancel()
-        tasks["b", 0].cancel()
-        await asyncio.sleep(0)
-        turns.release("first")
-        tasks["a", 1].cancel()  # which has just been given the slot
-        await asyncio.wait(tasks.values())
-        await turns.acquire("last")  # no slot was lost
-        later = asyncio.create_task(turns.acquire("more"))
-        await asyncio.sleep(0)
-        assert not later.done()  # and none was made
-        later.cancel()
-
-    asyncio.run(run())
+    names = [("a", 0), ("a", 1), ("a", 2), ("b", 0), ("c", 0), ("c", 1)]
+    tasks = {name: asyncio.create_task(take(*name)) for name in names}
+    await asyncio.sleep(0)
+    tasks["a", 0].cancel()
+    tasks["b", 0].cancel()
+    await asyncio.sleep(0)
+    turns.release("first")
+    tasks["a", 1].cancel()  # which has just been given the slot
+    await asyncio.wait(tasks.values())
+    await turns.acquire("last")  # no slot was lost
+    later = asyncio.create_task(turns.acquire("more"))
+    await asyncio.sleep(0)
+    assert not later.done()  # and none was made
+    later.cancel()
     assert order == ["c0", "a2", "c1"]
 
 
-def test_caller_that_leaves_as_a_slot_is_freed_costs_its_tenant_no_turn() -> None:
+async def test_caller_that_leaves_as_a_slot_is_freed_costs_its_tenant_no_turn() -> None:
     order = list[str]()
+    turns = Turns(1)
+    await turns.acquire("first")
 
-    async def run() -> None:
-        turns = Turns(1)
-        await turns.acquire("first")
+    async def take(tenant: str, number: int) -> None:
+        await turns.acquire(tenant)
+        order.append(f"{tenant}{number}")
+        turns.release(tenant)
 
-        async def take(tenant: str, number: int) -> None:
-            await turns.acquire(tenant)
-            order.append(f"{tenant}{number}")
-            turns.release(tenant)
-
-        leaves, *tasks = [asyncio.create_task(take(*name)) for name in (("a", 0), ("a", 1), ("b", 0))]
-        await asyncio.sleep(0)
-        leaves.cancel()
-        turns.release("first")  # before the one that leaves has run
-        await asyncio.wait(tasks)
-
-    asyncio.run(run())
+    leaves, *tasks = [asyncio.create_task(take(*name)) for name in (("a", 0), ("a", 1), ("b", 0))]
+    await asyncio.sleep(0)
+    leaves.cancel()
+    turns.release("first")  # before the one that leaves has run
+    await asyncio.wait(tasks)
     assert order == ["a1", "b0"]
 
 
-def test_server_without_free_descriptors_refuses_pictures_and_loses_no_slot(media: Media) -> None:
+async def test_server_without_free_descriptors_refuses_pictures_and_loses_no_slot(media: Media) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-
-    async def run() -> None:
-        for _ in range(3):  # more than there are slots
-            resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))  # the loop has its descriptors
-            try:
-                assert "too many open files" in await refusal(media, IMAGE, "")
-            finally:
-                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        assert await media.prepare(IMAGE, salt="")
-
-    asyncio.run(run())
+    for _ in range(3):  # more than there are slots
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))  # the loop has its descriptors
+        try:
+            assert "too many open files" in await refusal(media, IMAGE, "")
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert await media.prepare(IMAGE, salt="")
     assert media._processes["image"]._turns._tenants.num_used == 0
 
 
-def test_files_of_many_requests_are_not_all_in_memory_at_once(
+async def test_files_of_many_requests_are_not_all_in_memory_at_once(
     media: Media, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before they are counted: a URL of a few bytes may name a large file."""
@@ -210,10 +193,6 @@ def test_files_of_many_requests_are_not_all_in_memory_at_once(
     monkeypatch.setattr(media, "_fetcher", fetcher)
     monkeypatch.setattr(media_module, "_key", counted_key)
     pictures = [Picture(f"file://{tmp_path}/dog.png", f"messages[{i}]") for i in range(NUM_FILES)]
-
-    async def run() -> None:
-        await asyncio.gather(*(media.prepare([replace(each)], salt="") for each in pictures))
-
-    asyncio.run(run())
+    await asyncio.gather(*(media.prepare([replace(each)], salt="") for each in pictures))
     assert len(fetched) == len(keyed) == NUM_FILES
     assert most < NUM_FILES // 2

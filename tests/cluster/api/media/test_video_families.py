@@ -13,7 +13,7 @@ from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize
 from crossdock.cluster.api.body.bodies import ChatCompletionRequest
 from crossdock.cluster.api.media.families import NoPictures
 from crossdock.cluster.api.media.preparation import VideoPreparation
-from crossdock.cluster.api.media.video_families import number_in_words, read_video_family, smart_size
+from crossdock.cluster.api.media.video_families import number_in_words, read_video_family
 from crossdock.cluster.api.text.prompts import PromptEncoder
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.cluster.dispatch.dispatcher import ModelCard
@@ -120,11 +120,6 @@ def test_size_of_frames_equals_that_of_transformers(tmp_path: Path) -> None:
         for count in (1, 2, 3, 7, 32):
             theirs = smart_resize(max(count, 2), height, width, 2, 8, size["shortest_edge"], size["longest_edge"])
             assert resize(count, width, height) == theirs[::-1]
-
-
-def test_frame_too_narrow_for_the_model_has_no_size() -> None:
-    with pytest.raises(ValueError, match="200 times"):
-        smart_size(1000, 4, 8, 64, 6400)
 
 
 @pytest.mark.parametrize(

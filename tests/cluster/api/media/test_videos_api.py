@@ -6,7 +6,6 @@ from typing import Any
 
 import httpx
 import numpy as np
-import openai
 import psutil
 import pytest
 
@@ -15,24 +14,11 @@ from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.media import clips
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.cluster.serve.media import open_media
-from crossdock.workers.schedule.request import Submission
-from tests.cluster.api.media.conftest import PictureServer
+from tests.cluster.api.media.conftest import TEXT, PictureServer
 from tests.cluster.api.media.picture_models import MODELS, data_url, encoded, image_part, picture
 from tests.cluster.api.media.test_clips import KINDS
 from tests.cluster.api.media.video_models import joined_url, moving, video_file, video_part
 from tests.cluster.api.scripted_api import LiveServer, ScriptedDispatcher, refused
-
-TEXT = {"type": "text", "text": "What happens?"}
-
-
-def ask(server: PictureServer, *parts: Any, **fields: Any) -> httpx.Response:
-    messages = [{"role": "user", "content": [*parts, TEXT]}]
-    return server.http.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 2, **fields})
-
-
-def submitted(server: PictureServer, answer: httpx.Response) -> Submission:
-    assert answer.status_code == 200, answer.text
-    return server.dispatcher.submissions[-1]
 
 
 def url(*, frames: int = 12, seed: int = 0, **options: Any) -> str:
@@ -40,7 +26,7 @@ def url(*, frames: int = 12, seed: int = 0, **options: Any) -> str:
 
 
 def test_video_becomes_an_item(picture_server: PictureServer) -> None:
-    submission = submitted(picture_server, ask(picture_server, video_part(url())))
+    submission = picture_server.submitted(video_part(url()))
     (item,) = submission.items
     pad = picture_server.media.placeholders["video"]
     assert (item.kind, item.length) == ("video", item.num_rows)
@@ -48,13 +34,13 @@ def test_video_becomes_an_item(picture_server: PictureServer) -> None:
     groups, rows, columns = item.tensors["video_grid_thw"][0]
     assert (groups, groups * rows * columns) == (6, 4 * item.num_rows)
     assert item.tensors["pixel_values_videos"].dtype == np.uint8
-    assert ask(picture_server, video_part(url())).json()["usage"]["prompt_tokens"] == len(submission.prompt_token_ids)
+    assert picture_server.ask(video_part(url())).json()["usage"]["prompt_tokens"] == len(submission.prompt_token_ids)
 
 
 def test_videos_and_pictures_keep_their_order(picture_server: PictureServer) -> None:
     shown = image_part(data_url(encoded(picture())))
     parts = (video_part(url()), shown, video_part(url(seed=1)), shown)
-    submission = submitted(picture_server, ask(picture_server, *parts))
+    submission = picture_server.submitted(*parts)
     assert [item.kind for item in submission.items] == ["video", "image", "video", "image"]
     assert [item.start for item in submission.items] == sorted(item.start for item in submission.items)
     assert submission.items[0].content_hash != submission.items[2].content_hash
@@ -65,32 +51,30 @@ def test_videos_and_pictures_keep_their_order(picture_server: PictureServer) -> 
 def test_every_codec_is_read_where_nothing_can_be_opened(picture_server: PictureServer, kind: str, codec: str) -> None:
     """In a child of a process that has one thread, before and after: a fork of more could hang."""
     data = video_file(kind=kind, codec=codec, pixels="yuvj420p" if codec == "mjpeg" else "yuv420p")
-    (item,) = submitted(picture_server, ask(picture_server, video_part(data_url(data, f"video/{kind}")))).items
+    (item,) = picture_server.submitted(video_part(data_url(data, f"video/{kind}"))).items
     assert item.tensors["video_grid_thw"][0][0] == 6
     assert [psutil.Process(pid).num_threads() for pid in picture_server.media.pids] == [1, 1, 1, 1]
 
 
 def test_frames_sent_one_by_one_are_a_video(picture_server: PictureServer) -> None:
     frames = moving(6)
-    (item,) = submitted(picture_server, ask(picture_server, video_part(joined_url(frames, "PNG")))).items
+    (item,) = picture_server.submitted(video_part(joined_url(frames, "PNG"))).items
     assert item.tensors["video_grid_thw"][0][0] == 3
-    (again,) = submitted(
-        picture_server, ask(picture_server, {"type": "video_url", "video_url": joined_url(frames)})
-    ).items
+    (again,) = picture_server.submitted({"type": "video_url", "video_url": joined_url(frames)}).items
     assert again.num_rows == item.num_rows
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "WEBP", "GIF"])
 def test_frame_may_be_of_every_format_of_pictures(picture_server: PictureServer, kind: str) -> None:
     """Though Pillow would load the decoders of some only when a child needs them, which may open no file."""
-    (item,) = submitted(picture_server, ask(picture_server, video_part(joined_url(moving(6, seed=3), kind)))).items
+    (item,) = picture_server.submitted(video_part(joined_url(moving(6, seed=3), kind))).items
     assert item.tensors["video_grid_thw"][0][0] == 3
 
 
 def test_video_is_processed_once(picture_server: PictureServer) -> None:
     before = picture_server.metric("picture_seconds_count")
     for _ in range(3):
-        submitted(picture_server, ask(picture_server, video_part(url(seed=7))))
+        picture_server.submitted(video_part(url(seed=7)))
     assert picture_server.metric("picture_seconds_count") - before == 1
 
 
@@ -103,7 +87,7 @@ def test_request_reads_its_videos_in_its_own_way(
     """Twelve frames in three seconds, of which the server shows all. Other readings share no processed video."""
     given = {"media_io_kwargs": {"video": reading}}
     for _ in range(2):
-        submission = submitted(picture_server, ask(picture_server, video_part(url(seed=8)), **given))
+        submission = picture_server.submitted(video_part(url(seed=8)), **given)
         assert submission.items[0].tensors["video_grid_thw"][0][0] == groups
     messages = [{"role": "user", "content": [video_part(url(seed=8)), TEXT]}]
     counted = picture_server.http.post("/tokenize", json={"messages": messages, **given})
@@ -122,40 +106,26 @@ def test_request_reads_its_videos_in_its_own_way(
 def test_wrong_way_to_read_videos_is_refused(
     picture_server: PictureServer, reading: dict[str, Any], param: str
 ) -> None:
-    refused(ask(picture_server, video_part(url()), media_io_kwargs=reading), 400, param=param)
+    refused(picture_server.ask(video_part(url()), media_io_kwargs=reading), 400, param=param)
 
 
 def test_more_frames_one_by_one_than_the_limit_are_refused(picture_server: PictureServer) -> None:
     for count, reason in ((4096, "frame 0: "), (4097, "more than the 4096 frames")):
         frames = video_part("data:video/jpeg;base64," + ",".join(["AAAA"] * count))
-        error = refused(ask(picture_server, frames), 400, param="messages[0].content[0]")
+        error = refused(picture_server.ask(frames), 400, param="messages[0].content[0]")
         assert reason in error["message"]
 
 
-def test_file_below_the_folder_is_read(picture_server: PictureServer) -> None:
-    (picture_server.folder / "walk.mp4").write_bytes(video_file())
-    by_file = submitted(picture_server, ask(picture_server, video_part(f"file://{picture_server.folder}/walk.mp4")))
-    by_data = submitted(picture_server, ask(picture_server, video_part(url())))
-    assert by_file.items[0].content_hash == by_data.items[0].content_hash
-
-
 def test_more_videos_than_the_limit_are_refused(picture_server: PictureServer) -> None:
-    error = refused(ask(picture_server, *[video_part(url())] * 3), 400, param="messages[0].content[2]")
+    error = refused(picture_server.ask(*[video_part(url())] * 3), 400, param="messages[0].content[2]")
     assert "3 videos, more than the 2" in error["message"]
-
-
-def test_client_of_openai_sends_a_video(picture_server: PictureServer) -> None:
-    with openai.OpenAI(base_url=f"{picture_server.url}/v1", api_key="none", max_retries=0) as client:
-        chat: Any = client.chat.completions
-        chat.create(model="tiny", messages=[{"role": "user", "content": [TEXT, video_part(url())]}], max_tokens=2)
-    assert [item.kind for item in picture_server.dispatcher.submissions[-1].items] == ["video"]
 
 
 @pytest.mark.parametrize("token", ["<|video_pad|>", "<|image_pad|>"])
 def test_placeholder_without_a_video_is_refused(picture_server: PictureServer, token: str) -> None:
     refused(picture_server.http.post("/v1/completions", json={"prompt": f"a {token}"}), 400, param="prompt")
     text = {"type": "text", "text": token}
-    error = refused(ask(picture_server, text, video_part(url())), 400, param="messages")
+    error = refused(picture_server.ask(text, video_part(url())), 400, param="messages")
     assert token in error["message"]
 
 
@@ -171,7 +141,7 @@ def test_placeholder_without_a_video_is_refused(picture_server: PictureServer, t
 def test_other_parts_are_refused_with_the_way_out(
     picture_server: PictureServer, part: dict[str, Any], reason: str
 ) -> None:
-    assert reason in refused(ask(picture_server, part), 400, param="messages[0].content[0]")["message"]
+    assert reason in refused(picture_server.ask(part), 400, param="messages[0].content[0]")["message"]
 
 
 def test_other_apis_name_the_one_that_takes_videos(picture_server: PictureServer) -> None:

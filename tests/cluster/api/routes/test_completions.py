@@ -151,22 +151,6 @@ def test_engines_refusal_of_a_prompt_names_the_field_that_gives_prompts(
     refused(http.post(path, json=body), 400, param=param)
 
 
-def test_echo_with_logprobs_suits_evaluation_harness(http: httpx.Client, tokenizer: ModelTokenizer) -> None:
-    """lm-eval's local-completions: token ids in a batch, one token more than needed, sliced by the context's length."""
-    contexts, continuations = ["The lazy", "Over the"], [" dog", " quick brown fox"]
-    prompts = [tokenizer.encode(a + b) for a, b in zip(contexts, continuations, strict=True)]
-    answer = complete(http, prompts, echo=True, logprobs=1, max_tokens=1, temperature=0, seed=1234)
-    choices = sorted(answer["choices"], key=lambda choice: choice["index"])
-    for choice, prompt, context in zip(choices, prompts, contexts, strict=True):
-        start = len(tokenizer.encode(context))
-        logprobs = choice["logprobs"]
-        assert len(logprobs["token_logprobs"]) == len(prompt) + 1
-        scored = logprobs["token_logprobs"][start:-1]
-        assert scored == [-0.25] * (len(prompt) - start)
-        tops = logprobs["top_logprobs"][start:-1]
-        assert all(one == max(top.values()) for one, top in zip(scored, tops, strict=True))
-
-
 def test_text_offsets_point_at_tokens(http: httpx.Client) -> None:
     for echo in (False, True):
         [choice] = complete(http, "Say €: ", logprobs=1, echo=echo, max_tokens=100)["choices"]
@@ -176,12 +160,6 @@ def test_text_offsets_point_at_tokens(http: httpx.Client) -> None:
         for token, offset in zip(logprobs["tokens"], logprobs["text_offset"], strict=True):
             if not token.startswith("bytes:") and token != "<|im_end|>":
                 assert choice["text"][offset:].startswith(token)
-
-
-def test_end_token_has_logprob_but_no_text(http: httpx.Client) -> None:
-    [choice] = complete(http, logprobs=0, max_tokens=100)["choices"]
-    assert choice["text"] == STORY
-    assert choice["logprobs"]["tokens"][-1] == "<|im_end|>"
 
 
 def test_streamed_completion_ends_with_usage_if_asked(http: httpx.Client, engine: ScriptedDispatcher) -> None:

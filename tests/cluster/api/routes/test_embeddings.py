@@ -3,7 +3,8 @@
 import asyncio
 import base64
 import json
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -50,21 +51,19 @@ def close(found: Any, wanted: Vector) -> None:
     np.testing.assert_allclose(np.array(found), wanted, atol=2e-4, rtol=2e-3)
 
 
-def with_api(tokenizer: ModelTokenizer, test: Callable[[EngineApi], Coroutine[Any, Any, None]], **options: Any) -> None:
-    async def main() -> None:
-        async with EngineApi(tokenizer, max_num_batched_tokens=40, **options) as api:
-            await test(api)
-            assert await api.owned_pages() == 0
-
-    asyncio.run(main())
+@asynccontextmanager
+async def serving(tokenizer: ModelTokenizer, **options: Any) -> AsyncIterator[EngineApi]:
+    async with EngineApi(tokenizer, max_num_batched_tokens=40, **options) as api:
+        yield api
+        assert await api.owned_pages() == 0
 
 
 async def ask(api: EngineApi, **body: Any) -> httpx.Response:
     return await api.http.post("/v1/embeddings", json=body)
 
 
-def test_vectors_of_all_forms_of_input_equal_transformers(tokenizer: ModelTokenizer) -> None:
-    async def test(api: EngineApi) -> None:
+async def test_vectors_of_all_forms_of_input_equal_transformers(tokenizer: ModelTokenizer) -> None:
+    async with serving(tokenizer) as api:
         texts = ["#q", "Zx%{&}~Q"]
         ids = [tokenizer.encode(text) for text in texts]
         assert max(map(max, ids)) < 128, "the tiny model has no more tokens"
@@ -78,11 +77,9 @@ def test_vectors_of_all_forms_of_input_equal_transformers(tokenizer: ModelTokeni
                 assert answer["usage"]["prompt_tokens"] == answer["usage"]["total_tokens"] == num_tokens
                 assert (answer["object"], answer["data"][0]["object"], answer["model"]) == ("list", "embedding", "tiny")
 
-    with_api(tokenizer, test)
 
-
-def test_vectors_beside_streams_equal_those_alone(tokenizer: ModelTokenizer) -> None:
-    async def test(api: EngineApi) -> None:
+async def test_vectors_beside_streams_equal_those_alone(tokenizer: ModelTokenizer) -> None:
+    async with serving(tokenizer, admission="queue") as api:
         alone = (await api.ask("standard", 30, max_tokens=60, seed=7)).json()["choices"][0]["text"]
         stream = asyncio.create_task(api.ask("standard", 30, max_tokens=60, seed=7))
         answers = await asyncio.gather(*(ask(api, input=PROMPTS, pooling=kind) for kind in ("last", "mean") * 3))
@@ -91,11 +88,9 @@ def test_vectors_beside_streams_equal_those_alone(tokenizer: ModelTokenizer) -> 
                 close(one["embedding"], expected(prompt, kind))
         assert (await stream).json()["choices"][0]["text"] == alone
 
-    with_api(tokenizer, test, admission="queue")
 
-
-def test_base64_has_the_same_numbers_in_float32(tokenizer: ModelTokenizer) -> None:
-    async def test(api: EngineApi) -> None:
+async def test_base64_has_the_same_numbers_in_float32(tokenizer: ModelTokenizer) -> None:
+    async with serving(tokenizer) as api:
         for more in ({}, {"use_activation": False}, {"normalize": False}):
             numbers, text = [
                 (await ask(api, input=PROMPTS[2], encoding_format=form, **more)).json()["data"][0]["embedding"]
@@ -104,17 +99,13 @@ def test_base64_has_the_same_numbers_in_float32(tokenizer: ModelTokenizer) -> No
             assert np.frombuffer(base64.b64decode(text), "<f4").tolist() == numbers
             close(numbers, expected(PROMPTS[2], normalizes=not more))
 
-    with_api(tokenizer, test)
 
-
-def test_cut_texts_have_the_vectors_of_what_is_left(tokenizer: ModelTokenizer) -> None:
-    async def test(api: EngineApi) -> None:
+async def test_cut_texts_have_the_vectors_of_what_is_left(tokenizer: ModelTokenizer) -> None:
+    async with serving(tokenizer) as api:
         long = [3 + i % 90 for i in range(400)]  # more than the model takes
         for keep, side, left in ((20, "left", long[-20:]), (20, "right", long[:20]), (-1, "left", long[-255:])):
             answer = await ask(api, input=long, truncate_prompt_tokens=keep, truncation_side=side)
             close(answer.json()["data"][0]["embedding"], expected(left))
-
-    with_api(tokenizer, test)
 
 
 @pytest.mark.parametrize(
@@ -139,19 +130,17 @@ def test_cut_texts_have_the_vectors_of_what_is_left(tokenizer: ModelTokenizer) -
         ({"input": "a", "service_tier": "none such"}, "service_tier"),
     ],
 )
-def test_wrong_body_is_refused_by_field(tokenizer: ModelTokenizer, body: dict[str, Any], param: str) -> None:
-    async def test(api: EngineApi) -> None:
+async def test_wrong_body_is_refused_by_field(tokenizer: ModelTokenizer, body: dict[str, Any], param: str) -> None:
+    async with serving(tokenizer) as api:
         answer = await ask(api, **body)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
         assert (await ask(api, input=[5])).status_code == 200
 
-    with_api(tokenizer, test)
 
-
-def test_class_key_and_limits_hold_as_for_completions(tokenizer: ModelTokenizer) -> None:
+async def test_class_key_and_limits_hold_as_for_completions(tokenizer: ModelTokenizer) -> None:
     keys = [{"key": "few", "classes": ["standard"], "tokens_per_minute": 100}]
+    async with serving(tokenizer, keys=keys) as api:
 
-    async def test(api: EngineApi) -> None:
         async def as_key(**body: Any) -> httpx.Response:
             return await api.http.post("/v1/embeddings", json=body, headers={"authorization": "Bearer few"})
 
@@ -161,13 +150,11 @@ def test_class_key_and_limits_hold_as_for_completions(tokenizer: ModelTokenizer)
         assert (await as_key(input=[5], service_tier="urgent")).status_code in (400, 403)
         assert (await as_key(input=[5] * 60)).status_code == 429, "a key's tokens are counted"
 
-    with_api(tokenizer, test, keys=keys)
 
-
-def test_lost_replica_changes_no_vector(tokenizer: ModelTokenizer) -> None:
+async def test_lost_replica_changes_no_vector(tokenizer: ModelTokenizer) -> None:
     """The replica dies while it computes; the client sees one answer, with the same vectors."""
 
-    async def test(api: EngineApi) -> None:
+    async with EngineApi(tokenizer, max_num_batched_tokens=18, num_replicas=2, admission="queue") as api:
         asked = [asyncio.create_task(ask(api, input=PROMPTS[2:] * 4, pooling=kind)) for kind in ("last", "mean")]
         while not any(replica.engine_thread.engine.scheduler.table.requests() for replica in api.replicas[:1]):
             await asyncio.sleep(0.001)
@@ -179,15 +166,9 @@ def test_lost_replica_changes_no_vector(tokenizer: ModelTokenizer) -> None:
                 close(one["embedding"], expected(PROMPTS[2], kind))
         assert "crossdock_ingress_placed_again_total 0.0" not in api.dispatcher.metrics.text()
 
-    async def main() -> None:
-        async with EngineApi(tokenizer, max_num_batched_tokens=18, num_replicas=2, admission="queue") as api:
-            await test(api)
 
-    asyncio.run(main())
-
-
-def test_pools_compute_vectors_on_prefill_replicas_without_a_transfer(tokenizer: ModelTokenizer) -> None:
-    async def test(api: EngineApi) -> None:
+async def test_pools_compute_vectors_on_prefill_replicas_without_a_transfer(tokenizer: ModelTokenizer) -> None:
+    async with serving(tokenizer, router=RouterConfig(shipping="always")) as api:
         prefill, decode = InProcess(role="prefill"), InProcess(role="decode")
         api.dispatcher.join("prefill", prefill, prefill.profile)
         api.dispatcher.join("decode", decode, decode.profile)
@@ -206,8 +187,6 @@ def test_pools_compute_vectors_on_prefill_replicas_without_a_transfer(tokenizer:
         for replica in (prefill, decode):
             await replica.engine_thread.close()
 
-    with_api(tokenizer, test, router=RouterConfig(shipping="always"))
-
 
 def test_every_field_of_openais_client_has_one_state() -> None:
     for name in embedding_create_params.EmbeddingCreateParams.__annotations__:
@@ -215,15 +194,13 @@ def test_every_field_of_openais_client_has_one_state() -> None:
         assert (name in kind.model_fields) + (name in kind.no_effect) + (name in kind.refused_fields) == 1, name
 
 
-def test_openai_client_reads_the_vectors(tokenizer: ModelTokenizer) -> None:
-    async def test(api: EngineApi) -> None:
+async def test_openai_client_reads_the_vectors(tokenizer: ModelTokenizer) -> None:
+    async with serving(tokenizer) as api:
         client = openai.AsyncOpenAI(base_url="http://a/v1", api_key="none", http_client=api.http)
         answer = await client.embeddings.create(model="tiny", input=PROMPTS)  # as base64, which the client decodes
         for one, prompt in zip(answer.data, PROMPTS, strict=True):
             close(one.embedding, expected(prompt))
         assert answer.usage.total_tokens == sum(map(len, PROMPTS))
-
-    with_api(tokenizer, test)
 
 
 # -- what a model's directory says -------------------------------------------------------------------------------------
@@ -284,8 +261,8 @@ def test_matryoshka_sizes_are_those_of_the_model_or_the_config(tmp_path: Path) -
     EmbeddingDefaults.read(tmp_path, PoolerConfig(matryoshka_dimensions=(12,))).check_size(12)
 
 
-def test_shorter_vector_is_cut_and_then_has_a_length_of_1(tokenizer: ModelTokenizer) -> None:
-    async def test(api: EngineApi) -> None:
+async def test_shorter_vector_is_cut_and_then_has_a_length_of_1(tokenizer: ModelTokenizer) -> None:
+    async with serving(tokenizer) as api:
         app = build_api(
             api.dispatcher,
             tokenizer,
@@ -299,5 +276,3 @@ def test_shorter_vector_is_cut_and_then_has_a_length_of_1(tokenizer: ModelTokeni
             refused = await http.post("/v1/embeddings", json={"input": PROMPTS[1], "dimensions": 49})
             assert refused.json()["error"]["param"] == "dimensions"
             assert "48 numbers" in refused.json()["error"]["message"]
-
-    with_api(tokenizer, test)

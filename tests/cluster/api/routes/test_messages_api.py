@@ -192,27 +192,6 @@ def test_thoughts_text_and_calls_are_blocks_whole_and_streamed(tokenizer: ModelT
     assert [block.type for block in omitted.content] == ["text", "tool_use", "tool_use"]
 
 
-def test_stream_in_a_long_call_is_kept_open_by_pings(
-    tokenizer: ModelTokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("crossdock.cluster.api.routes.messages.SILENCE_S", -1.0)
-    engine = ScriptedDispatcher(tokenizer, max_model_len=1000)
-    engine.script = partial(engine.story, words=THOUGHT)
-    config = HttpConfig.model_validate({"tool_call_parser": "hermes"})
-    with (
-        serving(engine, tokenizer, config) as http,
-        anthropic.Anthropic(base_url=str(http.base_url), api_key="none", max_retries=0) as claude,
-    ):
-        fields: Any = {
-            "messages": HI,
-            "max_tokens": 300,
-            "tools": [{"name": name, "input_schema": {}} for name in "fg"],
-        }
-        assert ask(http, stream=True, **fields).text.count("event: ping\n") > 10
-        with claude.messages.stream(model="tiny", **fields) as stream:
-            assert [block.type for block in stream.get_final_message().content] == ["text", "tool_use", "tool_use"]
-
-
 def test_budget_of_thinking_is_that_of_the_chat(tokenizers: dict[str, PreTrainedTokenizerFast]) -> None:
     own = deepcopy(tokenizers["byte_level"])
     own.add_tokens(["<think>", "</think>"])
@@ -304,6 +283,21 @@ def test_tokens_are_counted_as_the_prompt_has_them(
     assert many > MAX_MODEL_LEN
 
 
+WRONG_MESSAGES: list[tuple[Any, str]] = [
+    ({"role": "robot", "content": "Hi"}, ".role"),
+    ({"role": ["user"], "content": "Hi"}, ".role"),
+    ({"role": "user"}, ".content"),
+]
+WRONG_BLOCKS: list[tuple[str, Any, str]] = [
+    ("user", {"type": "image"}, ".content[0].source"),
+    ("user", {"type": "text"}, ".content[0].text"),
+    ("user", "Hi", ".content[0]"),
+    ("user", {"type": "tool_result"}, ".content[0].tool_use_id"),
+    ("assistant", {"type": "tool_use", "id": "a", "name": "b"}, ".content[0].input"),
+    ("assistant", {"type": "tool_use", "id": "a", "name": "b", "input": {}}, ""),
+]
+
+
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
@@ -311,27 +305,10 @@ def test_tokens_are_counted_as_the_prompt_has_them(
         ({"max_tokens": 0}, "'max_tokens'"),
         ({"messages": []}, "'messages'"),
         ({"messages": "Hi"}, "'messages'"),
-        ({"messages": [{"role": "robot", "content": "Hi"}]}, "'messages[0].role'"),
-        ({"messages": [{"role": ["user"], "content": "Hi"}]}, "'messages[0].role'"),
-        ({"messages": [{"role": "user"}]}, "'messages[0].content'"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "'messages[0].content[0].source'"),
-        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "'messages[0].content[0].text'"),
-        ({"messages": [{"role": "user", "content": ["Hi"]}]}, "'messages[0].content[0]'"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]},
-            "'messages[0].content[0].tool_use_id'",
-        ),
-        (
-            {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "b"}]}]},
-            "'messages[0].content[0].input'",
-        ),
-        (
-            {
-                "messages": [
-                    {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "b", "input": {}}]}
-                ]
-            },
-            "'messages[0]'",
+        *(({"messages": [message]}, f"'messages[0]{place}'") for message, place in WRONG_MESSAGES),
+        *(
+            ({"messages": [{"role": role, "content": [block]}]}, f"'messages[0]{place}'")
+            for role, block, place in WRONG_BLOCKS
         ),
         ({"system": 5}, "'system"),
         ({"system": [{"type": "image"}]}, "'system[0]'"),

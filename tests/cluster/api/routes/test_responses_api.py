@@ -214,23 +214,6 @@ def test_reasoning_text_and_calls_are_items_whole_and_streamed(tokenizer: ModelT
     assert without_ids(found[-1]["response"]) == without_ids(whole)
 
 
-def test_stream_in_a_long_call_is_kept_open_by_comments(
-    tokenizer: ModelTokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("crossdock.cluster.api.routes.responses.SILENCE_S", -1.0)
-    engine = ScriptedDispatcher(tokenizer, max_model_len=1000)
-    engine.script = partial(engine.story, words=THOUGHT)
-    tools: Any = [{"type": "function", "name": name} for name in "fg"]
-    with (
-        serving(engine, tokenizer, PARSERS) as http,
-        openai.OpenAI(base_url=f"{http.base_url}/v1", api_key="none", max_retries=0) as client,
-    ):
-        assert ask(http, stream=True, tools=tools).text.count("\n\n: \n\n") > 10
-        with client.responses.stream(model="tiny", input="Hi", tools=tools) as stream:
-            kinds = [item.type for item in stream.get_final_response().output]
-    assert kinds == ["reasoning", "message", "function_call", "function_call"]
-
-
 def test_structured_text_has_the_grammar_of_the_same_chat(
     http: httpx.Client, client: openai.OpenAI, engine: ScriptedDispatcher
 ) -> None:
@@ -407,6 +390,24 @@ def test_response_in_the_background_counts_for_its_key(engine: ScriptedDispatche
         created(http)
 
 
+WRONG_ITEMS: list[tuple[Any, str]] = [
+    (5, ""),
+    ({"role": "robot", "content": "Hi"}, ".role"),
+    ({"role": {}, "content": "Hi"}, ".role"),
+    ({"role": "user"}, ".content"),
+    ({"role": "user", "content": [{"type": "input_image"}]}, ".content[0].image_url"),
+    ({"role": "user", "content": [{"type": "input_text"}]}, ".content[0].text"),
+    ({"type": "web_search_call", "id": "w"}, ".type"),
+    ({"type": ["message"]}, ".type"),
+    ({"type": "computer_call", "id": "a"}, ".type"),
+    ({"type": "function_call", "name": "f", "arguments": "{}"}, ".call_id"),
+    ({"type": "function_call_output", "call_id": "c"}, ".output"),
+    ({"type": "function_call", "call_id": "c", "name": "f", "arguments": "["}, ".arguments"),
+    ({"type": "function_call", "call_id": "c", "name": "f", "arguments": "[" * 5000 + "]" * 5000}, ".arguments"),
+    ({"type": "function_call_output", "call_id": "c", "output": [{"type": "text"}]}, ".output[0].text"),
+]
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -414,31 +415,9 @@ def test_response_in_the_background_counts_for_its_key(engine: ScriptedDispatche
         ({"input": []}, "input"),
         ({"input": 5}, "input"),
         ({"input": {"role": "user"}}, "input"),
-        ({"input": [5]}, "input[0]"),
-        ({"input": [{"role": "robot", "content": "Hi"}]}, "input[0].role"),
-        ({"input": [{"role": {}, "content": "Hi"}]}, "input[0].role"),
-        ({"input": [{"role": "user"}]}, "input[0].content"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].image_url"),
-        ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0].text"),
-        ({"input": [{"type": "web_search_call", "id": "w"}]}, "input[0].type"),
-        ({"input": [{"type": ["message"]}]}, "input[0].type"),
-        ({"input": [{"type": "computer_call", "id": "a"}]}, "input[0].type"),
-        ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id"),
-        ({"input": [{"type": "function_call_output", "call_id": "c"}]}, "input[0].output"),
-        (
-            {"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "["}]},
-            "input[0].arguments",
-        ),
-        (
-            {"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "[" * 5000 + "]" * 5000}]},
-            "input[0].arguments",
-        ),
+        *(({"input": [item]}, f"input[0]{place}") for item, place in WRONG_ITEMS),
         ({"input": [{"role": "user"}] * 4097}, "input"),
         ({"input": "dog " * 300}, "input"),
-        (
-            {"input": [{"type": "function_call_output", "call_id": "c", "output": [{"type": "text"}]}]},
-            "input[0].output[0].text",
-        ),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"temperature": 3}, "temperature"),
         ({"top_p": "much"}, "top_p"),

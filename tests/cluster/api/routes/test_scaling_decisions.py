@@ -1,6 +1,5 @@
 """`/v1/scaling`: what the scaler decided. Keys that do not see all requests are not shown the load."""
 
-import asyncio
 from typing import Any
 
 import httpx
@@ -23,27 +22,23 @@ async def hangs() -> list[dict[str, Any]]:
     raise TimeoutError
 
 
-def asked(tokenizer: ModelTokenizer, decisions: Any, key: str = "operator") -> httpx.Response:
+async def asked(tokenizer: ModelTokenizer, decisions: Any, key: str = "operator") -> httpx.Response:
     http = HttpConfig.model_validate({"api_keys": KEYS})
     app = build_api(ScriptedDispatcher(tokenizer), tokenizer, http, decisions=decisions)  # type: ignore[arg-type]
-
-    async def ask() -> httpx.Response:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://a") as client:
-            return await client.get("/v1/scaling", headers={"Authorization": f"Bearer {key}"})
-
-    return asyncio.run(ask())
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://a") as client:
+        return await client.get("/v1/scaling", headers={"Authorization": f"Bearer {key}"})
 
 
-def test_decisions_show_the_load_to_keys_that_see_all_requests(tokenizer: ModelTokenizer) -> None:
-    answer = asked(tokenizer, decided)
+async def test_decisions_show_the_load_to_keys_that_see_all_requests(tokenizer: ModelTokenizer) -> None:
+    answer = await asked(tokenizer, decided)
     assert answer.json() == {"object": "list", "data": [{**RESIZE, "load": LOAD}]}
-    (limited,) = asked(tokenizer, decided, "client").json()["data"]
+    (limited,) = (await asked(tokenizer, decided, "client")).json()["data"]
     assert limited == {key: value for key, value in RESIZE.items() if key != "reason"}
-    assert asked(tokenizer, decided, "none").status_code == 401
+    assert (await asked(tokenizer, decided, "none")).status_code == 401
 
 
-def test_fixed_pools_have_no_decisions_and_a_silent_scaler_is_503(tokenizer: ModelTokenizer) -> None:
-    assert asked(tokenizer, None).json() == {"object": "list", "data": []}
-    answer = asked(tokenizer, hangs)
+async def test_fixed_pools_have_no_decisions_and_a_silent_scaler_is_503(tokenizer: ModelTokenizer) -> None:
+    assert (await asked(tokenizer, None)).json() == {"object": "list", "data": []}
+    answer = await asked(tokenizer, hangs)
     assert answer.status_code == 503
     assert answer.json()["error"]["message"] == "The scaler does not answer."

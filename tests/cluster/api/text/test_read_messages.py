@@ -1,13 +1,11 @@
 """Tool calls and reasoning that models write by themselves, as OpenAI's client reads them, whole and streamed."""
 
-import asyncio
 import json
 import logging
 import re
-from collections.abc import AsyncIterator, Iterator
-from contextlib import aclosing
+from collections.abc import Iterable, Iterator
 from copy import deepcopy
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import httpx
@@ -21,13 +19,12 @@ from transformers import PreTrainedTokenizerFast
 from crossdock.cluster.api.body.bodies import ChatCompletionRequest
 from crossdock.cluster.api.errors import ApiError
 from crossdock.cluster.api.http.http_config import HttpConfig
-from crossdock.cluster.api.routes import chats
-from crossdock.cluster.api.text.message_format import MessageFormat, family_in
+from crossdock.cluster.api.text.message_format import MessageFormat, MessageReading
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.workers.model.grammar.matcher import new_matcher
-from crossdock.workers.schedule.request import Grammar, Submission, TokenDelta
-from tests.cluster.api.engine_api import EngineApi
-from tests.cluster.api.scripted_api import HI, ScriptedDispatcher, events, refused, serving
+from crossdock.workers.schedule.request import Grammar
+from tests.cluster.api.engine_api import EngineApi, lose_after
+from tests.cluster.api.scripted_api import HI, ScriptedDispatcher, events, serving
 from tests.cluster.api.text.parsed_messages import whole_message
 
 MOVE = {"type": "object", "properties": {"to": {"type": "string"}}, "required": ["to"]}
@@ -35,7 +32,9 @@ TOOLS = [
     {"type": "function", "function": {"name": "move", "parameters": MOVE}},
     {"type": "function", "function": {"name": "wait"}},
 ]
+NAMES = ("move", "wait")
 MOVED = '{"name": "move", "arguments": {"to": "Ré 🙂"}}'
+HERMES = "<tool_call>\n%s\n</tool_call>"
 CALLS = f'<tool_call>\n{MOVED}\n</tool_call>\n<tool_call>\n{{"name": "wait", "arguments": {{}}}}\n</tool_call>'
 TEXT = f"Why\n</think>\n\nSure.\n{CALLS}"
 # A template of a family shows it by its markers; this one leaves the tools out, to be short.
@@ -46,9 +45,11 @@ THINKING = (
 MISTRAL = "{{ messages[-1].content }}{# [TOOL_CALLS] #}"
 
 
-def with_tokens(tokenizer: PreTrainedTokenizerFast, template: str, *special: str) -> ModelTokenizer:
+def with_tokens(
+    tokenizer: PreTrainedTokenizerFast, template: str, *special: str, tokens: Iterable[str] = ()
+) -> ModelTokenizer:
     own = deepcopy(tokenizer)
-    own.add_tokens(["<think>", "</think>"])
+    own.add_tokens(["<think>", "</think>", *tokens])
     own.add_special_tokens({"additional_special_tokens": list(special)})
     own.chat_template = template
     return ModelTokenizer(own)
@@ -65,6 +66,23 @@ def model(thinker: ModelTokenizer) -> Iterator[tuple[ScriptedDispatcher, httpx.C
     engine.script = partial(engine.story, words=TEXT)
     with serving(engine, thinker, HttpConfig()) as http:
         yield engine, http
+
+
+def read(
+    tokenizer: ModelTokenizer, prompt: list[int], *, reads: bool = True, **fields: Any
+) -> tuple[MessageReading, str]:
+    """Return how the answer to a chat is read, and the source of its grammar, which there must be."""
+    body = ChatCompletionRequest.model_validate({"messages": HI, **fields})
+    reading = MessageFormat(tokenizer, reads_unforced_calls=reads).reading(body, prompt)
+    assert reading.grammar is not None
+    return reading, reading.grammar.source
+
+
+def message_of(tokenizer: ModelTokenizer, reading: MessageReading, text: str) -> dict[str, Any]:
+    """Return the message of a text whose tokens come one by one."""
+    detokenizer = tokenizer.detokenizer(shown=reading.shown)
+    token_ids = tokenizer.encode(text, add_special_tokens=False)
+    return whole_message(reading.message(), *map(detokenizer.add, token_ids), detokenizer.flush())
 
 
 def answer(http: httpx.Client, **fields: Any) -> Any:
@@ -156,35 +174,49 @@ def test_stream_has_the_same_message_for_openais_client(
     for choice in choices:
         assert choice.finish_reason == "tool_calls"
         assert calls_of(choice.message.model_dump()) == [("move", {"to": "Ré 🙂"}), ("wait", {})]
+        assert all(call.id.startswith("call_") for call in choice.message.tool_calls or ())
         assert choice.message.content == "Sure."
         assert choice.message.reasoning == "Why"  # type: ignore[attr-defined]
         assert bool(choice.logprobs) == ("logprobs" in more)
 
 
-def test_events_have_each_call_once_with_id_and_index(model: tuple[ScriptedDispatcher, httpx.Client]) -> None:
-    body = {"messages": HI, "tools": TOOLS, "stream": True}
-    deltas = [event["choices"][0]["delta"] for event in events(model[1].post("/v1/chat/completions", json=body))]
-    calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
-    assert [(call["index"], call["type"], call["function"]["name"]) for call in calls] == [
-        (0, "function", "move"),
-        (1, "function", "wait"),
-    ]
-    assert all(call["id"].startswith("call_") for call in calls)
-
-
-def test_stream_in_a_long_call_has_events_without_text(
-    model: tuple[ScriptedDispatcher, httpx.Client], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("route", "path", "body", "sign"),
+    [
+        ("chats", "/v1/chat/completions", {"messages": HI, "tools": TOOLS}, '"delta":{}'),
+        (
+            "responses",
+            "/v1/responses",
+            {"input": "Hi", "tools": [{"type": "function", "name": name} for name in NAMES]},
+            ": ",
+        ),
+        (
+            "messages",
+            "/v1/messages",
+            {"messages": HI, "max_tokens": 300, "tools": [{"name": name, "input_schema": {}} for name in NAMES]},
+            "event: ping\n",
+        ),
+    ],
+)
+def test_stream_in_a_long_call_is_kept_open_by_events_without_text(
+    model: tuple[ScriptedDispatcher, httpx.Client],
+    monkeypatch: pytest.MonkeyPatch,
+    route: str,
+    path: str,
+    body: dict[str, Any],
+    sign: str,
 ) -> None:
-    body = {"messages": HI, "tools": TOOLS, "stream": True}
-    calm = events(model[1].post("/v1/chat/completions", json=body))
-    monkeypatch.setattr(chats, "SILENCE_S", -1.0)
-    kept_open = events(model[1].post("/v1/chat/completions", json=body))
-    assert len(kept_open) > len(calm) + 20
-    shown = [[event["choices"][0]["delta"] for event in stream] for stream in (calm, kept_open)]
-    for delta in (delta for deltas in shown for delta in deltas):
-        for call in delta.get("tool_calls", ()):
-            del call["id"]
-    assert [delta for delta in shown[0] if delta] == [delta for delta in shown[1] if delta]
+    def counted() -> tuple[int, int]:
+        """Return the number of events without text, and of all others."""
+        blocks = model[1].post(path, json={**body, "stream": True}).text.split("\n\n")
+        num_empty = sum(block.startswith(sign) or ('"delta"' in sign and sign in block) for block in blocks)
+        return num_empty, len(blocks) - num_empty
+
+    num_empty, num_shown = counted()
+    monkeypatch.setattr(f"crossdock.cluster.api.routes.{route}.SILENCE_S", -1.0)
+    found = counted()
+    assert found[0] > num_empty + 10
+    assert found[1] == num_shown
 
 
 @pytest.mark.parametrize(
@@ -304,75 +336,13 @@ def test_constraint_holds_for_the_answer_after_the_reasoning(
 def test_grammar_bounds_reasoning_and_holds_after_it(
     thinker: ModelTokenizer, fields: dict[str, Any], good: str, bad: str
 ) -> None:
-    kwargs = {"enable_thinking": fields.pop("enable_thinking", True)}
-    body = ChatCompletionRequest.model_validate({"messages": HI, **fields})
-    prompt = thinker.encode("Hi<think>\n" if kwargs["enable_thinking"] else "Hi")
-    grammar = MessageFormat(thinker).reading(body, prompt).grammar
-    assert grammar is not None
-    assert accepts(thinker, grammar.source, good)
-    assert not accepts(thinker, grammar.source, bad)
+    is_thinking = fields.pop("enable_thinking", True)
+    _, grammar = read(thinker, thinker.encode("Hi<think>\n" if is_thinking else "Hi"), **fields)
+    assert accepts(thinker, grammar, good)
+    assert not accepts(thinker, grammar, bad)
 
 
 STRICT = [{"type": "function", "function": {"name": "move", "parameters": MOVE, "strict": True}}, TOOLS[1]]
-
-
-@pytest.mark.parametrize(
-    ("text", "is_accepted"),
-    [
-        ("Why</think>Sure.", True),
-        (f"Why</think>Sure.\n{CALLS} Done.", True),
-        ('</think><tool_call>{"name": "wait", "arguments": {"any": [1]}}</tool_call>', True),
-        ('</think><tool_call>{"name": "move", "arguments": {"any": [1]}}</tool_call>', False),
-        ('</think><tool_call>{"name": "jump", "arguments": {}}</tool_call>', False),
-        ("</think><tool_call>", False),
-    ],
-)
-def test_arguments_of_strict_functions_obey_their_schema(thinker: ModelTokenizer, text: str, is_accepted: bool) -> None:
-    body = ChatCompletionRequest.model_validate({"messages": HI, "tools": STRICT})
-    reading = MessageFormat(thinker).reading(body, thinker.encode("Hi<think>\n"))
-    assert reading.grammar is not None
-    assert accepts(thinker, reading.grammar.source, text) == is_accepted
-    if text.count("<tool_call>") == 2:
-        message = whole_message(reading.message(), text)
-        assert (message["reasoning"], message["content"]) == ("Why", "Sure. Done.")
-        assert [name for name, _ in calls_of(message)] == ["move", "wait"]
-
-
-def test_strict_calls_whose_markers_are_special_tokens_obey_their_schema(
-    tokenizers: dict[str, PreTrainedTokenizerFast],
-) -> None:
-    tokenizer = with_tokens(tokenizers["byte_level"], MISTRAL, "[TOOL_CALLS]", "[ARGS]")
-    body = ChatCompletionRequest.model_validate({"messages": HI, "tools": STRICT})
-    grammar = MessageFormat(tokenizer).reading(body, tokenizer.encode("Hi")).grammar
-    assert grammar is not None
-    for text, is_accepted in (
-        ("Sure.", True),
-        ('Sure.[TOOL_CALLS]move[ARGS]{"to": "a"}[TOOL_CALLS]wait[ARGS]{}', True),
-        ("[TOOL_CALLS]move[ARGS]{}", False),
-        ("[TOOL_CALLS]jump[ARGS]{}", False),
-    ):
-        assert accepts(tokenizer, grammar.source, text) == is_accepted
-
-
-def test_strict_and_forced_calls_may_have_markers_that_are_tokens_but_not_special(
-    tokenizers: dict[str, PreTrainedTokenizerFast],
-) -> None:
-    """Qwen3's markers are such tokens."""
-    own = deepcopy(tokenizers["byte_level"])
-    own.add_tokens(["<tool_call>", "</tool_call>"])
-    tokenizer = with_tokens(own, "{{ messages[-1].content }}{# <tool_call> #}")
-    call = f"<tool_call>\n{MOVED}\n</tool_call>"
-    for fields, texts in (
-        ({}, ("Sure.", call, f"<think>Why</think>Sure.\n{call}")),
-        ({"tool_choice": "required"}, (call,)),
-    ):
-        body = ChatCompletionRequest.model_validate({"messages": HI, "tools": STRICT, **fields})
-        grammar = MessageFormat(tokenizer).reading(body, tokenizer.encode("Hi")).grammar
-        assert grammar is not None
-        for text in texts:
-            assert accepts(tokenizer, grammar.source, text)
-        for wrong in ('{"name": "move", "arguments": {}}', '{"name": "jump", "arguments": {}}'):
-            assert not accepts(tokenizer, grammar.source, f"<tool_call>\n{wrong}\n</tool_call>")
 
 
 KIMI = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>", "<|tool_call_end|>")
@@ -393,14 +363,95 @@ def two_of(parts: tuple[str, str, str], between: str) -> str:
 KIMI_CALL = '<|tool_call_begin|>functions.move:%d<|tool_call_argument_begin|>{"to": "a"}<|tool_call_end|>'
 
 
+BAD_CALLS = ('{"name": "move", "arguments": {}}', '{"name": "jump", "arguments": {}}')
+
+
+@pytest.mark.parametrize(
+    ("template", "tokens", "special", "prompt", "good", "bad"),
+    [
+        (
+            THINKING,
+            (),
+            (),
+            "Hi<think>\n",
+            (
+                "Why</think>Sure.",
+                f"Why</think>Sure.\n{CALLS} Done.",
+                '</think><tool_call>{"name": "wait", "arguments": {"any": [1]}}</tool_call>',
+            ),
+            (
+                '</think><tool_call>{"name": "move", "arguments": {"any": [1]}}</tool_call>',
+                '</think><tool_call>{"name": "jump", "arguments": {}}</tool_call>',
+                "</think><tool_call>",
+            ),
+        ),
+        (  # Qwen3's markers are tokens, and not special ones
+            "{{ messages[-1].content }}{# <tool_call> #}",
+            ("<tool_call>", "</tool_call>"),
+            (),
+            "Hi",
+            ("Sure.", HERMES % MOVED, f"<think>Why</think>Sure.\n{HERMES % MOVED}"),
+            tuple(HERMES % call for call in BAD_CALLS),
+        ),
+        (
+            MISTRAL,
+            (),
+            ("[TOOL_CALLS]", "[ARGS]"),
+            "Hi",
+            ("Sure.", 'Sure.[TOOL_CALLS]move[ARGS]{"to": "a"}[TOOL_CALLS]wait[ARGS]{}'),
+            ("[TOOL_CALLS]move[ARGS]{}", "[TOOL_CALLS]jump[ARGS]{}"),
+        ),
+        *(
+            (
+                f"{{# <｜tool▁calls▁begin｜> {template} #}}",
+                (),
+                DEEPSEEK,
+                "Hi",
+                ("Sure.", f"Sure.{''.join(parts)}", two_of(parts, "\n")),
+                ("".join(parts).replace('"to"', '"too"'), "".join(parts).replace("move", "jump")),
+            )
+            for template, parts in (("", DEEPSEEK_NEW), ("```json", DEEPSEEK_OLD))
+        ),
+    ],
+)
+def test_calls_of_strict_functions_obey_their_schema(
+    tokenizers: dict[str, PreTrainedTokenizerFast],
+    template: str,
+    tokens: tuple[str, ...],
+    special: tuple[str, ...],
+    prompt: str,
+    good: tuple[str, ...],
+    bad: tuple[str, ...],
+) -> None:
+    tokenizer = with_tokens(tokenizers["byte_level"], template, *special, tokens=tokens)
+    _, grammar = read(tokenizer, tokenizer.encode(prompt), tools=STRICT)
+    assert [text for text in (*good, *bad) if accepts(tokenizer, grammar, text)] == [*good]
+
+
+def test_forced_call_may_have_markers_that_are_tokens_but_not_special(
+    tokenizers: dict[str, PreTrainedTokenizerFast],
+) -> None:
+    marks = ("<tool_call>", "</tool_call>")
+    tokenizer = with_tokens(tokenizers["byte_level"], "{# <tool_call> #}", tokens=marks)
+    _, grammar = read(tokenizer, [5], tools=STRICT, tool_choice="required")
+    assert [call for call in (MOVED, *BAD_CALLS) if accepts(tokenizer, grammar, HERMES % call)] == [MOVED]
+
+
+def test_text_after_calls_of_strict_functions_is_content(thinker: ModelTokenizer) -> None:
+    reading, _ = read(thinker, thinker.encode("Hi<think>\n"), tools=STRICT)
+    message = whole_message(reading.message(), f"Why</think>Sure.\n{CALLS} Done.")
+    assert (message["reasoning"], message["content"]) == ("Why", "Sure. Done.")
+    assert [name for name, _ in calls_of(message)] == ["move", "wait"]
+
+
 @pytest.mark.parametrize(
     ("template", "special", "one", "two"),
     [
         (
             "{# <tool_call> #}",
             (),
-            f"<tool_call>\n{MOVED}\n</tool_call>",
-            f"<tool_call>\n{MOVED}\n</tool_call>\n<tool_call>\n{MOVED}\n</tool_call>",
+            HERMES % MOVED,
+            f"{HERMES % MOVED}\n{HERMES % MOVED}",
         ),
         (
             MISTRAL,
@@ -434,12 +485,10 @@ def test_forced_calls_have_the_form_of_the_family(
         ({"tool_choice": "required", "parallel_tool_calls": False}, False),
         ({"tool_choice": named}, False),
     ):
-        body = ChatCompletionRequest.model_validate({"messages": HI, "tools": STRICT, **fields})
-        reading = MessageFormat(tokenizer).reading(body, [5])
-        assert reading.grammar is not None
-        assert accepts(tokenizer, reading.grammar.source, one)
-        assert accepts(tokenizer, reading.grammar.source, two) == is_several
-        assert not accepts(tokenizer, reading.grammar.source, f"Sure.{one}")
+        reading, grammar = read(tokenizer, [5], tools=STRICT, **fields)
+        assert accepts(tokenizer, grammar, one)
+        assert accepts(tokenizer, grammar, two) == is_several
+        assert not accepts(tokenizer, grammar, f"Sure.{one}")
         for text, count in ((one, 1), (two, 2))[: 1 + is_several]:
             detokenizer = tokenizer.detokenizer(shown=reading.shown)
             token_ids = tokenizer.encode(text, add_special_tokens=False)
@@ -450,20 +499,6 @@ def test_forced_calls_have_the_form_of_the_family(
             assert len([call for call in calls if "id" in call]) == count
             assert len(calls) > 3 * count, "the arguments come while they are written"
             assert whole_message(reading.message(), *pieces)["content"] is None
-
-
-@pytest.mark.parametrize(("template", "parts"), [("", DEEPSEEK_NEW), ("```json", DEEPSEEK_OLD)])
-def test_strict_calls_of_deepseek_obey_their_schema(
-    tokenizers: dict[str, PreTrainedTokenizerFast], template: str, parts: tuple[str, str, str]
-) -> None:
-    tokenizer = with_tokens(tokenizers["byte_level"], f"{{# <｜tool▁calls▁begin｜> {template} #}}", *DEEPSEEK)
-    body = ChatCompletionRequest.model_validate({"messages": HI, "tools": STRICT})
-    grammar = MessageFormat(tokenizer).reading(body, tokenizer.encode("Hi")).grammar
-    assert grammar is not None
-    for text in ("Sure.", f"Sure.{''.join(parts)}", two_of(parts, "\n")):
-        assert accepts(tokenizer, grammar.source, text)
-    for text in ("".join(parts).replace('"to"', '"too"'), "".join(parts).replace("move", "jump")):
-        assert not accepts(tokenizer, grammar.source, text)
 
 
 ROUTE = {
@@ -501,21 +536,18 @@ def test_forced_calls_between_tags_obey_their_schema(
     tokens: tuple[str, ...],
     marks: str,
 ) -> None:
-    own = deepcopy(tokenizers["byte_level"])
-    if marks == "tokens":
-        own.add_tokens(list(tokens))
-    tokenizer = with_tokens(own, template, *(tokens[:2] if marks == "special tokens" else ()))
+    special = tokens[:2] if marks == "special tokens" else ()
+    plain = tokens if marks == "tokens" else ()
+    tokenizer = with_tokens(tokenizers["byte_level"], template, *special, tokens=plain)
     tools = [{"type": "function", "function": {"name": "plan", "parameters": ROUTE}}, TOOLS[1]]
 
     def written(**values: str) -> str:
         return call.format("".join(value.format(*pair) for pair in values.items()))
 
-    body = ChatCompletionRequest.model_validate({"messages": HI, "tools": tools, "tool_choice": "required"})
-    reading = MessageFormat(tokenizer, reads_unforced_calls=False).reading(body, [5])
-    assert reading.grammar is not None
+    reading, grammar = read(tokenizer, [5], reads=False, tools=tools, tool_choice="required")
     few = {name: WHOLE[name] for name in ("to", "days")}
     for good in (written(**WHOLE), written(**few), written(**{**few, "to": ""})):
-        assert accepts(tokenizer, reading.grammar.source, good)
+        assert accepts(tokenizer, grammar, good)
     for wrong in (
         {"to": "Bonn"},
         {**few, "days": "three"},
@@ -523,12 +555,10 @@ def test_forced_calls_between_tags_obey_their_schema(
         {**WHOLE, "stops": '[{"x": "1"}]'},
         {**few, "more": "1"},
     ):
-        assert not accepts(tokenizer, reading.grammar.source, written(**wrong))
-    assert not accepts(tokenizer, reading.grammar.source, f"Sure.{written(**few)}")
-    assert accepts(tokenizer, reading.grammar.source, f"{written(**few)}\n{written(**WHOLE)}")
-    detokenizer = tokenizer.detokenizer(shown=reading.shown)
-    ids = tokenizer.encode(f"{written(**few)}\n{written(**WHOLE)}", add_special_tokens=False)
-    message = whole_message(reading.message(), *map(detokenizer.add, ids), detokenizer.flush())
+        assert not accepts(tokenizer, grammar, written(**wrong))
+    assert not accepts(tokenizer, grammar, f"Sure.{written(**few)}")
+    assert accepts(tokenizer, grammar, f"{written(**few)}\n{written(**WHOLE)}")
+    message = message_of(tokenizer, reading, f"{written(**few)}\n{written(**WHOLE)}")
     assert calls_of(message) == [
         ("plan", {"to": WHOLE["to"], "days": 3}),
         ("plan", {"to": WHOLE["to"], "days": 3, "kind": "rail", "stops": [{"x": 1}]}),
@@ -553,11 +583,9 @@ def test_forced_call_that_tags_cannot_say_is_json(
     tokenizer = with_tokens(tokenizers["byte_level"], "{# <tool_call> <function= #}")
     parameters = {"type": "object", "properties": {"to": schema}, "$defs": {"stop": {"type": "string"}}}
     tools = [{"type": "function", "function": {"name": "plan", "parameters": parameters}}]
-    body = ChatCompletionRequest.model_validate({"messages": HI, "tools": tools, "tool_choice": "required"})
-    reading = MessageFormat(tokenizer).reading(body, [5])
-    assert reading.grammar is not None
+    reading, grammar = read(tokenizer, [5], tools=tools, tool_choice="required")
     text = '{"name": "plan", "arguments": {}}'
-    assert accepts(tokenizer, reading.grammar.source, text)
+    assert accepts(tokenizer, grammar, text)
     assert calls_of(whole_message(reading.message(), text)) == [("plan", {})]
 
 
@@ -574,22 +602,17 @@ def test_forced_call_of_gpt_oss_has_its_form_after_its_reasoning(
     tokenizer = with_tokens(tokenizers["byte_level"], "{# <|channel|> #}", *GPT_OSS)
     text = f"<|channel|>analysis<|message|>{thought}<|end|><|start|>assistant" * bool(thought) + HARMONY_CALL
     for choice in ("required", {"type": "function", "function": {"name": "move"}}):
-        body = ChatCompletionRequest.model_validate({"messages": HI, "tools": STRICT, "tool_choice": choice})
         prompt = tokenizer.encode("Hi<|start|>assistant", add_special_tokens=False)
-        reading = MessageFormat(tokenizer, reads_unforced_calls=reads).reading(body, prompt)
-        assert reading.grammar is not None
-        assert accepts(tokenizer, reading.grammar.source, f"{text}<|call|>")
+        reading, grammar = read(tokenizer, prompt, reads=reads, tools=STRICT, tool_choice=choice)
+        assert accepts(tokenizer, grammar, f"{text}<|call|>")
         for wrong in (
             "Sure.<|return|>",
             "<|channel|>final<|message|>Sure.<|return|>",
             text.replace("move", "jump") + "<|call|>",
             text.replace('"to"', '"too"') + "<|call|>",
         ):
-            assert not accepts(tokenizer, reading.grammar.source, wrong)
-        detokenizer = tokenizer.detokenizer(shown=reading.shown)
-        written = text + "<|call|>" * shows_end
-        pieces = [*map(detokenizer.add, tokenizer.encode(written, add_special_tokens=False)), detokenizer.flush()]
-        message = whole_message(reading.message(), *pieces)
+            assert not accepts(tokenizer, grammar, wrong)
+        message = message_of(tokenizer, reading, text + "<|call|>" * shows_end)
         assert calls_of(message) == [("move", {"to": "a"})]
         assert (message["content"], message.get("reasoning", "")) == (None, thought)
 
@@ -600,20 +623,21 @@ def test_forced_call_of_any_name_is_read_also_where_others_are_not(
 ) -> None:
     tokenizer = with_tokens(tokenizers["byte_level"], MISTRAL, "[TOOL_CALLS]", "[ARGS]")
     tools = [{"type": "function", "function": {"name": 'say#1 "stop"'}}]
-    body = ChatCompletionRequest.model_validate({"messages": HI, "tools": tools, "tool_choice": "required"})
-    reading = MessageFormat(tokenizer, reads_unforced_calls=reads).reading(body, [5])
+    reading, grammar = read(tokenizer, [5], reads=reads, tools=tools, tool_choice="required")
     text = '[TOOL_CALLS]say#1 "stop"[ARGS]{}'
-    assert reading.grammar is not None
-    assert accepts(tokenizer, reading.grammar.source, text)
-    detokenizer = tokenizer.detokenizer(shown=reading.shown)
-    shown = "".join(map(detokenizer.add, tokenizer.encode(text, add_special_tokens=False)))
-    assert calls_of(whole_message(reading.message(), shown)) == [('say#1 "stop"', {})]
+    assert accepts(tokenizer, grammar, text)
+    assert calls_of(message_of(tokenizer, reading, text)) == [('say#1 "stop"', {})]
+
+
+@cache
+def engines_tokenizer(backend: str) -> LLTokenizer:
+    return LLTokenizer(backend, eos_token=[0])
 
 
 def accepts(tokenizer: ModelTokenizer, lark: str, text: str) -> bool:
     """Return whether a text may be an answer, written with the fewest tokens that its letters allow: one each."""
     backend = tokenizer._tokenizer.backend_tokenizer.to_str()
-    matcher = new_matcher(LLTokenizer(backend, eos_token=[0]), Grammar("lark", lark))  # as an engine compiles it
+    matcher = new_matcher(engines_tokenizer(backend), Grammar("lark", lark))  # as an engine compiles it
     added = tokenizer.added_tokens()
     parts = re.split(f"({'|'.join(map(re.escape, added))})", text)
     words = [word for part in parts for word in ([part] if part in added else part)]
@@ -636,29 +660,6 @@ def test_budget_beside_strict_tools_is_refused_where_nothing_would_bound_it(thin
         MessageFormat(thinker).reading(body, thinker.encode("Hi"))
 
 
-def test_budget_below_minus_one_is_refused(http: httpx.Client) -> None:
-    body = {"messages": HI, "thinking_token_budget": -2}
-    refused(http.post("/v1/chat/completions", json=body), 400, param="thinking_token_budget")
-
-
-@pytest.mark.parametrize(
-    ("template", "family"),
-    [
-        ("<|im_start|>{{ m }}", None),
-        ("<tool_call>{{ c }}</tool_call><think>", "hermes"),
-        ("<tool_call>\n<function={{ c }}", "qwen3_xml"),
-        ("<tool_call>{{ name }}<arg_key>", "glm"),
-        ("<|start|>assistant<|channel|>final", "gpt_oss"),
-        ("<｜tool▁calls▁begin｜>", "deepseek_v3"),
-        ("{{ bos }}[TOOL_CALLS]", "mistral"),
-        ("<|python_tag|>", "llama3_json"),
-        ("</think>", "think"),
-    ],
-)
-def test_family_is_found_by_the_template(template: str, family: str | None) -> None:
-    assert family_in(template) == family
-
-
 def small_tokenizer(added: list[str]) -> PreTrainedTokenizerFast:
     """Return a tokenizer of ASCII characters and whole texts: the engine of tests has 128 tokens."""
     characters = [*"ĊĠ", *map(chr, range(33, 127))]
@@ -670,7 +671,7 @@ def small_tokenizer(added: list[str]) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def test_message_is_the_same_after_its_replica_is_lost_in_mid_stream() -> None:
+async def test_message_is_the_same_after_its_replica_is_lost_in_mid_stream() -> None:
     """Sampled texts of parts of calls and reasoning, from real engines: two choices, whole and streamed."""
     parts = ['<tool_call>{"name": "move", ', '"arguments": {}}</tool_call>', "</think>", "<think>", "\n", "Sure"]
     own = small_tokenizer(parts)
@@ -689,34 +690,12 @@ def test_message_is_the_same_after_its_replica_is_lost_in_mid_stream() -> None:
             assert ("crossdock_ingress_placed_again_total 0.0" in api.dispatcher.metrics.text()) != is_lost
         return summed(events(result)) if stream else [without_ids(each["message"]) for each in result.json()["choices"]]
 
-    async def main() -> None:
-        wanted = await messages(is_lost=False, stream=False)
-        assert all(message["tool_calls"] for message in wanted)
-        assert all(message["reasoning"] for message in wanted)
-        assert wanted[0] != wanted[1]
-        for stream in (False, True):
-            assert await messages(is_lost=True, stream=stream) == wanted
-
-    asyncio.run(main())
-
-
-def lose_after(api: EngineApi, num_tokens: int) -> None:
-    """Kill the replica of the first choice once the choice has some tokens."""
-    generate = api.dispatcher.generate
-    seen: set[str] = set()
-
-    async def generate_and_lose(submission: Submission) -> AsyncIterator[TokenDelta]:
-        is_first, count = not seen, 0
-        seen.add(submission.id)
-        async with aclosing(generate(submission)) as deltas:
-            async for delta in deltas:
-                count += len(delta.token_ids)
-                if is_first and count >= num_tokens and not any(replica.is_killed for replica in api.replicas):
-                    victim = next(i for i in range(2) if api.dispatcher.fleet.num_booked(f"r{i}"))
-                    api.replicas[victim].is_killed = True
-                yield delta
-
-    api.dispatcher.generate = generate_and_lose  # type: ignore[method-assign]
+    wanted = await messages(is_lost=False, stream=False)
+    assert all(message["tool_calls"] for message in wanted)
+    assert all(message["reasoning"] for message in wanted)
+    assert wanted[0] != wanted[1]
+    for stream in (False, True):
+        assert await messages(is_lost=True, stream=stream) == wanted
 
 
 def summed(chunks: list[Any]) -> list[dict[str, Any]]:

@@ -144,24 +144,19 @@ def watched(tokenizers: dict[str, PreTrainedTokenizerFast]) -> Watched:
     return Watched(tokenizers["byte_level"])
 
 
-def test_slices_let_other_tasks_run_between() -> None:
-    async def main() -> list[tuple[int, list[int]]]:
-        turns = Turns()
+async def test_slices_let_other_tasks_run_between() -> None:
+    turns = Turns()
 
-        async def cut() -> list[tuple[int, list[int]]]:
-            return [(turns.number, part) async for part in slices(iter(range(8)), 3)]
+    async def cut() -> list[tuple[int, list[int]]]:
+        return [(turns.number, part) async for part in slices(iter(range(8)), 3)]
 
-        seen: list[tuple[int, list[int]]] = await turns.during(cut())
-        return seen
-
-    turns, parts = zip(*asyncio.run(main()), strict=True)
+    numbers, parts = zip(*await turns.during(cut()), strict=True)
     assert parts == ([0, 1, 2], [3, 4, 5], [6, 7])
-    assert turns[0] < turns[1] < turns[2]
+    assert numbers[0] < numbers[1] < numbers[2]
 
 
 def test_slices_let_other_threads_run_between() -> None:
     """A loop that never waits keeps the interpreter from the threads that bring tokens."""
-
     waits = 0
 
     class Selector(selectors.DefaultSelector):
@@ -180,59 +175,52 @@ def test_slices_let_other_threads_run_between() -> None:
     assert waits >= 2
 
 
-def test_many_short_prompts_are_encoded_over_many_turns(watched: Watched) -> None:
-    watched.post("/v1/completions", prompt=["dog " * 50] * 200, max_tokens=1)
-    assert watched.turns.most("encode") <= 2 * 4096
-    assert sum(watched.turns.work["encode"].values()) >= 200 * 200
+@pytest.mark.parametrize(
+    ("path", "body", "most"),
+    [  # the most of each kind of work that one turn does
+        ("/v1/completions", {"prompt": ["dog " * 50] * 200}, {"encode": 2 * 4096}),
+        ("/v1/completions", {"prompt": ["a"] * 8, "n": 64}, {"detokenizer": 32}),
+        ("/v1/completions", {"prompt": [300] * 5000, "echo": True, "logprobs": 3}, {"detokenize": 300, "bytes": 1800}),
+        ("/v1/completions", {"prompt": [300] * 3000, "prompt_logprobs": 5}, {"bytes": 1800}),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "dog " * 3000}], "prompt_logprobs": 5},
+            {"bytes": 1800},
+        ),
+        ("/tokenize", {"prompt": "dog " * 5000, "return_token_strs": True}, {"name": 1024}),
+    ],
+)
+def test_work_of_a_large_request_is_done_over_many_turns(
+    watched: Watched, path: str, body: dict[str, Any], most: dict[str, int]
+) -> None:
+    watched.post(path, **body, **({} if path == "/tokenize" else {"max_tokens": 1}))
+    for kind, amount in most.items():
+        assert watched.turns.most(kind) <= amount
+        assert watched.turns.work[kind].total() > 4 * amount, "the request is large"
 
 
-def test_many_choices_are_made_over_many_turns(watched: Watched) -> None:
-    watched.post("/v1/completions", prompt=["a"] * 8, n=64, max_tokens=1)
-    assert watched.turns.most("detokenizer") <= 32
-    assert sum(watched.turns.work["detokenizer"].values()) == 512
+async def test_many_choices_are_submitted_and_ended_over_many_turns() -> None:
+    turns = Turns()
 
-
-def test_many_choices_are_submitted_over_many_turns(watched: Watched) -> None:
-    async def main() -> Turns:
-        turns = Turns()
-
-        async def stream(number: int) -> Any:
-            turns.record("begin", 1)
+    async def stream(number: int) -> Any:
+        turns.record("begin", 1)
+        try:
             yield number
+            await asyncio.Event().wait()
+        finally:
+            turns.record("end", 1)
 
-        async def read() -> set[int]:
-            return {number async for number in merge([stream(number) for number in range(200)])}
+    async def read() -> None:
+        async with aclosing(merge([stream(number) for number in range(200)])) as numbers:
+            assert {await anext(numbers) for _ in range(200)} == set(range(200))
 
-        assert await turns.during(read()) == set(range(200))
-        return turns
-
-    assert asyncio.run(main()).most("begin") <= 4
-
-
-def test_many_choices_are_ended_over_many_turns() -> None:
-    async def main() -> Turns:
-        turns = Turns()
-
-        async def stream(number: int) -> Any:
-            try:
-                yield number
-                await asyncio.Event().wait()
-            finally:
-                turns.record("end", 1)
-
-        async def read() -> None:
-            async with aclosing(merge([stream(number) for number in range(100)])) as numbers:
-                assert {await anext(numbers) for _ in range(100)} == set(range(100))
-
-        await turns.during(read())
-        return turns
-
-    turns = asyncio.run(main())
+    await turns.during(read())
+    assert turns.most("begin") <= 4
     assert turns.most("end") <= 16
-    assert sum(turns.work["end"].values()) == 100
+    assert turns.work["end"].total() == 200
 
 
-def test_cancelled_reader_of_many_choices_ends_all() -> None:
+async def test_cancelled_reader_of_many_choices_ends_all() -> None:
     ended, ending = 0, asyncio.Event()
 
     async def stream(number: int) -> Any:
@@ -253,24 +241,21 @@ def test_cancelled_reader_of_many_choices_ends_all() -> None:
                 if num_begun == 100:
                     begun.set()
 
-    async def main() -> None:
-        begun = asyncio.Event()
-        reading = asyncio.create_task(read(begun))
-        await begun.wait()
-        reading.cancel()
-        await ending.wait()
-        reading.cancel()  # while the choices are being ended
-        with pytest.raises(asyncio.CancelledError):
-            await reading
-        async with asyncio.timeout(30):
-            while ended < 100:
-                await asyncio.sleep(0)
-
-    asyncio.run(main())
+    begun = asyncio.Event()
+    reading = asyncio.create_task(read(begun))
+    await begun.wait()
+    reading.cancel()
+    await ending.wait()
+    reading.cancel()  # while the choices are being ended
+    with pytest.raises(asyncio.CancelledError):
+        await reading
+    async with asyncio.timeout(30):
+        while ended < 100:
+            await asyncio.sleep(0)
     assert ended == 100
 
 
-def test_refusal_of_first_choice_keeps_most_others_from_being_submitted() -> None:
+async def test_refusal_of_first_choice_keeps_most_others_from_being_submitted() -> None:
     begun = 0
 
     async def stream(number: int) -> Any:
@@ -285,7 +270,7 @@ def test_refusal_of_first_choice_keeps_most_others_from_being_submitted() -> Non
             await asyncio.sleep(0)
 
     with pytest.raises(ValueError, match="refused"):
-        asyncio.run(read())
+        await read()
     assert begun < 50
 
 
@@ -310,30 +295,6 @@ def test_choices_share_one_table_of_stop_strings_and_one_sampling(
     assert len({submission.sampling.seed for submission in watched.engine.submissions}) == 20
 
 
-def test_echo_of_long_prompt_is_made_over_many_turns(watched: Watched) -> None:
-    answer = watched.post("/v1/completions", prompt=[300] * 5000, echo=True, logprobs=3, max_tokens=1)
-    assert len(answer["choices"][0]["logprobs"]["tokens"]) == 5001
-    assert watched.turns.most("detokenize") <= 300
-    assert watched.turns.most("bytes") <= 300 * 6
-
-
-def test_prompt_logprobs_are_written_over_many_turns(watched: Watched) -> None:
-    body = {"prompt_logprobs": 5, "max_tokens": 1}
-    [choice] = watched.post("/v1/completions", prompt=[300] * 3000, **body)["choices"]
-    assert len(choice["prompt_logprobs"]) == 3000
-    assert watched.turns.most("bytes") <= 300 * 6
-    messages = [{"role": "user", "content": "dog " * 3000}]
-    answer = watched.post("/v1/chat/completions", messages=messages, **body)
-    assert len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]
-    assert watched.turns.most("bytes") <= 300 * 6
-
-
-def test_token_names_are_looked_up_over_many_turns(watched: Watched) -> None:
-    answer = watched.post("/tokenize", prompt="dog " * 5000, return_token_strs=True)
-    assert len(answer["token_strs"]) == answer["count"] >= 5000
-    assert watched.turns.most("name") <= 1024
-
-
 def test_long_text_and_many_messages_leave_the_event_loop(watched: Watched) -> None:
     watched.post("/tokenize", prompt="dog " * 20_000)
     watched.post("/detokenize", tokens=[300] * 5000)
@@ -346,7 +307,9 @@ def test_long_text_and_many_messages_leave_the_event_loop(watched: Watched) -> N
         assert watched.turns.ran_in_loop(kind)
 
 
-def test_huge_texts_are_encoded_one_at_a_time(watched: Watched, tokenizers: dict[str, PreTrainedTokenizerFast]) -> None:
+async def test_huge_texts_are_encoded_one_at_a_time(
+    watched: Watched, tokenizers: dict[str, PreTrainedTokenizerFast]
+) -> None:
     running, most = 0, 0
     encode = watched.tokenizer.encode
 
@@ -359,25 +322,17 @@ def test_huge_texts_are_encoded_one_at_a_time(watched: Watched, tokenizers: dict
         return ids
 
     watched.tokenizer.encode = counted  # type: ignore[method-assign]
-
-    async def ask() -> None:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(watched.app), base_url="http://a") as http:
-            asking = (http.post("/tokenize", json={"prompt": "dog " * 30_000}, timeout=60) for _ in range(4))
-            assert [answer.status_code for answer in await asyncio.gather(*asking)] == [200] * 4
-
-    asyncio.run(ask())
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(watched.app), base_url="http://a") as http:
+        asking = (http.post("/tokenize", json={"prompt": "dog " * 30_000}, timeout=60) for _ in range(4))
+        assert [answer.status_code for answer in await asyncio.gather(*asking)] == [200] * 4
     assert most == 1
 
 
-def test_long_answer_is_written_over_many_turns_and_is_the_same() -> None:
+async def test_long_answer_is_written_over_many_turns_and_is_the_same() -> None:
     value = {"a": list(range(10_000)), "é": [None, True, 1.5, {"b": "\ud800"}]}
-
-    async def main() -> int:
-        turns = Turns()
-        assert await turns.during(long_json(value)) == to_json(value)
-        return turns.number
-
-    assert asyncio.run(main()) >= 4
+    turns = Turns()
+    assert await turns.during(long_json(value)) == to_json(value)
+    assert turns.number >= 4
 
 
 @pytest.mark.parametrize(
@@ -391,9 +346,9 @@ def test_long_answer_is_written_over_many_turns_and_is_the_same() -> None:
         {"a": "[" * 200_000, "prompt": [[]] * 131_073},
     ],
 )
-def test_body_of_too_many_values_is_refused_before_it_is_parsed(value: Any) -> None:
+async def test_body_of_too_many_values_is_refused_before_it_is_parsed(value: Any) -> None:
     with pytest.raises(ApiError, match=r"more than \d+ ") as refused:
-        asyncio.run(check_json_size(json.dumps(value).encode()))
+        await check_json_size(json.dumps(value).encode())
     assert refused.value.code == "invalid_json"
 
 
@@ -407,13 +362,10 @@ def test_body_of_too_many_values_is_refused_before_it_is_parsed(value: Any) -> N
         {"prompt": [1] * (1 << 19)},
     ],
 )
-def test_marks_in_texts_are_no_values(value: Any) -> None:
-    async def main() -> int:
-        turns = Turns()
-        await turns.during(check_json_size(json.dumps(value).encode()))
-        return turns.number
-
-    assert asyncio.run(main()) >= 1
+async def test_marks_in_texts_are_no_values(value: Any) -> None:
+    turns = Turns()
+    await turns.during(check_json_size(json.dumps(value).encode()))
+    assert turns.number >= 1
 
 
 @pytest.mark.parametrize("piece", [1, 2, 7, 64])

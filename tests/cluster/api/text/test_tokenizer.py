@@ -2,7 +2,6 @@
 
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -48,14 +47,16 @@ def test_streamed_text_equals_decoded_text(tokenizers: Tokenizers, kind: str, wo
         assert not any("\ufffd" in part for part in parts)
 
 
+@pytest.mark.parametrize(("kind", "num_beyond"), [("byte_level", 4), ("metaspace", 0), ("wordpiece", 0)])
 @relaxed
 @given(data=st.data(), skip=st.booleans())
-def test_any_byte_level_ids_stream_exactly(tokenizers: Tokenizers, data: st.DataObject, skip: bool) -> None:
-    backend = tokenizers["byte_level"]
-    ids = data.draw(st.lists(st.integers(0, len(backend) + 3), max_size=60))  # past the end: a padded embedding
-    tokenizer = ModelTokenizer(backend)
-    parts = streamed(tokenizer, ids, skip=skip)
-    assert "".join(parts) == tokenizer.decode(ids, skip_special_tokens=skip)
+def test_any_ids_stream_exactly(
+    tokenizers: Tokenizers, kind: str, num_beyond: int, data: st.DataObject, skip: bool
+) -> None:
+    """Ids past the end are those of a padded embedding."""
+    ids = data.draw(st.lists(st.integers(0, len(tokenizers[kind]) - 1 + num_beyond), max_size=60))
+    tokenizer = ModelTokenizer(tokenizers[kind])
+    assert "".join(streamed(tokenizer, ids, skip=skip)) == tokenizer.decode(ids, skip_special_tokens=skip)
 
 
 @relaxed
@@ -73,38 +74,6 @@ def test_any_sentencepiece_ids_stream_exactly_except_broken_runs(
     ids = [token for unit in units for token in unit]
     tokenizer = ModelTokenizer(backend)
     assert "".join(streamed(tokenizer, ids, skip=False)) == tokenizer.decode(ids)
-
-
-@pytest.mark.parametrize("kind", ["metaspace", "wordpiece"])
-@relaxed
-@given(data=st.data(), skip=st.booleans())
-def test_any_ids_stream_exactly_through_window(
-    tokenizers: Tokenizers, kind: str, data: st.DataObject, skip: bool
-) -> None:
-    backend = tokenizers[kind]
-    ids = data.draw(st.lists(st.integers(0, len(backend) - 1), max_size=40))
-    tokenizer = ModelTokenizer(backend)
-    assert "".join(streamed(tokenizer, ids, skip=skip)) == tokenizer.decode(ids, skip_special_tokens=skip)
-
-
-def test_decoders_of_language_models_have_token_bytes(tokenizers: Tokenizers) -> None:
-    by_bytes = {kind for kind in ALL if ModelTokenizer(tokenizers[kind]).has_token_bytes}
-    assert by_bytes == set(BY_BYTES)
-
-
-@pytest.mark.parametrize("kind", BY_BYTES)
-def test_half_character_is_held_back(tokenizers: Tokenizers, kind: str) -> None:
-    tokenizer = ModelTokenizer(tokenizers[kind])
-    family = "👩‍👩‍👧‍👦"
-    ids = tokenizer.encode(family * 2, add_special_tokens=False)
-    detokenizer = tokenizer.detokenizer()
-    shown = ""
-    for token in ids:
-        part = detokenizer.add(token)
-        assert "\ufffd" not in part
-        shown += part
-        assert (family * 2).startswith(shown.lstrip())
-    assert shown.lstrip() == family * 2
 
 
 @pytest.mark.parametrize("kind", BY_BYTES)
@@ -129,14 +98,7 @@ def test_leading_space_is_lost_only_at_start_of_text(tokenizers: Tokenizers) -> 
     assert tokenizer.token_bytes(the) == b" the"
 
 
-def test_special_tokens_are_shown_only_if_asked(tokenizers: Tokenizers) -> None:
-    tokenizer = ModelTokenizer(tokenizers["byte_level"])
-    ids = tokenizer.encode("<|im_start|>dog<tool><|im_end|>")
-    assert "".join(streamed(tokenizer, ids)) == "dog<tool>"
-    assert "".join(streamed(tokenizer, ids, skip=False)) == "<|im_start|>dog<tool><|im_end|>"
-
-
-@pytest.mark.parametrize("kind", ["byte_level", "llama2"])
+@pytest.mark.parametrize("kind", BY_BYTES)
 def test_token_costs_the_same_in_long_text(tokenizers: Tokenizers, kind: str) -> None:
     """Bytes that never become a character are the worst case for a decoder that looks back."""
     tokenizer = ModelTokenizer(tokenizers[kind])
@@ -190,9 +152,9 @@ def run(pieces: list[str], stop: list[str], **options: object) -> tuple[str, str
     return shown + stream.finish(), None
 
 
-def first_hit(whole: str, stop: list[str]) -> tuple[int, str] | None:
+def first_hit(whole: str, stop: list[str], min_tokens: int = 0) -> tuple[int, str] | None:
     """Return, by brute force, the earliest end and the longest stop string that ends there."""
-    for end in range(1, len(whole) + 1):
+    for end in range(min_tokens + 1, len(whole) + 1):
         hits = [s for s in stop if whole[:end].endswith(s)]
         if hits:
             return end, max(hits, key=len)
@@ -204,15 +166,13 @@ few = st.text("ab", min_size=1, max_size=4)
 
 @given(st.lists(st.text("abc", max_size=5), max_size=12), st.lists(few, min_size=1, max_size=3), st.booleans())
 def test_stop_string_is_found_wherever_tokens_cut_it(pieces: list[str], stop: list[str], include: bool) -> None:
-    shown, stopped = run(pieces, stop, include_stop=include)
-    whole = "".join(pieces)
-    hit = first_hit(whole, stop)
-    if hit is None:
-        assert (shown, stopped) == (whole, None)
-    else:
-        end, which = hit
-        assert stopped == which
-        assert shown == whole[: end if include else end - len(which)]
+    check_hit(run(pieces, stop, include_stop=include), "".join(pieces), first_hit("".join(pieces), stop), include)
+
+
+def check_hit(found: tuple[str, str | None], whole: str, hit: tuple[int, str] | None, include: bool = False) -> None:
+    """Check the shown text and the stop string. `hit`: where the text is to end, and by which string."""
+    end, which = hit or (len(whole), None)
+    assert found == (whole[: end if include else end - len(which or "")], which)
 
 
 @given(st.text("abc", max_size=30), st.lists(few, min_size=1, max_size=3))
@@ -229,36 +189,19 @@ def test_only_beginning_of_stop_string_is_held_back(whole: str, stop: list[str])
 
 @given(st.text("ab", max_size=20), st.lists(few, min_size=1, max_size=3), st.integers(0, 20))
 def test_stop_string_before_min_tokens_is_ignored(whole: str, stop: list[str], min_tokens: int) -> None:
-    shown, stopped = run(list(whole), stop, min_tokens=min_tokens)
-    expected = next(
-        (
-            (end, max((s for s in stop if whole[:end].endswith(s)), key=len))
-            for end in range(min_tokens + 1, len(whole) + 1)
-            if any(whole[:end].endswith(s) for s in stop)
-        ),
-        None,
-    )
-    if expected is None:
-        assert (shown, stopped) == (whole, None)
-    else:
-        assert stopped == expected[1]
-        assert shown == whole[: expected[0] - len(expected[1])]
-
-
-def test_overlapping_stop_strings_end_at_first_complete() -> None:
-    assert run(["xaab"], ["aab"]) == ("x", "aab")
-    assert run(["aa", "aab"], ["aab"]) == ("aa", "aab")
-    assert run(["abc"], ["abc", "b"]) == ("a", "b")  # the first to be complete
-    assert run(["abc"], ["c", "bc"]) == ("a", "bc")  # of two that end together, the longer
-    assert run(["tail\n\n", "Us"], ["\n\nUser:"]) == ("tail\n\nUs", None)  # released at the end
+    check_hit(run(list(whole), stop, min_tokens=min_tokens), whole, first_hit(whole, stop, min_tokens))
 
 
 def test_long_stop_string_costs_no_more_per_character() -> None:
-    stops = StopStrings(StopTable(["a" * 4000 + "b"]))
-    start = time.thread_time()
-    assert stops.find("a" * 50_000) is None
-    assert stops.held == 4000
-    assert time.thread_time() - start < 2.0
+    def seconds(length: int) -> float:
+        stops = StopStrings(StopTable(["a" * length + "b"]))
+        start = time.thread_time()
+        assert stops.find("a" * 50_000) is None
+        assert stops.held == length
+        return time.thread_time() - start
+
+    short, long = min(seconds(40) for _ in range(3)), min(seconds(4000) for _ in range(3))
+    assert long < 10 * short  # 100 if each character cost the length
 
 
 # -- encoding and templates --------------------------------------------------------------------------------------------
@@ -282,40 +225,9 @@ def test_encode_in_several_threads_is_consistent(tokenizers: Tokenizers) -> None
     assert all(ids == short[0] for ids in short)
 
 
-def test_chat_is_rendered_by_template_of_model(tokenizers: Tokenizers) -> None:
-    tokenizer = ModelTokenizer(tokenizers["byte_level"])
-    chat = [{"role": "user", "content": "Hi"}]
-    assert tokenizer.render_chat(chat) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
-    assert tokenizer.render_chat(chat, add_generation_prompt=False) == "<|im_start|>user\nHi<|im_end|>\n"
-    assert tokenizer.render_chat(chat, variables={"mood": "glad"}).endswith("(glad)<|im_start|>assistant\n")
-    assert tokenizer.render_chat(chat, chat_template="{{ messages[0].content }}!") == "Hi!"
-    half = [*chat, {"role": "assistant", "content": "Well,"}]
-    rendered = tokenizer.render_chat(half, add_generation_prompt=False, continue_final_message=True)
-    assert rendered.endswith("<|im_start|>assistant\nWell,")
-    tools = [{"type": "function", "function": {"name": "weather"}}]
-    assert '"weather"' in tokenizer.render_chat(chat, tools=tools)
-
-
-def test_template_error_is_value_error(tokenizers: Tokenizers) -> None:
-    tokenizer = ModelTokenizer(tokenizers["byte_level"])
-    with pytest.raises(ValueError, match="no such role"):
-        tokenizer.render_chat([{"role": "forbidden", "content": ""}])
-    with pytest.raises(ValueError, match="refuses"):
-        tokenizer.render_chat([{"role": "user", "content": ""}], chat_template="{{ 1 / 0 }}")
-    with pytest.raises(ValueError, match="refuses"):
-        tokenizer.render_chat([{"role": "user", "content": ""}], chat_template="{% if %}")
-
-
 def test_chat_without_template_is_value_error(tokenizers: Tokenizers) -> None:
     backend = PreTrainedTokenizerFast(tokenizer_object=tokenizers["byte_level"].backend_tokenizer)
     tokenizer = ModelTokenizer(backend)
     assert not tokenizer.has_chat_template
     with pytest.raises(ValueError, match="no chat template"):
         tokenizer.render_chat([{"role": "user", "content": "Hi"}])
-
-
-def test_load_reads_directory(tokenizers: Tokenizers, tmp_path: Path) -> None:
-    tokenizers["byte_level"].save_pretrained(tmp_path)
-    tokenizer = ModelTokenizer.load(tmp_path)
-    assert tokenizer.has_chat_template
-    assert tokenizer.decode(tokenizer.encode("Größe 🙂")) == "Größe 🙂"
