@@ -4,7 +4,7 @@ compares several runs, report.py shows the results."""
 import json
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import takewhile
 from math import inf
 from pathlib import Path
@@ -17,7 +17,7 @@ from rich.markup import escape
 from crossdock.cluster.bench.agents import Agents
 from crossdock.cluster.bench.flags import matching, takes
 from crossdock.cluster.bench.load import Load
-from crossdock.cluster.bench.mix import MIXES, Mix
+from crossdock.cluster.bench.mix import MIXES, Mix, named_mix
 from crossdock.cluster.bench.workloads import SHAPES, Job
 
 if TYPE_CHECKING:
@@ -255,15 +255,9 @@ def _agents(fleet: "SimulatedFleet", flags: SimulateFlags) -> Agents:
 
 
 def _mix(flags: SimulateFlags) -> Mix:
-    name = flags.mix or "chat-heavy"
-    if name not in MIXES:
-        raise ValueError(f"mix: there is no {name!r}; choose from {', '.join(MIXES)}")
-    changes: dict[str, Any] = {
-        "rate": flags.request_rate,
-        "burstiness": flags.burstiness,
-        "long_share": flags.long_share,
-    }
-    return replace(MIXES[name], **{key: value for key, value in changes.items() if value is not None})
+    """Return the mix with the user's numbers."""
+    changes = {"rate": flags.request_rate, "burstiness": flags.burstiness, "long_share": flags.long_share}
+    return named_mix(flags.mix, {name: value for name, value in changes.items() if value is not None})
 
 
 def _targets(fleet: "SimulatedFleet", specs: list[str]) -> "Targets":

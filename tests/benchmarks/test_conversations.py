@@ -25,13 +25,10 @@ from crossdock.workers.model.load import load_model
 from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.engine import Engine
+from tests.benchmarks.scripts import script
 from tests.cluster.dispatch.in_process import IN_TURN, InProcess, ready
 
-
-@pytest.fixture
-def conversations(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks" / "chaos"))
-    return importlib.import_module("conversations")
+conversations = script("chaos/conversations")
 
 
 def replica_of(model: Path) -> InProcess:

@@ -1,21 +1,17 @@
 """A layer with Triton steps launches few kernels, and experts make the host wait for no GPU."""
 
-import importlib
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 
 from crossdock.kernels.backend import triton_is_interpreted
+from tests.benchmarks.scripts import script
 
 pytestmark = pytest.mark.skipif(not triton_is_interpreted(), reason="needs Triton: pip install triton")
 
 
-@pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks" / "models"))
-    return importlib.import_module("launches")
+launches = script("models/launches")
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])

@@ -1,7 +1,7 @@
 """Replicas in this process: real engines, no Ray; and clients of a dispatcher over them."""
 
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from typing import Any, cast
 
@@ -135,6 +135,20 @@ class Hung(InProcess):
 async def ready(dispatcher: Dispatcher, num_replicas: int = 1) -> None:
     """Wait until so many replicas are up."""
     await until(lambda: len(dispatcher.fleet) >= num_replicas)
+
+
+@asynccontextmanager
+async def serving(dispatcher: Dispatcher, **replicas: InProcess) -> AsyncIterator[Dispatcher]:
+    """Yield the dispatcher once all replicas are up. Close the dispatcher and the replicas in the end."""
+    for name, replica in replicas.items():
+        dispatcher.join(name, replica, replica.profile)
+    await ready(dispatcher, len(replicas))
+    try:
+        yield dispatcher
+    finally:
+        await dispatcher.close()
+        for replica in replicas.values():
+            await replica.engine_thread.close()
 
 
 async def tokens(dispatcher: Dispatcher, name: str, max_tokens: int = 20, prompt: int = 30) -> list[int]:
