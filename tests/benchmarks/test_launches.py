@@ -14,16 +14,17 @@ pytestmark = pytest.mark.skipif(not triton_is_interpreted(), reason="needs Trito
 launches = script("models/launches")
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
-def test_layer_with_triton_steps_launches_ten_kernels(launches: ModuleType, name: str) -> None:
-    fused = launches.per_layer(name, is_fused=True)
+def test_layer_with_triton_steps_launches_ten_kernels(launches: ModuleType) -> None:
+    """Of the family that has norms of queries and keys as well."""
+    fused = launches.per_layer("qwen3", is_fused=True)
     assert fused.total() <= 10, fused
-    assert launches.per_layer(name, is_fused=False).total() >= 30
+    assert launches.per_layer("qwen3", is_fused=False).total() >= 30
 
 
-@pytest.mark.parametrize("is_fused", [True, False])
-@pytest.mark.parametrize("lengths", [[1, 1, 1], [9, 4]])
-@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
+@pytest.mark.parametrize(
+    ("name", "lengths", "is_fused"),
+    [("qwen3_moe", [1, 1, 1], True), ("qwen3_moe", [9, 4], False), ("mixtral", [9, 4], True)],
+)
 def test_experts_run_through_grouped_products_without_waiting(
     launches: ModuleType, name: str, lengths: list[int], is_fused: bool
 ) -> None:

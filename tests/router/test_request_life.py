@@ -273,6 +273,24 @@ def test_token_that_client_has_already_is_cut_off_with_its_logprob() -> None:
     assert (fresh.first, fresh.token_ids, fresh.logprobs) == (1, [1], [TokenLogprobs(1, -2.0, 1)])
 
 
+def test_tokens_before_acceptance_come_after_it() -> None:
+    life = new_life("p", "d")
+    life.place(0.0)
+    life.taken("p", 0, 1, 0.0)
+    assert life.tokens("p", delta(0), 1.0) == []
+    assert life.tokens("p", TokenDelta("r", [], finish_reason=FinishReason.SHIPPED), 1.0) == []
+    assert life.taken("d", 0, 1, 2.0) == [Accepted(), delta(0), Detach("p", 0, False)]
+
+
+def test_early_tokens_wait_for_the_first_and_end_with_it() -> None:
+    life = paired_life()
+    assert life.tokens("d", delta(1), 1.0) == []
+    assert life.tokens("d", delta(2, 2, end=FinishReason.LENGTH), 1.0) == []
+    end = delta(2, 2, end=FinishReason.LENGTH)
+    assert life.tokens("p", delta(0), 2.0) == [delta(0), delta(1), Detach("d", 0, False), Detach("p", 0, True), end]
+    assert life.is_over
+
+
 @pytest.mark.parametrize("has_early", [False, True])
 def test_attempt_without_prefill_replica_goes_on_unless_the_first_token_is_lost(has_early: bool) -> None:
     life = paired_life()
@@ -287,6 +305,15 @@ def test_attempt_without_prefill_replica_goes_on_unless_the_first_token_is_lost(
     else:
         assert len(actions) == 1
         assert life.tokens("d", delta(0), 3.0) == [delta(0)]
+
+
+def test_client_that_leaves_aborts_both_legs_once() -> None:
+    life = new_life("p", "d")
+    life.place(0.0)
+    assert life.close() == [Detach("d", 0, True), Detach("p", 0, True)]
+    assert life.close() == []
+    assert life.place(1.0) == []
+    assert life.tokens("d", delta(1), 1.0) == []
 
 
 # -- deadlines -------------------------------------------------------------------------------------------------------
@@ -449,6 +476,17 @@ def test_other_first_token_than_the_client_has_reaches_it_never(late: str) -> No
         assert life.tokens("d", other, 1.0) == [other]
         assert life.tokens("p", delta(0), 2.0) == [Detach("p", 0, True)]
         assert life.tokens("d", delta(2), 3.0) == [delta(2)]
+
+
+def test_end_after_another_first_token_does_not_end_the_request() -> None:
+    """The decode replica's own first token was a stop token; the client has another one."""
+    life = paired_life()
+    life.tokens("p", delta(0), 1.0)
+    life.lost("p", 0, LOSS, 1.0)
+    end = TokenDelta("r", [2], 0, finish_reason=FinishReason.STOP, stop_token_id=2)
+    *_, again = life.tokens("d", end, 2.0)
+    assert isinstance(again, PlaceAgain)
+    assert not life.is_over
 
 
 @pytest.mark.parametrize("stage", ["submitted", "taken"])
