@@ -16,14 +16,7 @@ from tests.limits import FOLDERS
 
 RUN = "CROSSDOCK_TESTS_CACHE"  # names the cache directory that several processes of one run share
 SHARED = Path(__file__).parents[1] / ".cache" / "tests"
-_UNCHECKED = (
-    ".cache/crossdock-tests",
-    ".cache/fontconfig",
-    ".cache/matplotlib",
-    ".cache/mesa_shader_cache",
-    ".config/chromium",
-    ".pki",
-)
+_UNCHECKED = (".cache/crossdock-tests", ".cache/fontconfig", ".cache/mesa_shader_cache", ".config/chromium", ".pki")
 
 
 def make_own_folders() -> Path:

@@ -15,7 +15,7 @@ launches = script("models/launches")
 
 
 def test_layer_with_triton_steps_launches_ten_kernels(launches: ModuleType) -> None:
-    """Of the family that has norms of queries and keys as well."""
+    """Count one family, which has norms of queries and keys as well."""
     fused = launches.per_layer("qwen3", is_fused=True)
     assert fused.total() <= 10, fused
     assert launches.per_layer("qwen3", is_fused=False).total() >= 30

@@ -83,6 +83,15 @@ def mixed(least: int, most: int) -> Bounds:
     return Bounds("mixed", least, most)
 
 
+def eight_replicas() -> Pools:
+    """Return a mixed pool that has grown to what its load needs."""
+    pools = Pools(mixed=mixed(1, 16))
+    pools.load["mixed"] = 3.9
+    pools.run(30)
+    assert pools.size("mixed") == 8
+    return pools
+
+
 # -- demand ------------------------------------------------------------------------------------------------------------
 
 
@@ -173,10 +182,7 @@ def test_restarted_scaling_goes_on_from_the_sizes_it_finds() -> None:
 
 
 def test_restarted_scaling_that_hears_replicas_one_after_the_other_keeps_the_pool() -> None:
-    pools = Pools(mixed=mixed(1, 16))
-    pools.load["mixed"] = 3.9
-    pools.run(30)
-    assert pools.size("mixed") == 8
+    pools = eight_replicas()
     pools.restart()
     names = list(pools.roles["mixed"])
     for heard in range(9):
@@ -186,9 +192,7 @@ def test_restarted_scaling_that_hears_replicas_one_after_the_other_keeps_the_poo
 
 def test_replica_that_starts_while_the_scaling_restarts_counts() -> None:
     """It has not joined yet, and Serve would stop it, or another, if the pool were asked for fewer."""
-    pools = Pools(mixed=mixed(1, 16))
-    pools.load["mixed"] = 3.9
-    pools.run(30)
+    pools = eight_replicas()
     pools.restart()
     pools.scaling.targets["mixed"] = 10
     assert not pools.run(30)
@@ -197,9 +201,7 @@ def test_replica_that_starts_while_the_scaling_restarts_counts() -> None:
 
 
 def test_replica_that_cannot_be_heard_keeps_pools_from_shrinking_until_it_leaves() -> None:
-    pools = Pools(mixed=mixed(1, 16))
-    pools.load["mixed"] = 3.9
-    pools.run(30)
+    pools = eight_replicas()
     pools.load["mixed"] = 0.0
     lost = next(iter(pools.roles["mixed"]))
     pools.silent = {lost}
