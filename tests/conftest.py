@@ -71,7 +71,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Genera
 
 @pytest.fixture(scope="session")
 def anyio_backend() -> str:
-    """The loop of tests that are coroutines."""
+    """The event loop of tests that are coroutines."""
     return "asyncio"
 
 

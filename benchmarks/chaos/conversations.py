@@ -25,8 +25,8 @@ from crossdock.workers.model.load import load_model
 from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.engine import Engine
-from tests.cluster.conftest import byte_level
 from tests.cluster.dispatch.in_process import InProcess, ready
+from tests.cluster.small_tokenizers import byte_level
 
 _AT_ONCE = 8  # questions to the engine that nothing disturbs
 _MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>")

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.workers.schedule.request import FinishReason, Grammar, Submission, TokenDelta
 from tests.cluster.api.scripted_api import ScriptedDispatcher
-from tests.cluster.conftest import byte_level
+from tests.cluster.small_tokenizers import byte_level
 
 CONTEXT = 1_000_000  # tokens: the small vocabulary makes agents' prompts long
 CITIES = ("Paris", "Rome")

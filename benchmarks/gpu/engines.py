@@ -151,7 +151,7 @@ def _ids(bench: Bench, count: int, seed: int) -> list[int]:
 
 def _gaps(bench: Bench, engines: Engines, settings: dict[str, Any]) -> Figures:
     """Measure the gaps of running streams: alone, and while long prompts arrive one after another."""
-    sizes, engine = bench.sizes, engines.engine(is_warm=True, **settings)
+    sizes, engine = bench.sizes, engines.engine(is_warm=not bench.sizes.is_dry, **settings)
     room = engine.model.max_model_len - sizes.stream_context
     for number in range(sizes.streams):
         params = SamplingParams(max_tokens=room, temperature=0.0, ignore_eos=True)

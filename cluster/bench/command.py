@@ -7,7 +7,7 @@ computes the figures, serverside.py adds the server's own, and report.py shows t
 import asyncio
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,7 +18,7 @@ from rich.markup import escape
 from crossdock.cluster.bench.agents import Agents
 from crossdock.cluster.bench.flags import matching, takes
 from crossdock.cluster.bench.load import Load
-from crossdock.cluster.bench.mix import MIXES, Mix
+from crossdock.cluster.bench.mix import MIXES, Mix, named_mix
 from crossdock.cluster.bench.workloads import SHAPES, Interference
 from crossdock.workers.schedule.slo import DEFAULT_CLASSES
 
@@ -129,15 +129,12 @@ class BenchFlags(Load):
 
     def _mix(self) -> Mix:
         """Return the preset that --mix names, with the user's numbers in place of its own."""
-        name = self.mix or "chat-heavy"
-        if name not in MIXES:
-            raise ValueError(f"mix: there is no {name!r}; choose from {', '.join(MIXES)}")
         changes = matching(Mix, self)
         if self.request_rate is not None:
             changes["rate"] = self.request_rate
         if self.long_tokens is not None:
             changes["long_tokens"] = _parse_range(self.long_tokens)
-        return replace(MIXES[name], **changes)
+        return named_mix(self.mix, changes)
 
 
 @takes(BenchFlags)

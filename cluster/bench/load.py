@@ -8,15 +8,16 @@ import typer
 
 from crossdock.cluster.bench.workloads import WORKLOADS
 
-_LONG, _AGENTS, _TRACE = "Workloads interference and short-vs-long", "Workload agents", "Workloads trace and agents"
+_LONG, _TRACE = "Workloads interference and short-vs-long", "Workloads trace and agents"
 
 
-@dataclass(frozen=True)
-class Load:
-    """The workload, the server and the limits of a run. None: the workload's own default."""
+@dataclass(frozen=True, kw_only=True)
+class Amount:
+    """How much is offered, and of what size: flags of `crossdock bench` and of `crossdock simulate`.
 
-    url: Annotated[str, typer.Argument(help="Address of an OpenAI endpoint, with or without /v1.")]
-    workload: Annotated[str, typer.Option("--workload", "-w", help=f"One of: {', '.join(WORKLOADS)}.")] = "chat"
+    None: the workload's own default.
+    """
+
     num_requests: Annotated[int | None, typer.Option("--num-requests", "-n", help="Number of requests.")] = None
     # The run waits for requests in flight at its end.
     duration: Annotated[float | None, typer.Option(help="Seconds in which requests are started.")] = None
@@ -25,7 +26,6 @@ class Load:
     request_rate: Annotated[float | None, typer.Option(help="Open loop: Poisson arrivals per second.")] = None
     prompt_tokens: Annotated[int | None, typer.Option(help="Tokens of a prompt.")] = None
     output_tokens: Annotated[int | None, typer.Option(help="Tokens of an output; agents: their median.")] = None
-    prefix_tokens: Annotated[int | None, typer.Option(help="Tokens of a prefix that all prompts share.")] = None
     pictures: Annotated[int | None, typer.Option(help="images: pictures of a request.", show_default="1")] = None
     picture_size: Annotated[int | None, typer.Option(help="Pixels on a side of a picture.", show_default="512")] = None
     burstiness: Annotated[
@@ -33,10 +33,6 @@ class Load:
     ] = None
     service_tier: Annotated[
         str | None, typer.Option(help="SLO class of the requests, e.g. interactive; a mix has its own.")
-    ] = None
-    streams: Annotated[
-        int | None,
-        typer.Option(help="interference: established streams.", show_default="4", rich_help_panel=_LONG),
     ] = None
     trace: Annotated[
         Path | None,
@@ -47,6 +43,19 @@ class Load:
         typer.Option(help="2 replays the trace in half the time; agents: 2 halves all pauses.", rich_help_panel=_TRACE),
     ] = 1.0
     length_scale: Annotated[float, typer.Option(help="Multiplies all lengths.", rich_help_panel=_TRACE)] = 1.0
+
+
+@dataclass(frozen=True)
+class Load(Amount):
+    """The workload, the server and the limits of a run. None: the workload's own default."""
+
+    url: Annotated[str, typer.Argument(help="Address of an OpenAI endpoint, with or without /v1.")]
+    workload: Annotated[str, typer.Option("--workload", "-w", help=f"One of: {', '.join(WORKLOADS)}.")] = "chat"
+    prefix_tokens: Annotated[int | None, typer.Option(help="Tokens of a prefix that all prompts share.")] = None
+    streams: Annotated[
+        int | None,
+        typer.Option(help="interference: established streams.", show_default="4", rich_help_panel=_LONG),
+    ] = None
     seed: Annotated[int, typer.Option(help="Decides arrivals, lengths and texts.")] = 0
     repeat_prompts: Annotated[
         bool, typer.Option("--repeat-prompts", help="The same texts in every run, so that prefix caches can hit.")

@@ -6,9 +6,10 @@ since the real ones are not known when the load is decided.
 """
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
+from typing import Any
 
 from crossdock.cluster.bench.workloads import Job, Segment, arrival_times
 
@@ -53,6 +54,18 @@ MIXES = {
     "long-heavy": Mix(rate=0.3, long_share=0.2, batch_share=0.75),
     "bursty": Mix(rate=0.6, long_share=0.05, burstiness=0.25),
 }
+
+
+def named_mix(name: str | None, changes: Mapping[str, Any]) -> Mix:
+    """Return the preset that users name, by default chat-heavy, with their numbers in place of its own.
+
+    Raises:
+        ValueError: there is no such preset, or a number is wrong.
+    """
+    name = name or "chat-heavy"
+    if name not in MIXES:
+        raise ValueError(f"mix: there is no {name!r}; choose from {', '.join(MIXES)}")
+    return replace(MIXES[name], **changes)
 
 
 @dataclass(slots=True)

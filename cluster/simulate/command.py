@@ -4,7 +4,7 @@ compares several runs, report.py shows the results."""
 import json
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import takewhile
 from math import inf
 from pathlib import Path
@@ -16,8 +16,8 @@ from rich.markup import escape
 
 from crossdock.cluster.bench.agents import Agents
 from crossdock.cluster.bench.flags import matching, takes
-from crossdock.cluster.bench.load import Load
-from crossdock.cluster.bench.mix import MIXES, Mix
+from crossdock.cluster.bench.load import Amount
+from crossdock.cluster.bench.mix import MIXES, Mix, named_mix
 from crossdock.cluster.bench.workloads import SHAPES, Job
 
 if TYPE_CHECKING:
@@ -33,8 +33,8 @@ _CLOSED_LOOPS = ("interference", "short-vs-long")  # jobs that are due when othe
 
 
 @dataclass(frozen=True)
-class SimulateFlags:
-    """The flags of `crossdock simulate`. One that is named like a field of Load sets it."""
+class SimulateFlags(Amount):
+    """The flags of `crossdock simulate`: those of Amount, and what is simulated."""
 
     fleet: Annotated[Path | None, typer.Argument(help="YAML file that describes the fleet.")] = None
     pools: Annotated[
@@ -57,47 +57,11 @@ class SimulateFlags:
         str | None,
         typer.Option("--workload", "-w", help=f"Instead: {', '.join(SHAPES)}, agents.", rich_help_panel=_LOAD),
     ] = None
-    trace: Annotated[
-        Path | None,
-        typer.Option(
-            help="Instead: Mooncake JSONL, Azure LLM CSV, or JSONL of agents' sessions.", rich_help_panel=_LOAD
-        ),
-    ] = None
-    concurrency: Annotated[
-        int | None, typer.Option(help="agents: how many work at a time.", show_default="8", rich_help_panel=_LOAD)
-    ] = None
     turns: Annotated[
         float | None, typer.Option(help="agents: median turns of a session.", show_default="43", rich_help_panel=_LOAD)
     ] = None
-    request_rate: Annotated[
-        float | None, typer.Option(help="Arrivals per second; a trace has its own.", rich_help_panel=_LOAD)
-    ] = None
-    burstiness: Annotated[
-        float | None, typer.Option(help="1 is Poisson, less comes in bursts.", rich_help_panel=_LOAD)
-    ] = None
-    num_requests: Annotated[
-        int | None, typer.Option("--num-requests", "-n", help="Most requests to send.", rich_help_panel=_LOAD)
-    ] = None
-    duration: Annotated[
-        float | None, typer.Option(help="Seconds of arrivals.", show_default="60", rich_help_panel=_LOAD)
-    ] = None
     long_share: Annotated[
         float | None, typer.Option(help="mix: share of long prompts among arrivals.", rich_help_panel=_LOAD)
-    ] = None
-    prompt_tokens: Annotated[int | None, typer.Option(help="workload: length of a prompt.", rich_help_panel=_LOAD)] = (
-        None
-    )
-    output_tokens: Annotated[int | None, typer.Option(help="workload: length of an output.", rich_help_panel=_LOAD)] = (
-        None
-    )
-    pictures: Annotated[int | None, typer.Option(help="images: pictures of a request.", rich_help_panel=_LOAD)] = None
-    picture_size: Annotated[
-        int | None, typer.Option(help="images: pixels on a side of a picture.", rich_help_panel=_LOAD)
-    ] = None
-    trace_speed: Annotated[float, typer.Option(help="2 plays the trace in half the time.", rich_help_panel=_LOAD)] = 1.0
-    length_scale: Annotated[float, typer.Option(help="Multiplies all lengths.", rich_help_panel=_LOAD)] = 1.0
-    service_tier: Annotated[
-        str | None, typer.Option(help="SLO class of the requests; a mix has its own.", rich_help_panel=_LOAD)
     ] = None
     slo: Annotated[
         list[str] | None,
@@ -208,8 +172,8 @@ def _jobs(fleet: "SimulatedFleet", flags: SimulateFlags) -> Callable[[int], Iter
     from crossdock.cluster.bench.run import BenchOptions, bench_jobs
 
     workload = _workload(flags)
-    given = matching(Load, flags)
-    options = {name: given[name] for name in given if name not in ("workload", "trace", "seed")}
+    options = matching(Amount, flags)
+    options.pop("trace", None)
     if workload == "mix":
         longest = min(pool.profile.max_model_len for pool in fleet.pools)
         options |= {"mix": _mix(flags).within(longest)}
@@ -255,15 +219,9 @@ def _agents(fleet: "SimulatedFleet", flags: SimulateFlags) -> Agents:
 
 
 def _mix(flags: SimulateFlags) -> Mix:
-    name = flags.mix or "chat-heavy"
-    if name not in MIXES:
-        raise ValueError(f"mix: there is no {name!r}; choose from {', '.join(MIXES)}")
-    changes: dict[str, Any] = {
-        "rate": flags.request_rate,
-        "burstiness": flags.burstiness,
-        "long_share": flags.long_share,
-    }
-    return replace(MIXES[name], **{key: value for key, value in changes.items() if value is not None})
+    """Return the mix with the user's numbers."""
+    changes = {"rate": flags.request_rate, "burstiness": flags.burstiness, "long_share": flags.long_share}
+    return named_mix(flags.mix, {name: value for name, value in changes.items() if value is not None})
 
 
 def _targets(fleet: "SimulatedFleet", specs: list[str]) -> "Targets":

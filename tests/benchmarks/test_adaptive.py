@@ -1,6 +1,5 @@
 """The comparison of adaptive chunks with fixed budgets: its settings, its stretched model, its tables."""
 
-import importlib
 import json
 from pathlib import Path
 from types import ModuleType
@@ -12,13 +11,9 @@ from typer.testing import CliRunner
 from crossdock.cluster import cli
 from crossdock.cluster.bench import metrics
 from crossdock.cluster.bench.metrics import Sample
+from tests.benchmarks.scripts import script
 
-
-@pytest.fixture
-def adaptive(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The script, imported as `python benchmarks/adaptive.py` imports its neighbours."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    return importlib.import_module("adaptive")
+adaptive = script("adaptive")
 
 
 def test_flags_of_every_setting_are_flags_of_serve(adaptive: ModuleType) -> None:

@@ -1,7 +1,6 @@
 """The chaos benchmark sees what it looks for: lost and late messages, wrong tokens, hung and broken streams."""
 
 import asyncio
-import importlib
 import json
 import random
 from collections.abc import Awaitable, Callable
@@ -13,22 +12,15 @@ import pytest
 
 from crossdock.kvtransfer.messages import Hello, encode
 from crossdock.kvtransfer.transport import PeerLost, Received, TransportEvent, WriteDone
+from tests.benchmarks.scripts import script
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 REFUSAL = b'{"error": {"message": "too late", "code": "rate_limit_exceeded"}}'
 REFUSED = b"HTTP/1.1 429 Too Many Requests\r\nContent-Length: %d\r\n\r\n" % len(REFUSAL) + REFUSAL
 
 
-@pytest.fixture
-def faulty(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks" / "chaos"))
-    return importlib.import_module("faulty")
-
-
-@pytest.fixture
-def streams(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks" / "chaos"))
-    return importlib.import_module("streams")
+faulty = script("chaos/faulty")
+streams = script("chaos/streams")
 
 
 class _Scripted:

@@ -1,17 +1,12 @@
 """The script that runs the documented commands: which it runs, and as what."""
 
-import importlib
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from tests.benchmarks import scripts
 
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The script, imported as `python benchmarks/documented_commands.py` imports its neighbours."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    return importlib.import_module("documented_commands")
+script = scripts.script("documented_commands")
 
 
 def test_every_command_is_run_or_has_a_reason(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

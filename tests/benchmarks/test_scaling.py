@@ -1,10 +1,8 @@
 """The benchmark of scaling: a server and a simulated fleet have the same settings and get the same arrivals."""
 
-import importlib
 from pathlib import Path
 from types import ModuleType
 
-import pytest
 from typer.testing import CliRunner
 
 from crossdock.cluster import cli
@@ -12,14 +10,10 @@ from crossdock.cluster.bench.run import BenchOptions
 from crossdock.cluster.bench.workloads import read_trace
 from crossdock.cluster.watch.scrape import Scrape
 from crossdock.router.scaling import ScalingConfig
+from tests.benchmarks.scripts import script
 from tests.cluster.simulate.small_fleets import profile
 
-
-@pytest.fixture
-def scaling(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The script, imported as `python benchmarks/routing/scaling.py` imports its neighbours."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks" / "routing"))
-    return importlib.import_module("scaling")
+scaling = script("routing/scaling")
 
 
 def test_flags_of_every_setting_are_flags_of_serve(scaling: ModuleType) -> None:

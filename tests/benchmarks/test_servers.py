@@ -1,7 +1,6 @@
 """The parts that benchmarks share: a server's start, its processes and its end; tables of medians."""
 
 import argparse
-import importlib
 import os
 import sys
 import time
@@ -10,6 +9,7 @@ from types import ModuleType
 
 import pytest
 
+from tests.benchmarks.scripts import script
 from tests.cluster.ports import free_port
 
 STAND_IN = """
@@ -34,16 +34,8 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
 
 
-@pytest.fixture
-def servers(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    return importlib.import_module("servers")
-
-
-@pytest.fixture
-def tables(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    return importlib.import_module("tables")
+servers = script("servers")
+tables = script("tables")
 
 
 @pytest.fixture

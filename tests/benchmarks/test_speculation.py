@@ -1,26 +1,21 @@
 """The benchmark of speculation without servers: its settings, its prompts and its table."""
 
 import json
-from importlib import import_module
 from itertools import islice
 from pathlib import Path
 from types import ModuleType
 
-import pytest
 from transformers import AutoTokenizer
 
 from crossdock.workers.model.grammar.compiler import GrammarCompiler
 from crossdock.workers.schedule.drafts.speculative_config import SpeculativeConfig
 from crossdock.workers.schedule.request import Grammar
+from tests.benchmarks.scripts import script
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture
-def speculation(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The script, imported as `python benchmarks/speculation.py` imports its neighbours."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    return import_module("speculation")
+speculation = script("speculation")
 
 
 def test_configs_of_our_settings_are_accepted(speculation: ModuleType) -> None:

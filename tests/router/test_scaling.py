@@ -12,6 +12,7 @@ from crossdock.workers.report.profile import Role
 from tests.router.replicas import COST, live, profile
 
 CONFIG = ScalingConfig(utilisation=0.5, interval_s=1.0, up_delay_s=3.0, down_delay_s=5.0)
+FLIPPING = CONFIG.model_copy(update={"flip_roles": True})
 
 
 class Pools:
@@ -80,6 +81,15 @@ class Pools:
 
 def mixed(least: int, most: int) -> Bounds:
     return Bounds("mixed", least, most)
+
+
+def eight_replicas() -> Pools:
+    """Return a mixed pool that has grown to what its load needs."""
+    pools = Pools(mixed=mixed(1, 16))
+    pools.load["mixed"] = 3.9
+    pools.run(30)
+    assert pools.size("mixed") == 8
+    return pools
 
 
 # -- demand ------------------------------------------------------------------------------------------------------------
@@ -172,10 +182,7 @@ def test_restarted_scaling_goes_on_from_the_sizes_it_finds() -> None:
 
 
 def test_restarted_scaling_that_hears_replicas_one_after_the_other_keeps_the_pool() -> None:
-    pools = Pools(mixed=mixed(1, 16))
-    pools.load["mixed"] = 3.9
-    pools.run(30)
-    assert pools.size("mixed") == 8
+    pools = eight_replicas()
     pools.restart()
     names = list(pools.roles["mixed"])
     for heard in range(9):
@@ -185,9 +192,7 @@ def test_restarted_scaling_that_hears_replicas_one_after_the_other_keeps_the_poo
 
 def test_replica_that_starts_while_the_scaling_restarts_counts() -> None:
     """It has not joined yet, and Serve would stop it, or another, if the pool were asked for fewer."""
-    pools = Pools(mixed=mixed(1, 16))
-    pools.load["mixed"] = 3.9
-    pools.run(30)
+    pools = eight_replicas()
     pools.restart()
     pools.scaling.targets["mixed"] = 10
     assert not pools.run(30)
@@ -196,9 +201,7 @@ def test_replica_that_starts_while_the_scaling_restarts_counts() -> None:
 
 
 def test_replica_that_cannot_be_heard_keeps_pools_from_shrinking_until_it_leaves() -> None:
-    pools = Pools(mixed=mixed(1, 16))
-    pools.load["mixed"] = 3.9
-    pools.run(30)
+    pools = eight_replicas()
     pools.load["mixed"] = 0.0
     lost = next(iter(pools.roles["mixed"]))
     pools.silent = {lost}
@@ -255,8 +258,7 @@ def test_new_incarnation_starts_its_done_seconds_at_zero() -> None:
 
 
 def test_roles_flip_where_pools_cannot_grow_and_flip_back() -> None:
-    config = CONFIG.model_copy(update={"flip_roles": True})
-    pools = Pools(config, prefill=Bounds("prefill", 3, 3), decode=Bounds("decode", 3, 3))
+    pools = Pools(FLIPPING, prefill=Bounds("prefill", 3, 3), decode=Bounds("decode", 3, 3))
     pools.load["prefill"], pools.streams["decode"] = 0.2, 90
     assert not pools.run(50)
     pools.load["prefill"], pools.streams["decode"] = 2.4, 5
@@ -271,24 +273,21 @@ def test_roles_flip_where_pools_cannot_grow_and_flip_back() -> None:
 
 
 def test_last_replica_of_a_role_never_flips() -> None:
-    config = CONFIG.model_copy(update={"flip_roles": True})
-    pools = Pools(config, prefill=Bounds("prefill", 1, 1), decode=Bounds("decode", 1, 1))
+    pools = Pools(FLIPPING, prefill=Bounds("prefill", 1, 1), decode=Bounds("decode", 1, 1))
     pools.load["prefill"] = 5.0
     assert not pools.run(50)
 
 
 def test_replica_does_not_flip_where_a_pool_can_grow() -> None:
-    config = CONFIG.model_copy(update={"flip_roles": True})
-    pools = Pools(config, prefill=Bounds("prefill", 1, 9), decode=Bounds("decode", 3, 3))
+    pools = Pools(FLIPPING, prefill=Bounds("prefill", 1, 9), decode=Bounds("decode", 3, 3))
     pools.load["prefill"] = 2.0
     assert all(isinstance(action, Resize) for action in pools.run(50))
     assert pools.size("prefill") == 4
 
 
 def test_encode_pool_follows_its_own_demand_and_never_changes_roles() -> None:
-    config = CONFIG.model_copy(update={"flip_roles": True})
     fixed = {"prefill": Bounds("prefill", 3, 3), "decode": Bounds("decode", 3, 3)}
-    pools = Pools(config, encode=Bounds("encode", 1, 4), **fixed)
+    pools = Pools(FLIPPING, encode=Bounds("encode", 1, 4), **fixed)
     pools.load["encode"], pools.load["prefill"], pools.streams["decode"] = 1.0, 2.4, 5
     changed = pools.run(100)
     assert {action.pool for action in changed if isinstance(action, Resize)} == {"encode"}

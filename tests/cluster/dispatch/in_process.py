@@ -1,9 +1,10 @@
 """Replicas in this process: real engines, no Ray; and clients of a dispatcher over them."""
 
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from typing import Any, cast
+from unittest.mock import patch
 
 from pydantic import ByteSize
 
@@ -12,8 +13,9 @@ from crossdock.cluster.dispatch.dispatcher import Dispatcher
 from crossdock.router.fleet import RouterConfig
 from crossdock.workers.model.load import wrap_module
 from crossdock.workers.replica.config import EngineConfig, TransferConfig
-from crossdock.workers.replica.engine.calibrate import warm_up
+from crossdock.workers.replica.engine import calibrate
 from crossdock.workers.replica.engine.engine import Engine
+from crossdock.workers.replica.engine.remembered_sweep import Sweep
 from crossdock.workers.replica.serving.engine_thread import EngineThread
 from crossdock.workers.replica.transfer.handover import connect
 from crossdock.workers.replica.transfer.landing import open_landing
@@ -24,6 +26,17 @@ from tests.waiting import until
 from tests.workers.architectures import build
 
 IN_TURN = RouterConfig(policy="round-robin")
+
+
+_SWEEPS: dict[str, Sweep] = {}
+
+
+def measured_once(engine: Engine, measure: Callable[[], Sweep], _check: object) -> Sweep:
+    """Return what steps of the small model take with an engine's settings: all its replicas here share one sweep."""
+    key = engine.config.model_dump_json()
+    if key not in _SWEEPS:
+        _SWEEPS[key] = measure()
+    return _SWEEPS[key]
 
 
 class InProcess:
@@ -39,8 +52,12 @@ class InProcess:
     ) -> None:
         """`engine`: None makes one with `config` on a small random model. `takes_rows`: as in `ReplicaSpec`."""
         config = config or EngineConfig(kv_cache_memory=ByteSize(4 << 20))
-        engine = engine or Engine(wrap_module(build("llama", {})), config)
-        self.profile = warm_up(engine)
+        if engine is None:
+            engine = Engine(wrap_module(build("llama", {})), config)
+            with patch.object(calibrate, "remembered_sweep", measured_once):
+                self.profile = calibrate.warm_up(engine)
+        else:
+            self.profile = calibrate.warm_up(engine)
         if role == "mixed" and not takes_rows:
             self.engine_thread = EngineThread(engine)
         else:
@@ -135,6 +152,20 @@ class Hung(InProcess):
 async def ready(dispatcher: Dispatcher, num_replicas: int = 1) -> None:
     """Wait until so many replicas are up."""
     await until(lambda: len(dispatcher.fleet) >= num_replicas)
+
+
+@asynccontextmanager
+async def serving(dispatcher: Dispatcher, **replicas: InProcess) -> AsyncIterator[Dispatcher]:
+    """Yield the dispatcher once all replicas are up. Close the dispatcher and the replicas in the end."""
+    for name, replica in replicas.items():
+        dispatcher.join(name, replica, replica.profile)
+    await ready(dispatcher, len(replicas))
+    try:
+        yield dispatcher
+    finally:
+        await dispatcher.close()
+        for replica in replicas.values():
+            await replica.engine_thread.close()
 
 
 async def tokens(dispatcher: Dispatcher, name: str, max_tokens: int = 20, prompt: int = 30) -> list[int]:

@@ -15,7 +15,7 @@ from crossdock.router.fleet import RouterConfig
 from crossdock.workers.replica.serving import channel, engine_thread
 from crossdock.workers.report.advertise import Message
 from crossdock.workers.schedule.request import Leg, Overloaded, SamplingParams, Submission, TokenDelta
-from tests.cluster.dispatch.in_process import IN_TURN, InProcess, Refusing, ready, tokens
+from tests.cluster.dispatch.in_process import IN_TURN, InProcess, Refusing, ready, serving, tokens
 from tests.waiting import until
 
 PAIRS = RouterConfig(shipping="always", policy="round-robin")
@@ -54,20 +54,14 @@ class Failing(InProcess):
 @pytest.mark.parametrize(
     "error", [Overloaded("busy", 1.0), ConnectionError("broken"), ReplicaDead("ended")], ids=["busy", "lost", "dead"]
 )
-def test_pair_of_which_one_leg_is_not_taken_leaves_nothing_and_the_tokens_are_the_same(
+async def test_pair_of_which_one_leg_is_not_taken_leaves_nothing_and_the_tokens_are_the_same(
     takes: bool, leg: Leg, error: Exception
 ) -> None:
     """Also where the leg was taken and only the answer was lost."""
     if takes and isinstance(error, Overloaded):
         pytest.skip("a replica that refuses has not taken it")
-
-    async def main() -> None:
-        prefills, decodes = [Failing(role="prefill"), InProcess(role="prefill")], [Failing(role="decode")]
-        dispatcher = Dispatcher("tiny", PAIRS)
-        clients = dict(zip(["p", "q", "d"], [*prefills, *decodes], strict=True))
-        for name, client in clients.items():
-            dispatcher.join(name, client, client.profile)
-        await ready(dispatcher, 3)
+    clients = {"p": Failing(role="prefill"), "q": InProcess(role="prefill"), "d": Failing(role="decode")}
+    async with serving(Dispatcher("tiny", PAIRS), **clients) as dispatcher:
         wanted = await tokens(dispatcher, "before")
         failing = cast(Failing, clients["p" if leg is Leg.SEND else "d"])
         failing.error, failing.takes = error, takes
@@ -78,12 +72,9 @@ def test_pair_of_which_one_leg_is_not_taken_leaves_nothing_and_the_tokens_are_th
         assert failing.num_failed == 1
         await is_clean(*clients.values())
         assert all(not dispatcher.fleet.num_booked(name) for name in clients)
-        await close(*clients.values())
-
-    asyncio.run(main())
 
 
-def test_submission_that_takes_too_long_is_aborted_when_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_submission_that_takes_too_long_is_aborted_when_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_thread, "HEARTBEAT_S", 0.05)  # no replica is silent: one alone does not answer
 
     class Slow(InProcess):
@@ -97,12 +88,9 @@ def test_submission_that_takes_too_long_is_aborted_when_it_comes(monkeypatch: py
             self.num_taken += 1
             return await super().submit(submission)
 
-    async def main() -> None:
-        slow, quick = Slow(), InProcess()
-        dispatcher = Dispatcher("tiny", IN_TURN, timeouts=Timeouts(silence_s=2.0))
-        dispatcher.join("a", slow, slow.profile)
-        dispatcher.join("b", quick, quick.profile)
-        await ready(dispatcher, 2)
+    arrives = asyncio.Event()
+    slow, quick = Slow(), InProcess()
+    async with serving(Dispatcher("tiny", IN_TURN, timeouts=Timeouts(silence_s=2.0)), a=slow, b=quick) as dispatcher:
         for number in range(2):
             assert len(await tokens(dispatcher, f"{number}", 100)) == 100
         assert slow.num_asked > 0
@@ -111,25 +99,17 @@ def test_submission_that_takes_too_long_is_aborted_when_it_comes(monkeypatch: py
         await until(lambda: slow.num_taken == slow.num_asked)
         await is_clean(slow, quick)
         assert not slow.engine_thread.timelines.find("", None, 0.0), "it must not even start"
-        await close(slow, quick)
-
-    arrives = asyncio.Event()
-    asyncio.run(main())
 
 
-def test_accepted_request_goes_on_though_every_other_replica_is_overloaded() -> None:
+async def test_accepted_request_goes_on_though_every_other_replica_is_overloaded() -> None:
     """The others count it as late; only where it is new may that refuse it."""
 
-    async def main() -> None:
-        class Busy(Refusing):
-            async def submit(self, submission: Submission) -> int:
-                return await (
-                    super().submit(submission) if submission.may_refuse else InProcess.submit(self, submission)
-                )
+    class Busy(Refusing):
+        async def submit(self, submission: Submission) -> int:
+            return await (super().submit(submission) if submission.may_refuse else InProcess.submit(self, submission))
 
-        first, second, dispatcher = InProcess(), Busy(3.0), Dispatcher("tiny", IN_TURN)
-        dispatcher.join("a", first, first.profile)
-        await ready(dispatcher)
+    first, second = InProcess(), Busy(3.0)
+    async with serving(Dispatcher("tiny", IN_TURN), a=first) as dispatcher:
         stream = dispatcher.generate(Submission("r", [5] * 40, SamplingParams(max_tokens=9, ignore_eos=True)))
         async with aclosing(cast(Any, stream)):
             accepted = await anext(stream)
@@ -138,9 +118,7 @@ def test_accepted_request_goes_on_though_every_other_replica_is_overloaded() -> 
             await ready(dispatcher, 2)
             first.is_killed = True
             assert sum([len(delta.token_ids) async for delta in stream]) == 9
-        await close(first, second)
-
-    asyncio.run(main())
+        await close(second)
 
 
 class Unlike(InProcess):
@@ -156,7 +134,7 @@ class Unlike(InProcess):
             yield message
 
 
-def test_other_first_token_of_an_unlike_decode_replica_never_follows_the_clients() -> None:
+async def test_other_first_token_of_an_unlike_decode_replica_never_follows_the_clients() -> None:
     """The prefill replica's token reached the client, its pages did not arrive: decode computes the prompt itself."""
 
     class PagesLost(InProcess):
@@ -172,10 +150,7 @@ def test_other_first_token_of_an_unlike_decode_replica_never_follows_the_clients
                 await self.decode.engine_thread.peer_dead(self.profile.peer)  # its pages will never be taken
             return sequence
 
-    async def main() -> None:
-        alone, dispatcher = InProcess(), Dispatcher("tiny")
-        dispatcher.join("alone", alone, alone.profile)
-        await ready(dispatcher)
+    async with serving(Dispatcher("tiny"), alone=InProcess()) as dispatcher:
         wanted = await tokens(dispatcher, "wanted")
         prefill, decode = PagesLost(role="prefill"), Unlike(role="decode")
         prefill.decode = decode
@@ -186,9 +161,7 @@ def test_other_first_token_of_an_unlike_decode_replica_never_follows_the_clients
         got = await tokens(pairs, "r")
         assert got in (wanted, [Unlike.own, *got[1:]])
         assert got == wanted or "placed_again_total 0.0" in pairs.metrics.text()
-        await close(alone, prefill, decode)
-
-    asyncio.run(main())
+        await close(prefill, decode)
 
 
 class Poisoned(InProcess):
@@ -203,13 +176,9 @@ class Poisoned(InProcess):
         return await super().submit(submission)
 
 
-def test_poison_is_tried_twice_and_what_runs_or_waits_beside_it_is_served() -> None:
-    async def main() -> None:
-        clients = {name: Poisoned() for name in "abc"}
-        dispatcher = Dispatcher("tiny", IN_TURN)
-        for name, client in clients.items():
-            dispatcher.join(name, client, client.profile)
-        await ready(dispatcher, 3)
+async def test_poison_is_tried_twice_and_what_runs_or_waits_beside_it_is_served() -> None:
+    clients = {name: Poisoned() for name in "abc"}
+    async with serving(Dispatcher("tiny", IN_TURN), **clients) as dispatcher:
         wanted = await tokens(dispatcher, "wanted", 150)
         beside = [asyncio.create_task(tokens(dispatcher, f"{number}", 150)) for number in range(6)]
         await until(lambda: all(dispatcher.fleet.num_booked(name) for name in clients))
@@ -219,39 +188,32 @@ def test_poison_is_tried_twice_and_what_runs_or_waits_beside_it_is_served() -> N
             await anext(poison)
         assert [client.is_killed for client in clients.values()].count(True) == 2
         assert await asyncio.gather(*beside, *late) == [wanted] * 12
-        await close(*clients.values())
-
-    asyncio.run(main())
 
 
-def test_suspects_have_their_turns_one_after_the_other_and_no_turn_lasts() -> None:
-    async def main() -> None:
-        turns, order = SuspectTurns(0.05), list[str]()
+async def test_suspects_have_their_turns_one_after_the_other_and_no_turn_lasts() -> None:
+    turns, order = SuspectTurns(0.05), list[str]()
 
-        async def enter(name: str) -> None:
-            await turns.enter(name)
-            order.append(name)
+    async def enter(name: str) -> None:
+        await turns.enter(name)
+        order.append(name)
 
-        await turns.enter("a")
-        waiting = [asyncio.create_task(enter(name)) for name in "bcd"]
-        await asyncio.sleep(0)
-        turns.leave("c")  # not its turn
-        assert not order
-        waiting[1].cancel()
-        turns.leave("a")
-        await asyncio.gather(*waiting, return_exceptions=True)
-        assert order == ["b", "d"], "b never left: its turn ended by itself"
-
-    asyncio.run(main())
+    await turns.enter("a")
+    waiting = [asyncio.create_task(enter(name)) for name in "bcd"]
+    await asyncio.sleep(0)
+    turns.leave("c")  # not its turn
+    assert not order
+    waiting[1].cancel()
+    turns.leave("a")
+    await asyncio.gather(*waiting, return_exceptions=True)
+    assert order == ["b", "d"], "b never left: its turn ended by itself"
 
 
-def test_ingress_that_stops_reading_under_load_ends_there_and_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_ingress_that_stops_reading_under_load_ends_there_and_nowhere_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(channel, "_MOST_DELTAS", 300)
-
-    async def main() -> None:
-        client, dispatcher = InProcess(), Dispatcher("tiny")
-        dispatcher.join("one", client, client.profile)
-        await ready(dispatcher)
+    client = InProcess()
+    async with serving(Dispatcher("tiny"), one=client) as dispatcher:
         client.engine_thread.channel("stalled")
         params = SamplingParams(max_tokens=200, ignore_eos=True)
         for number in range(8):
@@ -260,26 +222,18 @@ def test_ingress_that_stops_reading_under_load_ends_there_and_nowhere_else(monke
         assert [len(output) for output in outputs] == [200] * 4
         await is_clean(client)
         assert set(client.engine_thread.channels) == {"test"}
-        await close(client)
-
-    asyncio.run(main())
 
 
-def test_thousand_outputs_at_once_all_come() -> None:
-    async def main() -> None:
-        client, dispatcher = InProcess(), Dispatcher("tiny", timeouts=Timeouts(silence_s=120.0))
-        dispatcher.join("one", client, client.profile)
-        await ready(dispatcher)
+async def test_thousand_outputs_at_once_all_come() -> None:
+    client = InProcess()
+    async with serving(Dispatcher("tiny", timeouts=Timeouts(silence_s=120.0)), one=client) as dispatcher:
         outputs = await asyncio.gather(*(tokens(dispatcher, f"{number}", 2) for number in range(1024)))
         assert all(output == outputs[0] for output in outputs)
         assert len(outputs[0]) == 2
         await is_clean(client)
-        await close(client)
-
-    asyncio.run(main())
 
 
-def test_request_that_never_moves_is_lost_though_its_replica_is_busy() -> None:
+async def test_request_that_never_moves_is_lost_though_its_replica_is_busy() -> None:
     """The replica computes for others all the time. What counts is the request."""
 
     class Stuck(InProcess):
@@ -291,11 +245,9 @@ def test_request_that_never_moves_is_lost_though_its_replica_is_busy() -> None:
                 return ["held", 16]
             return await self.engine_thread.progress(request_id, epoch)
 
-    async def main() -> None:
-        client = Stuck()
-        dispatcher = Dispatcher("tiny", timeouts=Timeouts(patience_s=0.1, stuck_s=0.5), most_placements=1)
-        dispatcher.join("one", client, client.profile)
-        await ready(dispatcher)
+    async with serving(
+        Dispatcher("tiny", timeouts=Timeouts(patience_s=0.1, stuck_s=0.5), most_placements=1), one=Stuck()
+    ) as dispatcher:
         stop = asyncio.Event()
 
         async def keep_busy() -> None:
@@ -307,6 +259,3 @@ def test_request_that_never_moves_is_lost_though_its_replica_is_busy() -> None:
             await tokens(dispatcher, "stuck")
         stop.set()
         await busy
-        await close(client)
-
-    asyncio.run(main())

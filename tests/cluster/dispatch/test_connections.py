@@ -13,43 +13,29 @@ from crossdock.router.actions import ReplicaDead
 from crossdock.workers.report.advertise import Message
 from crossdock.workers.report.profile import Role
 from crossdock.workers.schedule.request import TokenDelta
-from tests.cluster.dispatch.in_process import InProcess, ready, tokens
+from tests.cluster.dispatch.in_process import InProcess, ready, serving, tokens
 from tests.waiting import until
 
 
-def test_replica_that_has_just_joined_is_waited_for() -> None:
+async def test_replica_that_has_just_joined_is_waited_for() -> None:
     """In an upgrade the last old one may leave before a new one has sent its first message."""
-
-    async def main() -> None:
-        old, new, dispatcher = InProcess(), InProcess(), Dispatcher("tiny")
-        dispatcher.join("old", old, old.profile)
-        await ready(dispatcher)
+    old, new = InProcess(), InProcess()
+    async with serving(Dispatcher("tiny"), old=old) as dispatcher:
         dispatcher.leave("old")
         dispatcher.join("new", new, new.profile)
         assert not dispatcher.ready()
         assert len(await tokens(dispatcher, "between the two")) == 20
-        await dispatcher.close()
-        await old.engine_thread.close()
         await new.engine_thread.close()
 
-    asyncio.run(main())
 
-
-def test_replica_is_notified_again_and_again_that_its_stream_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_replica_is_notified_again_and_again_that_its_stream_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "READS_S", 0.1)
-
-    async def main() -> None:
-        replica, dispatcher = InProcess(), Dispatcher("m")
-        dispatcher.join("r", replica, replica.profile)
-        await until(dispatcher.ready)
+    replica = InProcess()
+    async with serving(Dispatcher("m"), r=replica):
         channel = replica.engine_thread.channels["test"]
         for _ in range(2):
             before = channel.heard_at
             await until(lambda: channel.heard_at != before)  # noqa: B023  (awaited at once)
-        await dispatcher.close()
-        await replica.engine_thread.close()
-
-    asyncio.run(main())
 
 
 class Mortal(InProcess):
@@ -83,82 +69,62 @@ class Mortal(InProcess):
         self.engine_thread.channels["test"].put([TokenDelta("no request", [])])
 
 
-def test_death_of_a_replica_is_reported_to_all_others() -> None:
+async def test_death_of_a_replica_is_reported_to_all_others() -> None:
     """Also to those that have no request with it: they may hold pages from it for one that was aborted. Also to one
     that was out of reach at that moment. Of a lost replica that Serve has given up, the process may still write."""
-
-    async def main() -> None:
-        dispatcher = Dispatcher("tiny", timeouts=Timeouts(rejoin_s=0.05))
-        clients = [Mortal(b"%d" % number) for number in range(4)]
-        for number, client in enumerate(clients[:3]):
-            dispatcher.join(f"{number}", client, client.profile)
-        await ready(dispatcher, 3)
-        clients[0].die()
-        await until(lambda: all(client.deaths == [b"0"] for client in clients[1:3]))
-        dispatcher.join("3", clients[3], clients[3].profile)
-        await until(lambda: clients[3].deaths == [b"0"])
-        num_up = len(dispatcher.fleet)
-        clients[1].error = ConnectionError("out of reach")
-        clients[1].die()
-        await until(lambda: len(dispatcher.fleet) == num_up - 1)
-        dispatcher.leave("1")
-        await until(lambda: clients[1].num_probes > 2)
-        assert clients[3].deaths == [b"0"]
-        clients[1].has_ended = True
-        await until(lambda: clients[3].deaths == [b"0", b"1"])
-        for client in clients:
-            await client.engine_thread.close()
-
-    asyncio.run(main())
+    dispatcher = Dispatcher("tiny", timeouts=Timeouts(rejoin_s=0.05))
+    clients = [Mortal(b"%d" % number) for number in range(4)]
+    for number, client in enumerate(clients[:3]):
+        dispatcher.join(f"{number}", client, client.profile)
+    await ready(dispatcher, 3)
+    clients[0].die()
+    await until(lambda: all(client.deaths == [b"0"] for client in clients[1:3]))
+    dispatcher.join("3", clients[3], clients[3].profile)
+    await until(lambda: clients[3].deaths == [b"0"])
+    num_up = len(dispatcher.fleet)
+    clients[1].error = ConnectionError("out of reach")
+    clients[1].die()
+    await until(lambda: len(dispatcher.fleet) == num_up - 1)
+    dispatcher.leave("1")
+    await until(lambda: clients[1].num_probes > 2)
+    assert clients[3].deaths == [b"0"]
+    clients[1].has_ended = True
+    await until(lambda: clients[3].deaths == [b"0", b"1"])
+    for client in clients:
+        await client.engine_thread.close()
 
 
-def test_death_of_a_replica_that_takes_embeddings_is_reported_at_both_of_its_addresses() -> None:
+async def test_death_of_a_replica_that_takes_embeddings_is_reported_at_both_of_its_addresses() -> None:
     """An encode replica knows only the second one, at which it writes."""
-
-    async def main() -> None:
-        dispatcher = Dispatcher("tiny")
-        first, encoder = Mortal(b"pages", b"rows"), Mortal(b"encoder", role="encode")
-        for name, client in (("first", first), ("encoder", encoder)):
-            dispatcher.join(name, client, client.profile)
-        await ready(dispatcher, 2)
+    first, encoder = Mortal(b"pages", b"rows"), Mortal(b"encoder", role="encode")
+    async with serving(Dispatcher("tiny"), first=first, encoder=encoder):
         first.die()
         await until(lambda: len(encoder.deaths) == 2)
         assert encoder.deaths == [b"pages", b"rows"]
-        await dispatcher.close()
-        for client in (first, encoder):
-            await client.engine_thread.close()
-
-    asyncio.run(main())
 
 
-def test_encode_replicas_alone_serve_nothing() -> None:
+async def test_encode_replicas_alone_serve_nothing() -> None:
     """They are no reason to report the server ready, and tell clients nothing about the model."""
-
-    async def main() -> None:
-        dispatcher = Dispatcher("tiny", timeouts=Timeouts(answer_s=60.0))
-        encoder, mixed = Mortal(b"encoder", role="encode"), InProcess()
-        dispatcher.join("encoder", encoder, encoder.profile.model_copy(update={"max_model_len": 7}))
-        await ready(dispatcher)
-        assert not dispatcher.ready()
-        with pytest.raises(ReplicaLost, match="no replica has been up yet"):
-            dispatcher.model  # noqa: B018
-        dispatcher.join("mixed", mixed, mixed.profile)
-        await ready(dispatcher, 2)
-        dispatcher.join("encoder", encoder, encoder.profile)
-        assert dispatcher.ready()
-        assert dispatcher.model.max_model_len == mixed.profile.max_model_len
-        await dispatcher.close()
-        for client in (encoder, mixed):
-            await client.engine_thread.close()
-
-    asyncio.run(main())
+    dispatcher = Dispatcher("tiny", timeouts=Timeouts(answer_s=60.0))
+    encoder, mixed = Mortal(b"encoder", role="encode"), InProcess()
+    dispatcher.join("encoder", encoder, encoder.profile.model_copy(update={"max_model_len": 7}))
+    await ready(dispatcher)
+    assert not dispatcher.ready()
+    with pytest.raises(ReplicaLost, match="no replica has been up yet"):
+        dispatcher.model  # noqa: B018
+    dispatcher.join("mixed", mixed, mixed.profile)
+    await ready(dispatcher, 2)
+    dispatcher.join("encoder", encoder, encoder.profile)
+    assert dispatcher.ready()
+    assert dispatcher.model.max_model_len == mixed.profile.max_model_len
+    await dispatcher.close()
+    for client in (encoder, mixed):
+        await client.engine_thread.close()
 
 
-def test_lost_replica_that_is_still_a_member_is_connected_again() -> None:
-    async def main() -> None:
-        client, dispatcher = InProcess(), Dispatcher("tiny", timeouts=Timeouts(answer_s=0.1))
-        dispatcher.join("one", client, client.profile)
-        await ready(dispatcher)
+async def test_lost_replica_that_is_still_a_member_is_connected_again() -> None:
+    client = InProcess()
+    async with serving(Dispatcher("tiny", timeouts=Timeouts(answer_s=0.1)), one=client) as dispatcher:
         client.is_killed = True
         with pytest.raises(ReplicaLost):
             await tokens(dispatcher, "lost")
@@ -166,16 +132,11 @@ def test_lost_replica_that_is_still_a_member_is_connected_again() -> None:
         assert not dispatcher.ready()
         await ready(dispatcher)
         assert len(await tokens(dispatcher, "again")) == 20
-        await client.engine_thread.close()
-
-    asyncio.run(main())
 
 
-def test_replica_that_leaves_finishes_its_streams_and_is_disconnected() -> None:
-    async def main() -> None:
-        client, dispatcher = InProcess(), Dispatcher("tiny")
-        dispatcher.join("one", client, client.profile)
-        await ready(dispatcher)
+async def test_replica_that_leaves_finishes_its_streams_and_is_disconnected() -> None:
+    client = InProcess()
+    async with serving(Dispatcher("tiny"), one=client) as dispatcher:
         running = asyncio.create_task(tokens(dispatcher, "running", 100))
         await asyncio.sleep(0.02)
         dispatcher.leave("one")
@@ -184,27 +145,18 @@ def test_replica_that_leaves_finishes_its_streams_and_is_disconnected() -> None:
         assert len(await running) == 100
         await asyncio.sleep(0.05)
         assert not client.engine_thread.channels  # its stream is closed and does not hold up its drain
-        await client.engine_thread.close()
-
-    asyncio.run(main())
 
 
-def test_request_waits_for_a_lost_replica_that_is_connected_again() -> None:
+async def test_request_waits_for_a_lost_replica_that_is_connected_again() -> None:
     """Every stream of the ingress broke at once, as after a pause of the network: no request need fail."""
-
-    async def main() -> None:
-        client, dispatcher = InProcess(), Dispatcher("tiny", timeouts=Timeouts(rejoin_s=0.2, answer_s=30.0))
-        dispatcher.join("one", client, client.profile)
-        await ready(dispatcher)
+    client = InProcess()
+    async with serving(Dispatcher("tiny", timeouts=Timeouts(rejoin_s=0.2, answer_s=30.0)), one=client) as dispatcher:
         wanted = await tokens(dispatcher, "alone")
         client.is_killed = True
         asking = asyncio.create_task(tokens(dispatcher, "lost"))
         await until(lambda: not dispatcher.ready())
         client.is_killed = False
         assert await asking == wanted
-        await client.engine_thread.close()
-
-    asyncio.run(main())
 
 
 class Late(InProcess):
@@ -221,23 +173,19 @@ class Late(InProcess):
         self.has_ended.set()
 
 
-def test_replica_that_leaves_before_its_stream_opens_is_disconnected() -> None:
+async def test_replica_that_leaves_before_its_stream_opens_is_disconnected() -> None:
     """An open stream would hold up its drain."""
-
-    async def main() -> None:
-        client, dispatcher = Late(), Dispatcher("tiny")
-        dispatcher.join("one", client, client.profile)
-        dispatcher.leave("one")
-        client.may_open.set()
-        await client.has_ended.wait()
-        assert not client.engine_thread.channels
-        assert not len(dispatcher.fleet)
-        await client.engine_thread.close()
-
-    asyncio.run(main())
+    client, dispatcher = Late(), Dispatcher("tiny")
+    dispatcher.join("one", client, client.profile)
+    dispatcher.leave("one")
+    client.may_open.set()
+    await client.has_ended.wait()
+    assert not client.engine_thread.channels
+    assert not len(dispatcher.fleet)
+    await client.engine_thread.close()
 
 
-def test_silent_replica_is_lost_and_a_pause_of_the_ingress_is_not_its_silence() -> None:
+async def test_silent_replica_is_lost_and_a_pause_of_the_ingress_is_not_its_silence() -> None:
     """The loop stands still for longer than a replica may be silent; streams go on. Then one replica says nothing."""
 
     class Silent(InProcess):
@@ -249,12 +197,11 @@ def test_silent_replica_is_lost_and_a_pause_of_the_ingress_is_not_its_silence() 
                     await asyncio.sleep(0.01)
                 yield message
 
-    async def main() -> None:
-        clients = [Silent(), Silent()]
-        dispatcher = Dispatcher("tiny", timeouts=Timeouts(silence_s=2.5, answer_s=1.5, patience_s=0.5))
-        for name, client in zip("ab", clients, strict=True):
-            dispatcher.join(name, client, client.profile)
-        await ready(dispatcher, 2)
+    clients = [Silent(), Silent()]
+    async with serving(
+        Dispatcher("tiny", timeouts=Timeouts(silence_s=2.5, answer_s=1.5, patience_s=0.5)),
+        **dict(zip("ab", clients, strict=True)),
+    ) as dispatcher:
         running = asyncio.create_task(tokens(dispatcher, "running", 200))
         await until(lambda: any(dispatcher.fleet.num_booked(name) for name in "ab"))
         time.sleep(4.0)  # every timer of the ingress is overdue, and everything is in its queues
@@ -266,8 +213,6 @@ def test_silent_replica_is_lost_and_a_pause_of_the_ingress_is_not_its_silence() 
         for client in clients:
             client.is_silent = False
             await client.engine_thread.close()
-
-    asyncio.run(main())
 
 
 def test_clock_of_a_loop_counts_a_pause_as_a_second() -> None:

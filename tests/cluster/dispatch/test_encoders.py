@@ -53,23 +53,20 @@ async def answers(replicas: dict[str, InProcess]) -> tuple[list[list[int]], Disp
 
 
 @pytest.mark.parametrize("roles", [("mixed",), ("prefill", "decode")])
-def test_tokens_with_an_encode_replica_equal_those_of_one_replica(roles: tuple[Role, ...]) -> None:
-    async def main() -> None:
-        alone = {"alone": replica("mixed")}
-        wanted, dispatcher = await answers(alone)
-        await dispatcher.close()
-        together = {"encode": replica("encode")} | {role: replica(role, takes_rows=True) for role in roles}
-        found, dispatcher = await answers(together)
-        assert found == wanted
-        legs = [{part["leg"] for part in await dispatcher.timelines(f"r{number}", None)} for number in range(6)]
-        assert legs == [{"encode", "local"} if roles == ("mixed",) else {"encode", "send", "receive"}] * 6
-        assert 'crossdock_router_encodings_total{role="encode"} 6.0' in dispatcher.metrics.text()
-        text = await together[roles[0]].call("metrics_text", None)
-        assert "crossdock_items_received_total 12.0" in text
-        assert "crossdock_items_encoded_total 0.0" in text
-        assert (await together["encode"].watched({}, None))["profile"]["role"] == "encode"
-        await dispatcher.close()
-        for client in (*alone.values(), *together.values()):
-            await client.engine_thread.close()
-
-    asyncio.run(main())
+async def test_tokens_with_an_encode_replica_equal_those_of_one_replica(roles: tuple[Role, ...]) -> None:
+    alone = {"alone": replica("mixed")}
+    wanted, dispatcher = await answers(alone)
+    await dispatcher.close()
+    together = {"encode": replica("encode")} | {role: replica(role, takes_rows=True) for role in roles}
+    found, dispatcher = await answers(together)
+    assert found == wanted
+    legs = [{part["leg"] for part in await dispatcher.timelines(f"r{number}", None)} for number in range(6)]
+    assert legs == [{"encode", "local"} if roles == ("mixed",) else {"encode", "send", "receive"}] * 6
+    assert 'crossdock_router_encodings_total{role="encode"} 6.0' in dispatcher.metrics.text()
+    text = await together[roles[0]].call("metrics_text", None)
+    assert "crossdock_items_received_total 12.0" in text
+    assert "crossdock_items_encoded_total 0.0" in text
+    assert (await together["encode"].watched({}, None))["profile"]["role"] == "encode"
+    await dispatcher.close()
+    for client in (*alone.values(), *together.values()):
+        await client.engine_thread.close()

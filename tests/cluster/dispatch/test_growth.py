@@ -8,7 +8,7 @@ import pytest
 
 from crossdock.cluster.dispatch.dispatcher import Dispatcher, ReplicaLost
 from crossdock.workers.schedule.request import Overloaded, SamplingParams, Submission
-from tests.cluster.dispatch.in_process import IN_TURN, InProcess, Refusing, ready, tokens
+from tests.cluster.dispatch.in_process import IN_TURN, InProcess, Refusing, ready, serving, tokens
 from tests.sizes import growing, sizes
 
 BOUNDED = ((".prefixes._holders", 500_000),)
@@ -38,36 +38,29 @@ async def come_work_and_leave(dispatcher: Dispatcher, killed: InProcess, *others
     await asyncio.gather(*long)
 
 
-def test_requests_that_ended_and_replicas_that_left_leave_nothing() -> None:
-    async def main() -> None:
-        stays, *come = InProcess(), InProcess(), InProcess(), Refusing(1.0)
-        dispatcher = Dispatcher("tiny", IN_TURN)
-        dispatcher.join("stays", stays, stays.profile)
+async def test_requests_that_ended_and_replicas_that_left_leave_nothing() -> None:
+    stays, *come = InProcess(), InProcess(), InProcess(), Refusing(1.0)
+    dispatcher = Dispatcher("tiny", IN_TURN)
+    dispatcher.join("stays", stays, stays.profile)
+    await come_work_and_leave(dispatcher, *come)
+    await settled(dispatcher)
+    before = sizes(dispatcher)
+    for _ in range(2):
         await come_work_and_leave(dispatcher, *come)
         await settled(dispatcher)
-        before = sizes(dispatcher)
-        for _ in range(2):
-            await come_work_and_leave(dispatcher, *come)
-            await settled(dispatcher)
-        after = {path: size for path, size in sizes(dispatcher).items() if ".client." not in path}
-        grown = growing(before, after)
-        for ending, most in BOUNDED:
-            for path in [path for path in grown if path.endswith(ending)]:
-                assert grown.pop(path)[1] <= most
-        assert not grown
-        await dispatcher.close()
-        for replica in (stays, *come):
-            await replica.engine_thread.close()
-
-    asyncio.run(main())
+    after = {path: size for path, size in sizes(dispatcher).items() if ".client." not in path}
+    grown = growing(before, after)
+    for ending, most in BOUNDED:
+        for path in [path for path in grown if path.endswith(ending)]:
+            assert grown.pop(path)[1] <= most
+    assert not grown
+    await dispatcher.close()
+    for replica in (stays, *come):
+        await replica.engine_thread.close()
 
 
-def test_refused_requests_leave_nothing() -> None:
-    async def main() -> None:
-        refusing = Refusing(1.0)
-        dispatcher = Dispatcher("tiny", IN_TURN)
-        dispatcher.join("only", refusing, refusing.profile)
-        await ready(dispatcher)
+async def test_refused_requests_leave_nothing() -> None:
+    async with serving(Dispatcher("tiny", IN_TURN), only=Refusing(1.0)) as dispatcher:
         found = []
         for _ in range(20):
             with pytest.raises((Overloaded, ReplicaLost)):
@@ -75,10 +68,6 @@ def test_refused_requests_leave_nothing() -> None:
             await settled(dispatcher)
             found.append(sizes(dispatcher))
         assert not growing(found[0], found[-1])
-        await dispatcher.close()
-        await refusing.engine_thread.close()
-
-    asyncio.run(main())
 
 
 async def settled(dispatcher: Dispatcher) -> None:

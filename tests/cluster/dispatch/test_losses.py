@@ -11,17 +11,14 @@ from crossdock.cluster.dispatch.dispatcher import Dispatcher, ReplicaLost, Timeo
 from crossdock.router.fleet import RouterConfig
 from crossdock.workers.report.advertise import Message
 from crossdock.workers.schedule.request import SamplingParams, Submission, TokenLogprobs
-from tests.cluster.dispatch.in_process import IN_TURN, Forgetful, Hung, InProcess, ready, tokens
+from tests.cluster.dispatch.in_process import IN_TURN, Forgetful, Hung, InProcess, ready, serving, tokens
 from tests.waiting import until
 
 
-def test_request_of_dead_replica_goes_on_elsewhere_with_the_same_tokens() -> None:
+async def test_request_of_dead_replica_goes_on_elsewhere_with_the_same_tokens() -> None:
     """None comes twice and none is changed, sampled ones too."""
-
-    async def main() -> None:
-        first, second, dispatcher = InProcess(), InProcess(), Dispatcher("tiny")
-        dispatcher.join("first", first, first.profile)
-        await ready(dispatcher)
+    first, second = InProcess(), InProcess()
+    async with serving(Dispatcher("tiny"), first=first) as dispatcher:
         params = SamplingParams(max_tokens=200, temperature=0.9, seed=5, ignore_eos=True, logprobs=0)
         wanted = [t async for d in dispatcher.generate(Submission("alone", [7] * 30, params)) for t in d.token_ids]
         dispatcher.join("second", second, second.profile)
@@ -37,20 +34,13 @@ def test_request_of_dead_replica_goes_on_elsewhere_with_the_same_tokens() -> Non
         dispatcher.leave("first" if victim is first else "second")
         assert len(await tokens(dispatcher, "next")) == 20
         assert "crossdock_ingress_placed_again_total 1.0" in dispatcher.metrics.text()
-        await first.engine_thread.close()
         await second.engine_thread.close()
 
-    asyncio.run(main())
 
-
-def test_bad_words_and_listed_tokens_are_the_same_on_a_pair_and_after_a_loss() -> None:
+async def test_bad_words_and_listed_tokens_are_the_same_on_a_pair_and_after_a_loss() -> None:
     """The replica that goes on knows the output so far, in which a word may have begun."""
-
-    async def main() -> None:
-        first, prefill, decode = InProcess(), InProcess(role="prefill"), InProcess(role="decode")
-        dispatcher = Dispatcher("tiny", RouterConfig(shipping="always"))
-        dispatcher.join("first", first, first.profile)
-        await ready(dispatcher)
+    first, prefill, decode = InProcess(), InProcess(role="prefill"), InProcess(role="decode")
+    async with serving(Dispatcher("tiny", RouterConfig(shipping="always")), first=first) as dispatcher:
 
         async def output(params: SamplingParams, victim: InProcess | None = None) -> list[TokenLogprobs]:
             logprobs: list[TokenLogprobs] = []
@@ -84,11 +74,8 @@ def test_bad_words_and_listed_tokens_are_the_same_on_a_pair_and_after_a_loss() -
         logprobs = [[logprob for _, logprob in one.top] for one in again]
         assert logprobs == [pytest.approx([logprob for _, logprob in one.top], abs=1e-3) for one in wanted]
         assert "crossdock_ingress_placed_again_total 1.0" in dispatcher.metrics.text()
-        await dispatcher.close()
-        for client in (first, prefill, decode):
-            await client.engine_thread.close()
-
-    asyncio.run(main())
+        await prefill.engine_thread.close()
+        await decode.engine_thread.close()
 
 
 class Withholding(InProcess):
@@ -108,14 +95,10 @@ class Withholding(InProcess):
 
 
 @pytest.mark.parametrize("is_killed", [False, True])
-def test_first_token_that_comes_late_or_never_changes_no_output(is_killed: bool) -> None:
+async def test_first_token_that_comes_late_or_never_changes_no_output(is_killed: bool) -> None:
     """Prefill has shipped all, decode streams, and the first token is still on its way to the ingress, or is lost."""
-
-    async def main() -> None:
-        prefill, decode = Withholding(), InProcess(role="decode")
-        dispatcher = Dispatcher("tiny", RouterConfig(shipping="always"))
-        dispatcher.join("d", decode, decode.profile)
-        await ready(dispatcher)
+    prefill, decode = Withholding(), InProcess(role="decode")
+    async with serving(Dispatcher("tiny", RouterConfig(shipping="always")), d=decode) as dispatcher:
         wanted = await tokens(dispatcher, "alone")
         dispatcher.join("p", prefill, prefill.profile)
         await ready(dispatcher, 2)
@@ -129,97 +112,38 @@ def test_first_token_that_comes_late_or_never_changes_no_output(is_killed: bool)
         prefill.release.set()
         assert await asking == wanted
         assert f"crossdock_ingress_placed_again_total {float(is_killed)}" in dispatcher.metrics.text()
-        for client in (prefill, decode):
-            await client.engine_thread.close()
-
-    asyncio.run(main())
+        await prefill.engine_thread.close()
 
 
-def test_replica_that_does_not_take_a_request_leaves_it_to_another() -> None:
+async def test_replica_that_does_not_take_a_request_leaves_it_to_another() -> None:
     class Broken(InProcess):
         async def submit(self, submission: Submission) -> int:
             raise ConnectionError("it has just died")
 
-    async def main() -> None:
-        first, second, dispatcher = Broken(), InProcess(), Dispatcher("tiny", IN_TURN)
-        dispatcher.join("a", first, first.profile)
-        dispatcher.join("b", second, second.profile)
-        await ready(dispatcher, 2)
+    async with serving(Dispatcher("tiny", IN_TURN), a=Broken(), b=InProcess()) as dispatcher:
         for name in ("one", "another"):
             assert len(await tokens(dispatcher, name)) == 20
         dispatcher.leave("b")
         with pytest.raises(ReplicaLost, match="a did not take the request"):
             await tokens(dispatcher, "no other replica")
-        await first.engine_thread.close()
-        await second.engine_thread.close()
-
-    asyncio.run(main())
 
 
 @pytest.mark.parametrize("kind", [Forgetful, Hung])
-def test_request_of_silent_replica_is_placed_again(kind: type[InProcess]) -> None:
-    async def main() -> None:
-        first, second = kind(), InProcess()
-        dispatcher = Dispatcher("tiny", IN_TURN, timeouts=Timeouts(patience_s=0.2, stuck_s=0.3))
-        dispatcher.join("a", first, first.profile)
-        dispatcher.join("b", second, second.profile)
-        await ready(dispatcher, 2)
+async def test_request_of_silent_replica_is_placed_again(kind: type[InProcess]) -> None:
+    async with serving(
+        Dispatcher("tiny", IN_TURN, timeouts=Timeouts(patience_s=0.2, stuck_s=0.3)), a=kind(), b=InProcess()
+    ) as dispatcher:
         outputs = [await asyncio.wait_for(tokens(dispatcher, f"{number}"), 10) for number in range(4)]
         assert all(output == outputs[0] for output in outputs)
         assert "crossdock_ingress_placed_again_total 0.0" not in dispatcher.metrics.text()
         assert not dispatcher.deadlines
-        await first.engine_thread.close()
-        await second.engine_thread.close()
-
-    asyncio.run(main())
 
 
-def test_every_request_has_a_deadline_while_replicas_come_and_go() -> None:
+async def test_every_request_has_a_deadline_while_replicas_come_and_go() -> None:
     """Replicas come, die, are drained, hang and forget while requests keep coming: each request in flight has a
     deadline soon, every one ends, and with the tokens it ends with where no replica fails."""
     rng = random.Random(5)
     timeouts = Timeouts(patience_s=0.3, stuck_s=3.0, rejoin_s=0.2)
-
-    async def main() -> None:
-        dispatcher = Dispatcher("tiny", timeouts=timeouts, most_placements=99)  # chance may hit one request every time
-        up: dict[str, InProcess] = {}
-        gone: list[InProcess] = []
-        for name in ("first", "second"):
-            up[name] = InProcess()
-            dispatcher.join(name, up[name], up[name].profile)
-        await ready(dispatcher, 2)
-        wanted = await tokens(dispatcher, "wanted", 40)
-        in_flight: set[str] = set()
-
-        num_ended = 0
-
-        async def client(number: int) -> None:
-            nonlocal num_ended
-            for turn in range(12):
-                name = f"{number} {turn}"
-                in_flight.add(name)
-                try:
-                    assert await tokens(dispatcher, name, 40) == wanted, name
-                finally:
-                    in_flight.discard(name)
-                num_ended += 1
-
-        clients = [asyncio.create_task(client(number)) for number in range(6)]
-        num_events = 0
-        while not all(task.done() for task in clients):
-            await asyncio.sleep(0.02)
-            now, deadlines = dispatcher.clock.now(), dispatcher.deadlines
-            for name in in_flight:
-                assert deadlines[name] - now < 10.5, name  # armed, and not for later than a silent replica's
-                assert deadlines[name] > now - 10.0, name  # and not over without a consequence
-            if num_ended > 3 * num_events:  # as often for each request on a slow machine as on a fast one
-                num_events += 1
-                await fail_or_heal(dispatcher, up, gone, f"r{num_events}")
-        await asyncio.gather(*clients)
-        assert not dispatcher.deadlines
-        assert num_events > 10
-        for replica in [*up.values(), *gone]:
-            await replica.engine_thread.close()
 
     async def fail_or_heal(dispatcher: Dispatcher, up: dict[str, InProcess], gone: list[InProcess], name: str) -> None:
         """Something happens; two replicas stay that can serve."""
@@ -242,20 +166,53 @@ def test_every_request_has_a_deadline_while_replicas_come_and_go() -> None:
             dispatcher.leave(bad)
             gone.append(up.pop(bad))
 
-    asyncio.run(main())
+    dispatcher = Dispatcher("tiny", timeouts=timeouts, most_placements=99)  # chance may hit one request every time
+    up: dict[str, InProcess] = {}
+    gone: list[InProcess] = []
+    for name in ("first", "second"):
+        up[name] = InProcess()
+        dispatcher.join(name, up[name], up[name].profile)
+    await ready(dispatcher, 2)
+    wanted = await tokens(dispatcher, "wanted", 40)
+    in_flight: set[str] = set()
+
+    num_ended = 0
+
+    async def client(number: int) -> None:
+        nonlocal num_ended
+        for turn in range(12):
+            name = f"{number} {turn}"
+            in_flight.add(name)
+            try:
+                assert await tokens(dispatcher, name, 40) == wanted, name
+            finally:
+                in_flight.discard(name)
+            num_ended += 1
+
+    clients = [asyncio.create_task(client(number)) for number in range(6)]
+    num_events = 0
+    while not all(task.done() for task in clients):
+        await asyncio.sleep(0.02)
+        now, deadlines = dispatcher.clock.now(), dispatcher.deadlines
+        for name in in_flight:
+            assert deadlines[name] - now < 10.5, name  # armed, and not for later than a silent replica's
+            assert deadlines[name] > now - 10.0, name  # and not over without a consequence
+        if num_ended > 3 * num_events:  # as often for each request on a slow machine as on a fast one
+            num_events += 1
+            await fail_or_heal(dispatcher, up, gone, f"r{num_events}")
+    await asyncio.gather(*clients)
+    assert not dispatcher.deadlines
+    assert num_events > 10
+    for replica in [*up.values(), *gone]:
+        await replica.engine_thread.close()
 
 
-def test_death_of_the_last_replica_fails_its_requests() -> None:
-    async def main() -> None:
-        client, dispatcher = InProcess(), Dispatcher("tiny", timeouts=Timeouts(answer_s=0.1))
-        dispatcher.join("one", client, client.profile)
-        await ready(dispatcher)
+async def test_death_of_the_last_replica_fails_its_requests() -> None:
+    client = InProcess()
+    async with serving(Dispatcher("tiny", timeouts=Timeouts(answer_s=0.1)), one=client) as dispatcher:
         running = asyncio.create_task(tokens(dispatcher, "running", 200))
         await asyncio.sleep(0.02)
         client.is_killed = True
         with pytest.raises(ReplicaLost, match="no replica is up"):
             await running
         dispatcher.leave("one")
-        await client.engine_thread.close()
-
-    asyncio.run(main())

@@ -6,97 +6,68 @@ import pytest
 
 from crossdock.cluster.dispatch.dispatcher import Dispatcher, ReplicaLost
 from crossdock.workers.schedule.request import Overloaded, SamplingParams, Submission
-from tests.cluster.dispatch.in_process import IN_TURN, InProcess, Refusing, ready, tokens
+from tests.cluster.dispatch.in_process import IN_TURN, InProcess, Refusing, ready, serving, tokens
 from tests.waiting import until
 
 
-def test_requests_at_once_have_equal_outputs_and_leave_no_pages() -> None:
-    async def main() -> None:
-        client, dispatcher = InProcess(), Dispatcher("tiny")
-        with pytest.raises(ReplicaLost, match="no replica is up"):
-            await tokens(dispatcher, "early")
-        dispatcher.join("one", client, client.profile)
-        await ready(dispatcher)
-        assert dispatcher.model.max_model_len == 256
-        outputs = await asyncio.gather(*(tokens(dispatcher, f"{i}") for i in range(10)))
-        assert all(output == outputs[0] for output in outputs)
-        assert len(outputs[0]) == 20
-        assert await client.owned_pages() == 0
-        text = await dispatcher.metrics_text()
-        assert 'crossdock_requests_total{finish_reason="length",slo_class="standard",replica="one"}' in text
-        assert "crossdock_time_to_first_token_seconds_count" in text
-        await dispatcher.close()
-        await client.engine_thread.close()
-
-    asyncio.run(main())
+async def test_requests_at_once_have_equal_outputs_and_leave_no_pages() -> None:
+    client, dispatcher = InProcess(), Dispatcher("tiny")
+    with pytest.raises(ReplicaLost, match="no replica is up"):
+        await tokens(dispatcher, "early")
+    dispatcher.join("one", client, client.profile)
+    await ready(dispatcher)
+    assert dispatcher.model.max_model_len == 256
+    outputs = await asyncio.gather(*(tokens(dispatcher, f"{i}") for i in range(10)))
+    assert all(output == outputs[0] for output in outputs)
+    assert len(outputs[0]) == 20
+    assert await client.owned_pages() == 0
+    text = await dispatcher.metrics_text()
+    assert 'crossdock_requests_total{finish_reason="length",slo_class="standard",replica="one"}' in text
+    assert "crossdock_time_to_first_token_seconds_count" in text
+    await dispatcher.close()
+    await client.engine_thread.close()
 
 
-def test_overloaded_replica_leaves_request_to_next_best() -> None:
-    async def main() -> None:
-        first, second, dispatcher = Refusing(5.0), InProcess(), Dispatcher("tiny", IN_TURN)
-        dispatcher.join("a", first, first.profile)
-        dispatcher.join("b", second, second.profile)
-        await ready(dispatcher, 2)
+async def test_overloaded_replica_leaves_request_to_next_best() -> None:
+    first, second = Refusing(5.0), InProcess()
+    async with serving(Dispatcher("tiny", IN_TURN), a=first, b=second) as dispatcher:
         for name in ("one", "another"):
             assert len(await tokens(dispatcher, name)) == 20
         assert first.num_refused == 1
         assert not dispatcher.deadlines
         assert all(not dispatcher.fleet.num_booked(name) for name in ("a", "b"))
-        await first.engine_thread.close()
-        await second.engine_thread.close()
-
-    asyncio.run(main())
 
 
-def test_overload_of_all_replicas_raises_shortest_wait() -> None:
-    async def main() -> None:
-        clients, dispatcher = [Refusing(5.0), Refusing(2.0), Refusing(9.0)], Dispatcher("tiny")
-        for number, client in enumerate(clients):
-            dispatcher.join(f"{number}", client, client.profile)
-        await ready(dispatcher, 3)
+async def test_overload_of_all_replicas_raises_shortest_wait() -> None:
+    clients = [Refusing(5.0), Refusing(2.0), Refusing(9.0)]
+    async with serving(
+        Dispatcher("tiny"), **{f"{number}": client for number, client in enumerate(clients)}
+    ) as dispatcher:
         with pytest.raises(Overloaded) as refusal:
             await tokens(dispatcher, "r")
         assert refusal.value.retry_after == 2.0
         assert [client.num_refused for client in clients] == [1, 1, 1]
-        for client in clients:
-            await client.engine_thread.close()
-
-    asyncio.run(main())
 
 
-def test_first_delta_is_empty_and_means_taken() -> None:
-    async def main() -> None:
-        client, dispatcher = InProcess(), Dispatcher("tiny")
-        dispatcher.join("one", client, client.profile)
-        await ready(dispatcher)
+async def test_first_delta_is_empty_and_means_taken() -> None:
+    async with serving(Dispatcher("tiny"), one=InProcess()) as dispatcher:
         params = SamplingParams(max_tokens=2, ignore_eos=True)
         deltas = [delta async for delta in dispatcher.generate(Submission("r", [5] * 40, params))]
         assert [len(delta.token_ids) for delta in deltas] == [0, 1, 1]
         assert deltas[0].finish_reason is None
-        await client.engine_thread.close()
-
-    asyncio.run(main())
 
 
-def test_invalid_request_raises_value_error_and_disturbs_no_other() -> None:
-    async def main() -> None:
-        client, dispatcher = InProcess(), Dispatcher("tiny")
-        dispatcher.join("one", client, client.profile)
-        await ready(dispatcher)
+async def test_invalid_request_raises_value_error_and_disturbs_no_other() -> None:
+    async with serving(Dispatcher("tiny"), one=InProcess()) as dispatcher:
         good = asyncio.create_task(tokens(dispatcher, "good", 100))
         with pytest.raises(ValueError, match="prompt has 300 tokens"):
             await tokens(dispatcher, "bad", prompt=300)
         assert len(await good) == 100
-        await client.engine_thread.close()
-
-    asyncio.run(main())
 
 
-def test_client_that_leaves_at_any_stage_frees_pages() -> None:
-    async def main() -> None:
-        client, dispatcher = InProcess(), Dispatcher("tiny")
-        dispatcher.join("one", client, client.profile)
-        await ready(dispatcher)
+async def test_client_that_leaves_at_any_stage_frees_pages() -> None:
+    client = InProcess()
+    async with serving(Dispatcher("tiny"), one=client) as dispatcher:
         for wait in (0.0, 0.001, 0.01, 0.05):
             task = asyncio.create_task(tokens(dispatcher, f"{wait}", 200))
             await asyncio.sleep(wait)
@@ -110,16 +81,11 @@ def test_client_that_leaves_at_any_stage_frees_pages() -> None:
         await stream.aclose()  # type: ignore[attr-defined]
         await asyncio.sleep(0.05)
         assert await client.owned_pages() == 0
-        await client.engine_thread.close()
-
-    asyncio.run(main())
 
 
-def test_step_that_raises_ends_its_requests_and_not_the_replica(caplog: pytest.LogCaptureFixture) -> None:
-    async def main() -> None:
-        client, dispatcher = InProcess(), Dispatcher("tiny")
-        dispatcher.join("one", client, client.profile)
-        await ready(dispatcher)
+async def test_step_that_raises_ends_its_requests_and_not_the_replica(caplog: pytest.LogCaptureFixture) -> None:
+    client = InProcess()
+    async with serving(Dispatcher("tiny"), one=client) as dispatcher:
         finish = type(client.engine_thread.engine.pipeline.runner).finish
         try:
             type(client.engine_thread.engine.pipeline.runner).finish = _fail  # type: ignore[method-assign, assignment]
@@ -129,16 +95,13 @@ def test_step_that_raises_ends_its_requests_and_not_the_replica(caplog: pytest.L
             type(client.engine_thread.engine.pipeline.runner).finish = finish  # type: ignore[method-assign]
         assert await client.owned_pages() == 0
         assert len(await tokens(dispatcher, "good")) == 20
-        await client.engine_thread.close()
-
-    asyncio.run(main())
 
 
 def _fail(*_: object) -> None:
     raise RuntimeError("broken on purpose")
 
 
-def test_requests_that_end_together_are_aborted_by_one_call() -> None:
+async def test_requests_that_end_together_are_aborted_by_one_call() -> None:
     calls: list[int] = []
 
     class Counting(InProcess):
@@ -146,10 +109,8 @@ def test_requests_that_end_together_are_aborted_by_one_call() -> None:
             calls.append(len(attempts))
             await self.engine_thread.abort(attempts)
 
-    async def main() -> None:
-        client, dispatcher = Counting(), Dispatcher("tiny")
-        dispatcher.join("one", client, client.profile)
-        await ready(dispatcher)
+    client = Counting()
+    async with serving(Dispatcher("tiny"), one=client) as dispatcher:
         sampling = SamplingParams(max_tokens=200, ignore_eos=True)
         streams = [dispatcher.generate(Submission(f"{i}", [1, 2, 3], sampling)) for i in range(8)]
         for stream in streams:
@@ -161,7 +122,3 @@ def test_requests_that_end_together_are_aborted_by_one_call() -> None:
         await until(client.owns_nothing)
         assert sum(calls) == 8
         assert len(calls) < 4
-        await dispatcher.close()
-        await client.engine_thread.close()
-
-    asyncio.run(main())

@@ -9,64 +9,55 @@ from crossdock.cluster.dispatch.dispatcher import Dispatcher
 from crossdock.cluster.dispatch.shared_answer import SharedAnswer
 
 
-def test_answer_is_asked_for_once_at_a_time_and_holds_for_a_while() -> None:
-    async def main() -> None:
-        asked = 0
-        gate = asyncio.Event()
+async def test_answer_is_asked_for_once_at_a_time_and_holds_for_a_while() -> None:
+    asked = 0
+    gate = asyncio.Event()
 
-        async def ask() -> int:
-            nonlocal asked
-            asked += 1
-            await gate.wait()
-            return asked
+    async def ask() -> int:
+        nonlocal asked
+        asked += 1
+        await gate.wait()
+        return asked
 
-        shared = SharedAnswer(ask, asyncio.create_task, 0.05)
-        waiting = [asyncio.create_task(shared.get()) for _ in range(100)]
+    shared = SharedAnswer(ask, asyncio.create_task, 0.05)
+    waiting = [asyncio.create_task(shared.get()) for _ in range(100)]
+    await asyncio.sleep(0.01)
+    waiting[0].cancel()  # its client has left; the others wait on
+    gate.set()
+    assert await asyncio.gather(*waiting[1:]) == [1] * 99
+    assert await shared.get() == 1
+    await asyncio.sleep(0.06)
+    assert await shared.get() == 2
+
+
+async def test_error_reaches_all_who_asked_and_the_next_ask_again() -> None:
+    errors = [RuntimeError("a"), RuntimeError("b")]
+
+    async def ask() -> int:
+        raise errors.pop()
+
+    shared = SharedAnswer(ask, asyncio.create_task, 0.0)
+    for _ in range(2):
+        with pytest.raises(RuntimeError):
+            await shared.get()
+    assert not errors
+
+
+async def test_many_scrapes_at_once_ask_every_ingress_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    scrapes = 0
+
+    async def texts() -> dict[str, str]:
+        nonlocal scrapes
+        scrapes += 1
         await asyncio.sleep(0.01)
-        waiting[0].cancel()  # its client has left; the others wait on
-        gate.set()
-        assert await asyncio.gather(*waiting[1:]) == [1] * 99
-        assert await shared.get() == 1
-        await asyncio.sleep(0.06)
-        assert await shared.get() == 2
+        return {}
 
-    asyncio.run(main())
-
-
-def test_error_reaches_all_who_asked_and_the_next_ask_again() -> None:
-    async def main() -> None:
-        errors = [RuntimeError("a"), RuntimeError("b")]
-
-        async def ask() -> int:
-            raise errors.pop()
-
-        shared = SharedAnswer(ask, asyncio.create_task, 0.0)
-        for _ in range(2):
-            with pytest.raises(RuntimeError):
-                await shared.get()
-        assert not errors
-
-    asyncio.run(main())
-
-
-def test_many_scrapes_at_once_ask_every_ingress_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        scrapes = 0
-
-        async def texts() -> dict[str, str]:
-            nonlocal scrapes
-            scrapes += 1
-            await asyncio.sleep(0.01)
-            return {}
-
-        monkeypatch.setattr(module, "_METRICS_HOLD_S", 0.2)
-        dispatcher = Dispatcher("tiny", None, texts)
-        await asyncio.gather(*(dispatcher.metrics_text() for _ in range(50)))
-        await dispatcher.metrics_text()
-        assert scrapes == 1
-        await asyncio.sleep(0.25)
-        await dispatcher.metrics_text()
-        assert scrapes == 2
-        await dispatcher.close()
-
-    asyncio.run(main())
+    monkeypatch.setattr(module, "_METRICS_HOLD_S", 0.2)
+    dispatcher = Dispatcher("tiny", None, texts)
+    await asyncio.gather(*(dispatcher.metrics_text() for _ in range(50)))
+    await dispatcher.metrics_text()
+    assert scrapes == 1
+    await asyncio.sleep(0.25)
+    await dispatcher.metrics_text()
+    assert scrapes == 2
+    await dispatcher.close()

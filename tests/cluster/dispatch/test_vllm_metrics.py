@@ -1,8 +1,8 @@
 """Metrics under vLLM's names over engines in this process: each request is counted once, wherever it ran."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator
+from contextlib import AbstractAsyncContextManager, aclosing
 from typing import cast
 
 import pytest
@@ -10,7 +10,7 @@ import pytest
 from crossdock.cluster.dispatch.dispatcher import Dispatcher, ReplicaLost
 from crossdock.cluster.watch.scrape import Scrape
 from crossdock.workers.schedule.request import SamplingParams, Submission, TokenDelta
-from tests.cluster.dispatch.in_process import IN_TURN, InProcess, ready, tokens
+from tests.cluster.dispatch.in_process import IN_TURN, InProcess, serving, tokens
 
 PARAMS = SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True)
 
@@ -19,23 +19,10 @@ async def scraped(dispatcher: Dispatcher) -> Scrape:
     return Scrape.parse(await dispatcher.metrics_text(), 0.0)
 
 
-def run(main: Callable[[Dispatcher, list[InProcess]], Awaitable[None]], *roles: str) -> None:
-    """Run a test's coroutine over a replica of each role."""
-
-    async def whole() -> None:
-        clients = [InProcess(role=role) for role in roles]  # type: ignore[arg-type]
-        dispatcher = Dispatcher("tiny", IN_TURN, vllm_metrics=True)
-        for number, client in enumerate(clients):
-            dispatcher.join(f"r{number}", client, client.profile)
-        await ready(dispatcher, len(clients))
-        try:
-            await main(dispatcher, clients)
-        finally:
-            await dispatcher.close()
-            for client in clients:
-                await client.engine_thread.close()
-
-    asyncio.run(whole())
+def over(*replicas: InProcess) -> AbstractAsyncContextManager[Dispatcher]:
+    """Return a dispatcher with vLLM's metrics over these replicas."""
+    names = {f"r{number}": replica for number, replica in enumerate(replicas)}
+    return serving(Dispatcher("tiny", IN_TURN, vllm_metrics=True), **names)
 
 
 def ended(scrape: Scrape) -> dict[str, float]:
@@ -43,8 +30,8 @@ def ended(scrape: Scrape) -> dict[str, float]:
     return {reason: count for reason, count in found.items() if count}
 
 
-def test_requests_on_two_replicas_are_counted_once_each() -> None:
-    async def main(dispatcher: Dispatcher, _: list[InProcess]) -> None:
+async def test_requests_on_two_replicas_are_counted_once_each() -> None:
+    async with over(InProcess(), InProcess()) as dispatcher:
         await asyncio.gather(*(tokens(dispatcher, f"{i}", max_tokens=5, prompt=30) for i in range(4)))
         scrape = await scraped(dispatcher)
         assert ended(scrape) == {"length": 4}
@@ -65,13 +52,10 @@ def test_requests_on_two_replicas_are_counted_once_each() -> None:
         assert scrape.total("vllm:kv_cache_usage_perc") == 0
         assert scrape.total("vllm:cache_config_info", block_size="16") == 2
 
-    run(main, "mixed", "mixed")
 
-
-def test_request_over_two_pools_is_one_request() -> None:
+async def test_request_over_two_pools_is_one_request() -> None:
     """The prefill replica has its queue and prefill, the decode replica its decode."""
-
-    async def main(dispatcher: Dispatcher, _: list[InProcess]) -> None:
+    async with over(InProcess(role="prefill"), InProcess(role="decode")) as dispatcher:
         assert len(await tokens(dispatcher, "one", max_tokens=5, prompt=60)) == 5
         scrape = await scraped(dispatcher)
         assert ended(scrape) == {"length": 1}
@@ -82,11 +66,10 @@ def test_request_over_two_pools_is_one_request() -> None:
         assert scrape.by("vllm:request_prefill_time_seconds_count", "replica") == {"r0": 1, "r1": 0}
         assert scrape.by("vllm:request_decode_time_seconds_count", "replica") == {"r0": 0, "r1": 1}
 
-    run(main, "prefill", "decode")
 
-
-def test_request_that_outlives_its_replica_is_counted_once() -> None:
-    async def main(dispatcher: Dispatcher, clients: list[InProcess]) -> None:
+async def test_request_that_outlives_its_replica_is_counted_once() -> None:
+    clients = [InProcess(), InProcess()]
+    async with over(*clients) as dispatcher:
         num_tokens = 0
         async for delta in dispatcher.generate(Submission("r", [7] * 30, PARAMS)):
             num_tokens += len(delta.token_ids)
@@ -99,11 +82,9 @@ def test_request_that_outlives_its_replica_is_counted_once() -> None:
         assert scrape.total("vllm:request_generation_tokens_sum") == 200
         assert scrape.total("vllm:time_to_first_token_seconds_count") == 1
 
-    run(main, "mixed", "mixed")
 
-
-def test_reason_is_abort_for_a_client_that_left_and_stop_for_one_that_has_enough() -> None:
-    async def main(dispatcher: Dispatcher, _: list[InProcess]) -> None:
+async def test_reason_is_abort_for_a_client_that_left_and_stop_for_one_that_has_enough() -> None:
+    async with over(InProcess()) as dispatcher:
         stream = cast(AsyncGenerator[TokenDelta, None], dispatcher.generate(Submission("enough", [7] * 30, PARAMS)))
         async with aclosing(stream):
             async for delta in stream:
@@ -121,27 +102,16 @@ def test_reason_is_abort_for_a_client_that_left_and_stop_for_one_that_has_enough
         await asyncio.wait([leaving])
         assert ended(await scraped(dispatcher)) == {"stop": 1, "abort": 1}
 
-    run(main, "mixed")
 
-
-def test_request_that_no_replica_took_is_not_counted() -> None:
-    async def main(dispatcher: Dispatcher, _: list[InProcess]) -> None:
+async def test_request_that_no_replica_took_is_not_counted() -> None:
+    async with over(InProcess()) as dispatcher:
         with pytest.raises(ValueError, match="prompt"):
             await tokens(dispatcher, "long", prompt=100_000)
         assert ended(await scraped(dispatcher)) == {}
         with pytest.raises(ReplicaLost):
             await tokens(Dispatcher("tiny", vllm_metrics=True), "none up")
 
-    run(main, "mixed")
 
-
-def test_metrics_have_no_name_of_vllm_unless_they_are_asked_for() -> None:
-    async def main() -> None:
-        client, dispatcher = InProcess(), Dispatcher("tiny")
-        dispatcher.join("one", client, client.profile)
-        await ready(dispatcher)
+async def test_metrics_have_no_name_of_vllm_unless_they_are_asked_for() -> None:
+    async with serving(Dispatcher("tiny"), one=InProcess()) as dispatcher:
         assert "vllm:" not in await dispatcher.metrics_text()
-        await dispatcher.close()
-        await client.engine_thread.close()
-
-    asyncio.run(main())

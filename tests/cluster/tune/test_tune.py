@@ -246,6 +246,7 @@ def test_tables_keep_the_sizes_of_chunks_at_80_columns(decodes: tuple[int, ...])
     chunks = (16, 64, 256, 1024, 2048, 16384)
     cells = [replace(cell, seconds=COST.seconds(cell.work)) for cell in grid(chunks, decodes, CONTEXTS)]
     cells = [replace(cell, is_measured=cell.chunk != 256) for cell in cells]
+    assert [line[0] for line in rows(report.promises(findings()))][-3:] == ["1", "4", "16"]
     wide = replace(findings(), curves=Curves(cells))
     for table in (report.stalls(wide.curves), report.trade_off(wide)):
         lines = rows(table)
@@ -262,10 +263,6 @@ def test_column_whose_long_contexts_did_not_fit_says_so() -> None:
     short = Curves([cell for cell in curves().cells if cell.decodes < 16 or cell.context == 100])
     assert ["chunk", "none", "1", "4", "16", "≤100"] in rows(report.stalls(short))
     assert not any("≤100" in line for line in rows(report.stalls(curves())))
-
-
-def test_promises_keep_the_streams_at_80_columns() -> None:
-    assert [line[0] for line in rows(report.promises(findings()))][-3:] == ["1", "4", "16"]
 
 
 def test_points_of_the_trade_off_are_steps_times_seconds() -> None:
@@ -412,19 +409,21 @@ def test_command_writes_its_files(model: str, small_cluster: Path, model_dir: Pa
     assert not figures["is_interrupted"]
 
 
-def test_pool_of_several_must_be_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("pools", "args", "complaint"),
+    [
+        ("prefill, decode", [], "pool: the file has prefill, decode, which may differ; name one with --pool"),
+        ("encode, mixed", ["--pool", "encode"], "pool: 'encode' encodes pictures alone"),
+        ("prefill, decode", ["--pool", "prefill", "--streams", "4"], "streams: none run in pool 'prefill'"),
+    ],
+)
+def test_pool_that_cannot_be_tuned_is_refused(tmp_path: Path, pools: str, args: list[str], complaint: str) -> None:
     file = tmp_path / "cluster.yaml"
-    file.write_text("pools: [{name: prefill}, {name: decode}]\n")
-    result = run("--config", str(file))
+    named = ", ".join(f"{{name: {name}}}" for name in pools.split(", "))
+    file.write_text(f"model: {{path: org/pictures}}\npools: [{named}]\n")
+    result = run("--config", str(file), *args)
     assert result.exit_code == 2
-    assert "pool: the file has prefill, decode, which may differ; name one with --pool" in result.stderr
-    file.write_text("model: {path: org/pictures}\npools: [{name: encode}, {name: mixed}]")
-    result = run("--config", str(file), "--pool", "encode")
-    assert "pool: 'encode' encodes pictures alone" in result.stderr
-    file.write_text("pools: [{name: prefill}, {name: decode}]")
-    result = run("--config", str(file), "--pool", "prefill", "--streams", "4")
-    assert result.exit_code == 2
-    assert "streams: none run in pool 'prefill'" in result.stderr
+    assert complaint in result.stderr
 
 
 def test_command_measures_the_ranks_of_the_pool_it_recommends_for(tmp_path: Path) -> None:

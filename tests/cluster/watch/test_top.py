@@ -167,29 +167,22 @@ def test_frame_after_two_readings_shows_the_difference() -> None:
     assert row(screen, "batch") == "batch 5.5 s 9.9 s - - - - - 98,304"
 
 
-def test_frame_of_a_server_that_speculates_has_a_row_for_drafts() -> None:
+def test_frame_has_rows_for_drafts_and_pictures_where_the_server_has_some() -> None:
     deployment = Deployment()
     readings, served, clock = watching(deployment.text())
     readings.poll()
     assert "drafts" not in shown(readings)
+    assert "pictures" not in shown(readings)
     deployment.drafted.inc(60)
     deployment.accepted.inc(45)
-    served["text"], clock.now = deployment.text(), clock.now + 2
-    readings.poll()
-    assert row(shown(readings), "drafts") == "drafts tokens/s 30 · accepted 75%"
-
-
-def test_frame_of_a_server_that_encodes_pictures_has_a_row_for_them() -> None:
-    deployment = Deployment()
-    readings, served, clock = watching(deployment.text())
-    readings.poll()
-    assert "pictures" not in shown(readings)
     deployment.encoded.inc(10)
     deployment.found.inc(4)
     deployment.encoder_seconds.observe(0.5)
-    clock.now, served["text"] = clock.now + 2, deployment.text()
+    served["text"], clock.now = deployment.text(), clock.now + 2
     readings.poll()
-    assert "/s encoded 5 · found 2 · 25% of the time" in row(shown(readings), "pictures")
+    screen = shown(readings)
+    assert row(screen, "drafts") == "drafts tokens/s 30 · accepted 75%"
+    assert "/s encoded 5 · found 2 · 25% of the time" in row(screen, "pictures")
 
 
 def test_frame_leaves_out_work_older_than_the_window() -> None:
@@ -284,7 +277,8 @@ def test_server_without_crossdock_metrics_is_reported(status: int, text: str, co
 
 
 @pytest.fixture
-def server() -> Iterator[tuple[Deployment, ThreadingHTTPServer]]:
+def server() -> Iterator[tuple[Deployment, str]]:
+    """A deployment, and the address at which it is served."""
     deployment = Deployment()
 
     class Handler(BaseHTTPRequestHandler):
@@ -302,7 +296,7 @@ def server() -> Iterator[tuple[Deployment, ThreadingHTTPServer]]:
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
         thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.02})
         thread.start()
-        yield deployment, http
+        yield deployment, f"http://127.0.0.1:{http.server_port}"
         http.shutdown()
         thread.join()
 
@@ -311,10 +305,10 @@ def run(*args: str) -> Any:
     return CliRunner().invoke(cli.app, ["top", *args], env={"COLUMNS": "140"})
 
 
-def test_top_once_prints_one_frame(server: tuple[Deployment, ThreadingHTTPServer]) -> None:
-    deployment, http = server
+def test_top_once_prints_one_frame(server: tuple[Deployment, str]) -> None:
+    deployment, url = server
     deployment.in_flight = [flight("book", "batch", "prefilling", 10, 9000)]
-    result = run(f"http://127.0.0.1:{http.server_port}/v1", "--once", "--interval", "0.1")
+    result = run(f"{url}/v1", "--once", "--interval", "0.1")
     assert result.exit_code == 0, result.output
     assert REPLICA in result.stdout
     assert "9,000" in result.stdout
@@ -329,9 +323,9 @@ def test_top_once_without_a_server_exits_with_1(address: list[str]) -> None:
 
 
 @pytest.mark.parametrize("key", ["q", "\x03"])
-def test_top_at_a_terminal_stays_until_a_key_ends_it(server: tuple[Deployment, ThreadingHTTPServer], key: str) -> None:
-    _, http = server
-    terminal = Pty("top", f"http://127.0.0.1:{http.server_port}", "--interval", "0.1", lines=40)
+def test_top_at_a_terminal_stays_until_a_key_ends_it(server: tuple[Deployment, str], key: str) -> None:
+    _, url = server
+    terminal = Pty("top", url, "--interval", "0.1", lines=40)
     terminal.expect(REPLICA)
     terminal.expect("the last ")
     terminal.send(key)
@@ -365,17 +359,16 @@ def test_top_without_a_server_ends_with_a_message() -> None:
 
 
 @pytest.mark.parametrize("gets_hangup", [True, False])
-def test_top_ends_with_its_terminal(server: tuple[Deployment, ThreadingHTTPServer], gets_hangup: bool) -> None:
-    _, http = server
-    url = f"http://127.0.0.1:{http.server_port}"
+def test_top_ends_with_its_terminal(server: tuple[Deployment, str], gets_hangup: bool) -> None:
+    _, url = server
     terminal = Pty("top", url, "--interval", "0.1", lines=40, gets_hangup=gets_hangup)
     terminal.expect(REPLICA)
     assert terminal.vanish() in (0, 128 + signal.SIGHUP)
 
 
-def test_top_restores_the_terminal_at_sigterm(server: tuple[Deployment, ThreadingHTTPServer]) -> None:
-    _, http = server
-    terminal = Pty("top", f"http://127.0.0.1:{http.server_port}", lines=40)
+def test_top_restores_the_terminal_at_sigterm(server: tuple[Deployment, str]) -> None:
+    _, url = server
+    terminal = Pty("top", url, lines=40)
     terminal.expect(REPLICA)
     assert not terminal.echoes()
     terminal.process.terminate()

@@ -78,28 +78,21 @@ def test_serve_without_key_on_every_address_warns(served: Served, flags: list[st
     assert "hunter2" not in result.output
 
 
-def test_serve_with_missing_model_fails_before_ray_starts(served: Served) -> None:
-    result = run("serve", "org/absent", "--port", str(free_port()))
-    assert result.exit_code == 2
-    assert "'org/absent' is neither a directory nor in the hub's cache" in result.stderr
-    assert served.config is None
-
-
-def test_serve_with_encode_pool_for_a_model_of_text_fails_before_ray_starts(
-    served: Served, small_model_dir: Path
+@pytest.mark.parametrize(
+    ("args", "reason"),
+    [
+        (["org/absent"], "'org/absent' is neither a directory nor in the hub's cache"),
+        (["--pools", "encode=1,mixed=1"], "needs a model that takes pictures: this model reads text only"),
+        (["--generation-config", "absent"], "'absent' must be auto (the model's own), vllm (none), or a directory"),
+    ],
+)
+def test_serve_with_a_model_that_cannot_be_used_fails_before_ray_starts(
+    served: Served, small_model_dir: Path, args: list[str], reason: str
 ) -> None:
-    result = run("serve", str(small_model_dir), "--pools", "encode=1,mixed=1", "--port", str(free_port()))
+    model = [] if args[0].startswith("org/") else [str(small_model_dir)]
+    result = run("serve", *model, *args, "--port", str(free_port()))
     assert result.exit_code == 2
-    assert "a pool of the role encode needs a model that takes pictures: this model reads text only" in result.stderr
-    assert served.config is None
-
-
-def test_serve_with_unusable_generation_config_fails_before_ray_starts(served: Served) -> None:
-    result = run("serve", "--generation-config", "absent", "--port", str(free_port()))
-    assert result.exit_code == 2
-    assert (
-        "model.generation_config: 'absent' must be auto (the model's own), vllm (none), or a directory" in result.stderr
-    )
+    assert reason in result.stderr
     assert served.config is None
 
 
