@@ -33,6 +33,7 @@ from crossdock.workers.schedule.drafts.drafting import DraftPolicy
 from crossdock.workers.schedule.memory.page_needs import PageNeeds
 from crossdock.workers.schedule.memory.pages import PagePool
 from crossdock.workers.schedule.memory.prefix_index import Window
+from crossdock.workers.schedule.pictures.arriving_rows import ArrivingRows
 from crossdock.workers.schedule.pictures.encoder_cost import EncoderCostFit
 from crossdock.workers.schedule.pictures.encoding import LONGEST_SHIPPING_STEP_S, Encoding, ItemFailure
 from crossdock.workers.schedule.pictures.items import items_in
@@ -67,7 +68,7 @@ class Engine:
     encoder_fit: EncoderCostFit | None = None  # set by `calibrate_encoder`
     intervals: IntervalShare = field(default_factory=lambda: IntervalShare(()))  # set by `calibrate`
     gang: Gang | None = None  # the other ranks, where `model` is one rank's part
-    on_scheduled: Callable[[Batch], None] = lambda batch: None  # called with each step before it is executed
+    on_scheduled: list[Callable[[Batch], None]] = field(default_factory=list)  # called before a step is executed
     pages: PagePool = field(init=False)
     scheduler: Scheduler = field(init=False)
     pipeline: Pipeline = field(init=False)
@@ -100,7 +101,9 @@ class Engine:
             rows = int(config.mm_encoder_cache) // model.encoder.row_bytes
             keeps_whole = model.encoder.attends_both_ways and self.makes_tokens
             longest_s = inf if self.makes_tokens or not config.enable_chunked_prefill else LONGEST_SHIPPING_STEP_S
-            encoding = Encoding(rows, None, keeps_whole, longest_s)
+            num_landing = max(rows // config.page_size, 2) if model.encoder.takes_rows else 0  # the last has no row
+            arriving = ArrivingRows(num_landing, config.page_size)
+            encoding = Encoding(rows, None, keeps_whole, longest_s, arriving)
         self.scheduler = Scheduler(
             *(config, self.pages, model.max_model_len, model.eos_token_ids),
             depth=depth,
@@ -282,7 +285,8 @@ class Engine:
             return self._execute(self.scheduler.schedule(ended), now)
 
     def _execute(self, batch: Batch, now: float) -> bool:
-        self.on_scheduled(batch)
+        for listener in self.on_scheduled:
+            listener(batch)
         if batch:
             self.pipeline.begin(batch, now)
         return bool(batch)

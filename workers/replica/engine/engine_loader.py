@@ -21,9 +21,7 @@ def load_engine(spec: ReplicaSpec) -> Engine:
     kv_bytes = spec.engine.budget.known(device) or 0
     if spec.role == "encode":
         return _encode_engine(load_encoder(spec.model, device, kv_bytes), spec.engine)
-    model = load_model(spec.model, device, kv_bytes=kv_bytes)
-    if model.encoder is not None:
-        model.encoder.takes_rows = spec.takes_rows
+    model = load_model(spec.model, device, kv_bytes=kv_bytes, takes_rows=spec.takes_rows)
     tokenizer = resolve_tokenizer(spec.tokenizer, spec.model.path)
     return Engine(model, spec.engine, tokenizer)
 

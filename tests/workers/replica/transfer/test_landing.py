@@ -11,10 +11,8 @@ from pydantic import ByteSize
 
 from crossdock.kvtransfer.calls import CancelExpectCall, DockCall, GrantCall
 from crossdock.workers.model.encoder_model import drop_decoder, wrap_encoder
-from crossdock.workers.model.model_spec import ModelSpec
-from crossdock.workers.replica.config import EngineConfig, ReplicaSpec
+from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.engine import Engine
-from crossdock.workers.replica.serving.replica import _takes_rows
 from crossdock.workers.schedule.pictures.encoding import ON_THEIR_WAY, EncoderTotals
 from crossdock.workers.schedule.pictures.items import Item
 from crossdock.workers.schedule.request import (
@@ -34,7 +32,7 @@ from tests.workers.multimodal import (
     picture,
 )
 from tests.workers.replica.driven import hold
-from tests.workers.replica.engines import engine_on, tiny_model
+from tests.workers.replica.engines import engine_on
 from tests.workers.replica.sides import TRANSPORTS, Side, ship
 
 NUM_TOKENS = 5
@@ -50,8 +48,8 @@ def engine_side(family: str, transport: str, deadline_s: float = 5.0, **config: 
     """Return a replica that takes rows, in chunks of 24 tokens."""
     settings = {"max_num_batched_tokens": 24, "max_num_seqs": 8, "page_size": PAGE_SIZE} | config
     wanted = EngineConfig.model_validate({"kv_cache_memory": ByteSize(4 << 20)} | settings)
-    engine = Engine(paged_multimodal(family), wanted)
-    return Side(transport, engine=engine, deadline_s=deadline_s, takes_rows=True)
+    engine = Engine(paged_multimodal(family, takes_rows=True), wanted)
+    return Side(transport, engine=engine, deadline_s=deadline_s)
 
 
 def encoder_side(family: str, transport: str, deadline_s: float = 5.0) -> Side:
@@ -74,8 +72,7 @@ class Trio:
 
     @property
     def rows_peer(self) -> bytes:
-        assert self.first.thread.landing is not None
-        return self.first.thread.landing.dock.blob
+        return self.first.landing.dock.blob
 
     async def encode(self, work: Submission) -> None:
         """Submit the encoding leg."""
@@ -105,8 +102,7 @@ class Trio:
 
     @property
     def lost(self) -> dict[str, int]:
-        assert self.first.thread.landing is not None
-        return dict(self.first.thread.landing.rows.lost)
+        return dict(self.first.landing.rows.lost)
 
 
 @asynccontextmanager
@@ -224,22 +220,10 @@ def test_wait_for_a_picture_shows_in_the_timeline() -> None:
     asyncio.run(main())
 
 
-@pytest.mark.parametrize(
-    ("fields", "takes_rows"),
-    [
-        ({"takes_rows": True}, True),
-        ({"takes_rows": True, "role": "prefill"}, True),
-        ({"takes_rows": False}, False),
-        ({"takes_rows": True, "tensor_parallel_size": 2}, True),
-        ({"takes_rows": True, "pipeline_parallel_size": 2}, True),
-        ({"takes_rows": True, "role": "encode"}, False),
-    ],
-)
-def test_replica_with_a_decoder_and_an_encoder_takes_rows(fields: dict[str, Any], takes_rows: bool) -> None:
-    engine = engine_on(paged_multimodal("llava"), num_pages=100)
-    spec = ReplicaSpec(ModelSpec(None), EngineConfig(), num_threads=1, **fields)
-    assert _takes_rows(engine, spec) is takes_rows
-    assert not _takes_rows(engine_on(tiny_model()), spec)
+@pytest.mark.parametrize("takes_rows", [False, True])
+def test_engine_of_a_decoder_and_an_encoder_loaded_to_take_rows_has_landing_pages(takes_rows: bool) -> None:
+    engine = engine_on(paged_multimodal("llava", takes_rows=takes_rows), num_pages=100)
+    assert bool(engine.scheduler.encoding.arriving.num_pages) is takes_rows
 
 
 # -- losses of the encode replica ------------------------------------------------------------------------------------
@@ -257,8 +241,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def arrived(trio: Trio, work: Submission) -> int:
-    assert trio.first.thread.landing is not None
-    return trio.first.thread.landing.rows.num_arrived(f"{work.id}#{work.epoch}")
+    return trio.first.landing.rows.num_arrived(f"{work.id}#{work.epoch}")
 
 
 async def until_rows_arrive(trio: Trio, work: Submission) -> None:
@@ -401,9 +384,7 @@ def test_dock_that_fails_at_the_call_of_one_request_costs_the_others_no_rows(mon
     async def main() -> None:
         expected = [continuation(module, prompt, NUM_TOKENS) for prompt in works]
         async with three(family, "tcp", enable_prefix_caching=False) as trio:
-            assert trio.first.thread.landing is not None
-            dock = trio.first.thread.landing.dock
-
+            dock = trio.first.landing.dock
             call = dock.call
 
             def fail_once(made: DockCall) -> None:
@@ -437,8 +418,7 @@ def test_dock_that_has_ended_leaves_pictures_to_the_replica() -> None:
         trio = Trio("qwen2_vl", "tcp", deadline_s=1.0)
         try:
             await trio.first.thread.submit("test", trio.here(submission("a", LONG)))
-            assert trio.first.thread.landing is not None
-            await asyncio.to_thread(trio.first.thread.landing.dock.close)
+            await asyncio.to_thread(trio.first.landing.dock.close)
             await trio.first.thread.submit("test", trio.here(submission("b", LONG)))
             for name in ("a", "b"):
                 assert await trio.first.rest(name) == continuation(module, LONG, NUM_TOKENS)
