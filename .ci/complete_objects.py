@@ -17,8 +17,6 @@ CHECKED = ("workers/model", "workers/draft", "workers/replica", "cluster/dispatc
 MODULES = "a module of transformers, changed in place: its layers are cut or replaced"
 REQUEST = "a request of the small model changes while it is computed"
 LEARNT = "what steps cost is measured with the engine, and learnt as it runs"
-FIGURES = "the figures of a transfer are counted while it runs"
-PATCHED = "a module of a library, which has no setting for it"
 RECORDS = {  # an object, or one field of it: why it may change
     **dict.fromkeys(
         ("module", "mixer", "attention", "norm", "linear", "decoder", "mixture", "mixture.experts"), MODULES
@@ -29,11 +27,11 @@ RECORDS = {  # an object, or one field of it: why it may change
     **dict.fromkeys(
         ("engine.scheduler.forecast.scored_factor", "self.scheduler.encoding.cost", "pipeline.deadline"), LEARNT
     ),
-    **dict.fromkeys(("shipment.figures", "expected.figures"), FIGURES),
-    **dict.fromkeys(("logging", "logging.config", "serve_replica"), PATCHED),
+    **dict.fromkeys(("shipment.figures", "expected.figures"), "the figures of a transfer are counted while it runs"),
+    **dict.fromkeys(("logging", "logging.config", "serve_replica"), "a library, which has no setting for it"),
     **dict.fromkeys(("message", "self._message"), "a message is filled until its reader fetches it"),
     "delta": "a delta of the scheduler gets what the sampler kept for its request",
-    "row.allowed": "the tokens that a grammar allows, found anew for each step",
+    "row.allowed": "the tokens that a grammar allows, found again for each step",
     "connection.is_connecting": "a socket that listens has connected",
     "self.part": "the cut of a model writes its part, which no process uses yet",
     "pictures": "the pictures of a step are encoded, or received, while it runs",

@@ -23,6 +23,7 @@ from crossdock.workers.replica.engine.speculation import Speculation
 from crossdock.workers.replica.engine.step_sampler import StepSampler
 from crossdock.workers.replica.ranks.gang import Gang
 from crossdock.workers.replica.ranks.pool_layout import choose_groups, held_layers, pool_spec
+from crossdock.workers.replica.ranks.rank_messages import AllocatePool, RecordSteps
 from crossdock.workers.replica.step_sizes import sized
 from crossdock.workers.schedule.ahead import assume_ended
 from crossdock.workers.schedule.batch import Batch
@@ -118,11 +119,12 @@ class Engine:
         """Return what runs the steps, after every rank has allocated its pool and recorded its part of steps."""
         config, gang = self.config, self.gang
         sizes = config.max_num_seqs, config.max_num_batched_tokens
+        broadcast: Callable[[bytes], None] | None = None
         if gang is not None:
-            gang.allocate_pools(num_pages)
+            broadcast = gang.run_step
+            gang.broadcast(AllocatePool(num_pages))
             if not config.enforce_eager:
-                gang.record_steps(*sizes, config.most_drafts)
-        broadcast = gang.run_step if gang is not None else None
+                gang.broadcast(RecordSteps(*sizes, config.most_drafts))  # ends only if this rank records too
         if config.enforce_eager:
             return Runner(self.model, config.page_size, broadcast)
         return Runner.recorded(self.model, config.page_size, *sizes, broadcast, most_drafts=config.most_drafts)

@@ -15,10 +15,9 @@ class Calls:
         self._awaited: set[asyncio.Future[None]] = set()
 
     async def call(self, function: Callable[[], None]) -> None:
-        """Run `function` between two steps, in the engine's thread. Raises what it raises.
+        """Run `function` between two steps, in the engine's thread.
 
-        Raises:
-            RuntimeError: the replica has ended.
+        Raises what `function` raises, and RuntimeError where the replica has ended.
         """
         done: asyncio.Future[None] = self._loop.create_future()
 

@@ -185,7 +185,7 @@ class EngineThread(ObservedEngine):
 
     def _run(self) -> None:
         try:
-            while self._inbox.wait(lambda: self._can_step, self._patience):
+            while self._inbox.wait(lambda: self.engine.has_work and not self._is_blocked, self._patience):
                 self._turn()
         except BaseException:
             logger.exception("the engine thread has failed: this replica ends")
@@ -223,10 +223,6 @@ class EngineThread(ObservedEngine):
             self._fail_all(error)
             if self._num_failures == _MOST_FAILURES:
                 raise
-
-    @property
-    def _can_step(self) -> bool:
-        return self.engine.has_work and not self._is_blocked
 
     def _attempt(self, run: Callable[[], Step]) -> Step | None:
         """Run a step, or the rest of one. Returns None where it failed.

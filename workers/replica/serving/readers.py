@@ -34,7 +34,7 @@ class Readers:
         """Forget a reader. Return the attempts whose tokens went to it: no other reader wants them."""
         if self.channels.get(ingress) is channel:
             del self.channels[ingress]
-        return self._attempts_of(channel)
+        return [(request, epoch) for request, (reader, epoch) in self._reader_of.items() if reader is channel]
 
     def claim(self, ingress: str, submission: Submission) -> None:
         """Send the tokens of an attempt to the reader `ingress` from now on.
@@ -107,6 +107,3 @@ class Readers:
         """End every reader after what is queued for it."""
         for channel in self.channels.values():
             channel.close()
-
-    def _attempts_of(self, channel: Channel) -> list[AttemptKey]:
-        return [(request, epoch) for request, (reader, epoch) in self._reader_of.items() if reader is channel]

@@ -69,7 +69,7 @@ class Replica:
         self._starting: asyncio.Future[str] | None = asyncio.get_running_loop().create_future()  # why it failed
         engine, profile = await (self._load(spec) if spec.num_ranks == 1 else self._load_gang(spec))
         self._ages["steps measured"] = process_age()
-        name = await asyncio.to_thread(_fingerprint, spec)
+        name = await asyncio.to_thread(lambda: fingerprint(resolve_model(spec.model.path)))
         self.engine_thread = thread = _start(engine, name, spec)
         self._starting = None
         await asyncio.to_thread(prepare_interpreter)
@@ -223,10 +223,6 @@ def _start(engine: Engine, name: str, spec: ReplicaSpec) -> EngineThread:
     arguments = engine, name, spec.role, transfer
     rows = [partial(open_landing, *arguments)] if engine.scheduler.encoding.arriving.num_pages else []
     return EngineThread(engine, partial(connect, *arguments), *rows)
-
-
-def _fingerprint(spec: ReplicaSpec) -> str:
-    return fingerprint(resolve_model(spec.model.path))
 
 
 def _log_where_serve_does() -> None:

@@ -85,7 +85,7 @@ class Handover:
             self.dock.call(begin(submission.id, submission.epoch, peers, self.config.deadline_s))
         except (IncompatiblePools, ValueError) as error:
             self.engine.abort(submission.id)
-            self._release(submission.id, submission.epoch)
+            self.engine.pages.release(Request.owner_name(submission.id, submission.epoch))
             raise CannotPair(str(error)) from error
         self._transfers[submission.id] = _Transfer(submission.epoch, self.engine.clock())
         if self._early_offers.pop((submission.id, submission.epoch), 0) is None:
@@ -225,7 +225,7 @@ class Handover:
             deltas = [_ended(request)]
             self.on_figures(event.request, "sent", event.figures, "shipped")
         self._end(event.request, event.epoch)
-        self._release(event.request, event.epoch)
+        self.engine.pages.release(_owner(event))
         return deltas
 
     def _cancel(self, request_id: str, leg: Leg) -> None:
@@ -238,9 +238,6 @@ class Handover:
         transfer = self._transfers.get(request_id)
         if transfer is not None and transfer.epoch == epoch:  # else a later attempt has begun, which goes on
             del self._transfers[request_id]
-
-    def _release(self, request_id: str, epoch: int) -> None:
-        self.engine.pages.release(Request.owner_name(request_id, epoch))
 
 
 def _ended(request: Request) -> TokenDelta:

@@ -22,6 +22,7 @@ from crossdock.workers.schedule.request import (
     Submission,
     encoding_leg,
 )
+from tests.waiting import until
 from tests.workers.multimodal import (
     FAMILIES,
     NO_PLACEHOLDERS,
@@ -231,22 +232,13 @@ def test_engine_of_a_decoder_and_an_encoder_loaded_to_take_rows_has_landing_page
 LONG = PicturePrompt.of(5, picture("qwen2_vl", 1, (4, 4)), 40, picture("qwen2_vl", 2, (4, 5)), 9, seed=1)
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    """Wait for a condition, which must come."""
-    for _ in range(20_000):
-        if condition():
-            return
-        await asyncio.sleep(0.0005)
-    raise AssertionError("the condition never came")
-
-
 def arrived(trio: Trio, work: Submission) -> int:
     return trio.first.landing.rows.num_arrived(f"{work.id}#{work.epoch}")
 
 
-async def until_rows_arrive(trio: Trio, work: Submission) -> None:
-    """Wait until some rows of a request have arrived. On a busy machine it may end before that is seen."""
-    await until(lambda: arrived(trio, work) > 0 or trio.first.engine.scheduler.table.get(work.id) is None)
+async def until_rows_arrive(trio: Trio, work: Submission, least: int = 1) -> None:
+    """Wait until so many rows of a request have arrived. On a busy machine it may end before that is seen."""
+    await until(lambda: arrived(trio, work) >= least or trio.first.engine.scheduler.table.get(work.id) is None)
 
 
 async def before_the_leg(trio: Trio, work: Submission) -> None:
@@ -263,12 +255,12 @@ async def before_the_offer(trio: Trio, work: Submission) -> None:
 
 async def while_rows_arrive(trio: Trio, work: Submission) -> None:
     await trio.encode(work)
-    await until(lambda: arrived(trio, work) > 0 or trio.first.engine.scheduler.table.get(work.id) is None)
+    await until_rows_arrive(trio, work)
 
 
 async def after_the_first_picture(trio: Trio, work: Submission) -> None:
     await trio.encode(work)
-    await until(lambda: arrived(trio, work) >= 16 or trio.first.engine.scheduler.table.get(work.id) is None)
+    await until_rows_arrive(trio, work, 16)
 
 
 MOMENTS = [before_the_leg, before_the_offer, while_rows_arrive, after_the_first_picture]
