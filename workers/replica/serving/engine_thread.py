@@ -207,7 +207,7 @@ class EngineThread(ObservedEngine):
     @property
     def _patience(self) -> float | None:
         """Seconds until there may be something to do although nothing happens; None: no limit."""
-        return min((side.patience for side in self.sides if side.patience is not None), default=None)
+        return min((limit for side in self.sides if (limit := side.patience) is not None), default=None)
 
     def _guard(self, action: Callable[[], object]) -> None:
         """Run what is no step. Where it fails, all requests end with an error, and the replica goes on.
