@@ -16,6 +16,11 @@ class ProgressWatch:
     unchanged_since: float = inf  # seconds; infinity before the first answer
     _numbers: dict[str, Numbers | None] = field(default_factory=dict)  # by replica: the last answer
 
+    def take_asked(self) -> list[str]:
+        """Return the replicas that have not answered, and await none of them any more."""
+        asked, self.asked = self.asked, []
+        return asked
+
     def answered(self, replica: str, numbers: Numbers | None, now: float) -> bool:
         """Take in an answer; None: the replica does not have the request. Return whether that came twice in a row."""
         self.asked.remove(replica)

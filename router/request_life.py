@@ -234,14 +234,14 @@ class RequestLife:
                 self._refusals[replica] = ReplicaLost(why)
             return self._place_again(None, now)
         decode = self._working[0]
-        silent, self._watch.asked = self._watch.asked, []
+        silent = self._watch.take_asked()
         if decode in silent:
             why = f"replica {decode} does not answer about {self.submission.id}"
             return self._lose(ReplicaLost(why), now, decode)
         if silent:
             self.deadline = now + self._patience
             return [action for replica in silent for action in self._end_sender(replica, now)]
-        self._watch.asked = [*self._working]
+        self._watch.asked.extend(self._working)
         self.deadline = now + self._timeouts.answer_s
         return [Ask(replica, self.attempt) for replica in self._working]
 

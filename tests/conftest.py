@@ -70,12 +70,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Genera
 
 
 @pytest.fixture(scope="session")
-def anyio_backend() -> str:
-    """The event loop of tests that are coroutines."""
-    return "asyncio"
-
-
-@pytest.fixture(scope="session")
 def model_dir() -> Path:
     """The embedded model, converted on first use."""
     from crossdock.workers.model.weights.checkpoint import default_model_dir

@@ -26,6 +26,7 @@ def check() -> Any:
         ("def f(engine):\n    engine.model.encoder.takes_rows += 1", [(2, "engine.model.encoder", "takes_rows")]),
         ("def f(self):\n    self.tokens = 3", []),
         ("def f():\n    made = Request()\n    made.tokens = 3", []),
+        ("class Turn:\n    is_over: bool = False\ndef f(turn):\n    turn.is_over = True", []),
     ],
 )
 def test_field_assigned_outside_its_object_is_found(source: str, found: list[tuple[int, str, str]]) -> None:

@@ -47,7 +47,6 @@ class EngineClient(Protocol):
     def messages(self) -> AsyncIterator[Message]:
         """Open the stream of this ingress and yield what the replica sends. From its first message on, the replica
         accepts submissions."""
-        ...
 
     async def submit(self, submission: Submission) -> int:
         """Submit a request. Returns the number of the last live profile that does not include it.
@@ -57,23 +56,18 @@ class EngineClient(Protocol):
             Overloaded: its class's promise cannot be kept.
             ReplicaBroken: the replica's process has ended, or is out of reach.
         """
-        ...
 
     async def close(self) -> None:
         """End the stream of this ingress; its requests are aborted."""
-        ...
 
     async def still_reads(self) -> None:
         """Notify the replica that this ingress reads its stream, though it may send nothing else for long."""
-        ...
 
     async def call(self, method: RemoteMethod, *arguments: Any) -> Any:
         """Call a method of the replica."""
-        ...
 
     async def is_dead(self) -> bool:
         """Return whether the replica's process is known to have ended."""
-        ...
 
 
 @dataclass(slots=True, eq=False)

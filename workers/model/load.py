@@ -37,12 +37,13 @@ def load_model(
     links: Collectives | None = None,
     kv_bytes: int | None = None,
     loaded: Callable[[], None] = lambda: None,
+    takes_rows: bool = False,
 ) -> LoadedModel:
     """Load a Hugging Face directory. Collective: every rank of a gang must call it.
 
     `links` connect to the other ranks of a gang, of which this one loads its part. `kv_bytes` must fit into memory
     beside the weights; None checks nothing. `loaded` is called when the weights are in memory, before the logits are
-    checked.
+    checked. `takes_rows`: see `PictureEncoder`.
 
     Raises:
         UnsupportedModelError: the architecture would not be computed right through our attention.
@@ -80,6 +81,7 @@ def load_model(
         kv_bytes=kv_bytes,
         quantization=spec.quantization,
         used_by_others=used_by_others,
+        takes_rows=takes_rows,
     )
     return wrap_module(module, options)
 
@@ -113,7 +115,7 @@ def wrap_module(module: Any, options: LoadOptions = _DEFAULTS) -> LoadedModel:
     reason = why_text_alone(config, attention)
     if reason and is_multimodal(config):
         logger.warning("prompts are text alone: %s", reason)
-    encoder = None if reason else PictureEncoder(module, config)
+    encoder = None if reason else PictureEncoder(module, config, takes_rows=options.takes_rows)
     return replace(
         model, variant=variant, encoder=encoder, why_text_alone=reason, used_by_others=options.used_by_others
     )

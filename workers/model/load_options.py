@@ -24,6 +24,7 @@ class LoadOptions:
     kv_bytes: int | None = None  # of memory that must stay free for pages; None: no need to check
     quantization: Quantization | None = None
     used_by_others: int = 0  # see `LoadedModel`
+    takes_rows: bool = False  # see `PictureEncoder`
 
     @property
     def weights(self) -> WeightFormat:

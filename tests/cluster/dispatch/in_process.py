@@ -48,9 +48,8 @@ class InProcess:
         role: Role = "mixed",
         *,
         engine: Engine | None = None,
-        takes_rows: bool = False,
     ) -> None:
-        """`engine`: None makes one with `config` on a small random model. `takes_rows`: as in `ReplicaSpec`."""
+        """`engine`: None makes one with `config` on a small random model."""
         config = config or EngineConfig(kv_cache_memory=ByteSize(4 << 20))
         if engine is None:
             engine = Engine(wrap_module(build("llama", {})), config)
@@ -58,16 +57,11 @@ class InProcess:
                 self.profile = calibrate.warm_up(engine)
         else:
             self.profile = calibrate.warm_up(engine)
-        if role == "mixed" and not takes_rows:
-            self.engine_thread = EngineThread(engine)
-        else:
-            arguments = engine, "tiny", role, TransferConfig(transport="tcp")
-            land = partial(open_landing, *arguments) if takes_rows else None
-            self.engine_thread = thread = EngineThread(engine, partial(connect, *arguments), land)
-            assert thread.handover is not None
-            addresses = {"peer": thread.handover.dock.blob}
-            addresses |= {"rows_peer": thread.landing.dock.blob} if thread.landing is not None else {}
-            self.profile = self.profile.model_copy(update={"role": role} | addresses)
+        arguments = engine, "tiny", role, TransferConfig(transport="tcp")
+        rows = [partial(open_landing, *arguments)] if engine.scheduler.encoding.arriving.num_pages else []
+        pages = [partial(connect, *arguments)] if role != "mixed" or rows else []
+        self.engine_thread = EngineThread(engine, *pages, *rows)
+        self.profile = self.profile.model_copy(update={"role": role, **self.engine_thread.addresses})
         self.is_killed = False
 
     async def messages(self) -> AsyncIterator[Message]:

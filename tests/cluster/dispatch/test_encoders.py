@@ -10,6 +10,7 @@ from crossdock.cluster.dispatch.dispatcher import Dispatcher
 from crossdock.router.fleet import RouterConfig
 from crossdock.workers.model.encoder_model import drop_decoder, wrap_encoder
 from crossdock.workers.model.load import wrap_module
+from crossdock.workers.model.load_options import LoadOptions
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.report.profile import Role
@@ -30,7 +31,7 @@ def replica(role: Role, *, takes_rows: bool = False) -> InProcess:
     if role == "encode":
         drop_decoder(module)
         return InProcess(role=role, engine=Engine(wrap_encoder(module), config))
-    return InProcess(role=role, engine=Engine(wrap_module(module), config), takes_rows=takes_rows)
+    return InProcess(role=role, engine=Engine(wrap_module(module, LoadOptions(takes_rows=takes_rows)), config))
 
 
 async def answers(replicas: dict[str, InProcess]) -> tuple[list[list[int]], Dispatcher]:

@@ -16,6 +16,7 @@ from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.replica.serving.engine_thread import EngineThread
 from crossdock.workers.schedule.request import SamplingParams, Submission
 from crossdock.workers.schedule.slo import SloClass
+from tests.waiting import until
 from tests.workers.architectures import build
 
 CLASSES = (
@@ -111,14 +112,10 @@ async def hold(thread: EngineThread, before: threading.Event | None = None) -> t
     if before is not None:
         await asyncio.sleep(0)  # until `holding` has posted its wait
         before.set()
-    async with asyncio.timeout(60):
-        while not is_held.is_set():
-            await asyncio.sleep(0.001)
+    await until(is_held.is_set)
     return gate
 
 
 async def posted(thread: EngineThread, count: int) -> None:
     """Wait until `count` actions wait for the engine's thread."""
-    async with asyncio.timeout(60):
-        while thread.num_posted < count:
-            await asyncio.sleep(0.001)
+    await until(lambda: thread.num_posted >= count)

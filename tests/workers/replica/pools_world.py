@@ -149,6 +149,7 @@ class PoolReplica:
     is_dead: bool = False
     inbox: deque[Callable[[], None]] = field(default_factory=deque)
 
+    on_scheduled: list[Callable[[Any], None]] = field(default_factory=list)
     memory: dict[int, list[int | None]] = field(default_factory=dict)  # by page: the content of its tokens
 
     def __post_init__(self) -> None:
@@ -212,11 +213,12 @@ class PoolReplica:
         """Do one turn. Return whether something was computed."""
         while self.inbox:
             self.inbox.popleft()()
-        self.handover.grant()
+        self.handover.plan()
         batch = None
         if self.scheduler.table.has_work:
             batch = begin_step(self.scheduler, self.world.now)
-            self.on_scheduled(batch)
+            for listener in self.on_scheduled:
+                listener(batch)
             for part in batch.scheduled:
                 self.compute(part)
             sampled = {
@@ -260,8 +262,6 @@ class PoolReplica:
                     if at == 0 or len(self.memory.get(page, ())) != PAGE_SIZE:  # it may have been a state's
                         self.memory[page] = [None] * PAGE_SIZE
                     self.memory[page][at] = content
-
-    on_scheduled: Callable[[Any], None] = lambda batch: None
 
 
 @dataclass(eq=False)

@@ -7,20 +7,21 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import pytest
 import torch
 from pydantic import ByteSize
 
-from crossdock.kvtransfer.events import Figures
+from crossdock.kvtransfer.events import Event, Figures
 from crossdock.workers.model.load import wrap_module
 from crossdock.workers.model.load_options import LoadOptions
 from crossdock.workers.replica.config import EngineConfig, TransferConfig
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.replica.serving.engine_thread import EngineThread
 from crossdock.workers.replica.transfer.handover import Handover, connect
-from crossdock.workers.replica.transfer.landing import open_landing
+from crossdock.workers.replica.transfer.landing import Landing, open_landing
+from crossdock.workers.replica.transfer.side import OnFigures, SideOpener
 from crossdock.workers.schedule.request import FinishReason, Leg, SamplingParams, Submission, TokenDelta
 from tests.workers.architectures import build
 
@@ -44,7 +45,6 @@ class Side:
         deadline_s: float = 5.0,
         engine: Engine | None = None,
         patience_s: float = 20.0,
-        takes_rows: bool = False,
         **config: object,
     ) -> None:
         self.patience_s = patience_s  # of `next`
@@ -58,23 +58,31 @@ class Side:
         transfer = TransferConfig(transport=transport, deadline_s=deadline_s, grace_s=0.1)  # type: ignore[arg-type]
 
         arguments = self.engine, model, "test", transfer
-        land = partial(open_landing, *arguments) if takes_rows else None
-        self.thread = EngineThread(self.engine, partial(connect, *arguments), land)
-        on_figures = self.handover.on_figures
 
-        def recorded(*end: Any) -> None:
-            self.ended.append(end)
-            on_figures(*end)
+        def recorded(on_event: Callable[[Event], None], on_figures: OnFigures) -> Handover:
+            def record(request_id: str, direction: str, figures: Figures, outcome: str) -> None:
+                self.ended.append((request_id, direction == "sent", figures, outcome))
+                on_figures(request_id, direction, figures, outcome)
 
-        self.handover.on_figures = recorded
+            return connect(*arguments, on_event, record)
+
+        openers: list[SideOpener] = [recorded]
+        if engine.scheduler.encoding.arriving.num_pages:
+            openers.append(partial(open_landing, *arguments))
+        self.thread = EngineThread(self.engine, *openers)
         self.channel = self.thread.channel("test")
         self.deltas: dict[str, asyncio.Queue[TokenDelta]] = {}
         self.pump = asyncio.create_task(self._pump())
 
     @property
     def handover(self) -> Handover:
-        assert self.thread.handover is not None
-        return self.thread.handover
+        [found] = [side for side in self.thread.sides if isinstance(side, Handover)]
+        return found
+
+    @property
+    def landing(self) -> Landing:
+        [found] = [side for side in self.thread.sides if isinstance(side, Landing)]
+        return found
 
     @property
     def blob(self) -> bytes:
@@ -118,8 +126,7 @@ class Side:
         """Return whether nothing is owned, quarantined or being transferred, now or within five seconds."""
         for _ in range(500):
             counts = await self.on_engine(self.engine.pages.counts)
-            docks = [side.dock for side in (self.handover, self.thread.landing) if side is not None]
-            num_open = sum(dock.counts().num_open for dock in docks)
+            num_open = sum(side.dock.counts().num_open for side in self.thread.sides)
             if counts.owned == counts.quarantined == num_open == 0 and self.has_landing_pages:
                 return True
             await asyncio.sleep(0.01)
@@ -128,8 +135,8 @@ class Side:
     @property
     def has_landing_pages(self) -> bool:
         """Whether all landing pages are free, where there are some."""
-        rows = self.thread.landing.rows if self.thread.landing is not None else None
-        return rows is None or (rows.num_free == rows.num_pages and not rows.num_transfers)
+        rows = self.engine.scheduler.encoding.arriving
+        return rows.num_free == rows.num_pages and not rows.num_transfers
 
     async def close(self) -> None:
         await self.thread.close()

@@ -23,6 +23,7 @@ from crossdock.workers.replica.engine.speculation import Speculation
 from crossdock.workers.replica.engine.step_sampler import StepSampler
 from crossdock.workers.replica.ranks.gang import Gang
 from crossdock.workers.replica.ranks.pool_layout import choose_groups, held_layers, pool_spec
+from crossdock.workers.replica.ranks.rank_messages import AllocatePool, RecordSteps
 from crossdock.workers.replica.step_sizes import sized
 from crossdock.workers.schedule.ahead import assume_ended
 from crossdock.workers.schedule.batch import Batch
@@ -33,6 +34,7 @@ from crossdock.workers.schedule.drafts.drafting import DraftPolicy
 from crossdock.workers.schedule.memory.page_needs import PageNeeds
 from crossdock.workers.schedule.memory.pages import PagePool
 from crossdock.workers.schedule.memory.prefix_index import Window
+from crossdock.workers.schedule.pictures.arriving_rows import ArrivingRows
 from crossdock.workers.schedule.pictures.encoder_cost import EncoderCostFit
 from crossdock.workers.schedule.pictures.encoding import LONGEST_SHIPPING_STEP_S, Encoding, ItemFailure
 from crossdock.workers.schedule.pictures.items import items_in
@@ -67,7 +69,7 @@ class Engine:
     encoder_fit: EncoderCostFit | None = None  # set by `calibrate_encoder`
     intervals: IntervalShare = field(default_factory=lambda: IntervalShare(()))  # set by `calibrate`
     gang: Gang | None = None  # the other ranks, where `model` is one rank's part
-    on_scheduled: Callable[[Batch], None] = lambda batch: None  # called with each step before it is executed
+    on_scheduled: list[Callable[[Batch], None]] = field(default_factory=list)  # called before a step is executed
     pages: PagePool = field(init=False)
     scheduler: Scheduler = field(init=False)
     pipeline: Pipeline = field(init=False)
@@ -100,7 +102,9 @@ class Engine:
             rows = int(config.mm_encoder_cache) // model.encoder.row_bytes
             keeps_whole = model.encoder.attends_both_ways and self.makes_tokens
             longest_s = inf if self.makes_tokens or not config.enable_chunked_prefill else LONGEST_SHIPPING_STEP_S
-            encoding = Encoding(rows, None, keeps_whole, longest_s)
+            num_landing = max(rows // config.page_size, 2) if model.encoder.takes_rows else 0  # the last has no row
+            arriving = ArrivingRows(num_landing, config.page_size)
+            encoding = Encoding(rows, None, keeps_whole, longest_s, arriving)
         self.scheduler = Scheduler(
             *(config, self.pages, model.max_model_len, model.eos_token_ids),
             depth=depth,
@@ -115,11 +119,12 @@ class Engine:
         """Return what runs the steps, after every rank has allocated its pool and recorded its part of steps."""
         config, gang = self.config, self.gang
         sizes = config.max_num_seqs, config.max_num_batched_tokens
+        broadcast: Callable[[bytes], None] | None = None
         if gang is not None:
-            gang.allocate_pools(num_pages)
+            broadcast = gang.run_step
+            gang.broadcast(AllocatePool(num_pages))
             if not config.enforce_eager:
-                gang.record_steps(*sizes, config.most_drafts)
-        broadcast = gang.run_step if gang is not None else None
+                gang.broadcast(RecordSteps(*sizes, config.most_drafts))  # ends only if this rank records too
         if config.enforce_eager:
             return Runner(self.model, config.page_size, broadcast)
         return Runner.recorded(self.model, config.page_size, *sizes, broadcast, most_drafts=config.most_drafts)
@@ -282,7 +287,8 @@ class Engine:
             return self._execute(self.scheduler.schedule(ended), now)
 
     def _execute(self, batch: Batch, now: float) -> bool:
-        self.on_scheduled(batch)
+        for listener in self.on_scheduled:
+            listener(batch)
         if batch:
             self.pipeline.begin(batch, now)
         return bool(batch)

@@ -2,10 +2,10 @@
 
 import torch
 
-from crossdock.workers.model.encoder_model import EncoderModel, load_encoder
+from crossdock.workers.model.encoder_model import load_encoder
 from crossdock.workers.model.load import load_model
 from crossdock.workers.model.weights.checkpoint import resolve_tokenizer
-from crossdock.workers.replica.config import EngineConfig, ReplicaSpec
+from crossdock.workers.replica.config import ReplicaSpec
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.replica.ranks.device import device_of
 
@@ -20,14 +20,8 @@ def load_engine(spec: ReplicaSpec) -> Engine:
     device = device_of(spec)
     kv_bytes = spec.engine.budget.known(device) or 0
     if spec.role == "encode":
-        return _encode_engine(load_encoder(spec.model, device, kv_bytes), spec.engine)
-    model = load_model(spec.model, device, kv_bytes=kv_bytes)
-    if model.encoder is not None:
-        model.encoder.takes_rows = spec.takes_rows
+        config = spec.engine.model_copy(update={"enforce_eager": True})  # as steps with pictures are anywhere
+        return Engine(load_encoder(spec.model, device, kv_bytes), config)
+    model = load_model(spec.model, device, kv_bytes=kv_bytes, takes_rows=spec.takes_rows)
     tokenizer = resolve_tokenizer(spec.tokenizer, spec.model.path)
     return Engine(model, spec.engine, tokenizer)
-
-
-def _encode_engine(model: EncoderModel, config: EngineConfig) -> Engine:
-    """Return the engine of an encode replica: eager, as steps with pictures are anywhere."""
-    return Engine(model, config.model_copy(update={"enforce_eager": True}))

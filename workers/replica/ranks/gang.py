@@ -22,7 +22,6 @@ from crossdock.workers.replica.config import ReplicaSpec, TransferConfig
 from crossdock.workers.replica.ranks.pool_layout import HeldLayers, held_layers
 from crossdock.workers.replica.ranks.rank_loader import RankFailed, driver_of, load_rank, position_of
 from crossdock.workers.replica.ranks.rank_messages import (
-    AllocatePool,
     DockOpened,
     DriverMessage,
     EndRank,
@@ -33,7 +32,6 @@ from crossdock.workers.replica.ranks.rank_messages import (
     PhaseEnded,
     RankFailure,
     RankReady,
-    RecordSteps,
     RunStep,
     decode_follower_message,
     encode,
@@ -109,14 +107,6 @@ class Gang:
         """The layers each rank holds, by rank."""
         held = {rank: follower.ready.held for rank, follower in self._followers.items() if follower.ready is not None}
         return [held.get(rank, self._held) for rank in range(self.spec.num_ranks)]
-
-    def allocate_pools(self, num_pages: int) -> None:
-        """Have every follower allocate its pool."""
-        self.broadcast(AllocatePool(num_pages))
-
-    def record_steps(self, max_num_seqs: int, max_num_batched_tokens: int, most_drafts: int) -> None:
-        """Have every follower record its part of steps, which ends only if the driver records its own."""
-        self.broadcast(RecordSteps(max_num_seqs, max_num_batched_tokens, most_drafts))
 
     def run_step(self, inputs: bytes) -> None:
         """Have every follower compute its part of a step."""

@@ -35,6 +35,10 @@ class Channel:
         """Return whether the reader has given no sign of life for `MOST_SILENCE_S`."""
         return time.monotonic() - self.heard_at > MOST_SILENCE_S
 
+    def hear(self) -> None:
+        """Note a sign of life of the reader."""
+        self.heard_at = time.monotonic()
+
     def put(
         self, deltas: Sequence[TokenDelta] = (), live: LiveProfile | None = None, pages: Sequence[PageChanges] = ()
     ) -> bool:

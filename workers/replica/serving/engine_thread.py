@@ -3,26 +3,25 @@
 import asyncio
 import logging
 import threading
-import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from functools import partial
 
 from crossdock.kvtransfer.calls import PeerDeadCall
-from crossdock.kvtransfer.events import Event, Figures
+from crossdock.kvtransfer.events import Event
 from crossdock.workers.model.grammar.state import GrammarState
 from crossdock.workers.replica.engine.engine import Engine, Step
+from crossdock.workers.replica.serving.calls import Calls
 from crossdock.workers.replica.serving.channel import Channel
 from crossdock.workers.replica.serving.inbox import Inbox
 from crossdock.workers.replica.serving.observed import ObservedEngine, log_ended, request_logger
 from crossdock.workers.replica.serving.readers import AttemptKey, Readers, Superseded
-from crossdock.workers.replica.transfer.handover import Handover
-from crossdock.workers.replica.transfer.landing import Landing
-from crossdock.workers.replica.transfer.replica_dock import ReplicaDock, rank_blobs
-from crossdock.workers.report.advertise import HEARTBEAT_S, LiveProfile, Message, PageChanges, Publisher
+from crossdock.workers.replica.transfer.replica_dock import rank_blobs
+from crossdock.workers.replica.transfer.side import Side, SideOpener
+from crossdock.workers.report.advertise import HEARTBEAT_S, LiveProfile, Message, PageChanges
 from crossdock.workers.report.profile import Role
 from crossdock.workers.report.timeline import Progress, Timeline
-from crossdock.workers.schedule.request import Overloaded, Status, Submission, TokenDelta
+from crossdock.workers.schedule.request import Overloaded, Request, Status, Submission, TokenDelta
 
 logger = logging.getLogger(__name__)
 _MOST_FAILURES = 3  # one after the other outside of steps, before the replica ends
@@ -31,42 +30,33 @@ _MOST_FAILURES = 3  # one after the other outside of steps, before the replica e
 class EngineThread(ObservedEngine):
     """Steps an engine for as long as it has work. All public methods belong to the event loop that constructed it."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        connect: Callable[[Callable[[Event], None]], Handover] | None = None,
-        land: Callable[[Callable[[Event], None]], Landing] | None = None,
-    ) -> None:
-        """`connect` makes the engine's handover, given a callback for its dock's events; None: all work is local.
-        `land` makes its landing in the same way; None: no other replica sends embeddings here."""
+    def __init__(self, engine: Engine, *openers: SideOpener) -> None:
+        """`openers`: of the transfers with other replicas; none: all work is local."""
         super().__init__(engine)
         self._readers = Readers()
-        self._num_computed = 0  # tokens, since the start
         self._num_failures = 0  # outside of steps, since the last step
-        self._publisher = Publisher(engine.scheduler, uuid.uuid4().hex)
         self._page_bytes = engine.page_bytes
         self._loop = asyncio.get_running_loop()
         self._inbox = Inbox()
-        self._awaited: set[asyncio.Future[Any]] = set()  # answers of the engine's thread
+        self._calls = Calls(self._inbox)
+        self.call = self._calls.call
         self._is_gang_lost = False  # then nothing may be computed or ended any more
         self._is_blocked = False  # every request waits for pages on their way in or out: no step can do anything
-        self.handover = connect(self._on_event) if connect is not None else None
-        self.landing = land(self._on_rows_event) if land is not None else None
-        if self.handover is not None:
-            self.handover.on_figures = self._transferred
-        if self.landing is not None:
-            self.landing.on_figures = self.transferred
-        self.metrics.watch(self._docks)
+        self.sides = [
+            opener(partial(self._on_event, number), self.transferred) for number, opener in enumerate(openers)
+        ]
+        self.metrics.watch([side.dock for side in self.sides])
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
     @property
     def is_alive(self) -> bool:
-        return self._thread.is_alive() and all(dock.is_alive for dock in self._docks)
+        return self._thread.is_alive() and all(side.dock.is_alive for side in self.sides)
 
     @property
-    def _docks(self) -> Sequence[ReplicaDock]:
-        return [side.dock for side in (self.handover, self.landing) if side is not None]
+    def addresses(self) -> dict[str, bytes]:
+        """Return the fields of the replica's profile at which other replicas reach its docks."""
+        return {side.address: side.dock.blob for side in self.sides}
 
     @property
     def num_posted(self) -> int:
@@ -126,7 +116,7 @@ class EngineThread(ObservedEngine):
 
         def add() -> None:
             self._add(submission, arrived, grammar)
-            sequence.append(self._publisher.sequence)
+            sequence.append(self.publisher.sequence)
 
         try:
             grammar = await self.engine.compiled(submission)
@@ -156,10 +146,9 @@ class EngineThread(ObservedEngine):
         if request is None or request.epoch != epoch:
             return None
         own = [request.status.value, request.num_computed_tokens, request.num_tokens, request.num_preemptions]
-        if self.landing is not None:
-            own.append(self.landing.rows.num_arrived(request.owner))
+        own.append(self.engine.scheduler.encoding.arriving.num_arrived(request.owner))
         waits = request.status is not Status.HELD and not request.is_decoding
-        return [*own, self._num_computed] if waits else own
+        return [*own, self.num_computed] if waits else own
 
     # -- for all of them ---------------------------------------------------------------------------------------------
 
@@ -173,51 +162,30 @@ class EngineThread(ObservedEngine):
             raise ValueError(f"role cannot become {role}: no replica changes its role to or from encode")
 
         def change() -> None:
-            self._publisher.assign_role(role)
+            self.publisher.assign_role(role)
             self._publish()
 
         await self.call(change)
 
     async def peer_dead(self, peer: bytes) -> None:
         """Fail the transfers with another replica, named by its blob: its process has ended."""
-        for dock in self._docks:
+        for side in self.sides:
             for blob in rank_blobs(peer):
-                dock.call(PeerDeadCall(blob))
-
-    async def call(self, function: Callable[[], None]) -> None:
-        """Run `function` between two steps, in the engine's thread. Raises what it raises.
-
-        Raises:
-            RuntimeError: the replica has ended.
-        """
-        done: asyncio.Future[None] = self._loop.create_future()
-
-        def run() -> None:
-            try:
-                function()
-            except Exception as error:
-                self._loop.call_soon_threadsafe(_settle, done, error)
-            else:
-                self._loop.call_soon_threadsafe(_settle, done, None)
-
-        self._inbox.post(run)
-        self._awaited.add(done)
-        done.add_done_callback(self._awaited.discard)
-        await done
+                side.dock.call(PeerDeadCall(blob))
 
     async def close(self) -> None:
         """Stop after the running step. Open channels end."""
         self._inbox.close()
         await asyncio.to_thread(self._thread.join)
-        for dock in self._docks:
-            await asyncio.to_thread(dock.close)
+        for side in self.sides:
+            await asyncio.to_thread(side.dock.close)
         self._ended()
 
     # -- the engine's thread -----------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
-            while self._inbox.wait(lambda: self._can_step, self._patience):
+            while self._inbox.wait(lambda: self.engine.has_work and not self._is_blocked, self._patience):
                 self._turn()
         except BaseException:
             logger.exception("the engine thread has failed: this replica ends")
@@ -230,21 +198,16 @@ class EngineThread(ObservedEngine):
         for action in self._inbox.due():
             self._guard(action)
         self._publish()
-        handover = self.handover
-        if handover is not None:
-            self._guard(handover.grant)  # before the step, or a new request waits for the end of two
-        if self.landing is not None:
-            self._guard(self.landing.plan)
+        for side in self.sides:
+            self._guard(side.plan)  # before the step, or a new request waits for the end of two
         step = self._attempt(self.engine.step) if self.engine.has_work and not self._is_gang_lost else None
         self._is_blocked = step is not None and not step.batch
-        if handover is not None:
-            self._guard(lambda: self._end(handover.step(step)))
+        self._guard(lambda: self._step_sides(step))
 
     @property
     def _patience(self) -> float | None:
         """Seconds until there may be something to do although nothing happens; None: no limit."""
-        limits = [side.patience for side in (self.handover, self.landing) if side is not None]
-        return min((limit for limit in limits if limit is not None), default=None)
+        return min((limit for side in self.sides if (limit := side.patience) is not None), default=None)
 
     def _guard(self, action: Callable[[], object]) -> None:
         """Run what is no step. Where it fails, all requests end with an error, and the replica goes on.
@@ -260,10 +223,6 @@ class EngineThread(ObservedEngine):
             self._fail_all(error)
             if self._num_failures == _MOST_FAILURES:
                 raise
-
-    @property
-    def _can_step(self) -> bool:
-        return self.engine.has_work and not self._is_blocked
 
     def _attempt(self, run: Callable[[], Step]) -> Step | None:
         """Run a step, or the rest of one. Returns None where it failed.
@@ -287,9 +246,7 @@ class EngineThread(ObservedEngine):
         logger.error("the engine failed; its requests end with an error", exc_info=error)
         failed = self.engine.fail_all(f"{type(error).__name__}: {error}")
         self._end([delta for _, delta in failed])
-        if self.handover is not None:
-            for request, _ in failed:
-                self.handover.aborted(request)
+        self._notify_aborted([request for request, _ in failed])
 
     def _finish_steps_of(self, request_ids: Sequence[str]) -> None:
         """Finish the steps in flight if one of them computes any of these requests, which may be about to end."""
@@ -297,8 +254,17 @@ class EngineThread(ObservedEngine):
             return
         while not self.engine.pipeline.is_empty and not self._is_gang_lost:
             step = self._attempt(self.engine.finish_step)
-            if step is not None and self.handover is not None:
-                self._end(self.handover.step(step))
+            if step is not None:
+                self._step_sides(step)
+
+    def _step_sides(self, step: Step | None) -> None:
+        for side in self.sides:
+            self._end(side.step(step))
+
+    def _notify_aborted(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            for side in self.sides:
+                side.aborted(request)
 
     def _end(self, deltas: Sequence[TokenDelta]) -> None:
         """Report requests that ended between two steps."""
@@ -306,12 +272,9 @@ class EngineThread(ObservedEngine):
             self._progressed(self.timelines.ended(deltas, self.engine.clock()), deltas)
 
     def _stepped(self, step: Step) -> None:
-        progress = self.timelines.stepped(step.batch, step.deltas, step.started, step.seconds, step.predicted)
+        progress = self.stepped(step)
         if step.batch:
             self._num_failures = 0
-            self._num_computed += sum(part.num_tokens for part in step.batch.scheduled)
-            self.metrics.stepped(step)
-            self.steps.record(step.batch, progress.chunks, step.started, step.seconds, step.predicted)
         self._progressed(progress, step.deltas, step.interval)
 
     def _progressed(self, progress: Progress, deltas: Sequence[TokenDelta], interval: float = 0.0) -> None:
@@ -322,49 +285,28 @@ class EngineThread(ObservedEngine):
     def _publish(self, deltas: Sequence[TokenDelta] = (), interval: float = 0.0) -> None:
         """Send the deltas of a step that ended `interval` seconds after the one before it and, when it is due, the
         replica's live profile."""
-        now = self.engine.clock()
-        live: LiveProfile | None = None
-        pages: Sequence[PageChanges] = ()
-        if self._publisher.is_due(now):
-            live = self._publisher.live(now, interval)
-            pages = self._publisher.page_changes()
+        live, pages = self.news(interval)
         if deltas or live is not None:
             self._loop.call_soon_threadsafe(self._deliver, deltas, live, pages)
 
     def _introduce(self, channel: Channel) -> None:
         """Send a new reader the whole prefix index, and the other readers the changes since their last message."""
-        live, pages = self._publisher.live(self.engine.clock()), self._publisher.page_changes()
-        everything = self._publisher.all_pages()
+        live, pages = self.publisher.live(self.engine.clock()), self.publisher.page_changes()
+        everything = self.publisher.all_pages()
         self._loop.call_soon_threadsafe(self._deliver, (), live, pages)
         self._loop.call_soon_threadsafe(channel.put, (), live, (everything,))
 
     # -- the engine's thread, between two steps ----------------------------------------------------------------------
 
-    def _on_event(self, event: Event) -> None:
-        """Post an event of the dock. Called on the dock's thread."""
+    def _on_event(self, number: int, event: Event) -> None:
+        """Post an event of the dock of a side. Called on the dock's thread, where `sides` may not be complete yet."""
+        self._inbox.post(lambda: self._handle(self.sides[number], event), is_urgent=True)
 
-        def handle() -> None:
-            assert self.handover is not None
+    def _handle(self, side: Side, event: Event) -> None:
+        if side.ends_requests:
             self._finish_steps_of([event.request])
-            if self._is_gang_lost:
-                return
-            self._end(self.handover.handle(event))
-
-        self._inbox.post(handle, is_urgent=True)
-
-    def _on_rows_event(self, event: Event) -> None:
-        """Post an event of the dock where embeddings land. Called on the dock's thread."""
-
-        def handle() -> None:
-            assert self.landing is not None
-            self.landing.handle(event)
-
-        self._inbox.post(handle, is_urgent=True)
-
-    def _transferred(self, request_id: str, is_sent: bool, figures: Figures, outcome: str) -> None:
-        if is_sent and figures.write_seconds:
-            self._publisher.transferred(figures.num_bytes, figures.write_seconds)
-        self.transferred(request_id, "sent" if is_sent else "received", figures, outcome)
+        if not self._is_gang_lost:
+            self._end(side.handle(event))
 
     def _add(self, submission: Submission, arrived: float, grammar: GrammarState | None) -> None:
         if self._readers.has_ended(submission.id, submission.epoch):
@@ -380,10 +322,8 @@ class EngineThread(ObservedEngine):
         request = self.engine.scheduler.table.get(submission.id)
         assert request is not None
         try:
-            if self.handover is not None:
-                self.handover.add(submission)
-            if self.landing is not None:
-                self.landing.add(submission)
+            for side in self.sides:
+                side.add(submission)
             self.timelines.add(submission, request, arrived, self.engine.scheduler.forecast.seconds_alone(request))
         except Exception:
             self.engine.abort(submission.id)  # a request without a timeline would fail the steps that compute it
@@ -405,8 +345,7 @@ class EngineThread(ObservedEngine):
             if self.engine.abort(request.id) is not None:
                 freed = (pages.num_available - before) * self._page_bytes
                 aborted.append(self.timelines.aborted(request.id, self.engine.clock(), freed))
-                if self.handover is not None:
-                    self.handover.aborted(request)
+                self._notify_aborted([request])
         for timeline in aborted:
             self.metrics.aborted(timeline)
         self._log(aborted)
@@ -434,14 +373,4 @@ class EngineThread(ObservedEngine):
     def _ended(self) -> None:
         """End every reader and fail every call: the thread has ended."""
         self._readers.close_all()
-        for answer in [*self._awaited]:
-            _settle(answer, RuntimeError("the replica has ended"))
-
-
-def _settle(future: "asyncio.Future[Any]", outcome: object) -> None:
-    if future.done():
-        return
-    if isinstance(outcome, Exception):
-        future.set_exception(outcome)
-    else:
-        future.set_result(outcome)
+        self._calls.fail()

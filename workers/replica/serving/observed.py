@@ -10,10 +10,11 @@ from dataclasses import asdict
 from typing import Any
 
 from crossdock.kvtransfer.events import Figures
-from crossdock.workers.replica.engine.engine import Engine
+from crossdock.workers.replica.engine.engine import Engine, Step
 from crossdock.workers.replica.serving.metrics import EngineMetrics
+from crossdock.workers.report.advertise import LiveProfile, PageChanges, Publisher
 from crossdock.workers.report.recent_steps import RecentSteps
-from crossdock.workers.report.timeline import Timeline, Timelines
+from crossdock.workers.report.timeline import Progress, Timeline, Timelines
 from crossdock.workers.schedule.request import Status
 
 request_logger = logging.getLogger("crossdock.requests")
@@ -26,7 +27,7 @@ def log_ended(ended: Sequence[Timeline]) -> None:
 
 
 class ObservedEngine:
-    """An engine with its metrics, the timelines of its requests, and its recent steps."""
+    """An engine with its metrics, the timelines of its requests, its recent steps, and what it tells routers."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -34,9 +35,32 @@ class ObservedEngine:
         unix_at_zero = time.time() - engine.clock()
         self.timelines = Timelines(engine.config.slo_classes, unix_at_zero)
         self.steps = RecentSteps(unix_at_zero, uuid.uuid4().hex)
+        self.publisher = Publisher(engine.scheduler, uuid.uuid4().hex)
+        self.num_computed = 0  # tokens, since the start
+
+    def stepped(self, step: Step) -> Progress:
+        """Note a step that has ended. Returns the progress of its requests."""
+        progress = self.timelines.stepped(step.batch, step.deltas, step.started, step.seconds, step.predicted)
+        if step.batch:
+            self.num_computed += sum(part.num_tokens for part in step.batch.scheduled)
+            self.metrics.stepped(step)
+            self.steps.record(step.batch, progress.chunks, step.started, step.seconds, step.predicted)
+        return progress
+
+    def news(self, interval: float) -> tuple[LiveProfile | None, Sequence[PageChanges]]:
+        """Return the live profile and the changes of the prefix index, where they are due; else None and no change.
+
+        `interval`: seconds of the last step, after the one before it.
+        """
+        now = self.engine.clock()
+        if not self.publisher.is_due(now):
+            return None, ()
+        return self.publisher.live(now, interval), self.publisher.page_changes()
 
     def transferred(self, request_id: str, direction: str, figures: Figures, outcome: str) -> None:
         """Note a transfer that has ended: `sent`, `received`, or of `embeddings` that came from another replica."""
+        if direction == "sent" and figures.write_seconds:
+            self.publisher.transferred(figures.num_bytes, figures.write_seconds)
         self.metrics.transferred(direction, figures, outcome)
         self.timelines.transferred(request_id, direction, figures, outcome, self.engine.clock())
 

@@ -1,6 +1,5 @@
 """The ingresses that read from a replica: which reader gets the tokens of which attempt. Belongs to the event loop."""
 
-import time
 from collections.abc import Sequence
 
 from crossdock.kvtransfer.fence import Fence
@@ -35,7 +34,7 @@ class Readers:
         """Forget a reader. Return the attempts whose tokens went to it: no other reader wants them."""
         if self.channels.get(ingress) is channel:
             del self.channels[ingress]
-        return self._attempts_of(channel)
+        return [(request, epoch) for request, (reader, epoch) in self._reader_of.items() if reader is channel]
 
     def claim(self, ingress: str, submission: Submission) -> None:
         """Send the tokens of an attempt to the reader `ingress` from now on.
@@ -47,7 +46,7 @@ class Readers:
         channel = self.channels.get(ingress)
         if channel is None:
             raise RuntimeError(f"no channel {ingress!r} is open")
-        channel.heard_at = time.monotonic()
+        channel.hear()
         _, epoch = self._reader_of.get(submission.id, (None, -1))
         if epoch >= submission.epoch or self.has_ended(submission.id, submission.epoch):
             raise Superseded(f"attempt {submission.epoch} at {submission.id} is over")
@@ -56,7 +55,7 @@ class Readers:
     def heard(self, ingress: str) -> None:
         """Note a sign of life of a reader."""
         if ingress in self.channels:
-            self.channels[ingress].heard_at = time.monotonic()
+            self.channels[ingress].hear()
 
     def check(self, submission: Submission) -> None:
         """Raise Superseded where an attempt that was claimed has been aborted or replaced since."""
@@ -108,6 +107,3 @@ class Readers:
         """End every reader after what is queued for it."""
         for channel in self.channels.values():
             channel.close()
-
-    def _attempts_of(self, channel: Channel) -> list[AttemptKey]:
-        return [(request, epoch) for request, (reader, epoch) in self._reader_of.items() if reader is channel]

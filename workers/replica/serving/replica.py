@@ -69,7 +69,7 @@ class Replica:
         self._starting: asyncio.Future[str] | None = asyncio.get_running_loop().create_future()  # why it failed
         engine, profile = await (self._load(spec) if spec.num_ranks == 1 else self._load_gang(spec))
         self._ages["steps measured"] = process_age()
-        name = await asyncio.to_thread(_fingerprint, spec)
+        name = await asyncio.to_thread(lambda: fingerprint(resolve_model(spec.model.path)))
         self.engine_thread = thread = _start(engine, name, spec)
         self._starting = None
         await asyncio.to_thread(prepare_interpreter)
@@ -79,16 +79,14 @@ class Replica:
         self.assign_role, self.peer_dead = thread.assign_role, thread.peer_dead
         self.timelines, self.live_requests = thread.find_timelines, thread.live_requests
         self.metrics_text = thread.metrics_text
-        peer = thread.handover.dock.blob if thread.handover is not None else b""
-        rows_peer = thread.landing.dock.blob if thread.landing is not None else b""
         compatibility = engine.pool_spec(name).compatibility
         machine = await asyncio.to_thread(describe_machine, engine.model, engine.pipeline.runner.graphs_text)
         self._ages["ready"] = process_age()
         ages = {phase: round(age, 2) for phase, age in sorted(self._ages.items(), key=lambda item: item[1])}
         logger.info("started: %s", ", ".join(f"{phase} after {age:.1f} s" for phase, age in ages.items()))
         self._machine = machine | {"start_s": ages}
-        addresses = {"peer": peer, "rows_peer": rows_peer, "compatibility": compatibility}
-        self.profile = profile.model_copy(update={"role": spec.role} | addresses)
+        update = {"role": spec.role, "compatibility": compatibility, **thread.addresses}
+        self.profile = profile.model_copy(update=update)
 
     # -- remote calls that add to the engine thread's own ------------------------------------------------------------
 
@@ -222,17 +220,9 @@ def _start(engine: Engine, name: str, spec: ReplicaSpec) -> EngineThread:
     if spec.transfer is None:
         return EngineThread(engine)
     transfer = spec.transfer.model_copy(update={"host": spec.transfer.host or ray.util.get_node_ip_address()})
-    land = partial(open_landing, engine, name, spec.role, transfer) if _takes_rows(engine, spec) else None
-    return EngineThread(engine, partial(connect, engine, name, spec.role, transfer), land)
-
-
-def _takes_rows(engine: Engine, spec: ReplicaSpec) -> bool:
-    """Return whether encode replicas may send embeddings here: of several ranks, to this one, the driver."""
-    return spec.takes_rows and spec.role != "encode" and engine.model.encoder is not None
-
-
-def _fingerprint(spec: ReplicaSpec) -> str:
-    return fingerprint(resolve_model(spec.model.path))
+    arguments = engine, name, spec.role, transfer
+    rows = [partial(open_landing, *arguments)] if engine.scheduler.encoding.arriving.num_pages else []
+    return EngineThread(engine, partial(connect, *arguments), *rows)
 
 
 def _log_where_serve_does() -> None:

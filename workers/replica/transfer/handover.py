@@ -7,6 +7,7 @@ maps the events of the one to the calls of the other.
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import msgspec
 
@@ -37,6 +38,7 @@ from crossdock.kvtransfer.records import GroupPages
 from crossdock.workers.replica.config import TransferConfig
 from crossdock.workers.replica.engine.engine import Engine, Step
 from crossdock.workers.replica.transfer.replica_dock import ReplicaDock, rank_blobs
+from crossdock.workers.replica.transfer.side import OnFigures
 from crossdock.workers.schedule.batch import Batch
 from crossdock.workers.schedule.request import FinishReason, Leg, Request, Status, Submission, TokenDelta
 
@@ -58,21 +60,20 @@ class _Transfer:
 
 @dataclass(slots=True, eq=False)
 class Handover:
-    """The transfers of one engine. Calls of `add`, `step` and `handle` must not overlap with the engine's own."""
+    """The transfers of KV pages of one engine."""
 
+    ends_requests: ClassVar[bool] = True
+    address: ClassVar[str] = "peer"
     engine: Engine
     dock: ReplicaDock
     config: TransferConfig
-    on_figures: Callable[[str, bool, Figures, str], None] = lambda *_: None
-    """Called at every transfer's end: request id, whether it was sent from here, its figures, and its outcome."""
+    on_figures: OnFigures = lambda *_: None
     _transfers: dict[str, _Transfer] = field(default_factory=dict)  # by request id
     _early_offers: OrderedDict[tuple[str, int], None] = field(default_factory=OrderedDict)  # by request id and epoch
     _returned: list[TokenDelta] = field(default_factory=list)  # ends of requests that made way, since the last `step`
 
     def __post_init__(self) -> None:
-        self.engine.on_scheduled = self.scheduled
-
-    # -- calls -------------------------------------------------------------------------------------------------------
+        self.engine.on_scheduled.append(self.scheduled)
 
     def add(self, submission: Submission) -> None:
         """Begin the transfer of a request that the engine has just queued. CannotPair: place it elsewhere."""
@@ -84,19 +85,17 @@ class Handover:
             self.dock.call(begin(submission.id, submission.epoch, peers, self.config.deadline_s))
         except (IncompatiblePools, ValueError) as error:
             self.engine.abort(submission.id)
-            self._release(submission.id, submission.epoch)
+            self.engine.pages.release(Request.owner_name(submission.id, submission.epoch))
             raise CannotPair(str(error)) from error
         self._transfers[submission.id] = _Transfer(submission.epoch, self.engine.clock())
         if self._early_offers.pop((submission.id, submission.epoch), 0) is None:
             self.engine.scheduler.handoff.offer(submission.id)
 
     def aborted(self, request: Request) -> None:
-        """End the transfer of a request that was aborted here."""
         self._cancel(request.id, request.leg)
 
     @property
     def patience(self) -> float | None:
-        """Seconds until `step` should be called again although nothing happens; None: no limit."""
         return self.config.deadline_s / 6 if self._transfers else None
 
     def scheduled(self, batch: Batch) -> None:
@@ -112,8 +111,8 @@ class Handover:
     def step(self, step: Step | None) -> Sequence[TokenDelta]:
         """Ship the pages that `step` computed, grant pages to waiting requests, and keep the other sides waiting.
 
-        Call it after every step, and with None when something else happened. Returns the deltas of requests that made
-        way for more urgent ones."""
+        Returns the deltas of requests that made way for more urgent ones.
+        """
         for part in step.batch.scheduled if step else ():
             request = part.request
             if request.leg is not Leg.SEND or request.id not in self._transfers:
@@ -128,12 +127,12 @@ class Handover:
                 self.dock.call(ChunkCall(request.id, self._pages_of(request), request.num_computed_tokens))
             if request.id in self._transfers:
                 self._transfers[request.id].notified = self.engine.clock()
-        self.grant()
+        self.plan()
         self._extend_deadlines(self.engine.clock())
         returned, self._returned = self._returned, []
         return returned
 
-    def grant(self) -> None:
+    def plan(self) -> None:
         """Grant pages to waiting requests, as far as there are any: the other replica may write to them from now on."""
         now = self.engine.clock()
         for request in self.engine.scheduler.handoff.grant(now):
@@ -161,8 +160,6 @@ class Handover:
                 transfer.notified = now
                 self.dock.call(WaitCall(request_id, transfer.epoch, self.config.deadline_s))
 
-    # -- events ------------------------------------------------------------------------------------------------------
-
     def handle(self, event: Event) -> Sequence[TokenDelta]:
         """Apply an event of the dock to the engine. Returns the deltas of requests that ended by it."""
         request = self.engine.scheduler.table.get(event.request)
@@ -177,10 +174,10 @@ class Handover:
                 return self._arrived(event, request)
             case Failed(sending=False) if request is not None and request.leg is Leg.RECEIVE:
                 self._end(event.request, event.epoch)
-                self.on_figures(event.request, False, Figures(), event.reason.value)
+                self.on_figures(event.request, "received", Figures(), event.reason.value)
                 self.engine.scheduler.handoff.take_over(request.id, self.engine.clock())
             case Failed(sending=True) if request is not None:
-                self.on_figures(event.request, True, Figures(), event.reason.value)
+                self.on_figures(event.request, "sent", Figures(), event.reason.value)
                 self.engine.abort(request.id)
                 self._end(event.request, event.epoch)
                 return [TokenDelta(request.id, [], epoch=request.epoch, finish_reason=FinishReason.SHIPPED)]
@@ -205,7 +202,7 @@ class Handover:
         """Let a request decode whose pages have all arrived. `request`: None where it has ended meanwhile."""
         self._end(event.request, event.epoch)
         self.engine.pages.end_quarantine(_owner(event))  # if it was aborted while this event was on its way
-        self.on_figures(event.request, False, event.figures, "arrived")
+        self.on_figures(event.request, "received", event.figures, "arrived")
         if request is None or request.status is not Status.HELD:
             return ()
         if event.num_tokens != request.num_tokens:  # another prompt, or another output before it: computed here
@@ -226,9 +223,9 @@ class Handover:
         if request is not None and event.arrived:
             self.engine.ship(request.id)
             deltas = [_ended(request)]
-            self.on_figures(event.request, True, event.figures, "shipped")
+            self.on_figures(event.request, "sent", event.figures, "shipped")
         self._end(event.request, event.epoch)
-        self._release(event.request, event.epoch)
+        self.engine.pages.release(_owner(event))
         return deltas
 
     def _cancel(self, request_id: str, leg: Leg) -> None:
@@ -241,9 +238,6 @@ class Handover:
         transfer = self._transfers.get(request_id)
         if transfer is not None and transfer.epoch == epoch:  # else a later attempt has begun, which goes on
             del self._transfers[request_id]
-
-    def _release(self, request_id: str, epoch: int) -> None:
-        self.engine.pages.release(Request.owner_name(request_id, epoch))
 
 
 def _ended(request: Request) -> TokenDelta:
@@ -264,16 +258,20 @@ def _owner(event: Event) -> str:
 
 
 def connect(
-    engine: Engine, model: str, role: str, config: TransferConfig, on_event: Callable[[Event], None]
+    engine: Engine,
+    model: str,
+    role: str,
+    config: TransferConfig,
+    on_event: Callable[[Event], None],
+    on_figures: OnFigures,
 ) -> Handover:
     """Return a handover with docks of its own over the engine's KV pool.
 
-    `model` names the weights: pages of different models never mix. `on_event` hands the docks' events, from their
-    threads, to `Handover.handle`, in the engine's.
+    `model` names the weights: pages of different models never mix.
 
     Raises:
         TransportUnavailable: NIXL is asked for, or the pool is a GPU's, and NIXL cannot be used here.
     """
     spec, pool = engine.pool_spec(model), engine.model.pool.tensor
     dock = ReplicaDock(pool, spec, role, config, engine.gang, on_event, engine.clock)
-    return Handover(engine, dock, config)
+    return Handover(engine, dock, config, on_figures)

@@ -5,8 +5,9 @@ Runs in the engine's thread, between steps, as the handover of KV pages does. Th
 """
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 from crossdock.kvtransfer.calls import CancelExpectCall, ExpectCall, GrantCall, WaitCall
 from crossdock.kvtransfer.events import Arrived, Committed, Event, Failed, Figures, Offered, WriterStopped
@@ -14,30 +15,30 @@ from crossdock.kvtransfer.layout import IncompatiblePools, PoolLayout, PoolSpec
 from crossdock.kvtransfer.records import GroupPages
 from crossdock.workers.model.encoder_model import VARIANT, row_layer
 from crossdock.workers.replica.config import TransferConfig
-from crossdock.workers.replica.engine.engine import Engine
+from crossdock.workers.replica.engine.engine import Engine, Step
 from crossdock.workers.replica.transfer.replica_dock import ReplicaDock, rank_blobs
+from crossdock.workers.replica.transfer.side import OnFigures
 from crossdock.workers.schedule.pictures.arriving_rows import LEAST_PATIENCE_S, ArrivingRows
-from crossdock.workers.schedule.pictures.encoding import Encoding
-from crossdock.workers.schedule.request import Leg, Request, Submission
+from crossdock.workers.schedule.request import Leg, Request, Submission, TokenDelta
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
 class Landing:
-    """The transfers of embeddings to one engine. Its calls must not overlap with the engine's own.
+    """The transfers of embeddings to one engine. No failure here ends a request: the engine encodes what is missing."""
 
-    No failure here ends a request: what does not arrive is encoded here.
-    """
-
+    ends_requests: ClassVar[bool] = False
+    address: ClassVar[str] = "rows_peer"
     engine: Engine
     dock: ReplicaDock
     config: TransferConfig
-    encoding: Encoding
-    rows: ArrivingRows
-    on_figures: Callable[[str, str, Figures, str], None] = lambda *_: None
-    """Called at the end of every transfer that was not cancelled here: request id, `embeddings`, figures, outcome."""
-    _notified: float = field(default=0.0)  # when the other replicas were last told to wait
+    on_figures: OnFigures = lambda *_: None
+    _notified: float = 0.0  # when the other replicas were last told to wait
+
+    @property
+    def rows(self) -> ArrivingRows:
+        return self.engine.scheduler.encoding.arriving
 
     def add(self, submission: Submission) -> None:
         """Expect the rows of a request that the engine has just queued, if another replica encodes its items."""
@@ -51,7 +52,7 @@ class Landing:
             logger.error("a replica that encodes cannot send its embeddings here, which encodes itself: %s", error)
             request.is_encoded_elsewhere = False
             return
-        self.rows.expect(request, self.engine.clock())
+        self.rows.expect(request, self.engine.clock(), min(self.config.deadline_s, LEAST_PATIENCE_S))
         self._wait(request)  # answered with the offer, if that came before this request
 
     def plan(self) -> None:
@@ -61,7 +62,7 @@ class Landing:
         to them. A dock that has failed says nothing any more: then the replica ends at its next health check.
         """
         now = self.engine.clock()
-        calls = self.rows.plan(now, self.encoding.has)
+        calls = self.rows.plan(now, self.engine.scheduler.encoding.has)
         for request in calls.cancels:
             self._call(CancelExpectCall(request.id, request.epoch))
         for request, first_page, pages in calls.grants:
@@ -76,11 +77,15 @@ class Landing:
 
     @property
     def patience(self) -> float | None:
-        """Seconds until `plan` should be called again although nothing happens; None: no limit."""
         return self.config.deadline_s / 6 if self.rows.ungranted() else None
 
-    def handle(self, event: Event) -> None:
-        """Apply an event of the dock."""
+    def step(self, step: Step | None) -> Sequence[TokenDelta]:
+        return ()
+
+    def aborted(self, request: Request) -> None:
+        """Leave the transfer to the next `plan`, which sees that its request has ended."""
+
+    def handle(self, event: Event) -> Sequence[TokenDelta]:
         owner = Request.owner_name(event.request, event.epoch)
         match event:
             case Offered():
@@ -97,6 +102,7 @@ class Landing:
                 self.rows.stop(owner)
             case _:  # of a transfer that is sent: none is
                 pass
+        return ()
 
     def _wait(self, request: Request) -> None:
         self._call(WaitCall(request.id, request.epoch, self.config.deadline_s))
@@ -112,22 +118,24 @@ class Landing:
 
 
 def open_landing(
-    engine: Engine, model: str, role: str, config: TransferConfig, on_event: Callable[[Event], None]
+    engine: Engine,
+    model: str,
+    role: str,
+    config: TransferConfig,
+    on_event: Callable[[Event], None],
+    on_figures: OnFigures,
 ) -> Landing:
-    """Return the landing of an engine that takes pictures, on one rank, with a dock and landing pages of its own.
-
-    `model` names the weights. `on_event` hands the dock's events, from its thread, to `Landing.handle`.
+    """Return the landing of an engine that takes rows, on one rank, with a dock of its own. `model`: of the weights.
 
     Raises:
         TransportUnavailable: NIXL is asked for, or the model is on a GPU, and NIXL cannot be used here.
     """
-    encoder, encoding = engine.model.encoder, engine.scheduler.encoding
+    encoder, page_size = engine.model.encoder, engine.config.page_size
+    num_pages = engine.scheduler.encoding.arriving.num_pages
     assert encoder is not None, "a model of text alone takes no embeddings"
-    page_size = engine.config.page_size
-    num_pages = max(int(engine.config.mm_encoder_cache) // (page_size * encoder.row_bytes), 2)  # the last has no row
+    assert num_pages, "the model was loaded to take no embeddings"
     pool = encoder.open_landing(num_pages, page_size)
     layout = PoolLayout([row_layer(engine.model.config)], page_size, pool.itemsize)
     spec = PoolSpec.whole(layout, f"{model} {VARIANT}", str(pool.dtype).removeprefix("torch."), num_pages)
     dock = ReplicaDock(pool, spec, f"{role} landing", config, None, on_event, engine.clock)
-    encoding.arriving.open(num_pages, page_size, min(config.deadline_s, LEAST_PATIENCE_S))
-    return Landing(engine, dock, config, encoding, encoding.arriving)
+    return Landing(engine, dock, config, on_figures)

@@ -81,14 +81,10 @@ class RowsTransfer:
 
 @dataclass(slots=True)
 class ArrivingRows:
-    """The transfers of rows to one replica, and its landing pages.
-
-    `patience_s`: how long an offer may take at least. The other replica may never have got the request.
-    """
+    """The transfers of rows to one replica, and its landing pages."""
 
     num_pages: int = 0  # 0: no other replica sends embeddings here
     page_size: int = 1  # rows
-    patience_s: float = LEAST_PATIENCE_S
     lost: Counter[str] = field(default_factory=Counter)  # items whose rows did not come, by reason
     _free: list[int] = field(init=False)
     _transfers: dict[str, RowsTransfer] = field(default_factory=dict)  # by owner
@@ -97,11 +93,6 @@ class ArrivingRows:
 
     def __post_init__(self) -> None:
         self._free = list(range(self.num_pages))
-
-    def open(self, num_pages: int, page_size: int, patience_s: float) -> None:
-        """Take rows from now on: there is a dock, with so many landing pages."""
-        self.num_pages, self.page_size, self.patience_s = num_pages, page_size, patience_s
-        self._free = list(range(num_pages))
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
@@ -142,15 +133,16 @@ class ArrivingRows:
 
     # -- events ----------------------------------------------------------------------------------------------------
 
-    def expect(self, request: Request, now: float) -> float:
+    def expect(self, request: Request, now: float, patience_s: float = LEAST_PATIENCE_S) -> float:
         """Begin the transfer of a new request's rows, and return when their offer is late.
 
-        That is after twice the predicted time, because predictions err.
+        That is after twice the predicted time, because predictions err, and after `patience_s` at least. The other
+        replica may never have got the request.
         """
         items, num_tokens = row_prompt(request.items, self.page_size)
         pairs = zip(request.items, items, strict=True)
         parts = [ItemRows(item, there.start, there.end) for item, there in pairs]
-        due = now + max(self.patience_s, min(2 * request.rows_within_s, LONGEST_PATIENCE_S))
+        due = now + max(patience_s, min(2 * request.rows_within_s, LONGEST_PATIENCE_S))
         self._transfers[request.owner] = RowsTransfer(request, now, due, parts, num_tokens)
         return due
 

@@ -185,7 +185,7 @@ def test_calibrated_engine_predicts_pictures_and_stays_exact(
     family: str, model: LoadedModel, prompts: dict[str, PicturePrompt], expected: dict[str, list[int]]
 ) -> None:
     engine, steps = engine_on(model, max_num_batched_tokens=128, max_num_seqs=8), list[Batch]()
-    engine.on_scheduled = steps.append
+    engine.on_scheduled.append(steps.append)
     warm_up(engine)
     assert any(step.encoder.items for step in steps) == (family in BOTH_WAYS)  # a kernel variant of their own
     assert engine.encoder_fit is not None

@@ -104,7 +104,7 @@ def test_drafts_that_seconds_pay_for_give_the_tokens_without_in_fewer_steps() ->
         engine.scheduler.learn(StepCost(base=1e-2, per_prefill_token=1e-5, per_decode=1e-5), overrun=1.0)
         speculating(engine, Oracle(answers, share_right, random.Random(1)))
         steps = list[Batch]()
-        engine.on_scheduled = steps.append
+        engine.on_scheduled.append(steps.append)
         found, aborted = serve(engine, History(history.works, [0] * NUM_REQUESTS, {}))
         for name, deltas in reference.items():
             check_request(found[name], deltas, name in aborted)

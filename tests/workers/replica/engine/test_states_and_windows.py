@@ -124,7 +124,7 @@ def test_pages_that_no_request_owns_are_never_read(
             torch.nan
         )
 
-    engine.on_scheduled = poison
+    engine.on_scheduled.append(poison)
     assert served(engine, prompts()) == expected
 
 

@@ -200,17 +200,17 @@ async def test_gang_takes_embeddings_of_an_encode_replica(
     family = "qwen3_vl"
     path, works, expected = saved(build_multimodal(family), tmp_path), prompts_of(family), expected_of(family)
 
-    with ganged(ranks, path, *division, max_num_batched_tokens=24, max_num_seqs=8, page_size=8) as engine:
-        encoder, first = encoder_side(family, "tcp"), Side("tcp", engine=engine, takes_rows=True)
-        landing, encodings = first.thread.landing, [each.engine.scheduler.encoding for each in (encoder, first)]
-        assert landing is not None
+    settings = {"max_num_batched_tokens": 24, "max_num_seqs": 8, "page_size": 8}
+    with ganged(ranks, path, *division, takes_rows=True, **settings) as engine:
+        encoder, first = encoder_side(family, "tcp"), Side("tcp", engine=engine)
+        encodings = [each.engine.scheduler.encoding for each in (encoder, first)]
         async with closing(encoder, first):
             for name, prompt in works.items():
                 work = submission(name, prompt)
                 if not prompt.items:
                     assert await first.generate(work) == expected[name]
                     continue
-                leg = replace(encoding_leg(work, 8), peer=landing.dock.blob)
+                leg = replace(encoding_leg(work, 8), peer=first.landing.dock.blob)
                 sending = asyncio.create_task(encoder.thread.submit("test", leg))
                 assert await first.generate(replace(work, encoder=encoder.blob)) == expected[name]
                 await sending

@@ -63,7 +63,7 @@ def test_any_history_of_ranks_with_drafts_gives_the_tokens_of_one_without(
 ) -> None:
     num_flights = set[int]()
     with drafting_gang(ranks, tmp_path, name, division) as engine:
-        engine.on_scheduled = lambda _: num_flights.add(1 + len(engine.pipeline.batches))
+        engine.on_scheduled.append(lambda _: num_flights.add(1 + len(engine.pipeline.batches)))
         for seed in SEEDS:
             draft_known_tokens(engine, name, seed)
             found, aborted = serve(engine, History.random(seed, NUM_REQUESTS))

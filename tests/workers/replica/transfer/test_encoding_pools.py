@@ -48,22 +48,15 @@ class PictureReplica(PoolReplica):
     num_encoded: int = 0
 
     def __post_init__(self) -> None:
-        self.encoding = Encoding(self.capacity)
+        self.encoding = Encoding(self.capacity, arriving=ArrivingRows(self.num_landing, PAGE_SIZE))
         self.settings = self.settings | {"encoding": self.encoding}
         super().__post_init__()
         name = self.name + ROWS
         dock = SansIoDock(name, self.world, lambda event: self.inbox.append(lambda: self.landing.handle(event)))  # type: ignore[arg-type]
         self.node = RowsNode(self, dock)
         self.world.replicas[name] = self.node  # type: ignore[assignment]
-        self.encoding.arriving = rows = ArrivingRows(self.num_landing, PAGE_SIZE, TRANSFER.deadline_s)
-        self.landing = Landing(self, dock, TRANSFER, self.encoding, rows)  # type: ignore[arg-type]
-        offer = self.on_scheduled
-
-        def scheduled(batch: Batch) -> None:
-            offer(batch)
-            self.encode(batch)
-
-        self.on_scheduled = scheduled
+        self.landing = Landing(self, dock, TRANSFER)  # type: ignore[arg-type]
+        self.on_scheduled.append(self.encode)
 
     def add(self, submission: Submission) -> None:
         super().add(submission)

@@ -11,10 +11,8 @@ from pydantic import ByteSize
 
 from crossdock.kvtransfer.calls import CancelExpectCall, DockCall, GrantCall
 from crossdock.workers.model.encoder_model import drop_decoder, wrap_encoder
-from crossdock.workers.model.model_spec import ModelSpec
-from crossdock.workers.replica.config import EngineConfig, ReplicaSpec
+from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.engine import Engine
-from crossdock.workers.replica.serving.replica import _takes_rows
 from crossdock.workers.schedule.pictures.encoding import ON_THEIR_WAY, EncoderTotals
 from crossdock.workers.schedule.request import (
     Leg,
@@ -22,6 +20,7 @@ from crossdock.workers.schedule.request import (
     Submission,
     encoding_leg,
 )
+from tests.waiting import until
 from tests.workers.architectures import in_soak_but
 from tests.workers.multimodal import (
     FAMILIES,
@@ -33,7 +32,7 @@ from tests.workers.multimodal import (
     picture,
 )
 from tests.workers.replica.driven import hold
-from tests.workers.replica.engines import engine_on, tiny_model
+from tests.workers.replica.engines import engine_on
 from tests.workers.replica.sides import TRANSPORTS, Side, ship
 
 NUM_TOKENS = 5
@@ -49,8 +48,8 @@ def engine_side(family: str, transport: str, deadline_s: float = 5.0, **config: 
     """Return a replica that takes rows, in chunks of 24 tokens."""
     settings = {"max_num_batched_tokens": 24, "max_num_seqs": 8, "page_size": PAGE_SIZE} | config
     wanted = EngineConfig.model_validate({"kv_cache_memory": ByteSize(4 << 20)} | settings)
-    engine = Engine(paged_multimodal(family), wanted)
-    return Side(transport, engine=engine, deadline_s=deadline_s, takes_rows=True)
+    engine = Engine(paged_multimodal(family, takes_rows=True), wanted)
+    return Side(transport, engine=engine, deadline_s=deadline_s)
 
 
 def encoder_side(family: str, transport: str, deadline_s: float = 5.0) -> Side:
@@ -73,8 +72,7 @@ class Trio:
 
     @property
     def rows_peer(self) -> bytes:
-        assert self.first.thread.landing is not None
-        return self.first.thread.landing.dock.blob
+        return self.first.landing.dock.blob
 
     async def encode(self, work: Submission) -> None:
         """Submit the encoding leg."""
@@ -104,8 +102,7 @@ class Trio:
 
     @property
     def lost(self) -> dict[str, int]:
-        assert self.first.thread.landing is not None
-        return dict(self.first.thread.landing.rows.lost)
+        return dict(self.first.landing.rows.lost)
 
 
 @asynccontextmanager
@@ -210,22 +207,10 @@ async def test_wait_for_a_picture_shows_in_the_timeline() -> None:
         assert 'crossdock_items_lost_total{reason="failed"} 0.0' in text
 
 
-@pytest.mark.parametrize(
-    ("fields", "takes_rows"),
-    [
-        ({"takes_rows": True}, True),
-        ({"takes_rows": True, "role": "prefill"}, True),
-        ({"takes_rows": False}, False),
-        ({"takes_rows": True, "tensor_parallel_size": 2}, True),
-        ({"takes_rows": True, "pipeline_parallel_size": 2}, True),
-        ({"takes_rows": True, "role": "encode"}, False),
-    ],
-)
-def test_replica_with_a_decoder_and_an_encoder_takes_rows(fields: dict[str, Any], takes_rows: bool) -> None:
-    engine = engine_on(paged_multimodal("llava"), num_pages=100)
-    spec = ReplicaSpec(ModelSpec(None), EngineConfig(), num_threads=1, **fields)
-    assert _takes_rows(engine, spec) is takes_rows
-    assert not _takes_rows(engine_on(tiny_model()), spec)
+@pytest.mark.parametrize("takes_rows", [False, True])
+def test_engine_of_a_decoder_and_an_encoder_loaded_to_take_rows_has_landing_pages(takes_rows: bool) -> None:
+    engine = engine_on(paged_multimodal("llava", takes_rows=takes_rows), num_pages=100)
+    assert bool(engine.scheduler.encoding.arriving.num_pages) is takes_rows
 
 
 # -- losses of the encode replica ------------------------------------------------------------------------------------
@@ -233,23 +218,13 @@ def test_replica_with_a_decoder_and_an_encoder_takes_rows(fields: dict[str, Any]
 LONG = PicturePrompt.of(5, picture("qwen2_vl", 1, (4, 4)), 40, picture("qwen2_vl", 2, (4, 5)), 9, seed=1)
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    """Wait for a condition, which must come."""
-    for _ in range(20_000):
-        if condition():
-            return
-        await asyncio.sleep(0.0005)
-    raise AssertionError("the condition never came")
-
-
 def arrived(trio: Trio, work: Submission) -> int:
-    assert trio.first.thread.landing is not None
-    return trio.first.thread.landing.rows.num_arrived(f"{work.id}#{work.epoch}")
+    return trio.first.landing.rows.num_arrived(f"{work.id}#{work.epoch}")
 
 
-async def until_rows_arrive(trio: Trio, work: Submission) -> None:
-    """Wait until some rows of a request have arrived. On a busy machine it may end before that is seen."""
-    await until(lambda: arrived(trio, work) > 0 or trio.first.engine.scheduler.table.get(work.id) is None)
+async def until_rows_arrive(trio: Trio, work: Submission, least: int = 1) -> None:
+    """Wait until so many rows of a request have arrived. On a busy machine it may end before that is seen."""
+    await until(lambda: arrived(trio, work) >= least or trio.first.engine.scheduler.table.get(work.id) is None)
 
 
 async def before_the_leg(trio: Trio, work: Submission) -> None:
@@ -266,12 +241,12 @@ async def before_the_offer(trio: Trio, work: Submission) -> None:
 
 async def while_rows_arrive(trio: Trio, work: Submission) -> None:
     await trio.encode(work)
-    await until(lambda: arrived(trio, work) > 0 or trio.first.engine.scheduler.table.get(work.id) is None)
+    await until_rows_arrive(trio, work)
 
 
 async def after_the_first_picture(trio: Trio, work: Submission) -> None:
     await trio.encode(work)
-    await until(lambda: arrived(trio, work) >= 16 or trio.first.engine.scheduler.table.get(work.id) is None)
+    await until_rows_arrive(trio, work, 16)
 
 
 MOMENTS = [before_the_leg, before_the_offer, while_rows_arrive, after_the_first_picture]
@@ -338,8 +313,7 @@ async def test_dock_that_fails_at_the_call_of_one_request_costs_others_no_rows(
 
     expected = [continuation(module, prompt, NUM_TOKENS) for prompt in works]
     async with three(family, "tcp", enable_prefix_caching=False) as trio:
-        assert trio.first.thread.landing is not None
-        dock = trio.first.thread.landing.dock
+        dock = trio.first.landing.dock
 
         call = dock.call
 
@@ -371,8 +345,7 @@ async def test_dock_that_has_ended_leaves_pictures_to_the_replica() -> None:
     trio = Trio("qwen2_vl", "tcp", deadline_s=1.0)
     try:
         await trio.first.thread.submit("test", trio.here(submission("a", LONG)))
-        assert trio.first.thread.landing is not None
-        await asyncio.to_thread(trio.first.thread.landing.dock.close)
+        await asyncio.to_thread(trio.first.landing.dock.close)
         await trio.first.thread.submit("test", trio.here(submission("b", LONG)))
         for name in ("a", "b"):
             assert await trio.first.rest(name) == continuation(module, LONG, NUM_TOKENS)

@@ -80,7 +80,7 @@ class World:
     count: int = 0
 
     def __post_init__(self) -> None:
-        self.arriving = ArrivingRows(self.num_landing, PAGE_SIZE, self.patience_s)
+        self.arriving = ArrivingRows(self.num_landing, PAGE_SIZE)
         self.encoding = Encoding(self.capacity, self.cost, arriving=self.arriving)
         defaults = {"admission": "queue", "slo_classes": CLASSES, "max_num_batched_tokens": 24}
         wanted = defaults | self.settings
@@ -114,7 +114,7 @@ class World:
         self.count += 1
         self.scheduler.add(request)
         if is_elsewhere:
-            self.arriving.expect(request, self.now)
+            self.arriving.expect(request, self.now, self.patience_s)
             self.sources[request.owner] = Source(request, leg_rows(items), is_silent)
         return request
 
@@ -575,10 +575,10 @@ def test_nothing_is_granted_for_pictures_in_memory() -> None:
 
 @pytest.mark.parametrize(("predicted", "late_after"), [(0.5, 2.0), (4.0, 8.0), (1e3, LONGEST_PATIENCE_S)])
 def test_offer_is_late_after_twice_the_predicted_seconds_within_bounds(predicted: float, late_after: float) -> None:
-    world = World(num_landing=8, patience_s=2.0)
+    world = World(num_landing=8)
     request = new_request("a", [7] * 20)
     request.items, request.rows_within_s = [item(4, 8, 1)], predicted
-    assert world.arriving.expect(request, 10.0) == 10.0 + late_after
+    assert world.arriving.expect(request, 10.0, 2.0) == 10.0 + late_after
     assert not world.arriving.plan(10.0 + late_after - 0.01, lambda _: False).cancels
     assert world.arriving.plan(10.0 + late_after, lambda _: False).cancels == [request]
 
