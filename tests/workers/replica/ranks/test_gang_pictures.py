@@ -20,7 +20,8 @@ from crossdock.workers.replica.engine.calibrate import warm_up
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.replica.ranks.gang import Gang
 from crossdock.workers.replica.serving.follower import follow
-from crossdock.workers.schedule.request import FinishReason, Request, encoding_leg
+from crossdock.workers.schedule.pictures.encoding_leg import encoding_leg
+from crossdock.workers.schedule.request import FinishReason, Request
 from crossdock.workers.schedule.table import RequestTable
 from tests.workers.architectures import in_soak_but
 from tests.workers.gangs import ganged, spec_of

@@ -16,13 +16,13 @@ from crossdock.workers.replica.config import EngineConfig, ReplicaSpec
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.replica.serving.replica import _takes_rows
 from crossdock.workers.schedule.pictures.encoding import ON_THEIR_WAY, EncoderTotals
+from crossdock.workers.schedule.pictures.encoding_leg import encoding_leg
 from crossdock.workers.schedule.pictures.items import Item
 from crossdock.workers.schedule.request import (
     FinishReason,
     Leg,
     SamplingParams,
     Submission,
-    encoding_leg,
 )
 from tests.workers.multimodal import (
     FAMILIES,
