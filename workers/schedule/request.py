@@ -19,6 +19,15 @@ class Overloaded(RuntimeError):
         super().__init__(message, retry_after)  # both, because an exception crosses processes as type(*args)
         self.retry_after = retry_after
 
+    @classmethod
+    def late(cls, slo_class: str, promised: float, late: float) -> "Overloaded":
+        """Return the refusal of a request whose first token would come `late` seconds after the `promised` ones."""
+        return cls(
+            f"the first token would come in {promised + late:.1f} s; class {slo_class!r} promises {promised:.1f} s. "
+            f"Retry in {late:.1f} s, ask for a less urgent class, or name none and wait",
+            retry_after=late,
+        )
+
     def __str__(self) -> str:
         return str(self.args[0])
 

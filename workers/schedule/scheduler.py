@@ -1,6 +1,10 @@
 """Which tokens the next step computes, and what a step changed: running decodes first, then chunks of prompts.
 
 There is no prefill phase: every request has tokens that are not computed yet, and each step computes some of them.
+
+The scheduler's plain path, for text alone, in reading order: request.py, batch.py, table.py, order.py, admission.py,
+kv.py, prefills.py, pacing/chunking.py, pacing/pace.py, outputs.py, and this file. Other rooms add to it: drafts/,
+recurrent/, pictures/, windows.py, handoff.py and handback.py (two replicas), ahead.py and stretch.py (several steps).
 """
 
 from collections.abc import Collection, Mapping, Sequence
