@@ -7,8 +7,9 @@ from crossdock.router.actions import ReplicaLost, Submit
 from crossdock.router.fleet import Fleet
 from crossdock.router.placement import Placement, Query
 from crossdock.workers.schedule.memory.prefix_index import PageHash, hash_pages
+from crossdock.workers.schedule.pictures.encoding_leg import encoding_leg
 from crossdock.workers.schedule.pictures.items import Item
-from crossdock.workers.schedule.request import Leg, Overloaded, Submission, encoding_leg
+from crossdock.workers.schedule.request import Leg, Overloaded, Submission
 
 
 def query_of(

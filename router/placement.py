@@ -228,8 +228,4 @@ def _refuse_if_late(loads: Loads, prediction: Prediction, slo: SloClass, first: 
     at = int(late.argmin())
     if late[at] > 0:
         promised = slo.ttft_deadline(float(prediction.admission_alone[first[at]]))
-        raise Overloaded(
-            f"the first token would come in {promised + late[at]:.1f} s; class {slo.name!r} promises "
-            f"{promised:.1f} s. Retry in {late[at]:.1f} s, ask for a less urgent class, or name none and wait",
-            retry_after=float(late[at]),
-        )
+        raise Overloaded.late(slo.name, promised, float(late[at]))

@@ -91,8 +91,8 @@ IMPURE = {  # what pure rooms never import
 SCHEDULE_FLOORS = (  # of workers/schedule, the lowest first: its rooms, files, and files of rooms that others need
     *("slo.py", "cost", "pictures/items.py", "memory", "request.py"),
     *("pacing/pace.py", "pacing/chunking.py", "pacing/chunk_policies.py", "config.py", "order.py", "table.py"),
-    *("pictures", "batch.py", "kv.py", "pacing", "admission.py", "recurrent", "prefills.py", "drafts"),
-    *("outputs.py", "ahead.py", "stretch.py", "handoff.py", "scheduler.py"),
+    *("pictures", "batch.py", "handback.py", "kv.py", "windows.py", "pacing", "admission.py", "recurrent"),
+    *("prefills.py", "drafts", "outputs.py", "ahead.py", "stretch.py", "handoff.py", "scheduler.py"),
 )
 THIRD_PARTIES = {  # third party: the rooms or files that may import it
     "ray": [

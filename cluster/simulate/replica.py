@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import exp, inf
-from typing import Protocol, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
@@ -20,11 +20,13 @@ from crossdock.workers.report.advertise import Publisher
 from crossdock.workers.schedule.batch import Batch, SampledToken, Scheduled
 from crossdock.workers.schedule.drafts.drafting import DraftPolicy
 from crossdock.workers.schedule.memory.pages import PagePool
-from crossdock.workers.schedule.pictures.arriving_rows import ArrivingRows, LandingCalls
+from crossdock.workers.schedule.pictures.arriving_rows import ArrivingRows
 from crossdock.workers.schedule.pictures.encoding import LONGEST_SHIPPING_STEP_S, Encoding
-from crossdock.workers.schedule.request import Request, TokenDelta
 from crossdock.workers.schedule.scheduler import Scheduler
 from crossdock.workers.schedule.stretch import advance, steady_steps
+
+if TYPE_CHECKING:
+    from crossdock.cluster.simulate.simulation import Simulation
 
 TOKEN = 2**32 - 1  # the token that every simulated model samples
 _SAMPLED = SampledToken(TOKEN)
@@ -33,31 +35,6 @@ _DRAFT_SEED = 1  # sets their random numbers apart from those of noise
 
 Action: TypeAlias = Callable[[float], None]
 """A function of the time, in seconds, at which it is called."""
-
-
-class Observer(Protocol):
-    """Receives the results of a replica's work."""
-
-    def streamed(self, requests: Sequence[Request], times: Sequence[float]) -> None:
-        """Each of the requests has made a token at each of the times."""
-
-    def stepped(self, replica: "SimulatedReplica", batch: Batch, deltas: Sequence[TokenDelta], now: float) -> None:
-        """A step has ended."""
-
-    def scheduled(self, replica: "SimulatedReplica", batch: Batch, now: float) -> None:
-        """A step begins that computes chunks of prompts."""
-
-    def returned(self, replica: "SimulatedReplica", request: Request, now: float) -> None:
-        """A request has ended here to make way for a more urgent one."""
-
-    def granted(self, replica: "SimulatedReplica", request: Request, now: float) -> None:
-        """There are pages for a prompt that another replica computes."""
-
-    def rows_planned(self, replica: "SimulatedReplica", calls: LandingCalls, now: float) -> None:
-        """There are pages for embeddings that another replica computes, or some are not needed."""
-
-    def published(self, replica: "SimulatedReplica", now: float) -> None:
-        """A report of the replica to the routers is due."""
 
 
 @dataclass(slots=True)
@@ -147,7 +124,7 @@ class SimulatedReplica:
     name: str
     pool: SimulatedPool
     clock: Clock
-    observer: Observer
+    observer: "Simulation"  # gets the results of its work
     noise: Noise
     publish_s: float  # from one live profile to the next while requests come and go, at least
     at_once: bool = True  # False: one step after the other, to compare with

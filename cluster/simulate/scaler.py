@@ -2,32 +2,13 @@
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-from crossdock.cluster.simulate.clock import Clock
 from crossdock.cluster.simulate.fleet import SimulatedFleet, SimulatedPool
-from crossdock.cluster.simulate.replica import SimulatedReplica
 from crossdock.router.scaling import Bounds, Flip, Resize, Scaling
 
-
-class Cluster(Protocol):
-    """The replicas that a scaler changes, and the clock."""
-
-    clock: Clock
-    replicas: dict[str, SimulatedReplica]
-
-    @property
-    def has_work(self) -> bool:
-        """Whether a request is in flight or still to come."""
-
-    def start(self, pool: SimulatedPool, now: float) -> None:
-        """Add a replica."""
-
-    def retire(self, name: str, now: float) -> None:
-        """Send a replica no new requests, and end it when its running ones have ended."""
-
-    def published(self, replica: SimulatedReplica, now: float) -> None:
-        """Report a replica's live profile to the routers and the scaler."""
+if TYPE_CHECKING:
+    from crossdock.cluster.simulate.simulation import Simulation
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +24,7 @@ class SimulatedScaler:
     """Looks at the demand every `interval_s`, as long as there is work, and applies what `Scaling` decides."""
 
     fleet: SimulatedFleet
-    cluster: Cluster
+    cluster: "Simulation"  # whose replicas it changes
     decisions: list[Decision] = field(default_factory=list)
     scaling: Scaling = field(init=False)
     _retired: set[str] = field(default_factory=set)  # replicas that take no new requests

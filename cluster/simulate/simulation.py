@@ -250,6 +250,7 @@ class Simulation:
     # -- reports of replicas -----------------------------------------------------------------------------------------
 
     def streamed(self, requests: Sequence[Request], times: Sequence[float]) -> None:
+        """Note that each of the requests has made a token at each of the times."""
         tokens = [TOKEN] * len(times)
         for each in requests:
             request = self.requests[each.id]
@@ -257,6 +258,7 @@ class Simulation:
             request.sample.times.extend(times)
 
     def stepped(self, replica: SimulatedReplica, batch: Batch, deltas: Sequence[TokenDelta], now: float) -> None:
+        """Note that a step has ended."""
         name = replica.name
         for delta in deltas:
             request = self.requests.get(delta.request_id)
@@ -273,6 +275,7 @@ class Simulation:
                 sent.computed(computed.num_computed_tokens, is_complete, now)
 
     def scheduled(self, replica: SimulatedReplica, batch: Batch, now: float) -> None:
+        """Note that a step begins that computes chunks of prompts."""
         for part in batch.scheduled[batch.num_decodes :]:
             if (sent := self._sent(replica, part.request)) is not None:
                 sent.offer(now)
@@ -284,6 +287,7 @@ class Simulation:
         return sent if sent is not None and sent.attempt == computed.epoch else None
 
     def returned(self, replica: SimulatedReplica, returned: Request, now: float) -> None:
+        """Note that a request has ended on the replica to make way for a more urgent one."""
         if returned.leg is Leg.SEND:
             replica.scheduler.pages.release(returned.owner)
         request = self.requests.get(returned.id)
@@ -296,11 +300,13 @@ class Simulation:
         self._do(request, request.life.tokens(replica.name, end, now), now)
 
     def granted(self, replica: SimulatedReplica, granted: Request, now: float) -> None:
+        """Note that there are pages for a prompt that another replica computes."""
         request = self.requests.get(granted.id)
         if request is not None and request.transfer is not None and request.transfer.receiver is replica:
             request.transfer.grant(granted, now)
 
     def rows_planned(self, replica: SimulatedReplica, calls: LandingCalls, now: float) -> None:
+        """Note that there are pages for embeddings of another replica, or that some are not needed."""
         for taken in calls.cancels:
             if (rows := self._rows_to(replica, taken)) is not None:
                 rows.refuse(now)
@@ -314,6 +320,7 @@ class Simulation:
         return rows if rows is not None and rows.receiver is replica and rows.attempt == taken.epoch else None
 
     def published(self, replica: SimulatedReplica, now: float) -> None:
+        """Report a replica's live profile to the routers and the scaler."""
         live, pages = replica.publisher.live(now, replica.step_s), replica.publisher.page_changes()
         self._reports[replica.name] = live, now
         for router in self.routers:

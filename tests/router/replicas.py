@@ -13,8 +13,9 @@ from crossdock.workers.schedule.cost.cost import StepCost
 from crossdock.workers.schedule.memory.prefix_index import hash_pages
 from crossdock.workers.schedule.pictures.encoder_cost import EncoderCost
 from crossdock.workers.schedule.pictures.encoding import Encoding
+from crossdock.workers.schedule.pictures.encoding_leg import encoding_leg
 from crossdock.workers.schedule.pictures.items import NO_ITEMS, Item
-from crossdock.workers.schedule.request import Leg, Submission, encoding_leg
+from crossdock.workers.schedule.request import Leg, Submission
 from crossdock.workers.schedule.scheduler import Scheduler
 from crossdock.workers.schedule.slo import DEFAULT_CLASSES
 from tests.workers.schedule.model_free_replica import ModelFreeReplica, new_scheduler

@@ -15,8 +15,9 @@ from crossdock.router.placement import HANDOVER_S, Placement
 from crossdock.workers.report.advertise import PageChanges, Prompts
 from crossdock.workers.schedule.memory.prefix_index import hash_pages
 from crossdock.workers.schedule.pictures.encoder_cost import EncoderCost
+from crossdock.workers.schedule.pictures.encoding_leg import encoding_leg
 from crossdock.workers.schedule.pictures.items import Item
-from crossdock.workers.schedule.request import Request, Submission, encoding_leg
+from crossdock.workers.schedule.request import Request, Submission
 from tests.router.replicas import (
     CLASSES,
     COST,

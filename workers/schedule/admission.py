@@ -23,11 +23,7 @@ def promise(table: RequestTable, forecast: Forecast, request: Request) -> None:
     late = request.predicted_ttft - deadline
     may_refuse = request.may_refuse and request.is_promised and table.config.admission == "reject"
     if late > 0 and may_refuse and table.has_work:
-        raise Overloaded(
-            f"the first token would come in {request.predicted_ttft:.1f} s; class {slo.name!r} promises "
-            f"{deadline:.1f} s. Retry in {late:.1f} s, ask for a less urgent class, or name none and wait",
-            retry_after=late,
-        )
+        raise Overloaded.late(slo.name, deadline, late)
 
 
 def num_places(table: RequestTable, priority: int) -> int:

@@ -2,7 +2,9 @@
 
 from collections.abc import Sequence
 
-from crossdock.workers.schedule.memory.prefix_index import PageHash, PrefixHit, hash_pages
+from crossdock.workers.schedule.handback import return_transfers, returnable
+from crossdock.workers.schedule.memory.prefix_index import PrefixHit
+from crossdock.workers.schedule.order import first_victim
 from crossdock.workers.schedule.request import Leg, Request, Status
 from crossdock.workers.schedule.table import RequestTable
 
@@ -15,7 +17,7 @@ def match_prefix(table: RequestTable, request: Request) -> PrefixHit:
     pages = table.pages
     if not pages.enable_prefix_caching or request.sampling.needs_whole_prompt:
         return pages.match_prefix(())
-    hashes = _page_hashes(request, pages.page_size)[: (request.num_tokens - 1) // pages.page_size]
+    hashes = request.prefix_hashes(request.num_tokens - 1, pages.page_size)
     if request.leg is Leg.RECEIVE:  # with the transfer comes the state, and what windows see
         position = request.num_tokens if None in pages.windows else None  # else no group would tell prompts apart
         return pages.match_prefix(hashes, needs_state=False, position=position)
@@ -56,35 +58,10 @@ def admit(table: RequestTable, request: Request, hit: PrefixHit, set_aside: int 
 
 def grow(table: RequestTable, request: Request) -> bool:
     """Give a stream a page for its newest token if that token begins one; False if the stream cannot decode now."""
-    return _reach(table, request, len(request.token_ids))
+    return reach(table, request, len(request.token_ids))
 
 
-def chunk_within(table: RequestTable, request: Request, start: int, num_tokens: int, least: int = 1) -> int:
-    """Return how many of the `num_tokens` tokens from `start` on a running prompt has pages for.
-
-    A group with a window has pages for the next chunk once the last one has ended; 0 before that. Where another request
-    took them, pages for `least` tokens are found as for a stream.
-    """
-    held = table.pages.num_tokens_held(request.owner)
-    lacks = held < start + least and num_tokens
-    if lacks and not request.num_in_flight_tokens and request.id not in table.assumed_ended:
-        _reach(table, request, start + least)
-        held = table.pages.num_tokens_held(request.owner)
-    return max(min(num_tokens, held - start), 0)
-
-
-def slide(table: RequestTable, request: Request) -> None:
-    """Give back the pages that windows have passed, and reserve as many for the tokens of the prompt to come."""
-    pages, owner = table.pages, request.owner
-    pages.slide(owner, request.num_computed_tokens)
-    for group, most in enumerate(table.needs.most):
-        if most is not None and not request.is_decoding:
-            missing = table.needs.pages(request.num_tokens) - len(pages.pages_of(owner, group))
-            missing = min(missing, most - pages.num_held(owner, group), pages.num_available)
-            pages.allocate(owner, max(missing, 0), group)
-
-
-def _reach(table: RequestTable, request: Request, num_tokens: int) -> bool:
+def reach(table: RequestTable, request: Request, num_tokens: int) -> bool:
     """Give a running request a page in each group for the last of `num_tokens` tokens; False if it must wait.
 
     Without a free page, requests are preempted: the least urgent first, among equals the last admitted. That may be the
@@ -103,43 +80,17 @@ def _reach(table: RequestTable, request: Request, num_tokens: int) -> bool:
             table.needs_preemption = True
             return False
         victims = [other for other in table.running if not table.keeps_pages(other)]
-        if not table.num_returning_pages() and (transfers := _returnable(table, request.priority)):
-            table.give_back(_next_victim(transfers))
+        if not table.num_returning_pages() and (transfers := returnable(table, request.priority)):
+            table.give_back(first_victim(transfers))
         if table.num_returning_pages():
             victims = [other for other in victims if other.priority > request.priority]
             if not victims:
                 return False
-        victim = _next_victim(victims)
+        victim = first_victim(victims)
         _preempt(table, victim)
         if victim is request:
             return False
     return True
-
-
-def grow_for_drafts(table: RequestTable, request: Request, num_drafts: int, set_aside: int = 0) -> int:
-    """Give a stream pages for tokens after its newest one, and return how many of `num_drafts` have a place.
-
-    Only available pages are given: a draft preempts no request. Where layers are recurrent, pages are left for the
-    state after the drafts, beside the one before them. `set_aside`: pages that others are about to take.
-    """
-    pages, owner = table.pages, request.owner
-    room = pages.num_available - pages.num_to_keep_state(owner) - set_aside
-    if room < 0:
-        return 0
-    for wanted in range(-(-(request.num_tokens + num_drafts) // pages.page_size), 0, -1):
-        missing = [max(wanted - len(pages.pages_of(owner, group)), 0) for group in range(pages.num_groups)]
-        if sum(missing) <= room:
-            break
-    for group, num_pages in enumerate(missing):
-        if num_pages:
-            pages.allocate(owner, num_pages, group)
-    return min(num_drafts, pages.num_tokens_held(owner) - request.num_tokens)
-
-
-def take_back_drafts(table: RequestTable, request: Request) -> None:
-    """Take from a stream the pages that only rejected drafts needed."""
-    pages = table.pages
-    pages.trim(request.owner, -(-request.num_tokens // pages.page_size))
 
 
 def index_full_pages(table: RequestTable, request: Request, start: int) -> None:
@@ -147,19 +98,14 @@ def index_full_pages(table: RequestTable, request: Request, start: int) -> None:
     size = table.pages.page_size
     num_full = request.num_computed_tokens // size
     if num_full > start // size and table.pages.enable_prefix_caching:
-        table.pages.index(request.owner, _page_hashes(request, size)[:num_full], first=start // size)
-
-
-def prefix_hashes(request: Request, num_tokens: int, page_size: int) -> Sequence[PageHash]:
-    """Return the hashes of the full pages among the first `num_tokens` tokens of a request."""
-    return _page_hashes(request, page_size)[: num_tokens // page_size]
+        table.pages.index(request.owner, request.prefix_hashes(num_full * size, size), first=start // size)
 
 
 def keep_state(table: RequestTable, request: Request) -> None:
     """Let a request that is about to release its state leave it as a checkpoint, if it ends with a full page."""
     pages, end = table.pages, request.num_computed_tokens
     if pages.enable_prefix_caching and end and end % pages.page_size == 0 and not request.num_in_flight_tokens:
-        pages.keep_state(request.owner, prefix_hashes(request, end, pages.page_size))
+        pages.keep_state(request.owner, request.prefix_hashes(end, pages.page_size))
 
 
 def _preempt(table: RequestTable, request: Request) -> None:
@@ -190,54 +136,11 @@ def _make_way(table: RequestTable, request: Request, needed: int, hits: Sequence
     freed = pages.num_freed_by([victim.owner for victim in victims], besides=hits)
     freed += sum(map(table.num_growth_pages, victims))
     if not pages.can_allocate(needed - freed, shared=hits):
-        _return_transfers(table, request, needed - freed, hits)
+        return_transfers(table, request, needed - freed, hits)
         return False
     while not pages.can_allocate(needed, shared=hits):
-        victim = _next_victim(victims)
+        victim = first_victim(victims)
         victims.remove(victim)
         needed -= table.num_growth_pages(victim)
         _preempt(table, victim)
     return True
-
-
-def _return_transfers(table: RequestTable, request: Request, needed: int, hits: Sequence[int]) -> None:
-    """Return less urgent requests with transfers to the router if `needed` pages will be available then; else none."""
-    pages, chosen = table.pages, list[Request]()
-    transfers = _returnable(table, request.priority)
-    coming = table.num_returning_pages()
-    while not pages.can_allocate(needed - coming, shared=hits):
-        if not transfers:
-            return
-        victim = _next_victim(transfers)
-        transfers.remove(victim)
-        chosen.append(victim)
-        coming += pages.num_freed_by([victim.owner], besides=hits) + table.num_growth_pages(victim)
-    for victim in chosen:
-        table.give_back(victim)
-
-
-def _returnable(table: RequestTable, priority: int) -> list[Request]:
-    """Return the requests less urgent than `priority` whose pages are being transferred, or will be, in or out."""
-    return [
-        other
-        for other in (*table.running, *table.held)
-        if other.leg is not Leg.LOCAL
-        and other.priority > priority
-        and not other.num_in_flight_tokens
-        and other.id not in table.assumed_ended
-        and not table.is_starving(other)
-    ]
-
-
-def _next_victim(requests: Sequence[Request]) -> Request:
-    """Return the request to preempt first: the least urgent, and among equals the last admitted."""
-    return max(enumerate(requests), key=lambda pair: (pair[1].urgency, pair[0]))[1]
-
-
-def _page_hashes(request: Request, page_size: int) -> Sequence[PageHash]:
-    """Return the hashes of the request's full pages; each page is hashed once."""
-    if len(request.page_hashes) < request.num_tokens // page_size:
-        request.page_hashes = hash_pages(
-            request.token_ids, page_size, request.cache_salt, request.page_hashes, request.items
-        )
-    return request.page_hashes

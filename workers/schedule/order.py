@@ -1,6 +1,6 @@
-"""Which prompt is computed first. Pure functions of data: a policy is changed here."""
+"""Which prompt is computed first, and who is preempted first. Pure functions of data: a policy is changed here."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import inf
 
 from crossdock.workers.schedule.request import Request
@@ -48,3 +48,8 @@ def prefill_reason(request: Request, now: float, work_done: int, starvation_s: f
         return "preempted before"
     priority = f"priority {request.priority_in_class}, " if request.priority_in_class else ""
     return f"{priority}response ratio {response_ratio(request, work_done):.2f}"
+
+
+def first_victim(requests: Sequence[Request]) -> Request:
+    """Return the request to preempt first: the least urgent, and among equals the last admitted."""
+    return max(enumerate(requests), key=lambda pair: (pair[1].urgency, pair[0]))[1]

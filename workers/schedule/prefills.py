@@ -4,7 +4,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from math import inf
 
-from crossdock.workers.schedule import kv
+from crossdock.workers.schedule import kv, windows
 from crossdock.workers.schedule.admission import is_long, may_be_partial, num_places
 from crossdock.workers.schedule.batch import Scheduled
 from crossdock.workers.schedule.order import order_prefills, prefill_reason
@@ -147,7 +147,7 @@ class PrefillScheduler:
             num_tokens, limit = chunk = self._chunk(request, prompt, budget)
             request.awaits_rows = chunk.awaits_rows
             if self.table.pages.has_windows:
-                num_tokens = kv.chunk_within(self.table, request, start, num_tokens, max(prompt.least, 1))
+                num_tokens = windows.chunk_within(self.table, request, start, num_tokens, max(prompt.least, 1))
             num_tokens = self.states.chunk_within(request, start, num_tokens)
             if request.items:
                 num_tokens = encoding.outside_items(request, start, num_tokens, self.table.pages.page_size)

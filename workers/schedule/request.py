@@ -1,11 +1,11 @@
 """The nouns that all rooms use: a submission, the request made from it, and the tokens it gets."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields
 from enum import Enum
 
-from crossdock.workers.schedule.memory.prefix_index import PageHash
-from crossdock.workers.schedule.pictures.items import NO_ITEMS, Item, row_prompt
+from crossdock.workers.schedule.memory.prefix_index import PageHash, hash_pages
+from crossdock.workers.schedule.pictures.items import NO_ITEMS, Item
 from crossdock.workers.schedule.slo import DEFAULT_CLASS
 
 
@@ -18,6 +18,15 @@ class Overloaded(RuntimeError):
     def __init__(self, message: str, retry_after: float) -> None:
         super().__init__(message, retry_after)  # both, because an exception crosses processes as type(*args)
         self.retry_after = retry_after
+
+    @classmethod
+    def late(cls, slo_class: str, promised: float, late: float) -> "Overloaded":
+        """Return the refusal of a request whose first token would come `late` seconds after the `promised` ones."""
+        return cls(
+            f"the first token would come in {promised + late:.1f} s; class {slo_class!r} promises {promised:.1f} s. "
+            f"Retry in {late:.1f} s, ask for a less urgent class, or name none and wait",
+            retry_after=late,
+        )
 
     def __str__(self) -> str:
         return str(self.args[0])
@@ -125,23 +134,6 @@ class Submission:
     rows_within_s: float = 0.0  # seconds until the first token, as predicted with their embeddings from there
 
 
-def encoding_leg(submission: Submission, page_size: int) -> Submission:
-    """Return what an `encode` replica computes for a submission with items: their rows, as `row_prompt` lays them out.
-
-    To that replica it is a prompt like any other, and its KV pages hold the embeddings. `page_size`: of these pages.
-    """
-    items, num_tokens = row_prompt(submission.items, page_size)
-    return replace(
-        submission,
-        prompt_token_ids=(0,) * num_tokens,
-        output_token_ids=(),
-        sampling=SamplingParams(max_tokens=2, ignore_eos=True),  # a leg whose first token is its last ships nothing
-        leg=Leg.SEND,
-        items=items,
-        encoder=b"",
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
     """Log-probabilities at one position: of the token, with its rank (1 is likeliest), and of alternatives."""
@@ -208,6 +200,7 @@ class Request:
     predicted_ttft: float | None = None  # seconds, as predicted on arrival
     expected_cached_tokens: int = 0  # while waiting: tokens found at the last look into the prefix index
     status: Status = Status.WAITING
+    owner: str = field(init=False)  # of its pages; differs by attempt: a failed one may own pages when the next begins
     is_offered: bool = False  # of Leg.RECEIVE: the other replica has pages for the prompt and may compute at once
     finish_reason: FinishReason | None = None
     token_ids: list[int] = field(init=False)  # prompt and output
@@ -224,46 +217,30 @@ class Request:
     def __post_init__(self) -> None:
         self.token_ids = [*self.prompt_token_ids, *self.output_token_ids]
         self.stop_token_ids = frozenset(self.sampling.stop_token_ids)
+        self.owner = self.owner_name(self.id, self.epoch)
 
     @classmethod
     def from_submission(cls, submission: Submission, now: float) -> "Request":
         """Create the request of a submission that arrives at `now`."""
-        return cls(
-            id=submission.id,
-            prompt_token_ids=list(submission.prompt_token_ids),
-            sampling=submission.sampling,
-            cache_salt=submission.cache_salt,
-            slo_class=submission.slo_class,
-            priority_in_class=submission.priority_in_class,
-            is_promised=submission.is_promised,
-            output_token_ids=submission.output_token_ids,
-            leg=submission.leg,
-            epoch=submission.epoch,
-            may_refuse=submission.may_refuse,
-            waited_s=submission.waited_s,
-            items=submission.items,
-            rows_within_s=submission.rows_within_s,
-            is_encoded_elsewhere=bool(submission.encoder),
-            arrival_time=now,
-        )
+        shared = {name: getattr(submission, name) for name in _OF_SUBMISSION}
+        shared["prompt_token_ids"] = list(submission.prompt_token_ids)
+        return cls(**shared, is_encoded_elsewhere=bool(submission.encoder), arrival_time=now)
 
     @property
     def urgency(self) -> tuple[int, int]:
         """Return the priority of its class and its own in that class: of two requests, the lower is more urgent."""
         return (self.priority, self.priority_in_class)
 
-    @property
-    def owner(self) -> str:
-        """Return the name under which the request owns pages.
-
-        It differs by attempt: a failed attempt may still own pages when the next one begins.
-        """
-        return self.owner_name(self.id, self.epoch)
-
     @staticmethod
     def owner_name(request_id: str, epoch: int) -> str:
         """Return the `owner` of a request by its id and epoch."""
         return f"{request_id}#{epoch}"
+
+    def prefix_hashes(self, num_tokens: int, page_size: int) -> Sequence[PageHash]:
+        """Return the hashes of the full pages among the first `num_tokens` tokens; each page is hashed once."""
+        if len(self.page_hashes) < self.num_tokens // page_size:
+            self.page_hashes = hash_pages(self.token_ids, page_size, self.cache_salt, self.page_hashes, self.items)
+        return self.page_hashes[: num_tokens // page_size]
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -293,3 +270,6 @@ class Request:
         num_tokens = len(self.token_ids)  # not by the properties above: this runs for every request in every step
         num_left = num_tokens - self.num_computed_tokens - self.num_verified_tokens
         return num_left == 1 and num_tokens > len(self.prompt_token_ids)
+
+
+_OF_SUBMISSION = [each.name for each in fields(Submission) if each.name in Request.__dataclass_fields__]

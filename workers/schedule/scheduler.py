@@ -1,13 +1,17 @@
 """Which tokens the next step computes, and what a step changed: running decodes first, then chunks of prompts.
 
 There is no prefill phase: every request has tokens that are not computed yet, and each step computes some of them.
+
+The scheduler's plain path, for text alone, in reading order: request.py, batch.py, table.py, order.py, admission.py,
+kv.py, prefills.py, pacing/chunking.py, pacing/pace.py, outputs.py, and this file. Other rooms add to it: drafts/,
+recurrent/, pictures/, windows.py, handoff.py and handback.py (two replicas), ahead.py and stretch.py (several steps).
 """
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from crossdock.workers.schedule import admission, kv
+from crossdock.workers.schedule import admission, kv, windows
 from crossdock.workers.schedule.batch import Batch, SampledToken, Scheduled
 from crossdock.workers.schedule.config import SchedulerConfig
 from crossdock.workers.schedule.cost.cost import StepCost
@@ -266,6 +270,7 @@ class Scheduler:
         """
         deltas, size, table, classes = [], self.pages.page_size, self.table, self.config.slo_classes
         self.pages.cached.pass_time(now)
+        has_states, has_windows = bool(self.pages.state_pages), self.pages.has_windows
         self.encoding.end_work(batch.encoder)
         for part in batch.scheduled:
             request = part.request
@@ -284,13 +289,13 @@ class Scheduler:
                     end = request.num_tokens - 1  # rejected drafts do not count, nor do tokens after the last one
             elif end == request.num_tokens:  # max_tokens is 0: only the prompt was asked for
                 delta, reason = new_delta(request), FinishReason.LENGTH
-            if part.state.write:
+            if has_states:
                 end = self._states.end(part, end)
             request.num_computed_tokens = end
             if end // size > part.start // size:
                 kv.index_full_pages(table, request, part.start)
-            if self.pages.has_windows:
-                kv.slide(table, request)
+            if has_windows:
+                windows.slide(table, request)
             if part.drafts and self.verification is not None:
                 self.verification.verified(request, len(part.drafts), len(sampled[request.id].accepted))
             if delta is None:
@@ -304,7 +309,7 @@ class Scheduler:
             if reason is not None:
                 delta.finish_reason = reason
                 self._states.keep_last(request)
-                self.table.end(request, reason)
+                table.end(request, reason)
             elif request.leg is Leg.SEND:
                 table.hold(request)
         return deltas

@@ -58,7 +58,7 @@ PAGES = [
     ),
 ]
 PREFIXES = [
-    Fault("hit leaves no token to compute", "kv", "match_prefix", "(request.num_tokens - 1)", "request.num_tokens"),
+    Fault("hit leaves no token to compute", "kv", "match_prefix", "request.num_tokens - 1", "request.num_tokens"),
     Fault("hit has a hole in a window", "memory.prefix_index", "PrefixIndex._last_gap", "== HOLE", "is None"),
     Fault(
         "hit ends without a state",

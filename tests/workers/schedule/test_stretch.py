@@ -1,6 +1,5 @@
 """Many equal steps at once: how many are certain, and that the result is that of single steps."""
 
-from dataclasses import replace
 from typing import Any
 
 from hypothesis import given
@@ -88,7 +87,7 @@ def test_steps_at_once_have_the_result_of_single_steps(
             stretch = [replica.now + COST.seconds(batch.work)]
             work = batch.work
             while len(stretch) < steps and not (coming and coming[-1][0] <= stretch[-1]):
-                work = replace(work, context=work.context + work.decodes)
+                work = work._replace(context=work.context + work.decodes)
                 stretch.append(stretch[-1] + COST.seconds(work))
             tokens = {part.request.id: [9] * (len(stretch) - 1) for part in batch.scheduled}
             batch = stretches.advance(scheduler.table, batch, tokens, stretch[:-1])

@@ -50,7 +50,7 @@ def remembered_sweep(
         logger.info("steps are measured again: two of them take %s times what they took at an earlier start", shown)
     sweep = measure()
     with suppress(OSError):  # without a cache directory each start measures
-        write_cached(path, key, [(astuple(work), seconds) for work, seconds in sweep])
+        write_cached(path, key, sweep)
     return sweep
 
 

@@ -4,17 +4,16 @@
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from math import sqrt
-from typing import Self
+from operator import attrgetter
+from typing import NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from crossdock.workers.schedule.cost.formula import CostFormula
 
 
-@dataclass(frozen=True, slots=True)
-class StepWork:
+class StepWork(NamedTuple):
     """The quantities of a step that its duration depends on. May be a mean over several steps."""
 
     prefill_tokens: float = 0
@@ -101,6 +100,9 @@ class StepCost(BaseModel, CostFormula[float]):
     per_early_row: float = 0.0
     least_with_chunk: float = Field(default=0.0, ge=0)
 
+    larger = staticmethod(max)
+    smaller = staticmethod(min)
+
     @model_validator(mode="after")
     def _more_rows_cost_no_less(self) -> Self:
         least = -min(self.per_prefill_token, self.per_decode)
@@ -119,20 +121,13 @@ class StepCost(BaseModel, CostFormula[float]):
     @property
     def coefficients(self) -> tuple[float, ...]:
         """Return the coefficients in the order of the fields."""
-        return (
-            self.base,
-            self.per_prefill_token,
-            self.per_attended,
-            self.per_decode,
-            self.per_context,
-            self.bend_rows,
-            self.per_early_row,
-            self.least_with_chunk,
-        )
+        found: tuple[float, ...] = _coefficients(self)
+        return found
 
     def seconds(self, work: StepWork) -> float:
         """Return the predicted seconds of a step."""
-        seconds = self.device_seconds(work)
+        tokens, attended, decodes, context, drafts = work
+        seconds = self.work_seconds(tokens, attended, decodes + drafts, context, tokens + decodes + drafts)
         return seconds if seconds > self.least_with_chunk or work.is_decodes_alone else self.least_with_chunk
 
     def device_seconds(self, work: StepWork) -> float:
@@ -187,13 +182,8 @@ class StepCost(BaseModel, CostFormula[float]):
         """Return the seconds of the last of the prompt's steps; 0 where there is none."""
         return super().last_step_seconds(start, end, chunk) if end > start else 0.0
 
-    def early_seconds(self, rows: float) -> float:
-        return self.per_early_row * min(rows, self.bend_rows) if self.per_early_row else 0.0
 
-    def larger(self, one: float, other: float) -> float:
-        return one if one > other else other
-
-
+_coefficients = attrgetter(*StepCost.model_fields)
 _NO_LIMIT = 1e12  # tokens
 _ROUNDING = 1e-9  # seconds per row
 

@@ -1,7 +1,8 @@
 """The formula of a step's seconds, over the coefficients of one replica, or over arrays with those of many."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, TypeAlias, TypeVar
+from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,12 +26,13 @@ class CostFormula(Generic[Figure]):
     per_early_row: Figure
     least_with_chunk: Figure
 
-    def larger(self, one: Figure, other: Figure) -> Figure:
-        raise NotImplementedError
+    larger: ClassVar[Callable[..., Any]]  # of two figures
+    smaller: ClassVar[Callable[..., Any]]
 
     def early_seconds(self, rows: Figure) -> Figure:
         """Return the seconds that `rows` rows take in addition to their price beyond the bend."""
-        raise NotImplementedError
+        seconds: Figure = self.per_early_row * self.smaller(rows, self.bend_rows)
+        return seconds
 
     def work_seconds(
         self, tokens: Figure, attended: Figure, logits: Figure | float, context: Figure, rows: Figure
@@ -38,13 +40,15 @@ class CostFormula(Generic[Figure]):
         """Return the seconds of a step if launching its kernels takes no time. The quantities are those of `StepWork`;
         `logits` are its decodes and drafts."""
         seconds = self.base + self.per_prefill_token * tokens + self.per_attended * attended
-        return seconds + (self.per_decode * logits + self.per_context * context) + self.early_seconds(rows)
+        seconds = seconds + (self.per_decode * logits + self.per_context * context)
+        return seconds + self.early_seconds(rows)
 
     def chunk_step_seconds(self, start: Figure, num_tokens: Figure) -> Figure:
         """Return the seconds of a step of one chunk alone, of `num_tokens` after `start` tokens of context."""
         attended = num_tokens * (start + num_tokens / 2)
         seconds = self.work_seconds(num_tokens, attended, 0.0, start, num_tokens)
-        return self.larger(seconds, self.least_with_chunk * (num_tokens > 1))
+        longer: Figure = self.larger(seconds, self.least_with_chunk * (num_tokens > 1))
+        return longer
 
     def many_rows_seconds(self, start: Figure, num_tokens: Figure) -> Figure:
         """Return the seconds that a chunk of `num_tokens` after `start` tokens adds to a step of many rows."""
@@ -60,7 +64,8 @@ class CostFormula(Generic[Figure]):
         num_full = (end - start - 1) // chunk  # steps before the last one, which may be shorter
         full = num_full * (self.base + self.early_seconds(chunk)) + self.many_rows_seconds(start, num_full * chunk)
         full = full + self.per_context * (num_full - 1) * (start + chunk * num_full / 2)
-        return self.last_step_seconds(start, end, chunk) + self.larger(full, num_full * self.least_with_chunk)
+        longer: Figure = self.larger(full, num_full * self.least_with_chunk)
+        return self.last_step_seconds(start, end, chunk) + longer
 
     def last_step_seconds(self, start: Figure, end: Figure, chunk: Figure) -> Figure:
         """Return the seconds of the last of the steps that `prefill_seconds` is the sum of."""
@@ -81,10 +86,5 @@ class StepCosts(CostFormula[Floats]):
     per_early_row: Floats
     least_with_chunk: Floats
 
-    def larger(self, one: Floats, other: Floats) -> Floats:
-        found: Floats = np.maximum(one, other)
-        return found
-
-    def early_seconds(self, rows: Floats) -> Floats:
-        found: Floats = self.per_early_row * np.minimum(rows, self.bend_rows)
-        return found
+    larger = staticmethod(np.maximum)
+    smaller = staticmethod(np.minimum)

@@ -12,7 +12,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
-from crossdock.workers.schedule import kv
 from crossdock.workers.schedule.batch import Batch, Scheduled
 from crossdock.workers.schedule.cost.cost import StepWork
 from crossdock.workers.schedule.drafts.drafting import DraftPolicy, Stream
@@ -130,7 +129,7 @@ class Verification:
             return batch
         without, verified, set_aside = list[Scheduled](), list[Scheduled](), self._set_aside()
         for part, tokens in offered:
-            room = kv.grow_for_drafts(self.table, part.request, min(len(tokens), longest), set_aside) if tokens else 0
+            room = _grow(self.table, part.request, min(len(tokens), longest), set_aside) if tokens else 0
             if room:
                 num_tokens = part.num_tokens + room
                 part = part._replace(num_tokens=num_tokens, drafts=tokens[:room], reason="decode with drafts")
@@ -158,7 +157,8 @@ class Verification:
         request.num_drafted_tokens += num_drafted
         request.num_accepted_tokens += num_accepted
         self._num_accepted += num_accepted
-        kv.take_back_drafts(self.table, request)
+        pages = self.table.pages
+        pages.trim(request.owner, self.table.needs.pages(request.num_tokens))
 
     def _note_last_step(self) -> None:
         """Average `gap_share` over recent steps, those without drafts included."""
@@ -245,3 +245,23 @@ class Verification:
             if cost is None or cost.seconds(longer) <= seconds:
                 return longest
         return 0
+
+
+def _grow(table: RequestTable, request: Request, num_drafts: int, set_aside: int = 0) -> int:
+    """Give a stream pages for tokens after its newest one, and return how many of `num_drafts` have a place.
+
+    Only available pages are given: a draft preempts no request. Where layers are recurrent, pages are left for the
+    state after the drafts, beside the one before them. `set_aside`: pages that others are about to take.
+    """
+    pages, owner = table.pages, request.owner
+    room = pages.num_available - pages.num_to_keep_state(owner) - set_aside
+    if room < 0:
+        return 0
+    for wanted in range(-(-(request.num_tokens + num_drafts) // pages.page_size), 0, -1):
+        missing = [max(wanted - len(pages.pages_of(owner, group)), 0) for group in range(pages.num_groups)]
+        if sum(missing) <= room:
+            break
+    for group, num_pages in enumerate(missing):
+        if num_pages:
+            pages.allocate(owner, num_pages, group)
+    return min(num_drafts, pages.num_tokens_held(owner) - request.num_tokens)

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from crossdock.workers.schedule.cost.cost import StepCost, StepWork
-from crossdock.workers.schedule.pacing.chunking import share_of_chunk, share_of_prompts
+from crossdock.workers.schedule.pacing.chunking import free_tokens, longest_step
+from crossdock.workers.schedule.pacing.pace import LONGEST_GAP
 
 ChunkPolicy: TypeAlias = Literal["adaptive", "fixed"]
 
@@ -30,11 +31,28 @@ that a step computes however little time is left; 0: none."""
 
 
 def adaptive_share(cost: StepCost, beside: Beside, floor: int) -> float:
-    return share_of_prompts(cost, beside.streams, beside.tpot, beside.overrun, floor, beside.page_size)
+    """Return the share in steps of `adaptive_chunk_budget`. The streams are as early as `LONGEST_GAP` allows."""
+    seconds = longest_step(LONGEST_GAP * beside.tpot, beside.overrun)
+    tokens = cost.chunk_within(seconds, 0, beside.streams)
+    if floor:
+        tokens = max(tokens, free_tokens(cost, beside.streams, 0, floor))
+    return share_of_chunk(cost, beside.streams, tokens) if tokens >= beside.page_size else 0.0
 
 
 def fixed_share(cost: StepCost, beside: Beside, floor: int) -> float:
+    """Return the share in steps that chunks fill to `max_tokens`."""
     return share_of_chunk(cost, beside.streams, beside.max_tokens - beside.streams.decodes)
+
+
+def share_of_chunk(cost: StepCost, streams: StepWork, tokens: float) -> float:
+    """Return the share of a prompt's pace on an idle replica if each step of `streams` has a chunk of `tokens`.
+
+    On an idle replica, chunks are so large that a token takes what it takes beyond the bend of the cost.
+    """
+    alone, seconds = cost.chunk_seconds(0, tokens), cost.seconds(streams.plus_chunk(0, tokens))
+    if not alone:  # tokens are free: what counts is the time of the streams
+        return 1 - cost.seconds(streams) / seconds if seconds else 1.0
+    return min(alone / seconds, 1.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,6 @@ from math import inf
 from typing import NamedTuple
 
 from crossdock.workers.schedule.cost.cost import NO_WORK, StepCost, StepWork
-from crossdock.workers.schedule.pacing.pace import LONGEST_GAP
 
 SLACK_SHARE = 0.9
 """Share of the tightest stream's slack that a step may fill. The rest is for sending the token to the client.
@@ -202,33 +201,3 @@ def longest_step(slack: float, overrun: float) -> float:
     `overrun`: factor by which some steps take longer than predicted, and must still be in time.
     """
     return slack * SLACK_SHARE / min(overrun, MAX_OVERRUN)
-
-
-def share_of_prompts(
-    cost: StepCost, streams: StepWork, tpot: float, overrun: float, floor: int, page_size: int
-) -> float:
-    """Return the share of a prompt's pace on an idle replica in steps of `adaptive_chunk_budget`, while streams run.
-
-    Args:
-        cost: what steps take.
-        streams: the decodes of one step. They are as early as `LONGEST_GAP` allows.
-        tpot: promised seconds per token of the tightest stream.
-        overrun: as in `adaptive_chunk_budget`.
-        floor: tokens that are computed however little time is left; 0: only if there is time.
-        page_size: tokens of the smallest possible chunk.
-    """
-    tokens = cost.chunk_within(longest_step(LONGEST_GAP * tpot, overrun), 0, streams)
-    if floor:
-        tokens = max(tokens, free_tokens(cost, streams, 0, floor))
-    return share_of_chunk(cost, streams, tokens) if tokens >= page_size else 0.0
-
-
-def share_of_chunk(cost: StepCost, streams: StepWork, tokens: float) -> float:
-    """Return the share of a prompt's pace on an idle replica if each step of `streams` has a chunk of `tokens`.
-
-    On an idle replica, chunks are so large that a token takes what it takes beyond the bend of the cost.
-    """
-    alone, seconds = cost.chunk_seconds(0, tokens), cost.seconds(streams.plus_chunk(0, tokens))
-    if not alone:  # tokens are free: what counts is the time of the streams
-        return 1 - cost.seconds(streams) / seconds if seconds else 1.0
-    return min(alone / seconds, 1.0)

@@ -107,7 +107,7 @@ class RecurrentStates:
             return part.start
         request.num_verified_tokens = 0
         if part.state.is_checkpoint:
-            pages.index_state(request.owner, part.state.write, kv.prefix_hashes(request, end, pages.page_size))
+            pages.index_state(request.owner, part.state.write, request.prefix_hashes(end, pages.page_size))
         elif part.state.write is not pages.own_state_of(request.owner):
             pages.adopt_state(request.owner, part.state.write)
         pages.end_state(request.owner, part.state.read)
@@ -157,7 +157,7 @@ class RecurrentStates:
         if position > request.num_prompt_tokens:
             return False
         pages = self.table.pages
-        return pages.has_checkpoint(kv.prefix_hashes(request, position, pages.page_size)[-1])
+        return pages.has_checkpoint(request.prefix_hashes(position, pages.page_size)[-1])
 
     def _shared_end(self, request: Request) -> int:
         """Return the end of the prefix whose pages were found when the request started, with or without a state."""

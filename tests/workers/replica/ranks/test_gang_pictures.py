@@ -14,7 +14,8 @@ from crossdock.workers.model.runner import Runner
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.calibrate import warm_up
 from crossdock.workers.replica.engine.engine import Engine
-from crossdock.workers.schedule.request import FinishReason, encoding_leg
+from crossdock.workers.schedule.pictures.encoding_leg import encoding_leg
+from crossdock.workers.schedule.request import FinishReason
 from tests.workers.architectures import in_soak_but
 from tests.workers.gangs import ganged
 from tests.workers.multimodal import (

@@ -34,6 +34,7 @@ from crossdock.workers.replica.transfer.replica_dock import choose_transport, ra
 from crossdock.workers.report.advertise import observe
 from crossdock.workers.schedule.drafts.speculative_config import SpeculativeConfig
 from crossdock.workers.schedule.pictures.encoding import EncoderTotals
+from crossdock.workers.schedule.pictures.encoding_leg import encoding_leg
 from crossdock.workers.schedule.pictures.items import Item
 from crossdock.workers.schedule.request import (
     FinishReason,
@@ -43,7 +44,6 @@ from crossdock.workers.schedule.request import (
     Status,
     Submission,
     TokenDelta,
-    encoding_leg,
 )
 from tests.workers.architectures import in_soak_but
 from tests.workers.multimodal import FAMILIES, PicturePrompt, build_multimodal, picture

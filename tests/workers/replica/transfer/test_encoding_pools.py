@@ -13,8 +13,9 @@ from crossdock.workers.replica.transfer.landing import Landing
 from crossdock.workers.schedule.batch import Batch, Scheduled
 from crossdock.workers.schedule.pictures.arriving_rows import ArrivingRows
 from crossdock.workers.schedule.pictures.encoding import Encoding
+from crossdock.workers.schedule.pictures.encoding_leg import encoding_leg
 from crossdock.workers.schedule.pictures.items import Item, items_in
-from crossdock.workers.schedule.request import Leg, Submission, TokenDelta, encoding_leg
+from crossdock.workers.schedule.request import Leg, Submission, TokenDelta
 from tests.workers.replica.any_pools import AnyPools
 from tests.workers.replica.pools_world import PAGE_SIZE, TRANSFER, Client, PoolReplica, SansIoDock, World, blob_of
 

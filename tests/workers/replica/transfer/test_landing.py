@@ -14,11 +14,11 @@ from crossdock.workers.model.encoder_model import drop_decoder, wrap_encoder
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.schedule.pictures.encoding import ON_THEIR_WAY, EncoderTotals
+from crossdock.workers.schedule.pictures.encoding_leg import encoding_leg
 from crossdock.workers.schedule.request import (
     Leg,
     SamplingParams,
     Submission,
-    encoding_leg,
 )
 from tests.waiting import until
 from tests.workers.architectures import in_soak_but
