@@ -80,7 +80,7 @@ def measured_choice(
 
 
 def _remembered(key: str, now: Callable[[], _Kept]) -> _Kept:
-    """Return what the file has under `key` if it counts, else what `now` measures. Keeps that."""
+    """Return the valid measurement under `key` in the file; without one, measure with `now` and keep the result."""
     code = json.dumps(kernels_and_cpu(), sort_keys=True)
     path = cache_dir() / "kernels" / f"seconds-{hashlib.sha256(_cpu().encode()).hexdigest()[:16]}.json"
     kept = _read(path, code).get(key)
@@ -103,7 +103,7 @@ def _remembered(key: str, now: Callable[[], _Kept]) -> _Kept:
 
 @contextmanager
 def _turn(path: Path) -> Iterator[None]:
-    """Wait until no other process of this machine measures. Not for ever, and not where there are no locks."""
+    """Wait, for a limited time, until no other process of this machine measures. Without locks, do not wait."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = path.open("w")
@@ -129,7 +129,7 @@ def _is_locked(lock: IO[str]) -> bool:
 
 
 def kernels_and_cpu() -> dict[str, str]:
-    """Return what names this CPU and the kernels as they are now: seconds measured with others say nothing."""
+    """Return the CPU, the version of torch and a hash of the kernels, for which measured seconds are valid."""
     return {"cpu": _cpu(), "torch": torch.__version__, "code": _code()}
 
 
