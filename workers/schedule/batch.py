@@ -42,7 +42,7 @@ class Scheduled(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One step: decodes first, those of several tokens behind the others, then chunks."""
+    """One step: decodes of one token first, then decodes of several tokens, then chunks."""
 
     scheduled: Sequence[Scheduled]
     num_decodes: int  # with and without drafts

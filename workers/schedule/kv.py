@@ -25,8 +25,8 @@ def match_prefix(table: RequestTable, request: Request) -> PrefixHit:
 def admit(table: RequestTable, request: Request, hit: PrefixHit, set_aside: int = 0) -> bool:
     """Reserve pages for all tokens of a waiting request and start it; False if there are too few pages.
 
-    All pages are reserved before the first chunk, so that no prompt starts that cannot end; in a group with a window
-    as many as it holds at once. A prompt that another replica computes gets there the pages that tokens after it see.
+    All pages are reserved before the first chunk, so that every started prompt can end. A group with a window reserves
+    as many as it holds at once; for a prompt that another replica computes, the pages that later tokens see.
     Room is left for the outputs of all requests, so that none is preempted soon. `hit`: the result of `match_prefix`.
     `set_aside`: pages that requests before this one are about to take.
     """
@@ -62,8 +62,8 @@ def grow(table: RequestTable, request: Request) -> bool:
 def chunk_within(table: RequestTable, request: Request, start: int, num_tokens: int, least: int = 1) -> int:
     """Return how many of the `num_tokens` tokens from `start` on a running prompt has pages for.
 
-    A group with a window has pages for the next chunk once the last one has ended; 0 before that. Where another request
-    took them, pages for `least` tokens are found as for a stream.
+    A group with a window has pages for the next chunk once the last chunk has ended; 0 before that. Where another
+    request took these pages, pages for `least` tokens are found as for a stream.
     """
     held = table.pages.num_tokens_held(request.owner)
     lacks = held < start + least and num_tokens
@@ -87,7 +87,7 @@ def slide(table: RequestTable, request: Request) -> None:
 def _reach(table: RequestTable, request: Request, num_tokens: int) -> bool:
     """Give a running request a page in each group for the last of `num_tokens` tokens; False if it must wait.
 
-    Without a free page, requests are preempted: the least urgent first, among equals the last admitted. That may be the
+    Without a free page, requests are preempted: the least urgent first, among equals the last admitted, perhaps the
     stream itself. Where pages come back soon, the stream waits for one instead, unless it is more urgent than others.
     """
     if request.status is not Status.RUNNING:
@@ -156,7 +156,7 @@ def prefix_hashes(request: Request, num_tokens: int, page_size: int) -> Sequence
 
 
 def keep_state(table: RequestTable, request: Request) -> None:
-    """Let a request that is about to release its state leave it as a checkpoint, if it ends with a full page."""
+    """Keep the state of a request that is about to release it, as a checkpoint, if the state ends with a full page."""
     pages, end = table.pages, request.num_computed_tokens
     if pages.enable_prefix_caching and end and end % pages.page_size == 0 and not request.num_in_flight_tokens:
         pages.keep_state(request.owner, prefix_hashes(request, end, pages.page_size))

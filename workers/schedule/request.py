@@ -126,9 +126,9 @@ class Submission:
 
 
 def encoding_leg(submission: Submission, page_size: int) -> Submission:
-    """Return what an `encode` replica computes for a submission with items: their rows, as `row_prompt` lays them out.
+    """Return an `encode` replica's leg of a submission: the rows of its items, laid out as a prompt by `row_prompt`.
 
-    To that replica it is a prompt like any other, and its KV pages hold the embeddings. `page_size`: of these pages.
+    To that replica the leg is a prompt like any other, and its KV pages hold the embeddings. `page_size`: of these.
     """
     items, num_tokens = row_prompt(submission.items, page_size)
     return replace(
@@ -249,7 +249,7 @@ class Request:
 
     @property
     def urgency(self) -> tuple[int, int]:
-        """Return the priority of its class and its own in that class: of two requests, the lower is more urgent."""
+        """Return the priority of the class and the request's own in that class. The lower value is more urgent."""
         return (self.priority, self.priority_in_class)
 
     @property
@@ -289,7 +289,7 @@ class Request:
 
     @property
     def is_decoding(self) -> bool:
-        """Return whether all tokens but the newest are computed or verified, and that one was sampled."""
+        """Return whether all tokens but the newest are computed or verified, and the newest was sampled."""
         num_tokens = len(self.token_ids)  # not by the properties above: this runs for every request in every step
         num_left = num_tokens - self.num_computed_tokens - self.num_verified_tokens
         return num_left == 1 and num_tokens > len(self.prompt_token_ids)

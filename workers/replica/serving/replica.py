@@ -45,7 +45,7 @@ _LAST_WORDS_S = 1.0  # for a rank that fails to report why, before the view of t
 
 
 class Rank:
-    """A follower in a process of its own, which it ends with."""
+    """A follower in a process of its own. Both end together."""
 
     def run(self, spec: ReplicaSpec, rank: int, address: GangAddress) -> None:
         """Follow, on the addresses of the node that this process is on."""
@@ -95,8 +95,8 @@ class Replica:
     async def submit(self, ingress: str, submissions: Sequence[Submission]) -> list[int | ValueError | RuntimeError]:
         """Call `EngineThread.submit` for each, and return the reason where a request is refused.
 
-        Serve would log each raised refusal with its traceback, and most refusals come when there is the least time for
-        that.
+        Serve would log each raised refusal with its traceback. Most refusals come under load, when there is least time
+        for logs.
         """
         return await asyncio.gather(*(self._submit(ingress, submission) for submission in submissions))
 
@@ -227,7 +227,7 @@ def _start(engine: Engine, name: str, spec: ReplicaSpec) -> EngineThread:
 
 
 def _takes_rows(engine: Engine, spec: ReplicaSpec) -> bool:
-    """Return whether encode replicas may send embeddings here: of several ranks, to this one, the driver."""
+    """Return whether encode replicas may send embeddings to this process, the driver of its ranks."""
     return spec.takes_rows and spec.role != "encode" and engine.model.encoder is not None
 
 

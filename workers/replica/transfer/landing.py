@@ -1,7 +1,7 @@
 """Connects an engine with the dock at which embeddings arrive that `encode` replicas send.
 
 Runs in the engine's thread, between steps, as the handover of KV pages does. The protocol is kvtransfer's, and
-`ArrivingRows` decides what waits and what lands where. This maps the events of the one to the calls of the other.
+`ArrivingRows` decides what waits and what lands where. A landing maps the events and calls between both.
 """
 
 import logging
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 class Landing:
     """The transfers of embeddings to one engine. Its calls must not overlap with the engine's own.
 
-    No failure here ends a request: what does not arrive is encoded here.
+    No failure here ends a request: items whose rows do not arrive are encoded here.
     """
 
     engine: Engine
@@ -57,8 +57,8 @@ class Landing:
     def plan(self) -> None:
         """Grant landing pages and stop transfers, before a step.
 
-        A call that fails costs its own request the rows. Its pages are free once the dock says that no process writes
-        to them. A dock that has failed says nothing any more: then the replica ends at its next health check.
+        A call that fails costs its own request the rows. Its landing pages are free once the dock reports that no
+        process writes to them. A failed dock reports nothing: then the replica ends at its next health check.
         """
         now = self.engine.clock()
         calls = self.rows.plan(now, self.encoding.has)
@@ -76,7 +76,7 @@ class Landing:
 
     @property
     def patience(self) -> float | None:
-        """Seconds until `plan` should be called again although nothing happens; None: no limit."""
+        """Seconds until `plan` must be called again, also without an event; None: no limit."""
         return self.config.deadline_s / 6 if self.rows.ungranted() else None
 
     def handle(self, event: Event) -> None:

@@ -82,7 +82,7 @@ class ChunkBudget:
         self.lane_tokens, self.lane_seconds = int(self.tokens * share), spare * share
 
     def release_lane(self) -> None:
-        """Let long prompts use what short ones have left of the lane."""
+        """Let long prompts use the rest of the lane, which short prompts have not used."""
         self.lane_tokens, self.lane_seconds = 0, 0.0
 
     def chunk(self, prompt: "Candidate", threshold: int, page_size: int) -> int:
@@ -125,7 +125,7 @@ class ChunkBudget:
 
 
 class Candidate(NamedTuple):
-    """The rest of a prompt, `[start, end)`, as `ChunkBudget` sees it."""
+    """The rest of a prompt, `[start, end)`, as `ChunkBudget` sees this rest."""
 
     start: int
     end: int
@@ -139,7 +139,7 @@ class Candidate(NamedTuple):
 
 
 def free_tokens(cost: StepCost, work: StepWork, start: int, floor: int) -> int:
-    """Return the tokens of the largest chunk that takes hardly longer than one of `floor` tokens, `floor` at least.
+    """Return the tokens of the largest chunk that takes hardly longer than a chunk of `floor` tokens; at least `floor`.
 
     `work`: of the step without the chunk. `start`: tokens before the chunk.
     """
@@ -226,7 +226,7 @@ def share_of_prompts(
 def share_of_chunk(cost: StepCost, streams: StepWork, tokens: float) -> float:
     """Return the share of a prompt's pace on an idle replica if each step of `streams` has a chunk of `tokens`.
 
-    On an idle replica, chunks are so large that a token takes what it takes beyond the bend of the cost.
+    On an idle replica, chunks are so large that a token costs as much as beyond the bend.
     """
     alone, seconds = cost.chunk_seconds(0, tokens), cost.seconds(streams.plus_chunk(0, tokens))
     if not alone:  # tokens are free: what counts is the time of the streams
