@@ -412,7 +412,7 @@ class Clients:
             self._problem(f"hostile: served {str(body)[:200]}")
 
     async def _timelines(self, request_id: str) -> str:
-        """Return what the replicas know of a request: evidence."""
+        """Return the timelines of a request at all replicas, as evidence."""
         try:
             async with httpx.AsyncClient(timeout=5) as http:
                 answer = await http.get(f"http://127.0.0.1:{self.port}/v1/requests/{request_id}")

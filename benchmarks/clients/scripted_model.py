@@ -92,7 +92,7 @@ def _embedding(submission: Submission) -> TokenDelta:
 
 
 def answer(prompt: str, grammar: Grammar | None) -> str:
-    """Return what the model writes after this prompt."""
+    """Return the model's text after this prompt."""
     tools = _tools(prompt)
     if grammar is not None and grammar.kind in ("json_object", "json_schema"):
         return json.dumps(_instance(json.loads(grammar.source or "{}"), CITIES[0]))

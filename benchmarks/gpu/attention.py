@@ -103,7 +103,7 @@ def token_bytes(sizes: Sizes) -> int:
 
 
 def ceilings(bench: Bench) -> Iterator[Case]:
-    """Yield what the device can do at most: bytes per second, FLOP per second, launches per second."""
+    """Measure the limits of the device: bytes per second, FLOP per second, launches per second."""
     device, sizes = bench.device, bench.sizes
 
     def copy() -> Figures:

@@ -84,7 +84,7 @@ class Agents:
                 raise ValueError(f"{name}: must be above 0, got {getattr(self, name)}")
 
     def within(self, context: int) -> "Agents":
-        """Return the same agents with all lengths scaled down until their longest requests fit `context` tokens."""
+        """Scale all lengths of the agents down until their longest requests fit `context` tokens."""
         return replace(self, scale=min(self.scale, context / self.context))
 
 

@@ -155,7 +155,7 @@ def _is_running() -> bool:
 
 
 def _replicas() -> list[dict[str, Any]]:
-    """Return what the replicas report of themselves; nothing if they do not answer in time."""
+    """Return the replicas' reports of themselves; empty if they do not answer in time."""
     try:
         described: list[dict[str, Any]] = serve.get_app_handle(APP_NAME).replicas.remote().result(timeout_s=_DESCRIBE_S)
     except (TimeoutError, RayError):

@@ -97,7 +97,7 @@ class DrawnDrafts:
         self._random = np.random.default_rng([*self.seed, _DRAFT_SEED])
 
     def sampled(self, part: Scheduled) -> SampledToken:
-        """Return what the step sampled for a part."""
+        """Return the token that the step sampled for a part."""
         if not part.drafts:
             return _SAMPLED
         is_rejected = self._random.random(len(part.drafts)) >= self.probability

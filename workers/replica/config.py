@@ -105,7 +105,7 @@ class EngineConfig(SchedulerConfig):
         return self
 
     def sized(self, defaults: StepSizes, max_model_len: int) -> Self:
-        """Return the configuration with the device's numbers in place of None. ValueError: the numbers do not fit."""
+        """Return the configuration with the numbers that are left to the device. ValueError: numbers do not fit."""
         tokens, requests = self.max_num_batched_tokens, self.max_num_seqs
         if not tokens:
             whole = 0 if self.enable_chunked_prefill else max_model_len

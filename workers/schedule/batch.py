@@ -62,7 +62,7 @@ class Batch:
 
     @property
     def work(self) -> StepWork:
-        """Return what the step computes, in the terms of `StepCost`."""
+        """Return the work of the step, in the terms of `StepCost`."""
         decodes = self.scheduled[: self.num_decodes]
         work = StepWork.of(
             [(part.start, part.num_tokens) for part in self.scheduled[self.num_decodes :]],

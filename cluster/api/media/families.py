@@ -34,7 +34,7 @@ class Family:
     arguments: Json = field(default_factory=dict)  # of the image processor's call
 
     def written_runs(self, outputs: Outputs) -> tuple[str, list[int]]:
-        """Return what replaces `written`, each run of placeholders as one, and the length of each run.
+        """Return the replacement of `written`, with one placeholder for each run, and the length of each run.
 
         A run of one special token becomes as many tokens as it is long, whatever stands beside it. So a text with
         single placeholders can be encoded, in a fraction of the time, and each run gets its length afterwards.

@@ -92,7 +92,7 @@ class PictureFetcher:
         raise wrong_picture(picture.param, "its URL must begin with data:, https: or http:")
 
     async def _data(self, picture: Picture) -> bytes:
-        """Return what a data URL holds: base64, or percent-encoded bytes."""
+        """Return the bytes in a data URL, which has them in base64 or percent-encoded."""
         found = _DATA_URL.match(picture.url[:2048])
         if found is None:
             raise wrong_picture(picture.param, f"its data URL is malformed; it must be {_EXAMPLES[picture.kind]}")

@@ -107,7 +107,7 @@ class _FrameProcessor:
         self.levels: NDArray[np.float32] | None = None
 
     def with_arguments(self, arguments: Json) -> "_FrameProcessor":
-        """Return the same processor with other arguments."""
+        """Return a copy of the processor with other arguments."""
         other = copy(self)
         other._arguments, other.levels = {**arguments, "return_tensors": "np"}, None
         return other

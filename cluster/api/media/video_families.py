@@ -163,7 +163,7 @@ class _Patches:
 
     @classmethod
     def of(cls, settings: Json, side: int) -> "_Patches":
-        """Return those of a model's settings. `side`: where they name none."""
+        """Read the sizes of patches from a model's settings. `side`: used where the settings name none."""
         depth, merged = settings.get("temporal_patch_size", 2), settings.get("merge_size", 2)
         return cls(settings.get("patch_size", side), depth, merged)
 

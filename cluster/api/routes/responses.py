@@ -118,7 +118,7 @@ class Responses:
         return self._store.delete(tenant, name) if action == "delete" else self._store.get(tenant, name)
 
     async def _record(self, action: Action, request: Request, name: str, param: str = "id") -> Any:
-        """Return what is kept of a response: `response`, and the `items` before it. Raises ApiError 404."""
+        """Return the record of a response: `response`, and the `items` before it. Raises ApiError 404."""
         tenant = _tenant(request)
         found = await self.at_this_ingress(action, tenant, name)
         if found is None and self._store is not None and self._ask_stores is not None:

@@ -85,7 +85,7 @@ def schema_of(schemas: Schemas, function: str, parameter: str) -> Any:
 
 
 def typed(raw: str, schema: Any) -> Any:
-    """Return what raw text means: the first of the schema's types that the text can have, else the text itself.
+    """Return the value of a raw text: of the first of the schema's types that fits, else the text itself.
 
     Without a type in the schema, the text is its JSON value if it is JSON.
     """

@@ -108,7 +108,7 @@ class ChatMessage:
         self._read += self.pieces(texts, finish_reason)
 
     def delta(self, texts: Sequence[str], finish_reason: str | None) -> dict[str, Any]:
-        """Return what more tokens add to the message; the last ones have a finish reason."""
+        """Return the part of the message that more tokens add; the last ones have a finish reason."""
         return self._fields(self.pieces(texts, finish_reason))
 
     def _fields(self, pieces: Sequence[Piece]) -> dict[str, Any]:

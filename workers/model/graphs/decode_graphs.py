@@ -33,7 +33,7 @@ def batch_sizes(most: int) -> list[int]:
 
 
 def padded(inputs: StepInputs, num_rows: int) -> StepInputs:
-    """Return the same decodes with padding rows, `num_rows` in all.
+    """Pad the decodes of a step to `num_rows` rows.
 
     A padding row is a sequence of one token. It reads page 0, which always exists, and writes to no slot.
     """

@@ -141,11 +141,11 @@ class MixedGraphs:
 def padded_with_chunks(
     inputs: StepInputs, decodes: int, tokens: int, page_size: int, chunk_logits: int = _CHUNKS
 ) -> StepInputs:
-    """Return the same step with `decodes` decodes and, in `_CHUNKS` sequences, `tokens` tokens of chunks.
+    """Pad a step to `decodes` decodes and, in `_CHUNKS` sequences, `tokens` tokens of chunks.
 
     The page table is wide enough for the padding chunk too.
 
-    Logits are wanted for `decodes + chunk_logits` rows; those of the step come first.
+    Logits are wanted for `decodes + chunk_logits` rows; the rows of the step come first.
     """
     num_decodes, num_chunks, num_tokens = _sizes(inputs)
     rows, sequences, num_padding = decodes + tokens, decodes + _CHUNKS, tokens - num_tokens

@@ -39,7 +39,7 @@ def why_not(model: LoadedModel) -> str | None:
 
 
 def attempt(model: LoadedModel, make: Callable[[], _Recorded]) -> tuple[_Recorded | None, str]:
-    """Return what `make` records, and an empty text; or None and the reason, if it raised on any rank of the gang.
+    """Return the result of `make` and an empty text; or None and the reason, if `make` raised on any rank of the gang.
 
     Collective: every rank must call it. On all ranks the reason is that of the first rank that has one.
     """
