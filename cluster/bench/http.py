@@ -1,7 +1,7 @@
 """Streaming HTTP/1.1 for a load generator: one protocol object per request, one clock reading per network read.
 
-Written by hand, since the load generator often shares its cores with the server and takes CPU time from what it
-measures: 15 µs of CPU per token, where httpx takes 127 µs (2 cores AMD EPYC Zen 4, 2026-11-22).
+Written by hand, since the load generator often takes CPU time from the server that it measures: 15 µs per token, where
+httpx takes 127 µs (2 cores AMD EPYC Zen 4, 2026-11-22).
 """
 
 import asyncio

@@ -146,7 +146,7 @@ def meets(sample: Sample, limits: dict[str, float]) -> bool:
 def summarize(samples: Sequence[Sample], duration: float, limits: dict[str, float] | None = None) -> dict[str, Any]:
     """Return the figures of requests that were offered over `duration` seconds.
 
-    Failed and refused requests count as failed or refused and as not good, and in no other figure. A request that the
+    Failed and refused requests count as such and as not good, and in no other figure. A request that the
     client closed on purpose counts its tokens and gaps, but has no end-to-end time.
     """
     ok = [s for s in samples if s.ok]

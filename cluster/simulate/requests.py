@@ -1,4 +1,4 @@
-"""Simulated requests: their prompts of tokens and pictures, and what is on its way for them."""
+"""Simulated requests: their prompts of tokens and pictures, and their transfers on the way."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

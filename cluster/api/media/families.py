@@ -71,7 +71,7 @@ class Checkpoint:
 
     @property
     def family(self) -> PictureFamily:
-        """The family of the model. NoPictures: it is none whose pictures are served."""
+        """The family of the model. NoPictures: pictures of such a model are not served."""
         try:
             return picture_family(str(self.config.get("model_type")), self.vision.get("model_type"))
         except ValueError as error:
@@ -109,7 +109,7 @@ def read_family(folder: Path, names: Mapping[int, str]) -> Family:
     """Return how the model in a directory writes pictures.
 
     Raises:
-        NoPictures: it reads text alone, or is of a family that is not known here.
+        NoPictures: the model reads text alone, or its family is not known here.
     """
     checkpoint = Checkpoint.read(folder, names)
     if "vision_config" not in checkpoint.config:

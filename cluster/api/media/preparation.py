@@ -113,7 +113,7 @@ class _FrameProcessor:
         return other
 
     def measure(self, image: Image.Image) -> None:
-        """Find what the processor makes of each of the 256 levels of each colour, if it treats every pixel alone.
+        """Find the processor's value for each of the 256 levels of each colour, if each pixel is processed alone.
 
         A pixel is then one byte until it is encoded: a quarter of its bytes as a float, here and on the way.
         """

@@ -46,7 +46,7 @@ def read_video_family(folder: Path, names: Mapping[int, str], arguments: Json) -
         arguments: of the image processor, as the configuration gives them.
 
     Raises:
-        NoPictures: it sees none, or is of a family that is not known here.
+        NoPictures: the model sees no videos, or its family is not known here.
     """
     checkpoint = Checkpoint.read(folder, names)
     writing = checkpoint.family.video

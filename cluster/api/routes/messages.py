@@ -47,7 +47,7 @@ class Messages:
         return json_answer({"input_tokens": await self._conversations.count(request, body.chat(), card)})
 
     async def _events(self, begun: BegunChat) -> AsyncGenerator[bytes, None]:
-        """Yield the events of a stream; those of one step of the model together."""
+        """Yield the events of a stream; events of one step of the model come together."""
         blocks, output, has_begun = _Blocks(), Output(0), False
         clock = asyncio.get_running_loop().time
         shown_at = clock()
@@ -82,7 +82,7 @@ class MessageErrorEvent:
 
 
 class _Blocks:
-    """The content of a message, block by block: as a whole, and as the events that build the same."""
+    """The content of a message, block by block: as a whole, and as events that build the whole."""
 
     def __init__(self) -> None:
         self.content: list[dict[str, Any]] = []
@@ -180,7 +180,7 @@ def _usage(begun: BegunChat) -> dict[str, Any]:
 
 
 def _arguments(text: str) -> dict[str, Any]:
-    """Return the arguments of a call; of a call that was cut, those that are there."""
+    """Return the arguments of a call, as far as they were written: a call may have been cut."""
     try:
         found = from_json(text, allow_partial=True) if text else {}
     except ValueError:

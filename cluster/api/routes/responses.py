@@ -218,7 +218,7 @@ class Responses:
         answer: ResponseAnswer,
         items: list[Item],
     ) -> AsyncGenerator[bytes, None]:
-        """Yield the events of a stream; those of one step of the model together."""
+        """Yield the events of a stream; events of one step of the model come together."""
         has_begun = False
         clock = asyncio.get_running_loop().time
         shown_at = clock()

@@ -29,9 +29,9 @@ class Brackets:
         self.quote = ""  # of the string that is open; empty outside strings
 
     def end(self, text: str) -> int | None:
-        """Return where the first bracket is closed that the text opens; None: not yet.
+        """Return where the first bracket that the text opens is closed; None: not yet.
 
-        `text` is the one of the call before, and more.
+        `text` begins with the text of the call before.
         """
         while True:
             found = self._next.search(text, self._position)

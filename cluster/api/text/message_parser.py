@@ -60,7 +60,7 @@ class PlainText:
 
 @dataclass(slots=True)
 class ReasonedText:
-    """The parser of reasoning, and after its end another one's text."""
+    """The parser of reasoning, which leaves the text after its end to another parser."""
 
     thoughts: MessageParser
     answer: MessageParser
@@ -90,7 +90,7 @@ class ChatMessage:
     out (`parallel_tool_calls`). `is_named`: the client has named the function, so a call ends as a text does.
 
     Texts come one per token, so that `reasoning_tokens` is the same however many tokens a step has. A token without a
-    piece, as a marker has none, counts with the next piece.
+    piece, such as a marker, counts with the next piece.
     """
 
     parser: MessageParser
