@@ -1,7 +1,7 @@
 """How many replicas each pool should have, and which role each replica should be assigned, from live profiles.
 
-Demand is counted in replicas. A replica's demand is the share of time that its work takes, plus the share that it needs
-to compute the backlog of prompts within their times to first token. Where the share of pages or places in use is more,
+Demand is counted in replicas. A replica's demand is the share of time that its work takes. The share to compute the
+backlog of prompts within their times to first token is added. Where the share of pages or places in use is more,
 demand is that share. One rule serves pools of every role, and the ratio between prefill and decode follows from it.
 """
 

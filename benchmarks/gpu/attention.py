@@ -22,7 +22,7 @@ from crossdock.workers.schedule.request import Request, SamplingParams
 
 
 class _Recorder:
-    """Takes the place of a model, and keeps what its forward pass is given."""
+    """Takes the place of a model, and keeps the arguments of its forward pass."""
 
     def __init__(self, device: str) -> None:
         self.device = torch.device(device)

@@ -211,8 +211,8 @@ def _goodput(good: int, offered: int, seconds: float) -> dict[str, Any]:
 def gaps_within(sample: Sample, windows: Sequence[tuple[float, float]]) -> Floats:
     """Return the gaps whose middle lies in one of the windows.
 
-    The middle decides because a long prompt arrives during a step that does not compute it, and its first token leaves
-    in the step that ends the last gap it caused: either edge of a gap may miss the window by microseconds.
+    The middle decides, because either edge of a gap may miss the window by microseconds. A long prompt arrives during a
+    step that does not compute it. Its first token leaves in the step that ends the last gap it caused.
     """
     times = np.asarray(sample.times, dtype=np.float64)
     middles = (times[1:] + times[:-1]) / 2

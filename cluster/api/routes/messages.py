@@ -165,8 +165,8 @@ def _reasons(begun: BegunChat, output: Output, blocks: _Blocks) -> dict[str, Any
 
 
 def _usage(begun: BegunChat) -> dict[str, Any]:
-    """Count tokens. Anthropic counts those of the prompt that were in the cache, and those that are in it now because
-    a `cache_control` asked for that, apart from the others."""
+    """Count tokens. As at Anthropic, two kinds of prompt tokens count apart: tokens that were in the cache, and tokens
+    that a `cache_control` has put there."""
     choice, size = begun.choice, begun.generation.card.cache_page_size
     uncached = len(choice.prompt.token_ids) - choice.num_cached_tokens
     asked = isinstance(begun.chat, MessagesChat) and begun.chat.has_cache_control
