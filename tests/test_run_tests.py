@@ -43,9 +43,9 @@ def test_groups_hold_every_file_once_and_those_that_wait_come_first(runner: Modu
     [
         pytest.param({}, [], id="as recorded"),
         pytest.param({"b": 9.0}, [], id="below the floor"),
-        pytest.param({"a": 150.0}, [], id="within twice its share"),
-        pytest.param({"a": 400.0}, ["a"], id="beyond twice its share"),
-        pytest.param({"new": 40.0}, ["new"], id="not recorded"),
+        pytest.param({"a": 250.0}, [], id="within three times its share"),
+        pytest.param({"a": 700.0}, ["a"], id="beyond three times its share"),
+        pytest.param({"new": 90.0}, ["new"], id="not recorded"),
     ],
 )
 @pytest.mark.parametrize("slowness", [0.5, 1.0, 8.0])

@@ -114,7 +114,6 @@ class AnyHistory(RuleBasedStateMachine):
                 "prefill_order": st.sampled_from(["response_ratio", "fcfs"]),
                 "short_lane_share": st.sampled_from([0.0, 0.5, 0.9]),
                 "admission": st.sampled_from(["queue", "reject"]),
-                "prefix_eviction": st.sampled_from(["lru", "value"]),
             }
         ),
     )
@@ -350,7 +349,7 @@ class AnyHistory(RuleBasedStateMachine):
 
     def take_returned(self) -> None:
         """Requests that made way have a transfer, which is cancelled: their pages come back later."""
-        for request in self.handoff.take_returned():
+        for request in self.scheduler.table.take_returned():
             assert self.live.pop(request.id) is request
             assert not request.num_in_flight_tokens
             if request.leg is Leg.SEND:

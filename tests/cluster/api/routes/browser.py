@@ -1,6 +1,7 @@
 """A headless Chromium, driven over the WebDriver protocol by plain HTTP."""
 
 import base64
+import os
 import shutil
 import subprocess
 import tempfile
@@ -29,7 +30,8 @@ class Browser:
         port = free_port()
         self._profile = tempfile.mkdtemp(prefix="cd-browser-")
         command = ["chromedriver", f"--port={port}", "--log-level=OFF"]
-        self._driver = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        environment = os.environ | {"HOME": self._profile}  # Chromium and its libraries write there
+        self._driver = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment)
         self._http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60)
         self._session = ""
         arguments = [*ARGUMENTS.split(), f"--user-data-dir={self._profile}"]

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, rule, run_state_machine_as_test
 
 from crossdock.kvtransfer.events import Arrived, Figures
-from crossdock.workers.schedule import handoff, kv
+from crossdock.workers.schedule import kv
 from crossdock.workers.schedule.admission import num_places
+from crossdock.workers.schedule.handoff import Handoff
 from crossdock.workers.schedule.memory.page_needs import PageNeeds
 from crossdock.workers.schedule.memory.prefix_index import AttentionChunk, Window
 from crossdock.workers.schedule.order import order_prefills
 from crossdock.workers.schedule.request import Leg, Request, Status
-from crossdock.workers.schedule.table import RequestTable
 from tests.workers.replica.any_pools import AnyPools
 from tests.workers.replica.pools_world import LONGEST, PAGE_SIZE, World
 
@@ -115,8 +115,8 @@ def test_pools_in_five_thousand_histories_all_end() -> None:
 def grants_without_offers() -> Iterator[None]:
     """Grant pages in the decode replica's own order, also to prompts that wait for pages at the other one."""
 
-    def grant(table: RequestTable, now: float) -> list[Request]:
-        granted = []
+    def grant(self: Handoff, now: float) -> list[Request]:
+        table, granted = self.table, []
         arriving = [request for request in table.waiting if request.leg is Leg.RECEIVE]
         for request in order_prefills(arriving, now, table.prefilled.tokens, table.config.starvation_s):
             if num_places(table, request.priority) <= 0:
@@ -127,7 +127,7 @@ def grants_without_offers() -> Iterator[None]:
         return granted
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(handoff, "grant", grant)
+        patch.setattr(Handoff, "grant", grant)
         patch.setattr(kv, "_return_transfers", lambda *_: None)
         yield
 

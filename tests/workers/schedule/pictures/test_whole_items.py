@@ -117,7 +117,7 @@ def test_chunk_without_time_for_an_item_ends_with_the_one_before() -> None:
     request = new_request("a", [7] * 300)
     request.items = with_items((1, 9, 1), (11, 100, 2))
 
-    budget = ChunkBudget(300, 200.0, cost=StepCost(per_prefill_token=1.0))
+    budget = ChunkBudget(300, 200.0, cost=StepCost(base=0.0, per_prefill_token=1.0))
     chunk = chunk_with_items(encoding, request, Candidate(0, 300, least=1), budget, 0, 4)
     assert chunk == (10, "encoder: an item of 100 rows takes 109000 ms")
 
