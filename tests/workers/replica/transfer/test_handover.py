@@ -119,7 +119,7 @@ def test_pages_travel_while_the_next_chunk_is_computed(transport: str) -> None:
             *_, (_, _, figures, outcome) = [end for end in prefill.ended if end[1]]
             assert outcome == "shipped"
             assert figures.num_writes > 1
-            assert figures.hidden_bytes > 0  # how many depends on the machine: benchmarks/routing/pools.py prints the share
+            assert figures.hidden_bytes > 0  # depends on the machine: benchmarks/routing/pools.py prints the share
 
     asyncio.run(main())
 
