@@ -29,7 +29,7 @@ WORDS = {  # word or phrase: what to write instead
     "reckons": "estimates, computes",
     "reckoned": "estimated, computed",
 }
-OPENERS = {"Of", "What", "Whose", "Who"}  # a docstring starts with a verb or names its noun
+OPENERS = re.compile(r"Of|What|Whose|Who|(?:Returns?|Yields?) (?:what|those|the same|it)")  # name the noun at once
 _WORDS = re.compile(rf"\b({'|'.join(WORDS)})\b", re.IGNORECASE)
 _PATH = re.compile(
     r"(?<![\w./-])((?:\.ci|benchmarks|cluster|docs|facts|kernels|kvtransfer|manifests|router|tests|workers)/[\w./-]*\w)"
@@ -48,8 +48,8 @@ def check_python(path: str, source: str) -> Iterator[str]:
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             docstring = ast.get_docstring(node) or ""
             line = getattr(node, "lineno", 1)
-            if docstring.split(" ", 1)[0] in OPENERS:
-                yield f"{path}:{line}: the docstring starts with {docstring.split(' ', 1)[0]!r}; start with a verb"
+            if opener := re.match(rf"({OPENERS.pattern})\b", docstring):
+                yield f"{path}:{line}: the docstring starts with {opener[1]!r}; start with a verb and its noun"
     for line, text in _prose(source, tree, with_strings=not path.startswith("tests/")):
         yield from check_prose(path, line, text)
 

@@ -209,7 +209,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def run(args: argparse.Namespace) -> tuple[dict[str, dict[str, list[Row]]], list[dict[str, Any]]]:
-    """Return the figures by part (a mix, or short-vs-long) and setting, one per repeat; and all that was measured."""
+    """Return the figures by part (a mix, or short-vs-long) and setting, one per repeat; and all measurements."""
     settings = ORDERS if args.short_vs_long else POLICIES
     parts = ["short-vs-long"] if args.short_vs_long else args.mixes
     passes: dict[str, dict[str, list[Row]]] = {part: {} for part in parts}

@@ -6,7 +6,7 @@
 
 The load is `crossdock bench -w agents`: sessions of many turns, each of which repeats all before it. All settings get
 the same sessions and the same KV memory, `--kv-tokens` in all; two replicas have half each. `unpriced`: the router does
-not count what a request evicts. Agents wait for answers, so a slow server gets fewer turns: look at the turns as well
+not count evictions of a request. Agents wait for answers, so a slow server gets fewer turns: look at the turns as well
 as at the times.
 
 Settings run one at a time, each on a server of its own, and alternate in every repeat. Run nothing else beside them.

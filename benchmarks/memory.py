@@ -143,7 +143,7 @@ def use(address: str) -> dict[str, Any]:
 
 
 def phases(moments: dict[str, float], replica: dict[str, Any]) -> Row:
-    """Return at what second of the start each phase ended, in this order."""
+    """Return the second of the start at which each phase ended, in order of time."""
     wanted = ("driver: imports, configuration", "raylet", "controller", "ingress", "replica", "ready")
     found = {name: moments[name] for name in wanted if name in moments}
     start = replica["machine"].get("start_s", {})

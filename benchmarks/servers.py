@@ -173,7 +173,7 @@ def memory_mib(processes: set[int]) -> float:
 
 
 class OtherLoad:
-    """The CPU time that all else on the machine takes from now on: what disturbs a measurement."""
+    """The CPU time of all other processes of the machine from now on, which disturb a measurement."""
 
     def __init__(self, processes: Iterable[int]) -> None:
         self._own = {*processes, os.getpid()}

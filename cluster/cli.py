@@ -41,7 +41,7 @@ a configuration in a file
 
 @dataclass(frozen=True, slots=True)
 class Subcommand:
-    """Where a subcommand is, and what is shown about it. The first line of its docstring must be `summary`."""
+    """The module, name and summary of a subcommand. The first line of the command's docstring must be `summary`."""
 
     module: str
     name: str  # of the function, or of the typer.Typer
@@ -124,7 +124,7 @@ for _name, _subcommand in SUBCOMMANDS.items():
 
 @app.command()
 def version() -> None:
-    """Print the versions of Crossdock and of what it stands on."""
+    """Print the versions of Crossdock and of the libraries under it."""
     _print_versions(True)
 
 
@@ -156,7 +156,7 @@ def _import(name: str) -> Any:
 
 
 def main() -> None:
-    """Run the command. Ctrl-C and SIGINT stop it however it was started."""
+    """Run the command. Ctrl-C and SIGINT stop the command however it was started."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a script's background job: `crossdock serve &`
         signal.signal(signal.SIGINT, signal.default_int_handler)
     app()

@@ -207,7 +207,7 @@ class ClusterConfig(BaseModel):
         return self.scaling.flip_roles or any(pool.most > pool.replicas for pool in self.pools)
 
     def replica_spec(self, pool: PoolConfig) -> ReplicaSpec:
-        """Return what each replica of `pool` is started with."""
+        """Return the spec with which each replica of `pool` is started."""
         engine, model = pool.engine or self.engine, self.model
         roles = {each.role for each in self.pools}
         if pool.role == "encode":  # these settings are of the decoder, which it does not have

@@ -148,7 +148,7 @@ def _by_flag(problem: str, flags: Mapping[str, str], source: str) -> str:
 
 
 def gone_setting(name: str) -> str | None:
-    """Return what to use in place of a setting that earlier versions had, by its name or its flag; None: none did."""
+    """Return the replacement of a setting that earlier versions had, by its name or flag; None: no version had it."""
     last = name.rpartition(".")[2].removeprefix("--").replace("-", "_")
     return next((line for gone, line in _GONE.items() if gone.rpartition(".")[2] == last), None)
 

@@ -39,9 +39,9 @@ class ShipCall(Record, frozen=True):
 class ExpectCall(Record, frozen=True):
     """Expect `request` from the replica whose ranks' blobs are `peers`. Grant pages when there is room for it.
 
-    Grant after `Offered` alone: a request that waits for pages at its source while it holds pages here can wait for
-    ever, for requests that do the opposite. After the grant, each source may be silent for `deadline_s`: that must
-    cover the computation of a chunk, unless the source sends a wait.
+    Grant only after `Offered`. Otherwise one request could hold pages here and wait for pages at its source, while
+    another does the opposite: a deadlock. After the grant, each source may be silent for `deadline_s`. This time
+    must cover the computation of a chunk, unless the source sends a wait.
 
     Raises:
         IncompatiblePools: the pools cannot exchange pages, or a rank that must write here has no blob in `peers`.
@@ -76,7 +76,7 @@ class FinishCall(Record, frozen=True):
     """Send the rest, as a chunk, with the partial page, the recurrent state in `state_pages` and `result`. No more
     chunks will come.
 
-    The target finds `result` (at most MAX_RESULT_BYTES) in `Arrived`; of several source ranks, that of the lowest.
+    `Arrived` gives `result` (at most MAX_RESULT_BYTES) to the target; with several source ranks, the lowest one's.
     After another shipment of the same request, for example to a second target, make this call again."""
 
     request: str
@@ -100,14 +100,14 @@ class GrantCall(Record, frozen=True):
 
 
 class CancelShipCall(Record, frozen=True):
-    """Stop writing. `Released` follows in any case, as soon as no write is open; it may come twice."""
+    """Stop writing. `Released` follows in any case, as soon as no write is open, and may come twice."""
 
     request: str
     epoch: Count
 
 
 class CancelExpectCall(Record, frozen=True):
-    """Stop expecting. `WriterStopped` follows in any case, when that is safe; it may come twice. Until then, give the
+    """Stop expecting. `WriterStopped` follows in any case, when that is safe, and may come twice. Until then, give the
     granted pages to no other request."""
 
     request: str
@@ -123,8 +123,8 @@ class WaitCall(Record, frozen=True):
 
 
 class PeerDeadCall(Record, frozen=True):
-    """Note that the process behind `blob` is dead. Its transfers fail; the pages it was writing to are out of its reach
-    after the grace period, and the pages that were being written to it are released."""
+    """Note that the process behind `blob` is dead, and fail its transfers. Pages that were being written to the process
+    are released. Pages that the process was writing are out of its reach after the grace period."""
 
     blob: bytes
 

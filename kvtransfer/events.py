@@ -24,8 +24,8 @@ class Reason(Enum):
 class Figures:
     """Times and amounts of one transfer, for metrics and the request's timeline.
 
-    Seconds count from the start of the transfer; None for a point that was never reached. A source counts what it
-    wrote, a target what was written to it. A target does not see writes begin, hence has no write seconds.
+    Seconds count from the start of the transfer; None for a point that was never reached. A source counts bytes that
+    it wrote, a target bytes that were written to it. A target does not see writes begin, hence has no write seconds.
     """
 
     handshake_seconds: Seconds | None = None  # until the first message from the other side

@@ -8,7 +8,7 @@ _MAX_NAMES = 1024
 
 
 class Fence:
-    """The last ended epoch of each request, and the last one of which a write broke."""
+    """The last ended epoch of each request, and the last epoch in which a write broke."""
 
     def __init__(self) -> None:
         self._epochs: OrderedDict[str, tuple[int, int]] = OrderedDict()  # by request: (ended, broken)

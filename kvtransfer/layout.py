@@ -3,8 +3,8 @@
 All layers of one head of one page are ONE contiguous byte range. So a page, or any head range of it for any
 tensor-parallel ratio, moves as a single descriptor. A layer's kernel sees a strided view of the same tensor.
 
-`PoolSpec` holds everything another replica must know before it may write into a pool: whose keys and values, in what
-shape, and which layers and heads each rank holds.
+`PoolSpec` holds everything that another replica must know before it may write into a pool: the model, the shape of its
+keys and values, and the layers and heads of each rank.
 """
 
 import hashlib
@@ -136,7 +136,7 @@ def shard_model(layers: Sequence[LayerShape], num_tensor_ranks: int, num_pipelin
 class PageGroup:
     """Layers that share pages.
 
-    With a window or an attention chunk, a page goes once no token to come sees its tokens.
+    With a window or an attention chunk, a page is freed once no later token sees its tokens.
     """
 
     window: int | None  # tokens
@@ -225,7 +225,7 @@ class PoolSpec:
         return hashlib.blake2b("\n".join(texts[name] for name in _MUST_AGREE).encode(), digest_size=16).hexdigest()
 
     def _holds_of_ranks(self) -> str:
-        """Return what each rank holds, as text: a state travels only between ranks that hold the same part of it."""
+        """Return each rank's layers and heads as text: a state travels only between ranks that hold the same part."""
         return ", ".join(f"layer {shard.first_layer}: {shard.heads}" for shard in self.shards)
 
     def fields(self) -> dict[str, str]:
@@ -268,7 +268,7 @@ def check_compatible(ours: PoolSpec, theirs: PoolSpec) -> None:
     """Check that bytes of one pool mean the same in the other. Shards and sizes may differ.
 
     Raises:
-        IncompatiblePools: they do not.
+        IncompatiblePools: the same bytes mean different things in the two pools.
     """
     left, right = ours.fields(), theirs.fields()
     wrong = [name for name in _MUST_AGREE if left[name] != right[name]]

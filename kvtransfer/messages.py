@@ -72,7 +72,7 @@ class Abort(Record, frozen=True):
 class Stopped(Record, frozen=True):
     """Source to target: no write of this epoch is open, and none will begin.
 
-    If not `is_clean`, a write ended in an error, and part of its data may still be on the way."""
+    Where `is_clean` is False, a write ended in an error, and part of its data may still be on the way."""
 
     request: _Id
     epoch: Count
@@ -84,9 +84,9 @@ class Pages(Record, frozen=True):
 
     They are in place in every group of layers, as far as the target has granted them.
     `sequence` counts a source's writes from 0, without gaps. `num_tokens` is how many tokens all pages up to and
-    including these hold. The last message of a source has a `result`. A partial page travels only with that one, and so
-    does the end of the recurrent state. Where a write is too small for both, messages of no pages bring parts of the
-    state before.
+    including these hold. The last message of a source has a `result`. The partial page and the end of the recurrent
+    state travel only with the last message. Where that is too small for both, messages without pages bring parts of
+    the state before.
     """
 
     request: _Id
@@ -113,7 +113,7 @@ def encode(message: TransferMessage) -> bytes:
     """Return the message as bytes.
 
     Raises:
-        ValueError: these are more than `MAX_BYTES`, which only a huge `result` reaches.
+        ValueError: the bytes are more than `MAX_BYTES`, which only a huge `result` reaches.
     """
     data = _encoder.encode(message)
     if len(data) > MAX_BYTES:

@@ -67,8 +67,8 @@ def next_write(
 ) -> NextWrite | None:
     """Return the next write after the first `first` pages, and `state_first` pages of the state; None: there is none.
 
-    It has no more than `max_bytes`, but at least one page. The last tokens go with the last part of the state: a target
-    that has all tokens has the state too. So a state that is too large for that write goes before it.
+    A write has at most `max_bytes`, but at least one page. The last tokens go with the last part of the state, so that
+    a target with all tokens has the state too. The part of a state that does not fit into that write goes before.
 
     Raises:
         WrongGrant: the grant ends before, or names pages that are not here.
@@ -108,7 +108,7 @@ def _end_of_write(ready: ReadyPages, grant: Grant, target: TargetRank, first: in
 
 
 def _copies(groups: Sequence[GroupPages], grant: Grant, target: TargetRank, numbers: range) -> list[PageCopies]:
-    """Return the pages of that range of numbers that are written, by group of layers: those that are granted.
+    """Return the granted pages among page numbers `numbers`, by group of layers: the pages to write.
 
     `groups`: the pages here.
     """

@@ -3,10 +3,9 @@
 Three facts shape this file. Nothing moves, on either side, unless both sides poll. NIXL notifies the target of a
 finished write only when the initiator checks that write again. And a write that has begun cannot be called back.
 
-A GPU's pages are registered in place, and move without passing through host memory where UCX can do that (cuda_ipc,
-RDMA). UCX reads and writes them outside of every CUDA stream. So the caller of `write` must have waited for the kernels
-that fill the pages, and kernels that read arrived pages must be launched after `poll` has reported the arrival.
-None of this has been run on a GPU yet.
+A GPU's pages are registered in place. Where UCX can (cuda_ipc, RDMA), they move without passing through host memory.
+UCX reads and writes them outside of every CUDA stream. So before `write`, the caller waits for the kernels that fill
+the pages. Kernels that read arrived pages are launched after `poll` has reported the arrival. No GPU has run this yet.
 """
 
 import ctypes
@@ -46,7 +45,7 @@ _WRITING_SECONDS = 0.0002
 class _NixlRoute:
     """The descriptor lists for writes to one peer, prepared once: index = range · pages + page, on either side.
 
-    Groups of layers of which the same bytes travel share descriptors."""
+    Groups of layers share descriptors where the same bytes of a page travel."""
 
     ranges: tuple[ByteRange, ...]
     numbers: list[list[int]]  # of the ranges of each group of layers
@@ -262,12 +261,12 @@ class NixlTransport:
 
 
 def _strided(rows: Sequence[tuple[int, int]], device: int, stride: int, num_pages: int) -> NDArray[np.uint64]:
-    """Return one row per (address, length), which NIXL repeats per page, instead of a descriptor per range and page."""
+    """Return one row per (address, length). NIXL repeats each row per page, so no page needs descriptors of its own."""
     return np.array([(address, length, device, stride, num_pages) for address, length in rows], dtype=np.uint64)
 
 
 def _indices(pages: Sequence[int], ranges: Sequence[int], num_pages: int) -> NDArray[np.int32]:
-    """Return the index of each of those ranges of every page in a prepared descriptor list."""
+    """Return the index, in a prepared descriptor list, of each of `ranges` of each of `pages`."""
     starts = np.array(ranges, dtype=np.int32)[:, None] * num_pages
     return np.asarray((starts + np.asarray(pages, dtype=np.int32)).reshape(-1), dtype=np.int32)
 

@@ -90,7 +90,7 @@ class Peers:
         self._dead.add(name)
 
     def bury(self, names: Iterable[str]) -> list[str]:
-        """Return those of the peers that are known to be dead, and forget how to reach them."""
+        """Return the names of peers that are known to be dead, and forget how to reach these peers."""
         dead = [name for name in names if name in self._dead]
         for name in dead:
             self._known.pop(name, None)

@@ -26,7 +26,7 @@ class ByteRange:
 
 @dataclass(frozen=True, slots=True)
 class PageCopies:
-    """Pages of one group of layers, each of which is written to one page of the target."""
+    """Pages of one group of layers. Each is written to one page of the target."""
 
     group: int
     source_pages: tuple[int, ...]
@@ -38,8 +38,8 @@ GroupRanges: TypeAlias = tuple[tuple[ByteRange, ...], ...]
 
 
 def plan_writes(source: PoolSpec, target: PoolSpec) -> GroupRanges:
-    """Return what rank `source.rank` writes into the pages of rank `target.rank`: for each group of layers, and of the
-    recurrent state where there is one, empty if the two ranks share no bytes of it.
+    """Return the byte ranges of a page that rank `source.rank` writes to rank `target.rank`, for each group of layers.
+    The last entry is of the recurrent state, if any. An entry without shared bytes is empty.
 
     Raises:
         IncompatiblePools: the pools differ in what bytes mean, or no source rank holds what the target needs.
@@ -54,7 +54,7 @@ def source_ranks(source: PoolSpec, target: PoolSpec) -> tuple[int, ...]:
 
 
 def _state_ranges(source: PoolSpec, target: PoolSpec) -> tuple[ByteRange, ...]:
-    """Return what travels of each page of the recurrent state: all of it, between ranks that hold the same part."""
+    """Return the byte ranges of a page of the recurrent state that travel: whole pages, between equal ranks."""
     return (ByteRange(0, 0, target.page_bytes),) if source.rank == target.rank else ()
 
 

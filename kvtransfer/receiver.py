@@ -55,7 +55,7 @@ class _SourceRank:
 
     @property
     def may_write(self) -> bool:
-        """Whether neither its last pages nor its stop, nor the news of its death, have come."""
+        """Whether the rank may still write: its last pages, its stop and the news of its death have not come."""
         return self.stops_at is None and not self.is_complete
 
 
@@ -211,7 +211,7 @@ class Receiver:
         return self._flush()
 
     def peer_lost(self, peer: str, is_dead: bool, detail: str, now: float) -> list[ProtocolOutput]:
-        """Take in that nothing can be sent to `peer`. Only if `is_dead` does that mean that it writes no more."""
+        """Take in that no message reaches `peer`. The peer may still write, unless `is_dead`."""
         for expected in [expected for expected in self._expected.values() if peer in expected.sources]:
             source = expected.sources[peer]
             if is_dead and source.stops_at is None:

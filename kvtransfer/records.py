@@ -20,7 +20,7 @@ class Record(Struct, frozen=True, tag=True, forbid_unknown_fields=True):
 class GroupPages(NamedTuple):
     """A request's pages of one group of layers, from page number `first` on. Page i holds tokens [i·size, (i+1)·size).
 
-    Those before `first` are not needed: the group's window has passed them."""
+    Pages before `first` are not needed: the window of the group has passed them."""
 
     first: Count
     pages: tuple[Count, ...]

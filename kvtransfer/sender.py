@@ -6,8 +6,8 @@ A shipment goes to one target rank or to several. Each has its own delivery, wit
 writes. A delivery has at most one write open. Pages that become ready meanwhile go out together in the next write, so
 writes grow with the backlog; `max_write_bytes` bounds how long one shipment keeps others from the wire.
 
-A write has the same tokens of every group of layers. Of a group with a window it has only pages that the target has
-granted: those that tokens after the prompt can see.
+A write has the same tokens of every group of layers. A group with a window contributes only the pages that the target
+has granted: the pages that tokens after the prompt can see.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -357,7 +357,7 @@ class Sender:
             self._out.append(Released(*key, not shipment.is_stopping, shipment.figures))
 
     def _ended(self, request: str, epoch: int) -> Stopped:
-        """Return the answer to the target of a shipment that is not under way."""
+        """Return the answer to a target that asks about a shipment that has ended or never began."""
         return Stopped(request, epoch, is_clean=not self._fence.may_be_broken(request, epoch))
 
     def _under_way(self, request: str) -> list[_Shipment]:

@@ -1,9 +1,9 @@
 """Pages over plain TCP, in pure Python: works wherever two processes reach each other, from and into ordinary memory.
 
 Each side connects to the other in order to send, so frames go one way on a connection and acknowledgements the other.
-A frame is a header, a table of byte ranges, a message and the bytes of the ranges, which go from pool to pool without
-another copy in Python. A process that connects must send the secret from the listener's blob before anything else is
-read. A write is done when its acknowledgement comes: then, and only then, its pages lie in the target's pool.
+A frame is a header, a table of byte ranges, a message and the bytes of the ranges. These bytes go from pool to pool
+without another copy in Python. A process that connects sends the secret from the listener's blob first. A write is done
+when its acknowledgement comes: then, and only then, its pages lie in the target's pool.
 """
 
 import contextlib
@@ -139,7 +139,7 @@ class TcpTransport:
 
     @property
     def is_accepting(self) -> bool:
-        """Whether new connections are accepted. They are not for a while after one could not be."""
+        """Whether new connections are accepted. After an accept that failed, none is accepted for a while."""
         return self._listener in self._selector.get_map()
 
     def wake(self) -> None:

@@ -20,7 +20,7 @@ _VERSION = 4
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """The memory of a pool. It must stay in place until the transport is closed and every peer that knew of it is gone:
+    """The memory of a pool, which stays in place until the transport is closed and every peer that knew of it is gone:
     NIXL cannot revoke access to registered memory (docs/nixl.md)."""
 
     address: int
@@ -159,7 +159,7 @@ def host_view(memory: Memory) -> memoryview:
     """Return the bytes of ordinary memory.
 
     Raises:
-        ValueError: it is a GPU's memory.
+        ValueError: this is the memory of a GPU.
     """
     if memory.cuda_device is not None:
         raise ValueError("this transport reads and writes ordinary memory only, not a GPU's")

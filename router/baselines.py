@@ -35,7 +35,7 @@ def place(
     policy: Policy, table: ReplicaTable, candidates: Candidates, query: Query, cached: Floats, number: int
 ) -> tuple[int, int]:
     """Return the slots of the (prefill, decode) replicas that a policy chooses: a pair where there are replicas of role
-    `prefill`, the same slot twice otherwise. `number`: of the placement."""
+    `prefill`, the same slot twice otherwise. `number` counts placements."""
 
     def pick(slots: Slots) -> int:
         replicas = [table.replica_in(slot) for slot in slots]

@@ -37,13 +37,13 @@ def with_encoders(
     candidates: Candidates,
     must: bool,
 ) -> tuple[Prediction, Slots]:
-    """Return the prediction in which pictures are encoded where that costs least, and who encodes them.
+    """Return the prediction in which pictures are encoded where that costs least, and the slots of who encodes them.
 
-    The latter is a slot for each replica that may compute the prompt: an encode replica's, or -1 where it encodes.
+    A slot, for each replica that may compute the prompt, is an encode replica's; -1: that replica encodes itself.
 
-    `cached`: tokens of the prompt that each replica has; `cached_rows`: those of `query.encoding`. `predictions`: of
-    the prompt with its pictures, of the prompt without them, and of `query.encoding`. `must`: where it can, an encode
-    replica encodes, also if that is slower.
+    `cached`: tokens of the prompt that each replica has; `cached_rows`: rows of `query.encoding` that each has.
+    `predictions`: of the prompt with its pictures, of the prompt without them, and of `query.encoding`. `must`: an
+    encode replica encodes wherever one can, also if that is slower.
     """
     here, text, leg = predictions
     chosen: Slots = np.full(len(cached), -1, dtype=np.intp)
@@ -67,7 +67,7 @@ def with_encoders(
 
 
 def _merged(here: Prediction, text: Prediction, is_better: NDArray[np.bool_], ttft: Floats, work: Floats) -> Prediction:
-    """Return the prediction `here`, and that with an encode replica in the slots where `is_better`."""
+    """Return the prediction `here`; in the slots where `is_better`, the prediction with an encode replica."""
 
     def pick(elsewhere: Floats, own: Floats) -> Floats:
         return np.where(is_better, elsewhere, own)
@@ -117,9 +117,9 @@ def _ttft(
 
 
 def _steps(loads: Loads, leg: Query, first_row: float, encoder: np.intp) -> tuple[float, float]:
-    """Return the row up to which steps must have come that complete the first picture, and the last step's first row.
+    """Return the row at which the step that completes the first picture ends, and the first row of the last step.
 
-    Pictures that take long have a step each. None is missing where the encode replica has the embeddings of all.
+    Pictures that take long have a step each. No picture is missing where the encode replica has all embeddings.
     """
     chunk = float(loads.max_step_tokens[encoder])
     per_row, per_square = float(loads.encoder_per_row[encoder]), float(loads.encoder_per_square[encoder])
@@ -142,7 +142,7 @@ def _position(query: Query, row: float) -> int:
 
 
 def _travel(loads: Loads, query: Query, leg: Prediction) -> Floats:
-    """Return the seconds from when an encode replica has computed the last row until all rows are at the other one."""
+    """Return the seconds from an encode replica's last computed row to the arrival of all rows at the other replica."""
     assert query.encoding is not None
     num_rows = query.encoding.num_tokens
     travel = num_rows / loads.page_size * loads.page_bytes / loads.bytes_per_second

@@ -50,11 +50,11 @@ def choose_replicas(
     *,
     is_accepted: bool,
 ) -> Placement:
-    """Return the best placement on replicas that have not refused; not on those it was `lost` at, if others are left.
+    """Return the best placement on replicas that have not refused. Replicas where the request was `lost` come last.
 
     Raises:
-        Overloaded: no replica would keep the promise; of all refusals, the one with the shortest wait. Never once
-            the request was accepted.
+        Overloaded: no replica would keep the promise. Has the shortest wait of all refusals. Not raised for a request
+            that was accepted.
         ReplicaLost: no replica is left.
     """
     overloaded = [refusal for refusal in refusals.values() if isinstance(refusal, Overloaded)]
@@ -77,13 +77,13 @@ def choose_replicas(
 def submit_again(
     submission: Submission, attempt: int, output: Sequence[int], waited_s: float, *, may_refuse: bool
 ) -> Submission:
-    """Return what another attempt submits after the `output` that the client has."""
+    """Return the submission of another attempt, which goes on after the `output` that the client has."""
     output_ids = tuple(output)
     return replace(submission, epoch=attempt, output_token_ids=output_ids, may_refuse=may_refuse, waited_s=waited_s)
 
 
 def submits_of(placement: Placement, submission: Submission, page_size: int) -> list[Submit]:
-    """Return the legs of one attempt: those that receive from others before those that send."""
+    """Return the legs of one attempt. Legs that receive come before the legs that send to them."""
     decode, prefill, encoder = placement.decode, placement.prefill, placement.encoder
     if encoder is not None:  # the first token waits for the last row
         submission = replace(submission, rows_within_s=placement.predicted_ttft)

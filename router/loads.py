@@ -116,7 +116,7 @@ class Loads(ReplicaFigures[StepCosts, Floats, Floats]):
     groups: Floats  # [REPORTED or BOOKED, 0 count or 1 seconds, priority, position, slot]: waiting prompts by length
 
     def group_pages(self, num_pages: Floats, slots: Slots | slice = slice(None)) -> Floats:
-        """Return how many pages the groups of layers hold together of a request whose tokens fill `num_pages`."""
+        """Return how many pages all groups of layers together hold for a request whose tokens fill `num_pages`."""
         full, windows = self.num_full_groups[slots], self.window_pages[slots]
         found: Floats = np.minimum(self.num_layer_groups[slots] * num_pages, full * num_pages + windows)
         return found
@@ -151,7 +151,7 @@ def blank(num_slots: int, num_classes: int) -> Loads:
 def row(
     profile: SchedulingProfile, live: LiveProfile | None, booked: Iterable[Booking], classes: Sequence[SloClass]
 ) -> Row:
-    """Return one replica's row. `booked`: the requests placed there that `live` does not include."""
+    """Make the row of one replica. `booked`: requests placed on this replica that `live` does not include."""
     live = live or _IDLE
     cost, interval_share = profile.cost, profile.interval_share
     if live.cost:
@@ -239,10 +239,10 @@ def _encoder_cost_of(coefficients: tuple[float, float, float]) -> EncoderCost:
 
 
 def _steps_between_tokens(num_streams: float, depth: int, interval_share: float) -> tuple[float, float]:
-    """Return in how many steps that follow each other all streams get a token, and what a gap takes per step's seconds.
+    """Return the number of steps in which all streams get a token, and a gap divided by the seconds of one step.
 
-    Streams are spread over as many steps as are in flight. A gap is a step's latency, or that many intervals where
-    these take longer, because the stages are not alike.
+    Streams are spread over the steps in flight. A gap between two tokens is the latency of a step. Where stages are not
+    alike, the intervals of all these steps may take longer; then these are the gap.
     """
     num_steps = min(max(num_streams, 1.0), depth)
     return num_steps, max(num_steps * interval_share, 1.0)

@@ -1,8 +1,8 @@
 r"""Where a request goes: `choose` compares what it would cost on every replica, and on every pair of replicas.
 
-Costs are seconds. Lateness counts `LATE_WEIGHT` times what a second of work does: placements that keep every promise
-are compared by time alone, the others by what they break, weighed by class. A cached prefix is fewer seconds and needs
-no rule of its own; nor does the choice between one replica and two. Pure functions over arrays of replica slots.
+Costs are seconds. A second of lateness counts `LATE_WEIGHT` times a second of work. So placements that keep every
+promise are compared by time alone, the others by their lateness, weighed by class. A cached prefix is fewer seconds and
+needs no rule of its own. One replica and two are compared in the same way. Pure functions over arrays of slots.
 
 The comments on constants give what another value does in simulation (2026-11-22, means of `--seeds 2`, whose intervals
 are wider than most of these effects). The commands are called, in this order, knee, loaded and pools:
@@ -175,8 +175,8 @@ def prompt_costs(slo: SloClass, due: float, ttft: Floats, work: Floats, lateness
 
 
 def _tie_spread(request_id: str, name_hashes: NDArray[np.uint32]) -> NDArray[np.floating[Any]]:
-    """Return a factor from 1 to 1 + `TIE_SHARE` for every slot, by a hash of request and replica that is the same at
-    every router."""
+    """Return a factor from 1 to 1 + `TIE_SHARE` for every slot. A hash of request and replica decides, equal at every
+    router."""
     hashes = (name_hashes ^ np.uint32(zlib.crc32(request_id.encode()))) * np.uint32(2654435761)  # wraps
     return 1 + TIE_SHARE / 2**32 * hashes
 

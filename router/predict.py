@@ -28,7 +28,7 @@ from 5.8 % to 9.5 %; 100 changes nothing, as no replica there is silent for long
 
 @dataclass(slots=True)
 class Prediction:
-    """One request at every replica, as if that replica did all of it. Arrays `[slot]`, in seconds."""
+    """One request at every replica, as if that replica did all the work. Arrays `[slot]`, in seconds."""
 
     prefill: Floats  # of the replica's time for the uncached part of its prompt, with the pictures that it encodes
     encoder_work: Floats  # of an encode replica's time for the pictures of its prompt; 0: this replica encodes them
@@ -104,7 +104,7 @@ def seconds_after(loads: Loads, num_tokens: int, position: int, cached: Floats) 
 
 
 def _encoder_seconds(loads: Loads, items: Sequence[tuple[int, int, int]], cached: Floats) -> tuple[Floats, Floats]:
-    """Return what `Encoding.seconds_left` does at every replica that has no embeddings, and the number of items."""
+    """Return the encoder's seconds and items at every replica: `Encoding.seconds_left` with no embedding in memory."""
     if not items or loads.encoder_per_row.max() <= 0:
         return np.zeros(len(cached)), np.zeros(len(cached))
     ends, rows, parts = np.array(items, dtype=float).T
@@ -116,14 +116,14 @@ def _encoder_seconds(loads: Loads, items: Sequence[tuple[int, int, int]], cached
 
 
 def _prefill_seconds(loads: Loads, num_tokens: int, rest: Floats, cached: Floats) -> Floats:
-    """Return what `Scheduler.prefill_seconds` does for the uncached `rest` of a prompt at every replica."""
+    """Return the seconds of the uncached `rest` of a prompt at every replica, as `Forecast.prefill_seconds` does."""
     if num_tokens <= loads.max_step_tokens.min():  # one step, which is the usual case
         return loads.cost.chunk_step_seconds(cached, rest) * loads.interval_share
     return loads.cost.prefill_seconds(cached, cached + rest, loads.max_step_tokens) * loads.interval_share
 
 
 def _drain_seconds(loads: Loads, rest: Floats, cached: Floats) -> Floats:
-    """Return the seconds from when a step behind the prompt's last one could end to when the last one ends."""
+    """Return the seconds that the prompt's last step takes to leave a pipeline, beyond the interval between steps."""
     after = 1 - loads.interval_share
     if after.max() <= 0:  # no replica is a pipeline, which is the usual case
         return np.zeros(len(rest))
@@ -182,7 +182,7 @@ def _prompt_lateness(
 ) -> Floats:
     """Return the weighted seconds by which the steps that compute the prompt make running streams late."""
     chunk = np.minimum(loads.min_chunk, rest)
-    per_step = np.maximum(loads.depth * loads.interval_share, 1.0)  # a gap beside chunks, per step's seconds
+    per_step = np.maximum(loads.depth * loads.interval_share, 1.0)  # a stream's gap, in steps with a chunk
     cost, streams = loads.cost, loads.step_streams
     more = chunk * per_token + cost.per_context * context
     more += cost.early_seconds(streams + chunk) - cost.early_seconds(streams)

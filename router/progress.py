@@ -22,7 +22,7 @@ class ProgressWatch:
         return asked
 
     def answered(self, replica: str, numbers: Numbers | None, now: float) -> bool:
-        """Take in an answer; None: the replica does not have the request. Return whether that came twice in a row."""
+        """Take in an answer; None: the replica does not have the request. Return whether None came twice in a row."""
         self.asked.remove(replica)
         is_first = replica not in self._numbers
         if not is_first and self._numbers[replica] == numbers:

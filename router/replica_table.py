@@ -36,12 +36,12 @@ class ReplicaState:
 
     @property
     def role(self) -> Role:
-        """The role it is assigned to now."""
+        """The role that this replica has now."""
         return (self.live and self.live.role) or self.profile.role
 
     @property
     def is_encoder(self) -> bool:
-        """Whether it encodes pictures alone, which is for life."""
+        """Whether this replica encodes pictures alone. This never changes."""
         return self.profile.role == "encode"
 
     @property
@@ -50,7 +50,7 @@ class ReplicaState:
 
     @property
     def num_requests(self) -> int:
-        """The requests it has, as reported and as placed since."""
+        """The number of requests: reported ones, and ones placed since the report."""
         live = self.live
         reported = sum(live.streams) + sum(live.arriving) + sum(p.count for p in live.prompts) if live else 0
         return reported + len(self.pending)

@@ -169,7 +169,7 @@ class RequestLife:
         return self._lose(error, now, replica)
 
     def shipped(self, replica: str, attempt: int, now: float) -> list[Action]:
-        """The prefill or the encode replica has sent all pages, or need not any more: nothing else comes from it."""
+        """Note that the prefill or encode replica has sent all pages, or need not any more: its leg is over."""
         if attempt != self.attempt or replica not in (self._prefill, self._encoder):
             return []
         return self._end_encoder(False, now) if replica == self._encoder else self._end_prefill(False, now)
@@ -216,8 +216,8 @@ class RequestLife:
         return [*actions, *self._emit(replica, delta, now), *self._check_gap(now)]
 
     def advance(self, token_ids: Sequence[int]) -> None:
-        """Add tokens of a running stream, none its first or last: the same as `tokens` for each. For the simulator,
-        which takes many steps at once."""
+        """Add tokens of a running stream, neither its first nor its last, as many calls of `tokens` would. For the
+        simulator, which takes many steps at once."""
         self.output += token_ids
 
     # -- time --------------------------------------------------------------------------------------------------------
@@ -246,7 +246,7 @@ class RequestLife:
         return [Ask(replica, self.attempt) for replica in self._working]
 
     def progress(self, replica: str, attempt: int, numbers: Numbers | None, now: float) -> list[Action]:
-        """A replica that was asked is so far with the request; None: it does not have it.
+        """Take in how far a replica is with the request; None: the replica does not have the request.
 
         The numbers of one replica of a pair need not change while those of the other do.
         """

@@ -1,8 +1,8 @@
 """How many replicas each pool should have, and which role each replica should be assigned, from live profiles.
 
-Demand is counted in replicas. A replica's demand is the share of time that its work takes, plus the share it would need
-to work off the waiting prompts within their classes' times to first token; or the share of its pages or places in use,
-if that is more. One rule serves pools of every role, and the ratio between prefill and decode follows from it.
+Demand is counted in replicas. A replica's demand is the share of time that its work takes. The share to compute the
+backlog of prompts within their times to first token is added. Where the share of pages or places in use is more,
+demand is that share. One rule serves pools of every role, and the ratio between prefill and decode follows from it.
 """
 
 from collections.abc import Iterable, Mapping
@@ -82,7 +82,7 @@ class Flip:
 
 
 def demand(profile: SchedulingProfile, live: LiveProfile, done_per_s: float) -> float:
-    """Return how many replicas like this one its work needs. `done_per_s`: seconds of prompts computed per second."""
+    """Return how many replicas like this one the work needs. `done_per_s`: seconds of prompts computed per second."""
     classes = profile.slo_classes
     waiting = sum(prompts.seconds / classes[prompts.priority].ttft_s for prompts in live.prompts)
     time = done_per_s + waiting
@@ -176,7 +176,7 @@ class Scaling:
     _short_since: dict[str, float] = field(default_factory=dict)  # by role
 
     def join(self, name: str, pool: str, profile: SchedulingProfile) -> None:
-        """Add a replica that is up. Nothing is known of what it does until it is heard."""
+        """Add a replica that is up. Its work is unknown until its first live profile."""
         self._members[name] = _Member(pool, profile)
 
     def hear(self, name: str, live: LiveProfile, now: float) -> None:
@@ -252,7 +252,7 @@ class Scaling:
 
     @property
     def _is_complete(self) -> bool:
-        """Whether it is known of every replica what it does."""
+        """Whether a live profile of every replica is known."""
         return all(member.is_known for member in self._members.values())
 
     def _num_away(self, pool: str, role: Role) -> int:

@@ -55,7 +55,7 @@ class Work:
 
     @classmethod
     def of(cls, live: LiveProfile, num_classes: int) -> "Work":
-        """Return what the live profile reports."""
+        """Make the work of one replica from its live profile. No booking is included."""
         streams, arriving = _by_priority(live.streams, num_classes), _by_priority(live.arriving, num_classes)
         joining = [now + more for now, more in zip(streams, arriving, strict=True)]
         prompts: _Prompts = {}
@@ -136,7 +136,7 @@ class Work:
         interval_share: float,
         classes: Sequence[SloClass],
     ) -> list[float]:
-        """Return the share of time that a prompt of each class gets while the streams run, as `Scheduler.prefill_share`
+        """Return the share of time that a prompt of each class gets while the streams run, as `Forecast.prefill_share`
         does. Streams whose prompts other replicas compute count as if they ran."""
         num_joining = sum(self.joining)
         if not num_joining:

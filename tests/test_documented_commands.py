@@ -61,7 +61,7 @@ def _stripped(words: list[str]) -> list[str]:
 
 
 def problems(command: list[str]) -> Iterator[str]:
-    """Yield what is wrong with a documented command."""
+    """Yield the problems of a documented command."""
     name, *args = command
     match name.removeprefix(".venv/bin/"):
         case "crossdock":

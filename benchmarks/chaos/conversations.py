@@ -1,4 +1,4 @@
-"""Chats, responses and messages with reasoning, tool calls, grammars and several choices; what their streams add up to.
+"""Chats, responses and messages with reasoning, tool calls, grammars and several choices; the sums of their streams.
 
 The model is random and writes nonsense. Grammars make it write calls and JSON; its template can begin the reasoning.
 """
@@ -330,7 +330,7 @@ def is_beginning(part: Any, whole: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """A request, and what its stream adds up to."""
+    """A request, and the sum of its stream."""
 
     question: Question
     expected: Any
@@ -351,7 +351,7 @@ class Conversation:
         return ANSWERS[self.path]()
 
     def difference(self, answer: Answer, *, is_whole: bool) -> str | None:
-        """Return how the answer differs from the undisturbed one; None where it does not, as far as it goes."""
+        """Return how the answer differs from the undisturbed one; None: equal, as far as the answer goes."""
         value = answer.value()
         is_right = value == self.expected if is_whole else is_beginning(value, self.expected)
         return None if is_right else f"wrong answer {value}, not {self.expected}"

@@ -48,8 +48,8 @@ class Chaos:
     # -- what may happen now -------------------------------------------------------------------------------------------
 
     def is_spare(self, pool: str, count: int = 1) -> bool:
-        """Return whether the pool can lose so many replicas now and still serve. Without an encode replica, others
-        encode."""
+        """Return whether the pool can lose so many replicas now and still serve. An encode pool can lose all: other
+        replicas encode."""
         listed, most = self.fleet.listed()[pool] - (pool in self._paused), count - (pool == "encode")
         return listed > most and len(self.fleet.processes(pool)) > most
 

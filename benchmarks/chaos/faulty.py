@@ -66,7 +66,7 @@ def counts(folder: Path) -> dict[str, int]:
 
 
 class _LossyReceiver:
-    """Loses messages of others that a transport has received, and holds some back. Keeps their order."""
+    """Loses some messages that a transport has received, and holds some back. Keeps their order."""
 
     disturbance: Disturbance
 

@@ -156,7 +156,7 @@ class NodeFleet:
     # -- state ---------------------------------------------------------------------------------------------------------
 
     def replicas(self) -> list[dict[str, Any]]:
-        """Return the state of each replica that the asked ingress knows; none where that does not answer in time."""
+        """Return the state of each replica that the asked ingress knows; empty where no answer comes in time."""
         seen = [("after", f"{incarnation}:{_NO_STEPS}") for incarnation in self._incarnations]
         try:
             found: list[dict[str, Any]] = httpx.get(f"{self.url}/v1/replicas", params=seen, timeout=7).json()["data"]

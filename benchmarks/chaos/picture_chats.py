@@ -42,7 +42,7 @@ class PictureChat:
         return TokenAnswer()
 
     def difference(self, answer: TokenAnswer, *, is_whole: bool) -> str | None:
-        """Return how the tokens differ from the known ones; None where they do not, as far as they go."""
+        """Return how the tokens differ from the known ones; None: equal, as far as the tokens go."""
         tokens, expected = answer.tokens, self.expected
         is_right = tokens == expected if is_whole else tokens == expected[: len(tokens)]
         return None if is_right else f"wrong tokens {tokens}, not {expected}"

@@ -48,7 +48,7 @@ _HOSTILE: tuple[dict[str, Any], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A prompt, how its answer is sampled, and the tokens of that answer."""
+    """A prompt, the sampling of its answer, and the tokens of that answer."""
 
     prompt: list[int]
     sampling: dict[str, Any]
@@ -68,7 +68,7 @@ class Case:
         return TokenAnswer()
 
     def difference(self, answer: "TokenAnswer", *, is_whole: bool) -> str | None:
-        """Return how the tokens differ from the known ones; None where they do not, as far as they go."""
+        """Return how the tokens differ from the known ones; None: equal, as far as the tokens go."""
         tokens, expected = answer.tokens, self.expected
         is_right = tokens == expected if is_whole else tokens == expected[: len(tokens)]
         return None if is_right else f"wrong tokens {tokens}, not {expected}"
@@ -412,7 +412,7 @@ class Clients:
             self._problem(f"hostile: served {str(body)[:200]}")
 
     async def _timelines(self, request_id: str) -> str:
-        """Return what the replicas know of a request: evidence."""
+        """Return the timelines of a request at all replicas, as evidence."""
         try:
             async with httpx.AsyncClient(timeout=5) as http:
                 answer = await http.get(f"http://127.0.0.1:{self.port}/v1/requests/{request_id}")

@@ -73,7 +73,7 @@ async def picture_server(folder: Path, key: str) -> AsyncIterator[PictureServer]
 
 
 def expected_of(folder: Path, tokenizer: PreTrainedTokenizerFast, url: str) -> str:
-    """Return what clients send and must receive. transformers answers, with a model of its own."""
+    """Return the pictures that clients send, and the answers that they must receive: transformers' own."""
     images = [data_url(encoded(image)) for image in IMAGES]
     parts = [image_part(images[0]), {"type": "text", "text": BETWEEN}, image_part(images[1])]
     prompt, _ = prompt_of(KIND, folder, tokenizer, [{"role": "user", "content": parts}], IMAGES)

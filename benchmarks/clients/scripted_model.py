@@ -1,7 +1,7 @@
 """A model without weights for other people's clients: reasoning, calls and answers that the conversation decides.
 
 It writes as Qwen3 does (`<think>`, `<tool_call>`). A user's message that names cities gets one call for each, results
-of tools get an answer that repeats them, and all else gets a story. What a grammar would not allow is an error.
+of tools get an answer that repeats them, and all else gets a story. Text that a grammar would not allow is an error.
 """
 
 import json
@@ -38,7 +38,7 @@ TEMPLATE = (
 
 
 class ScriptedModel(ScriptedDispatcher):
-    """A dispatcher that answers by the text of the prompt. `prompts`: all that it was asked, for debugging."""
+    """A dispatcher that answers by the text of the prompt. `prompts`: all prompts so far, for debugging."""
 
     def __init__(self) -> None:
         self._hf: PreTrainedTokenizerFast = byte_level()
@@ -92,7 +92,7 @@ def _embedding(submission: Submission) -> TokenDelta:
 
 
 def answer(prompt: str, grammar: Grammar | None) -> str:
-    """Return what the model writes after this prompt."""
+    """Return the model's text after this prompt."""
     tools = _tools(prompt)
     if grammar is not None and grammar.kind in ("json_object", "json_schema"):
         return json.dumps(_instance(json.loads(grammar.source or "{}"), CITIES[0]))

@@ -22,7 +22,7 @@ from crossdock.workers.schedule.request import Request, SamplingParams
 
 
 class _Recorder:
-    """Takes the place of a model, and keeps what its forward pass is given."""
+    """Takes the place of a model, and keeps the arguments of its forward pass."""
 
     def __init__(self, device: str) -> None:
         self.device = torch.device(device)
@@ -103,7 +103,7 @@ def token_bytes(sizes: Sizes) -> int:
 
 
 def ceilings(bench: Bench) -> Iterator[Case]:
-    """Yield what the device can do at most: bytes per second, FLOP per second, launches per second."""
+    """Measure the limits of the device: bytes per second, FLOP per second, launches per second."""
     device, sizes = bench.device, bench.sizes
 
     def copy() -> Figures:

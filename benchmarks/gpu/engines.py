@@ -101,7 +101,7 @@ def _seconds(engine: Engine, chunk: tuple[int, int] | None, streams: int, contex
     """Return the median seconds of a step; the first run is not counted.
 
     Raises:
-        UnavailableError: the pool does not hold it.
+        UnavailableError: the pool does not hold the step.
     """
     vocabulary = min(VOCABULARY, engine.model.vocab_size)
     step = measure_step(engine, chunk, streams, context, repeats + 1, vocabulary)

@@ -11,7 +11,7 @@ MODEL = "Llama-3.1-8B"
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """Something that a GPU run must show. `value` reads the figures of one case; NaN counts as not met."""
+    """A claim that a GPU run must prove. `value` reads the figures of one case; NaN counts as not met."""
 
     text: str
     section: str

@@ -14,7 +14,7 @@ Line: TypeAlias = dict[str, Any]
 
 
 class Rows:
-    """The lines of one file, and what this run adds to them. Several processes may append, one after the other."""
+    """The lines of one file, and the lines that this run adds. Several processes may append, one after the other."""
 
     def __init__(self, path: Path, run: str) -> None:
         self.path, self._run = path, run

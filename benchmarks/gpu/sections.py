@@ -22,7 +22,7 @@ _CALLS = {
 
 
 def of(calls: Sequence[str]) -> list[Section]:
-    """Return the sections of these calls; first the machine and what it can do at most."""
+    """Return the sections of these calls; first the machine and its limits."""
     machine = Section("machine", 30.0, _machine)
     return [machine, attention.CEILINGS, *(section for call in calls for section in _CALLS.get(call, []))]
 

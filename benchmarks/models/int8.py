@@ -38,7 +38,7 @@ def step(sequences: int, query_len: int, kv_len: int) -> AttentionBatch:
 
 
 def logits_of(model: LoadedModel, windows: list[Tensor]) -> Tensor:
-    """Return the logits [windows * WINDOW, vocab] of windows that know nothing of each other."""
+    """Return the logits [windows * WINDOW, vocab] of independent windows."""
     every = torch.arange(WINDOW)
     return torch.cat([model.forward(ids, every, step(1, WINDOW, WINDOW), every).float() for ids in windows])
 

@@ -121,7 +121,7 @@ def tiny(name: str, num_layers: int, is_fused: bool) -> LoadedModel:
 
 @torch.no_grad()  # in inference mode torch hands composite operators to the counter undivided
 def trace(model: LoadedModel, lengths: list[int]) -> Launches:
-    """Return what one step launches that computes whole prompts of these lengths."""
+    """Return the launches of one step that computes whole prompts of these lengths."""
     batch = batch_of_one_page_each(lengths, model.device)
     model.allocate_pool(len(lengths), max(lengths))
     context = ForwardContext(model.attention, batch, model.pool.pages)

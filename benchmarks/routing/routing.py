@@ -116,7 +116,7 @@ def figures(result: BenchResult, change: Scrape) -> Row:
 
 
 def advantage(passes: Mapping[str, list[Row]]) -> str:
-    """Return by how much the first setting is better than each other one, over repeats with the same arrivals."""
+    """Return the advantage of the first setting over each other one, over repeats with the same arrivals."""
     (first, own), *others = passes.items()
     lines = [
         f"{first} less {name}, {column}: {Estimate.of([a[column] - b[column] for a, b in zip(own, rows, strict=True)])}"

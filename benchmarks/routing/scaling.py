@@ -76,7 +76,7 @@ class Watch:
                 await asyncio.sleep(0.5)
 
     def seconds_until(self, count: int, since: float) -> float | None:
-        """Return the seconds from `since` until there were so many replicas; None: there never were."""
+        """Return the seconds from `since` until there were so many replicas; None: there were never so many."""
         return next((at - since for at, each in self.counts if at >= since and each >= count), None)
 
 

@@ -159,7 +159,7 @@ def _generating(
     ask_stores: AskStores | None,
     media: Media | None,
 ) -> list[_Endpoint]:
-    """Return the endpoints of the model, and of what is needed to use them."""
+    """Return the endpoints of the model, and the endpoints that clients need beside them."""
     message_format = _message_format(tokenizer, http)
     models = Models(dispatcher, http.model_aliases, message_format.families)
     encoder = PromptEncoder(
@@ -246,7 +246,7 @@ def _responses(
 
 
 def _lend(keys: KeyRing, ledger: Ledger, tenant: str, requests: float, tokens: float) -> Loan:
-    """Give another ingress what it lacks for a tenant's key. A key that is not in force here has nothing."""
+    """Lend another ingress the missing amount of a tenant's key. A key that is not in force here lends nothing."""
     key = keys.of_tenant(tenant)
     return Loan() if key is None else ledger.account(key).lend(requests, tokens)
 

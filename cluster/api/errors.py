@@ -40,7 +40,7 @@ class AnthropicErrorDetail(BaseModel):
 
 
 class AnthropicErrorAnswer(BaseModel):
-    """The same below /v1/messages: `ApiError.anthropic_body` writes it."""
+    """The body of such an answer below /v1/messages: `ApiError.anthropic_body` writes it."""
 
     type: Literal["error"]
     error: AnthropicErrorDetail
@@ -61,7 +61,7 @@ class ApiError(Exception):
         headers: Mapping[str, str] | None = None,
         details: Mapping[str, Any] | None = None,
     ) -> None:
-        """`details`: what Anthropic's clients read of an error beside its message; OpenAI's errors have none."""
+        """`details`: fields that Anthropic's clients read beside the message; OpenAI's errors have none."""
         super().__init__(shown(message, MESSAGE_CHARS))
         self.status = status
         self.kind = kind

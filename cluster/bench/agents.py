@@ -53,9 +53,9 @@ class Session:
 class Agents:
     """The distributions of sessions. Lengths in tokens, times in seconds; all are log-normal, given by their median.
 
-    They give requests like those of published agent traffic: 43 turns, 142k tokens in and 444 out at the median, and
-    more than 96 % of input from prefix caches. Here the medians are 43 turns, 134k and 440 tokens, and a cache without
-    bounds would have 97.8 % of the input. A person begins a tenth of the turns, as in TraceLab (arXiv 2606.30560).
+    The defaults resemble published agent traffic: 43 turns, 142k tokens in and 444 out at the median, and more than
+    96 % of input from prefix caches. Here the medians are 43 turns, 134k and 440 tokens, and a cache without bounds
+    would have 97.8 % of the input. A person begins a tenth of the turns, as in TraceLab (arXiv 2606.30560).
     Pauses and branches are assumptions.
     """
 
@@ -84,7 +84,7 @@ class Agents:
                 raise ValueError(f"{name}: must be above 0, got {getattr(self, name)}")
 
     def within(self, context: int) -> "Agents":
-        """Return the same agents with all lengths scaled down until their longest requests fit `context` tokens."""
+        """Scale all lengths of the agents down until their longest requests fit `context` tokens."""
         return replace(self, scale=min(self.scale, context / self.context))
 
 

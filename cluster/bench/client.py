@@ -152,7 +152,7 @@ class Server:
         return [*pictures, {"type": "text", "text": self._text(job.prompt)}]
 
     def _part_ids(self, part: Segment) -> list[int]:
-        """Return the token ids of a part: an answer's own where the server has given it."""
+        """Return the token ids of a part; of an answer, the ids that the server has given."""
         _, ids = self._answers.get(part.key, ("", [])) if part.is_answer else ("", [])
         return ids or self._draw(part, self._ids, part.tokens)
 

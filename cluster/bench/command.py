@@ -102,7 +102,7 @@ class BenchFlags(Load):
     ] = None
 
     def options(self) -> "BenchOptions":
-        """Return what to measure.
+        """Return the options of the measurement.
 
         Raises:
             ValueError: a flag's value is wrong; the message names the flag's field.

@@ -146,7 +146,7 @@ def meets(sample: Sample, limits: dict[str, float]) -> bool:
 def summarize(samples: Sequence[Sample], duration: float, limits: dict[str, float] | None = None) -> dict[str, Any]:
     """Return the figures of requests that were offered over `duration` seconds.
 
-    Failed and refused requests count as failed or refused and as not good, and in no other figure. A request that the
+    Failed and refused requests count as such and as not good, and in no other figure. A request that the
     client closed on purpose counts its tokens and gaps, but has no end-to-end time.
     """
     ok = [s for s in samples if s.ok]
@@ -211,8 +211,8 @@ def _goodput(good: int, offered: int, seconds: float) -> dict[str, Any]:
 def gaps_within(sample: Sample, windows: Sequence[tuple[float, float]]) -> Floats:
     """Return the gaps whose middle lies in one of the windows.
 
-    The middle decides because a long prompt arrives during a step that does not compute it, and its first token leaves
-    in the step that ends the last gap it caused: either edge of a gap may miss the window by microseconds.
+    The middle decides, because either edge of a gap may miss the window by microseconds. A long prompt arrives during a
+    step that does not compute it. Its first token leaves in the step that ends the last gap it caused.
     """
     times = np.asarray(sample.times, dtype=np.float64)
     middles = (times[1:] + times[:-1]) / 2

@@ -37,7 +37,7 @@ _GIVE_UP_S = 30.0  # without a connection, after which a run ends
 
 @dataclass(frozen=True)
 class BenchOptions(Load):
-    """A load with its parts, and what makes its requests good."""
+    """A load with its parts, and the limits within which its requests are good."""
 
     interference: Interference = field(default_factory=Interference)
     mix: Mix = MIXES["chat-heavy"]
@@ -306,7 +306,7 @@ async def _warm_up(options: BenchOptions, server: Server) -> None:
 def _summary(
     options: BenchOptions, samples: list[Sample], duration: float, quiet: tuple[float, float]
 ) -> dict[str, Any]:
-    """Return the client's figures: of all requests, of each SLO class, and those of the workload."""
+    """Return the client's figures: of all requests, of each SLO class, and of the workload."""
     summary = metrics.summarize(samples, duration, options.goodput)
     if any(sample.service_tier is not None for sample in samples):
         summary["slo"] = metrics.by_class(samples, duration, options.targets)

@@ -1,4 +1,4 @@
-"""Figures from a Crossdock server's own /metrics over a run, which no client can see."""
+"""Figures that no client can see: from a Crossdock server's own /metrics, over a run."""
 
 from typing import Any
 

@@ -157,7 +157,7 @@ def arrival_times(rate: float, rng: random.Random, burstiness: float = 1.0) -> I
 
 
 def at_rate(jobs: Iterator[Job], rate: float, seed: int, burstiness: float = 1.0) -> Iterator[Job]:
-    """Yield the same jobs, due at arrival times that depend on the seed alone."""
+    """Yield the jobs, due at arrival times that depend on the seed alone."""
     arrivals = arrival_times(rate, random.Random(f"arrivals/{seed}"), burstiness)
     return (replace(job, due=due) for job, due in zip(jobs, arrivals, strict=False))
 

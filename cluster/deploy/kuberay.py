@@ -1,4 +1,4 @@
-"""Kubernetes objects of a deployment: KubeRay's RayService, and those that `protection.py` adds to it."""
+"""Kubernetes objects of a deployment: KubeRay's RayService, and the objects that `protection.py` adds."""
 
 from importlib.metadata import version
 from pathlib import PurePosixPath

@@ -1,4 +1,4 @@
-"""Kubernetes objects beside the RayService: who may reach its pods and whom they may reach, and what is monitored."""
+"""Kubernetes objects beside the RayService: network policies of its pods, a disruption budget, and a scrape."""
 
 from typing import Any
 from urllib.parse import urlsplit
@@ -63,7 +63,7 @@ def network_policies(config: ClusterConfig) -> list[dict[str, Any]]:
 
 
 def _destinations(config: ClusterConfig) -> list[dict[str, Any]]:
-    """Return where the pods may connect beside each other: what the configuration names, and no more."""
+    """Return the destinations of the pods beside each other: only those that the configuration names."""
     rules: list[dict[str, Any]] = [{"ports": [{"protocol": "UDP", "port": 53}, _tcp(53)]}]  # names
     if config.deploy.redis is not None:
         host, _, port = config.deploy.redis.rpartition(":")

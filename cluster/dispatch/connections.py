@@ -139,7 +139,7 @@ class ReplicaConnections:
         return [connection for connection in self._connections.values() if connection.is_open]
 
     async def wait_until_one_is_open(self, seconds: float) -> None:
-        """Wait while there are replicas, none with an open stream: in an upgrade all may be new, and after a broken
+        """Wait while there are replicas, but none with an open stream. In an upgrade all may be new; after a broken
         network all may be about to be connected again."""
         end = self._clock.now() + seconds
         while self._has_members and not any(not each.is_leaving for each in self.opened() if _computes(each.profile)):
@@ -159,7 +159,7 @@ class ReplicaConnections:
     # -- members -----------------------------------------------------------------------------------------------------
 
     def join(self, name: str, client: EngineClient, profile: SchedulingProfile) -> None:
-        """Connect to a replica that is up. `profile`: what it advertises."""
+        """Connect to a replica that is up. `profile`: its advertised profile."""
         if name not in self._members:
             self._members[name] = client, profile
             self._open(name)
@@ -194,7 +194,7 @@ class ReplicaConnections:
         return connection
 
     def detach(self, attempt: Attempt, name: str, is_running: bool) -> None:
-        """End what connects an attempt with a replica; abort the attempt there if it may be running.
+        """Disconnect an attempt from a replica; abort the attempt there if it may be running.
 
         The abort may overtake the submission: the replica remembers it.
         """

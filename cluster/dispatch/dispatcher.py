@@ -1,4 +1,4 @@
-"""Serves requests from an ingress: drives each request's life with real replicas, and asks replicas what they know."""
+"""Serves requests from an ingress: drives each request's life with real replicas, and asks these for timelines."""
 
 import asyncio
 import logging
@@ -99,7 +99,7 @@ class Dispatcher:
         self.close = self._connections.close
 
     def join(self, name: str, client: EngineClient, profile: SchedulingProfile) -> None:
-        """Serve requests on a replica that is up. `profile`: what it advertises."""
+        """Serve requests on a replica that is up. `profile`: its advertised profile."""
         if profile.role != "encode":  # such a replica knows the encoder of the model alone
             shared = profile.page_size if profile.caches_prefixes else 0
             self._card = ModelCard(self._model_name, self._created, profile.max_model_len, profile.vocab_size, shared)
@@ -116,7 +116,7 @@ class Dispatcher:
         Raises:
             ValueError: the replica refuses the request; the message names the field.
             Overloaded: no replica can make the first token in time, or too many requests wait for theirs.
-            ReplicaLost: none is up, or one after the other was lost.
+            ReplicaLost: no replica is up, or one after the other was lost.
             SuspectRequest: the request may be what ended the replicas that it was lost at.
             SlowReader: too many tokens waited to be read.
         """
@@ -169,7 +169,7 @@ class Dispatcher:
             watch.end()
 
     def _close(self, life: RequestLife, attempt: Attempt, actions: Collection[Action]) -> None:
-        """End a life. `actions`: those that are left; a replica that must be left is left."""
+        """End a life. `actions`: its last ones, such as leaving a replica."""
         self._lives.pop(life.submission.id, None)
         self._suspects.leave(life.submission.id)
         for left in (*actions, *life.close()):
@@ -203,7 +203,7 @@ class Dispatcher:
 
     @property
     def deadlines(self) -> dict[str, float]:
-        """Return, by request in flight, when it is looked after though no event comes; seconds on `clock`."""
+        """Return, by request in flight, the time of its next check without an event, in seconds on `clock`."""
         return {request_id: life.deadline for request_id, life in self._lives.items()}
 
     # -- questions ---------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The metrics of one ingress: what its clients experience. And the merged metrics of a whole deployment."""
+"""The metrics of one ingress, as its clients experience them; and the merged metrics of a whole deployment."""
 
 import time
 from asyncio import CancelledError
@@ -26,7 +26,7 @@ class IngressMetrics:
     """Counters and histograms over all requests of this ingress."""
 
     def __init__(self, vllm_model: str | None = None) -> None:
-        """`vllm_model`: the model's name in metrics under vLLM's names; None: there are none."""
+        """`vllm_model`: the model's name in metrics under vLLM's names; None: no such metrics."""
         self._vllm_model = vllm_model
         self.registry = registry = CollectorRegistry()
         counter, histogram = partial(Counter, registry=registry), partial(Histogram, registry=registry)
@@ -137,7 +137,7 @@ class RequestWatch:
         self.last = now
 
     def failed(self, error: BaseException) -> None:
-        """Count that the request ends with an error, which includes that its client has left."""
+        """Count a request that ends with an error, or whose client has left."""
         match error:
             case Overloaded():
                 self.metrics.refused.labels(self.submission.slo_class).inc()

@@ -12,8 +12,8 @@ _MOST_S = 1.0  # that pass between two readings, however long the process was st
 class LoopClock:
     """Seconds in which this process could have heard from others.
 
-    A process that was stopped, or whose event loop was blocked, must not blame others for its own silence. What they
-    sent meanwhile is read before any deadline on this clock passes. Something has to read the clock every `TICK_S`.
+    A process that was stopped, or whose event loop was blocked, must not blame others for its own silence. Their
+    messages of that time are read before any deadline on this clock passes. Read the clock every `TICK_S`.
     """
 
     monotonic: Callable[[], float] = time.monotonic

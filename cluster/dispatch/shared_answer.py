@@ -20,7 +20,7 @@ class SharedAnswer(Generic[_Value]):
     _answered_at: float = field(default=-inf)
 
     async def get(self) -> _Value:
-        """Return the answer. Raises what `ask` raises."""
+        """Return the answer. Exceptions of `ask` are raised."""
         now = asyncio.get_running_loop().time()
         if self._asking is None or (self._asking.done() and now - self._answered_at >= self.holds_s):
             self._asking = self.spawn(self._ask())

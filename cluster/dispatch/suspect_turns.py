@@ -1,4 +1,4 @@
-"""Suspect requests are tried one at a time, so that one that ends replicas does not take the others with it."""
+"""Suspect requests are tried one at a time: a request that ends replicas must not take other requests with it."""
 
 import asyncio
 from dataclasses import dataclass, field

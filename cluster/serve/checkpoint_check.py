@@ -1,4 +1,4 @@
-"""Check what a checkpoint must have from its files alone: before Ray starts, and without torch."""
+"""Check a checkpoint by its files alone, before Ray starts and without torch."""
 
 import json
 from importlib.metadata import version

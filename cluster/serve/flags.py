@@ -68,7 +68,7 @@ class Flag:
         errors name what is accepted.
 
         Raises:
-            ValueError: it is not JSON, and must be; or it has a meaning for other servers alone.
+            ValueError: the word must be JSON and is not; or only other servers know this value.
         """
         field = field_at(self.key.split("."))
         if field is None or not isinstance(text, str):

@@ -133,15 +133,15 @@ class Ingress:
         return await self.dispatcher.replicas({}, None)
 
     async def lend(self, asker: str, tenant: str, requests: float, tokens: float) -> Loan | None:
-        """Give another ingress, `asker`, what it lacks for a tenant's key; None: that is this one."""
+        """Lend another ingress, `asker`, its missing amount for a tenant's key; None: `asker` is this ingress."""
         return None if asker == self._name else self._api.state.lend(tenant, requests, tokens)
 
     async def _ask_peers(self, tenant: str, requests: float, tokens: float) -> list[Loan]:
-        """Ask all other ingresses for what this one lacks for a tenant's key."""
+        """Ask all other ingresses for the missing amount of a tenant's key."""
         return [loan for loan in await self._of_all("lend", _LOAN_S, self._name, tenant, requests, tokens) if loan]
 
     async def stored(self, asker: str, action: Action, tenant: str, name: str) -> bytes | None:
-        """Do for another ingress, `asker`, what a client wants of a stored response; None: it is not stored here."""
+        """Answer another ingress, `asker`, whose client asks for a stored response; None: it is not stored here."""
         if asker == self._name:
             return None
         found: bytes | None = await self._api.state.stored(action, tenant, name)

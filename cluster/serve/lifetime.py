@@ -155,7 +155,7 @@ def _is_running() -> bool:
 
 
 def _replicas() -> list[dict[str, Any]]:
-    """Return what the replicas report of themselves; nothing if they do not answer in time."""
+    """Return the replicas' reports of themselves; empty if they do not answer in time."""
     try:
         described: list[dict[str, Any]] = serve.get_app_handle(APP_NAME).replicas.remote().result(timeout_s=_DESCRIBE_S)
     except (TimeoutError, RayError):
@@ -164,7 +164,7 @@ def _replicas() -> list[dict[str, Any]]:
 
 
 def _drain(seconds: float, stop: StopRequest) -> None:
-    """Have the ingresses take no further request, and finish those that run in `seconds`, or until that is urgent."""
+    """Have the ingresses take no further request, and finish running ones in `seconds`, or until that is urgent."""
     ingresses, deadline = serve.get_app_handle(APP_NAME), time.monotonic() + seconds
     with contextlib.suppress(RayError, TimeoutError):  # an ingress was lost: its requests are gone
         is_drained = False

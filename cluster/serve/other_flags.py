@@ -25,7 +25,7 @@ def table() -> dict[str, Any]:
 
 
 def answer(flag: str) -> str | None:
-    """Return what to do instead of a flag that is missing here; None: no such server has it, nor had this one."""
+    """Return advice for a flag that is missing here; None: no other server has the flag, and no earlier version had."""
     if gone := gone_setting(flag):
         return f"{flag}: {gone}"
     names = {flag, flag.replace("--no-", "--", 1)}

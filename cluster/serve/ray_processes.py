@@ -1,4 +1,4 @@
-"""Which of Ray's processes a server on one machine does without: they would take 170 MiB and a second of its start."""
+"""Which of Ray's processes a server on one machine does without: they take 170 MiB and a second of its start."""
 
 import contextlib
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Why the application did not start: the reason for the user, out of what Serve reports."""
+"""Why the application did not start: the reason for the user, taken from Serve's reports."""
 
 import re
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""Summarise what a server runs on and how much it carries: the lines that `crossdock serve` prints at its start."""
+"""Summarise a server's hardware and capacity: the lines that `crossdock serve` prints at its start."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -69,7 +69,7 @@ def _num_ranks(profile: Mapping[str, Any]) -> int:
 
 
 def _memory(replicas: Sequence[Mapping[str, Any]], used: int, free: int) -> str:
-    """Return where the memory went. A replica describes one of its ranks, and the others hold about as much."""
+    """Return the parts of the memory in use. A replica describes one of its ranks; the others hold about as much."""
     weights, pool = (
         sum(each["machine"][name] * _num_ranks(each["profile"]) for each in replicas) for name in ("weights", "pool")
     )

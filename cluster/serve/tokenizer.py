@@ -12,7 +12,7 @@ def load_tokenizer(path: Path, config: ModelConfig) -> ModelTokenizer:
     """Return the tokenizer of the model in the directory `path`.
 
     Raises:
-        ValueError: the tokenizer is not there or has ids that the model has not, or the template is none.
+        ValueError: there is no tokenizer, it has ids that the model lacks, or the template is no template.
     """
     if config.tokenizer is None:
         tokenizer = ModelTokenizer.load(path)

@@ -49,7 +49,7 @@ class SimulatedPool(BaseModel):
 
     @property
     def takes_rows(self) -> bool:
-        """Whether encode replicas may send embeddings to its replicas."""
+        """Whether encode replicas may send embeddings to this pool's replicas."""
         return self.role != "encode" and self.profile.encoder_cost is not None
 
     @model_validator(mode="after")

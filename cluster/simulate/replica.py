@@ -74,7 +74,7 @@ class DrawnDrafts:
         self._random = np.random.default_rng([*self.seed, _DRAFT_SEED])
 
     def sampled(self, part: Scheduled) -> SampledToken:
-        """Return what the step sampled for a part."""
+        """Return the token that the step sampled for a part."""
         if not part.drafts:
             return _SAMPLED
         is_rejected = self._random.random(len(part.drafts)) >= self.probability
@@ -173,7 +173,7 @@ class SimulatedReplica:
         self.publisher = Publisher(self.scheduler, self.name, self.publish_s)
 
     def post(self, action: Action, now: float, ends: str | None = None) -> None:
-        """Run `action` between two steps. `ends`: the request that it ends; no step in flight may compute that."""
+        """Run `action` between two steps. `ends`: the request that `action` ends: no step in flight may compute it."""
         if self.until is not None:
             return
         self._inbox.append((action, ends))
@@ -211,7 +211,7 @@ class SimulatedReplica:
             self._plan()
 
     def _must_wait(self, ends: str | None) -> bool:
-        """Return whether a step in flight computes the request that an action ends. No other begins before that."""
+        """Return whether a step in flight computes the request that an action ends. Then no other step begins first."""
         return any(part.request.id == ends for flight in self._flights for part in flight.batch.scheduled)
 
     def _begin_steps(self, now: float) -> None:

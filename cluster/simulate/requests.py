@@ -1,4 +1,4 @@
-"""Simulated requests: their prompts of tokens and pictures, and what is on its way for them."""
+"""Simulated requests: their prompts of tokens and pictures, and their transfers on the way."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ class SimulatedRequest:
     rows: SimulatedRows | None = None  # the same, from an encode replica
 
     def sent_by(self, replica: str) -> SimulatedTransfer | None:
-        """Return what a replica sends of the current attempt."""
+        """Return the transfer of the current attempt that a replica sends; None: it sends none."""
         sent = (each for each in (self.rows, self.transfer) if each is not None and each.sender.name == replica)
         return next(sent, None)
 

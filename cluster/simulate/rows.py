@@ -40,7 +40,7 @@ class SimulatedRows(SimulatedTransfer):
             self.clock.at(now + 2 * self.latency_s, partial(self.receiver.post, self._end_quarantine))
 
     def cancel(self, now: float) -> None:
-        """Send no more rows. The receiver encodes what has not arrived, if it still has the request."""
+        """Send no more rows. The receiver encodes items with missing rows, if it still has the request."""
         if not self.is_over:
             self.receiver.post(self._take_over, now)
             SimulatedTransfer.cancel(self, now)
@@ -88,4 +88,4 @@ class SimulatedRows(SimulatedTransfer):
 
 
 def _look_again(now: float) -> None:
-    """Do nothing: before its next step the replica finds out that it has waited long enough."""
+    """Do nothing: before its next step, the replica notices by itself that the wait is over."""

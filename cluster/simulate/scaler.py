@@ -1,4 +1,4 @@
-"""Sizes of pools and roles of replicas in simulated time: does there what `cluster/serve/scaler.py` and Serve do."""
+"""Sizes of pools and roles of replicas in simulated time, in place of `cluster/serve/scaler.py` and Serve."""
 
 from dataclasses import dataclass, field
 from functools import partial

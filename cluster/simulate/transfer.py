@@ -32,7 +32,7 @@ class SimulatedNetwork:
 
 @dataclass(slots=True, eq=False)
 class SimulatedTransfer:
-    """The pages of one prompt. Over when all have arrived, or when either side does not want them any more."""
+    """The pages of one prompt. The transfer is over when all have arrived, or when either side has given up."""
 
     request_id: str
     attempt: int

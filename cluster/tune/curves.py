@@ -60,7 +60,7 @@ class Curves:
     def stall(self, chunk: int, decodes: int) -> float | None:
         """Return the longest gap between two tokens of a stream in such steps, in seconds.
 
-        That is the longest step, or the intervals of all steps in flight where they take longer.
+        The gap is the longest step, or the intervals of all steps in flight where these take longer.
         """
         stretch = max(self.depth * self.interval_share, 1.0)
         return max((cell.seconds * stretch for cell in self._of(chunk, decodes)), default=None)

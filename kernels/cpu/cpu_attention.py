@@ -96,8 +96,8 @@ def flash_chunk(
 ) -> None:
     """Compute one sequence of the batch without a window, into its rows of `out`, by torch's flash attention.
 
-    It has no mask for a chunk that continues a prompt. So the keys before the chunk, which every row sees, and those of
-    the chunk are attended apart, and joined by their logarithms of the sum of exponentials.
+    Flash attention has no mask for a chunk that continues a prompt. So the keys before the chunk, which every row
+    sees, and the keys of the chunk are attended apart. Their logarithms of the sum of exponentials join the results.
     """
     first, end = batch.query_start[sequence : sequence + 2].tolist()
     kv_len, page_size = int(batch.kv_len[sequence]), k_pages.shape[2]

@@ -30,7 +30,7 @@ class HugePages:
         self._taken = 0  # bytes
 
     def take(self, num_elements: int, dtype: torch.dtype) -> Tensor:
-        """Return memory [num_elements], all zeros. What several tensors share is freed with the last of them."""
+        """Return memory [num_elements], all zeros. Memory that several tensors share is freed with the last of them."""
         size = num_elements * dtype.itemsize
         if self._memory is None or self._taken + size > len(self._memory):
             self._memory = mmap.mmap(
@@ -45,10 +45,10 @@ class HugePages:
 
 
 class MemoryTaker:
-    """Takes the memory of a large tensor from Linux, so that no step waits for it: the first of it now, the rest in a
-    thread, in order, without a change to what the tensor holds.
+    """Takes the memory of a large tensor from Linux before steps need the memory. The contents do not change.
 
-    To take memory costs 0.1 s a GiB on hardware, and over 2 s on virtual machines that get theirs as they write.
+    The first part is taken at once, the rest in order, in a thread. This costs 0.1 s a GiB on hardware, and over 2 s
+    on virtual machines whose host gives memory only as they write.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -71,7 +71,7 @@ class MemoryTaker:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Take no memory meanwhile, unless something waits for it: it would slow what is measured."""
+        """Take no memory during a measurement, which that would slow, unless `wait` needs the memory."""
         self._may_go.clear()
         try:
             yield

@@ -25,7 +25,7 @@ def steps_library() -> ctypes.CDLL:
     """Return the compiled layer_steps.cpp.
 
     Raises:
-        OSError: it cannot be compiled; the message gives the reason.
+        OSError: the file cannot be compiled; the message gives the reason.
     """
     library = cpu_library("layer_steps")
     pointer, integer, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int

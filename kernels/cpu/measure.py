@@ -52,8 +52,8 @@ def _seconds(call: Callable[[], object]) -> float:
 
 
 def spread(cells: Iterable[Sequence[float]]) -> float:
-    """Return how many times the least repeat of a cell its median repeat takes, in the median cell.
+    """Return the ratio of median to least seconds among the repeats of a cell: the median ratio of all cells.
 
-    One interrupted call moves no median, nor does one kind of call whose seconds vary by themselves.
+    So one interrupted call changes nothing. One kind of call whose seconds vary changes nothing either.
     """
     return median(median(repeats) / min(repeats) for repeats in cells)

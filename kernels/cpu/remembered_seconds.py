@@ -118,7 +118,7 @@ def _is_locked(lock: IO[str]) -> bool:
 
 
 def kernels_and_cpu() -> dict[str, str]:
-    """Return what names this CPU and the kernels as they are now: seconds measured with others say nothing."""
+    """Return the CPU, the version of torch and a hash of the kernels, for which measured seconds are valid."""
     return {"cpu": _cpu(), "torch": torch.__version__, "code": _code()}
 
 

@@ -59,7 +59,7 @@ def stack_cells(
 ) -> Cells:
     """Return one call of whole layers for each kernel and each number of rows.
 
-    Fewer than 64 rows are as many decodes after 64 tokens; more are one chunk at the start of a prompt.
+    A step of fewer than 64 rows is decodes, each after 64 tokens. A larger step is one chunk that begins a prompt.
     """
     layer = _layer(shape, dtype)
     stacks = {kernel: DecoderStack(shape, [layer] * num_layers, only(kernel), paged_attention) for kernel in kernels}
@@ -82,7 +82,7 @@ def _layer_bytes(shape: DecoderShape, dtype: torch.dtype) -> int:
 
 
 def _layer(shape: DecoderShape, dtype: torch.dtype) -> DecoderLayer:
-    """Return a layer whose numbers stay finite; which numbers does not matter to the seconds."""
+    """Return a layer of arbitrary weights whose results stay finite: seconds do not depend on the numbers."""
 
     def matrix(out: int, inputs: int) -> Tensor:
         return torch.full((out, inputs), 0.5 / inputs, dtype=dtype)

@@ -56,7 +56,7 @@ def tiles_for(key_dim: int, value_dim: int, itemsize: int, has_chunks: bool) -> 
 
 
 def num_parts(num_decodes: int, kv_heads: int, num_multiprocessors: int) -> int:
-    """Return into how many parts the contexts of `num_decodes` sequences are cut at most, all together.
+    """Return the most parts into which the contexts of `num_decodes` sequences are cut, all together.
 
     Each part is a program for each KV head. Few decodes are cut to fill the device. Many have a few spare parts, so
     that one long context does not keep a single program busy after all others have ended. The contexts' lengths play
@@ -72,12 +72,12 @@ def num_joins(num_decodes: int, parts: int) -> int:
 
 
 def num_blocks(num_rows: int, num_chunks: int, rows_of_tile: int, group: int) -> int:
-    """Return the programs per KV head for `num_rows` tokens in `num_chunks` chunks: at least as many as these need."""
+    """Return the programs per KV head for `num_rows` tokens in `num_chunks` chunks: as many as any such chunks need."""
     return num_rows // (rows_of_tile // group) + num_chunks
 
 
 def kernels_of(num_decodes: int, num_chunks: int) -> tuple[str, ...]:
-    """Return the kernels that compute a step. A step of any size takes the same compiled ones.
+    """Return the kernels that compute a step. Steps of all sizes take the same compiled kernels.
 
     So one step with a chunk and a decode, before the first request, compiles all that requests will need.
     """
@@ -261,7 +261,7 @@ def _strides(x: Tensor) -> tuple[int, int]:
 
 
 def block_widths(key_dim: int, value_dim: int, is_latent: bool = False) -> dict[str, int]:
-    """Return the head dimensions, and the powers of two that hold values, and keys or what is not value in them."""
+    """Return head dimensions, and tile widths as powers of two. BLOCK_K holds keys; of latents, their rotated keys."""
     read = key_dim - value_dim if is_latent else key_dim
     return {"K_DIM": key_dim, "V_DIM": value_dim, "BLOCK_K": _power_of_2(read), "BLOCK_V": _power_of_2(value_dim)}
 

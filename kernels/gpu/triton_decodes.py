@@ -31,7 +31,7 @@ def _first_of(kv_len, WINDOW: tl.constexpr, ATTENTION_CHUNK: tl.constexpr):
 
 @triton.jit
 def _num_tiles(kv_lens, sequence, D, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, ATTENTION_CHUNK: tl.constexpr):
-    """Return the tiles of a context, at least one: else more than P - D sequences could have several parts."""
+    """Return the tiles of a context, at least one. With 0, more than P - D sequences could have several parts."""
     kv_len = tl.load(kv_lens + sequence, mask=sequence < D, other=0)
     num_tiles = tl.cdiv(kv_len, BLOCK_N) - _first_of(kv_len, WINDOW, ATTENTION_CHUNK) // BLOCK_N
     return tl.where(sequence < D, tl.maximum(num_tiles, 1), 0)
@@ -43,7 +43,7 @@ def share_kernel(
     MIN_TILES: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, ATTENTION_CHUNK: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """Cut the contexts of D sequences into at most P >= D parts, the longest of which is as short as possible."""
+    """Cut the contexts of D sequences into at most P >= D parts. The longest part is as short as possible."""
     some = tl.arange(0, BLOCK_S)
     low, high = D * 0 + MIN_TILES, D * 0 + MIN_TILES
     for first in range(0, D, BLOCK_S):

@@ -1,11 +1,11 @@
 """The inner loop of attention on GPUs: the online softmax of a tile of rows over a part of one sequence's pages.
 
 The softmax is in base 2 and float32 (FlashAttention-2). Tiles of e4m3 pages are converted to the dtype of the queries.
-The scale of a head's keys is multiplied into that of its scores, the scale of its values into its output, so that no
-single element is scaled.
+The scale of a head's keys is multiplied into the scale of its scores. The scale of its values is multiplied into its
+output. So no single element is scaled.
 
-Of latents, whose first V_DIM elements are the values, each tile is read once. Queries and keys come in two pieces then:
-these elements, and the others in `rest`.
+The first V_DIM elements of a latent are its value, and each tile of latents is read once. So queries and keys of
+latents come in two pieces: these elements, and the others in `rest`.
 """
 
 import triton

@@ -109,7 +109,7 @@ async def difference(http: httpx.AsyncClient, conversation: Any, places: asyncio
 
 
 async def disturbed(model: Path, asked: list[Any], num_losses: int, at_once: int) -> tuple[list[str], int, int]:
-    """Return what differs, the number of lost replicas, and how often a request went on elsewhere."""
+    """Return the differences, the number of lost replicas, and how often a request went on elsewhere."""
     losses, places = Losses(model, num_losses), asyncio.Semaphore(at_once)
     await losses.start()
     losing = asyncio.create_task(losses.lose_all_but_one())

@@ -28,7 +28,7 @@ _ANY = (*_HEAVY, "numpy", "yaml", "httpx", "asyncio", "crossdock.cluster.config"
 
 
 def shown(*args: str) -> str:
-    """Return what a command prints, in one line."""
+    """Return the output of a command, in one line."""
     result = CliRunner().invoke(app, list(args), env={"COLUMNS": "200"})
     assert result.exit_code == 0, result.output
     return " ".join(result.stdout.split())

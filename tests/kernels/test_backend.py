@@ -23,7 +23,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
 def longhand(
     q: Tensor, k: Tensor, v: Tensor, starts: Tensor, lengths: list[int], pages: Tensor, options: dict[str, Any]
 ) -> Tensor:
-    """Return what either package computes from its arguments, after what both check."""
+    """Check arguments as both packages do, and return the attention that either computes."""
     assert q.shape[2] == v.shape[3]
     assert q.shape[2] % 8 == 0
     assert k.stride(3) == v.stride(3) == q.stride(2) == 1

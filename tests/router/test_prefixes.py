@@ -25,7 +25,7 @@ def lengths(prefixes: Prefixes, hashes: list[PageHash]) -> dict[int, int]:
 
 
 def lengths_in_sets(sets: list[set[PageHash]], hashes: list[PageHash]) -> dict[int, int]:
-    """Return what `lengths` should, by brute force."""
+    """Return the expected result of `lengths`, by brute force."""
     wanted = {}
     for slot, has in enumerate(sets):
         length = 0

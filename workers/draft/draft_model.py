@@ -40,8 +40,8 @@ class _DraftedStream:
     def catch_up(self, forced: Sequence[int] = ()) -> int:
         """Take over the request's new tokens, and return how many the small model has to compute.
 
-        Keys and values of accepted drafts stay; those of rejected ones are written over. `forced`: tokens that will
-        follow those of the request.
+        Keys and values of accepted drafts stay; keys and values of rejected drafts are written over. `forced`: tokens
+        that will follow the request's own.
         """
         mine, tokens = self.seen.token_ids, [*self.tokens, *forced] if forced else self.tokens
         num_tokens = len(tokens)
@@ -71,10 +71,10 @@ class DraftModel:
 
     @classmethod
     def load(cls, config: SpeculativeConfig, target: LoadedModel) -> Self:
-        """Load the small model onto the device of `target`, in its dtype: another one would round other ties.
+        """Load the small model onto the device of `target`, in the same dtype: another would round ties otherwise.
 
         Raises:
-            ValueError: its vocabulary is not the target's, or its memory holds no page; or as in `load_model`.
+            ValueError: the vocabulary is not the target's, or the memory holds no page; or as in `load_model`.
         """
         memory = int(config.draft_kv_cache_memory)
         spec = ModelSpec(config.model, dtype=str(target.dtype).removeprefix("torch."))
@@ -103,7 +103,7 @@ class DraftModel:
             self.pages.release(request_id)
 
     def match_length(self, request_id: str, forced: Sequence[int] = ()) -> int:
-        """Return the same for every request whose tokens the small model can take, else 0."""
+        """Return a match length: one constant for requests whose tokens the small model can take, 0 for others."""
         num_tokens = len(self._streams[request_id].tokens) + len(forced)
         return _MATCH if num_tokens < self.model.max_model_len else 0
 
@@ -121,8 +121,8 @@ class DraftModel:
     def propose(self, wanted: Mapping[str, int], forced: Mapping[str, Sequence[int]] = {}) -> dict[str, list[int]]:
         """Return at most so many drafts for each request, after its `forced` tokens.
 
-        A request gets none while the small model has to compute more of its prompt than one call may, and while there
-        are no pages for it: those of requests that did not draft for longest are taken first.
+        A request gets no drafts while the small model must compute more of its prompt than one call may, and while
+        there are no pages. Requests that drafted least recently lose their pages first.
         """
         parts, limits = self._catching_up(wanted, forced)
         drafts: dict[str, list[int]] = {request_id: [] for request_id in limits}
@@ -139,7 +139,7 @@ class DraftModel:
     def _catching_up(
         self, wanted: Mapping[str, int], forced: Mapping[str, Sequence[int]]
     ) -> tuple[list[Scheduled], dict[str, int]]:
-        """Return what the small model computes before it drafts, and how many drafts each request may then have.
+        """Return the parts that the small model computes before it drafts, and the most drafts of each request.
 
         Requests with the fewest tokens to compute go first: a long prompt must not keep others from drafting.
         """
@@ -161,7 +161,7 @@ class DraftModel:
     def _make_room(self, request_id: str, num_tokens: int, wanted: Collection[str]) -> bool:
         """Give a request pages for `num_tokens`, and return whether there are enough.
 
-        Those that are missing are taken from requests that are not `wanted`, which drafted least recently first.
+        Missing pages are taken from requests that are not `wanted`, first from the one that drafted least recently.
         """
         num_missing = -(-num_tokens // self.pages.page_size) - len(self.pages.pages_of(request_id))
         if num_missing <= 0:
@@ -189,7 +189,7 @@ class DraftModel:
         return tokens
 
     def _timed(self, parts: Sequence[Scheduled]) -> tuple[list[int], StepWork, float]:
-        """Return what `_run` does, the work of the forward pass and its seconds."""
+        """Compute one forward pass. Return the most probable token after each part, the work and the seconds."""
         batch = Batch(parts, sum(part.num_tokens == 1 for part in parts))
         started = self.clock()
         logits = StepInputs.of(batch, self.pages.page_size)[0].run(self.model)
@@ -197,7 +197,7 @@ class DraftModel:
         return tokens, batch.work, self.clock() - started
 
     def _swept(self) -> StepCostFit:
-        """Return what forward passes cost, from one of each size that the pool holds."""
+        """Fit the cost of forward passes to one pass of each size that the pool holds."""
         sweep = []
         for num_streams, num_tokens in _SWEEP:
             num_pages = -(-num_tokens // self.pages.page_size)

@@ -22,7 +22,7 @@ class Drafter(Protocol):
         """Return the predicted seconds to draft for `num_streams`, the longest draft having `num_tokens`."""
 
     def match_length(self, request_id: str, forced: Sequence[int] = ()) -> int:
-        """Return how many of the last tokens support the drafts after `forced`; 0: there will be none."""
+        """Return how many of the last tokens support the drafts after `forced`; 0: there will be no drafts."""
 
     def propose(self, wanted: Mapping[str, int], forced: Mapping[str, Sequence[int]] = {}) -> dict[str, list[int]]:
         """Return at most so many drafts for each request, to follow its `forced` tokens. Requests without any are left
@@ -47,14 +47,14 @@ class NoDrafter:
         return 0
 
     def propose(self, wanted: Mapping[str, int], forced: Mapping[str, Sequence[int]] = {}) -> dict[str, list[int]]:
-        """Return none."""
+        """Return no drafts."""
         return {}
 
 
 def new_drafter(config: SpeculativeConfig, target: LoadedModel) -> Drafter:
     """Return the drafter that `config` asks for. A small model is loaded onto the device of `target`.
 
-    Call it before the pool of `target` is allocated: on a GPU that takes all memory that is left.
+    Call this before the pool of `target` is allocated: on a GPU the pool takes all memory that is left.
 
     Raises:
         ValueError: `config.model` cannot draft for `target`.

@@ -1,7 +1,7 @@
 """Draft by lookup: find where the stream's last tokens stood before, and propose what followed there. No model.
 
-Each request has an index of its own: for every n-gram of the shortest length, where it ended last, and for every
-position, where the same n-gram ended before. A step adds the new tokens and follows one chain, so its cost does not
+Each request has an index of its own: where every n-gram of the shortest length ended last, and for every position,
+where the n-gram that ends there ended before. A step adds the new tokens and follows one chain, so its cost does not
 depend on the length of the text: 3 µs with 100,000 random tokens, whose first look takes 22 ms (Zen 5).
 
 The longest match is taken, and of several the latest. With up to 8 drafts a step makes 5.04, 3.98, 4.07 and 1.66 tokens
@@ -52,7 +52,7 @@ class _TextIndex:
     def search(self, forced: Sequence[int] = ()) -> tuple[int, int]:
         """Return the length of the longest match of the text's end, and the position of what followed it.
 
-        Of matches of one length, the latest. Length 0: the text has not had its last `shortest` tokens before.
+        The latest of several matches of that length. 0: the last `shortest` tokens of the text occur only once.
         `forced`: tokens that will follow the text, and count as its end.
         """
         num_tokens = len(self.tokens) + len(forced)
@@ -117,7 +117,7 @@ class _TextIndex:
         self._heads, self._earlier = array("i", heads.tobytes()), array("i", earlier.tobytes())
 
     def _slots(self, tokens: NDArray[np.uint64]) -> NDArray[np.int64]:
-        """Return what `_slot` does, for the n-gram that ends at each position of `tokens`."""
+        """Return the slot, as `_slot`, of the n-gram that ends at each position of `tokens`."""
         multiplier, mask = np.uint64(_MULTIPLIER), np.uint64(_MASK)
         num_grams = len(tokens) - self.shortest + 1
         code = np.zeros(num_grams, np.uint64)
@@ -128,7 +128,7 @@ class _TextIndex:
 
 @dataclass(slots=True)
 class PromptLookup:
-    """Drafts what followed the last tokens of a stream where its own text had them before."""
+    """Drafts the tokens that followed an earlier occurrence of a stream's last tokens in its own text."""
 
     config: SpeculativeConfig
     _indexes: dict[str, _TextIndex] = field(default_factory=dict)  # by request
@@ -145,11 +145,11 @@ class PromptLookup:
         self._indexes.pop(request_id, None)
 
     def match_length(self, request_id: str, forced: Sequence[int] = ()) -> int:
-        """Return how many of the request's last tokens it has had before; 0: there is nothing to propose."""
+        """Return the length of the match of the request's last tokens in its text; 0: there is no draft."""
         return self._indexes[request_id].search(forced)[0]
 
     def propose(self, wanted: Mapping[str, int], forced: Mapping[str, Sequence[int]] = {}) -> dict[str, list[int]]:
-        """Return so many drafts for each request whose text has had its last tokens before."""
+        """Return the `wanted` number of drafts for each request whose last tokens occur earlier in its text."""
         drafts = {}
         for request_id, most in wanted.items():
             index, ending = self._indexes[request_id], forced.get(request_id, ())
@@ -164,7 +164,7 @@ class PromptLookup:
 
 
 def _continuation(tokens: Sequence[int], position: int, ending: Sequence[int], most: int) -> list[int]:
-    """Return `most` tokens from `position` on. Past the end of the text, what was copied goes on as a period.
+    """Return `most` tokens from `position` on. Past the end of the text, the copied tokens repeat as a period.
 
     `ending`: what follows `tokens` in the text.
     """

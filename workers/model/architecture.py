@@ -23,11 +23,11 @@ def is_multimodal(config: PretrainedConfig) -> bool:
 def attention_names(config: PretrainedConfig, name: str = ATTENTION_NAME) -> "str | dict[str, str]":
     """Return the attention of each part of a model, as transformers wants it: `name` for the decoder.
 
-    An encoder of pictures never has ours: it would write to the KV pages.
+    An encoder of pictures never has our attention, which would write to the KV pages.
     """
     return {"text_config": name, "vision_config": "sdpa"} if is_multimodal(config) else name
 
 
 def num_deep_layers(config: PretrainedConfig) -> int:
-    """Return after how many layers embeddings of pictures are added to the hidden states (Qwen3-VL's DeepStack)."""
+    """Return the number of layers after which embeddings of pictures are added (Qwen3-VL's DeepStack)."""
     return len(getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None) or ())

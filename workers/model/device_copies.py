@@ -20,8 +20,8 @@ def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
 def timed(device: torch.device, clock: Callable[[], float], work: Callable[[], None]) -> Callable[[], float]:
     """Do `work`, and return a function that returns the seconds it took on `device`; `clock` is a CPU's.
 
-    On a GPU, work is queued here, and the seconds are those from its begin to its end there. Only the returned function
-    waits for that end, if it is not past.
+    On a GPU, this call only queues the work, and the seconds are those from begin to end on the GPU. The returned
+    function waits for that end.
     """
     if device.type != "cuda":
         started = clock()

@@ -47,7 +47,7 @@ class RowEncoder(PictureEncoder):
     """Encodes the items of prompts in which tokens are rows of items, see `row_prompt`."""
 
     def __post_init__(self) -> None:
-        """Leave the hooks of deep layers out: their rows are added where the decoder is."""
+        """Add no hooks of deep layers: their rows are added where the decoder is."""
 
     pool: KVPool = field(default_factory=KVPool)  # whose pages hold the rows
 
@@ -164,7 +164,7 @@ def wrap_encoder(module: Any, max_model_len: int | None = None, used_by_others: 
 
 
 def drop_decoder(module: Any) -> ModelPart:
-    """Take the decoder and the output projection out of a transformers model, and return what is left as a part."""
+    """Take the decoder and the output projection out of a transformers model, and return the rest as a part."""
     dropped = {module.get_decoder(), module.get_output_embeddings()}
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):

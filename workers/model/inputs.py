@@ -39,7 +39,7 @@ class StepInputs:
 
     @classmethod
     def of(cls, batch: Batch, page_size: int) -> "tuple[StepInputs, list[range]]":
-        """Return the step, and for each part of the batch its rows of the N rows of logits.
+        """Return the step, and for each part of the batch its own rows among the N rows of logits.
 
         A part that samples has its last token's row, and the row of each draft. A part whose request wants prompt
         logprobs has every token's.
@@ -79,7 +79,7 @@ class StepInputs:
 
     @property
     def reads_pictures(self) -> bool:
-        """Return whether the forward pass is more than one over tokens with a place each."""
+        """Return whether the forward pass reads pictures, or positions in three axes, beside tokens."""
         return self.pictures is not None and self.pictures.is_read
 
     @property
@@ -95,8 +95,8 @@ class StepInputs:
     def on(self, device: torch.device, previous_tokens: Tensor | None = None) -> "StepTensors":
         """Copy the step to `device`. To a GPU it is one copy, for which the host does not wait.
 
-        `previous_tokens` [N], on `device`, are those that the previous step has drawn, if this step begins with some of
-        them. A token below 0 counts as 0.
+        `previous_tokens` [N], on `device`, are the tokens that the previous step has drawn, if this step begins with
+        some of them. A token below 0 counts as 0.
         """
         arrays = [getattr(self, name) for name in StepTensors._fields]
         starts = [0, *accumulate(-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays)]
@@ -193,8 +193,8 @@ def _state_table(states: Sequence[Sequence[int]], width: int) -> NDArray[np.int3
 
 
 def _num_rows(part: Scheduled) -> int:
-    """Return how many rows of logits a part needs: all for a prompt's logprobs, to sample the last and those of its
-    drafts, else none."""
+    """Return how many rows of logits a part needs: all for a prompt's logprobs; to sample, the last row and the drafts'
+    rows; else 0."""
     if part.request.sampling.prompt_logprobs is not None and part.start < part.request.num_prompt_tokens:
         return part.num_tokens
     return part.samples + len(part.drafts)

@@ -27,7 +27,7 @@ class KVPool:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """Allocate pages, and free those of before. `order`: the number of each layer, as the layouts have them."""
+        """Allocate pages, after freeing the earlier ones. `order`: the number of each layer in the layouts."""
         self.free()
         num_elements = num_pages * layouts[0].page_elements
         if device.type == "cpu":

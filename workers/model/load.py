@@ -148,7 +148,7 @@ def dtype_of(spec: ModelSpec, config: PretrainedConfig, device: str) -> torch.dt
 
 
 def _fix_rope_to(module: nn.Module, max_model_len: int) -> str:
-    """Fix rotary embeddings to those that `max_model_len` needs. Returns which these are, where there was a choice.
+    """Fix rotary embeddings for `max_model_len`. Returns the name of the chosen ones, where there was a choice.
 
     Embeddings that change with the longest position *of the batch* would let one request change another's tokens.
     """

@@ -13,7 +13,7 @@ from crossdock.workers.model.weights.weight_format import WeightFormat
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """Say what `wrap_module` shall do beside the module."""
+    """Options of `wrap_module`, beside the module itself."""
 
     max_model_len: int | None = None  # tokens; None: the model's own limit
     generation: GenerationConfig | None = None  # names further tokens that end a stream

@@ -114,7 +114,7 @@ class LoadedModel(Network):
         return self.run(context, token_ids, positions, rows)
 
     def _step_states(self, batch: AttentionBatch, states: tuple[Tensor, Tensor] | None) -> StepStates | None:
-        """Return where a step keeps its recurrent states; None: the model has none."""
+        """Return where a step keeps its recurrent states; None: the model has no recurrent layers."""
         if self.states is None:
             return None
         assert states is not None, "the step does not say which pages hold its states"

@@ -18,7 +18,7 @@ from crossdock.workers.model.pooling import HiddenTap
 
 @dataclass(frozen=True, eq=False)
 class Network:
-    """A module of transformers, or one rank's part of it, and what answers when its layers attend."""
+    """A module of transformers, or one rank's part, and the attention that its layers call."""
 
     module: Any
     config: PretrainedConfig
@@ -70,7 +70,7 @@ class Network:
             return self.logits(token_ids, dtype, **inputs)
 
     def _embedded(self, token_ids: Tensor, pictures: PictureRows) -> Tensor:
-        """Return the inputs [1, T, E] of the first layer: embeddings of tokens, and of pictures in their rows."""
+        """Return the inputs [1, T, E] of the first layer: embeddings of tokens, replaced in the rows of pictures."""
         embeddings: Tensor = self.module.get_input_embeddings()(token_ids[None]).clone()
         embeddings[0, pictures.rows] = pictures.embeddings[0]
         return embeddings
@@ -78,7 +78,7 @@ class Network:
     def logits(self, token_ids: Tensor, dtype: torch.dtype | None = None, **inputs: Any) -> Tensor:
         """Return the logits [N, vocab] of transformers' own forward, or [0, vocab] on a stage that others follow.
 
-        `dtype` is the one that the model computes in, if that is not the parameters'. `inputs`: the forward's further
+        `dtype`: the dtype that the model computes in; None: the parameters' own. `inputs`: the forward's further
         arguments.
         """
 

@@ -14,7 +14,7 @@ from crossdock.workers.schedule.batch import Batch, Scheduled
 class HiddenTap:
     """Takes the last hidden states out of a model's own forward: after the final norm, before the output projection.
 
-    They are those that transformers calls `last_hidden_state`. Only the last stage of a pipeline has them.
+    transformers calls these states `last_hidden_state`. Only the last stage of a pipeline has them.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -66,7 +66,7 @@ class Pooler:
         return any(part.request.sampling.pooling is not None for part in batch.scheduled)
 
     def add(self, batch: Batch, hidden: Tensor) -> None:
-        """Pool the hidden states [T, E] of a step. Steps come in the order in which they began."""
+        """Pool the hidden states [T, E] of a step. Call in the order in which steps began."""
         start = 0
         for part in batch.scheduled:
             if part.request.sampling.pooling is not None:
@@ -74,7 +74,7 @@ class Pooler:
             start += part.num_tokens
 
     def take(self, request_id: str) -> bytes | None:
-        """Return and drop the vector of a request, [E] float32; None where it wants none. Waits for the device."""
+        """Return and drop the vector of a request, [E] float32; None: no vector is wanted. Waits for the device."""
         pooled = self._pooled.pop(request_id, None)
         if pooled is None:
             return None

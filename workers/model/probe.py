@@ -119,7 +119,7 @@ def probe(network: Network, options: LoadOptions, eos_token_ids: frozenset[int] 
 
 
 def _check_weights(network: Network, options: LoadOptions) -> None:
-    """Check that weights can be stored as `options` ask. ValueError: they cannot."""
+    """Check that weights can be stored as `options` ask. ValueError: weights cannot."""
     weights = options.weights
     use = WeightUse(
         *(network.device.type, network.dtype, network.part.position.size, network.attention.name, options.cpu_kernels)
@@ -178,7 +178,7 @@ def _check_states(model: LoadedModel, check: LogitsCheck) -> None:
     """Check that chunks which continue a state in pages give the logits of one pass.
 
     Raises:
-        UnsupportedModelError: they do not: the kernels of some layers ignore an earlier state.
+        UnsupportedModelError: the logits differ: the kernels of some layers ignore an earlier state.
     """
     short, long = PROBE_LENGTHS
     size = page_size_for(PROBE_LENGTHS, model.attention.page_multiple)

@@ -65,7 +65,7 @@ class Runner:
         return inputs, rows
 
     def is_usual(self, inputs: StepInputs) -> bool:
-        """Return whether a step is computed as others of its size are: its seconds then predict theirs.
+        """Return whether a step is computed like others of its size, so that its seconds predict theirs.
 
         A step with more sequences than CUDA graphs have room for, or with pictures, takes several times as long to
         launch.
@@ -97,7 +97,7 @@ class Runner:
     def hidden(self, inputs: StepInputs) -> Tensor:
         """Return the last hidden states [T, E] of the step computed last, valid until the next one.
 
-        The model's tap was open meanwhile, and is possible. Only the driver, which is on the last stage, has them.
+        The model must have a tap, open during that step. Only the driver, on the last stage, has hidden states.
         """
         graphs = self._graphs_for(inputs)
         found = self.model.tap.hidden if graphs is None else graphs.hidden(inputs)

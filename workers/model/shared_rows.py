@@ -1,8 +1,8 @@
-"""The pictures of a step on several ranks: the driver encodes, and sends the rows of each step to those that add them.
+"""The pictures of a step on several ranks: the driver encodes, and sends rows to the ranks that add them.
 
-Only the driver has the encoder, and the embeddings by content. A row travels in the steps that read it, so no step
-sends more rows than it has tokens: no more bytes than the hidden states of these tokens, once, and once more for each
-layer after which embeddings are added. Tensor-parallel ranks exchange as many twice in every layer.
+Only the driver has the encoder, and the embeddings by content. A row travels in the steps that read it. So a step sends
+at most the bytes of its tokens' hidden states: once, and once more for each layer after which embeddings are added.
+Tensor-parallel ranks exchange as many bytes twice in every layer.
 """
 
 import numpy as np
@@ -15,7 +15,7 @@ from crossdock.workers.model.network import Network
 
 
 def rows_of(model: Network, pictures: StepPictures) -> PictureRows | None:
-    """Return the rows that this rank's part of a step reads; None: it computes tokens alone.
+    """Return the rows that this rank's part of a step reads; None: that part reads tokens alone.
 
     Collective in a step that reads pictures, after `send_rows` on the driver.
     """
@@ -43,7 +43,7 @@ def send_rows(model: Network, pictures: StepPictures) -> None:
 def _receivers(model: Network) -> list[int]:
     """Return the ranks beside the driver that add rows of pictures to hidden states.
 
-    They are those of the first pipeline stage, and of stages with a layer after which embeddings are added.
+    These ranks are in the first pipeline stage, and in stages with a layer after which embeddings are added.
     """
     position, num_layers = model.part.position, text_config(model.config).num_hidden_layers
     first_layers = [layer_range(num_layers, position.num_stages, stage)[0] for stage in range(position.num_stages)]

@@ -54,7 +54,7 @@ class StepSender:
         return data
 
     def _place(self, requests: Sequence[str], num_groups: int) -> NDArray[np.int32]:
-        """Return a place for each request: its own of the step before, else a new one, or one that is used no more.
+        """Return a place for each request: its own place, else a new one, else the least recently used one.
 
         A place is `num_groups` rows, the same number in every step."""
         most = max(len(self._tables) // num_groups, 2 * len(requests))
@@ -94,7 +94,7 @@ class StepReceiver:
 
 
 def _packed(pictures: StepPictures | None) -> list[bytes] | None:
-    """Return rows, positions and ends of keys of a step's pictures; None: it reads none. Embeddings follow apart."""
+    """Return rows, positions and ends of keys of a step's pictures; None: no pictures. Embeddings travel apart."""
     if pictures is None or not pictures.is_read:
         return None
     arrays = (pictures.rows, pictures.positions, pictures.key_end)
@@ -116,12 +116,12 @@ def _unpacked(packed: Sequence[bytes] | None) -> StepPictures | None:
 
 
 def _rows(places: NDArray[np.int32], num_groups: int) -> NDArray[np.int32]:
-    """Return the rows of those places, in order."""
+    """Return the rows of `places`, in order: `num_groups` rows for each."""
     return (places[:, None] * num_groups + np.arange(num_groups, dtype=np.int32)).reshape(-1).astype(np.int32)
 
 
 def _grown(tables: NDArray[np.int32], num_rows: int, width: int, fill: int) -> NDArray[np.int32]:
-    """Return `tables` with at least so many rows and entries in each; new ones are `fill`."""
+    """Return `tables` grown to at least `num_rows` rows of `width` entries; new entries are `fill`."""
     rows, columns = tables.shape
     if num_rows <= rows and width <= columns:
         return tables

@@ -28,7 +28,7 @@ class StepSizes:
     def of_device(cls, name: str, memory: int) -> Self:
         """Return the defaults for a GPU by its name and its bytes of memory; 0 bytes: a CPU.
 
-        GPUs have the defaults of `vllm serve` 0.32. An A100 computes large chunks no faster, whatever its memory.
+        GPUs have the defaults of `vllm serve` 0.32. On an A100, larger chunks are not faster, whatever its memory.
         """
         if memory == 0:
             return cls(2048, 64)
@@ -105,7 +105,7 @@ class EngineConfig(SchedulerConfig):
         return self
 
     def sized(self, defaults: StepSizes, max_model_len: int) -> Self:
-        """Return the configuration with numbers where it leaves them to the device. ValueError: they do not fit."""
+        """Return the configuration with the numbers that are left to the device. ValueError: numbers do not fit."""
         tokens, requests = self.max_num_batched_tokens, self.max_num_seqs
         if not tokens:
             whole = 0 if self.enable_chunked_prefill else max_model_len
@@ -174,7 +174,7 @@ class ReplicaSpec:
     device: Device | None = None  # of each rank; None: a GPU where torch finds one, else the CPU
 
     def __post_init__(self) -> None:
-        """Refuse what replicas without a decoder cannot have. ValueError: the message names the setting."""
+        """Refuse settings that replicas without a decoder cannot have. ValueError: the message names the setting."""
         if self.role != "encode":
             return
         wrong = {

@@ -1,4 +1,4 @@
-"""How much a step computes, and for how many requests, where the configuration leaves it to the device."""
+"""How much a step computes, and for how many requests, where the configuration leaves these numbers to the device."""
 
 import logging
 
@@ -11,7 +11,7 @@ logger = logging.getLogger("ray.serve")
 
 
 def sized(config: EngineConfig, model: LoadedModel) -> EngineConfig:
-    """Return the configuration with the numbers that it leaves to the device of `model`, which are logged."""
+    """Return the configuration, with the numbers that depend on the device of `model` filled in and logged."""
     if config.max_num_batched_tokens and config.max_num_seqs:
         return config
     name, memory = "CPU", 0

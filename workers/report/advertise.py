@@ -1,4 +1,4 @@
-"""The live profile that a replica publishes while it works: what it has to do now, and which prefixes it has cached.
+"""The live profile that a replica publishes while it works, and the prefixes in its cache.
 
 A replica's own publisher is the only source of both. profile.py has the static part.
 """
@@ -93,7 +93,7 @@ class Message:
 
 
 def observe(scheduler: Scheduler, incarnation: str, sequence: int) -> LiveProfile:
-    """Return the live profile of a replica with this scheduler, without what is measured over time."""
+    """Return the live profile of a replica with this scheduler, without the figures that are measured over time."""
     prompts, leaving = _prompts(scheduler)
     streams, context, remaining = _streams(scheduler)
     arriving = [0] * len(scheduler.config.slo_classes)
@@ -189,7 +189,7 @@ class TimeShares:
         self.prompts = [0.0] * len(self.scheduler.config.slo_classes)
 
     def measure(self, now: float) -> None:
-        """Average the shares since the last call, and those before it."""
+        """Average the shares since the last call with the earlier ones."""
         seconds, self._measured = now - self._measured, now
         old = exp(-seconds / MEMORY_S)
         self.streams = old * self.streams + (1 - old) * self._streams_then
@@ -236,7 +236,7 @@ class Publisher:
 
     @property
     def due(self) -> float:
-        """Return when the next live profile is due if streams only go on until then."""
+        """Return the time at which the next live profile is due if streams only go on until then."""
         is_busy = self._is_busy
         if not is_busy or not self._was_busy:
             return inf if is_busy == self._was_busy else -inf
@@ -245,7 +245,7 @@ class Publisher:
     def live(self, now: float, step_seconds: float = 0.0) -> LiveProfile:
         """Return the live profile at `now`.
 
-        `step_seconds`: of the last step, without the time before another ended; 0: there was none since the last call.
+        `step_seconds`: of the last step, without the time before another ended; 0: no step since the last call.
         """
         self.sequence += 1
         self._was_busy, self._activity, self._published = self._is_busy, self._current_activity, now
@@ -270,7 +270,7 @@ class Publisher:
         self._bytes_per_second += (rate - self._bytes_per_second) * (_NEWEST_RATE if self._bytes_per_second else 1.0)
 
     def page_changes(self) -> Sequence[PageChanges]:
-        """Return what changed in the prefix index since the last call, if anything."""
+        """Return the changes of the prefix index since the last call, if any."""
         added, evicted = self.scheduler.pages.take_changes()
         if not added and not evicted:
             return ()
@@ -278,7 +278,7 @@ class Publisher:
         return (PageChanges(self.incarnation, self._num_page_changes, added, evicted),)
 
     def all_pages(self) -> PageChanges:
-        """Return the complete prefix index for a new reader, which continues with the next `page_changes`.
+        """Return the complete prefix index for a new reader. The next `page_changes` continue from there.
 
         Call this after the other readers were given the result of `page_changes`.
         """

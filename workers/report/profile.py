@@ -58,7 +58,7 @@ class SchedulingProfile(BaseModel):
 
     @property
     def token_bytes(self) -> int:
-        """Return the bytes of pages that a token takes while every group sees it."""
+        """Return the bytes of pages that a token takes while every group sees the token."""
         return len(self.windows) * self.page_bytes // self.page_size
 
 

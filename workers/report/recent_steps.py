@@ -58,8 +58,8 @@ class RecentSteps:
     def after(self, seen: Mapping[str, int], tenant: str | None) -> dict[str, Any]:
         """Return, as JSON, the first steps after the last one that the reader has seen; without one, the newest steps.
 
-        A tenant sees the steps that computed chunks of its own, with these chunks alone. What counts the work of others
-        is left out: sizes and predictions of steps, and their numbers, in place of which stand microseconds.
+        A tenant sees the steps that computed chunks of its own, with these chunks alone. Figures that count the work of
+        others are left out: sizes and predictions of steps. Microseconds take the place of step numbers.
 
         Args:
             seen: number of the last step seen, by incarnation.
@@ -111,5 +111,5 @@ def _number(step: StepRecord) -> int:
 
 
 def _microseconds(step: StepRecord) -> int:
-    """Return when the step began. Steps take longer than a microsecond, so this numbers them in order."""
+    """Return the begin of the step in microseconds: steps take longer, so these numbers are distinct and in order."""
     return int(step.started * 1e6)

@@ -147,12 +147,12 @@ class Timeline:
 
     @property
     def progressed(self) -> float:
-        """Return when the request last got a chunk or a token; before that, when it arrived."""
+        """Return the time of the request's last chunk or token; before the first, of its arrival."""
         return max(self.arrived, self.last_chunk, self.last_token)
 
     @property
     def ttft(self) -> float | None:
-        """Return the seconds from arrival to the first token; None before that, and if another replica made it."""
+        """Return the seconds from arrival to the first token; None: no first token yet, or another replica made it."""
         return None if self.first_token is None else self.first_token - self.arrived
 
     def gap_summary(self) -> Gaps:
@@ -174,7 +174,7 @@ class Timeline:
         return means | ({False: alone / (count - num_shared)} if count > num_shared else {})
 
     def ttft_met(self, now: float) -> bool | None:
-        """Return whether the first token was in time; None while that is open, and if another replica makes it."""
+        """Return whether the first token was in time; None: not known yet, or another replica makes that token."""
         if self.ttft is not None:
             return self.ttft <= self.ttft_deadline
         if self.begun is not None or self.leg is Leg.RECEIVE:
@@ -188,7 +188,7 @@ class Timeline:
     def summary(self, now: float, *, sees_all: bool = True) -> dict[str, Any]:
         """Return the timeline as JSON without single chunks. Times are seconds after arrival.
 
-        `sees_all`: whether the reader may see the requests of others; if not, what counts their work is None.
+        `sees_all`: whether the reader may see the requests of others. If not, counts of their work are None.
         """
         counts, gaps = self.counts(), self.gap_summary()
         is_live = self.finish_reason is None

@@ -1,7 +1,7 @@
 """vLLM's names for Crossdock's metrics, so that dashboards and autoscalers made for vLLM can read them.
 
-One table says which of our families each name is made from. Nothing is counted twice: a name's samples are sums over
-ours at the moment of the scrape, with our buckets. Names, types and labels are those of vLLM 0.32 (November 2026),
+One table says which of our families each name is made from. Nothing is counted twice: at each scrape, a name's samples
+are sums over our samples, with our buckets. Names, types and labels are those of vLLM 0.32 (November 2026),
 vllm/v1/metrics/loggers.py.
 """
 

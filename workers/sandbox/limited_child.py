@@ -55,12 +55,12 @@ def sandbox_main(serve: Callable[[BinaryIO, BinaryIO], None]) -> None:
 
 
 def run_limited(compute: Callable[[], dict[str, Any]], requests: BinaryIO, limits: Limits) -> dict[str, Any]:
-    """Run `compute` in a child. Returns what it does, or `is_busy`: only the machine was too slow, or `is_interrupted`.
+    """Run `compute` in a child. Returns its result, or `is_busy` (only the machine was too slow), or `is_interrupted`.
 
     Args:
         compute: returns what msgpack can pack.
-        requests: the caller's messages, without a buffer. While it waits, only an interrupt comes or the stream's end:
-            both end the child.
+        requests: the caller's messages, without a buffer. During the wait only an interrupt or the end of the stream
+            can come: both end the child.
         limits: of the child.
 
     Raises:

@@ -19,7 +19,7 @@ def write_message(stream: BinaryIO, message: Any) -> None:
 
 
 def read_message(stream: BinaryIO) -> Any | None:
-    """Return the next message; None at the end of the stream. Of a stream without buffer no byte more is read."""
+    """Return the next message; None at the end of the stream. From a stream without buffer, no further byte is read."""
     header = _read(stream, 8)
     body = None if header is None else _read(stream, struct.unpack("<Q", header)[0])
     return None if body is None else unpack(body)
@@ -44,7 +44,7 @@ def unpack(body: bytes) -> Any:
 
 
 def _read(stream: BinaryIO, size: int) -> bytes | None:
-    """Return so many bytes; None where the stream ends before. Without buffer, a stream gives them in parts."""
+    """Read exactly `size` bytes; None where the stream ends before. A stream without buffer gives bytes in parts."""
     parts, left = list[bytes](), size
     while left and (part := stream.read(left)):
         parts.append(part)

@@ -49,7 +49,7 @@ class Sandbox:
 
         Args:
             module: run as `python -m`; it calls `sandbox_main` with its own `serve`.
-            settings: the first message that the process reads, with `limits` added. It answers once it is ready.
+            settings: the first message that the process reads, with `limits` added. The process answers once ready.
             title: of the process, in errors and in the log.
             limits: of each answer.
             start_patience_s: seconds until the process must be ready.
@@ -94,7 +94,7 @@ class Sandbox:
 
         Raises:
             SandboxInterrupted: `interruption` was set before. The process goes on with its start.
-            TimeoutError: there is none in time.
+            TimeoutError: there is no answer in time.
         """
         self.start()
         assert self._process is not None
@@ -109,8 +109,8 @@ class Sandbox:
         """Return the process's answer.
 
         Raises:
-            SandboxBusy: there is none.
-            SandboxInterrupted: `interruption` was set before there was one. Its child has ended, the process has not.
+            SandboxBusy: there is no answer.
+            SandboxInterrupted: `interruption` was set before an answer. The child has ended, the process goes on.
         """
         answer = self._ask(asked, interruption)
         if answer is None:  # the process may have ended since the last answer
@@ -133,7 +133,7 @@ class Sandbox:
         self.close()
 
     def _ask(self, asked: Mapping[str, Any], interruption: Interruption | None) -> dict[str, Any] | None:
-        """Return the answer; None where the process ended. SandboxBusy: it hung."""
+        """Return the answer; None where the process ended. SandboxBusy: the process hung."""
         answer: dict[str, Any] | None = None
         self.start()
         process = self._process

@@ -52,7 +52,7 @@ def reserved_slots(classes: Sequence[SloClass], max_num_seqs: int, taken: Sequen
 def may_be_partial(table: RequestTable, request: Request) -> bool:
     """Return whether one more prompt of its urgency may be partly computed.
 
-    Less urgent ones do not count, nor do those that wait for embeddings.
+    Less urgent prompts do not count. Prompts that wait for embeddings do not count either.
     """
     config = table.config
     partial = [
@@ -67,5 +67,5 @@ def may_be_partial(table: RequestTable, request: Request) -> bool:
 
 
 def is_long(table: RequestTable, request: Request) -> bool:
-    """Return whether so much of a prompt is left to compute that it is long."""
+    """Return whether a prompt is long by the number of tokens that are left to compute."""
     return request.num_uncached_tokens > table.config.long_prompt_tokens(table.max_model_len)

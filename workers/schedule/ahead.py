@@ -13,8 +13,8 @@ from crossdock.workers.schedule.table import RequestTable
 def assume_ended(table: RequestTable, batch: Batch, ended: float) -> Iterator[None]:
     """Treat `batch`, the only step in flight, as ended at time `ended` within the context.
 
-    An unknown token is `~row`, with its row among those that `batch` samples. Requests that end with any token are
-    gone; a request that turns out to have ended was scheduled in vain. No request is preempted on an assumption: see
+    An unknown token is `~row`: its row among the rows that `batch` samples. Requests that end whatever the token is are
+    gone. A request that turns out to have ended was scheduled in vain. No request is preempted on an assumption: see
     `RequestTable.needs_preemption`.
     """
     running, ids = table.running, {request.id for request in table.running}

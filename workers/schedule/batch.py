@@ -42,7 +42,7 @@ class Scheduled(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One step: decodes first, those of several tokens behind the others, then chunks."""
+    """One step: decodes of one token first, then decodes of several tokens, then chunks."""
 
     scheduled: Sequence[Scheduled]
     num_decodes: int  # with and without drafts
@@ -62,7 +62,7 @@ class Batch:
 
     @property
     def work(self) -> StepWork:
-        """Return what the step computes, in the terms of `StepCost`."""
+        """Return the work of the step, in the terms of `StepCost`."""
         decodes = self.scheduled[: self.num_decodes]
         work = StepWork.of(
             [(part.start, part.num_tokens) for part in self.scheduled[self.num_decodes :]],

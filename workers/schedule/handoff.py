@@ -3,8 +3,8 @@
 The two replicas never wait for each other's pages in a circle. A prefill replica admits a prompt without asking the
 decode replica, and offers it then. A decode replica grants pages to offered prompts alone. So every prompt with pages
 on both is being computed, and every prompt that waits for a grant waits for streams, which end without the other side.
-Replicas that prefill for each other can be full of prompts that are computed and wait for grants. One that has nothing
-else gives the last of them back to the router.
+Replicas that prefill for each other can be full of computed prompts that wait for grants. A replica with nothing else
+gives the last such prompt back to the router.
 """
 
 from dataclasses import dataclass
@@ -31,8 +31,8 @@ class Handoff:
     def grant(self, now: float) -> list[Request]:
         """Reserve pages for requests that another replica has offered, in prompt order, as far as there are any.
 
-        A request that lacks pages keeps back less urgent ones, and all requests once it starves. That holds
-        between offered requests and the ones that wait to be computed here. Returns the requests that got pages. The
+        A request that lacks pages keeps back less urgent ones; a starving request keeps back all others. This holds
+        for offered requests and for requests that wait to be computed here. Returns the requests that got pages. The
         first `num_computed_tokens` of each are cached here and need no transfer.
         """
         table = self.table
@@ -82,7 +82,7 @@ class Handoff:
     def take_over(self, request_id: str, now: float) -> None:
         """Compute the prompt of a request here, because the other replica is lost.
 
-        What has arrived is found again by its hashes, as far as every group of layers can continue from it. The state
+        Arrived pages are found again by their hashes, as far as every group of layers can continue from them. The state
         of recurrent layers comes last: without it, all tokens after the last checkpoint here are computed again. Pages
         that the other replica may still write to are quarantined until `pages.end_quarantine(owner)`.
         """
@@ -101,7 +101,7 @@ class Handoff:
 
 
 def _end_circular_wait(table: RequestTable) -> None:
-    """Give back a prompt that waits for a grant, where no page comes back here unless the other side moves.
+    """Give back a prompt that waits for a grant, where only a move of the other side could free a page here.
 
     The least urgent first, among equals the last admitted.
     """

@@ -27,8 +27,8 @@ def match_prefix(table: RequestTable, request: Request) -> PrefixHit:
 def admit(table: RequestTable, request: Request, hit: PrefixHit, set_aside: int = 0) -> bool:
     """Reserve pages for all tokens of a waiting request and start it; False if there are too few pages.
 
-    All pages are reserved before the first chunk, so that no prompt starts that cannot end; in a group with a window
-    as many as it holds at once. A prompt that another replica computes gets there the pages that tokens after it see.
+    All pages are reserved before the first chunk, so that every started prompt can end. A group with a window reserves
+    as many as it holds at once; for a prompt that another replica computes, the pages that later tokens see.
     Room is left for the outputs of all requests, so that none is preempted soon. `hit`: the result of `match_prefix`.
     `set_aside`: pages that requests before this one are about to take.
     """
@@ -64,7 +64,7 @@ def grow(table: RequestTable, request: Request) -> bool:
 def reach(table: RequestTable, request: Request, num_tokens: int) -> bool:
     """Give a running request a page in each group for the last of `num_tokens` tokens; False if it must wait.
 
-    Without a free page, requests are preempted: the least urgent first, among equals the last admitted. That may be the
+    Without a free page, requests are preempted: the least urgent first, among equals the last admitted, perhaps the
     stream itself. Where pages come back soon, the stream waits for one instead, unless it is more urgent than others.
     """
     if request.status is not Status.RUNNING:
@@ -102,7 +102,7 @@ def index_full_pages(table: RequestTable, request: Request, start: int) -> None:
 
 
 def keep_state(table: RequestTable, request: Request) -> None:
-    """Let a request that is about to release its state leave it as a checkpoint, if it ends with a full page."""
+    """Keep the state of a request that is about to release it, as a checkpoint, if the state ends with a full page."""
     pages, end = table.pages, request.num_computed_tokens
     if pages.enable_prefix_caching and end and end % pages.page_size == 0 and not request.num_in_flight_tokens:
         pages.keep_state(request.owner, request.prefix_hashes(end, pages.page_size))

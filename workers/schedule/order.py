@@ -41,7 +41,7 @@ def order_prefills(requests: Iterable[Request], now: float, work_done: int, star
 
 
 def prefill_reason(request: Request, now: float, work_done: int, starvation_s: float) -> str:
-    """Return why `order_prefills` put a request where it is, for the request's timeline."""
+    """Return the reason for a request's place in `order_prefills`, for its timeline."""
     if is_starving(request, now, starvation_s):
         return f"waited {now - request.queued_at:.0f} s"
     if request.num_preemptions:

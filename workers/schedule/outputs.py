@@ -1,4 +1,4 @@
-"""Append sampled tokens to a request's output, and find the one that ends it."""
+"""Append sampled tokens to a request's output, and find the token that ends the request."""
 
 from collections.abc import Collection
 
@@ -12,7 +12,7 @@ def append_sampled(
 ) -> tuple[TokenDelta, FinishReason | None]:
     """Append accepted drafts and the token after them, up to one that ends the request.
 
-    Returns the delta, and why the request has to end now; None: it goes on.
+    Returns the delta, and why the request has to end now; None: the request goes on.
     """
     delta = new_delta(request)
     reason = None

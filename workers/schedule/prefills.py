@@ -96,7 +96,7 @@ class PrefillScheduler:
         return budget
 
     def _is_deadline_near(self, request: Request) -> bool:
-        """Return whether a prompt would miss the deadline of its first token at the pace that streams leave it."""
+        """Return whether a prompt would miss the deadline of its first token at the pace that streams allow."""
         left = request.arrival_time + request.ttft_deadline - self.table.now
         if left <= 0:  # missed, or none was promised
             return False
@@ -104,7 +104,7 @@ class PrefillScheduler:
         return self.forecast.seconds_alone(request) > NEAR_DEADLINE * left * share
 
     def _lent_due(self, stream: Request, prompt: Request) -> float:
-        """Return when a stream's token is due in a step with that prompt. More urgent streams lend nothing."""
+        """Return the due time of a stream's token in a step with that prompt. More urgent streams lend nothing."""
         return stream.due if stream.priority < prompt.priority else lent_due(stream, self.table.tpot_s(stream))
 
     def _lend(self, budget: ChunkBudget, request: Request, slack: float) -> None:
@@ -161,7 +161,7 @@ class PrefillScheduler:
         return chunks
 
     def _start(self, request: Request, budget: ChunkBudget) -> bool | None:
-        """Start a waiting request, which has a place, if it would get a chunk now. None: only pages are missing."""
+        """Start a waiting request that has a place, if a chunk would fit now. None: only pages are missing."""
         table = self.table
         hit = kv.match_prefix(table, request)
         request.expected_cached_tokens = start = hit.num_pages * table.pages.page_size
@@ -175,7 +175,7 @@ class PrefillScheduler:
         return kv.admit(table, request, hit) or None
 
     def _chunk(self, request: Request, prompt: Candidate, budget: ChunkBudget) -> PromptChunk:
-        """Return how many tokens of a prompt to compute now, and whether a picture is why there are not more."""
+        """Return how many tokens of a prompt to compute now, and whether a picture limits this number."""
         threshold = 0 if self._is_one_request_alone() else self.table.config.long_prefill_token_threshold
         page_size = self.table.pages.page_size
         if request.items:

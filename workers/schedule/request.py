@@ -228,7 +228,7 @@ class Request:
 
     @property
     def urgency(self) -> tuple[int, int]:
-        """Return the priority of its class and its own in that class: of two requests, the lower is more urgent."""
+        """Return the priority of the class and the request's own in that class. The lower value is more urgent."""
         return (self.priority, self.priority_in_class)
 
     @staticmethod
@@ -266,7 +266,7 @@ class Request:
 
     @property
     def is_decoding(self) -> bool:
-        """Return whether all tokens but the newest are computed or verified, and that one was sampled."""
+        """Return whether all tokens but the newest are computed or verified, and the newest was sampled."""
         num_tokens = len(self.token_ids)  # not by the properties above: this runs for every request in every step
         num_left = num_tokens - self.num_computed_tokens - self.num_verified_tokens
         return num_left == 1 and num_tokens > len(self.prompt_token_ids)

@@ -166,15 +166,15 @@ class Scheduler:
     def drop_steps_in_flight(self) -> None:
         """Forget the steps in flight, which will have no update: every request is where it was before them.
 
-        Where layers are recurrent, requests of these steps begin again. Those that send their pages are returned to the
-        router, see `RequestTable.take_returned`.
+        Where layers are recurrent, requests of these steps begin again. Requests that send their pages return to the
+        router instead, see `RequestTable.take_returned`.
         """
         self.table.drop_flights()
         self.encoding.clear()
 
     def learn(self, cost: StepCost, overrun: float, interval_share: float = 1.0) -> None:
-        """Predict with a new cost from now on, with the factor by which some steps overrun it, and the share of it
-        after which the steps of a full pipeline follow each other."""
+        """Predict with a new cost from now on. `overrun`: factor by which some steps exceed their predicted seconds.
+        `interval_share`: interval of the steps of a full pipeline, as a share of these seconds."""
         self.forecast.learn(cost, overrun, interval_share)
         self.pages.cached.learn(cost)
 
@@ -183,7 +183,7 @@ class Scheduler:
     def choose_streams(self, now: float) -> Streams:
         """Return the streams of the step that begins at `now`, and how many drafts each of them may profit from.
 
-        Ask a drafter for these. Give the streams and what it finds to `schedule`, before anything else changes.
+        Ask a drafter for these drafts. Give streams and drafts to `schedule`, before anything else changes.
         """
         self.table.begin_step(now)
         streams = self._choose_streams()
@@ -265,8 +265,8 @@ class Scheduler:
     def update(self, batch: Batch, sampled: Mapping[str, SampledToken], now: float) -> list[TokenDelta]:
         """Record a computed step that ended at `now`, and return what it adds to outputs.
 
-        `sampled` has an entry for each part that `samples`. Parts that began with an assumed token which turned out to
-        be another one have none, and are computed again.
+        `sampled` has an entry for each part that `samples`. A part that began with a wrong assumption has no entry, and
+        is computed again.
         """
         deltas, size, table, classes = [], self.pages.page_size, self.table, self.config.slo_classes
         self.pages.cached.pass_time(now)

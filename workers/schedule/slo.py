@@ -19,8 +19,8 @@ class SloClass(BaseModel):
     def ttft_deadline(self, seconds_alone: float) -> float:
         """Return the seconds after arrival by which the first token is due.
 
-        A prompt may take at least twice its time on an idle replica, `seconds_alone`: no replica can compute a prompt
-        in `ttft_s` that takes longer than that alone.
+        A prompt may take at least twice its time on an idle replica, `seconds_alone`: no replica can compute within
+        `ttft_s` a prompt that alone takes longer.
         """
         return max(self.ttft_s, 2 * seconds_alone)
 

@@ -1,4 +1,4 @@
-"""Many equal decode steps at once, for a simulated clock that knows how long they take."""
+"""Many equal decode steps at once, for a simulated clock that knows how long the steps take."""
 
 from collections.abc import Mapping, Sequence
 
@@ -13,8 +13,8 @@ from crossdock.workers.schedule.table import RequestTable
 def steady_steps(table: RequestTable, cost: StepCost | None, batch: Batch) -> int:
     """Return how many steps, the scheduled `batch` the first of them, are the same decodes and nothing else.
 
-    This holds while no request arrives or leaves. The last of the steps may make a request's last token. 1 if more are
-    not certain.
+    This holds while no request arrives or leaves. The last of the steps may make a request's last token. 1: a
+    second such step is not certain.
     """
     parts, config = batch.scheduled, table.config
     requests = [part.request for part in parts]

@@ -29,8 +29,8 @@ class PrefillTotals:
 class RequestTable:
     """The scheduler's state: requests by status, their page pool, and the step that is being scheduled.
 
-    A request is in exactly one of `waiting`, `running` and `held`, by its status, until `end` removes it. Running and
-    held requests own pages for all their tokens; waiting ones own none.
+    A request is in exactly one of `waiting`, `running` and `held`, by its status, until `end` removes the request.
+    Running and held requests own pages for all their tokens; waiting ones own none.
     """
 
     config: SchedulerConfig
@@ -144,7 +144,7 @@ class RequestTable:
         return self._room
 
     def num_returning_pages(self) -> int:
-        """Return the pages that come back without a further preemption, once other replicas are done with them."""
+        """Return how many pages come back without a further preemption, once other replicas no longer use them."""
         self._read = self._still_read()
         return self.pages.num_quarantined + self.pages.num_freed_by(self._read)
 
@@ -176,7 +176,7 @@ class RequestTable:
             self.running.append(request)
 
     def forget_offer(self, request: Request) -> None:
-        """Note that a request needs no grant any more: none waits for its sake."""
+        """Note that a request needs no grant any more, so that no other request waits for this one."""
         if request.is_offered:
             request.is_offered = False
             self.kept_back.clear()

@@ -53,7 +53,7 @@ class CompletionRequest(GenerationBody):
             raise ApiError(reason, param="best_of", code="unsupported_value")
 
     def prompts(self) -> list[str | list[int]]:
-        """Return the prompts, whichever of the four accepted forms `prompt` has. Raises ApiError for any other."""
+        """Return the prompts: `prompt` may have any of four forms. Raises ApiError for any other form."""
         prompt = self.prompt
         if isinstance(prompt, str):
             return [prompt]

@@ -78,7 +78,7 @@ class ConversationChat(ChatCompletionRequest):
         )
 
     def fitted(self, num_left: int, *, can_bound_reasoning: bool) -> Self:
-        """Return the chat within its context and model: clients of these APIs ask for all that there could be."""
+        """Return the chat within its context and model: clients of these APIs often ask for more."""
         limit, changes = self.token_limit(), dict[str, Any]()
         if limit is not None and 1 <= num_left < limit:
             changes["max_completion_tokens"] = num_left

@@ -25,7 +25,7 @@ def _one_or_many(value: Any) -> Any:
 
 
 def _biases(value: Any) -> Any:
-    """Count before each entry is validated: every wrong one would cost an error of its own."""
+    """Count entries before any is validated: every wrong entry would cost an error of its own."""
     if isinstance(value, dict) and len(value) > bounds.BIASES:
         raise ValueError(f"{len(value)} entries are more than the {bounds.BIASES} that are accepted")
     return value

@@ -1,4 +1,4 @@
-"""Sampling of requests that leave it open: what the model's authors recommend, under the names and rules of vLLM."""
+"""Sampling parameters that requests leave open: the model's recommended ones, under the names and rules of vLLM."""
 
 import json
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ class GenerationConfig(BaseModel):
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read a file, of which only these fields count. Raises ValueError, which names the file and the field."""
+        """Read these fields of a file, and ignore all others. Raises ValueError, which names the file and the field."""
         hint = "model.generation_config: vllm ignores this file"
         try:
             data = json.loads(path.read_text())

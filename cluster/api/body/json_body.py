@@ -1,4 +1,4 @@
-"""A body as JSON becomes fields: honoured ones are validated, and every other one is accepted or refused by name."""
+"""A body as JSON becomes fields: honoured fields are validated, all others are accepted or refused by name."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Self

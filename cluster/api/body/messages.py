@@ -24,8 +24,8 @@ def template_messages(
     """Return the messages for a template. Raises ApiError, which names the part of the message at fault.
 
     `keeps_parts`: content is a list of parts, {"type": "text", "text": …}, for templates that were written for these.
-    Content with pictures is one in any case: {"type": "image"} is the place of a picture, {"type": "video"} that of a
-    video. `pictures`: the list to which they are added, in their order; None: the model takes text only.
+    Content with pictures is a list in any case: {"type": "image"} is the place of a picture, {"type": "video"} of a
+    video. Pictures are added to the list `pictures`, in their order; None: the model takes text only.
     """
     lists = (message.get(name) for message in messages for name in ("content", "tool_calls"))
     num_parts = sum(len(parts) for parts in lists if isinstance(parts, list))
@@ -36,7 +36,7 @@ def template_messages(
 
 
 def last_assistant_text(messages: Sequence[Mapping[str, Any]]) -> str:
-    """Return the text of the last message if it is the assistant's, else an empty one."""
+    """Return the text of the last message if that is the assistant's, else an empty text."""
     last = messages[-1]
     if last.get("role") != "assistant":
         return ""

@@ -132,7 +132,7 @@ class CountTokensRequest(ConversationBody):
         return variables | self.chat_template_kwargs
 
     def _reasoning(self) -> dict[str, Any]:
-        """Return the fields of the chat that bound its reasoning, or leave that out of the answer."""
+        """Return the fields of the chat that bound its reasoning, or leave reasoning out of the answer."""
         if self.thinking is None:
             return {}
         kind, budget = self.thinking.get("type"), self.thinking.get("budget_tokens")

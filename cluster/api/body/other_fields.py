@@ -1,8 +1,8 @@
 """Fields of OpenAI's and vLLM's requests that this server knows and does not honour.
 
-No field is ignored in silence. One without effect here is accepted. One that would change the answer is refused by
-name, unless its value asks for nothing. A field that is in neither list nor honoured is refused as unknown, as OpenAI
-does: it may be a misspelt one.
+No field is ignored in silence. A field without effect here is accepted. A field that would change the answer is refused
+by name, except with a value that asks for nothing. Any other field is refused as unknown, as OpenAI does: a name may be
+misspelt.
 """
 
 from collections.abc import Collection, Mapping

@@ -1,4 +1,4 @@
-"""Vectors of requests that leave them open: what the model's directory says, under the names and rules of vLLM."""
+"""Settings of vectors that requests leave open: from the model's directory, under the names and rules of vLLM."""
 
 import json
 from collections.abc import Sequence
@@ -69,7 +69,7 @@ class EmbeddingDefaults:
 
 def _sentence_transformers(model: Path) -> tuple[Pooling, bool, str]:
     """Return the pooling that a directory of Sentence Transformers names, whether vectors have a length of 1, and why
-    this pooling cannot be done; empty: it can. Without such a directory: last, and a length of 1."""
+    this pooling is not possible; empty: it is. Without such a directory: last, and a length of 1."""
     modules = _read(model / "modules.json", [])
     if not modules:
         return "last", True, ""

@@ -27,7 +27,7 @@ def input_items(given: Any) -> list[Item]:
 
 
 def chat_messages(instructions: str | None, items: Sequence[Item], num_own: int) -> list[dict[str, Any]]:
-    """Return the chat that `instructions` and items of `input_items` or of an answer are.
+    """Return the chat that `instructions` and items, of `input_items` or of an answer, make together.
 
     `num_own`: how many of the last items are the request's own, so that errors about pictures can name them.
 
@@ -80,7 +80,7 @@ def item_id(prefix: str, response_id: str, index: int) -> str:
 
 
 def referred_response(name: str) -> str:
-    """Return the id of the response that has an output item of this id, if one has."""
+    """Return the id of the response that has an output item of this id, if any."""
     return "resp_" + name.partition("_")[2].rpartition("_")[0]
 
 

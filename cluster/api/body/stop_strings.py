@@ -29,7 +29,7 @@ class StopStrings:
     def find(self, text: str, *, ignore: bool = False) -> tuple[int, str] | None:
         """Append `text`, and return the end in it of the first complete stop string, and that string.
 
-        Of several that end at the same character, the longest counts.
+        Where several end at the same character, the longest counts.
         """
         matched, all_failures = self._matched, self._table.failures
         for position, char in enumerate(text, 1):

@@ -116,5 +116,5 @@ def _schema(i: int, function: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def before_arguments(name: str) -> str:
-    """Return what the model writes before the arguments; after these it writes a brace."""
+    """Return the texts that the model writes before the arguments; after the arguments it writes a brace."""
     return f'{{"name": {json.dumps(name)}, "arguments": '

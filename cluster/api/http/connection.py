@@ -25,7 +25,7 @@ class Connections:
     """The connections of one listener. Those that wait for a request make way for new ones, the oldest first."""
 
     def __init__(self, most: int, write_timeout_s: float) -> None:
-        """`most`: how many there may be. `write_timeout_s`: how long a client may read nothing of its answer."""
+        """`most`: connections at once. `write_timeout_s`: how long a client may read nothing of its answer."""
         self.write_timeout_s = write_timeout_s
         self.is_closing = False  # the listener accepts no further connection
         self._most = most
@@ -157,7 +157,7 @@ class BoundedConnection(HttpToolsProtocol):
                 self._refuse_now(self._refusal)
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what the parser refuses. Called while its error is handled."""
+        """Answer a request that the parser refuses. Called while the parser's error is handled."""
         self._refuse(_refusal(sys.exception()))
 
     # -- incoming ----------------------------------------------------------------------------------------------------
@@ -201,7 +201,7 @@ class BoundedConnection(HttpToolsProtocol):
     # -- the end -----------------------------------------------------------------------------------------------------
 
     def _refuse(self, error: ApiError) -> None:
-        """Answer what is no request, after the answers to the requests before, and end the connection."""
+        """Refuse bytes that are no request, after the answers to earlier requests, and end the connection."""
         self._is_over = True
         newest = self._unanswered[-1] if self._unanswered else None
         if newest is not None and newest.more_body:  # its body is broken
@@ -232,7 +232,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._close()
 
     def _close(self) -> None:
-        """Close the connection once the client has read what was written, or does not read it in time."""
+        """Close the connection once the client has read all written bytes, or has not read them in time."""
         self.transport.close()
         if self.transport.get_write_buffer_size():
             self.loop.call_later(self._connections.write_timeout_s, self.transport.abort)

@@ -29,7 +29,7 @@ _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 def as_api_error(error: BaseException) -> ApiError:
-    """Return what the client learns of an error. An internal error shows no more than that one has happened."""
+    """Return an error as the client receives it. An internal error shows only that an error has happened."""
     match error:
         case ApiError():
             return error

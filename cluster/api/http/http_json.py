@@ -65,7 +65,7 @@ async def long_json_answer(value: Any) -> Response:
 
 
 async def long_json(value: Any) -> bytes:
-    """Return the same as `to_json`, written in slices."""
+    """Return a value as JSON, as `to_json` does, but written in slices."""
     texts = [
         "".join(pieces).encode("utf-8", "replace")
         async for pieces in slices(_PIECEWISE.iterencode(value), _PIECES_AT_ONCE)

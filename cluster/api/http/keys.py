@@ -73,7 +73,7 @@ class ApiKey(BaseModel):
 
 
 def cache_salt(key: ApiKey | None, requested: str) -> str:
-    """Return the salt of what a request may share with others. `key`: the client's; None: no keys are in use."""
+    """Return the salt of all that a request may share with others. `key`: the client's; None: no keys are in use."""
     return requested if key is None else key.cache_salt(requested)
 
 
@@ -85,8 +85,8 @@ def tenant_of(key: ApiKey | None) -> str:
 class KeyRing:
     """The keys in force: those of the configuration and those of a file.
 
-    The file is read again when another takes its place, so that keys can be added and revoked without a restart. One
-    that was written in place counts only with an end mark: a part of a file of keys is a file of keys, too.
+    The file is read again when another takes its place, so that keys can be added and revoked without a restart. A file
+    that was written in place needs an end mark: a part of a file of keys is a file of keys, too.
     """
 
     def __init__(
@@ -222,7 +222,7 @@ def _stamp(path: Path) -> object:
 
 
 def find_key(keys: Sequence[ApiKey], authorization: bytes) -> ApiKey:
-    """Return the one of `keys` that is in an `Authorization` header. Raises ApiError 401 if there is none."""
+    """Return the key, among `keys`, of an `Authorization` header. Raises ApiError 401 if there is none."""
     scheme, _, given = authorization.partition(b" ")
     # Every key is compared, in constant time, so that the time taken reveals nothing.
     fitting = [key for key in keys if hmac.compare_digest(key.key.encode(), given.strip())]

@@ -23,7 +23,7 @@ _FIRST_SWEEP = 64  # accounts; the ledger looks for idle ones when their number 
 
 @dataclass(frozen=True, slots=True)
 class Loan:
-    """An ingress's answer to another: what it gives for a key, and how many of the key's requests it runs."""
+    """An ingress's answer to another: the amount lent for a key, and how many of the key's requests run here."""
 
     requests: float = 0.0
     tokens: float = 0.0
@@ -123,7 +123,7 @@ class Account:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing runs and nothing is used up: a new account would be the same."""
+        """Whether nothing runs and no limit is used: a new account would be equal."""
         now = self.clock()
         for bucket in (self.requests, self.tokens, self.reads):
             if bucket is not None:
@@ -140,7 +140,7 @@ class Account:
         self.reads.level -= 1
 
     async def _borrow(self, bucket: Bucket, amount: float) -> None:
-        """Take what a bucket lacks from the other ingresses, and some more, so that not every request has to ask."""
+        """Take a bucket's missing amount from the other ingresses, and some more, so that few requests have to ask."""
         if self.ask_peers is None or self.clock() < self._ask_at:
             return
         each = amount - bucket.level + bucket.capacity / 2
@@ -154,7 +154,7 @@ class Account:
             self._ask_at = self.clock() + ASK_S
 
     def lend(self, requests: float, tokens: float) -> Loan:
-        """Give another ingress what it lacks, as far as this one has it."""
+        """Lend another ingress its missing amount, as far as this ingress has so much."""
         now = self.clock()
         return Loan(
             self.requests.lend(requests, now) if self.requests is not None else 0.0,
@@ -197,7 +197,7 @@ class Account:
             self.tokens.level -= num_tokens
 
     def headers(self) -> dict[str, str]:
-        """Return OpenAI's headers on what is left of each limit that the key has."""
+        """Return OpenAI's headers about the rest of each limit of the key."""
         now, headers = self.clock(), {}
         limits = (self.key.requests_per_minute, self.key.tokens_per_minute)
         for name, limit, bucket in zip(("requests", "tokens"), limits, (self.requests, self.tokens), strict=True):

@@ -71,7 +71,7 @@ class Clip:
 
 @cache
 def load_decoders() -> bool:
-    """Import what reads files of videos. Returns whether it is installed; frames of `video/jpeg` do not need it."""
+    """Import the decoders of videos. Returns whether these are installed; frames of `video/jpeg` do not need them."""
     try:
         import av
     except ImportError:
@@ -201,7 +201,7 @@ def _format_of(data: bytes) -> str:
 
 
 def _no_other_file(*_: object) -> Any:
-    """Refuse to open what a file refers to."""
+    """Refuse to open other files to which a file refers."""
     raise BadPicture("it refers to other files")
 
 

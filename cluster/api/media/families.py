@@ -34,7 +34,7 @@ class Family:
     arguments: Json = field(default_factory=dict)  # of the image processor's call
 
     def written_runs(self, outputs: Outputs) -> tuple[str, list[int]]:
-        """Return what replaces `written`, each run of placeholders as one, and the length of each run.
+        """Return the replacement of `written`, with one placeholder for each run, and the length of each run.
 
         A run of one special token becomes as many tokens as it is long, whatever stands beside it. So a text with
         single placeholders can be encoded, in a fraction of the time, and each run gets its length afterwards.
@@ -71,7 +71,7 @@ class Checkpoint:
 
     @property
     def family(self) -> PictureFamily:
-        """The family of the model. NoPictures: it is none whose pictures are served."""
+        """The family of the model. NoPictures: pictures of such a model are not served."""
         try:
             return picture_family(str(self.config.get("model_type")), self.vision.get("model_type"))
         except ValueError as error:
@@ -109,7 +109,7 @@ def read_family(folder: Path, names: Mapping[int, str]) -> Family:
     """Return how the model in a directory writes pictures.
 
     Raises:
-        NoPictures: it reads text alone, or is of a family that is not known here.
+        NoPictures: the model reads text alone, or its family is not known here.
     """
     checkpoint = Checkpoint.read(folder, names)
     if "vision_config" not in checkpoint.config:

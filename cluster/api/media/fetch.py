@@ -71,7 +71,7 @@ class PictureFetcher:
     async def fetch(self, picture: Picture, tenant: str = "") -> bytes:
         """Return the bytes of a picture's file. Raises ApiError, which names the part.
 
-        `tenant`: whose picture this is. Tenants take turns, and neither one of them nor one host gets all fetches.
+        `tenant`: whose picture this is. Tenants take turns; no tenant and no host gets all fetches.
         """
         scheme = picture.url[:16].partition(":")[0].lower()
         if scheme == "data":
@@ -92,7 +92,7 @@ class PictureFetcher:
         raise wrong_picture(picture.param, "its URL must begin with data:, https: or http:")
 
     async def _data(self, picture: Picture) -> bytes:
-        """Return what a data URL holds: base64, or percent-encoded bytes."""
+        """Return the bytes in a data URL, which has them in base64 or percent-encoded."""
         found = _DATA_URL.match(picture.url[:2048])
         if found is None:
             raise wrong_picture(picture.param, f"its data URL is malformed; it must be {_EXAMPLES[picture.kind]}")
@@ -212,7 +212,7 @@ class PictureFetcher:
         return list(dict.fromkeys(str(address[0]) for *_, address in found))
 
     def _from_file(self, picture: Picture) -> bytes:
-        """Read a file below the named folder. What is opened is checked after symbolic links have been followed."""
+        """Read a file below the named folder. The opened file is checked after symbolic links have been followed."""
         refusal = wrong_picture(picture.param, "its URL is not that of a picture that this server may read")
         if self._folder is None:
             raise refusal

@@ -7,7 +7,7 @@ from crossdock.cluster.api.media.processes import ReadyPicture
 
 
 class KeptPictures:
-    """Keeps pictures within a bound, and makes room in the memory of all. Those not used for longest go first."""
+    """Keeps pictures within a bound, and makes room in the memory of all. The least recently used go first."""
 
     def __init__(self, most_bytes: int, memory: PictureMemory) -> None:
         self._most_bytes = most_bytes

@@ -22,9 +22,9 @@ class PictureMemory:
         return self._counted().num_used
 
     def lacks(self, num_bytes: int, tenant: str = "", *, kept: int = 0, kept_of_tenant: int = 0) -> bool:
-        """Return whether so many bytes more are too many for a tenant.
+        """Return whether `num_bytes` more are too many for a tenant.
 
-        `kept`: bytes of kept pictures that could be dropped before, of them so many the tenant's.
+        `kept`: bytes of kept pictures that could be dropped first: of all tenants, and of this one.
         """
         return num_bytes > self._counted().room(tenant, freed=kept, freed_of_owner=kept_of_tenant)
 

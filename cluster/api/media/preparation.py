@@ -107,13 +107,13 @@ class _FrameProcessor:
         self.levels: NDArray[np.float32] | None = None
 
     def with_arguments(self, arguments: Json) -> "_FrameProcessor":
-        """Return the same processor with other arguments."""
+        """Return a copy of the processor with other arguments."""
         other = copy(self)
         other._arguments, other.levels = {**arguments, "return_tensors": "np"}, None
         return other
 
     def measure(self, image: Image.Image) -> None:
-        """Find what the processor makes of each of the 256 levels of each colour, if it treats every pixel alone.
+        """Find the processor's value for each of the 256 levels of each colour, if each pixel is processed alone.
 
         A pixel is then one byte until it is encoded: a quarter of its bytes as a float, here and on the way.
         """

@@ -50,12 +50,12 @@ class ReadyPicture:
 
     @property
     def num_rows(self) -> int:
-        """Return how many rows of the encoder's output stand for it."""
+        """Return how many rows of the encoder's output stand for the picture."""
         return sum(self.runs)
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes that it takes, about."""
+        """Return the bytes that the picture takes, about."""
         return len(self.text) + 8 * len(self.runs) + sum(tensor.nbytes for tensor in self.tensors.values())
 
 
@@ -91,7 +91,7 @@ class PictureProcesses:
         whose picture this is.
 
         Raises:
-            UnusablePicture: it is none, or beyond the limits.
+            UnusablePicture: the file is no picture, or beyond the limits.
             PicturesBusy: there is no answer.
         """
         await self._turns.acquire(tenant)
@@ -164,8 +164,8 @@ class PictureProcess:
 
         Raises:
             NoPictures: pictures or videos cannot be prepared for this model.
-            ValueError: it cannot with these arguments of the image processor.
-            TimeoutError: it takes too long.
+            ValueError: the image processor refuses these arguments.
+            TimeoutError: the process is not ready in time.
         """
         answer = self._sandbox.first_answer()
         if answer is None or "unsupported" in answer:

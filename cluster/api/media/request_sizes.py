@@ -1,4 +1,4 @@
-"""The sizes of one request's pictures together: what no later attempt could make fit is refused for good."""
+"""The sizes of one request's pictures together: sizes that can never fit are refused for good."""
 
 from collections.abc import Mapping
 

@@ -7,8 +7,8 @@ class Shares:
     """Counts what each owner uses of a whole.
 
     An owner that uses some may have no more than it leaves free: alone half of the whole, beside one other a third. So
-    one that comes later finds some, and nothing is taken away from those that run. An owner that uses none may have
-    all that is free. Switches divide their memory between ports in the same way: Choudhury and Hahne, Dynamic Queue
+    a later owner finds some, and nothing is taken away from running work. An owner that uses none may have all that
+    is free. Switches divide their memory between ports in the same way: Choudhury and Hahne, Dynamic Queue
     Length Thresholds for Shared-Memory Packet Switches, 1998. The owner without a name, which all clients are where no
     keys are in use, may have the whole.
     """
@@ -19,17 +19,17 @@ class Shares:
         self._used: Counter[str] = Counter()
 
     def room(self, owner: str, *, freed: int = 0, freed_of_owner: int = 0) -> int:
-        """Return how much more an owner may have, once `freed` is released, of it so much the owner's."""
+        """Return how much more an owner may have once `freed` is released, a part of which is the owner's."""
         free, used = self.most - self.num_used + freed, self._used[owner] - freed_of_owner
         return max(0, free if not owner or used <= 0 else (free - used) // 2)
 
     def take(self, owner: str, amount: int) -> None:
-        """Count what an owner has from now on."""
+        """Count an amount that an owner has from now on."""
         self.num_used += amount
         self._used[owner] += amount
 
     def release(self, owner: str, amount: int) -> None:
-        """Count what an owner has no more."""
+        """Count an amount that an owner no longer has."""
         self.num_used -= amount
         self._used[owner] -= amount
         if not self._used[owner]:

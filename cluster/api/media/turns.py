@@ -36,7 +36,7 @@ class Turns:
             raise
 
     def release(self, tenant: str, host: str = "") -> None:
-        """Give a slot back, and to those that wait what they may have now."""
+        """Give a slot back, and give free slots to waiting work that may have them now."""
         self._tenants.release(tenant, 1)
         self._of_host[tenant, host] -= 1
         if not self._of_host[tenant, host]:
@@ -66,7 +66,7 @@ class Turns:
         self._of_host[tenant, host] += 1
 
     def _next(self) -> "tuple[str, str, asyncio.Future[None]] | None":
-        """Remove and return the next that may have a slot. Its tenant is the last in turn from now on."""
+        """Remove and return the next waiting work that may have a slot. Its tenant is then the last in turn."""
         for tenant, hosts in self._waiting.items():
             for host, futures in hosts.items():
                 if self._may_take(tenant, host):
@@ -79,7 +79,7 @@ class Turns:
         return None
 
     def _forget(self, tenant: str, host: str, future: "asyncio.Future[None]") -> None:
-        """Remove one that waits, if it still does, so that its tenant does not lose a turn."""
+        """Remove work that still waits, so that its tenant does not lose a turn."""
         futures = self._waiting.get(tenant, OrderedDict()).get(host, deque())
         if future not in futures:
             return

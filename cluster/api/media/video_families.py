@@ -46,7 +46,7 @@ def read_video_family(folder: Path, names: Mapping[int, str], arguments: Json) -
         arguments: of the image processor, as the configuration gives them.
 
     Raises:
-        NoPictures: it sees none, or is of a family that is not known here.
+        NoPictures: the model sees no videos, or its family is not known here.
     """
     checkpoint = Checkpoint.read(folder, names)
     writing = checkpoint.family.video
@@ -163,7 +163,7 @@ class _Patches:
 
     @classmethod
     def of(cls, settings: Json, side: int) -> "_Patches":
-        """Return those of a model's settings. `side`: where they name none."""
+        """Read the sizes of patches from a model's settings. `side`: used where the settings name none."""
         depth, merged = settings.get("temporal_patch_size", 2), settings.get("merge_size", 2)
         return cls(settings.get("patch_size", side), depth, merged)
 

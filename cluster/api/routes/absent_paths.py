@@ -80,6 +80,6 @@ def advice(path: str, served: Collection[str]) -> str | None:
 
 
 def _meant(path: str, served: Collection[str]) -> str | None:
-    """Return the served path that `path` is, but for /v1 or more before it; else the one that it resembles."""
+    """Return the served path that `path` becomes with or without a prefix such as /v1; else a similar served path."""
     alike = [known for known in served if known == f"/v1{path}" or path.endswith(known)]
     return max(alike, key=len) if alike else next(iter(get_close_matches(path, served, 1, 0.8)), None)

@@ -57,7 +57,7 @@ class Conversations:
         self._format = message_format
 
     async def count(self, request: Request, chat: ConversationChat, card: ModelCard) -> int:
-        """Return the number of tokens of the prompt, however many the context has."""
+        """Return the number of tokens of the prompt, also beyond the context."""
         try:
             salt, tenant = cache_salt(request.state.api_key, chat.cache_salt), tenant_of(request.state.api_key)
             prompt = await self._encoder.encode_chat(chat, card, truncates=True, salt=salt, tenant=tenant)

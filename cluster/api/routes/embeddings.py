@@ -55,7 +55,7 @@ def _vector(output: Output, body: EmbeddingRequest, *, normalizes: bool) -> Any:
 
     Raises:
         ApiError: the vector has fewer numbers than the body asks for.
-        ReplicaLost: there is none, as from a replica of an older version.
+        ReplicaLost: there is no vector, as from a replica of an older version.
     """
     if output.embedding is None:
         raise ReplicaLost("the replica gave no vector")

@@ -46,7 +46,7 @@ class Generation:
 
     @property
     def salt(self) -> str:
-        """Return the salt of what the request may share with others: cached pages, and pictures."""
+        """Return the salt of everything that the request may share with others: cached pages, and pictures."""
         return cache_salt(self.state.api_key, self.body.cache_salt)
 
     @property
@@ -126,7 +126,7 @@ class Generations:
         `reading`: of the answers of a chat.
 
         Raises:
-            ApiError: one of them cannot be served, or the key has used up its tokens. Nothing has been submitted yet.
+            ApiError: a choice cannot be served, or the key has used up its tokens. Nothing has been submitted yet.
         """
         body, card, state = generation.body, generation.card, generation.state
         body.check_streaming()

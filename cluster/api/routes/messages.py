@@ -47,7 +47,7 @@ class Messages:
         return json_answer({"input_tokens": await self._conversations.count(request, body.chat(), card)})
 
     async def _events(self, begun: BegunChat) -> AsyncGenerator[bytes, None]:
-        """Yield the events of a stream; those of one step of the model together."""
+        """Yield the events of a stream; events of one step of the model come together."""
         blocks, output, has_begun = _Blocks(), Output(0), False
         clock = asyncio.get_running_loop().time
         shown_at = clock()
@@ -82,7 +82,7 @@ class MessageErrorEvent:
 
 
 class _Blocks:
-    """The content of a message, block by block: as a whole, and as the events that build the same."""
+    """The content of a message, block by block: as a whole, and as events that build the whole."""
 
     def __init__(self) -> None:
         self.content: list[dict[str, Any]] = []
@@ -165,8 +165,8 @@ def _reasons(begun: BegunChat, output: Output, blocks: _Blocks) -> dict[str, Any
 
 
 def _usage(begun: BegunChat) -> dict[str, Any]:
-    """Count tokens. Anthropic counts those of the prompt that were in the cache, and those that are in it now because
-    a `cache_control` asked for that, apart from the others."""
+    """Count tokens. As at Anthropic, two kinds of prompt tokens count apart: tokens that were in the cache, and tokens
+    that a `cache_control` has put there."""
     choice, size = begun.choice, begun.generation.card.cache_page_size
     uncached = len(choice.prompt.token_ids) - choice.num_cached_tokens
     asked = isinstance(begun.chat, MessagesChat) and begun.chat.has_cache_control
@@ -180,7 +180,7 @@ def _usage(begun: BegunChat) -> dict[str, Any]:
 
 
 def _arguments(text: str) -> dict[str, Any]:
-    """Return the arguments of a call; of a call that was cut, those that are there."""
+    """Return the arguments of a call, as far as they were written: a call may have been cut."""
     try:
         found = from_json(text, allow_partial=True) if text else {}
     except ValueError:

@@ -1,4 +1,4 @@
-"""One answer of the Responses API: its output items as a whole, and as the events that build the same."""
+"""One answer of the Responses API: its output items as a whole, and as events that build them."""
 
 import time
 from collections.abc import Mapping, Sequence

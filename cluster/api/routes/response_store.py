@@ -35,13 +35,13 @@ class ResponseStore:
             self.delete(largest, next(iter(self._tenants[largest])))
 
     def get(self, tenant: str, name: str) -> bytes | None:
-        """Return a record; None if there is none, or no more."""
+        """Return a record; None: there is no such record, or no longer."""
         self._expire(tenant, self._clock())
         found = self._tenants[tenant].get(name) if tenant in self._tenants else None
         return None if found is None else found[1]
 
     def delete(self, tenant: str, name: str) -> bytes | None:
-        """Forget a record and return it; None if there is none."""
+        """Forget and return a record; None: there is no such record."""
         records = self._tenants.get(tenant, OrderedDict())
         found = records.pop(name, None)
         if found is None:

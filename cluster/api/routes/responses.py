@@ -118,7 +118,7 @@ class Responses:
         return self._store.delete(tenant, name) if action == "delete" else self._store.get(tenant, name)
 
     async def _record(self, action: Action, request: Request, name: str, param: str = "id") -> Any:
-        """Return what is kept of a response: `response`, and the `items` before it. Raises ApiError 404."""
+        """Return the record of a response: `response`, and the `items` before it. Raises ApiError 404."""
         tenant = _tenant(request)
         found = await self.at_this_ingress(action, tenant, name)
         if found is None and self._store is not None and self._ask_stores is not None:
@@ -218,7 +218,7 @@ class Responses:
         answer: ResponseAnswer,
         items: list[Item],
     ) -> AsyncGenerator[bytes, None]:
-        """Yield the events of a stream; those of one step of the model together."""
+        """Yield the events of a stream; events of one step of the model come together."""
         has_begun = False
         clock = asyncio.get_running_loop().time
         shown_at = clock()

@@ -54,8 +54,8 @@ class ServerStatus:
         return await long_json_answer({"object": "list", "data": data})
 
     async def scaling(self, request: Request) -> Response:
-        """List the newest decisions about sizes of pools and roles of replicas, and the load that decided each, which
-        only those see who see all requests."""
+        """List the newest decisions about sizes of pools and roles of replicas, and the load that decided each. Only
+        clients that may see all requests see these."""
         try:
             data = [] if self._decisions is None else await self._decisions()
         except TimeoutError:

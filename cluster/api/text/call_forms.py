@@ -34,7 +34,7 @@ Reader: TypeAlias = Callable[[str, Schemas], Sequence[Call]]
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """The end of a call in the text after its opening marker, and the calls up to there; none: it is malformed."""
+    """The end of a call in the text after its opening marker, and the calls up to there; none: malformed."""
 
     end: int
     calls: Sequence[Call]
@@ -124,7 +124,7 @@ def json_calls(text: str, schemas: Schemas) -> Sequence[Call]:
 
 
 def known_json_calls(text: str, schemas: Schemas) -> Sequence[Call]:
-    """Do the same for calls without a marker: an object is a call only if it names a function that there is."""
+    """Read calls without a marker, as `json_calls` does: an object is a call only if it names an existing function."""
     calls = json_calls(text, schemas)
     return calls if all(call.name in schemas for call in calls) else ()
 

@@ -29,9 +29,9 @@ class Brackets:
         self.quote = ""  # of the string that is open; empty outside strings
 
     def end(self, text: str) -> int | None:
-        """Return where the first bracket is closed that the text opens; None: not yet.
+        """Return where the first bracket that the text opens is closed; None: not yet.
 
-        `text` is the one of the call before, and more.
+        `text` begins with the text of the call before.
         """
         while True:
             found = self._next.search(text, self._position)
@@ -85,7 +85,7 @@ def schema_of(schemas: Schemas, function: str, parameter: str) -> Any:
 
 
 def typed(raw: str, schema: Any) -> Any:
-    """Return what raw text means: the first of the schema's types that the text can have, else the text itself.
+    """Return the value of a raw text: of the first of the schema's types that fits, else the text itself.
 
     Without a type in the schema, the text is its JSON value if it is JSON.
     """

@@ -83,7 +83,7 @@ class Choice:
     has_begun: bool = False
 
     def read(self, delta: TokenDelta) -> Output:
-        """Return what `delta` adds.
+        """Return the output that `delta` adds to the choice.
 
         Raises:
             RuntimeError: the engine ended the request with an error.

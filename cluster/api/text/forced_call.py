@@ -10,7 +10,7 @@ from crossdock.cluster.api.text.message_parser import CallText, ContentText, Pie
 
 
 def plain_openings(call: ForcedCall) -> dict[str, str]:
-    """Return what stands before the arguments of each function, as patterns, in the form for any model."""
+    """Return the pattern of the text before each function's arguments, in the form for any model."""
     return {name: re.escape(before_arguments(name)) for name in call.parameters}
 
 

@@ -112,7 +112,7 @@ def _size(position: TokenLogprobs | None) -> int:
 async def _written(
     positions: Sequence[_Position], write: Callable[[_Position], _Part], size: Callable[[_Position], int]
 ) -> AsyncGenerator[_Part, None]:
-    """Yield what `write` makes of each position.
+    """Yield the result of `write` for each position.
 
     Other requests are served after each `_ENTRIES_AT_ONCE` log-probabilities. A position with more leaves the event
     loop for a thread.

@@ -1,7 +1,7 @@
 """Takes apart a text in which markers begin and end the reasoning and the tool calls.
 
-Every decision depends on the text up to there alone, never on how it came. What looks like a call and is none stays
-text as it is.
+Every decision depends on the text up to there alone, never on how the text was divided. A text that only looks like a
+call stays text.
 """
 
 import re
@@ -187,7 +187,7 @@ class MarkedText:
             self._emit(space, pieces)
 
     def _resolve(self, scan: CallScan, taken: Taken, pieces: list[Piece]) -> None:
-        """Take a call, or what looked like one, out of the buffer."""
+        """Take a call, or a text that looked like a call, out of the buffer."""
         body, self._buffer = self._buffer[: taken.end], self._buffer[taken.end :]
         self._scan = None
         if taken.calls:

@@ -141,7 +141,7 @@ class MessageFormat:
     def _own_reading(
         self, call: ForcedCall, body: ChatCompletionRequest, end: str, *, is_thinking: bool
     ) -> MessageReading | None:
-        """Return the reading of forced calls that are written and read as those that the model makes by itself.
+        """Return the reading of forced calls in the form in which the model writes calls by itself.
 
         Such a call appears once it is complete. None: the arguments are JSON, which comes while it is written.
         """

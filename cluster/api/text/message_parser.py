@@ -60,7 +60,7 @@ class PlainText:
 
 @dataclass(slots=True)
 class ReasonedText:
-    """The parser of reasoning, and after its end another one's text."""
+    """The parser of reasoning, which leaves the text after its end to another parser."""
 
     thoughts: MessageParser
     answer: MessageParser
@@ -90,7 +90,7 @@ class ChatMessage:
     out (`parallel_tool_calls`). `is_named`: the client has named the function, so a call ends as a text does.
 
     Texts come one per token, so that `reasoning_tokens` is the same however many tokens a step has. A token without a
-    piece, as a marker has none, counts with the next piece.
+    piece, such as a marker, counts with the next piece.
     """
 
     parser: MessageParser
@@ -108,7 +108,7 @@ class ChatMessage:
         self._read += self.pieces(texts, finish_reason)
 
     def delta(self, texts: Sequence[str], finish_reason: str | None) -> dict[str, Any]:
-        """Return what more tokens add to the message; the last ones have a finish reason."""
+        """Return the part of the message that more tokens add; the last ones have a finish reason."""
         return self._fields(self.pieces(texts, finish_reason))
 
     def _fields(self, pieces: Sequence[Piece]) -> dict[str, Any]:

@@ -162,7 +162,7 @@ class PromptEncoder:
             raise ApiError(shown(str(error)), param="messages", code="invalid_value") from error
 
     def _template_fields(self, body: ChatCompletionRequest) -> dict[str, Any]:
-        """Return the fields that the template reads. Raises ApiError for one that it does not: it would do nothing."""
+        """Return the fields that the template reads. Raises ApiError for others: they would do nothing."""
         reads = partial(self._tokenizer.template_reads, chat_template=body.chat_template)
         fields: dict[str, Any] = {}
         if body.documents:
@@ -211,7 +211,7 @@ def _is_short(body: ChatCompletionRequest | TokenizeRequest) -> bool:
 
 
 def truncate_chat(prompt: Prompt, body: GenerationBody, card: ModelCard) -> Prompt:
-    """Do the same as `truncate` for the prompt of a chat. Raises ApiError where the prompt has pictures."""
+    """Truncate the prompt of a chat as `truncate` does. Raises ApiError where the prompt has pictures."""
     token_ids = truncate(prompt.token_ids, body, card)
     if prompt.items and len(token_ids) != len(prompt.token_ids):
         reason = "'truncate_prompt_tokens' is not supported where it would cut a chat that has pictures."

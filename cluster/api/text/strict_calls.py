@@ -123,7 +123,7 @@ def tagged_calls(
 ) -> Grammar | None:
     """Return the grammar of one or more forced calls in a family's tags.
 
-    None: the family has no tags, or a schema says more than tags can: a union, or a bound of a text.
+    None: the family has no tags, or tags cannot express a schema, such as a union or a bound of a text.
     Raises ApiError for schemas that are too long.
     """
     if family not in _TAGGED:

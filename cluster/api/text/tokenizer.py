@@ -333,7 +333,7 @@ class _ShowingDetokenizer:
 
 
 class _WindowDetokenizer:
-    """Decodes the last few tokens together: the newest token adds what their text has become longer by.
+    """Decodes the last few tokens together: the newest token adds the growth of their text.
 
     The window begins at the token before the last one that gave text, for decoders that look at their left neighbour.
     `tokenizers.DecodeStream` does the same, but has no flush, and waits without end for bytes that become no character.

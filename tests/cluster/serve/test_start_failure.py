@@ -9,7 +9,7 @@ HEAD = "The deployment failed to start 1 times in a row. See controller logs for
 
 
 def message(error: Exception) -> str:
-    """Return what Serve says of a replica whose constructor has raised `error`."""
+    """Return Serve's message about a replica whose constructor has raised `error`."""
     last = f"    self.start()\n    ^^^^^^^^^^^^\n{type(error).__name__}: {error}"
     return HEAD + str(RayTaskError("initialize", LINES + last, error).as_instanceof_cause())
 

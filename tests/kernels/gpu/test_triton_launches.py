@@ -128,7 +128,7 @@ def test_programs_of_a_step_are_few_more_than_have_something_to_do(
 
 
 def shares_of(lengths: Sequence[int], parts: int, *, min_tiles: int = 1, tile: int = 16, window: int = 0) -> list[int]:
-    """Return what the kernel computes, in Triton's interpreter."""
+    """Compute the shares with the kernel, in Triton's interpreter."""
     shares = torch.full((num_shares(parts),), -7, dtype=torch.int32)
     share_kernel[1,](
         *(shares, torch.tensor(lengths).int(), len(lengths), parts),

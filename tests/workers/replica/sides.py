@@ -172,7 +172,7 @@ def submission(prompt: list[int], num_tokens: int = 12, **params: object) -> Sub
 
 
 def local(work: Submission) -> Submission:
-    """Return the same request under another id, to run it on one side alone."""
+    """Return a copy of the request under another id, to run on one side alone."""
     return replace(work, id=f"local {work.id}")
 
 

@@ -48,7 +48,7 @@ def reference_output(prompt: Sequence[int], params: SamplingParams, max_model_le
 
 
 def sampled_by(part: Scheduled, read: Sequence[int]) -> SampledToken:
-    """Return what a step samples for a part, given all its tokens: a token after each accepted draft."""
+    """Return the sampled token of a part with its accepted drafts, given all its tokens."""
     accepted, known = list[SampledToken](), part.start + part.num_tokens - len(part.drafts)
     for number, draft in enumerate(part.drafts):
         token = next_token(read[: known + number])

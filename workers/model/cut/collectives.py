@@ -90,8 +90,8 @@ class Collectives:
     def send_rows(self, rows: Tensor, ranks: Sequence[int]) -> None:
         """Send the driver's rows of pictures to `ranks`, which call `receive_rows` with a tensor of the same shape.
 
-        Between stages they go through the hosts' memory, whatever the device: on the connection that takes hidden
-        states the other way, NCCL would wait for those first. The driver does not wait for the stages before its own.
+        Between stages rows go through the hosts' memory, also on GPUs. NCCL would first wait for the hidden states that
+        the same connection carries the other way. The driver does not wait for the stages before its own.
         """
         if self.position.num_stages == 1:
             self.from_driver(rows)

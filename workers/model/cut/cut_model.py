@@ -13,7 +13,7 @@ from crossdock.workers.model.pictures.vision import why_text_alone
 
 
 def cut_model(model: Any, position: RankPosition, collectives: Collectives | None) -> ModelPart:
-    """Leave in a transformers causal LM on the meta device what the rank at `position` holds.
+    """Cut a transformers causal LM on the meta device down to the part that the rank at `position` holds.
 
     `collectives` may be None if the part is only measured.
 

@@ -20,7 +20,7 @@ Pieces = tuple[PackedPiece, ...]
 
 @dataclass(frozen=True, slots=True)
 class MixerDivision:
-    """Says what of a mixer is divided, in equal units. Everything else is whole on every rank."""
+    """Names the tensors of a mixer that are divided, in equal units. All others are whole on every rank."""
 
     num_units: int  # of which a rank has a range
     units: str  # names them, for logs
@@ -41,7 +41,7 @@ _BY_HEADS = (
 
 
 def division_of(mixer: Any) -> MixerDivision | None:
-    """Return how a mixer can be divided; None: it is none, or of another kind."""
+    """Return how a mixer can be divided; None: `mixer` is no mixer of a known kind."""
     if hasattr(mixer, "ssm_state_size") and hasattr(mixer, "conv1d") and hasattr(mixer, "n_groups"):
         return _mamba2(mixer)
     if hasattr(mixer, "num_k_heads") and hasattr(mixer, "conv1d"):

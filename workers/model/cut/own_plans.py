@@ -55,7 +55,7 @@ _OWN_PLANS = {
 
 
 def own_plan(model_type: str) -> dict[str, str]:
-    """Return the style of each module of a decoder that transformers' plan of it lacks, by its pattern."""
+    """Return, by pattern, the style of each module of a decoder that transformers' own plan lacks."""
     if model_type in _LIKE:
         return dict(CONFIG_MAPPING[_LIKE[model_type]].base_model_tp_plan)
     return _OWN_PLANS.get(model_type, {})

@@ -23,14 +23,14 @@ class SliceRange(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TensorSlice:
-    """A part of a parameter along `dim`. The parameter may hold several tensors, one after the other along `dim`, of
-    each of which a range is taken."""
+    """A part of a parameter along `dim`. Where the parameter holds several tensors, one after the other along `dim`, a
+    range of each of them."""
 
     dim: int
     ranges: tuple[SliceRange, ...]
 
     def read(self, source: Any, num_dims: int) -> Tensor:
-        """Return this slice of `source`, a tensor or a safetensors slice, of which no more is read.
+        """Read this slice of `source`, a tensor or a safetensors slice, and no more of it.
 
         `num_dims` is the parameter's. Of a packed or stacked parameter, a checkpoint may hold the single tensors.
         """

@@ -189,7 +189,7 @@ class TensorPlan:
             module.register_forward_hook(lambda _module, _args, out: torch.zeros_like(out))
 
     def replicate(self, _name: str, _module: Any, _: HeadRanges | None) -> None:
-        """Leave the module whole: its input is, or it works on single heads."""
+        """Leave the module whole: its input is whole, or the module works on single heads."""
 
     def _heads(self, attention: Any) -> HeadRanges:
         """Return this rank's heads of one attention layer, and write them to the module and to the part."""
@@ -250,7 +250,7 @@ _OF_PARAMETERS = {"packed_colwise": (-2, 2), "colwise": (-2, 1), "packed_rowwise
 
 
 def _narrow_multipliers(mixer: Any, name: str, ranges: Sequence[SliceRange]) -> None:
-    """Take this rank's part of a buffer when `mixer` runs first: while it is loaded, transformers fills the whole."""
+    """Take this rank's part of a buffer at the first run of `mixer`: during the load, transformers fills the whole."""
 
     def narrow(_module: nn.Module, _args: object) -> None:
         whole = getattr(mixer, name)
@@ -263,7 +263,7 @@ def _narrow_multipliers(mixer: Any, name: str, ranges: Sequence[SliceRange]) -> 
 
 
 def _sum_squares_of_ranks(norm: Any, num_features: int, collectives: Collectives | None) -> None:
-    """Let the gated norm of a Mamba-2 mixer, whose features ranks have divided, norm them by all of these."""
+    """Let the gated norm of a Mamba-2 mixer take its mean square over the features of all ranks."""
     is_gate_last = getattr(norm, "norm_before_gate", False)  # of Falcon-H1
 
     def forward(hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:

@@ -33,7 +33,7 @@ class RankPosition:
 
     @property
     def driver(self) -> int:
-        """The rank that schedules and samples. It is one that has the logits, so that they need not be sent."""
+        """The rank that schedules and samples: a rank that has the logits, so that no logits are sent."""
         return (self.num_stages - 1) * self.tensor_size
 
     @property

@@ -44,8 +44,8 @@ class _SkippedLayer(nn.Module):
 class PipelineStage:
     """A range of a model's layers: receives hidden states from the previous stage and sends them to the next.
 
-    The model's own forward runs on every stage. The input of the stage's first layer is replaced by the received
-    hidden states, so that whatever the model does to embeddings happens once, on the first stage.
+    The model's own forward runs on every stage. The received hidden states replace the input of the stage's first
+    layer. So the model's work on embeddings happens once, on the first stage.
     """
 
     def __init__(self, model: Any, config: Any, position: RankPosition, collectives: Collectives | None = None) -> None:

@@ -54,7 +54,7 @@ def symmetric_sums(
 ) -> SymmetricSums | None:
     """Return the sums of a group if all of its ranks can use them, else None. Collective: every rank must call it.
 
-    A rank that cannot is the reason for all: a log line says why.
+    If one rank cannot, no rank does: a log line gives the reason.
     """
     why_not = _why_not(group, device, is_on_one_host)
     if not _are_all_well(why_not, gather):
@@ -84,7 +84,7 @@ def _are_all_well(why_not: str, gather: GatherTexts) -> bool:
 
 
 def _check(sums: SymmetricSums, group: dist.ProcessGroup, device: torch.device) -> None:
-    """Raise RuntimeError if a sum is wrong: twice, because the second would meet what the first left behind."""
+    """Check two sums: the second one meets what the first left in the buffers. RuntimeError: a sum is wrong."""
     size, rank = group.size(), group.rank()
     for dtype in _DTYPES:
         for scale in (1, 3):

@@ -75,7 +75,7 @@ def current_context() -> ForwardContext:
 
 
 def context_or_none() -> ForwardContext | None:
-    """Return the context of this thread's forward pass; None: it is not one of ours."""
+    """Return the context of this thread's forward pass; None: the pass is not ours."""
     return getattr(_current, "context", None)
 
 
@@ -140,7 +140,7 @@ AttentionInterface.register(ATTENTION_NAME, _attend)
 
 
 def batch_of_one_page_each(lengths: Sequence[int], device: torch.device, page_multiple: int = 1) -> AttentionBatch:
-    """Return a batch of whole sequences from position 0, each in a page of its own that would hold the longest."""
+    """Return a batch of whole sequences from position 0, each in one page that is as long as the longest sequence."""
     longest, page_size = max(lengths), page_size_for(lengths, page_multiple)
     slots = torch.cat([torch.arange(n) + i * page_size for i, n in enumerate(lengths)]).to(device)
     lens = torch.tensor(lengths, dtype=torch.int32, device=device)

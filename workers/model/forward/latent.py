@@ -19,7 +19,7 @@ class NoLatentsError(Exception):
 
 
 class Unexpanded:
-    """Takes the place of an attention module's `expand_kv`, and has the projections that it would have applied."""
+    """Takes the place of an attention module's `expand_kv`, and has the projections that `expand_kv` would apply."""
 
     def __init__(self, attention: Any) -> None:
         """Replace the method.

@@ -28,7 +28,7 @@ class StateShape:
 
     @property
     def num_bytes(self) -> int:
-        """Return its size, padded so that the next one is aligned."""
+        """Return the size of the tensor, padded so that the next tensor is aligned."""
         return -(-prod(self.shape) * self.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
 
 
@@ -67,7 +67,7 @@ class StateLayout:
 class LayerStates:
     """The states of one layer for some requests, in the shape of transformers' cache: layers read and update it.
 
-    A request that has computed nothing has zeros, which is what transformers pads its first tokens with.
+    A request without computed tokens has zeros: transformers pads the first tokens with zeros too.
     """
 
     convolutions: dict[int, Tensor] = field(default_factory=dict)  # by number, [B, *shape]
@@ -95,7 +95,7 @@ class LayerStates:
         return self.recurrent[state_idx].copy_(recurrent_states)
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        """Return that there is a state: zeros are one."""
+        """Return True: zeros are a state too."""
         return True
 
     def is_recording_past(self, layer_idx: int | None = None) -> bool:
@@ -124,9 +124,9 @@ class StepStates:
         self._has_zeros = self.pool.device.type != "cpu" or bool((self.read[:, :1] < 0).any())
 
     def update(self, layer: int, compute: Callable[[slice, LayerStates], None]) -> None:
-        """Call `compute` with the states of `layer`, a slice of the parts each time, and store what it leaves there.
+        """Call `compute` with the states of `layer`, for a slice of the parts each time, and store the new states.
 
-        All states are read before the first is written: no part sees what another part of this step leaves.
+        All states are read before the first is written: no part sees the new state of another part of this step.
         """
         begin, shapes = self.layout.by_layer[layer]
         length = sum(shape.num_bytes for shape in shapes)

@@ -26,12 +26,12 @@ class StepPictures:
 
     @property
     def seconds(self) -> float:
-        """Return the seconds that encoding took. On a GPU it waits for the end of that."""
+        """Return the seconds that encoding took. On a GPU, wait for the end of encoding first."""
         return self.timer()
 
     @property
     def is_read(self) -> bool:
-        """Return whether the forward pass reads pictures, or positions in three axes. Else it is one over tokens."""
+        """Return whether the forward pass reads pictures, or positions in three axes; False: it reads tokens alone."""
         return bool(len(self.rows)) or self.positions is not None
 
 

@@ -1,7 +1,7 @@
 """Compiled grammars: vetted in a process of their own, compiled in one thread, and kept for the next request.
 
-llguidance cannot hand a compiled grammar to another process. So the vetting process only proves that it compiles
-within limits. Then it is compiled here once more, which takes the same time, memory and stack, and not the GIL.
+llguidance cannot hand a compiled grammar to another process. So the vetting process only proves that the grammar
+compiles within limits. A second compile here takes the same time, memory and stack, and not the GIL.
 """
 
 import asyncio
@@ -61,7 +61,7 @@ class GrammarCache:
             return found
 
     def put(self, key: bytes, entry: Compiled) -> None:
-        """Keep an entry, instead of those that were not used for longest."""
+        """Keep an entry, in place of the least recently used ones."""
         with self._lock:
             self._entries[key] = entry
             self.num_bytes += entry.num_bytes
@@ -118,8 +118,8 @@ class GrammarCompiler:
         return self._state(self._request(grammar).result(), token_ids)
 
     async def compiled(self, grammar: Grammar, token_ids: Sequence[int] = (), may_refuse: bool = True) -> GrammarState:
-        """Do the same as `compile` on an event loop, which goes on meanwhile. Unless it may refuse, a request waits
-        behind any number of others, but never longer than a router waits for the answer."""
+        """Compile on an event loop, as `compile` does, while the loop goes on. A request that may not be refused waits
+        behind any number of others, at most as long as a router waits for the answer."""
         request = self._request(grammar, may_refuse)
         try:
             async with asyncio.timeout(self._patience_s):

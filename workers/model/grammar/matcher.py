@@ -38,7 +38,7 @@ def new_matcher(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
 
 
 def check(matcher: LLMatcher, grammar: Grammar) -> None:
-    """Raise InvalidField where the matcher has failed, or dictates a text so long that every mask would be slow."""
+    """Refuse a matcher that has failed, or that dictates a text so long that every mask would be slow: InvalidField."""
     if reason := failure(matcher):
         raise invalid(grammar, reason)
     if len(matcher.compute_ff_bytes()) > _MOST_FORCED_BYTES:
@@ -46,7 +46,7 @@ def check(matcher: LLMatcher, grammar: Grammar) -> None:
 
 
 def text_tokens(mask: bytes, tokenizer: LLTokenizer) -> int:
-    """Return the tokens of a mask, but those that end a text, as the bits of a number; 0 for none."""
+    """Return the tokens of a mask as the bits of a number, without the tokens that end a text; 0: no token."""
     bits = int.from_bytes(mask, "little")
     for eos_token_id in tokenizer.eos_tokens:
         bits &= ~(1 << eos_token_id)
@@ -54,7 +54,7 @@ def text_tokens(mask: bytes, tokenizer: LLTokenizer) -> int:
 
 
 def failure(matcher: LLMatcher) -> str | None:
-    """Return why a matcher has failed; None: it has not."""
+    """Return why a matcher has failed; None: the matcher works."""
     if not matcher.is_error():
         return None
     reason = str(matcher.get_error()).removesuffix("<non-verbose/>").strip()

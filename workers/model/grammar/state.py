@@ -27,7 +27,7 @@ class MaskBudget:
     overdraft: float = 0.0  # seconds of CPU time
 
     def spend(self, seconds: float, allowed: float = _ALLOWED_SECONDS) -> None:
-        """Note the CPU time of one mask, of which `allowed` is no overdraft."""
+        """Note the CPU time of one mask; the time above `allowed` is an overdraft."""
         self.overdraft = max(0.0, self.overdraft + seconds - allowed)
 
     @property
@@ -83,8 +83,8 @@ class GrammarState:
     def forced(self) -> Sequence[int]:
         """Return the next tokens as far as the grammar allows one alone at each place.
 
-        Where a text is dictated, `mask` allows only the first token of its usual tokens. The last tokens of that text
-        are missing where the text after it could be merged with them.
+        Where a text is dictated, `mask` allows only the first token of its usual tokens. The last tokens of a dictated
+        text are missing where later text could merge with them.
         """
         if self._forced is None:
             started = time.thread_time()
@@ -110,5 +110,5 @@ class GrammarState:
 
     @property
     def error(self) -> str | None:
-        """Why the parser failed: a token outside the mask, or a step beyond its limits. None: it has not."""
+        """Why the parser failed: a token outside the mask, or a step beyond its limits. None: the parser works."""
         return "the grammar takes too long to follow" if self._is_too_slow else failure(self._matcher)

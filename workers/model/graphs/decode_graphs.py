@@ -27,13 +27,13 @@ _Integer = TypeVar("_Integer", np.int32, np.int64)
 def batch_sizes(most: int) -> list[int]:
     """Return the numbers of sequences for which there are graphs, up to `most`.
 
-    Small batches are padded by few rows; memory-bound steps hardly take longer for padding.
+    Small batches are padded by few rows. Padding hardly lengthens a memory-bound step.
     """
     return sorted({size for size in (1, 2, 4, *range(8, 128, 8), *range(128, most, 32), most) if size <= most})
 
 
 def padded(inputs: StepInputs, num_rows: int) -> StepInputs:
-    """Return the same decodes with padding rows, `num_rows` in all.
+    """Pad the decodes of a step to `num_rows` rows.
 
     A padding row is a sequence of one token. It reads page 0, which always exists, and writes to no slot.
     """
@@ -72,11 +72,11 @@ class DecodeGraphs:
             self._graphs = {size: record(partial(self._compute, size)) for size in reversed(self._sizes)}
 
     def covers(self, inputs: StepInputs) -> bool:
-        """Return whether the step is one decode of each of few enough sequences, all of whose logits are wanted."""
+        """Return whether a graph fits: one decode for each sequence, few enough sequences, all logits wanted."""
         return inputs.max_query_len == 1 and len(inputs.wanted) == len(inputs.token_ids) <= self._sizes[-1]
 
     def misses(self, inputs: StepInputs) -> bool:
-        """Return False: steps with more sequences have no graph at all, or that of a step with chunks."""
+        """Return False: a step with more sequences has no graph, or a graph for steps with chunks."""
         return False
 
     @torch.inference_mode()

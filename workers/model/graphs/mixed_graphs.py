@@ -1,10 +1,10 @@
-"""Steps with chunks, recorded as CUDA graphs: a small chunk beside decodes takes as long as launching its kernels, or
-longer, where it is launched kernel by kernel.
+"""Steps with chunks, recorded as CUDA graphs: kernel by kernel, launching a step with a small chunk takes as long as
+computing it, or longer.
 
 There is a graph for each of some numbers of decodes and of chunk tokens. A step takes the next larger of both. Padding
 decodes read one token, as in graphs.py. Padding tokens of chunks are one more chunk, on page 0. Neither writes.
 
-A stream that verifies drafts is a chunk whose tokens all have logits: with speculation, graphs have more rows of these.
+A stream that verifies drafts is a chunk whose tokens all have logits. So with speculation, graphs have more logits.
 """
 
 import logging
@@ -109,7 +109,7 @@ class MixedGraphs:
         return torch.cat([self._hidden[:num_decodes], self._hidden[decodes : decodes + num_tokens]])
 
     def _sizes_of_graph(self, inputs: StepInputs) -> tuple[int, int]:
-        """Return for how many decodes and chunk tokens the graph is that has room for the step."""
+        """Return the numbers of decodes and of chunk tokens of the graph that has room for the step."""
         num_decodes, _, num_tokens = _sizes(inputs)
         decodes = self._decodes[bisect_left(self._decodes, num_decodes)]
         return decodes, self._chunk_tokens[bisect_left(self._chunk_tokens, num_tokens)]
@@ -132,7 +132,7 @@ class MixedGraphs:
         return self._prefixes(decodes, tokens).run(self._model, tokens, self._model.max_model_len, decodes)
 
     def _prefixes(self, decodes: int, tokens: int) -> StepTensors:
-        """Return where the graph of these sizes reads its step."""
+        """Return the beginnings of the input tensors, where the graph of these sizes reads its step."""
         rows, sequences = decodes + tokens, decodes + _CHUNKS
         lengths = (rows, rows, rows, decodes + self._chunk_logits, sequences + 1, sequences, sequences, 0, 0)
         return StepTensors(*(tensor[:length] for tensor, length in zip(self._inputs, lengths, strict=True)))
@@ -141,11 +141,11 @@ class MixedGraphs:
 def padded_with_chunks(
     inputs: StepInputs, decodes: int, tokens: int, page_size: int, chunk_logits: int = _CHUNKS
 ) -> StepInputs:
-    """Return the same step with `decodes` decodes and, in `_CHUNKS` sequences, `tokens` tokens of chunks.
+    """Pad a step to `decodes` decodes and, in `_CHUNKS` sequences, `tokens` tokens of chunks.
 
     The page table is wide enough for the padding chunk too.
 
-    Logits are wanted for `decodes + chunk_logits` rows; those of the step come first.
+    Logits are wanted for `decodes + chunk_logits` rows; the rows of the step come first.
     """
     num_decodes, num_chunks, num_tokens = _sizes(inputs)
     rows, sequences, num_padding = decodes + tokens, decodes + _CHUNKS, tokens - num_tokens

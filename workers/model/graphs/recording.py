@@ -1,8 +1,8 @@
 """Record steps as CUDA graphs, on every rank of a gang or on none.
 
-A recorded step is padded, so its all-reduces are larger than those of the step as it is: a rank that replays would not
-fit together with one that launches kernel by kernel. And a rank that stopped in the middle of a recording would leave
-the others waiting inside a collective. So all ranks record the same steps in the same order, and agree between them.
+A recorded step is padded, so its all-reduces are larger than those of the step itself: a rank that replays does not fit
+together with a rank that launches kernel by kernel. A rank that stops in the middle of a recording leaves the others
+waiting inside a collective. So all ranks record the same steps in the same order, and agree between steps.
 """
 
 import warnings
@@ -25,7 +25,7 @@ class OtherRankRefused(Exception):
 
 
 def why_not(model: LoadedModel) -> str | None:
-    """Return why no step of `model` can be recorded, as text, which is empty where it need not be said; None: it can.
+    """Return why no step of `model` can be recorded, as text, empty where no log needs the reason; None: steps can be.
 
     Every rank of a gang gets the same answer.
     """
@@ -39,7 +39,7 @@ def why_not(model: LoadedModel) -> str | None:
 
 
 def attempt(model: LoadedModel, make: Callable[[], _Recorded]) -> tuple[_Recorded | None, str]:
-    """Return what `make` records, and an empty text; or None and the reason, if it raised on any rank of the gang.
+    """Return the result of `make` and an empty text; or None and the reason, if `make` raised on any rank of the gang.
 
     Collective: every rank must call it. On all ranks the reason is that of the first rank that has one.
     """

@@ -33,7 +33,7 @@ def join_projections(module: nn.Module) -> Callable[[], None]:
 
 
 def joined_weight(*linears: Any) -> Tensor | None:
-    """Return the one weight [sum of N, E] of which those of joined `linears` are views; None if they are not joined."""
+    """Return the one weight [sum of N, E] that the weights of joined `linears` are views of; None: not joined."""
     first, num_rows = linears[0].weight, 0
     for linear in linears:
         weight = linear.weight
@@ -52,7 +52,7 @@ def _are_alike(linears: Sequence[nn.Linear]) -> bool:
 class _JoinedLinears:
     """Replaces the `forward` of several linears. The first to be called with an input computes the outputs of all.
 
-    Each linear gives what it would give alone, in any order of calls: another input is computed again.
+    Each linear gives the same outputs as alone, in any order of calls: another input is computed again.
     """
 
     def __init__(self, linears: Sequence[Any]) -> None:

@@ -146,7 +146,7 @@ def _expect(part: nn.Module | None, name: str, needed: Set[str], optional: Set[s
 
 
 def decoder_layers(model: Any) -> tuple[Any, nn.ModuleList]:
-    """Return the module that has the decoder layers as its `layers`, and these.
+    """Return the module whose `layers` are the decoder layers, and these layers.
 
     Raises:
         NotFusableError: the model has no such module.

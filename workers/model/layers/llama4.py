@@ -1,4 +1,4 @@
-"""Give Llama 4's attention what transformers' code takes from masks and caches: chunks, and positions of rows."""
+"""Give Llama 4's attention its chunks and positions of rows, which transformers takes from masks and caches."""
 
 from typing import Any
 
@@ -57,7 +57,7 @@ class _RowPositions:
         self._positions = positions
 
     def get_seq_length(self, _layer: int) -> Tensor:
-        """Return [T] what transformers adds to the number of each row to get its position."""
+        """Return the offsets [T] that transformers adds to the number of each row to get its position."""
         return self._positions - torch.arange(len(self._positions), device=self._positions.device)
 
     def update(self, keys: Tensor, values: Tensor, _layer: int) -> tuple[Tensor, Tensor]:

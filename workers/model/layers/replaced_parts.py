@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 def cache_latents_if_equal(
     network: Network, calls: list[AttentionCall], check: LogitsCheck
 ) -> tuple[Network, list[AttentionCall]]:
-    """Let the layers cache latents if that gives the same logits on every rank. Returns the layers' calls then.
+    """Let the layers cache latents if that gives the same logits on every rank; if so, return the layers' calls.
 
     Collective: every rank of a gang must call it.
     """
@@ -131,7 +131,7 @@ def fuse_layers_if_equal(model: LoadedModel, check: LogitsCheck, options: LoadOp
     Weights of another format may differ as much as that format says.
 
     Raises:
-        UnsupportedModelError: weights of that format need fused layers, which cannot be, or logits differ too much.
+        UnsupportedModelError: such weights need fused layers, and these cannot be fused, or logits differ too much.
     """
     weights = options.weights
     try:

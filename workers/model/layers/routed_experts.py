@@ -1,4 +1,4 @@
-"""Compute experts for the rows that are routed to them alone, where transformers computes all rows in all experts.
+"""Compute each expert for its routed rows alone, where transformers computes all rows in all experts.
 
 Llama 4's experts get a copy of all rows for each expert, multiplied by the router's score, which is mostly 0. Several
 ranks would also sum their parts of all these copies.

@@ -1,7 +1,7 @@
 """Llama-shaped layers on GPUs: joined products, and between them steps in Triton instead of transformers' own code.
 
-A layer's output and down projections stay the modules that they are, so that a tensor-parallel rank's sums run in their
-hooks. So does an mlp of another shape, like that of experts.
+A layer's output and down projections stay modules, so that a tensor-parallel rank's sums run in their hooks. An mlp of
+another shape stays a module too, for example one with experts.
 """
 
 from collections.abc import Callable, Sequence

@@ -16,9 +16,9 @@ _SMALL = 2  # size of a picture of which many fit into one call
 def bytes_for_pictures(model: LoadedModel, budget: MemoryBudget, peak: Callable[[Callable[[], object]], int]) -> int:
     """Return the bytes that pictures may take on this rank beside steps of text. `peak`: measures a call.
 
-    The rank that encodes keeps up to `mm_encoder_cache` of embeddings, and as many more land that encode replicas send.
-    Every rank may have the rows of a step twice: as they were collected or received, and in the inputs of the first
-    layer.
+    The rank that encodes keeps up to `mm_encoder_cache` of embeddings. Embeddings from encode replicas land in as much
+    memory again. Every rank may have the rows of a step twice: as collected or received, and in the inputs of the
+    first layer.
     """
     encoder = model.encoder
     if encoder is None:
@@ -34,7 +34,7 @@ def largest_calls(model: LoadedModel, encoder: PictureEncoder, budget: MemoryBud
     """Return items to measure: the largest picture, and as many small ones as one call encodes.
 
     No picture has more rows than the cache holds, or than a prompt has tokens: the scheduler refuses it. Some models
-    divide a large picture into tiles of one size, so that it is like as many small pictures.
+    divide a large picture into tiles of one size, which take as much as so many small pictures.
     """
     most_of_one = min(budget.mm_encoder_cache // encoder.row_bytes, model.max_model_len)
     most = max(budget.max_num_batched_tokens, most_of_one)

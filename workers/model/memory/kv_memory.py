@@ -42,9 +42,9 @@ def count_pages_that_fit(model: LoadedModel, budget: MemoryBudget, page_size: in
 def _measured(model: LoadedModel, budget: MemoryBudget, page_size: int) -> int:
     """Return the bytes of a GPU that the largest possible steps leave for pages.
 
-    These are a step of `max_num_batched_tokens` prompt tokens with every token's logits, as prompt logprobs want them,
-    and `max_num_seqs` rows sampled in the way that takes most memory; and a step of as many decodes,
-    or of decodes and a chunk that is recorded. Beside them, pictures take what `bytes_for_pictures` returns.
+    One of these steps has `max_num_batched_tokens` prompt tokens with every token's logits, for prompt logprobs, and
+    `max_num_seqs` rows sampled in the way that takes most memory. The other has `max_num_seqs` decodes, or decodes and
+    a recorded chunk. Pictures take `bytes_for_pictures` in addition.
     """
     width = model.state_pages(page_size)
     step = largest_step(budget.max_num_batched_tokens, model.max_model_len, page_size, width)

@@ -9,7 +9,7 @@ _SHORT = ("out of memory", "not enough memory", "can't allocate memory", "alloc_
 
 
 def is_passing(error: Exception) -> bool:
-    """Return whether memory was too short for the call. The same call may succeed another time."""
+    """Return whether memory was too short for the call, which may then succeed another time."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     text = str(error).lower()

@@ -12,7 +12,7 @@ from crossdock.workers.schedule.pictures.items import LEVELS, Item
 
 
 def shared_levels(items: Sequence[Item]) -> NDArray[Any] | None:
-    """Return the table of levels [C, 256] that all items have; None: they have several, or values."""
+    """Return the one table of levels [C, 256] of all items; None: tables differ, or an item has values."""
     tables = [item.tensors.get(LEVELS) for item in items]
     first = tables[0]
     if first is None or not all(table is not None and np.array_equal(table, first) for table in tables):
@@ -21,7 +21,7 @@ def shared_levels(items: Sequence[Item]) -> NDArray[Any] | None:
 
 
 def values_of(pixels: Tensor, values: Tensor) -> Tensor:
-    """Return what `with_levels` does, on the device of the tensors.
+    """Return the values of pixels, as `with_levels` does, on the device of the tensors.
 
     Args:
         pixels: levels `[…, C, height, width]`, or of patches `[patches, C · depth · height · width]`.

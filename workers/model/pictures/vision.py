@@ -81,17 +81,17 @@ class PictureEncoder:
 
     @property
     def family(self) -> PictureFamily:
-        """Return what sets the model apart from others that read pictures."""
+        """Return the record of the model's family among the models that read pictures."""
         return _family(self.config)
 
     @property
     def attends_both_ways(self) -> bool:
-        """Return whether the rows of an item see its later rows too: one step then computes the whole item."""
+        """Return whether a row of an item sees the item's later rows: then one step computes the whole item."""
         return self.family.attends_both_ways
 
     @property
     def num_deep(self) -> int:
-        """Return after how many layers embeddings of items are added to the hidden states (DeepStack)."""
+        """Return the number of layers after which embeddings of items are added to hidden states (DeepStack)."""
         return num_deep_layers(self.config)
 
     @property
@@ -147,11 +147,11 @@ class PictureEncoder:
         return PromptPictures(places, *self._rope(request, places), ends)
 
     def add(self, request_id: str, pictures: PromptPictures) -> None:
-        """Keep what `locate` found for the steps of a request, until `remove`."""
+        """Keep the result of `locate` for the steps of a request, until `remove`."""
         self._prompts[request_id] = pictures
 
     def remove(self, request_id: str) -> None:
-        """Forget what a request needed. Its embeddings stay for others."""
+        """Forget the items and positions of a request. Its embeddings stay for others."""
         self._prompts.pop(request_id, None)
 
     def clear(self) -> None:

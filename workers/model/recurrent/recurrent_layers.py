@@ -100,7 +100,7 @@ class _StateRecorder(DynamicCache):  # type: ignore[misc]
 class _RecurrentForward:
     """Takes the place of the forward of a module that keeps a recurrent state.
 
-    Outside a step the module computes as it did.
+    Outside a step the module runs its own forward.
     """
 
     def __init__(self, module: nn.Module, layer: int) -> None:

@@ -35,8 +35,8 @@ def temperatures_of(rows: Sequence[SampleRow], device: torch.device) -> Tensor:
 
 
 def row_sums(scores: Tensor, rows: Sequence[SampleRow], temperatures: Tensor) -> Tensor:
-    """Return each row's sum of exp(scaled score - the highest) [N, 1], where top-p is a share of the whole row; inf
-    for other rows."""
+    """Return each row's sum of exp(scaled score - the highest) [N, 1] where top-p is a share of the whole row. Other
+    rows have inf."""
     sums = torch.full((len(rows), 1), torch.inf, dtype=torch.float64, device=scores.device)
     params = [row.params for row in rows]
     is_nuclear = [p.top_p < 1 and p.top_k <= 0 and p.min_p <= 0 for p in params]
@@ -54,8 +54,8 @@ def row_sums(scores: Tensor, rows: Sequence[SampleRow], temperatures: Tensor) ->
 def kept_floor(head: Tensor, sums: Tensor, cuts: TailCuts, is_all: bool) -> tuple[Tensor, Tensor]:
     """Return the lowest kept score [n, 1], and whether `head` surely holds all kept scores [n].
 
-    `head` [n, K] is each row's largest scaled scores, descending; `is_all` if that is the whole row. `sums` are those
-    of `row_sums`. Equal scores are kept or cut together: which of them a sort puts first is an accident.
+    `head` [n, K] is each row's largest scaled scores, descending; `is_all` if that is the whole row. `sums` comes from
+    `row_sums`. Equal scores are kept or cut together: which of them a sort puts first is an accident.
     """
     width = head.shape[-1]
     peak, last = head[:, :1], head[:, -1:]

@@ -14,9 +14,9 @@ LOGITS_AT_ONCE = 1 << 22  # logits held as float32 at once while a prompt is sco
 def logprobs_of(
     logits: Tensor, token_ids: Sequence[int] | Tensor, top_n: int, listed_ids: Sequence[int] = ()
 ) -> list[TokenLogprobs]:
-    """Return for each row of `logits` [N, V] its token's log-probability and rank, and the `top_n` likeliest tokens.
+    """Return, per row of `logits` [N, V], the log-probability and rank of its token, and the `top_n` likeliest tokens.
 
-    With `listed_ids`, those of these tokens instead of the likeliest, in their order.
+    With `listed_ids`, these tokens in their order take the place of the likeliest ones.
     Works through a few rows at a time: a long prompt's logits as float32 would not fit beside the model.
     """
     num_rows, vocab_size = logits.shape
@@ -65,9 +65,9 @@ def sampled_logprobs(logits: Tensor, token_ids: Sequence[int], rows: Sequence[Sa
 
 
 def _likeliest(logprobs: Tensor, top_n: int) -> tuple[Tensor, Tensor]:
-    """Return the ids [N, top_n] of the likeliest tokens and their log-probabilities; of equal ones the lower id first.
+    """Return ids and log-probabilities [N, top_n] of the likeliest tokens; among equal ones the lower id comes first.
 
-    Ordered here, not in Python: for a long prompt with 20 alternatives that took as long as half of the forward pass.
+    Torch orders them: for a long prompt with 20 alternatives, Python took as long as half of the forward pass.
     """
     tops, top_ids = logprobs.topk(top_n)
     top_ids, by_id = top_ids.sort(dim=-1)

@@ -50,7 +50,7 @@ class _Kept:
 
     counts: TokenCounts | None = None
     bias: tuple[NDArray[np.int64], NDArray[np.float32]] | None = None
-    forbidden: tuple[bool, Tensor] | None = None  # `must_continue`, and the mask then
+    forbidden: tuple[bool, Tensor] | None = None  # (may the request not end yet, mask [V])
     choosable: Tensor | None = None
     continuing: Tensor | None = None
     not_bad: Tensor | None = None
@@ -59,7 +59,7 @@ class _Kept:
 
 @dataclass(slots=True, eq=False)
 class SampleRow:
-    """One row of logits and the request it belongs to. Kept between steps or made again, it gives the same tokens.
+    """One row of logits and the request it belongs to. A row gives the same tokens, kept between steps or not.
 
     `token_ids` is the request's own growing list, prompt first. Its last token is below 0 while only the device knows
     it. The next sampled token has position `num_tokens`.
@@ -139,7 +139,7 @@ class SampleRow:
         return _with_drafts(ids, counts, self.drafts) if self.drafts else (ids, counts)
 
     def forbidden_on(self, device: torch.device, vocab_size: int) -> Tensor | None:
-        """Return the tokens that the row must not use now, [V] bool on `device`; None: it may use all.
+        """Return the tokens that the row must not use now, [V] bool on `device`; None: the row may use all.
 
         Kept between steps, unless a grammar or the previous tokens decide.
         """
@@ -231,7 +231,7 @@ class SampleRow:
 def _with_drafts(
     ids: NDArray[np.int64], counts: NDArray[np.float32], drafts: Sequence[int]
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Return distinct ids and their counts in the output with those of drafts, which are output too."""
+    """Return distinct ids and their counts in the output, drafts included."""
     drafted, more = np.unique(np.array(drafts, np.int64), return_counts=True)
     is_new = np.isin(drafted, ids, invert=True)
     with_drafts = np.concatenate([counts, np.zeros(is_new.sum(), np.float32)])

@@ -131,8 +131,8 @@ def _draw_uncut(scores: Tensor, rows: Sequence[SampleRow]) -> Tensor:
 
 
 def _draw_cut(scores: Tensor, rows: Sequence[SampleRow], width: int) -> Tensor:
-    """Return token ids [N] drawn from what min-p, top-k and top-p keep of each distribution; `_OPEN` where they may
-    keep more than the `width` highest scores.
+    """Draw token ids [N] from the part of each distribution that min-p, top-k and top-p keep; `_OPEN` where this part
+    may be more than the `width` highest scores.
 
     A row looks at as much of its head as its own kept set needs, so that its token never depends on other rows.
     """

@@ -1,4 +1,4 @@
-"""A name for the weights in a directory: replicas exchange pages only if theirs are of the same weights."""
+"""A name for the weights in a directory: only replicas of the same weights exchange pages."""
 
 import hashlib
 import json
@@ -56,8 +56,8 @@ def _digest_of(file: Path) -> str:
 
 
 def _header(descriptor: int, size: int) -> tuple[bytes, int]:
-    """Return the header of a safetensors file, which lists its tensors, and where their bytes begin. Of a file of
-    another format, return nothing and 0."""
+    """Return the header of a safetensors file, which lists its tensors, and where their bytes begin. A file of
+    another format gives nothing and 0."""
     (length,) = struct.unpack("<Q", os.pread(descriptor, 8, 0).ljust(8, b"\xff"))
     if length > min(_MAX_HEADER, size - 8):
         return b"", 0

@@ -1,4 +1,4 @@
-"""The formats of weights by the setting `quantization`. To add one: a file beside this one, and a line here."""
+"""The formats of weights by the setting `quantization`. To add a format: a file beside this one, and a line here."""
 
 from collections.abc import Mapping
 

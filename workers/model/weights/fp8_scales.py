@@ -1,4 +1,4 @@
-"""The scales of e4m3 pages: in each layer one for every head's keys and one for its values, from a measured pass.
+"""The scales of e4m3 pages, from a measured pass: in each layer two for every head, of its keys and of its values.
 
 Replicas may exchange pages only if their scales are equal. Yet each replica computes its own, and sums differ in their
 last bits between tensor-parallel sizes and devices. So scales are computed in float32, whatever the model's dtype, and

@@ -49,12 +49,12 @@ class WeightFormat(Protocol):
         """Whether ranks can divide such weights."""
 
     def why_not(self, use: WeightUse) -> str | None:
-        """Return why products cannot be computed so from such weights; None: they can."""
+        """Return why `use` cannot compute products from such weights; None: it can."""
 
     def read(
         self, config: PretrainedConfig, path: Path, dtype: torch.dtype, links: Collectives | None
     ) -> tuple[Any, ModelPart | None]:
-        """Read the weights in `path`, or what the rank of `links` holds of them, and return which part that is.
+        """Read the weights in `path`, or the part that the rank of `links` holds, and return which part that is.
 
         Raises:
             CannotCut: the model cannot be divided among so many ranks.
@@ -63,4 +63,4 @@ class WeightFormat(Protocol):
         """
 
     def count_bytes(self, config: PretrainedConfig, position: RankPosition, dtype: torch.dtype) -> WeightBytes:
-        """Return the memory for what the rank at `position` holds. CannotCut: there is no such part."""
+        """Return the memory for the part of the rank at `position`. CannotCut: there is no such part."""

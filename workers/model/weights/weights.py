@@ -37,7 +37,7 @@ def auto_model(config: PretrainedConfig) -> Any:
 def load_weights(
     config: PretrainedConfig, path: Path, dtype: torch.dtype, load: Callable[..., tuple[Any, ModelPart | None]]
 ) -> tuple[Any, ModelPart | None]:
-    """Return what `load` makes of the weights in `path`: transformers' model, or a part of it and which part that is.
+    """Load the weights in `path` with `load`. Returns transformers' model or one rank's part, and which part that is.
 
     Raises:
         UnsupportedModelError: transformers lets no other attention into the model.
@@ -79,7 +79,7 @@ def load_part(
 def load_cut(
     config: PretrainedConfig, path: Path, cut: Callable[[Any], ModelPart], **options: Any
 ) -> tuple[Any, ModelPart]:
-    """Load what `cut` leaves of the model in a Hugging Face directory, and return both.
+    """Load the part of a Hugging Face directory's model that `cut` leaves. Returns it, and the result of `cut`.
 
     `cut` gets the model while it is on the meta device. `options` are `from_pretrained`'s.
 
@@ -120,7 +120,7 @@ def measure_part(config: PretrainedConfig, position: RankPosition, dtype: torch.
 
 
 def model_on_meta(config: PretrainedConfig, position: RankPosition, dtype: torch.dtype) -> Any:
-    """Return what the rank at `position` would hold, without memory. CannotCut: there is no such part."""
+    """Return the part of the rank at `position` on the meta device. CannotCut: there is no such part."""
     with torch.device("meta"):
         module = auto_model(config).from_config(config, dtype=dtype)
         cut_model(module, position, None)

@@ -1,1 +1,1 @@
-"""The engine of one replica: schedule, execute, update; and what its steps are measured to take."""
+"""The engine of one replica: schedule, execute, update; and the measured seconds of its steps."""

@@ -1,4 +1,4 @@
-"""Measures what steps take on this device, so that the scheduler can predict them."""
+"""Measures the seconds of steps on this device, so that the scheduler can predict steps."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -69,7 +69,7 @@ def warm_up(engine: Engine) -> SchedulingProfile:
 
 
 def _run_whole_picture(engine: Engine) -> None:
-    """Run a picture whose rows see later rows, where the model has such: on GPUs these chunks have a kernel variant."""
+    """Run a picture whose rows see later rows, if the model has any: their chunks have a kernel variant on GPUs."""
     encoder, config = engine.model.encoder, engine.model.config
     if not engine.makes_tokens or encoder is None or not encoder.attends_both_ways:
         return
@@ -139,9 +139,9 @@ def _check(engine: Engine) -> list[tuple[StepWork, float]]:
 
 
 def _scored_factor(engine: Engine) -> float:
-    """Return how many times as long a chunk takes if the log-probabilities of its tokens are wanted.
+    """Return the factor by which a chunk takes longer when the log-probabilities of its tokens are wanted.
 
-    Every token then needs logits, and an order of them. Rows of pictures have none.
+    Every token then needs logits, and their order. Rows of pictures have no logits.
     """
     if not engine.makes_tokens:
         return 1.0
@@ -157,7 +157,7 @@ def _scored_factor(engine: Engine) -> float:
 def _encoder_sweep(engine: Engine) -> list[tuple[list[int], float]]:
     """Return (rows of each picture, seconds) of batches of pictures, the best of two; none where there is no encoder.
 
-    Larger pictures follow only while one takes little time: longer ones are learnt from requests.
+    Larger pictures are measured only while one takes little time. The others are learnt from requests.
     """
     encoder, measured = engine.model.encoder, list[tuple[list[int], float]]()
     if encoder is None:
@@ -174,7 +174,7 @@ def _encoder_sweep(engine: Engine) -> list[tuple[list[int], float]]:
 
 
 def _intervals(engine: Engine) -> list[tuple[float, float]]:
-    """Return for steps of three kinds at what interval they end in a full pipeline, and their seconds alone.
+    """Return the interval at which steps of three kinds end in a full pipeline, and their seconds alone.
 
     The kinds are a chunk, a chunk beside streams, and decodes. Nothing is measured where there is one stage.
     """
@@ -206,7 +206,7 @@ def measure_step(
 
     The step is `chunk`, (start, tokens), beside `num_streams` decodes after `context` tokens each. Token ids are spread
     over the first `vocabulary`, since experts are chosen by them. `num_alternatives`: beside the log-probability of
-    each prompt token; None: without these. Returns None where the pool does not hold the step.
+    each prompt token; None: no log-probabilities. Returns None where the pool does not hold the step.
     """
     with _step_of(engine, chunk, num_streams, context, vocabulary, num_alternatives) as batch:
         return None if batch is None else (batch.work, [engine.run_batch(batch) for _ in range(repeats)])
@@ -247,7 +247,7 @@ def _step_of(
 
 
 def _zero_state(engine: Engine, owner: str) -> StatePages:
-    """Return pages for the recurrent state of a part. What lay in them before could be no number."""
+    """Return zeroed pages for the recurrent state of a part: old contents may be NaN."""
     engine.pages.allocate_state(owner)
     pages = engine.pages.own_state_of(owner)
     engine.model.pool.by_page[list(pages)] = 0
@@ -255,5 +255,5 @@ def _zero_state(engine: Engine, owner: str) -> StatePages:
 
 
 def _repeated(pages: Sequence[int], count: int) -> list[int]:
-    """Return `count` pages: before its window, a group may have any."""
+    """Repeat `pages` up to `count` pages: before its window, a group may have any pages."""
     return [pages[number % len(pages)] for number in range(count)]

@@ -116,7 +116,7 @@ class Engine:
         self.pipeline = Pipeline(self._runner(num_pages), self._sampler, self.clock, is_ahead)
 
     def _runner(self, num_pages: int) -> Runner:
-        """Return what runs the steps, after every rank has allocated its pool and recorded its part of steps."""
+        """Return the runner of the steps, after every rank has allocated its pool and recorded its part of steps."""
         config, gang = self.config, self.gang
         sizes = config.max_num_seqs, config.max_num_batched_tokens
         broadcast: Callable[[bytes], None] | None = None
@@ -160,7 +160,7 @@ class Engine:
 
     @property
     def makes_tokens(self) -> bool:
-        """Return whether requests get tokens here. Those of an encode replica get rows of embeddings."""
+        """Return whether requests get tokens here. On an encode replica they get rows of embeddings."""
         return not isinstance(self.model, EncoderModel)
 
     @property
@@ -209,7 +209,7 @@ class Engine:
         return self.model.encoder.locate(request)
 
     def _forget(self, request_id: str) -> None:
-        """Drop what sampling, drafting and the encoder keep of a request."""
+        """Drop the state of a request in sampling, drafting and the encoder."""
         self._sampler.remove(request_id)
         if self.model.encoder is not None:
             self.model.encoder.remove(request_id)
@@ -230,7 +230,7 @@ class Engine:
         return await self.grammars.compiled(grammar, submission.output_token_ids, submission.may_refuse)
 
     def abort(self, request_id: str) -> Request | None:
-        """End a request in any state, unless it is in flight. Returns None if it has ended already."""
+        """End a request in any state, unless the request is in flight. Returns None: the request has ended already."""
         assert not self.is_in_flight(request_id), "a step in flight still writes to its pages"
         self._forget(request_id)
         return self.scheduler.abort(request_id)
@@ -246,7 +246,7 @@ class Engine:
         self.scheduler.handoff.finish_sent(request_id)
 
     def take_returned(self) -> list[Request]:
-        """Return the requests that made way for more urgent ones since the last call; they have ended here."""
+        """Return the requests that ended here since the last call, to make way for more urgent ones."""
         returned = self.scheduler.table.take_returned()
         for request in returned:
             self._forget(request.id)
@@ -309,7 +309,7 @@ class Engine:
 
     def _fail_pictures(self, batch: Batch, failures: Mapping[bytes, ItemFailure]) -> list[TokenDelta]:
         """End the requests whose part of a step read a picture that could not be encoded, before its update indexes
-        pages. `failures`: why, by content hash. For a reason that passes, the next request tries again."""
+        pages. `failures`: the reasons by content hash. After a reason that passes, the next request tries again."""
         deltas = list[TokenDelta]()
         for part in batch.scheduled:
             items = items_in(part.request.items, part.start, part.start + part.num_tokens)
@@ -346,7 +346,7 @@ class Engine:
             return self.clock() - started
 
     def run_batch_often(self, batch: Batch) -> list[float]:
-        """Do what `run_batch` does, often and with a step in every stage. Returns the seconds between two ends."""
+        """Execute and sample `batch` often, with a step in every stage. Returns the seconds between two ends."""
         with self._sampling(batch):
             return self.pipeline.compute_often(batch)
 
@@ -404,5 +404,5 @@ class Engine:
 
 
 def _extremes(token_ids: Sequence[int]) -> tuple[int, ...]:
-    """Return the lowest and the highest token id, as quickly as a thousand choices of one long prompt need it."""
+    """Return the lowest and the highest token id. Fast: a thousand choices of one long prompt call this."""
     return (min(token_ids), max(token_ids)) if token_ids else ()

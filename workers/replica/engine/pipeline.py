@@ -144,12 +144,12 @@ class Pipeline:
         return intervals
 
     def clear(self) -> None:
-        """Drop the steps in flight, after one of them failed. Returns when the device no longer computes them."""
+        """Drop the steps in flight, after one of them failed. Waits until the device no longer computes these."""
         self._steps.clear()
         self.runner.model.wait()
 
     def _launch(self, batch: Batch, inputs: tuple[StepInputs, list[range]], now: float) -> StepInFlight:
-        """Have the device compute `batch`; it begins where the tokens of the step before are known to the device."""
+        """Have the device compute `batch`. Tokens of the step before may be known to the device alone."""
         previous_tokens = self.newest.device_tokens if self.newest is not None else None
         logits, rows = self._logits(batch, inputs, previous_tokens)
         drawn = self.sampler.draw(batch, logits, previous_tokens)
@@ -158,8 +158,8 @@ class Pipeline:
         return StepInFlight(batch, now, partial(self._read, batch, drawn), device_tokens=drawn.on_device)
 
     def _read(self, batch: Batch, drawn: PendingTokens) -> dict[str, SampledToken]:
-        """Wait for the tokens of a launched step. The step behind it began without the tokens that only the host finds:
-        its parts for those requests are void."""
+        """Wait for the tokens of a launched step. The step behind began without the tokens that only the host can draw:
+        in it the parts of these requests are void."""
         ids = [part.request.id for part in batch.scheduled if part.samples]
         token_ids, late = drawn.read()
         for later in self._steps if late else ():

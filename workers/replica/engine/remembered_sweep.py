@@ -1,4 +1,4 @@
-"""Remember what steps take on this CPU: a later start of the same model checks two of them instead of measuring all.
+"""Remember the seconds of steps on this CPU: a later start of the same model checks two steps and measures no others.
 
 The files lie in the cache directory. A check that differs, on a machine that is busier or less busy than it was then,
 measures again.
@@ -55,7 +55,7 @@ def remembered_sweep(
 
 
 def _key(engine: Engine) -> str:
-    """Return what the seconds of steps depend on, as text."""
+    """Return as text everything that the seconds of steps depend on."""
     model = engine.model
     return json.dumps(
         {
@@ -74,7 +74,7 @@ def _key(engine: Engine) -> str:
 
 
 def _read(path: Path, key: str) -> Sweep | None:
-    """Return the sweep in a file; None if there is none, or not a whole one."""
+    """Return the sweep in a file; None: there is no file, or no whole sweep in it."""
     try:
         sweep = [(StepWork(*work), float(seconds)) for work, seconds in read_cached(path, key)]
     except (ValueError, TypeError):

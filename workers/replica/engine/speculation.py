@@ -1,4 +1,4 @@
-"""Drafts for the next step: what grammars dictate, what the drafter finds after it, and what grammars leave of that."""
+"""Drafts for the next step: tokens that grammars dictate, then the drafter's tokens as far as grammars allow them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -47,7 +47,7 @@ class StepSampler:
         self.pooler.remove(request_id)
 
     def take_prompt_logprobs(self, request_id: str) -> list[TokenLogprobs | None] | None:
-        """Return and drop the prompt logprobs of a request; None where it wants none or had them already."""
+        """Return and drop the prompt logprobs of a request; None: not wanted, or returned before."""
         return self._prompt_logprobs.pop(request_id, None)
 
     def draw(self, batch: Batch, logits: Tensor, previous_tokens: Tensor | None = None) -> PendingTokens | None:
@@ -111,7 +111,7 @@ class StepSampler:
         return [row.after(part.drafts[:number], mask) for number, mask in enumerate(grammar.masks(part.drafts))]
 
     def _accept(self, part: Scheduled, drawn: Sequence[DrawnToken]) -> SampledToken:
-        """Return the first of a part's tokens that is no draft, with the accepted drafts before it.
+        """Return the accepted drafts of a part, and the first token that is no draft.
 
         A row's token counts as long as all drafts before it were drawn. `drawn`: of the part's rows, in order.
         """
@@ -130,7 +130,7 @@ class StepSampler:
         return sampled
 
     def _collect_prompt_logprobs(self, batch: Batch, logits: Tensor, rows: Sequence[range]) -> None:
-        """The logits of token i are the distribution of token i + 1; the prompt's first token has none."""
+        """Collect the prompt's logprobs: token i + 1 from the logits of token i. The first token has no logprob."""
         for part, row in zip(batch.scheduled, rows, strict=True):
             top = part.request.sampling.prompt_logprobs
             if top is None or part.start >= part.request.num_prompt_tokens or part.request.num_output_tokens:

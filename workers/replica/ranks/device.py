@@ -1,4 +1,4 @@
-"""The device that a rank computes on, and where it keeps what it compiles for that."""
+"""The device that a rank computes on, and where kernels compiled for this device are kept."""
 
 import torch
 
@@ -7,7 +7,7 @@ from crossdock.workers.replica.config import Device, ReplicaSpec
 
 
 def device_of(spec: ReplicaSpec) -> Device:
-    """Return the device of this rank: the spec's, or where it leaves that open, a GPU if torch finds one.
+    """Return the device of this rank: the spec's; where the spec leaves the device open, a GPU if torch finds one.
 
     On a GPU, kernels that Triton compiles from now on are kept in the cache directory.
 

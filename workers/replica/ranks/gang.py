@@ -1,4 +1,4 @@
-"""The ranks of one replica, as its driver sees them. They begin together, and when one ends or hangs all end.
+"""The ranks of one replica, as the driver sees them. All begin together, and all end when one ends or hangs.
 
 The driver schedules and samples. Each follower computes its part of a step, which comes in one message over a socket.
 The end of that connection shows either side at once that the other is gone. Tensors go by torch.distributed, whose
@@ -131,19 +131,19 @@ class Gang:
                 follower.socket.send(data)
 
     def step_deadline(self) -> StepDeadline:
-        """Return a deadline for steps from now on: `rank_timeout_s` without the end of one ends the gang."""
+        """Return a deadline for steps from now on: if no step ends for `rank_timeout_s`, the gang ends."""
         seconds = self.spec.rank_timeout_s
         return StepDeadline(seconds, lambda: self._lost(f"a rank hangs: no step has ended for {seconds:g} s"))
 
     def fail(self, error: BaseException) -> None:
-        """End the gang: the driver's own part of a step raised, mostly because another rank is gone, which comes first
-        as the reason."""
+        """End the gang: the driver's own part of a step raised. Another rank that is gone, the usual cause, is given as
+        the reason."""
         with self._changed:
             self._changed.wait_for(lambda: self._why is not None, _LAST_WORDS_S)
         self._lost(f"{self.position}: {type(error).__name__}: {error}")
 
     def close(self) -> None:
-        """End the followers, after the messages they were sent."""
+        """End the followers, after all messages to them have been sent."""
         self._is_closing = True
         self.broadcast(EndRank())
         self._stop_listening()

@@ -57,8 +57,8 @@ def choose_groups_of_ranks(model: LoadedModel, config: EngineConfig, store: Any,
 def agree_on_states(model: LoadedModel, config: EngineConfig, store: Any, size: int) -> LoadedModel:
     """Return the model with a request's recurrent state in as many pages at all `size` ranks, which meet at `store`.
 
-    Collective. Each rank keeps the states of its own layers and heads there. Call it once the groups of layers, and so
-    the bytes of a page, are chosen."""
+    Collective. Each rank keeps the states of its own layers and heads in these pages. Call this after the groups of
+    layers, and so the bytes of a page, are chosen."""
     if model.states is None:
         return model
     own = model.state_pages(config.page_size), model.states.name
@@ -69,7 +69,7 @@ def agree_on_states(model: LoadedModel, config: EngineConfig, store: Any, size: 
 
 
 def _choose_groups(model: LoadedModel, page_size: int, by_rank: Sequence[HeldLayers], reason: str) -> LoadedModel:
-    """Return the model with its groups; `reason`: why there is one alone, which keeps its pages."""
+    """Return the model with its groups of layers; `reason`: why there is only one group, which keeps its pages."""
     rows = {row[0]: row for held in by_rank for row in held}
     windows = [_window(*rows[number][6:8]) for number in sorted(rows)]
     if not any(window is not None and most_visible(window) < model.max_model_len for window in windows):
@@ -82,7 +82,7 @@ def _choose_groups(model: LoadedModel, page_size: int, by_rank: Sequence[HeldLay
 
 
 def _why_not_grouped(model: LoadedModel, config: EngineConfig) -> str:
-    """Return why the pages that windows have passed must stay; empty: they can go."""
+    """Return why pages that windows have passed must stay; empty: such pages can be freed."""
     if config.disable_hybrid_kv_cache_manager:
         return "disable_hybrid_kv_cache_manager is on"
     if len(set(model.windows)) > 1 and model.device.type != "cpu":
@@ -123,7 +123,7 @@ def _page_group(group: LayerGroup) -> PageGroup:
 
 
 def _sizes(window: Window) -> tuple[int | None, int | None]:
-    """Return the tokens of a window that slides, and of an attention chunk; None: not one of these."""
+    """Return the tokens of a sliding window, and of an attention chunk; None: the layer has none."""
     return (None, window.tokens) if isinstance(window, AttentionChunk) else (window, None)
 
 
@@ -133,7 +133,7 @@ def _window(window: int, attention_chunk: int) -> Window:
 
 
 def _fingerprint_of_scales(by_rank: Sequence[HeldLayers]) -> str:
-    """Return the same for any division of a model among ranks, if ranks that share a head have the same scales."""
+    """Return a hash of all scales, independent of the division. Ranks that share a head must have equal scales."""
     heads: list[tuple[int, ...]] = []
     for number, start, stop, _, _, _, _, _, *powers in (row for rows in by_rank for row in rows):
         keys, values = powers[: stop - start], powers[stop - start :]

@@ -30,7 +30,7 @@ class AllocatePool(Record, frozen=True):
 
 
 class RecordSteps(Record, frozen=True):
-    """Record steps of up to so many sequences and tokens as CUDA graphs, where the device has them."""
+    """Record steps of up to so many sequences and tokens as CUDA graphs, where the device has graphs."""
 
     max_num_seqs: Count
     max_num_batched_tokens: Count
@@ -126,7 +126,7 @@ def encode(message: DriverMessage | FollowerMessage) -> bytes:
 
 
 def decode_driver_message(data: bytes) -> DriverMessage:
-    """Return a message of the driver. MalformedRankMessage: the bytes are none."""
+    """Return a message of the driver. MalformedRankMessage: the bytes are no such message."""
     try:
         message: DriverMessage = _driver_decoder.decode(data)
     except (ValueError, RecursionError) as error:
@@ -135,7 +135,7 @@ def decode_driver_message(data: bytes) -> DriverMessage:
 
 
 def decode_follower_message(data: bytes) -> FollowerMessage:
-    """Return a message of a follower. MalformedRankMessage: the bytes are none."""
+    """Return a message of a follower. MalformedRankMessage: the bytes are no such message."""
     try:
         found: Any = _follower_decoder.decode(data)
         message: FollowerMessage = (

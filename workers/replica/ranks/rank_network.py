@@ -31,7 +31,7 @@ class GangStore:
         )
 
     def seal(self) -> None:
-        """Accept no further connection. Those of the ranks stay open."""
+        """Accept no further connection. Connections of the ranks stay open."""
         with socket.socket() as silent:
             os.dup2(silent.fileno(), self._listening)  # torch cannot be asked to stop; a closed socket would be polled
 

@@ -38,7 +38,7 @@ class RankSocket:
     """An authenticated connection that carries messages of at most 256 MiB. Threads may send at the same time."""
 
     def __init__(self, connection: socket.socket, cookie: bytes, *, is_driver: bool) -> None:
-        """Authenticate both sides, before anything else is read. `is_driver`: which side this is.
+        """Authenticate both sides, before anything else is read. `is_driver`: this side is the driver.
 
         Raises:
             OSError: the connection ended or was silent too long; AuthenticationFailed: the cookies differ.
@@ -89,7 +89,7 @@ class RankSocket:
         return str(self._socket.getsockname()[0])
 
     def _authenticate(self, cookie: bytes, own: bytes, other: bytes) -> None:
-        """Prove the cookie and have it proved, without sending it: each side signs the other's nonce with it."""
+        """Prove the cookie to the other side, and check its proof: each side signs the other's nonce."""
         nonce = secrets.token_bytes(_NONCE_BYTES)
         self._socket.sendall(nonce)
         self._socket.sendall(hmac.digest(cookie, own + self._read(_NONCE_BYTES), "sha256"))

@@ -35,7 +35,7 @@ class StepDeadline:
             self._since = self._clock()
 
     def left(self) -> float | None:
-        """Return the seconds until the step in flight is late; None: there is none."""
+        """Return the seconds until the step in flight is late; None: no step is in flight."""
         return self._since + self._seconds - self._clock() if self._num_in_flight else None
 
     def _watch(self) -> None:

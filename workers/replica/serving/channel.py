@@ -44,7 +44,7 @@ class Channel:
     ) -> bool:
         """Queue the deltas of a step, a new live profile and changes of the prefix index.
 
-        Returns False where the reader is too far behind: the channel is closed, and what was queued is gone.
+        Returns False where the reader is too far behind: the channel is closed, and its queue is gone.
         """
         if len(self._message.deltas) + len(deltas) > _MOST_DELTAS:
             self._message = Message()

@@ -91,7 +91,7 @@ class EngineThread(ObservedEngine):
             self.channels[ingress].close()
 
     async def still_reads(self, ingress: str) -> None:
-        """Note that an ingress reads its `messages`. One that was killed is found by its silence: its requests end."""
+        """Note that an ingress reads its `messages`. The requests of a silent, so perhaps killed, ingress end."""
         self._readers.heard(ingress)
 
     def channel(self, ingress: str) -> Channel:
@@ -133,14 +133,14 @@ class EngineThread(ObservedEngine):
     async def abort(self, attempts: Sequence[AttemptKey]) -> None:
         """End attempts at requests, each (request id, epoch), and earlier ones of these requests.
 
-        Their pages are free before the next step, no delta follows, and none starts whose submission comes later.
+        Their pages are free before the next step, and no delta follows. A submission that comes later starts nothing.
         """
         self._end_attempts(attempts)
 
     async def progress(self, request_id: str, epoch: int) -> list[int | str] | None:
-        """Return how far an attempt is: numbers of which one differs whenever it has moved. None: it is not here.
+        """Return how far an attempt is: numbers, one of which differs whenever the attempt has moved. None: not here.
 
-        An attempt that waits for its turn moves with everything that is computed here.
+        A waiting attempt moves whenever this replica computes anything.
         """
         request = self.engine.scheduler.table.get(request_id)
         if request is None or request.epoch != epoch:
@@ -156,7 +156,7 @@ class EngineThread(ObservedEngine):
         """Change this replica's role without a restart. Running requests go on; routers are notified at once.
 
         Raises:
-            ValueError: the role is `encode`, or this replica encodes: such a one has another model.
+            ValueError: the role is `encode`, or this is an encode replica, whose model has no decoder.
         """
         if (role == "encode") == self.engine.makes_tokens:
             raise ValueError(f"role cannot become {role}: no replica changes its role to or from encode")
@@ -210,7 +210,7 @@ class EngineThread(ObservedEngine):
         return min((limit for side in self.sides if (limit := side.patience) is not None), default=None)
 
     def _guard(self, action: Callable[[], object]) -> None:
-        """Run what is no step. Where it fails, all requests end with an error, and the replica goes on.
+        """Run work other than a step. Where the work fails, all requests end with an error, and the replica goes on.
 
         After `_MOST_FAILURES` without a step between them the thread ends: the replica cannot serve any more.
         """

@@ -55,7 +55,7 @@ def follow(
         transfer_host: the address of this node at which other replicas reach its pages; None: the same.
 
     Raises:
-        Exception: whatever went wrong here, after it was reported to the driver.
+        Exception: any failure here, after a report to the driver.
     """
     link = RankSocket.connect(address, host)
 
@@ -114,7 +114,7 @@ def _work(
 
 
 def _listen(link: RankSocket) -> queue.SimpleQueue[DriverMessage]:
-    """Return a queue of the driver's messages, in order. A thread reads them, which sees the driver's end at once."""
+    """Return a queue of the driver's messages, in order. The thread that reads them sees the driver's end at once."""
     inbox: queue.SimpleQueue[DriverMessage] = queue.SimpleQueue()
 
     def read() -> None:

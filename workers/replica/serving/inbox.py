@@ -12,7 +12,7 @@ running streams wait for all of them: so a thousand at once delay each step by 1
 class Inbox:
     """Actions in two queues. Aborts and events of transfers go first, because they free pages; all others are limited.
 
-    So an abort may go before the submission that came before it.
+    So an abort may overtake an earlier submission.
     """
 
     def __init__(self) -> None:

@@ -12,8 +12,8 @@ engine, or a message of tokens, needs the interpreter many times, and a busy thr
 def prepare_interpreter() -> None:
     """Set up the interpreter for serving, once all libraries, the tokenizer and the model are loaded.
 
-    The garbage collector need not look at any of these again: that took 0.1 to 1 s each time. Memory that the start has
-    freed goes back to the machine: 116 MiB of a replica's heap after its calibration.
+    The garbage collector does not look at these objects again, which took 0.1 to 1 s each time. Memory that the start
+    has freed goes back to the machine: 116 MiB of a replica's heap after calibration.
     """
     gc.collect()
     gc.freeze()

@@ -17,11 +17,11 @@ _NOTABLE = ("amx_bf16", "avx512_bf16", "avx512f", "avx2", "sve", "asimd")  # ins
 
 
 def describe_machine(model: LoadedModel, graphs: str = "") -> dict[str, Any]:
-    """Return what the rank of `model` runs on and with, as JSON; sizes in bytes.
+    """Describe the hardware and software under the rank of `model`, as JSON; sizes in bytes.
 
     `kernels`: of the products of fused layers; empty: transformers' own code computes the layers. `graphs`: which steps
-    are CUDA graphs, and why others are not; empty on a CPU. `weights`: in the
-    dtype in which they are loaded, once. `pool`: the KV pages.
+    are CUDA graphs, and why others are not; empty on a CPU. `weights`: bytes of one copy, in the loaded dtype. `pool`:
+    bytes of the KV pages.
     """
     is_cpu = model.device.type == "cpu"
     if isinstance(model, EncoderModel):
@@ -53,7 +53,7 @@ def cpu_name() -> str:
 
 
 def process_age() -> float:
-    """Return the seconds since this process was started, as Linux counts them; 0 where it does not say."""
+    """Return the seconds since this process was started, as Linux counts them; 0 where Linux does not."""
     try:
         started = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]  # in ticks since the boot
     except OSError:

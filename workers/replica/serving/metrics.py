@@ -243,7 +243,7 @@ class EngineMetrics:
             self._hidden.inc(figures.hidden_seconds)
 
     def watch(self, docks: Sequence[ReplicaDock]) -> None:
-        """Show at every scrape how many transfers are under way, if there are docks."""
+        """Show at every scrape how many transfers are under way, where there are docks."""
         if not docks:
             return
         open_ = Gauge("crossdock_transfers_open", "Transfers under way, both directions.", registry=self.registry)
@@ -301,8 +301,8 @@ def _phases(timeline: Timeline) -> dict[str, float]:
 class _Gauges(Collector):
     """The state of an engine at this moment.
 
-    It is read while the engine's thread changes it: the requests are copied in one operation, which no thread can
-    interrupt, and a number may be one step older than its neighbour.
+    A scrape reads while the engine's thread writes. Requests are copied in one operation, which no thread can
+    interrupt. A number may be one step older than its neighbour.
     """
 
     def __init__(self, engine: Engine) -> None:

@@ -1,4 +1,4 @@
-"""The notes of an engine's thread about its work, and the questions about them, which may be asked while it steps."""
+"""The notes of an engine's thread about its work. Other threads may ask for them while the engine steps."""
 
 import json
 import logging
@@ -65,7 +65,7 @@ class ObservedEngine:
         self.timelines.transferred(request_id, direction, figures, outcome, self.engine.clock())
 
     async def find_timelines(self, request_id: str, tenant: str | None) -> list[dict[str, Any]]:
-        """Return the timelines of all that a client's request led to here; see `Timelines.find`."""
+        """Return the timelines of all requests that a client's request led to here; see `Timelines.find`."""
         return self.timelines.find(request_id, tenant, self.engine.clock())
 
     async def live_requests(self, tenant: str | None) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from ray.serve._private import replica as serve_replica
 def bind_serve_to_own_node() -> None:
     """Have Serve's gRPC server of this process, which reads pickled objects, listen on the node's own address alone.
 
-    Serve starts that server when the constructor of a deployment has returned, and has no setting for its address.
+    Serve starts the server when the constructor of a deployment has returned, and has no setting for the address.
     """
     bind, host = serve_replica.add_port_to_grpc_server, ray.util.get_node_ip_address()
 

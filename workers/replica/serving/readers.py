@@ -41,7 +41,7 @@ class Readers:
 
         Raises:
             RuntimeError: no such reader is open.
-            Superseded: the attempt was aborted, or it is here already, or a later one is.
+            Superseded: the attempt was aborted, or this attempt or a later one is here already.
         """
         channel = self.channels.get(ingress)
         if channel is None:
@@ -80,9 +80,9 @@ class Readers:
     def deliver(
         self, deltas: Sequence[TokenDelta], live: LiveProfile | None, pages: Sequence[PageChanges]
     ) -> list[AttemptKey]:
-        """Put the deltas of a step into the channels of their readers, and what is new of the replica into all.
+        """Put the deltas of a step into the channels of their readers, and the replica's news into all channels.
 
-        Returns the attempts of readers that are too far behind, or silent for too long: these get no more
+        Returns the attempts of readers that are too far behind, or silent for too long. These attempts get no more
         tokens.
         """
         by_channel: dict[int, list[TokenDelta]] = {}

@@ -45,7 +45,7 @@ _LAST_WORDS_S = 1.0  # for a rank that fails to report why, before the view of t
 
 
 class Rank:
-    """A follower in a process of its own, which it ends with."""
+    """A follower in a process of its own. Both end together."""
 
     def run(self, spec: ReplicaSpec, rank: int, address: GangAddress) -> None:
         """Follow, on the addresses of the node that this process is on."""
@@ -93,8 +93,8 @@ class Replica:
     async def submit(self, ingress: str, submissions: Sequence[Submission]) -> list[int | ValueError | RuntimeError]:
         """Call `EngineThread.submit` for each, and return the reason where a request is refused.
 
-        Serve would log each raised refusal with its traceback, and most refusals come when there is the least time for
-        that.
+        Serve would log each raised refusal with its traceback. Most refusals come under load, when there is least time
+        for logs.
         """
         return await asyncio.gather(*(self._submit(ingress, submission) for submission in submissions))
 

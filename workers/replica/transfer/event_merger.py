@@ -1,7 +1,7 @@
 """The events of all ranks' docks as the events of one dock. Pure.
 
-A token has arrived when every rank has its part of it. A transfer has failed when it failed at one rank, and is over
-when it is over at all.
+A token has arrived when every rank has its own part of the token. A transfer has failed when one rank failed, and is
+over when all ranks have ended the transfer.
 """
 
 from collections import OrderedDict
@@ -52,8 +52,8 @@ class EventMerger:
     def merge(self, rank: int, event: Event) -> tuple[Sequence[Event], CancelCall | None]:
         """Take in the event of one rank.
 
-        Returns the events that are now true of all ranks, and the call that ends the transfer at every rank, if it must
-        end.
+        Returns the events that are now true of all ranks; and, if the transfer must end, the call that ends it at every
+        rank.
         """
         is_sending = event.sending if isinstance(event, Failed) else isinstance(event, Granted | Released)
         key = is_sending, event.request, event.epoch

@@ -1,7 +1,7 @@
 """Connects an engine with its docks: pages of a prompt leave as its chunks are done, or arrive and are decoded from.
 
-Runs in the engine's thread, between steps. The protocol is kvtransfer's, the state of requests is the scheduler's; this
-maps the events of the one to the calls of the other.
+Runs in the engine's thread, between steps. The protocol is kvtransfer's, the state of requests is the scheduler's. A
+handover maps the dock's events to calls of the engine, and the engine's steps to calls of the dock.
 """
 
 from collections import OrderedDict
@@ -109,7 +109,7 @@ class Handover:
         self._take_returned()
 
     def step(self, step: Step | None) -> Sequence[TokenDelta]:
-        """Ship the pages that `step` computed, grant pages to waiting requests, and keep the other sides waiting.
+        """Ship the pages that `step` computed, grant pages to waiting requests, and extend the other sides' deadlines.
 
         Returns the deltas of requests that made way for more urgent ones.
         """
@@ -190,7 +190,7 @@ class Handover:
         return ()
 
     def _offered(self, event: Offered, request: Request | None) -> None:
-        """Let pages be granted for a prompt that the other replica is about to compute, now or once it comes here."""
+        """Let pages be granted for a prompt that the other replica will compute, now or once the request comes here."""
         if request is not None:
             self.engine.scheduler.handoff.offer(request.id)
             return
@@ -199,7 +199,7 @@ class Handover:
             self._early_offers.popitem(last=False)
 
     def _arrived(self, event: Arrived, request: Request | None) -> Sequence[TokenDelta]:
-        """Let a request decode whose pages have all arrived. `request`: None where it has ended meanwhile."""
+        """Let a request decode whose pages have all arrived. `request`: None: the request has ended meanwhile."""
         self._end(event.request, event.epoch)
         self.engine.pages.end_quarantine(_owner(event))  # if it was aborted while this event was on its way
         self.on_figures(event.request, "received", event.figures, "arrived")
@@ -245,7 +245,7 @@ def _ended(request: Request) -> TokenDelta:
 
 
 def _token(result: bytes, vocab_size: int) -> int | None:
-    """Return the token that came with the pages. Another process sent it: None where it is no token of the model."""
+    """Return the token that came with the pages; None: another process sent a number that is no token of the model."""
     try:
         token_id = msgspec.msgpack.decode(result, type=int)
     except (ValueError, RecursionError):

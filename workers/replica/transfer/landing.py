@@ -1,7 +1,7 @@
 """Connects an engine with the dock at which embeddings arrive that `encode` replicas send.
 
 Runs in the engine's thread, between steps, as the handover of KV pages does. The protocol is kvtransfer's, and
-`ArrivingRows` decides what waits and what lands where. This maps the events of the one to the calls of the other.
+`ArrivingRows` decides what waits and what lands where. A landing maps the events and calls between both.
 """
 
 import logging
@@ -58,8 +58,8 @@ class Landing:
     def plan(self) -> None:
         """Grant landing pages and stop transfers, before a step.
 
-        A call that fails costs its own request the rows. Its pages are free once the dock says that no process writes
-        to them. A dock that has failed says nothing any more: then the replica ends at its next health check.
+        A call that fails costs its own request the rows. Its landing pages are free once the dock reports that no
+        process writes to them. A failed dock reports nothing: then the replica ends at its next health check.
         """
         now = self.engine.clock()
         calls = self.rows.plan(now, self.engine.scheduler.encoding.has)

@@ -58,12 +58,12 @@ class ReplicaDock:
             self._gang.broadcast(call)
 
     def counts(self) -> DockCounts:
-        """Return the counts of this rank's dock; those of the other ranks are much the same."""
+        """Return the counts of this rank's dock. The counts of other ranks are nearly equal."""
         return self._own.counts()
 
     @property
     def is_alive(self) -> bool:
-        """Whether this rank's dock has not failed. Another rank whose dock has failed ends at its next call."""
+        """Whether this rank's dock works. Another rank whose dock has failed ends at its next call."""
         return self._own.is_alive
 
     def close(self) -> None:

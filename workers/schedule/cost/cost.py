@@ -76,10 +76,10 @@ class StepCost(BaseModel, CostFormula[float]):
     `least_with_chunk` if the step has a chunk or drafts. Measured, never configured; in seconds.
 
     Context is summed over chunks and decodes: its pages are read once for each decode and once for each chunk of any
-    size. Without that for chunks, a one-page chunk 12k tokens deep is predicted a fifth too short (SmolLM2-135M, Zen 4,
-    2026-11-21).
+    size. Without the context of chunks, a one-page chunk 12k tokens deep is predicted a fifth too short (SmolLM2-135M,
+    Zen 4, 2026-11-21).
 
-    A drafted token costs what a decode does, since its logits are needed too. Its context is read with the decode's.
+    A drafted token costs as much as a decode, since its logits are needed too. Its context is read with the decode's.
 
     Rows are prompt tokens, decodes and drafts. A step of few rows waits for the weights, one of many for the products,
     and different kernels compute the two: so the price of a row changes at `bend_rows`. Below the bend, a row costs
@@ -115,7 +115,7 @@ class StepCost(BaseModel, CostFormula[float]):
 
     @classmethod
     def of(cls, coefficients: Sequence[float]) -> "StepCost":
-        """Create a cost from its `coefficients`. Those that an older replica does not report have their defaults."""
+        """Create a cost from its `coefficients`. Ones that an older replica does not report have defaults."""
         return cls(**dict(zip(cls.model_fields, coefficients, strict=False)))
 
     @property
@@ -142,7 +142,7 @@ class StepCost(BaseModel, CostFormula[float]):
     def draft_seconds(self, rows: float, context: float) -> float:
         """Return the seconds that one more draft adds to `device_seconds` of a step of `rows` rows.
 
-        `context`: tokens before the draft's stream's newest one, and drafts of the stream before this one.
+        `context`: tokens before the newest one of the stream, and earlier drafts of the stream.
         """
         early = self.per_early_row * min(max(self.bend_rows - rows, 0.0), 1.0) if self.per_early_row else 0.0
         return self.per_decode + self.per_attended * (context + 1.5) + early
@@ -162,7 +162,7 @@ class StepCost(BaseModel, CostFormula[float]):
         return int(self.chunk_within(seconds, start, work))
 
     def chunk_within(self, seconds: float, start: int, work: StepWork = NO_WORK) -> float:
-        """Return what `tokens_within` does, as a mean over steps: with parts of a token."""
+        """Return the tokens of the largest chunk as `tokens_within` does, but as a mean over steps: with a fraction."""
         if seconds < self.least_with_chunk:
             return 0.0
         left = seconds - self.device_seconds(work) - self.per_context * start
@@ -175,11 +175,11 @@ class StepCost(BaseModel, CostFormula[float]):
         return max(_most_tokens(left - self.per_early_row * early_rows, per_token, self.per_attended), early_rows)
 
     def prefill_seconds(self, start: float, end: float, chunk: float) -> float:
-        """Return the seconds of a prompt's tokens `[start, end)`, as for many replicas; 0 where there is none."""
+        """Return the seconds of a prompt's tokens `[start, end)`, in chunks of `chunk` tokens; 0 without tokens."""
         return super().prefill_seconds(start, end, chunk) if end > start else 0.0
 
     def last_step_seconds(self, start: float, end: float, chunk: float) -> float:
-        """Return the seconds of the last of the prompt's steps; 0 where there is none."""
+        """Return the seconds of the last of the prompt's steps; 0 without tokens."""
         return super().last_step_seconds(start, end, chunk) if end > start else 0.0
 
 

@@ -74,7 +74,7 @@ class _Sums:
         )
 
     def solve(self, shape: int) -> tuple[StepCost, float]:
-        """Return the cost of that shape which fits best, and its squared error."""
+        """Return the cost of the shape that fits best, and its squared error."""
         matrix, vector = self.matrix[shape], self.vector[shape]
         found = non_negative_solution(matrix, vector)
         error = self.square + float(found @ matrix @ found - 2 * vector @ found)
@@ -101,8 +101,8 @@ class StepCostFit:
     for six. A step that takes a multiple of its prediction (a pause, another process) is left out, unless such steps
     become the rule.
 
-    Whether launching kernels bounds short steps with a chunk is found in the sweep. Later steps count for that bound if
-    it is what predicts them, else for the coefficients.
+    The sweep shows whether launching kernels bounds short steps with a chunk. A later step whose prediction is that
+    bound counts for the bound; other steps count for the coefficients.
     """
 
     sweep: Sequence[tuple[StepWork, float]]  # (work, seconds) measured at the start; at least one
@@ -158,7 +158,7 @@ class StepCostFit:
         return float(np.quantile(self._errors, quantile)) if self._errors else 0.0
 
     def _fit(self) -> None:
-        """Solve for the shape in use and for one other, in turn: all of them would be a pause of 20 ms."""
+        """Solve for the shape in use and for one other shape, in turn: all shapes at once would be a pause of 20 ms."""
         self._since_fit = 0
         if len(self._overruns) >= _FIT_EVERY:
             self.overrun = max(float(np.quantile(self._overruns, 0.95)), 1.0)
@@ -172,7 +172,7 @@ class StepCostFit:
 def _of_sweep(sweep: Sequence[tuple[StepWork, float]]) -> tuple[_Sums, int]:
     """Return the sums of the sweep, and the shape that fits it best.
 
-    The shortest steps with a chunk are those that launching may bound. How many of them it bounds is tried out.
+    Launching may bound the shortest steps with a chunk. How many steps are bound is found by trial.
     """
     ordered = sorted(sweep, key=lambda step: (step[0].is_decodes_alone, step[1]))
     num_with_chunk = sum(not work.is_decodes_alone for work, _ in sweep)

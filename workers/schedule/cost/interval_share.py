@@ -12,9 +12,9 @@ class IntervalShare:
 
     A step alone in a pipeline takes the seconds of all stages: that is its latency, which `StepCost` predicts. With a
     step in every stage, one ends whenever the slowest stage has done its part. The share is the mean of these
-    intervals, divided by the mean predicted latency. It is 1 / stages where stages are alike, more where one is slower
-    or waits for others, and 1 for a replica of one stage. What prompts wait for is the interval of steps; what a
-    stream waits for is their latency.
+    intervals, divided by the mean predicted latency. The share is 1 / stages where stages are alike, more where one is
+    slower or waits for others, and 1 for a replica of one stage. Prompts wait for the interval of steps, a stream for
+    their latency.
 
     Both means are over the warm-up and, with exponential forgetting, over the full steps since. A single step's
     interval also depends on its neighbours' work, so the single ratios are not averaged.

@@ -1,1 +1,1 @@
-"""Drafts of a stream's next tokens: how many pay, and what becomes of them in a step."""
+"""Drafts of a stream's next tokens: how many are worth their seconds, and which are accepted."""

@@ -20,7 +20,7 @@ corrected; with 45 % the predicted tokens per second are 1.1 % more, and 0.5 % m
 
 @dataclass(slots=True)
 class _Tally:
-    """Accepted drafts, and how many there could be. Both decay with the steps."""
+    """The numbers of accepted and of possible drafts. Both decay with the steps."""
 
     accepted: float = 0.0
     possible: float = 0.0
@@ -42,7 +42,7 @@ class _Tally:
 
 @dataclass(slots=True)
 class _Record:
-    """How a request's own drafts differ from those of others, and when it may draft again."""
+    """How a request's own drafts differ from other requests' drafts, and when the request may draft again."""
 
     match: int = 0  # of its newest drafts
     own: _Tally = field(default_factory=_Tally)  # possible: those that were expected after such matches
@@ -51,7 +51,7 @@ class _Record:
 
     @property
     def factor(self) -> float:
-        """Return how many of its drafts are accepted for each that is expected to be."""
+        """Return the ratio of accepted drafts of the request to the expected number."""
         return self.own.share(1.0)
 
 
@@ -59,8 +59,8 @@ class _Record:
 class Acceptance:
     """Predicts whether drafts are accepted, from the length of the match that supports them and from the request.
 
-    A draft is supported by the match and by the drafts before it, which have been accepted where it counts. So the
-    third draft after a match of 4 tokens is like the first after a match of 6.
+    The match and the earlier drafts support a draft, which counts only if these are accepted. So the third draft after
+    a match of 4 tokens is like the first after a match of 6.
     """
 
     priors: Sequence[float] = PRIORS  # what is assumed before there are drafts
@@ -123,7 +123,7 @@ class Acceptance:
         return self.after(match, self.factor(request_id))
 
     def factor(self, request_id: str) -> float:
-        """Return by which factor a request's own drafts are accepted more often than those of others."""
+        """Return the factor by which a request's own drafts are accepted more often than other requests' drafts."""
         record = self._records.get(request_id)
         return record.factor if record is not None else 1.0
 
@@ -156,7 +156,7 @@ class Acceptance:
             record.pause = 0
 
     def forget(self, request_id: str) -> None:
-        """Drop what is known of one request."""
+        """Drop the record of one request."""
         self._records.pop(request_id, None)
 
     def _after(self, match: int) -> float:

@@ -71,7 +71,7 @@ class _Chain(NamedTuple):
         """Return how many rows the draft after `length` others adds to the stream's next step, as a mean.
 
         If this is the first one to be rejected, that step computes the token before the drafts, the `length` ones, and
-        all that this step computes again. `before`: probability that the others are accepted; `worth`: with this one.
+        all that this step computes again. `before`: probability that the others are accepted; `worth`: with this.
         """
         return 0.0 if self.again is None else (before - worth) * (self.again + 1 + length)
 
@@ -149,7 +149,7 @@ class DraftPolicy:
         return best.lengths
 
     def observe(self, request_id: str, num_drafted: int, num_accepted: int, num_again: int = 0) -> None:
-        """Learn from the drafts of one request in a step that has ended. Forced ones teach nothing.
+        """Learn from the drafts of one request in a step that has ended. Forced drafts do not count.
 
         `num_again`: tokens that its next step computes again.
         """
@@ -162,7 +162,7 @@ class DraftPolicy:
             self._acceptance.observe(request_id, num_drafted - forced, num_accepted - forced)
 
     def forget(self, request_id: str) -> None:
-        """Drop what is known of one request."""
+        """Drop the record of one request."""
         self._acceptance.forget(request_id)
         self._forced.pop(request_id, None)
 
@@ -208,7 +208,7 @@ class DraftPolicy:
         reached = [1.0] * len(chains)  # probability that all drafts so far are accepted
 
         def density(number: int) -> float:
-            """Return what the next draft of a chain is worth for each second that it takes."""
+            """Return the worth of the next draft of a chain for each second that this draft takes."""
             chain, worth = chains[number], worths[number]
             num_rows = 1 + chain.rows_again(lengths[number], reached[number], worth)
             return worth / (num_rows * chain.row_seconds or 1e-12)

@@ -41,7 +41,7 @@ class SpeculativeConfig(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _complete(cls, given: Any) -> Any:
-        """Refuse what is not known, and derive from the fields that are given those that are not."""
+        """Refuse unknown values, and derive the missing fields from the given ones."""
         if not isinstance(given, dict):
             return given
         unknown = sorted(given.keys() - cls.model_fields.keys())
@@ -71,14 +71,14 @@ class SpeculativeConfig(BaseModel):
 
 
 def _method_of(model: object) -> object:
-    """Return the method that `model` implies: vLLM takes the name of a lookup there as well."""
+    """Return the method that `model` implies: as in vLLM, `model` may name a lookup."""
     if model is None:
         raise ValueError(f"method must be one of {', '.join(METHODS)}; or give model, a small model to draft with")
     return "draft_model"
 
 
 def _check_method(values: dict[str, object]) -> None:
-    """Raise ValueError for a method that is not there, or for a field that the method does not read."""
+    """Refuse an unknown method, and a field that the method does not read. ValueError: names the field."""
     method = values["method"]
     if method in _HEADS or (isinstance(method, str) and method.endswith("_mtp")):
         raise ValueError(

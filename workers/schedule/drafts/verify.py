@@ -4,8 +4,8 @@ A draft never makes a stream late that would be in time without. It takes no pag
 decode or a chunk, for it is added to the step after both.
 
 Recurrent layers keep the state before a draft that was rejected, see states.py. The accepted tokens in front of that
-draft take rows of the stream's next step again, and of each after that until all drafts of one are accepted, or one
-has none. `DraftPolicy` counts these rows in what a draft must be worth, but deadlines do not foresee them.
+draft take rows of the stream's next steps again, until all drafts of a step are accepted, or a step has no drafts.
+`DraftPolicy` counts these rows in the worth that a draft must have. Deadlines do not foresee these rows.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -107,7 +107,7 @@ class Verification:
     def with_drafts(self, batch: Batch, drafts: Mapping[str, Sequence[int]]) -> Batch:
         """Return the step with the drafts that fit, and note how much longer it takes than one token of each stream.
 
-        Where not all drafts fit, the last ones of the longest are left out: these are the least likely to be accepted.
+        Where not all drafts fit, the ends of the longest are left out: they are the least likely to be accepted.
         """
         verifying = self._verifying(batch, drafts) if drafts else batch
         decodes = verifying.scheduled[: batch.num_decodes]
@@ -151,7 +151,7 @@ class Verification:
         return pages.num_pages if self.table.lacks_pages else pages.num_groups * len(self.table.running)
 
     def verified(self, request: Request, num_drafted: int, num_accepted: int) -> None:
-        """Learn what became of a stream's drafts, and take back the pages that only rejected ones needed."""
+        """Learn which of a stream's drafts were accepted, and take back the pages that only rejected drafts needed."""
         self.totals.add(num_drafted, num_accepted)
         self.policy.observe(request.id, num_drafted, num_accepted, request.num_verified_tokens)
         request.num_drafted_tokens += num_drafted
@@ -161,7 +161,7 @@ class Verification:
         pages.trim(request.owner, self.table.needs.pages(request.num_tokens))
 
     def _note_last_step(self) -> None:
-        """Average `gap_share` over recent steps, those without drafts included."""
+        """Average `gap_share` over recent steps, also over steps without drafts."""
         tokens = self._num_decodes + self._num_accepted
         share = self._lengthened * self._num_decodes / tokens if self._num_decodes else 1.0
         self.gap_share += _NEWEST_STEP * (share - self.gap_share)
@@ -178,13 +178,13 @@ class Verification:
 
     @property
     def _most_again(self) -> int:
-        """Return how many tokens a stream may have to compute again if it shall verify drafts beside them."""
+        """Return the most tokens that a stream may compute again in a step that also verifies its drafts."""
         return longest_verified(self.policy.config, has_states=True) - self.policy.config.num_speculative_tokens
 
     def _seconds_beside_again(self, streams: Sequence[Request], work: StepWork) -> float:
-        """Return the predicted seconds that a step of `work` may take, beside those of what it computes again.
+        """Return the predicted seconds that a step of `work` may take, beside the seconds of tokens computed again.
 
-        The latter were counted when drafts were rejected, and are no reason to draft more or less now.
+        Those seconds were counted when drafts were rejected, and are no reason to draft more or less now.
         """
         cost, with_again = self.forecast.cost, work
         for stream in streams:

@@ -1,1 +1,1 @@
-"""The pages of a pool: who owns them, which prefixes they hold, and which one is evicted next."""
+"""The pages of a pool: their owners, the prefixes in them, and the next one to evict."""

@@ -11,7 +11,7 @@ class EvictionPrice:
     is used again.
 
     A page is *old* once it is unused for half of the time after which pages are evicted. Old pages are used again or
-    evicted. The price is the seconds saved by the former, per page of both.
+    evicted. The price is the seconds saved by old pages that are used again, divided by the number of old pages.
     """
 
     def __init__(self, num_pages: int, page_tokens: float) -> None:
@@ -43,7 +43,7 @@ class EvictionPrice:
     def at(self, oldest: float) -> float:
         """Return the price if the next page to be evicted has been unused for `oldest` seconds.
 
-        Beyond the usual time the chance of a use falls with one over the age.
+        Beyond the usual time, the chance of a use falls as 1 / age.
         """
         if not self._num_old:
             return 0.0
@@ -74,11 +74,11 @@ class CachedPages:
         self._now = max(self._now, now)
 
     def learn(self, cost: StepCost) -> None:
-        """Note what the computation of pages costs."""
+        """Note the seconds that the computation of pages costs."""
         self._price.learn(cost)
 
     def add(self, pages: Sequence[int]) -> None:
-        """Keep indexed pages that have lost their last owner, a request. The end of its prefix is first.
+        """Keep indexed pages that have lost their last owner, a request. Pages at the end of its prefix come first.
 
         A cached page may come again: it then counts as used now.
         """
@@ -87,7 +87,7 @@ class CachedPages:
             self._pages.move_to_end(page)
 
     def share(self, pages: Sequence[int]) -> None:
-        """Let go of those of `pages` that are cached: a request owns this whole prefix now."""
+        """Remove the cached ones among `pages`: a request owns this whole prefix now."""
         for number, page in enumerate(pages):
             used = self._pages.pop(page, None)
             if used is not None:

@@ -27,7 +27,7 @@ def group_layers(
     """Return the groups with which a stream of `max_model_len` tokens holds the fewest bytes; groups without a window
     first.
 
-    `windows` and `token_bytes`: of each layer. Of two divisions that hold as much, the one of fewer groups is chosen.
+    `windows` and `token_bytes`: of each layer. Among equal divisions, the one of fewest groups is chosen.
     """
     visible = [window if window is not None and most_visible(window) < max_model_len else None for window in windows]
     divisions = [_in_one_group(visible), *(_divided(visible, most) for most in range(len(visible), 0, -1))]
@@ -69,5 +69,5 @@ def _divided(windows: Sequence[Window], most_layers: int) -> tuple[LayerGroup, .
 
 
 def _order(window: Window) -> tuple[int, bool]:
-    """Return by what windows are ordered: none first, then short ones before long ones."""
+    """Return the sort key of windows: no window first, then short windows before long ones."""
     return 0 if window is None else most_visible(window), isinstance(window, AttentionChunk)

@@ -36,7 +36,7 @@ class PageNeeds:
         return [None if window is None else self.spanned(most_visible(window) + beyond) for window in self.windows]
 
     def spanned(self, num_tokens: int) -> int:
-        """Return on how many pages so many tokens in a row lie at most."""
+        """Return the most pages on which `num_tokens` consecutive tokens can lie."""
         return (num_tokens + self.page_size - 2) // self.page_size + 1
 
     def pages(self, num_tokens: int) -> int:
@@ -49,8 +49,8 @@ class PageNeeds:
         return self.state_pages + sum(missing if most is None else min(missing, most) for most in self.most)
 
     def at_most(self, num_tokens: int) -> int:
-        """Return the pages without which a request of `num_tokens` tokens may never start: with the checkpoint that it
-        begins with."""
+        """Return the pages without which a request of `num_tokens` tokens may never start, with the checkpoint at its
+        begin."""
         return self.at_once(num_tokens) + self.state_pages
 
     def held(self, num_tokens: int) -> int:

@@ -163,11 +163,11 @@ class PagePool:
         return self.state_pages if state is not None and state.newest is state.own else 0
 
     def last_checkpoint_of(self, owner: str) -> int:
-        """Return after how many full pages the last checkpoint is that an owner began from or has made; 0: none."""
+        """Return the number of full pages before the last checkpoint that an owner began from or has made; 0: none."""
         return self._states[owner].last
 
     def num_indexed_of(self, owner: str) -> int:
-        """Return of how many pages the prefix was whose pages `owner` found at its start, with or without a state."""
+        """Return the number of pages of the prefix that `owner` found at its start, with or without a state."""
         return self._states[owner].num_indexed
 
     def has_checkpoint(self, page_hash: PageHash) -> bool:
@@ -219,7 +219,7 @@ class PagePool:
     # -- changing --------------------------------------------------------------------------------------------------
 
     def take_changes(self) -> tuple[list[PageHash], list[PageHash]]:
-        """Return the hashes indexed since the last call, and those removed since then, as `PrefixIndex` does."""
+        """Return the hashes indexed, and the hashes removed, since the last call, as `PrefixIndex` does."""
         return self._prefixes.take_changes()
 
     def share(self, owner: str, hit: PrefixHit) -> None:
@@ -273,8 +273,8 @@ class PagePool:
     ) -> tuple[Sequence[int], Sequence[int]]:
         """Return where the next part of a step reads the state of `owner`, and where it writes the state after it.
 
-        `checkpoint`: the part ends after so many full pages, and writes to new pages, for `index_state`. No part
-        writes to those again, so the one after it reads them and writes to the owner's own pages. 0: it makes none.
+        `checkpoint`: the part ends after so many full pages, and writes to new pages, for `index_state`. No part writes
+        to the new pages again: the next part reads them and writes to the owner's own pages. 0: no checkpoint.
         `keeps_read`: the part writes to other pages than it reads, for `adopt_state` or `undo_state`.
         """
         state = self._states[owner]
@@ -290,14 +290,14 @@ class PagePool:
     def adopt_state(self, owner: str, written: Sequence[int]) -> None:
         """Let the pages that the newest part of `owner` has written be the owner's own; `end_state` frees the others.
 
-        They are unlike its own ones, and no checkpoint.
+        These pages must not be the owner's own ones, nor a checkpoint.
         """
         state = self._states[owner]
         number = next(number for number, shared in enumerate(state.shared) if shared is written)
         state.shared[number], state.own = state.own, written
 
     def end_state(self, owner: str, read: Sequence[int]) -> None:
-        """Note that a part of a step has ended, which read this state of `owner`."""
+        """Note that a part of a step that read this state of `owner` has ended."""
         state = self._states[owner]
         if read is not state.own:
             self._unshare(state, read)
@@ -305,7 +305,7 @@ class PagePool:
     def index_state(self, owner: str, pages: Sequence[int], hashes: Sequence[PageHash]) -> None:
         """Index a state of `owner` as the checkpoint after the full pages of `hashes`. No part writes to it any more.
 
-        If there is a checkpoint of that prefix already, that one stays.
+        A checkpoint of that prefix that exists already stays.
         """
         if self.enable_prefix_caching and hashes[-1] not in self._prefixes.checkpoints:
             self._prefixes.checkpoints[hashes[-1]] = pages

@@ -1,6 +1,6 @@
 """Which pages hold which prefixes: an index of page hashes for each group of layers, and of checkpoints of states.
 
-Hashes are chained: that of a page names its content and all pages before it.
+Hashes are chained: the hash of a page names its content and all earlier pages.
 """
 
 import hashlib
@@ -47,7 +47,7 @@ HOLE = -1
 
 @dataclass(frozen=True, slots=True)
 class AttentionChunk:
-    """A window that does not slide: a sequence is divided into ranges of so many tokens, and a token sees its own."""
+    """A window that does not slide: a sequence is divided into ranges of `tokens`, and a token sees its own range."""
 
     tokens: int
 
@@ -96,7 +96,7 @@ class PrefixIndex:
         self._changes: dict[PageHash, bool] = {}  # since `take_changes`: True is indexed, False removed
 
     def add(self, group: int, page_hash: PageHash, page: int) -> None:
-        """Index a page of a group, which has none of that hash."""
+        """Index a page of a group that has no page of that hash."""
         self.by_group[group][page_hash] = page
         self._note(group, page_hash, True)
 
@@ -106,7 +106,7 @@ class PrefixIndex:
         self._note(group, page_hash, False)
 
     def take_changes(self) -> tuple[list[PageHash], list[PageHash]]:
-        """Return the hashes indexed for the first group since the last call, in order, and those removed since then.
+        """Return the hashes indexed for the first group, in order, and the hashes removed, since the last call.
 
         A hash that was indexed and removed between two calls is in neither list. So the lists stay shorter than the
         pool even if this is never called.
@@ -169,8 +169,8 @@ class PrefixIndex:
         return pages
 
     def _last_gap(self, found: Sequence[Sequence[int]], num_pages: int, position: int | None) -> int | None:
-        """Return the last of `num_pages` pages that the token at `position` sees and that a group with a window
-        lacks; None for the position: the token after these pages."""
+        """Return the last page, of `num_pages`, that the token at `position` sees and a group with a window lacks.
+        `position` None: the token after these pages."""
         gaps = (
             page
             for group, pages in enumerate(found)

@@ -57,7 +57,7 @@ def share_of_chunk(cost: StepCost, streams: StepWork, tokens: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """Describes what the chunks of a policy do to streams and to prompts."""
+    """Describes the effects of a policy's chunks on streams and on prompts."""
 
     fits_streams: bool  # a step ends before its tightest stream is late; less urgent prompts and streams wait for that
     share: Share
@@ -70,6 +70,6 @@ POLICIES: Mapping[str, Meaning] = {
 
 
 def meaning_of(policy: str) -> Meaning:
-    """Return what a policy means. One that is not known here counts as `adaptive`, the default: during an upgrade a
+    """Look up the meaning of a policy. An unknown policy counts as `adaptive`, the default: during an upgrade a
     router may hear of policies that only newer replicas have."""
     return POLICIES.get(policy, POLICIES["adaptive"])

@@ -81,7 +81,7 @@ class ChunkBudget:
         self.lane_tokens, self.lane_seconds = int(self.tokens * share), spare * share
 
     def release_lane(self) -> None:
-        """Let long prompts use what short ones have left of the lane."""
+        """Let long prompts use the rest of the lane, which short prompts have not used."""
         self.lane_tokens, self.lane_seconds = 0, 0.0
 
     def chunk(self, prompt: "Candidate", threshold: int, page_size: int) -> int:
@@ -124,7 +124,7 @@ class ChunkBudget:
 
 
 class Candidate(NamedTuple):
-    """The rest of a prompt, `[start, end)`, as `ChunkBudget` sees it."""
+    """The rest of a prompt, `[start, end)`, as `ChunkBudget` sees this rest."""
 
     start: int
     end: int
@@ -138,7 +138,7 @@ class Candidate(NamedTuple):
 
 
 def free_tokens(cost: StepCost, work: StepWork, start: int, floor: int) -> int:
-    """Return the tokens of the largest chunk that takes hardly longer than one of `floor` tokens, `floor` at least.
+    """Return the tokens of the largest chunk that takes hardly longer than a chunk of `floor` tokens; at least `floor`.
 
     `work`: of the step without the chunk. `start`: tokens before the chunk.
     """

@@ -20,8 +20,8 @@ def predicted_ttft(
 ) -> float:
     """Return the seconds until the first token of a prompt that takes `own_seconds` alone.
 
-    All more urgent prompts go before it. Those of its own urgency share with it, so each delays it by at most its own
-    length, as under processor sharing.
+    All more urgent prompts go first. Prompts of the same urgency share the time, as under processor sharing: each
+    delays the prompt by at most its own length.
 
     Args:
         urgency: of its class and in its class, as `Request.urgency`.
@@ -50,8 +50,8 @@ class Forecast:
     _looked: tuple[StepCost | None, float, float] = (None, 0.0, 0.0)  # cost, interval share and step time at that look
 
     def learn(self, cost: StepCost, overrun: float, interval_share: float = 1.0) -> None:
-        """Predict with a new cost from now on, with the factor by which some steps overrun it, and the share of it
-        after which the steps of a full pipeline follow each other."""
+        """Predict with a new cost from now on. `overrun`: factor by which some steps exceed their predicted seconds.
+        `interval_share`: interval of the steps of a full pipeline, as a share of these seconds."""
         self.cost, self.overrun, self.interval_share = cost, overrun, interval_share
 
     @property
@@ -70,9 +70,9 @@ class Forecast:
         return ttft + drain, own + drain
 
     def _backlog(self) -> list[tuple[tuple[int, int], float]]:
-        """Return (urgency, seconds) of every unfinished prompt. One that starves goes before all that do not.
+        """Return (urgency, seconds) of every unfinished prompt. Starving prompts go before all others.
 
-        Between two steps prompts only arrive, at times by the thousand: seconds of those before are computed once.
+        Between two steps prompts only arrive, sometimes by the thousand: the seconds of each are computed once.
         """
         waiting, now = self.table.waiting, (self.cost, self.interval_share, self.table.now)
         if now != self._looked or waiting[: len(self._queue)] != self._queue:
@@ -88,7 +88,7 @@ class Forecast:
         ]
 
     def factor(self, request: Request) -> float:
-        """Return how many times as long as others of its length a chunk of the prompt takes."""
+        """Return the factor by which a chunk of the prompt takes longer than other chunks of its length."""
         return self.scored_factor if request.sampling.prompt_logprobs is not None else 1.0
 
     def _turn(self, request: Request) -> tuple[int, int]:
@@ -97,7 +97,7 @@ class Forecast:
     def prefill_seconds(self, request: Request) -> float:
         """Return the seconds of this replica's time that the rest of a request's prompt takes; 0 without a cost.
 
-        Another prompt waits for so long. In a pipeline its steps follow each other before the first has ended.
+        Another prompt waits for these seconds. In a pipeline, the next step begins before the first one has ended.
         """
         if self.cost is None:
             return 0.0
@@ -110,7 +110,7 @@ class Forecast:
         return self.prefill_seconds(request) + self._drain_seconds(request)
 
     def _drain_seconds(self, request: Request) -> float:
-        """Return the seconds from when another step could end after a prompt's last one to when the last one ends."""
+        """Return the seconds of a prompt's last step in the pipeline, beyond the interval between two steps."""
         if self.cost is None or self.interval_share >= 1:
             return 0.0
         return (1 - self.interval_share) * self.cost.last_step_seconds(*self._rest(request))
@@ -136,7 +136,7 @@ class Forecast:
         return meaning_of(config.chunk_policy).share(cost, beside, floor)
 
     def second_token_due(self, request: Request, now: float) -> float:
-        """Return when the second token is due of a request whose prompt another replica computes.
+        """Return the time at which a request's second token is due, where another replica computes the prompt.
 
         The other replica is assumed to compute the rest alone and as fast as this one. A step that ends by then does
         not delay the request.

@@ -24,8 +24,8 @@ def chunk_with_items(
 ) -> PromptChunk:
     """Return the chunk of a prompt with items, with the items that must be encoded for it.
 
-    An item is taken if a token of it then fits, and its rows: else the chunk ends on the page boundary before it. So it
-    does where the embeddings are on their way. Where items are kept whole, no chunk ends inside one.
+    An item is taken if its rows fit, and then a token of it. Else the chunk ends on the page boundary before the item,
+    as it does while the embeddings are on their way. Where items are kept whole, no chunk ends inside one.
     """
     start, limit = prompt.start, ""
     num_tokens = encoding.outside_items(request, start, budget.chunk(prompt, threshold, page_size), page_size)

@@ -23,7 +23,7 @@ _NO_END = 1 << 40
 
 
 def next_due(due: float, now: float, tpot: float) -> float:
-    """Return when the token after the one made at `now` is due. `due`: when that one was; `tpot`: promised seconds.
+    """Return the time at which the token after that of `now` is due. `due`: of that of `now`; `tpot`: promised seconds.
 
     A stream that is early keeps the lead, as far as `LONGEST_GAP` allows. A stream that is late starts again from
     `now`: after one stall it must not hold chunks at their floor until it has caught up.
@@ -43,8 +43,8 @@ def lent_due(stream: Request, tpot: float) -> float:
 def skip_decodes(streams: Sequence[Request], now: float, cost: StepCost) -> set[str]:
     """Return the ids of streams to leave out of this step, so that those of more urgent classes are in time.
 
-    Only streams of a less urgent class than the tightest one are left out: the least urgent class first, in it the one
-    that is due last. A stream is left out only if it is still in time after one more such step. So a late stream is in
+    Only streams of a less urgent class than the tightest one are left out: least urgent class first, and in a class the
+    last due. A stream is left out only if it is still in time after one more such step. So a late stream is in
     the most urgent class, or no stream was left that could wait.
     """
     skipped: set[str] = set()
@@ -68,7 +68,7 @@ def skip_decodes(streams: Sequence[Request], now: float, cost: StepCost) -> set[
 
 
 def steps_without_skips(contexts: Sequence[int], tpot: float, cost: StepCost) -> int:
-    """Return for how many equal steps `skip_decodes` leaves out no stream, given that it leaves out none in the first.
+    """Return for how many equal steps `skip_decodes` leaves out no stream, if no stream is left out in the first.
 
     A stream that made a token is due `tpot` later at the earliest, so no stream is late while a step takes less.
     `contexts`: tokens of each stream.

@@ -1,1 +1,1 @@
-"""Items of prompts: their tokens, what encoding them costs, and which embeddings are where."""
+"""Items of prompts: their tokens, the cost of encoding, and the place of their embeddings."""

@@ -1,4 +1,4 @@
-"""Embeddings that another replica sends: what is on its way, what has arrived, and the pages where rows land.
+"""Embeddings that another replica sends: rows on their way, arrived rows, and the pages where rows land.
 
 Pure: a dock moves the rows, and its owner reports every event here. The other replica sends the rows of all items of a
 prompt, as `row_prompt` lays them out. A request waits for an item only while its transfer is under way and rows have a
@@ -38,14 +38,14 @@ class LandingGrant(NamedTuple):
 
 
 class LandingCalls(NamedTuple):
-    """Lists what to call the dock for."""
+    """Lists the calls to make on the dock."""
 
     grants: Sequence[LandingGrant]
     cancels: Sequence[Request]  # stop to expect their rows
 
 
 class ItemRows(NamedTuple):
-    """The rows `[first, end)` of a transfer are those of an item."""
+    """The rows `[first, end)` of a transfer, which belong to one item."""
 
     item: Item
     first: int
@@ -116,14 +116,14 @@ class ArrivingRows:
         return transfer.num_rows if transfer is not None else 0
 
     def find(self, content_hash: bytes) -> LandedItem | None:
-        """Return the rows of an item that have all arrived, for this request or another one; None: there are none."""
+        """Return the rows of an item once all have arrived, for any request; None: rows are missing."""
         return next(iter(self._landed.get(content_hash, {}).values()), None)
 
     def awaits(self, request: Request, item: Item) -> bool:
         """Return whether a request should wait for the rows of an item that has not arrived.
 
-        A request that has its turn and finds no landing pages does not wait: other requests that hold them may wait
-        for the pages that it has.
+        A request that has its turn and finds no landing pages does not wait: the requests that hold landing pages may
+        wait for this request's KV pages.
         """
         transfer = self._transfers.get(request.owner)
         if transfer is None or not transfer.is_under_way or (transfer.is_offered and transfer.pages is None):
@@ -179,7 +179,7 @@ class ArrivingRows:
         self._release(transfer)
 
     def fail(self, owner: str) -> None:
-        """Note that no more rows will come. Those that have arrived stay valid."""
+        """Note that no more rows will come. Arrived rows stay valid."""
         if (transfer := self._transfers.get(owner)) is not None:
             self._lose(transfer, "failed")
             if transfer.pages is None:
@@ -194,7 +194,7 @@ class ArrivingRows:
     # -- between two steps -----------------------------------------------------------------------------------------
 
     def plan(self, now: float, has: Callable[[bytes], bool]) -> LandingCalls:
-        """End what is not needed any more, and give landing pages to offered requests, the most urgent first.
+        """End transfers that are no longer needed, and give landing pages to offered requests, the most urgent first.
 
         `has`: whether the embeddings of a content hash are in memory. Call this before every step.
         """
@@ -220,7 +220,7 @@ class ArrivingRows:
         return LandingCalls(grants, cancels)
 
     def refuse(self, owner: str) -> None:
-        """Note that a request encodes here what it needs, if rows have been offered and found no landing pages."""
+        """Note that a request encodes its items here, if rows were offered and found no landing pages."""
         transfer = self._transfers.get(owner)
         if transfer is not None and transfer.is_under_way and transfer.is_offered and transfer.pages is None:
             self._give_up(transfer, "no room")
@@ -244,7 +244,7 @@ class ArrivingRows:
     # -- changing --------------------------------------------------------------------------------------------------
 
     def _has_ended(self, transfer: RowsTransfer, has: Callable[[bytes], bool]) -> bool:
-        """Return whether no row of a transfer is needed any more. A queued request may lose what is in memory now."""
+        """Return whether no row of a transfer is needed any more. A queued request may lose embeddings in memory."""
         request = transfer.request
         if request.status is Status.FINISHED:
             return True
@@ -265,7 +265,7 @@ class ArrivingRows:
         self._end(transfer)
 
     def _lose(self, transfer: RowsTransfer, reason: str) -> None:
-        """Note that what has not arrived will not come."""
+        """Note that the missing rows of a transfer will not come."""
         if transfer.is_under_way:
             transfer.is_under_way = transfer.request.is_encoded_elsewhere = False
             self.lost[reason] += sum(part.end > transfer.num_rows for part in transfer.needed(lambda _: False))

@@ -21,8 +21,8 @@ class EncoderCost(BaseModel):
     """seconds(batch of pictures) = base + per_row·Σ rows + per_square·Σ rows². Measured, never configured.
 
     Rows are those of the encoder's output, one for each placeholder. A model has a fixed number of patches for each
-    row, and patches of one picture attend to each other. Those of a video attend within their own group of frames: each
-    group counts as a picture.
+    row, and patches of one picture attend to each other. Patches of a video attend within their own group of frames:
+    each group counts as a picture.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

@@ -1,8 +1,8 @@
 """Which pictures a step encodes, and whose embeddings stay in memory. Pure: the embeddings are on the device.
 
 A picture is encoded in the step of the first chunk that reads it, and never before. Its embeddings stay as long as a
-request is inside the picture. After that they go when the room is needed, the least recently used first. Only a more
-urgent request takes the room of a picture that others are inside: what they still need of it is encoded again.
+request is inside the picture. After that they are evicted when room is needed, the least recently used first. Only a
+more urgent request takes the room of a picture that others are inside: their rest of the picture is encoded again.
 
 Rows that another replica sends are copied in place of encoding, see arriving_rows.py.
 """
@@ -48,7 +48,7 @@ class ItemFailure(NamedTuple):
 
 
 class ItemStop(NamedTuple):
-    """An item that a chunk may stop before, with those in front of it that it would encode."""
+    """An item before which a chunk may stop, and the earlier items that this chunk would encode."""
 
     start: int  # of the item
     before: int  # tokens of the chunk that ends before the item; 0 or less: there is none
@@ -75,8 +75,8 @@ class EncoderTotals:
 class Encoding:
     """Plans the encoder's work for the chunks of each step.
 
-    `capacity`: rows of embeddings that the cache holds. One item may exceed it where its request would stand still
-    otherwise: inside a picture, with the next one in the same page.
+    `capacity`: rows of embeddings that the cache holds. One item may exceed the capacity where its request would
+    otherwise stand still: inside a picture, with the next picture in the same page.
     """
 
     capacity: int
@@ -174,9 +174,9 @@ class Encoding:
         Each stop assumes that the chunk passes all stops before it. Where an item lacks room, or its embeddings are on
         their way, no further stop follows.
 
-        Once a request stands still for lack of room, those after it in this step get none: small items would keep a
+        Once a request stands still for lack of room, later requests of this step get none: small items would keep a
         large one out for ever. Only requests inside an item go on, so that they give their room back. No request waits
-        for the room of a less urgent one: streams may leave that one no time to go on.
+        for the room of a less urgent one, which streams may leave no time to go on.
         """
         passed, passed_seconds, seen, kept = list[Item](), 0.0, set[bytes](), self._kept_from(request)
         is_inside = any(request.id in readers for readers in self._readers.values())
@@ -210,7 +210,7 @@ class Encoding:
         self._first_without_room = self._first_without_room or request.id
 
     def _before(self, request: Request, start: int, item: Item, page_size: int) -> int:
-        """Return the tokens of a chunk from `start` on that ends before an item; 0 or less: there is none."""
+        """Return the tokens of a chunk from `start` on that ends before an item; 0 or less: there is no such chunk."""
         if self.keeps_items_whole:
             return most_tokens(request.items, start, item.start, page_size)
         return item.start // page_size * page_size - start
@@ -257,7 +257,7 @@ class Encoding:
         self.arriving.refuse(request.owner)
 
     def take_work(self) -> EncoderWork:
-        """Return what the next step must do before it computes. Every step in order must do its own."""
+        """Take the encoder's work that the next step does before its forward pass. Steps do their work in order."""
         if not self._evicted and not self._planned and not self._copies:
             return NO_ENCODER_WORK
         work = EncoderWork(tuple(self._evicted), tuple(self._planned.values()), tuple(self._copies.values()))
@@ -292,12 +292,12 @@ class Encoding:
         return list(found.values())
 
     def _added(self, items: Sequence[Item]) -> float:
-        """Return the seconds that `items` add to the step, beside those that it encodes already."""
+        """Return the seconds that `items` add to the step, beside the items that it already encodes."""
         planned = list(self._planned.values())
         return self.seconds([*planned, *self._to_encode(items)]) - self.seconds(planned)
 
     def _to_encode(self, items: Sequence[Item]) -> Sequence[Item]:
-        """Return those of `items` whose rows have not arrived from another replica."""
+        """Return the items among `items` whose rows have not arrived from another replica."""
         return [item for item in items if self.arriving.find(item.content_hash) is None]
 
     def _is_awaited(self, request: Request, item: Item) -> bool:
@@ -307,7 +307,7 @@ class Encoding:
         return self.arriving.find(item.content_hash) is None and self.arriving.awaits(request, item)
 
     def _kept_from(self, request: Request) -> set[bytes]:
-        """Return the contents whose rows a request cannot take: this step or a request as urgent reads them.
+        """Return the contents whose rows a request cannot take: this step or an equally urgent request reads them.
 
         A starving request goes before all classes. It has a chunk in each step that has time for one.
         """
@@ -325,7 +325,7 @@ class Encoding:
         return min(map(self._urgency, self._readers.get(content_hash, {}).values()), default=(inf, 0))
 
     def _make_room(self, num_rows: int, request: Request) -> None:
-        """Evict embeddings for an item of a request: first those that no request is inside, then by urgency."""
+        """Evict embeddings for an item of a request: first of items that no request is inside, then by urgency."""
         if self._num_rows + num_rows <= self.capacity:
             return
         kept = self._kept_from(request)

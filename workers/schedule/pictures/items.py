@@ -33,7 +33,7 @@ class Item:
 
     @property
     def num_parts(self) -> int:
-        """Return into how many equal parts the encoder's attention divides it: the groups of a video's frames."""
+        """Return the number of equal parts in which the encoder attends: the groups of a video's frames."""
         grids = self.tensors.get("video_grid_thw")
         return 1 if grids is None else max(1, int(np.asarray(grids).reshape(-1, 3)[:, 0].sum()))
 
@@ -45,7 +45,7 @@ NO_ITEMS: Sequence[Item] = ()
 
 
 def salted(items: Sequence[Item], salt: str) -> Sequence[Item]:
-    """Return the items under content hashes of their own for requests with this `salt`; as they are without one.
+    """Return the items with content hashes of their own for requests with this `salt`; unchanged without a salt.
 
     Embeddings are then shared between these requests alone, as cached pages are: the time to a first token would show
     that another tenant has sent the same picture.
@@ -60,7 +60,7 @@ def salted(items: Sequence[Item], salt: str) -> Sequence[Item]:
 
 
 def with_levels(tensors: Mapping[str, NDArray[Any]]) -> Mapping[str, NDArray[Any]]:
-    """Return an item's tensors with the values of pixels in place of their levels; as they are without `LEVELS`.
+    """Return an item's tensors with the values of pixels in place of levels; unchanged without `LEVELS`.
 
     Pixels are `[…, C, height, width]`, or patches `[patches, C · depth · height · width]`.
     """
@@ -81,7 +81,7 @@ def with_levels(tensors: Mapping[str, NDArray[Any]]) -> Mapping[str, NDArray[Any
 
 
 def num_bytes(item: Item) -> int:
-    """Return the bytes of what the encoder reads."""
+    """Return the bytes of the tensors that the encoder reads."""
     return sum(np.asarray(tensor).nbytes for tensor in item.tensors.values())
 
 
@@ -104,7 +104,7 @@ def row_prompt(items: Sequence[Item], page_size: int) -> tuple[list[Item], int]:
 
 
 def page_keys(items: Sequence[Item], first: int, page_size: int, num_pages: int) -> Iterator[bytes]:
-    """Yield for each page what its tokens do not say about the items that they stand for.
+    """Yield for each page a key of its items, whose content the placeholder tokens do not show.
 
     Empty where a page has no token of an item. Two pages with equal tokens and equal keys have equal content: each item
     counts by its content, its length, and the place where it begins. Each item is looked at once for every page that it

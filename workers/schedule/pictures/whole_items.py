@@ -1,5 +1,5 @@
 """Where a chunk may end if every row of an item sees all rows of that item: on a page boundary outside of items, or at
-the end of one. One chunk then computes the whole item. Pure.
+the end of an item. One chunk then computes the whole item. Pure.
 
 A chunk may begin inside an item, after a prefix that is cached: the rows before it were computed with the whole item.
 """
@@ -14,7 +14,7 @@ from crossdock.workers.schedule.request import InvalidField, Request
 
 
 def most_tokens(items: Sequence[Item], start: int, stop: int, page_size: int) -> int:
-    """Return the tokens of the longest chunk from `start` on that ends by `stop`; 0: there is none."""
+    """Return the tokens of the longest chunk from `start` on that ends by `stop`; 0: there is no such chunk."""
     ends = [item.end for item in items if start < item.end <= stop]
     boundary = stop // page_size * page_size
     while inside := _around(items, boundary):
@@ -34,7 +34,7 @@ def check_fit(request: Request, page_size: int, most: int, settings: str) -> Non
     """Check that each item fits into one chunk of `most` tokens, which `settings` allow beside streams.
 
     Raises:
-        InvalidField: one does not.
+        InvalidField: an item does not fit.
     """
     for number, item in enumerate(request.items):
         start = most_tokens(request.items, 0, item.start, page_size)
@@ -47,7 +47,7 @@ def check_fit(request: Request, page_size: int, most: int, settings: str) -> Non
 
 
 def key_end(is_taken: NDArray[np.bool_]) -> NDArray[np.int32]:
-    """Return how many tokens each of a prompt sees: those of its run of placeholders, or those up to itself."""
+    """Return how many tokens each token of a prompt sees: up to the end of its run of placeholders, or up to itself."""
     numbers = np.arange(1, len(is_taken) + 1, dtype=np.int32)
     # transformers takes such runs for pictures
     is_last = is_taken & ~np.append(is_taken[1:], False)

@@ -1,1 +1,1 @@
-"""The states of recurrent layers: which pages hold them, and which prefixes keep one."""
+"""The states of recurrent layers: which pages hold states, and which prefixes keep one."""

@@ -49,7 +49,7 @@ def is_worth_its_pages(
         last: position of the checkpoint before it, 0 if there is none.
         position: tokens before the checkpoint.
         chance: that a later request continues from there.
-        state_tokens: how many tokens have as many pages as a state.
+        state_tokens: number of tokens whose pages are as many as a state's.
         cost: what steps take; None: each token takes as long.
         evicted_seconds: of prefill that the eviction of so many pages costs, as learnt.
         step_seconds: of the step that the checkpoint costs, if a chunk must end for it.

@@ -67,8 +67,8 @@ class RecurrentStates:
     def chunk_within(self, request: Request, start: int, num_tokens: int) -> int:
         """Return how many of the `num_tokens` tokens from `start` on a chunk computes.
 
-        It ends at the end of a prefix that others share, or of the prompt's full pages, if a checkpoint there is worth
-        one more step.
+        A chunk ends at the end of a prefix that others share, or of the prompt's full pages, if a checkpoint there is
+        worth one more step.
         """
         if not self.table.config.enable_chunked_prefill:
             return num_tokens
@@ -90,14 +90,14 @@ class RecurrentStates:
         return replace(batch, scheduled=[self.with_state(part) for part in batch.scheduled])
 
     def with_state(self, part: Scheduled) -> Scheduled:
-        """Return a part with the pages of its state, which it may have already."""
+        """Return a part with the pages of its state. A part may have them already."""
         return part if part.state.write else part._replace(state=self._next(part))
 
     def end(self, part: Scheduled, end: int) -> int:
         """Note that a part has ended, whose tokens before position `end` count. Return the end of the computed tokens.
 
-        A checkpoint that it has written can be found from now on. Where drafts were rejected, the part's state has them
-        too, and none of its tokens is computed.
+        A checkpoint that the part has written can be found from now on. Where drafts were rejected, the part's state
+        includes them: then none of its tokens counts as computed.
         """
         pages, request = self.table.pages, part.request
         if end < part.start + part.num_tokens:
@@ -122,7 +122,7 @@ class RecurrentStates:
             self.table.preempt(part.request)
 
     def keep_last(self, request: Request) -> None:
-        """Let the state of a request that is about to end become a checkpoint, if it is worth its pages."""
+        """Make the state of a request that is about to end a checkpoint, if that is worth the pages."""
         if self._is_worth_its_pages(request, request.num_computed_tokens):
             kv.keep_state(self.table, request)
 

@@ -173,7 +173,7 @@ def test_videos_after_hostile_ones_are_taken(scene: HostileScene) -> None:
 
 
 def opened(_: Any) -> dict[str, Any]:
-    """Return what happens to a process that opens a file, and a socket."""
+    """Return the result of opening a file, and a socket, in this process."""
     found = {}
     for name, attempt in (("file", lambda: os.open("/etc/passwd", os.O_RDONLY)), ("socket", socket.socket)):
         try:

@@ -164,7 +164,7 @@ def test_file_below_the_folder_is_read(picture_server: PictureServer) -> None:
 
 
 def pixels_of(submission: Submission) -> NDArray[Any]:
-    """Return what the encoder reads of the first item."""
+    """Return the encoder's input for the first item."""
     return with_levels(submission.items[0].tensors)["pixel_values"]
 
 

@@ -78,7 +78,7 @@ def video_file(
 
 
 def in_container(data: bytes, kind: str) -> bytes:
-    """Return the same encoded frames in a file of another kind. (libx264 may encode frames differently each time.)"""
+    """Put the encoded frames into a file of another kind. (libx264 may encode frames differently each time.)"""
     file = io.BytesIO()
     with av.open(io.BytesIO(data)) as source, av.open(file, "w", format=kind) as container:
         stream = container.add_stream_from_template(source.streams.video[0])

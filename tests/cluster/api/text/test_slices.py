@@ -50,7 +50,7 @@ class Turns:
         return threading.get_ident() in self.threads[kind]
 
     async def during(self, work: Coroutine[Any, Any, Any]) -> Any:
-        """Return what `work` returns, and count the turns meanwhile."""
+        """Return the result of `work`, and count the turns meanwhile."""
 
         async def count() -> None:
             while True:

@@ -116,7 +116,7 @@ def forget_embeddings(engine: Engine) -> None:
 
 
 def parts_of(rows: Tensor, items: Sequence[Item]) -> Tensor:
-    """Return those of a leg's rows that are an item's."""
+    """Return the rows of a leg that belong to an item."""
     return torch.cat([rows[item.start : item.end] for item in items])
 
 

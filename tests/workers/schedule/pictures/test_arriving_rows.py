@@ -33,7 +33,7 @@ def rows_of(content_hash: bytes, num_rows: int) -> list[Row]:
 
 
 def leg_rows(items: Sequence[Item]) -> list[Row]:
-    """Return what the pages of an encoding leg hold: between and after the items, what means nothing."""
+    """Return the rows of an encoding leg's pages: garbage between and after the items."""
     laid, num_tokens = row_prompt(items, PAGE_SIZE)
     rows = [GARBAGE] * num_tokens
     for each in laid:

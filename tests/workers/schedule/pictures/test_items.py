@@ -25,7 +25,7 @@ def items_of_a_prompt(draw: st.DrawFn) -> list[Item]:
 
 
 def hashes_page_by_page(tokens: Sequence[int], size: int, items: Sequence[Item]) -> list[bytes]:
-    """Return what `hash_pages` must: for each page, all items are looked at."""
+    """Return the expected result of `hash_pages`: look at all items for each page."""
     parent, hashes = hashlib.blake2b(b"", digest_size=16).digest(), list[bytes]()
     for start in range(0, len(tokens) // size * size, size):
         found = [item for item in items if item.start < start + size and item.end > start]
