@@ -32,7 +32,7 @@ _SWEEPS: dict[str, Sweep] = {}
 
 
 def measured_once(engine: Engine, measure: Callable[[], Sweep], _check: object) -> Sweep:
-    """Return what steps of the small model take with an engine's settings: all its replicas here share one sweep."""
+    """Return one sweep of the small model for each engine's settings: all its replicas here share the sweep."""
     key = engine.config.model_dump_json()
     if key not in _SWEEPS:
         _SWEEPS[key] = measure()

@@ -7,7 +7,7 @@ from crossdock.workers.schedule.request import Leg, SamplingParams, Submission
 
 
 def encoding_leg(submission: Submission, page_size: int) -> Submission:
-    """Return what an `encode` replica computes for a submission with items: their rows, as `row_prompt` lays them out.
+    """Return the submission for an `encode` replica: the rows of all items, as `row_prompt` lays them out.
 
     To that replica it is a prompt like any other, and its KV pages hold the embeddings. `page_size`: of these pages.
     """
