@@ -139,7 +139,7 @@ PREEMPTION = [
         "preempted request keeps its pages",
         "table",
         "RequestTable.preempt",
-        "self.pages.release(request.owner, request.return_hint)",
+        "self.pages.release(request.owner)",
         "pass",
     ),
 ]
@@ -175,7 +175,7 @@ ABORTS = [
         "aborted request keeps its pages",
         "table",
         "RequestTable.end",
-        "self.pages.release(request.owner, request.return_hint)",
+        "self.pages.release(request.owner)",
         "pass",
     ),
     Fault(
