@@ -179,7 +179,11 @@ ABORTS = [
         "pass",
     ),
     Fault(
-        "prompt that was sent never ends", "handoff", "finish_sent", "table.end(request, FinishReason.SHIPPED)", "pass"
+        "prompt that was sent never ends",
+        "handoff",
+        "Handoff.finish_sent",
+        "self.table.end(self.table.request(request_id), FinishReason.SHIPPED)",
+        "pass",
     ),
 ]
 FAULTS = (*PAGES, *PREFIXES, *WINDOWS, *STATES, *DRAFTS, *AHEAD, *PREEMPTION, *PICTURES, *ABORTS)
