@@ -139,7 +139,7 @@ PREEMPTION = [
         "preempted request keeps its pages",
         "table",
         "RequestTable.preempt",
-        "self.pages.release(request.owner, request.return_hint)",
+        "self.pages.release(request.owner)",
         "pass",
     ),
 ]
@@ -175,11 +175,15 @@ ABORTS = [
         "aborted request keeps its pages",
         "table",
         "RequestTable.end",
-        "self.pages.release(request.owner, request.return_hint)",
+        "self.pages.release(request.owner)",
         "pass",
     ),
     Fault(
-        "prompt that was sent never ends", "handoff", "finish_sent", "table.end(request, FinishReason.SHIPPED)", "pass"
+        "prompt that was sent never ends",
+        "handoff",
+        "Handoff.finish_sent",
+        "self.table.end(self.table.request(request_id), FinishReason.SHIPPED)",
+        "pass",
     ),
 ]
 FAULTS = (*PAGES, *PREFIXES, *WINDOWS, *STATES, *DRAFTS, *AHEAD, *PREEMPTION, *PICTURES, *ABORTS)
