@@ -15,12 +15,12 @@ from statistics import mean, median
 
 CODE = ("cluster", "router", "workers", "kvtransfer", "kernels", ".ci")
 BUDGETS = {  # count: the most that there may be
-    "lines of code": 50_000,
-    "lines of tests": 50_000,
-    "lines of benchmarks": 10_500,
+    "lines of code": 53_000,
+    "lines of tests": 57_200,
+    "lines of benchmarks": 10_000,
     "lines of benchmarks/RESULTS.md": 500,
     "Python files in the largest folder": 20,
-    "lines of the longest class": 350,
+    "lines of the longest class": 400,
     "lines of the longest function": 80,
 }
 _PRIVATE = re.compile(r"(?<!self)(?<!cls)\._(?!replace|asdict|fields|make)[a-z]\w*")  # but those of named tuples

@@ -77,7 +77,7 @@ def measured_choice(
 
 
 def _remembered(key: str, now: Callable[[], tuple[Seconds, bool]]) -> _Kept:
-    """Return the seconds that the file has under `key` if they count, else those that `now` measures, which are kept."""
+    """Return the seconds that the file has under `key` if they count, else what `now` measures, which is kept."""
     code = json.dumps(kernels_and_cpu(), sort_keys=True)
     path = cache_dir() / "kernels" / f"seconds-{hashlib.sha256(_cpu().encode()).hexdigest()[:16]}.json"
     end = time.monotonic() + _LONGEST_WAIT_S
