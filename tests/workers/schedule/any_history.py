@@ -199,8 +199,9 @@ class AnyHistory(RuleBasedStateMachine):
         params = SamplingParams(max_tokens=max(max_tokens, leg is not Leg.LOCAL), ignore_eos=ignore_eos)
         for number in range(1 + others):  # alike but for their last token
             prompt = [*prefix, *tail[:-1], (tail[-1] + number) % 50][:39]
-            new = Request(f"r{self.count}", prompt, params, salt, slo_class, leg=leg, arrival_time=self.now)
-            new.epoch, new.items = int(leg is not Leg.LOCAL), self.items_of(prompt)
+            moves = {"leg": leg, "epoch": int(leg is not Leg.LOCAL)}
+            new = Request(f"r{self.count}", prompt, params, salt, slo_class, **moves, arrival_time=self.now)
+            new.items = self.items_of(prompt)
             if self.scheduler.config.prefill_order == "response_ratio":
                 new.priority_in_class = priority
             self.submit(new, is_offered)
