@@ -128,7 +128,7 @@ def grants_without_offers() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Handoff, "grant", grant)
-        patch.setattr(kv, "_return_transfers", lambda *_: None)
+        patch.setattr(kv, "return_transfers", lambda *_: None)
         yield
 
 
