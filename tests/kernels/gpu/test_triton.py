@@ -125,7 +125,7 @@ REAL = [[*MIXED, (3, 130)], [*DECODES, (1, 257)], [(40, 40)]]
     # Triton's interpreter multiplies bfloat16 by its bits.
     [(REAL[0], 64, True, torch.float32), (REAL[1], 128, False, torch.float16), (REAL[2], 128, True, torch.float16)]
     + [
-        pytest.param(*case, marks=pytest.mark.gpu)
+        pytest.param(*case, marks=pytest.mark.soak)
         for case in product(REAL, (64, 128), (False, True), (torch.float32, torch.float16, torch.bfloat16))
     ],
 )
