@@ -176,7 +176,7 @@ def test_requests_beside_aborted_ones_keep_their_tokens(model: LoadedModel, expe
 def test_replica_with_states_or_windows_is_calibrated(model: LoadedModel) -> None:
     engine = engine_on(model, 400)
     profile = warm_up(engine)
-    assert profile.state_pages == model.state_pages(8)
+    assert profile.state_pages == engine.model.state_pages(8)
     assert profile.page_bytes * profile.num_pages == model.pool.tensor.nbytes  # type: ignore[union-attr]
     assert engine.pages.counts().owned == 0
 

@@ -160,9 +160,9 @@ def test_follower_that_sends_no_message_of_a_rank_ends_the_gang(path: Path) -> N
     link = RankSocket.connect(gang.address)
     link.send(encode(JoinGang(1)))
     link.send(b"\xc1")
-    assert "rank 1 (tensor 1 of 2, stage 0 of 1): sent not msgpack" in lost.get(timeout=5)
-    with pytest.raises(RankFailed, match=r"rank 1 .*: sent not msgpack"):
-        gang.open_docks("m", "mixed", TransferConfig())
+    assert "rank 1 (tensor 1 of 2, stage 0 of 1): sent MessagePack data is malformed" in lost.get(timeout=5)
+    with pytest.raises(RankFailed, match=r"rank 1 .*: sent MessagePack data is malformed"):
+        gang.open_docks("m", "mixed", TransferConfig(), lambda *_: None)
     link.close()
     gang.close()
 

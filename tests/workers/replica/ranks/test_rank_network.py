@@ -69,7 +69,8 @@ def test_ranks_on_two_nodes_listen_on_their_own_addresses(path: Path) -> None:
         assert hosts(listening() - before) == {DRIVER}
         loaded = listening(process.pid)
         assert hosts(loaded) == {FOLLOWER}
-        gang.open_docks("m", "mixed", TransferConfig(transport="tcp", host=DRIVER))  # as the driver's own dock is told
+        told = TransferConfig(transport="tcp", host=DRIVER)  # as the driver's own dock is
+        gang.open_docks("m", "mixed", told, lambda *_: None)
         docked = listening(process.pid)
         assert len(docked - loaded) == 1
         assert hosts(docked) == {FOLLOWER}
