@@ -102,12 +102,13 @@ def steps_of(engine: Any, streams: int, tokens: int, num_steps: int, salt: str) 
         engine.add(Submission(name, prompt, params, cache_salt="" if streams else salt + name))
         if not streams:
             seconds.append(engine.step().seconds)
-    while streams and any(not each.num_output_tokens for each in engine.scheduler.table.requests()):
-        engine.step()
+    waiting = set(names if streams else ())
+    while waiting:  # nothing but what an engine has had in all commits
+        waiting -= {delta.request_id for delta in engine.step().deltas if delta.token_ids}
     if streams:
         seconds = [engine.step().seconds for _ in range(num_steps)]
-    for request in list(engine.scheduler.table.requests()):
-        engine.abort(request.id)
+    for name in names:
+        engine.abort(name)
     return seconds
 
 
