@@ -1,20 +1,15 @@
 """The checks of tests report a planted violation of each rule, and accept tests that assert and wait as they should."""
 
-import importlib.util
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from tests.checks import load_check
+
 
 @pytest.fixture(scope="module")
 def check() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("checks", Path(__file__).parents[1] / ".ci" / "checks_of_tests.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_check("checks_of_tests")
 
 
 @pytest.mark.parametrize(

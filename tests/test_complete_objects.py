@@ -1,21 +1,14 @@
 """The check that no file assigns a field of an object which it did not make."""
 
-import importlib.util
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-PATH = Path(__file__).parents[1] / ".ci" / "complete_objects.py"
+from tests.checks import load_check
 
 
 def check() -> Any:
-    spec = importlib.util.spec_from_file_location("complete_objects", PATH)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_check("complete_objects")
 
 
 @pytest.mark.parametrize(

@@ -1,22 +1,15 @@
 """The check of the writing card reports a planted violation of each rule, and accepts plain text."""
 
-import importlib.util
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-SCRIPT = Path(__file__).parents[1] / ".ci" / "plain_english.py"
+from tests.checks import load_check
 
 
 @pytest.fixture(scope="module")
 def check() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("plain_english", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_check("plain_english")
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """The run of all tests: groups for two lanes, what a file may take, and no process that outlives it."""
 
-import importlib.util
 import signal
 import subprocess
 import sys
@@ -10,6 +9,7 @@ from types import ModuleType
 import psutil
 import pytest
 
+from tests.checks import load_check
 from tests.waiting import eventually
 
 SCRIPT = Path(__file__).parents[1] / ".ci" / "run_tests.py"
@@ -17,12 +17,7 @@ SCRIPT = Path(__file__).parents[1] / ".ci" / "run_tests.py"
 
 @pytest.fixture(scope="module")
 def runner() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("run_tests", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_check("run_tests")
 
 
 def test_groups_hold_every_file_once_and_those_that_wait_come_first(runner: ModuleType) -> None:

@@ -14,7 +14,7 @@ _SPREAD = 1.25  # median of equal calls by the least of them, from which other w
 
 
 Cells: TypeAlias = dict[tuple[Kernel, int], Sequence[Callable[[], object]]]
-"""Of each kernel for each number of rows: calls of equal work on different data, whose least seconds count.
+"""The calls of each kernel for each number of rows: calls of equal work on different data, whose least seconds count.
 
 A call should take less than a few milliseconds: then other processes interrupt few of them.
 """
