@@ -30,6 +30,7 @@ import psutil
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "tests" / "seconds.tsv"
 GROUP_S = 120.0
+_HELPERS_S = 5.0
 PURE = (
     "tests/router",
     "tests/workers/schedule",
@@ -163,13 +164,16 @@ class Run:
 
     def close(self) -> list[str]:
         """Kill and return the processes that outlived the run, and remove its folder."""
-        left = [child for child in psutil.Process().children(recursive=True) if _alive(child)]
-        described = [f"{child.pid} {child.name()}" for child in left]
+        started = [child for child in psutil.Process().children(recursive=True) if _alive(child)]
+        described = {child.pid: _describe(child) for child in started}
+        # Python's own helpers of multiprocessing end once they see that their parent has ended, a moment later.
+        _, left = psutil.wait_procs(started, timeout=_HELPERS_S)
+        left = [child for child in left if _alive(child)]
         for child in left:
             child.kill()
         psutil.wait_procs(left, timeout=5)
         self._folder.cleanup()
-        return described
+        return [described[child.pid] for child in left]
 
     def reap(self) -> None:
         """Collect ended processes that were started by ended ones. Runs beside the lanes."""
@@ -189,6 +193,13 @@ class Run:
             elif re.match(r"=+ .* in [\d.]+s", line):
                 for count, what in re.findall(r"(\d+) (passed|failed|skipped|deselected|errors?|xfailed)", line):
                     self.counts[what] += int(count)
+
+
+def _describe(process: psutil.Process) -> str:
+    try:
+        return f"{process.pid} {' '.join(process.cmdline())[:200]}"
+    except psutil.Error:
+        return str(process.pid)
 
 
 def _alive(process: psutil.Process) -> bool:
