@@ -2,7 +2,7 @@
 
 import asyncio
 import gc
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
 
 import numpy as np
 import pytest
@@ -24,7 +24,8 @@ REGISTRY = CollectorRegistry()
 
 
 @pytest.fixture(scope="module")
-def media(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Media]:
+async def media(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Media]:
+    """All tests share one event loop with it: work that a cancelled test leaves ends there."""
     folder = tmp_path_factory.mktemp("model")
     tokenizer = ModelTokenizer(MODELS["qwen2_vl"].save(folder))
     names = {token_id: text for text, token_id in tokenizer.added_tokens().items()}
