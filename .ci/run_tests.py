@@ -114,6 +114,7 @@ class Run:
         self.counts: Counter[str] = Counter()
         self.codes: list[int] = []
         self._running: list[subprocess.Popen[str]] = []
+        self._ends = False
         self._environment = {
             **os.environ,
             "CROSSDOCK_TESTS_CACHE": f"{self._folder.name}/cache",
@@ -142,8 +143,8 @@ class Run:
         return code
 
     def lane(self, name: str, take: Callable[[], list[str]]) -> None:
-        """Run groups one after another, until none is left."""
-        while True:
+        """Run groups one after another, until none is left or a signal ends the run."""
+        while not self._ends:
             try:
                 group = take()
             except IndexError:
@@ -154,6 +155,7 @@ class Run:
 
     def end(self, number: int, frame: object) -> None:
         """Forward a signal to all pytest processes; they end what they started. Kill what is left after 20 s."""
+        self._ends = True
         for process in list(self._running):
             process.send_signal(number)
         deadline = time.monotonic() + 20
