@@ -14,8 +14,8 @@ from crossdock.router.fleet import Fleet, RouterConfig
 from crossdock.router.placement import Placement, Query
 from crossdock.workers.report.advertise import PageChanges, Prompts
 from crossdock.workers.schedule.memory.prefix_index import hash_pages
-from crossdock.workers.schedule.request import Overloaded
 from crossdock.workers.schedule.slo import DEFAULT_CLASSES, SloClass
+from crossdock.workers.schedule.submission import Overloaded
 from tests.router.replicas import (
     CLASSES,
     COST,

@@ -14,7 +14,7 @@ from crossdock.router.predict import Prediction, predict
 from crossdock.workers.report.advertise import PageChanges, Prompts
 from crossdock.workers.schedule.cost.formula import Floats
 from crossdock.workers.schedule.memory.prefix_index import hash_pages
-from crossdock.workers.schedule.request import Leg, Overloaded
+from crossdock.workers.schedule.submission import Leg, Overloaded
 from tests.router.replicas import CLASSES, COST, PAGE_SIZE, Replica, fleet_of, live, place, profile, query
 
 # -- one replica -------------------------------------------------------------------------------------------------------

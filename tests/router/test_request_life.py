@@ -38,16 +38,8 @@ from crossdock.workers.schedule import kv
 from crossdock.workers.schedule.config import SchedulerConfig
 from crossdock.workers.schedule.memory.pages import PagePool
 from crossdock.workers.schedule.pictures.items import Item
-from crossdock.workers.schedule.request import (
-    FinishReason,
-    Leg,
-    Overloaded,
-    Request,
-    SamplingParams,
-    Submission,
-    TokenDelta,
-    TokenLogprobs,
-)
+from crossdock.workers.schedule.request import FinishReason, Request, TokenDelta, TokenLogprobs
+from crossdock.workers.schedule.submission import Leg, Overloaded, SamplingParams, Submission
 from crossdock.workers.schedule.table import RequestTable
 from tests.router.replicas import ENCODER, encoder_profile, live, profile
 

@@ -18,7 +18,8 @@ from crossdock.workers.schedule.pictures.arriving_rows import ArrivingRows, Land
 from crossdock.workers.schedule.pictures.encoder_cost import EncoderCost
 from crossdock.workers.schedule.pictures.items import Item, items_in
 from crossdock.workers.schedule.pictures.whole_items import check_fit, least_tokens, most_tokens
-from crossdock.workers.schedule.request import InvalidField, Request, Status
+from crossdock.workers.schedule.request import Request, Status
+from crossdock.workers.schedule.submission import InvalidField
 
 LONGEST_SHIPPING_STEP_S = 0.02
 """Seconds that several items of a step may take together on a replica whose rows another one waits for.

@@ -14,7 +14,8 @@ from crossdock.workers.schedule.pictures.arriving_rows import LONGEST_PATIENCE_S
 from crossdock.workers.schedule.pictures.encoder_cost import EncoderCost
 from crossdock.workers.schedule.pictures.encoding import ON_THEIR_WAY, Encoding
 from crossdock.workers.schedule.pictures.items import Item, items_in, row_prompt
-from crossdock.workers.schedule.request import Leg, Request, SamplingParams, Status
+from crossdock.workers.schedule.request import Request, Status
+from crossdock.workers.schedule.submission import Leg, SamplingParams
 from tests.workers.schedule.model_free_replica import CLASSES, COST, new_request, new_scheduler, next_token
 
 PAGE_SIZE = 4
