@@ -290,7 +290,7 @@ def test_departed_peers_leave_nothing_but_a_bounded_list_of_names(sides: tuple[S
         left.transport.connect(peer, PAGE_BYTES, SPEC.num_pages, WHOLE)
         left.transport.disconnect(peer.name)
     sizes = {name: len(value) for name, value in vars(left.transport).items() if hasattr(value, "__len__")}
-    assert {name for name, size in sizes.items() if size} == {"_advertise", "_cookie", "_memory", "_name", "_refused"}
+    assert {name for name, size in sizes.items() if size} == {"_host", "_cookie", "_memory", "_name", "_refused"}
     assert sizes["_refused"] == 1024
 
 
