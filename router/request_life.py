@@ -107,7 +107,7 @@ class RequestLife:
             placement = choose_replicas(self._fleet, self.query, now, *others, is_accepted=self.is_accepted)
         except (Overloaded, ReplicaLost) as error:
             return self._fail(error)
-        self._fleet.book(self.query, placement, now)
+        self._fleet.book(self.query, placement)
         self.placement = placement
         self.attempt += 1
         self._has_token = self._is_computed = False
@@ -214,7 +214,7 @@ class RequestLife:
             assert self.placement is not None
             self._is_computed = True
             self._patience = max(self._timeouts.patience_s, 20 * self.placement.predicted_gap)
-            self._fleet.first_token(self.submission.id, now)
+            self._fleet.first_token(self.submission.id)
         self._watch.asked.clear()
         self.deadline = now + self._patience
         actions = self._end_encoder(True, now) if self._encoder is not None else []  # all rows were read, or in caches

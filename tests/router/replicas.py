@@ -95,7 +95,7 @@ def fleet_of(profiles: dict[str, SchedulingProfile], now: float = 0.0, **config:
 def place(fleet: Fleet, request: Query, now: float = 0.0) -> Placement:
     """Choose where the request goes, and book it there."""
     placement = fleet.choose(request, now)
-    fleet.book(request, placement, now)
+    fleet.book(request, placement)
     return placement
 
 
