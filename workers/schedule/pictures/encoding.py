@@ -69,7 +69,6 @@ class EncoderTotals:
     num_hits: int = 0  # items that a request read from the cache when it reached them
     num_evicted: int = 0
     num_copied: int = 0  # items whose embeddings another replica has sent
-    num_copied_rows: int = 0  # of these
 
 
 @dataclass(slots=True)
@@ -250,7 +249,6 @@ class Encoding:
             self._copies[item.content_hash] = landed
             self.arriving.begin_read(landed)
             self.totals.num_copied += 1
-            self.totals.num_copied_rows += item.num_rows
             return
         self._planned[item.content_hash] = item
         self.totals.num_encoded += 1
