@@ -38,8 +38,9 @@ from crossdock.workers.replica.serving.follower import follow
 from crossdock.workers.schedule.batch import Batch, SampledToken
 from crossdock.workers.schedule.cost.cost import StepCost
 from crossdock.workers.schedule.memory.pages import PagePool
-from crossdock.workers.schedule.request import Request, SamplingParams, Submission
+from crossdock.workers.schedule.request import Request
 from crossdock.workers.schedule.scheduler import Scheduler
+from crossdock.workers.schedule.submission import SamplingParams, Submission
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "prompts whole": {"enable_chunked_prefill": False, "max_num_batched_tokens": 8192},

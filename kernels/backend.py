@@ -82,14 +82,7 @@ def _flash_attn(device: torch.device) -> Attention:
     _require("flash_attn", device)
     from crossdock.kernels.gpu.flash_attention import PAGE_MULTIPLE, paged_attention
 
-    store_kv = _triton(device).store_kv if has_package("triton") else attention.reference_store_kv
-    return Attention(
-        *("flash_attn", store_kv, paged_attention, PAGE_MULTIPLE),
-        takes_fp8=False,
-        takes_key_end=False,
-        takes_attention_chunks=False,
-        is_beside_triton=True,
-    )
+    return _of_flash_attn("flash_attn", device, paged_attention, PAGE_MULTIPLE)
 
 
 def _flash_attn_3(device: torch.device) -> Attention:
@@ -98,9 +91,15 @@ def _flash_attn_3(device: torch.device) -> Attention:
         raise ValueError("attention_backend flash_attn_3 runs on Hopper GPUs, and this is another; auto and triton run")
     from crossdock.kernels.gpu.flash_attention_3 import paged_attention
 
+    return _of_flash_attn("flash_attn_3", device, paged_attention)
+
+
+def _of_flash_attn(
+    name: str, device: torch.device, paged_attention: Callable[..., Tensor], page_multiple: int = 1
+) -> Attention:
     store_kv = _triton(device).store_kv if has_package("triton") else attention.reference_store_kv
     return Attention(
-        *("flash_attn_3", store_kv, paged_attention),
+        *(name, store_kv, paged_attention, page_multiple),
         takes_fp8=False,
         takes_key_end=False,
         takes_attention_chunks=False,

@@ -14,12 +14,12 @@ from typing import TypeAlias
 
 from crossdock.kvtransfer.layout import PoolSpec
 from crossdock.kvtransfer.messages import MAX_BYTES
-from crossdock.kvtransfer.records import Count, GroupPages, Record, Seconds
+from crossdock.kvtransfer.records import Count, GroupPages, OfEpoch, Record, Seconds
 
 MAX_RESULT_BYTES = MAX_BYTES - 4096
 
 
-class ShipCall(Record, frozen=True):
+class ShipCall(OfEpoch, frozen=True):
     """Begin to send `request` to the replica whose ranks' blobs are `peers`. Ends with one `Released`.
 
     `deadline_s` is how long the target may be silent before it grants (its wait extends that), and how long one write
@@ -30,13 +30,11 @@ class ShipCall(Record, frozen=True):
         ValueError: a blob is of another transport, or of no dock.
     """
 
-    request: str
-    epoch: Count
     peers: tuple[bytes, ...]
     deadline_s: Seconds
 
 
-class ExpectCall(Record, frozen=True):
+class ExpectCall(OfEpoch, frozen=True):
     """Expect `request` from the replica whose ranks' blobs are `peers`. Grant pages when there is room for it.
 
     Grant only after `Offered`. Otherwise one request could hold pages here and wait for pages at its source, while
@@ -48,17 +46,12 @@ class ExpectCall(Record, frozen=True):
         ValueError: a blob is of another transport, or of no dock.
     """
 
-    request: str
-    epoch: Count
     peers: tuple[bytes, ...]
     deadline_s: Seconds
 
 
-class OfferCall(Record, frozen=True):
+class OfferCall(OfEpoch, frozen=True):
     """Notify the target that there are pages for the whole prompt here: it may grant pages now."""
-
-    request: str
-    epoch: Count
 
 
 class ChunkCall(Record, frozen=True):
@@ -86,39 +79,29 @@ class FinishCall(Record, frozen=True):
     state_pages: tuple[Count, ...] = ()
 
 
-class GrantCall(Record, frozen=True):
+class GrantCall(OfEpoch, frozen=True):
     """Grant pages for the prompt of `request`, except for the first `first_page` pages, which are here, and for its
     recurrent state.
 
     They belong to the writer until `Arrived`, or until `WriterStopped` after a failure."""
 
-    request: str
-    epoch: Count
     first_page: Count
     groups: tuple[GroupPages, ...]
     state_pages: tuple[Count, ...] = ()
 
 
-class CancelShipCall(Record, frozen=True):
+class CancelShipCall(OfEpoch, frozen=True):
     """Stop writing. `Released` follows in any case, as soon as no write is open, and may come twice."""
 
-    request: str
-    epoch: Count
 
-
-class CancelExpectCall(Record, frozen=True):
+class CancelExpectCall(OfEpoch, frozen=True):
     """Stop expecting. `WriterStopped` follows in any case, when that is safe, and may come twice. Until then, give the
     granted pages to no other request."""
 
-    request: str
-    epoch: Count
 
-
-class WaitCall(Record, frozen=True):
+class WaitCall(OfEpoch, frozen=True):
     """Notify the other side that about `seconds` will pass before the grant, or before the next chunk."""
 
-    request: str
-    epoch: Count
     seconds: Seconds
 
 

@@ -43,77 +43,65 @@ class Figures:
         """The share of the write seconds that was hidden, 0 to 1; 1 if nothing was written."""
         return self.hidden_seconds / self.write_seconds if self.write_seconds else 1.0
 
-    @property
-    def gb_per_second(self) -> float:
-        return self.num_bytes / self.write_seconds / 1e9 if self.write_seconds else 0.0
-
 
 @dataclass(frozen=True, slots=True)
-class Granted:
-    """To the source: every target rank has granted pages. No action is needed."""
+class OfTransfer:
+    """An event of the transfer of one epoch of one request."""
 
     request: str
     epoch: Count
+
+
+@dataclass(frozen=True, slots=True)
+class Granted(OfTransfer):
+    """To the source: every target rank has granted pages. No action is needed."""
+
     first_page: Count  # leading pages that the target already has; the fewest of all its ranks
 
 
 @dataclass(frozen=True, slots=True)
-class Released:
+class Released(OfTransfer):
     """To the source, exactly once per `ship`: no write of this epoch is open, and none will begin.
 
     Once every epoch that was shipped of a request is released, no transfer reads the request's pages."""
 
-    request: str
-    epoch: Count
     arrived: bool  # whether every page and the result were delivered
     figures: Figures = field(compare=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Offered:
+class Offered(OfTransfer):
     """To the target: every source rank has pages for the prompt. May come before `expect`, and more than once."""
-
-    request: str
-    epoch: Count
 
 
 @dataclass(frozen=True, slots=True)
-class Committed:
+class Committed(OfTransfer):
     """To the target: the first `num_tokens` tokens are in place, without gaps, from every source rank."""
 
-    request: str
-    epoch: Count
     num_tokens: Count
 
 
 @dataclass(frozen=True, slots=True)
-class Arrived:
+class Arrived(OfTransfer):
     """To the target: every page is in place, and no further write will come. The successful end of an `expect`."""
 
-    request: str
-    epoch: Count
     num_tokens: Count
     result: bytes
     figures: Figures = field(compare=False)
 
 
 @dataclass(frozen=True, slots=True)
-class WriterStopped:
+class WriterStopped(OfTransfer):
     """To the target, after `Failed` or `cancel_expect`: no process will write to the granted pages any more."""
-
-    request: str
-    epoch: Count
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class Failed(OfTransfer):
     """To either side, at most once: the transfer will not be completed.
 
     `Released` or `WriterStopped` follows, at once or when that is safe. Tokens that a target has committed stay valid.
     """
 
-    request: str
-    epoch: Count
     sending: bool  # True: shipped from this dock; False: expected at this dock
     reason: Reason
     detail: str = field(compare=False)

@@ -5,7 +5,7 @@ from typing import Annotated, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from crossdock.kvtransfer.records import Count, GroupPages, Record
+from crossdock.kvtransfer.records import Count, GroupPages, OfEpoch
 
 MAX_BYTES = 1 << 20
 """Bytes of one message, at most. A grant of 128k tokens has 40 KB for each group of layers without a window; NIXL was
@@ -15,31 +15,30 @@ MAX_PAUSE_S = 86_400.0
 _Pause: TypeAlias = Annotated[float, Meta(ge=0.0, le=MAX_PAUSE_S)]  # seconds
 
 
-class Hello(Record, frozen=True):
-    """Source to target: this request's pages will be sent, once this rank has pages for it."""
+class _Message(OfEpoch, frozen=True):
+    """A message about one epoch of one request, whose id another process has chosen."""
 
     request: _Id
-    epoch: Count
 
 
-class Offer(Record, frozen=True):
+class Hello(_Message, frozen=True):
+    """Source to target: this request's pages will be sent, once this rank has pages for it."""
+
+
+class Offer(_Message, frozen=True):
     """Source to target: this rank has pages for the whole prompt, and will compute it; grant pages for it.
 
     It may come before the target expects the request, hence the number of source ranks."""
 
-    request: _Id
-    epoch: Count
     num_sources: Count
 
 
-class Grant(Record, frozen=True):
+class Grant(_Message, frozen=True):
     """Target to source: the first `first_page` pages are here; write the others to those of `groups`, in order.
 
     `groups` has the pages of every group of layers. A group with a window begins where tokens to come can see. The
     recurrent state goes to `state_pages`, in order, once it is final."""
 
-    request: _Id
-    epoch: Count
     first_page: Count
     groups: tuple[GroupPages, ...]
     state_pages: tuple[Count, ...] = ()
@@ -50,36 +49,30 @@ class Grant(Record, frozen=True):
         return min((group.end for group in self.groups), default=0)
 
 
-class Wait(Record, frozen=True):
+class Wait(_Message, frozen=True):
     """Either way: the sender of this message will send nothing for about `seconds`, which is no failure."""
 
-    request: _Id
-    epoch: Count
     seconds: _Pause
     is_from_source: bool
 
 
-class Abort(Record, frozen=True):
+class Abort(_Message, frozen=True):
     """Target to source: stop writing, and report when you have stopped.
 
     `blob` is the target's. A source that was never asked to ship this request needs it to answer."""
 
-    request: _Id
-    epoch: Count
     blob: bytes
 
 
-class Stopped(Record, frozen=True):
+class Stopped(_Message, frozen=True):
     """Source to target: no write of this epoch is open, and none will begin.
 
     Where `is_clean` is False, a write ended in an error, and part of its data may still be on the way."""
 
-    request: _Id
-    epoch: Count
     is_clean: bool
 
 
-class Pages(Record, frozen=True):
+class Pages(_Message, frozen=True):
     """Source to target, with the data: pages `first_page` to `first_page + num_pages` of the request are in place.
 
     They are in place in every group of layers, as far as the target has granted them.
@@ -89,8 +82,6 @@ class Pages(Record, frozen=True):
     the state before.
     """
 
-    request: _Id
-    epoch: Count
     sequence: Count
     first_page: Count
     num_pages: Count

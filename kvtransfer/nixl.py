@@ -59,8 +59,7 @@ class NixlTransport:
     """A NIXL agent with the UCX backend.
 
     `ucx_tls` and `ucx_net_devices` set UCX's own variables, for tests and unusual networks; None leaves them alone.
-    NIXL's progress thread is off by default: it spins and takes a whole core even when idle. With cores to spare, and
-    RDMA, the thread saves the poll interval; polling goes on in any case.
+    NIXL's progress thread is off: it spins, and takes a whole core even when idle.
     No process may fork after `open`: a child that exits normally takes the parent's connections down with it.
     """
 
@@ -69,9 +68,7 @@ class NixlTransport:
     busy_seconds = 0.0005
     idle_seconds = 0.02  # without a transfer under way, no urgent message arrives
 
-    def __init__(
-        self, ucx_tls: str | None = None, ucx_net_devices: str | None = None, *, progress_thread: bool = False
-    ) -> None:
+    def __init__(self, ucx_tls: str | None = None, ucx_net_devices: str | None = None) -> None:
         # The libraries read these when they are loaded, or when the first agent is made.
         os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")  # by default NIXL writes about every agent to stdout
         os.environ.setdefault("UCX_RCACHE_MAX_UNRELEASED", "1024")  # else registrations pile up; vLLM does the same
@@ -94,7 +91,6 @@ class NixlTransport:
             getattr(bindings, name) for name in dir(bindings) if name.startswith("nixl") and name.endswith("Error")
         )  # they have no common base
         self._setup_errors: tuple[type[Exception], ...] = (*self._errors, RuntimeError, ValueError, TypeError)
-        self._progress_thread = progress_thread
         self._agent: Any = None
         self._registration: Any = None
         self._memory = Memory(0, 0)
@@ -110,7 +106,7 @@ class NixlTransport:
     def open(self, name: str, memory: Memory) -> bytes:
         api = self._nixl._api
         config = api.nixl_agent_config(
-            enable_prog_thread=self._progress_thread,
+            enable_prog_thread=False,
             backends=["UCX"],
             # The default is no synchronisation, which was seen to hang and to crash (docs/nixl.md, Threads).
             sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,

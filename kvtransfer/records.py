@@ -17,6 +17,13 @@ class Record(Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """A message or a call. It travels as a map of its fields, with the name of its kind under `type`."""
 
 
+class OfEpoch(Record, frozen=True):
+    """A record about one epoch of one request."""
+
+    request: str
+    epoch: Count
+
+
 class GroupPages(NamedTuple):
     """A request's pages of one group of layers, from page number `first` on. Page i holds tokens [i·size, (i+1)·size).
 

@@ -62,19 +62,19 @@ class _TcpRoute:
 
 
 class TcpTransport:
-    """Listens on `host` (port 0: any free port). Others connect to `advertise`, by default the same host."""
+    """Listens on any free port of `host`, the address at which other replicas reach this host."""
 
     kind = "tcp"
     lost_is_fence = True
     busy_seconds = math.inf
     idle_seconds = math.inf
 
-    def __init__(self, host: str = "127.0.0.1", port: int = 0, advertise: str | None = None) -> None:
-        if host in ("", "0.0.0.0", "::") and not advertise:
-            raise ValueError(f"host {host!r} means any: advertise must be the name under which others reach this host")
-        self._listener = socket.create_server((host, port), family=family_of(host), backlog=128)
+    def __init__(self, host: str = "127.0.0.1") -> None:
+        if host in ("", "0.0.0.0", "::"):
+            raise ValueError(f"host {host!r} means any: name the address at which others reach this host")
+        self._listener = socket.create_server((host, 0), family=family_of(host), backlog=128)
         self._listener.setblocking(False)
-        self._advertise = advertise or host
+        self._host = host
         self._cookie = secrets.token_bytes(32)
         self._name = ""
         self._memory = memoryview(b"")
@@ -97,7 +97,7 @@ class TcpTransport:
 
     def open(self, name: str, memory: Memory) -> bytes:
         self._name, self._memory = name, host_view(memory)
-        return msgpack.encode([self._advertise, self._listener.getsockname()[1], self._cookie])
+        return msgpack.encode([self._host, self._listener.getsockname()[1], self._cookie])
 
     def connect(self, peer: Peer, page_bytes: int, num_pages: int, ranges: GroupRanges) -> None:
         self._refused.discard(peer.name)
@@ -183,7 +183,7 @@ class TcpTransport:
         name = self._name.encode()
         greeting = _GREETING.pack(_MAGIC, cookie, len(name)) + name
         sock = socket.socket(family_of(host), socket.SOCK_STREAM)
-        connection = TcpConnection(sock, route.peer.name, True, self._acknowledgements(route), is_connecting=True)
+        connection = TcpConnection(sock, route.peer.name, self._acknowledgements(route), is_connecting=True)
         connection.queue.append(memoryview(greeting))
         try:
             tune(sock)
@@ -210,7 +210,7 @@ class TcpTransport:
             self.num_strangers += 1
             sock.close()
             return
-        connection = TcpConnection(sock, "", False, iter(()), since=time.monotonic())
+        connection = TcpConnection(sock, "", iter(()), since=time.monotonic())
         connection.parser = self._frames(connection)
         try:
             tune(sock)

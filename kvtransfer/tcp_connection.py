@@ -23,7 +23,6 @@ class TcpConnection:
 
     socket: socket.socket
     peer: str  # "" until the greeting
-    is_outgoing: bool
     parser: Parser
     wanted: deque[memoryview] = field(default_factory=deque)
     queue: deque[memoryview] = field(default_factory=deque)

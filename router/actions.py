@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from crossdock.workers.schedule.request import Submission, TokenDelta
+from crossdock.workers.schedule.request import TokenDelta
+from crossdock.workers.schedule.submission import Submission
 
 
 @dataclass(frozen=True, slots=True)

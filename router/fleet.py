@@ -121,7 +121,7 @@ class Fleet:
             return placement
         return self._encoded_by(self.table.replica_in(int(encoders[prefill])), placement, query, prediction, prefill)
 
-    def book(self, query: Query, placement: Placement, now: float) -> None:
+    def book(self, query: Query, placement: Placement) -> None:
         """Count a request as given to the replicas of `placement`, to which it is on its way."""
         placed = self._placed[query.request_id] = []
         computing = placement.prefill or placement.decode
@@ -141,7 +141,7 @@ class Fleet:
         if replica is not None and request_id in replica.pending and replica.take(request_id, sequence):
             self.table.touch(replica)
 
-    def first_token(self, request_id: str, now: float) -> None:
+    def first_token(self, request_id: str) -> None:
         """Note that the request's prompt is computed."""
         for replica, _ in self._placed_at(request_id):
             if replica.first_token(request_id):

@@ -9,7 +9,7 @@ from crossdock.router.placement import Placement, Query
 from crossdock.workers.schedule.memory.prefix_index import PageHash, hash_pages
 from crossdock.workers.schedule.pictures.encoding_leg import encoding_leg
 from crossdock.workers.schedule.pictures.items import Item
-from crossdock.workers.schedule.request import Leg, Overloaded, Submission
+from crossdock.workers.schedule.submission import Leg, Overloaded, Submission
 
 
 def query_of(

@@ -27,8 +27,8 @@ from crossdock.router.predict import Prediction
 from crossdock.router.work import EXPECTED_OUTPUT_TOKENS
 from crossdock.workers.schedule.cost.formula import Floats
 from crossdock.workers.schedule.memory.prefix_index import PageHash
-from crossdock.workers.schedule.request import Overloaded
 from crossdock.workers.schedule.slo import DEFAULT_CLASS, SloClass
+from crossdock.workers.schedule.submission import Overloaded
 
 LATE_WEIGHT = 100.0
 """Cost of one weighted second of lateness, in seconds of work: large, so that a promise is broken only where every

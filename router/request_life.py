@@ -8,7 +8,6 @@ replica computes the prompt and the first token, a decode replica receives the K
 encode replica may join them for the pictures. Without it the attempt goes on: who computes the prompt encodes them too.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
 
@@ -29,7 +28,8 @@ from crossdock.router.fleet import Fleet
 from crossdock.router.legs import choose_replicas, query_of, submit_again, submits_of
 from crossdock.router.placement import Placement, Query
 from crossdock.router.progress import Numbers, ProgressWatch
-from crossdock.workers.schedule.request import FinishReason, Overloaded, Submission, TokenDelta
+from crossdock.workers.schedule.request import FinishReason, TokenDelta
+from crossdock.workers.schedule.submission import Overloaded, Submission
 
 MOST_PLACEMENTS = 4  # of one request, refusals and returns apart; the last two on one replica alone, whatever the pools
 MOST_DEATHS = 2  # of replicas that had the request and had made no token of the attempt
@@ -51,7 +51,7 @@ class RequestLife:
         most_placements: int = MOST_PLACEMENTS,
     ) -> None:
         self.submission = submission
-        self.output: list[int] = []  # the tokens that the client was given
+        self.output: list[int] = []  # the tokens that the client was given; the simulator adds many at once
         self.attempt = -1  # the number of the last attempt
         self.placement: Placement | None = None  # of the last attempt
         self.query: Query | None = None  # of the last attempt; None: what is left of the request has changed since
@@ -91,7 +91,15 @@ class RequestLife:
         if self.is_over:
             return []
         if self.query is None:
-            self.query = self._make_query()
+            may_ship = self._num_losses < self._most_placements - 2
+            self.query = query_of(
+                self.submission,
+                self.output,
+                self._fleet.page_size,
+                may_ship=may_ship,
+                may_encode_elsewhere=may_ship and self._fleet.has_encoders,
+                may_refuse=self.submission.is_promised and not self.is_accepted,
+            )
         if not self._may_encode_elsewhere:
             self.query = replace(self.query, encoding=None)
         try:
@@ -99,7 +107,7 @@ class RequestLife:
             placement = choose_replicas(self._fleet, self.query, now, *others, is_accepted=self.is_accepted)
         except (Overloaded, ReplicaLost) as error:
             return self._fail(error)
-        self._fleet.book(self.query, placement, now)
+        self._fleet.book(self.query, placement)
         self.placement = placement
         self.attempt += 1
         self._has_token = self._is_computed = False
@@ -206,7 +214,7 @@ class RequestLife:
             assert self.placement is not None
             self._is_computed = True
             self._patience = max(self._timeouts.patience_s, 20 * self.placement.predicted_gap)
-            self._fleet.first_token(self.submission.id, now)
+            self._fleet.first_token(self.submission.id)
         self._watch.asked.clear()
         self.deadline = now + self._patience
         actions = self._end_encoder(True, now) if self._encoder is not None else []  # all rows were read, or in caches
@@ -214,11 +222,6 @@ class RequestLife:
             self._early.append((replica, delta))
             return [*actions, *self._check_gap(now)]
         return [*actions, *self._emit(replica, delta, now), *self._check_gap(now)]
-
-    def advance(self, token_ids: Sequence[int]) -> None:
-        """Add tokens of a running stream, neither its first nor its last, as many calls of `tokens` would. For the
-        simulator, which takes many steps at once."""
-        self.output += token_ids
 
     # -- time --------------------------------------------------------------------------------------------------------
 
@@ -271,18 +274,6 @@ class RequestLife:
         return actions
 
     # -- steps -------------------------------------------------------------------------------------------------------
-
-    def _make_query(self) -> Query:
-        """Describe to the router what is left of the request."""
-        may_ship = self._num_losses < self._most_placements - 2
-        return query_of(
-            self.submission,
-            self.output,
-            self._fleet.page_size,
-            may_ship=may_ship,
-            may_encode_elsewhere=may_ship and self._fleet.has_encoders,
-            may_refuse=self.submission.is_promised and not self.is_accepted,
-        )
 
     def _accept(self, now: float) -> list[Action]:
         """Begin to stream: every replica has taken its leg."""

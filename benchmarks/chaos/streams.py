@@ -23,7 +23,7 @@ from crossdock.workers.model.load import load_model
 from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.engine import Engine
-from crossdock.workers.schedule.request import SamplingParams, Submission
+from crossdock.workers.schedule.submission import SamplingParams, Submission
 
 HUNG_S = 60.0  # without a byte: the stream hangs
 MAX_MODEL_LEN = 1024

@@ -16,7 +16,8 @@ from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
-from crossdock.workers.schedule.request import FinishReason, Grammar, Submission, TokenDelta
+from crossdock.workers.schedule.request import FinishReason, TokenDelta
+from crossdock.workers.schedule.submission import Grammar, Submission
 from tests.cluster.api.scripted_api import ScriptedDispatcher
 from tests.cluster.small_tokenizers import byte_level
 

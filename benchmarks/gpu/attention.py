@@ -18,7 +18,8 @@ from crossdock.kernels.backend import choose_attention
 from crossdock.kvtransfer.layout import LayerShape, PoolLayout, View
 from crossdock.workers.model.inputs import StepInputs
 from crossdock.workers.schedule.batch import Batch, Scheduled
-from crossdock.workers.schedule.request import Request, SamplingParams
+from crossdock.workers.schedule.request import Request
+from crossdock.workers.schedule.submission import SamplingParams
 
 
 class _Recorder:

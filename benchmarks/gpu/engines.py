@@ -18,7 +18,7 @@ from gpu.rows import Figures
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.calibrate import measure_step, warm_up
 from crossdock.workers.replica.engine.engine import Engine
-from crossdock.workers.schedule.request import SamplingParams, Submission
+from crossdock.workers.schedule.submission import SamplingParams, Submission
 
 VOCABULARY = 30_000  # the prompts' token ids are below this, and below the model's vocabulary
 
@@ -205,7 +205,7 @@ def _throughput(bench: Bench, engines: Engines, settings: dict[str, Any]) -> Fig
 
 
 def _generate(engine: Engine, prompts: Sequence[list[int]], new_tokens: int) -> float:
-    engine.pages.clear_cache()
+    engine.pages.stock.clear_cache()
     started = time.perf_counter()
     for number, prompt in enumerate(prompts):
         params = SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True)

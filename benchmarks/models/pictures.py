@@ -38,7 +38,8 @@ from crossdock.workers.replica.engine.calibrate import warm_up
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.schedule.pictures.encoding import Encoding, ItemChunk
 from crossdock.workers.schedule.pictures.items import Item
-from crossdock.workers.schedule.request import Request, SamplingParams, Submission
+from crossdock.workers.schedule.request import Request
+from crossdock.workers.schedule.submission import SamplingParams, Submission
 
 PLACEHOLDER = 9
 PICTURES = 8

@@ -34,7 +34,7 @@ from crossdock.workers.model.load import load_model
 from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.engine import Engine
-from crossdock.workers.schedule.request import SamplingParams, Submission
+from crossdock.workers.schedule.submission import SamplingParams, Submission
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -170,23 +170,6 @@ def has_sessions(path: Path) -> bool:
     return isinstance(first, dict) and "turns" in first
 
 
-def as_record(session: Session) -> dict[str, Any]:
-    """Return a session as a line of a trace."""
-
-    def rows(turns: Sequence[Turn]) -> list[list[float]]:
-        return [[turn.new_tokens, turn.output_tokens, round(turn.pause_s, 1)] for turn in turns]
-
-    record: dict[str, Any] = {
-        "start_s": round(session.start_s, 1),
-        "system_prompt": session.system_prompt,
-        "system_tokens": session.system_tokens,
-        "turns": rows(session.turns),
-    }
-    if session.branches:
-        record["branches"] = [{"after": branch.after, "turns": rows(branch.turns)} for branch in session.branches]
-    return record
-
-
 def _chain(
     name: str,
     history: tuple[Segment, ...],

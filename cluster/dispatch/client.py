@@ -17,7 +17,7 @@ from crossdock.cluster.dispatch.connections import RemoteMethod
 from crossdock.router.actions import ReplicaBroken, ReplicaDead
 from crossdock.workers.report.advertise import Message
 from crossdock.workers.report.profile import SchedulingProfile
-from crossdock.workers.schedule.request import Submission
+from crossdock.workers.schedule.submission import Submission
 
 _Unsent: TypeAlias = tuple[Submission, "asyncio.Future[int]"]
 _MOST_TOKENS = 16_384  # of the prompts in one call: packing them stops the event loop

@@ -15,7 +15,7 @@ from crossdock.router.fleet import Fleet
 from crossdock.router.request_life import RequestLife
 from crossdock.workers.report.advertise import Message
 from crossdock.workers.report.profile import SchedulingProfile
-from crossdock.workers.schedule.request import Submission
+from crossdock.workers.schedule.submission import Submission
 
 logger = logging.getLogger("ray.serve")
 

@@ -12,7 +12,8 @@ from crossdock.router.actions import ReplicaLost, SuspectRequest
 from crossdock.router.placement import Placement
 from crossdock.workers.report.timeline import prompt_length_bucket
 from crossdock.workers.report.vllm_names import OF_INGRESSES, exposition
-from crossdock.workers.schedule.request import FinishReason, Overloaded, Submission
+from crossdock.workers.schedule.request import FinishReason
+from crossdock.workers.schedule.submission import Overloaded, Submission
 
 _TTFT = (0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _GAP = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 5.0)

@@ -18,10 +18,11 @@ from crossdock.cluster.config import ClusterConfig
 from crossdock.cluster.config_file import to_yaml
 from crossdock.cluster.serve.checkpoint_check import check_checkpoint
 from crossdock.cluster.serve.flags import configuration, takes_flags
-from crossdock.cluster.serve.memory import left, used_by_family
+from crossdock.cluster.serve.memory import used_by_family
 from crossdock.cluster.serve.other_flags import unread_variables
 from crossdock.cluster.serve.stop_signals import ending_at_once
 from crossdock.cluster.serve.summary import summary
+from crossdock.workers.model.memory.host_memory import free_on_host
 
 
 @takes_flags
@@ -55,7 +56,7 @@ def _serve_until_stopped(config: ClusterConfig, console: Console, *, is_verbose:
 
     def started(replicas: list[dict[str, Any]]) -> None:
         bar.stop()
-        memory = (used_by_family(os.getpid()), left()) if _is_local() else (None, None)
+        memory = (used_by_family(os.getpid()), free_on_host()) if _is_local() else (None, None)
         for line in summary(replicas, *memory):
             console.print(escape(line))
         _announce(config, console)

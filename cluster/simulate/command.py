@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from itertools import takewhile
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 from rich.console import Console
@@ -29,6 +29,7 @@ _LOAD, _STUDY, _OUTPUT = "Load (as in `crossdock bench`)", "Comparisons", "Outpu
 _POLICIES = "seconds,round-robin,least-requests,power-of-two,prefix-affinity,block-cost"
 _SHIPPING = "auto,always,never"
 _SECONDS = 60.0  # of arrivals, where neither seconds nor requests are given
+_Jobs: TypeAlias = Callable[[int], Iterator[Job]]  # of a seed
 _CLOSED_LOOPS = ("interference", "short-vs-long")  # jobs that are due when others have ended
 
 
@@ -117,10 +118,9 @@ def simulate(flags: SimulateFlags) -> None:
         fleet = _fleet(flags)
         jobs, targets, variants = _jobs(fleet, flags), _targets(fleet, flags.slo or []), _variants(fleet, flags)
         if len(variants) > 1 or flags.seeds > 1:
-            seeds = range(flags.seed, flags.seed + flags.seeds)
-            _compare(variants, seeds, jobs, targets, _until(flags), flags.json_file, stderr)
+            _compare(variants, flags, jobs, targets, stderr)
         else:
-            _run(variants[0][1], flags.seed, jobs, targets, _until(flags), flags.json_file, flags.plot_file, stderr)
+            _run(variants[0][1], flags, jobs, targets, stderr)
     except ValueError as error:
         for line in str(error).splitlines():
             stderr.print(f"[red]simulate:[/red] {escape(line)}")
@@ -163,7 +163,7 @@ def _variants(fleet: "SimulatedFleet", flags: SimulateFlags) -> "list[tuple[str,
     return variants
 
 
-def _jobs(fleet: "SimulatedFleet", flags: SimulateFlags) -> Callable[[int], Iterator[Job]]:
+def _jobs(fleet: "SimulatedFleet", flags: SimulateFlags) -> _Jobs:
     """Return a function from a seed to the jobs that `crossdock bench` would send with it.
 
     Raises:
@@ -242,16 +242,7 @@ def _parse_kill(text: str) -> dict[str, Any]:
     return {"kill": name, "at": at}
 
 
-def _run(
-    fleet: "SimulatedFleet",
-    seed: int,
-    jobs: Callable[[int], Iterator[Job]],
-    targets: "Targets",
-    until: float,
-    json_file: Path | None,
-    plot_file: Path | None,
-    stderr: Console,
-) -> None:
+def _run(fleet: "SimulatedFleet", flags: SimulateFlags, jobs: _Jobs, targets: "Targets", stderr: Console) -> None:
     from crossdock.cluster.bench.progress import progress
     from crossdock.cluster.simulate import report
     from crossdock.cluster.simulate.simulation import Simulation
@@ -260,34 +251,29 @@ def _run(
     with progress(stderr, "Simulating", "requests") as reported:
 
         def counted() -> Iterator[Job]:
-            for number, job in enumerate(jobs(seed), 1):
+            for number, job in enumerate(jobs(flags.seed), 1):
                 reported(number, None)
                 yield job
 
-        outcome = Simulation(fleet, seed).run(counted(), until)
+        outcome = Simulation(fleet, flags.seed).run(counted(), _until(flags))
     if not outcome.samples:
         raise ValueError("duration: no request arrives in that time")
     found = report.figures(outcome, targets)
     Console().print(report.table(found, time.perf_counter() - started))
-    if json_file is not None:
-        json_file.write_text(json.dumps(found, indent=1) + "\n")
-    if plot_file is not None:
-        report.plot(outcome.samples, plot_file)
+    if flags.json_file is not None:
+        flags.json_file.write_text(json.dumps(found, indent=1) + "\n")
+    if flags.plot_file is not None:
+        report.plot(outcome.samples, flags.plot_file)
 
 
 def _compare(
-    fleets: "list[tuple[str, SimulatedFleet]]",
-    seeds: range,
-    jobs: Callable[[int], Iterator[Job]],
-    targets: "Targets",
-    until: float,
-    json_file: Path | None,
-    stderr: Console,
+    fleets: "list[tuple[str, SimulatedFleet]]", flags: SimulateFlags, jobs: _Jobs, targets: "Targets", stderr: Console
 ) -> None:
     from crossdock.cluster.bench.progress import progress
     from crossdock.cluster.simulate import report
     from crossdock.cluster.simulate.study import scores
 
+    seeds = range(flags.seed, flags.seed + flags.seeds)
     num_done, total = 0, len(fleets) * len(seeds)
     with progress(stderr, "Comparing", "simulations") as reported:
 
@@ -298,8 +284,8 @@ def _compare(
             if stderr.is_terminal:
                 stderr.print(f"[dim]{escape(name)}, seed {seed}: {score.good:.1%} good[/dim]")
 
-        found = scores(fleets, seeds, jobs, targets, done, until)
+        found = scores(fleets, seeds, jobs, targets, done, _until(flags))
     Console().print(report.comparison(found, len(seeds)))
-    if json_file is not None:
+    if flags.json_file is not None:
         data = {name: [asdict(score) for score in runs] for name, runs in found.items()}
-        json_file.write_text(json.dumps({"seeds": list(seeds), "scores": data}, indent=1) + "\n")
+        flags.json_file.write_text(json.dumps({"seeds": list(seeds), "scores": data}, indent=1) + "\n")

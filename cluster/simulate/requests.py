@@ -12,7 +12,7 @@ from crossdock.cluster.simulate.rows import SimulatedRows
 from crossdock.cluster.simulate.transfer import SimulatedTransfer
 from crossdock.router.request_life import RequestLife
 from crossdock.workers.schedule.pictures.items import Item
-from crossdock.workers.schedule.request import SamplingParams
+from crossdock.workers.schedule.submission import SamplingParams
 
 _ROW_SIDE = 28  # pixels on each side that one row of Qwen2-VL's encoder stands for
 _PLACEHOLDER = 2**32 - 2  # a token that no text has

@@ -27,7 +27,8 @@ from crossdock.router.request_life import RequestLife
 from crossdock.workers.report.advertise import HEARTBEAT_S, LiveProfile
 from crossdock.workers.schedule.batch import Batch
 from crossdock.workers.schedule.pictures.arriving_rows import LandingCalls
-from crossdock.workers.schedule.request import Leg, Overloaded, Request, Submission, TokenDelta
+from crossdock.workers.schedule.request import Request, TokenDelta
+from crossdock.workers.schedule.submission import Leg, Overloaded, Submission
 
 _NOT_YET = 2**63 - 1  # as the number of a live profile: a request is in none so far
 
@@ -254,7 +255,7 @@ class Simulation:
         tokens = [TOKEN] * len(times)
         for each in requests:
             request = self.requests[each.id]
-            request.life.advance(tokens)
+            request.life.output += tokens
             request.sample.times.extend(times)
 
     def stepped(self, replica: SimulatedReplica, batch: Batch, deltas: Sequence[TokenDelta], now: float) -> None:

@@ -8,7 +8,8 @@ from functools import partial
 from crossdock.cluster.simulate.clock import Clock
 from crossdock.cluster.simulate.replica import TOKEN, SimulatedReplica
 from crossdock.workers.schedule.memory.prefix_index import first_visible_page
-from crossdock.workers.schedule.request import Leg, Request, Status
+from crossdock.workers.schedule.request import Request, Status
+from crossdock.workers.schedule.submission import Leg
 
 GRACE_S = 1.0  # after a replica's death, until its writes cannot land any more: the default of `transfer.grace_s`
 

@@ -242,15 +242,9 @@ def _device_name(kind: str, num_threads: int) -> str:
         import torch
 
         return str(torch.cuda.get_device_name())
-    names = [line.partition(":")[2].strip() for line in _cpu_info() if line.startswith("model name")]
-    return f"{num_threads} threads of {names[0] if names else 'a CPU'}"
+    from crossdock.workers.replica.serving.machine import cpu_name
 
-
-def _cpu_info() -> list[str]:
-    try:
-        return Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:  # not Linux
-        return []
+    return f"{num_threads} threads of {cpu_name()}"
 
 
 # -- the report ------------------------------------------------------------------------------------------------------

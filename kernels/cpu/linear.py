@@ -123,7 +123,7 @@ class Int8Linear:
         largest = weight.abs().amax(1).float()
         self.scales = (largest / INT8_MAX).clamp_min(torch.finfo(torch.float32).tiny)
         numbers = (weight.float() / self.scales[:, None]).round().clamp(-INT8_MAX, INT8_MAX).to(torch.int16) + 128
-        self.packed = _pack_int8(numbers.to(torch.uint8), memory or HugePages())
+        self.packed = _pack(numbers.to(torch.uint8), memory or HugePages())
 
     def __call__(self, x: Tensor) -> Tensor:
         x = x.contiguous()
@@ -244,17 +244,10 @@ class ChosenLinear:
 
 
 def _pack(weight: Tensor, memory: HugePages) -> Tensor:
-    """Pack [N, K] into panels [N/16, K/2, 16, 2], so that each load feeds 16 outputs with two inputs."""
-    N, K = weight.shape
-    panels = weight.view(N // _PANEL, _PANEL, K // 2, 2).transpose(1, 2)
-    return memory.take(panels.numel(), torch.bfloat16).view(panels.shape).copy_(panels)
-
-
-def _pack_int8(weight: Tensor, memory: HugePages) -> Tensor:
-    """Pack [N, K] of bytes into panels [N/16, K/4, 16, 4], so that each load feeds 16 outputs with four inputs."""
-    N, K = weight.shape
-    panels = weight.view(N // _PANEL, _PANEL, K // 4, 4).transpose(1, 2)
-    return memory.take(panels.numel(), torch.uint8).view(panels.shape).copy_(panels)
+    """Pack [N, K] into panels [N/16, K/n, 16, n], so that each load feeds 16 outputs with the n inputs of 4 bytes."""
+    (N, K), inputs = weight.shape, 4 // weight.itemsize
+    panels = weight.view(N // _PANEL, _PANEL, K // inputs, inputs).transpose(1, 2)
+    return memory.take(panels.numel(), weight.dtype).view(panels.shape).copy_(panels)
 
 
 def interleave(gate: Tensor, up: Tensor) -> Tensor:

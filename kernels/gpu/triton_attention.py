@@ -76,14 +76,6 @@ def num_blocks(num_rows: int, num_chunks: int, rows_of_tile: int, group: int) ->
     return num_rows // (rows_of_tile // group) + num_chunks
 
 
-def kernels_of(num_decodes: int, num_chunks: int) -> tuple[str, ...]:
-    """Return the kernels that compute a step. Steps of all sizes take the same compiled kernels.
-
-    So one step with a chunk and a decode, before the first request, compiles all that requests will need.
-    """
-    return ("share", "decode", "join") * (num_decodes > 0) + ("chunk",) * (num_chunks > 0)
-
-
 def store_kv(
     k: Tensor,
     v: Tensor,

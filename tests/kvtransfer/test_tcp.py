@@ -290,7 +290,7 @@ def test_departed_peers_leave_nothing_but_a_bounded_list_of_names(sides: tuple[S
         left.transport.connect(peer, PAGE_BYTES, SPEC.num_pages, WHOLE)
         left.transport.disconnect(peer.name)
     sizes = {name: len(value) for name, value in vars(left.transport).items() if hasattr(value, "__len__")}
-    assert {name for name, size in sizes.items() if size} == {"_advertise", "_cookie", "_memory", "_name", "_refused"}
+    assert {name for name, size in sizes.items() if size} == {"_host", "_cookie", "_memory", "_name", "_refused"}
     assert sizes["_refused"] == 1024
 
 
@@ -310,12 +310,9 @@ def test_open_with_gpu_memory_raises() -> None:
     transport.close()
 
 
-def test_transport_on_any_host_without_an_advertised_one_raises() -> None:
-    with pytest.raises(ValueError, match="advertise must be"):
+def test_transport_on_any_host_raises() -> None:
+    with pytest.raises(ValueError, match="name the address at which others reach"):
         TcpTransport("0.0.0.0")
-    transport = TcpTransport("0.0.0.0", advertise="127.0.0.1")
-    assert msgpack.unpackb(transport.open("left", Memory.of(bytearray(8))))[0] == "127.0.0.1"
-    transport.close()
 
 
 def test_transport_on_ipv6_advertises_its_host() -> None:

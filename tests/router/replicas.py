@@ -15,9 +15,9 @@ from crossdock.workers.schedule.pictures.encoder_cost import EncoderCost
 from crossdock.workers.schedule.pictures.encoding import Encoding
 from crossdock.workers.schedule.pictures.encoding_leg import encoding_leg
 from crossdock.workers.schedule.pictures.items import NO_ITEMS, Item
-from crossdock.workers.schedule.request import Leg, Submission
 from crossdock.workers.schedule.scheduler import Scheduler
 from crossdock.workers.schedule.slo import DEFAULT_CLASSES
+from crossdock.workers.schedule.submission import Leg, Submission
 from tests.workers.schedule.model_free_replica import ModelFreeReplica, new_scheduler
 
 COST = StepCost(base=2e-3, per_prefill_token=1e-4, per_attended=1e-8, per_decode=2e-4, per_context=1e-7)
@@ -95,7 +95,7 @@ def fleet_of(profiles: dict[str, SchedulingProfile], now: float = 0.0, **config:
 def place(fleet: Fleet, request: Query, now: float = 0.0) -> Placement:
     """Choose where the request goes, and book it there."""
     placement = fleet.choose(request, now)
-    fleet.book(request, placement, now)
+    fleet.book(request, placement)
     return placement
 
 

@@ -17,7 +17,8 @@ from crossdock.workers.schedule.memory.prefix_index import hash_pages
 from crossdock.workers.schedule.pictures.encoder_cost import EncoderCost
 from crossdock.workers.schedule.pictures.encoding_leg import encoding_leg
 from crossdock.workers.schedule.pictures.items import Item
-from crossdock.workers.schedule.request import Request, Submission
+from crossdock.workers.schedule.request import Request
+from crossdock.workers.schedule.submission import Submission
 from tests.router.replicas import (
     CLASSES,
     COST,

@@ -14,8 +14,8 @@ from crossdock.router.fleet import Fleet, RouterConfig
 from crossdock.router.placement import Placement, Query
 from crossdock.workers.report.advertise import PageChanges, Prompts
 from crossdock.workers.schedule.memory.prefix_index import hash_pages
-from crossdock.workers.schedule.request import Overloaded
 from crossdock.workers.schedule.slo import DEFAULT_CLASSES, SloClass
+from crossdock.workers.schedule.submission import Overloaded
 from tests.router.replicas import (
     CLASSES,
     COST,
@@ -152,7 +152,7 @@ class History:
                 self.arrive(number)
             case 5:
                 for request_id in self.replicas[name].step():
-                    self.fleet.first_token(request_id, self.now)
+                    self.fleet.first_token(request_id)
             case 6:
                 reported = self.replicas[name].publisher.live(self.replicas[name].now)
                 for _ in range(self.rng.randrange(3)):  # lost, or doubled
@@ -270,7 +270,7 @@ def test_silent_replica_counts_every_request_it_was_given() -> None:
     fleet = fleet_of({name: profile() for name in "ab"})
     for number in range(20):  # to `a`, which takes them and reports them
         request = query(f"{number}", 1000)
-        fleet.book(request, fleet.choose(request, 0.0, exclude=["b"]), 0.0)
+        fleet.book(request, fleet.choose(request, 0.0, exclude=["b"]))
         fleet.taken(f"{number}", "a", 1)
     fleet.hear("a", live(2), 0.0)
     assert "a" in choices(fleet)
@@ -327,7 +327,7 @@ def test_messages_about_unknown_replicas_and_requests_are_ignored() -> None:
     fleet.hear_pages("unknown", PageChanges("x", 1, []))
     fleet.leave("unknown")
     fleet.settle("unknown")
-    fleet.first_token("unknown", 0.0)
+    fleet.first_token("unknown")
     assert len(fleet) == 2
 
 

@@ -5,7 +5,8 @@ import pytest
 from crossdock.router.actions import Accepted, Ask, Detach, Fail, PlaceAgain, Submit, SuspectRequest
 from crossdock.router.request_life import RequestLife
 from crossdock.workers.schedule.pictures.items import Item
-from crossdock.workers.schedule.request import FinishReason, Leg, SamplingParams, Submission, TokenDelta
+from crossdock.workers.schedule.request import FinishReason, TokenDelta
+from crossdock.workers.schedule.submission import Leg, SamplingParams, Submission
 from tests.router.test_request_life import BUSY, DEATH, LOSS, PROMPT, delta, router, submits
 
 PICTURES = [Item(4, 10, 8, "image", b"cat".ljust(16)), Item(20, 10, 10, "image", b"dog".ljust(16))]

@@ -14,7 +14,7 @@ from crossdock.router.predict import Prediction, predict
 from crossdock.workers.report.advertise import PageChanges, Prompts
 from crossdock.workers.schedule.cost.formula import Floats
 from crossdock.workers.schedule.memory.prefix_index import hash_pages
-from crossdock.workers.schedule.request import Leg, Overloaded
+from crossdock.workers.schedule.submission import Leg, Overloaded
 from tests.router.replicas import CLASSES, COST, PAGE_SIZE, Replica, fleet_of, live, place, profile, query
 
 # -- one replica -------------------------------------------------------------------------------------------------------
@@ -261,7 +261,7 @@ def test_shipped_request_is_a_backlog_at_one_replica_and_a_stream_at_the_other()
     after = fleet.choose(query("other", 3000), 0.0)
     assert after.predicted_ttft == pytest.approx(2 * before.predicted_ttft, rel=0.01)
     assert after.predicted_gap > before.predicted_gap
-    fleet.first_token("r", 0.1)
+    fleet.first_token("r")
     after = fleet.choose(query("other", 3000), 0.0)
     assert after.predicted_ttft == pytest.approx(before.predicted_ttft)
     assert after.predicted_gap > before.predicted_gap

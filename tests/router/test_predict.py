@@ -13,8 +13,9 @@ from crossdock.workers.report.advertise import Prompts, Publisher
 from crossdock.workers.schedule.cost.cost import StepCost
 from crossdock.workers.schedule.pacing.chunk_policies import POLICIES, Meaning
 from crossdock.workers.schedule.pacing.chunking import LEAST_SHARE
-from crossdock.workers.schedule.request import Leg, Request, SamplingParams
+from crossdock.workers.schedule.request import Request
 from crossdock.workers.schedule.scheduler import Scheduler
+from crossdock.workers.schedule.submission import Leg, SamplingParams
 from tests.router.replicas import CLASSES, COST, Replica, fleet_of, live, place, profile, query
 from tests.workers.schedule.model_free_replica import ModelFreeReplica
 

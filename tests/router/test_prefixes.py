@@ -145,8 +145,8 @@ def test_reader_of_a_pools_changes_has_the_pools_index(rng: random.Random) -> No
     for step in range(rng.randrange(1, 40)):
         owner = f"{step}"
         hashes = random_hashes(rng)[:8]
-        shared = pool.match_prefix(hashes)
-        if pool.can_allocate(len(hashes) - shared.num_pages, shared.pages):
+        shared = pool.prefixes.match(hashes)
+        if pool.stock.can_allocate(len(hashes) - shared.num_pages, shared.pages):
             pool.share(owner, shared)
             pool.allocate(owner, len(hashes) - shared.num_pages)
             pool.index(owner, hashes, shared.num_pages)
@@ -154,18 +154,18 @@ def test_reader_of_a_pools_changes_has_the_pools_index(rng: random.Random) -> No
             if rng.random() < 0.4:
                 pool.release(f"{old}")
         if rng.random() < 0.05:
-            pool.clear_cache()
+            pool.stock.clear_cache()
         if rng.random() < 0.5:
             number += 1
-            changes = PageChanges("one", number, *pool.take_changes())
-            everything = PageChanges("one", number, pool.findable(), is_all=True)
+            changes = PageChanges("one", number, *pool.prefixes.take_changes())
+            everything = PageChanges("one", number, pool.prefixes.findable(), is_all=True)
             early.hear(0, changes)
             late.hear(0, changes if rng.random() < 0.8 else everything)
             wanted_hashes = random_hashes(rng)
-            matched = pool.match_prefix(wanted_hashes).num_pages
+            matched = pool.prefixes.match(wanted_hashes).num_pages
             wanted = {0: matched} if matched else {}
             assert lengths(early, wanted_hashes) == wanted
-            assert len(early) == len(pool.findable())
+            assert len(early) == len(pool.prefixes.findable())
             if len(late) == len(early):
                 assert lengths(late, wanted_hashes) == wanted
             assert lengths(late, wanted_hashes).get(0, 0) <= lengths(early, wanted_hashes).get(0, 0)

@@ -38,16 +38,8 @@ from crossdock.workers.schedule import kv
 from crossdock.workers.schedule.config import SchedulerConfig
 from crossdock.workers.schedule.memory.pages import PagePool
 from crossdock.workers.schedule.pictures.items import Item
-from crossdock.workers.schedule.request import (
-    FinishReason,
-    Leg,
-    Overloaded,
-    Request,
-    SamplingParams,
-    Submission,
-    TokenDelta,
-    TokenLogprobs,
-)
+from crossdock.workers.schedule.request import FinishReason, Request, TokenDelta, TokenLogprobs
+from crossdock.workers.schedule.submission import Leg, Overloaded, SamplingParams, Submission
 from crossdock.workers.schedule.table import RequestTable
 from tests.router.replicas import ENCODER, encoder_profile, live, profile
 
@@ -65,17 +57,17 @@ class CheckedFleet(Fleet):
     is_booked: bool = False
     is_computed: bool = False
 
-    def book(self, query: Query, placement: Placement, now: float) -> None:
+    def book(self, query: Query, placement: Placement) -> None:
         assert not self.is_booked, "the attempt before this was not settled"
         self.is_booked, self.is_computed = True, False
         self.queries.append(query)
-        Fleet.book(self, query, placement, now)
+        Fleet.book(self, query, placement)
 
-    def first_token(self, request_id: str, now: float) -> None:
+    def first_token(self, request_id: str) -> None:
         assert self.is_booked
         assert not self.is_computed
         self.is_computed = True
-        Fleet.first_token(self, request_id, now)
+        Fleet.first_token(self, request_id)
 
     def settle(self, request_id: str) -> None:
         assert self.is_booked, "settled twice, or never booked"

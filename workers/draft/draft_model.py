@@ -14,7 +14,8 @@ from crossdock.workers.schedule.cost.cost import StepWork
 from crossdock.workers.schedule.cost.cost_fit import StepCostFit
 from crossdock.workers.schedule.drafts.speculative_config import SpeculativeConfig
 from crossdock.workers.schedule.memory.pages import PagePool
-from crossdock.workers.schedule.request import Request, SamplingParams
+from crossdock.workers.schedule.request import Request
+from crossdock.workers.schedule.submission import SamplingParams
 
 CATCH_UP_TOKENS = 256
 """Most tokens besides drafts that one call computes: the prompt of a new stream takes several steps of the target."""
@@ -166,11 +167,11 @@ class DraftModel:
         num_missing = -(-num_tokens // self.pages.page_size) - len(self.pages.pages_of(request_id))
         if num_missing <= 0:
             return True
-        if num_missing > self.pages.num_available:
+        if num_missing > self.pages.stock.num_available:
             for other, stream in self._streams.items():
                 if other not in wanted and self.pages.release(other):
                     stream.seen.num_computed_tokens = 0
-                    if num_missing <= self.pages.num_available:
+                    if num_missing <= self.pages.stock.num_available:
                         break
             else:
                 return False
@@ -201,7 +202,7 @@ class DraftModel:
         sweep = []
         for num_streams, num_tokens in _SWEEP:
             num_pages = -(-num_tokens // self.pages.page_size)
-            if num_tokens > self.model.max_model_len or not self.pages.can_allocate(num_streams * num_pages):
+            if num_tokens > self.model.max_model_len or not self.pages.stock.can_allocate(num_streams * num_pages):
                 continue
             requests = [Request(f"sweep {number}", [0] * num_tokens, SamplingParams()) for number in range(num_streams)]
             for request in requests:

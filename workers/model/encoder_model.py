@@ -30,7 +30,8 @@ from crossdock.workers.model.pooling import HiddenTap
 from crossdock.workers.model.weights.checkpoint import resolve_model
 from crossdock.workers.model.weights.weights import auto_model, load_cut, load_weights
 from crossdock.workers.schedule.pictures.items import row_prompt
-from crossdock.workers.schedule.request import InvalidField, Request
+from crossdock.workers.schedule.request import Request
+from crossdock.workers.schedule.submission import InvalidField
 
 VARIANT = "embeddings"
 """Follows the name of the weights in the name of a pool of rows: no other pages of these weights go there."""

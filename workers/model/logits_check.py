@@ -8,7 +8,8 @@ from torch import Tensor
 from crossdock.workers.model.architecture import attention_names
 from crossdock.workers.model.forward.forward_context import ForwardContext
 from crossdock.workers.model.network import Network
-from crossdock.workers.schedule.request import Request, SamplingParams
+from crossdock.workers.schedule.request import Request
+from crossdock.workers.schedule.submission import SamplingParams
 
 PROBE_LENGTHS = [5, 24]  # tokens of the two sequences that are computed
 

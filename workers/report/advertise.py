@@ -12,8 +12,9 @@ from crossdock.workers.report.profile import Role
 from crossdock.workers.schedule.admission import num_places
 from crossdock.workers.schedule.memory.page_needs import PageNeeds
 from crossdock.workers.schedule.memory.prefix_index import PageHash
-from crossdock.workers.schedule.request import Leg, TokenDelta
+from crossdock.workers.schedule.request import TokenDelta
 from crossdock.workers.schedule.scheduler import Scheduler
+from crossdock.workers.schedule.submission import Leg
 
 LENGTHS = tuple(4.0**power for power in range(-3, 4))
 """Seconds that divide prompts by length, 16 ms to 64 s: a prompt delays another by at most the shorter of the two.
@@ -117,8 +118,8 @@ def observe(scheduler: Scheduler, incarnation: str, sequence: int) -> LiveProfil
         done_seconds=scheduler.table.prefilled.seconds,
         interval_share=scheduler.forecast.interval_share,
         gap_share=scheduler.verification.gap_share if scheduler.verification is not None else 1.0,
-        empty_pages=scheduler.pages.num_empty,
-        eviction_seconds=scheduler.pages.cached.price(),
+        empty_pages=scheduler.pages.stock.num_empty,
+        eviction_seconds=scheduler.pages.stock.cached.price(),
         encoder_cost=encoding.cost.coefficients if encoding.cost is not None else (),
     )
 
@@ -158,7 +159,7 @@ def _free(scheduler: Scheduler) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """
     num_classes = len(scheduler.config.slo_classes)
     places = [num_places(scheduler.table, priority) for priority in range(num_classes)]
-    pages = [scheduler.pages.num_available] * num_classes
+    pages = [scheduler.pages.stock.num_available] * num_classes
     pool = scheduler.pages
     needs = PageNeeds(pool.page_size, pool.windows, scheduler.config.max_num_batched_tokens, pool.state_pages)
     for request in scheduler.table.waiting:
@@ -271,7 +272,7 @@ class Publisher:
 
     def page_changes(self) -> Sequence[PageChanges]:
         """Return the changes of the prefix index since the last call, if any."""
-        added, evicted = self.scheduler.pages.take_changes()
+        added, evicted = self.scheduler.pages.prefixes.take_changes()
         if not added and not evicted:
             return ()
         self._num_page_changes += 1
@@ -282,7 +283,9 @@ class Publisher:
 
         Call this after the other readers were given the result of `page_changes`.
         """
-        return PageChanges(self.incarnation, self._num_page_changes, self.scheduler.pages.findable(), is_all=True)
+        return PageChanges(
+            self.incarnation, self._num_page_changes, self.scheduler.pages.prefixes.findable(), is_all=True
+        )
 
     @property
     def _is_busy(self) -> bool:

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 
 from crossdock.kvtransfer.events import Figures
 from crossdock.workers.schedule.batch import Batch
-from crossdock.workers.schedule.request import FinishReason, Leg, Request, Status, Submission, TokenDelta
+from crossdock.workers.schedule.request import FinishReason, Request, Status, TokenDelta
 from crossdock.workers.schedule.slo import SloClass
+from crossdock.workers.schedule.submission import Leg, Submission
 
 KEEP_FINISHED = 512  # requests; 27 MiB if every one had KEEP_CHUNKS chunks (tracemalloc), else far less
 KEEP_CHUNKS = 128  # of one request, the newest

@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 
 from crossdock.workers.schedule.pacing.forecast import Forecast
-from crossdock.workers.schedule.request import Leg, Overloaded, Request
+from crossdock.workers.schedule.request import Request
 from crossdock.workers.schedule.slo import SloClass
+from crossdock.workers.schedule.submission import Leg, Overloaded
 from crossdock.workers.schedule.table import RequestTable
 
 

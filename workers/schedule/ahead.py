@@ -5,7 +5,8 @@ from contextlib import contextmanager
 
 from crossdock.workers.schedule.batch import Batch, Scheduled
 from crossdock.workers.schedule.pacing.pace import next_due
-from crossdock.workers.schedule.request import Leg, Status
+from crossdock.workers.schedule.request import Status
+from crossdock.workers.schedule.submission import Leg
 from crossdock.workers.schedule.table import RequestTable
 
 

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 
 from crossdock.workers.schedule.order import first_victim
-from crossdock.workers.schedule.request import Leg, Request
+from crossdock.workers.schedule.request import Request
+from crossdock.workers.schedule.submission import Leg
 from crossdock.workers.schedule.table import RequestTable
 
 
@@ -12,7 +13,7 @@ def return_transfers(table: RequestTable, request: Request, needed: int, hits: S
     pages, chosen = table.pages, list[Request]()
     transfers = returnable(table, request.priority)
     coming = table.num_returning_pages()
-    while not pages.can_allocate(needed - coming, shared=hits):
+    while not pages.stock.can_allocate(needed - coming, shared=hits):
         if not transfers:
             return
         victim = first_victim(transfers)

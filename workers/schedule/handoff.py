@@ -13,7 +13,8 @@ from crossdock.workers.schedule import kv
 from crossdock.workers.schedule.admission import num_places
 from crossdock.workers.schedule.order import order_prefills
 from crossdock.workers.schedule.pacing.pace import next_due
-from crossdock.workers.schedule.request import FinishReason, Leg, Request, Status
+from crossdock.workers.schedule.request import FinishReason, Request, Status
+from crossdock.workers.schedule.submission import Leg
 from crossdock.workers.schedule.table import RequestTable
 
 
@@ -52,7 +53,7 @@ class Handoff:
             hit = kv.match_prefix(table, request)
             if not request.is_offered:  # computed here: the next step starts it if there are pages
                 needed = table.needs.num_to_start(request.num_tokens, hit)
-                if table.pages.can_allocate(needed + set_aside, shared=hit.pages):
+                if table.pages.stock.can_allocate(needed + set_aside, shared=hit.pages):
                     set_aside += needed
                     continue
             elif kv.admit(table, request, hit, set_aside):
@@ -70,7 +71,7 @@ class Handoff:
     def start_decoding(self, request_id: str, token_id: int, now: float) -> None:
         """Let a held request decode: all its pages have arrived, and `token_id`, sampled by the other replica.
 
-        Its first step reads the state, where layers are recurrent, in `pages.state_of(owner)`.
+        Its first step reads the state, where layers are recurrent, in `pages.states.newest(owner)`.
         """
         table, request = self.table, self.table.request(request_id)
         assert request.status is Status.HELD

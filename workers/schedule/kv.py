@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from crossdock.workers.schedule.handback import return_transfers, returnable
 from crossdock.workers.schedule.memory.prefix_index import PrefixHit
 from crossdock.workers.schedule.order import first_victim
-from crossdock.workers.schedule.request import Leg, Request, Status
+from crossdock.workers.schedule.request import Request, Status
+from crossdock.workers.schedule.submission import Leg
 from crossdock.workers.schedule.table import RequestTable
 
 
@@ -16,12 +17,12 @@ def match_prefix(table: RequestTable, request: Request) -> PrefixHit:
     """
     pages = table.pages
     if not pages.enable_prefix_caching or request.sampling.needs_whole_prompt:
-        return pages.match_prefix(())
+        return pages.prefixes.match(())
     hashes = request.prefix_hashes(request.num_tokens - 1, pages.page_size)
     if request.leg is Leg.RECEIVE:  # with the transfer comes the state, and what windows see
         position = request.num_tokens if None in pages.windows else None  # else no group would tell prompts apart
-        return pages.match_prefix(hashes, needs_state=False, position=position)
-    return pages.match_prefix(hashes)
+        return pages.prefixes.match(hashes, needs_state=False, position=position)
+    return pages.prefixes.match(hashes)
 
 
 def admit(table: RequestTable, request: Request, hit: PrefixHit, set_aside: int = 0) -> bool:
@@ -39,7 +40,7 @@ def admit(table: RequestTable, request: Request, hit: PrefixHit, set_aside: int 
     if table.running or table.held:  # a request that is alone can have the whole pool
         room += table.num_growth_pages(request)
     needed = sum(new) + pages.state_pages + set_aside + room
-    if not pages.can_allocate(needed, shared=hits) and not _make_way(table, request, needed, hits):
+    if not pages.stock.can_allocate(needed, shared=hits) and not _make_way(table, request, needed, hits):
         table.lacks_pages = True
         return False
     pages.share(request.owner, hit)
@@ -48,7 +49,7 @@ def admit(table: RequestTable, request: Request, hit: PrefixHit, set_aside: int 
     for group, num_pages in enumerate(new):
         pages.allocate(request.owner, num_pages, group)
     if pages.state_pages:
-        pages.allocate_state(request.owner, arrives=request.leg is Leg.RECEIVE)
+        pages.states.allocate(request.owner, arrives=request.leg is Leg.RECEIVE)
     request.num_computed_tokens = hit.num_pages * pages.page_size
     if not request.num_preemptions:
         request.num_cached_tokens = request.num_computed_tokens
@@ -72,7 +73,7 @@ def reach(table: RequestTable, request: Request, num_tokens: int) -> bool:
     pages = table.pages
     while num_tokens > pages.num_tokens_held(request.owner):
         short = [group for group in range(pages.num_groups) if _lacks(table, request, num_tokens, group)]
-        if pages.num_available >= len(short):
+        if pages.stock.num_available >= len(short):
             for group in short:
                 pages.allocate(request.owner, 1, group)
             break
@@ -105,7 +106,7 @@ def keep_state(table: RequestTable, request: Request) -> None:
     """Keep the state of a request that is about to release it, as a checkpoint, if the state ends with a full page."""
     pages, end = table.pages, request.num_computed_tokens
     if pages.enable_prefix_caching and end and end % pages.page_size == 0 and not request.num_in_flight_tokens:
-        pages.keep_state(request.owner, request.prefix_hashes(end, pages.page_size))
+        pages.states.keep(request.owner, request.prefix_hashes(end, pages.page_size))
 
 
 def _preempt(table: RequestTable, request: Request) -> None:
@@ -135,10 +136,10 @@ def _make_way(table: RequestTable, request: Request, needed: int, hits: Sequence
     pages = table.pages
     freed = pages.num_freed_by([victim.owner for victim in victims], besides=hits)
     freed += sum(map(table.num_growth_pages, victims))
-    if not pages.can_allocate(needed - freed, shared=hits):
+    if not pages.stock.can_allocate(needed - freed, shared=hits):
         return_transfers(table, request, needed - freed, hits)
         return False
-    while not pages.can_allocate(needed, shared=hits):
+    while not pages.stock.can_allocate(needed, shared=hits):
         victim = first_victim(victims)
         victims.remove(victim)
         needed -= table.num_growth_pages(victim)

@@ -3,8 +3,9 @@
 There is no prefill phase: every request has tokens that are not computed yet, and each step computes some of them.
 
 The scheduler's plain path, for text alone, in reading order: request.py, batch.py, table.py, order.py, admission.py,
-kv.py, prefills.py, pacing/chunking.py, pacing/pace.py, outputs.py, and this file. Other rooms add to it: drafts/,
-recurrent/, pictures/, windows.py, handoff.py and handback.py (two replicas), ahead.py and stretch.py (several steps).
+kv.py, prefills.py, pacing/chunking.py, pacing/pace.py, outputs.py, and this file. A request is made from a submission,
+submission.py. Other rooms add to the path: drafts/, recurrent/, pictures/, windows.py, handoff.py and handback.py (two
+replicas), ahead.py and stretch.py (several steps).
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -26,8 +27,9 @@ from crossdock.workers.schedule.pacing.pace import next_due, skip_decodes
 from crossdock.workers.schedule.pictures.encoding import NO_ENCODER_WORK, Encoding
 from crossdock.workers.schedule.prefills import PrefillScheduler
 from crossdock.workers.schedule.recurrent.states import NO_STATES, RecurrentStates
-from crossdock.workers.schedule.request import FinishReason, InvalidField, Leg, Request, Status, TokenDelta
+from crossdock.workers.schedule.request import FinishReason, Request, Status, TokenDelta
 from crossdock.workers.schedule.slo import priority_of
+from crossdock.workers.schedule.submission import InvalidField, Leg
 from crossdock.workers.schedule.table import RequestTable
 
 
@@ -113,7 +115,7 @@ class Scheduler:
         self._prefills = PrefillScheduler(table, self.forecast, self._states)
         self.verification = Verification(table, self.forecast, drafting, self._states) if drafting is not None else None
         if cost is not None:
-            pages.cached.learn(cost)
+            pages.stock.cached.learn(cost)
         self._computed_chunks = False  # in the last step; used without mixed_chunks
 
     # -- requests ----------------------------------------------------------------------------------------------------
@@ -176,7 +178,7 @@ class Scheduler:
         """Predict with a new cost from now on. `overrun`: factor by which some steps exceed their predicted seconds.
         `interval_share`: interval of the steps of a full pipeline, as a share of these seconds."""
         self.forecast.learn(cost, overrun, interval_share)
-        self.pages.cached.learn(cost)
+        self.pages.stock.cached.learn(cost)
 
     # -- schedule: what the next step computes -----------------------------------------------------------------------
 
@@ -269,7 +271,7 @@ class Scheduler:
         is computed again.
         """
         deltas, size, table, classes = [], self.pages.page_size, self.table, self.config.slo_classes
-        self.pages.cached.pass_time(now)
+        self.pages.stock.cached.pass_time(now)
         has_states, has_windows = bool(self.pages.state_pages), self.pages.has_windows
         self.encoding.end_work(batch.encoder)
         for part in batch.scheduled:

@@ -28,7 +28,7 @@ def steady_steps(table: RequestTable, cost: StepCost | None, batch: Batch) -> in
         min(request.sampling.max_tokens - request.num_output_tokens, table.max_model_len - request.num_tokens)
         for request in requests
     )
-    steps = min(steps, table.pages.num_available // len(parts) * table.pages.page_size + 1)  # without preemptions
+    steps = min(steps, table.pages.stock.num_available // len(parts) * table.pages.page_size + 1)  # without preemptions
     may_skip = meaning_of(config.chunk_policy).fits_streams and len({request.priority for request in requests}) > 1
     if cost is not None and may_skip:
         tpot = min([config.slo_classes[request.priority].tpot_s for request in requests])

@@ -8,7 +8,8 @@ from crossdock.workers.schedule.config import SchedulerConfig
 from crossdock.workers.schedule.memory.page_needs import PageNeeds
 from crossdock.workers.schedule.memory.pages import PagePool
 from crossdock.workers.schedule.order import is_starving
-from crossdock.workers.schedule.request import FinishReason, Leg, Request, Status
+from crossdock.workers.schedule.request import FinishReason, Request, Status
+from crossdock.workers.schedule.submission import Leg
 
 CLASS_MEMORY_S = 60.0
 """Seconds since its last request for which a class counts as in use: the pause of a person who reads an answer."""
@@ -156,7 +157,7 @@ class RequestTable:
     def begin_step(self, now: float) -> None:
         """Note the time of the step that is being scheduled. Outputs have grown since the last one."""
         self.now, self._room = now, None
-        self.pages.cached.pass_time(now)
+        self.pages.stock.cached.pass_time(now)
 
     def add(self, request: Request) -> None:
         """Put a new request at the end of the queue."""

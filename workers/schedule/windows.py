@@ -26,5 +26,5 @@ def slide(table: RequestTable, request: Request) -> None:
     for group, most in enumerate(table.needs.most):
         if most is not None and not request.is_decoding:
             missing = table.needs.pages(request.num_tokens) - len(pages.pages_of(owner, group))
-            missing = min(missing, most - pages.num_held(owner, group), pages.num_available)
+            missing = min(missing, most - pages.num_held(owner, group), pages.stock.num_available)
             pages.allocate(owner, max(missing, 0), group)

@@ -11,7 +11,7 @@ from crossdock.cluster.api.body.json_body import Body
 from crossdock.cluster.api.body.tool_calls import ForcedCall, allowed_tools, check_functions, forced_call
 from crossdock.cluster.api.body.video_reading import VideoReading
 from crossdock.cluster.api.errors import ApiError, to_json
-from crossdock.workers.schedule.request import Grammar
+from crossdock.workers.schedule.submission import Grammar
 
 _Tools = Annotated[list[dict[str, Any]], Field(max_length=bounds.TOOLS)]
 _Template = Annotated[str, Field(max_length=bounds.TEMPLATE_CHARS)]

@@ -13,7 +13,7 @@ from crossdock.cluster.api.body.json_body import Body
 from crossdock.cluster.api.body.other_fields import RefusedField
 from crossdock.cluster.api.body.pooler_config import EmbeddingDefaults, Pooling
 from crossdock.cluster.api.errors import ApiError
-from crossdock.workers.schedule.request import SamplingParams
+from crossdock.workers.schedule.submission import SamplingParams
 
 _PASSED = (  # with the same meaning as in completions
     "model",

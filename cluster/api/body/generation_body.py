@@ -11,7 +11,7 @@ from crossdock.cluster.api.body.json_body import Body
 from crossdock.cluster.api.body.other_fields import check_other_fields
 from crossdock.cluster.api.body.stop_strings import StopTable
 from crossdock.cluster.api.errors import ApiError
-from crossdock.workers.schedule.request import Grammar, SamplingParams
+from crossdock.workers.schedule.submission import Grammar, SamplingParams
 
 _LONGEST_TOKEN_ID = 10  # digits
 # Fields of the engine that have another name in a body, or none: the server makes the ids of submissions.

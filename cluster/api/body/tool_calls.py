@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from crossdock.cluster.api.body.constraints import from_text
 from crossdock.cluster.api.errors import ApiError
-from crossdock.workers.schedule.request import Grammar
+from crossdock.workers.schedule.submission import Grammar
 
 # As `json.dumps` writes, and with no white space that a small model could repeat for ever.
 _WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}

@@ -18,7 +18,7 @@ from crossdock.cluster.api.http.keys import ApiKey, KeyRing
 from crossdock.cluster.api.http.limits import Charge, Ledger
 from crossdock.cluster.api.http.request_body import RequestBodies
 from crossdock.cluster.dispatch.dispatcher import ReplicaLost, SlowReader, SuspectRequest
-from crossdock.workers.schedule.request import Overloaded
+from crossdock.workers.schedule.submission import Overloaded
 
 logger = logging.getLogger("ray.serve")
 

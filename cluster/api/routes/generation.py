@@ -29,7 +29,8 @@ from crossdock.cluster.api.text.prompts import output_limit
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer, TextStream
 from crossdock.cluster.dispatch.dispatcher import Dispatcher, ModelCard
 from crossdock.workers.schedule.pictures.items import salted
-from crossdock.workers.schedule.request import InvalidField, SamplingParams, Submission, TokenDelta
+from crossdock.workers.schedule.request import TokenDelta
+from crossdock.workers.schedule.submission import InvalidField, SamplingParams, Submission
 
 _CHOICES_AT_ONCE = 32  # made between two looks at other requests; about 20 µs each
 

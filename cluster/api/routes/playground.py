@@ -12,8 +12,9 @@ from crossdock.workers.schedule.batch import Batch, SampledToken
 from crossdock.workers.schedule.config import SchedulerConfig
 from crossdock.workers.schedule.cost.cost import StepCost
 from crossdock.workers.schedule.memory.pages import PagePool
-from crossdock.workers.schedule.request import Leg, Request, SamplingParams
+from crossdock.workers.schedule.request import Request
 from crossdock.workers.schedule.scheduler import Scheduler
+from crossdock.workers.schedule.submission import Leg, SamplingParams
 
 PAGE_SIZE = 16
 _MOST_STEPS = 1000

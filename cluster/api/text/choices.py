@@ -11,7 +11,8 @@ from crossdock.cluster.api.slices import slices
 from crossdock.cluster.api.text.tokenizer import TextStream
 from crossdock.cluster.dispatch.dispatcher import ReplicaLost
 from crossdock.workers.schedule.pictures.items import NO_ITEMS, Item
-from crossdock.workers.schedule.request import FinishReason, Submission, TokenDelta, TokenLogprobs
+from crossdock.workers.schedule.request import FinishReason, TokenDelta, TokenLogprobs
+from crossdock.workers.schedule.submission import Submission
 
 _Item = TypeVar("_Item")
 _BEGUN_AT_ONCE = 4  # streams of one request: each is placed when it begins, 1 ms, and all are submitted in one call

@@ -22,7 +22,7 @@ from crossdock.cluster.api.text.message_parser import ChatMessage, MessageParser
 from crossdock.cluster.api.text.reasoning_grammar import ReasoningGrammar
 from crossdock.cluster.api.text.strict_calls import forced_calls, form_of, harmony_call, strict_calls, tagged_calls
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
-from crossdock.workers.schedule.request import Grammar
+from crossdock.workers.schedule.submission import Grammar
 
 _GPT_OSS = "gpt_oss"
 _TAIL = 32  # tokens at the end of a prompt, where a template begins the answer

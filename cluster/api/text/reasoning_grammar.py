@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from crossdock.workers.schedule.request import Grammar
+from crossdock.workers.schedule.submission import Grammar
 
 # As for JSON without reasoning: a small model would fill its answer with line breaks.
 _WHITESPACE = {"whitespace_pattern": r"[ \n\t\r]{1,20}"}

@@ -8,7 +8,7 @@ from typing import Any
 from crossdock.cluster.api.body.constraints import from_text
 from crossdock.cluster.api.body.tool_calls import ForcedCall
 from crossdock.cluster.api.text.reasoning_grammar import json_rule
-from crossdock.workers.schedule.request import Grammar
+from crossdock.workers.schedule.submission import Grammar
 
 # How a call is written: the marker that begins it, the text before the arguments, and the text after them. `{name}` and
 # `{json}` stand for the function's name, bare and as JSON, and a NUL for a number.

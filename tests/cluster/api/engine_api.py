@@ -17,8 +17,9 @@ from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.cluster.dispatch.dispatcher import MOST_QUEUED, Dispatcher
 from crossdock.router.fleet import RouterConfig
 from crossdock.workers.replica.config import EngineConfig
-from crossdock.workers.schedule.request import Submission, TokenDelta
+from crossdock.workers.schedule.request import TokenDelta
 from crossdock.workers.schedule.slo import SloClass
+from crossdock.workers.schedule.submission import Submission
 from tests.cluster.dispatch.in_process import InProcess
 from tests.cluster.ports import free_port
 from tests.waiting import until

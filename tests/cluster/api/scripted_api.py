@@ -17,7 +17,8 @@ from crossdock.cluster.api.endpoints import build_api
 from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.cluster.dispatch.dispatcher import ModelCard
-from crossdock.workers.schedule.request import FinishReason, Submission, TokenDelta, TokenLogprobs
+from crossdock.workers.schedule.request import FinishReason, TokenDelta, TokenLogprobs
+from crossdock.workers.schedule.submission import Submission
 
 MAX_MODEL_LEN = 200
 VOCAB_SIZE = 620

@@ -12,13 +12,8 @@ from ray.exceptions import RayTaskError
 
 from crossdock.cluster.api.text.choices import merge
 from crossdock.cluster.dispatch.dispatcher import ReplicaLost, SlowReader, SuspectRequest
-from crossdock.workers.schedule.request import (
-    FinishReason,
-    InvalidField,
-    Overloaded,
-    Submission,
-    TokenDelta,
-)
+from crossdock.workers.schedule.request import FinishReason, TokenDelta
+from crossdock.workers.schedule.submission import InvalidField, Overloaded, Submission
 from tests.cluster.api.scripted_api import (
     HI,
     ScriptedDispatcher,

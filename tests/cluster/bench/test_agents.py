@@ -1,10 +1,11 @@
 """Sessions of agents: what their turns share, how a recorded trace is read, and a run against a scripted server."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,6 @@ from crossdock.cluster.bench.agents import (
     Session,
     Turn,
     agent_jobs,
-    as_record,
     draw_sessions,
     has_sessions,
     read_sessions,
@@ -82,6 +82,23 @@ def test_session_follows_the_one_before_of_the_same_agent() -> None:
     (root,) = agent_jobs(SMALL, seed=0, concurrency=1, per_agent=3)
     names = {(job.answer or "").rpartition("/answer/")[0].partition("/branch/")[0] for job in tree(root)}
     assert names == {"agent/0", "agent/1", "agent/2"}
+
+
+def as_record(session: Session) -> dict[str, Any]:
+    """Return a session as `read_sessions` takes it, as a line of JSON."""
+
+    def rows(turns: Sequence[Turn]) -> list[list[float]]:
+        return [[turn.new_tokens, turn.output_tokens, round(turn.pause_s, 1)] for turn in turns]
+
+    record: dict[str, Any] = {
+        "start_s": round(session.start_s, 1),
+        "system_prompt": session.system_prompt,
+        "system_tokens": session.system_tokens,
+        "turns": rows(session.turns),
+    }
+    if session.branches:
+        record["branches"] = [{"after": branch.after, "turns": rows(branch.turns)} for branch in session.branches]
+    return record
 
 
 def test_trace_of_sessions_read_again_is_what_was_written(tmp_path: Path) -> None:

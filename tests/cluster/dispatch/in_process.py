@@ -21,7 +21,7 @@ from crossdock.workers.replica.transfer.handover import connect
 from crossdock.workers.replica.transfer.landing import open_landing
 from crossdock.workers.report.advertise import Message
 from crossdock.workers.report.profile import Role
-from crossdock.workers.schedule.request import Overloaded, SamplingParams, Submission
+from crossdock.workers.schedule.submission import Overloaded, SamplingParams, Submission
 from tests.waiting import until
 from tests.workers.architectures import build
 

@@ -9,7 +9,7 @@ import pytest
 from ray.serve._private.common import DeploymentID
 
 from crossdock.cluster.dispatch.client import ReplicaClient
-from crossdock.workers.schedule.request import Grammar, Overloaded, SamplingParams, Submission
+from crossdock.workers.schedule.submission import Grammar, Overloaded, SamplingParams, Submission
 
 
 class Handle:

@@ -14,7 +14,7 @@ from crossdock.workers.model.load_options import LoadOptions
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.report.profile import Role
-from crossdock.workers.schedule.request import SamplingParams, Submission
+from crossdock.workers.schedule.submission import SamplingParams, Submission
 from tests.cluster.dispatch.in_process import InProcess, ready
 from tests.workers.multimodal import NO_PLACEHOLDERS, PicturePrompt, build_multimodal, picture
 

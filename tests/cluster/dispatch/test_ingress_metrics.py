@@ -3,7 +3,7 @@
 from crossdock.cluster.dispatch.ingress_metrics import IngressMetrics, merge_metrics
 from crossdock.router.placement import Placement
 from crossdock.workers.schedule.pictures.items import Item
-from crossdock.workers.schedule.request import SamplingParams, Submission
+from crossdock.workers.schedule.submission import SamplingParams, Submission
 
 
 def test_placements_of_requests_with_pictures_count_by_who_encodes() -> None:

@@ -28,7 +28,7 @@ from crossdock.workers.model.load import load_model
 from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.engine import Engine
-from crossdock.workers.schedule.request import SamplingParams, Submission
+from crossdock.workers.schedule.submission import SamplingParams, Submission
 from tests.cluster.ports import free_port
 from tests.cluster.scraping import scrape
 from tests.cluster.serve.pools.served_pools import DTYPE, Stream

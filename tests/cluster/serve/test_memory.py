@@ -4,7 +4,8 @@ import os
 import subprocess
 import sys
 
-from crossdock.cluster.serve.memory import left, used_by_family
+from crossdock.cluster.serve.memory import used_by_family
+from crossdock.workers.model.memory.host_memory import free_on_host
 
 _HOLD = "import os, sys; held = b'x' * (200 << 20); print(flush=True); sys.stdin.read()"
 _FORK = "import os, sys; held = b'x' * (200 << 20); os.fork(); print(flush=True); sys.stdin.read()"
@@ -29,4 +30,4 @@ def test_memory_of_a_child_counts_and_what_a_fork_shares_counts_once() -> None:
         assert two.stdin is not None
         two.stdin.close()
     assert used_by_family(two.pid) == 0, "it has ended"
-    assert 0 < left() < 1 << 50
+    assert 0 < free_on_host() < 1 << 50

@@ -19,7 +19,8 @@ from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.calibrate import warm_up
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.schedule.batch import Batch, Scheduled
-from crossdock.workers.schedule.request import Request, SamplingParams, Submission
+from crossdock.workers.schedule.request import Request
+from crossdock.workers.schedule.submission import SamplingParams, Submission
 from tests.workers.architectures import SERVED, build
 
 pytestmark = [

@@ -10,7 +10,8 @@ from crossdock.workers.model.inputs import StepInputs, StepTensors
 from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.schedule.batch import Batch, Scheduled, StatePages
 from crossdock.workers.schedule.memory.pages import PagePool
-from crossdock.workers.schedule.request import Request, SamplingParams
+from crossdock.workers.schedule.request import Request
+from crossdock.workers.schedule.submission import SamplingParams
 
 
 def mixed_step() -> StepInputs:

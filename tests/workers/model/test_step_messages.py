@@ -12,7 +12,8 @@ from crossdock.workers.model.step_messages import StepReceiver, StepSender
 from crossdock.workers.schedule.batch import Batch, Scheduled, StatePages
 from crossdock.workers.schedule.pictures.encoding import EncoderWork
 from crossdock.workers.schedule.pictures.items import Item
-from crossdock.workers.schedule.request import Request, SamplingParams
+from crossdock.workers.schedule.request import Request
+from crossdock.workers.schedule.submission import SamplingParams
 
 PAGE_SIZE = 4
 

@@ -9,7 +9,8 @@ from crossdock.workers.model.load_options import LoadOptions
 from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.engine import Engine
-from crossdock.workers.schedule.request import SamplingParams, TokenDelta
+from crossdock.workers.schedule.request import TokenDelta
+from crossdock.workers.schedule.submission import SamplingParams
 from tests.workers.architectures import build
 
 VOCAB_SIZE = 2000

@@ -36,14 +36,8 @@ from crossdock.workers.schedule.drafts.drafting import DraftPolicy
 from crossdock.workers.schedule.drafts.speculative_config import SpeculativeConfig
 from crossdock.workers.schedule.memory.pages import PagePool
 from crossdock.workers.schedule.memory.prefix_index import HOLE, Window
-from crossdock.workers.schedule.request import (
-    FinishReason,
-    Leg,
-    Request,
-    SamplingParams,
-    Submission,
-    TokenDelta,
-)
+from crossdock.workers.schedule.request import FinishReason, Request, TokenDelta
+from crossdock.workers.schedule.submission import Leg, SamplingParams, Submission
 from tests.workers.schedule.model_free_replica import (
     CLASSES,
     COST,

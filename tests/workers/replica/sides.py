@@ -22,7 +22,8 @@ from crossdock.workers.replica.serving.engine_thread import EngineThread
 from crossdock.workers.replica.transfer.handover import Handover, connect
 from crossdock.workers.replica.transfer.landing import Landing, open_landing
 from crossdock.workers.replica.transfer.side import OnFigures, SideOpener
-from crossdock.workers.schedule.request import FinishReason, Leg, SamplingParams, Submission, TokenDelta
+from crossdock.workers.schedule.request import FinishReason, TokenDelta
+from crossdock.workers.schedule.submission import Leg, SamplingParams, Submission
 from tests.workers.architectures import build
 
 _HAS_NIXL = importlib.util.find_spec("nixl") is not None

@@ -21,7 +21,8 @@ from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.schedule.drafts.speculative_config import SpeculativeConfig
 from crossdock.workers.schedule.drafts.verify import DraftTotals
-from crossdock.workers.schedule.request import Grammar, SamplingParams, Submission, TokenDelta
+from crossdock.workers.schedule.request import TokenDelta
+from crossdock.workers.schedule.submission import Grammar, SamplingParams, Submission
 from tests.workers.architectures import SERVED, build
 
 VOCAB_SIZE, MAX_MODEL_LEN = 280, 128

@@ -12,8 +12,8 @@ from crossdock.router.work import Work
 from crossdock.workers.report.advertise import LENGTHS, LiveProfile, Prompts, Publisher, observe
 from crossdock.workers.schedule.pictures.encoder_cost import EncoderCost
 from crossdock.workers.schedule.pictures.encoding import Encoding
-from crossdock.workers.schedule.request import Leg, Overloaded
 from crossdock.workers.schedule.slo import SloClass
+from crossdock.workers.schedule.submission import Leg, Overloaded
 from tests.workers.schedule.model_free_replica import COST, ModelFreeReplica, new_request, new_scheduler
 
 CLASSES = (
@@ -218,7 +218,7 @@ def test_page_changes_are_numbered_and_a_late_reader_gets_all() -> None:
     assert (first.number, len(first.added), first.evicted, first.is_all) == (1, 4, [], False)
     everything = publisher.all_pages()
     assert (everything.number, everything.added, everything.is_all) == (1, first.added, True)
-    replica.scheduler.pages.clear_cache()
+    replica.scheduler.pages.stock.clear_cache()
     (second,) = publisher.page_changes()
     assert (second.number, second.added, sorted(second.evicted)) == (2, [], sorted(first.added))
 

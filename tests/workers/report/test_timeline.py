@@ -8,8 +8,9 @@ import pytest
 
 from crossdock.kvtransfer.events import Figures
 from crossdock.workers.report.timeline import KEEP_CHUNKS, Progress, Timeline, Timelines, prompt_length_bucket
-from crossdock.workers.schedule.request import FinishReason, Leg, Request, SamplingParams, Submission, TokenDelta
+from crossdock.workers.schedule.request import FinishReason, Request, TokenDelta
 from crossdock.workers.schedule.slo import SloClass
+from crossdock.workers.schedule.submission import Leg, SamplingParams, Submission
 from tests.workers.schedule.model_free_replica import ModelFreeReplica, new_scheduler
 
 CLASSES = (

@@ -16,7 +16,8 @@ from crossdock.workers.schedule.memory.prefix_index import AttentionChunk, Windo
 from crossdock.workers.schedule.pictures.encoder_cost import EncoderCost
 from crossdock.workers.schedule.pictures.encoding import Encoding
 from crossdock.workers.schedule.pictures.items import Item
-from crossdock.workers.schedule.request import InvalidField, Leg, Overloaded, Request, SamplingParams, Status
+from crossdock.workers.schedule.request import Request, Status
+from crossdock.workers.schedule.submission import InvalidField, Leg, Overloaded, SamplingParams
 from tests.workers.schedule.model_free_replica import (
     CLASSES,
     COST,
@@ -262,7 +263,7 @@ class AnyHistory(RuleBasedStateMachine):
         else:
             start = request.num_computed_tokens
             self.device.write(self.pages.pages_of(request.owner), start, request.token_ids[start:])
-            self.device.write_state(self.pages.state_of(request.owner), request.token_ids)
+            self.device.write_state(self.pages.states.newest(request.owner), request.token_ids)
             self.arriving.pop(request.owner, None)
             token = next_token(request.token_ids)
             is_full = request.num_tokens + 1 >= self.scheduler.max_model_len
@@ -274,7 +275,7 @@ class AnyHistory(RuleBasedStateMachine):
 
     def finish_sent(self, request: Request) -> None:
         if self.pages.state_pages:
-            assert self.device.read_state(self.pages.state_of(request.owner)) == request.prompt_token_ids
+            assert self.device.read_state(self.pages.states.newest(request.owner)) == request.prompt_token_ids
             self.sent[request.owner] = request.prompt_token_ids
         self.handoff.finish_sent(request.id)
         self.being_read.add(request.owner)
@@ -319,7 +320,7 @@ class AnyHistory(RuleBasedStateMachine):
     def writers_and_readers_stop(self) -> None:
         for owner in self.being_read:
             if owner in self.sent:
-                assert self.device.read_state(self.pages.state_of(owner)) == self.sent.pop(owner)
+                assert self.device.read_state(self.pages.states.newest(owner)) == self.sent.pop(owner)
             self.pages.release(owner)
         self.being_read.clear()
         for number in range(self.count):
@@ -345,7 +346,7 @@ class AnyHistory(RuleBasedStateMachine):
     def grant(self) -> None:
         for request in self.handoff.grant(self.now):
             owner, computed = request.owner, request.num_computed_tokens
-            self.arriving[owner] = Arrival([*self.pages.pages_of(owner)], [*self.pages.state_of(owner)], computed)
+            self.arriving[owner] = Arrival([*self.pages.pages_of(owner)], [*self.pages.states.newest(owner)], computed)
         self.take_returned()
 
     def take_returned(self) -> None:

@@ -26,13 +26,13 @@ class Fault(NamedTuple):
 
 
 PAGES = [
-    Fault("evicted page stays in the index", "memory.pages", "PagePool._evict", "self._forget(page)", "pass"),
+    Fault("evicted page stays in the index", "memory.page_stock", "PageStock._evict", "self._forget(page)", "pass"),
     Fault(
         "shared page counts one owner",
-        "memory.pages",
-        "PagePool.share",
-        "_num_owners[page] += 1",
-        "_num_owners[page] = 1",
+        "memory.page_stock",
+        "PageStock.share",
+        "num_owners[page] += 1",
+        "num_owners[page] = 1",
     ),
     Fault(
         "page is indexed before it is full",
@@ -79,8 +79,10 @@ WINDOWS = [
     Fault("window passes no page", "memory.pages", "PagePool.slide", "if first > held.first:", "if False:"),
 ]
 STATES = [
-    Fault("checkpoint is written again", "memory.pages", "PagePool.next_state", "if checkpoint or (", "if ("),
-    Fault("state after a wrong token is kept", "memory.pages", "PagePool.undo_state", "return False", "return True"),
+    Fault("checkpoint is written again", "memory.owned_states", "OwnedStates.next", "if checkpoint or (", "if ("),
+    Fault(
+        "state after a wrong token is kept", "memory.owned_states", "OwnedStates.undo", "return False", "return True"
+    ),
     Fault(
         "state with a rejected draft is kept",
         "recurrent.states",

@@ -7,8 +7,9 @@ import pytest
 from crossdock.workers.schedule.admission import reserved_slots
 from crossdock.workers.schedule.cost.cost import StepCost
 from crossdock.workers.schedule.pacing.forecast import Forecast, predicted_ttft
-from crossdock.workers.schedule.request import Overloaded, Status
+from crossdock.workers.schedule.request import Status
 from crossdock.workers.schedule.slo import DEFAULT_CLASSES
+from crossdock.workers.schedule.submission import Overloaded
 from tests.workers.schedule.model_free_replica import CLASSES, COST, new_timed_replica
 
 

@@ -78,7 +78,7 @@ def test_abort_after_seven_chunks_frees_every_byte() -> None:
     assert after.owned == after.quarantined == 0
     # The full pages of the seven chunks can serve a prompt with the same beginning until they are evicted.
     assert after.cached * PAGE_SIZE == 7 * 512
-    pages.clear_cache()
+    pages.stock.clear_cache()
     assert pages.counts() == before
 
 

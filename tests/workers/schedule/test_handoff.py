@@ -1,7 +1,8 @@
 """Requests on two replicas: pages sent, received, granted, taken over."""
 
-from crossdock.workers.schedule.request import Leg, Request, SamplingParams
+from crossdock.workers.schedule.request import Request
 from crossdock.workers.schedule.scheduler import Scheduler
+from crossdock.workers.schedule.submission import Leg, SamplingParams
 from tests.workers.schedule.model_free_replica import (
     CLASSES,
     COST,
@@ -60,7 +61,7 @@ def test_prompt_of_a_recurrent_model_is_taken_over_from_its_last_checkpoint() ->
     scheduler.add(pair_request("a", 30, Leg.RECEIVE))
     (request,) = scheduler.handoff.grant(0.0)
     assert request.num_computed_tokens == 12, "these pages need no transfer, and no state"
-    state = list(scheduler.pages.state_of("a#1"))
+    state = list(scheduler.pages.states.newest("a#1"))
     scheduler.handoff.commit("a", 24)
     scheduler.handoff.take_over("a", 1.0)
     assert request.expected_cached_tokens == 12

@@ -3,7 +3,8 @@
 from typing import Any
 
 from crossdock.workers.schedule.order import order_prefills, prefill_reason
-from crossdock.workers.schedule.request import Request, SamplingParams
+from crossdock.workers.schedule.request import Request
+from crossdock.workers.schedule.submission import SamplingParams
 
 
 def new_prompt(name: str, num_tokens: int, **fields: Any) -> Request:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from crossdock.workers.schedule.request import InvalidField
+from crossdock.workers.schedule.submission import InvalidField
 from tests.workers.schedule.model_free_replica import CLASSES, COST, ModelFreeReplica, new_timed_replica
 
 SLOW_ATTENTION = COST.model_copy(update={"per_attended": 1e-6})

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from crossdock.workers.schedule import kv
-from crossdock.workers.schedule.request import FinishReason, Leg, Request, SamplingParams
+from crossdock.workers.schedule.request import FinishReason, Request
+from crossdock.workers.schedule.submission import Leg, SamplingParams
 from crossdock.workers.schedule.table import RequestTable
 from tests.workers.schedule.model_free_replica import (
     CLASSES,

@@ -100,7 +100,7 @@ def test_steps_at_once_have_the_result_of_single_steps(
                     (each.id, each.num_tokens, each.num_computed_tokens, each.due, each.status)
                     for each in scheduler.table.requests()
                 ]
-                seen.append((replica.now, state, scheduler.pages.counts(), set(scheduler.pages.findable())))
+                seen.append((replica.now, state, scheduler.pages.counts(), set(scheduler.pages.prefixes.findable())))
         return seen, ends
 
     single, ends = play(at_once=False)

@@ -22,7 +22,7 @@ from crossdock.workers.model.grammar.matcher import new_matcher
 from crossdock.workers.model.grammar.state import GrammarState, MaskBudget
 from crossdock.workers.model.grammar.vetter import Vetter
 from crossdock.workers.sandbox.sandbox import SandboxBusy
-from crossdock.workers.schedule.request import Grammar, InvalidField, Overloaded
+from crossdock.workers.schedule.submission import Grammar, InvalidField, Overloaded
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ import re
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from crossdock.workers.schedule.request import Grammar, InvalidField
+from crossdock.workers.schedule.submission import Grammar, InvalidField
 
 # Between JSON tokens. llguidance's own default has no bound, and a small model can then fill its answer with newlines.
 # Twenty characters are a line break and an indent four levels deep.

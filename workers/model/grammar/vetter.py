@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from crossdock.workers.sandbox.limited_child import Limits
 from crossdock.workers.sandbox.sandbox import Sandbox
-from crossdock.workers.schedule.request import Grammar, InvalidField
+from crossdock.workers.schedule.submission import Grammar, InvalidField
 
 LIMITS = Limits(
     cpu_seconds=1.0,  # of one compile and a few steps; the largest useful grammars take 0.3 s

@@ -15,7 +15,7 @@ from llguidance import LLMatcher, LLTokenizer
 from crossdock.workers.model.grammar.matcher import check, invalid, new_matcher, text_tokens
 from crossdock.workers.sandbox.limited_child import ChildFailed, Limits, memory_pages, run_limited, sandbox_main
 from crossdock.workers.sandbox.messages import questions, read_message, write_message
-from crossdock.workers.schedule.request import Grammar, InvalidField
+from crossdock.workers.schedule.submission import Grammar, InvalidField
 
 _STEPS = 8  # of a random text: some grammars fail after their first token
 

@@ -16,7 +16,8 @@ from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.model.sampling.row import SampleRow
 from crossdock.workers.model.sampling.sampler import sample
 from crossdock.workers.schedule.batch import Batch, Scheduled, StatePages
-from crossdock.workers.schedule.request import Request, SamplingParams
+from crossdock.workers.schedule.request import Request
+from crossdock.workers.schedule.submission import SamplingParams
 
 logger = logging.getLogger(__name__)
 

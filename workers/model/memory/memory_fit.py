@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from crossdock.workers.model.cut.position import CannotCut, RankPosition
+from crossdock.workers.model.memory.host_memory import bytes_of, free_on_host
 from crossdock.workers.model.weights.formats import format_of
 from crossdock.workers.model.weights.weight_format import WeightFormat
 
@@ -81,7 +82,7 @@ def used() -> str:
     """Return how much memory this process uses, as text for logs."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return f"{size_of(torch.cuda.memory_allocated())} of GPU memory in use"
-    return f"{size_of(_kib('/proc/self/status', 'VmRSS'))} of memory in use"
+    return f"{size_of(bytes_of(Path('/proc/self/status'), 'VmRSS'))} of memory in use"
 
 
 def used_by_all_but_torch() -> int:
@@ -99,15 +100,4 @@ def free_memory(device: str = "cpu") -> int:
     """Return the bytes that are free on a device."""
     if device != "cpu":
         return int(torch.cuda.mem_get_info()[0])
-    free = _kib("/proc/meminfo", "MemAvailable")
-    limit, current = (Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory.current"))
-    if limit.exists() and (most := limit.read_text().strip()) != "max":
-        free = min(free, int(most) - int(current.read_text()))
-    return free
-
-
-def _kib(file: str, key: str) -> int:
-    for line in Path(file).read_text().splitlines():
-        if line.startswith(f"{key}:"):
-            return int(line.split()[1]) << 10
-    raise ValueError(f"{file} has no {key}")
+    return free_on_host()

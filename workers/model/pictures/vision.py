@@ -29,7 +29,8 @@ from crossdock.workers.schedule.pictures.encoding import ItemFailure
 from crossdock.workers.schedule.pictures.families import PictureFamily, picture_family
 from crossdock.workers.schedule.pictures.items import LEVELS, Item
 from crossdock.workers.schedule.pictures.whole_items import key_end
-from crossdock.workers.schedule.request import InvalidField, Request
+from crossdock.workers.schedule.request import Request
+from crossdock.workers.schedule.submission import InvalidField
 
 _KINDS = {"image": ("image_token_id", "get_image_features"), "video": ("video_token_id", "get_video_features")}
 

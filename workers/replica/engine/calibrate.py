@@ -10,7 +10,8 @@ from crossdock.workers.report.profile import SchedulingProfile
 from crossdock.workers.schedule.batch import NO_STATE, Batch, Scheduled, StatePages
 from crossdock.workers.schedule.cost.cost import StepWork
 from crossdock.workers.schedule.memory.page_needs import PageNeeds
-from crossdock.workers.schedule.request import InvalidField, Request, SamplingParams, Submission
+from crossdock.workers.schedule.request import Request
+from crossdock.workers.schedule.submission import InvalidField, SamplingParams, Submission
 
 _SWEPT_CHUNKS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 _SWEPT_STREAMS = (1, 2, 4, 8, 16, 32, 64)
@@ -33,7 +34,7 @@ def warm_up(engine: Engine) -> SchedulingProfile:
     while engine.has_work:
         engine.step()
     _run_whole_picture(engine)
-    pages.clear_cache()
+    pages.stock.clear_cache()
 
     with model.pool.memory_paused():
         sweep = remembered_sweep(engine, lambda: _sweep(engine), lambda: _check(engine))
@@ -226,7 +227,7 @@ def _step_of(
     wanted = [(context, 1)] * num_streams + ([chunk] if chunk is not None else [])
     state_pages = engine.pages.state_pages
     needs = PageNeeds(size, engine.pages.windows, engine.config.max_num_batched_tokens, state_pages)
-    if sum(needs.at_once(start + tokens) for start, tokens in wanted) > engine.pages.num_available:
+    if sum(needs.at_once(start + tokens) for start, tokens in wanted) > engine.pages.stock.num_available:
         yield None
         return
     parts = []
@@ -248,8 +249,8 @@ def _step_of(
 
 def _zero_state(engine: Engine, owner: str) -> StatePages:
     """Return zeroed pages for the recurrent state of a part: old contents may be NaN."""
-    engine.pages.allocate_state(owner)
-    pages = engine.pages.own_state_of(owner)
+    engine.pages.states.allocate(owner)
+    pages = engine.pages.states.by_owner[owner].own
     engine.model.pool.by_page[list(pages)] = 0
     return StatePages(pages, pages)
 

@@ -38,8 +38,9 @@ from crossdock.workers.schedule.pictures.arriving_rows import ArrivingRows
 from crossdock.workers.schedule.pictures.encoder_cost import EncoderCostFit
 from crossdock.workers.schedule.pictures.encoding import LONGEST_SHIPPING_STEP_S, Encoding, ItemFailure
 from crossdock.workers.schedule.pictures.items import items_in
-from crossdock.workers.schedule.request import FinishReason, InvalidField, Request, Submission, TokenDelta
+from crossdock.workers.schedule.request import FinishReason, Request, TokenDelta
 from crossdock.workers.schedule.scheduler import Scheduler
+from crossdock.workers.schedule.submission import InvalidField, Submission
 
 logger = logging.getLogger(__name__)
 

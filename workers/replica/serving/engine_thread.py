@@ -21,7 +21,8 @@ from crossdock.workers.replica.transfer.side import Side, SideOpener
 from crossdock.workers.report.advertise import HEARTBEAT_S, LiveProfile, Message, PageChanges
 from crossdock.workers.report.profile import Role
 from crossdock.workers.report.timeline import Progress, Timeline
-from crossdock.workers.schedule.request import Overloaded, Request, Status, Submission, TokenDelta
+from crossdock.workers.schedule.request import Request, Status, TokenDelta
+from crossdock.workers.schedule.submission import Overloaded, Submission
 
 logger = logging.getLogger(__name__)
 _MOST_FAILURES = 3  # one after the other outside of steps, before the replica ends
@@ -341,9 +342,9 @@ class EngineThread(ObservedEngine):
             return
         pages, aborted = self.engine.pages, []
         for request in requests:
-            before = pages.num_available
+            before = pages.stock.num_available
             if self.engine.abort(request.id) is not None:
-                freed = (pages.num_available - before) * self._page_bytes
+                freed = (pages.stock.num_available - before) * self._page_bytes
                 aborted.append(self.timelines.aborted(request.id, self.engine.clock(), freed))
                 self._notify_aborted([request])
         for timeline in aborted:

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from crossdock.kvtransfer.fence import Fence
 from crossdock.workers.replica.serving.channel import Channel
 from crossdock.workers.report.advertise import LiveProfile, PageChanges
-from crossdock.workers.schedule.request import Submission, TokenDelta
+from crossdock.workers.schedule.request import TokenDelta
+from crossdock.workers.schedule.submission import Submission
 
 AttemptKey = tuple[str, int]
 """The id of a request and the epoch of one attempt at it."""

@@ -37,7 +37,7 @@ from crossdock.workers.replica.serving.readers import Superseded
 from crossdock.workers.replica.transfer.handover import connect
 from crossdock.workers.replica.transfer.landing import open_landing
 from crossdock.workers.report.profile import SchedulingProfile
-from crossdock.workers.schedule.request import InvalidField, Overloaded, Submission
+from crossdock.workers.schedule.submission import InvalidField, Overloaded, Submission
 
 logger = logging.getLogger("ray.serve")
 

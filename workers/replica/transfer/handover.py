@@ -40,7 +40,8 @@ from crossdock.workers.replica.engine.engine import Engine, Step
 from crossdock.workers.replica.transfer.replica_dock import ReplicaDock, rank_blobs
 from crossdock.workers.replica.transfer.side import OnFigures
 from crossdock.workers.schedule.batch import Batch
-from crossdock.workers.schedule.request import FinishReason, Leg, Request, Status, Submission, TokenDelta
+from crossdock.workers.schedule.request import FinishReason, Request, Status, TokenDelta
+from crossdock.workers.schedule.submission import Leg, Submission
 
 _MOST_EARLY_OFFERS = 4096  # of requests that have not come here yet; a forgotten offer is repeated
 
@@ -121,7 +122,7 @@ class Handover:
                 self._cancel(request.id, Leg.SEND)
             elif request.num_output_tokens > len(request.output_token_ids):
                 result = msgspec.msgpack.encode(request.token_ids[-1])
-                groups, state = self._pages_of(request), tuple(self.engine.pages.state_of(request.owner))
+                groups, state = self._pages_of(request), tuple(self.engine.pages.states.newest(request.owner))
                 self.dock.call(FinishCall(request.id, groups, request.num_computed_tokens, result, state))
             else:
                 self.dock.call(ChunkCall(request.id, self._pages_of(request), request.num_computed_tokens))
@@ -137,7 +138,7 @@ class Handover:
         now = self.engine.clock()
         for request in self.engine.scheduler.handoff.grant(now):
             first = request.num_computed_tokens // self.engine.config.page_size
-            groups, state = self._pages_of(request, first), tuple(self.engine.pages.state_of(request.owner))
+            groups, state = self._pages_of(request, first), tuple(self.engine.pages.states.newest(request.owner))
             self.dock.call(GrantCall(request.id, request.epoch, first, groups, state))
             self._transfers[request.id].notified = now
         self._take_returned()

@@ -19,7 +19,8 @@ from crossdock.workers.replica.engine.engine import Engine, Step
 from crossdock.workers.replica.transfer.replica_dock import ReplicaDock, rank_blobs
 from crossdock.workers.replica.transfer.side import OnFigures
 from crossdock.workers.schedule.pictures.arriving_rows import LEAST_PATIENCE_S, ArrivingRows
-from crossdock.workers.schedule.request import Leg, Request, Submission, TokenDelta
+from crossdock.workers.schedule.request import Request, TokenDelta
+from crossdock.workers.schedule.submission import Leg, Submission
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,8 @@ from typing import ClassVar, Protocol, TypeAlias
 from crossdock.kvtransfer.events import Event, Figures
 from crossdock.workers.replica.engine.engine import Step
 from crossdock.workers.replica.transfer.replica_dock import ReplicaDock
-from crossdock.workers.schedule.request import Request, Submission, TokenDelta
+from crossdock.workers.schedule.request import Request, TokenDelta
+from crossdock.workers.schedule.submission import Submission
 
 OnFigures: TypeAlias = Callable[[str, str, Figures, str], None]
 """Called at a transfer's end: request id, `sent`, `received` or `embeddings`, figures, outcome."""

@@ -254,7 +254,7 @@ def _grow(table: RequestTable, request: Request, num_drafts: int, set_aside: int
     state after the drafts, beside the one before them. `set_aside`: pages that others are about to take.
     """
     pages, owner = table.pages, request.owner
-    room = pages.num_available - pages.num_to_keep_state(owner) - set_aside
+    room = pages.stock.num_available - pages.states.num_to_keep(owner) - set_aside
     if room < 0:
         return 0
     for wanted in range(-(-(request.num_tokens + num_drafts) // pages.page_size), 0, -1):

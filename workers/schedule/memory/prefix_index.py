@@ -105,6 +105,10 @@ class PrefixIndex:
         del self.by_group[group][page_hash]
         self._note(group, page_hash, False)
 
+    def findable(self) -> list[PageHash]:
+        """Return the hashes indexed for the first group, in that order: the beginning of a prefix before its end."""
+        return list(self.by_group[0])
+
     def take_changes(self) -> tuple[list[PageHash], list[PageHash]]:
         """Return the hashes indexed for the first group, in order, and the hashes removed, since the last call.
 

@@ -8,7 +8,8 @@ from crossdock.workers.schedule.order import is_starving
 from crossdock.workers.schedule.pacing.chunk_policies import Beside, meaning_of
 from crossdock.workers.schedule.pacing.chunking import LEAST_SHARE
 from crossdock.workers.schedule.pictures.encoding import Encoding
-from crossdock.workers.schedule.request import Leg, Request
+from crossdock.workers.schedule.request import Request
+from crossdock.workers.schedule.submission import Leg
 from crossdock.workers.schedule.table import RequestTable
 
 

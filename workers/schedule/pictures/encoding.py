@@ -18,7 +18,8 @@ from crossdock.workers.schedule.pictures.arriving_rows import ArrivingRows, Land
 from crossdock.workers.schedule.pictures.encoder_cost import EncoderCost
 from crossdock.workers.schedule.pictures.items import Item, items_in
 from crossdock.workers.schedule.pictures.whole_items import check_fit, least_tokens, most_tokens
-from crossdock.workers.schedule.request import InvalidField, Request, Status
+from crossdock.workers.schedule.request import Request, Status
+from crossdock.workers.schedule.submission import InvalidField
 
 LONGEST_SHIPPING_STEP_S = 0.02
 """Seconds that several items of a step may take together on a replica whose rows another one waits for.
@@ -68,7 +69,6 @@ class EncoderTotals:
     num_hits: int = 0  # items that a request read from the cache when it reached them
     num_evicted: int = 0
     num_copied: int = 0  # items whose embeddings another replica has sent
-    num_copied_rows: int = 0  # of these
 
 
 @dataclass(slots=True)
@@ -249,7 +249,6 @@ class Encoding:
             self._copies[item.content_hash] = landed
             self.arriving.begin_read(landed)
             self.totals.num_copied += 1
-            self.totals.num_copied_rows += item.num_rows
             return
         self._planned[item.content_hash] = item
         self.totals.num_encoded += 1

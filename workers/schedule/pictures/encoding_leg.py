@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from crossdock.workers.schedule.pictures.items import row_prompt
-from crossdock.workers.schedule.request import Leg, SamplingParams, Submission
+from crossdock.workers.schedule.submission import Leg, SamplingParams, Submission
 
 
 def encoding_leg(submission: Submission, page_size: int) -> Submission:

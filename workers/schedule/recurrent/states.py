@@ -101,16 +101,16 @@ class RecurrentStates:
         """
         pages, request = self.table.pages, part.request
         if end < part.start + part.num_tokens:
-            is_undone = pages.undo_state(request.owner, part.state.read, part.state.write)
+            is_undone = pages.states.undo(request.owner, part.state.read, part.state.write)
             assert is_undone, "a part with drafts leaves the state that it reads as it is"
             request.num_verified_tokens = end - part.start
             return part.start
         request.num_verified_tokens = 0
         if part.state.is_checkpoint:
-            pages.index_state(request.owner, part.state.write, request.prefix_hashes(end, pages.page_size))
-        elif part.state.write is not pages.own_state_of(request.owner):
-            pages.adopt_state(request.owner, part.state.write)
-        pages.end_state(request.owner, part.state.read)
+            pages.states.index(request.owner, part.state.write, request.prefix_hashes(end, pages.page_size))
+        elif part.state.write is not pages.states.by_owner[request.owner].own:
+            pages.states.adopt(request.owner, part.state.write)
+        pages.states.end_read(request.owner, part.state.read)
         return end
 
     def undo(self, part: Scheduled) -> None:
@@ -118,7 +118,7 @@ class RecurrentStates:
 
         Where the part has overwritten that state, the request is preempted.
         """
-        if not self.table.pages.undo_state(part.request.owner, part.state.read, part.state.write):
+        if not self.table.pages.states.undo(part.request.owner, part.state.read, part.state.write):
             self.table.preempt(part.request)
 
     def keep_last(self, request: Request) -> None:
@@ -130,19 +130,19 @@ class RecurrentStates:
         request, pages, end = part.request, self.table.pages, part.start + part.num_tokens
         makes_checkpoint = (
             end % pages.page_size == 0
-            and pages.num_available - pages.state_pages >= self.table.room_for_outputs()
+            and pages.stock.num_available - pages.state_pages >= self.table.room_for_outputs()
             and self._is_worth_its_pages(request, end)
             and not self._has_checkpoint(request, end)
         )
         checkpoint = end // pages.page_size if makes_checkpoint else 0
-        return StatePages(*pages.next_state(request.owner, checkpoint, bool(part.drafts)), makes_checkpoint)
+        return StatePages(*pages.states.next(request.owner, checkpoint, bool(part.drafts)), makes_checkpoint)
 
     def _is_worth_its_pages(self, request: Request, position: int, step_seconds: float = 0.0) -> bool:
         pages = self.table.pages
         if not pages.enable_prefix_caching:
             return False
-        last, state_tokens = pages.last_checkpoint_of(request.owner) * pages.page_size, self._state_tokens
-        chance, evicted = self._chance(request, position), pages.state_pages * pages.cached.price()
+        last, state_tokens = pages.states.by_owner[request.owner].last * pages.page_size, self._state_tokens
+        chance, evicted = self._chance(request, position), pages.state_pages * pages.stock.cached.price()
         return is_worth_its_pages(last, position, chance, state_tokens, self.forecast.cost, evicted, step_seconds)
 
     def _chance(self, request: Request, position: int) -> float:
@@ -157,11 +157,11 @@ class RecurrentStates:
         if position > request.num_prompt_tokens:
             return False
         pages = self.table.pages
-        return pages.has_checkpoint(request.prefix_hashes(position, pages.page_size)[-1])
+        return request.prefix_hashes(position, pages.page_size)[-1] in pages.prefixes.checkpoints
 
     def _shared_end(self, request: Request) -> int:
         """Return the end of the prefix whose pages were found when the request started, with or without a state."""
-        return self.table.pages.num_indexed_of(request.owner) * self.table.pages.page_size
+        return self.table.pages.states.by_owner[request.owner].num_indexed * self.table.pages.page_size
 
     def _prompt_end(self, request: Request) -> int:
         """Return the end of the prompt's full pages, from which a next turn continues."""

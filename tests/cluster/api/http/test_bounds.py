@@ -13,7 +13,7 @@ from crossdock.cluster.api import bounds
 from crossdock.cluster.api.body.bodies import Body, CompletionRequest, DetokenizeRequest
 from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
-from crossdock.workers.schedule.request import InvalidField
+from crossdock.workers.schedule.submission import InvalidField
 from tests.cluster.api.scripted_api import HI, ScriptedDispatcher, refused, serving
 
 TOOL = {"type": "function", "function": {"name": "f"}}

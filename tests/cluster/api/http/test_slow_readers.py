@@ -14,7 +14,8 @@ from crossdock.cluster.api.http.listener import listen
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.cluster.dispatch import connections
 from crossdock.cluster.dispatch.dispatcher import Dispatcher, SlowReader
-from crossdock.workers.schedule.request import SamplingParams, Submission, TokenDelta
+from crossdock.workers.schedule.request import TokenDelta
+from crossdock.workers.schedule.submission import SamplingParams, Submission
 from tests.cluster.api.scripted_api import ScriptedDispatcher
 from tests.cluster.dispatch.in_process import InProcess, ready, tokens
 from tests.cluster.ports import free_port

@@ -15,7 +15,7 @@ from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.media.media import Media
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.cluster.serve.media import open_media
-from crossdock.workers.schedule.request import Submission
+from crossdock.workers.schedule.submission import Submission
 from tests.cluster.api.media.picture_models import MODELS, encoded, picture
 from tests.cluster.api.scripted_api import LiveServer, ScriptedDispatcher
 

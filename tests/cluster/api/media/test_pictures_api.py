@@ -18,7 +18,7 @@ from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.cluster.bench.run import BenchOptions, run_bench
 from crossdock.workers.schedule.pictures.items import with_levels
-from crossdock.workers.schedule.request import Submission
+from crossdock.workers.schedule.submission import Submission
 from tests.cluster.api.media.conftest import TEXT, PictureServer
 from tests.cluster.api.media.picture_models import data_url, encoded, image_part, picture
 from tests.cluster.api.scripted_api import HI, LiveServer, ScriptedDispatcher, refused

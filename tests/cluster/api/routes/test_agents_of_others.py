@@ -11,7 +11,8 @@ from openai.types.responses import Response as OpenaiResponse
 
 from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
-from crossdock.workers.schedule.request import Submission, TokenDelta
+from crossdock.workers.schedule.request import TokenDelta
+from crossdock.workers.schedule.submission import Submission
 from tests.cluster.api.scripted_api import STORY, ScriptedDispatcher, refused, serving
 
 CALL = '{"name": "move", "arguments": {"to": "a"}}'

@@ -25,7 +25,7 @@ from crossdock.cluster.api.errors import ApiError
 from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.router.fleet import RouterConfig
-from crossdock.workers.schedule.request import SamplingParams, Submission
+from crossdock.workers.schedule.submission import SamplingParams, Submission
 from tests.cluster.api.engine_api import EngineApi
 from tests.cluster.dispatch.in_process import InProcess, ready
 from tests.workers.architectures import build

@@ -16,7 +16,8 @@ from crossdock.cluster.api.body.messages_body import MessagesRequest
 from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.cluster.dispatch.dispatcher import ReplicaLost
-from crossdock.workers.schedule.request import Overloaded, TokenDelta
+from crossdock.workers.schedule.request import TokenDelta
+from crossdock.workers.schedule.submission import Overloaded
 from tests.cluster.api.scripted_api import (
     HI,
     MAX_MODEL_LEN,

@@ -12,10 +12,7 @@ import pytest
 from crossdock.cluster.api.endpoints import build_api
 from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
-from crossdock.workers.schedule.request import (
-    FinishReason,
-    TokenDelta,
-)
+from crossdock.workers.schedule.request import FinishReason, TokenDelta
 from tests.cluster.api.scripted_api import (
     HI,
     MAX_MODEL_LEN,

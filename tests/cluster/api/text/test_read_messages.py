@@ -22,7 +22,7 @@ from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.text.message_format import MessageFormat, MessageReading
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.workers.model.grammar.matcher import new_matcher
-from crossdock.workers.schedule.request import Grammar
+from crossdock.workers.schedule.submission import Grammar
 from tests.cluster.api.engine_api import EngineApi, lose_after
 from tests.cluster.api.scripted_api import HI, ScriptedDispatcher, events, serving
 from tests.cluster.api.text.parsed_messages import whole_message

@@ -20,7 +20,8 @@ from crossdock.workers.model.weights.weights import measure_part
 from crossdock.workers.schedule.batch import Batch, Scheduled
 from crossdock.workers.schedule.pictures.encoding import NO_ENCODER_WORK, EncoderWork
 from crossdock.workers.schedule.pictures.items import items_in
-from crossdock.workers.schedule.request import Request, SamplingParams
+from crossdock.workers.schedule.request import Request
+from crossdock.workers.schedule.submission import SamplingParams
 from tests.workers.model.pictures.test_vision import may_cut
 from tests.workers.multimodal import (
     BOTH_WAYS,

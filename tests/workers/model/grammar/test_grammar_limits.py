@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from crossdock.workers.model.grammar.compiler import Compiled, GrammarCache, GrammarCompiler
 from crossdock.workers.model.grammar.state import GrammarState, MaskBudget
-from crossdock.workers.schedule.request import Grammar, InvalidField, Overloaded
+from crossdock.workers.schedule.submission import Grammar, InvalidField, Overloaded
 
 CHAINED_RULES = "start: r0\n" + "\n".join(f'r{i}: r{i + 1} "a"' for i in range(20_000)) + '\nr20000: "b"'
 MANY_PATTERNS = {"allOf": [{"type": "string", "pattern": f"^.*{number}.*$"} for number in range(300)]}

@@ -13,7 +13,8 @@ from crossdock.workers.model.load import wrap_module
 from crossdock.workers.model.load_options import LoadOptions
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.schedule.batch import Batch, Scheduled
-from crossdock.workers.schedule.request import Request, SamplingParams, Submission
+from crossdock.workers.schedule.request import Request
+from crossdock.workers.schedule.submission import SamplingParams, Submission
 from tests.workers.model.paged import monolithic
 
 PAGE_SIZE = 8

@@ -22,7 +22,8 @@ from crossdock.workers.model.runner import Runner
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.schedule.batch import Batch, Scheduled
-from crossdock.workers.schedule.request import Request, SamplingParams
+from crossdock.workers.schedule.request import Request
+from crossdock.workers.schedule.submission import SamplingParams
 from tests.workers.architectures import SERVED, build
 from tests.workers.model.graphs.steps import PAGE_SIZE, PagedStep, tokens_of
 from tests.workers.sweeps import rest_in_soak

@@ -22,7 +22,8 @@ from crossdock.workers.schedule.batch import Batch, Scheduled
 from crossdock.workers.schedule.pictures.encoding import EncoderWork
 from crossdock.workers.schedule.pictures.encoding_leg import encoding_leg
 from crossdock.workers.schedule.pictures.items import Item
-from crossdock.workers.schedule.request import InvalidField, Request, SamplingParams, Submission
+from crossdock.workers.schedule.request import Request
+from crossdock.workers.schedule.submission import InvalidField, SamplingParams, Submission
 from tests.workers.architectures import build
 from tests.workers.model.paged import random_steps
 from tests.workers.multimodal import FAMILIES, IMAGE, TEXT, PicturePrompt, build_multimodal, picture, video

@@ -10,7 +10,7 @@ from crossdock.workers.model.runner import Runner
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.calibrate import warm_up
 from crossdock.workers.replica.engine.engine import Engine
-from crossdock.workers.schedule.request import SamplingParams, Submission
+from crossdock.workers.schedule.submission import SamplingParams, Submission
 from tests.workers.model.pictures.test_vision import logits_of
 from tests.workers.multimodal import FAMILIES, NO_PLACEHOLDERS, PicturePrompt, build_multimodal, one_pass, picture
 from tests.workers.multimodal import continuation as continuation_of

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.model.pictures.pixel_levels import shared_levels, values_of
 from crossdock.workers.schedule.pictures.items import LEVELS, Item, with_levels
-from crossdock.workers.schedule.request import InvalidField
+from crossdock.workers.schedule.submission import InvalidField
 from tests.workers.model.paged import random_steps
 from tests.workers.model.pictures.test_vision import logits_of, requests_of
 from tests.workers.multimodal import (

@@ -19,7 +19,8 @@ from crossdock.workers.model.pictures.vision import why_text_alone
 from crossdock.workers.model.runner import Runner
 from crossdock.workers.schedule.batch import Batch, Scheduled
 from crossdock.workers.schedule.pictures.encoding import EncoderWork
-from crossdock.workers.schedule.request import InvalidField, Request, SamplingParams
+from crossdock.workers.schedule.request import Request
+from crossdock.workers.schedule.submission import InvalidField, SamplingParams
 from tests.workers.model.paged import random_steps
 from tests.workers.multimodal import (
     BOTH_WAYS,

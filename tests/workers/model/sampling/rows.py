@@ -10,7 +10,7 @@ from torch import Tensor
 
 from crossdock.workers.model.sampling.row import SampleRow
 from crossdock.workers.model.sampling.sampler import sample
-from crossdock.workers.schedule.request import SamplingParams
+from crossdock.workers.schedule.submission import SamplingParams
 
 VOCAB = 49152
 EOS = (2, 7)

@@ -12,7 +12,7 @@ from transformers import RepetitionPenaltyLogitsProcessor
 from crossdock.workers.model.sampling.edits import edited_scores
 from crossdock.workers.model.sampling.row import SampleRow
 from crossdock.workers.model.sampling.sampler import sample
-from crossdock.workers.schedule.request import SamplingParams
+from crossdock.workers.schedule.submission import SamplingParams
 
 from .rows import EOS, draw, make_row, random_logits
 

@@ -14,7 +14,7 @@ from crossdock.workers.model.sampling.filters import row_sums, temperatures_of
 from crossdock.workers.model.sampling.noise import hashed_ids, negative_gumbel, row_keys
 from crossdock.workers.model.sampling.row import SampleRow
 from crossdock.workers.model.sampling.sampler import sample
-from crossdock.workers.schedule.request import SamplingParams
+from crossdock.workers.schedule.submission import SamplingParams
 
 from .rows import EOS, VOCAB, draw, make_row, random_logits
 

@@ -17,7 +17,8 @@ from crossdock.workers.model.load import wrap_module
 from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.model.runner import Runner
 from crossdock.workers.replica.engine.engine import Engine
-from crossdock.workers.schedule.request import InvalidField, SamplingParams, Submission, TokenDelta
+from crossdock.workers.schedule.request import TokenDelta
+from crossdock.workers.schedule.submission import InvalidField, SamplingParams, Submission
 from tests.workers.architectures import SERVED, build, in_soak_but
 from tests.workers.gangs import ganged
 from tests.workers.model.paged import random_steps, through_pages

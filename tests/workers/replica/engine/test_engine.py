@@ -18,7 +18,8 @@ from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.engine import Engine
-from crossdock.workers.schedule.request import FinishReason, Grammar, SamplingParams, Submission
+from crossdock.workers.schedule.request import FinishReason
+from crossdock.workers.schedule.submission import Grammar, SamplingParams, Submission
 from tests.workers.architectures import build
 from tests.workers.replica.engines import MAX_MODEL_LEN, VOCAB_SIZE, engine_on, greedy, run, tiny_model, tokens_of
 

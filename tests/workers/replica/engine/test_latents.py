@@ -78,7 +78,7 @@ async def test_shipped_latents_give_the_tokens_of_local_ones(transport: str, kv_
     async with closing(side(), side()) as (prefill, decode):
         works = [submission(prompt, temperature=0.8 * (n % 2), seed=n) for n, prompt in enumerate(prompts(20))]
         wanted = [await decode.generate(local(work)) for work in works]
-        await decode.on_engine(decode.engine.pages.clear_cache)
+        await decode.on_engine(decode.engine.pages.stock.clear_cache)
         assert await asyncio.gather(*(ship(prefill, decode, work) for work in works)) == wanted
         page_bytes = sum(shape.key_dim for shape in prefill.engine.model.layers) * 16
         page_bytes *= prefill.engine.model.kv_dtype.itemsize
@@ -103,6 +103,6 @@ async def test_latents_shipped_between_one_rank_and_two_give_the_tokens_of_local
         async with closing(*sides) as (prefill, decode):
             works = [submission(prompt) for prompt in prompts(12)]
             wanted = [await whole.generate(local(work)) for work in works]
-            await whole.on_engine(whole.engine.pages.clear_cache)
+            await whole.on_engine(whole.engine.pages.stock.clear_cache)
             assert await asyncio.gather(*(ship(prefill, decode, work) for work in works)) == wanted
             assert {outcome for _, is_sent, _, outcome in prefill.ended if is_sent} == {"shipped"}

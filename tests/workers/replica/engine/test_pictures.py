@@ -19,7 +19,8 @@ from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.schedule.batch import Batch
 from crossdock.workers.schedule.drafts.speculative_config import SpeculativeConfig
 from crossdock.workers.schedule.pictures.items import Item
-from crossdock.workers.schedule.request import FinishReason, InvalidField, SamplingParams, Submission, TokenDelta
+from crossdock.workers.schedule.request import FinishReason, TokenDelta
+from crossdock.workers.schedule.submission import InvalidField, SamplingParams, Submission
 from tests.workers.architectures import in_soak_but
 from tests.workers.multimodal import (
     BOTH_WAYS,

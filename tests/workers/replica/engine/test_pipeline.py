@@ -18,8 +18,9 @@ from crossdock.workers.model.sampling.row import SampleRow
 from crossdock.workers.model.sampling.sampler import PendingTokens, sample
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.engine import Engine, Step
-from crossdock.workers.schedule.request import SamplingParams, Submission, TokenDelta
+from crossdock.workers.schedule.request import TokenDelta
 from crossdock.workers.schedule.slo import SloClass
+from crossdock.workers.schedule.submission import SamplingParams, Submission
 from tests.workers.architectures import build
 from tests.workers.replica.driven import driving
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from crossdock.workers.schedule.request import SamplingParams
+from crossdock.workers.schedule.submission import SamplingParams
 from tests.workers.architectures import in_soak_but
 from tests.workers.gangs import ganged
 from tests.workers.ranks import Ranks, saved

@@ -16,7 +16,8 @@ from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.schedule.batch import Batch, Scheduled
 from crossdock.workers.schedule.memory.prefix_index import AttentionChunk
 from crossdock.workers.schedule.recurrent.states import RecurrentStates
-from crossdock.workers.schedule.request import SamplingParams, Status, Submission
+from crossdock.workers.schedule.request import Status
+from crossdock.workers.schedule.submission import SamplingParams, Submission
 from tests.workers.architectures import SERVED, WINDOW, build, in_soak_but
 from tests.workers.replica.engine.test_engine import generated
 from tests.workers.replica.engines import greedy, run, tokens_of
@@ -119,7 +120,7 @@ def test_pages_that_no_request_owns_are_never_read(
     def poison(batch: Batch) -> None:
         owners = [each.owner for each in engine.scheduler.table.requests() if pages.num_held_by(each.owner)]
         owned = {page for owner in owners for group in range(groups) for page in pages.pages_of(owner, group)}
-        owned |= {page for owner in owners if pages.state_pages for page in pages.own_state_of(owner)}
+        owned |= {page for owner in owners if pages.state_pages for page in pages.states.by_owner[owner].own}
         model.pool.tensor.view(pages.num_pages, -1)[[page for page in range(pages.num_pages) if page not in owned]] = (
             torch.nan
         )

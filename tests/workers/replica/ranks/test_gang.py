@@ -23,7 +23,7 @@ from crossdock.workers.report.timeline import Timelines
 from crossdock.workers.schedule.batch import Batch, SampledToken
 from crossdock.workers.schedule.cost.cost import StepWork
 from crossdock.workers.schedule.cost.interval_share import IntervalShare
-from crossdock.workers.schedule.request import SamplingParams, Submission
+from crossdock.workers.schedule.submission import SamplingParams, Submission
 from tests.workers.architectures import DIVISIBLE, SERVED, build
 from tests.workers.gangs import SETTINGS, ganged
 from tests.workers.ranks import DIVISIONS, Ranks, saved

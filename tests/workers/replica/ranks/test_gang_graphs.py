@@ -25,7 +25,7 @@ from crossdock.workers.replica.config import EngineConfig, ReplicaSpec
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.replica.ranks.rank_socket import GangAddress
 from crossdock.workers.replica.serving.follower import follow
-from crossdock.workers.schedule.request import SamplingParams, Submission
+from crossdock.workers.schedule.submission import SamplingParams, Submission
 from tests.workers.architectures import build
 from tests.workers.gangs import SETTINGS, ganged
 from tests.workers.ranks import Ranks, saved

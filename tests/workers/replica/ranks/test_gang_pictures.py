@@ -59,7 +59,7 @@ def test_tokens_of_a_gang_equal_transformers(
         encoded = encoding.totals.num_encoded
         assert served(engine, prompts) == expected
         assert encoding.totals.num_encoded == encoded, "from cached pages"
-        engine.pages.clear_cache()
+        engine.pages.stock.clear_cache()
         encoding.clear()
         assert engine.model.encoder is not None
         engine.model.encoder.clear()
@@ -216,7 +216,7 @@ async def test_gang_takes_embeddings_of_an_encode_replica(
                 assert await first.generate(replace(work, encoder=encoder.blob)) == expected[name]
                 await sending
             assert [each.totals.num_encoded for each in encodings if each is not None] == [3, 0]
-            await first.on_engine(engine.pages.clear_cache)
+            await first.on_engine(engine.pages.stock.clear_cache)
             last = submission("last", PicturePrompt.of(5, picture(family, 7), 9))
             await first.thread.peer_dead(encoder.blob)
             found = await first.generate(replace(last, encoder=encoder.blob))

@@ -10,7 +10,7 @@ from pydantic import ByteSize
 from crossdock.workers.model.load import load_model
 from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.replica.engine.calibrate import warm_up
-from crossdock.workers.schedule.request import Submission
+from crossdock.workers.schedule.submission import Submission
 from tests.workers.architectures import SERVED, build, in_soak_but
 from tests.workers.gangs import ganged
 from tests.workers.ranks import DIVISIONS, Ranks, saved

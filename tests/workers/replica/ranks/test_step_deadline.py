@@ -16,7 +16,7 @@ from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.replica.ranks.gang import Gang
 from crossdock.workers.replica.ranks.step_deadline import StepDeadline
 from crossdock.workers.schedule.cost.cost import StepWork
-from crossdock.workers.schedule.request import SamplingParams, Submission
+from crossdock.workers.schedule.submission import SamplingParams, Submission
 from tests.workers.architectures import build
 from tests.workers.gangs import spec_of
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from crossdock.workers.model.runner import Runner
-from crossdock.workers.schedule.request import Overloaded, SamplingParams, Submission, TokenDelta
+from crossdock.workers.schedule.request import TokenDelta
+from crossdock.workers.schedule.submission import Overloaded, SamplingParams, Submission
 from tests.workers.replica.driven import driving, posted
 
 

@@ -14,14 +14,8 @@ from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.replica.serving.channel import Channel
 from crossdock.workers.replica.serving.engine_thread import EngineThread
-from crossdock.workers.schedule.request import (
-    FinishReason,
-    Grammar,
-    InvalidField,
-    SamplingParams,
-    Submission,
-    TokenDelta,
-)
+from crossdock.workers.schedule.request import FinishReason, TokenDelta
+from crossdock.workers.schedule.submission import Grammar, InvalidField, SamplingParams, Submission
 from tests.workers.architectures import build
 
 CHAINED_RULES = "start: r0\n" + "\n".join(f'r{i}: r{i + 1} "a"' for i in range(20_000)) + '\nr20000: "b"'

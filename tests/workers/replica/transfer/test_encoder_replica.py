@@ -36,15 +36,8 @@ from crossdock.workers.schedule.drafts.speculative_config import SpeculativeConf
 from crossdock.workers.schedule.pictures.encoding import EncoderTotals
 from crossdock.workers.schedule.pictures.encoding_leg import encoding_leg
 from crossdock.workers.schedule.pictures.items import Item
-from crossdock.workers.schedule.request import (
-    FinishReason,
-    InvalidField,
-    Request,
-    SamplingParams,
-    Status,
-    Submission,
-    TokenDelta,
-)
+from crossdock.workers.schedule.request import FinishReason, Request, Status, TokenDelta
+from crossdock.workers.schedule.submission import InvalidField, SamplingParams, Submission
 from tests.workers.architectures import in_soak_but
 from tests.workers.multimodal import FAMILIES, PicturePrompt, build_multimodal, picture
 from tests.workers.replica.engine.test_pictures import broken

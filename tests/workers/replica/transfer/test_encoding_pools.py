@@ -15,7 +15,8 @@ from crossdock.workers.schedule.pictures.arriving_rows import ArrivingRows
 from crossdock.workers.schedule.pictures.encoding import Encoding
 from crossdock.workers.schedule.pictures.encoding_leg import encoding_leg
 from crossdock.workers.schedule.pictures.items import Item, items_in
-from crossdock.workers.schedule.request import Leg, Submission, TokenDelta
+from crossdock.workers.schedule.request import TokenDelta
+from crossdock.workers.schedule.submission import Leg, Submission
 from tests.workers.replica.any_pools import AnyPools
 from tests.workers.replica.pools_world import PAGE_SIZE, TRANSFER, Client, PoolReplica, SansIoDock, World, blob_of
 

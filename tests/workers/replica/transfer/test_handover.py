@@ -14,7 +14,8 @@ from crossdock.kvtransfer.calls import DockCall, FinishCall
 from crossdock.kvtransfer.transport import TransportEvent
 from crossdock.workers.replica.engine.engine import Engine, Step
 from crossdock.workers.replica.transfer.handover import CannotPair
-from crossdock.workers.schedule.request import FinishReason, Leg, Status
+from crossdock.workers.schedule.request import FinishReason, Status
+from crossdock.workers.schedule.submission import Leg
 from tests.workers.replica.driven import hold
 from tests.workers.replica.sides import (
     NEEDS_NIXL,
@@ -38,7 +39,7 @@ async def test_shipped_requests_have_the_tokens_of_local_ones(transport: str, bu
     async with pair(transport, max_num_batched_tokens=budget) as (prefill, decode):
         works = [submission(prompt, temperature=0.8 * (n % 2), seed=n) for n, prompt in enumerate(prompts())]
         expected = await asyncio.gather(*(prefill.generate(local(work)) for work in works[:25]))
-        await prefill.on_engine(prefill.engine.pages.clear_cache)
+        await prefill.on_engine(prefill.engine.pages.stock.clear_cache)
         expected += await asyncio.gather(*(decode.generate(local(work)) for work in works[25:]))  # stay cached
         found = await asyncio.gather(*(ship(prefill, decode, work) for work in works))
         assert found == expected
@@ -49,7 +50,7 @@ async def test_shipped_e4m3_pages_give_the_tokens_of_local_ones() -> None:
     async with pair("tcp", max_num_batched_tokens=24, kv_cache_dtype="fp8") as (prefill, decode):
         works = [submission(prompt) for prompt in prompts(8)]
         expected = [await decode.generate(local(work)) for work in works]
-        await decode.on_engine(decode.engine.pages.clear_cache)
+        await decode.on_engine(decode.engine.pages.stock.clear_cache)
         assert [await ship(prefill, decode, work) for work in works] == expected
         page_bytes = prefill.engine.model.layout(16).page_bytes
         sent = [figures for _, is_sent, figures, _ in prefill.ended if is_sent]
@@ -172,7 +173,7 @@ async def test_decode_side_whose_partner_stops_finishes_alone(transport: str) ->
     """Tokens that had arrived are not computed again."""
     async with pair(transport, max_num_batched_tokens=24, deadline_s=1.0) as (prefill, decode):
         expected = await decode.generate(submission(LONG))
-        await decode.on_engine(decode.engine.pages.clear_cache)
+        await decode.on_engine(decode.engine.pages.stock.clear_cache)
         work = submission(LONG)
         await start(prefill, decode, work)
         gate = await hold(prefill.thread)
@@ -195,7 +196,7 @@ async def test_prompt_for_a_full_decode_side_is_computed_before_its_grant() -> N
         expected = await prefill.generate(local(work))
         running = [asyncio.create_task(decode.generate(blocker)) for blocker in blockers]
         await decode.next(blockers[5].id)
-        assert decode.engine.pages.num_available < 14
+        assert decode.engine.pages.stock.num_available < 14
         assert await ship(prefill, decode, work) == expected
         for task in running:
             task.cancel()
@@ -228,7 +229,7 @@ async def test_late_events_of_a_lost_placement_do_not_end_the_next() -> None:
     async with closing(prefill, lost, second):
         work = submission(LONG)
         expected = await second.generate(local(work))
-        await second.on_engine(second.engine.pages.clear_cache)
+        await second.on_engine(second.engine.pages.stock.clear_cache)
         await start(prefill, lost, work)
         while not await prefill.computed(work.id):
             await asyncio.sleep(0)

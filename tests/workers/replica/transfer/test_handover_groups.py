@@ -17,7 +17,7 @@ from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.replica.transfer.handover import CannotPair
 from crossdock.workers.schedule.batch import Batch
 from crossdock.workers.schedule.memory.prefix_index import AttentionChunk, first_visible_page
-from crossdock.workers.schedule.request import Submission
+from crossdock.workers.schedule.submission import Submission
 from tests.workers.architectures import SERVED, WINDOW, build, in_soak_but
 from tests.workers.gangs import ganged
 from tests.workers.ranks import Ranks, saved
@@ -74,7 +74,7 @@ def unowned(engine: Engine) -> list[int]:
     """Return the pages that no request has. Without prefix caching none of them may be read."""
     pages, owners = engine.pages, [each.owner for each in engine.scheduler.table.requests()]
     owned = {page for owner in owners for group in range(pages.num_groups) for page in pages.pages_of(owner, group)}
-    owned |= {page for owner in owners for page in pages.state_of(owner)}
+    owned |= {page for owner in owners for page in pages.states.newest(owner)}
     return [page for page in range(pages.num_pages) if page not in owned]
 
 

@@ -26,7 +26,7 @@ async def test_requests_shipped_between_unequal_shards_have_the_tokens_of_local_
         async with closing(*sides) as (prefill, decode):
             works = [submission(prompt, temperature=0.8 * (n % 2), seed=n) for n, prompt in enumerate(prompts(20))]
             expected = await asyncio.gather(*(whole.generate(local(work)) for work in works[:10]))
-            await whole.on_engine(whole.engine.pages.clear_cache)
+            await whole.on_engine(whole.engine.pages.stock.clear_cache)
             expected += await asyncio.gather(*(whole.generate(local(work)) for work in works[10:]))
             found = await asyncio.gather(*(ship(prefill, decode, work) for work in works))
             assert found == expected
@@ -42,7 +42,7 @@ async def test_transfer_to_ranks_that_ends_early_frees_all(ranks: Ranks, tmp_pat
         async with closing(Side("tcp", max_num_batched_tokens=24), Side("tcp", engine=engine)) as (prefill, decode):
             prompt = prompts()[6]
             expected = await prefill.generate(submission(prompt))
-            await prefill.on_engine(prefill.engine.pages.clear_cache)
+            await prefill.on_engine(prefill.engine.pages.stock.clear_cache)
             work = submission(prompt)
             await start(prefill, decode, work)
             while not (committed := await decode.computed(work.id)):

@@ -17,7 +17,8 @@ from crossdock.workers.replica.ranks.gang import Gang
 from crossdock.workers.replica.ranks.rank_loader import driver_of
 from crossdock.workers.replica.serving.follower import follow
 from crossdock.workers.replica.transfer.handover import CannotPair
-from crossdock.workers.schedule.request import FinishReason, Leg, Submission
+from crossdock.workers.schedule.request import FinishReason
+from crossdock.workers.schedule.submission import Leg, Submission
 from tests.workers.architectures import SERVED, build
 from tests.workers.gangs import ganged, spec_of
 from tests.workers.ranks import Ranks, saved

@@ -15,11 +15,7 @@ from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.schedule.pictures.encoding import ON_THEIR_WAY, EncoderTotals
 from crossdock.workers.schedule.pictures.encoding_leg import encoding_leg
-from crossdock.workers.schedule.request import (
-    Leg,
-    SamplingParams,
-    Submission,
-)
+from crossdock.workers.schedule.submission import Leg, SamplingParams, Submission
 from tests.waiting import until
 from tests.workers.architectures import in_soak_but
 from tests.workers.multimodal import (
@@ -149,7 +145,7 @@ async def test_tokens_of_pictures_encoded_elsewhere_equal_transformers(
             found = await trio.generate(work, is_decoded_elsewhere=is_decoded_elsewhere)
             assert found == expected[name]
         assert trio.num_encoded == [3, 0, 0]
-        await trio.first.on_engine(trio.first.engine.pages.clear_cache)
+        await trio.first.on_engine(trio.first.engine.pages.stock.clear_cache)
         again = [submission(f"{name} again", prompt) for name, prompt in works.items() if prompt.items]
         found_again = await asyncio.gather(
             *(trio.generate(work, is_decoded_elsewhere=is_decoded_elsewhere) for work in again)

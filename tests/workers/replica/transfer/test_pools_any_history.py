@@ -17,7 +17,8 @@ from crossdock.workers.schedule.handoff import Handoff
 from crossdock.workers.schedule.memory.page_needs import PageNeeds
 from crossdock.workers.schedule.memory.prefix_index import AttentionChunk, Window
 from crossdock.workers.schedule.order import order_prefills
-from crossdock.workers.schedule.request import Leg, Request, Status
+from crossdock.workers.schedule.request import Request, Status
+from crossdock.workers.schedule.submission import Leg
 from tests.workers.replica.any_pools import AnyPools
 from tests.workers.replica.pools_world import LONGEST, PAGE_SIZE, World
 

@@ -69,7 +69,7 @@ def test_decodes_without_drafts_come_first() -> None:
 def test_drafts_preempt_no_request_and_take_the_pages_that_are_left() -> None:
     first, second = new_request("a", [1] * 7, max_tokens=9), new_request("b", [2] * 7, max_tokens=9)
     scheduler = scheduler_of(first, second)
-    scheduler.pages.allocate("another owner", scheduler.pages.num_available - 1)
+    scheduler.pages.allocate("another owner", scheduler.pages.stock.num_available - 1)
     batch = scheduler.schedule(0.0, {"a": [5] * 6, "b": [6] * 6})  # 8 tokens in 2 pages each, so that one page is left
     assert [(part.request.id, len(part.drafts)) for part in batch.scheduled] == [("b", 0), ("a", 4)]
     assert scheduler.table.num_preemptions == 0

@@ -6,8 +6,8 @@ from crossdock.workers.schedule.memory.layer_groups import group_layers
 from crossdock.workers.schedule.memory.page_needs import PageNeeds
 from crossdock.workers.schedule.memory.pages import PagePool
 from crossdock.workers.schedule.memory.prefix_index import HOLE, AttentionChunk, PrefixHit, Window, hash_pages
-from crossdock.workers.schedule.request import Leg
 from crossdock.workers.schedule.scheduler import Scheduler
+from crossdock.workers.schedule.submission import Leg
 from tests.workers.schedule.model_free_replica import ModelFreeReplica, new_scheduler
 
 PROMPT = list(range(1, 31))  # 30 tokens: seven pages of four and a half one
@@ -65,13 +65,13 @@ def test_prompt_whose_sender_is_lost_begins_where_all_groups_can() -> None:
 
 
 def found(pool: PagePool, position: int | None) -> list[tuple[int, ...]]:
-    return [tuple(pages) for pages in pool.match_prefix(hash_pages(PROMPT, 4), position=position).by_group]
+    return [tuple(pages) for pages in pool.prefixes.match(hash_pages(PROMPT, 4), position=position).by_group]
 
 
 def test_prefix_is_found_by_where_the_tokens_begin_that_are_computed_here() -> None:
     """A request has left seven pages, of which a group with a window has the last four."""
     pool = PagePool(64, 4, windows=(None, 6))
-    pool.share("a", pool.match_prefix(()))
+    pool.share("a", pool.prefixes.match(()))
     pool.leave_out("a", 20)
     for group, num_pages in ((0, 7), (1, 4)):
         pool.allocate("a", num_pages, group)
@@ -81,7 +81,7 @@ def test_prefix_is_found_by_where_the_tokens_begin_that_are_computed_here() -> N
     assert found(pool, 16) == [own[0][:2], (HOLE,) * 2], "the token at 16 sees page 2, which the window lacks"
     assert found(pool, 24) == [own[0], (HOLE,) * 4 + own[1][4:]]
     assert found(pool, 40) == [own[0], (HOLE,) * 7], "all that the token at 40 sees of the window comes later"
-    pool.share("b", pool.match_prefix(hash_pages(PROMPT, 4), position=40))
+    pool.share("b", pool.prefixes.match(hash_pages(PROMPT, 4), position=40))
     pool.leave_out("b", 40)
     pool.allocate("b", 2, 1)
     assert pool.live_pages_of("b")[1] == (8, pool.pages_of("b", 1)[8:])

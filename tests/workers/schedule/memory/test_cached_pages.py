@@ -19,9 +19,9 @@ COST = StepCost(base=0.0, per_prefill_token=1e-3, per_attended=1e-5)
 def serve(pool: PagePool, owner: str, tokens: list[int]) -> tuple[int, int]:
     """Serve one request, and return how many of its pages were cached, and how many others it evicted."""
     hashes = hash_pages(tokens, SIZE)
-    hit = pool.match_prefix(hashes)
+    hit = pool.prefixes.match(hashes)
     num_new = len(hashes) - hit.num_pages
-    num_evicted = max(num_new - pool.num_empty, 0)
+    num_evicted = max(num_new - pool.stock.num_empty, 0)
     pool.share(owner, hit)
     pool.allocate(owner, num_new)
     pool.index(owner, hashes, hit.num_pages)
@@ -30,7 +30,7 @@ def serve(pool: PagePool, owner: str, tokens: list[int]) -> tuple[int, int]:
 
 
 def num_found(pool: PagePool, tokens: list[int]) -> int:
-    return pool.match_prefix(hash_pages(tokens, SIZE)).num_pages
+    return pool.prefixes.match(hash_pages(tokens, SIZE)).num_pages
 
 
 def prompt(name: int, num_pages: int) -> list[int]:
@@ -57,18 +57,18 @@ def test_shared_beginning_outlives_the_older_end() -> None:
 def test_price_is_the_share_of_old_pages_that_are_used_again_times_their_seconds() -> None:
     """Play sessions of 4 pages, of which 8 fit. Half are used again after 7 others."""
     rng, pool = random.Random(3), PagePool(32, SIZE)
-    pool.cached.learn(StepCost(base=0.0, per_prefill_token=1e-3))
+    pool.stock.cached.learn(StepCost(base=0.0, per_prefill_token=1e-3))
     num_used, num_evicted = 0, 0
     recent: list[int] = []
     for number in range(400):
-        pool.cached.pass_time(number + 1.0)
+        pool.stock.cached.pass_time(number + 1.0)
         name = recent[-8] if len(recent) > 8 and rng.random() < 0.5 else 1000 + number
         recent.append(name)
         used, evicted = serve(pool, str(number), prompt(name, 4))
         if number > 300:
             num_used, num_evicted = num_used + used, num_evicted + evicted
     assert num_evicted > 50
-    assert pool.cached.price() == pytest.approx(SIZE * 1e-3 * num_used / (num_used + num_evicted), rel=0.5)
+    assert pool.stock.cached.price() == pytest.approx(SIZE * 1e-3 * num_used / (num_used + num_evicted), rel=0.5)
 
 
 def test_price_is_zero_before_any_eviction_and_falls_with_the_age_of_the_oldest() -> None:

@@ -38,7 +38,7 @@ def fill(pool: PagePool, owner: str, tokens: list[int]) -> list[bytes]:
 def test_pages_of_a_running_request_are_sharable() -> None:
     pool = PagePool(8, 4)
     hashes = fill(pool, "a", list(range(10)))
-    hits = pool.match_prefix(hashes)
+    hits = pool.prefixes.match(hashes)
     assert hits.pages == list(pool.pages_of("a"))[:2]
     pool.share("b", hits)
     assert pool.release("a") == 1  # only the partial page had no other owner
@@ -55,27 +55,27 @@ def test_least_recently_used_prefix_is_evicted_first_and_from_its_end() -> None:
     pool.release("old")
     pool.release("new")
     pool.allocate("x", 1)
-    assert pool.match_prefix(old_hashes).num_pages == 1
-    assert pool.match_prefix(new_hashes).num_pages == 2
-    pool.share("again", pool.match_prefix(old_hashes))  # used again: now the newer prefix is the older use
+    assert pool.prefixes.match(old_hashes).num_pages == 1
+    assert pool.prefixes.match(new_hashes).num_pages == 2
+    pool.share("again", pool.prefixes.match(old_hashes))  # used again: now the newer prefix is the older use
     pool.release("again")
     pool.allocate("y", 1)
-    assert pool.match_prefix(old_hashes).num_pages == 1
-    assert pool.match_prefix(new_hashes).num_pages == 1
+    assert pool.prefixes.match(old_hashes).num_pages == 1
+    assert pool.prefixes.match(new_hashes).num_pages == 1
 
 
 def test_page_with_indexed_content_is_not_indexed_again() -> None:
     pool = PagePool(8, 4)
     first = fill(pool, "a", list(range(4)))
     fill(pool, "b", list(range(4)))
-    assert pool.match_prefix(first).pages == list(pool.pages_of("a"))
+    assert pool.prefixes.match(first).pages == list(pool.pages_of("a"))
     assert pool.release("b") == 1
     assert pool.counts().free == 7
 
 
 def test_num_freed_by_counts_pages_without_another_owner() -> None:
     pool = PagePool(8, 4)
-    hits = pool.match_prefix(fill(pool, "a", list(range(10))))
+    hits = pool.prefixes.match(fill(pool, "a", list(range(10))))
     pool.share("b", hits)
     assert pool.num_freed_by(["a"]) == 1
     assert pool.num_freed_by(["a", "b"]) == 3
@@ -91,27 +91,27 @@ def test_release_of_an_unknown_owner_frees_nothing() -> None:
 def test_quarantined_pages_are_untouchable_until_the_writer_stops() -> None:
     pool = PagePool(4, 4)
     hashes = fill(pool, "a", list(range(8)))
-    pool.share("b", pool.match_prefix(hashes[:1]))
+    pool.share("b", pool.prefixes.match(hashes[:1]))
     assert pool.quarantine("a") == 1  # the shared page has another owner, which only reads
     assert pool.counts().quarantined == 1
-    assert pool.num_available == 2
-    assert pool.match_prefix(hashes).num_pages == 1  # the content may change
+    assert pool.stock.num_available == 2
+    assert pool.prefixes.match(hashes).num_pages == 1  # the content may change
     assert pool.end_quarantine("a") == 1
-    assert pool.num_available == 3
+    assert pool.stock.num_available == 3
 
 
 def test_clear_cache_frees_pages_without_owner() -> None:
     pool = PagePool(4, 4)
     hashes = fill(pool, "a", list(range(8)))
     pool.release("a")
-    assert pool.clear_cache() == 2
-    assert pool.match_prefix(hashes).pages == []
+    assert pool.stock.clear_cache() == 2
+    assert pool.prefixes.match(hashes).pages == []
     assert pool.counts().free == 4
 
 
 def test_pool_without_caching_indexes_nothing() -> None:
     pool = PagePool(4, 4, enable_prefix_caching=False)
-    assert pool.match_prefix(fill(pool, "a", list(range(8)))).pages == []
+    assert pool.prefixes.match(fill(pool, "a", list(range(8)))).pages == []
 
 
 def test_impossible_sizes_are_refused_by_field() -> None:
@@ -129,10 +129,10 @@ def test_prefix_hit_of_a_window_needs_only_its_last_pages() -> None:
     assert pool.num_held("a", 1) == 2
     assert pool.counts().cached == 4  # until another request needs them
     pool.allocate("b", 8 + 4)  # evicts the pages of tokens 0 to 15
-    hit = pool.match_prefix(hashes)
+    hit = pool.prefixes.match(hashes)
     assert (hit.num_pages, list(hit.by_group[1][:4])) == (6, [HOLE] * 4)
     assert hit.pages == [*pool.pages_of("a", 0), *pool.pages_of("a", 1)[4:]]
-    assert pool.match_prefix(hashes[:5]).num_pages == 0  # token 20 sees page 3, which is gone
+    assert pool.prefixes.match(hashes[:5]).num_pages == 0  # token 20 sees page 3, which is gone
     pool.share("c", hit)
     assert pool.num_held_by("c") == 8
     assert pool.release("a") == 0
@@ -145,7 +145,7 @@ def test_prefix_hit_ends_where_every_group_can_continue() -> None:
     pool.allocate("a", 6, 0)
     pool.allocate("a", 3, 1)
     pool.index("a", hashes[:3], 0)
-    assert pool.match_prefix(hashes).num_pages == 3
+    assert pool.prefixes.match(hashes).num_pages == 3
     pool.slide("a", 12)
     assert pool.num_held("a", 1) == 2
 
@@ -161,11 +161,11 @@ def test_prefix_hit_of_an_attention_chunk_needs_the_pages_since_its_begin() -> N
     pool.slide("a", 20)  # a chunk begins with token 20
     assert pool.num_held("a", 1) == 1
     pool.allocate("b", 8 + 5)  # evicts the pages of tokens 0 to 19
-    hit = pool.match_prefix(hashes)
+    hit = pool.prefixes.match(hashes)
     assert (hit.num_pages, list(hit.by_group[1][:5])) == (6, [HOLE] * 5)
-    ends_with_chunk = pool.match_prefix(hashes[:5])
+    ends_with_chunk = pool.prefixes.match(hashes[:5])
     assert (ends_with_chunk.num_pages, ends_with_chunk.by_group[1]) == (5, [HOLE] * 5)
-    assert pool.match_prefix(hashes[:4]).num_pages == 0  # token 16 sees page 2, which is gone
+    assert pool.prefixes.match(hashes[:4]).num_pages == 0  # token 16 sees page 2, which is gone
 
 
 def test_only_windows_continue_after_a_gap() -> None:
@@ -175,5 +175,5 @@ def test_only_windows_continue_after_a_gap() -> None:
     pool.index("a", hashes, 0)
     pool.slide("a", 24)
     pool.allocate("b", 4)
-    assert pool.match_prefix(hashes).num_pages == 6
-    assert pool.match_prefix(hashes[:5]).num_pages == 0
+    assert pool.prefixes.match(hashes).num_pages == 6
+    assert pool.prefixes.match(hashes[:5]).num_pages == 0

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from crossdock.workers.schedule.pacing import pace
 from crossdock.workers.schedule.pacing.pace import LONGEST_GAP, MOST_LENT, lent_due
-from crossdock.workers.schedule.request import Request, SamplingParams
+from crossdock.workers.schedule.request import Request
+from crossdock.workers.schedule.submission import SamplingParams
 from tests.workers.schedule.model_free_replica import CLASSES, COST, ModelFreeReplica, new_timed_replica
 
 

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from crossdock.workers.schedule.batch import SampledToken
 from crossdock.workers.schedule.cost.cost import StepCost
 from crossdock.workers.schedule.pacing.pace import next_due, skip_decodes
-from crossdock.workers.schedule.request import Request, SamplingParams
+from crossdock.workers.schedule.request import Request
+from crossdock.workers.schedule.submission import SamplingParams
 from tests.workers.schedule.model_free_replica import new_request, new_scheduler
 
 COST = StepCost(base=6e-3, per_prefill_token=5e-4, per_attended=5e-8, per_decode=8e-4, per_context=1.5e-7)

@@ -13,7 +13,8 @@ from crossdock.workers.schedule.pacing.chunking import SLACK_SHARE
 from crossdock.workers.schedule.pictures.encoder_cost import EncoderCost, EncoderCostFit
 from crossdock.workers.schedule.pictures.encoding import Encoding
 from crossdock.workers.schedule.pictures.items import Item, items_in, salted
-from crossdock.workers.schedule.request import InvalidField, Request
+from crossdock.workers.schedule.request import Request
+from crossdock.workers.schedule.submission import InvalidField
 from tests.workers.schedule.model_free_replica import (
     COST,
     ModelFreeReplica,

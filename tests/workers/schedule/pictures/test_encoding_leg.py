@@ -13,7 +13,7 @@ from crossdock.workers.schedule.pictures.encoder_cost import EncoderCost
 from crossdock.workers.schedule.pictures.encoding import Encoding
 from crossdock.workers.schedule.pictures.encoding_leg import encoding_leg
 from crossdock.workers.schedule.pictures.items import Item, row_prompt
-from crossdock.workers.schedule.request import Leg, SamplingParams, Submission
+from crossdock.workers.schedule.submission import Leg, SamplingParams, Submission
 from tests.workers.schedule.model_free_replica import COST, ModelFreeReplica, new_scheduler
 
 

@@ -12,7 +12,8 @@ from crossdock.workers.schedule.pictures.encoder_cost import EncoderCost
 from crossdock.workers.schedule.pictures.encoding import Encoding
 from crossdock.workers.schedule.pictures.items import Item
 from crossdock.workers.schedule.pictures.whole_items import least_tokens, most_tokens
-from crossdock.workers.schedule.request import InvalidField, Request
+from crossdock.workers.schedule.request import Request
+from crossdock.workers.schedule.submission import InvalidField
 from tests.workers.schedule.model_free_replica import (
     ModelFreeReplica,
     chunk_sizes,

@@ -12,18 +12,18 @@ def test_checkpoint_is_evicted_as_a_whole_and_before_the_pages_in_front_of_it() 
     pool = PagePool(14, SIZE, state_pages=3)
     hashes = hash_pages(list(range(8)), SIZE)
     pool.allocate("a", 4)
-    pool.allocate_state("a")
+    pool.states.allocate("a")
     for end in (2, 4):
-        read, written = pool.next_state("a", end)
+        read, written = pool.states.next("a", end)
         pool.index("a", hashes[:end], end - 2)
-        pool.index_state("a", written, hashes[:end])
-        pool.end_state("a", read)
+        pool.states.index("a", written, hashes[:end])
+        pool.states.end_read("a", read)
     assert pool.release("a") == 4 + 3 + 3
     assert pool.counts().cached == 4 + 3 + 3
     found = []
     for _ in range(4):
         pool.allocate("other", 1 + pool.counts().free)
-        found.append((pool.match_prefix(hashes).num_pages, pool.match_prefix(hashes).num_indexed))
+        found.append((pool.prefixes.match(hashes).num_pages, pool.prefixes.match(hashes).num_indexed))
     assert found == [(2, 4), (2, 3), (2, 2), (0, 2)]
 
 
@@ -34,7 +34,7 @@ def test_hit_without_a_state_is_as_long_as_the_pages_reach(windows: tuple[Window
     for group in range(pool.num_groups):
         pool.allocate("a", 4, group)
     pool.index("a", hashes, 0)
-    assert pool.match_prefix(hashes).num_pages == 0
-    assert pool.match_prefix(hashes).num_indexed == 4
-    hit = pool.match_prefix(hashes, needs_state=False)
+    assert pool.prefixes.match(hashes).num_pages == 0
+    assert pool.prefixes.match(hashes).num_indexed == 4
+    hit = pool.prefixes.match(hashes, needs_state=False)
     assert (hit.num_pages, list(hit.checkpoint)) == (4, [])

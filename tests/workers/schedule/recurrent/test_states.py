@@ -33,7 +33,7 @@ def test_prompt_begins_with_zeros_and_its_last_full_page_ends_a_chunk_with_a_che
     own = []
     while replica.scheduler.table.has_work:
         replica.step()
-        own.append(list(replica.scheduler.pages.state_of("a#0")))
+        own.append(list(replica.scheduler.pages.states.newest("a#0")))
     (end, first), (_, second), *later = states_of(replica, "a")
     assert (end, list(first.read)) == (28, []), "tokens 28 and 29 are on a page that is not full"
     assert list(second.read) == list(first.write) == own[0]
