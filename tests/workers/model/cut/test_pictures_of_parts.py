@@ -21,6 +21,7 @@ from crossdock.workers.schedule.batch import Batch, Scheduled
 from crossdock.workers.schedule.pictures.encoding import NO_ENCODER_WORK, EncoderWork
 from crossdock.workers.schedule.pictures.items import items_in
 from crossdock.workers.schedule.request import Request, SamplingParams
+from tests.sweeps import rest_in_soak
 from tests.workers.model.pictures.test_vision import may_cut
 from tests.workers.multimodal import (
     BOTH_WAYS,
@@ -33,7 +34,6 @@ from tests.workers.multimodal import (
     video,
 )
 from tests.workers.ranks import DIVISIONS, Ranks, saved
-from tests.workers.sweeps import rest_in_soak
 
 PAGE_SIZE = 8
 
