@@ -40,10 +40,11 @@ def _wait_until_whole(url: str) -> None:
     pools.wait_until_whole(url)
 
 
-def test_greedy_tokens_equal_those_of_one_engine(url: str, local: Engine) -> None:
-    """50 prompts of 1 to some 1,200 tokens, half of them twice, so that both pools find cached pages."""
+@pytest.mark.parametrize("count", rest_in_soak([26, 50], 26))
+def test_greedy_tokens_equal_those_of_one_engine(url: str, local: Engine, count: int) -> None:
+    """Prompts of 1 to some 1,200 tokens, half of them twice, so that both pools find cached pages."""
     lengths = [1, 15, 16, 17, 40, 100, 255, 256, 257, 300, 500, 700, 1200]
-    prompts = [prompt(number, lengths[number % 13] + number // 13) for number in range(50)]
+    prompts = [prompt(number, lengths[number % 13] + number // 13) for number in range(count)]
     wanted = expected(local, prompts)
     with ThreadPoolExecutor(8) as threads:
         assert list(threads.map(lambda tokens: Stream(url, tokens).result(), prompts)) == wanted
