@@ -156,20 +156,23 @@ class Run:
     def end(self, number: int, frame: object) -> None:
         """Forward a signal to all pytest processes; they end what they started. Kill what is left after 20 s."""
         self._ends = True
+        running = {process.pid for process in self._running}
+        ending = [child for child in psutil.Process().children() if child.pid in running]
         for process in list(self._running):
             process.send_signal(number)
         deadline = time.monotonic() + 20
-        while any(process.poll() is None for process in list(self._running)) and time.monotonic() < deadline:
+        # Not `poll`: the `wait` that this handler interrupts has the lock, so `poll` knows nothing for all 20 s.
+        while any(map(_alive, ending)) and time.monotonic() < deadline:
             time.sleep(0.05)
-        self.close()
+        self.close(0.0)
         os._exit(128 + number)
 
-    def close(self) -> list[str]:
-        """Kill and return the processes that outlived the run, and remove its folder."""
+    def close(self, patience_s: float = _HELPERS_S) -> list[str]:
+        """Kill and return the processes that outlived the run by more than `patience_s`, and remove its folder."""
         started = [child for child in psutil.Process().children(recursive=True) if _alive(child)]
         described = {child.pid: _describe(child) for child in started}
         # Python's own helpers of multiprocessing end once they see that their parent has ended, a moment later.
-        _, left = psutil.wait_procs(started, timeout=_HELPERS_S)
+        _, left = psutil.wait_procs(started, timeout=patience_s)
         left = [child for child in left if _alive(child)]
         for child in left:
             child.kill()

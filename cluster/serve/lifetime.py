@@ -147,10 +147,12 @@ def _require_gpus(config: ClusterConfig) -> None:
 
 
 def _is_running() -> bool:
-    """Return whether every deployment is up. Raises StartFailed if Serve has given up."""
+    """Return whether every deployment is up. Raises StartFailed at a user error, or once Serve has given up."""
     app = serve.status().applications[APP_NAME]
-    if app.status == ApplicationStatus.DEPLOY_FAILED:
-        raise StartFailed(start_reason([app.message, *(each.message for each in app.deployments.values())]))
+    messages = [app.message, *(each.message for each in app.deployments.values())]
+    reason = start_reason(messages, has_ended=app.status == ApplicationStatus.DEPLOY_FAILED)
+    if reason is not None:
+        raise StartFailed(reason)
     return bool(app.status == ApplicationStatus.RUNNING)
 
 

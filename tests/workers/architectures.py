@@ -1,11 +1,8 @@
 """Tiny random configurations of the decoder architectures that are served."""
 
-from collections.abc import Iterable, Sequence
 from typing import Any
 
-import pytest
 import torch
-from _pytest.mark import ParameterSet
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 WINDOW = 16
@@ -194,10 +191,3 @@ def build(name: str, options: dict[str, Any]) -> PreTrainedModel:
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.15)
     return model.eval()
-
-
-def in_soak_but(by_default: Sequence[Any], names: Iterable[Any]) -> list[ParameterSet]:
-    """Return pytest's parameters for all `names`, of which a usual run has those `by_default`, and the soak all."""
-    unknown = set(by_default) - set(names := list(names))
-    assert not unknown, unknown
-    return [pytest.param(name, marks=[] if name in by_default else [pytest.mark.soak]) for name in names]

@@ -6,82 +6,34 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 import pytest
-import ray
-from pydantic import ByteSize
 from ray import serve
-from ray._private.state import actors
-from ray.serve._private.common import DeploymentID
-from ray.serve.config import ProxyLocation
-from ray.serve.context import _get_global_client
 
-from crossdock.cluster.config_file import load
-from crossdock.cluster.serve.app import build
-from crossdock.workers.model.load import load_model
-from crossdock.workers.model.model_spec import ModelSpec
-from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.engine import Engine
-from crossdock.workers.schedule.submission import SamplingParams, Submission
-from tests.cluster.ports import free_port
 from tests.cluster.scraping import scrape
-from tests.cluster.serve.pools.served_pools import DTYPE, Stream
+from tests.cluster.serve.pools import served_pools as pools
+from tests.cluster.serve.pools.served_pools import Stream, expected, processes, prompt
+from tests.waiting import eventually
 
-APP = "router"
 POISON = [499, 3, 499, 3, 498]  # tokens that end every replica that gets them
+REPLICAS = 3
 
 
 @pytest.fixture(scope="module")
 def url(ray_cluster: None, small_model_dir: Path) -> Iterator[str]:
-    port = free_port()
-    config = load(
-        None,
-        {
-            "model.path": str(small_model_dir),
-            "model.served_name": "smol",
-            "model.dtype": DTYPE,
-            "model.max_model_len": 2048,
-            "http.port": port,
-            "http.direct": True,
-            "http.replicas": 2,
-            "engine.kv_cache_memory": "300MiB",
-            "engine.admission": "queue",
-            "engine.fault_token_ids": POISON,
-            "pools.mixed.replicas": 2,
-            "pools.mixed.num_cpus": 1,
-        },
-    )
-    serve.start(proxy_location=ProxyLocation.Disabled)
-    with pytest.MonkeyPatch.context() as patch:  # Serve looks for dead replicas every 10 s, by default
-        patch.setattr(serve, "deployment", partial(serve.deployment, health_check_period_s=1.0))
-        app = build(config)
-    serve.run(app, name=APP, external_scaler_enabled=True)
-    address = f"http://127.0.0.1:{port}"
-    wait_for(lambda: len(replicas(address)) == 2)
-    yield address
-    serve.shutdown()
+    settings = {"http.replicas": 2, "engine.fault_token_ids": POISON}
+    with pools.deployment(small_model_dir, ({"name": "mixed", "replicas": REPLICAS},), settings) as address:
+        yield address
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 120.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-
-
-def replicas(url: str) -> set[str]:
-    """Return the replicas that an ingress, whichever answers, serves requests on."""
-    try:
-        text = scrape(url)
-    except httpx.TransportError:
-        return set()
-    return {line.split('replica="')[1].split('"')[0] for line in text.splitlines() if 'replica="' in line}
+@pytest.fixture(scope="module")
+def local(small_model_dir: Path) -> Engine:
+    return pools.local_engine(small_model_dir)
 
 
 def metric(url: str, name: str) -> float:
@@ -90,22 +42,15 @@ def metric(url: str, name: str) -> float:
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
 
 
-def processes() -> list[psutil.Process]:
-    """Return the processes of the replicas. Ray may list one that has just ended as alive."""
-    prefix = f"SERVE_REPLICA::{APP}#mixed#"
-    alive = [actor for actor in actors().values() if actor["Name"].startswith(prefix) and actor["State"] == "ALIVE"]
-    return [psutil.Process(actor["Pid"]) for actor in alive if psutil.pid_exists(actor["Pid"])]
-
-
 def num_running() -> int:
     """Return how many replicas Serve takes to be running: for a moment, one that has died is among them."""
-    states = serve.status().applications[APP].deployments["mixed"].replica_states
+    states = serve.status().applications[pools.APP].deployments["mixed"].replica_states
     return sum(count for state, count in states.items() if state == "RUNNING")
 
 
-def scale(count: int) -> None:
-    controller = _get_global_client()._controller
-    ray.get(controller.update_deployment_replicas.remote(DeploymentID("mixed", APP), count))
+def num_up(url: str) -> int:
+    """Return how many replicas an ingress, whichever answers, serves requests on."""
+    return len(pools.samples(url, 'crossdock_pages{state="owned"'))
 
 
 def complete(url: str, prompt: list[int], max_tokens: int = 8, name: str = "", **more: Any) -> dict[str, Any]:
@@ -124,10 +69,6 @@ def served_by(url: str, name: str) -> dict[str, Any]:
     (found,) = httpx.get(f"{url}/v1/requests/{name}", timeout=30).json()["requests"]
     timeline: dict[str, Any] = found
     return timeline
-
-
-def prompt(number: int, num_tokens: int) -> list[int]:
-    return [(number * 977 + 31 * place * place + 7 * place) % 500 + 100 for place in range(num_tokens)]
 
 
 def test_prefix_is_found_by_either_ingress(url: str) -> None:
@@ -160,14 +101,14 @@ def test_prefix_of_another_tenant_is_not_found(url: str) -> None:
 def test_requests_at_once_are_spread_over_replicas(url: str) -> None:
     threads = [
         threading.Thread(target=complete, args=(url, prompt(100 + number, 500)), kwargs={"name": f"spread-{number}"})
-        for number in range(8)
+        for number in range(4 * REPLICAS)
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    count = Counter(served_by(url, f"spread-{number}")["replica"] for number in range(8))
-    assert len(count) == 2
+    count = Counter(served_by(url, f"spread-{number}")["replica"] for number in range(4 * REPLICAS))
+    assert len(count) == REPLICAS
     assert min(count.values()) >= 2, count
 
 
@@ -178,46 +119,31 @@ def test_prediction_error_of_each_request_is_measured(url: str) -> None:
     assert metric(url, "crossdock_router_ttft_relative_error_count") == before + 3
 
 
-def expected(model_dir: Path, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
-    """Return the output tokens of one engine for each prompt."""
-    config = EngineConfig(kv_cache_memory=ByteSize(300 << 20), admission="queue")
-    oracle = Engine(load_model(ModelSpec(str(model_dir), DTYPE, max_model_len=2048)), config)
-    for number, asked in enumerate(prompts):
-        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-        oracle.add(Submission(f"{number}", asked, params))
-    tokens: dict[str, list[int]] = {}
-    while oracle.has_work:
-        for delta in oracle.step().deltas:
-            tokens.setdefault(delta.request_id, []).extend(delta.token_ids)
-    return [tokens[f"{number}"] for number in range(len(prompts))]
-
-
-def test_poison_is_refused_after_two_replicas_and_streams_beside_it_go_on(url: str, small_model_dir: Path) -> None:
+def test_poison_is_refused_after_two_replicas_and_streams_beside_it_go_on(url: str, local: Engine) -> None:
     """Two of three replicas die, the third survives. The answer asks clients not to send the request again."""
     prompts = [prompt(700 + number, 50) for number in range(4)]
-    wanted = expected(small_model_dir, prompts, 300)
-    scale(3)
-    wait_for(lambda: len(replicas(url)) == 3)
-    before = {process.pid for process in processes()}
+    wanted = expected(local, prompts, max_tokens=300)
+    before = {process.pid for process in processes("mixed").values()}
     streams = [Stream(url, asked, 300) for asked in prompts]
-    wait_for(lambda: all(len(stream.tokens) > 4 for stream in streams))
+    eventually(lambda: all(len(stream.tokens) > 4 for stream in streams), seconds=120)
     body = {"model": "smol", "prompt": [7, 8, *POISON, 9], "max_tokens": 4}
     answer = httpx.post(f"{url}/v1/completions", json=body, timeout=120)
     assert [stream.result() for stream in streams] == wanted
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["code"] == "suspect_request"
     assert answer.headers["x-should-retry"] == "false"
-    wait_for(lambda: len({process.pid for process in processes()} - before) == 2)
-    assert len({process.pid for process in processes()} & before) == 1
-    wait_for(lambda: num_running() == 3)
-    scale(2)
-    wait_for(lambda: len(processes()) == len(replicas(url)) == 2)
+
+    def pids() -> set[int]:
+        return {process.pid for process in processes("mixed").values()}
+
+    eventually(lambda: len(pids() - before) == 2, seconds=120)
+    assert len(pids() & before) == 1
 
 
-def test_no_request_is_lost_while_replicas_come_and_go(url: str, small_model_dir: Path) -> None:
-    """Under load one is added, one is killed, one is drained."""
+def test_no_request_is_lost_while_replicas_come_and_go(url: str, local: Engine) -> None:
+    """Under load the two that the poison ended are added again, one is killed, one is drained."""
     prompts = [prompt(300 + number, length) for number, length in enumerate([5, 40, 200, 500])]
-    wanted = expected(small_model_dir, prompts, 40)
+    wanted = expected(local, prompts, max_tokens=40)
     ended = threading.Event()
     outcomes: Counter[str] = Counter()
     wrong: list[str] = []
@@ -241,15 +167,14 @@ def test_no_request_is_lost_while_replicas_come_and_go(url: str, small_model_dir
     for thread in clients:
         thread.start()
     try:
-        for count in (3, 2, 1):
+        for count in (REPLICAS, 2, 1):
             if count == 2:
-                processes()[0].kill()
-                wait_for(lambda: num_running() == 2)  # else Serve may stop a live replica, and start one for the dead
-            scale(count)
+                next(iter(processes("mixed").values())).kill()
+                eventually(lambda: num_running() == 2)  # else Serve may stop a live replica, and start one for the dead
+            pools.scale("mixed", count)
             served = outcomes["served"]
-            wait_for(lambda count=count: len(processes()) == count)  # type: ignore[misc]
-            wait_for(lambda count=count: len(replicas(url)) == count)  # type: ignore[misc]
-            wait_for(lambda served=served: outcomes["served"] >= served + 8)  # type: ignore[misc]
+            eventually(lambda count=count: num_up(url) == count, seconds=180)  # type: ignore[misc]
+            eventually(lambda served=served: outcomes["served"] >= served + 8, seconds=180)  # type: ignore[misc]
     finally:
         ended.set()
         for thread in clients:

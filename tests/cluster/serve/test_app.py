@@ -20,3 +20,15 @@ def test_scaler_of_application_follows_all_pools_but_those_that_encode() -> None
     _, engines, scaler = ingress.init_args
     assert [*engines] == ["encode", "vision", "mixed"]
     assert [*scaler._bound_deployment.init_args[1]] == ["mixed"]
+
+
+def test_node_labels_bind_the_nodes_of_all_ranks() -> None:
+    """A group whose first bundle alone is bound may be placed where its driver, which is bound too, cannot run."""
+    labels = {"ray.io/accelerator-type": "H100"}
+    config = load(
+        None, {"pools": [{"name": "big", "tensor_parallel_size": 4, "node_labels": labels}, {"name": "small"}]}
+    )
+    big, small = (app.engine_deployment(config, pool)._bound_deployment._replica_config for pool in config.pools)
+    assert big.placement_group_bundle_label_selector == [labels] * 4
+    assert len(big.placement_group_bundles) == 4
+    assert small.placement_group_bundle_label_selector is None

@@ -46,6 +46,7 @@ def test_pool_grows_under_load_and_shrinks_without_failing_a_request(ray_cluster
             "http.port": port,
             "http.direct": True,
             "engine.kv_cache_memory": "200MiB",
+            "engine.max_num_seqs": 16,
             "scaling": {"interval_s": 0.5, "up_delay_s": 1, "down_delay_s": 2, "utilisation": 0.02},
             "pools": [{"name": "mixed", "max_replicas": 2}],
         },

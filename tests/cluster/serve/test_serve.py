@@ -21,6 +21,7 @@ from crossdock.cluster.config_file import load
 from crossdock.cluster.serve.app import APP_NAME, build
 from tests.cluster.ports import free_port
 from tests.cluster.scraping import scrape
+from tests.sweeps import rest_in_soak
 from tests.waiting import eventually
 
 
@@ -36,6 +37,7 @@ def url(ray_cluster: None, model_dir: Path) -> Iterator[str]:
             "http.port": port,
             "http.replicas": 2,
             "engine.max_num_batched_tokens": 256,
+            "engine.max_num_seqs": 16,
         },
     )
     serve.start(http_options=HTTPOptions(host="127.0.0.1", port=port))
@@ -76,7 +78,7 @@ def test_poisonous_grammars_are_refused_while_a_stream_goes_on(url: str, client:
     short = "start: r0\n" + "\n".join(f"r{i}:r{i + 1}" for i in range(4_000)) + '\nr4000:"b"'
     patterns = {"allOf": [{"type": "string", "pattern": f"^.*{number}.*$"} for number in range(300)]}
     prompt = [5, 6, 7] * 5
-    steady: dict[str, Any] = {"model": "smol", "prompt": prompt, "max_tokens": 400, "temperature": 0}
+    steady: dict[str, Any] = {"model": "smol", "prompt": prompt, "max_tokens": 250, "temperature": 0}
     steady["extra_body"] = {"ignore_eos": True}
     before = [replica["replica"] for replica in httpx.get(f"{url}/v1/replicas").json()["data"]]
     stream = client.completions.create(**steady, stream=True)
@@ -264,8 +266,9 @@ def test_body_of_100_megabytes_gets_413_while_a_stream_goes_on(client: openai.Op
     assert len(list(stream)) > 10
 
 
-def test_clients_that_disconnect_at_any_moment_leave_no_owned_page(url: str) -> None:
-    """1,000 clients disconnect before the first token, in the prompt, in mid-stream; streams and plain requests."""
+@pytest.mark.parametrize("clients", rest_in_soak([300, 1000], 300))
+def test_clients_that_disconnect_at_any_moment_leave_no_owned_page(url: str, clients: int) -> None:
+    """They leave before the first token, in the prompt, in mid-stream; streams and plain requests."""
     before = metric(url, "crossdock_requests_total{")
 
     async def one(http: httpx.AsyncClient, rng: random.Random) -> None:
@@ -295,7 +298,7 @@ def test_clients_that_disconnect_at_any_moment_leave_no_owned_page(url: str) -> 
                 async with gate:
                     await one(http, rng)
 
-            await asyncio.gather(*(guarded() for _ in range(1000)))
+            await asyncio.gather(*(guarded() for _ in range(clients)))
 
     asyncio.run(crowd())
     wait_until_idle(url)

@@ -21,14 +21,17 @@ def test_user_error_is_shown_without_its_traceback_and_once() -> None:
         message(ValueError("page_size (3): wrong\ngive 16")),
         "",
     ]
-    assert start_reason(reasons) == "page_size (3): wrong\ngive 16"
+    assert start_reason(reasons, has_ended=False) == "page_size (3): wrong\ngive 16"
 
 
 def test_error_that_is_no_user_error_keeps_its_traceback() -> None:
-    reason = start_reason(["Failed.", message(RuntimeError("a bug: ValueError: no"))])
+    messages = ["Failed.", message(RuntimeError("a bug: ValueError: no"))]
+    assert start_reason(messages, has_ended=False) is None, "another try may succeed"
+    reason = start_reason(messages, has_ended=True)
+    assert reason is not None
     assert reason.startswith(f"Failed.\n{HEAD.strip()}")
     assert 'File "/a/replica.py", line 3' in reason
 
 
 def test_message_without_a_traceback_is_kept() -> None:
-    assert start_reason(["", "ValueError: of Serve itself"]) == "ValueError: of Serve itself"
+    assert start_reason(["", "ValueError: of Serve itself"], has_ended=True) == "ValueError: of Serve itself"

@@ -15,9 +15,9 @@ from crossdock.workers.model.load import load_model, wrap_module
 from crossdock.workers.model.load_options import LoadOptions
 from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.model.model_spec import ModelSpec
+from tests.sweeps import rest_in_soak
 from tests.workers.architectures import SERVED, build
 from tests.workers.model.paged import PAGE_SIZE, monolithic, random_steps, through_pages
-from tests.workers.sweeps import rest_in_soak
 
 
 @pytest.mark.parametrize("name", SERVED)

@@ -6,6 +6,7 @@ import secrets
 import signal
 import socket
 import subprocess
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -119,11 +120,12 @@ def test_serve_whose_ray_does_not_start_prints_rays_reason(small_model_dir: Path
     assert "Traceback" not in ended.stderr
 
 
-def test_serve_whose_memory_is_too_small_ends_with_the_reason_alone(small_model_dir: Path) -> None:
-    flags = ["--kv-cache-memory", "1KiB", "--port", str(free_port())]
-    ended = subprocess.run(
-        [COMMAND, "serve", str(small_model_dir), *flags], capture_output=True, text=True, timeout=240, check=False
-    )
+def test_serve_whose_memory_is_too_small_ends_at_its_first_try_with_the_reason_alone(small_model_dir: Path) -> None:
+    command = [COMMAND, "serve", str(small_model_dir), "--kv-cache-memory", "1KiB", "--port", str(free_port())]
+    with tempfile.TemporaryDirectory(prefix="cd-ray-", dir="/tmp") as folder:  # short, for the paths of Ray's sockets
+        environment = {**os.environ, "RAY_TMPDIR": folder}
+        ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+        assert len([*Path(folder).rglob("replica_crossdock_mixed_*.log")]) == 1
     assert ended.returncode == 1
     (line,) = ended.stderr.splitlines()
     assert line.startswith("error: kv_cache_memory (1.0KiB) holds 0 tokens")
@@ -273,7 +275,8 @@ def test_serve_listens_on_loopback_alone_and_as_background_job_stops_at_once_on_
     monkeypatch.delenv("RAY_AUTH_MODE")
     (tmp_path / "token").write_text(secrets.token_hex(32))
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "token"))
-    flags = ["--max-num-batched-tokens", "128", "--kv-cache-memory", "64MiB", "--tensor-parallel-size", "2"]
+    flags = ["--max-num-batched-tokens", "128", "--kv-cache-memory", "64MiB", "--max-num-seqs", "4"]
+    flags += ["--tensor-parallel-size", "2"]
     with serving(tmp_path / "log", str(small_model_dir), *flags) as (server, url):
         found = listening(server)
         names = {name.partition(":")[0] for names in found.values() for name in names}

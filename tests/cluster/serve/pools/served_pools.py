@@ -61,6 +61,7 @@ def deployment(
             "http.vllm_metrics": True,
             "engine.kv_cache_memory": "600MiB",
             "engine.max_num_batched_tokens": CHUNK,
+            "engine.max_num_seqs": 8,  # a replica that starts measures steps of up to so many streams
             "engine.admission": "queue",
             "router.shipping": "always",  # by default the router ships only where that is predicted to be faster
             "transfer.transport": os.environ.get("CROSSDOCK_TEST_TRANSPORT", "auto"),
@@ -236,11 +237,12 @@ def wait_until_up(url: str, replicas: int) -> None:
 
 
 def processes(pool: str) -> dict[str, psutil.Process]:
-    """Return the live replicas of a pool, by name."""
+    """Return the live replicas of a pool, by name. Ray may list one that has just ended as alive."""
     prefix = f"SERVE_REPLICA::{APP}#{pool}#"
     actors = ray._private.state.actors().values()  # the public ray.util.state needs Ray's dashboard
     alive = [actor for actor in actors if actor["Name"].startswith(prefix) and actor["State"] == "ALIVE"]
-    return {actor["Name"].removeprefix(prefix): psutil.Process(actor["Pid"]) for actor in alive}
+    pids = {actor["Name"].removeprefix(prefix): actor["Pid"] for actor in alive}
+    return {name: psutil.Process(pid) for name, pid in pids.items() if psutil.pid_exists(pid)}
 
 
 def everyone() -> list[str]:

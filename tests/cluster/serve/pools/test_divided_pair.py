@@ -1,89 +1,114 @@
-"""A prefill and a decode replica of two ranks each, divided in different ways, served as one deployment."""
+"""A prefill and a decode replica of two ranks each, divided in different ways, beside a replica of one rank: the tokens
+of one rank, and a rank's death or hang ends its replica alone."""
 
-import os
+import json
+import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
+import psutil
 import pytest
+import ray
 import torch
-from ray import serve
-from ray.serve.config import ProxyLocation
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from crossdock.cluster.config_file import load
-from crossdock.cluster.serve.app import build
-from tests.cluster.ports import free_port
-from tests.cluster.serve.pools.served_pools import (
-    Stream,
-    assert_greedy,
-    prompt,
-    samples,
-    wait_until_up,
-    wait_until_whole,
-)
+from tests.cluster.serve.pools import served_pools as pools
+from tests.cluster.serve.pools.served_pools import Stream, assert_greedy, prompt, samples
+from tests.sweeps import rest_in_soak
 from tests.waiting import eventually
 
-CHUNK = 128  # tokens of a step at most
+POOLS: tuple[dict[str, Any], ...] = (
+    {"name": "prefill", "tensor_parallel_size": 2},
+    {"name": "decode", "pipeline_parallel_size": 2, "rank_timeout_s": 3},
+    {"name": "mixed"},
+)
 PAGE_BYTES = 10 * 2 * 2 * 96 * 16 * 4  # of all ranks: layers, heads, keys and values, their size, tokens, bytes of one
 
 
 @pytest.fixture(scope="module")
 def url(ray_cluster: None, small_model_dir: Path) -> Iterator[str]:
-    """Deploy `--pools prefill=1xtp2,decode=1xpp2`, and yield the URL of the API."""
-    port = free_port()
-    config = load(
-        None,
-        {
-            "model.path": str(small_model_dir),
-            "model.served_name": "smol",
-            "model.dtype": "float32",
-            "http.port": port,
-            "http.direct": True,
-            "engine.kv_cache_memory": "150MiB",
-            "engine.max_num_batched_tokens": CHUNK,
-            "engine.admission": "queue",
-            "router.shipping": "always",
-            "transfer.transport": os.environ.get("CROSSDOCK_TEST_TRANSPORT", "auto"),
-            "pools": [
-                {"name": "prefill", "tensor_parallel_size": 2},
-                {"name": "decode", "pipeline_parallel_size": 2},
-            ],
-        },
-    )
-    serve.start(proxy_location=ProxyLocation.Disabled)
-    serve.run(build(config), name="divided")
-    address = f"http://127.0.0.1:{port}"
-    wait_until_up(address, 2)
-    yield address
-    serve.shutdown()
+    settings = {
+        "engine.kv_cache_memory": "150MiB",
+        "engine.max_num_batched_tokens": 128,
+        "router.policy": "round-robin",  # by predicted time the replica of one rank, faster here, would get all
+    }
+    with pools.deployment(small_model_dir, POOLS, settings) as address:
+        yield address
 
 
-def test_prompts_shipped_between_divided_replicas_have_the_tokens_of_one_rank(url: str, small_model_dir: Path) -> None:
+@pytest.fixture(scope="module")
+def oracle(small_model_dir: Path) -> PreTrainedModel:
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(small_model_dir, dtype=torch.float32)
+    return model
+
+
+def test_prompts_shipped_between_divided_replicas_have_the_tokens_of_one_rank(
+    url: str, oracle: PreTrainedModel
+) -> None:
     """Prompts of less than a page to several chunks, twice, so that either side also begins with cached pages."""
-    oracle = AutoModelForCausalLM.from_pretrained(small_model_dir, dtype=torch.float32)
     prompts = [prompt(number, length) for number, length in enumerate((1, 16, 40, 130, 300, 513))]
-    for _ in range(2):
+    streams = []
+    for _ in range(4):  # about two of them come to the pair
         with ThreadPoolExecutor(len(prompts)) as threads:
-            streams = list(threads.map(lambda tokens: Stream(url, tokens), prompts))
-        for asked, stream in zip(prompts, streams, strict=True):
+            streams.append(list(threads.map(lambda tokens: Stream(url, tokens), prompts)))
+        for asked, stream in zip(prompts, streams[-1], strict=True):
             assert_greedy(oracle, asked, stream.result(), 24)
-    wait_until_whole(url, 2)
+    pools.wait_until_whole(url)
     for replica in httpx.get(f"{url}/v1/replicas", timeout=30).json()["data"]:
         assert replica["profile"]["page_bytes"] == PAGE_BYTES
-    moved = 0
-    for stream in streams:
-        for leg in stream.timelines():
-            for transfer in leg["transfers"]:
-                assert transfer["outcome"] in ("shipped", "arrived")
-                assert transfer["num_bytes"] == transfer["num_pages"] * PAGE_BYTES
-                moved += transfer["num_bytes"]
-    assert moved > 0
-    assert transferred(url, "sent") == transferred(url, "received") > moved / 2
+    legs = [leg for turn in streams for stream in turn for leg in stream.timelines() if leg["transfers"]]
+    assert any(leg["num_cached_tokens"] for leg in legs), "the pair begins with cached pages"
+    transfers = [transfer for leg in legs for transfer in leg["transfers"]]
+    for transfer in transfers:
+        assert transfer["outcome"] in ("shipped", "arrived")
+        assert transfer["num_bytes"] == transfer["num_pages"] * PAGE_BYTES
+    moved = sum(transfer["num_bytes"] for transfer in transfers)
+    assert transferred(url, "sent") == transferred(url, "received") >= moved / 2 > 0
 
 
 def transferred(url: str, direction: str) -> float:
-    """Return the bytes that the one replica with such transfers counts. A scrape omits a replica that is too busy."""
-    (counted,) = eventually(lambda: samples(url, f'crossdock_transfer_bytes_total{{direction="{direction}"')).values()
-    return counted
+    """Return the bytes that replicas with such transfers count. A scrape omits a replica that is too busy."""
+    name = f'crossdock_transfer_bytes_total{{direction="{direction}"'
+    return sum(eventually(lambda: found if sum((found := samples(url, name)).values()) else None).values())
+
+
+def actors(kind: str) -> dict[str, dict[str, Any]]:
+    """Return what Ray knows of the living actors whose name or class begins with `kind`, by id."""
+    every = ray._private.state.actors().items()
+    return {
+        name: actor
+        for name, actor in every
+        if actor["State"] == "ALIVE" and (actor["Name"] or actor["ActorClassName"]).startswith(kind)
+    }
+
+
+@pytest.mark.parametrize("harm", rest_in_soak([signal.SIGKILL, signal.SIGSTOP], signal.SIGSTOP))
+def test_rank_lost_under_load_ends_its_replica_alone(url: str, oracle: PreTrainedModel, harm: signal.Signals) -> None:
+    """By kill -9, and by a hang. Its requests go on elsewhere, token for token; a new replica comes up whole; no
+    process is left behind."""
+    prompts = [prompt(number + 40 * (harm is signal.SIGSTOP), 100 + 20 * number) for number in range(12)]
+    ((replica, driver),) = actors(f"SERVE_REPLICA::{pools.APP}#decode").items()
+    followers = actors("Rank")
+    (rank,) = (each for each, actor in followers.items() if actor["OwnerAddress"] == driver["Address"])
+    (name,) = pools.processes("decode")
+    with ThreadPoolExecutor(12) as threads:
+        streams = list(threads.map(lambda tokens: Stream(url, tokens, 400), prompts))
+    eventually(lambda: sum(len(stream.tokens) > 5 for stream in streams) >= 10)
+    assert pools.sample_of(url, "crossdock_output_tokens_total", name) > 0
+    lost = [psutil.Process(actor["Pid"]) for actor in (driver, followers[rank])]
+    lost[1].send_signal(harm)
+    for asked, stream in zip(prompts, streams, strict=True):
+        assert_greedy(oracle, asked, stream.result(), 400)
+    assert any(len(stream.timelines()) > 0 for stream in streams)
+    _, alive = psutil.wait_procs(lost, timeout=20)
+    assert not alive, json.dumps([process.cmdline() for process in alive])
+    eventually(lambda: len(actors("Rank")) == 2 and pools.processes("decode"), seconds=180)
+    pools.wait_until_whole(url)
+    assert followers.keys() - actors("Rank").keys() == {rank}, "the ranks of the other replica go on"
+    assert replica not in actors("SERVE_REPLICA")
+    again = prompt(99, 50)
+    for stream in [Stream(url, again, 50) for _ in range(4)]:
+        assert_greedy(oracle, again, stream.result(), 50)

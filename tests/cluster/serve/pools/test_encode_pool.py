@@ -20,14 +20,12 @@ from tests.cluster.api.media.video_models import joined_url, moving, video_part
 from tests.cluster.serve.pools import served_pools as pools
 from tests.cluster.serve.pools.picture_server import SIDE, picture_chat, save_picture_model, undisturbed
 from tests.cluster.serve.pools.served_pools import processes
+from tests.sweeps import rest_in_soak
 from tests.waiting import eventually
 
 NUM_TOKENS = 16
 POOLS: Mapping[str, tuple[str, ...]] = {"three": ("encode", "prefill", "decode"), "two": ("encode", "mixed")}
-ALSO_TWO_IN_SOAK = pytest.mark.parametrize(
-    "names", ["three", pytest.param("two", marks=pytest.mark.soak)], indirect=True, scope="module"
-)
-"""For tests in which a mixed replica does what a prefill replica does."""
+"""In the second a mixed replica does what a prefill replica does; tests/cluster/dispatch/test_encoders.py has both."""
 SMALL, LARGE = range(12), range(100, 106)  # numbers of chats: with small pictures, and with six large ones each
 VIDEOS = range(200, 203)  # with a video and a picture each
 
@@ -64,7 +62,7 @@ def wanted(model: Path) -> dict[int, list[int]]:
     return dict(zip(numbers, tokens, strict=True))
 
 
-@pytest.fixture(scope="module", params=POOLS)
+@pytest.fixture(scope="module", params=rest_in_soak(POOLS, "three"))
 def names(request: pytest.FixtureRequest) -> tuple[str, ...]:
     """The pools of a deployment, the encoder first, and after it the one that computes prompts."""
     return POOLS[request.param]
@@ -77,8 +75,7 @@ def url(ray_cluster: None, model: Path, names: tuple[str, ...], wanted: dict[int
 
 
 @pytest.fixture(autouse=True)
-def _wait_until_whole(url: str, names: tuple[str, ...]) -> Iterator[None]:
-    yield
+def _wait_until_whole(url: str, names: tuple[str, ...]) -> None:
     wait_until_whole(url, len(names))
 
 
@@ -150,7 +147,6 @@ def test_tokens_after_pictures_equal_those_of_one_engine(url: str, wanted: dict[
     assert encoded_items(url) == before
 
 
-@ALSO_TWO_IN_SOAK
 def test_tokens_after_pictures_equal_those_of_transformers(url: str, model: Path) -> None:
     body = chat(2) | {"model": "smol", "temperature": 0, **new_salt()}
     answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()
@@ -178,7 +174,6 @@ def test_text_alone_is_no_work_for_encode_replicas(url: str) -> None:
     assert pools.sample_of(url, 'crossdock_steps_total{kind="chunks"', encoder) == before
 
 
-@ALSO_TWO_IN_SOAK
 @pytest.mark.parametrize("end", ["killed", "stopped"])
 def test_encode_replica_lost_while_it_encodes_costs_no_token(
     url: str, names: tuple[str, ...], wanted: dict[int, list[int]], end: str
@@ -214,7 +209,6 @@ def test_client_that_leaves_while_its_pictures_are_encoded_frees_all_pages(url: 
     wait_until_whole(url, len(names))
 
 
-@ALSO_TWO_IN_SOAK
 def test_replica_that_computes_prompts_killed_while_embeddings_arrive_costs_no_token(
     url: str, names: tuple[str, ...], wanted: dict[int, list[int]]
 ) -> None:
@@ -229,16 +223,14 @@ def test_replica_that_computes_prompts_killed_while_embeddings_arrive_costs_no_t
         assert stream.error is not None or stream.tokens == wanted[LARGE[5]]
 
 
-@ALSO_TWO_IN_SOAK
 def test_encode_replica_that_drains_ends_and_pictures_are_encoded_elsewhere(
     url: str, names: tuple[str, ...], wanted: dict[int, list[int]]
 ) -> None:
+    """The last test: the deployment ends without the replica."""
     stream = chat_that_encodes(url, LARGE[5])
-    try:
-        pools.scale("encode", 0)
-        assert stream.result() == wanted[LARGE[5]]
-        late = Chat(url, LARGE[0], **new_salt())
-        assert late.result() == wanted[LARGE[0]]
-        assert not late.encodings()
-    finally:
-        pools.scale("encode", 1)
+    pools.scale("encode", 0)
+    assert stream.result() == wanted[LARGE[5]]
+    late = Chat(url, LARGE[0], **new_salt())
+    assert late.result() == wanted[LARGE[0]]
+    assert not late.encodings()
+    wait_until_whole(url, len(names) - 1)

@@ -20,6 +20,7 @@ from tests.cluster.deploy.test_manifests import expressions
 from tests.cluster.scraping import scrape
 from tests.cluster.serve.pools import served_pools as pools
 from tests.cluster.serve.pools.served_pools import CHUNK, Stream, expected, processes, prompt
+from tests.sweeps import rest_in_soak
 from tests.waiting import eventually
 
 
@@ -35,15 +36,15 @@ def local(small_model_dir: Path) -> Engine:
 
 
 @pytest.fixture(autouse=True)
-def _wait_until_whole(url: str) -> Iterator[None]:
-    yield
+def _wait_until_whole(url: str) -> None:
     pools.wait_until_whole(url)
 
 
-def test_greedy_tokens_equal_those_of_one_engine(url: str, local: Engine) -> None:
-    """50 prompts of 1 to some 1,200 tokens, half of them twice, so that both pools find cached pages."""
+@pytest.mark.parametrize("count", rest_in_soak([26, 50], 26))
+def test_greedy_tokens_equal_those_of_one_engine(url: str, local: Engine, count: int) -> None:
+    """Prompts of 1 to some 1,200 tokens, half of them twice, so that both pools find cached pages."""
     lengths = [1, 15, 16, 17, 40, 100, 255, 256, 257, 300, 500, 700, 1200]
-    prompts = [prompt(number, lengths[number % 13] + number // 13) for number in range(50)]
+    prompts = [prompt(number, lengths[number % 13] + number // 13) for number in range(count)]
     wanted = expected(local, prompts)
     with ThreadPoolExecutor(8) as threads:
         assert list(threads.map(lambda tokens: Stream(url, tokens).result(), prompts)) == wanted
@@ -57,161 +58,6 @@ def test_sampled_tokens_equal_those_of_one_engine(url: str, local: Engine) -> No
     prompts = [prompt(number, 300) for number in range(6)]
     params = {"temperature": 0.9, "top_p": 0.95, "seed": 7, "repetition_penalty": 1.1}
     assert [Stream(url, tokens, **params).result() for tokens in prompts] == expected(local, prompts, **params)
-
-
-def has_some_of_prompt(url: str, name: str, replicas: Container[str]) -> bool:
-    """Return whether one of the replicas has computed or received some of a request's prompt."""
-    return any(one["replica"] in replicas and one["num_computed_tokens"] for one in pools.timelines(url, name))
-
-
-@pytest.mark.parametrize("stage", ["at once", "during the transfer", "decoding"])
-def test_client_that_leaves_frees_all_pages(url: str, stage: str) -> None:
-    decodes = processes("decode")
-    for number in range(4):
-        body = {"model": "smol", "prompt": prompt(100 + number, 3000), "max_tokens": 500, "stream": True}
-        name = f"leaving-{number}"
-        with httpx.stream(
-            "POST",
-            f"{url}/v1/completions",
-            json=body | {"ignore_eos": True},
-            headers={"X-Request-Id": name},
-            timeout=60,
-        ) as answer:
-            if stage == "decoding":
-                lines = answer.iter_lines()
-                for _ in range(6):
-                    next(lines)
-            elif stage == "during the transfer":
-                eventually(partial(has_some_of_prompt, url, name, decodes))
-    pools.wait_until_whole(url)
-
-
-def test_killed_ingress_leaves_no_request_and_no_page_behind(url: str) -> None:
-    """Its replicas hear nothing of it any more: some of its streams decode, others wait for pages."""
-    (ingress,) = processes("ingress").values()
-    asked = {"model": "smol", "max_tokens": 600, "stream": True, "ignore_eos": True}
-    with ExitStack() as open_streams:
-        for number in range(6):
-            body = asked | {"prompt": prompt(300 + number, 900)}
-            stream = httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60)
-            answer = open_streams.enter_context(stream)
-            if number < 2:
-                next(answer.iter_lines())
-        ingress.kill()
-    pools.wait_until_whole(url)
-
-
-def test_prefill_replica_killed_during_a_transfer_leaves_its_work_to_decode(url: str, local: Engine) -> None:
-    """The next attempt computes the prompt on a decode replica. The one that expected the pages may begin too, before
-    it hears of that."""
-    asked = prompt(61, 3500)  # no page of it is cached
-    (wanted,) = expected(local, [asked])
-    decodes = list(processes("decode"))
-    before = pools.prompt_tokens(url, decodes)
-    (victim,) = processes("prefill").values()
-    stream = Stream(url, asked)
-    stream.until_arriving()
-    victim.kill()
-    assert stream.result() == wanted
-    after = pools.prompt_tokens(url, decodes)
-    assert 0 < sum(after.values()) - sum(before.values()) <= len(asked) + 2 * CHUNK, stream.timelines()
-
-
-@pytest.mark.parametrize("stage", ["before the first token", "in mid-stream"])
-def test_decode_replica_killed_leaves_its_stream_to_another(url: str, local: Engine, stage: str) -> None:
-    """The other one starts from the pages that prefill still has; no token is repeated or changed."""
-    asked = prompt(62 + len(stage), 2500)
-    (wanted,) = expected(local, [asked], max_tokens=300)
-    replicas = pools.everyone()
-    before = pools.prompt_tokens(url, replicas)
-    decodes = processes("decode")
-    stream = Stream(url, asked, 300)
-    replica, _ = stream.until_arriving()
-    if stage == "in mid-stream":
-        eventually(lambda: len(stream.tokens) >= 20 or not stream.is_alive())
-        assert stream.is_alive()
-    decodes[replica].kill()
-    assert stream.result() == wanted
-    left = [name for name in replicas if name != replica]
-    after = pools.prompt_tokens(url, left)
-    computed = sum(after[name] - before[name] for name in left)
-    timelines = json.dumps(stream.timelines(), indent=1)
-    assert computed < len(asked) + 300 + 2 * CHUNK, timelines  # the prompt is not computed twice
-
-
-def test_hung_prefill_replica_is_abandoned_after_the_deadline(url: str, local: Engine) -> None:
-    """SIGSTOP: no process knows that it will not continue. After the deadline decode computes the rest itself. When the
-    hung one wakes up, its late writes hit quarantined pages."""
-    asked = prompt(65, 3500)
-    (wanted,) = expected(local, [asked])
-    (victim,) = processes("prefill").values()
-    stream = Stream(url, asked)
-    stream.until_arriving()
-    victim.send_signal(signal.SIGSTOP)
-    try:
-        assert stream.result() == wanted
-        assert sum(pools.samples(url, 'crossdock_pages{state="quarantined"').values()) > 0
-    finally:
-        victim.send_signal(signal.SIGCONT)
-
-
-def has_taken_role(handle: Any, name: str, role: str) -> bool:
-    """Assign a role to a replica; False while the handle does not know its replicas."""
-    try:
-        handle.options(session_id=name).assign_role.remote(role).result()
-    except RuntimeError:
-        return False
-    return True
-
-
-def test_role_assigned_to_a_running_replica_changes_its_work_but_no_token(url: str, local: Engine) -> None:
-    """A decode replica computes prompts for the other one, then decodes again."""
-    prompts = [prompt(80 + number, 400) for number in range(8)]
-    wanted = expected(local, prompts)
-    name = min(processes("decode"))
-    handle = serve.get_deployment_handle("decode", pools.APP)
-    handle._init()
-    sent = 'crossdock_transfers_total{direction="sent",outcome="shipped"'
-    for role, does_send in (("prefill", True), ("decode", False)):
-        eventually(partial(has_taken_role, handle, name, role))
-        before = pools.samples(url, sent).get(name, 0.0)
-        with ThreadPoolExecutor(8) as threads:
-            assert list(threads.map(lambda tokens: Stream(url, tokens).result(), prompts)) == wanted
-        assert (pools.samples(url, sent).get(name, 0.0) > before) is does_send
-
-
-def test_decode_replica_that_drains_ends_its_streams_and_gets_no_others(url: str, local: Engine) -> None:
-    """It ends when its streams are done; none of them is moved or computed twice."""
-    prompts = [prompt(70 + number, 600) for number in range(4)]
-    wanted = expected(local, prompts, max_tokens=250)
-    placed_again = pools.ingress_sample(url, "crossdock_ingress_placed_again_total")
-    streams = [Stream(url, tokens, 250) for tokens in prompts]
-    eventually(lambda: all(stream.tokens for stream in streams))
-    try:
-        pools.scale("decode", 1)
-        late = Stream(url, prompts[0], 250)
-        assert [stream.result() for stream in streams] == wanted
-        assert late.result() == wanted[0]
-        assert pools.ingress_sample(url, "crossdock_ingress_placed_again_total") == placed_again
-    finally:
-        pools.scale("decode", pools.DECODES)
-
-
-def test_prefill_replica_that_drains_ships_the_prompts_it_has_begun(url: str, local: Engine) -> None:
-    """Prompts that come meanwhile are computed where they are decoded."""
-    asked, later = prompt(66, 3500), prompt(67, 300)
-    wanted = expected(local, [asked, later])
-    decodes = list(processes("decode"))
-    before = pools.prompt_tokens(url, decodes)
-    stream = Stream(url, asked)
-    stream.until_arriving()
-    try:
-        pools.scale("prefill", 0)
-        assert stream.result() == wanted[0]
-        assert pools.prompt_tokens(url, decodes) == before
-        assert Stream(url, later).result() == wanted[1]
-    finally:
-        pools.scale("prefill", 1)
 
 
 def test_scrape_has_vllm_metrics_that_its_dashboards_query(url: str) -> None:
@@ -280,3 +126,151 @@ def test_scrape_has_all_metrics_of_dashboard_and_alerts(url: str) -> None:
         "crossdock_ingress_output_tokens",
         "crossdock_ingress_max_tokens",
     }
+
+
+def has_some_of_prompt(url: str, name: str, replicas: Container[str]) -> bool:
+    """Return whether one of the replicas has computed or received some of a request's prompt."""
+    return any(one["replica"] in replicas and one["num_computed_tokens"] for one in pools.timelines(url, name))
+
+
+@pytest.mark.parametrize("stage", ["at once", "during the transfer", "decoding"])
+def test_client_that_leaves_frees_all_pages(url: str, stage: str) -> None:
+    decodes = processes("decode")
+    for number in range(4):
+        body = {"model": "smol", "prompt": prompt(100 + number, 3000), "max_tokens": 500, "stream": True}
+        name = f"leaving-{number}"
+        with httpx.stream(
+            "POST",
+            f"{url}/v1/completions",
+            json=body | {"ignore_eos": True},
+            headers={"X-Request-Id": name},
+            timeout=60,
+        ) as answer:
+            if stage == "decoding":
+                lines = answer.iter_lines()
+                for _ in range(6):
+                    next(lines)
+            elif stage == "during the transfer":
+                eventually(partial(has_some_of_prompt, url, name, decodes))
+    pools.wait_until_whole(url)
+
+
+def test_killed_ingress_leaves_no_request_and_no_page_behind(url: str) -> None:
+    """Its replicas hear nothing of it any more: some of its streams decode, others wait for pages."""
+    (ingress,) = processes("ingress").values()
+    asked = {"model": "smol", "max_tokens": 600, "stream": True, "ignore_eos": True}
+    with ExitStack() as open_streams:
+        for number in range(6):
+            body = asked | {"prompt": prompt(300 + number, 900)}
+            stream = httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60)
+            answer = open_streams.enter_context(stream)
+            if number < 2:
+                next(answer.iter_lines())
+        ingress.kill()
+    pools.wait_until_whole(url)
+
+
+def test_prefill_replica_killed_during_a_transfer_leaves_its_work_to_decode(url: str, local: Engine) -> None:
+    """The next attempt computes the prompt on a decode replica. The one that expected the pages may begin too, before
+    it hears of that."""
+    asked = prompt(61, 3500)  # no page of it is cached
+    (wanted,) = expected(local, [asked])
+    decodes = list(processes("decode"))
+    before = pools.prompt_tokens(url, decodes)
+    (victim,) = processes("prefill").values()
+    stream = Stream(url, asked)
+    stream.until_arriving()
+    victim.kill()
+    assert stream.result() == wanted
+    after = pools.prompt_tokens(url, decodes)
+    assert 0 < sum(after.values()) - sum(before.values()) <= len(asked) + 2 * CHUNK, stream.timelines()
+
+
+@pytest.mark.parametrize("stage", rest_in_soak(["before the first token", "in mid-stream"], "in mid-stream"))
+def test_decode_replica_killed_leaves_its_stream_to_another(url: str, local: Engine, stage: str) -> None:
+    """The other one starts from the pages that prefill still has; no token is repeated or changed."""
+    asked = prompt(62 + len(stage), 2500)
+    (wanted,) = expected(local, [asked], max_tokens=300)
+    replicas = pools.everyone()
+    before = pools.prompt_tokens(url, replicas)
+    decodes = processes("decode")
+    stream = Stream(url, asked, 300)
+    replica, _ = stream.until_arriving()
+    if stage == "in mid-stream":
+        eventually(lambda: len(stream.tokens) >= 20 or not stream.is_alive())
+        assert stream.is_alive()
+    decodes[replica].kill()
+    assert stream.result() == wanted
+    left = [name for name in replicas if name != replica]
+    after = pools.prompt_tokens(url, left)
+    computed = sum(after[name] - before[name] for name in left)
+    timelines = json.dumps(stream.timelines(), indent=1)
+    assert computed < len(asked) + 300 + 2 * CHUNK, timelines  # the prompt is not computed twice
+
+
+def test_hung_prefill_replica_is_abandoned_after_the_deadline(url: str, local: Engine) -> None:
+    """SIGSTOP: no process knows that it will not continue. After the deadline decode computes the rest itself. When the
+    hung one wakes up, its late writes hit quarantined pages."""
+    asked = prompt(65, 3500)
+    (wanted,) = expected(local, [asked])
+    (victim,) = processes("prefill").values()
+    stream = Stream(url, asked)
+    stream.until_arriving()
+    victim.send_signal(signal.SIGSTOP)
+    try:
+        assert stream.result() == wanted
+        assert sum(pools.samples(url, 'crossdock_pages{state="quarantined"').values()) > 0
+    finally:
+        victim.send_signal(signal.SIGCONT)
+
+
+def has_taken_role(handle: Any, name: str, role: str) -> bool:
+    """Assign a role to a replica; False while the handle does not know its replicas."""
+    try:
+        handle.options(session_id=name).assign_role.remote(role).result()
+    except RuntimeError:
+        return False
+    return True
+
+
+def test_role_assigned_to_a_running_replica_changes_its_work_but_no_token(url: str, local: Engine) -> None:
+    """A decode replica computes prompts for the other one, then decodes again."""
+    prompts = [prompt(80 + number, 400) for number in range(8)]
+    wanted = expected(local, prompts)
+    name = min(processes("decode"))
+    handle = serve.get_deployment_handle("decode", pools.APP)
+    handle._init()
+    sent = 'crossdock_transfers_total{direction="sent",outcome="shipped"'
+    for role, does_send in (("prefill", True), ("decode", False)):
+        eventually(partial(has_taken_role, handle, name, role))
+        before = pools.samples(url, sent).get(name, 0.0)
+        with ThreadPoolExecutor(8) as threads:
+            assert list(threads.map(lambda tokens: Stream(url, tokens).result(), prompts)) == wanted
+        assert (pools.samples(url, sent).get(name, 0.0) > before) is does_send
+
+
+def test_replicas_that_drain_end_their_work_and_get_no_other(url: str, local: Engine) -> None:
+    """No stream of a decode replica is moved or computed twice. A prefill replica ships the prompts that it has begun;
+    prompts that come meanwhile are computed where they are decoded. The deployment ends without the two."""
+    prompts = [prompt(70 + number, 600) for number in range(4)]
+    wanted = expected(local, prompts, max_tokens=250)
+    placed_again = pools.ingress_sample(url, "crossdock_ingress_placed_again_total")
+    streams = [Stream(url, tokens, 250) for tokens in prompts]
+    eventually(lambda: all(stream.tokens for stream in streams))
+    pools.scale("decode", 1)
+    late = Stream(url, prompts[0], 250)
+    assert [stream.result() for stream in streams] == wanted
+    assert late.result() == wanted[0]
+    assert pools.ingress_sample(url, "crossdock_ingress_placed_again_total") == placed_again
+
+    asked, later = prompt(66, 3500), prompt(67, 300)
+    wanted = expected(local, [asked, later])
+    decodes = list(processes("decode"))
+    before = pools.prompt_tokens(url, decodes)
+    stream = Stream(url, asked)
+    stream.until_arriving()
+    pools.scale("prefill", 0)
+    assert stream.result() == wanted[0]
+    assert pools.prompt_tokens(url, decodes) == before
+    assert Stream(url, later).result() == wanted[1]
+    pools.wait_until_whole(url, 1)

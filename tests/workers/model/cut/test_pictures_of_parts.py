@@ -22,6 +22,7 @@ from crossdock.workers.schedule.pictures.encoding import NO_ENCODER_WORK, Encode
 from crossdock.workers.schedule.pictures.items import items_in
 from crossdock.workers.schedule.request import Request
 from crossdock.workers.schedule.submission import SamplingParams
+from tests.sweeps import rest_in_soak
 from tests.workers.model.pictures.test_vision import may_cut
 from tests.workers.multimodal import (
     BOTH_WAYS,
@@ -34,7 +35,6 @@ from tests.workers.multimodal import (
     video,
 )
 from tests.workers.ranks import DIVISIONS, Ranks, saved
-from tests.workers.sweeps import rest_in_soak
 
 PAGE_SIZE = 8
 

@@ -14,10 +14,10 @@ from crossdock.workers.model.cut.position import CannotCut, RankPosition
 from crossdock.workers.model.load import load_model, wrap_module
 from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.model.weights.weights import measure_part
+from tests.sweeps import rest_in_soak
 from tests.workers.architectures import DIVISIBLE, RECURRENT, SERVED, build
 from tests.workers.model.cut.test_parts import assert_parts_equal_whole
 from tests.workers.ranks import Ranks, saved
-from tests.workers.sweeps import rest_in_soak
 
 LINEAR, FULL = "linear_attention", "full_attention"
 

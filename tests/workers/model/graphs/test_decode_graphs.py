@@ -24,9 +24,9 @@ from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.schedule.batch import Batch, Scheduled
 from crossdock.workers.schedule.request import Request
 from crossdock.workers.schedule.submission import SamplingParams
+from tests.sweeps import rest_in_soak
 from tests.workers.architectures import SERVED, build
 from tests.workers.model.graphs.steps import PAGE_SIZE, PagedStep, tokens_of
-from tests.workers.sweeps import rest_in_soak
 
 LENGTHS = [5, 23, 40, 8, 16]
 

@@ -27,10 +27,10 @@ from crossdock.workers.schedule.cost.cost import StepWork
 from crossdock.workers.schedule.cost.cost_fit import StepCostFit
 from crossdock.workers.schedule.request import Request
 from crossdock.workers.schedule.submission import SamplingParams, Submission
+from tests.sweeps import rest_in_soak
 from tests.workers.architectures import SERVED, build
 from tests.workers.model.graphs.steps import PAGE_SIZE, PagedStep, answers_of, tokens_of
 from tests.workers.replica.speculating import engine_of, fixed
-from tests.workers.sweeps import rest_in_soak
 
 STEPS = [
     [(4, 1), (22, 1), (0, 9)],

@@ -23,9 +23,9 @@ from crossdock.workers.model.load_options import LoadOptions
 from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.replica.config import EngineConfig
+from tests.sweeps import rest_in_soak
 from tests.workers.architectures import build
 from tests.workers.model.paged import monolithic, random_steps, through_pages
-from tests.workers.sweeps import rest_in_soak
 
 has_own = "avx512_bf16" in cpu_flags()
 needs_own = pytest.mark.skipif(not has_own, reason="needs a CPU with AVX512-BF16")

@@ -15,8 +15,8 @@ from crossdock.workers.model.memory.memory_budget import MemoryBudget
 from crossdock.workers.model.pictures.vision import PictureEncoder
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.schedule.pictures.items import Item
+from tests.sweeps import rest_in_soak
 from tests.workers.multimodal import FAMILIES, paged_multimodal, picture
-from tests.workers.sweeps import rest_in_soak
 
 
 @pytest.mark.parametrize("family", rest_in_soak(FAMILIES, "qwen3_vl", "llava"))

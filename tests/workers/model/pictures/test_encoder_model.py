@@ -24,10 +24,10 @@ from crossdock.workers.schedule.pictures.encoding_leg import encoding_leg
 from crossdock.workers.schedule.pictures.items import Item
 from crossdock.workers.schedule.request import Request
 from crossdock.workers.schedule.submission import InvalidField, SamplingParams, Submission
+from tests.sweeps import rest_in_soak
 from tests.workers.architectures import build
 from tests.workers.model.paged import random_steps
 from tests.workers.multimodal import FAMILIES, IMAGE, TEXT, PicturePrompt, build_multimodal, picture, video
-from tests.workers.sweeps import rest_in_soak
 
 PAGE_SIZE = 4
 _MARK = 1234.5  # the value of every weight of the decoder in these checkpoints

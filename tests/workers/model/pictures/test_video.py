@@ -13,6 +13,7 @@ from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.model.pictures.pixel_levels import shared_levels, values_of
 from crossdock.workers.schedule.pictures.items import LEVELS, Item, with_levels
 from crossdock.workers.schedule.submission import InvalidField
+from tests.sweeps import rest_in_soak
 from tests.workers.model.paged import random_steps
 from tests.workers.model.pictures.test_vision import logits_of, requests_of
 from tests.workers.multimodal import (
@@ -27,7 +28,6 @@ from tests.workers.multimodal import (
     paged_multimodal,
     picture,
 )
-from tests.workers.sweeps import rest_in_soak
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl")
 

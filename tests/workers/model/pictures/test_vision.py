@@ -21,6 +21,7 @@ from crossdock.workers.schedule.batch import Batch, Scheduled
 from crossdock.workers.schedule.pictures.encoding import EncoderWork
 from crossdock.workers.schedule.request import Request
 from crossdock.workers.schedule.submission import InvalidField, SamplingParams
+from tests.sweeps import rest_in_soak
 from tests.workers.model.paged import random_steps
 from tests.workers.multimodal import (
     BOTH_WAYS,
@@ -33,7 +34,6 @@ from tests.workers.multimodal import (
     paged_multimodal,
     picture,
 )
-from tests.workers.sweeps import rest_in_soak
 
 PAGE_SIZE = 8
 

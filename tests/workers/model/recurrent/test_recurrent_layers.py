@@ -10,9 +10,9 @@ from crossdock.workers.model.architecture import UnsupportedModelError
 from crossdock.workers.model.forward.state_pages import LayerStates, StateLayout, StateShape, StepStates
 from crossdock.workers.model.load import wrap_module
 from crossdock.workers.model.load_options import LoadOptions
+from tests.sweeps import rest_in_soak
 from tests.workers.architectures import RECURRENT, SERVED, build
 from tests.workers.model.paged import monolithic, through_pages
-from tests.workers.sweeps import rest_in_soak
 
 CONVOLUTION = StateShape(0, 0, True, (3, 5), torch.bfloat16)
 RECURRENT_STATE = StateShape(0, 0, False, (2, 7), torch.float32)

@@ -13,8 +13,8 @@ from crossdock.workers.model.load import wrap_module
 from crossdock.workers.model.load_options import LoadOptions
 from crossdock.workers.model.weights.fingerprint import fingerprint
 from crossdock.workers.replica.ranks.pool_layout import held_layers, pool_spec
+from tests.sweeps import rest_in_soak
 from tests.workers.model.test_longrope import ORIGINAL, longrope
-from tests.workers.sweeps import rest_in_soak
 
 MIB = 1 << 20
 

@@ -15,9 +15,9 @@ from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.model.weights.fp8_scales import example_text, exponents, fingerprint_of, in_float32, scale_for
 from crossdock.workers.replica.ranks.pool_layout import HeldLayers, held_layers, pool_spec
+from tests.sweeps import rest_in_soak
 from tests.workers.architectures import SERVED, build
 from tests.workers.ranks import DIVISIONS, Ranks, saved
-from tests.workers.sweeps import rest_in_soak
 
 CHOSEN = ["llama", "gemma2", "gemma4_text", "gpt2", "phi3", "mixtral", "deepseek_v2", "gpt_oss"]
 

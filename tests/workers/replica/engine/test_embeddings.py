@@ -19,7 +19,8 @@ from crossdock.workers.model.runner import Runner
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.schedule.request import TokenDelta
 from crossdock.workers.schedule.submission import InvalidField, SamplingParams, Submission
-from tests.workers.architectures import SERVED, build, in_soak_but
+from tests.sweeps import rest_in_soak
+from tests.workers.architectures import SERVED, build
 from tests.workers.gangs import ganged
 from tests.workers.model.paged import random_steps, through_pages
 from tests.workers.ranks import Ranks
@@ -176,7 +177,7 @@ def test_model_without_hidden_states_refuses_vectors_and_goes_on() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", in_soak_but(["llama", "gpt2", "gemma2", "deepseek_v3", "llama4_text", "qwen3_next"], SERVED)
+    "name", rest_in_soak(SERVED, "llama", "gpt2", "gemma2", "deepseek_v3", "llama4_text", "qwen3_next")
 )
 def test_hidden_states_of_every_architecture_are_those_before_its_output_projection(name: str) -> None:
     module = build(name, SERVED[name])

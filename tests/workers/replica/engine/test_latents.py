@@ -10,7 +10,8 @@ from transformers import PreTrainedModel
 from crossdock.workers.model.load import wrap_module
 from crossdock.workers.model.load_options import LoadOptions
 from crossdock.workers.replica.engine.engine import Engine
-from tests.workers.architectures import SERVED, build, in_soak_but
+from tests.sweeps import rest_in_soak
+from tests.workers.architectures import SERVED, build
 from tests.workers.gangs import ganged
 from tests.workers.ranks import Ranks, saved
 from tests.workers.replica.engine.test_engine import assert_tokens, generated
@@ -28,7 +29,7 @@ def engine_of(name: str, **config: object) -> Engine:
     return engine_on(wrap_module(module_of(name)), **config)
 
 
-@pytest.fixture(scope="module", params=in_soak_but(["deepseek_v3"], FAMILIES))
+@pytest.fixture(scope="module", params=rest_in_soak(FAMILIES, "deepseek_v3"))
 def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -91,7 +92,7 @@ def wrapped(kv_cache_dtype: str = "auto") -> Engine:
     return engine_on(model, num_pages=600, max_num_batched_tokens=80, max_num_seqs=8, kv_cache_dtype=kv_cache_dtype)
 
 
-@pytest.mark.parametrize("is_prefill_whole", in_soak_but([False], [True, False]))
+@pytest.mark.parametrize("is_prefill_whole", rest_in_soak([True, False], False))
 async def test_latents_shipped_between_one_rank_and_two_give_the_tokens_of_local_ones(
     ranks: Ranks, tmp_path: Path, is_prefill_whole: bool
 ) -> None:

@@ -21,7 +21,7 @@ from crossdock.workers.schedule.drafts.speculative_config import SpeculativeConf
 from crossdock.workers.schedule.pictures.items import Item
 from crossdock.workers.schedule.request import FinishReason, TokenDelta
 from crossdock.workers.schedule.submission import InvalidField, SamplingParams, Submission
-from tests.workers.architectures import in_soak_but
+from tests.sweeps import rest_in_soak
 from tests.workers.multimodal import (
     BOTH_WAYS,
     FAMILIES,
@@ -39,7 +39,7 @@ from tests.workers.replica.sides import Side, closing, ship
 NUM_TOKENS = 6
 
 
-@pytest.fixture(scope="module", params=in_soak_but(["qwen3_vl", *BOTH_WAYS], (*FAMILIES, *BOTH_WAYS)))
+@pytest.fixture(scope="module", params=rest_in_soak((*FAMILIES, *BOTH_WAYS), "qwen3_vl", *BOTH_WAYS))
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -329,7 +329,7 @@ def test_model_of_text_alone_refuses_pictures_with_the_reason() -> None:
         engine.add(submission("a", PicturePrompt.of(5, picture("llava", 1), 9)))
 
 
-@pytest.mark.parametrize("family", in_soak_but(["qwen3_vl", "gemma3"], ["qwen2_vl", "smolvlm", "qwen3_vl", "gemma3"]))
+@pytest.mark.parametrize("family", rest_in_soak(["qwen2_vl", "smolvlm", "qwen3_vl", "gemma3"], "qwen3_vl", "gemma3"))
 async def test_prefill_replica_encodes_and_the_decode_replica_goes_on(family: str) -> None:
     """The decode replica needs the positions of the prompt alone: it encodes nothing."""
     module = build_multimodal(family)

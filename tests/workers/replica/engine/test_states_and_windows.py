@@ -18,7 +18,8 @@ from crossdock.workers.schedule.memory.prefix_index import AttentionChunk
 from crossdock.workers.schedule.recurrent.states import RecurrentStates
 from crossdock.workers.schedule.request import Status
 from crossdock.workers.schedule.submission import SamplingParams, Submission
-from tests.workers.architectures import SERVED, WINDOW, build, in_soak_but
+from tests.sweeps import rest_in_soak
+from tests.workers.architectures import SERVED, WINDOW, build
 from tests.workers.replica.engine.test_engine import generated
 from tests.workers.replica.engines import greedy, run, tokens_of
 
@@ -78,7 +79,7 @@ def served_under_preemption(engine: Engine) -> list[list[int]]:
     return list(tokens.values())
 
 
-@pytest.fixture(scope="module", params=in_soak_but(BY_DEFAULT, MODELS))
+@pytest.fixture(scope="module", params=rest_in_soak(MODELS, *BY_DEFAULT))
 def name(request: pytest.FixtureRequest) -> str:
     model_name: str = request.param
     return model_name

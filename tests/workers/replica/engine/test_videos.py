@@ -9,7 +9,7 @@ import torch
 from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.model.pictures.vision import PictureEncoder
 from crossdock.workers.schedule.drafts.speculative_config import SpeculativeConfig
-from tests.workers.architectures import in_soak_but
+from tests.sweeps import rest_in_soak
 from tests.workers.gangs import ganged
 from tests.workers.model.pictures.test_video import FAMILIES, video
 from tests.workers.multimodal import PicturePrompt, build_multimodal, continuation, paged_multimodal, picture
@@ -20,7 +20,7 @@ from tests.workers.replica.transfer.test_encoder_replica import encoder_model, l
 from tests.workers.replica.transfer.test_encoder_replica import served as rows_served
 
 
-@pytest.fixture(scope="module", params=in_soak_but(["qwen3_vl"], FAMILIES))
+@pytest.fixture(scope="module", params=rest_in_soak(FAMILIES, "qwen3_vl"))
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -73,8 +73,8 @@ def test_tokens_equal_transformers(
     assert served(engine_on(model, **config), prompts) == expected
 
 
-@pytest.mark.parametrize("division", in_soak_but(DIVISIONS[-1:], DIVISIONS))
-@pytest.mark.parametrize("name", in_soak_but(["qwen3_vl"], ["qwen2_5_vl", "qwen3_vl"]))
+@pytest.mark.parametrize("division", rest_in_soak(DIVISIONS, *DIVISIONS[-1:]))
+@pytest.mark.parametrize("name", rest_in_soak(["qwen2_5_vl", "qwen3_vl"], "qwen3_vl"))
 def test_tokens_of_a_gang_equal_transformers(
     ranks: Ranks, tmp_path: Path, name: str, division: tuple[int, int]
 ) -> None:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from crossdock.workers.model.load import load_model
 from crossdock.workers.model.memory.kv_memory import PageBudget
-from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.calibrate import warm_up
@@ -24,6 +23,7 @@ from crossdock.workers.schedule.batch import Batch, SampledToken
 from crossdock.workers.schedule.cost.cost import StepWork
 from crossdock.workers.schedule.cost.interval_share import IntervalShare
 from crossdock.workers.schedule.submission import SamplingParams, Submission
+from tests.sweeps import SOAK, shared_out
 from tests.workers.architectures import DIVISIBLE, SERVED, build
 from tests.workers.gangs import SETTINGS, ganged
 from tests.workers.ranks import DIVISIONS, Ranks, saved
@@ -33,7 +33,15 @@ from tests.workers.replica.engines import run, tokens_of
 CHOSEN = ["gemma4_text", "gpt2", "deepseek_v2", "gpt_oss", "qwen3_next", "falcon_h1"]
 WITHOUT_STAGES = ["longcat_flash"]  # a layer of its list has two attentions
 UNDIVIDED = ["beam"]  # tests/workers/model/cut has the reason
-REST = [pytest.param(name, marks=pytest.mark.soak) for name in SERVED if name not in [*CHOSEN, *UNDIVIDED]]
+GANGS = [  # one division of each of the chosen ones in every run, and all of the others in the soak
+    *shared_out(len(DIVISIONS), CHOSEN, DIVISIONS),
+    *(
+        pytest.param(name, division, marks=SOAK)
+        for name in SERVED
+        if name not in [*CHOSEN, *UNDIVIDED]
+        for division in (DIVISIONS[:1] if name in WITHOUT_STAGES else DIVISIONS)
+    ),
+]
 
 
 def works(count: int = 10, num_tokens: int = 8, **params: Any) -> list[Submission]:
@@ -69,37 +77,34 @@ def tokens_and_logits(engine: Engine) -> tuple[list[list[int]], dict[tuple[str, 
         return tokens(engine, works(prompt_logprobs=0)), found
 
 
-def assert_gangs_equal_one_rank(
-    ranks: Ranks, path: Path, model: LoadedModel, divisions: Sequence[tuple[int, int]], **config: Any
-) -> None:
+def assert_gang_equals_one_rank(ranks: Ranks, path: Path, division: tuple[int, int]) -> None:
     """In fp32, whose sums differ by their order: 2e-3 is what test_model allows between paged and eager attention."""
-    expected, logits = tokens_and_logits(Engine(model, EngineConfig(**SETTINGS | config)))
+    expected, logits = tokens_and_logits(Engine(load_model(ModelSpec(str(path), "float32")), EngineConfig(**SETTINGS)))
     assert len(logits) > 500
-    for tensor_size, num_stages in divisions:
-        with ganged(ranks, path, tensor_size, num_stages, **config) as engine:
-            ours, found = tokens_and_logits(engine)
-            assert ours == expected
-            assert found.keys() == logits.keys()
-            for at, row in found.items():
-                torch.testing.assert_close(row, logits[at], atol=2e-3, rtol=2e-3)
+    with ganged(ranks, path, *division) as engine:
+        ours, found = tokens_and_logits(engine)
+        assert ours == expected
+        assert found.keys() == logits.keys()
+        for at, row in found.items():
+            torch.testing.assert_close(row, logits[at], atol=2e-3, rtol=2e-3)
 
 
-@pytest.mark.parametrize("name", [*CHOSEN, *REST])
-def test_gang_of_any_architecture_equals_one_rank(ranks: Ranks, tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(("name", "division"), GANGS)
+def test_gang_of_any_architecture_equals_one_rank(
+    ranks: Ranks, tmp_path: Path, name: str, division: tuple[int, int]
+) -> None:
     module = build(name, SERVED[name] | DIVISIBLE.get(name, {}))
     for key, parameter in module.named_parameters():
         if key.endswith("bias"):  # else zero: a rank that adds it twice would not be seen
             torch.nn.init.normal_(parameter, std=0.1)
     path = saved(module, tmp_path)
-    model = load_model(ModelSpec(str(path), "float32"))
-    divisions = DIVISIONS[:1] if name in WITHOUT_STAGES else DIVISIONS
-    assert_gangs_equal_one_rank(ranks, path, model, divisions)
+    assert_gang_equals_one_rank(ranks, path, division)
 
 
 def test_gang_on_heads_that_ranks_divide_unequally_equals_one_rank(ranks: Ranks, tmp_path: Path) -> None:
     """As SmolLM2: nine query heads over three KV heads, which two ranks divide as one and two, in two stages."""
     path = saved(build("llama", {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 108}), tmp_path)
-    assert_gangs_equal_one_rank(ranks, path, load_model(ModelSpec(str(path), "float32")), [(2, 2)])
+    assert_gang_equals_one_rank(ranks, path, (2, 2))
 
 
 @pytest.mark.parametrize("num_stages", [2, 3])
@@ -131,9 +136,28 @@ def test_stages_have_as_many_steps_in_flight(ranks: Ranks, tmp_path: Path, num_s
         assert engine.pages.counts().owned == 0
 
 
-def test_warm_up_of_a_gang_measures_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
-    with ganged(ranks, saved(build("llama", {}), tmp_path), 2, 2) as engine:
+def test_warm_up_and_kv_bytes_of_a_gang_are_of_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    """The bytes are advertised, and counted for a request that is aborted after two chunks."""
+    path = saved(build("llama", {}), tmp_path)
+    whole = load_model(ModelSpec(str(path), "float32")).layout(16)
+    with ganged(ranks, path, 2, 2) as engine:
+        assert engine.model.layout(16).page_bytes < whole.page_bytes
         profile = warm_up(engine)
+        assert profile.page_bytes == engine.page_bytes == whole.page_bytes
+        metrics, timelines = EngineMetrics(engine), Timelines(engine.config.slo_classes, 0.0)
+        work = Submission("long", [5 + at % 80 for at in range(220)], SamplingParams(max_tokens=4))
+        engine.add(work)
+        timelines.add(work, engine.scheduler.table.requests()[0], engine.clock(), 0.0)
+        engine.step()
+        while not engine.pipeline.is_empty:
+            engine.finish_step()
+        cancelled = engine.abort("long")
+        assert cancelled is not None
+        assert cancelled.num_computed_tokens == 160
+        metrics.aborted(timelines.aborted("long", engine.clock(), 0))
+        found = metrics.registry.get_sample_value("crossdock_cancelled_kv_bytes_total")
+        assert found == 10 * whole.page_bytes
+
         assert (profile.tensor_parallel_size, profile.pipeline_parallel_size) == (2, 2)
         assert profile.cost.seconds(StepWork(decodes=1, context=8)) > 0
         expected = tokens(engine, works())
@@ -162,28 +186,6 @@ def test_intervals_of_full_steps_refine_the_prediction_of_a_pipeline(ranks: Rank
         assert engine.scheduler.forecast.interval_share == engine.intervals.share != measured
         assert len(observed) > 8
         assert all(interval > 0 and latency > 0 for interval, latency in observed)
-
-
-def test_kv_bytes_of_a_gang_are_those_of_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
-    """Advertised, and counted for a request that is aborted after two chunks."""
-    path = saved(build("llama", {}), tmp_path)
-    whole = load_model(ModelSpec(str(path), "float32")).layout(16)
-    with ganged(ranks, path, 2, 2) as engine:
-        assert engine.model.layout(16).page_bytes < whole.page_bytes
-        assert warm_up(engine).page_bytes == engine.page_bytes == whole.page_bytes
-        metrics, timelines = EngineMetrics(engine), Timelines(engine.config.slo_classes, 0.0)
-        work = Submission("long", [5 + at % 80 for at in range(220)], SamplingParams(max_tokens=4))
-        engine.add(work)
-        timelines.add(work, engine.scheduler.table.requests()[0], engine.clock(), 0.0)
-        engine.step()
-        while not engine.pipeline.is_empty:
-            engine.finish_step()
-        cancelled = engine.abort("long")
-        assert cancelled is not None
-        assert cancelled.num_computed_tokens == 160
-        metrics.aborted(timelines.aborted("long", engine.clock(), 0))
-        found = metrics.registry.get_sample_value("crossdock_cancelled_kv_bytes_total")
-        assert found == 10 * whole.page_bytes
 
 
 def test_page_budget_of_a_gang_is_that_of_the_poorest_rank() -> None:

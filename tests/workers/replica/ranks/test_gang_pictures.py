@@ -16,7 +16,7 @@ from crossdock.workers.replica.engine.calibrate import warm_up
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.schedule.pictures.encoding_leg import encoding_leg
 from crossdock.workers.schedule.request import FinishReason
-from tests.workers.architectures import in_soak_but
+from tests.sweeps import rest_in_soak
 from tests.workers.gangs import ganged
 from tests.workers.multimodal import (
     BOTH_WAYS,
@@ -77,7 +77,7 @@ def test_tokens_of_a_gang_equal_transformers(
     ],
     ids=["ahead", "no chunks", "small cache", "small cache of stages"],
 )
-@pytest.mark.parametrize("family", in_soak_but(FEW[:1], FEW))
+@pytest.mark.parametrize("family", rest_in_soak(FEW, *FEW[:1]))
 def test_settings_of_a_gang_do_not_change_tokens(
     ranks: Ranks, tmp_path: Path, family: str, division: tuple[int, int], config: dict[str, Any]
 ) -> None:
@@ -92,8 +92,8 @@ def test_settings_of_a_gang_do_not_change_tokens(
         assert bool(engine.scheduler.encoding.totals.num_evicted) == ("mm_encoder_cache" in config)
 
 
-@pytest.mark.parametrize("division", in_soak_but(DIVISIONS[-1:], DIVISIONS))
-@pytest.mark.parametrize("family", in_soak_but(FEW[:1], FEW))
+@pytest.mark.parametrize("division", rest_in_soak(DIVISIONS, *DIVISIONS[-1:]))
+@pytest.mark.parametrize("family", rest_in_soak(FEW, *FEW[:1]))
 def test_preemption_inside_a_picture_of_a_gang_encodes_again_and_tokens_stay(
     ranks: Ranks, tmp_path: Path, family: str, division: tuple[int, int]
 ) -> None:
@@ -117,7 +117,7 @@ def test_preemption_inside_a_picture_of_a_gang_encodes_again_and_tokens_stay(
         assert encoding.totals.num_encoded == 2
 
 
-@pytest.mark.parametrize("division", in_soak_but(DIVISIONS[-1:], DIVISIONS))
+@pytest.mark.parametrize("division", rest_in_soak(DIVISIONS, *DIVISIONS[-1:]))
 def test_picture_that_a_gang_cannot_encode_fails_its_own_request_alone(
     ranks: Ranks, tmp_path: Path, division: tuple[int, int]
 ) -> None:
@@ -164,7 +164,7 @@ def test_ranks_replay_graphs_for_tokens_and_launch_steps_with_pictures(
     assert answers[0][-len(own) :] == own
 
 
-@pytest.mark.parametrize("division", in_soak_but([(1, 2)], DIVISIONS[:2]))
+@pytest.mark.parametrize("division", rest_in_soak(DIVISIONS[:2], (1, 2)))
 def test_warm_up_of_a_gang_measures_the_encoder(ranks: Ranks, tmp_path: Path, division: tuple[int, int]) -> None:
     with ganged(ranks, saved(build_multimodal("qwen2_vl"), tmp_path), *division) as engine:
         profile = warm_up(engine)
@@ -193,7 +193,7 @@ async def test_pictures_shipped_between_unequal_shards_have_the_tokens_of_transf
             assert [encoding.totals.num_encoded for encoding in encodings if encoding is not None] == [3, 0]
 
 
-@pytest.mark.parametrize("division", in_soak_but(DIVISIONS[-1:], DIVISIONS))
+@pytest.mark.parametrize("division", rest_in_soak(DIVISIONS, *DIVISIONS[-1:]))
 async def test_gang_takes_embeddings_of_an_encode_replica(
     ranks: Ranks, tmp_path: Path, division: tuple[int, int]
 ) -> None:

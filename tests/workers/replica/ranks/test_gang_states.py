@@ -11,7 +11,8 @@ from crossdock.workers.model.load import load_model
 from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.replica.engine.calibrate import warm_up
 from crossdock.workers.schedule.submission import Submission
-from tests.workers.architectures import SERVED, build, in_soak_but
+from tests.sweeps import rest_in_soak
+from tests.workers.architectures import SERVED, build
 from tests.workers.gangs import ganged
 from tests.workers.ranks import DIVISIONS, Ranks, saved
 from tests.workers.replica.engine.test_engine import generated
@@ -55,7 +56,7 @@ def test_tokens_of_ranks_whose_steps_begin_ahead_are_those_of_transformers(ranks
             assert served(engine, prompts()) == expected
 
 
-@pytest.mark.parametrize("case", in_soak_but([*UNEVEN][:2], UNEVEN))
+@pytest.mark.parametrize("case", rest_in_soak(UNEVEN, *[*UNEVEN][:2]))
 def test_state_has_the_pages_of_the_largest_on_every_stage(ranks: Ranks, tmp_path: Path, case: str) -> None:
     layers = {"layer_types": UNEVEN[case], "num_hidden_layers": 6}
     module = build("qwen3_next", SERVED["qwen3_next"] | layers)
@@ -69,11 +70,11 @@ def test_state_has_the_pages_of_the_largest_on_every_stage(ranks: Ranks, tmp_pat
         assert served(engine, prompts()) == generated(module, prompts(), NUM_TOKENS)
 
 
-@pytest.mark.parametrize("division", in_soak_but(DIVISIONS[-1:], DIVISIONS))
+@pytest.mark.parametrize("division", rest_in_soak(DIVISIONS, *DIVISIONS[-1:]))
 def test_state_of_ranks_is_counted_as_theirs_together(ranks: Ranks, tmp_path: Path, division: tuple[int, int]) -> None:
     path = saved(build("qwen3_next", SERVED["qwen3_next"]), tmp_path)
     whole = load_model(ModelSpec(str(path), "float32"))
-    with ganged(ranks, path, *division, **SETTINGS) as engine:
+    with ganged(ranks, path, *division, **SETTINGS | {"max_num_seqs": 2}) as engine:  # fewer steps are measured
         profile = warm_up(engine)
         assert profile.page_bytes == whole.layout(8).page_bytes
         assert profile.state_pages == engine.pages.state_pages == whole.state_pages(8)

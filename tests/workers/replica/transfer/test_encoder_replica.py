@@ -38,7 +38,7 @@ from crossdock.workers.schedule.pictures.encoding_leg import encoding_leg
 from crossdock.workers.schedule.pictures.items import Item
 from crossdock.workers.schedule.request import FinishReason, Request, Status, TokenDelta
 from crossdock.workers.schedule.submission import InvalidField, SamplingParams, Submission
-from tests.workers.architectures import in_soak_but
+from tests.sweeps import rest_in_soak
 from tests.workers.multimodal import FAMILIES, PicturePrompt, build_multimodal, picture
 from tests.workers.replica.engine.test_pictures import broken
 from tests.workers.replica.engines import engine_on
@@ -69,7 +69,7 @@ def encoder_model(family: str, max_model_len: int | None = None) -> EncoderModel
     return wrap_encoder(module, max_model_len)
 
 
-@pytest.fixture(scope="module", params=in_soak_but(["qwen3_vl", "smolvlm"], FAMILIES))
+@pytest.fixture(scope="module", params=rest_in_soak(FAMILIES, "qwen3_vl", "smolvlm"))
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

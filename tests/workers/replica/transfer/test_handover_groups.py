@@ -18,7 +18,8 @@ from crossdock.workers.replica.transfer.handover import CannotPair
 from crossdock.workers.schedule.batch import Batch
 from crossdock.workers.schedule.memory.prefix_index import AttentionChunk, first_visible_page
 from crossdock.workers.schedule.submission import Submission
-from tests.workers.architectures import SERVED, WINDOW, build, in_soak_but
+from tests.sweeps import rest_in_soak
+from tests.workers.architectures import SERVED, WINDOW, build
 from tests.workers.gangs import ganged
 from tests.workers.ranks import Ranks, saved
 from tests.workers.replica.driven import hold
@@ -87,7 +88,7 @@ def poison(engine: Engine) -> None:
     engine.on_scheduled.append(fill)
 
 
-@pytest.fixture(scope="module", params=in_soak_but(["mistral", "lfm3 conv"], FAMILIES))
+@pytest.fixture(scope="module", params=rest_in_soak(FAMILIES, "mistral", "lfm3 conv"))
 def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -16,8 +16,8 @@ from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.schedule.pictures.encoding import ON_THEIR_WAY, EncoderTotals
 from crossdock.workers.schedule.pictures.encoding_leg import encoding_leg
 from crossdock.workers.schedule.submission import Leg, SamplingParams, Submission
+from tests.sweeps import rest_in_soak
 from tests.waiting import until
-from tests.workers.architectures import in_soak_but
 from tests.workers.multimodal import (
     FAMILIES,
     NO_PLACEHOLDERS,
@@ -155,7 +155,7 @@ async def test_tokens_of_pictures_encoded_elsewhere_equal_transformers(
         assert not trio.lost
 
 
-@pytest.mark.parametrize("family", in_soak_but(["smolvlm", "mistral3"], FAMILIES))
+@pytest.mark.parametrize("family", rest_in_soak(FAMILIES, "smolvlm", "mistral3"))
 async def test_rows_of_all_families_fit_their_prompts(family: str) -> None:
     module, work = build_multimodal(family), prompts(family)["first"]
 
