@@ -1,4 +1,4 @@
-"""What a child may ask of the kernel: to compute, to write its answer, and to end. All else fails with EPERM.
+"""Filter of a child's system calls: they compute, write its answer, and end it. All others fail with EPERM.
 
 Limits of resources alone do not hold a child that runs foreign code: root may raise them, and without a descriptor a
 process may still delete files, signal others of its user, or start more. A filter of seccomp holds for root too.

@@ -39,7 +39,7 @@ def fork_and_hold_the_pipe() -> None:
 
 
 def descriptors() -> list[str]:
-    """Return what each descriptor of this process leads to."""
+    """Follow each descriptor of this process; name its end."""
     found = []
     for number in range(256):
         try:
@@ -86,7 +86,7 @@ ATTACKS: dict[str, Callable[[], Any]] = {
 
 
 def attack(asked: str) -> str:
-    """Return what came of it: the result, or the name of the error."""
+    """Try it. Returns the result, or the name of the error."""
     name = asked.removeprefix(MARK)
     if name not in ATTACKS:
         return name

@@ -1,9 +1,6 @@
 """Hostile videos: each is refused in OpenAI's form, names its part, reveals nothing, connects to and opens nothing."""
 
 import base64
-import errno
-import os
-import socket
 import struct
 from collections.abc import Iterator
 from typing import Any
@@ -13,8 +10,6 @@ import numpy as np
 import psutil
 import pytest
 
-from crossdock.cluster.api.media import picture_process
-from crossdock.cluster.api.media.processes import LIMITS
 from tests.cluster.api.media.hostile_scene import SECRET, HostileScene, hostile_scene
 from tests.cluster.api.media.picture_models import data_url, encoded, picture
 from tests.cluster.api.media.test_hostile_media import png
