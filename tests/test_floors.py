@@ -89,7 +89,7 @@ IMPURE = {  # what pure rooms never import
     *("torch", "transformers", "ray", "time", "datetime", "random", "uuid", "os", "asyncio", "threading", "socket"),
 }
 SCHEDULE_FLOORS = (  # of workers/schedule, the lowest first: its rooms, files, and files of rooms that others need
-    *("slo.py", "cost", "pictures/items.py", "memory", "submission.py", "request.py"),
+    *("shares.py", "slo.py", "cost", "pictures/items.py", "memory", "submission.py", "request.py"),
     *("pacing/pace.py", "pacing/chunking.py", "pacing/chunk_policies.py", "config.py", "order.py", "table.py"),
     *("pictures", "batch.py", "handback.py", "kv.py", "windows.py", "pacing", "admission.py", "recurrent"),
     *("prefills.py", "drafts", "outputs.py", "ahead.py", "stretch.py", "handoff.py", "scheduler.py"),

@@ -3,7 +3,7 @@
 import asyncio
 import contextvars
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, field
 from functools import partial
@@ -286,13 +286,21 @@ class ReplicaConnections:
             self._end_slowest_readers()
 
     def _end_slowest_readers(self) -> None:
-        """End requests whose clients do not read, as long as too much waits for all clients together."""
+        """End requests whose clients do not read, as long as too much waits for all clients together.
+
+        The tenant for which most waits loses a request, the one for which most waits.
+        """
         attempts = [attempt for connection in self._following for attempt in connection.attempts.values()]
-        slowest = sorted({id(attempt): attempt for attempt in attempts}.values(), key=lambda each: each.num_unread)
-        waiting = sum(attempt.num_unread for attempt in slowest)
-        while waiting > MOST_UNREAD:
-            attempt = slowest.pop()
-            waiting -= attempt.num_unread
+        waiting = Counter[str]()
+        slowest: dict[str, list[Attempt]] = {}  # by tenant
+        for attempt in sorted({id(each): each for each in attempts}.values(), key=lambda each: each.num_unread):
+            tenant = attempt.life.submission.tenant
+            waiting[tenant] += attempt.num_unread
+            slowest.setdefault(tenant, []).append(attempt)
+        while waiting.total() > MOST_UNREAD:
+            tenant = max(waiting, key=waiting.__getitem__)
+            attempt = slowest[tenant].pop()
+            waiting[tenant] -= attempt.num_unread
             for action in attempt.life.close():
                 assert isinstance(action, Detach)
                 self.detach(attempt, action.replica, action.is_running)

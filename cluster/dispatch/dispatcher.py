@@ -39,6 +39,7 @@ from crossdock.router.fleet import Fleet, RouterConfig
 from crossdock.router.request_life import MOST_PLACEMENTS, RequestLife
 from crossdock.workers.report.profile import SchedulingProfile
 from crossdock.workers.schedule.request import TokenDelta
+from crossdock.workers.schedule.shares import Shares
 from crossdock.workers.schedule.submission import Overloaded, Submission
 
 __all__ = ["Dispatcher", "ModelCard", "ReplicaLost", "SlowReader", "SuspectRequest", "Timeouts"]
@@ -85,8 +86,7 @@ class Dispatcher:
         self._card: ModelCard | None = None
         self._timeouts = timeouts
         self._most_placements = most_placements
-        self._most_queued = most_queued
-        self.num_queued = 0  # requests in flight that have no token so far
+        self._queue = Shares(most_queued)  # of tenants: their requests in flight that have no token so far
         self.fleet = Fleet(router or RouterConfig.model_validate({}))  # the replicas that are up
         self._vllm_model = model_name if vllm_metrics else None
         self.metrics = IngressMetrics(self._vllm_model)
@@ -125,11 +125,12 @@ class Dispatcher:
         life = RequestLife(submission, self.fleet, self.clock.now(), self._timeouts, self._most_placements)
         self._lives[submission.id] = life
         attempt, actions = Attempt(life, self.clock), deque[Action]([PlaceAgain(None)])
-        self.num_queued += 1
-        is_queued = True
+        tenant, is_queued = submission.tenant, False
         try:
-            if self.num_queued > self._most_queued:
-                raise _queue_is_full(self._most_queued)
+            if not self._queue.room(tenant):
+                raise _queue_is_full(self._queue)
+            self._queue.take(tenant, 1)
+            is_queued = True
             while True:
                 action = actions.popleft() if actions else None
                 match action:
@@ -138,7 +139,7 @@ class Dispatcher:
                     case TokenDelta():
                         if is_queued:
                             is_queued = False
-                            self.num_queued -= 1
+                            self._queue.release(tenant, 1)
                         watch.tokens(len(action.token_ids))
                         watch.finish_reason = action.finish_reason
                         self._suspects.leave(submission.id)
@@ -165,7 +166,8 @@ class Dispatcher:
             watch.failed(error)
             raise
         finally:
-            self.num_queued -= is_queued
+            if is_queued:
+                self._queue.release(tenant, 1)
             self._close(life, attempt, actions)
             watch.end()
 
@@ -201,6 +203,11 @@ class Dispatcher:
             submission = replace(submission, encoder=self._connections[action.encoder].profile.peer)
         answering = asyncio.ensure_future(_answer(attempt, connection, submission))
         attempt.submitting[connection.name] = answering
+
+    @property
+    def num_queued(self) -> int:
+        """Return how many requests in flight have no token so far."""
+        return self._queue.num_used
 
     @property
     def deadlines(self) -> dict[str, float]:
@@ -305,8 +312,10 @@ async def _ask(attempt: Attempt, connection: ReplicaConnection) -> None:
         attempt.events.put_nowait(partial(life.progress, name, number, numbers))
 
 
-def _queue_is_full(most: int) -> Overloaded:
-    reason = f"{most} requests wait for their first token, as many as this server lets wait (http.max_queued_requests)"
+def _queue_is_full(queue: Shares) -> Overloaded:
+    whose = "requests" if queue.num_used >= queue.most else "requests, of which this API key has its share,"
+    number = f"{queue.num_used} {whose} wait for their first token"
+    reason = f"{number}; this server lets {queue.most} wait (http.max_queued_requests)"
     return Overloaded(f"{reason}. Retry in {_FULL_QUEUE_S:.0f} s", retry_after=_FULL_QUEUE_S)
 
 

@@ -2,22 +2,37 @@
 
 A question of a few kilobytes can take gigabytes and minutes, overflow a stack, or use a fault of a library written in
 C. None of these can be stopped in a thread. A sandbox has no thread but its own, so that each child is a quick fork.
+
+A child may run foreign code. So it has no descriptor but the pipe of its answer, no system call but those that compute
+(`system_calls.py`), and the memory of no other question: the sandbox drops each before it reads the next.
 """
 
-import ctypes
 import os
 import resource
 import select
 import signal
+import sys
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, BinaryIO, NoReturn
 
-from crossdock.workers.sandbox.messages import pack, read_message, unpack
+from crossdock.workers.sandbox.messages import (
+    Packed,
+    pack,
+    questions,
+    read_message,
+    read_packed,
+    unpack,
+    write_packed,
+)
+from crossdock.workers.sandbox.system_calls import LIBC, can_filter, refuse_system_calls
 
 _NICE = 5  # the engine's steps come first where cores are few
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
+_MARGIN_S = 1.0  # beyond a child's wall seconds, whose timer foreign code may have stopped
+_PIPE = 3  # the child's only descriptor that leads anywhere
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +41,8 @@ class Limits:
 
     cpu_seconds: float
     wall_seconds: float  # on a busy machine
-    memory_bytes: int  # beside the memory of the sandbox
+    memory_bytes: int  # beside the memory of the sandbox; of an answer, too
     stack_bytes: int | None = None
-    opens_files: bool = True  # False: neither files nor sockets, beside those that are open
 
 
 class ChildFailed(RuntimeError):
@@ -42,23 +56,47 @@ class ChildFailed(RuntimeError):
         self.is_too_deep = number == signal.SIGSEGV
 
 
+class _Interrupted(Exception):
+    """The caller has sent something, or has ended."""
+
+
 def sandbox_main(serve: Callable[[BinaryIO, BinaryIO], None]) -> None:
     """Let `serve` read messages from stdin and write answers to stdout, until stdin ends."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # limits end children by signals that would dump them
     os.nice(_NICE)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl+C reaches the whole terminal; the caller decides
-    answers = os.fdopen(os.dup(1), "wb")
+    if not can_filter():
+        sys.stderr.write("this kernel filters no system calls, so that a sandbox holds less (docs/security.md)\n")
+    # Without buffers: `select` must see a message that comes right behind a question, and no answer stays behind.
+    answers = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # whatever a library prints is no answer
     with suppress(BrokenPipeError):  # the caller has ended
-        # Without a buffer: `select` must see a message that comes right behind a question.
         serve(os.fdopen(0, "rb", buffering=0, closefd=False), answers)
 
 
-def run_limited(compute: Callable[[], dict[str, Any]], requests: BinaryIO, limits: Limits) -> dict[str, Any]:
+def answer_all(
+    compute: Callable[[Any], dict[str, Any]],
+    refuse: Callable[[ChildFailed], dict[str, Any]],
+    requests: BinaryIO,
+    answers: BinaryIO,
+    limits: Limits,
+) -> None:
+    """Answer each question with what `compute` makes of it in a child, or `refuse` of the child's end."""
+    for question in questions(requests):
+        try:
+            write_packed(answers, run_limited(compute, question, requests, limits))
+        except ChildFailed as failed:
+            write_packed(answers, pack(refuse(failed)))
+
+
+def run_limited(
+    compute: Callable[[Any], dict[str, Any]], question: Packed, requests: BinaryIO, limits: Limits
+) -> Packed:
     """Run `compute` in a child. Returns its result, or `is_busy` (only the machine was too slow), or `is_interrupted`.
 
     Args:
-        compute: returns what msgpack can pack.
+        compute: takes the unpacked question; returns what msgpack can pack.
+        question: stays packed here, so that no part of it outlives the answer.
         requests: the caller's messages, without a buffer. During the wait only an interrupt or the end of the stream
             can come: both end the child.
         limits: of the child.
@@ -66,47 +104,79 @@ def run_limited(compute: Callable[[], dict[str, Any]], requests: BinaryIO, limit
     Raises:
         ChildFailed: the child ended without an answer.
     """
+    deadline = time.monotonic() + limits.wall_seconds + _MARGIN_S
     reader, writer = os.pipe()
     parent = os.getpid()
     child = os.fork()
     if not child:
-        os.close(reader)
-        _run(compute, writer, parent, limits)
+        _run(compute, question, writer, parent, limits)
     os.close(writer)
-    with os.fdopen(reader, "rb") as answer:
-        ready, _, _ = select.select([answer, requests], [], [])
-        is_interrupted = False
-        if answer not in ready:
-            os.kill(child, signal.SIGKILL)
-            is_interrupted = read_message(requests) is not None
-        said = answer.read()
+    answer, is_interrupted = None, False
+    try:
+        answer = read_packed(_AnswerPipe(reader, requests, deadline), limits.memory_bytes)  # type: ignore[arg-type]
+    except TimeoutError:
+        pass
+    except _Interrupted:
+        is_interrupted = True
+    finally:
+        os.close(reader)
+        number, cpu_seconds = _end(child, 0.0 if is_interrupted or answer is not None else deadline)
+    if answer is not None:
+        return answer
+    if is_interrupted and read_message(requests) is not None:
+        return pack({"is_interrupted": True})
+    if number == signal.SIGALRM and cpu_seconds < limits.cpu_seconds / 2:
+        return pack({"is_busy": True})
+    raise ChildFailed(number)
+
+
+class _AnswerPipe:
+    """A child's pipe, as a stream that can be read until a deadline. A process of the child may hold its other end."""
+
+    def __init__(self, reader: int, requests: BinaryIO, deadline: float) -> None:
+        self._reader, self._deadline = reader, deadline
+        self._events = select.poll()
+        for descriptor in (reader, requests.fileno()):
+            self._events.register(descriptor, select.POLLIN)
+
+    def readinto(self, buffer: memoryview) -> int:
+        """Read what is there, once something is. Raises TimeoutError or _Interrupted."""
+        ready = dict(self._events.poll(max(0.0, self._deadline - time.monotonic()) * 1000))
+        if not ready:
+            raise TimeoutError
+        if self._reader not in ready:
+            raise _Interrupted
+        return os.readv(self._reader, [buffer])
+
+
+def _end(child: int, deadline: float) -> tuple[int | None, float]:
+    """Let a child end by itself until the deadline, then end it, and what it has started.
+
+    Returns the signal that ended the child, if one did, and its seconds of CPU.
+    """
+    while is_running := os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+        if time.monotonic() >= deadline:
+            break
+        time.sleep(0.001)
+    os.kill(child, signal.SIGKILL)  # its number is its own until `wait4`
+    with suppress(ProcessLookupError):  # it has ended before it led a group
+        os.killpg(child, signal.SIGKILL)
     _, ended, used = os.wait4(child, 0)
     status = os.waitstatus_to_exitcode(ended)
-    if said and status == 0:
-        found: dict[str, Any] = unpack(said)
-        return found
-    if is_interrupted:
-        return {"is_interrupted": True}
-    if status == -signal.SIGALRM and used.ru_utime + used.ru_stime < limits.cpu_seconds / 2:
-        return {"is_busy": True}
-    raise ChildFailed(-status if status < 0 else None)
+    number = -status if status < 0 else None
+    return signal.SIGALRM if is_running else number, used.ru_utime + used.ru_stime
 
 
-def memory_pages() -> tuple[int, int]:
-    """Return the pages of this process: all, and those in memory."""
-    with open("/proc/self/statm") as file:
-        size, resident = file.read().split()[:2]
-    return int(size), int(resident)
-
-
-def _run(compute: Callable[[], dict[str, Any]], writer: int, parent: int, limits: Limits) -> NoReturn:
+def _run(
+    compute: Callable[[Any], dict[str, Any]], question: Packed, writer: int, parent: int, limits: Limits
+) -> NoReturn:
     """Write what `compute` returns, in the child."""
     status = 1
     try:
-        _limit(parent, limits)
-        said = pack(compute())
-        with os.fdopen(writer, "wb") as answer:
-            answer.write(said)
+        _limit(parent, writer, limits)
+        answer = pack(compute(unpack(question)))
+        with os.fdopen(_PIPE, "wb", buffering=0) as pipe:
+            write_packed(pipe, answer)
         status = 0
     except MemoryError:
         signal.raise_signal(signal.SIGABRT)
@@ -114,16 +184,26 @@ def _run(compute: Callable[[], dict[str, Any]], writer: int, parent: int, limits
         os._exit(status)
 
 
-def _limit(parent: int, limits: Limits) -> None:
-    ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
+def _limit(parent: int, writer: int, limits: Limits) -> None:
+    os.setsid()
+    LIBC.prctl(_DIE_WITH_PARENT, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before the line above
         os._exit(1)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a library's warnings may quote what a client sent
-    memory = memory_pages()[0] * resource.getpagesize() + limits.memory_bytes
+    with open("/proc/self/statm") as file:
+        memory = int(file.read().split()[0]) * resource.getpagesize() + limits.memory_bytes
+    nowhere = os.open(os.devnull, os.O_RDWR)  # for stderr too: a library's warnings may quote what a client sent
+    os.dup2(writer, _PIPE)
+    for standard in range(_PIPE):
+        os.dup2(nowhere, standard)
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) > _PIPE:
+            with suppress(OSError):  # that of the list itself
+                os.close(int(name))
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     if limits.stack_bytes is not None:
         resource.setrlimit(resource.RLIMIT_STACK, (limits.stack_bytes, limits.stack_bytes))
-    if not limits.opens_files:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, 0))  # where system calls cannot be filtered
     signal.setitimer(signal.ITIMER_PROF, limits.cpu_seconds)
     signal.setitimer(signal.ITIMER_REAL, limits.wall_seconds)
+    if can_filter():
+        refuse_system_calls()

@@ -1,35 +1,62 @@
 """Messages between a caller and its sandbox: settings, then questions, each with one answer."""
 
+import mmap
 import struct
 from collections.abc import Iterator
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeAlias
 
 import msgpack
 
+_HEADER = struct.Struct("<Q")  # bytes of the message behind it
 INTERRUPT = "interrupt"  # sent instead of a question: the caller needs no answer to the last one
 _LONE_SURROGATES = "surrogatepass"  # a client's JSON may hold them
+
+Packed: TypeAlias = bytes | mmap.mmap
+"""A message as msgpack."""
 
 
 def write_message(stream: BinaryIO, message: Any) -> None:
     """Write one message: its length in eight bytes, then msgpack."""
-    body = pack(message)
-    stream.write(struct.pack("<Q", len(body)))
-    stream.write(body)
+    write_packed(stream, pack(message))
+
+
+def write_packed(stream: BinaryIO, packed: Packed) -> None:
+    """Write one message that is packed already. A stream without buffer takes bytes in parts."""
+    for part in (_HEADER.pack(len(packed)), packed):
+        with memoryview(part) as left:
+            done = 0
+            while done < len(part):
+                done += stream.write(left[done:])
     stream.flush()
 
 
 def read_message(stream: BinaryIO) -> Any | None:
     """Return the next message; None at the end of the stream. From a stream without buffer, no further byte is read."""
-    header = _read(stream, 8)
-    body = None if header is None else _read(stream, struct.unpack("<Q", header)[0])
-    return None if body is None else unpack(body)
+    packed = read_packed(stream)
+    return None if packed is None else unpack(packed)
 
 
-def questions(stream: BinaryIO) -> Iterator[Any]:
+def read_packed(stream: BinaryIO, most_bytes: int | None = None) -> Packed | None:
+    """Return the next message, still packed; None at the end of the stream, or where the message is too long.
+
+    It has memory of its own: nothing of it stays behind once it is dropped.
+    """
+    header = bytearray(_HEADER.size)
+    if not _fill(stream, header):
+        return None
+    (size,) = _HEADER.unpack(header)
+    if most_bytes is not None and not 0 < size <= most_bytes:
+        return None
+    body = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return body if _fill(stream, body) else None
+
+
+def questions(stream: BinaryIO) -> Iterator[Packed]:
     """Yield each question until the stream ends, without interrupts that came after their answer."""
-    while (message := read_message(stream)) is not None:
-        if message != INTERRUPT:
-            yield message
+    interrupt = pack(INTERRUPT)
+    while (packed := read_packed(stream)) is not None:
+        if packed[: len(interrupt) + 1] != interrupt:
+            yield packed
 
 
 def pack(message: Any) -> bytes:
@@ -38,15 +65,15 @@ def pack(message: Any) -> bytes:
     return body
 
 
-def unpack(body: bytes) -> Any:
-    """Return the message that `pack` was given; tuples come back as lists."""
+def unpack(body: Packed) -> Any:
+    """Return the message that `pack` was given; tuples come back as lists. ValueError: it was given none."""
     return msgpack.unpackb(body, unicode_errors=_LONE_SURROGATES)
 
 
-def _read(stream: BinaryIO, size: int) -> bytes | None:
-    """Read exactly `size` bytes; None where the stream ends before. A stream without buffer gives bytes in parts."""
-    parts, left = list[bytes](), size
-    while left and (part := stream.read(left)):
-        parts.append(part)
-        left -= len(part)
-    return None if left else b"".join(parts)
+def _fill(stream: BinaryIO, buffer: bytearray | mmap.mmap) -> bool:
+    """Read until a buffer is full; False where the stream ends before. A stream without buffer gives bytes in parts."""
+    with memoryview(buffer) as left:
+        done = 0
+        while done < len(buffer) and (count := stream.readinto(left[done:])):  # type: ignore[attr-defined]
+            done += count
+    return done == len(buffer)

@@ -19,6 +19,7 @@ from crossdock.workers.sandbox.messages import INTERRUPT, read_message, write_me
 logger = logging.getLogger(__name__)
 
 _MARGIN_S = 5.0  # beyond a child's wall seconds, to send an answer
+_KEPT = ("PATH", "LD_LIBRARY_PATH", "HOME", "TMPDIR", "LANG", "LC_ALL")  # others may be secrets, such as HF_TOKEN
 
 
 class SandboxBusy(RuntimeError):
@@ -53,7 +54,7 @@ class Sandbox:
             title: of the process, in errors and in the log.
             limits: of each answer.
             start_patience_s: seconds until the process must be ready.
-            environment: variables of the process, beside those of this one.
+            environment: variables of the process. Of this one's, it has those of `_KEPT` alone.
         """
         self._module, self._title = module, title
         self._settings = {**settings, "limits": asdict(limits)}
@@ -77,12 +78,13 @@ class Sandbox:
         if self._has_ended:
             raise SandboxBusy(f"{self._title} has ended")
         path = os.pathsep.join(entry for entry in sys.path if entry)
+        kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
         # A new interpreter, never a fork: this process has threads, and memory that a network card may know.
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", self._module],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, **self._environment, "PYTHONPATH": path},
+            env={**kept, **self._environment, "PYTHONPATH": path},
         )
         self._closing = weakref.finalize(self, _end, self._process)
         self._ready_by = time.monotonic() + self._start_patience_s
@@ -185,7 +187,9 @@ def _answer(process: "subprocess.Popen[bytes]") -> dict[str, Any] | None:
     """Return the process's next answer; None where the process ended."""
     stdout = process.stdout
     assert stdout is not None
-    answer: dict[str, Any] | None = read_message(stdout)  # type: ignore[arg-type]
+    answer = read_message(stdout)  # type: ignore[arg-type]
+    if not isinstance(answer, dict | None):
+        raise ValueError("what a child wrote is no answer")
     return answer
 
 

@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from opentelemetry import trace
@@ -21,11 +22,14 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from crossdock.cluster.api.http.http_guard import as_api_error
+from crossdock.cluster.api.http.keys import tenant_of
+from crossdock.workers.schedule.shares import Shares
 
 logger = logging.getLogger("ray.serve")
 
 SETTLE_S = (0.2, 1.0, 5.0)  # waits until replicas have ended their parts, which they do soon after the answer
 LAST_S = 3.0  # at the end: wait for spans not yet made, and again for spans not yet exported
+_MOST_ASKED = 32  # requests at once that clients' traces have chosen; each asks every replica, up to three times
 _NS = 1_000_000_000
 _SPANS = {"local": "serve", "send": "prefill", "receive": "decode", "encode": "encode"}  # by leg
 _CLIENT_LEFT = 499  # as proxies report it; here also a request over its time limit
@@ -62,6 +66,7 @@ class Tracing:
         self._timelines = timelines
         self._paths = paths
         self._background: set[asyncio.Task[None]] = set()
+        self._asked = Shares(_MOST_ASKED)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -91,11 +96,12 @@ class Tracing:
 
     async def _traced(self, scope: Scope, receive: Receive, send: Send) -> None:
         state = scope["state"]
+        context = TraceContextTextMapPropagator().extract(
+            {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        )
         span = self._tracer.start_span(
             f"{scope['method']} {scope['path']}",
-            context=TraceContextTextMapPropagator().extract(
-                {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-            ),
+            context=context,
             kind=trace.SpanKind.SERVER,
             attributes={
                 "http.request.method": scope["method"],
@@ -124,13 +130,24 @@ class Tracing:
             span.end()
             ids = state.get("submission_ids", ())
             if ids and span.get_span_context().trace_flags.sampled:
-                self._spawn(self._add_parts(span, state["request_id"], ids))
+                work = partial(self._add_parts, span, state["request_id"], ids)
+                is_chosen_here = not trace.get_current_span(context).get_span_context().is_valid
+                self._spawn(work, None if is_chosen_here else tenant_of(state.get("api_key")))
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run `work` outside the request's context: Serve would cancel its calls when that client leaves."""
-        task = contextvars.Context().run(asyncio.get_running_loop().create_task, work)
+    def _spawn(self, work: Callable[[], Coroutine[Any, Any, None]], tenant: str | None) -> None:
+        """Run `work` outside the request's context: Serve would cancel its calls when that client leaves.
+
+        `tenant`: whose trace it is, which has a share of `_MOST_ASKED`. None: this server chose to trace the request.
+        """
+        if tenant is not None:
+            if not self._asked.room(tenant):
+                return
+            self._asked.take(tenant, 1)
+        task = contextvars.Context().run(asyncio.get_running_loop().create_task, work())
         self._background.add(task)
         task.add_done_callback(self._forget)
+        if tenant is not None:
+            task.add_done_callback(lambda _: self._asked.release(tenant, 1))
 
     def _forget(self, task: asyncio.Task[None]) -> None:
         self._background.discard(task)

@@ -7,6 +7,7 @@ addresses must be public. The connection goes to an address that was checked: no
 import asyncio
 import base64
 import binascii
+import errno
 import os
 import re
 import socket
@@ -129,7 +130,8 @@ class PictureFetcher:
         except TimeoutError:
             reason = f"it was not fetched within {self._timeout_s:g} s"
             raise wrong_picture(picture.param, reason) from None
-        except (httpx.HTTPError, httpx.InvalidURL, OSError):
+        except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
+            _check_files(error)
             raise wrong_picture(picture.param, "it cannot be fetched: its host does not answer as expected") from None
         finally:
             # A lookup that has begun cannot be stopped: its thread counts as a fetch to its end.
@@ -224,7 +226,8 @@ class PictureFetcher:
             if not file_path.resolve().is_relative_to(self._folder.resolve()):  # to open a device may start something
                 raise refusal
             descriptor = os.open(file_path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
-        except (OSError, RuntimeError, ValueError):  # RuntimeError: a link to itself
+        except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: a link to itself
+            _check_files(error)
             raise refusal from None
         try:
             status = os.fstat(descriptor)
@@ -235,7 +238,8 @@ class PictureFetcher:
                 raise self._too_large(picture)
             with open(descriptor, "rb", closefd=False) as file:
                 return self._checked(file.read(self._most_bytes + 1), picture)
-        except OSError:
+        except OSError as error:
+            _check_files(error)
             raise refusal from None
         finally:
             os.close(descriptor)
@@ -249,6 +253,15 @@ class PictureFetcher:
 
     def _too_large(self, picture: Picture) -> ApiError:
         return wrong_picture(picture.param, f"its file has more than the {self._most_bytes} bytes that are accepted")
+
+
+def _check_files(error: BaseException | None) -> None:
+    """Raise ApiError 503 where an error comes from this server's lack of files, and not from what it was asked."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+            reason = "This server has too many open files. Try again later."
+            raise ApiError(reason, status=503, kind="server_error", code="too_many_files") from None
+        error = error.__cause__ or error.__context__
 
 
 def _host(url: httpx.URL) -> str:

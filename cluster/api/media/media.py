@@ -21,9 +21,9 @@ from crossdock.cluster.api.media.kept_pictures import KeptPictures
 from crossdock.cluster.api.media.memory import PictureMemory
 from crossdock.cluster.api.media.processes import PictureProcesses, PicturesBusy, ReadyPicture, UnusablePicture
 from crossdock.cluster.api.media.request_sizes import KINDS, PART_OF_VIDEOS, RequestSizes
-from crossdock.cluster.api.media.shares import Shares
 from crossdock.cluster.api.media.video_families import read_video_family
 from crossdock.workers.schedule.pictures.items import Item
+from crossdock.workers.schedule.shares import Shares
 
 _MOST_WAITING = 256  # pictures of one ingress that are being processed or wait for that; so many videos, too
 _RETRY_S = 2

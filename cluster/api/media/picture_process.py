@@ -9,13 +9,13 @@ decodes none. torch is not imported.
 
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, BinaryIO
 
 from crossdock.cluster.api.media.decoding import BadPicture
 from crossdock.cluster.api.media.preparation import Preparation, VideoPreparation
-from crossdock.workers.sandbox.limited_child import ChildFailed, Limits, run_limited, sandbox_main
-from crossdock.workers.sandbox.messages import questions, read_message, write_message
+from crossdock.workers.sandbox.limited_child import ChildFailed, Limits, answer_all, sandbox_main
+from crossdock.workers.sandbox.messages import read_message, write_message
 
 _MOST_REASON_CHARS = 200
 
@@ -31,32 +31,23 @@ def serve(requests: BinaryIO, answers: BinaryIO) -> None:
         write_message(answers, {"unsupported": f"{type(error).__name__}: {error}"[:_MOST_REASON_CHARS]})
         return
     write_message(answers, prepare.tried())
+
+    def prepared_or_reason(asked: Mapping[str, Any]) -> dict[str, Any]:
+        try:
+            return prepare(asked)
+        except BadPicture as error:
+            return {"error": str(error)}
+
     limits = Limits(**settings["limits"])
-    for asked in questions(requests):
-        write_message(answers, _answer(requests, prepare, asked, limits))
+    answer_all(prepared_or_reason, lambda failed: _refusal(failed, limits), requests, answers, limits)
 
 
-def _answer(
-    requests: BinaryIO, prepare: Callable[[Mapping[str, Any]], dict[str, Any]], asked: Mapping[str, Any], limits: Limits
-) -> dict[str, Any]:
-    """Prepare a file in a child. Returns what `prepare` does, or `error`, or `is_busy`: the machine was too slow."""
-    try:
-        return run_limited(lambda: _prepared_or_reason(prepare, asked), requests, limits)
-    except ChildFailed as failed:
-        if failed.is_too_slow:
-            return {"error": "it takes too long to decode"}
-        if failed.is_too_large:
-            return {"error": f"it needs more than {limits.memory_bytes >> 20} MiB to decode"}
-        return {"error": "it cannot be decoded within this server's limits"}
-
-
-def _prepared_or_reason(
-    prepare: Callable[[Mapping[str, Any]], dict[str, Any]], asked: Mapping[str, Any]
-) -> dict[str, Any]:
-    try:
-        return prepare(asked)
-    except BadPicture as error:
-        return {"error": str(error)}
+def _refusal(failed: ChildFailed, limits: Limits) -> dict[str, Any]:
+    if failed.is_too_slow:
+        return {"error": "it takes too long to decode"}
+    if failed.is_too_large:
+        return {"error": f"it needs more than {limits.memory_bytes >> 20} MiB to decode"}
+    return {"error": "it cannot be decoded within this server's limits"}
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from crossdock.cluster.api.routes.conversations import BegunChat, Conversations,
 from crossdock.cluster.api.routes.response_events import Event, ResponseAnswer, written
 from crossdock.cluster.api.routes.response_store import ResponseStore
 from crossdock.cluster.api.text.logprobs import LogprobWriter
+from crossdock.workers.schedule.shares import Shares
 
 logger = logging.getLogger("ray.serve")
 
@@ -51,6 +52,7 @@ class Responses:
         self._ask_stores = ask_stores
         self._timeout_s = timeout_s
         self._background: dict[tuple[str, str], asyncio.Task[None]] = {}
+        self._places = Shares(_MOST_IN_BACKGROUND)
 
     async def create(self, request: Request, body: ResponsesRequest) -> Response:
         own = input_items(await self._resolved(request, body.input))
@@ -170,20 +172,24 @@ class Responses:
         if self._store is None:
             reason = "'background' is not supported: this server stores no responses (http.response_store_bytes is 0)."
             raise ApiError(reason, param="background", code="unsupported_parameter")
-        if len(self._background) >= _MOST_IN_BACKGROUND:
-            reason = f"{_MOST_IN_BACKGROUND} responses are being made in the background. Try again later."
+        tenant = _tenant(request)
+        if not self._places.room(tenant):
+            whose = "" if self._places.num_used >= self._places.most else ", of which this API key has its share,"
+            reason = f"{self._places.num_used} responses{whose} are being made in the background. Try again later."
             raise ApiError(reason, status=429, kind="rate_limit_error", code="rate_limit_exceeded")
+        self._places.take(tenant, 1)
         charge = request.state.account
         if charge is not None:
             charge = request.state.account = charge.hand_over()
         try:
             begun = await self._conversations.begin(request, chat)
         except BaseException:
+            self._places.release(tenant, 1)
             _end(charge)
             raise
         answer = ResponseAnswer(self._head(body, begun), body.namespaces())
         self._keep(request, body, answer, items)
-        key = (_tenant(request), answer.response["id"])
+        key = (tenant, answer.response["id"])
 
         async def work() -> None:
             try:
@@ -205,6 +211,7 @@ class Responses:
                 _end(charge)
                 self._keep(request, body, answer, items)
                 del self._background[key]
+                self._places.release(tenant, 1)
 
         self._background[key] = asyncio.create_task(work())
         await asyncio.sleep(0)  # a task that is cancelled before it has begun would not end its response

@@ -127,6 +127,21 @@ async def test_requests_beyond_the_queue_are_refused_until_others_have_a_token(t
         assert api.dispatcher.num_queued == 0
 
 
+async def test_key_whose_requests_fill_its_share_of_the_queue_leaves_places_to_others(
+    tokenizer: ModelTokenizer,
+) -> None:
+    async with EngineApi(tokenizer, keys=("a", "b"), most_queued=4) as api:
+        [first], gate = await api.held(api.ask(None, prompt=[[5] * 9] * 2, key="a"), num_submissions=2)
+        refused = await api.ask(None, key="a")
+        assert refused.status_code == 429
+        assert "2 requests, of which this API key has its share" in refused.json()["error"]["message"]
+        other = asyncio.create_task(api.ask(None, key="b"))
+        gate.set()
+        assert [answer.status_code for answer in await asyncio.gather(first, other)] == [200, 200]
+        assert (await api.ask(None, key="a")).status_code == 200
+        assert api.dispatcher.num_queued == 0
+
+
 async def test_late_request_waits_with_admission_queue(tokenizer: ModelTokenizer) -> None:
     async with EngineApi(tokenizer, admission="queue") as api:
         gate = await hold(api.replicas[0].engine_thread)

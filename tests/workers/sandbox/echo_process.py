@@ -7,7 +7,7 @@ import time
 from typing import Any, BinaryIO
 
 from crossdock.workers.sandbox.limited_child import ChildFailed, Limits, run_limited, sandbox_main
-from crossdock.workers.sandbox.messages import questions, read_message, write_message
+from crossdock.workers.sandbox.messages import questions, read_message, unpack, write_message, write_packed
 
 
 def serve(requests: BinaryIO, answers: BinaryIO) -> None:
@@ -18,7 +18,8 @@ def serve(requests: BinaryIO, answers: BinaryIO) -> None:
         time.sleep(600)
     write_message(answers, {"pid": os.getpid()})
     limits = Limits(**settings["limits"])
-    for asked in questions(requests):
+    for question in questions(requests):
+        asked = unpack(question)
         if asked.get("what") == "end the process":
             return
         if asked.get("what") == "stop the process":
@@ -28,7 +29,7 @@ def serve(requests: BinaryIO, answers: BinaryIO) -> None:
             answers.flush()
             continue
         try:
-            write_message(answers, run_limited(lambda asked=asked: do(asked), requests, limits))  # type: ignore[misc]
+            write_packed(answers, run_limited(do, question, requests, limits))
         except ChildFailed as failed:
             flags = ("is_too_slow", "is_too_large", "is_too_deep")
             write_message(answers, {"failed": [flag for flag in flags if getattr(failed, flag)]})
@@ -46,7 +47,7 @@ def do(asked: dict[str, Any]) -> dict[str, Any]:
         case "fill the memory":
             return {"bytes": len(bytearray(1 << 30))}
         case "overflow the stack":
-            os.kill(os.getpid(), signal.SIGSEGV)
+            signal.raise_signal(signal.SIGSEGV)
         case "raise":
             raise KeyError("secret")
     raise AssertionError(asked)

@@ -8,7 +8,7 @@ import asyncio
 import hashlib
 import logging
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import copy
@@ -22,6 +22,7 @@ from crossdock.workers.model.grammar.matcher import new_matcher
 from crossdock.workers.model.grammar.state import GrammarState, MaskBudget
 from crossdock.workers.model.grammar.vetter import Vetter
 from crossdock.workers.sandbox.sandbox import SandboxBusy
+from crossdock.workers.schedule.shares import Shares
 from crossdock.workers.schedule.submission import Grammar, InvalidField, Overloaded
 
 logger = logging.getLogger(__name__)
@@ -75,7 +76,8 @@ class GrammarCache:
 class GrammarCompiler:
     """Compiles grammars for one tokenizer, outside the caller's thread. Any thread may call.
 
-    Everything runs in one thread: a grammar that takes long delays other new grammars, never a step.
+    Everything runs in one thread: a grammar that takes long delays other new grammars, never a step. Tenants have
+    shares of the places, and take turns: the grammars of one delay those of another by one.
     """
 
     def __init__(
@@ -96,6 +98,8 @@ class GrammarCompiler:
         self._vetter: Vetter | None = None
         self._cache = GrammarCache()
         self._waiting: dict[bytes, Future[Compiled]] = {}
+        self._turns: OrderedDict[str, deque[tuple[bytes, Grammar, Future[Compiled]]]] = OrderedDict()  # by tenant
+        self._places = Shares(_MOST_WAITING)
         self._lock = threading.Lock()
         self._thread = ThreadPoolExecutor(1, "grammar")
 
@@ -117,10 +121,12 @@ class GrammarCompiler:
         """
         return self._state(self._request(grammar).result(), token_ids)
 
-    async def compiled(self, grammar: Grammar, token_ids: Sequence[int] = (), may_refuse: bool = True) -> GrammarState:
+    async def compiled(
+        self, grammar: Grammar, token_ids: Sequence[int] = (), may_refuse: bool = True, tenant: str = ""
+    ) -> GrammarState:
         """Compile on an event loop, as `compile` does, while the loop goes on. A request that may not be refused waits
-        behind any number of others, at most as long as a router waits for the answer."""
-        request = self._request(grammar, may_refuse)
+        behind any number of others, at most as long as a router waits for the answer. `tenant`: whose turn it takes."""
+        request = self._request(grammar, may_refuse, tenant)
         try:
             async with asyncio.timeout(self._patience_s):
                 found = await asyncio.shield(asyncio.wrap_future(request))  # others may wait for the same grammar
@@ -141,7 +147,7 @@ class GrammarCompiler:
         if self._vetter is not None:
             self._vetter.close()
 
-    def _request(self, grammar: Grammar, may_refuse: bool = True) -> "Future[Compiled]":
+    def _request(self, grammar: Grammar, may_refuse: bool = True, tenant: str = "") -> "Future[Compiled]":
         key = hashlib.sha256(f"{grammar.kind}\0{grammar.source}".encode("utf-8", "surrogatepass")).digest()
         with self._lock:
             if (found := self._cache.get(key)) is not None:
@@ -150,9 +156,12 @@ class GrammarCompiler:
                 return done
             if (waiting := self._waiting.get(key)) is not None:
                 return waiting
-            if may_refuse and len(self._waiting) >= _MOST_WAITING:
+            if may_refuse and not self._places.room(tenant):
                 raise _overloaded()
-            self._waiting[key] = request = self._thread.submit(self._compile, key, grammar)
+            self._waiting[key] = request = Future()
+            self._turns.setdefault(tenant, deque()).append((key, grammar, request))
+            self._places.take(tenant, 1)
+            self._thread.submit(self._compile_next)
             return request
 
     def _state(self, compiled: Compiled, token_ids: Sequence[int]) -> GrammarState:
@@ -165,21 +174,37 @@ class GrammarCompiler:
 
     # -- the thread --------------------------------------------------------------------------------------------------
 
-    def _compile(self, key: bytes, grammar: Grammar) -> Compiled:
+    def _compile_next(self) -> None:
+        """Compile the first grammar of the tenant whose turn it is, and tell all who wait for it."""
+        with self._lock:
+            tenant, waiting = next(iter(self._turns.items()))
+            key, grammar, request = waiting.popleft()
+            self._turns.move_to_end(tenant)
+            if not waiting:
+                del self._turns[tenant]
+        found: Compiled | BaseException
         try:
-            try:
-                tokenizer, vetter = self._prepare()
-                num_bytes = vetter.vet(grammar)
-                compiled = Compiled(new_matcher(tokenizer, grammar), num_bytes=num_bytes)
-            except InvalidField as error:
-                compiled = Compiled(None, str(error), len(str(error)))
-            except SandboxBusy as error:
-                raise _overloaded() from error
-            self._cache.put(key, compiled)
-            return compiled
-        finally:
-            with self._lock:
-                del self._waiting[key]
+            found = self._compile(grammar)
+            self._cache.put(key, found)
+        except BaseException as error:
+            found = error
+        with self._lock:
+            del self._waiting[key]
+            self._places.release(tenant, 1)
+        if isinstance(found, BaseException):
+            request.set_exception(found)
+        else:
+            request.set_result(found)
+
+    def _compile(self, grammar: Grammar) -> Compiled:
+        try:
+            tokenizer, vetter = self._prepare()
+            num_bytes = vetter.vet(grammar)
+            return Compiled(new_matcher(tokenizer, grammar), num_bytes=num_bytes)
+        except InvalidField as error:
+            return Compiled(None, str(error), len(str(error)))
+        except SandboxBusy as error:
+            raise _overloaded() from error
 
     def _prepare(self) -> tuple[LLTokenizer, Vetter]:
         """Return the tokenizer's trie and the vetting process, both ready.

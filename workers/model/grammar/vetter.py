@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from crossdock.workers.model.grammar.matcher import invalid
 from crossdock.workers.sandbox.limited_child import Limits
 from crossdock.workers.sandbox.sandbox import Sandbox
 from crossdock.workers.schedule.submission import Grammar, InvalidField
@@ -42,6 +43,8 @@ class Vetter:
             SandboxBusy: there is no verdict.
         """
         verdict = self._sandbox.ask({"kind": grammar.kind, "source": grammar.source})
+        if reason := verdict.get("reason"):
+            raise invalid(grammar, reason)
         if error := verdict.get("error"):
             raise InvalidField(error, "grammar")
         return int(verdict["bytes"])

@@ -8,13 +8,15 @@ A grammar of a few kilobytes can make llguidance overflow the stack, or take min
 
 import random
 import resource
+from collections.abc import Mapping
+from functools import partial
 from typing import Any, BinaryIO
 
 from llguidance import LLMatcher, LLTokenizer
 
-from crossdock.workers.model.grammar.matcher import check, invalid, new_matcher, text_tokens
-from crossdock.workers.sandbox.limited_child import ChildFailed, Limits, memory_pages, run_limited, sandbox_main
-from crossdock.workers.sandbox.messages import questions, read_message, write_message
+from crossdock.workers.model.grammar.matcher import check, new_matcher, text_tokens
+from crossdock.workers.sandbox.limited_child import ChildFailed, Limits, answer_all, sandbox_main
+from crossdock.workers.sandbox.messages import read_message, write_message
 from crossdock.workers.schedule.submission import Grammar, InvalidField
 
 _STEPS = 8  # of a random text: some grammars fail after their first token
@@ -28,17 +30,7 @@ def serve(requests: BinaryIO, verdicts: BinaryIO) -> None:
     limits = Limits(**start["limits"])
     tokenizer = LLTokenizer(start["tokenizer"], eos_token=start["eos_token_ids"])
     write_message(verdicts, {"is_ready": True})
-    for asked in questions(requests):
-        grammar = Grammar(asked["kind"], asked["source"])
-        write_message(verdicts, _verdict(requests, tokenizer, grammar, limits))
-
-
-def _verdict(requests: BinaryIO, tokenizer: LLTokenizer, grammar: Grammar, limits: Limits) -> dict[str, Any]:
-    """Vet a grammar in a child. Returns `bytes`, or `error`, or `is_busy` where only the machine was too slow."""
-    try:
-        return run_limited(lambda: _vet(tokenizer, grammar), requests, limits)
-    except ChildFailed as failed:
-        return {"error": str(invalid(grammar, _reason(failed, limits)))}
+    answer_all(partial(_vet, tokenizer), lambda failed: {"reason": _reason(failed, limits)}, requests, verdicts, limits)
 
 
 def _reason(failed: ChildFailed, limits: Limits) -> str:
@@ -51,14 +43,20 @@ def _reason(failed: ChildFailed, limits: Limits) -> str:
     return "it cannot be compiled within this server's limits"
 
 
-def _vet(tokenizer: LLTokenizer, grammar: Grammar) -> dict[str, Any]:
-    before = memory_pages()[1]
+def _vet(tokenizer: LLTokenizer, asked: Mapping[str, str]) -> dict[str, Any]:
+    """Compile a grammar. Returns the `bytes` that this took, or `error`."""
+    grammar = Grammar(asked["kind"], asked["source"])
+    before = _memory_bytes()
     try:
         matcher = new_matcher(tokenizer, grammar)
         _follow(matcher, tokenizer, grammar)
     except InvalidField as error:
         return {"error": str(error)}
-    return {"bytes": (memory_pages()[1] - before) * resource.getpagesize()}
+    return {"bytes": _memory_bytes() - before}
+
+
+def _memory_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
 
 def _follow(matcher: LLMatcher, tokenizer: LLTokenizer, grammar: Grammar) -> None:

@@ -228,7 +228,8 @@ class Engine:
         grammar = submission.sampling.grammar
         if grammar is None:
             return None
-        return await self.grammars.compiled(grammar, submission.output_token_ids, submission.may_refuse)
+        may_refuse, tenant = submission.may_refuse, submission.tenant
+        return await self.grammars.compiled(grammar, submission.output_token_ids, may_refuse, tenant)
 
     def abort(self, request_id: str) -> Request | None:
         """End a request in any state, unless the request is in flight. Returns None: the request has ended already."""

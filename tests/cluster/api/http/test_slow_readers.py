@@ -3,7 +3,7 @@
 import asyncio
 import json
 import socket
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from itertools import count
 
 import pytest
@@ -19,6 +19,7 @@ from crossdock.workers.schedule.submission import SamplingParams, Submission
 from tests.cluster.api.scripted_api import ScriptedDispatcher
 from tests.cluster.dispatch.in_process import InProcess, ready, tokens
 from tests.cluster.ports import free_port
+from tests.waiting import until
 
 
 async def test_stream_that_is_not_read_is_aborted(engine: ScriptedDispatcher, tokenizer: ModelTokenizer) -> None:
@@ -46,6 +47,35 @@ async def test_stream_that_is_not_read_is_aborted(engine: ScriptedDispatcher, to
     assert engine.running == 0
     assert 0 < taken < 20_000
     await server.close(1)
+
+
+async def test_tenant_that_leaves_most_unread_in_all_loses_a_request_and_not_the_one_with_the_longest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connections, "MOST_UNREAD", 220)
+    replica = InProcess()
+    dispatcher = Dispatcher("tiny")
+    dispatcher.join("a", replica, replica.profile)
+    await ready(dispatcher)
+
+    def begun(name: str, tenant: str, logprobs: int | None) -> AsyncGenerator[TokenDelta, None]:
+        sampling = SamplingParams(max_tokens=50, temperature=0.0, ignore_eos=True, logprobs=logprobs)
+        return dispatcher.generate(Submission(name, [3] * 30, sampling, tenant=tenant))  # type: ignore[return-value]
+
+    streams = {name: begun(name, "many", None) for name in ("a", "b", "c")} | {"d": begun("d", "one", 1)}
+    for stream in streams.values():
+        await anext(stream)
+    await until(lambda: not replica.engine_thread.engine.scheduler.table.requests())
+    ends = dict[str, bool]()
+    for name, stream in streams.items():
+        try:
+            ends[name] = len([delta async for delta in stream]) > 0
+        except SlowReader:
+            ends[name] = False
+    assert ends["d"], ends
+    assert sum(ends.values()) < 4, ends
+    await dispatcher.close()
+    await replica.engine_thread.close()
 
 
 async def test_client_that_leaves_too_many_tokens_unread_loses_its_request_and_others_go_on(

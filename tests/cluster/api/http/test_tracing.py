@@ -16,6 +16,7 @@ from crossdock.cluster.api import endpoints
 from crossdock.cluster.api.endpoints import build_api
 from crossdock.cluster.api.http import tracing
 from crossdock.cluster.api.http.http_config import HttpConfig
+from crossdock.cluster.api.http.keys import ApiKey
 from crossdock.cluster.api.http.listener import listen
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.cluster.dispatch.dispatcher import Dispatcher
@@ -24,6 +25,7 @@ from tests.cluster.api.engine_api import all_up
 from tests.cluster.api.http.otlp_collector import collector
 from tests.cluster.dispatch.in_process import InProcess
 from tests.cluster.ports import free_port
+from tests.waiting import until
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 SAMPLED, NOT_SAMPLED = ({"traceparent": f"00-{TRACE}-{PARENT}-{flags}"} for flags in ("01", "00"))
@@ -186,6 +188,47 @@ async def test_sampling_follows_ratio_and_client(
         assert (await api.ask(NOT_SAMPLED)).status_code == 200
         assert (await api.http.get("/v1/models")).status_code == 200
     assert len([span for span in spans() if span.kind is SpanKind.SERVER]) == is_traced
+
+
+async def test_traces_that_one_key_chose_leave_questions_to_other_keys_and_to_the_server(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tracing, "_MOST_ASKED", 4)
+    monkeypatch.setattr(tracing, "SETTLE_S", (0.0,))
+    asked, ended, gate = list[str](), list[str](), asyncio.Event()
+
+    async def timelines(request_id: str, tenant: str | None) -> list[Any]:
+        asked.append(request_id)
+        await gate.wait()
+        ended.append(request_id)
+        return []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    async def ignore(message: Any) -> None:
+        pass
+
+    traced = tracing.Tracing(app, exporter=InMemorySpanExporter(), sample_ratio=1.0, timelines=timelines, paths={"/x"})
+
+    async def ask(name: str, key: str, headers: dict[str, str]) -> None:
+        state = {"request_id": name, "submission_ids": {name}, "api_key": ApiKey(key=key)}
+        pairs = [(name.encode(), value.encode()) for name, value in headers.items()]
+        scope = {"type": "http", "method": "POST", "path": "/x", "headers": pairs, "state": state}
+        await traced(scope, ignore, ignore)  # type: ignore[arg-type]
+
+    for number in range(4):
+        await ask(f"a{number}", "a", SAMPLED)
+    await ask("b", "b", SAMPLED)
+    for number in range(3):
+        await ask(f"chosen{number}", "a", {})
+    await until(lambda: len(asked) >= 6)
+    assert asked == ["a0", "a1", "b", "chosen0", "chosen1", "chosen2"]
+    gate.set()
+    await until(lambda: len(ended) == 6)
+    await ask("a later", "a", SAMPLED)
+    await until(lambda: asked[-1] == "a later")
+    await traced.close()
 
 
 async def test_refusal_has_its_status(tokenizer: ModelTokenizer, spans: Spans) -> None:

@@ -1,9 +1,11 @@
 """Hostile pictures: each is refused in OpenAI's form, names its part, reveals nothing and connects to no other host."""
 
 import asyncio
+import resource
 import struct
 import zlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -260,6 +262,30 @@ def test_hosts_are_allowed_by_name_or_suffix() -> None:
         hosts.allows(host) for host in ("cdn.example", "xcdn.example", "a.images.example", "", "images.example.")
     )
     assert not AllowedHosts(()).allows("")
+
+
+@pytest.mark.parametrize("url", ["file://FOLDER/dog.png", "http://a.cdn.example/dog.png"])
+def test_server_without_a_free_descriptor_blames_itself_and_not_the_url(url: str, tmp_path: Path) -> None:
+    (tmp_path / "dog.png").write_bytes(b"a picture")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    async def resolve(host: str, port: int) -> list[str]:
+        return ["127.0.0.1"]
+
+    async def main() -> int:
+        hosts = AllowedHosts((".cdn.example",))
+        fetcher = PictureFetcher(
+            hosts=hosts, folder=tmp_path, most_bytes=99, timeout_s=30.0, resolve=resolve, is_allowed=lambda _: True
+        )
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+        with pytest.raises(ApiError) as caught:
+            await fetcher.fetch(Picture(url.replace("FOLDER", str(tmp_path)), "messages[0]"))
+        return caught.value.status
+
+    try:
+        assert asyncio.run(main()) == 503
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.mark.parametrize("host", ["a" * 64 + ".cdn.example", "a..cdn.example", ".cdn.example"])

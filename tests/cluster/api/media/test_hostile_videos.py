@@ -1,9 +1,6 @@
 """Hostile videos: each is refused in OpenAI's form, names its part, reveals nothing, connects to and opens nothing."""
 
 import base64
-import errno
-import os
-import socket
 import struct
 from collections.abc import Iterator
 from typing import Any
@@ -13,8 +10,6 @@ import numpy as np
 import psutil
 import pytest
 
-from crossdock.cluster.api.media import picture_process
-from crossdock.cluster.api.media.processes import LIMITS
 from tests.cluster.api.media.hostile_scene import SECRET, HostileScene, hostile_scene
 from tests.cluster.api.media.picture_models import data_url, encoded, picture
 from tests.cluster.api.media.test_hostile_media import png
@@ -170,28 +165,6 @@ def test_videos_after_hostile_ones_are_taken(scene: HostileScene) -> None:
     assert scene.media.pids == pids
     assert not [child for pid in pids for child in psutil.Process(pid).children()]
     assert {file.path for pid in pids for file in psutil.Process(pid).open_files()} == set()
-
-
-def opened(_: Any) -> dict[str, Any]:
-    """Return the result of opening a file, and a socket, in this process."""
-    found = {}
-    for name, attempt in (("file", lambda: os.open("/etc/passwd", os.O_RDONLY)), ("socket", socket.socket)):
-        try:
-            attempt()
-            found[name] = "opened"
-        except OSError as error:
-            found[name] = errno.errorcode[error.errno or 0]
-    return found
-
-
-@pytest.mark.parametrize(("kind", "result"), [("video", "EMFILE"), ("image", "opened")])
-def test_child_of_a_video_can_open_nothing(kind: str, result: str) -> None:
-    """So a demuxer that follows what a file refers to, were one called, would find nothing."""
-    reader, writer = os.pipe()  # of the ingress, which asks nothing meanwhile
-    with os.fdopen(reader, "rb") as requests:
-        found = picture_process._answer(requests, opened, {}, LIMITS[kind])
-    os.close(writer)
-    assert found == {"file": result, "socket": result}
 
 
 def test_video_that_refers_to_another_file_is_read_without_it(scene: HostileScene) -> None:

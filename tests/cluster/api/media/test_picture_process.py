@@ -16,6 +16,8 @@ from crossdock.cluster.api.media.preparation import Preparation
 from crossdock.cluster.api.media.processes import LIMITS
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.cluster.serve.media import open_media
+from crossdock.workers.sandbox.limited_child import ChildFailed, run_limited
+from crossdock.workers.sandbox.messages import pack, unpack
 from tests.cluster.api.media.picture_models import MODELS
 
 
@@ -45,10 +47,12 @@ def test_picture_that_ends_its_child_is_refused_alone(prepare: Any, reason: str)
     limits = replace(LIMITS["image"], cpu_seconds=0.3)
     reader, writer = os.pipe()  # of the ingress, which asks nothing meanwhile
     with os.fdopen(reader, "rb") as requests:
-        assert picture_process._answer(requests, prepare, {}, limits) == {"error": reason}
-        found = picture_process._answer(requests, lambda asked: {"runs": asked["runs"]}, {"runs": [1]}, limits)
+        with pytest.raises(ChildFailed) as failed:
+            run_limited(prepare, pack({}), requests, limits)
+        found = run_limited(lambda asked: {"runs": asked["runs"]}, pack({"runs": [1]}), requests, limits)
     os.close(writer)
-    assert found == {"runs": [1]}
+    assert picture_process._refusal(failed.value, limits) == {"error": reason}
+    assert unpack(found) == {"runs": [1]}
 
 
 @pytest.mark.parametrize("wrong", [{"size": {"width": "broad"}}, {"size": 5}, {"max_pixels": -5}, {"resample": 77}])

@@ -14,6 +14,7 @@ from pydantic import BaseModel, TypeAdapter
 
 from crossdock.cluster.api.body.response_items import chat_messages, input_items
 from crossdock.cluster.api.http.http_config import HttpConfig
+from crossdock.cluster.api.routes import responses
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.cluster.dispatch.dispatcher import ReplicaLost
 from crossdock.workers.schedule.request import TokenDelta
@@ -389,6 +390,25 @@ def test_response_in_the_background_counts_for_its_key(engine: ScriptedDispatche
         assert http.post(f"/v1/responses/{begun}/cancel").json()["status"] == "cancelled"
         engine.script = engine.story
         created(http)
+
+
+def test_key_whose_responses_fill_its_share_of_the_background_leaves_places_to_others(
+    engine: ScriptedDispatcher, tokenizer: ModelTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(responses, "_MOST_IN_BACKGROUND", 4)
+    engine.script = lambda submission: [*engine.story(submission)[:2], 60.0]
+    with serving(engine, tokenizer, HttpConfig(api_keys=("a", "b"))) as http:
+        http.headers["authorization"] = "Bearer a"
+        begun = [created(http, background=True)["id"] for _ in range(2)]
+        error = refused(ask(http, background=True), 429)
+        assert "2 responses, of which this API key has its share," in error["message"]
+        http.headers["authorization"] = "Bearer b"
+        created(http, background=True)
+        http.headers["authorization"] = "Bearer a"
+        refused(ask(http, background=True), 429)
+        for name in begun:
+            assert http.post(f"/v1/responses/{name}/cancel").json()["status"] == "cancelled"
+        created(http, background=True)
 
 
 WRONG_ITEMS: list[tuple[Any, str]] = [

@@ -143,6 +143,31 @@ def test_choices_of_one_request_share_one_compile_and_too_many_grammars_are_over
     asyncio.run(main())
 
 
+def test_tenant_whose_grammars_fill_its_share_delays_another_tenant_by_one(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    async def main() -> None:
+        compiler, ended = GrammarCompiler(tokenizer, len(tokenizer), patience_s=60.0), list[str]()
+        await asyncio.to_thread(compiler.warm_up)
+
+        async def compiled(source: str, tenant: str) -> None:
+            grammar = LONG if source == "long" else Grammar("regex", source)
+            await compiler.compiled(grammar, tenant=tenant)
+            ended.append(source)
+
+        sources = ["long", *(f"a{{{number}}}" for number in range(1, 8))]
+        of_one = [asyncio.create_task(compiled(source, "one")) for source in sources]
+        await asyncio.sleep(0)
+        with pytest.raises(Overloaded, match="Retry"):
+            await compiled("b+", "one")
+        await asyncio.gather(*of_one, compiled("c+", "two"))
+        assert ended.index("c+") <= 2, ended
+        await compiled("b+", "one")
+        compiler.close()
+
+    asyncio.run(main())
+
+
 def test_masks_beyond_their_budget_end_the_states_of_that_grammar_alone(
     compiler: GrammarCompiler, tokenizer: PreTrainedTokenizerBase
 ) -> None:

@@ -1,4 +1,4 @@
-"""Shares of what all API keys of one ingress use together: memory, places to wait, fetches."""
+"""Shares of what all tenants of one process use together: memory, places to wait, fetches."""
 
 from collections import Counter
 
