@@ -21,8 +21,8 @@ from crossdock.cluster.api.media.kept_pictures import KeptPictures
 from crossdock.cluster.api.media.memory import PictureMemory
 from crossdock.cluster.api.media.processes import PictureProcesses, PicturesBusy, ReadyPicture, UnusablePicture
 from crossdock.cluster.api.media.request_sizes import KINDS, PART_OF_VIDEOS, RequestSizes
-from crossdock.cluster.api.media.shares import Shares
 from crossdock.cluster.api.media.video_families import read_video_family
+from crossdock.cluster.api.shares import Shares
 from crossdock.workers.schedule.pictures.items import Item
 
 _MOST_WAITING = 256  # pictures of one ingress that are being processed or wait for that; so many videos, too

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from crossdock.cluster.api.media.processes import PicturesBusy, ReadyPicture
-from crossdock.cluster.api.media.shares import Shares
+from crossdock.cluster.api.shares import Shares
 
 
 class PictureMemory:

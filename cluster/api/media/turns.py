@@ -4,7 +4,7 @@ import asyncio
 from collections import Counter, OrderedDict, deque
 from typing import Any, TypeAlias
 
-from crossdock.cluster.api.media.shares import Shares
+from crossdock.cluster.api.shares import Shares
 
 _Waiting: TypeAlias = "OrderedDict[str, deque[asyncio.Future[None]]]"  # by host, the next one first
 

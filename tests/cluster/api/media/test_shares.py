@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from crossdock.cluster.api.media.shares import Shares
 from crossdock.cluster.api.media.turns import Turns
+from crossdock.cluster.api.shares import Shares
 
 NUM_SLOTS = 10
 OWNERS = ("a", "b", "c", "")
