@@ -401,7 +401,7 @@ async def _answers(model: Path, tokenizer: ModelTokenizer, asked: Sequence[Quest
                 found.add(json.loads(line[6:]))
         return found.value()
 
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://chaos") as http:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as http:
         answers = await asyncio.gather(*(answer(question, http) for question in asked))
     await dispatcher.close()
     await replica.engine_thread.close()

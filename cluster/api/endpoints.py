@@ -19,6 +19,7 @@ from crossdock.cluster.api.body.pooler_config import EmbeddingDefaults
 from crossdock.cluster.api.errors import AnthropicErrorAnswer, ApiError, ErrorAnswer, shown
 from crossdock.cluster.api.http.gateway_path import GatewayPath
 from crossdock.cluster.api.http.head_requests import HeadRequests
+from crossdock.cluster.api.http.host_names import HostNames
 from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.http.http_guard import HttpGuard
 from crossdock.cluster.api.http.http_json import JsonRoute
@@ -118,8 +119,10 @@ def _add_middleware(app: FastAPI, dispatcher: Dispatcher, http: HttpConfig, keys
         keys=keys,
         open_paths={*_OPEN, *web_assets()},
         ledger=ledger,
+        hosts=HostNames(http.allowed_hosts) if http.is_local and not http.needs_key else None,
         max_body_bytes=http.max_body_bytes,
         request_timeout_s=http.request_timeout_s,
+        memory_bytes=http.request_memory_bytes,
     )
     if http.allowed_origins:
         app.add_middleware(

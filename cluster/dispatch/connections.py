@@ -15,6 +15,7 @@ from crossdock.router.fleet import Fleet
 from crossdock.router.request_life import RequestLife
 from crossdock.workers.report.advertise import Message
 from crossdock.workers.report.profile import SchedulingProfile
+from crossdock.workers.schedule.request import TokenDelta
 from crossdock.workers.schedule.submission import Submission
 
 logger = logging.getLogger("ray.serve")
@@ -80,11 +81,36 @@ class Attempt:
     events: "asyncio.Queue[Callable[[float], list[Action]]]" = field(default_factory=asyncio.Queue)
     connections: "dict[str, ReplicaConnection]" = field(default_factory=dict)  # that are not detached, by name
     submitting: dict[str, asyncio.Task[None]] = field(default_factory=dict)  # by replica
+    _unread: deque[int] = field(default_factory=deque, init=False)  # values of each delta in `events`
+    _num_unread: int = field(default=0, init=False)  # the sum of `_unread`
 
     @property
     def num_unread(self) -> int:
-        """Return how many values wait because the client does not read: tokens, and their log-probabilities."""
-        return self.events.qsize() * (1 + (self.life.submission.sampling.logprobs or 0))
+        """Return how many values wait because the client does not read: tokens, and their log-probabilities.
+
+        The next delta's do not count: they may be many, and wait a moment where the client reads, too.
+        """
+        return self._num_unread - self._unread[0] if self._unread else 0
+
+    def add(self, name: str, delta: TokenDelta) -> None:
+        """Add a replica's delta to the events."""
+        sampling = self.life.submission.sampling
+        each = 0 if delta.logprobs is None else max(sampling.logprobs or 0, len(sampling.logprob_token_ids))
+        of_prompt = len(delta.prompt_logprobs or ()) * (1 + (sampling.prompt_logprobs or 0))
+        self._unread.append(max(1, len(delta.token_ids) * (1 + each) + of_prompt))
+        self._num_unread += self._unread[-1]
+        self.events.put_nowait(partial(self._read, name, delta))
+
+    def clear(self) -> None:
+        """Forget all events."""
+        while not self.events.empty():
+            self.events.get_nowait()
+        self._unread.clear()
+        self._num_unread = 0
+
+    def _read(self, name: str, delta: TokenDelta, now: float) -> list[Action]:
+        self._num_unread -= self._unread.popleft()
+        return self.life.tokens(name, delta, now)
 
     async def next_actions(self) -> list[Action]:
         """Wait for the next event, or for the deadline of the request, and return what follows."""
@@ -250,7 +276,7 @@ class ReplicaConnections:
                 for delta in message.deltas:
                     attempt = connection.attempts.get(delta.request_id)
                     if attempt is not None:
-                        attempt.events.put_nowait(partial(attempt.life.tokens, name, delta))
+                        attempt.add(name, delta)
         except asyncio.CancelledError:
             if not connection.is_silent:
                 raise
@@ -304,8 +330,7 @@ class ReplicaConnections:
             for action in attempt.life.close():
                 assert isinstance(action, Detach)
                 self.detach(attempt, action.replica, action.is_running)
-            while not attempt.events.empty():
-                attempt.events.get_nowait()
+            attempt.clear()
             attempt.events.put_nowait(lambda now: [Fail(SlowReader("its client read too slowly"))])
 
     def _opened(self, connection: ReplicaConnection) -> None:

@@ -194,6 +194,11 @@ PANELS: dict[str, tuple[Flag, ...]] = {
             help="Other web site whose pages may call the API; given again: any of them. Also a JSON list, as in vLLM.",
         ),
         Flag(
+            "http.allowed_hosts",
+            kind=list[str],
+            help="Name besides localhost under which a server without keys answers on loopback; given again: any.",
+        ),
+        Flag(
             "http.force_include_usage",
             ("--enable-force-include-usage/--no-enable-force-include-usage",),
         ),
@@ -291,7 +296,7 @@ def _overrides(values: dict[str, Any]) -> dict[str, object]:
     if names := values.get("model.served_name"):
         values["model.served_name"] = names[0]
         values |= {"http.model_aliases": names[1:]} if names[1:] else {}
-    for key in ("http.allowed_origins", "http.allowed_media_domains"):
+    for key in _FLAG_OF:
         if key in values:
             values[key] = [member for each in values[key] for member in _listed(each, _FLAG_OF[key])]
     if (revision := values.pop("--revision", None)) is not None:
@@ -330,7 +335,10 @@ def _gpus_of(device: str) -> int | None:
     return numbers[device]
 
 
-_FLAG_OF = {"http.allowed_origins": "--allowed-origins", "http.allowed_media_domains": "--allowed-media-domains"}
+_FLAG_OF = {
+    f"http.{name}": f"--{name.replace('_', '-')}"
+    for name in ("allowed_origins", "allowed_hosts", "allowed_media_domains")
+}
 
 
 def _listed(text: str, flag: str) -> list[str]:

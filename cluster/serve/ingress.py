@@ -21,6 +21,7 @@ from crossdock.cluster.api.http.limits import Loan
 from crossdock.cluster.api.http.listener import Listener, listen
 from crossdock.cluster.api.http.tiers import Tiers
 from crossdock.cluster.api.media.media import Media
+from crossdock.cluster.api.routes.response_store import StoredResponse
 from crossdock.cluster.api.routes.responses import Action
 from crossdock.cluster.config import ClusterConfig
 from crossdock.cluster.dispatch.client import follow_members
@@ -100,6 +101,7 @@ class Ingress:
                 http.port,
                 keep_alive_s=http.keep_alive_s,
                 write_timeout_s=http.write_timeout_s,
+                has_keys=http.needs_key,
             )
 
     def __serve_build_asgi_app__(self) -> Any:
@@ -140,14 +142,14 @@ class Ingress:
         """Ask all other ingresses for the missing amount of a tenant's key."""
         return [loan for loan in await self._of_all("lend", _LOAN_S, self._name, tenant, requests, tokens) if loan]
 
-    async def stored(self, asker: str, action: Action, tenant: str, name: str) -> bytes | None:
+    async def stored(self, asker: str, action: Action, tenant: str, name: str) -> StoredResponse | None:
         """Answer another ingress, `asker`, whose client asks for a stored response; None: it is not stored here."""
         if asker == self._name:
             return None
-        found: bytes | None = await self._api.state.stored(action, tenant, name)
+        found: StoredResponse | None = await self._api.state.stored(action, tenant, name)
         return found
 
-    async def _ask_stores(self, action: Action, tenant: str, name: str) -> list[bytes]:
+    async def _ask_stores(self, action: Action, tenant: str, name: str) -> list[StoredResponse]:
         """Ask all other ingresses for a response that this one has not stored."""
         return [found for found in await self._of_all("stored", _STORES_S, self._name, action, tenant, name) if found]
 

@@ -113,7 +113,7 @@ async def disturbed(model: Path, asked: list[Any], num_losses: int, at_once: int
     losses, places = Losses(model, num_losses), asyncio.Semaphore(at_once)
     await losses.start()
     losing = asyncio.create_task(losses.lose_all_but_one())
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(losses.app), base_url="http://chaos") as http:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(losses.app), base_url="http://localhost") as http:
         found = await asyncio.gather(*(difference(http, each, places) for each in asked))
     losing.cancel()
     again = re.search(r"crossdock_ingress_placed_again_total (\d+)", losses.dispatcher.metrics.text())

@@ -1,6 +1,6 @@
 """Bodies of requests: the fields that each endpoint accepts, and their meaning to the engine."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field
@@ -196,9 +196,9 @@ class DetokenizeRequest(Body):
     tokens: Annotated[list[TokenId], Field(fail_fast=True)]
 
 
-def check_tools(tools: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ApiError for tools that are too large together: the template writes all of them."""
+def check_tools(tools: Any, param: str = "tools") -> None:
+    """Raise ApiError for tools that are too large together: the template writes all of them. `param`: what has them."""
     num_chars = len(to_json(tools)) if tools else 0
     if num_chars > bounds.TOOLS_CHARS:
         reason = f"as JSON they have {num_chars} bytes, more than the {bounds.TOOLS_CHARS} that are accepted"
-        raise ApiError(f"Invalid value for 'tools': {reason}.", param="tools", code="invalid_value")
+        raise ApiError(f"Invalid value for '{param}': {reason}.", param=param, code="invalid_value")

@@ -230,16 +230,25 @@ class GenerationBody(Body):
             reason = "'logprob_token_ids' needs 'logprobs'."
             raise ApiError(reason, param="logprob_token_ids", code="invalid_value")
 
-    def check_logprobs_of_all(self, sampling: SamplingParams, num_prompt_tokens: int, num_output_tokens: int) -> None:
-        """Raise ApiError for more alternatives than an answer may list. `num_…`: tokens of all prompts or outputs."""
-        asked = {self.logprobs_field: (sampling.logprobs, num_output_tokens)}
-        asked["prompt_logprobs"] = (sampling.prompt_logprobs, num_prompt_tokens)
+    def count_logprobs(self, sampling: SamplingParams, num_prompt_tokens: int, num_output_tokens: int) -> int:
+        """Return how many alternatives the answer lists at positions that have many. Raises ApiError for too many.
+
+        `num_…`: tokens of all prompts or outputs.
+        """
+        listed, named = len(sampling.logprob_token_ids), sampling.logprobs or 0
+        asked = {
+            "logprob_token_ids" if listed > named else self.logprobs_field: (max(listed, named), num_output_tokens),
+            "prompt_logprobs": (sampling.prompt_logprobs or 0, num_prompt_tokens),
+        }
+        total = 0
         for name, (count, num_tokens) in asked.items():
-            num = (count or 0) * num_tokens * self.n
-            if (count or 0) > bounds.FEW_LOGPROBS and num > bounds.MANY_LOGPROBS:
+            num = count * num_tokens * self.n if count > bounds.FEW_LOGPROBS else 0
+            if num > bounds.MANY_LOGPROBS:
                 reason = f"{num} log-probabilities in all are more than the {bounds.MANY_LOGPROBS} that are accepted"
-                hint = "ask for fewer, for fewer tokens, or use 'logprob_token_ids'"
+                hint = "ask for fewer, or for fewer tokens"
                 raise ApiError(f"Invalid value for '{name}': {reason}; {hint}.", param=name, code="invalid_value")
+            total += num
+        return total
 
     def _bias(self) -> list[tuple[int, float]]:
         """Return token ids and their biases. A key with leading zeros is refused: it could name a token twice."""

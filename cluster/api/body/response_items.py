@@ -61,17 +61,27 @@ def check_size(items: Sequence[Item]) -> None:
     if len(items) > bounds.MESSAGES:
         reason = f"the conversation has {len(items)} items, more than the {bounds.MESSAGES} that are accepted"
         raise wrong("input", reason)
-    num_chars = sum(map(_num_chars, items))
-    if num_chars > bounds.CONVERSATION_CHARS:
-        most = bounds.CONVERSATION_CHARS
-        raise wrong("input", f"the conversation has {num_chars} characters, more than the {most} that are accepted")
+    texts, urls = (sum(each) for each in zip(*map(_num_chars, items), strict=True))
+    for num_chars, most, kind in (
+        (texts, bounds.CONVERSATION_CHARS, "characters"),
+        (urls, bounds.CONVERSATION_URLS_CHARS, "characters in its pictures"),
+    ):
+        if num_chars > most:
+            raise wrong("input", f"the conversation has {num_chars} {kind}, more than the {most} that are accepted")
 
 
-def _num_chars(item: Item) -> int:
-    parts = [*item.get("content", ()), *item.get("summary", ())]
-    return (
-        sum(len(part.get("text", "")) for part in parts) + len(item.get("arguments", "")) + len(item.get("output", ""))
-    )
+def _num_chars(value: Any) -> tuple[int, int]:
+    """Return the characters of all strings of an item or a part of one, and those of its pictures' URLs apart."""
+    if isinstance(value, str):
+        return len(value), 0
+    if isinstance(value, dict):
+        urls = len(value.get("image_url") or "")
+        texts, others = _num_chars(list(value.values()))
+        return texts - urls, others + urls
+    if isinstance(value, list):
+        counts = [_num_chars(each) for each in value]
+        return sum(texts for texts, _ in counts), sum(urls for _, urls in counts)
+    return 0, 0
 
 
 def item_id(prefix: str, response_id: str, index: int) -> str:
@@ -128,12 +138,15 @@ def _item(item: Mapping[str, Any], where: str) -> Item:
     if kind == "message":
         return _message(item.get("role"), item.get("content"), where, item.get("id"))
     if kind == "function_call":
-        fields = {name: text_of(item.get(name), f"{where}.{name}") for name in ("call_id", "name", "arguments")}
+        fields = {name: _name_of(item.get(name), f"{where}.{name}") for name in ("call_id", "name")}
+        fields["arguments"] = text_of(item.get("arguments"), f"{where}.arguments")
         _check_json(fields["arguments"], f"{where}.arguments")
-        space = {} if item.get("namespace") is None else {"namespace": text_of(item["namespace"], f"{where}.namespace")}
+        space = (
+            {} if item.get("namespace") is None else {"namespace": _name_of(item["namespace"], f"{where}.namespace")}
+        )
         return {"id": _id(item, "fc"), "type": kind, **fields, **space, "status": "completed"}
     if kind == "function_call_output":
-        call_id = text_of(item.get("call_id"), f"{where}.call_id")
+        call_id = _name_of(item.get("call_id"), f"{where}.call_id")
         output = "\n".join(_part_texts(item.get("output"), f"{where}.output"))
         return {"id": _id(item, "fco"), "type": kind, "call_id": call_id, "output": output, "status": "completed"}
     if kind == "reasoning":
@@ -144,6 +157,15 @@ def _item(item: Mapping[str, Any], where: str) -> Item:
         return {"id": _id(item, "rs"), "type": kind, "summary": summary, "content": content}
     reason = f"items of type {str(kind)[:100]!r} are not supported, only messages, reasoning and function calls"
     raise wrong(f"{where}.type", reason, "unsupported_value")
+
+
+def _name_of(value: Any, where: str) -> str:
+    """Return a name or an id. Raises ApiError for another type, and for a long one."""
+    name = text_of(value, where)
+    if len(name) > bounds.ITEM_NAME_CHARS:
+        reason = f"{len(name)} characters are more than the {bounds.ITEM_NAME_CHARS} that are accepted"
+        raise wrong(where, reason)
+    return name
 
 
 def _check_json(text: str, where: str) -> None:

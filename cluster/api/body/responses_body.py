@@ -5,6 +5,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from crossdock.cluster.api import bounds
+from crossdock.cluster.api.body.bodies import check_tools
 from crossdock.cluster.api.body.conversation_body import (
     ConversationBody,
     ConversationChat,
@@ -31,6 +33,7 @@ _INCLUDABLE = (
     "web_search_call.action.sources",
     "web_search_call.results",
 )
+_Key = Annotated[str, Field(max_length=bounds.METADATA_KEY_CHARS)]
 _Label = Annotated[str, Field(max_length=512)]
 
 
@@ -52,7 +55,7 @@ class ResponsesRequest(ConversationBody):
         "of stored responses."
     )
     tools: Tools = Field([], description="Functions, alone or in namespaces. No two may have the same name then.")
-    instructions: str | None = None
+    instructions: str | None = Field(None, max_length=bounds.CONVERSATION_CHARS)
     previous_response_id: str | None = Field(
         None, max_length=128, description="A stored response: the conversation goes on after it."
     )
@@ -60,7 +63,7 @@ class ResponsesRequest(ConversationBody):
     background: bool = Field(False, description="Answered at once and computed meanwhile. Needs `store`.")
     max_output_tokens: int | None = Field(None, ge=1, description="At most what is left of the context.")
     max_tool_calls: int | None = Field(None, ge=1, description="Of built-in tools, which do not exist here.")
-    metadata: dict[str, _Label] = Field({}, max_length=16)
+    metadata: dict[_Key, _Label] = Field({}, max_length=16)
     parallel_tool_calls: bool = True
     tool_choice: Any = Field(None, description="As in chats; `allowed_tools` leaves the other tools out.")
     reasoning: dict[str, Any] | None = Field(
@@ -141,6 +144,8 @@ class ResponsesRequest(ConversationBody):
         for i, name in enumerate(self.include):
             if name not in _INCLUDABLE:
                 raise wrong(f"include[{i}]", f"it must be one of {', '.join(_INCLUDABLE)}")
+        for name in ("tools", "tool_choice", "text"):  # the answer repeats them
+            check_tools(getattr(self, name), name)
         if self.top_logprobs and LOGPROBS not in self.include:
             raise wrong("top_logprobs", f"it needs {LOGPROBS!r} in 'include'")
         if self.background and not self.store:

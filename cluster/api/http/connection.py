@@ -2,8 +2,9 @@
 
 import asyncio
 import sys
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 
@@ -11,7 +12,9 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from crossdock.cluster.api.errors import ApiError
+from crossdock.workers.schedule.shares import Shares
 
+STRANGERS = "strangers"  # the owner of connections that have shown no valid key; tenants have names of 32 digits
 MAX_HEAD_BYTES = 64 << 10  # of request line and headers together, or of trailers; the parser has no limit
 HEAD_TIMEOUT_S = 30.0  # in which they must have arrived
 CLOSING_S = 2.0  # after the listener has closed: for the first request of a new connection, or for its client to end it
@@ -22,39 +25,68 @@ _PIECE = 16 << 10  # bytes parsed at a time; a head may be larger than its bound
 
 
 class Connections:
-    """The connections of one listener. Those that wait for a request make way for new ones, the oldest first."""
+    """The connections of one listener, each of one owner: the tenant whose key it has shown, or strangers.
 
-    def __init__(self, most: int, write_timeout_s: float) -> None:
-        """`most`: connections at once. `write_timeout_s`: how long a client may read nothing of its answer."""
+    Owners have shares of the places. Where an owner's are taken, its oldest connection that waits for a request makes
+    way; of strangers the oldest makes way whatever it does, so that they never keep the holder of a key out.
+    """
+
+    def __init__(self, most: int, write_timeout_s: float, *, has_keys: bool = False) -> None:
+        """`most`: connections at once. `write_timeout_s`: how long a client may read nothing of its answer.
+
+        `has_keys`: clients show API keys. Else all are one owner, which may have all places.
+        """
         self.write_timeout_s = write_timeout_s
         self.is_closing = False  # the listener accepts no further connection
-        self._most = most
-        self._open: set[BoundedConnection] = set()
-        self._waiting: dict[BoundedConnection, None] = {}  # for a request; the oldest first
+        self._shares = Shares(most)
+        self._first_owner = STRANGERS if has_keys else ""
+        self._owners: dict[BoundedConnection, str] = {}  # of all open connections
+        self._open: defaultdict[str, dict[BoundedConnection, None]] = defaultdict(dict)  # by owner; the oldest first
+        self._waiting: defaultdict[str, dict[BoundedConnection, None]] = defaultdict(dict)  # … those without a request
 
     def protocol(self, **options: Any) -> "BoundedConnection":
         """Return the protocol of a new connection. `options`: uvicorn's."""
         return BoundedConnection(self, **options)
 
     def opened(self, connection: "BoundedConnection") -> bool:
-        """Add a connection. Returns False if there are too many, and each has a request."""
-        if len(self._open) >= self._most:
-            oldest = next(iter(self._waiting), None)
+        """Add a connection. Returns False if there are too many, and none makes way."""
+        return self._move(connection, self._first_owner)
+
+    def shows_key(self, connection: "BoundedConnection", tenant: str) -> bool:
+        """Count a connection for the tenant of its newest request. Returns False if the tenant has too many."""
+        owner = self._owners.get(connection)
+        return owner in (tenant, None, "") or self._move(connection, tenant)  # None: it has ended
+
+    def _move(self, connection: "BoundedConnection", owner: str) -> bool:
+        if self._shares.room(owner, freed=connection in self._owners) < 1:
+            makes_way = self._open if owner == STRANGERS else self._waiting
+            oldest = next(iter(makes_way[owner]), None)
             if oldest is None:
                 return False
             oldest.drop()
-        self._open.add(connection)
+        self.closed(connection)
+        self._shares.take(owner, 1)
+        self._owners[connection] = owner
+        self._open[owner][connection] = None
         return True
 
     def closed(self, connection: "BoundedConnection") -> None:
-        self._open.discard(connection)
-        self._waiting.pop(connection, None)
+        """Free the place of a connection, if it has one."""
+        owner = self._owners.pop(connection, None)
+        if owner is not None:
+            self._shares.release(owner, 1)
+            for each in (self._open, self._waiting):
+                each[owner].pop(connection, None)
+                if not each[owner]:
+                    del each[owner]
 
     def waits(self, connection: "BoundedConnection", is_waiting: bool) -> None:
         """Say whether a connection waits for a request."""
-        self._waiting.pop(connection, None)
-        if is_waiting:
-            self._waiting[connection] = None
+        owner = self._owners.get(connection)
+        if owner is not None:
+            self._waiting[owner].pop(connection, None)
+            if is_waiting:
+                self._waiting[owner][connection] = None
 
 
 class BoundedConnection(HttpToolsProtocol):
@@ -128,6 +160,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._end_head()
         self._has_request = self._is_in_body = True
         self._bytes_beside_body = 0
+        self.scope["state"]["show_key"] = partial(self._connections.shows_key, self)
         super().on_headers_complete()
         if self._connections.is_closing:
             self.cycle.keep_alive = False

@@ -50,6 +50,11 @@ class HttpConfig(BaseModel):
     allowed_origins: tuple[str, ...] = Field(
         (), description="Other web sites whose pages may call the API, e.g. https://chat.example; '*': all."
     )
+    allowed_hosts: tuple[str, ...] = Field(
+        (),
+        description="Names besides localhost under which a server without keys answers on loopback: llm.example, which "
+        "a proxy of this machine passes on; '*': any.",
+    )
     drain_timeout_s: float = Field(60.0, ge=0, description="How long running requests may go on after a stop.")
     api_keys: tuple[ApiKey, ...] = Field(
         (),
@@ -60,6 +65,12 @@ class HttpConfig(BaseModel):
         None, description="A file with further keys, checked every second: YAML as in api_keys, or one key a line."
     )
     max_body_bytes: int = Field(20 << 20, ge=1)
+    request_memory_bytes: int = Field(
+        2 << 30,
+        ge=1 << 20,
+        description="Memory of an ingress for bodies, prompts and unread answers of all requests; more get 429. One "
+        "API key may have half of it.",
+    )
     max_queued_requests: int = Field(
         4096, ge=1, description="Outputs that may wait for their first token at an ingress; further ones get 429."
     )
@@ -157,6 +168,14 @@ class HttpConfig(BaseModel):
                 raise ValueError(f"{domain!r} is not the name of a host, such as images.example or .example")
         return tuple(domain.lower() for domain in domains)
 
+    @field_validator("allowed_hosts")
+    @classmethod
+    def _check_hosts(cls, hosts: tuple[str, ...]) -> tuple[str, ...]:
+        for host in hosts:
+            if re.fullmatch(r"\*|[A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\]", host) is None:
+                raise ValueError(f"{host!r} is not the name of a host without a port, such as llm.example")
+        return tuple(host.lower() for host in hosts)
+
     @field_validator("limit_mm_per_prompt", mode="before")
     @classmethod
     def _only_counts(cls, limits: Any) -> Any:
@@ -194,5 +213,9 @@ class HttpConfig(BaseModel):
     @property
     def is_open_to_others(self) -> bool:
         """Whether other machines may use the API without a key."""
-        is_local = self.host in ("localhost", "::1") or self.host.startswith("127.")
-        return not is_local and not self.needs_key
+        return not self.is_local and not self.needs_key
+
+    @property
+    def is_local(self) -> bool:
+        """Whether this machine alone reaches the API."""
+        return self.host in ("localhost", "::1") or self.host.startswith("127.")

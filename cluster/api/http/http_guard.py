@@ -13,11 +13,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from crossdock.cluster.api.errors import ApiError
 from crossdock.cluster.api.http.answers import error_event
+from crossdock.cluster.api.http.host_names import HostNames
 from crossdock.cluster.api.http.http_json import error_answer
-from crossdock.cluster.api.http.keys import ApiKey, KeyRing
+from crossdock.cluster.api.http.keys import ApiKey, KeyRing, tenant_of
 from crossdock.cluster.api.http.limits import Charge, Ledger
-from crossdock.cluster.api.http.request_body import RequestBodies
+from crossdock.cluster.api.http.request_body import check_no_body, read_body
+from crossdock.cluster.api.http.request_memory import SMALL, RequestMemory
 from crossdock.cluster.dispatch.dispatcher import ReplicaLost, SlowReader, SuspectRequest
+from crossdock.workers.schedule.shares import Shares
 from crossdock.workers.schedule.submission import Overloaded
 
 logger = logging.getLogger("ray.serve")
@@ -55,8 +58,9 @@ class HttpGuard:
     """ASGI middleware.
 
     The application behind it receives whole bodies, and is cancelled when the client disconnects. API keys guard every
-    path but `open_paths`. The scope's `state` holds `request_id`, and where keys are in use `api_key` and `account`.
-    A stream whose errors have a shape of their own sets `error_event`: the function that writes one.
+    path but `open_paths`, which take no body then. The scope's `state` holds `request_id`, `memory` (what the request
+    holds), and where keys are in use `api_key` and `account`. A stream whose errors have a shape of their own sets
+    `error_event`: the function that writes one.
     """
 
     def __init__(
@@ -68,12 +72,17 @@ class HttpGuard:
         ledger: Ledger,
         max_body_bytes: int,
         request_timeout_s: float | None,
+        memory_bytes: int = 1 << 31,
+        hosts: HostNames | None = None,
     ) -> None:
+        """`memory_bytes`: of all requests together. `hosts`: names that the server answers to; None: any."""
         self._app = app
         self._keys = keys
         self._open_paths = open_paths
         self._ledger = ledger
-        self._bodies = RequestBodies(max_body_bytes)
+        self._hosts = hosts
+        self._shares = Shares(memory_bytes)  # of memory, for each tenant
+        self._max_body_bytes = max_body_bytes
         self._timeout_s = request_timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -86,18 +95,23 @@ class HttpGuard:
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         sender = _AnswerSender(send, state, is_anthropic=f"{path}/".startswith(f"{_MESSAGES}/"))
         state["api_key"] = state["account"] = None
-        body = None
         try:
             async with asyncio.timeout(self._timeout_s) as clock:
+                if self._hosts is not None:
+                    self._hosts.check(headers)
                 state["api_key"] = key = self._key(path, headers)
                 if key is not None:
+                    _count_connection(state, key)
                     state["account"] = sender.charge = Charge(self._ledger.account(key))
                     computes = scope["method"] == "POST" and not path.startswith(_STORED)
                     await sender.charge.begin(is_read=not computes)
-                body = await self._bodies.read(headers, receive)
+                elif not self._keys.is_open:
+                    check_no_body(headers)
+                state["memory"] = sender.memory = RequestMemory(self._shares, tenant_of(key))
+                body = await read_body(headers, receive, self._max_body_bytes, sender.memory)
                 if body is None:
                     return
-                await _while_connected(self._app(scope, body.receive, sender.send), receive)
+                await _while_connected(self._app(scope, body, sender.send), receive)
         except Exception as error:
             if isinstance(error, TimeoutError) and clock.expired():
                 reason = f"The request took more than {self._timeout_s} s."
@@ -105,8 +119,8 @@ class HttpGuard:
             await sender.fail(error)
             _clear_frames(error)
         finally:
-            if body is not None:
-                body.release()
+            if sender.memory is not None:
+                sender.memory.release()
             if sender.charge is not None:
                 sender.charge.end()
 
@@ -124,6 +138,8 @@ class _AnswerSender:
 
     def __init__(self, send: Send, state: Mapping[str, Any], *, is_anthropic: bool) -> None:
         self.charge: Charge | None = None  # the answer's headers show the state of its account
+        self.memory: RequestMemory | None = None  # that the request holds
+        self._start: Message | None = None  # waits for the first part of the body
         self._is_anthropic = is_anthropic
         self._send = send
         self._state = state
@@ -133,7 +149,6 @@ class _AnswerSender:
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            self._has_started = True
             headers = list(message["headers"])
             self._is_stream = any(
                 name == b"content-type" and value.startswith(b"text/event-stream") for name, value in headers
@@ -143,11 +158,22 @@ class _AnswerSender:
             for name, value in (self.charge.headers() if self.charge is not None else {}).items():
                 if name.encode() not in present:  # a refusal for a limit has them already
                     headers.append((name.encode(), value.encode()))
-            message = {**message, "headers": headers}
-        elif not message.get("more_body", False):
+            self._start = {**message, "headers": headers}
+            return
+        size, is_last = len(message.get("body", b"")), not message.get("more_body", False)
+        if self._start is not None:
+            if size > SMALL and self.memory is not None:
+                self.memory.hold(size)  # a refusal is still an answer
+            self._has_started = True
+            await self._send(self._start)
+            self._start = None
+        if is_last:
             self._has_ended = True
             if self.charge is not None:
                 self.charge.end()  # before the client can see that its next request may come
+        if is_last and size > SMALL:  # the request holds its answer until the client has read it
+            await self._send({**message, "more_body": True})
+            message = {**message, "body": b""}
         await self._send(message)
 
     async def fail(self, error: Exception) -> None:
@@ -163,6 +189,14 @@ class _AnswerSender:
             write = self._state.get("error_event", error_event)
             body = write(api_error)
             await self.send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+def _count_connection(state: Mapping[str, Any], key: ApiKey) -> None:
+    """Have our own listener count the connection for the key. Raises ApiError 429 if the key has too many."""
+    if "show_key" in state and not state["show_key"](key.tenant):
+        reason = "This API key has its share of the server's connections. Close some, or send requests on them."
+        headers = {"Retry-After": "1", "Connection": "close"}
+        raise ApiError(reason, status=429, kind="rate_limit_error", code="too_many_connections", headers=headers)
 
 
 def _request_id(headers: dict[bytes, bytes]) -> str:

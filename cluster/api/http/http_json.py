@@ -48,10 +48,11 @@ async def _read(request: Request, kind: type[_Body]) -> _Body:
     if content_type != "application/json":
         reason = f"Unsupported content type {content_type[:100]!r}: send application/json."
         raise ApiError(reason, status=415, code="unsupported_media_type")
-    content = await request.body()
+    content = b"".join([part async for part in request.stream()])  # `body()` would keep it until the answer
     if len(content) >= LARGE_BODY:
         _heap.trim_later()
-    await check_json_size(content)
+    num_parts, num_values = await check_json_size(content)
+    request.state.memory.hold_parsed(content, num_parts, num_values)
     return kind.parse(content)
 
 

@@ -60,20 +60,26 @@ class Listener:
 
 
 async def listen(
-    api: Any, host: str, port: int, *, keep_alive_s: int = 75, write_timeout_s: float = 60.0
+    api: Any,
+    host: str,
+    port: int,
+    *,
+    keep_alive_s: int = 75,
+    write_timeout_s: float = 60.0,
+    has_keys: bool = False,
 ) -> "Listener":
     """Serve `api` on a port that several ingresses of this node may share.
 
     A token costs a quarter of the CPU time that it costs through Serve's proxy; on few cores the engine needs that
     time. Connections without a request end after `keep_alive_s` seconds: longer than the pools of clients keep them. A
-    client that reads nothing of its answer for `write_timeout_s` is disconnected.
+    client that reads nothing of its answer for `write_timeout_s` is disconnected. `has_keys`: clients show API keys.
     """
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     listener.bind((host, port))
     most_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    connections = Connections(min(MOST_CONNECTIONS, most_files // 2), write_timeout_s)
+    connections = Connections(min(MOST_CONNECTIONS, most_files // 2), write_timeout_s, has_keys=has_keys)
     config = uvicorn.Config(
         api,
         http=connections.protocol,  # type: ignore[arg-type]

@@ -18,6 +18,7 @@ from crossdock.cluster.api.errors import ApiError, shown
 from crossdock.cluster.api.http.answers import usage
 from crossdock.cluster.api.http.keys import cache_salt, tenant_of
 from crossdock.cluster.api.http.limits import UNSTATED_OUTPUT
+from crossdock.cluster.api.http.request_memory import LOGPROB_BYTES, TOKEN_BYTES
 from crossdock.cluster.api.http.tiers import SLO_CLASS_HEADER, Tier, Tiers
 from crossdock.cluster.api.routes.models import Models
 from crossdock.cluster.api.slices import slices
@@ -145,7 +146,8 @@ class Generations:
         shown = None if reading is None else reading.shown
         sampling = replace(sampling, bad_words=await encode_bad_words(body.bad_words, self._tokenizer))
         num_prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
-        body.check_logprobs_of_all(sampling, num_prompt_tokens, sum(limits))
+        num_logprobs = body.count_logprobs(sampling, num_prompt_tokens, sum(limits))
+        state.memory.hold(TOKEN_BYTES * num_prompt_tokens + LOGPROB_BYTES * num_logprobs)
         stops = body.stop_table()
         if state.account is not None:
             is_stated = body.token_limit() is not None

@@ -3,9 +3,26 @@
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 
 RECORD_BYTES = 1024  # counted for each record beside its content, so that empty ones are bounded as well
+ITEM_BYTES = 256  # … and for each of its items
 _SWEEP_S = 60.0  # between two looks at the records of tenants that store nothing now
+
+
+@dataclass(frozen=True, slots=True)
+class StoredResponse:
+    """A response as its client reads it, and the items before it, all as JSON: a GET parses nothing."""
+
+    response: bytes
+    items: tuple[tuple[str, bytes], ...]  # the id of each, and the item
+    is_background: bool
+
+    @property
+    def num_bytes(self) -> int:
+        """Return how much memory the record counts for."""
+        items = sum(ITEM_BYTES + len(name) + len(item) for name, item in self.items)
+        return RECORD_BYTES + len(self.response) + items
 
 
 class ResponseStore:
@@ -16,11 +33,13 @@ class ResponseStore:
         self._max_bytes = max_bytes
         self._ttl_s = ttl_s
         self._clock = clock
-        self._tenants: dict[str, OrderedDict[str, tuple[float, bytes]]] = {}  # when each expires; the oldest first
+        self._tenants: dict[
+            str, OrderedDict[str, tuple[float, StoredResponse]]
+        ] = {}  # when each expires; the oldest first
         self._sizes: dict[str, int] = {}
         self._sweep_at = clock() + _SWEEP_S
 
-    def put(self, tenant: str, name: str, record: bytes) -> None:
+    def put(self, tenant: str, name: str, record: StoredResponse) -> None:
         """Store a record, in place of an older one of that name."""
         now = self._clock()
         if now >= self._sweep_at:
@@ -29,24 +48,24 @@ class ResponseStore:
                 self._expire(each, now)
         self.delete(tenant, name)
         self._tenants.setdefault(tenant, OrderedDict())[name] = (now + self._ttl_s, record)
-        self._count(tenant, RECORD_BYTES + len(record))
+        self._count(tenant, record.num_bytes)
         while self.num_bytes > self._max_bytes:
             largest = max(self._sizes, key=self._sizes.__getitem__)
             self.delete(largest, next(iter(self._tenants[largest])))
 
-    def get(self, tenant: str, name: str) -> bytes | None:
+    def get(self, tenant: str, name: str) -> StoredResponse | None:
         """Return a record; None: there is no such record, or no longer."""
         self._expire(tenant, self._clock())
         found = self._tenants[tenant].get(name) if tenant in self._tenants else None
         return None if found is None else found[1]
 
-    def delete(self, tenant: str, name: str) -> bytes | None:
+    def delete(self, tenant: str, name: str) -> StoredResponse | None:
         """Forget and return a record; None: there is no such record."""
         records = self._tenants.get(tenant, OrderedDict())
         found = records.pop(name, None)
         if found is None:
             return None
-        self._count(tenant, -RECORD_BYTES - len(found[1]))
+        self._count(tenant, -found[1].num_bytes)
         if not records:
             del self._tenants[tenant], self._sizes[tenant]
         return found[1]

@@ -1,7 +1,6 @@
 """Answer /v1/responses: conversations in the form of OpenAI's Responses API. Answers are stored for a while."""
 
 import asyncio
-import json
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -9,6 +8,7 @@ from contextlib import aclosing
 from typing import Annotated, Any, Literal, TypeAlias
 
 from fastapi import Query, Request, Response
+from pydantic_core import from_json
 
 from crossdock.cluster.api import bounds
 from crossdock.cluster.api.body.conversation_body import text_of, wrong
@@ -18,19 +18,23 @@ from crossdock.cluster.api.errors import ApiError, to_json
 from crossdock.cluster.api.http.answers import SILENCE_S
 from crossdock.cluster.api.http.http_guard import as_api_error
 from crossdock.cluster.api.http.http_json import Name, event_stream, json_answer
+from crossdock.cluster.api.http.json_size import count_marks
 from crossdock.cluster.api.http.limits import Charge
 from crossdock.cluster.api.routes.conversations import BegunChat, Conversations, Part
 from crossdock.cluster.api.routes.response_events import Event, ResponseAnswer, written
-from crossdock.cluster.api.routes.response_store import ResponseStore
+from crossdock.cluster.api.routes.response_store import ResponseStore, StoredResponse
+from crossdock.cluster.api.slices import slices
 from crossdock.cluster.api.text.logprobs import LogprobWriter
 from crossdock.workers.schedule.shares import Shares
 
 logger = logging.getLogger("ray.serve")
 
 Action: TypeAlias = Literal["get", "delete", "cancel"]
-AskStores: TypeAlias = Callable[[Action, str, str], Awaitable[list[bytes]]]
+AskStores: TypeAlias = Callable[[Action, str, str], Awaitable[list[StoredResponse]]]
 """Does something to a tenant's response at the other ingresses. Returns the records of those that have it."""
 
+Written: TypeAlias = tuple[tuple[str, bytes], ...]  # items, as `StoredResponse` has them
+_ITEMS_AT_ONCE = 64  # parsed or written
 _COMMENT = b": \n\n"  # keeps a stream open; clients pass over it
 _MOST_IN_BACKGROUND = 1024  # responses of one ingress that no client waits for
 
@@ -58,23 +62,24 @@ class Responses:
         own = input_items(await self._resolved(request, body.input))
         items = [*await self._items_before(request, body), *own]
         chat = body.chat(items, len(own))
+        written = await _written(items) if body.store and self._store is not None else ()
+        del own, items
         if body.background:
-            return await self._create_in_background(request, body, items, chat)
+            return await self._create_in_background(request, body, written, chat)
         begun = await self._conversations.begin(request, chat)
         answer = ResponseAnswer(self._head(body, begun), body.namespaces())
         if body.stream:
             request.state.error_event = answer.error_event
-            return await event_stream(self._events(request, body, begun, answer, items))
+            return await event_stream(self._events(request, body, begun, answer, written))
         await self._finish(begun, answer)
-        self._keep(request, body, answer, items)
-        return json_answer(answer.response)
+        return _json(self._keep(request, body, answer, written))
 
     async def retrieve(self, request: Request, name: Name, stream: bool = False) -> Response:
         """Return a stored response as it is now."""
         if stream:
             reason = "'stream' is not supported here: stream the response where it is created."
             raise ApiError(reason, param="stream", code="unsupported_parameter")
-        return json_answer((await self._record("get", request, name))["response"])
+        return _json((await self._record("get", request, name)).response)
 
     async def delete(self, request: Request, name: Name) -> Response:
         await self._record("delete", request, name)
@@ -82,13 +87,13 @@ class Responses:
 
     async def cancel(self, request: Request, name: Name) -> Response:
         """End a response in the background. One that has ended stays as it is."""
-        response = (await self._record("cancel", request, name))["response"]
-        if not response["background"]:
+        record = await self._record("cancel", request, name)
+        if not record.is_background:
             reason = (
                 "Only a response that was created with 'background' can be cancelled: close the connection instead."
             )
             raise ApiError(reason, param="id", code="invalid_value")
-        return json_answer(response)
+        return _json(record.response)
 
     async def items(
         self,
@@ -99,17 +104,18 @@ class Responses:
         after: str | None = None,
     ) -> Response:
         """List the items before a response, those of previous responses included."""
-        items = (await self._record("get", request, name))["items"]
+        items = (await self._record("get", request, name)).items
         items = items if order == "asc" else items[::-1]
-        names = [item["id"] for item in items]
+        names = [item_name for item_name, _ in items]
         if after is not None and after not in names:
             raise ApiError("Invalid value for 'after': there is no such item.", param="after", code="invalid_value")
         start = 0 if after is None else names.index(after) + 1
         page = items[start : start + limit]
-        ends = {"first_id": page[0]["id"] if page else None, "last_id": page[-1]["id"] if page else None}
-        return json_answer({"object": "list", "data": page, **ends, "has_more": start + limit < len(items)})
+        ends = {"first_id": page[0][0] if page else None, "last_id": page[-1][0] if page else None}
+        head = to_json({"object": "list", **ends, "has_more": start + limit < len(items)})
+        return _json(b'%b,"data":[%b]}' % (head[:-1], b",".join(item for _, item in page)))
 
-    async def at_this_ingress(self, action: Action, tenant: str, name: str) -> bytes | None:
+    async def at_this_ingress(self, action: Action, tenant: str, name: str) -> StoredResponse | None:
         """Return the record of a response, after `action`; None if it is not here."""
         if self._store is None:
             return None
@@ -119,8 +125,8 @@ class Responses:
             await asyncio.wait([running])
         return self._store.delete(tenant, name) if action == "delete" else self._store.get(tenant, name)
 
-    async def _record(self, action: Action, request: Request, name: str, param: str = "id") -> Any:
-        """Return the record of a response: `response`, and the `items` before it. Raises ApiError 404."""
+    async def _record(self, action: Action, request: Request, name: str, param: str = "id") -> StoredResponse:
+        """Return the record of a response. Raises ApiError 404."""
         tenant = _tenant(request)
         found = await self.at_this_ingress(action, tenant, name)
         if found is None and self._store is not None and self._ask_stores is not None:
@@ -133,18 +139,24 @@ class Responses:
                 "newer ones, belongs to another API key, or its ingress has ended. Send the whole conversation instead"
             )
             raise ApiError(f"{reason} {hint}.", status=404, param=param, code="response_not_found")
-        return json.loads(found)
+        return found
 
     async def _items_before(self, request: Request, body: ResponsesRequest) -> list[Item]:
         """Return the conversation up to the previous response's end. Raises ApiError where that is unknown or runs."""
         if body.previous_response_id is None:
             return []
         record = await self._record("get", request, body.previous_response_id, "previous_response_id")
-        if record["response"]["status"] == "in_progress":
+        response = from_json(record.response)
+        if response["status"] == "in_progress":
             reason = "The previous response has not ended yet."
             raise ApiError(reason, param="previous_response_id", code="invalid_value")
-        items: list[Item] = [*record["items"], *record["response"]["output"]]
-        return items
+        items: list[Item] = []
+        async for some in slices(record.items, _ITEMS_AT_ONCE):
+            for _, item in some:
+                request.state.memory.hold(len(item))  # written again with this response
+                request.state.memory.hold_parsed(item, *count_marks(item))
+                items.append(from_json(item))
+        return [*items, *response["output"]]
 
     async def _resolved(self, request: Request, given: Any) -> Any:
         """Return the input with the items themselves where it has references to those of stored responses.
@@ -159,7 +171,7 @@ class Responses:
                 name = text_of(item.get("id"), f"input[{i}].id")
                 if name not in found:
                     record = await self._record("get", request, referred_response(name), f"input[{i}].id")
-                    found |= {each["id"]: each for each in record["response"]["output"]}
+                    found |= {each["id"]: each for each in from_json(record.response)["output"]}
                 if name not in found:
                     raise wrong(f"input[{i}].id", f"no stored response has an item {name[:100]!r}")
                 item = found[name]
@@ -167,7 +179,7 @@ class Responses:
         return items
 
     async def _create_in_background(
-        self, request: Request, body: ResponsesRequest, items: list[Item], chat: ResponsesChat
+        self, request: Request, body: ResponsesRequest, items: Written, chat: ResponsesChat
     ) -> Response:
         if self._store is None:
             reason = "'background' is not supported: this server stores no responses (http.response_store_bytes is 0)."
@@ -190,6 +202,7 @@ class Responses:
         answer = ResponseAnswer(self._head(body, begun), body.namespaces())
         self._keep(request, body, answer, items)
         key = (tenant, answer.response["id"])
+        memory = request.state.memory.hand_over()
 
         async def work() -> None:
             try:
@@ -209,6 +222,7 @@ class Responses:
                 answer.fail(api_error)
             finally:
                 _end(charge)
+                memory.release()
                 self._keep(request, body, answer, items)
                 del self._background[key]
                 self._places.release(tenant, 1)
@@ -223,7 +237,7 @@ class Responses:
         body: ResponsesRequest,
         begun: BegunChat,
         answer: ResponseAnswer,
-        items: list[Item],
+        items: Written,
     ) -> AsyncGenerator[bytes, None]:
         """Yield the events of a stream; events of one step of the model come together."""
         has_begun = False
@@ -282,12 +296,22 @@ class Responses:
             "truncation": "disabled",
         }
 
-    def _keep(self, request: Request, body: ResponsesRequest, answer: ResponseAnswer, items: list[Item]) -> None:
-        """Store the response as it is now, unless its client or this server wants nothing stored."""
+    def _keep(self, request: Request, body: ResponsesRequest, answer: ResponseAnswer, items: Written) -> bytes:
+        """Return the response as it is now. Store it, unless its client or this server wants nothing stored."""
+        response = to_json(answer.response)
         if body.store and self._store is not None:
-            response = answer.response
-            record = to_json({"response": response, "items": items})
-            self._store.put(_tenant(request), response["id"], record)
+            record = StoredResponse(response, items, body.background)
+            self._store.put(_tenant(request), answer.response["id"], record)
+        return response
+
+
+def _json(content: bytes) -> Response:
+    return Response(content, media_type="application/json")
+
+
+async def _written(items: list[Item]) -> Written:
+    """Return items as a record has them. Other requests are served meanwhile."""
+    return tuple([(item["id"], to_json(item)) async for some in slices(items, _ITEMS_AT_ONCE) for item in some])
 
 
 def _tenant(request: Request) -> str:

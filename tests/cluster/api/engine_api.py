@@ -50,7 +50,7 @@ class EngineApi:
         self.dispatcher = Dispatcher("tiny", router, most_queued=most_queued)
         http = HttpConfig.model_validate({"api_keys": keys})
         self.app = build_api(self.dispatcher, tokenizer, http, Tiers(config.slo_classes, config.default_slo_class))
-        self.http = httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://a")
+        self.http = httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://localhost")
 
     async def __aenter__(self) -> Self:
         for number, replica in enumerate(self.replicas):  # all advertise the same speed: the router takes turns

@@ -29,6 +29,20 @@ def chat(*messages: Any, **fields: Any) -> tuple[str, dict[str, Any]]:
     return "/v1/chat/completions", {"messages": list(messages) or HI, "max_tokens": 1, **fields}
 
 
+def conversation(*items: Any, **fields: Any) -> tuple[str, dict[str, Any]]:
+    messages = [{"role": "user", "content": item} if isinstance(item, str) else item for item in items]
+    return "/v1/responses", {"input": messages, "max_output_tokens": 1, **fields}
+
+
+def call(call_id: str = "c", name: str = "f", **fields: Any) -> dict[str, Any]:
+    return {"type": "function_call", "call_id": call_id, "name": name, "arguments": "{}", **fields}
+
+
+def picture(data: str) -> dict[str, Any]:
+    url = f"data:image/png;base64,{data}"
+    return {"role": "user", "content": [{"type": "input_image", "image_url": url}]}
+
+
 def nested(depth: int) -> str:
     return '{"a":' * depth + "1" + "}" * depth
 
@@ -70,6 +84,22 @@ BEYOND = [  # the field, the bound, and a request just beyond it
     ("tokens", bounds.DETOKENIZED, ("/detokenize", {"tokens": [5] * 131_073})),
     ("prompt", bounds.TRUNCATED_CHARS, ("/tokenize", {"prompt": "🙂" * 262_145})),
     ("prompt", bounds.TRUNCATED_CHARS, completion(prompt="a" * 262_145, truncate_prompt_tokens=5)),
+    (
+        "logprob_token_ids",
+        bounds.MANY_LOGPROBS,
+        completion(n=128, max_tokens=100, logprobs=0, logprob_token_ids=list(range(128))),
+    ),
+    ("input[0].call_id", bounds.ITEM_NAME_CHARS, conversation(call("c" * 1025))),
+    ("input[0].name", bounds.ITEM_NAME_CHARS, conversation(call(name="f" * 1025))),
+    ("input[0].namespace", bounds.ITEM_NAME_CHARS, conversation(call(namespace="f" * 1025))),
+    ("input", bounds.CONVERSATION_CHARS, conversation(*[call("c" * 1024, "f" * 1024, namespace="n" * 1024)] * 1500)),
+    ("input", bounds.CONVERSATION_CHARS, conversation("Hi" * (1 << 21) + "!")),
+    ("input", bounds.CONVERSATION_URLS_CHARS, conversation(*[picture("a" * 10_000_000)] * 2, picture("a" * 10**6))),
+    ("instructions", bounds.CONVERSATION_CHARS, conversation("Hi", instructions="a" * ((1 << 22) + 1))),
+    ("metadata", bounds.METADATA_KEY_CHARS, conversation("Hi", metadata={"k" * 65: "a"})),
+    ("tools", bounds.TOOLS_CHARS, conversation("Hi", tools=[{"type": "function", "name": "f", "x": "a" * 131_073}])),
+    ("tool_choice", bounds.TOOLS_CHARS, conversation("Hi", tool_choice={"type": "function", "x": "a" * 131_073})),
+    ("text", bounds.TOOLS_CHARS, conversation("Hi", text={"format": {"type": "text", "x": "a" * 131_073}})),
     (None, bounds.BODY_FIELDS, completion(**{f"x{i}": 1 for i in range(1025)})),
     (None, bounds.BODY_PARTS, completion(prompt=[[]] * 65_537)),
     (None, bounds.BODY_VALUES, completion(prompt=[1] * (1 << 19) + [1, 1])),

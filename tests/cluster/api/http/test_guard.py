@@ -19,6 +19,8 @@ from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.workers.schedule.request import FinishReason, TokenDelta
 from tests.cluster.api.scripted_api import HI, ScriptedDispatcher, complete, events, eventually, raw, refused, serving
 
+JSON = "host: localhost\r\ncontent-type: application/json\r\n"
+
 
 def test_api_key_is_required_and_not_shown(engine: ScriptedDispatcher, tokenizer: ModelTokenizer) -> None:
     with serving(engine, tokenizer, HttpConfig(api_keys=("first", "schlüssel"))) as http:
@@ -149,7 +151,7 @@ def test_body_that_stops_is_refused(
 ) -> None:
     monkeypatch.setattr("crossdock.cluster.api.http.request_body.SILENCE_S", 0.2)
     with serving(engine, tokenizer, HttpConfig()) as http, raw(str(http.base_url)) as wire:
-        wire.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 1000\r\n\r\nabc")
+        wire.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1000\r\n\r\nabc")
         assert b"408" in wire.recv(4096)
 
 
@@ -158,7 +160,7 @@ def test_client_without_key_is_answered_before_its_body(
 ) -> None:
     """The answer comes before the body."""
     with serving(engine, tokenizer, HttpConfig(api_keys=("k",))) as http, raw(str(http.base_url)) as wire:
-        wire.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 1000\r\n\r\n")
+        wire.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1000\r\n\r\n")
         assert b"401" in wire.recv(4096)
 
 
@@ -215,9 +217,7 @@ def test_client_leaving_aborts_its_requests(
     """The client waits for the first token, or reads tokens already."""
     engine.script = lambda s: [*engine.story(s)[:tokens], 60.0]
     content = json.dumps({**body, "stream": stream}).encode()
-    head = (
-        f"POST {path} HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
-    )
+    head = f"POST {path} HTTP/1.1\r\n{JSON}content-length: {len(content)}\r\n\r\n"
     with raw(url) as wire:
         wire.sendall(head.encode() + content)
         if stream and tokens:
@@ -231,9 +231,7 @@ def test_client_leaving_fast_stream_aborts_it(url: str, engine: ScriptedDispatch
     """A stream without pauses ends while a token is being sent as often as between tokens."""
     engine.script = lambda s: (TokenDelta(s.id, [5]) for _ in range(100_000))
     content = json.dumps({"prompt": "a", "stream": True}).encode()
-    head = (
-        f"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: {len(content)}"
-    )
+    head = f"POST /v1/completions HTTP/1.1\r\n{JSON}content-length: {len(content)}"
     for _ in range(5):
         with raw(url) as wire:
             wire.sendall(head.encode() + b"\r\n\r\n" + content)

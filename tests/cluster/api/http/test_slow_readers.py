@@ -4,6 +4,7 @@ import asyncio
 import json
 import socket
 from collections.abc import AsyncGenerator, Iterator
+from dataclasses import replace
 from itertools import count
 
 import pytest
@@ -37,7 +38,7 @@ async def test_stream_that_is_not_read_is_aborted(engine: ScriptedDispatcher, to
     app = build_api(engine, tokenizer, HttpConfig())  # type: ignore[arg-type]
     server = await listen(app, "127.0.0.1", port, write_timeout_s=0.5)
     body = json.dumps({"prompt": "Hi", "stream": True, "max_tokens": 100}).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     with socket.socket() as wire:
         wire.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         wire.connect(("127.0.0.1", port))
@@ -78,16 +79,19 @@ async def test_tenant_that_leaves_most_unread_in_all_loses_a_request_and_not_the
     await replica.engine_thread.close()
 
 
-async def test_client_that_leaves_too_many_tokens_unread_loses_its_request_and_others_go_on(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(("most", "logprobs", "listed"), [(60, 1, 0), (1000, 0, 40)])
+async def test_client_that_leaves_too_many_values_unread_loses_its_request_and_others_go_on(
+    most: int, logprobs: int, listed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connections, "MOST_UNREAD", 60)
+    """The log-probabilities of listed tokens count, as those of the likeliest do."""
+    monkeypatch.setattr(connections, "MOST_UNREAD", most)
     replica = InProcess()
     dispatcher = Dispatcher("tiny")
     dispatcher.join("a", replica, replica.profile)
     await ready(dispatcher)
     expected = await tokens(dispatcher, "alone", 150)
-    sampling = SamplingParams(max_tokens=150, temperature=0.0, ignore_eos=True, logprobs=1)
+    sampling = SamplingParams(max_tokens=150, temperature=0.0, ignore_eos=True, logprobs=logprobs)
+    sampling = replace(sampling, logprob_token_ids=tuple(range(listed)))
     slow = dispatcher.generate(Submission("slow", [3] * 30, sampling))
     while not (await anext(slow)).token_ids:
         pass

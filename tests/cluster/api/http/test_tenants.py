@@ -171,7 +171,7 @@ async def test_prefix_cached_for_one_tenant_is_not_found_by_another(tokenizer: M
     for number, replica in enumerate(replicas):
         dispatcher.join(f"r{number}", replica, replica.profile)
     await all_up(dispatcher, len(replicas))
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://a") as http:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as http:
         assert await cached(http, "mine") == 0
         own = await cached(http, "mine")
         assert own > 0

@@ -40,7 +40,7 @@ class TracedApi:
         config = HttpConfig.model_validate({"otlp_endpoint": "http://127.0.0.1:1", "trace_sample_ratio": 1.0} | http)
         self.app = build_api(self.dispatcher, tokenizer, config)
         transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
-        self.http = httpx.AsyncClient(transport=transport, base_url="http://a")
+        self.http = httpx.AsyncClient(transport=transport, base_url="http://localhost")
         self._messages: asyncio.Queue[Any] = asyncio.Queue()
 
     async def __aenter__(self) -> Self:

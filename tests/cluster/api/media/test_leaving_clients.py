@@ -82,7 +82,7 @@ def connection(scene: HostileScene, key: str, *parts: dict[str, Any]) -> Iterato
     """Send a request, and leave at the end."""
     url = urlsplit(str(scene.http.base_url))
     body = json.dumps({"messages": [{"role": "user", "content": parts}], "max_tokens": 2})
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {key}\r\n"
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {key}\r\n"
     head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     with socket.create_connection((url.hostname or "", url.port or 0)) as wire:
         wire.sendall((head + body).encode())

@@ -59,7 +59,9 @@ async def answered(kind: str, folder: Path, parts: list[dict[str, Any]]) -> list
     try:
         dispatcher.join("r0", replica, replica.profile)
         await all_up(dispatcher, 1)
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://a", timeout=60) as http:
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(app), base_url="http://localhost", timeout=60
+        ) as http:
             first = await http.post("/v1/chat/completions", json=body)
             bodies = [text, body, body, text, body]
             others = await asyncio.gather(*(http.post("/v1/chat/completions", json=each) for each in bodies))

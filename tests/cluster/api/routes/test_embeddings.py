@@ -196,7 +196,7 @@ def test_every_field_of_openais_client_has_one_state() -> None:
 
 async def test_openai_client_reads_the_vectors(tokenizer: ModelTokenizer) -> None:
     async with serving(tokenizer) as api:
-        client = openai.AsyncOpenAI(base_url="http://a/v1", api_key="none", http_client=api.http)
+        client = openai.AsyncOpenAI(base_url="http://localhost/v1", api_key="none", http_client=api.http)
         answer = await client.embeddings.create(model="tiny", input=PROMPTS)  # as base64, which the client decodes
         for one, prompt in zip(answer.data, PROMPTS, strict=True):
             close(one.embedding, expected(prompt))
@@ -269,7 +269,7 @@ async def test_shorter_vector_is_cut_and_then_has_a_length_of_1(tokenizer: Model
             HttpConfig.model_validate({}),
             embeddings=EmbeddingDefaults("mean", has_any_size=True),
         )
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://a") as http:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as http:
             answer = await http.post("/v1/embeddings", json={"input": PROMPTS[1], "dimensions": 16})
             whole = expected(PROMPTS[1], "mean", normalizes=False)[:16]
             close(answer.json()["data"][0]["embedding"], whole / np.linalg.norm(whole))

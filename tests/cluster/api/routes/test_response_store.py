@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from crossdock.cluster.api.endpoints import build_api
 from crossdock.cluster.api.http.http_config import HttpConfig
-from crossdock.cluster.api.routes.response_store import RECORD_BYTES, ResponseStore
+from crossdock.cluster.api.routes.response_store import ITEM_BYTES, RECORD_BYTES, ResponseStore, StoredResponse
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from tests.cluster.api.scripted_api import STORY, LiveServer, ScriptedDispatcher, eventually, refused
 
@@ -24,6 +24,12 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
+
+
+def record(size: int) -> StoredResponse:
+    """Return a response of so many bytes, half of them those of an item."""
+    items = (("", b"i" * (size // 2)),) if size > ITEM_BYTES else ()
+    return StoredResponse(b"r" * (size - sum(len(item) for _, item in items)), items, is_background=False)
 
 
 STEPS = st.lists(
@@ -41,14 +47,14 @@ STEPS = st.lists(
 @given(STEPS)
 def test_any_history_equals_a_plain_dictionary_while_there_is_place(steps: list[tuple[str, str, str, int]]) -> None:
     clock = Clock()
-    store, known = ResponseStore(10**9, TTL_S, clock), dict[tuple[str, str], tuple[float, bytes]]()
+    store, known = ResponseStore(10**9, TTL_S, clock), dict[tuple[str, str], tuple[float, StoredResponse]]()
     for action, tenant, name, number in steps:
         clock.now += number / 50 if action == "wait" else 0.0
         expires, expected = known.get((tenant, name), (0.0, None))
         expected = expected if clock.now < expires else None
         if action == "put":
-            store.put(tenant, name, b"r" * number)
-            known[tenant, name] = (clock.now + TTL_S, b"r" * number)
+            store.put(tenant, name, record(number))
+            known[tenant, name] = (clock.now + TTL_S, record(number))
         elif action == "delete":
             assert expected is None or store.delete(tenant, name) == expected
             if expected is not None:
@@ -57,8 +63,8 @@ def test_any_history_equals_a_plain_dictionary_while_there_is_place(steps: list[
             assert store.get(tenant, name) == expected
     for tenant in "ab":
         store.get(tenant, "")
-    alive = [record for expires, record in known.values() if clock.now < expires]
-    assert store.num_bytes == sum(RECORD_BYTES + len(record) for record in alive)
+    alive = [each for expires, each in known.values() if clock.now < expires]
+    assert store.num_bytes == sum(each.num_bytes for each in alive)
 
 
 @settings(deadline=None)
@@ -66,34 +72,34 @@ def test_any_history_equals_a_plain_dictionary_while_there_is_place(steps: list[
 def test_bound_holds_after_every_record(puts: list[tuple[str, int]]) -> None:
     store = ResponseStore(10_000, TTL_S, Clock())
     for i, (tenant, size) in enumerate(puts):
-        store.put(tenant, str(i), b"r" * size)
+        store.put(tenant, str(i), record(size))
         assert store.num_bytes <= 10_000
-        assert store.get(tenant, str(i)) is not None or size + RECORD_BYTES > 10_000 / 3
+        assert store.get(tenant, str(i)) is not None or record(size).num_bytes > 10_000 / 3
 
 
 def test_tenant_that_uses_most_loses_its_oldest_records() -> None:
     store = ResponseStore(10 * RECORD_BYTES, TTL_S, Clock())
-    store.put("quiet", "first", b"")
+    store.put("quiet", "first", record(0))
     for i in range(100):
-        store.put("loud", str(i), b"")
-    assert store.get("quiet", "first") == b""
+        store.put("loud", str(i), record(0))
+    assert store.get("quiet", "first") == record(0)
     kept = [i for i in range(100) if store.get("loud", str(i)) is not None]
     assert kept == list(range(91, 100))
 
 
 def test_record_beyond_all_memory_is_not_kept() -> None:
     store = ResponseStore(5000, TTL_S, Clock())
-    store.put("a", "large", b"r" * 5000)
+    store.put("a", "large", record(5000))
     assert (store.get("a", "large"), store.num_bytes) == (None, 0)
 
 
 def test_records_of_a_tenant_that_left_are_forgotten() -> None:
     clock = Clock()
     store = ResponseStore(10**9, TTL_S, clock)
-    store.put("left", "x", b"r")
+    store.put("left", "x", record(1))
     clock.now = 2 * TTL_S
-    store.put("other", "x", b"")
-    assert store.num_bytes == RECORD_BYTES
+    store.put("other", "x", record(0))
+    assert store.num_bytes == record(0).num_bytes
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ async def hangs() -> list[dict[str, Any]]:
 async def asked(tokenizer: ModelTokenizer, decisions: Any, key: str = "operator") -> httpx.Response:
     http = HttpConfig.model_validate({"api_keys": KEYS})
     app = build_api(ScriptedDispatcher(tokenizer), tokenizer, http, decisions=decisions)  # type: ignore[arg-type]
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://a") as client:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
         return await client.get("/v1/scaling", headers={"Authorization": f"Bearer {key}"})
 
 

@@ -126,7 +126,7 @@ async def test_token_of_a_stream_costs_few_calls(tokenizer: ModelTokenizer) -> N
             nonlocal num_calls
             num_calls += event in ("call", "c_call")
 
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://a") as client:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
             sys.setprofile(count_call)
             try:
                 answer = await client.post("/v1/chat/completions", json={"messages": HI, "stream": True})
@@ -153,5 +153,5 @@ async def test_head_without_a_key_is_refused_where_get_is(
     engine: ScriptedDispatcher, tokenizer: ModelTokenizer
 ) -> None:
     app = build_api(engine, tokenizer, HttpConfig(api_keys=["secret-of-this-test"]))
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
         assert [(await client.head(path)).status_code for path in ("/health", "/v1/models")] == [200, 401]

@@ -131,7 +131,7 @@ class Watched:
         """Return the body of an answer, which must succeed."""
 
         async def ask() -> httpx.Response:
-            async with httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://a") as http:
+            async with httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://localhost") as http:
                 return await http.post(path, json=body, timeout=60)
 
         answer = asyncio.run(self.turns.during(ask()))
@@ -322,7 +322,7 @@ async def test_huge_texts_are_encoded_one_at_a_time(
         return ids
 
     watched.tokenizer.encode = counted  # type: ignore[method-assign]
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(watched.app), base_url="http://a") as http:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(watched.app), base_url="http://localhost") as http:
         asking = (http.post("/tokenize", json={"prompt": "dog " * 30_000}, timeout=60) for _ in range(4))
         assert [answer.status_code for answer in await asyncio.gather(*asking)] == [200] * 4
     assert most == 1

@@ -64,7 +64,9 @@ async def undisturbed(model: Path, engine: Engine, bodies: Sequence[Mapping[str,
     try:
         dispatcher.join("one", replica, replica.profile)
         await all_up(dispatcher, 1)
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://a", timeout=120) as http:
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(app), base_url="http://localhost", timeout=120
+        ) as http:
             answers = [await http.post("/v1/chat/completions", json=dict(body)) for body in bodies]
         assert all(answer.status_code == 200 for answer in answers), answers[0].text
         return [answer.json()["choices"][0]["token_ids"] for answer in answers]

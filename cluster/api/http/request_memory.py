@@ -1,0 +1,51 @@
+"""Memory of an ingress for all requests: bodies, what they become, prompts, and answers that are not read yet."""
+
+from crossdock.cluster.api.errors import ApiError
+from crossdock.workers.schedule.shares import Shares
+
+SMALL = 1 << 16  # bytes; a request that holds no more is served however much others hold
+TOKEN_BYTES = 40  # a token id in a list
+LOGPROB_BYTES = 200  # an alternative of a token: as a tuple, and as JSON
+_PART_BYTES = 100  # a string, list or object beside its text
+_CHAR_BYTES = 4  # of a text that is not ASCII alone
+
+
+class RequestMemory:
+    """The bytes that one request holds, counted until `release`. Owners have shares of the whole."""
+
+    def __init__(self, shares: Shares, owner: str) -> None:
+        """`shares`: of all requests. `owner`: the tenant; empty where no keys are in use."""
+        self._shares = shares
+        self._owner = owner
+        self._num_bytes = 0
+
+    def hold(self, num_bytes: int) -> None:
+        """Count bytes more. Raises ApiError 429 if the requests of the tenant, or all together, hold too much."""
+        total = self._num_bytes + num_bytes
+        room = self._shares.room(self._owner, freed=self._num_bytes, freed_of_owner=self._num_bytes)
+        if total > SMALL and total > room:
+            reason = f"This request would hold {total} bytes, and {room} are free: other large requests run"
+            hint = "Try again later, or send less (http.request_memory_bytes)"
+            headers = {"Retry-After": "1", "Connection": "close"}
+            raise ApiError(
+                f"{reason}. {hint}.", status=429, kind="rate_limit_error", code="request_memory", headers=headers
+            )
+        self._shares.take(self._owner, num_bytes)
+        self._num_bytes = total
+
+    def hold_parsed(self, body: bytes, num_parts: int, num_values: int) -> None:
+        """Count what a body becomes: its text, and the objects around it. Raises ApiError 429 as `hold` does."""
+        is_narrow = body.isascii() and b"\\u" not in body
+        text = len(body) * (1 if is_narrow else _CHAR_BYTES)
+        self.hold(text + _PART_BYTES * num_parts + TOKEN_BYTES * num_values)
+
+    def release(self) -> None:
+        """Count nothing any longer. May be called twice."""
+        self._shares.release(self._owner, self._num_bytes)
+        self._num_bytes = 0
+
+    def hand_over(self) -> "RequestMemory":
+        """Count the bytes for work that goes on after the HTTP request: until the `release` of the object returned."""
+        taken = RequestMemory(self._shares, self._owner)
+        taken._num_bytes, self._num_bytes = self._num_bytes, 0
+        return taken

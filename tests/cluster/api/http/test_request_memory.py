@@ -1,0 +1,97 @@
+"""Count what requests hold until it is free: while they wait, run in the background, or are not read."""
+
+import asyncio
+import json
+import socket
+from typing import Any
+
+import httpx
+import pytest
+
+from crossdock.cluster.api.http.http_config import HttpConfig
+from crossdock.cluster.api.http.http_guard import HttpGuard
+from crossdock.cluster.api.http.keys import KeyRing
+from crossdock.cluster.api.http.limits import Ledger
+from crossdock.cluster.api.http.listener import listen
+from crossdock.cluster.api.text.tokenizer import ModelTokenizer
+from tests.cluster.api.scripted_api import ScriptedDispatcher, eventually, raw, refused, serving
+from tests.cluster.ports import free_port
+
+MIB = 1 << 20
+UNREAD = [{"role": "user", "content": "Hi", "name": "x" * 200_000}]  # no template reads the name
+
+
+def test_body_counts_while_its_request_waits_for_a_token(engine: ScriptedDispatcher, tokenizer: ModelTokenizer) -> None:
+    engine.script = lambda submission: [60.0]
+    content = json.dumps({"messages": UNREAD, "max_tokens": 1}).encode()
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    request = head + b"content-length: %d\r\n\r\n" % len(content) + content
+    with serving(engine, tokenizer, HttpConfig(request_memory_bytes=MIB)) as http:
+        with raw(str(http.base_url)) as first, raw(str(http.base_url)) as second:
+            for number, wire in enumerate((first, second), start=1):
+                wire.sendall(request)
+                eventually(lambda number=number: engine.running == number)
+            answer = http.post("/v1/chat/completions", json={"messages": UNREAD, "max_tokens": 1})
+            refused(answer, 429, code="request_memory")
+        eventually(lambda: engine.running == 0)
+        engine.script = engine.story
+        for _ in range(5):
+            answer = http.post("/v1/chat/completions", json={"messages": UNREAD, "max_tokens": 1})
+            assert answer.status_code == 200
+
+
+def test_response_in_the_background_counts_until_its_end(engine: ScriptedDispatcher, tokenizer: ModelTokenizer) -> None:
+    engine.script = lambda submission: [60.0]
+    body: dict[str, Any] = {"input": "Hi", "background": True, "user": "x" * 200_000}
+    with serving(engine, tokenizer, HttpConfig(request_memory_bytes=MIB)) as http:
+        names = [http.post("/v1/responses", json=body).json()["id"] for _ in range(2)]
+        refused(http.post("/v1/responses", json=body), 429, code="request_memory")
+        assert http.post(f"/v1/responses/{names[0]}/cancel").status_code == 200
+        names.append(http.post("/v1/responses", json=body).json()["id"])
+        for name in names:
+            assert http.delete(f"/v1/responses/{name}").status_code == 200
+
+
+@pytest.mark.parametrize("prompt", [[5] * 150, [[5] * 150] * 200])
+def test_tokens_of_prompts_count(engine: ScriptedDispatcher, tokenizer: ModelTokenizer, prompt: list[Any]) -> None:
+    """Each is an object of its own: 30,000 tokens take more than a megabyte."""
+    with serving(engine, tokenizer, HttpConfig(request_memory_bytes=MIB)) as http:
+        answer = http.post("/v1/completions", json={"prompt": prompt, "max_tokens": 1})
+        assert answer.status_code == (200 if len(prompt) == 150 else 429)
+
+
+async def test_answer_counts_until_it_is_read() -> None:
+    """It waits in this process for a client that reads nothing, whose request has ended for the application."""
+    size = 16 * MIB
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % size)]})
+        await send({"type": "http.response.body", "body": b"x" * size})
+
+    guard = HttpGuard(
+        app,
+        keys=KeyRing(),
+        open_paths=(),
+        ledger=Ledger(),
+        max_body_bytes=10,
+        request_timeout_s=None,
+        memory_bytes=20 * MIB,
+    )
+    port = free_port()
+    server = await listen(guard, "127.0.0.1", port)
+    async with asyncio.timeout(60), httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http:
+        with socket.socket() as wire:
+            wire.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            wire.connect(("127.0.0.1", port))
+            wire.setblocking(False)
+            loop, received = asyncio.get_running_loop(), 0
+            await loop.sock_sendall(wire, b"GET / HTTP/1.1\r\nhost: a\r\n\r\n")
+            received += len(await loop.sock_recv(wire, 100))
+            refused(await http.get("/"), 429, code="request_memory")
+            while received < size:
+                received += len(await loop.sock_recv(wire, 1 << 20))
+        answer = await http.get("/")
+        while answer.status_code == 429:  # until the server sees that the last bytes have left
+            answer = await http.get("/")
+        assert (answer.status_code, len(answer.content)) == (200, size)
+    await server.close(1)
