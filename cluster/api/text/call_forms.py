@@ -3,16 +3,26 @@
 import ast
 import html
 import re
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from crossdock.cluster.api.text.call_values import Brackets, Schemas, read_json, schema_of, typed, write_json
+from crossdock.cluster.api.text.call_values import (
+    Brackets,
+    Schemas,
+    read_json,
+    schema_of,
+    typed,
+    types_of,
+    write_json,
+)
 
 # Before a marker that is a token of its own, so that the same characters written with other tokens are text. Unicode
 # reserves this character for such uses within programs.
 SIGN = "\ufdd0"
 _MOST_ENDS = 64  # closing markers that a call may contain before its own; each costs one reading of the call
+_PYTHON_CHARS = 1 << 15  # of calls in Python; its parser takes up to 7 µs for each
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,18 +50,14 @@ class Taken:
     calls: Sequence[Call]
 
 
-def ends_in_string(text: str) -> bool:
-    """Return whether a text of JSON ends within a string."""
-    brackets = Brackets()
-    return brackets.end(text) is None and brackets.quote != ""
-
-
 @dataclass(frozen=True, slots=True)
 class CallForm:
     """One way to write calls.
 
     `opener`: the marker that begins them; empty: they begin a message without one. `closer`: the marker that ends
-    them; empty: the first closed bracket does. `begins` matches every beginning of a call, however short.
+    them; empty: the first closed bracket does. `begins` matches every beginning of a call, however short. Each token
+    tries `begins` and `value` again, so they look at a bounded part of the text. Without `is_in_value` a call is JSON,
+    whose strings may contain closing markers.
     """
 
     opener: str
@@ -60,7 +66,7 @@ class CallForm:
     begins: str = r""
     quotes: str = '"'
     value: str = ""  # where the text that ends with its bracket begins, as a pattern
-    is_in_value: Callable[[str], bool] = ends_in_string  # a closing marker after this text is a part of a value
+    is_in_value: Callable[[str], bool] | None = None  # a closing marker after this text may be a part of a value
 
 
 class CallScan:
@@ -70,6 +76,7 @@ class CallScan:
         self.form = form
         self._schemas = schemas
         self._brackets: Brackets | None = None
+        self._strings = Brackets()
         self._num_ends = 0
         self._position = 0
 
@@ -86,14 +93,16 @@ class CallScan:
         return Taken(len(text) if calls else 0, calls)
 
     def _closed(self, text: str) -> Taken | None:
-        closer = self.form.closer
+        form, closer = self.form, self.form.closer
         while (at := text.find(closer, self._position)) >= 0:
             self._position = at + len(closer)
+            if form.is_in_value is None and self._strings.end(text, at) is None and self._strings.quote:
+                continue
             body = text[:at].replace(SIGN, "")
             if calls := self._read(body):
                 return Taken(self._position, calls)
             self._num_ends += 1
-            if self._num_ends > _MOST_ENDS or not self.form.is_in_value(body):
+            if self._num_ends > _MOST_ENDS or form.is_in_value is None or not form.is_in_value(body):
                 return Taken(self._position, ())
         self._position = max(self._position, len(text) - len(closer) + 1)
         return None
@@ -183,12 +192,13 @@ def tagged_calls(head: str, parameter: str, tail: str = r"\s*", *, escapes: bool
             raise ValueError("not a call")
         unescape = html.unescape if escapes else str
         name, position = unescape(found["name"]), found.end()
+        types: dict[str, Sequence[str]] = {}
         arguments: dict[str, Any] = {}
         while (each := one.match(text, position)) is not None:
             key, kind = unescape(each["key"]), each.groupdict().get("kind")
-            schema = schema_of(schemas, name, key)
-            is_text = kind in ("string", "true") if kind is not None else False
-            arguments[key] = each["value"] if is_text else typed(each["value"], {} if kind is not None else schema)
+            if key not in types:  # a schema may be long, and a call may name a parameter often
+                types[key] = types_of(schema_of(schemas, name, key)) if kind is None else ()
+            arguments[key] = each["value"] if kind in ("string", "true") else typed(each["value"], types[key])
             position = each.end()
         if re.fullmatch(tail, text[position:], re.DOTALL) is None:
             raise ValueError("not a parameter")
@@ -199,7 +209,11 @@ def tagged_calls(head: str, parameter: str, tail: str = r"\s*", *, escapes: bool
 
 def python_calls(text: str, schemas: Schemas) -> Sequence[Call]:
     """Read [f(a=1), g()], with literals of Python and of JSON, where all of the functions exist."""
-    tree = ast.parse(text.strip(), mode="eval").body
+    if len(text) > _PYTHON_CHARS:
+        raise ValueError(f"more than {_PYTHON_CHARS} characters")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # an unknown escape in a string is the model's, and no matter for a log
+        tree = ast.parse(text.strip(), mode="eval").body
     if not isinstance(tree, ast.List) or not tree.elts:
         raise ValueError("not a list of calls")
     calls = [_python_call(each) for each in tree.elts]
@@ -234,7 +248,9 @@ def gemma_calls(text: str, schemas: Schemas) -> Sequence[Call]:
     if found is None:
         raise ValueError("not a call")
     parts = found["arguments"].split('<|"|>')
-    keyed = (re.sub(r'([{,]\s*)([^\s{}\[\]:,"][^{}\[\]:,"]*?)\s*:', _quoted_key, part) for part in parts[::2])
+    if len(parts) % 2 == 0:
+        raise ValueError("a string without an end")
+    keyed = (re.sub(r'([{,]\s*+)([^\s{}\[\]:,"][^{}\[\]:,"]*+):', _quoted_key, part) for part in parts[::2])
     texts = (write_json(part) for part in parts[1::2])
     written = [next(keyed)]
     for part in texts:
@@ -243,4 +259,4 @@ def gemma_calls(text: str, schemas: Schemas) -> Sequence[Call]:
 
 
 def _quoted_key(found: re.Match[str]) -> str:
-    return f"{found[1]}{write_json(found[2])}:"
+    return f"{found[1]}{write_json(found[2].rstrip())}:"

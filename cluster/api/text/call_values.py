@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -28,16 +29,16 @@ class Brackets:
         self._depth = 0
         self.quote = ""  # of the string that is open; empty outside strings
 
-    def end(self, text: str) -> int | None:
-        """Return where the first bracket that the text opens is closed; None: not yet.
+    def end(self, text: str, stop: int = sys.maxsize) -> int | None:
+        """Return where the first bracket that the text opens is closed; None: not yet. Looks no further than `stop`.
 
         `text` begins with the text of the call before.
         """
         while True:
-            found = self._next.search(text, self._position)
+            found = self._next.search(text, self._position, stop)
             if found is None:
                 # A backslash at the end waits for the character that it escapes.
-                self._position = len(text) - text.endswith("\\")
+                self._position = min(len(text), stop) - text.endswith("\\", self._position, stop)
                 return None
             self._position = found.end()
             mark = found[0]
@@ -66,9 +67,11 @@ def read_json(text: str) -> Any:
 
 def write_json(value: Any) -> str:
     """Return the JSON of a value. Raises ValueError for numbers that JSON does not have."""
-    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
         text.encode()
+    except RecursionError:
+        raise ValueError("nested too deep") from None
     except UnicodeEncodeError:  # half of a surrogate pair, which JSON can write as an escape alone
         return json.dumps(value, allow_nan=False)
     return text
@@ -84,12 +87,11 @@ def schema_of(schemas: Schemas, function: str, parameter: str) -> Any:
     return properties.get(parameter) if isinstance(properties, Mapping) else None
 
 
-def typed(raw: str, schema: Any) -> Any:
-    """Return the value of a raw text: of the first of the schema's types that fits, else the text itself.
+def typed(raw: str, types: Sequence[str]) -> Any:
+    """Return the value of a raw text: of the first of a schema's types that fits, else the text itself.
 
-    Without a type in the schema, the text is its JSON value if it is JSON.
+    Without types, the text is its JSON value if it is JSON.
     """
-    types = _types(schema)
     if types and set(types) <= {"string"}:
         return raw
     value = _literal(raw.strip())
@@ -113,16 +115,22 @@ def _literal(text: str) -> Any:
         return text
 
 
-def _types(schema: Any) -> Sequence[str]:
-    """Return the types that a schema allows; empty: any."""
+def types_of(schema: Any) -> Sequence[str]:
+    """Return the types that a schema allows, each once; empty: any. Parts of another form than a schema's say nothing.
+
+    A type that JSON schemas do not have is "string".
+    """
     if not isinstance(schema, Mapping):
         return ()
     given = schema.get("type")
-    types = [given] if isinstance(given, str) else []
-    types += [name for name in given if isinstance(name, str)] if isinstance(given, list) else []
+    types = [given] if isinstance(given, str) else [name for name in _list(given) if isinstance(name, str)]
+    types = [name if name in _TYPES else "string" for name in types]
     for union in ("anyOf", "oneOf", "allOf"):
-        for each in schema.get(union) or ():
-            types += _types(each)
-    for value in schema.get("enum") or ():
-        types += ["string"] if isinstance(value, str) else []
-    return types
+        for each in _list(schema.get(union)):
+            types += types_of(each)
+    types += ["string"] * any(isinstance(value, str) for value in _list(schema.get("enum")))
+    return list(dict.fromkeys(types))
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []

@@ -14,7 +14,9 @@ from crossdock.cluster.api.text.call_forms import (
 from crossdock.cluster.api.text.marked_text import MarkedFamily
 
 _THINKS, _ANSWERS = ("<think>",), ("</think>",)
-_JSON = r"\s*(?:[{\[]|$)"  # how a call in JSON begins
+_SPACE = r"\s{0,1024}+"  # of a call that has begun: each token looks at this again, so that it has a bound
+_JSON = rf"{_SPACE}(?:[{{\[]|$)"  # how a call in JSON begins
+_PYTHON = rf"\[{_SPACE}(?:$|[A-Za-z_][\w.]{{0,255}}+{_SPACE}(?:$|\())"
 
 
 def _dsml(space: str) -> CallForm:
@@ -47,10 +49,11 @@ _GLM = CallForm(
     "<tool_call>",
     tagged_calls(
         r"\s*(?P<name>[\w.\-]+)(?=\s*(?:<arg_key>|\Z))",
-        r"\s*<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>(?=\s*(?:<arg_key>|\Z))",
+        r"\s*<arg_key>(?P<key>(?:(?!</arg_key>).)*+)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>"
+        r"(?=\s*(?:<arg_key>|\Z))",
     ),
     "</tool_call>",
-    begins=r"\s*(?:$|[\w.\-]+\s*(?:$|<))",
+    begins=rf"{_SPACE}(?:$|[\w.\-]{{1,256}}+{_SPACE}(?:$|<))",
     is_in_value=lambda body: "<arg_value>" in body,
 )
 _K3 = CallForm(
@@ -95,7 +98,7 @@ FAMILIES: Mapping[str, MarkedFamily] = {
                 "<｜tool▁call▁begin｜>",
                 header_calls(
                     r"\s*(?:function<｜tool▁sep｜>)?(?P<name>[^\s<]+)(?:<｜tool▁sep｜>|\s*```json\s*)"
-                    r"(?P<arguments>\{.*\})\s*(?:```)?\s*"
+                    r"(?P<arguments>\{.*\})\s*+(?:```)?+\s*"
                 ),
                 "<｜tool▁call▁end｜>",
             ),
@@ -143,7 +146,7 @@ FAMILIES: Mapping[str, MarkedFamily] = {
                 "<|tool_call>",
                 gemma_calls,
                 "<tool_call|>",
-                begins=r"\s*(?:call:|c?a?l?l?$)",
+                begins=rf"{_SPACE}(?:call:|c?a?l?l?$)",
                 is_in_value=lambda body: body.count('<|"|>') % 2 == 1,
             ),
         ),
@@ -155,21 +158,22 @@ FAMILIES: Mapping[str, MarkedFamily] = {
         (
             CallForm(
                 "[TOOL_CALLS]",
-                header_calls(r"\s*(?P<name>[\w.\-]+)(?:\[CALL_ID\].*?)?(?:\[ARGS\])?\s*(?P<arguments>\{.*\})"),
-                begins=r"\s*(?:$|\[\s*(?:$|\{)|[\w.\-]{1,256}\s*(?:$|\{|\[(?:$|[AC])))",
-                value=r"\s*(?=\[\s*\{)|[^\[{]*(?:\[CALL_ID\][^\[{]*)?(?:\[ARGS\])?\s*(?=\{)",
+                header_calls(r"\s*(?P<name>[\w.\-]+)(?:\[CALL_ID\][^\[{]*+)?(?:\[ARGS\])?\s*+(?P<arguments>\{.*\})"),
+                begins=rf"{_SPACE}(?:$|\[{_SPACE}(?:$|\{{)|[\w.\-]{{1,256}}+{_SPACE}(?:$|\{{|\[(?:$|[AC])))",
+                value=rf"{_SPACE}(?=\[{_SPACE}\{{)|[^\[{{]{{0,4096}}+(?:\[CALL_ID\][^\[{{]{{0,4096}}+)?"
+                rf"(?:\[ARGS\]{_SPACE})?(?=\{{)",
             ),
         ),
         inner=("[CALL_ID]", "[ARGS]"),
     ),
     "llama3_json": MarkedFamily(
         calls=(
-            CallForm("<|python_tag|>", json_calls, begins=r"\s*(?:\{|$)"),
-            CallForm("", known_json_calls, begins=r"(?:;\s*)?(?:\{|$)"),
+            CallForm("<|python_tag|>", json_calls, begins=rf"{_SPACE}(?:\{{|$)"),
+            CallForm("", known_json_calls, begins=rf"(?:;{_SPACE})?(?:\{{|$)"),
         ),
     ),
     "llama4_pythonic": MarkedFamily(
-        calls=(CallForm("", python_calls, begins=r"\[\s*(?:$|[A-Za-z_][\w.]*\s*(?:$|\())", quotes="\"'"),),
+        calls=(CallForm("", python_calls, begins=_PYTHON, quotes="\"'"),),
         nothing=("<|python_start|>", "<|python_end|>"),
     ),
 }

@@ -21,23 +21,29 @@ class ForcedCallText:
         """`openings`: what stands before the arguments of each function, as patterns by name."""
         self._names = tuple(openings)
         self._opening = re.compile("|".join(f"({pattern})" for pattern in openings.values()))
+        self._longest = max(map(len, openings.values()))  # characters; an upper bound
+        self._position = 0  # in the buffer; no opening begins before it
         self._buffer = ""  # before the arguments; then they themselves
         self._brackets: Brackets | None = None  # of the arguments that have begun
         self._num_shown = 0  # characters of these arguments
         self._index = -1
 
     def add(self, text: str) -> list[Piece]:
-        self._buffer += text.replace(SIGN, "")
+        buffer, self._buffer = self._buffer, ""
+        buffer += text.replace(SIGN, "")  # in place, as no other name has the text
+        self._buffer = buffer
+        del buffer
         pieces: list[Piece] = []
         while True:
             name: str | None = None
             if self._brackets is None:
-                found = self._opening.search(self._buffer)
+                found = self._opening.search(self._buffer, self._position)
                 if found is None:
+                    self._position = max(self._position, len(self._buffer) - self._longest)
                     return pieces
                 assert found.lastindex is not None
                 name = self._names[found.lastindex - 1]
-                self._buffer = self._buffer[found.end() :]
+                self._buffer, self._position = self._buffer[found.end() :], 0
                 self._brackets, self._num_shown, self._index = Brackets(), 0, self._index + 1
             end = self._brackets.end(self._buffer)
             arguments = self._buffer[self._num_shown : end]

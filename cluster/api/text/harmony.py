@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Literal, TypeAlias
 
-from crossdock.cluster.api.text.call_forms import ends_in_string, json_arguments
-from crossdock.cluster.api.text.call_values import Schemas
+from crossdock.cluster.api.text.call_forms import json_arguments
+from crossdock.cluster.api.text.call_values import Brackets, Schemas
 from crossdock.cluster.api.text.message_parser import CallText, ContentText, Piece, ReasoningText
 
 MARKERS: Sequence[str] = (
@@ -25,7 +25,6 @@ MARKERS: Sequence[str] = (
 )
 
 _LONGEST_HEADER = 1024  # characters; a longer text without a body is content
-_MOST_ENDS = 64  # end markers within the arguments of a call
 
 _Part: TypeAlias = Literal["header", "reasoning", "content", "call"]
 
@@ -50,8 +49,8 @@ def _patterns(sign: str) -> _Patterns:
         body_end=re.compile(rf"{left}(?:end|call|return|start)\|>"),
         channel=re.compile(rf"{left}channel\|>\s*(\w+)"),
         cut=re.compile(
-            rf"\s*(?:{left}start\|>\w*)?(?:\s*to=[\w.\-]*)?\s*(?:{left}channel\|>\w*)?(?:\s+to=[\w.\-]*)?"
-            rf"\s*(?:{left}constrain\|>)?\w*\s*"
+            rf"\s*+(?:{left}start\|>\w*+)?(?:\s*+to=[\w.\-]*+)?\s*+(?:{left}channel\|>\w*+)?"
+            rf"(?:\s++to=[\w.\-]*+)?\s*+(?:{left}constrain\|>)?\w*+\s*"
         ),
         ends=tuple(f"{sign}<|{name}|>" for name in ("end", "call", "return", "start")),
     )
@@ -73,12 +72,15 @@ class HarmonyText:
         self._header = ""  # of a call, which is text if the call is malformed
         self._name = ""
         self._position = 0  # in the buffer; no marker ends a call before it
-        self._num_ends = 0
+        self._strings = Brackets()  # of a call's arguments
         self._num_calls = 0
         self.add(prefix)
 
     def add(self, text: str) -> list[Piece]:
-        self._buffer += text
+        buffer, self._buffer = self._buffer, ""
+        buffer += text  # in place, as no other name has the text
+        self._buffer = buffer
+        del buffer
         pieces: list[Piece] = []
         while {"header": self._read_header, "call": self._read_call}.get(self._part, self._read_text)(pieces):
             pass
@@ -111,7 +113,7 @@ class HarmonyText:
         self._part = "reasoning" if channels and channels[-1] == "analysis" else "content"
         if recipient is not None and self._schemas is not None:
             self._part, self._header, self._name = "call", header, recipient[1]
-            self._position = self._num_ends = 0
+            self._position, self._strings = 0, Brackets()
         return True
 
     def _read_text(self, pieces: list[Piece]) -> bool:
@@ -128,11 +130,9 @@ class HarmonyText:
     def _read_call(self, pieces: list[Piece]) -> bool:
         while (found := self._patterns.body_end.search(self._buffer, self._position)) is not None:
             self._position = found.end()
-            body = self._buffer[: found.start()]
-            arguments = json_arguments(body)
-            self._num_ends += 1
-            if arguments is None and ends_in_string(body) and self._num_ends < _MOST_ENDS:
+            if self._strings.end(self._buffer, found.start()) is None and self._strings.quote:
                 continue
+            arguments = json_arguments(self._buffer[: found.start()])
             if arguments is None:
                 self._emit("content", self._header + self._buffer[: found.end()], pieces)
             else:

@@ -13,6 +13,9 @@ from crossdock.cluster.api.text.call_forms import SIGN, Call, CallForm, CallScan
 from crossdock.cluster.api.text.call_values import Schemas
 from crossdock.cluster.api.text.message_parser import CallText, ContentText, Piece, ReasoningText
 
+_MOST_OPEN = 8  # calls without an end, one in the other, after which the rest of an output is text
+_PART = 256  # characters that are decided together at the end of an output: each marker copies what follows it
+
 _Kind: TypeAlias = Literal["think", "answer", "call", "section", "nothing"]
 
 
@@ -108,7 +111,10 @@ class MarkedText:
         self._num_calls = 0
 
     def add(self, text: str) -> list[Piece]:
-        self._buffer += text
+        buffer, self._buffer = self._buffer, ""
+        buffer += text  # in place, as no other name has the text: a long call is not copied at each token
+        self._buffer = buffer
+        del buffer
         pieces: list[Piece] = []
         while self._step(pieces):
             pass
@@ -116,12 +122,15 @@ class MarkedText:
 
     def finish(self, *, is_cut: bool) -> list[Piece]:
         pieces: list[Piece] = []
-        while (scan := self._scan) is not None:
-            if not self._buffer.strip() and scan.form.opener:  # a marker alone says nothing
-                break
+        for _ in range(_MOST_OPEN):
+            if (scan := self._scan) is None or (not self._buffer.strip() and scan.form.opener):
+                break  # a marker alone says nothing
             self._resolve(scan, scan.last(self._buffer, is_cut=is_cut), pieces)
-            while self._step(pieces):
-                pass
+            rest, self._buffer = self._buffer, ""
+            for start in range(0, len(rest), _PART):
+                pieces += self.add(rest[start : start + _PART])
+        else:
+            self._text(self._scan.form.opener if self._scan is not None else "", pieces)
         self._text(self._buffer, pieces)
         self._buffer = ""
         if "\n" not in self._space or not (self._is_thinking or self._drops_space):

@@ -48,6 +48,7 @@ _TAGGED = {
     "glm": ("<tool_call>{name}\n", "<arg_key>{key}</arg_key>\n<arg_value>", "</arg_value>", "\n", "</tool_call>"),
 }
 _HAS_LOOSE_LINES = ("glm",)
+_NUMBER = "[0-9]{1,6}"  # of a call; without a bound, a model could write digits for ever
 _PLAIN_NAME = re.compile(r"[\w.\-]+")
 _OBJECT_WORDS = {"$defs", "$schema", "additionalProperties", "description", "properties", "required", "title", "type"}
 _STRING_BOUNDS = {"format", "maxLength", "minLength", "pattern"}
@@ -112,7 +113,7 @@ def forced_calls(
         head_parts, tail_parts = (_parts(part, token_ids, exact=True) for part in (head, after))
         rules.append(f"call{i}: {head_parts} arguments{i} {tail_parts}")
         rules.append(f"arguments{i}: {json_rule(schema)}")
-        openings[name] = re.escape(head).replace(re.escape("\0"), "[0-9]+")
+        openings[name] = re.escape(head).replace(re.escape("\0"), _NUMBER)
     grammar = from_text("lark", "\n".join(rules), "tools")
     assert grammar is not None
     return grammar, openings
@@ -211,7 +212,7 @@ def _parts(text: str, token_ids: Mapping[str, int], *, exact: bool = False) -> s
     parts = re.split(f"({pattern})", text)
     named = {
         "\n": r'"\n"' if exact else r"/\n?/",
-        "\0": "/[0-9]+/",
+        "\0": f"/{_NUMBER}/",
         **{mark: f"<[{token_ids[mark]}]>" for mark in known},
     }
     return " ".join(named.get(part, json.dumps(part)) for part in parts if part)

@@ -21,6 +21,7 @@ _ONE_EACH = "crossdock.one_each"
 # Like the ByteFallback decoder: one U+FFFD for every byte that belongs to no character.
 codecs.register_error(_ONE_EACH, lambda error: ("\ufffd" * (error.end - error.start), error.end))  # type: ignore[attr-defined]
 _PROBE = "crossdock-probe"  # a text that no chat template writes by itself
+_MOST_WAITING = 16  # tokens that together have no text yet
 _PRIMING = 4  # tokens; no UTF-8 character is longer than four bytes
 
 
@@ -354,7 +355,11 @@ class _WindowDetokenizer:
         self._ids.append(token_id)
         text = self._decode(self._ids)
         # The wait for the rest of a character ends: what four tokens do not complete is no character.
-        if len(text) <= len(self._shown) or (text.endswith("\ufffd") and len(self._ids) - self._read < _PRIMING):
+        # Tokens without a text are not kept for ever: each new one would decode all of them.
+        num_waiting = len(self._ids) - self._read
+        if (len(text) <= len(self._shown) and num_waiting < _MOST_WAITING) or (
+            text.endswith("\ufffd") and num_waiting < _PRIMING
+        ):
             return ""
         return self._advance(text)
 

@@ -1,0 +1,113 @@
+"""What a model writes costs each parser CPU time in proportion to its length, in one piece and token by token."""
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from itertools import accumulate, permutations
+
+import pytest
+
+from crossdock.cluster.api.body.tool_calls import ForcedCall
+from crossdock.cluster.api.text.families import FAMILIES
+from crossdock.cluster.api.text.forced_call import ForcedCallText, plain_openings
+from crossdock.cluster.api.text.harmony import MARKERS, HarmonyText
+from crossdock.cluster.api.text.marked_text import MarkedText
+from crossdock.cluster.api.text.message_parser import MessageParser, ReasonedText
+from crossdock.cluster.api.text.strict_calls import forced_calls
+from tests.cluster.api.linear_time import CHARACTERS, LONG, assert_linear
+from tests.cluster.api.text.test_message_parsers import CALLS, SCHEMAS
+
+FORCED = ForcedCall({"move": {}, "wait": {}}, is_named=False)
+RUNS = (100, 800, LONG)  # a header of gpt-oss has 1,024 characters at most
+_TOKEN = re.compile(r"\[[A-Z_/]+\]|<[^<>\s]*>?|\w+|\s+|.", re.DOTALL)
+
+
+def native(family: str) -> Callable[[], MessageParser]:
+    found = forced_calls(family, FORCED, {"[ARGS]": 1}, is_single=False)
+    assert found is not None
+    return lambda: ForcedCallText(found[1])
+
+
+PARSERS: dict[str, Callable[[], MessageParser]] = {
+    **{family: lambda family=family: MarkedText(FAMILIES[family], SCHEMAS, is_thinking=False) for family in FAMILIES},  # type: ignore[misc]
+    "gpt_oss": lambda: HarmonyText(SCHEMAS),
+    "forced": lambda: ReasonedText(
+        MarkedText(FAMILIES["hermes"], None, is_thinking=False), ForcedCallText(plain_openings(FORCED))
+    ),
+    "forced kimi_k2": native("kimi_k2"),
+}
+SAMPLES = {
+    **CALLS,
+    "think": "<think>\nWhy\n</think>\n\nSure.",
+    "forced": '<think>Why</think>{"name": "move", "arguments": {"to": "a"}}',
+    "forced kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.move:0<|tool_call_argument_begin|>{}"
+    "<|tool_call_end|>",
+}
+
+
+def contexts(name: str) -> tuple[list[str], list[str]]:
+    """Return the beginnings of a family's text, one up to each different token, and the different tokens."""
+    tokens = _TOKEN.findall(SAMPLES[name])
+    ends = dict(zip(tokens, accumulate(map(len, tokens)), strict=True))
+    return ["", *(SAMPLES[name][:end] for end in ends.values())], [*ends]
+
+
+def texts(name: str) -> Iterator[tuple[str, str, str]]:
+    """Yield texts as what comes before a run, the text that the run repeats, and what comes after it."""
+    beginnings, tokens = contexts(name)
+    marks = [token for token in tokens if not token.isalnum() and len(token) > 2]
+    ends = ["!", "".join(_TOKEN.findall(SAMPLES[name])[-2:])]
+    for before in beginnings:
+        for unit in dict.fromkeys([*CHARACTERS, *tokens]):
+            yield from ((before, unit, after) for after in [*ends, SAMPLES[name][len(before) :]])
+        yield from ((before, "".join(pair), "!") for pair in permutations(marks, 2))
+        yield from ((before, " ", f"{token}{end}") for token in (*tokens, "to=") for end in ("!", ""))
+
+
+def run(unit: str, length: int) -> str:
+    return unit * (length // len(unit) + 1)
+
+
+@pytest.mark.parametrize("name", PARSERS)
+def test_text_in_one_piece_takes_time_in_proportion_to_its_length(name: str) -> None:
+    for before, unit, after in texts(name):
+
+        def read(length: int, before: str = before, unit: str = unit, after: str = after) -> None:
+            parser = PARSERS[name]()
+            parser.add(f"{before}{run(unit, length)}{after}")
+            parser.finish(is_cut=False)
+
+        for length in RUNS if unit.isspace() else (LONG,):
+            assert_linear(read, f"{name}: {before!r}, then {unit!r}, then {after!r}", length)
+
+
+@pytest.mark.parametrize("name", PARSERS)
+def test_token_takes_the_same_time_after_a_short_text_and_after_a_long_one(name: str) -> None:
+    """A parser that looked at the whole text again would take 100 times as long."""
+    beginnings, tokens = contexts(name)
+    marks = [token for token in tokens if not token.isalnum() and len(token) > 2]
+    for before in beginnings:
+        for unit in (" ", "a", "0", '"', *marks):
+            short = long = 1.0
+            for _ in range(3):
+                short = min(short, seconds_of_tokens(PARSERS[name](), before, unit, 1000))
+                long = min(long, seconds_of_tokens(PARSERS[name](), before, unit, 100_000))
+                if long <= 5 * short + 3e-4:
+                    break
+            assert long <= 5 * short + 3e-4, f"{name}: {before!r}, then {unit!r}: {long:.5f} s, {short:.5f} s"
+
+
+def seconds_of_tokens(parser: MessageParser, before: str, unit: str, length: int) -> float:
+    """Return the CPU seconds of twenty tokens more after a run of so many characters."""
+    parser.add(before + run(unit, length))
+    started = time.thread_time()
+    for _ in range(20):
+        parser.add(unit)
+    return time.thread_time() - started
+
+
+def test_every_family_has_a_sample_with_its_markers() -> None:
+    assert SAMPLES.keys() == PARSERS.keys()
+    for family, marked in FAMILIES.items():
+        assert any(mark in SAMPLES[family] for mark in marked.markers()), family
+    assert all(mark in SAMPLES["gpt_oss"] for mark in MARKERS if mark != "<|return|>")
