@@ -105,7 +105,7 @@ def test_folder_of_libraries_is_closed_to_others_or_refused(empty_cache: Path) -
         pytest.skip("needs root, to give a folder to another user")
     os.chown(empty_cache, 12345, -1)
     _forget()
-    with pytest.raises(OSError, match="user 12345 owns it.* name an own folder in CROSSDOCK_CACHE"):
+    with pytest.raises(OSError, match=r"user 12345 owns it.* name an own folder in CROSSDOCK_CACHE"):
         build.cpu_library("layer_steps")
 
 
