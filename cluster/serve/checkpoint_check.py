@@ -5,14 +5,17 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
+from crossdock.workers.model.weights.scheme import scheme_at
+
 _TOKENIZERS = ("tokenizer*", "vocab.*", "*.model", "*.tiktoken", "tekken.json")  # files of which one is enough
 
 
 def check_checkpoint(folder: Path, *, needs_tokenizer: bool = True) -> None:
-    """Check the kind of model in `folder`, and that a tokenizer is beside it.
+    """Check the kind of model in `folder`, how its weights are stored, and that a tokenizer is beside it.
 
     Raises:
-        ValueError: config.json is none, transformers does not know its `model_type`, or there is no tokenizer.
+        ValueError: config.json is none, transformers does not know its `model_type`, weights stored so are not read, or
+            there is no tokenizer.
     """
     file = folder / "config.json"
     try:
@@ -27,6 +30,7 @@ def check_checkpoint(folder: Path, *, needs_tokenizer: bool = True) -> None:
             f"model: {file} has model_type {kind!r}, which transformers {version('transformers')} does not know; "
             "models that bring code of their own are not served (docs/models.md)"
         )
+    scheme_at(folder)
     if needs_tokenizer and not any(file for pattern in _TOKENIZERS for file in folder.glob(pattern)):
         raise ValueError(f"model: {folder} has no tokenizer.json and no other tokenizer; name one with --tokenizer")
 

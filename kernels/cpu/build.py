@@ -8,6 +8,7 @@ import ctypes
 import hashlib
 import os
 import shutil
+import stat
 import subprocess
 import tempfile
 from functools import lru_cache
@@ -18,6 +19,7 @@ import torch
 from crossdock.kernels.cache import cache_dir
 
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp")
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 @lru_cache
@@ -34,8 +36,10 @@ def cpu_flags() -> frozenset[str]:
 def cpu_library(name: str) -> ctypes.CDLL:
     """Return the compiled `kernels/cpu/<name>.cpp`.
 
+    A library that another user may have written is compiled again: to load it is to run it.
+
     Raises:
-        OSError: there is no compiler, or compilation fails; the message tells which.
+        OSError: there is no compiler, compilation fails, or others may write to the folder; the message tells which.
     """
     source = Path(__file__).with_name(f"{name}.cpp")
     compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
@@ -43,15 +47,53 @@ def cpu_library(name: str) -> ctypes.CDLL:
         raise OSError("no C++ compiler was found (install g++, or name one in CXX)")
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
     key = "\n".join([source.read_text(), " ".join(FLAGS), version, " ".join(sorted(cpu_flags())), torch.__version__])
-    target = cache_dir() / "kernels" / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
-    if not target.exists():
+    folder = _own_folder(cache_dir() / "kernels")
+    target = folder / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
+    library = _loaded(target)
+    if library is None:
         _compile(compiler, source, target)
-    return ctypes.CDLL(str(target))
+        library = _loaded(target)
+    if library is None:
+        raise OSError(f"{target} may be written by others although it was just compiled; see CROSSDOCK_CACHE")
+    return library
+
+
+def _own_folder(folder: Path) -> Path:
+    """Make a folder to which this user alone may write. OSError: it is another user's, or a link."""
+    folder.mkdir(parents=True, exist_ok=True)
+    found = folder.lstat()
+    if found.st_uid == os.geteuid() and stat.S_ISDIR(found.st_mode) and found.st_mode & _OTHERS_WRITE:
+        folder.chmod(stat.S_IMODE(found.st_mode) & ~_OTHERS_WRITE)
+        found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or not _is_own(found):
+        raise OSError(
+            f"compiled kernels are not loaded from {folder}: user {found.st_uid} owns it, its mode is "
+            f"{stat.S_IMODE(found.st_mode):o}, and this is user {os.geteuid()}; name an own folder in CROSSDOCK_CACHE"
+        )
+    return folder
+
+
+def _loaded(file: Path) -> ctypes.CDLL | None:
+    """Return a library that no other user can have written; None: there is none."""
+    try:
+        descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode) or not _is_own(found):
+        os.close(descriptor)
+        return None
+    # The file that was looked at, whatever stands at its path by now. It stays open: a library that is loaded is known
+    # by this name, and the next one would be taken for it.
+    return ctypes.CDLL(f"/proc/self/fd/{descriptor}")
+
+
+def _is_own(found: os.stat_result) -> bool:
+    return found.st_uid in (0, os.geteuid()) and not found.st_mode & _OTHERS_WRITE
 
 
 def _compile(compiler: str, source: Path, target: Path) -> None:
     """Build beside the target and rename: killed or concurrent builds leave no incomplete library."""
-    target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix="build-") as folder:
         objects, library = Path(folder) / "kernel.o", Path(folder) / "kernel.so"
         # torch brings an OpenMP runtime under a name of its own; a second one would have a second pool of threads
@@ -59,6 +101,7 @@ def _compile(compiler: str, source: Path, target: Path) -> None:
         link = [str(runtimes[0])] if runtimes else ["-fopenmp"]
         _run([compiler, *FLAGS, "-c", str(source), "-o", str(objects)])
         _run([compiler, "-shared", str(objects), *link, "-o", str(library)])
+        library.chmod(0o755)  # whatever the umask
         os.replace(library, target)
 
 

@@ -137,7 +137,7 @@ def load_encoder(spec: ModelSpec, device: str = "cpu", kv_bytes: int | None = No
     if kv_bytes is not None:
         _check_fits(config, dtype, kv_bytes, device)
     used_by_others = used_by_all_but_torch() if device != "cpu" else 0
-    module, _ = load_weights(config, path, dtype, partial(load_cut, config, path, drop_decoder))
+    module, _ = load_weights(config, path, dtype, partial(load_cut, config, path, drop_decoder), needs_all=False)
     return wrap_encoder(module.to(device), spec.max_model_len, used_by_others)
 
 

@@ -3,6 +3,7 @@
 import logging
 import os
 import platform
+import shutil
 import signal
 import subprocess
 import sys
@@ -67,6 +68,45 @@ def test_concurrent_builds_all_succeed(empty_cache: Path) -> None:
         assert output == "True\n"
     assert len(list(empty_cache.glob("*.so"))) == 1
     assert not list(empty_cache.glob("build-*"))
+
+
+@needs_compiler
+@pytest.mark.parametrize("doubt", ["group", "others", "link", "owner"])
+def test_library_that_another_user_may_have_written_is_compiled_again(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, doubt: str
+) -> None:
+    build.cpu_library("layer_steps")
+    (library,) = empty_cache.glob("*.so")
+    evil = tmp_path / "evil.so"
+    subprocess.run(["g++", "-shared", "-x", "c++", "-", "-o", str(evil)], input=b"int planted;", check=True)
+    library.unlink()
+    if doubt == "link":
+        library.symlink_to(evil)
+    else:
+        shutil.copy(evil, library)
+        library.chmod({"group": 0o775, "others": 0o757}.get(doubt, 0o755))
+    if doubt == "owner":
+        if os.geteuid():
+            pytest.skip("needs root, to give a file to another user")
+        os.chown(library, 12345, -1)
+    _forget()
+    assert build.cpu_library("layer_steps").crossdock_add_and_norm
+    assert not library.is_symlink()
+    assert (library.stat().st_uid, library.stat().st_mode & 0o022) == (os.geteuid(), 0)
+
+
+@needs_compiler
+def test_folder_of_libraries_is_closed_to_others_or_refused(empty_cache: Path) -> None:
+    empty_cache.mkdir(parents=True, mode=0o777)
+    empty_cache.chmod(0o777)
+    build.cpu_library("layer_steps")
+    assert empty_cache.stat().st_mode & 0o022 == 0
+    if os.geteuid():
+        pytest.skip("needs root, to give a folder to another user")
+    os.chown(empty_cache, 12345, -1)
+    _forget()
+    with pytest.raises(OSError, match=r"user 12345 owns it.* name an own folder in CROSSDOCK_CACHE"):
+        build.cpu_library("layer_steps")
 
 
 @pytest.mark.parametrize(

