@@ -1,4 +1,4 @@
-"""What a model writes costs each parser CPU time in proportion to its length, in one piece and token by token."""
+"""Parsers of model output: CPU time grows no faster than the text, in one piece and token by token."""
 
 import re
 import time
