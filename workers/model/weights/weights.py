@@ -21,7 +21,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from crossdock.workers.model.architecture import ATTENTION_NAME, UnsupportedModelError, attention_names
+from crossdock.workers.model.architecture import ATTENTION_NAME, attention_names
 from crossdock.workers.model.cut.collectives import Collectives
 from crossdock.workers.model.cut.cut_model import cut_model
 from crossdock.workers.model.cut.part import ModelPart, TensorSlice
@@ -40,8 +40,7 @@ def load_weights(
     """Load the weights in `path` with `load`. Returns transformers' model or one rank's part, and which part that is.
 
     Raises:
-        UnsupportedModelError: transformers lets no other attention into the model.
-        ValueError: there are no weights in safetensors.
+        ValueError: transformers lets no other attention into the model, or there are no weights in safetensors.
     """
     try:
         return load(dtype=dtype, attn_implementation=attention_names(config))
@@ -55,7 +54,7 @@ def load_weights(
     except ValueError as error:
         if ATTENTION_NAME not in str(error) and "attn_implementation" not in str(error):
             raise
-        raise UnsupportedModelError(f"{config.model_type}: transformers gives it no pluggable attention") from error
+        raise ValueError(f"{config.model_type}: transformers gives it no pluggable attention") from error
 
 
 def load_whole(config: PretrainedConfig, path: Path, **options: Any) -> tuple[Any, None]:
