@@ -15,10 +15,6 @@ from crossdock.cluster.config import ClusterConfig, field_at, model_at
 _GONE = {"engine.prefix_eviction": "gone, leave it out: the least recently used page is evicted first"}
 
 
-class ConfigError(ValueError):
-    """The configuration cannot be used. The message has one line per problem: field, value, and what is accepted."""
-
-
 def load(
     path: Path | None = None, overrides: Mapping[str, object] | None = None, flags: Mapping[str, str] | None = None
 ) -> ClusterConfig:
@@ -28,7 +24,7 @@ def load(
     `flags` says which flag gave an override; errors then name the flag: {"engine.max_num_seqs": "--max-num-seqs"}.
 
     Raises:
-        ConfigError: the file cannot be read, or a setting is unknown or out of bounds.
+        ValueError: the file cannot be read, or a setting is unknown or out of bounds.
     """
     data = {} if path is None else _read(path)
     for key, value in (overrides or {}).items():
@@ -43,7 +39,7 @@ def load(
             )
             for detail in error.errors(include_url=False)
         ]
-        raise ConfigError("\n".join(problems)) from None
+        raise ValueError("\n".join(problems)) from None
 
 
 def to_yaml(config: ClusterConfig) -> str:
@@ -58,13 +54,13 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         data = yaml.safe_load(path.read_text())
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+        raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
+        raise ValueError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
     if data is None:
         return {}
     if not isinstance(data, dict):
-        raise ConfigError(f"{path}: a mapping is expected ({', '.join(ClusterConfig.model_fields)}), not {data!r}")
+        raise ValueError(f"{path}: a mapping is expected ({', '.join(ClusterConfig.model_fields)}), not {data!r}")
     return data
 
 
@@ -81,12 +77,12 @@ def _assign(node: Any, path: Sequence[str], value: object, key: str) -> None:
     name, *rest = path
     if isinstance(node, list):
         if not rest:
-            raise ConfigError(f"{key}: names a whole member of a list; set its fields one by one")
+            raise ValueError(f"{key}: names a whole member of a list; set its fields one by one")
         for member in node if name == "*" else [_member(node, name, key)]:
             _assign(member, rest, value, key)
     elif not isinstance(node, dict):
         done = ".".join(key.split(".")[: -len(path)])
-        raise ConfigError(f"{key}: {done} is {node!r}, which has no parts")
+        raise ValueError(f"{key}: {done} is {node!r}, which has no parts")
     elif not rest:
         node[name] = value
     else:
@@ -102,7 +98,7 @@ def _member(members: list[Any], name: str, key: str) -> Any:
         return members[int(name)]
     if name in names:
         return members[names.index(name)]
-    raise ConfigError(f"{key}: no member {name!r} here; there are {', '.join(str(name) for name in names)}")
+    raise ValueError(f"{key}: no member {name!r} here; there are {', '.join(str(name) for name in names)}")
 
 
 # -- explain -----------------------------------------------------------------------------------------------------------

@@ -234,7 +234,7 @@ class Scaling:
             return
         num_here = sum(1 for member in self._members.values() if member.pool == pool)
         target = self.targets.setdefault(pool, min(max(bounds.least, num_here), bounds.most))
-        away = self._num_away(pool, bounds.role) - self._num_guests(pool, bounds.role)
+        away = num_here - need.load.replicas  # with other roles, less those of other pools that have this role
         high = min(max(need.wanted + away, bounds.least), bounds.most)
         low = min(max(need.enough + away, bounds.least), bounds.most)
         high_since = _since(self._high_since, pool, high > target, now)
@@ -254,14 +254,6 @@ class Scaling:
     def _is_complete(self) -> bool:
         """Whether a live profile of every replica is known."""
         return all(member.is_known for member in self._members.values())
-
-    def _num_away(self, pool: str, role: Role) -> int:
-        """Return how many replicas of this pool are assigned another role now."""
-        return sum(1 for member in self._members.values() if member.pool == pool and member.role != role)
-
-    def _num_guests(self, pool: str, role: Role) -> int:
-        """Return how many replicas of other pools are assigned this role now."""
-        return sum(1 for member in self._members.values() if member.pool != pool and member.role == role)
 
     def _flip(self, short: Role, spare: Role, needs: Mapping[Role, _Need], now: float) -> Iterable[Flip]:
         """Assign one replica of role `spare` the role `short`, if the pools of `short` cannot grow."""

@@ -19,7 +19,7 @@ import argparse
 import os
 import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -36,7 +36,7 @@ from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.calibrate import warm_up
 from crossdock.workers.replica.engine.engine import Engine
-from crossdock.workers.schedule.pictures.encoding import Encoding, ItemChunk
+from crossdock.workers.schedule.pictures.encoding import Encoding, ItemStop
 from crossdock.workers.schedule.pictures.items import Item
 from crossdock.workers.schedule.request import Request
 from crossdock.workers.schedule.submission import SamplingParams, Submission
@@ -48,8 +48,8 @@ PICTURES = 8
 class AtOnce(Encoding):
     """Encodes all pictures of a request in the step of its first chunk, whatever the streams need."""
 
-    def chunk(self, request: Request, start: int, size_of: Callable[[float, bool], int], page_size: int) -> ItemChunk:
-        return ItemChunk(size_of(0.0, True))
+    def stops(self, request: Request, start: int, page_size: int) -> Iterator[ItemStop]:
+        return iter(())
 
     def take(self, request: Request, start: int, num_tokens: int) -> float:
         super().take(request, 0, request.num_tokens)

@@ -1,5 +1,6 @@
 """The configuration tree: the meaning of files and overrides, and the errors about wrong ones."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ import yaml
 from pydantic import ValidationError
 
 from crossdock.cluster.config import ClusterConfig, ModelConfig
-from crossdock.cluster.config_file import ConfigError, load, to_yaml
+from crossdock.cluster.config_file import load, to_yaml
 
 
 @pytest.fixture
@@ -135,16 +136,15 @@ def test_tree_is_frozen() -> None:
 def test_wrong_override_raises_one_line_with_field_value_and_alternatives(
     overrides: dict[str, object], message: str
 ) -> None:
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}") as error:
         load(None, overrides)
-    assert str(error.value).startswith(message)
     assert "\n" not in str(error.value)  # one problem, one line
 
 
 def test_file_with_two_problems_raises_one_line_for_each(tmp_path: Path) -> None:
     path = tmp_path / "bad.yaml"
     path.write_text("engine: {page_size: 0}\nhttp: {prot: 80}\n")
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(ValueError, match=r"bad\.yaml: engine") as error:
         load(path)
     first, second = str(error.value).splitlines()
     assert first == f"{path}: engine.page_size: must be greater than or equal to 1, not 0"
@@ -163,12 +163,12 @@ def test_file_with_two_problems_raises_one_line_for_each(tmp_path: Path) -> None
 def test_file_that_is_no_configuration_is_refused(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "bad.yaml"
     path.write_text(text)
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ValueError, match=message):
         load(path)
 
 
 def test_absent_file_is_refused_and_empty_file_is_the_defaults(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"absent\.yaml: cannot be read: No such file"):
+    with pytest.raises(ValueError, match=r"absent\.yaml: cannot be read: No such file"):
         load(tmp_path / "absent.yaml")
     (tmp_path / "empty.yaml").write_text("# nothing yet\n")
     assert load(tmp_path / "empty.yaml") == load()
@@ -218,7 +218,7 @@ def test_validation_error_of_the_tree_hides_secrets(data: dict[str, object]) -> 
 
 
 def test_error_about_an_api_key_does_not_repeat_the_key() -> None:
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(ValueError, match=r"^http\.api_keys") as error:
         load(None, {"http.api_keys": [12345678]})
     assert "12345678" not in str(error.value)
 
@@ -234,7 +234,7 @@ def test_pool_has_its_given_role_or_else_that_of_its_name() -> None:
 )
 def test_pool_whose_name_looks_like_a_role_needs_one(name: str, role: str) -> None:
     reason = f"pools.0: name '{name}' gives no role: write '{role}', or set the role of this pool"
-    with pytest.raises(ConfigError, match=reason):
+    with pytest.raises(ValueError, match=reason):
         load(None, {"pools": [{"name": name}]})
     assert load(None, {"pools": [{"name": name, "role": "mixed"}]}).pools[0].role == "mixed"
 
@@ -289,7 +289,7 @@ def test_encode_pool_has_no_settings_of_the_decoder() -> None:
     ],
 )
 def test_encode_pool_without_use_is_refused(changes: dict[str, object], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ValueError, match=message):
         load(None, PICTURES | {"pools": [{"name": "encode"}, {"name": "mixed"}]} | changes)
 
 
@@ -302,13 +302,13 @@ def test_encode_pool_without_use_is_refused(changes: dict[str, object], message:
     ],
 )
 def test_pools_that_cannot_work_together_are_refused(pools: list[dict[str, object]], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ValueError, match=message):
         load(None, {"pools": pools, "engine": {"max_num_seqs": 32}})
 
 
 @pytest.mark.parametrize("name", ["ingress", "Big Pool"])
 def test_reserved_or_malformed_pool_name_is_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match=r"pools\.0\.name|pools\.0"):
+    with pytest.raises(ValueError, match=r"pools\.0\.name|pools\.0"):
         load(None, {"pools": [{"name": name}]})
 
 

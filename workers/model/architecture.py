@@ -5,10 +5,6 @@ from transformers import PretrainedConfig
 ATTENTION_NAME = "crossdock"  # under which transformers knows our attention
 
 
-class UnsupportedModelError(ValueError):
-    """The model would produce wrong tokens here; the message gives the reason."""
-
-
 def text_config(config: PretrainedConfig) -> PretrainedConfig:
     """Return the configuration of the decoder, which is a part of some models' configuration."""
     decoder: PretrainedConfig = config.get_text_config(decoder=True)

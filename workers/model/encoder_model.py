@@ -16,13 +16,13 @@ from transformers import AutoConfig, PretrainedConfig
 from crossdock.kernels.attention import AttentionBatch
 from crossdock.kernels.backend import CPP
 from crossdock.kvtransfer.layout import LayerShape
-from crossdock.workers.model.architecture import UnsupportedModelError, num_deep_layers, text_config
+from crossdock.workers.model.architecture import num_deep_layers, text_config
 from crossdock.workers.model.cut.part import ModelPart
 from crossdock.workers.model.cut.position import RankPosition
 from crossdock.workers.model.forward.step_pictures import PictureRows
 from crossdock.workers.model.kv_pool import KVPool
 from crossdock.workers.model.load import dtype_of, longest_request
-from crossdock.workers.model.memory.memory_fit import DoesNotFit, free_memory, size_of, used_by_all_but_torch
+from crossdock.workers.model.memory.memory_fit import free_memory, size_of, used_by_all_but_torch
 from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.model.pictures.vision import PictureEncoder, PromptPictures, why_text_alone
@@ -122,14 +122,13 @@ def load_encoder(spec: ModelSpec, device: str = "cpu", kv_bytes: int | None = No
     `kv_bytes` of pages must fit into memory beside the weights; None checks nothing.
 
     Raises:
-        UnsupportedModelError: the model has no pictures, or none that are supported here.
-        DoesNotFit: there is not enough memory.
-        ValueError: `max_model_len` is more than the model was made for, or the checkpoint is quantised.
+        ValueError: the model has no pictures, or none that are supported here, or there is not enough memory. Or
+            `max_model_len` is more than the model was made for, or the checkpoint is quantised.
     """
     path = resolve_model(spec.path)
     config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     if reason := why_text_alone(config):
-        raise UnsupportedModelError(f"an encode replica needs a model that takes pictures: {reason}")
+        raise ValueError(f"an encode replica needs a model that takes pictures: {reason}")
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError("an encode replica reads no checkpoint that is quantised; leave the encode pool out")
     longest_request(config, spec.max_model_len)  # raises before the weights are read
@@ -176,13 +175,13 @@ def drop_decoder(module: Any) -> ModelPart:
 
 
 def _check_fits(config: PretrainedConfig, dtype: torch.dtype, kv_bytes: int, device: str) -> None:
-    """Raise DoesNotFit where the weights of the encoder and `kv_bytes` of pages exceed the free memory."""
+    """Raise ValueError where the weights of the encoder and `kv_bytes` of pages exceed the free memory."""
     with torch.device("meta"):
         module = auto_model(config).from_config(config, dtype=dtype)
     drop_decoder(module)
     weights, free = sum(parameter.nbytes for parameter in module.parameters()), free_memory(device)
     if weights + kv_bytes > free:
-        raise DoesNotFit(
+        raise ValueError(
             f"the encoder needs {size_of(weights)} for weights and {size_of(kv_bytes)} for pages of embeddings, and "
             f"{size_of(free)} are free on {device}. Lower kv_cache_memory"
         )

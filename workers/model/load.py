@@ -46,12 +46,11 @@ def load_model(
     checked. `takes_rows`: see `PictureEncoder`.
 
     Raises:
-        UnsupportedModelError: the architecture would not be computed right through our attention.
         CannotCut: the model cannot be divided among so many ranks.
-        DoesNotFit: there is not enough memory.
-        ValueError: `max_model_len` is more than the model was made for, or `attention_backend` cannot run on `device`
-            with pages of `kv_cache_dtype`, or `cpu_kernels` with the model's dtype on this CPU; or `quantization`
-            cannot be applied to this model here.
+        ValueError: the architecture would not be computed right through our attention, or there is not enough memory.
+            Or `max_model_len` is more than the model was made for, or `attention_backend` cannot run on `device` with
+            pages of `kv_cache_dtype`, or `cpu_kernels` with the model's dtype on this CPU; or `quantization` cannot be
+            applied to this model here.
     """
     path = resolve_model(spec.path)
     attention = choose_attention(spec.attention_backend, torch.device(device), spec.kv_cache_dtype, spec.cpu_kernels)
@@ -93,8 +92,8 @@ def wrap_module(module: Any, options: LoadOptions = _DEFAULTS) -> LoadedModel:
     """Put a transformers causal LM, or the part that `cut_model` left of it, behind our attention, or refuse it.
 
     Raises:
-        UnsupportedModelError: the module would not be computed right through our attention.
-        ValueError: `max_model_len` is more than the model was made for, or `quantization` cannot be applied.
+        ValueError: the module would not be computed right through our attention, or `max_model_len` is more than the
+            model was made for, or `quantization` cannot be applied.
     """
     config: PretrainedConfig = module.config
     refuse_by_config(config)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PretrainedConfig
 
-from crossdock.workers.model.architecture import UnsupportedModelError, attention_names, text_config
+from crossdock.workers.model.architecture import attention_names, text_config
 from crossdock.workers.model.forward.forward_context import (
     AttentionCall,
     ForwardContext,
@@ -63,12 +63,12 @@ def refuse_by_config(config: PretrainedConfig) -> None:
     """Check that all state of the model lies in KV pages, as far as its configuration shows.
 
     Raises:
-        UnsupportedModelError: layers keep other state.
+        ValueError: layers keep other state.
     """
     kinds = set(layer_kinds(text_config(config)))
     if unknown := kinds - _LAYER_TYPES:
         reasons = dict.fromkeys(_WHY_NOT.get(kind, "their state does not lie in KV pages") for kind in sorted(unknown))
-        raise UnsupportedModelError(
+        raise ValueError(
             f"{config.model_type} has layers of type {', '.join(sorted(unknown))}: {'; '.join(reasons)}. Served are "
             f"{', '.join(sorted(_LAYER_TYPES))}"
         )
@@ -82,8 +82,8 @@ def probe(network: Network, options: LoadOptions, eos_token_ids: frozenset[int] 
     of a gang must call it.
 
     Raises:
-        UnsupportedModelError: the logits differ, or a layer did not reach our attention exactly once.
-        ValueError: weights cannot be stored as `options` ask on this device.
+        ValueError: the logits differ, a layer did not reach our attention exactly once, or weights cannot be stored as
+            `options` ask on this device.
     """
     _check_weights(network, options)
     states = _keep_states(network) if recurrent_layers(text_config(network.config)) else None
@@ -93,7 +93,7 @@ def probe(network: Network, options: LoadOptions, eos_token_ids: frozenset[int] 
     calls = _one_call_per_layer(network, context.probe_calls)
     check = LogitsCheck.of(network, sequences)
     if not check.passes(ours):
-        raise UnsupportedModelError(
+        raise ValueError(
             f"{network.config.model_type}: logits through paged attention differ from the model's own by "
             f"{check.error(ours):.1%} in norm"
         )
@@ -151,10 +151,10 @@ def _with_faster_layers(
 
 
 def _keep_states(network: Network) -> StateLayout:
-    """Let the recurrent layers keep their states in pages, and return where. UnsupportedModelError: they cannot."""
+    """Let the recurrent layers keep their states in pages, and return where. ValueError: they cannot."""
     name, decoder = network.config.model_type, text_config(network.config)
     if not attention_layers(decoder):
-        raise UnsupportedModelError(f"{name} has no layers with attention, and so no KV pages to keep its states in")
+        raise ValueError(f"{name} has no layers with attention, and so no KV pages to keep its states in")
     module = network.module
     # Two tokens: one would take the path of decodes, which may keep its states in another dtype.
     token_ids = torch.tensor([3, 4], device=network.device)
@@ -166,7 +166,7 @@ def _keep_states(network: Network) -> StateLayout:
     try:
         states = keep_states_in_pages(module, decoder, network.part.held_layers, compute)
     except NotRecurrentError as reason:
-        raise UnsupportedModelError(f"{name} has recurrent layers that are not served: {reason}") from reason
+        raise ValueError(f"{name} has recurrent layers that are not served: {reason}") from reason
     finally:
         module.set_attn_implementation(attention_names(network.config))
     if network.part.why_states_are_whole:
@@ -178,7 +178,7 @@ def _check_states(model: LoadedModel, check: LogitsCheck) -> None:
     """Check that chunks which continue a state in pages give the logits of one pass.
 
     Raises:
-        UnsupportedModelError: the logits differ: the kernels of some layers ignore an earlier state.
+        ValueError: the logits differ: the kernels of some layers ignore an earlier state.
     """
     short, long = PROBE_LENGTHS
     size = page_size_for(PROBE_LENGTHS, model.attention.page_multiple)
@@ -202,7 +202,7 @@ def _check_states(model: LoadedModel, check: LogitsCheck) -> None:
     finally:
         model.pool.free()
     if not check.passes(torch.cat(ours)):
-        raise UnsupportedModelError(
+        raise ValueError(
             f"{model.config.model_type}: chunks of a prompt give logits that differ from those of one pass by "
             f"{check.error(torch.cat(ours)):.1%} in norm: the kernels of its recurrent layers ignore the state of "
             f"earlier tokens"
@@ -218,7 +218,7 @@ def _one_call_per_layer(network: Network, calls: Sequence[AttentionCall]) -> lis
         expected = [layer for layer in attention_layers(text_config(network.config)) if layer in part.held_layers]
     if layers != expected:
         missing = sorted(set(expected) - set(layers))
-        raise UnsupportedModelError(
+        raise ValueError(
             f"{network.config.model_type}: layers {missing or layers} of {len(expected)} did not reach the attention "
             f"interface exactly once; they keep state elsewhere or bring attention code of their own"
         )

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from crossdock.cluster.config import ClusterConfig
-from crossdock.cluster.config_file import ConfigError, load
+from crossdock.cluster.config_file import load
 from crossdock.cluster.serve import app, lifetime
 from crossdock.cluster.serve.flags import PANELS, configuration
 from crossdock.cluster.serve.gpus import check_gpus_suffice, with_num_gpus
@@ -70,7 +70,7 @@ def test_configuration_that_leaves_gpus_open_leaves_device_to_torch() -> None:
     ],
 )
 def test_number_that_ranks_cannot_use_is_refused(pool: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ValueError, match=message):
         load(None, {"pools": [{"name": "mixed", **pool}]})
 
 

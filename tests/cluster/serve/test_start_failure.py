@@ -1,8 +1,18 @@
 """Reasons that a user reads when the application does not start."""
 
+from collections.abc import Callable
+
+import pytest
+import torch
 from ray.exceptions import RayTaskError
+from transformers import LlamaConfig
 
 from crossdock.cluster.serve.start_failure import start_reason
+from crossdock.workers.model.cut.position import RankPosition
+from crossdock.workers.model.memory.memory_fit import check_fits
+from crossdock.workers.model.probe import refuse_by_config
+
+SMALL = LlamaConfig(hidden_size=64, intermediate_size=64, num_hidden_layers=1, vocab_size=64)
 
 LINES = 'ray::ServeReplica:crossdock:mixed.initialize() (pid=7)\n  File "/a/replica.py", line 3, in initialize\n'
 HEAD = "The deployment failed to start 1 times in a row. See controller logs for details. Error:\n"
@@ -22,6 +32,20 @@ def test_user_error_is_shown_without_its_traceback_and_once() -> None:
         "",
     ]
     assert start_reason(reasons, has_ended=False) == "page_size (3): wrong\ngive 16"
+
+
+@pytest.mark.parametrize(
+    "load",
+    [
+        lambda: refuse_by_config(LlamaConfig(num_hidden_layers=1, layer_types=["minimax_m3_sparse"])),
+        lambda: check_fits(SMALL, RankPosition(), torch.float32, 1 << 60, "cpu"),
+    ],
+    ids=["model that is not served", "model that does not fit"],
+)
+def test_refusal_of_a_model_is_shown_without_its_traceback(load: Callable[[], None]) -> None:
+    with pytest.raises(ValueError, match=r"layers of type|are missing") as refusal:
+        load()
+    assert start_reason([message(refusal.value)]) == str(refusal.value)
 
 
 def test_error_that_is_no_user_error_keeps_its_traceback() -> None:

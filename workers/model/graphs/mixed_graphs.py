@@ -169,9 +169,8 @@ def padded_with_chunks(
 
 def _sizes(inputs: StepInputs) -> tuple[int, int, int]:
     """Return how many decodes come first, how many chunks come after them, and the tokens of these chunks."""
-    is_longer = np.diff(inputs.query_start) != 1
-    num_decodes = int(is_longer.argmax()) if is_longer.any() else len(is_longer)
-    return num_decodes, len(is_longer) - num_decodes, len(inputs.token_ids) - num_decodes
+    num_decodes = inputs.num_decodes
+    return num_decodes, len(inputs.kv_len) - num_decodes, len(inputs.token_ids) - num_decodes
 
 
 def mixed_graphs(

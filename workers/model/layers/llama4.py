@@ -7,7 +7,6 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from crossdock.kernels.backend import Attention
-from crossdock.workers.model.architecture import UnsupportedModelError
 from crossdock.workers.model.forward.forward_context import context_or_none
 from crossdock.workers.model.layer_kinds import layer_kinds
 
@@ -18,14 +17,14 @@ def attention_chunks(decoder: PretrainedConfig, max_model_len: int, attention: A
     Chunks that no request leaves are left out: within the first one, attention is causal.
 
     Raises:
-        UnsupportedModelError: `attention` does not take such layers.
+        ValueError: `attention` does not take such layers.
     """
     size: int | None = getattr(decoder, "attention_chunk_size", None)
     layers = [layer for layer, kind in enumerate(layer_kinds(decoder)) if kind == "chunked_attention"]
     if not layers or size is None or size >= max_model_len:
         return {}
     if not attention.takes_attention_chunks:
-        raise UnsupportedModelError(
+        raise ValueError(
             f"attention_backend {attention.name} has no attention chunks, and {decoder.model_type} has some of {size} "
             f"tokens: triton and torch take them, and max_model_len {size} or less needs none"
         )

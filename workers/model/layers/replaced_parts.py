@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from crossdock.kernels.cpu.linear import usable_kernels
 from crossdock.kernels.options import CpuKernels
-from crossdock.workers.model.architecture import UnsupportedModelError, num_deep_layers
+from crossdock.workers.model.architecture import num_deep_layers
 from crossdock.workers.model.forward.forward_context import (
     AttentionCall,
     ForwardContext,
@@ -131,7 +131,7 @@ def fuse_layers_if_equal(model: LoadedModel, check: LogitsCheck, options: LoadOp
     Weights of another format may differ as much as that format says.
 
     Raises:
-        UnsupportedModelError: such weights need fused layers, and these cannot be fused, or logits differ too much.
+        ValueError: such weights need fused layers, and these cannot be fused, or logits differ too much.
     """
     weights = options.weights
     try:
@@ -142,7 +142,7 @@ def fuse_layers_if_equal(model: LoadedModel, check: LogitsCheck, options: LoadOp
         fusion = fuse(model.module, sliding, current_pages, attention, options.cpu_kernels, free, weights.kernel)
     except NotFusableError as reason:
         if weights.kernel is not None:
-            raise UnsupportedModelError(f"quantization {weights.name}: {reason}") from reason
+            raise ValueError(f"quantization {weights.name}: {reason}") from reason
         logger.info("decoder layers run in transformers' own code: %s", reason)
         return ""
     model.allocate_pool(len(PROBE_LENGTHS), max(PROBE_LENGTHS))
@@ -152,7 +152,7 @@ def fuse_layers_if_equal(model: LoadedModel, check: LogitsCheck, options: LoadOp
     error = check.error(fused)
     if not error <= (weights.tolerance or check.tolerance):
         if weights.kernel is not None:
-            raise UnsupportedModelError(
+            raise ValueError(
                 f"quantization {weights.name}: logits differ from those of the given weights by {error:.1%} in norm"
             )
         logger.info("decoder layers run in transformers' own code: fused, their logits differ by %.1f %%", 100 * error)

@@ -11,11 +11,6 @@ from crossdock.workers.model.memory.host_memory import bytes_of, free_on_host
 from crossdock.workers.model.weights.formats import format_of
 from crossdock.workers.model.weights.weight_format import WeightFormat
 
-
-class DoesNotFit(ValueError):
-    """There is less memory than the model needs; the message gives the missing bytes, and what would help."""
-
-
 _PLAIN = format_of(None)
 _SMALLER_POOL = "Lower kv_cache_memory"
 
@@ -36,14 +31,14 @@ def check_fits(
     the dtype of their file take no memory while they are loaded, for the file is mapped.
 
     Raises:
-        DoesNotFit: with the missing bytes, and a tensor_parallel_size that would fit.
+        ValueError: with the missing bytes, and a tensor_parallel_size that would fit.
     """
     free = free_bytes if free_bytes is not None else free_memory(device)
     available = free // num_sharing if device == "cpu" else free
     is_mapped = getattr(config, "dtype", None) is dtype  # before it is measured: transformers writes to it
     weights, loading = weight_format.count_bytes(config, position, dtype)
     if max(available, weights) < loading and not is_mapped:
-        raise DoesNotFit(
+        raise ValueError(
             f"quantization {weight_format.name} of a checkpoint that is not in {dtype} needs {size_of(loading)} while "
             f"the model is loaded, and {size_of(available)} are free on {device}: {size_of(loading - available)} "
             f"are missing"
@@ -51,7 +46,7 @@ def check_fits(
     if weights + kv_bytes <= available:
         return
     shared = f" (this host's {size_of(free)} for {num_sharing} ranks)" if available < free else ""
-    raise DoesNotFit(
+    raise ValueError(
         f"{position} needs {size_of(weights)} for weights and {size_of(kv_bytes)} for KV pages, and "
         f"{size_of(available)} are free on {device}{shared}: {size_of(weights + kv_bytes - available)} are missing. "
         f"{_advice(config, position, dtype, kv_bytes, available) if weight_format.is_cut else _SMALLER_POOL}"

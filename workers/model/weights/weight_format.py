@@ -58,8 +58,7 @@ class WeightFormat(Protocol):
 
         Raises:
             CannotCut: the model cannot be divided among so many ranks.
-            UnsupportedModelError: transformers lets no other attention into the model.
-            ValueError: there are no weights in safetensors.
+            ValueError: transformers lets no other attention into the model, or there are no weights in safetensors.
         """
 
     def count_bytes(self, config: PretrainedConfig, position: RankPosition, dtype: torch.dtype) -> WeightBytes:

@@ -21,7 +21,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from crossdock.workers.model.architecture import ATTENTION_NAME, UnsupportedModelError, attention_names
+from crossdock.workers.model.architecture import ATTENTION_NAME, attention_names
 from crossdock.workers.model.cut.collectives import Collectives
 from crossdock.workers.model.cut.cut_model import cut_model
 from crossdock.workers.model.cut.part import ModelPart, TensorSlice
@@ -49,9 +49,8 @@ def load_weights(
     Without `needs_all`, `load` takes parts of the model that the checkpoint may lack.
 
     Raises:
-        UnsupportedModelError: transformers lets no other attention into the model.
-        ValueError: there are no weights in safetensors, or others than the model's; or they are stored in a way that is
-            not read.
+        ValueError: transformers lets no other attention into the model; or there are no weights in safetensors, or
+            others than the model's; or they are stored in a way that is not read.
     """
     scheme = scheme_at(path)
     for each in (config, config.get_text_config(decoder=True)):
@@ -70,7 +69,7 @@ def load_weights(
     except ValueError as error:
         if ATTENTION_NAME not in str(error) and "attn_implementation" not in str(error):
             raise
-        raise UnsupportedModelError(f"{config.model_type}: transformers gives it no pluggable attention") from error
+        raise ValueError(f"{config.model_type}: transformers gives it no pluggable attention") from error
     if scheme is not PLAIN:  # transformers leaves plain weights beside packed ones in the dtype of their file
         for name, parameter in module.named_parameters():
             parameter.data = parameter.data.to(named.dtype_of(name, parameter.dtype))

@@ -46,8 +46,8 @@ def load_rank(
     one line per phase of the start, for the log.
 
     Raises:
-        ValueError: the spec wants a GPU, and torch finds none.
-        DoesNotFit: there is not enough memory; the message says how much is missing, and what would fit.
+        ValueError: the spec wants a GPU, and torch finds none. Or there is not enough memory; the message says how much
+            is missing, and what would fit.
     """
     phases = _Phases(report)
     torch.set_num_threads(spec.num_threads)  # Ray sets OMP_NUM_THREADS by its own accounting

@@ -46,10 +46,6 @@ from crossdock.workers.schedule.submission import Leg, Submission
 _MOST_EARLY_OFFERS = 4096  # of requests that have not come here yet; a forgotten offer is repeated
 
 
-class CannotPair(RuntimeError):
-    """The two replicas of a placement cannot exchange pages; the message shows both pools."""
-
-
 @dataclass(slots=True)
 class _Transfer:
     """A transfer under way, of the request of that id."""
@@ -77,7 +73,7 @@ class Handover:
         self.engine.on_scheduled.append(self.scheduled)
 
     def add(self, submission: Submission) -> None:
-        """Begin the transfer of a request that the engine has just queued. CannotPair: place it elsewhere."""
+        """Begin the transfer of a request that the engine has just queued. RuntimeError: place it elsewhere."""
         if submission.leg is Leg.LOCAL:
             return
         begin = ShipCall if submission.leg is Leg.SEND else ExpectCall
@@ -87,7 +83,7 @@ class Handover:
         except (IncompatiblePools, ValueError) as error:
             self.engine.abort(submission.id)
             self.engine.pages.release(Request.owner_name(submission.id, submission.epoch))
-            raise CannotPair(str(error)) from error
+            raise RuntimeError(str(error)) from error
         self._transfers[submission.id] = _Transfer(submission.epoch, self.engine.clock())
         if self._early_offers.pop((submission.id, submission.epoch), 0) is None:
             self.engine.scheduler.handoff.offer(submission.id)

@@ -28,7 +28,7 @@ class Side(Protocol):
         """Seconds until `plan` and `step` should be called again although nothing happens; None: no limit."""
 
     def add(self, submission: Submission) -> None:
-        """Begin the transfer of a request that the engine has just queued. CannotPair: place the request elsewhere."""
+        """Begin the transfer of a request that the engine has just queued. RuntimeError: place it elsewhere."""
 
     def plan(self) -> None:
         """Call the dock for what can begin before a step."""

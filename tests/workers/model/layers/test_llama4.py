@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from crossdock.kernels.backend import TORCH, choose_attention
-from crossdock.workers.model.architecture import UnsupportedModelError
 from crossdock.workers.model.layers.routed_experts import skip_idle_experts
 from crossdock.workers.model.load import wrap_module
 from crossdock.workers.model.load_options import LoadOptions
@@ -44,7 +43,7 @@ def test_attention_chunk_that_no_request_leaves_needs_no_backend_of_its_own() ->
 
 
 def test_backend_without_attention_chunks_refuses_longer_requests_with_the_reason() -> None:
-    with pytest.raises(UnsupportedModelError, match=f"flash_attn has no attention chunks.* max_model_len {WINDOW} or"):
+    with pytest.raises(ValueError, match=f"flash_attn has no attention chunks.* max_model_len {WINDOW} or"):
         wrap_module(build("llama4_text", LAYERS), LoadOptions(max_model_len=WINDOW + 1, attention=CAUSAL))
 
 
