@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from crossdock.cluster.config_file import load
 from crossdock.cluster.serve.app import APP_NAME, build
 from tests.cluster.ports import free_port
-from tests.cluster.scraping import scrape
+from tests.cluster.serve.pools.served_pools import scrape
 from tests.sweeps import rest_in_soak
 from tests.waiting import eventually
 
@@ -36,6 +36,7 @@ def url(ray_cluster: None, model_dir: Path) -> Iterator[str]:
             "model.dtype": "float32",
             "http.port": port,
             "http.replicas": 2,
+            "http.metrics_hold_s": 0,
             "engine.max_num_batched_tokens": 256,
             "engine.max_num_seqs": 16,
         },

@@ -76,7 +76,7 @@ def transferred(url: str, direction: str) -> float:
 
 
 def actors(kind: str) -> dict[str, dict[str, Any]]:
-    """Return what Ray knows of the living actors whose name or class begins with `kind`, by id."""
+    """Return Ray's records of the living actors whose name or class begins with `kind`, by id."""
     every = ray._private.state.actors().items()
     return {
         name: actor
