@@ -267,7 +267,7 @@ def test_body_of_100_megabytes_gets_413_while_a_stream_goes_on(client: openai.Op
     assert len(list(stream)) > 10
 
 
-@pytest.mark.parametrize("clients", rest_in_soak([300, 1000], 300))
+@pytest.mark.parametrize("clients", rest_in_soak([500, 1000], 500))
 def test_clients_that_disconnect_at_any_moment_leave_no_owned_page(url: str, clients: int) -> None:
     """They leave before the first token, in the prompt, in mid-stream; streams and plain requests."""
     before = metric(url, "crossdock_requests_total{")
@@ -303,7 +303,9 @@ def test_clients_that_disconnect_at_any_moment_leave_no_owned_page(url: str, cli
 
     asyncio.run(crowd())
     wait_until_idle(url)
-    assert metric(url, 'crossdock_requests_total{finish_reason="abort"') > 20  # others left sooner, or were refused
+    assert (
+        metric(url, 'crossdock_requests_total{finish_reason="abort"') > clients / 50
+    )  # others left sooner, or were refused
     assert metric(url, "crossdock_requests_total{") > before
     assert metric(url, "crossdock_cancelled_kv_bytes_total") > 0
 
