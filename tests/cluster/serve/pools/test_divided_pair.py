@@ -33,6 +33,7 @@ def url(ray_cluster: None, small_model_dir: Path) -> Iterator[str]:
     settings = {
         "engine.kv_cache_memory": "150MiB",
         "engine.max_num_batched_tokens": 128,
+        "transfer.deadline_s": 30,
         "router.policy": "round-robin",  # by predicted time the replica of one rank, faster here, would get all
     }
     with pools.deployment(small_model_dir, POOLS, settings) as address:
