@@ -48,7 +48,6 @@ logger = logging.getLogger("ray.serve")
 
 MOST_QUEUED = 4096  # requests; with prompts of 2,000 tokens about 0.3 GiB at the ingress
 _FULL_QUEUE_S = 10.0  # until a client should try again: minutes of work are queued
-_METRICS_HOLD_S = 1.0  # anyone may ask for them, and every replica and ingress writes its part
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +74,12 @@ class Dispatcher:
         *,
         most_queued: int = MOST_QUEUED,
         vllm_metrics: bool = False,
+        metrics_hold_s: float = 1.0,
     ) -> None:
         """`ingress_texts` fetches the metrics of all ingresses, by name; None: this is the only one.
 
         `most_queued`: requests that may wait for their first token; further ones are refused. `vllm_metrics`: whether
-        metrics are shown under vLLM's names too.
+        metrics are shown under vLLM's names too. `metrics_hold_s`: how long their text is given to all who ask.
         """
         self._model_name = model_name
         self._created = int(time.time())
@@ -95,7 +95,7 @@ class Dispatcher:
         self._suspects = SuspectTurns(timeouts.suspect_s)
         self._lives: dict[str, RequestLife] = {}  # by request, those in flight
         self._ingress_texts = ingress_texts or self._own_text
-        self._metrics_text: SharedAnswer[str] = SharedAnswer(self._scrape, self._connections.spawn, _METRICS_HOLD_S)
+        self._metrics_text: SharedAnswer[str] = SharedAnswer(self._scrape, self._connections.spawn, metrics_hold_s)
         self.leave = self._connections.leave
         self.close = self._connections.close
 

@@ -57,6 +57,7 @@ class Ingress:
             self._all_ingress_metrics,
             most_queued=config.http.max_queued_requests,
             vllm_metrics=config.http.vllm_metrics,
+            metrics_hold_s=config.http.metrics_hold_s,
         )
         self._name = uuid.uuid4().hex
         self._drain_s = config.http.drain_timeout_s

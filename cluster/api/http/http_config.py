@@ -88,6 +88,11 @@ class HttpConfig(BaseModel):
         False,
         description="Show metrics at /metrics under vLLM's names too, for dashboards and autoscalers made for it.",
     )
+    metrics_hold_s: float = Field(
+        1.0,
+        ge=0,
+        description="An ingress answers /metrics with the same text for so long: every replica writes its part.",
+    )
     model_aliases: tuple[str, ...] = Field((), description="Further names that the served model answers to.")
     max_logprobs: int = Field(
         20, ge=-1, description="Most alternatives a request may ask for, per token; -1: the whole vocabulary."

@@ -65,16 +65,11 @@ def test_error_of_a_call_reaches_every_submission() -> None:
         assert isinstance(error, ConnectionError)
 
 
-def test_submission_that_nobody_waits_for_does_not_stop_the_others() -> None:
-    handle = Handle(lambda asked: [0] * len(asked))
-
-    async def leave_one() -> int:
-        client = ReplicaClient(handle, "r0", "i0")  # type: ignore[arg-type]
-        left, stays = (asyncio.create_task(client.submit(submission(name))) for name in "ab")
-        await asyncio.sleep(0)
-        left.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await left
-        return await stays
-
-    assert asyncio.run(leave_one()) == 0
+async def test_submission_that_nobody_waits_for_does_not_stop_the_others() -> None:
+    client = ReplicaClient(Handle(lambda asked: [0] * len(asked)), "r0", "i0")  # type: ignore[arg-type]
+    left, stays = (asyncio.create_task(client.submit(submission(name))) for name in "ab")
+    await asyncio.sleep(0)
+    left.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await left
+    assert await stays == 0

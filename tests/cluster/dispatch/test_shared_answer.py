@@ -4,7 +4,6 @@ import asyncio
 
 import pytest
 
-from crossdock.cluster.dispatch import dispatcher as module
 from crossdock.cluster.dispatch.dispatcher import Dispatcher
 from crossdock.cluster.dispatch.shared_answer import SharedAnswer
 
@@ -43,7 +42,7 @@ async def test_error_reaches_all_who_asked_and_the_next_ask_again() -> None:
     assert not errors
 
 
-async def test_many_scrapes_at_once_ask_every_ingress_once(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_many_scrapes_at_once_ask_every_ingress_once() -> None:
     scrapes = 0
 
     async def texts() -> dict[str, str]:
@@ -52,8 +51,7 @@ async def test_many_scrapes_at_once_ask_every_ingress_once(monkeypatch: pytest.M
         await asyncio.sleep(0.01)
         return {}
 
-    monkeypatch.setattr(module, "_METRICS_HOLD_S", 0.2)
-    dispatcher = Dispatcher("tiny", None, texts)
+    dispatcher = Dispatcher("tiny", None, texts, metrics_hold_s=0.2)
     await asyncio.gather(*(dispatcher.metrics_text() for _ in range(50)))
     await dispatcher.metrics_text()
     assert scrapes == 1

@@ -20,22 +20,19 @@ def test_few_suspects_have_whole_turns_and_many_late_ones_short_turns() -> None:
     assert turn_seconds(3.0, 100, 30.0) == 0.1
 
 
-def test_suspect_that_leaves_while_it_waits_takes_no_turn() -> None:
-    async def main() -> list[str]:
-        turns, order = SuspectTurns(60.0), list[str]()
+async def test_suspect_that_leaves_while_it_waits_takes_no_turn() -> None:
+    turns, order = SuspectTurns(60.0), list[str]()
 
-        async def one(name: str) -> None:
-            await turns.enter(name)
-            order.append(name)
+    async def one(name: str) -> None:
+        await turns.enter(name)
+        order.append(name)
 
-        await turns.enter("first")
-        left, stays = asyncio.create_task(one("left")), asyncio.create_task(one("stays"))
-        await asyncio.sleep(0)
-        left.cancel()
-        turns.leave("first")
-        await stays
-        turns.leave("stays")
-        await asyncio.wait_for(turns.enter("next"), 5)
-        return order
-
-    assert asyncio.run(main()) == ["stays"]
+    await turns.enter("first")
+    left, stays = asyncio.create_task(one("left")), asyncio.create_task(one("stays"))
+    await asyncio.sleep(0)
+    left.cancel()
+    turns.leave("first")
+    await stays
+    turns.leave("stays")
+    await asyncio.wait_for(turns.enter("next"), 5)
+    assert order == ["stays"]

@@ -49,29 +49,25 @@ async def scraped(answers: Any) -> set[str]:
     return set(await Scraped(answers)._all_ingress_metrics())
 
 
-def test_scrape_omits_ingress_that_fails() -> None:
+async def test_scrape_omits_ingress_that_fails() -> None:
     async def answers() -> list[Answer]:
         return [Answer(("other", "up 1")), Answer(RuntimeError("gone"))]
 
-    assert asyncio.run(scraped(answers)) == {"own", "other"}
+    assert await scraped(answers) == {"own", "other"}
 
 
-def test_scrape_does_not_wait_for_ingress_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_scrape_does_not_wait_for_ingress_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     async def answers() -> list[Answer]:
         await asyncio.Event().wait()
         return []
 
-    async def main() -> set[str]:
-        async with asyncio.timeout(20):
-            return await scraped(answers)
-
     monkeypatch.setattr(ingress, "_SCRAPE_S", 0.01)
-    assert asyncio.run(main()) == {"own"}
+    assert await asyncio.wait_for(scraped(answers), 20) == {"own"}
 
 
-def test_ingress_that_hangs_costs_its_own_figures_only(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_ingress_that_hangs_costs_its_own_figures_only(monkeypatch: pytest.MonkeyPatch) -> None:
     async def answers() -> list[Answer]:
         return [Answer(("other", "up 1")), Answer(None)]
 
     monkeypatch.setattr(ingress, "_SCRAPE_S", 0.05)
-    assert asyncio.run(asyncio.wait_for(scraped(answers), 20)) == {"own", "other"}
+    assert await asyncio.wait_for(scraped(answers), 20) == {"own", "other"}

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from crossdock.cluster.config_file import load
 from crossdock.cluster.serve.app import APP_NAME, build
 from tests.cluster.ports import free_port
-from tests.cluster.scraping import scrape
+from tests.cluster.serve.pools.served_pools import scrape
 from tests.sweeps import rest_in_soak
 from tests.waiting import eventually
 
@@ -36,6 +36,7 @@ def url(ray_cluster: None, model_dir: Path) -> Iterator[str]:
             "model.dtype": "float32",
             "http.port": port,
             "http.replicas": 2,
+            "http.metrics_hold_s": 0,
             "engine.max_num_batched_tokens": 256,
             "engine.max_num_seqs": 16,
         },
@@ -266,7 +267,7 @@ def test_body_of_100_megabytes_gets_413_while_a_stream_goes_on(client: openai.Op
     assert len(list(stream)) > 10
 
 
-@pytest.mark.parametrize("clients", rest_in_soak([300, 1000], 300))
+@pytest.mark.parametrize("clients", rest_in_soak([500, 1000], 500))
 def test_clients_that_disconnect_at_any_moment_leave_no_owned_page(url: str, clients: int) -> None:
     """They leave before the first token, in the prompt, in mid-stream; streams and plain requests."""
     before = metric(url, "crossdock_requests_total{")
@@ -302,7 +303,9 @@ def test_clients_that_disconnect_at_any_moment_leave_no_owned_page(url: str, cli
 
     asyncio.run(crowd())
     wait_until_idle(url)
-    assert metric(url, 'crossdock_requests_total{finish_reason="abort"') > 20  # others left sooner, or were refused
+    assert (
+        metric(url, 'crossdock_requests_total{finish_reason="abort"') > clients / 50
+    )  # others left sooner, or were refused
     assert metric(url, "crossdock_requests_total{") > before
     assert metric(url, "crossdock_cancelled_kv_bytes_total") > 0
 

@@ -3,10 +3,10 @@
 Pages travel by NIXL where it is installed; CROSSDOCK_TEST_TRANSPORT=tcp selects plain TCP.
 """
 
+import contextlib
 import json
 import os
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -32,7 +32,6 @@ from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.schedule.submission import SamplingParams, Submission
 from tests.cluster.ports import free_port
-from tests.cluster.scraping import scrape
 from tests.waiting import eventually
 
 APP = "pools"
@@ -59,6 +58,7 @@ def deployment(
             "http.port": port,
             "http.direct": True,
             "http.vllm_metrics": True,
+            "http.metrics_hold_s": 0,
             "engine.kv_cache_memory": "600MiB",
             "engine.max_num_batched_tokens": CHUNK,
             "engine.max_num_seqs": 8,  # a replica that starts measures steps of up to so many streams
@@ -75,11 +75,22 @@ def deployment(
     # Serve notices that a replica was killed when it checks its health: after a second, instead of up to ten.
     with patch.object(serve, "deployment", partial(serve.deployment, health_check_period_s=1.0)):
         app = build(config)
-    serve.run(app, name=APP, external_scaler_enabled=True)
-    url = f"http://127.0.0.1:{port}"
-    wait_until_whole(url, sum(pool.get("replicas", 1) for pool in pools))
-    yield url
-    serve.shutdown()  # not the application alone: the next module starts Serve with a proxy
+    try:
+        serve.run(app, name=APP, external_scaler_enabled=True)
+        url = f"http://127.0.0.1:{port}"
+        wait_until_whole(url, sum(pool.get("replicas", 1) for pool in pools))
+        yield url
+    finally:
+        serve.shutdown()  # not the application alone: the next module starts Serve with a proxy
+        eventually(_has_ended, "Serve does not end")  # else the next module would deploy to its old controller
+
+
+def _has_ended() -> bool:
+    try:
+        ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
+    except ValueError:
+        return True
+    return False
 
 
 def local_engine(model: Path) -> Engine:
@@ -187,10 +198,20 @@ def arriving(url: str, request_id: str) -> tuple[str, int] | None:
 # -- metrics -----------------------------------------------------------------------------------------------------------
 
 
+def scrape(url: str) -> str:
+    """Return the metrics of a server that holds no text for others who ask."""
+    return httpx.get(f"{url}/metrics", timeout=30).text
+
+
 def samples(url: str, name: str) -> dict[str, float]:
     """Return a metric's value at each replica."""
+    return samples_in(scrape(url), name)
+
+
+def samples_in(text: str, name: str) -> dict[str, float]:
+    """Return a metric's value at each replica in the text of a scrape."""
     found = {}
-    for line in scrape(url).splitlines():
+    for line in text.splitlines():
         if line.startswith(name) and 'replica="' in line:
             found[line.split('replica="')[1].split('"')[0]] = float(line.rsplit(" ", 1)[1])
     return found
@@ -213,19 +234,18 @@ def ingress_sample(url: str, name: str) -> float:
     return float(line.rsplit(" ", 1)[1])
 
 
-def wait_until_whole(url: str, replicas: int = 1 + DECODES) -> None:
-    """Wait until all replicas are up, and no request owns a page."""
-    deadline = time.monotonic() + 180
-    while True:
-        try:
-            owned = samples(url, 'crossdock_pages{state="owned"')
-            quarantined = samples(url, 'crossdock_pages{state="quarantined"')
-        except httpx.TransportError:
-            owned = quarantined = {}
-        if len(owned) == replicas and not sum(owned.values()) and not sum(quarantined.values()):
-            return
-        assert time.monotonic() < deadline, f"owned {owned}, quarantined {quarantined}"
-        time.sleep(0.1)
+def wait_until_whole(url: str, replicas: int = 1 + DECODES, *idle: str) -> None:
+    """Wait until all replicas are up, and no request owns a page. `idle`: further metrics that are 0 then."""
+    names = ('crossdock_pages{state="owned"', 'crossdock_pages{state="quarantined"', *idle)
+    found: list[dict[str, float]] = [{}]
+
+    def is_whole() -> bool:
+        with contextlib.suppress(httpx.TransportError):
+            text = scrape(url)
+            found[:] = [samples_in(text, name) for name in names]
+        return len(found[0]) == replicas and not any(sum(values.values()) for values in found)
+
+    eventually(is_whole, lambda: f"{names}: {found}", 180)
 
 
 def wait_until_up(url: str, replicas: int) -> None:

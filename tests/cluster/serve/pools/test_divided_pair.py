@@ -33,6 +33,7 @@ def url(ray_cluster: None, small_model_dir: Path) -> Iterator[str]:
     settings = {
         "engine.kv_cache_memory": "150MiB",
         "engine.max_num_batched_tokens": 128,
+        "transfer.deadline_s": 30,
         "router.policy": "round-robin",  # by predicted time the replica of one rank, faster here, would get all
     }
     with pools.deployment(small_model_dir, POOLS, settings) as address:
@@ -50,7 +51,7 @@ def test_prompts_shipped_between_divided_replicas_have_the_tokens_of_one_rank(
 ) -> None:
     """Prompts of less than a page to several chunks, twice, so that either side also begins with cached pages."""
     prompts = [prompt(number, length) for number, length in enumerate((1, 16, 40, 130, 300, 513))]
-    streams = []
+    streams: list[list[Stream]] = []
     for _ in range(4):  # about two of them come to the pair
         with ThreadPoolExecutor(len(prompts)) as threads:
             streams.append(list(threads.map(lambda tokens: Stream(url, tokens), prompts)))
@@ -72,7 +73,7 @@ def test_prompts_shipped_between_divided_replicas_have_the_tokens_of_one_rank(
 def transferred(url: str, direction: str) -> float:
     """Return the bytes that replicas with such transfers count. A scrape omits a replica that is too busy."""
     name = f'crossdock_transfer_bytes_total{{direction="{direction}"'
-    return sum(eventually(lambda: found if sum((found := samples(url, name)).values()) else None).values())
+    return eventually(lambda: sum(samples(url, name).values()))
 
 
 def actors(kind: str) -> dict[str, dict[str, Any]]:

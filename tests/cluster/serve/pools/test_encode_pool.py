@@ -81,11 +81,8 @@ def _wait_until_whole(url: str, names: tuple[str, ...]) -> None:
 
 def wait_until_whole(url: str, replicas: int) -> None:
     """Wait until all replicas are up, no request owns a page, and no embeddings are on their way."""
-    pools.wait_until_whole(url, replicas)
-    eventually(lambda: not any(sum(pools.samples(url, f"crossdock_{name}").values()) for name in _IDLE))
-
-
-_IDLE = ("landing_pages_owned", "transfers_open", "requests_active")  # metrics that are 0 when nothing is done
+    idle = ("landing_pages_owned", "transfers_open", "requests_active")  # metrics that are 0 when nothing is done
+    pools.wait_until_whole(url, replicas, *(f"crossdock_{name}" for name in idle))
 
 
 class Chat(pools.TokenStream):

@@ -17,9 +17,8 @@ from ray import serve
 
 from crossdock.workers.replica.engine.engine import Engine
 from tests.cluster.deploy.test_manifests import expressions
-from tests.cluster.scraping import scrape
 from tests.cluster.serve.pools import served_pools as pools
-from tests.cluster.serve.pools.served_pools import CHUNK, Stream, expected, processes, prompt
+from tests.cluster.serve.pools.served_pools import CHUNK, Stream, expected, processes, prompt, scrape
 from tests.sweeps import rest_in_soak
 from tests.waiting import eventually
 

@@ -34,10 +34,7 @@ from tests.workers.replica.speculating import (
 
 SEEDS = 1, 3  # of histories whose outputs are long
 NUM_SPARE = 16  # pages beside those without which an engine does not start: states for drafts are scarce
-EACH_CASE = pytest.mark.parametrize(
-    ("name", "division"),  # a gated delta net, and Mamba-2; tensor ranks, stages
-    [("qwen3_next", (2, 1)), ("granitemoehybrid", (1, 2))],
-)
+CASES = [("qwen3_next", (2, 1)), ("granitemoehybrid", (1, 2))]  # gated delta net, Mamba-2; tensor ranks, stages
 
 
 @contextmanager
@@ -57,7 +54,7 @@ def draft_known_tokens(engine: Engine, name: str, seed: int) -> None:
     speculating(engine, Oracle(answers, 0.8, random.Random(seed)))
 
 
-@EACH_CASE
+@pytest.mark.parametrize(("name", "division"), CASES)
 def test_any_history_of_ranks_with_drafts_gives_the_tokens_of_one_without(
     ranks: Ranks, tmp_path: Path, name: str, division: tuple[int, int]
 ) -> None:
@@ -76,7 +73,7 @@ def test_any_history_of_ranks_with_drafts_gives_the_tokens_of_one_without(
     assert max(num_flights) == division[1]
 
 
-@EACH_CASE
+@pytest.mark.parametrize(("name", "division"), [CASES[0], pytest.param(*CASES[1], marks=pytest.mark.soak)])
 def test_requests_of_ranks_preempted_with_tokens_to_compute_again_get_the_tokens_of_one_without_drafts(
     ranks: Ranks, tmp_path: Path, name: str, division: tuple[int, int]
 ) -> None:
