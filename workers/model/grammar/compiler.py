@@ -158,7 +158,8 @@ class GrammarCompiler:
                 return waiting
             if may_refuse and not self._places.room(tenant):
                 raise _overloaded()
-            self._waiting[key] = request = Future()
+            request: Future[Compiled] = Future()
+            self._waiting[key] = request
             self._turns.setdefault(tenant, deque()).append((key, grammar, request))
             self._places.take(tenant, 1)
             self._thread.submit(self._compile_next)
