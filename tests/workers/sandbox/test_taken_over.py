@@ -38,7 +38,7 @@ def new_sandbox(kind: str, folder: Path, wall_seconds: float = 20.0, **environme
         settings = {"folder": str(folder), "names": names, "arguments": {}, "most_pixels": 1 << 20}
         settings |= {"kind": kind, "sampling": {}}
     limits = replace(vetter.LIMITS if kind == "grammar" else LIMITS[kind], wall_seconds=wall_seconds)
-    named = {"KIND": kind, "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1", **environment}
+    named = {"KIND": kind, "FOLDER": str(folder), "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1", **environment}
     return Sandbox(MODULE, settings, title=kind, limits=limits, start_patience_s=120.0, environment=named)
 
 
@@ -114,7 +114,7 @@ def test_process_that_a_child_left_behind_with_its_pipe_ends_and_delays_no_answe
     assert asked == (
         {"error": "EPERM"} if is_filtered else {"reason": "it cannot be compiled within this server's limits"}
     )
-    eventually(lambda: left_behind(sandbox) == [], "a process outlives its question")
+    eventually(lambda: left_behind(sandbox, tmp_path) == [], "a process outlives its question")
     assert tried(sandbox, "next") == "next"
     assert sandbox.pid == before
     if not is_filtered:
@@ -122,21 +122,20 @@ def test_process_that_a_child_left_behind_with_its_pipe_ends_and_delays_no_answe
     sandbox.end()
 
 
-def left_behind(sandbox: Sandbox) -> list[int]:
-    """Return the processes that run the module of a sandbox and are not it."""
-    assert sandbox.pid is not None
-    started = psutil.Process(sandbox.pid).create_time()
-    found = psutil.process_iter(["cmdline", "create_time"])
-    return [
-        each.pid
-        for each in found
-        if MODULE in (each.info["cmdline"] or ()) and each.info["create_time"] > started and each.pid != sandbox.pid
-    ]
+def left_behind(sandbox: Sandbox, folder: Path) -> list[int]:
+    """Return the processes that have the environment of a sandbox and are not its own."""
+    found = {each.pid for each in psutil.process_iter(["environ"]) if _folder(each) == str(folder)}
+    assert sandbox.pid in found
+    return sorted(found - {sandbox.pid})
 
 
-def test_picture_of_every_accepted_format_is_prepared_without_files(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> None:
+def _folder(process: psutil.Process) -> str | None:
+    environment: dict[str, str] = process.info["environ"] or {}
+    return environment.get("FOLDER")
+
+
+@pytest.mark.parametrize("sandbox", ["image"], indirect=True)
+def test_picture_of_every_accepted_format_is_prepared_without_files(sandbox: Sandbox) -> None:
     turned = Image.Exif()
     turned[0x0112] = 6
     files = {
@@ -146,7 +145,5 @@ def test_picture_of_every_accepted_format_is_prepared_without_files(
     files |= {f"turned {kind}": encoded(picture(60, 40), kind, exif=turned) for kind in ("PNG", "JPEG", "WEBP")}
     frames = {"save_all": True, "append_images": [picture(60, 40, 1)]}
     files |= {f"moving {kind}": encoded(picture(60, 40), kind, **frames) for kind in ("GIF", "WEBP")}
-    sandbox = new_sandbox("image", tmp_path_factory.mktemp("image"))
     found = {name: sandbox.ask({"data": data, "detail": "low"}).get("error", "") for name, data in files.items()}
-    sandbox.end()
     assert found == dict.fromkeys(files, "")

@@ -1,8 +1,10 @@
 """Hostile pictures: each is refused in OpenAI's form, names its part, reveals nothing and connects to no other host."""
 
 import asyncio
-import resource
+import os
 import struct
+import subprocess
+import sys
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -264,28 +266,32 @@ def test_hosts_are_allowed_by_name_or_suffix() -> None:
     assert not AllowedHosts(()).allows("")
 
 
-@pytest.mark.parametrize("url", ["file://FOLDER/dog.png", "http://a.cdn.example/dog.png"])
-def test_server_without_a_free_descriptor_blames_itself_and_not_the_url(url: str, tmp_path: Path) -> None:
+WITHOUT_DESCRIPTORS = """
+import asyncio, resource, sys
+from pathlib import Path
+from crossdock.cluster.api.body.pictures import Picture
+from crossdock.cluster.api.errors import ApiError
+from crossdock.cluster.api.media.addresses import AllowedHosts
+from crossdock.cluster.api.media.fetch import PictureFetcher
+async def resolve(host, port): return ["127.0.0.1"]
+async def main():
+    limits = {"most_bytes": 99, "timeout_s": 30.0, "resolve": resolve, "is_allowed": lambda _: True}
+    fetcher = PictureFetcher(hosts=AllowedHosts((".cdn.example",)), folder=Path(sys.argv[1]), **limits)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    for url in sys.argv[2:]:
+        try: await fetcher.fetch(Picture(url, "messages[0]"))
+        except ApiError as error: print(error.status, error.code)
+asyncio.run(main())
+"""
+
+
+def test_server_without_a_free_descriptor_blames_itself_and_not_the_url(tmp_path: Path) -> None:
     (tmp_path / "dog.png").write_bytes(b"a picture")
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-
-    async def resolve(host: str, port: int) -> list[str]:
-        return ["127.0.0.1"]
-
-    async def main() -> int:
-        hosts = AllowedHosts((".cdn.example",))
-        fetcher = PictureFetcher(
-            hosts=hosts, folder=tmp_path, most_bytes=99, timeout_s=30.0, resolve=resolve, is_allowed=lambda _: True
-        )
-        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
-        with pytest.raises(ApiError) as caught:
-            await fetcher.fetch(Picture(url.replace("FOLDER", str(tmp_path)), "messages[0]"))
-        return caught.value.status
-
-    try:
-        assert asyncio.run(main()) == 503
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    urls = (f"file://{tmp_path}/dog.png", "http://a.cdn.example/dog.png")
+    command = [sys.executable, "-c", WITHOUT_DESCRIPTORS, str(tmp_path), *urls]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert ended.stdout.split() == ["503", "too_many_files"] * 2, ended.stderr
 
 
 @pytest.mark.parametrize("host", ["a" * 64 + ".cdn.example", "a..cdn.example", ".cdn.example"])
