@@ -4,21 +4,27 @@
     python benchmarks/hostile.py --only lists chats
 
 Starts `crossdock serve`, streams one answer after the other from it, and sends the requests of hostile_requests.py one
-at a time. Prints the gaps between the stream's tokens (p50, p99, longest; ms) in quiet and beside the requests, the
-answers by status, and the resident memory (MiB) of ingress and replica before and after.
+at a time, from several clients with --clients. Prints the gaps between the stream's tokens (p50, p99, longest; ms) in
+quiet and beside the requests, the answers by status, the times of another client's GET /health, and the resident memory
+(MiB) of ingress and replica before and after. Lists answers of 5xx, and memory that stays more than 5 % larger.
 """
 
 import argparse
 import json
 import multiprocessing
+import re
 import time
 from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import httpx
+from hostile_memory import STORED, Slow
 from hostile_requests import GROUPS, HostileRequest, hostile_requests
 from servers import add_server_options, crossdock_command, log_of, serving
 from tables import Row, hardware, table, today, write
@@ -54,6 +60,28 @@ def read_streams(address: str, slo_class: str, orders: Connection) -> None:
     orders.send(streams)
 
 
+def read_health(address: str, orders: Connection) -> None:
+    """Ask for /health 20 times a second until told to stop. Sends (end, seconds) of each answer."""
+    answers: list[tuple[float, float]] = []
+    with httpx.Client(base_url=address, timeout=120) as http:
+        while not orders.poll(0.05):
+            begin = time.monotonic()
+            http.get("/health").raise_for_status()
+            answers.append((time.monotonic(), time.monotonic() - begin))
+    orders.send(answers)
+
+
+def health(answers: list[tuple[float, float]], phases: list[tuple[float, float]]) -> Row:
+    """Return the times of the answers that ended in one of the phases, in ms."""
+    found = sorted(1000 * s for at, s in answers if any(begin <= at <= end for begin, end in phases))
+    return {
+        "answers": len(found),
+        "p50": found[len(found) // 2],
+        "p99": found[int(0.99 * len(found))],
+        "longest": found[-1],
+    }
+
+
 def gaps(streams: list[tuple[list[float], str]], phases: list[tuple[float, float]]) -> Row:
     """Return the gaps between tokens that ended in one of the phases, each (begin, end), in ms."""
     found = sorted(
@@ -82,12 +110,21 @@ def memory(processes: set[int]) -> dict[str, float]:
     return found
 
 
+def parts(body: bytes) -> Iterator[bytes]:
+    """Yield the parts of a slow body."""
+    size = -(-len(body) // 20)
+    for start in range(0, len(body), size):
+        time.sleep(0.1)
+        yield body[start : start + size]
+
+
 def send(http: httpx.Client, request: HostileRequest) -> tuple[str, float, str]:
     """Send a request. Returns the status or the client's error, seconds, and the beginning of the answer."""
     begin = time.monotonic()
     try:
         method = "GET" if request.body is None else "POST"
-        answer = http.request(method, request.path, content=request.body, headers=request.headers)
+        body = parts(request.body) if isinstance(request.body, Slow) else request.body
+        answer = http.request(method, request.path, content=body, headers=request.headers)
         status, text = str(answer.status_code), answer.text[:300]
         if answer.status_code >= 400 and len(answer.content) > 3000:
             status += " (long)"
@@ -98,10 +135,12 @@ def send(http: httpx.Client, request: HostileRequest) -> tuple[str, float, str]:
 
 def attack(address: str, requests: list[HostileRequest]) -> list[dict[str, Any]]:
     """Send requests, one after the other."""
-    results = []
+    results, stored = [], ""
     with httpx.Client(base_url=address, timeout=120) as http:
         for request in requests:
-            status, seconds, text = send(http, request)
+            status, seconds, text = send(http, replace(request, path=request.path.replace(STORED, stored)))
+            if status == "200" and (name := re.match(r'{"id":"(resp_\w+)"', text)):
+                stored = name[1]
             found = {"group": request.group, "name": request.name, "status": status, "s": seconds}
             results.append({**found, "at": time.monotonic()})
             print(f"{status:>12} {seconds:7.3f} s  {request.group}: {request.name}: {text[:150]}", flush=True)
@@ -147,14 +186,18 @@ def report(
         for one in results
         if not one["status"][:3].isdecimal() or one["status"] >= "5"
     ]
+    first, *_, last = memories.values()
+    wrong += [
+        f"{role}: {last[role] / size:.0%} of its memory" for role, size in first.items() if last[role] > 1.05 * size
+    ]
     lines = [
         f"{today()}, {hardware()}; {len(results)} requests\n",
-        table(rows, "gaps of the stream, ms"),
+        table(rows, "gaps of the stream, and times of /health, ms"),
         table(statuses, "answers"),
         table(memories, "resident memory, MiB"),
         f"texts of the stream: {len(texts)} different\n",
         table(slow, "gaps of more than twice the quiet p99, ms"),
-        "\nno clear answer:\n",
+        "\nno clear answer, or memory that stays:\n",
         *(f"- {one}" for one in wrong),
     ]
     return "\n".join(lines) + "\n"
@@ -166,6 +209,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=list(GROUPS), default=list(GROUPS), help="groups of requests")
     parser.add_argument("--quiet", type=float, default=30.0, help="seconds of the stream alone (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=2, help="how often all requests are sent (default: %(default)s)")
+    parser.add_argument("--clients", type=int, default=1, help="that send at once (default: %(default)s)")
     parser.add_argument("--slo-class", default="standard", help="class of the stream (default: %(default)s)")
     add_server_options(parser, "hostile", 18360)
     args = parser.parse_args()
@@ -175,6 +219,9 @@ def main() -> None:
         ours, theirs = multiprocessing.Pipe()
         reader = multiprocessing.Process(target=read_streams, args=(server.address, args.slo_class, theirs))
         reader.start()
+        asked, asking = multiprocessing.Pipe()
+        other = multiprocessing.Process(target=read_health, args=(server.address, asking))
+        other.start()
         time.sleep(3)
         memories, begin = {"before": Row(memory(server.processes))}, time.monotonic()
         time.sleep(args.quiet)
@@ -182,14 +229,21 @@ def main() -> None:
         for number in range(1, args.rounds + 1):
             for group in args.only:
                 begin = time.monotonic()
-                results += attack(server.address, [one for one in requests if one.group == group])
+                chosen = [one for one in requests if one.group == group]
+                with ThreadPoolExecutor(args.clients) as pool:
+                    for found in pool.map(lambda _, chosen=chosen: attack(server.address, chosen), range(args.clients)):
+                        results += found
                 beside.append((begin, time.monotonic()))
                 time.sleep(SETTLED_S)
                 memories[f"after {group}, round {number}"] = Row(memory(server.processes))
         ours.send("stop")
         streams = ours.recv()
         reader.join()
+        asked.send("stop")
+        answers = asked.recv()
+        other.join()
     rows = {"quiet": gaps(streams, [quiet]), "beside hostile requests": gaps(streams, beside)}
+    rows |= {"/health in quiet": health(answers, [quiet]), "/health beside": health(answers, beside)}
     slow = slow_gaps(results, streams, 2 * rows["quiet"]["p99"])
     texts = {text for _, text in streams[:-1]}
     found = {"rows": rows, "slow": slow, "memory": memories, "results": results}

@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import hostile_memory
+
 COMPLETIONS, CHATS, TOKENIZE, DETOKENIZE = "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"
 EMBEDDINGS = "/v1/embeddings"
 MIB = 1 << 20
@@ -305,4 +307,5 @@ GROUPS: dict[str, Callable[[], Made]] = {
     "grammars": grammars,
     "embeddings": embeddings,
     "wire": wire,
+    **hostile_memory.GROUPS,
 }

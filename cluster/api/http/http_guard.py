@@ -161,6 +161,8 @@ class _AnswerSender:
             self._start = {**message, "headers": headers}
             return
         size, is_last = len(message.get("body", b"")), not message.get("more_body", False)
+        if is_last and self.memory is not None:
+            self.memory.release()  # the body and all that became of it are gone
         if self._start is not None:
             if size > SMALL and self.memory is not None:
                 self.memory.hold(size)  # a refusal is still an answer
@@ -171,7 +173,7 @@ class _AnswerSender:
             self._has_ended = True
             if self.charge is not None:
                 self.charge.end()  # before the client can see that its next request may come
-        if is_last and size > SMALL:  # the request holds its answer until the client has read it
+        if is_last and size > SMALL:  # the answer counts until the client has read it
             await self._send({**message, "more_body": True})
             message = {**message, "body": b""}
         await self._send(message)

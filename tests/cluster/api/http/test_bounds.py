@@ -11,6 +11,8 @@ from pydantic import ValidationError
 
 from crossdock.cluster.api import bounds
 from crossdock.cluster.api.body.bodies import Body, CompletionRequest, DetokenizeRequest
+from crossdock.cluster.api.body.response_items import check_size, input_items
+from crossdock.cluster.api.errors import ApiError
 from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.workers.schedule.submission import InvalidField
@@ -36,11 +38,6 @@ def conversation(*items: Any, **fields: Any) -> tuple[str, dict[str, Any]]:
 
 def call(call_id: str = "c", name: str = "f", **fields: Any) -> dict[str, Any]:
     return {"type": "function_call", "call_id": call_id, "name": name, "arguments": "{}", **fields}
-
-
-def picture(data: str) -> dict[str, Any]:
-    url = f"data:image/png;base64,{data}"
-    return {"role": "user", "content": [{"type": "input_image", "image_url": url}]}
 
 
 def nested(depth: int) -> str:
@@ -94,9 +91,8 @@ BEYOND = [  # the field, the bound, and a request just beyond it
     ("input[0].namespace", bounds.ITEM_NAME_CHARS, conversation(call(namespace="f" * 1025))),
     ("input", bounds.CONVERSATION_CHARS, conversation(*[call("c" * 1024, "f" * 1024, namespace="n" * 1024)] * 1500)),
     ("input", bounds.CONVERSATION_CHARS, conversation("Hi" * (1 << 21) + "!")),
-    ("input", bounds.CONVERSATION_URLS_CHARS, conversation(*[picture("a" * 10_000_000)] * 2, picture("a" * 10**6))),
     ("instructions", bounds.CONVERSATION_CHARS, conversation("Hi", instructions="a" * ((1 << 22) + 1))),
-    ("metadata", bounds.METADATA_KEY_CHARS, conversation("Hi", metadata={"k" * 65: "a"})),
+    (f"metadata.{'k' * 65}.[key]", bounds.METADATA_KEY_CHARS, conversation("Hi", metadata={"k" * 65: "a"})),
     ("tools", bounds.TOOLS_CHARS, conversation("Hi", tools=[{"type": "function", "name": "f", "x": "a" * 131_073}])),
     ("tool_choice", bounds.TOOLS_CHARS, conversation("Hi", tool_choice={"type": "function", "x": "a" * 131_073})),
     ("text", bounds.TOOLS_CHARS, conversation("Hi", text={"format": {"type": "text", "x": "a" * 131_073}})),
@@ -146,6 +142,15 @@ def test_request_at_a_bound_is_served(wide: httpx.Client, engine: ScriptedDispat
     path, body = request_
     answer = wide.post(path, json=body)
     assert answer.status_code == 200, answer.text
+
+
+def test_pictures_of_a_conversation_have_a_bound_of_their_own() -> None:
+    """One body has no more than that; a conversation over several responses may."""
+    part = {"type": "input_image", "image_url": "data:image/png;base64," + "a" * 11_000_000}
+    items = input_items([{"role": "user", "content": [part]}])
+    check_size(items)
+    with pytest.raises(ApiError, match=str(bounds.CONVERSATION_URLS_CHARS)):
+        check_size(items * 2)
 
 
 @pytest.mark.parametrize("key", ["0001", "01", "00", "1" * 5000, "\u0661", "+1", "1_0", " 1", ""])

@@ -13,6 +13,7 @@ from crossdock.cluster.api.endpoints import build_api
 from crossdock.cluster.api.http import listener, request_body
 from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.http.listener import listen
+from crossdock.cluster.api.routes.web_assets import web_assets
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from tests.cluster.api.scripted_api import ScriptedDispatcher, eventually, raw, refused, serving
 from tests.cluster.ports import free_port
@@ -21,7 +22,9 @@ KEYS = HttpConfig(api_keys=("k", "other"))
 HEAD = b"POST %b HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\nauthorization: Bearer %b\r\n"
 
 
-@pytest.mark.parametrize("path", [b"/health", b"/metrics", b"/openapi.json", b"/web/base.css"])
+@pytest.mark.parametrize(
+    "path", [b"/health", b"/metrics", b"/openapi.json", *(path.encode() for path in sorted(web_assets())[:1])]
+)
 @pytest.mark.parametrize("header", [b"content-length: 20000000", b"transfer-encoding: chunked"])
 def test_body_on_an_open_path_is_refused_before_it_comes(
     engine: ScriptedDispatcher, tokenizer: ModelTokenizer, path: bytes, header: bytes

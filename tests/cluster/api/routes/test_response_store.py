@@ -1,5 +1,6 @@
 """The store of responses: its bounds, each tenant's share, and what other ingresses find in it."""
 
+import json
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from crossdock.cluster.api.endpoints import build_api
 from crossdock.cluster.api.http.http_config import HttpConfig
+from crossdock.cluster.api.routes import responses
 from crossdock.cluster.api.routes.response_store import ITEM_BYTES, RECORD_BYTES, ResponseStore, StoredResponse
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from tests.cluster.api.scripted_api import STORY, LiveServer, ScriptedDispatcher, eventually, refused
@@ -108,7 +110,7 @@ def ingresses(engine: ScriptedDispatcher, tokenizer: ModelTokenizer) -> Iterator
     apps: list[Any] = []
 
     def build(number: int) -> Any:
-        async def ask_stores(action: str, tenant: str, name: str) -> list[bytes]:
+        async def ask_stores(action: str, tenant: str, name: str) -> list[StoredResponse]:
             found = await apps[1 - number].state.stored(action, tenant, name)
             return [] if found is None else [found]
 
@@ -143,6 +145,35 @@ def test_response_is_found_at_the_ingress_that_stored_it(
     assert there.delete(path).json()["deleted"] is True
     for http in ingresses:
         refused(http.get(path), 404)
+
+
+def test_stored_response_is_read_without_being_parsed(
+    ingresses: list[httpx.Client], engine: ScriptedDispatcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client may read a long record often: only a conversation that goes on needs its parts."""
+    parsed: list[bytes] = []
+
+    def counted(content: bytes) -> Any:
+        parsed.append(content)
+        return json.loads(content)
+
+    monkeypatch.setattr(responses, "from_json", counted)
+    (http, _), items = ingresses, [{"role": "user", "content": f"Hi {i}"} for i in range(5)]
+    stored = http.post("/v1/responses", json={"input": items, "background": True}).json()
+    path = f"/v1/responses/{stored['id']}"
+    eventually(lambda: http.get(path).json()["status"] == "completed")
+    assert http.post(f"{path}/cancel").json() == http.get(path).json()
+    page = http.get(f"{path}/input_items", params={"order": "asc", "limit": 3}).json()
+    assert [item["content"][0]["text"] for item in page["data"]] == [f"Hi {i}" for i in range(3)]
+    assert (page["first_id"], page["last_id"], page["has_more"]) == (
+        page["data"][0]["id"],
+        page["data"][-1]["id"],
+        True,
+    )
+    assert parsed == []
+    answer = http.post("/v1/responses", json={"input": "More", "previous_response_id": stored["id"]})
+    assert answer.status_code == 200
+    assert len(parsed) == 6
 
 
 def test_response_in_the_background_is_cancelled_from_another_ingress(
