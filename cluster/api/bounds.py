@@ -12,6 +12,7 @@ INPUTS = 2048  # texts of a request for embeddings; OpenAI's bound
 MESSAGES = 4096  # of a chat
 MESSAGE_PARTS = 4096  # parts of content and tool calls of a chat, all messages together
 ROLE_CHARS = 64
+ARGUMENTS_CHARS = 1 << 22  # of all calls of a conversation whose arguments are strings; their JSON counts like a body's
 CONVERSATION_CHARS = 1 << 22  # of all items of a response's conversation, previous responses included
 TOOLS = 128  # OpenAI's bound
 TOOLS_CHARS = 1 << 17  # all tools as JSON

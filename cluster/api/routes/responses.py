@@ -12,12 +12,13 @@ from fastapi import Query, Request, Response
 
 from crossdock.cluster.api import bounds
 from crossdock.cluster.api.body.conversation_body import text_of, wrong
-from crossdock.cluster.api.body.response_items import Item, input_items, new_id, referred_response
+from crossdock.cluster.api.body.response_items import Item, call_texts, input_items, new_id, referred_response
 from crossdock.cluster.api.body.responses_body import ResponsesChat, ResponsesRequest
 from crossdock.cluster.api.errors import ApiError, to_json
 from crossdock.cluster.api.http.answers import SILENCE_S
 from crossdock.cluster.api.http.http_guard import as_api_error
 from crossdock.cluster.api.http.http_json import Name, event_stream, json_answer
+from crossdock.cluster.api.http.json_size import check_texts_size
 from crossdock.cluster.api.http.limits import Charge
 from crossdock.cluster.api.routes.conversations import BegunChat, Conversations, Part
 from crossdock.cluster.api.routes.response_events import Event, ResponseAnswer, written
@@ -53,7 +54,9 @@ class Responses:
         self._background: dict[tuple[str, str], asyncio.Task[None]] = {}
 
     async def create(self, request: Request, body: ResponsesRequest) -> Response:
-        own = input_items(await self._resolved(request, body.input))
+        given = await self._resolved(request, body.input)
+        await check_texts_size(call_texts(given), "input")
+        own = input_items(given)
         items = [*await self._items_before(request, body), *own]
         chat = body.chat(items, len(own))
         if body.background:
