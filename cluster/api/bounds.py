@@ -12,6 +12,7 @@ INPUTS = 2048  # texts of a request for embeddings; OpenAI's bound
 MESSAGES = 4096  # of a chat
 MESSAGE_PARTS = 4096  # parts of content and tool calls of a chat, all messages together
 ROLE_CHARS = 64
+ARGUMENTS_CHARS = 1 << 22  # of all calls of a conversation whose arguments are strings; their JSON counts like a body's
 CONVERSATION_CHARS = 1 << 22  # of all items of a response's conversation, previous responses included
 CONVERSATION_URLS_CHARS = 20 << 20  # of their pictures, which are data as a rule
 ITEM_NAME_CHARS = 1024  # a call's id, and the name and the namespace of its function

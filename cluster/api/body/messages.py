@@ -35,6 +35,15 @@ def template_messages(
     return [_template_message(message, f"messages[{i}]", keeps_parts, pictures) for i, message in enumerate(messages)]
 
 
+def call_arguments(messages: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the arguments of the messages' calls where they are strings, which hold JSON."""
+    lists = (message.get("tool_calls") for message in messages)
+    calls = (call for each in lists if isinstance(each, list) for call in each if isinstance(call, dict))
+    functions = (call.get("function") for call in calls)
+    found = (function.get("arguments") for function in functions if isinstance(function, dict))
+    return [text for text in found if isinstance(text, str)]
+
+
 def last_assistant_text(messages: Sequence[Mapping[str, Any]]) -> str:
     """Return the text of the last message if that is the assistant's, else an empty text."""
     last = messages[-1]

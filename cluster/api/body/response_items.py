@@ -26,6 +26,13 @@ def input_items(given: Any) -> list[Item]:
     return [_item(item, f"input[{i}]") for i, item in enumerate(items)]
 
 
+def call_texts(given: Any) -> list[str]:
+    """Return the arguments of the input's function calls, which are JSON in strings."""
+    items = (item for item in given if isinstance(item, dict)) if isinstance(given, list) else ()
+    found = (item.get("arguments") for item in items if item.get("type") == "function_call")
+    return [text for text in found if isinstance(text, str)]
+
+
 def chat_messages(instructions: str | None, items: Sequence[Item], num_own: int) -> list[dict[str, Any]]:
     """Return the chat that `instructions` and items, of `input_items` or of an answer, make together.
 

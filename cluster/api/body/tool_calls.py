@@ -36,12 +36,10 @@ def check_functions(tools: Sequence[Mapping[str, Any]]) -> None:
     """Raise ApiError for a tool that is no function in the form of chats."""
     for i, tool in enumerate(tools):
         function = tool.get("function")
-        if tool.get("type") != "function" or not isinstance(function, dict) or not function.get("name"):
-            raise ApiError(
-                'A tool must be {"type": "function", "function": {"name": …}}.',
-                param=f"tools[{i}]",
-                code="invalid_value",
-            )
+        name = function.get("name") if isinstance(function, dict) else None
+        if tool.get("type") != "function" or not isinstance(name, str) or not name:
+            reason = 'A tool must be {"type": "function", "function": {"name": …}}, and the name a string.'
+            raise ApiError(reason, param=f"tools[{i}]", code="invalid_value")
 
 
 def allowed_tools(

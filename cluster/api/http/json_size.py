@@ -1,8 +1,8 @@
 """The size of a body as JSON, before it is parsed: the parser makes an object of every value, all in one go."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from crossdock.cluster.api.bounds import BODY_PARTS, BODY_VALUES
+from crossdock.cluster.api.bounds import ARGUMENTS_CHARS, BODY_PARTS, BODY_VALUES
 from crossdock.cluster.api.errors import ApiError
 from crossdock.cluster.api.slices import slices
 
@@ -10,10 +10,21 @@ _PIECE = 1 << 16  # bytes counted by one call; 0.1 ms, or a millisecond where ev
 _PIECES_AT_ONCE = 4
 
 
-async def check_json_size(body: bytes) -> tuple[int, int]:
-    """Return the strings, lists and objects of a body, and its commas. Other requests are served meanwhile.
+async def check_texts_size(texts: Sequence[str], param: str) -> None:
+    """Raise ApiError where strings of a body are JSON that is too long, or has too many values, all texts together."""
+    num_chars = sum(map(len, texts))
+    if num_chars > ARGUMENTS_CHARS:
+        reason = f"the arguments of all calls have {num_chars} characters, more than the {ARGUMENTS_CHARS}"
+        raise ApiError(f"Invalid value for '{param}': {reason} that are accepted.", param=param, code="invalid_value")
+    # The parser refuses the first text that is no JSON, so that the count up to there is right.
+    await check_json_size(",".join(texts).encode("utf-8", "surrogatepass"), param)
 
-    Raises ApiError for a body with too many. Marks inside strings count in a short one, which cannot have too many.
+
+async def check_json_size(body: bytes, param: str | None = None) -> tuple[int, int]:
+    """Return the strings, lists and objects of a body, or of the JSON in a part of it, and the commas.
+
+    Other requests are served meanwhile. Marks inside strings count in a short body, which cannot have too many. Raises
+    ApiError for a body with too many.
     """
     if len(body) <= BODY_PARTS:
         return count_marks(body)
@@ -25,7 +36,8 @@ async def check_json_size(body: bytes) -> tuple[int, int]:
             (commas, BODY_VALUES, "values"),
         ):
             if count > most:
-                raise ApiError(f"The body has more than {most} {name}.", code="invalid_json")
+                where = "The body has" if param is None else f"The arguments of calls in '{param}' have"
+                raise ApiError(f"{where} more than {most} {name}.", param=param, code="invalid_json")
     return parts, commas
 
 

@@ -12,13 +12,13 @@ from pydantic_core import from_json
 
 from crossdock.cluster.api import bounds
 from crossdock.cluster.api.body.conversation_body import text_of, wrong
-from crossdock.cluster.api.body.response_items import Item, input_items, new_id, referred_response
+from crossdock.cluster.api.body.response_items import Item, call_texts, input_items, new_id, referred_response
 from crossdock.cluster.api.body.responses_body import ResponsesChat, ResponsesRequest
 from crossdock.cluster.api.errors import ApiError, to_json
 from crossdock.cluster.api.http.answers import SILENCE_S
 from crossdock.cluster.api.http.http_guard import as_api_error
 from crossdock.cluster.api.http.http_json import Name, event_stream, json_answer
-from crossdock.cluster.api.http.json_size import count_marks
+from crossdock.cluster.api.http.json_size import check_texts_size, count_marks
 from crossdock.cluster.api.http.limits import Charge
 from crossdock.cluster.api.routes.conversations import BegunChat, Conversations, Part
 from crossdock.cluster.api.routes.response_events import Event, ResponseAnswer, written
@@ -59,7 +59,9 @@ class Responses:
         self._places = Shares(_MOST_IN_BACKGROUND)
 
     async def create(self, request: Request, body: ResponsesRequest) -> Response:
-        own = input_items(await self._resolved(request, body.input))
+        given = await self._resolved(request, body.input)
+        await check_texts_size(call_texts(given), "input")
+        own = input_items(given)
         items = [*await self._items_before(request, body), *own]
         chat = body.chat(items, len(own))
         written = await _written(items) if body.store and self._store is not None else ()

@@ -98,12 +98,18 @@ class HarmonyText:
         return pieces
 
     def _read_header(self, pieces: list[Piece]) -> bool:
-        found = self._patterns.header_end.search(self._buffer)
-        if self._patterns.begins.match(self._buffer) is None or (not found and len(self._buffer) > _LONGEST_HEADER):
+        if self._patterns.begins.match(self._buffer) is None:
             self._part = "content"
             return True
-        if found is None:
+        found = self._patterns.header_end.search(self._buffer, 0, _LONGEST_HEADER)
+        if found is None and len(self._buffer) < _LONGEST_HEADER:
             return False
+        if found is None:
+            start = self._patterns.body_end.search(self._buffer)  # its own marker must not begin it again
+            end = 0 if start is None else start.end()
+            self._emit("content", self._buffer[:end], pieces)
+            self._buffer, self._part = self._buffer[end:], "content"
+            return True
         header, self._buffer = self._buffer[: found.end()], self._buffer[found.end() :]
         if not found[0].endswith("message|>"):
             self._emit("content", header, pieces)

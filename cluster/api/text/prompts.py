@@ -10,12 +10,13 @@ from typing import Any
 
 from crossdock.cluster.api.body.bodies import ChatCompletionRequest, TokenizeRequest, check_tools
 from crossdock.cluster.api.body.generation_body import GenerationBody
-from crossdock.cluster.api.body.messages import template_messages
+from crossdock.cluster.api.body.messages import call_arguments, template_messages
 from crossdock.cluster.api.body.pictures import Kind, Picture
 from crossdock.cluster.api.bounds import TEMPLATE_CHARS, TRUNCATED_CHARS, TRUNCATED_PER_TOKEN
 from crossdock.cluster.api.errors import ApiError, shown, to_json
 from crossdock.cluster.api.heap import Heap
 from crossdock.cluster.api.http.http_config import NOT_TEMPLATE_VARIABLES
+from crossdock.cluster.api.http.json_size import check_texts_size
 from crossdock.cluster.api.media.media import Media, place
 from crossdock.cluster.api.text.choices import Prompt
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
@@ -107,6 +108,7 @@ class PromptEncoder:
         `salt`: only requests with the same one share processed pictures. `tenant`: tenants' pictures take turns.
         """
         self._check_template_fields(body)
+        await check_texts_size(call_arguments(body.messages or ()), "messages")
         pictures: list[Picture] | None = None if self._media is None else []
         render = partial(self._render, body, body.template_tools(), pictures)
         text = render() if _is_short(body) else await asyncio.to_thread(render)

@@ -160,7 +160,8 @@ def _tagged_values(schema: Mapping[str, Any]) -> list[tuple[str, str, bool]] | N
     """
     properties, required = schema.get("properties", {}), schema.get("required", ())
     is_plain = schema.keys() <= _OBJECT_WORDS and schema.get("type", "object") == "object"
-    if not is_plain or not isinstance(properties, dict) or not set(required) <= properties.keys():
+    has_known_names = isinstance(properties, dict) and isinstance(required, list | tuple)
+    if not is_plain or not has_known_names or not all(isinstance(key, str) and key in properties for key in required):
         return None
     found = []
     for key, given in properties.items():
@@ -179,8 +180,9 @@ def _tagged_value(schema: Any, shared: Mapping[str, Any]) -> str | None:
         return json_rule({**schema, **({"$defs": shared} if shared else {})})
     if "enum" in schema:
         texts = schema["enum"]
-        is_safe = all(isinstance(text, str) and re.search(r"[<\n]", text) is None for text in texts)
-        return " | ".join(map(json.dumps, texts)) if is_safe and texts else None
+        is_list = isinstance(texts, list) and len(texts) > 0
+        is_safe = is_list and all(isinstance(text, str) and re.search(r"[<\n]", text) is None for text in texts)
+        return " | ".join(map(json.dumps, texts)) if is_safe else None
     return None if schema.keys() & (_STRING_BOUNDS | {"const"}) else "text"
 
 

@@ -8,7 +8,8 @@ from crossdock.cluster.api.endpoints import build_api
 from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.http.listener import listen
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
-from crossdock.workers.schedule.request import Submission, TokenDelta
+from crossdock.workers.schedule.request import TokenDelta
+from crossdock.workers.schedule.submission import Submission
 from tests.cluster.api.scripted_api import ScriptedDispatcher
 from tests.cluster.ports import free_port
 from tests.cluster.small_tokenizers import byte_level

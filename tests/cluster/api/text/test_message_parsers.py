@@ -147,7 +147,25 @@ def test_any_text_split_in_any_way_gives_the_same_message_and_loses_nothing(data
     """Texts of markers, calls and noise. What is no marker and in no call comes out once, in its order."""
     family = data.draw(st.sampled_from(sorted(CALLS)))
     markers = MARKERS if family == "gpt_oss" else FAMILIES[family].markers()
-    words = [*markers, CALLS[family], ONE, "move", "wait", "[", "{", '"', "}", "]", "\n", "  ", "a", "é", "<", "<tool"]
+    words = [
+        *markers,
+        CALLS[family],
+        ONE,
+        "move",
+        "wait",
+        "[",
+        "{",
+        '"',
+        "\\",
+        "}",
+        "]",
+        "\n",
+        "  ",
+        "a",
+        "é",
+        "<",
+        "<tool",
+    ]
     text = "".join(data.draw(st.lists(st.sampled_from(words), max_size=12)))
     cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=8).map(sorted))
     pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
@@ -257,3 +275,30 @@ def test_half_of_a_character_is_an_escape_in_arguments_and_no_name() -> None:
 def test_arguments_that_json_cannot_nest_are_content() -> None:
     text = '<tool_call>{"name": "move", "arguments": ' + "[" * 100_000 + "</tool_call>"
     assert whole("hermes", text)["content"] == text
+
+
+@pytest.mark.parametrize("size", [1, 9, 5000])
+def test_header_of_gpt_oss_that_never_ends_is_content(size: int) -> None:
+    """The marker that begins such a header does not begin it again, for ever."""
+    text = "<|channel|>final<|message|>Hi<|start|>" + "a" * 1500 + "<|message|>b"
+    pieces = [text[start : start + size] for start in range(0, len(text), size)]
+    message = streamed("gpt_oss", pieces)
+    assert message == {"content": "Hi<|start|>" + "a" * 1500 + "<|message|>b"}
+
+
+@pytest.mark.parametrize("size", [1, 5, 100])
+def test_backslash_before_the_end_of_a_string_is_read_alike_in_any_pieces(size: int) -> None:
+    text = '[TOOL_CALLS]move[ARGS]{"to": "a\\\\"}[TOOL_CALLS]wait[ARGS]{}'
+    pieces = [text[start : start + size] for start in range(0, len(text), size)]
+    assert calls_of(streamed("mistral", pieces)) == [("move", {"to": "a\\"}), ("wait", {})]
+
+
+def test_call_with_an_escape_that_python_does_not_know_is_read() -> None:
+    assert calls_of(whole("llama4_pythonic", "[move(to='\\d')]")) == [("move", {"to": "\\d"})]
+    assert "tool_calls" not in whole("llama4_pythonic", f"[move(to='{'a' * 40_000}')]")
+
+
+def test_calls_without_an_end_do_not_hide_what_follows_them() -> None:
+    message = whole("qwen3_xml", "<think>I write <function=a and b.</think>Sure.")
+    assert (message["reasoning"], message["content"]) == ("I write <function=a and b.", "Sure.")
+    assert whole("hermes", "<tool_call>{" * 1000)["content"] == "<tool_call>{" * 1000
