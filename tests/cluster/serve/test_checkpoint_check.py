@@ -27,7 +27,10 @@ def folder_of(path: Path, config: Any) -> Path:
         ([], "has no model_type"),
         ({"model_type": 5}, "has no model_type"),
         ({"model_type": "kimi_k2"}, "has model_type 'kimi_k2', which transformers "),
-        ({"model_type": "llama", "quantization_config": {"quant_method": "awq"}}, "quant_method 'awq', which is not read"),
+        (
+            {"model_type": "llama", "quantization_config": {"quant_method": "awq"}},
+            "quant_method 'awq', which is not read",
+        ),
         ({"model_type": "llama"}, "has no tokenizer.json and no other tokenizer; name one with --tokenizer"),
     ],
 )

@@ -193,6 +193,27 @@ def test_packed_weights_are_read_as_their_scales_say(
         assert (found[name].float() - weight.float()).norm() <= tolerance * weight.float().norm(), name
 
 
+def test_experts_in_mxfp4_are_read_as_their_scales_say(tmp_path: Path) -> None:
+    build("gpt_oss", SERVED["gpt_oss"] | {"hidden_size": 64, "head_dim": 16}).to(BF16).save_pretrained(tmp_path)
+    tensors, expected = load_file(tmp_path / "model.safetensors"), {}
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])  # e2m1
+    generator = torch.Generator().manual_seed(0)
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        codes = torch.randint(0, 16, (experts, outputs, inputs // 32, 32), generator=generator, dtype=torch.uint8)
+        scales = torch.randint(115, 125, (experts, outputs, inputs // 32), generator=generator, dtype=torch.uint8)
+        tensors |= {f"{name}_blocks": codes[..., ::2] | codes[..., 1::2] << 4, f"{name}_scales": scales}
+        rows = values[codes.long()] * torch.exp2(scales.float() - 127)[..., None]
+        expected[name] = rows.flatten(2).transpose(1, 2)  # exact in bfloat16
+    saved(tmp_path, tensors, quantization_config={"quant_method": "mxfp4"})
+    found = read(tmp_path).state_dict()
+    assert len(expected) == 8
+    assert all(torch.equal(found[name].float(), expected[name]) for name in expected)
+    tensors.pop(next(name for name in tensors if name.endswith("_scales")))
+    with pytest.raises(ValueError, match="would give wrong results"):
+        read(saved(tmp_path, tensors))
+
+
 def test_packed_weights_without_scales_or_in_parts_are_refused(plain: tuple[Path, Tensors]) -> None:
     path, tensors = plain
     found = packed(tensors, (16, 16), torch.float32)
