@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,8 +20,8 @@ from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.model.weights.plain import PlainWeights
 from crossdock.workers.model.weights.scheme import scheme_of
 from crossdock.workers.model.weights.weights import check_division
-from tests.workers.architectures import RECURRENT, SERVED, build
-from tests.workers.multimodal import CONFIGS, build_multimodal
+from tests.workers.architectures import SERVED, build
+from tests.workers.multimodal import build_multimodal
 
 BF16 = torch.bfloat16
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_hidden_layers": 2}
@@ -138,7 +137,6 @@ def test_tensor_that_is_not_the_models_is_refused_by_name(
     fault: str, division: str, plain: tuple[Path, Tensors]
 ) -> None:
     path, tensors = plain
-    assert read(path, POSITIONS[division]) is not None
     change, reason = FAULTS[fault]
     change(tensors)
     with pytest.raises(ValueError, match=f"would give wrong results: .*1 tensors {reason}|{reason}"):
@@ -256,21 +254,3 @@ def test_rows_of_another_rank_differ_from_products_of_the_bytes(
     monkeypatch.setattr(weights, "check_products", rolled)
     with pytest.raises(ValueError, match=r"mlp\.up_proj\.weight gives products that differ by"):
         read(path, POSITIONS[division])
-
-
-MODULES: dict[str, Callable[[], Any]] = {
-    **{name: partial(build, name, options) for name, options in (SERVED | RECURRENT).items()},
-    **{name: partial(build_multimodal, name) for name in CONFIGS},
-}
-
-
-@pytest.mark.parametrize("share", range(8))
-def test_architectures_are_read_as_transformers_saves_them(share: int, tmp_path: Path) -> None:
-    for name in list(MODULES)[share::8]:
-        module = MODULES[name]()
-        module.save_pretrained(tmp_path)
-        expected = module.state_dict()
-        if name == "youtu":  # transformers zeroes the row of the padding token after each load
-            expected["model.embed_tokens.weight"][0] = 0
-        found = read(tmp_path, None, torch.float32).state_dict()
-        assert all(torch.equal(value, expected[key]) for key, value in found.items()), name
