@@ -65,7 +65,7 @@ class Responses:
         items = [*await self._items_before(request, body), *own]
         chat = body.chat(items, len(own))
         written = await _written(items) if body.store and self._store is not None else ()
-        del own, items
+        del given, own, items
         if body.background:
             return await self._create_in_background(request, body, written, chat)
         begun = await self._conversations.begin(request, chat)

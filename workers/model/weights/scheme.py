@@ -70,7 +70,7 @@ def scheme_at(folder: Path) -> Scheme:
 
 
 def _quantization(config: Mapping[str, Any]) -> Any:
-    """Return the record of a quantisation in a configuration or in its decoder's; None: there is none."""
+    """Return the entry of a quantisation in a configuration or in that of its decoder; None: there is none."""
     parts = [config, *(config.get(name) for name in ("text_config", "llm_config"))]
     found = [part.get(key) for part in parts if isinstance(part, Mapping) for key in _KEYS]
     return next((each for each in found if each is not None), None)

@@ -5,7 +5,7 @@ the reference is made of bytes of the files and their scales, without transforme
 """
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +41,7 @@ def check_products(module: Any, part: ModelPart | None, named: NamedTensors) -> 
         sample = torch.tensor([0, len(rows) // 3, 2 * len(rows) // 3, len(rows) - 1])
         generator = torch.Generator().manual_seed(0)
         x = (_INPUT_SIZE * torch.randn(_NUM_INPUTS, len(columns), generator=generator)).to(weight.dtype)
-        given = torch.stack(
-            [stored_row(stored, named.stored.get(scale or ""), key, scale, int(row)) for row in rows[sample]]
-        )
+        given = stored_rows(named.stored, key, scale, rows[sample])
         expected = x.double() @ given[:, columns].T
         if linear.bias is not None:
             expected += linear.bias.double()[sample]
@@ -56,18 +54,22 @@ def check_products(module: Any, part: ModelPart | None, named: NamedTensors) -> 
             )
 
 
-def stored_row(stored: StoredTensor, scales: StoredTensor | None, key: str, scale: str | None, row: int) -> Tensor:
-    """Return one row [K] of a matrix in a checkpoint, in float64, times its scales: one, or one for each block."""
-    with safe_open(stored.file, framework="pt", device="cpu") as reader:
-        values: Tensor = reader.get_slice(key)[row : row + 1][0].double()
-    if scales is None:
+def stored_rows(stored: Mapping[str, StoredTensor], key: str, scale: str | None, rows: Tensor) -> Tensor:
+    """Return rows [R, K] of the matrix `key` of a checkpoint in float64, times its scales: one, or one for each block.
+
+    `rows`: [R] int64, their numbers in the file. `scale` is the name of the scales; None: there are none.
+    """
+    with safe_open(stored[key].file, framework="pt", device="cpu") as reader:
+        matrix = reader.get_slice(key)
+        values: Tensor = torch.cat([matrix[row : row + 1].double() for row in rows.tolist()])
+    if scale is None:
         return values
-    with safe_open(scales.file, framework="pt", device="cpu") as reader:
+    with safe_open(stored[scale].file, framework="pt", device="cpu") as reader:
         grid: Tensor = reader.get_tensor(scale)
     grid = torch.exp2(grid.double() - 127) if grid.dtype == torch.uint8 else grid.double()
     grid = grid.reshape(grid.shape if grid.dim() == 2 else (1, 1))
-    block = grid[row // (stored.shape[0] // grid.shape[0])]
-    return values * block.repeat_interleave(len(values) // len(block))
+    blocks = grid[rows // (stored[key].shape[0] // grid.shape[0])]
+    return values * blocks.repeat_interleave(values.shape[1] // grid.shape[1], 1)
 
 
 def _single_sources(named: NamedTensors) -> Iterator[tuple[str, str, str | None]]:
