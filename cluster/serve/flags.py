@@ -154,6 +154,7 @@ PANELS: dict[str, tuple[Flag, ...]] = {
         Flag("engine.disable_hybrid_kv_cache_manager"),
         Flag("engine.gpu_memory_utilization"),
         Flag("engine.enforce_eager"),
+        Flag("engine.log_chunks"),
         Flag("engine.async_scheduling"),
         Flag("engine.speculative_config"),
         Flag("engine.attention_backend"),

@@ -256,6 +256,7 @@ def _show(found: "Findings", console: Console) -> None:
     console.print(report.stalls(found.curves))
     if found.advice.attainable:
         console.print(report.promises(found), report.trade_off(found))
+    console.print(report.shipped_pages(found))
     for line in report.sentences(found):
         console.print(f"• {escape(line)}")
 

@@ -132,6 +132,30 @@ def promises(found: Findings) -> Table:
     return out
 
 
+def shipped_pages(found: Findings) -> Table:
+    """Return a table of the KV pages that each chunk leaves, and how fast they must travel to another replica."""
+    link = found.profile.bytes_per_second
+    out = Table(title="KV pages of a chunk without streams, for pools that ship", box=SIMPLE_HEAD, title_justify="left")
+    for name in ("chunk", "MiB", "MB/s, to travel during the next chunk", f"share of its step at {link / 1e9:g} GB/s"):
+        out.add_column(name, justify="right", no_wrap=name == "chunk")
+    for row in _pages(found):
+        rate = row["bytes_per_second"]
+        out.add_row(
+            str(row["chunk"]), _short(row["kv_bytes"] / 2**20), _short(rate / 1e6), f"{_short(100 * rate / link)} %"
+        )
+    return out
+
+
+def _pages(found: Findings) -> list[dict[str, float]]:
+    """Return the bytes of KV pages of each chunk, and per second while chunks of this size follow each other."""
+    size = found.profile.token_bytes
+    return [
+        {"chunk": chunk, "kv_bytes": chunk * size, "bytes_per_second": rate * size}
+        for chunk in found.curves.chunks
+        if (rate := found.curves.rate(chunk, 0)) is not None
+    ]
+
+
 def sentences(found: Findings) -> list[str]:
     """Return the conclusions of the tables in words."""
     advice, fit, knee = found.advice, found.curves.fit(), found.curves.knee(0)
@@ -194,6 +218,7 @@ def as_json(found: Findings) -> dict[str, Any]:
         },
         "interval_share": found.curves.interval_share,
         "kv_bytes_per_token": found.profile.token_bytes,
+        "kv_pages_of_chunks": _pages(found),
         "tpot_s": found.tpot_s,
         "advice": asdict(found.advice),
         "knee_chunk": found.curves.knee(0),

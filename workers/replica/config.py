@@ -91,6 +91,9 @@ class EngineConfig(SchedulerConfig):
     quantization: Quantization | None = Field(
         None, description="Quantise weights as they are loaded: int8, on CPUs with AVX512-VNNI; null: as they are."
     )
+    log_chunks: bool = Field(
+        False, description="Log a line for each chunk: request, tokens, predicted seconds, and why it is no longer."
+    )
     fault_token_ids: tuple[int, ...] = Field(
         (), description="For tests alone: a prompt with these tokens side by side kills every replica it is sent to."
     )

@@ -276,6 +276,16 @@ def test_points_of_the_trade_off_are_steps_times_seconds() -> None:
     assert line[3:5] == ["1.28", "79.7"]
 
 
+def test_pages_of_a_chunk_must_travel_within_the_step_of_the_next() -> None:
+    found = replace(findings(), profile=PROFILE.model_copy(update={"page_bytes": 16 * 50_000, "bytes_per_second": 5e8}))
+    step = 9e-3 + 64e-3 + 550 * 1e-6  # seconds, the mean of both contexts
+    row = next(row for row in report.as_json(found)["kv_pages_of_chunks"] if row["chunk"] == 64)
+    assert row["kv_bytes"] == 64 * 50_000
+    assert row["bytes_per_second"] == pytest.approx(64 * 50_000 / step)
+    [line] = [line for line in rows(report.shipped_pages(found)) if line[0] == "64"]
+    assert line[1:] == ["3.05", "43.5", "8.7", "%"]  # 3.2 MB in 73.55 ms; at 500 MB/s they take 6.4 ms
+
+
 def test_plot_has_a_line_for_each_number_of_streams_in_both_panels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

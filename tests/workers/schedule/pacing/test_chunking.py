@@ -116,6 +116,16 @@ def test_budget_names_what_bounds_it() -> None:
     assert "idle" in adaptive_chunk_budget(512, 32, [], inf, 0.5, COST).reason
 
 
+def test_budget_says_when_a_chunk_took_the_floor() -> None:
+    prompt = Candidate(0, 10_000)
+    late = adaptive_chunk_budget(512, 32, [9, 9], 0.01, 0.5, COST)
+    late.take(prompt, late.chunk(prompt, 0, 16))
+    assert late.reason == "floor of 32 tokens, slack of 10 ms, 2 decodes"
+    in_time = adaptive_chunk_budget(512, 32, [9, 9], 0.08, 0.5, COST)
+    in_time.take(prompt, in_time.chunk(prompt, 0, 16))
+    assert in_time.reason == "slack of 80 ms, 2 decodes"
+
+
 def test_chunk_shrinks_with_the_overrun_of_steps() -> None:
     """A step that overruns by half is in time all the same; steps that are never in time do not stop prompts."""
     for overrun in (1.0, 1.2, 1.5, 2.0):
