@@ -299,15 +299,6 @@ def test_attempt_without_prefill_replica_goes_on_unless_the_first_token_is_lost(
         assert life.tokens("d", delta(0), 3.0) == [delta(0)]
 
 
-def test_client_that_leaves_aborts_both_legs_once() -> None:
-    life = new_life("p", "d")
-    life.place(0.0)
-    assert life.close() == [Detach("d", 0, True), Detach("p", 0, True)]
-    assert life.close() == []
-    assert life.place(1.0) == []
-    assert life.tokens("d", delta(1), 1.0) == []
-
-
 # -- deadlines -------------------------------------------------------------------------------------------------------
 
 

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 from crossdock.cluster.api.endpoints import build_api
 from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
-from tests.cluster.api.scripted_api import LiveServer, ScriptedDispatcher, eventually
+from tests.cluster.api.scripted_api import LiveServer, ScriptedDispatcher, eventually, serving
 
 
 @pytest.fixture(scope="session")
@@ -38,6 +38,13 @@ def url(shared_engine: ScriptedDispatcher, tokenizer: ModelTokenizer) -> Iterato
     config = HttpConfig(max_body_bytes=100_000, model_aliases=("other",), trust_request_chat_template=True)
     with LiveServer(build_api(shared_engine, tokenizer, config)) as url:  # type: ignore[arg-type]
         yield url
+
+
+@pytest.fixture(scope="session")
+def wide(shared_engine: ScriptedDispatcher, tokenizer: ModelTokenizer) -> Iterator[httpx.Client]:
+    """A server that takes bodies of the usual size, and lists any number of log-probabilities."""
+    with serving(shared_engine, tokenizer, HttpConfig(max_logprobs=-1, trust_request_chat_template=True)) as http:
+        yield http
 
 
 @pytest.fixture

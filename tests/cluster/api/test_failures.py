@@ -12,8 +12,14 @@ from ray.exceptions import RayTaskError
 
 from crossdock.cluster.api.text.choices import merge
 from crossdock.cluster.dispatch.dispatcher import ReplicaLost, SlowReader, SuspectRequest
+<<<<<<< HEAD
 from crossdock.workers.schedule.request import FinishReason, TokenDelta
 from crossdock.workers.schedule.submission import InvalidField, Overloaded, Submission
+=======
+from crossdock.workers.schedule.request import FinishReason, TokenDelta
+from crossdock.workers.schedule.submission import InvalidField, Overloaded, Submission
+from tests.cluster.api.routes.test_messages_api import refused as refused_by_messages
+>>>>>>> apitests
 from tests.cluster.api.scripted_api import (
     HI,
     ScriptedDispatcher,
@@ -47,11 +53,15 @@ def test_failure_before_first_token_has_its_status(
 ) -> None:
     engine.script = lambda s: [failure]
     bodies: dict[str, dict[str, Any]] = {"/v1/completions": {"prompt": "Hi"}, "/v1/chat/completions": {"messages": HI}}
-    responses = {"/v1/responses": {"input": "Hi"}} if n == 1 else {}
-    for path, body in {**bodies, **responses}.items():
+    single = {"/v1/responses": {"input": "Hi"}, "/v1/messages": {"messages": HI, "max_tokens": 9}} if n == 1 else {}
+    for path, body in {**bodies, **single}.items():
         answer = http.post(path, json={**body, **({"n": n} if path in bodies else {}), "stream": stream})
-        error = refused(answer, status, type=kind, code=code)
         assert "secret" not in answer.text
+        if path == "/v1/messages":
+            anthropics = {429: "rate_limit_error", 503: "overloaded_error", 500: "api_error"}
+            refused_by_messages(answer, status, anthropics.get(status, "invalid_request_error"))
+            continue
+        error = refused(answer, status, type=kind, code=code)
         if code == "invalid_value":
             assert [error["param"]] == list(body), "the field of this body that holds the prompt"
         assert answer.headers.get("x-should-retry") == ("false" if code == "suspect_request" else None)

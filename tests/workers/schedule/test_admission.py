@@ -30,28 +30,18 @@ def test_request_that_would_be_late_is_refused_with_the_seconds_to_wait() -> Non
     replica.run()
 
 
-def test_request_without_promise_waits_however_late() -> None:
+@pytest.mark.parametrize("fields", [{"is_promised": False}, {"may_refuse": False}])
+def test_request_without_promise_or_accepted_elsewhere_waits_however_late(fields: dict[str, bool]) -> None:
     replica = new_timed_replica(admission="reject")
     for number in range(3):
         replica.add(f"before {number}", 200, "standard", is_promised=False)
     with pytest.raises(Overloaded):
         replica.add("promised", 200, "standard")
-    late = replica.add("not promised", 200, "standard", is_promised=False)
+    late = replica.add("late", 200, "standard", **fields)
     assert late.predicted_ttft is not None
     assert late.predicted_ttft > late.ttft_deadline > 0, "the class is a target all the same"
     replica.run()
     assert late.status is Status.FINISHED
-
-
-def test_request_that_was_accepted_elsewhere_is_not_refused_however_late() -> None:
-    replica = new_timed_replica(admission="reject")
-    for number in range(3):
-        replica.add(f"before {number}", 200, "standard", is_promised=False)
-    with pytest.raises(Overloaded):
-        replica.add("new", 200, "standard")
-    placed_again = replica.add("placed again", 200, "standard", may_refuse=False)
-    replica.run()
-    assert placed_again.status is Status.FINISHED
 
 
 def test_urgent_request_is_refused_where_starving_ones_go_before_it() -> None:

@@ -4,7 +4,6 @@ import asyncio
 from collections import Counter
 
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -63,30 +62,6 @@ class AnyUse(RuleBasedStateMachine):
 
 
 TestAnyUse = AnyUse.TestCase
-
-
-@given(most=st.integers(2, 300), num_owners=st.integers(1, 6))
-def test_greedy_owners_leave_as_much_as_each_has(most: int, num_owners: int) -> None:
-    """Each of k owners has one part of k + 1, and one that comes later finds the last part."""
-    shares, used = Shares(most), Counter[str]()
-    names = [f"owner {i}" for i in range(num_owners)]
-    while taking := [name for name in names if shares.room(name)]:
-        for name in taking:
-            if shares.room(name):
-                shares.take(name, 1)
-                used[name] += 1
-    part = most / (num_owners + 1)
-    assert all(abs(used[name] - part) <= 1 for name in names)
-    assert shares.room("late") or most <= num_owners
-
-
-@given(most=st.integers(1, 300))
-def test_clients_without_keys_have_the_whole(most: int) -> None:
-    shares = Shares(most)
-    for _ in range(most):
-        assert shares.room("")
-        shares.take("", 1)
-    assert not shares.room("")
 
 
 class AnyTurns(RuleBasedStateMachine):

@@ -197,25 +197,6 @@ def test_model_defaults_apply_unless_given() -> None:
     assert sampling(completion(temperature=0, top_k=0), **defaults) == SamplingParams(temperature=0.0, top_p=0.95)
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"min_tokens": 17}, "min_tokens"),
-        ({"logprobs": 21}, "logprobs"),
-        ({"prompt_logprobs": 21}, "prompt_logprobs"),
-        ({"logit_bias": {"a": 1}}, "logit_bias"),
-        ({"logit_bias": {"-1": 1}}, "logit_bias"),
-        ({"logit_bias": {str(VOCAB): 1}}, "logit_bias"),
-        ({"stop_token_ids": [VOCAB]}, "stop_token_ids"),
-        ({"allowed_token_ids": [VOCAB]}, "allowed_token_ids"),
-    ],
-)
-def test_contradictory_field_is_refused(fields: dict[str, Any], param: str) -> None:
-    with pytest.raises(ApiError) as refused:
-        sampling(completion(**fields))
-    assert refused.value.param == param
-
-
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 
 
@@ -256,6 +237,14 @@ def test_constraint_in_any_form_becomes_grammar(fields: dict[str, Any], grammar:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
+        ({"min_tokens": 17}, "min_tokens"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
+        ({"logit_bias": {"a": 1}}, "logit_bias"),
+        ({"logit_bias": {"-1": 1}}, "logit_bias"),
+        ({"logit_bias": {str(VOCAB): 1}}, "logit_bias"),
+        ({"stop_token_ids": [VOCAB]}, "stop_token_ids"),
+        ({"allowed_token_ids": [VOCAB]}, "allowed_token_ids"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"response_format": {}}, "response_format.type"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
@@ -275,7 +264,7 @@ def test_constraint_in_any_form_becomes_grammar(fields: dict[str, Any], grammar:
         ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex"),
     ],
 )
-def test_invalid_constraint_is_refused(fields: dict[str, Any], param: str) -> None:
+def test_contradictory_field_or_constraint_is_refused(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(ApiError) as refused:
         sampling(completion(**fields))
     assert refused.value.param == param

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from anthropic.types import message_count_tokens_params, message_create_params
-from openai.types import completion_create_params
+from openai.types import completion_create_params, embedding_create_params
 from openai.types.chat import chat_completion_stream_options_param
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
@@ -17,6 +17,7 @@ from crossdock.cluster.api.body.bodies import (
     DetokenizeRequest,
     TokenizeRequest,
 )
+from crossdock.cluster.api.body.embedding_body import EmbeddingRequest
 from crossdock.cluster.api.body.generation_body import GenerationBody
 from crossdock.cluster.api.body.json_body import Body
 from crossdock.cluster.api.body.messages_body import CountTokensRequest, MessagesRequest
@@ -80,9 +81,10 @@ def test_list_has_every_field_of_the_installed_openai_client() -> None:
         (ResponsesRequest, response_create_params.ResponseCreateParamsStreaming),
         (MessagesRequest, message_create_params.MessageCreateParamsStreaming),
         (CountTokensRequest, message_count_tokens_params.MessageCountTokensParams),
+        (EmbeddingRequest, embedding_create_params.EmbeddingCreateParams),
     ],
 )
-def test_every_field_of_responses_and_messages_has_one_state(kind: type[Body], known_fields: Any) -> None:
+def test_every_field_of_the_other_apis_has_one_state(kind: type[Body], known_fields: Any) -> None:
     for name in typing.get_type_hints(known_fields):
         assert (name in kind.model_fields) + (name in kind.no_effect) + (name in kind.refused_fields) == 1, name
     assert not kind.model_fields.keys() & (kind.no_effect.keys() | kind.refused_fields.keys())

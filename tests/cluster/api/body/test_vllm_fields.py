@@ -1,6 +1,5 @@
 """vLLM's fields of requests and answers over sockets, whole and streamed, as OpenAI's client reads them."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -34,90 +33,72 @@ def chat(http: httpx.Client, **fields: Any) -> Any:
     return events(answer) if fields.get("stream") else answer.json()
 
 
-@pytest.fixture(scope="module")
-def wide(shared_engine: ScriptedDispatcher, tokenizer: ModelTokenizer) -> Iterator[httpx.Client]:
-    """A server that lists any number of log-probabilities."""
-    config = HttpConfig(max_logprobs=-1, trust_request_chat_template=True)
-    with serving(shared_engine, tokenizer, config) as http:
-        yield http
-
-
 # -- log-probabilities -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_tokens_are_written_as_ids_in_completions(
-    http: httpx.Client, tokenizer: ModelTokenizer, engine: ScriptedDispatcher, stream: bool
-) -> None:
-    body = {"prompt": "Hi", "logprobs": 2, "max_tokens": 100, "return_tokens_as_token_ids": True, "stream": stream}
-    answer = http.post("/v1/completions", json=body)
+def listed(
+    http: httpx.Client, path: str, stream: bool, count: int, **fields: Any
+) -> list[tuple[str, dict[str, float]]]:
+    """Return the tokens of an answer, as ids, each with the log-probabilities that are listed for it."""
+    is_chat = path == "/v1/chat/completions"
+    body = {"messages": HI, "logprobs": True, "top_logprobs": count} if is_chat else {"prompt": "Hi", "logprobs": count}
+    body |= {"max_tokens": 100, "return_tokens_as_token_ids": True, "stream": stream, **fields}
+    answer = http.post(path, json=body)
     choices = [chunk["choices"][0] for chunk in (events(answer) if stream else [answer.json()])]
-    tokens = [token for choice in choices for token in choice["logprobs"]["tokens"]]
-    ids = [*tokenizer.encode(STORY), engine.eos]
-    assert tokens == [f"token_id:{token}" for token in ids]
-    tops = [top for choice in choices for top in choice["logprobs"]["top_logprobs"]]
-    assert tops[0] == {f"token_id:{ids[0]}": -0.25, f"token_id:{ids[0] + 1}": -1.25}
-    assert "".join(choice["text"] for choice in choices) == STORY
+    shapes = [choice["logprobs"] for choice in choices if choice.get("logprobs")]
+    if not is_chat:
+        return [pair for shape in shapes for pair in zip(shape["tokens"], shape["top_logprobs"], strict=True)]
+    entries = [entry for shape in shapes for entry in shape["content"]]
+    return [(entry["token"], {top["token"]: top["logprob"] for top in entry["top_logprobs"]}) for entry in entries]
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_tokens_are_written_as_ids_in_chats(http: httpx.Client, tokenizer: ModelTokenizer, stream: bool) -> None:
-    body = {"logprobs": True, "top_logprobs": 1, "return_tokens_as_token_ids": True, "stream": stream}
-    answer = chat(http, **body)
-    shapes = [chunk["choices"][0]["logprobs"] for chunk in answer if chunk["choices"]] if stream else []
-    shapes = shapes or [answer["choices"][0]["logprobs"]]
-    content = [entry for shape in shapes if shape for entry in shape["content"]]
-    ids = tokenizer.encode(STORY)
-    assert [entry["token"] for entry in content[:-1]] == [f"token_id:{token}" for token in ids]
-    assert content[0]["top_logprobs"][0]["token"] == f"token_id:{ids[0]}"
-    assert b"".join(bytes(entry["bytes"]) for entry in content[:-1]).decode() == STORY
+STREAMS = pytest.mark.parametrize("stream", [False, True])
+PATHS = pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@STREAMS
+@PATHS
+def test_tokens_are_written_as_ids(http: httpx.Client, engine: ScriptedDispatcher, path: str, stream: bool) -> None:
+    found = listed(http, path, stream, 2)
+    ids = [*engine.tokenizer.encode(STORY), engine.eos]
+    assert [token for token, _ in found] == [f"token_id:{token}" for token in ids]
+    assert found[0][1] == {f"token_id:{ids[0]}": -0.25, f"token_id:{ids[0] + 1}": -1.25}
+
+
+@STREAMS
+@PATHS
 def test_listed_tokens_replace_the_likeliest(
-    http: httpx.Client, engine: ScriptedDispatcher, tokenizer: ModelTokenizer, stream: bool
+    http: httpx.Client, engine: ScriptedDispatcher, path: str, stream: bool
 ) -> None:
-    listed = [300, 5, 301]
-    body = {"logprobs": 1, "logprob_token_ids": listed, "max_tokens": 2, "return_tokens_as_token_ids": True}
-    answer = http.post("/v1/completions", json={"prompt": "Hi", "stream": stream, **body})
-    choice = (events(answer)[0] if stream else answer.json())["choices"][0]
-    first = tokenizer.encode(STORY)[0]
-    assert choice["logprobs"]["top_logprobs"][0].keys() == {f"token_id:{token}" for token in (first, *listed)}
-    assert engine.submissions[0].sampling.logprob_token_ids == tuple(listed)
-    fields = {"logprobs": True, "logprob_token_ids": listed, "return_tokens_as_token_ids": True, "max_tokens": 2}
-    shape = chat(http, **fields)["choices"][0]["logprobs"]["content"][0]
-    assert {entry["token"] for entry in shape["top_logprobs"]} == {f"token_id:{t}" for t in (first, *listed)}
+    names = [300, 5, 301]
+    found = listed(http, path, stream, 0, logprob_token_ids=names)
+    first = engine.tokenizer.encode(STORY)[0]
+    assert found[0][1].keys() == {f"token_id:{token}" for token in (first, *names)}
+    assert engine.submissions[0].sampling.logprob_token_ids == tuple(names)
 
 
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"logprob_token_ids": [5]}, "logprob_token_ids"),
-        ({"logprob_token_ids": [VOCAB_SIZE], "logprobs": True}, "logprob_token_ids"),
         ({"top_logprobs": -1, "logprobs": True}, "top_logprobs"),
         ({"prompt_logprobs": -1}, "prompt_logprobs"),
         ({"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
     ],
 )
-def test_logprobs_that_contradict_or_pass_the_maximum_are_refused(
+def test_more_logprobs_than_the_maximum_are_refused(
     http: httpx.Client, engine: ScriptedDispatcher, fields: dict[str, Any], param: str
 ) -> None:
     error = refused(http.post("/v1/chat/completions", json={"messages": HI, **fields}), 400, param=param)
-    if param.endswith("_logprobs"):
-        assert "maximum of 20 (--max-logprobs)" in error["message"]
+    assert "maximum of 20 (--max-logprobs)" in error["message"]
     assert engine.submissions == []
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_minus_one_lists_the_whole_vocabulary(wide: httpx.Client, engine: ScriptedDispatcher, stream: bool) -> None:
-    ids = {"return_tokens_as_token_ids": True, "max_tokens": 2}
-    answer = wide.post("/v1/completions", json={"prompt": "Hi", "logprobs": -1, "stream": stream, **ids})
-    choice = (events(answer)[0] if stream else answer.json())["choices"][0]
-    assert len(choice["logprobs"]["top_logprobs"][0]) == VOCAB_SIZE
-    answer = chat(wide, logprobs=True, top_logprobs=-1, stream=stream, **ids)
-    shapes = [part["choices"][0]["logprobs"] for part in answer if part["choices"]] if stream else []
-    shapes = [shape for shape in shapes if shape] or [answer["choices"][0]["logprobs"]]
-    assert len(shapes[0]["content"][0]["top_logprobs"]) == VOCAB_SIZE
+@STREAMS
+@PATHS
+def test_minus_one_lists_the_whole_vocabulary(
+    wide: httpx.Client, engine: ScriptedDispatcher, path: str, stream: bool
+) -> None:
+    assert len(listed(wide, path, stream, -1, max_tokens=2)[0][1]) == VOCAB_SIZE
     assert engine.submissions[-1].sampling.logprobs == VOCAB_SIZE
 
 
@@ -275,22 +256,7 @@ def test_template_gets_documents_and_effort(
     assert prompt("{{ enable_thinking }}", reasoning_effort="max") == "True"
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"documents": [{"text": "a"}]}, "documents"),
-        ({"reasoning_effort": "high"}, "reasoning_effort"),
-        ({"reasoning_effort": "much"}, "reasoning_effort"),
-        ({"documents": [{"text": 5}]}, "documents[0].text"),
-        ({"functions": [{"name": "f"}]}, "functions"),
-        ({"function_call": {"name": "f"}}, "function_call"),
-    ],
-)
-def test_field_that_the_model_cannot_follow_is_refused(
-    http: httpx.Client, engine: ScriptedDispatcher, fields: dict[str, Any], param: str
-) -> None:
-    refused(http.post("/v1/chat/completions", json={"messages": HI, **fields}), 400, param=param)
-    assert engine.submissions == []
+def test_neutral_fields_are_accepted_where_the_model_cannot_follow_them(http: httpx.Client) -> None:
     neutral = {"documents": [], "reasoning_effort": "none", "parallel_tool_calls": False, "functions": []}
     assert chat(http, **neutral)["choices"][0]["message"]["content"] == STORY
 

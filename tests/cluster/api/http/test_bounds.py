@@ -102,14 +102,6 @@ BEYOND = [  # the field, the bound, and a request just beyond it
 ]
 
 
-@pytest.fixture(scope="module")
-def wide(shared_engine: ScriptedDispatcher, tokenizer: ModelTokenizer) -> Any:
-    """A server that takes bodies of the usual size."""
-    config = HttpConfig(trust_request_chat_template=True)
-    with serving(shared_engine, tokenizer, config) as http:
-        yield http
-
-
 @pytest.mark.parametrize(("param", "bound", "request_"), BEYOND)
 def test_request_beyond_a_bound_is_refused_with_field_and_bound(
     wide: httpx.Client, engine: ScriptedDispatcher, param: str | None, bound: int, request_: Any

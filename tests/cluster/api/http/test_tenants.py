@@ -176,11 +176,23 @@ async def test_prefix_cached_for_one_tenant_is_not_found_by_another(tokenizer: M
         own = await cached(http, "mine")
         assert own > 0
         assert await cached(http, "theirs") == 0
-        assert await cached(http, "mine", cache_salt="s") == 0, "nor with another salt of its own"
-        assert await cached(http, "one") == 0
+        assert await cached(http, "mine", cache_salt="us") == 0, "nor with another salt of its own"
+        assert await cached(http, "mine", cache_salt="us") == own
+        assert await cached(http, "one") == 0, "nor in a group that is named like the salt"
         assert await cached(http, "other") == own
+        assert await cached(http, "other", cache_salt="us") == 0
+        assert await cached(http, "theirs") == own, "its own, which is there as well"
     await dispatcher.close()
     for replica in replicas:
         counts = replica.engine_thread.engine.pages.counts()
         assert counts.cached > 0
         await replica.engine_thread.close()
+
+
+async def test_cached_prefix_without_keys_is_found_with_the_same_salt_alone(tokenizer: ModelTokenizer) -> None:
+    async with EngineApi(tokenizer, enable_prefix_caching=True) as api:
+        found = []
+        for salt in ("", "", "x", "x", ""):
+            answer = await api.ask("standard", cache_salt=salt)
+            found.append(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 0)
+        assert found == [False, True, False, True, True]

@@ -90,20 +90,6 @@ def test_call_of_function_in_namespace_names_the_namespace(http: httpx.Client, e
     assert items[0]["namespace"] == "legs"
 
 
-@pytest.mark.parametrize(
-    ("tools", "param"),
-    [
-        ([LEGS, MOVE], "tools"),
-        ([{**LEGS, "name": 5}], "tools[0].name"),
-        ([{**LEGS, "tools": {}}], "tools[0].tools"),
-        ([{**LEGS, "tools": [{"type": "custom", "name": "say"}]}], "tools[0].tools[0].type"),
-        ([{"type": "web_search"}], "tools[0].type"),
-    ],
-)
-def test_namespace_that_cannot_be_served_is_refused(http: httpx.Client, tools: list[Any], param: str) -> None:
-    refused(http.post("/v1/responses", json={"input": "Hi", "tools": tools}), 400, param=param)
-
-
 def test_reference_to_stored_item_is_that_item(http: httpx.Client, engine: ScriptedDispatcher) -> None:
     first = respond(http)
     [message] = first["output"]

@@ -217,15 +217,3 @@ def test_prompt_logprobs_and_token_ids_are_returned(
     assert chat["choices"][0]["token_ids"] == [*tokenizer.encode(STORY), engine.eos]
     stream = {"prompt": "a", "prompt_logprobs": 1, "stream": True}
     refused(http.post("/v1/completions", json=stream), 400, param="prompt_logprobs")
-
-
-def test_prompt_cache_fields_are_accepted(http: httpx.Client) -> None:
-    for fields in ({"prompt_cache_key": "k"}, {"prompt_cache_retention": "in_memory"}):
-        assert http.post("/v1/completions", json={"prompt": "a", **fields}).status_code == 200
-    long = {"messages": HI, "prompt_cache_key": "k", "prompt_cache_retention": "24h"}
-    assert http.post("/v1/chat/completions", json=long).status_code == 200
-    responses = {"input": "Hi", "prompt_cache_key": "k", "store": False}
-    assert http.post("/v1/responses", json=responses).status_code == 200
-    wrong = http.post("/v1/completions", json={"prompt": "a", "prompt_cache_retention": "7d"})
-    assert wrong.status_code == 400
-    assert "prompt_cache_retention" in wrong.text

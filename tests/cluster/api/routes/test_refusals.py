@@ -1,4 +1,4 @@
-"""Requests that are refused before they reach an engine: wrong fields, lengths, JSON, content types and paths."""
+"""Requests that are refused before they reach an engine: wrong fields, lengths, JSON, types, paths; and no others."""
 
 import json
 from pathlib import Path
@@ -12,32 +12,177 @@ from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from tests.cluster.api.scripted_api import (
     HI,
     MAX_MODEL_LEN,
+    VOCAB_SIZE,
     ScriptedDispatcher,
     complete,
     refused,
 )
 
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(
-    ("fields", "param", "code"),
-    [
+LEGS = {"type": "namespace", "name": "legs", "tools": [{"type": "function", "name": "move"}]}
+FUNCTION = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+FORBIDDEN = [{"role": "forbidden", "content": ""}]  # by the template
+WRONG_ITEMS: list[tuple[Any, str]] = [
+    (5, ""),
+    ({"role": "robot", "content": "Hi"}, ".role"),
+    ({"role": {}, "content": "Hi"}, ".role"),
+    ({"role": "user"}, ".content"),
+    ({"role": "user", "content": [{"type": "input_image"}]}, ".content[0].image_url"),
+    ({"role": "user", "content": [{"type": "input_text"}]}, ".content[0].text"),
+    ({"type": "web_search_call", "id": "w"}, ".type"),
+    ({"type": ["message"]}, ".type"),
+    ({"type": "computer_call", "id": "a"}, ".type"),
+    ({"type": "function_call", "name": "f", "arguments": "{}"}, ".call_id"),
+    ({"type": "function_call_output", "call_id": "c"}, ".output"),
+    ({"type": "function_call", "call_id": "c", "name": "f", "arguments": "["}, ".arguments"),
+    ({"type": "function_call", "call_id": "c", "name": "f", "arguments": "[" * 5000 + "]" * 5000}, ".arguments"),
+    ({"type": "function_call_output", "call_id": "c", "output": [{"type": "text"}]}, ".output[0].text"),
+]
+APIS: dict[str, tuple[str, dict[str, Any]]] = {
+    "completions": ("/v1/completions", {"prompt": "Hi"}),
+    "chats": ("/v1/chat/completions", {"messages": HI}),
+    "responses": ("/v1/responses", {"input": "Hi"}),
+    "embeddings": ("/v1/embeddings", {"input": "Hi"}),
+    "messages": ("/v1/messages", {"messages": HI, "max_tokens": 9}),
+}
+WRONG: dict[str, list[Any]] = {  # fields beside those of `APIS`, the field that is named, and perhaps the code
+    "completions": [
         ({"temperature": -1}, "temperature", "invalid_value"),
         ({"prompt": None}, "prompt", "missing_required_parameter"),
         ({"prompt": ""}, "prompt", "invalid_value"),
         ({"prompt": [0, 620]}, "prompt", "invalid_value"),
         ({"best_of": 2}, "best_of", "unsupported_value"),
+        ({"prompt_cache_retention": "7d"}, "prompt_cache_retention"),
         ({"suffix": "x"}, "suffix", "unsupported_parameter"),
         ({"model": "gpt-5"}, "model", "model_not_found"),
     ],
-)
-def test_invalid_field_is_named(
-    http: httpx.Client, engine: ScriptedDispatcher, stream: bool, fields: dict[str, Any], param: str, code: str
-) -> None:
-    answer = http.post("/v1/completions", json={"prompt": "Hi", "stream": stream, **fields})
-    status = 404 if param == "model" else 400
-    refused(answer, status, param=param, code=code, type="invalid_request_error")
-    assert engine.submissions == []
+    "chats": [
+        ({"messages": FORBIDDEN}, "messages"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+        ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
+        ({"chat_template": "{% if"}, "messages"),
+        ({"chat_template": "{{ 1 / 0 }}"}, "messages"),
+        ({"chat_template": "{{ '' }}"}, "messages"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprob_token_ids": [5]}, "logprob_token_ids"),
+        ({"logprob_token_ids": [VOCAB_SIZE], "logprobs": True}, "logprob_token_ids"),
+        ({"documents": [{"text": "a"}]}, "documents"),
+        ({"documents": [{"text": 5}]}, "documents[0].text"),
+        ({"reasoning_effort": "high"}, "reasoning_effort"),
+        ({"reasoning_effort": "much"}, "reasoning_effort"),
+        ({"functions": [{"name": "f"}]}, "functions"),
+        ({"function_call": {"name": "f"}}, "function_call"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [FUNCTION], "tool_choice": "required", "response_format": {"type": "json_object"}}, "tools"),
+    ],
+    "responses": [
+        ({"input": None}, "input"),
+        ({"input": []}, "input"),
+        ({"input": 5}, "input"),
+        ({"input": {"role": "user"}}, "input"),
+        *(({"input": [item]}, f"input[0]{place}") for item, place in WRONG_ITEMS),
+        ({"input": [{"role": "user"}] * 4097}, "input"),
+        ({"input": "dog " * 300}, "input"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"temperature": 3}, "temperature"),
+        ({"top_p": "much"}, "top_p"),
+        ({"metadata": {"a": 5}}, "metadata.a"),
+        ({"metadata": {str(i): "" for i in range(17)}}, "metadata"),
+        ({"include": ["everything"]}, "include[0]"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"top_logprobs": 21, "include": ["message.output_text.logprobs"]}, "top_logprobs"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"reasoning": {"effort": "high"}}, "reasoning.effort"),
+        ({"reasoning": {"effort": "huge"}}, "reasoning.effort"),
+        ({"reasoning": {"depth": 3}}, "reasoning.depth"),
+        ({"text": {"verbosity": "high"}}, "text.verbosity"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
+        ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema"),
+        ({"text": {"format": {"type": "json_schema", "schema": {"a": "b" * 99_000}}}}, "text.format.schema"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function"}]}, "tools[0].name"),
+        (
+            {"tools": [{"type": "function", "name": "f", "parameters": 5}], "tool_choice": "required"},
+            "tools[0].function.parameters",
+        ),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "web_search"}}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "name": ["f"]}}, "tool_choice"),
+        ({"tool_choice": {"type": "allowed_tools", "tools": []}}, "tool_choice.mode"),
+        (
+            {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "f"}]}},
+            "tool_choice.tools[0]",
+        ),
+        ({"previous_response_id": 5}, "previous_response_id"),
+        ({"background": True, "store": False}, "background"),
+        ({"background": True, "stream": True}, "background"),
+        ({"conversation": "c"}, "conversation"),
+        ({"prompt": {"id": "p"}}, "prompt"),
+        ({"moderation": {}}, "moderation"),
+        ({"messages": []}, "messages"),
+        ({"service_tier": "gold"}, "service_tier"),
+        ({"n": 2}, "n"),
+        ({"tools": [LEGS, *LEGS["tools"]]}, "tools"),
+        ({"tools": [{**LEGS, "name": 5}]}, "tools[0].name"),
+        ({"tools": [{**LEGS, "tools": {}}]}, "tools[0].tools"),
+        ({"tools": [{**LEGS, "tools": [{"type": "custom", "name": "say"}]}]}, "tools[0].tools[0].type"),
+    ],
+    "embeddings": [
+        ({"input": None}, "input"),
+        ({"input": ""}, "input"),
+        ({"input": []}, "input"),
+        ({"input": ["a", 5]}, "input"),
+        ({"input": [[5], []]}, "input"),
+        ({"input": [VOCAB_SIZE]}, "input"),
+        ({"input": [[5]] * 2049}, "input"),
+        ({"input": [5] * 300}, "input"),
+        ({"encoding_format": "hex"}, "encoding_format"),
+        ({"dimensions": 16}, "dimensions"),
+        ({"dimensions": 0}, "dimensions"),
+        ({"pooling": "cls"}, "pooling"),
+        ({"normalize": True, "use_activation": False}, "normalize"),
+        ({"messages": HI}, "messages"),
+        ({"endianness": "big"}, "endianness"),
+        ({"max_tokens": 3}, "max_tokens"),
+        ({"service_tier": "none such"}, "service_tier"),
+    ],
+}
+
+
+@pytest.mark.parametrize(("api", "row"), [(api, row) for api, rows in WRONG.items() for row in rows])
+def test_wrong_field_is_named(http: httpx.Client, engine: ScriptedDispatcher, api: str, row: Any) -> None:
+    (path, body), (fields, param, *code) = APIS[api], row
+    for stream in ({}, {"stream": True})[: 1 + (api != "embeddings")]:
+        answer = http.post(path, json={**body, **stream, **fields})
+        error = refused(answer, 404 if param == "model" else 400, param=param, type="invalid_request_error")
+        assert [error["code"]] == (code or [error["code"]])
+        assert "'messages'" not in error["message"] or "messages" in body or param == "messages"
+    assert not engine.submissions
+
+
+SHORT = {"type": "ephemeral"}
+LONG = {"type": "ephemeral", "ttl": "1h"}
+TALK = [{"role": "user", "content": [{"type": "text", "text": "Hi", "cache_control": SHORT}]}]
+WITHOUT_EFFECT: list[tuple[str, dict[str, Any]]] = [
+    ("completions", {"prompt_cache_key": "k", "prompt_cache_retention": "in_memory"}),
+    ("chats", {"prompt_cache_key": "k", "prompt_cache_retention": "24h"}),
+    ("responses", {"user": "u", "safety_identifier": "s", "prompt_cache_options": {}, "prompt_cache_key": "k"}),
+    ("responses", {"max_tool_calls": 3, "stream_options": {"include_obfuscation": False}}),
+    ("responses", {"include": ["reasoning.encrypted_content"], "reasoning": {"effort": None, "summary": "auto"}}),
+    ("responses", {"text": {"verbosity": "medium", "format": {"type": "text"}}, "truncation": "disabled"}),
+    ("responses", {"context_management": [], "store": False}),
+    ("messages", {"metadata": {"user_id": "u"}, "context_management": {"edits": []}, "speed": "standard"}),
+    ("messages", {"service_tier": "standard_only", "mcp_servers": [], "output_config": {"effort": "low"}}),
+    ("messages", {"thinking": {"type": "enabled", "budget_tokens": 1024}}),
+    ("messages", {"cache_control": SHORT}),
+    ("messages", {"messages": TALK, "system": [{"type": "text", "text": "Be brief", "cache_control": LONG}]}),
+]
+
+
+@pytest.mark.parametrize(("api", "fields"), WITHOUT_EFFECT)
+def test_field_without_effect_is_accepted(http: httpx.Client, api: str, fields: dict[str, Any]) -> None:
+    path, body = APIS[api]
+    answer = http.post(path, json={**body, **fields})
+    assert answer.status_code == 200, answer.text
 
 
 @pytest.mark.parametrize(

@@ -392,6 +392,7 @@ def test_response_in_the_background_counts_for_its_key(engine: ScriptedDispatche
         created(http)
 
 
+<<<<<<< HEAD
 def test_key_whose_responses_fill_its_share_of_the_background_leaves_places_to_others(
     engine: ScriptedDispatcher, tokenizer: ModelTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -506,6 +507,8 @@ def test_fields_without_effect_are_accepted(http: httpx.Client) -> None:
     created(http, **fields)
 
 
+=======
+>>>>>>> apitests
 def test_failure_in_a_stream_is_a_failed_response(http: httpx.Client, engine: ScriptedDispatcher) -> None:
     def script(submission: Any) -> list[TokenDelta | Exception | float]:
         return [*engine.story(submission)[:3], ReplicaLost("gone")]

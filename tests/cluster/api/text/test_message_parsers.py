@@ -133,14 +133,6 @@ def test_text_that_is_no_call_stays_content_as_it_is(family: str, text: str, rea
     assert whole(family, text, reason) == {"content": text}
 
 
-@pytest.mark.parametrize("family", CALLS)
-@pytest.mark.parametrize("size", [1, 2, 5, 11])
-def test_stream_of_each_family_adds_up_to_the_whole_message(family: str, size: int) -> None:
-    text = CALLS[family]
-    pieces = [text[start : start + size] for start in range(0, len(text), size)]
-    assert streamed(family, pieces) == whole(family, text)
-
-
 @settings(max_examples=400, deadline=None)
 @given(st.data())
 def test_any_text_split_in_any_way_gives_the_same_message_and_loses_nothing(data: st.DataObject) -> None:

@@ -118,41 +118,26 @@ def calling(engine: ScriptedDispatcher) -> ScriptedDispatcher:
 
 
 @pytest.mark.parametrize(("choice", "reason"), [("required", "tool_calls"), (NAMED, "stop")])
+@pytest.mark.parametrize("more", [{}, {"logprobs": True}, {"n": 2}])
 def test_forced_call_is_a_tool_call_for_openais_client(
-    client: openai.OpenAI, calling: ScriptedDispatcher, choice: Any, reason: str
+    client: openai.OpenAI, calling: ScriptedDispatcher, choice: Any, reason: str, more: dict[str, Any]
 ) -> None:
     fields: Any = {"model": "tiny", "messages": HI, "tools": TOOLS, "tool_choice": choice, "parallel_tool_calls": False}
-    for answered in client.chat.completions.create(**fields, n=2, extra_body=SHORT).choices:
-        assert (answered.message.content, answered.finish_reason) == (None, reason)
+    whole = client.chat.completions.create(**fields, **more, extra_body=SHORT).choices
+    with client.chat.completions.stream(**fields, **more, extra_body=SHORT) as stream:
+        for _ in stream:
+            pass
+        streamed = stream.get_final_completion().choices
+    assert len(whole) == len(streamed) == more.get("n", 1)
+    for answered in (*whole, *streamed):
+        assert answered.finish_reason == reason
         [call] = answered.message.tool_calls or []
         assert call.type == "function"
         assert (call.function.name, json.loads(call.function.arguments)) == ("move", {"to": {"x": 3}})
         assert call.id
-    grammars = {submission.sampling.grammar for submission in calling.submissions}
-    assert grammars == {forced(choice).grammar()}
-
-
-@pytest.mark.parametrize("more", [{}, {"logprobs": True}, {"n": 2}])
-def test_streamed_forced_call_is_a_tool_call_for_openais_client(
-    client: openai.OpenAI, calling: ScriptedDispatcher, more: dict[str, Any]
-) -> None:
-    with client.chat.completions.stream(
-        model="tiny",
-        messages=[{"role": "user", "content": "Hi"}],
-        tools=TOOLS,
-        tool_choice="required",
-        extra_body=SHORT,
-        **more,
-    ) as stream:
-        for _ in stream:
-            pass
-        choices = stream.get_final_completion().choices
-    assert len(choices) == more.get("n", 1)
-    for answered in choices:
-        assert answered.finish_reason == "tool_calls"
-        [call] = answered.message.tool_calls or []
-        assert (call.function.name, json.loads(call.function.arguments)) == ("move", {"to": {"x": 3}})
         assert bool(answered.logprobs) == ("logprobs" in more)
+    assert all(answered.message.content is None for answered in whole)
+    assert {submission.sampling.grammar for submission in calling.submissions} == {forced(choice).grammar()}
 
 
 def allowed(mode: Any, *names: Any) -> dict[str, Any]:
@@ -192,9 +177,3 @@ def test_allowed_tools_of_another_form_are_refused(http: httpx.Client, choice: A
     tools = [*TOOLS, {"type": "function"}]
     body |= {"tools": tools, "tool_choice": allowed("auto", "move")}
     refused(http.post("/v1/chat/completions", json=body), 400, param="tools[2]")
-
-
-def test_forced_call_beside_another_constraint_is_refused(http: httpx.Client) -> None:
-    fields = {"messages": HI, "tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}
-    fields |= SHORT
-    refused(http.post("/v1/chat/completions", json=fields), 400, param="tools")

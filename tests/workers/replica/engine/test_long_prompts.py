@@ -11,7 +11,7 @@ from crossdock.workers.model.load import wrap_module
 from crossdock.workers.model.load_options import LoadOptions
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.schedule.batch import Batch
-from crossdock.workers.schedule.request import Submission
+from crossdock.workers.schedule.submission import Submission
 from tests.workers.architectures import build
 from tests.workers.replica.engines import engine_on, greedy, run, tokens_of
 from tests.workers.replica.sides import Side, closing, ship, submission

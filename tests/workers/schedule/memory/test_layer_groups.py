@@ -58,27 +58,24 @@ def test_stages_of_a_pipeline_hold_as_many_layers_of_each_group(num_stages: int)
         assert max(counts) - min(counts) <= 1
 
 
-def test_model_without_windows_is_one_group() -> None:
-    assert group_layers([None] * 4, [64] * 4, CONTEXT, PAGE_SIZE) == (LayerGroup(None, (0, 1, 2, 3)),)
-
-
-def test_window_that_no_request_leaves_is_none() -> None:
-    assert group_layers([100, None], [64] * 2, 100, PAGE_SIZE) == (LayerGroup(None, (0, 1)),)
-
-
-def test_attention_chunk_that_no_request_leaves_is_no_window() -> None:
-    assert group_layers([AttentionChunk(100), None], [64] * 2, 100, PAGE_SIZE) == (LayerGroup(None, (0, 1)),)
-
-
 def test_window_that_slides_and_attention_chunk_of_as_many_tokens_are_two_groups() -> None:
     groups = group_layers([64, AttentionChunk(64), None], [64] * 3, CONTEXT, PAGE_SIZE)
     assert [group.window for group in groups] == [None, 64, AttentionChunk(64)]
 
 
-def test_layers_with_windows_alone_are_one_group_with_the_window() -> None:
-    windows: list[Window] = [64, AttentionChunk(64)]
-    for window in windows:
-        assert group_layers([window] * 4, [64] * 4, CONTEXT, PAGE_SIZE) == (LayerGroup(window, (0, 1, 2, 3)),)
+@pytest.mark.parametrize(
+    ("windows", "window"),
+    [
+        ([None] * 4, None),
+        ([64] * 4, 64),
+        ([AttentionChunk(64)] * 4, AttentionChunk(64)),
+        ([CONTEXT, None], None),  # no request leaves the window
+        ([AttentionChunk(CONTEXT), None], None),
+    ],
+)
+def test_layers_that_see_the_same_are_one_group(windows: list[Window], window: Window) -> None:
+    group = LayerGroup(window, tuple(range(len(windows))))
+    assert group_layers(windows, [64] * len(windows), CONTEXT, PAGE_SIZE) == (group,)
 
 
 WINDOWS: list[Window] = [None, 8, 64, 999, AttentionChunk(64), AttentionChunk(100)]

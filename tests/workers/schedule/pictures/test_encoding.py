@@ -163,26 +163,6 @@ def test_pictures_wait_for_slack_and_streams_keep_their_pace() -> None:
     assert any(batch.limit.startswith("encoder") for batch in paced.batches)
 
 
-def test_item_longer_than_any_slack_is_encoded_for_the_class_that_streams_pay_for() -> None:
-    replica = new_timed_replica(encoding=Encoding(4000, EncoderCost(per_row=1.0)), chunk_policy="adaptive")
-    replica.add("stream", 16, "standard", max_tokens=50)
-    replica.step()
-    replica.add("urgent", 60, "standard", items=with_items((10, 20, 1), (34, 20, 2)))
-    replica.add("patient", 60, "batch", items=with_items((10, 20, 3)))
-    device = Device(4000)
-    while any(replica.scheduler.table.get(name) for name in ("stream", "urgent")):
-        device.run(replica.step().batch)
-        request = replica.scheduler.table.get("patient")
-        assert request is not None
-        assert request.num_computed_tokens <= 16 or replica.scheduler.table.get("stream") is None
-    device = Device(4000, device.rows, device.num_encoded)
-    while replica.scheduler.table.has_work:
-        device.run(replica.step().batch)
-    assert device.num_encoded == 3
-    most = max(len(batch.encoder.items) for batch in replica.batches)
-    assert most == 1  # one item is the least that a step may encode, and the most where time is short
-
-
 def test_picture_in_memory_makes_room_for_one_that_the_same_chunk_reads_first() -> None:
     encoding = Encoding(20)
     scheduler = new_scheduler(max_model_len=200, encoding=encoding, max_num_batched_tokens=100, caching=False)

@@ -87,11 +87,11 @@ def test_item_that_no_chunk_has_room_for_is_refused_with_the_setting() -> None:
         scheduler.add(request)
 
 
-def test_item_longer_than_any_slack_is_computed_for_the_class_that_streams_pay_for() -> None:
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_item_longer_than_any_slack_is_computed_for_the_class_that_streams_pay_for(is_whole: bool) -> None:
     """Streams leave time for a page. A prompt of their class gets its picture, and one of a lower class waits."""
-    replica = new_timed_replica(
-        encoding=Encoding(4000, EncoderCost(per_row=1.0), keeps_items_whole=True), chunk_policy="adaptive"
-    )
+    encoding = Encoding(4000, EncoderCost(per_row=1.0), keeps_items_whole=is_whole)
+    replica = new_timed_replica(encoding=encoding, chunk_policy="adaptive")
     replica.add("stream", 16, "standard", max_tokens=50)
     replica.step()
     replica.add("urgent", 240, "standard", items=with_items((10, 100, 1), (111, 100, 2)))
@@ -101,11 +101,13 @@ def test_item_longer_than_any_slack_is_computed_for_the_class_that_streams_pay_f
         device.run(replica.step().batch)
         request = replica.scheduler.table.get("patient")
         assert request is not None
-        assert request.num_computed_tokens <= 10 or replica.scheduler.table.get("stream") is None
-    assert chunk_sizes(replica.batches, "urgent")[:2] == [8, 102]  # a page or two, then the picture
-    encoding = [batch for batch in replica.batches if batch.encoder.items]
-    assert [(len(batch.encoder.items), batch.num_decodes) for batch in encoding] == [(1, 1), (1, 1)]
+        assert request.num_computed_tokens <= 16 or replica.scheduler.table.get("stream") is None
+    if is_whole:
+        assert chunk_sizes(replica.batches, "urgent")[:2] == [8, 102]  # a page or two, then the picture
+        encoding_steps = [batch for batch in replica.batches if batch.encoder.items]
+        assert [(len(batch.encoder.items), batch.num_decodes) for batch in encoding_steps] == [(1, 1), (1, 1)]
     run(replica)
+    assert [len(batch.encoder.items) for batch in replica.batches if batch.encoder.items] == [1, 1, 1]
 
 
 def test_chunk_without_time_for_an_item_ends_with_the_one_before() -> None:
