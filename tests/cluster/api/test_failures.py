@@ -12,14 +12,9 @@ from ray.exceptions import RayTaskError
 
 from crossdock.cluster.api.text.choices import merge
 from crossdock.cluster.dispatch.dispatcher import ReplicaLost, SlowReader, SuspectRequest
-<<<<<<< HEAD
-from crossdock.workers.schedule.request import FinishReason, TokenDelta
-from crossdock.workers.schedule.submission import InvalidField, Overloaded, Submission
-=======
 from crossdock.workers.schedule.request import FinishReason, TokenDelta
 from crossdock.workers.schedule.submission import InvalidField, Overloaded, Submission
 from tests.cluster.api.routes.test_messages_api import refused as refused_by_messages
->>>>>>> apitests
 from tests.cluster.api.scripted_api import (
     HI,
     ScriptedDispatcher,

@@ -17,11 +17,7 @@ from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.cluster.dispatch.dispatcher import ReplicaLost
 from crossdock.workers.schedule.request import TokenDelta
-<<<<<<< HEAD
-from crossdock.workers.schedule.submission import Overloaded
-=======
 from tests.cluster.api.routes.test_responses_api import PARSERS, THOUGHT, WRITTEN
->>>>>>> apitests
 from tests.cluster.api.scripted_api import (
     HI,
     MAX_MODEL_LEN,

@@ -392,7 +392,6 @@ def test_response_in_the_background_counts_for_its_key(engine: ScriptedDispatche
         created(http)
 
 
-<<<<<<< HEAD
 def test_key_whose_responses_fill_its_share_of_the_background_leaves_places_to_others(
     engine: ScriptedDispatcher, tokenizer: ModelTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -412,103 +411,6 @@ def test_key_whose_responses_fill_its_share_of_the_background_leaves_places_to_o
         created(http, background=True)
 
 
-WRONG_ITEMS: list[tuple[Any, str]] = [
-    (5, ""),
-    ({"role": "robot", "content": "Hi"}, ".role"),
-    ({"role": {}, "content": "Hi"}, ".role"),
-    ({"role": "user"}, ".content"),
-    ({"role": "user", "content": [{"type": "input_image"}]}, ".content[0].image_url"),
-    ({"role": "user", "content": [{"type": "input_text"}]}, ".content[0].text"),
-    ({"type": "web_search_call", "id": "w"}, ".type"),
-    ({"type": ["message"]}, ".type"),
-    ({"type": "computer_call", "id": "a"}, ".type"),
-    ({"type": "function_call", "name": "f", "arguments": "{}"}, ".call_id"),
-    ({"type": "function_call_output", "call_id": "c"}, ".output"),
-    ({"type": "function_call", "call_id": "c", "name": "f", "arguments": "["}, ".arguments"),
-    ({"type": "function_call", "call_id": "c", "name": "f", "arguments": "[" * 5000 + "]" * 5000}, ".arguments"),
-    ({"type": "function_call_output", "call_id": "c", "output": [{"type": "text"}]}, ".output[0].text"),
-]
-
-
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"input": None}, "input"),
-        ({"input": []}, "input"),
-        ({"input": 5}, "input"),
-        ({"input": {"role": "user"}}, "input"),
-        *(({"input": [item]}, f"input[0]{place}") for item, place in WRONG_ITEMS),
-        ({"input": [{"role": "user"}] * 4097}, "input"),
-        ({"input": "dog " * 300}, "input"),
-        ({"max_output_tokens": 0}, "max_output_tokens"),
-        ({"temperature": 3}, "temperature"),
-        ({"top_p": "much"}, "top_p"),
-        ({"metadata": {"a": 5}}, "metadata.a"),
-        ({"metadata": {str(i): "" for i in range(17)}}, "metadata"),
-        ({"include": ["everything"]}, "include[0]"),
-        ({"top_logprobs": 2}, "top_logprobs"),
-        ({"top_logprobs": 21, "include": ["message.output_text.logprobs"]}, "top_logprobs"),
-        ({"truncation": "auto"}, "truncation"),
-        ({"reasoning": {"effort": "high"}}, "reasoning.effort"),
-        ({"reasoning": {"effort": "huge"}}, "reasoning.effort"),
-        ({"reasoning": {"depth": 3}}, "reasoning.depth"),
-        ({"text": {"verbosity": "high"}}, "text.verbosity"),
-        ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
-        ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema"),
-        ({"text": {"format": {"type": "json_schema", "schema": {"a": "b" * 99_000}}}}, "text.format.schema"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
-        ({"tools": [{"type": "function"}]}, "tools[0].name"),
-        (
-            {"tools": [{"type": "function", "name": "f", "parameters": 5}], "tool_choice": "required"},
-            "tools[0].function.parameters",
-        ),
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"tool_choice": {"type": "web_search"}}, "tool_choice"),
-        ({"tool_choice": {"type": "function", "name": ["f"]}}, "tool_choice"),
-        ({"tool_choice": {"type": "allowed_tools", "tools": []}}, "tool_choice.mode"),
-        (
-            {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "f"}]}},
-            "tool_choice.tools[0]",
-        ),
-        ({"previous_response_id": 5}, "previous_response_id"),
-        ({"background": True, "store": False}, "background"),
-        ({"background": True, "stream": True}, "background"),
-        ({"conversation": "c"}, "conversation"),
-        ({"prompt": {"id": "p"}}, "prompt"),
-        ({"moderation": {}}, "moderation"),
-        ({"messages": []}, "messages"),
-        ({"service_tier": "gold"}, "service_tier"),
-        ({"n": 2}, "n"),
-    ],
-)
-def test_wrong_field_is_named(
-    http: httpx.Client, engine: ScriptedDispatcher, fields: dict[str, Any], param: str
-) -> None:
-    for stream in (False, True):
-        body = {"input": "Hi", "stream": stream, **fields}
-        error = refused(http.post("/v1/responses", json=body), 400, param=param)
-        assert "'messages'" not in error["message"] or param == "messages"
-    assert not engine.submissions
-
-
-def test_fields_without_effect_are_accepted(http: httpx.Client) -> None:
-    fields = {
-        "user": "u",
-        "safety_identifier": "s",
-        "prompt_cache_options": {},
-        "max_tool_calls": 3,
-        "stream_options": {"include_obfuscation": False},
-        "include": ["reasoning.encrypted_content"],
-        "reasoning": {"effort": None, "summary": "auto"},
-        "text": {"verbosity": "medium", "format": {"type": "text"}},
-        "truncation": "disabled",
-        "context_management": [],
-    }
-    created(http, **fields)
-
-
-=======
->>>>>>> apitests
 def test_failure_in_a_stream_is_a_failed_response(http: httpx.Client, engine: ScriptedDispatcher) -> None:
     def script(submission: Any) -> list[TokenDelta | Exception | float]:
         return [*engine.story(submission)[:3], ReplicaLost("gone")]
