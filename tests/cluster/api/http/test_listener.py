@@ -328,13 +328,13 @@ async def test_finished_answer_that_is_not_read_does_not_keep_the_connection(
     connections: list[connection.Connections] = []
     create = connection.Connections.__init__
 
-    def created(self: connection.Connections, most: int, write_timeout_s: float) -> None:
-        create(self, most, write_timeout_s)
+    def created(self: connection.Connections, most: int, write_timeout_s: float, *, has_keys: bool) -> None:
+        create(self, most, write_timeout_s, has_keys=has_keys)
         connections.append(self)
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         """Write until something waits in this process, then end."""
-        (protocol,) = connections[-1]._open
+        (protocol,) = connections[-1]._owners
         await send({"type": "http.response.start", "status": 200, "headers": []})
         while not protocol.transport.get_write_buffer_size():
             await send({"type": "http.response.body", "body": b"x" * 1000, "more_body": True})
@@ -349,9 +349,9 @@ async def test_finished_answer_that_is_not_read_does_not_keep_the_connection(
             wire.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             wire.connect(("127.0.0.1", port))
             wire.sendall(b"GET / HTTP/1.1\r\nhost: a\r\n" + header + b"\r\n")
-            while not connections[-1]._open:
+            while not connections[-1]._owners:
                 await asyncio.sleep(0.001)
-            while connections[-1]._open:
+            while connections[-1]._owners:
                 await asyncio.sleep(0.01)
 
 
