@@ -6,7 +6,7 @@ import math
 import re
 import traceback
 import uuid
-from collections.abc import Awaitable, Collection, Mapping
+from collections.abc import Awaitable, Collection, Mapping, Sequence
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -89,6 +89,7 @@ class HttpGuard:
         body = None
         try:
             async with asyncio.timeout(self._timeout_s) as clock:
+                _check_credentials(scope["headers"])
                 state["api_key"] = key = self._key(path, headers)
                 if key is not None:
                     state["account"] = sender.charge = Charge(self._ledger.account(key))
@@ -163,6 +164,14 @@ class _AnswerSender:
             write = self._state.get("error_event", error_event)
             body = write(api_error)
             await self.send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+def _check_credentials(headers: Sequence[tuple[bytes, bytes]]) -> None:
+    """Raise ApiError for two keys in one header's name: a gateway before this server may have checked the other one."""
+    names = [name for name, _ in headers]
+    for name in (b"authorization", b"x-api-key"):
+        if names.count(name) > 1:
+            raise ApiError(f"The header '{name.decode()}' was sent more than once: send one.", code="repeated_header")
 
 
 def _request_id(headers: dict[bytes, bytes]) -> str:
