@@ -6,7 +6,7 @@ import math
 import re
 import traceback
 import uuid
-from collections.abc import Awaitable, Collection, Mapping
+from collections.abc import Awaitable, Collection, Mapping, Sequence
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -97,6 +97,7 @@ class HttpGuard:
         state["api_key"] = state["account"] = None
         try:
             async with asyncio.timeout(self._timeout_s) as clock:
+                _check_credentials(scope["headers"])
                 if self._hosts is not None:
                     self._hosts.check(headers)
                 state["api_key"] = key = self._key(path, headers)
@@ -199,6 +200,14 @@ def _count_connection(state: Mapping[str, Any], key: ApiKey) -> None:
         reason = "This API key has its share of the server's connections. Close some, or send requests on them."
         headers = {"Retry-After": "1", "Connection": "close"}
         raise ApiError(reason, status=429, kind="rate_limit_error", code="too_many_connections", headers=headers)
+
+
+def _check_credentials(headers: Sequence[tuple[bytes, bytes]]) -> None:
+    """Raise ApiError for two keys in one header's name: a gateway before this server may have checked the other one."""
+    names = [name for name, _ in headers]
+    for name in (b"authorization", b"x-api-key"):
+        if names.count(name) > 1:
+            raise ApiError(f"The header '{name.decode()}' was sent more than once: send one.", code="repeated_header")
 
 
 def _request_id(headers: dict[bytes, bytes]) -> str:

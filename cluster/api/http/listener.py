@@ -1,8 +1,11 @@
 """An ingress's own listener: uvicorn on a port, with bounds on the cost of its connections."""
 
 import asyncio
+import logging
 import resource
 import socket
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -11,6 +14,31 @@ import uvicorn
 from crossdock.cluster.api.http.connection import Connections
 
 MOST_CONNECTIONS = 16384  # and at most half of the files that this process may open
+_QUIET_S = 60.0
+_MOST_TEXTS = 64
+
+
+class RareWarnings(logging.Filter):
+    """Lets each text of uvicorn's warnings through once a minute: a stranger causes one with each malformed request."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._clock = clock
+        self._next: dict[str, float] = {}  # seconds of the clock, by text
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        now, text = self._clock(), str(record.msg)
+        if record.levelno != logging.WARNING:
+            return True
+        if now < self._next.get(text, now):
+            return False
+        if len(self._next) >= _MOST_TEXTS:
+            self._next.clear()
+        self._next[text] = now + _QUIET_S
+        return True
+
+
+_rare_warnings = RareWarnings()
 
 
 class Listener:
@@ -89,6 +117,7 @@ async def listen(
         lifespan="off",
         timeout_keep_alive=keep_alive_s,
     )
+    logging.getLogger("uvicorn.error").addFilter(_rare_warnings)  # once, however often this is called
     server = uvicorn.Server(config)
     task = asyncio.get_running_loop().create_task(server.serve(sockets=[listener]))
     while not server.started:

@@ -261,3 +261,12 @@ def test_request_over_time_limit_is_ended(engine: ScriptedDispatcher, tokenizer:
 def test_http_config_with_invalid_value_is_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         HttpConfig(**fields)
+
+
+@pytest.mark.parametrize("name", ["Authorization", "X-API-Key"])
+def test_second_header_with_a_key_is_refused(name: str, engine: ScriptedDispatcher, tokenizer: ModelTokenizer) -> None:
+    value = "Bearer k" if name == "Authorization" else "k"
+    with serving(engine, tokenizer, HttpConfig(api_keys=("k",))) as http:
+        assert http.get("/v1/models", headers={name: value}).status_code == 200
+        for first in ("Bearer other", value):
+            refused(http.get("/v1/models", headers=[(name, first), (name, value)]), 400, code="repeated_header")

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import random
 import re
 import socket
@@ -484,3 +485,19 @@ async def test_any_bytes_get_answers_in_openais_shape_or_none(
         assert (await exchange(port, b"GET / HTTP/1.0\r\n\r\n")).startswith(b"HTTP/1.1 200")
     assert failures == []
     assert [record for record in caplog.records if record.levelname == "ERROR"] == []
+
+
+async def test_warning_of_malformed_requests_is_logged_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "uvicorn.error")
+    async with listening() as port:
+        for _ in range(5):
+            assert b" 400 " in await exchange(port, b"no request\r\n\r\n")
+    assert len([record for record in caplog.records if record.name == "uvicorn.error"]) <= 1
+    now = 0.0
+    rare = listener.RareWarnings(lambda: now)
+    record = logging.LogRecord("uvicorn.error", logging.WARNING, "", 0, "Invalid HTTP request received.", None, None)
+    assert [bool(rare.filter(record)) for _ in range(3)] == [True, False, False]
+    now = 60.0
+    assert rare.filter(record)
+    record.levelno = logging.ERROR
+    assert all(rare.filter(record) for _ in range(3))
