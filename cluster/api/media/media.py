@@ -22,6 +22,7 @@ from crossdock.cluster.api.media.memory import PictureMemory
 from crossdock.cluster.api.media.processes import PictureProcesses, PicturesBusy, ReadyPicture, UnusablePicture
 from crossdock.cluster.api.media.request_sizes import KINDS, PART_OF_VIDEOS, RequestSizes
 from crossdock.cluster.api.media.video_families import read_video_family
+from crossdock.workers.schedule.pictures.frames import divide_frames
 from crossdock.workers.schedule.pictures.items import Item
 from crossdock.workers.schedule.shares import Shares
 
@@ -307,15 +308,16 @@ def place(
             raise ValueError("the prompt has more placeholders than its pictures, or fewer")
     position = 0
     for picture in pictures:
-        token_id, start = placeholders[picture.kind], -1
+        token_id, runs = placeholders[picture.kind], list[tuple[int, int]]()
         for run in picture.runs:
             at = token_ids.index(token_id, position)
             result += token_ids[position:at]
-            start = len(result) if start < 0 else start
+            runs.append((len(result), run))
             result += [token_id] * run
             position = at + 1
-        length, tensors = len(result) - start, picture.tensors
-        items.append(Item(start, length, picture.num_rows, picture.kind, picture.content_hash, tensors))
+        start, tensors = runs[0][0], picture.tensors
+        item = Item(start, len(result) - start, picture.num_rows, picture.kind, picture.content_hash, tensors)
+        items += divide_frames(item, runs)
     result += token_ids[position:]
     return result, items
 

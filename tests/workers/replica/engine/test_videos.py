@@ -9,10 +9,19 @@ import torch
 from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.model.pictures.vision import PictureEncoder
 from crossdock.workers.schedule.drafts.speculative_config import SpeculativeConfig
+from crossdock.workers.schedule.pictures.frames import divide_frames
 from tests.sweeps import rest_in_soak
 from tests.workers.gangs import ganged
 from tests.workers.model.pictures.test_video import FAMILIES, video
-from tests.workers.multimodal import PicturePrompt, build_multimodal, continuation, paged_multimodal, picture
+from tests.workers.multimodal import (
+    IMAGE,
+    VIDEO,
+    PicturePrompt,
+    build_multimodal,
+    continuation,
+    paged_multimodal,
+    picture,
+)
 from tests.workers.ranks import DIVISIONS, Ranks, saved
 from tests.workers.replica.engine.test_pictures import NUM_TOKENS, served
 from tests.workers.replica.engines import engine_on
@@ -100,3 +109,24 @@ def test_rows_of_an_encode_replica_equal_those_of_the_whole_model(family: str) -
     works = [leg_of("a", 5, one, 3, other), leg_of("b", other, one, one)]
     for rows, work in zip(rows_served(engine, works), works, strict=True):
         torch.testing.assert_close(rows, rows_of(whole, work.items), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "internvl", "qwen2_5_vl"])
+def test_long_video_is_encoded_chunk_by_chunk_where_text_divides_its_frames(name: str) -> None:
+    """The first of many chunks waits for the frames that it reads. Tokens are those of the video in one piece."""
+    whole = PicturePrompt.of(5, video(name, 1, 12, (2, 3)), 40, seed=1)
+    [item] = whole.items
+    is_taken = [token in (IMAGE, VIDEO) for token in whole.token_ids]
+    runs = [
+        (at, is_taken[at:].index(False)) for at in range(item.start, item.end) if is_taken[at] and not is_taken[at - 1]
+    ]
+    parts = divide_frames(item, runs)
+    assert len(parts) == (1 if name == "qwen2_5_vl" else 12)  # these number the positions of all frames together
+    assert sum(part.num_rows for part in parts) == item.num_rows
+    engine, rows = engine_on(paged_multimodal(name), max_num_batched_tokens=32, page_size=8), list[int]()
+    engine.on_scheduled.append(lambda batch: rows.append(sum(each.num_rows for each in batch.encoder.items)))
+    assert served(engine, {"video": PicturePrompt(whole.token_ids, parts)}) == {
+        "video": continuation(build_multimodal(name), whole, NUM_TOKENS)
+    }
+    assert sum(rows) == item.num_rows
+    assert rows[0] == item.num_rows if len(parts) == 1 else 0 < rows[0] <= 32
