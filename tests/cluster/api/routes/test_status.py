@@ -147,3 +147,11 @@ def test_head_has_the_status_and_headers_of_get_and_no_body(http: httpx.Client, 
     assert head.headers["content-length"] == whole.headers["content-length"]
     assert http.get("/health").status_code == 200  # on the same connection
     assert http.head("/v1/chat/completions").status_code == 405
+
+
+async def test_head_without_a_key_is_refused_where_get_is(
+    engine: ScriptedDispatcher, tokenizer: ModelTokenizer
+) -> None:
+    app = build_api(engine, tokenizer, HttpConfig(api_keys=["secret-of-this-test"]))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+        assert [(await client.head(path)).status_code for path in ("/health", "/v1/models")] == [200, 401]
