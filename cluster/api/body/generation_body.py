@@ -245,7 +245,7 @@ class GenerationBody(Body):
             num = count * num_tokens * self.n if count > bounds.FEW_LOGPROBS else 0
             if num > bounds.MANY_LOGPROBS:
                 reason = f"{num} log-probabilities in all are more than the {bounds.MANY_LOGPROBS} that are accepted"
-                hint = "ask for fewer, or for fewer tokens"
+                hint = "ask for fewer, also in 'logprob_token_ids', or for fewer tokens"
                 raise ApiError(f"Invalid value for '{name}': {reason}; {hint}.", param=name, code="invalid_value")
             total += num
         return total
