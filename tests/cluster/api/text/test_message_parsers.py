@@ -294,3 +294,10 @@ def test_calls_without_an_end_do_not_hide_what_follows_them() -> None:
     message = whole("qwen3_xml", "<think>I write <function=a and b.</think>Sure.")
     assert (message["reasoning"], message["content"]) == ("I write <function=a and b.", "Sure.")
     assert whole("hermes", "<tool_call>{" * 1000)["content"] == "<tool_call>{" * 1000
+
+
+def test_schema_that_is_long_is_read_once_for_all_values_of_a_call() -> None:
+    """A prompt may ask for a parameter often, and its schema may have thousands of types."""
+    schemas = {"move": {"properties": {"to": {"anyOf": [{"type": f"t{i}"} for i in range(5000)] + [{"type": "null"}]}}}}
+    text = "<tool_call>move" + "<arg_key>to</arg_key><arg_value>null</arg_value>" * 5000 + "</tool_call>"
+    assert calls_of(whole("glm", text, schemas=schemas)) == [("move", {"to": None})]
