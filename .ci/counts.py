@@ -15,9 +15,9 @@ from statistics import mean, median
 
 CODE = ("cluster", "router", "workers", "kvtransfer", "kernels", ".ci")
 BUDGETS = {  # count: the most that there may be
-    "lines of code": 53_000,
-    "lines of tests": 57_200,
-    "lines of benchmarks": 10_000,
+    "lines of code": 54_300,
+    "lines of tests": 58_700,
+    "lines of benchmarks": 10_200,
     "lines of benchmarks/RESULTS.md": 500,
     "Python files in the largest folder": 20,
     "lines of the longest class": 350,
