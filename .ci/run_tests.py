@@ -1,10 +1,11 @@
-"""Run the tests in lanes, print what each file took, and refuse a file that grew past its recorded share.
+"""Run the tests in two lanes, print what each file took, and refuse a file that grew past its recorded share.
 
 Usage: python .ci/run_tests.py [--record | --pure | pytest's arguments ...]
 Without arguments: all tests. Groups of files, of about two minutes each, stand in one list: first those that
-mostly wait (for servers and processes), last those that mostly compute. Three lanes take groups from its head and one
-from its end, so that waiting runs beside computing, and all lanes end together. Each group is a process of its own:
-what its files load goes with it. --record writes tests/seconds.tsv. --pure runs the tests of PURE, in a process
+mostly wait (for servers and processes), last those that mostly compute. One lane takes groups from its head and one
+from its end, so that waiting runs beside computing, and both lanes end together. More lanes are no faster: the replicas
+for which a test waits compute, too (on two cores, four lanes came to a load of 34, and starts to their deadlines). Each
+group is a process of its own: what its files load goes with it. --record writes tests/seconds.tsv. --pure runs the tests of PURE, in a process
 without torch.
 
 SIGINT and SIGTERM end all processes of the run. So does the end of the run: a process that outlives it is a failure.
@@ -224,8 +225,10 @@ def run_all(run: Run) -> None:
     ).stdout.split()
     tests = {file for file in files if Path(file).match("test_*.py") and (ROOT / file).exists()}
     left = groups(tests, read_seconds(RECORD))
-    lanes = [threading.Thread(target=run.lane, args=(f"waits {number} ", left.popleft)) for number in range(1, 4)]
-    lanes.append(threading.Thread(target=run.lane, args=("computes", left.pop)))
+    lanes = [
+        threading.Thread(target=run.lane, args=("waits   ", left.popleft)),
+        threading.Thread(target=run.lane, args=("computes", left.pop)),
+    ]
     for lane in lanes:
         lane.start()
     while any(lane.is_alive() for lane in lanes):

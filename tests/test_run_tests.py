@@ -1,4 +1,4 @@
-"""The run of all tests: groups for the lanes, what a file may take, and no process that outlives it."""
+"""The run of all tests: groups for two lanes, what a file may take, and no process that outlives it."""
 
 import signal
 import subprocess
