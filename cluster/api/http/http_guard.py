@@ -160,6 +160,8 @@ class _AnswerSender:
                 if name.encode() not in present:  # a refusal for a limit has them already
                     headers.append((name.encode(), value.encode()))
             self._start = {**message, "headers": headers}
+            if self._is_stream:
+                await self._begin()
             return
         size, is_last = len(message.get("body", b"")), not message.get("more_body", False)
         if is_last and self.memory is not None:
@@ -167,9 +169,7 @@ class _AnswerSender:
         if self._start is not None:
             if size > SMALL and self.memory is not None:
                 self.memory.hold(size)  # a refusal is still an answer
-            self._has_started = True
-            await self._send(self._start)
-            self._start = None
+            await self._begin()
         if is_last:
             self._has_ended = True
             if self.charge is not None:
@@ -178,6 +178,12 @@ class _AnswerSender:
             await self._send({**message, "more_body": True})
             message = {**message, "body": b""}
         await self._send(message)
+
+    async def _begin(self) -> None:
+        """Send the status and the headers."""
+        assert self._start is not None
+        start, self._start, self._has_started = self._start, None, True
+        await self._send(start)
 
     async def fail(self, error: Exception) -> None:
         api_error = as_api_error(error)
