@@ -71,4 +71,5 @@ async def test_tokens_after_thousands_shipped_chunk_by_chunk_equal_generate(expe
     async with closing(Side("tcp", engine=engine()), Side("tcp", engine=engine())) as (prefill, decode):
         works = [submission(prompt, NUM_TOKENS) for prompt in PROMPTS]
         assert await asyncio.gather(*(ship(prefill, decode, work) for work in works)) == expected
-        assert sum(figures.num_pages for _, is_sent, figures, _ in prefill.ended if is_sent) > 400
+        shipped = sum(figures.num_pages for _, is_sent, figures, _ in prefill.ended if is_sent)
+        assert shipped >= sum(len(prompt) // 16 for prompt in PROMPTS) - SHARED // 16  # the second may find a prefix
