@@ -4,9 +4,9 @@ Usage: python .ci/run_tests.py [--record | --pure | pytest's arguments ...]
 Without arguments: all tests. Groups of files, of about two minutes each, stand in one list: first those that
 mostly wait (for servers and processes), last those that mostly compute. One lane takes groups from its head and one
 from its end, so that waiting runs beside computing, and both lanes end together. More lanes are no faster: the replicas
-for which a test waits compute, too (on two cores, four lanes came to a load of 34, and starts to their deadlines). Each
-group is a process of its own: what its files load goes with it. --record writes tests/seconds.tsv. --pure runs the tests of PURE, in a process
-without torch.
+for which a test waits compute, too (on two cores, four lanes came to a load of 34, and starts to their deadlines).
+Each group is a process of its own: what its files load goes with it. --record writes tests/seconds.tsv. --pure runs
+the tests of PURE, in a process without torch.
 
 SIGINT and SIGTERM end all processes of the run. So does the end of the run: a process that outlives it is a failure.
 """
