@@ -45,7 +45,7 @@ def test_user_error_is_shown_without_its_traceback_and_once() -> None:
 def test_refusal_of_a_model_is_shown_without_its_traceback(load: Callable[[], None]) -> None:
     with pytest.raises(ValueError, match=r"layers of type|are missing") as refusal:
         load()
-    assert start_reason([message(refusal.value)]) == str(refusal.value)
+    assert start_reason([message(refusal.value)], has_ended=False) == str(refusal.value)
 
 
 def test_error_that_is_no_user_error_keeps_its_traceback() -> None:
