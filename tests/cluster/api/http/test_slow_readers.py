@@ -54,6 +54,8 @@ async def test_tenant_that_leaves_most_unread_in_all_loses_a_request_and_not_the
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(connections, "MOST_UNREAD", 220)
+    checks, check = list[None](), connections.ReplicaConnections._end_slowest_readers
+    monkeypatch.setattr(connections.ReplicaConnections, "_end_slowest_readers", lambda self: checks.append(check(self)))
     replica = InProcess()
     dispatcher = Dispatcher("tiny")
     dispatcher.join("a", replica, replica.profile)
@@ -67,6 +69,8 @@ async def test_tenant_that_leaves_most_unread_in_all_loses_a_request_and_not_the
     for stream in streams.values():
         await anext(stream)
     await until(lambda: not replica.engine_thread.engine.scheduler.table.requests())
+    num_checks = len(checks)
+    await until(lambda: len(checks) > num_checks + 1)  # by then all tokens have come
     ends = dict[str, bool]()
     for name, stream in streams.items():
         try:

@@ -3,7 +3,7 @@
 import faulthandler
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,6 @@ def run_for_ever(_: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def fill_memory(_: Mapping[str, Any]) -> dict[str, Any]:
-    faulthandler.disable()
     return {"bytes": len(bytearray(2 * LIMITS["image"].memory_bytes))}
 
 
@@ -35,6 +34,15 @@ def raise_an_error(_: Mapping[str, Any]) -> dict[str, Any]:
     raise KeyError("secret")
 
 
+@pytest.fixture
+def _no_faulthandler() -> Iterator[None]:
+    """Signals end children: pytest's handler of faults would stay in a child, which may not remove it."""
+    faulthandler.disable()
+    yield
+    faulthandler.enable()
+
+
+@pytest.mark.usefixtures("_no_faulthandler")
 @pytest.mark.parametrize(
     ("prepare", "reason"),
     [
