@@ -193,7 +193,7 @@ class Exchange:
         """
         content = json.dumps(body).encode()
         head = (
-            f"POST {self.path} HTTP/1.1\r\nHost: chaos\r\nConnection: close\r\nX-Request-Id: {self.request_id}\r\n"
+            f"POST {self.path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nX-Request-Id: {self.request_id}\r\n"
             f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
         )
         loop, sock = asyncio.get_running_loop(), socket.socket()
