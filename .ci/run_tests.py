@@ -232,8 +232,8 @@ def run_all(run: Run) -> None:
     for lane in lanes:
         lane.start()
     while any(lane.is_alive() for lane in lanes):
-        lanes[-1].join(0.5)
-        lanes[0].join(0.5)
+        for lane in lanes:
+            lane.join(0.5)
         run.reap()
 
 

@@ -22,7 +22,7 @@ class _Message(OfEpoch, frozen=True):
 
 
 class Hello(_Message, frozen=True):
-    """Source to target: this request's pages will be sent, once this rank has pages for it."""
+    """Source to target: this request's pages will be sent, once this rank has pages for the request."""
 
 
 class Offer(_Message, frozen=True):

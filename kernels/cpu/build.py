@@ -83,8 +83,8 @@ def _loaded(file: Path) -> ctypes.CDLL | None:
     if not stat.S_ISREG(found.st_mode) or not _is_own(found):
         os.close(descriptor)
         return None
-    # The file that was looked at, whatever stands at its path by now. It stays open: a library that is loaded is known
-    # by this name, and the next one would be taken for it.
+    # The file that was looked at, whatever stands at its path by now. The descriptor stays open: the
+    # loader knows a library by this name, and would mistake the next library of that name for this one.
     return ctypes.CDLL(f"/proc/self/fd/{descriptor}")
 
 

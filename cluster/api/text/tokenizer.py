@@ -355,7 +355,7 @@ class _WindowDetokenizer:
         self._ids.append(token_id)
         text = self._decode(self._ids)
         # The wait for the rest of a character ends: what four tokens do not complete is no character.
-        # Tokens without a text are not kept for ever: each new one would decode all of them.
+        # The window of tokens without a text is bounded: each new token decodes the whole window.
         num_waiting = len(self._ids) - self._read
         if (len(text) <= len(self._shown) and num_waiting < _MOST_WAITING) or (
             text.endswith("\ufffd") and num_waiting < _PRIMING

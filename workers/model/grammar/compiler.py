@@ -176,7 +176,7 @@ class GrammarCompiler:
     # -- the thread --------------------------------------------------------------------------------------------------
 
     def _compile_next(self) -> None:
-        """Compile the first grammar of the tenant whose turn it is, and tell all who wait for it."""
+        """Compile the first grammar of the tenant whose turn it is, and notify all its requests."""
         with self._lock:
             tenant, waiting = next(iter(self._turns.items()))
             key, grammar, request = waiting.popleft()

@@ -1,4 +1,4 @@
-"""The owners of KV pages: which pages each request has for its layers, and quarantine. Integers only.
+"""The owners of KV pages: the pages of each request by group of layers, and quarantine. Integers only.
 
 Every page is in exactly one state: *free*, *owned* (by one request or more), *cached* (in the prefix index, without an
 owner; page_stock.py counts these three) or *quarantined* (without an owner, but a remote writer may still reach it).

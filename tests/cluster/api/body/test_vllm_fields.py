@@ -39,7 +39,7 @@ def chat(http: httpx.Client, **fields: Any) -> Any:
 def listed(
     http: httpx.Client, path: str, stream: bool, count: int, **fields: Any
 ) -> list[tuple[str, dict[str, float]]]:
-    """Return the tokens of an answer, as ids, each with the log-probabilities that are listed for it."""
+    """Return the token ids of an answer, each with its listed log-probabilities."""
     is_chat = path == "/v1/chat/completions"
     body = {"messages": HI, "logprobs": True, "top_logprobs": count} if is_chat else {"prompt": "Hi", "logprobs": count}
     body |= {"max_tokens": 100, "return_tokens_as_token_ids": True, "stream": stream, **fields}

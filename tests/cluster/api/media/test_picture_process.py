@@ -3,6 +3,7 @@
 import faulthandler
 import json
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -37,9 +38,11 @@ def raise_an_error(_: Mapping[str, Any]) -> dict[str, Any]:
 @pytest.fixture
 def _no_faulthandler() -> Iterator[None]:
     """Signals end children: pytest's handler of faults would stay in a child, which may not remove it."""
+    was_enabled = faulthandler.is_enabled()
     faulthandler.disable()
     yield
-    faulthandler.enable()
+    if was_enabled:
+        faulthandler.enable(sys.__stderr__)
 
 
 @pytest.mark.usefixtures("_no_faulthandler")
