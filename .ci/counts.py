@@ -15,8 +15,8 @@ from statistics import mean, median
 
 CODE = ("cluster", "router", "workers", "kvtransfer", "kernels", ".ci")
 BUDGETS = {  # count: the most that there may be
-    "lines of code": 54_300,
-    "lines of tests": 58_700,
+    "lines of code": 55_600,
+    "lines of tests": 59_900,
     "lines of benchmarks": 10_200,
     "lines of benchmarks/RESULTS.md": 500,
     "Python files in the largest folder": 20,

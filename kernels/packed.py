@@ -1,0 +1,121 @@
+"""A matrix of weights as small codes and the scales of groups of codes: the one form of all quantised checkpoints.
+
+Plain torch, for every device. Checkpoints are read into this form, ranks cut it, and kernels compute products from it.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+Kind: TypeAlias = Literal["int4", "int8", "e4m3", "e2m1"]
+
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_IN_NIBBLES = ("int4", "e2m1")
+_DTYPES = {"int4": torch.uint8, "e2m1": torch.uint8, "int8": torch.int8, "e4m3": torch.float8_e4m3fn}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedMatrix:
+    """A weight [N, K] of products x @ weight.T, where an element is scale * code + offset.
+
+    A scale belongs to `group` columns of `block_rows` rows. The last group and the last block may be smaller.
+
+    Raises:
+        ValueError: the tensors are not of these shapes and dtypes.
+    """
+
+    kind: Kind
+    codes: Tensor
+    """int8: [N, K] int8. e4m3: [N, K] float8_e4m3fn. int4 and e2m1: [N, K/2] uint8, column 2j in the low nibble of
+    byte j. A code of int4 is 0 to 15; without offsets its value is the code minus 8."""
+    scales: Tensor
+    """[ceil(N / block_rows), ceil(K / group)] float32, or bfloat16 where that is exact. Scales that a file has in
+    float16 are float32 here, so that no bit is lost."""
+    offsets: Tensor | None  # of the shape of scales; for a zero point, minus scale * zero point; None: all are 0
+    group: int  # columns that share a scale; K: the whole row
+    block_rows: int = 1  # rows that share a scale; N: all
+    columns: Tensor | None = None
+    """[K] int64: column j of the codes is column `columns[j]` of x (act-order of GPTQ). None: in order."""
+
+    def __post_init__(self) -> None:
+        rows, columns = self.shape
+        grid = (-(-rows // self.block_rows), -(-columns // self.group))
+        for name, found, expected in (
+            ("codes", self.codes.dtype, _DTYPES[self.kind]),
+            ("scales", tuple(self.scales.shape), grid),
+            ("offsets", grid if self.offsets is None else tuple(self.offsets.shape), grid),
+            ("columns", (columns,) if self.columns is None else tuple(self.columns.shape), (columns,)),
+        ):
+            if found != expected:
+                raise ValueError(f"{name} of a matrix {self.kind} {[rows, columns]}: {found}, expected {expected}")
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """N and K, of the weight."""
+        rows, columns = self.codes.shape
+        return rows, columns * (2 if self.kind in _IN_NIBBLES else 1)
+
+    @property
+    def nbytes(self) -> int:
+        """The memory of all tensors."""
+        return sum(each.nbytes for each in (self.codes, self.scales, self.offsets, self.columns) if each is not None)
+
+    def dequantise(self, dtype: torch.dtype, rows: slice = slice(None)) -> Tensor:
+        """Return rows of the weight, [n, K]: the reference of every kernel. Columns are in the order of x's.
+
+        The arithmetic is float32, or float64 if `dtype` is; the result is rounded once.
+        """
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        values = self._values(self.codes[rows], wide)
+        values = values * self._spread(self.scales, rows, wide)
+        if self.offsets is not None:
+            values = values + self._spread(self.offsets, rows, wide)
+        if self.columns is not None:
+            values = torch.empty_like(values).index_copy_(1, self.columns, values)
+        return values.to(dtype)
+
+    def part(self, dim: int, start: int, end: int) -> "PackedMatrix":
+        """Return rows (`dim` 0) or columns (`dim` 1) from `start` to `end`, as views of these tensors.
+
+        Raises:
+            ValueError: a group or block would be cut, or columns are not in order.
+        """
+        size, unit = self.shape[dim], (self.block_rows, self.group)[dim]
+        if (start, end) == (0, size):
+            return self
+        if dim == 1 and self.columns is not None:
+            raise ValueError("columns in an order of their own (act-order) cannot be divided")
+        if unit < size and (start % unit or (end % unit and end != size)):
+            text = f"{unit} {'rows' if dim == 0 else 'columns'}"
+            raise ValueError(f"scales are for {text} each, which {start} to {end} of {size} would cut")
+        per_code = 2 if dim == 1 and self.kind in _IN_NIBBLES else 1
+        if start % per_code or end % per_code:
+            raise ValueError(f"two columns share a byte, which {start} to {end} would cut")
+        units = (0, 1) if unit >= size else (start // unit, -(-end // unit))
+        own_unit = end - start if unit >= size else unit
+        return replace(
+            self,
+            codes=self.codes.narrow(dim, start // per_code, (end - start) // per_code),
+            scales=self.scales.narrow(dim, units[0], units[1] - units[0]),
+            offsets=None if self.offsets is None else self.offsets.narrow(dim, units[0], units[1] - units[0]),
+            group=own_unit if dim == 1 else self.group,
+            block_rows=own_unit if dim == 0 else self.block_rows,
+        )
+
+    def _values(self, codes: Tensor, wide: torch.dtype) -> Tensor:
+        """Return the values of codes, [n, K]."""
+        if self.kind not in _IN_NIBBLES:
+            return codes.to(wide)
+        nibbles = torch.stack([codes & 15, codes >> 4], -1).flatten(1)
+        if self.kind == "int4":
+            return nibbles.to(wide) - (8 if self.offsets is None else 0)
+        table = torch.tensor([*_E2M1, *(-value for value in _E2M1)], dtype=wide, device=codes.device)
+        return table[nibbles.int()]
+
+    def _spread(self, grid: Tensor, rows: slice, wide: torch.dtype) -> Tensor:
+        """Return the entry of `grid` of each element of rows, [n, K] or, one for a row, [n, 1]."""
+        numbers = torch.arange(self.shape[0], device=grid.device)[rows] // self.block_rows
+        chosen = grid[numbers].to(wide)
+        return chosen if chosen.shape[1] == 1 else chosen.repeat_interleave(self.group, 1)[:, : self.shape[1]]

@@ -1,0 +1,90 @@
+"""Packed matrices beside sums written out element by element, and their parts beside parts of the whole."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from crossdock.kernels.packed import Kind, PackedMatrix
+
+_SIGNED_E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6]
+
+
+def _packed(kind: Kind, rows: int, columns: int, group: int, block_rows: int, has_offsets: bool) -> PackedMatrix:
+    generator = torch.Generator().manual_seed(rows * columns + group)
+    grid = (-(-rows // block_rows), -(-columns // group))
+    codes = torch.randint(0, 256, (rows, columns // (2 if kind in ("int4", "e2m1") else 1)), generator=generator)
+    codes = codes.to(torch.uint8)
+    if kind == "int8":
+        codes = codes.view(torch.int8)
+    if kind == "e4m3":
+        codes = torch.randn(rows, columns, generator=generator).to(torch.float8_e4m3fn)
+    scales = torch.rand(grid, generator=generator) + 0.1
+    offsets = torch.randn(grid, generator=generator) if has_offsets else None
+    return PackedMatrix(kind, codes, scales, offsets, group, block_rows)
+
+
+def _element(packed: PackedMatrix, row: int, column: int) -> float:
+    if packed.kind in ("int4", "e2m1"):
+        nibble = int(packed.codes[row, column // 2]) >> (4 * (column % 2)) & 15
+        signed = nibble - 8 if packed.offsets is None else nibble
+        value = float(signed if packed.kind == "int4" else _SIGNED_E2M1[nibble])
+    else:
+        value = float(packed.codes[row, column])
+    place = row // packed.block_rows, column // packed.group
+    offset = 0.0 if packed.offsets is None else float(packed.offsets[place])
+    return float(packed.scales[place]) * value + offset
+
+
+def _whole(packed: PackedMatrix) -> Tensor:
+    rows, columns = packed.shape
+    return torch.tensor([[_element(packed, row, column) for column in range(columns)] for row in range(rows)])
+
+
+@pytest.mark.parametrize("kind", ["int4", "int8", "e4m3", "e2m1"])
+@pytest.mark.parametrize("has_offsets", [False, True])
+@pytest.mark.parametrize(("group", "block_rows"), [(4, 1), (12, 1), (5, 3), (12, 7)])
+def test_dequantise_of_every_kind_gives_scale_times_code_plus_offset(
+    kind: Kind, has_offsets: bool, group: int, block_rows: int
+) -> None:
+    packed = _packed(kind, 7, 12, group, block_rows, has_offsets)
+    torch.testing.assert_close(packed.dequantise(torch.float32), _whole(packed))
+    torch.testing.assert_close(packed.dequantise(torch.float64, slice(2, 5)).float(), _whole(packed)[2:5])
+
+
+@given(st.sampled_from(["int4", "int8", "e4m3", "e2m1"]), st.integers(0, 1), st.data())
+def test_part_along_groups_and_blocks_equals_part_of_whole(kind: Kind, dim: int, data: st.DataObject) -> None:
+    group, block_rows = data.draw(st.sampled_from([2, 4, 16])), data.draw(st.sampled_from([1, 4, 8]))
+    packed = _packed(kind, 8, 16, group, block_rows, data.draw(st.booleans()))
+    size, unit = packed.shape[dim], (block_rows, group)[dim]
+    unit = unit if unit < size else 2
+    start = data.draw(st.integers(0, size // unit - 1)) * unit
+    end = data.draw(st.integers(start // unit + 1, size // unit)) * unit
+    part = packed.part(dim, start, end).dequantise(torch.float32)
+    assert torch.equal(part, packed.dequantise(torch.float32).narrow(dim, start, end - start))
+
+
+@pytest.mark.parametrize(("dim", "start", "end"), [(0, 0, 2), (0, 2, 8), (1, 0, 6), (1, 2, 16)])
+def test_part_that_would_cut_a_group_or_block_is_refused(dim: int, start: int, end: int) -> None:
+    with pytest.raises(ValueError, match="would cut"):
+        _packed("int4", 8, 16, 4, 4, False).part(dim, start, end)
+
+
+def test_columns_in_another_order_are_those_of_the_input() -> None:
+    plain = _packed("int4", 3, 8, 4, 1, True)
+    order = torch.tensor([3, 1, 7, 0, 2, 6, 5, 4])
+    packed = PackedMatrix("int4", plain.codes, plain.scales, plain.offsets, 4, columns=order)
+    x = torch.randn(2, 8)
+    expected = x[:, order] @ plain.dequantise(torch.float32).T
+    torch.testing.assert_close(x @ packed.dequantise(torch.float32).T, expected)
+    with pytest.raises(ValueError, match="act-order"):
+        packed.part(1, 0, 4)
+
+
+def test_matrix_of_wrong_shapes_is_refused_by_name() -> None:
+    codes = torch.zeros(4, 8, dtype=torch.int8)
+    with pytest.raises(ValueError, match="scales of a matrix int8"):
+        PackedMatrix("int8", codes, torch.ones(4, 1), None, 4)
+    with pytest.raises(ValueError, match="codes of a matrix e4m3"):
+        PackedMatrix("e4m3", codes, torch.ones(4, 2), None, 4)
