@@ -288,12 +288,6 @@ def wire() -> Made:
     yield "an unknown path of 30 KB", "/" + "p" * 30_000, None
     yield "zeros in a path", "/v1/requests/%00%00", None
     yield "a wrong step", "/v1/replicas?after=" + "x" * 10_000, None
-    yield "a wrong scenario", "/v1/playground/scheduler?num_decodes=1e9", None
-    yield (
-        "a long scenario",
-        "/v1/playground/scheduler?num_prompts=8&prompt_tokens=65536&max_num_batched_tokens=512",
-        None,
-    )
 
 
 GROUPS: dict[str, Callable[[], Made]] = {

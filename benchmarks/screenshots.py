@@ -1,9 +1,9 @@
-"""Make the pictures of the dashboard and the playground in README: of a real server, under a real load.
+"""Make the picture of the dashboard in README: of a real server, under a real load.
 
     python benchmarks/screenshots.py            # a minute; needs Debian's packages chromium and chromium-driver
 
-Four chats stream while prompts of 2,048 tokens arrive one after the other. Writes docs/dashboard.png and
-docs/playground.png; with --all also each page in light and dark, wide and narrow, into .cache/screenshots.
+Four chats stream while prompts of 2,048 tokens arrive one after the other. Writes docs/dashboard.png; with --all also
+the page in light and dark, wide and narrow, into .cache/screenshots.
 """
 
 import argparse
@@ -42,12 +42,12 @@ class Load(threading.Thread):
         asyncio.run(run_bench(self.options))
 
 
-def take(browser: Browser, url: str, ready: str, path: Path, size: tuple[int, int], scheme: str) -> None:
-    """Save a picture of a page, once its state says that it is ready."""
+def take(browser: Browser, url: str, path: Path, size: tuple[int, int], scheme: str) -> None:
+    """Save a picture of the page, once it shows steps as they happen."""
     browser.resize(*size)
     browser.prefers(scheme)
     browser.open(url)
-    browser.eventually(lambda: browser.text("#state").startswith(ready), 60)
+    browser.eventually(lambda: browser.text("#state").startswith("live"), 60)
     time.sleep(2)  # until the timeline has been drawn twice
     browser.screenshot(path)
     Image.open(path).convert("RGB").quantize(256).save(path, optimize=True)  # a third of the bytes, which git keeps
@@ -66,22 +66,16 @@ def main() -> None:
     args = parse_args()
     folder = args.output.parent
     with serving("crossdock", crossdock_command(args), args, log_of(args, "server")) as server:
-        pages = {
-            "dashboard": (f"{server.address}/dashboard", "live"),
-            "playground": (f"{server.address}/playground/scheduler", "computed"),
-        }
+        url = f"{server.address}/dashboard"
         Load(server.address, 12 if args.all else 6).start()
         time.sleep(LOAD_S)
         browser = Browser()
         try:
-            for name, (url, ready) in pages.items():
-                take(browser, url, ready, folder / f"{name}.png", WIDE, "light")
-                shutil.copy(folder / f"{name}.png", ROOT / "docs" / f"{name}.png")
-                if not args.all:
-                    continue
-                for size, width in ((WIDE, "wide"), (NARROW, "narrow")):
-                    for scheme in ("light", "dark"):
-                        take(browser, url, ready, folder / f"{name}-{width}-{scheme}.png", size, scheme)
+            take(browser, url, folder / "dashboard.png", WIDE, "light")
+            shutil.copy(folder / "dashboard.png", ROOT / "docs" / "dashboard.png")
+            for size, width in ((WIDE, "wide"), (NARROW, "narrow")) if args.all else ():
+                for scheme in ("light", "dark"):
+                    take(browser, url, folder / f"dashboard-{width}-{scheme}.png", size, scheme)
         finally:
             browser.close()
 

@@ -36,7 +36,6 @@ from crossdock.cluster.api.routes.embeddings import Embeddings
 from crossdock.cluster.api.routes.generation import Generations
 from crossdock.cluster.api.routes.messages import Messages
 from crossdock.cluster.api.routes.models import Models
-from crossdock.cluster.api.routes.playground import Playground
 from crossdock.cluster.api.routes.response_store import ResponseStore
 from crossdock.cluster.api.routes.responses import AskStores, Responses
 from crossdock.cluster.api.routes.status import Decisions, ServerStatus
@@ -213,7 +212,6 @@ def _reporting(status: ServerStatus) -> list[_Endpoint]:
         ("GET", "/v1/requests/{name:path}", status.timeline, "The timeline of a request, by its id"),
         ("GET", "/v1/replicas", status.replicas, "Every replica now, and its recent steps"),
         ("GET", "/v1/scaling", status.scaling, "The newest changes of pools and roles, and what decided them"),
-        ("GET", "/v1/playground/scheduler", Playground().run, "The scheduler's steps in a scenario"),
         ("GET", "/health", status.health, "The process is alive"),
         ("GET", "/ready", status.ready, "A replica can serve"),
         ("GET", "/metrics", status.metrics, "Prometheus metrics of the whole deployment"),

@@ -6,12 +6,10 @@ const TIMEOUT_MS = 30000; // for an answer; a busy server takes seconds
 
 export class KeyNeeded extends Error {}
 
-export async function fetchJson(path, options = {}) {
+export async function fetchJson(path) {
   const key = sessionStorage.getItem(KEY);
   const headers = key ? { Authorization: `Bearer ${key}` } : {};
-  const signals = [AbortSignal.timeout(TIMEOUT_MS), ...(options.signal ? [options.signal] : [])];
-  const answer = await fetch(new URL(path, base), { headers, signal: AbortSignal.any(signals) }).catch((error) => {
-    if (error.name === "AbortError") throw error; // by the caller
+  const answer = await fetch(new URL(path, base), { headers, signal: AbortSignal.timeout(TIMEOUT_MS) }).catch(() => {
     throw new Error("The server does not answer.");
   });
   if (answer.status === 401) throw new KeyNeeded(key ? "This key is not accepted." : "This server requires an API key.");

@@ -48,6 +48,7 @@ ABSENT = {  # by the path, or by its beginning up to a slash
     "/model_info": "use /v1/models",
     "/get_model_info": "use /v1/models",
     "/tokenizer_info": "use /tokenize and /detokenize",
+    "/playground": "'crossdock simulate' runs the same scheduler on any load",
     "/docs": "use /openapi.json",
     "/redoc": "use /openapi.json",
     "/reset_prefix_cache": _CACHED,

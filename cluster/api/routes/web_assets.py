@@ -1,4 +1,4 @@
-"""The pages for people, `/dashboard` and `/playground/scheduler`, with their scripts and styles."""
+"""The page for people, `/dashboard`, with its scripts and styles."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -10,7 +10,7 @@ _TYPES = {
     "js": "text/javascript; charset=utf-8",
     "svg": "image/svg+xml",
 }
-_PATHS = {"dashboard.html": "/dashboard", "playground.html": "/playground/scheduler"}  # others: /web/NAME
+_PATHS = {"dashboard.html": "/dashboard"}  # others: /web/NAME
 ASSET_HEADERS = {
     # Pages load from and connect to this server only, and no other site may embed them.
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "

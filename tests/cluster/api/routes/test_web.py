@@ -40,7 +40,7 @@ def bearer(key: str) -> dict[str, str]:
 
 def test_pages_load_from_this_server_only(open_api: LiveApi) -> None:
     """The policy forbids other sources, and no page would violate it."""
-    assert {"/dashboard", "/playground/scheduler", "/web/style.css", "/web/dashboard.js"} <= web_assets().keys()
+    assert {"/dashboard", "/web/style.css", "/web/dashboard.js"} <= web_assets().keys()
     for path, page in web_assets().items():
         answer = httpx.get(open_api.url + path)
         assert (answer.status_code, answer.headers["content-type"]) == (200, page.media_type)
@@ -92,24 +92,6 @@ def test_steps_are_sent_once(open_api: LiveApi) -> None:
         for wrong in ("x", "x:y", "x:-1", f"x:{'9' * 99}", "x:\u0661"):
             answer = http.get("/replicas", params={"after": wrong})
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, "after")
-
-
-def test_playground_checks_its_query(open_api: LiveApi) -> None:
-    with httpx.Client(base_url=f"{open_api.url}/v1/playground") as http:
-        result = http.get("/scheduler", params={"policy": "fixed", "prompt_tokens": 4096, "num_decodes": 3}).json()
-        assert sum(chunk["num_tokens"] for step in result["steps"] for chunk in step["chunks"]) == 4096
-        for params, param in (
-            ({"policy": "best"}, "policy"),
-            ({"prompt_tokens": "many"}, "prompt_tokens"),
-            ({"prompt_tokens": "1e400"}, "prompt_tokens"),
-            ({"base": "nan"}, "base"),
-            ({"base": "inf"}, "base"),
-            ({"colour": "red"}, "colour"),
-            ({"max_num_batched_tokens": "64", "num_decodes": "64"}, ""),
-        ):
-            answer = http.get("/scheduler", params=params)
-            assert answer.status_code == 400, params
-            assert answer.json()["error"]["param"] == param
 
 
 # -- behaviour in a browser -------------------------------------------------------------------------------------------
@@ -216,41 +198,15 @@ def test_dashboard_without_a_server_asks_less_and_less_often(browser: Browser, o
 
 
 @needs_browser
-def test_playground_follows_sliders(browser: Browser, open_api: LiveApi) -> None:
-    browser.prefers("light")
-    browser.open(f"{open_api.url}/playground/scheduler")
-    browser.eventually(lambda: "computed by this server's scheduler" in browser.text("#state"))
-    assert [colours(browser, place) > 4 for place in range(3)] == [True] * 3
-    before = browser.text("#summary")
-    rows = [line.split("\t") for line in before.splitlines()]
-    assert [row[0] for row in rows] == ["Adaptive", "Fixed budget", "No chunks"]
-    keep(browser, "playground-light")
-    browser.run("document.querySelector('[name=prompt_tokens]').focus()")
-    browser.type("[name=prompt_tokens]", "\ue012\ue012")
-    browser.eventually(lambda: browser.text("#summary") != before)
-    assert "prompt_tokens=4096" in browser.run("return location.hash")
-    assert "4,096" in browser.text("#scenario")
-    browser.open(f"{open_api.url}/playground/scheduler#prompt_tokens=1024&num_decodes=64")
-    browser.run("location.reload()")
-    browser.eventually(lambda: "1,024" in browser.text("#scenario") and "computed" in browser.text("#state"))
-    measured = browser.run("return [...document.querySelectorAll('option')].map(option => option.value)")
-    assert any("as measured here" in name for name in measured)
-    browser.prefers("dark")
-    keep(browser, "playground-dark")
-    assert browser.complaints() == []
-
-
-@needs_browser
-@pytest.mark.parametrize("path", ["/dashboard", "/playground/scheduler"])
-def test_pages_fit_a_narrow_screen(browser: Browser, open_api: LiveApi, path: str) -> None:
+def test_page_fits_a_narrow_screen(browser: Browser, open_api: LiveApi) -> None:
     end = keep_busy(open_api)
     try:
         browser.resize(360, 900)
         browser.prefers("dark")
-        browser.open(open_api.url + path)
-        browser.eventually(lambda: browser.text("#state") in ("live", "computed by this server's scheduler"))
+        browser.open(f"{open_api.url}/dashboard")
+        browser.eventually(lambda: browser.text("#state") == "live")
         browser.eventually(lambda: colours(browser) > 3)
-        keep(browser, f"{path.rpartition('/')[2]}-narrow")
+        keep(browser, "dashboard-narrow")
         assert browser.run("return document.documentElement.scrollWidth") <= 360
     finally:
         browser.resize(1280, 1100)
@@ -258,12 +214,11 @@ def test_pages_fit_a_narrow_screen(browser: Browser, open_api: LiveApi, path: st
 
 
 @needs_browser
-@pytest.mark.parametrize("path", ["/dashboard", "/playground/scheduler"])
-def test_pages_are_accessible(browser: Browser, open_api: LiveApi, path: str) -> None:
+def test_page_is_accessible(browser: Browser, open_api: LiveApi) -> None:
     """Every control has a name, every picture a text, and text contrasts with its background."""
     browser.prefers("light")
-    browser.open(open_api.url + path)
-    browser.eventually(lambda: browser.text("#state") in ("live", "computed by this server's scheduler"))
+    browser.open(f"{open_api.url}/dashboard")
+    browser.eventually(lambda: browser.text("#state") == "live")
     unnamed = browser.run(
         """return [...document.querySelectorAll("button, input, select, a, canvas, [role=img]")].filter((node) =>
         !(node.ariaLabel || node.innerText?.trim() || node.labels?.length)).map((node) => node.outerHTML)"""
