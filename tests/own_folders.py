@@ -17,7 +17,7 @@ from tests.limits import FOLDERS
 RUN = "CROSSDOCK_TESTS_CACHE"  # names the cache directory that several processes of one run share
 SHARED = Path(__file__).parents[1] / ".cache" / "tests"
 # of this run, and of libraries that have a cache of their own
-_UNCHECKED = (".cache/crossdock-tests", ".cache/fontconfig", ".cache/matplotlib", ".cache/dconf", ".triton")
+_UNCHECKED = (".cache/crossdock-tests", ".cache/fontconfig", ".cache/dconf", ".triton")
 
 
 def make_own_folders() -> Path:

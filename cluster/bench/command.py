@@ -97,9 +97,6 @@ class BenchFlags(Load):
     ] = None
     header: Annotated[list[str] | None, typer.Option(help="'Name: value', sent with every request.")] = None
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all figures to this file.")] = None
-    plot_file: Annotated[
-        Path | None, typer.Option("--plot", help="Draw gaps over time into this file (png, svg, pdf).")
-    ] = None
 
     def options(self) -> "BenchOptions":
         """Return the options of the measurement.
@@ -145,8 +142,6 @@ def bench(flags: BenchFlags) -> None:
 
     try:
         options = flags.options()
-        if flags.plot_file is not None:
-            report.require_plotting()  # before the minutes of measuring, not after
         result = _run_with_progress(options)
     except (BenchError, ValueError) as error:
         Console(stderr=True).print(f"[red]bench:[/red] {escape(str(error))}", highlight=False)
@@ -156,8 +151,6 @@ def bench(flags: BenchFlags) -> None:
     Console().print(report.table(result))
     if flags.json_file is not None:
         flags.json_file.write_text(json.dumps(report.as_json(result), indent=1) + "\n")
-    if flags.plot_file is not None:
-        report.plot(result, flags.plot_file)
     if result.ended_early or not result.summary["requests_ok"]:
         raise typer.Exit(1)
 

@@ -1,11 +1,9 @@
-"""The report of a benchmark: a table for people, JSON for programs, a plot of the gaps."""
+"""The report of a benchmark: a table for people, JSON for programs."""
 
 from dataclasses import asdict
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from rich.markup import escape
 from rich.table import Table
 
@@ -163,46 +161,3 @@ def as_json(result: BenchResult) -> dict[str, Any]:
             for sample in result.samples
         ],
     }
-
-
-def require_plotting() -> None:
-    """Raise ValueError if matplotlib is missing."""
-    if find_spec("matplotlib") is None:
-        raise ValueError("plot: matplotlib is missing: pip install matplotlib")
-
-
-def plot(result: BenchResult, path: Path) -> None:
-    """Draw every gap at the moment it ended, and below the share of gaps longer than a given time.
-
-    Spans in which a long prompt is prefilled are shaded.
-    """
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, (timeline, tail) = plt.subplots(2, 1, figsize=(10, 7), layout="constrained")
-    seen = [s for s in result.samples if s.ok and s.role != "long" and s.gaps.size]
-    for sample in seen:
-        timeline.plot(np.asarray(sample.times[1:]) - result.origin, sample.gaps * 1000, ".", markersize=3, alpha=0.6)
-    long = [s for s in result.samples if s.ok and s.role == "long"]
-    for number, sample in enumerate(long):
-        span = (sample.sent - result.origin, sample.times[0] - result.origin)
-        label = "a long prompt is prefilled" if not number else None
-        timeline.axvspan(*span, color="tab:red", alpha=0.12, label=label)
-        timeline.axvline(span[0], color="tab:red", linewidth=0.8)
-    if long:
-        timeline.legend(loc="lower right", bbox_to_anchor=(1, 1), frameon=False)
-    timeline.set(xlabel="seconds", ylabel="gap, ms", yscale="log")
-    timeline.set_title(f"{result.options.workload}: {result.model}", loc="left")
-
-    if seen:
-        gaps = np.sort(np.concatenate([s.gaps for s in seen])) * 1000
-        tail.plot(gaps, 1 - np.arange(gaps.size) / gaps.size)
-        for share in (50, 99):
-            value = float(np.percentile(gaps, share))
-            tail.axvline(value, color="tab:gray", linestyle=":")
-            tail.annotate(f"p{share} {value:.0f} ms", (value, 0.8), rotation=90, va="top", ha="right")
-        tail.set(xlabel="gap, ms", ylabel="share of gaps that are longer", xscale="log", yscale="log")
-    figure.savefig(path, dpi=120)
-    plt.close(figure)

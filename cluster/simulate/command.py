@@ -104,10 +104,6 @@ class SimulateFlags(Amount):
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write all figures here.", rich_help_panel=_OUTPUT)
     ] = None
-    plot_file: Annotated[
-        Path | None,
-        typer.Option("--plot", help="Draw times to first token here (png, svg, pdf).", rich_help_panel=_OUTPUT),
-    ] = None
 
 
 @takes(SimulateFlags)
@@ -130,18 +126,15 @@ def simulate(flags: SimulateFlags) -> None:
 
 
 def _fleet(flags: SimulateFlags) -> "SimulatedFleet":
-    """Return the fleet of the file and the flags, after a check that a plot can be drawn.
+    """Return the fleet of the file and the flags.
 
     Raises:
         ValueError: no fleet is given, or the flags do not describe one; the message names the field.
     """
-    from crossdock.cluster.bench.report import require_plotting
     from crossdock.cluster.simulate.fleet import load_fleet
 
     if flags.fleet is None and flags.pools is None:
         raise ValueError("fleet: name a YAML file or give --pools, e.g. --pools mixed=4xh100-8b")
-    if flags.plot_file is not None:
-        require_plotting()
     failures = [_parse_kill(text) for text in flags.kill] if flags.kill else None
     return load_fleet(flags.fleet, flags.pools, noise=flags.noise, failures=failures)
 
@@ -262,8 +255,6 @@ def _run(fleet: "SimulatedFleet", flags: SimulateFlags, jobs: _Jobs, targets: "T
     Console().print(report.table(found, time.perf_counter() - started))
     if flags.json_file is not None:
         flags.json_file.write_text(json.dumps(found, indent=1) + "\n")
-    if flags.plot_file is not None:
-        report.plot(outcome.samples, flags.plot_file)
 
 
 def _compare(

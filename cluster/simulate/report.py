@@ -1,10 +1,9 @@
-"""The results of a simulation: a table for the terminal, figures for JSON, a plot."""
+"""The results of a simulation: a table for the terminal, figures for JSON."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import pairwise
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -176,28 +175,3 @@ def comparison(found: Mapping[str, Sequence[Score]], num_seeds: int) -> Table:
             *(str(Estimate.of([getattr(score, field) for score in runs])) for field in ("ttft_p99", "tpot_p99")),
         )
     return out
-
-
-def plot(samples: Sequence[Sample], path: Path) -> None:
-    """Draw each request's time to first token at its arrival, and below, the share of requests that waited longer."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, (timeline, tail) = plt.subplots(2, 1, figsize=(10, 7), layout="constrained")
-    for name in sorted({sample.service_tier or "" for sample in samples}):
-        answered = [sample for sample in samples if sample.ok and sample.service_tier == name]
-        if not answered:
-            continue
-        ttft = np.array([sample.ttft for sample in answered]) * 1000
-        timeline.plot([sample.sent for sample in answered], ttft, ".", markersize=2, alpha=0.5, label=name)
-        tail.plot(np.sort(ttft), 1 - np.arange(ttft.size) / ttft.size, label=name)
-    refused = [sample.sent for sample in samples if sample.refused]
-    if refused:
-        timeline.plot(refused, np.full(len(refused), 1.0), "x", color="tab:red", markersize=3, label="refused")
-    timeline.set(xlabel="arrival, seconds", ylabel="time to first token, ms", yscale="log")
-    tail.set(xlabel="time to first token, ms", ylabel="share that waited longer", xscale="log", yscale="log")
-    timeline.legend(frameon=False, markerscale=4)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)

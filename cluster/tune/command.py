@@ -62,10 +62,6 @@ class TuneFlags:
         Path | None,
         typer.Option("--profile", help="Write the profile of a replica here to this file, for `crossdock simulate`."),
     ] = None
-    plot_file: Annotated[
-        Path | None,
-        typer.Option("--plot", help="Draw efficiency against stall, and TTFT against TPOT, here (png, svg, pdf)."),
-    ] = None
 
 
 @takes(TuneFlags)
@@ -136,12 +132,8 @@ def _parse_sizes(name: str, text: str) -> list[int]:
 
 
 def _check_files(flags: TuneFlags) -> None:
-    """Raise ValueError if a file cannot be written or drawn later."""
-    if flags.plot_file is not None:
-        from crossdock.cluster.bench.report import require_plotting
-
-        require_plotting()
-    files = {"output": flags.output, "json": flags.json_file, "profile": flags.profile_file, "plot": flags.plot_file}
+    """Raise ValueError if a file cannot be written later."""
+    files = {"output": flags.output, "json": flags.json_file, "profile": flags.profile_file}
     for name, file in files.items():
         if file is not None and not file.absolute().parent.is_dir():
             raise ValueError(f"{name}: there is no directory {file.absolute().parent}")
@@ -268,7 +260,5 @@ def _write(found: "Findings", flags: TuneFlags) -> None:
         flags.json_file.write_text(json.dumps(report.as_json(found), indent=1) + "\n")
     if flags.profile_file is not None:
         flags.profile_file.write_text(report.profile(found))
-    if flags.plot_file is not None:
-        report.plot(found, flags.plot_file)
     if flags.output is not None:
         flags.output.write_text(report.snippet(found))

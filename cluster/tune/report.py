@@ -1,9 +1,8 @@
-"""The report of a sweep: tables for people, JSON for programs, a plot, and the recommended configuration."""
+"""The report of a sweep: tables for people, JSON for programs, and the recommended configuration."""
 
 import datetime
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -303,63 +302,3 @@ def _pool(config: ClusterConfig, pool: PoolConfig, settings: dict[str, int]) -> 
 
 def _changed(section: BaseModel, exclude: Collection[str] = ()) -> dict[str, Any]:
     return section.model_dump(mode="json", exclude_defaults=True, exclude=set(exclude))
-
-
-def plot(found: Findings, path: Path) -> None:
-    """Draw one figure with two panels: a line per number of streams, a point per size of chunk.
-
-    On the left is prefill efficiency against the worst stall, on the right the TTFT of a prompt against the TPOT of the
-    streams beside it. Where no streams were measured, there is the left panel alone.
-    """
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-    from matplotlib.ticker import LogLocator
-
-    curves, points = found.curves, _points(found)
-    figure, panels = plt.subplots(
-        1, 2 if points else 1, figsize=(16 if points else 9, 6), layout="constrained", squeeze=False
-    )
-    left, *rest = panels[0]
-    for decodes in curves.decodes:
-        _line(
-            left,
-            _streams(decodes),
-            [
-                (stall * 1e3, efficiency, chunk)
-                for chunk in curves.chunks
-                if (stall := curves.stall(chunk, decodes)) is not None
-                and (efficiency := curves.efficiency(chunk, decodes)) is not None
-            ],
-        )
-    left.set(xlabel="worst stall, ms", ylabel="prefill tokens/s, relative to the best", xscale="log", ylim=(0, 1.05))
-    for right in rest:
-        for decodes in curves.decodes:
-            beside = [point for point in points if point["decodes"] == decodes]
-            if beside:
-                _line(right, _streams(decodes), [(p["tpot_s"] * 1e3, p["ttft_s"], int(p["chunk"])) for p in beside])
-        right.set(
-            xlabel="TPOT of the streams while the prompt prefills, ms",
-            ylabel=f"TTFT of a prompt of {found.prompt} tokens, s",
-            xscale="log",
-            yscale="log",
-        )
-    for axes in (left, *rest):
-        axes.axvline(found.tpot_s * 1e3, color="tab:red", linestyle=":", label="target")
-        for axis in (axes.xaxis, axes.yaxis):
-            if axis.get_scale() == "log":
-                axis.set_minor_locator(LogLocator(subs=(2, 5)))
-                axis.set_major_formatter("{x:g}")
-                axis.set_minor_formatter("{x:g}")
-        axes.legend(frameon=False)
-    left.set_title(f"Chunks of {found.config.model.name} on {found.device}", loc="left", fontsize=10)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-
-
-def _line(axes: Any, label: str, points: Sequence[tuple[float, float, int]]) -> None:
-    """Draw a line through points (x, y, tokens of the chunk), which are named by their chunk."""
-    axes.plot([x for x, _, _ in points], [y for _, y, _ in points], "o-", markersize=4, label=label)
-    for x, y, chunk in points:
-        axes.annotate(str(chunk), (x, y), textcoords="offset points", xytext=(4, -10), fontsize=7)

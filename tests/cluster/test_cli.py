@@ -23,7 +23,7 @@ for args, unneeded in {commands}:
         assert not exit.code, (args, exit.code)
     assert not imported(*unneeded), (args, imported(*unneeded))
 """
-_HEAVY = ("torch", "transformers", "ray", "fastapi", "uvicorn", "opentelemetry", "matplotlib")
+_HEAVY = ("torch", "transformers", "ray", "fastapi", "uvicorn", "opentelemetry")
 _ANY = (*_HEAVY, "numpy", "yaml", "httpx", "asyncio", "crossdock.cluster.config")
 
 

@@ -286,21 +286,6 @@ def test_pages_of_a_chunk_must_travel_within_the_step_of_the_next() -> None:
     assert line[1:] == ["3.05", "43.5", "8.7", "%"]  # 3.2 MB in 73.55 ms; at 500 MB/s they take 6.4 ms
 
 
-def test_plot_has_a_line_for_each_number_of_streams_in_both_panels(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    drawn: list[Any] = []
-    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *_, **__: drawn.append(figure))
-    monkeypatch.setattr("matplotlib.pyplot.close", lambda _: None)
-    report.plot(findings(), tmp_path / "tune.png")
-    left, right = drawn[0].axes
-    names = [f"{count or 'no'} stream{'s' * (count > 1)}" for count in (0, *DECODES)]
-    assert [line.get_label() for line in left.get_lines()] == [*names, "target"]
-    assert [line.get_label() for line in right.get_lines()] == [*names[1:], "target"]
-    assert [text.get_text() for text in right.texts] == [str(chunk) for _ in DECODES for chunk in CHUNKS]
-    assert "TTFT of a prompt of 1000 tokens" in right.get_ylabel()
-
-
 def test_fit_is_to_measured_cells_alone() -> None:
     measured = curves()
     wrong = [replace(cell, seconds=9.0, is_measured=False) if cell.chunk == 64 else cell for cell in measured.cells]
@@ -334,7 +319,7 @@ def run(*args: str) -> Any:
         (["--streams", "3"], "streams (3) must be one of --decodes: 1, 4, 16, 64"),
         (["--config", "absent.yaml"], "absent.yaml: cannot be read"),
         (["--pool", "absent"], "pool: there is no 'absent'; there are mixed"),
-        (["--plot", "/nowhere/tune.png"], "plot: there is no directory /nowhere"),
+        (["--json", "/nowhere/tune.json"], "json: there is no directory /nowhere"),
     ],
 )
 def test_wrong_flag_is_reported_before_the_model_is_loaded(args: list[str], complaint: str) -> None:
@@ -395,13 +380,13 @@ def test_interrupted_measurement_shows_what_was_measured(
 
 @pytest.mark.parametrize("model", ["tiny", pytest.param("embedded", marks=pytest.mark.soak)])
 def test_command_writes_its_files(model: str, small_cluster: Path, model_dir: Path, tmp_path: Path) -> None:
-    files = {name: tmp_path / f"tune.{name}" for name in ("yaml", "json", "png")}
+    files = {name: tmp_path / f"tune.{name}" for name in ("yaml", "json")}
     if model == "embedded":
         small_cluster.write_text("engine: {max_num_seqs: 8, kv_cache_memory: 200MiB}\n")
     result = run(
         *("--config", str(small_cluster), "--tpot", "30", "--streams", "2", "--repeats", "1"),
         *("--chunks", "16,32", "--decodes", "1,2", "--contexts", "32,1000000"),
-        *("--output", str(files["yaml"]), "--json", str(files["json"]), "--plot", str(files["png"])),
+        *("--output", str(files["yaml"]), "--json", str(files["json"])),
     )
     assert result.exit_code == 0, result.output
     assert "Not all measured, because KV pages or max_model_len do not suffice: " in result.output
@@ -413,7 +398,6 @@ def test_command_writes_its_files(model: str, small_cluster: Path, model_dir: Pa
     config = load(files["yaml"])
     assert config.engine.min_chunk_tokens == figures["advice"]["min_chunk_tokens"] > 0
     assert config.engine.max_num_seqs == 8
-    assert files["png"].stat().st_size > 0
     assert figures["trade_off"]["prompt_tokens"] == 32
     assert len(figures["trade_off"]["points"]) == 4
     assert not figures["is_interrupted"]
