@@ -88,9 +88,6 @@ SUBCOMMANDS = {
         "tune",
         "Measure what chunks cost on this machine, and recommend the settings for a target.",
     ),
-    "deploy": Subcommand(
-        "crossdock.cluster.deploy.command", "deploy", "Manifests for clusters, from a configuration file."
-    ),
 }
 
 

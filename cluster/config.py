@@ -14,7 +14,6 @@ from crossdock.cluster.api.body.generation_defaults import GenerationConfig
 from crossdock.cluster.api.body.pooler_config import PoolerConfig
 from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.http.keys import check_keys
-from crossdock.cluster.deploy.nodes import DeployConfig
 from crossdock.router.fleet import RouterConfig
 from crossdock.router.scaling import ScalingConfig
 from crossdock.workers.model.weights.checkpoint import model_name
@@ -197,9 +196,6 @@ class ClusterConfig(BaseModel):
     scaling: ScalingConfig = Field(default_factory=lambda: ScalingConfig.model_validate({}))
     transfer: TransferConfig = Field(default_factory=lambda: TransferConfig.model_validate({}))
     http: HttpConfig = Field(default_factory=lambda: HttpConfig.model_validate({}))
-    deploy: DeployConfig = Field(
-        default_factory=lambda: DeployConfig.model_validate({}), description="For `crossdock deploy render` alone."
-    )
 
     @property
     def is_elastic(self) -> bool:
@@ -272,31 +268,6 @@ class ClusterConfig(BaseModel):
         limits = self.http.limit_mm_per_prompt
         if not limits.get("image", 1) and not limits.get("video", 0):
             raise ValueError("pools: http.limit_mm_per_prompt takes no pictures; leave out the pool of the role encode")
-        return self
-
-    @model_validator(mode="after")
-    def _check_nodes_fit_pools(self) -> Self:
-        pools = {pool.name: pool for pool in self.pools}
-        for node in self.deploy.nodes:
-            if node.pool not in pools:
-                raise ValueError(f"deploy.nodes: there is no pool {node.pool!r}; there are {', '.join(pools)}")
-            pool = pools[node.pool]
-            together = pool.num_ranks if pool.placement == "STRICT_PACK" else 1
-            ranks = f" of each of {together} ranks, which placement STRICT_PACK keeps together" * (together > 1)
-            for resource, present, needed in (
-                ("gpus", node.gpus, pool.num_gpus or 0),
-                ("cpus", node.cpus, pool.num_cpus),
-            ):
-                if needed * together > present:
-                    raise ValueError(
-                        f"deploy.nodes: those of pool {node.pool!r} have {resource}: {present}; one of its replicas "
-                        f"needs {needed * together:g} (pools.{node.pool}.num_{resource}{ranks})"
-                    )
-            if pool.placement == "STRICT_SPREAD" and pool.num_ranks > node.max:
-                raise ValueError(
-                    f"deploy.nodes: there are {node.max} of pool {node.pool!r}; one of its replicas needs "
-                    f"{pool.num_ranks}, one for each rank (pools.{node.pool}.placement STRICT_SPREAD)"
-                )
         return self
 
     @model_validator(mode="after")

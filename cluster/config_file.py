@@ -12,7 +12,10 @@ from pydantic import BaseModel, ValidationError
 
 from crossdock.cluster.config import ClusterConfig, field_at, model_at
 
-_GONE = {"engine.prefix_eviction": "gone, leave it out: the least recently used page is evicted first"}
+_GONE = {
+    "engine.prefix_eviction": "gone, leave it out: the least recently used page is evicted first",
+    "deploy": "gone, leave it out: manifests/ has files for Kubernetes, ray up and Serve, to be edited there",
+}
 
 
 def load(

@@ -22,7 +22,7 @@ WORKERS = {
 CONFIG = {"cluster/config.py", "cluster/config_file.py"}
 BELOW = {  # room: the rooms it may import besides itself
     "cluster/cli.py": {"cluster"},
-    "cluster/config.py": {"cluster/api", "cluster/deploy", "router", *WORKERS},
+    "cluster/config.py": {"cluster/api", "router", *WORKERS},
     "cluster/config_file.py": {"cluster/config.py"},
     "cluster/serve": {"cluster/api", *CONFIG, "cluster/dispatch", "router", *WORKERS},
     "cluster/api": {"cluster/dispatch", "workers/sandbox", "workers/schedule"},
@@ -31,7 +31,6 @@ BELOW = {  # room: the rooms it may import besides itself
     "cluster/bench": {"cluster/watch", "workers/schedule"},
     "cluster/simulate": {"cluster/bench", "router", "workers/report", "workers/schedule"},
     "cluster/tune": {"cluster/bench", *CONFIG, *WORKERS},
-    "cluster/deploy": {*CONFIG, "cluster/serve"},
     "router": {"workers/report", "workers/schedule"},
     "workers/replica": {
         "workers/draft",

@@ -24,7 +24,6 @@ from streams import MAX_MODEL_LEN, POISON, VOCABULARY
 
 from crossdock.cluster.config import ClusterConfig
 from crossdock.cluster.config_file import load
-from crossdock.cluster.deploy.serve import serve_config
 from crossdock.workers.model.weights.checkpoint import default_model_dir
 from crossdock.workers.replica.config import EngineConfig
 
@@ -130,17 +129,20 @@ class NodeFleet:
 
     def deploy(self, budget: int) -> None:
         """Deploy as `serve deploy` does. Returns when Serve has the new configuration."""
-        document = serve_config(self.config(budget))
-        document["proxy_location"] = "Disabled"
-        (application,) = document["applications"]
-        application["import_path"] = "faulty:build"
-        application["external_scaler_enabled"] = True  # so that `resize` may
         quick = {"health_check_period_s": 1.0}  # Serve notices a lost replica after a second, instead of up to ten
         front = {"num_cpus": 0, "label_selector": {"pool": "front"}}
-        application["deployments"] = [
-            {"name": "ingress", "ray_actor_options": front, **quick},
-            *({"name": name, **quick} for name in self.pools),
-        ]
+        application = {
+            "name": APP,
+            "import_path": "faulty:build",
+            "args": self.config(budget).model_dump(mode="json", exclude_unset=True),
+            "external_scaler_enabled": True,  # so that `resize` may
+            "deployments": [
+                {"name": "ingress", "ray_actor_options": front, **quick},
+                *({"name": name, **quick} for name in self.pools),
+            ],
+        }
+        document = {"proxy_location": "Disabled", "applications": [application]}
+        document["logging_config"] = {"enable_access_log": False}
         self.budget = budget
         _get_global_client().deploy_apps(ServeDeploySchema.model_validate(document))
 

@@ -86,6 +86,10 @@ def test_tree_is_frozen() -> None:
         ({"engine.max-num-seqs": 3}, "engine.max-num-seqs: no such setting; did you mean max_num_seqs?"),
         ({"replicas": 3}, "replicas: no such setting; did you mean pools.NAME.replicas?"),
         (
+            {"deploy.image": "crossdock:cuda"},
+            "deploy: gone, leave it out: manifests/ has files for Kubernetes, ray up and Serve",
+        ),
+        (
             {"engine.prefix_eviction": "value"},
             "engine.prefix_eviction: gone, leave it out: the least recently used page",
         ),

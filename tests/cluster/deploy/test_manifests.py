@@ -20,6 +20,7 @@ from ray.autoscaler._private.util import prepare_config, validate_config
 from ray.serve.schema import DeploymentSchema, RayActorOptionsSchema, ServeApplicationSchema, ServeDeploySchema
 
 from crossdock.cluster.config import ClusterConfig
+from crossdock.cluster.serve.ray_environment import ENVIRONMENT
 from tests.cluster.deploy import custom_resources
 
 ROOT = Path(__file__).parents[3]
@@ -33,7 +34,7 @@ def documents(path: Path) -> list[dict[str, Any]]:
 
 def applied() -> list[Path]:
     """Return the files that are applied to an API server."""
-    others = ("kustomization.yaml", "crossdock.yaml", "serve.yaml", "ray-cluster.yaml")
+    others = ("kustomization.yaml", "serve.yaml", "ray-cluster.yaml", "ray-cluster-local.yaml")
     return [path for path in sorted(MANIFESTS.rglob("*.yaml")) if path.name not in others]
 
 
@@ -123,6 +124,166 @@ def test_container_is_not_root_and_has_a_memory_limit(path: Path) -> None:
             assert not container["image"].endswith(":latest")
 
 
+# -- the parts of a deployment fit together ---------------------------------------------------------------------------
+
+PART_OF = {"app.kubernetes.io/part-of": "crossdock"}
+
+
+def of_kind(overlay: str, kind: str) -> dict[str, dict[str, Any]]:
+    """Return the specs of an overlay's documents of one kind, by name."""
+    found = documents(MANIFESTS / overlay / "rayservice.yaml")
+    return {each["metadata"]["name"]: each["spec"] for each in found if each["kind"] == kind}
+
+
+def cluster_of(overlay: str) -> tuple[dict[str, Any], dict[str, Any], ClusterConfig]:
+    """Return the RayService of an overlay, its cluster, and the configuration of its application."""
+    service = of_kind(overlay, "RayService")["crossdock"]
+    (application,) = yaml.safe_load(service["serveConfigV2"])["applications"]
+    return service, service["rayClusterConfig"], ClusterConfig.model_validate(application["args"])
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_machines_of_a_pool_have_what_its_replicas_ask_for(overlay: str) -> None:
+    """On Kubernetes; the fleet's also on the nodes of `ray up`."""
+    _, cluster, config = cluster_of(overlay)
+    types = documents(MANIFESTS / "ray-cluster.yaml")[0]["available_node_types"]
+    for pool, group in zip(config.pools, cluster["workerGroupSpecs"], strict=True):
+        assert group["groupName"] == pool.name
+        assert group.get("labels", {}) == pool.node_labels
+        limits = group["template"]["spec"]["containers"][0]["resources"]["limits"]
+        resources = [(int(limits["cpu"]), int(limits.get("nvidia.com/gpu", 0)))]
+        if overlay == "fleet":
+            assert types[pool.name]["labels"] == pool.node_labels
+            resources.append((types[pool.name]["resources"]["CPU"], types[pool.name]["resources"]["GPU"]))
+        for cpus, gpus in resources:
+            assert cpus > pool.num_cpus > 0, "an ingress needs a core, too"
+            assert gpus >= (pool.num_gpus or 0)
+        assert group["maxReplicas"] >= pool.most
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_head_runs_no_replica_and_no_ingress(overlay: str) -> None:
+    """Streams survive the loss of the head: no process that they pass through is on it."""
+    service, cluster, _ = cluster_of(overlay)
+    assert cluster["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
+    assert service["excludeHeadPodFromServeSvc"]
+    (application,) = yaml.safe_load(service["serveConfigV2"])["applications"]
+    assert application["deployments"] == [{"name": "ingress", "ray_actor_options": {"num_cpus": 1}}]
+    assert documents(MANIFESTS / "ray-cluster.yaml")[0]["available_node_types"]["head"]["resources"] == {"CPU": 0}
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_pods_end_after_their_requests_and_find_the_file_of_keys(overlay: str) -> None:
+    service, cluster, config = cluster_of(overlay)
+    assert service["rayClusterDeletionDelaySeconds"] == config.http.drain_timeout_s + 60
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        assert group["template"]["metadata"]["labels"] == PART_OF
+        spec = group["template"]["spec"]
+        assert spec["terminationGracePeriodSeconds"] == config.http.drain_timeout_s + 60
+        mounts = {mount["name"]: mount["mountPath"] for mount in spec["containers"][0]["volumeMounts"]}
+        file = config.http.api_keys_file
+        assert mounts.get("api-keys") == (None if file is None else file.rpartition("/")[0])
+        cache = [each["value"] for each in spec["containers"][0]["env"] if each["name"] == "CROSSDOCK_CACHE"]
+        assert [path.rpartition("/")[0] for path in cache] == ([mounts["cache"]] if "cache" in mounts else [])
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_budgets_and_policies_select_the_pods(overlay: str) -> None:
+    _, cluster, config = cluster_of(overlay)
+    budgets = [spec["selector"]["matchLabels"] for spec in of_kind(overlay, "PodDisruptionBudget").values()]
+    assert budgets == [{**PART_OF, "ray.io/group": pool.name} for pool in config.pools]
+    policies = of_kind(overlay, "NetworkPolicy")
+    assert policies["crossdock"]["podSelector"]["matchLabels"] == PART_OF
+    assert ("crossdock-head" in policies) == cluster.get("enableInTreeAutoscaling", False)
+
+
+def tcp(*ports: int) -> list[dict[str, Any]]:
+    return [{"protocol": "TCP", "port": port} for port in ports]
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_only_clients_prometheus_operator_and_the_cluster_itself_reach_its_pods(overlay: str) -> None:
+    """Clients the API, Prometheus Ray's metrics, and the operator, in its own namespace, the dashboard."""
+    found = of_kind(overlay, "NetworkPolicy")
+
+    def namespace(name: str) -> dict[str, Any]:
+        return {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": name}}}
+
+    operator = namespace("kuberay-operator") | {
+        "podSelector": {"matchLabels": {"app.kubernetes.io/name": "kuberay-operator"}}
+    }
+    assert found["crossdock"]["ingress"] == [
+        {"from": [{"podSelector": {"matchLabels": PART_OF}}]},
+        {"from": [{"namespaceSelector": {}}], "ports": tcp(8000)},
+        {"from": [namespace("monitoring")], "ports": tcp(8080)},
+        {"from": [operator], "ports": tcp(8265)},
+    ]
+    assert found["crossdock"]["policyTypes"] == ["Ingress", "Egress"]
+    assert not any(rule for name, spec in found.items() if name != "crossdock" for rule in spec.get("ingress", ()))
+
+
+@pytest.mark.parametrize(
+    ("overlay", "needs"), [("cpu", ()), ("single-node", ("redis", "hub")), ("fleet", ("redis", "hub"))]
+)
+def test_pods_connect_to_each_other_names_redis_and_the_hub_alone(overlay: str, needs: tuple[str, ...]) -> None:
+    private = ["10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10", "169.254.0.0/16"]
+    rules = {
+        "redis": {
+            "to": [{"podSelector": {"matchLabels": {"app.kubernetes.io/name": "crossdock-redis"}}}],
+            "ports": tcp(6379),
+        },
+        "hub": {"to": [{"ipBlock": {"cidr": "0.0.0.0/0", "except": private}}], "ports": tcp(443)},
+    }
+    names = {"ports": [{"protocol": "UDP", "port": 53}, *tcp(53)]}
+    ours = {"to": [{"podSelector": {"matchLabels": PART_OF}}]}
+    egress = of_kind(overlay, "NetworkPolicy")["crossdock"]["egress"]
+    assert egress == [ours, names, *(rules[name] for name in needs)]
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_kubernetes_api_is_open_to_the_autoscaler_alone(overlay: str) -> None:
+    """Its network for the head, where nodes join and leave; its token for the autoscaler's container."""
+    _, cluster, config = cluster_of(overlay)
+    is_elastic = cluster.get("enableInTreeAutoscaling", False)
+    assert is_elastic == config.is_elastic
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        pod = group["template"]["spec"]
+        assert pod["automountServiceAccountToken"] is False
+        mounts = [mount["mountPath"] for each in pod["containers"] for mount in each["volumeMounts"]]
+        assert not any("serviceaccount" in path for path in mounts)
+        accounts = [volume for volume in pod["volumes"] if "serviceAccountToken" in json.dumps(volume)]
+        assert len(accounts) == (is_elastic and group is cluster["headGroupSpec"])
+    if is_elastic:
+        (head,) = (spec for name, spec in of_kind(overlay, "NetworkPolicy").items() if name == "crossdock-head")
+        assert head["egress"] == [{"ports": tcp(443, 6443)}]
+        (mount,) = cluster["autoscalerOptions"]["volumeMounts"]
+        assert (mount["mountPath"], mount["readOnly"]) == ("/var/run/secrets/kubernetes.io/serviceaccount", True)
+
+
+def test_tokens_are_on_in_all_manifests_that_start_ray() -> None:
+    """Without one, every process that reaches a port of Ray runs code."""
+    for overlay in OVERLAYS:
+        assert cluster_of(overlay)[1]["authOptions"] == {"mode": "token"}
+    for name in ("ray-cluster.yaml", "ray-cluster-local.yaml"):
+        (cluster,) = documents(MANIFESTS / name)
+        assert cluster["file_mounts"]["~/.ray/auth_token"] == "~/.ray/auth_token"
+        starts = [cluster["head_start_ray_commands"][-1], cluster["worker_start_ray_commands"][-1]]
+        in_container = "-e RAY_AUTH_MODE=token" in cluster.get("docker", {}).get("run_options", ())
+        assert in_container or all("RAY_AUTH_MODE=token" in start for start in starts)
+
+
+def test_environment_that_ray_needs_is_in_all_manifests_that_start_ray() -> None:
+    for overlay in OVERLAYS:
+        cluster = cluster_of(overlay)[1]
+        for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+            env = group["template"]["spec"]["containers"][0]["env"]
+            assert {each["name"]: each["value"] for each in env}.items() >= ENVIRONMENT.items()
+    (cloud,), (local,) = documents(MANIFESTS / "ray-cluster.yaml"), documents(MANIFESTS / "ray-cluster-local.yaml")
+    for name, value in ENVIRONMENT.items():
+        assert f"-e {name}={value}" in cloud["docker"]["run_options"]
+        assert all(f"{name}={value}" in local[f"{kind}_start_ray_commands"][-1] for kind in ("head", "worker"))
+
+
 # -- Serve and Ray -----------------------------------------------------------------------------------------------------
 
 
@@ -137,8 +298,9 @@ def test_serve_config_passes_serves_schema(config: dict[str, Any]) -> None:
     schema = ServeDeploySchema.model_validate(config)
     assert config.keys() <= ServeDeploySchema.model_fields.keys()
     for application in config["applications"]:
+        is_elastic = ClusterConfig.model_validate(application["args"]).is_elastic
+        assert application.get("external_scaler_enabled", False) == is_elastic, "else Serve refuses our scaler"
         assert application.keys() <= ServeApplicationSchema.model_fields.keys()
-        ClusterConfig.model_validate(application["args"])
         for deployment in application.get("deployments", ()):
             assert deployment.keys() <= DeploymentSchema.model_fields.keys()
             assert deployment["ray_actor_options"].keys() <= RayActorOptionsSchema.model_fields.keys()
@@ -157,6 +319,41 @@ def test_cluster_file_passes_rays_schema() -> None:
     spoilt = {**config, "available_node_types": {**config["available_node_types"], "decode": {**node, "label": {}}}}
     with pytest.raises(jsonschema.ValidationError, match="label"):
         validate_config(prepare_config(spoilt))
+
+
+def started(cluster: dict[str, Any], kind: str, address: str) -> str:
+    """Run the commands that start Ray, on a machine of this address with a `ray` that prints its environment and its
+    arguments. Return what `ray start` prints."""
+    script = "; ".join(cluster[f"{kind}_start_ray_commands"])
+    ray = 'ray() { echo "$RAY_AUTH_MODE $RAY_enable_autoscaler_v2 $@"; }; '
+    hostname = f"hostname() {{ echo '172.17.0.1 {address} '; }}; "
+    environment = {"RAY_HEAD_IP": "10.0.0.1", "RAY_enable_autoscaler_v2": "1", "PATH": "/usr/bin:/bin"}
+    command = ["bash", "-c", ray + hostname + script]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()[-1]
+
+
+def test_own_machine_starts_ray_with_what_its_pool_has() -> None:
+    """The head runs version 1 of the autoscaler and no replica: version 2 takes it for a worker (Ray 2.60)."""
+    (cluster,) = documents(MANIFESTS / "ray-cluster-local.yaml")
+    kinds = ["--num-cpus=12 --num-gpus=1 --labels=ray.io/accelerator-type=H100"]
+    kinds += ["--num-cpus=6 --num-gpus=1 --labels=ray.io/accelerator-type=L40S"] * 2
+    for address, kind in zip(cluster["provider"]["worker_ips"], kinds, strict=True):
+        shown = started(cluster, "worker", address)
+        assert shown.startswith("token 1 start --address=10.0.0.1:6379")
+        assert shown.endswith(kind)
+    with pytest.raises(subprocess.CalledProcessError):
+        started(cluster, "worker", "10.0.0.20")
+    head = started(cluster, "head", "10.0.0.1")
+    assert head.startswith("token 0 start --head")
+    assert head.endswith("--num-cpus=0 --num-gpus=0")
+
+
+def test_cluster_file_of_own_machines_passes_rays_schema_and_its_local_provider() -> None:
+    prepared = prepare_config(documents(MANIFESTS / "ray-cluster-local.yaml")[0])
+    validate_config(prepared)
+    (kind,) = prepared["available_node_types"].values()
+    assert kind["min_workers"] == kind["max_workers"] == 3
 
 
 # -- Prometheus and Grafana --------------------------------------------------------------------------------------------

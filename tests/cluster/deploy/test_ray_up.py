@@ -1,6 +1,7 @@
-"""`ray up` brings up the cluster that `crossdock deploy render` describes, on machines that it reaches by SSH alone."""
+"""`ray up` brings up the cluster of our manifest, on machines that it reaches by SSH alone."""
 
 import json
+import re
 import shutil
 import subprocess
 import time
@@ -12,7 +13,6 @@ import pytest
 import yaml
 from transformers import PreTrainedTokenizerFast
 
-from crossdock.cluster.deploy.command import Target, rendered
 from tests.cluster.deploy import streaming_clients
 from tests.cluster.deploy.machines import HOME, KEY, NETWORK, Machine, machines, why_not
 from tests.waiting import eventually
@@ -26,30 +26,39 @@ pytestmark = [
 HEAD, WORKERS = f"{NETWORK}.2", [f"{NETWORK}.3", f"{NETWORK}.4"]
 SECRET = "sk-ray-up-soak"
 CLUSTER = f"{HOME}/ray-cluster.yaml"
+TOKEN = "~/.ray/auth_token"
+MANIFESTS = Path(__file__).parents[3] / "manifests"
 
 
-def configuration(budget: int) -> dict[str, Any]:
-    """Return a configuration with two machines, two replicas and two ingresses. `budget`: max_num_batched_tokens."""
-    return {
+def cluster_file() -> dict[str, Any]:
+    """Return the manifest for machines of your own, with these two workers, which are of one pool."""
+    cluster: dict[str, Any] = yaml.safe_load((MANIFESTS / "ray-cluster-local.yaml").read_text())
+    starts = cluster["worker_start_ray_commands"]
+    cases = " ".join(
+        f"*' {address} '*) resources='--num-cpus=2 --num-gpus=0 --labels=shelf=left';;" for address in WORKERS
+    )
+    starts[-1] = re.sub(r" in .* \*\) exit 1;;", f" in {cases} *) exit 1;;", starts[-1], flags=re.DOTALL)
+    return cluster | {
+        "max_workers": len(WORKERS),
+        "provider": {"type": "local", "head_ip": HEAD, "worker_ips": WORKERS},
+        "auth": {"ssh_user": "root", "ssh_private_key": KEY},
+        "file_mounts": {TOKEN: TOKEN, "/tmp/keys/api-keys.yaml": "~/.crossdock/api-keys.yaml"},
+    }
+
+
+def serve_file(budget: int) -> dict[str, Any]:
+    """Return the manifest of the application with two replicas and two ingresses. `budget`: max_num_batched_tokens."""
+    document: dict[str, Any] = yaml.safe_load((MANIFESTS / "serve.yaml").read_text())
+    document["http_options"]["host"] = "0.0.0.0"
+    (application,) = document["applications"]
+    application["args"] = {
         "model": {"path": "/tmp/model", "served_name": "small", "dtype": "float32"},
         "engine": {"kv_cache_memory": "40MiB", "max_num_batched_tokens": budget, "admission": "queue"},
         "pools": [{"name": "mixed", "replicas": 2, "num_cpus": 1, "node_labels": {"shelf": "left"}}],
         "http": {"host": "0.0.0.0", "replicas": 2, "api_keys_file": "/tmp/keys/api-keys.yaml"},
-        "deploy": {
-            "image": None,
-            "ssh_user": "root",
-            "ssh_private_key": KEY,
-            "provider": {"type": "local", "head_ip": HEAD},
-            "nodes": [{"pool": "mixed", "cpus": 2, "memory": "4Gi", "addresses": WORKERS}],
-        },
     }
-
-
-def render(laptop: Machine, target: Target, name: str, budget: int) -> None:
-    """Write a manifest into the home directory of `laptop`, as `crossdock deploy render` prints it."""
-    source = laptop.home / "crossdock.yaml"
-    source.write_text(yaml.safe_dump(configuration(budget)))
-    (laptop.home / name).write_text(rendered(source, target))
+    application["deployments"] = [{"name": "ingress", "ray_actor_options": {"num_cpus": 1}}]
+    return document
 
 
 @pytest.fixture
@@ -104,7 +113,7 @@ def test_cluster_comes_up_over_ssh_serves_upgrades_without_losing_a_stream_and_g
     ours = subprocess.Popen([bystander, "900"])
     theirs = subprocess.Popen(cluster["head"].command("cp /bin/sleep /tmp/raylet; exec /tmp/raylet 900"))
     try:
-        render(laptop, Target.RAY_UP, "ray-cluster.yaml", 128)
+        (laptop.home / "ray-cluster.yaml").write_text(yaml.safe_dump(cluster_file()))
         laptop.run("ray get-auth-token --generate")
         eventually(lambda: cluster["head"].processes("/tmp/raylet"))
         laptop.run(f"ray up --yes --no-config-cache {CLUSTER}")
@@ -159,7 +168,7 @@ def wait_until_ended(cluster: dict[str, Machine], name: str, seconds: float = 18
 
 def deploy(laptop: Machine, budget: int) -> None:
     """Deploy the application through the forwarded port of the dashboard."""
-    render(laptop, Target.SERVE, "serve.yaml", budget)
+    (laptop.home / "serve.yaml").write_text(yaml.safe_dump(serve_file(budget)))
     laptop.run("until curl -s http://127.0.0.1:8265 > /dev/null; do sleep 0.2; done", 60)
     laptop.run("RAY_AUTH_MODE=token serve deploy -a http://127.0.0.1:8265 serve.yaml")
 

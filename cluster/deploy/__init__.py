@@ -1,1 +1,0 @@
-"""Manifests from a configuration, for `ray up`, KubeRay and `serve deploy`."""
