@@ -4,14 +4,11 @@ A turn follows the end of the answer before it, after a pause in which a tool ru
 kind share a system prompt. Some turns start a branch: a second session with the same history that goes its own way.
 """
 
-import json
 import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from pathlib import Path
-from typing import Any
 
 from crossdock.cluster.bench.workloads import FollowUp, Job, Segment
 
@@ -46,7 +43,6 @@ class Session:
     system_tokens: int
     turns: tuple[Turn, ...]
     branches: tuple[Branch, ...] = ()
-    start_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,41 +129,7 @@ def session_job(session: Session, tier: str | None = None, then: tuple[FollowUp,
     """Return the first job of a session; `then` follows its last one."""
     system = Segment(session.system_prompt, session.system_tokens)
     first, _ = _chain(session.name, (system,), session.turns, session.branches, tier, then)
-    return replace(first, due=session.start_s)
-
-
-def read_sessions(path: Path, *, speed: float = 1.0, scale: float = 1.0, tier: str | None = None) -> list[Job]:
-    """Return the first job of every session of a recorded trace, in order of arrival.
-
-    Args:
-        path: JSONL, one session a line: `start_s`, `system_prompt` (its name), `system_tokens`, `turns` and optionally
-            `branches`. A turn is `[new tokens, output tokens, pause in seconds]`. A branch has `after`, the number of
-            the turn that it continues, and `turns`.
-        speed: 2 replays the trace in half the time.
-        scale: multiplies all lengths.
-        tier: the SLO class of all requests.
-
-    Raises:
-        ValueError: the message names the file and the line that cannot be read.
-    """
-    sessions = []
-    for number, line in enumerate(path.read_text(encoding="utf-8-sig").splitlines(), start=1):
-        if line.strip():
-            try:
-                sessions.append(_session(f"line/{number}", json.loads(line), speed, scale))
-            except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(f"trace: {path} line {number}: {type(error).__name__}: {error}") from None
-    return [session_job(session, tier) for session in sorted(sessions, key=lambda session: session.start_s)]
-
-
-def has_sessions(path: Path) -> bool:
-    """Return whether a trace's first line is a session, not a request."""
-    try:
-        with path.open(encoding="utf-8-sig") as file:
-            first = json.loads(next((line for line in file if line.strip()), ""))
-    except (OSError, ValueError):
-        return False  # the reader of other traces reports what is wrong
-    return isinstance(first, dict) and "turns" in first
+    return replace(first, due=0.0)
 
 
 def _chain(
@@ -228,29 +190,3 @@ def _length(rng: random.Random, median: float, spread: float, agents: Agents) ->
 
 def _seconds(rng: random.Random, median: float, spread: float, agents: Agents) -> float:
     return rng.lognormvariate(math.log(median), spread) / agents.speed
-
-
-def _session(name: str, record: dict[str, Any], speed: float, scale: float) -> Session:
-    def turns(rows: Sequence[Sequence[float]]) -> tuple[Turn, ...]:
-        read = tuple(Turn(_scaled(new, scale), _scaled(output, scale), pause / speed) for new, output, pause in rows)
-        if not read or any(turn.pause_s < 0 for turn in read):
-            raise ValueError("a session and a branch need turns, with pauses of 0 s or more")
-        return read
-
-    found = Session(
-        name,
-        str(record["system_prompt"]),
-        _scaled(record["system_tokens"], scale),
-        turns(record["turns"]),
-        tuple(Branch(branch["after"], turns(branch["turns"])) for branch in record.get("branches", ())),
-        record["start_s"] / speed,
-    )
-    if any(branch.after not in range(len(found.turns)) for branch in found.branches):
-        raise ValueError(f"a branch must continue one of the turns 0 to {len(found.turns) - 1}")
-    return found
-
-
-def _scaled(tokens: object, scale: float) -> int:
-    if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
-        raise ValueError(f"a length must be a whole number of tokens, got {tokens!r}")
-    return max(1, round(tokens * scale))

@@ -36,7 +36,7 @@ class Amount:
     ] = None
     trace: Annotated[
         Path | None,
-        typer.Option(help="Mooncake JSONL, Azure LLM CSV, or JSONL of agents' sessions.", rich_help_panel=_TRACE),
+        typer.Option(help="Mooncake JSONL, or Azure LLM CSV.", rich_help_panel=_TRACE),
     ] = None
     trace_speed: Annotated[
         float,

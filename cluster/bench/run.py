@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from crossdock.cluster.bench import metrics, serverside
-from crossdock.cluster.bench.agents import DEFAULT_AGENTS, Agents, agent_jobs, has_sessions, read_sessions
+from crossdock.cluster.bench.agents import DEFAULT_AGENTS, Agents, agent_jobs
 from crossdock.cluster.bench.client import Server
 from crossdock.cluster.bench.http import BenchError, ServerGone
 from crossdock.cluster.bench.load import Load
@@ -117,9 +117,6 @@ class BenchResult:
 def bench_jobs(options: BenchOptions) -> Iterator[Job]:
     """Return the jobs of a workload; of interference its streams, of short-vs-long its short requests."""
     limit = options.num_requests
-    if options.trace is not None and has_sessions(options.trace):
-        speed, scale = options.trace_speed, options.length_scale
-        return iter(read_sessions(options.trace, speed=speed, scale=scale, tier=options.service_tier))
     if options.workload == "agents":
         return _agent_jobs(options)
     if options.trace is not None:

@@ -1,13 +1,8 @@
-"""Sessions of agents: what their turns share, how a recorded trace is read, and a run against a scripted server."""
+"""Sessions of agents: what their turns share, and a run against a scripted server."""
 
-import json
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, astuple
+from collections.abc import Iterator
 from itertools import islice
-from pathlib import Path
 from statistics import median
-
-import pytest
 
 from crossdock.cluster.bench.agents import (
     Agents,
@@ -16,14 +11,11 @@ from crossdock.cluster.bench.agents import (
     Turn,
     agent_jobs,
     draw_sessions,
-    has_sessions,
-    read_sessions,
     session_job,
 )
 from crossdock.cluster.bench.workloads import Job
 from tests.cluster.bench.scripted import ANSWER_ID, Scripted, measure
 
-TRACE = Path(__file__).parents[3] / "benchmarks/agents.jsonl"
 SMALL = Agents(scale=0.01, speed=1000.0, turns=4.0, output_tokens=2000.0, output_spread=0.3)
 
 
@@ -84,53 +76,6 @@ def test_session_follows_the_one_before_of_the_same_agent() -> None:
     assert names == {"agent/0", "agent/1", "agent/2"}
 
 
-def rows(turns: Sequence[Turn]) -> list[tuple[float, ...]]:
-    return [astuple(turn) for turn in turns]
-
-
-def test_trace_of_sessions_read_again_is_what_was_written(tmp_path: Path) -> None:
-    session = next(session for session in draw_sessions(Agents(), 4) if session.branches)
-    path = tmp_path / "trace.jsonl"
-    record = asdict(session) | {"turns": rows(session.turns)}
-    record["branches"] = [{"after": branch.after, "turns": rows(branch.turns)} for branch in session.branches]
-    path.write_text(json.dumps(record) + "\n")
-    (job,) = read_sessions(path, speed=2.0, scale=0.5)
-    written = list(tree(session_job(session)))
-    read = list(tree(job))
-    assert [each.output_tokens for each in read] == [max(1, round(each.output_tokens / 2)) for each in written]
-    pauses = [follow_up.pause_s for each in read for follow_up in each.follow_ups]
-    before = [follow_up.pause_s / 2 for each in written for follow_up in each.follow_ups]
-    assert pauses == pytest.approx(before)
-
-
-def test_shipped_trace_has_sessions_that_share_system_prompts() -> None:
-    assert has_sessions(TRACE)
-    roots = read_sessions(TRACE)
-    assert len({root.prompt[0].key for root in roots}) < len(roots)
-    assert any(len(job.follow_ups) > 1 for root in roots for job in tree(root))
-
-
-@pytest.mark.parametrize(
-    ("line", "complaint"),
-    [
-        ('{"turns": []}', "line 1: KeyError"),
-        ('{"start_s": 0, "system_prompt": "a", "system_tokens": 0, "turns": [[1, 1, 0]]}', "a whole number of tokens"),
-        ('{"start_s": 0, "system_prompt": "a", "system_tokens": 9, "turns": []}', "need turns"),
-        ('{"start_s": 0, "system_prompt": "a", "system_tokens": 9, "turns": [[1, 1]]}', "line 1: ValueError"),
-        (
-            '{"start_s": 0, "system_prompt": "a", "system_tokens": 9, "turns": [[1, 1, 0]], '
-            '"branches": [{"after": 1, "turns": [[1, 1, 0]]}]}',
-            "one of the turns 0 to 0",
-        ),
-    ],
-)
-def test_unreadable_session_raises_and_names_the_line(tmp_path: Path, line: str, complaint: str) -> None:
-    path = tmp_path / "trace.jsonl"
-    path.write_text(line)
-    with pytest.raises(ValueError, match=complaint):
-        read_sessions(path)
-
-
 def test_answers_of_the_server_are_in_the_next_prompts(scripted: tuple[Scripted, str]) -> None:
     """The scripted server answers `w w …`, which no drawn text contains."""
     script, url = scripted
@@ -172,10 +117,3 @@ def test_context_of_the_server_scales_the_lengths(scripted: tuple[Scripted, str]
     result = measure(url, workload="agents", agents=agents, concurrency=2, num_requests=6)
     assert any("0.00125 of those of coding agents" in note for note in result.notes)
     assert max(sample.prompt_tokens for sample in result.samples) <= 400
-
-
-def test_trace_of_sessions_is_replayed(scripted: tuple[Scripted, str]) -> None:
-    _, url = scripted
-    result = measure(url, workload="trace", trace=TRACE, num_requests=12, length_scale=0.002, trace_speed=1000.0)
-    assert len(result.samples) == 12
-    assert result.summary["requests_failed"] == 0
