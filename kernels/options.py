@@ -1,9 +1,13 @@
 """Names of the attention backends, KV dtypes and CPU kernels for configurations. No torch."""
 
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 AttentionBackend: TypeAlias = Literal["auto", "triton", "flash_attn_3", "torch"]
 KVCacheDtype: TypeAlias = Literal["auto", "fp8"]
 Kernel: TypeAlias = Literal["own", "int8", "onednn", "torch"]
 CpuKernels: TypeAlias = Literal["auto", "own", "onednn", "torch"]
-Quantization: TypeAlias = Literal["int8"]
+Quantization: TypeAlias = Literal["int8", "fp8", "mxfp8", "mxfp4", "awq", "gptq", "compressed-tensors", "modelopt"]
+CHECKPOINT_METHODS: tuple[Quantization, ...] = get_args(Quantization)[1:]
+"""How a checkpoint may be quantised, as its `quant_method` names it."""
+CodeKind: TypeAlias = Literal["int4", "int8", "e4m3", "e2m1"]
+"""The kinds of codes of packed weights."""

@@ -3,16 +3,21 @@
 Plain torch, for every device. Checkpoints are read into this form, ranks cut it, and kernels compute products from it.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-Kind: TypeAlias = Literal["int4", "int8", "e4m3", "e2m1"]
+from crossdock.kernels.options import CodeKind
+
+Kind: TypeAlias = CodeKind
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _IN_NIBBLES = ("int4", "e2m1")
+_PANEL_BYTES = 16 << 20  # of float32, that are dequantised at a time
 _DTYPES = {"int4": torch.uint8, "e2m1": torch.uint8, "int8": torch.int8, "e4m3": torch.float8_e4m3fn}
 
 
@@ -104,6 +109,11 @@ class PackedMatrix:
             block_rows=own_unit if dim == 0 else self.block_rows,
         )
 
+    def map(self, change: Callable[[Tensor], Tensor]) -> "PackedMatrix":
+        """Return the matrix with each of its tensors as `change` returns it, for example on another device."""
+        offsets, columns = (None if each is None else change(each) for each in (self.offsets, self.columns))
+        return replace(self, codes=change(self.codes), scales=change(self.scales), offsets=offsets, columns=columns)
+
     def _values(self, codes: Tensor, wide: torch.dtype) -> Tensor:
         """Return the values of codes, [n, K]."""
         if self.kind not in _IN_NIBBLES:
@@ -119,3 +129,49 @@ class PackedMatrix:
         numbers = torch.arange(self.shape[0], device=grid.device)[rows] // self.block_rows
         chosen = grid[numbers].to(wide)
         return chosen if chosen.shape[1] == 1 else chosen.repeat_interleave(self.group, 1)[:, : self.shape[1]]
+
+
+def join_rows(matrices: Sequence[PackedMatrix]) -> PackedMatrix:
+    """Return one matrix whose rows are those of all `matrices`, in order.
+
+    Blocks of rows that would no longer lie at multiples of their size become a scale for each row.
+
+    Raises:
+        ValueError: the matrices are not of one form.
+    """
+    first = matrices[0]
+    if len(matrices) == 1:
+        return first
+    forms = {
+        (each.kind, each.shape[1], each.group, each.offsets is None, each.scales.dtype, id(each.columns))
+        for each in matrices
+    }
+    if len(forms) > 1:
+        raise ValueError("matrices of unlike forms or orders of columns cannot be joined")
+    fits = len({each.block_rows for each in matrices}) == 1
+    fits = fits and all(each.shape[0] % each.block_rows == 0 for each in matrices[:-1])
+    grids: list[Sequence[Tensor | None]] = [(each.scales, each.offsets) for each in matrices]
+    if not fits:
+        grids = [
+            tuple(
+                grid if grid is None else grid.repeat_interleave(each.block_rows, 0)[: each.shape[0]] for grid in pair
+            )
+            for each, pair in zip(matrices, grids, strict=True)
+        ]
+    offsets = [offset for _, offset in grids if offset is not None]
+    return replace(
+        first,
+        codes=torch.cat([each.codes for each in matrices]),
+        scales=torch.cat([scale for scale, _ in grids if scale is not None]),
+        offsets=torch.cat(offsets) if offsets else None,
+        block_rows=first.block_rows if fits else 1,
+    )
+
+
+def packed_product(x: Tensor, matrix: PackedMatrix, bias: Tensor | None = None) -> Tensor:
+    """Return x [..., K] @ weight.T + bias, [..., N], by products of dequantised panels of rows. For every device."""
+    rows, columns = matrix.shape
+    height = max(1, _PANEL_BYTES // (4 * columns))
+    panels = [F.linear(x, matrix.dequantise(x.dtype, slice(start, start + height))) for start in range(0, rows, height)]
+    product = panels[0] if len(panels) == 1 else torch.cat(panels, -1)
+    return product if bias is None else product + bias

@@ -5,17 +5,17 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
-from crossdock.workers.model.weights.scheme import scheme_at
+from crossdock.workers.model.weights.scheme import PLAIN, Scheme, check_asked, scheme_at
 
 _TOKENIZERS = ("tokenizer*", "vocab.*", "*.model", "*.tiktoken", "tekken.json")  # files of which one is enough
 
 
-def check_checkpoint(folder: Path, *, needs_tokenizer: bool = True) -> None:
-    """Check the kind of model in `folder`, how its weights are stored, and that a tokenizer is beside it.
+def check_checkpoint(folder: Path, *, needs_tokenizer: bool = True, quantization: str | None = None) -> Scheme:
+    """Check the kind of model in `folder` and that a tokenizer is beside it. Returns how its weights are stored.
 
     Raises:
-        ValueError: config.json is none, transformers does not know its `model_type`, weights stored so are not read, or
-            there is no tokenizer.
+        ValueError: config.json is none, transformers does not know its `model_type`, weights stored so are not read or
+            not what `quantization` asks for, or there is no tokenizer.
     """
     file = folder / "config.json"
     try:
@@ -30,9 +30,17 @@ def check_checkpoint(folder: Path, *, needs_tokenizer: bool = True) -> None:
             f"model: {file} has model_type {kind!r}, which transformers {version('transformers')} does not know; "
             "models that bring code of their own are not served (docs/models.md)"
         )
-    scheme_at(folder)
+    scheme = scheme_at(folder)
+    check_asked(quantization, scheme)
     if needs_tokenizer and not any(file for pattern in _TOKENIZERS for file in folder.glob(pattern)):
         raise ValueError(f"model: {folder} has no tokenizer.json and no other tokenizer; name one with --tokenizer")
+    return scheme
+
+
+def describe_weights(folder: Path, scheme: Scheme) -> str:
+    """Return how the weights in `folder` are stored and their bytes, as text for the terminal."""
+    num_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    return f"{'plain floats' if scheme is PLAIN else scheme}, {num_bytes / (1 << 30):.2f} GiB in files"
 
 
 def _is_known(kind: str) -> bool:

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from crossdock.cluster.api.http.http_config import OPEN_TO_OTHERS
 from crossdock.cluster.config import ClusterConfig
 from crossdock.cluster.config_file import to_yaml
-from crossdock.cluster.serve.checkpoint_check import check_checkpoint
+from crossdock.cluster.serve.checkpoint_check import check_checkpoint, describe_weights
 from crossdock.cluster.serve.flags import configuration, takes_flags
 from crossdock.cluster.serve.memory import used_by_family
 from crossdock.cluster.serve.other_flags import unread_variables
@@ -122,7 +122,9 @@ def _prepare_model(config: ClusterConfig, console: Console) -> None:
 
     with console.status(f"Preparing {escape(config.model.name)}: the first time it is fetched or converted …"):
         path = resolve_model(config.model.path)
-        check_checkpoint(path, needs_tokenizer=config.model.tokenizer is None)
+        is_tokenizer_beside = config.model.tokenizer is None
+        quantization = config.engine.quantization
+        scheme = check_checkpoint(path, needs_tokenizer=is_tokenizer_beside, quantization=quantization)
         GenerationDefaults.read(path, config.model.generation_config, config.model.override_generation_config)
         EmbeddingDefaults.read(path, config.model.pooler_config)
         if config.model.tokenizer is not None or config.model.chat_template is not None:
@@ -136,7 +138,7 @@ def _prepare_model(config: ClusterConfig, console: Console) -> None:
                 from crossdock.workers.model.weights.weights import check_division
 
                 check_division(path, pool.tensor_parallel_size, pool.pipeline_parallel_size)
-    console.print(f"[dim]Model: {escape(str(path))}[/dim]")
+    console.print(f"[dim]Model: {escape(str(path))}: {escape(describe_weights(path, scheme))}[/dim]")
 
 
 def _require_pictures(path: Path, config: ClusterConfig) -> None:

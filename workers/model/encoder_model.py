@@ -5,7 +5,6 @@ prompts of rows have chunks, prefix hits, preemption and transfers as other prom
 """
 
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,7 +27,7 @@ from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.model.pictures.vision import PictureEncoder, PromptPictures, why_text_alone
 from crossdock.workers.model.pooling import HiddenTap
 from crossdock.workers.model.weights.checkpoint import resolve_model
-from crossdock.workers.model.weights.weights import auto_model, load_cut, load_weights
+from crossdock.workers.model.weights.weights import auto_model, load_weights
 from crossdock.workers.schedule.pictures.items import row_prompt
 from crossdock.workers.schedule.request import Request
 from crossdock.workers.schedule.submission import InvalidField
@@ -136,7 +135,7 @@ def load_encoder(spec: ModelSpec, device: str = "cpu", kv_bytes: int | None = No
     if kv_bytes is not None:
         _check_fits(config, dtype, kv_bytes, device)
     used_by_others = used_by_all_but_torch() if device != "cpu" else 0
-    module, _ = load_weights(config, path, dtype, partial(load_cut, config, path, drop_decoder), needs_all=False)
+    module, _ = load_weights(config, path, dtype, drop_decoder, needs_all=False)
     return wrap_encoder(module.to(device), spec.max_model_len, used_by_others)
 
 

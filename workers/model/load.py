@@ -27,6 +27,7 @@ from crossdock.workers.model.pooling import HiddenTap
 from crossdock.workers.model.probe import probe, refuse_by_config
 from crossdock.workers.model.weights.checkpoint import resolve_model
 from crossdock.workers.model.weights.formats import format_of
+from crossdock.workers.model.weights.scheme import check_asked, scheme_of
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +58,7 @@ def load_model(
     used_by_others = used_by_all_but_torch() if device != "cpu" else 0
     config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     refuse_by_config(config)
+    check_asked(spec.quantization, scheme_of(config.to_dict()))
     dtype, weights = dtype_of(spec, config, device), format_of(spec.quantization)
     if kv_bytes is not None:
         position, num_sharing = RankPosition(), 1

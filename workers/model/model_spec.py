@@ -15,4 +15,4 @@ class ModelSpec:
     attention_backend: AttentionBackend = "auto"
     kv_cache_dtype: KVCacheDtype = "auto"  # of KV pages; auto: the model's
     cpu_kernels: CpuKernels = "auto"  # that compute products and prompts' attention; auto: the fastest here
-    quantization: Quantization | None = None  # of the weights when they are loaded, on CPUs; None: as they are
+    quantization: Quantization | None = None  # int8: when they are loaded; others: as stored; None: any

@@ -89,7 +89,9 @@ class EngineConfig(SchedulerConfig):
         description="Kernels of matrix products and of prompts' attention on CPUs; auto: measured at the first start.",
     )
     quantization: Quantization | None = Field(
-        None, description="Quantise weights as they are loaded: int8, on CPUs with AVX512-VNNI; null: as they are."
+        None,
+        description="int8: quantise plain weights as they are loaded, on CPUs with AVX512-VNNI; null: as they are. "
+        "Other values ask for a checkpoint that is stored so; its own configuration says so too.",
     )
     log_chunks: bool = Field(
         False, description="Log a line for each chunk: request, tokens, predicted seconds, and why it is no longer."

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from crossdock.cluster import cli
 from crossdock.cluster.serve import lifetime
-from crossdock.cluster.serve.checkpoint_check import check_checkpoint
+from crossdock.cluster.serve.checkpoint_check import check_checkpoint, describe_weights
 from tests.cluster.ports import free_port
 
 
@@ -28,8 +28,8 @@ def folder_of(path: Path, config: Any) -> Path:
         ({"model_type": 5}, "has no model_type"),
         ({"model_type": "kimi_k2"}, "has model_type 'kimi_k2', which transformers "),
         (
-            {"model_type": "llama", "quantization_config": {"quant_method": "awq"}},
-            "quant_method 'awq', which is not read",
+            {"model_type": "llama", "quantization_config": {"quant_method": "quark"}},
+            "quant_method 'quark', which is not read",
         ),
         ({"model_type": "llama"}, "has no tokenizer.json and no other tokenizer; name one with --tokenizer"),
     ],
@@ -55,4 +55,7 @@ def test_checkpoint_with_tokenizer_passes(model_dir: Path, tmp_path: Path) -> No
     shutil.copy(model_dir / "config.json", tmp_path)
     check_checkpoint(tmp_path, needs_tokenizer=False)
     (tmp_path / "vocab.json").touch()  # as GPT-2 has it
-    check_checkpoint(tmp_path)
+    scheme = check_checkpoint(tmp_path)
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.truncate(1 << 28)
+    assert describe_weights(tmp_path, scheme) == "plain floats, 0.25 GiB in files"

@@ -2,12 +2,17 @@
 
 from collections.abc import Mapping
 
-from crossdock.kernels.options import Quantization
+from crossdock.kernels.options import CHECKPOINT_METHODS, Quantization
 from crossdock.workers.model.weights.int8 import Int8Weights
 from crossdock.workers.model.weights.plain import PlainWeights
 from crossdock.workers.model.weights.weight_format import WeightFormat
 
-FORMATS: Mapping[Quantization | None, WeightFormat] = {None: PlainWeights(), "int8": Int8Weights()}
+_AS_STORED = PlainWeights()
+FORMATS: Mapping[Quantization | None, WeightFormat] = {
+    None: _AS_STORED,
+    "int8": Int8Weights(),
+    **dict.fromkeys(CHECKPOINT_METHODS, _AS_STORED),
+}
 
 
 def format_of(quantization: Quantization | None) -> WeightFormat:

@@ -1,4 +1,4 @@
-"""Weights in the dtype of the activations, as a checkpoint has them."""
+"""Weights as a checkpoint has them: in the dtype of the activations, or packed."""
 
 from functools import partial
 from pathlib import Path
@@ -8,10 +8,11 @@ import torch
 from transformers import PretrainedConfig
 
 from crossdock.workers.model.cut.collectives import Collectives
+from crossdock.workers.model.cut.cut_model import cut_model
 from crossdock.workers.model.cut.part import ModelPart
 from crossdock.workers.model.cut.position import RankPosition
 from crossdock.workers.model.weights.weight_format import WeightBytes, WeightUse
-from crossdock.workers.model.weights.weights import load_part, load_weights, load_whole, measure_part
+from crossdock.workers.model.weights.weights import load_weights, measure_part
 
 
 class PlainWeights:
@@ -23,14 +24,14 @@ class PlainWeights:
     is_cut = True
 
     def why_not(self, use: WeightUse) -> None:
-        """Return None: everything computes plain weights."""
+        """Return None: everything computes such weights."""
 
     def read(
         self, config: PretrainedConfig, path: Path, dtype: torch.dtype, links: Collectives | None
     ) -> tuple[Any, ModelPart | None]:
         if links is None or links.position.size == 1:
-            return load_weights(config, path, dtype, partial(load_whole, config, path))
-        return load_weights(config, path, dtype, partial(load_part, config, path, links.position, links))
+            return load_weights(config, path, dtype)
+        return load_weights(config, path, dtype, partial(cut_model, position=links.position, collectives=links))
 
     def count_bytes(self, config: PretrainedConfig, position: RankPosition, dtype: torch.dtype) -> WeightBytes:
         held = measure_part(config, position, dtype)

@@ -1,36 +1,67 @@
 """How the weights of a checkpoint are stored, as its files say: a scheme that is read here, or a refusal. No torch."""
 
 import json
-from collections.abc import Collection, Mapping
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from crossdock.kernels.options import CHECKPOINT_METHODS, CodeKind
+
+
+class PackedForm(NamedTuple):
+    """How one matrix [N, K] is packed: what `PackedMatrix` says of it before its tensors are read."""
+
+    layout: str  # the names of its tensors in files, see `LAYOUTS` of unpack.py
+    kind: CodeKind  # see `PackedMatrix`
+    group: int | None  # columns that share a scale; None: all
+    block_rows: int | None = 1  # rows that share a scale; None: all
+    has_offsets: bool = False  # zero points
+    has_order: bool = False  # columns in an order of their own
+    scale_bytes: int = 4
+
+    def __str__(self) -> str:
+        if self.group is None:
+            shared = "a scale for each tensor" if self.block_rows is None else "a scale for each output"
+        elif self.block_rows == 1:
+            shared = f"groups of {self.group}"
+        else:
+            shared = f"blocks of {self.block_rows} x {self.group}"
+        return f"{self.kind}, {shared}{', zero points' * self.has_offsets}{', act-order' * self.has_order}"
+
+
+class Rule(NamedTuple):
+    """The linears that are packed in one form."""
+
+    form: PackedForm
+    targets: tuple[str, ...] = ("Linear",)  # class, names, or `re:` with a pattern
+
 
 class Scheme(NamedTuple):
-    """One way in which checkpoints store weights. To read a further one: a line in `SCHEMES`, and its rows in
-    `stored_rows`."""
+    """One way in which checkpoints store weights."""
 
     method: str | None  # `quant_method` in the configuration; None: plain floats
-    packed: frozenset[str] = frozenset()  # dtypes, as safetensors names them, of weights that need the scales beside
+    rules: tuple[Rule, ...] = ()
+    ignored: tuple[str, ...] = ()  # linears in plain floats: names, parts of names, wildcards, or `re:` with a pattern
+
+    def form_of(self, name: str) -> PackedForm | None:
+        """Return the form of the linear `name` of a checkpoint; None: its weight is plain."""
+        if any(_names(pattern, name) for pattern in self.ignored):
+            return None
+        found = (
+            rule.form for rule in self.rules if any(each == "Linear" or _names(each, name) for each in rule.targets)
+        )
+        return next(found, None)
+
+    def __str__(self) -> str:
+        return f"{self.method} ({'; '.join(dict.fromkeys(str(rule.form) for rule in self.rules))})"
 
 
 PLAIN = Scheme(None)
-SCHEMES: Mapping[str | None, Scheme] = {
-    None: PLAIN,
-    "fp8": Scheme("fp8", frozenset({"F8_E4M3"})),  # by blocks, or one scale for a tensor
-    "mxfp8": Scheme("mxfp8", frozenset({"F8_E4M3"})),
-    "mxfp4": Scheme("mxfp4", frozenset({"U8"})),  # the experts of gpt-oss
-}
-"""The schemes that are read, by `quant_method`. All but plain weights are computed in plain floats as they are read."""
 
 _PLAIN_INSTEAD = "serve the checkpoint that it was made from; on CPUs, --quantization int8 stores that in 8 bits"
-_INSTEAD = {
-    "compressed-tensors": f"llm-compressor wrote it: {_PLAIN_INSTEAD}",
-    "awq": f"its name without -AWQ is often that of the plain weights: {_PLAIN_INSTEAD}",
-    "gptq": f"its name without -GPTQ is often that of the plain weights: {_PLAIN_INSTEAD}",
-    "bitsandbytes": f"bitsandbytes needs no file of its own: {_PLAIN_INSTEAD}",
-    "modelopt": f"NVIDIA's Model Optimizer wrote it: {_PLAIN_INSTEAD}",
-}
+_INSTEAD = {"bitsandbytes": f"bitsandbytes needs no file of its own: {_PLAIN_INSTEAD}"}
 _OTHER_CONFIGS = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 """Files beside config.json in which tools describe a quantisation; nothing here reads them."""
 
@@ -41,7 +72,7 @@ def scheme_of(config: Mapping[str, Any], files: Collection[str] = ()) -> Scheme:
     Raises:
         ValueError: weights stored so are not read; the message says what to serve instead.
     """
-    found = _quantization(config)
+    found = quantisation(config)
     if found is None:
         if lone := next((name for name in _OTHER_CONFIGS if name in files), None):
             raise ValueError(
@@ -52,11 +83,15 @@ def scheme_of(config: Mapping[str, Any], files: Collection[str] = ()) -> Scheme:
     method = found.get("quant_method") if isinstance(found, Mapping) else None
     if method is None and isinstance(found, Mapping) and {"load_in_4bit", "load_in_8bit"} & found.keys():
         method = "bitsandbytes"
-    if isinstance(method, str) and method in SCHEMES:
-        return SCHEMES[method]
+    if isinstance(method, str) and method in _READERS:
+        try:
+            return _READERS[method](found)
+        except (TypeError, AttributeError, KeyError, ValueError) as error:
+            reason = error if isinstance(error, _NotReadError) else f"its fields are not as expected ({error!r})"
+            raise ValueError(f"config.json: quantization_config of {method}: {reason}: {_PLAIN_INSTEAD}") from error
     raise ValueError(
         f"config.json says that the weights are quantised with quant_method {method!r}, which is not read: "
-        f"{_INSTEAD.get(str(method), _PLAIN_INSTEAD)}. Read are {', '.join(filter(None, SCHEMES))}, and plain weights"
+        f"{_INSTEAD.get(str(method), _PLAIN_INSTEAD)}. Read are {', '.join(_READERS)}, and plain weights"
     )
 
 
@@ -69,11 +104,158 @@ def scheme_at(folder: Path) -> Scheme:
         raise ValueError(f"model: {folder}: {error}") from None
 
 
-def _quantization(config: Mapping[str, Any]) -> Any:
+def check_asked(quantization: str | None, scheme: Scheme) -> None:
+    """Check that a checkpoint of `scheme` is what the setting `quantization` asks for.
+
+    Raises:
+        ValueError: weights are stored in another way.
+    """
+    if quantization in (None, "int8"):
+        if quantization and scheme is not PLAIN:
+            raise ValueError(
+                f"quantization int8 rounds plain weights, and this checkpoint is quantised with {scheme.method}; "
+                f"serve it without --quantization"
+            )
+        return
+    if quantization != scheme.method:
+        stored = "plain" if scheme is PLAIN else f"quantised with {scheme.method}"
+        raise ValueError(
+            f"quantization {quantization} is for checkpoints of that quant_method, and these weights are {stored}; "
+            f"leave --quantization out, or on CPUs use int8, which rounds plain weights as they are loaded"
+        )
+
+
+def quantisation(config: Mapping[str, Any]) -> Any:
     """Return the entry of a quantisation in a configuration or in that of its decoder; None: there is none."""
     parts = [config, *(config.get(name) for name in ("text_config", "llm_config"))]
-    found = [part.get(key) for part in parts if isinstance(part, Mapping) for key in _KEYS]
+    found = [part.get(key) for part in parts if isinstance(part, Mapping) for key in KEYS]
     return next((each for each in found if each is not None), None)
 
 
-_KEYS = ("quantization_config", "compression_config")
+KEYS = ("quantization_config", "compression_config")
+
+
+class _NotReadError(ValueError):
+    """A form of a known method that is not read; the message names it."""
+
+
+def _names(pattern: str, name: str) -> bool:
+    """Report whether a pattern of a configuration means the linear `name`, or a module that holds it."""
+    if pattern.startswith("re:"):
+        return re.match(pattern[3:], name) is not None
+    if any(each in pattern for each in "*?["):
+        return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
+    return f".{pattern}." in f".{name}."
+
+
+def _fp8(found: Mapping[str, Any]) -> Scheme:
+    if (form := found.get("fmt", "e4m3")) != "e4m3":
+        raise _NotReadError(f"fmt {form!r} is not read, only e4m3")
+    layout = "scale of a weight"
+    rows, columns = found.get("weight_block_size") or (None, None)
+    return Scheme(found["quant_method"], (Rule(PackedForm(layout, "e4m3", columns, rows)),), _plain_ones(found))
+
+
+def _mxfp4(found: Mapping[str, Any]) -> Scheme:
+    form = PackedForm("blocks of experts", "e2m1", 32, scale_bytes=2)
+    return Scheme("mxfp4", (Rule(form, ("re:.*experts",)),), _plain_ones(found))
+
+
+def _awq(found: Mapping[str, Any]) -> Scheme:
+    bits, version = found.get("bits", found.get("w_bit", 4)), str(found.get("version", "gemm")).lower()
+    if bits != 4 or version != "gemm":
+        raise _NotReadError(f"{bits} bits in version {version} are not read, only 4 bits in version gemm")
+    group = found.get("group_size", found.get("q_group_size", 128))
+    form = PackedForm("awq", "int4", None if group == -1 else group, 1, has_offsets=found.get("zero_point", True))
+    return Scheme("awq", (Rule(form),), _plain_ones(found))
+
+
+def _gptq(found: Mapping[str, Any]) -> Scheme:
+    bits, group, version = found["bits"], found.get("group_size", 128), found.get("checkpoint_format", "gptq")
+    if bits not in (4, 8) or version not in ("gptq", "gptq_v2"):
+        raise _NotReadError(f"{bits} bits in checkpoint_format {version} are not read, only 4 and 8 in gptq or gptq_v2")
+    if positive := [name for name in found.get("dynamic") or {} if not name.startswith("-")]:
+        raise _NotReadError(f"dynamic: settings for single layers ({positive[0]}) are not read")
+    has_offsets, has_order = not found.get("sym", False), bool(found.get("desc_act", False))
+    form = PackedForm(
+        version, "int4" if bits == 4 else "int8", None if group == -1 else group, 1, has_offsets, has_order
+    )
+    ignored = _plain_ones(found)[: -1 if found.get("lm_head") else None]
+    return Scheme("gptq", (Rule(form),), ignored)
+
+
+def _modelopt(found: Mapping[str, Any]) -> Scheme:
+    forms = {
+        "FP8": PackedForm("scale of a weight", "e4m3", None, None),
+        "FP8_PER_CHANNEL_PER_TOKEN": PackedForm("scale of a weight", "e4m3", None, 1),
+        "FP8_PB_WO": PackedForm("scale of a weight", "e4m3", 128, 128),
+        "NVFP4": PackedForm("two scales of a weight", "e2m1", 16),
+    }
+    algorithm = found.get("quant_algo")
+    if algorithm not in forms:
+        raise _NotReadError(f"quant_algo {algorithm!r} is not read, only {', '.join(forms)}")
+    ignored = found.get("exclude_modules") or found.get("ignore") or ()
+    return Scheme("modelopt", (Rule(forms[algorithm]),), (*_plain_ones(found), *ignored))
+
+
+def _compressed_tensors(found: Mapping[str, Any]) -> Scheme:
+    if found.get("transform_config"):
+        raise _NotReadError("transform_config: weights that need rotations as they are used are not read")
+    if (found.get("sparsity_config") or {}).get("format", "dense") != "dense":
+        raise _NotReadError("sparsity_config: sparse weights are not read")
+    groups = found["config_groups"].values()
+    rules = tuple(
+        Rule(_compressed_form(group.get("format") or found.get("format"), group["weights"]), tuple(group["targets"]))
+        for group in groups
+    )
+    return Scheme("compressed-tensors", rules, tuple(found.get("ignore") or ()))
+
+
+def _compressed_form(layout: str | None, weights: Mapping[str, Any]) -> PackedForm:
+    """Return the form of one group of compressed-tensors. Activations stay as they are, which costs no accuracy."""
+    bits, kind, strategy = weights["num_bits"], weights["type"], weights.get("strategy") or "tensor"
+    blocks = tuple(weights.get("block_structure") or ())
+    group, rows = {
+        "tensor": (None, None),
+        "channel": (None, 1),
+        "group": (weights.get("group_size"), 1),
+        "tensor_group": (weights.get("group_size"), 1),
+        "block": (blocks or (None, None))[::-1],
+    }.get(strategy, (0, 0))
+    has_offsets, has_order = not weights.get("symmetric", True), weights.get("actorder") in ("group", True)
+    kinds: Mapping[str, Mapping[tuple[Any, Any], CodeKind]] = {
+        "pack-quantized": {(4, "int"): "int4", (8, "int"): "int8"},
+        "int-quantized": {(8, "int"): "int8"},
+        "naive-quantized": {(8, "int"): "int8", (8, "float"): "e4m3"},
+        "float-quantized": {(8, "float"): "e4m3"},
+        "nvfp4-pack-quantized": {(4, "float"): "e2m1"},
+        "mxfp4-pack-quantized": {(4, "float"): "e2m1"},
+    }
+    code = kinds.get(str(layout), {}).get((bits, kind))
+    if code is None or group == 0 or rows == 0:
+        raise _NotReadError(
+            f"format {layout!r} of {bits} bits ({kind}, {strategy}) is not read, only {', '.join(kinds)} of 4 or 8 bits"
+        )
+    layout = {"naive-quantized": "int-quantized", "float-quantized": "scale of a weight"}.get(str(layout), str(layout))
+    layout = "scale of a weight" if code == "e4m3" else layout
+    scale_bytes = 2 if layout == "mxfp4-pack-quantized" else 4
+    return PackedForm(layout, code, group, rows, has_offsets, has_order, scale_bytes)
+
+
+def _plain_ones(found: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names of linears that stay plain, and the output projection, which tools leave plain."""
+    names: Sequence[str] = [*(found.get("modules_to_not_convert") or ()), *(found.get("ignored_layers") or ())]
+    return (*names, "lm_head")
+
+
+_READERS: Mapping[str, Callable[[Mapping[str, Any]], Scheme]] = {
+    "fp8": _fp8,  # by blocks, or one scale for a tensor
+    "mxfp8": _fp8,
+    "mxfp4": _mxfp4,  # the experts of gpt-oss
+    "awq": _awq,
+    "gptq": _gptq,
+    "compressed-tensors": _compressed_tensors,
+    "modelopt": _modelopt,
+}
+"""The readers of `quantization_config` by `quant_method`. `CHECKPOINT_METHODS` names the same for settings."""
+assert set(_READERS) == set(CHECKPOINT_METHODS)

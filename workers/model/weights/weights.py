@@ -1,33 +1,29 @@
-"""One rank's part of a checkpoint: of every tensor in its safetensors files, only the rank's slice is read.
+"""One rank's part of a checkpoint: of every plain tensor in its safetensors files, only the rank's slice is read.
+
+Packed matrices are read one after the other, cut and kept packed.
 
 transformers does the loading (names, merged experts, data types, ties). Between its steps the module is cut while it
 is on the meta device, and the source of its weights gives only the rank's slices.
 """
 
+import copy
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    Concatenate,
-    MergeModulelist,
-    Transpose,
-    WeightConverter,
-    rename_source_key,
-)
+from transformers.core_model_loading import Concatenate, MergeModulelist, Transpose, WeightConverter
 
 from crossdock.workers.model.architecture import ATTENTION_NAME, attention_names
-from crossdock.workers.model.cut.collectives import Collectives
 from crossdock.workers.model.cut.cut_model import cut_model
 from crossdock.workers.model.cut.part import ModelPart, TensorSlice
 from crossdock.workers.model.cut.position import CannotCut, RankPosition
-from crossdock.workers.model.weights.scheme import PLAIN, scheme_at
-from crossdock.workers.model.weights.tensor_check import check_tensors
+from crossdock.workers.model.weights.packed_layers import PackedLinear, packed_bytes, part_of, put_forms
+from crossdock.workers.model.weights.scheme import KEYS, PLAIN, PackedForm, quantisation, scheme_at, scheme_of
+from crossdock.workers.model.weights.stored_tensors import Files, PackedTensor
+from crossdock.workers.model.weights.tensor_check import NamedTensors, check_tensors
 from crossdock.workers.model.weights.weight_probe import check_products
 
 
@@ -41,24 +37,28 @@ def load_weights(
     config: PretrainedConfig,
     path: Path,
     dtype: torch.dtype,
-    load: Callable[..., tuple[Any, ModelPart | None]],
+    cut: Callable[[Any], ModelPart] | None = None,
     needs_all: bool = True,
 ) -> tuple[Any, ModelPart | None]:
-    """Load the weights in `path` with `load`. Returns transformers' model or one rank's part, and which part that is.
+    """Load the weights in `path`. Returns transformers' model, and the part of it that `cut` returned.
 
-    Without `needs_all`, `load` takes parts of the model that the checkpoint may lack.
+    `cut` gets the model while it is on the meta device, and leaves what is to be loaded; None: all. Without
+    `needs_all`, the checkpoint may lack weights of what `cut` takes away.
 
     Raises:
+        CannotCut: `cut` cannot divide the model so.
         ValueError: transformers lets no other attention into the model; or there are no weights in safetensors, or
             others than the model's; or they are stored in a way that is not read.
     """
     scheme = scheme_at(path)
-    for each in (config, config.get_text_config(decoder=True)):
-        if scheme is not PLAIN and isinstance(getattr(each, "quantization_config", None), dict):
-            each.quantization_config["dequantize"] = True  # else transformers fetches kernels from the hub on GPUs
+    plain_config = config if scheme is PLAIN else without_quantisation(config)
+    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention_names(config)}
     try:
-        named = check_tensors(auto_model(config), config, path, dtype, scheme, needs_all)
-        module, part = load(dtype=dtype, attn_implementation=attention_names(config))
+        named = check_tensors(auto_model(config), plain_config, path, dtype, scheme, needs_all)
+        if cut is None and scheme is PLAIN:
+            module, part = _load_whole(config, path, **options), None
+        else:
+            module, part = _load_cut(plain_config, path, cut or _whole, named, **options)
     except OSError as error:
         if any(path.glob("*.safetensors")):
             raise
@@ -70,80 +70,115 @@ def load_weights(
         if ATTENTION_NAME not in str(error) and "attn_implementation" not in str(error):
             raise
         raise ValueError(f"{config.model_type}: transformers gives it no pluggable attention") from error
-    if scheme is not PLAIN:  # transformers leaves plain weights beside packed ones in the dtype of their file
-        for name, parameter in module.named_parameters():
-            parameter.data = parameter.data.to(named.dtype_of(name, parameter.dtype))
+    if scheme is not PLAIN:
+        module.config.update({"quantization_config": quantisation(config.to_dict())})
     check_products(module, part, named)
-    return module, part
+    return module, None if cut is None else part
 
 
-def load_whole(config: PretrainedConfig, path: Path, **options: Any) -> tuple[Any, None]:
+def _load_whole(config: PretrainedConfig, path: Path, **options: Any) -> Any:
     # Other formats are pickles: to load them is to run code that the checkpoint brings.
     options |= {"low_cpu_mem_usage": True, "use_safetensors": True, "trust_remote_code": False}
-    return auto_model(config).from_pretrained(path, config=config, **options), None
+    return auto_model(config).from_pretrained(path, config=config, **options)
 
 
-def load_part(
-    config: PretrainedConfig, path: Path, position: RankPosition, collectives: Collectives | None, **options: Any
+def _whole(model: Any) -> ModelPart:
+    return cut_model(model, RankPosition(), None)
+
+
+def _load_cut(
+    config: PretrainedConfig, path: Path, cut: Callable[[Any], ModelPart], named: NamedTensors, **options: Any
 ) -> tuple[Any, ModelPart]:
-    """Load the part at `position` of the model in a Hugging Face directory. `options` are `from_pretrained`'s.
-
-    Raises:
-        CannotCut: the model cannot be divided among so many ranks.
-        ValueError: the checkpoint lacks weights.
-    """
-    return load_cut(config, path, lambda module: cut_model(module, position, collectives), **options)
-
-
-def load_cut(
-    config: PretrainedConfig, path: Path, cut: Callable[[Any], ModelPart], **options: Any
-) -> tuple[Any, ModelPart]:
-    """Load the part of a Hugging Face directory's model that `cut` leaves. Returns it, and the result of `cut`.
-
-    `cut` gets the model while it is on the meta device. `options` are `from_pretrained`'s.
+    """Load the part of a model that `cut` leaves, packed matrices as they are. `options` are `from_pretrained`'s.
 
     Raises:
         CannotCut: `cut` cannot divide the model so.
         ValueError: the checkpoint lacks weights.
     """
-    _check_is_cut(path)
     whole = auto_model(config)._model_mapping[type(config)]
+    packed, dtype = named.packed(), options["dtype"]
     parts: list[ModelPart] = []
+    put: list[str] = []
+
+    def form_of(name: str) -> PackedForm | None:
+        return packed[name][0].form if name in packed else None
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807  # of the class made below
         whole.__init__(self, *args, **kwargs)
         parts.append(cut(self))
+        put.extend(put_forms(self, parts[0], form_of, dtype))
 
-    def _load_pretrained_model(model: Any, state_dict: Any, files: Sequence[str], *args: Any, **kwargs: Any) -> Any:
-        return whole._load_pretrained_model(model, _slices(model, parts[0], files), None, *args, **kwargs)
+    def _load_pretrained_model(model: Any, state_dict: Any, _files: Sequence[str], *args: Any, **kwargs: Any) -> Any:
+        sources = _slices(model, parts[0], named, files, dtype)
+        return whole._load_pretrained_model(model, sources, None, *args, **kwargs)
 
+    if packed:
+        options["experts_implementation"] = "eager"  # one expert at a time, as packed experts are read
     steps = {"__init__": __init__, "_load_pretrained_model": staticmethod(_load_pretrained_model)}
     # The same name and module as the whole class: by these transformers looks up the conversions of a checkpoint.
     part_class = type(whole.__name__, (whole,), {"__module__": whole.__module__, **steps})
-    module, report = part_class.from_pretrained(  # type: ignore[attr-defined]
-        path, config=config, use_safetensors=True, output_loading_info=True, **options
-    )
-    if missing := sorted(report["missing_keys"]):
-        raise ValueError(f"{path} has no weights for {', '.join(missing[:4])}{' and others' * (len(missing) > 4)}")
+    with Files() as files:
+        module, report = part_class.from_pretrained(  # type: ignore[attr-defined]
+            path, config=config, use_safetensors=True, output_loading_info=True, **options
+        )
+        if missing := sorted(report["missing_keys"]):
+            raise ValueError(f"{path} has no weights for {', '.join(missing[:4])}{' and others' * (len(missing) > 4)}")
+        for name in put:
+            _fill(module, name, packed[name], parts[0].slices.get(name), files)
     return module, parts[0]
 
 
+def _fill(module: Any, name: str, tensors: Sequence[PackedTensor], kept: TensorSlice | None, files: Files) -> None:
+    """Read the packed matrices of a parameter into the place that `put_forms` prepared."""
+    path, _, attribute = name.rpartition(".")
+    owner = module.get_submodule(path)
+    if isinstance(owner, PackedLinear):
+        (matrix,) = tensors[0].matrices(files)
+        owner.packed = part_of(name, matrix, kept)
+        return
+    experts = getattr(owner, attribute)
+    count = len(tensors) // len(experts.experts) or 1  # tensors of one expert, whose rows follow one another
+    found = [
+        part_of(name, matrix, kept, number % count, owner.is_transposed)
+        for number, tensor in enumerate(tensors)
+        for matrix in tensor.matrices(files)
+    ]
+    experts.experts = [found[start : start + count] for start in range(0, len(found), count)]
+
+
+def without_quantisation(config: PretrainedConfig) -> PretrainedConfig:
+    """Return a configuration of which transformers makes a model with plain weights."""
+    plain = copy.deepcopy(config)
+    for each in (plain, plain.get_text_config(decoder=True)):
+        for key in KEYS:
+            if hasattr(each, key):
+                delattr(each, key)
+    return plain
+
+
 def measure_part(config: PretrainedConfig, position: RankPosition, dtype: torch.dtype) -> int:
-    """Return the bytes of the weights that the rank at `position` would hold.
+    """Return the bytes of the weights that the rank at `position` would hold, packed where the checkpoint's are.
 
     Raises:
         CannotCut: there is no such part.
     """
     module = model_on_meta(config, position, dtype)
     tied = set(getattr(module, "all_tied_weights_keys", ()))
-    return sum(value.nbytes for name, value in module.state_dict().items() if name not in tied)
+    plain: int = sum(value.nbytes for name, value in module.state_dict().items() if name not in tied)
+    return plain + packed_bytes(module)
 
 
 def model_on_meta(config: PretrainedConfig, position: RankPosition, dtype: torch.dtype) -> Any:
     """Return the part of the rank at `position` on the meta device. CannotCut: there is no such part."""
+    scheme = scheme_of(config.to_dict())
+
+    def form_of(name: str) -> PackedForm | None:
+        owner, _, attribute = name.rpartition(".")
+        return scheme.form_of(owner if attribute == "weight" else f"{owner}.0.{attribute}")
+
     with torch.device("meta"):
-        module = auto_model(config).from_config(config, dtype=dtype)
-        cut_model(module, position, None)
+        module = auto_model(config).from_config(without_quantisation(config), dtype=dtype)
+        put_forms(module, cut_model(module, position, None), form_of, dtype)
     return module
 
 
@@ -153,18 +188,9 @@ def check_division(path: Path, tensor_size: int, num_stages: int) -> None:
     Raises:
         CannotCut: with the reason.
     """
-    _check_is_cut(path)
     config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     for rank in range(tensor_size * num_stages):
         measure_part(config, RankPosition(rank, tensor_size, num_stages), torch.float32)
-
-
-def _check_is_cut(path: Path) -> None:
-    if (scheme := scheme_at(path)) is not PLAIN:
-        raise CannotCut(
-            f"{path}: weights in {scheme.method} are read whole, for a part of them has no scales; set "
-            f"tensor_parallel_size and pipeline_parallel_size 1, or serve the checkpoint that it was made from"
-        )
 
 
 class _WeightSource:
@@ -191,31 +217,31 @@ class _WeightSource:
         return self._source.get_dtype()
 
 
-def _slices(model: Any, part: ModelPart, files: Sequence[str]) -> dict[str, _WeightSource]:
-    """Return a source for every tensor of which this rank needs some, by its name in the checkpoint."""
+def _slices(
+    model: Any, part: ModelPart, named: NamedTensors, files: Files, dtype: torch.dtype
+) -> dict[str, _WeightSource]:
+    """Return a source for every tensor of which this rank needs some in plain floats, by its name in the checkpoint."""
     held = model.state_dict()
-    mapping = get_model_conversion_mapping(model)
-    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-    renamings = [entry for entry in mapping if not isinstance(entry, WeightConverter)]
-    operations = {pattern: entry.operations for entry in converters for pattern in entry.source_patterns}
+    operations = {
+        pattern: entry.operations
+        for entry in named.mapping
+        if isinstance(entry, WeightConverter)
+        for pattern in entry.source_patterns
+    }
     sources: dict[str, _WeightSource] = {}
-    for file in files:
-        # Not by mmap: pages of the file would count as this process's memory.
-        reader: Any = safe_open(file, framework="pt", device="cpu", backend="pread")
-        for key in reader.keys():  # noqa: SIM118  # the reader is no mapping
-            name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, held)
-            if name not in held:
-                continue
-            kept, source, transposed = part.slices.get(name), reader.get_slice(key), None
-            if kept is not None and pattern is not None:
-                for operation in operations[pattern]:
-                    if isinstance(operation, Transpose) and operation.check_dims:
-                        is_in_order = source.get_shape() == kept.whole_shape(held[name].shape)
-                        transposed = None if is_in_order else (operation.dim0, operation.dim1)
-                    elif not isinstance(operation, MergeModulelist | Concatenate):
-                        raise CannotCut(
-                            f"{model.config.model_type}: transformers converts {key} ({operation}) as it loads, and a "
-                            f"part of it cannot be; set tensor_parallel_size 1: stages divide whole layers"
-                        )
-            sources[key] = _WeightSource(source, kept, held[name].dim(), transposed)
+    for key, name, pattern in named.places():
+        if name not in held:
+            continue
+        kept, source, transposed = part.slices.get(name), named.stored[key].opened(files, dtype), None
+        if kept is not None and pattern is not None:
+            for operation in operations[pattern]:
+                if isinstance(operation, Transpose) and operation.check_dims:
+                    is_in_order = source.get_shape() == kept.whole_shape(held[name].shape)
+                    transposed = None if is_in_order else (operation.dim0, operation.dim1)
+                elif not isinstance(operation, MergeModulelist | Concatenate):
+                    raise CannotCut(
+                        f"{model.config.model_type}: transformers converts {key} ({operation}) as it loads, and a "
+                        f"part of it cannot be; set tensor_parallel_size 1: stages divide whole layers"
+                    )
+        sources[key] = _WeightSource(source, kept, held[name].dim(), transposed)
     return sources

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,14 +12,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig
-from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
-from crossdock.workers.model.cut.position import CannotCut, RankPosition
+from crossdock.workers.model.cut.position import RankPosition
 from crossdock.workers.model.encoder_model import load_encoder
 from crossdock.workers.model.load import load_model
 from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.model.weights.plain import PlainWeights
-from crossdock.workers.model.weights.scheme import scheme_of
+from crossdock.workers.model.weights.scheme import check_asked, scheme_of
 from crossdock.workers.model.weights.weights import check_division
 from tests.workers.architectures import SERVED, build
 from tests.workers.multimodal import build_multimodal
@@ -71,17 +71,32 @@ FP8 = {"quant_method": "fp8", "weight_block_size": [16, 16], "activation_scheme"
 MXFP8 = {"quant_method": "mxfp8", "weight_block_size": [1, 32], "activation_scheme": "dynamic"}
 
 
+def _groups(**weights: Any) -> dict[str, Any]:
+    """Return a configuration of compressed-tensors with one group of linears."""
+    group = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32} | weights
+    groups = {"group_0": {"targets": ["Linear"], "weights": group}}
+    return {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}
+
+
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        ({"quant_method": "modelopt"}, "'modelopt', which is not read: NVIDIA's Model Optimizer"),
-        ({"quant_method": "compressed-tensors"}, "llm-compressor wrote it: .* --quantization int8"),
-        ({"quant_method": "awq"}, "-AWQ .* --quantization int8"),
-        ({"quant_method": "gptq"}, "-GPTQ .* --quantization int8"),
+        (
+            {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"},
+            "of modelopt: quant_algo 'W4A8_AWQ' is not read, only FP8, .*: serve the checkpoint that it was made from",
+        ),
+        ({"quant_method": "compressed-tensors"}, r"compressed-tensors: its fields .* \(KeyError\('config_groups'\)\)"),
+        (_groups(num_bits=2), r"format 'pack-quantized' of 2 bits \(int, group\) is not read, only pack-quantized, "),
+        (_groups() | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse weights are not read"),
+        (_groups() | {"transform_config": {"config_groups": {}}}, "rotations as they are used are not read"),
+        ({"quant_method": "awq", "version": "gemv"}, "of awq: 4 bits in version gemv .* only 4 bits in version gemm"),
+        ({"quant_method": "gptq", "bits": 3}, "of gptq: 3 bits .* only 4 and 8 .* --quantization int8"),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": {"+:.*": {"bits": 8}}}, "settings for single layers"),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt 'e5m2' is not read, only e4m3"),
         ({"load_in_4bit": True}, "'bitsandbytes', .* --quantization int8"),
         (
             {"quant_method": "of next year"},
-            "'of next year', which is not read: .* Read are fp8, mxfp8, mxfp4, and plain",
+            "'of next year', which is not read: .* Read are fp8, mxfp8, mxfp4, awq, .* and plain",
         ),
         ({}, "quant_method None"),
         (["fp8"], "quant_method None"),
@@ -96,6 +111,22 @@ def test_quantisation_that_is_not_read_is_refused_by_name(config: Any, reason: s
     ):
         with pytest.raises(ValueError, match=reason):
             scheme_of(each)
+
+
+@pytest.mark.parametrize(
+    ("asked", "config", "reason"),
+    [
+        ("awq", FP8, "quantization awq is for checkpoints of that quant_method, .* are quantised with fp8"),
+        ("fp8", None, "quantization fp8 is for .* these weights are plain; .* int8"),
+        ("int8", FP8, "quantization int8 rounds plain weights, and this checkpoint is quantised with fp8"),
+    ],
+)
+def test_quantization_that_the_checkpoint_is_not_stored_in_is_refused(asked: str, config: Any, reason: str) -> None:
+    scheme = scheme_of({"quantization_config": config})
+    with pytest.raises(ValueError, match=reason):
+        check_asked(asked, scheme)
+    check_asked(None, scheme)
+    check_asked(scheme.method, scheme)
 
 
 @pytest.mark.parametrize("file", ["hf_quant_config.json", "quantize_config.json", "quant_config.json"])
@@ -174,65 +205,38 @@ def test_encoder_with_a_tensor_of_another_kind_is_refused(tmp_path: Path) -> Non
         load_encoder(ModelSpec(str(saved(tmp_path, tensors)), "float32"))
 
 
-@pytest.mark.parametrize("dtype", [BF16, torch.float32])
-@pytest.mark.parametrize(("settings", "scale_dtype"), [(FP8, torch.float32), (MXFP8, torch.uint8)])
-def test_packed_weights_are_read_as_their_scales_say(
-    settings: dict[str, Any], scale_dtype: torch.dtype, dtype: torch.dtype, plain: tuple[Path, Tensors]
+@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.uint8])
+def test_packed_weights_load_in_every_dtype_and_are_refused_without_scales(
+    scale_dtype: torch.dtype, plain: tuple[Path, Tensors]
 ) -> None:
-    """Scales are powers of two, so that the products of bytes and scales are exact in bfloat16 too."""
     path, tensors = plain
-    saved(path, packed(tensors, tuple(settings["weight_block_size"]), scale_dtype), quantization_config=settings)
-    model = load_model(ModelSpec(str(path), str(dtype).removeprefix("torch.")))
-    assert model.dtype == dtype
-    found = read(path, dtype=dtype).state_dict()
-    for name, weight in tensors.items():
-        assert found[name].dtype == dtype
-        tolerance = 2**-4 if name.endswith("proj.weight") else 0  # e4m3 stores four bits
-        assert (found[name].float() - weight.float()).norm() <= tolerance * weight.float().norm(), name
-
-
-def test_experts_in_mxfp4_are_read_as_their_scales_say(tmp_path: Path) -> None:
-    build("gpt_oss", SERVED["gpt_oss"] | {"hidden_size": 64, "head_dim": 16}).to(BF16).save_pretrained(tmp_path)
-    tensors, expected = load_file(tmp_path / "model.safetensors"), {}
-    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])  # e2m1
-    generator = torch.Generator().manual_seed(0)
-    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
-        experts, inputs, outputs = tensors.pop(name).shape
-        codes = torch.randint(0, 16, (experts, outputs, inputs // 32, 32), generator=generator, dtype=torch.uint8)
-        scales = torch.randint(115, 125, (experts, outputs, inputs // 32), generator=generator, dtype=torch.uint8)
-        tensors |= {f"{name}_blocks": codes[..., ::2] | codes[..., 1::2] << 4, f"{name}_scales": scales}
-        rows = values[codes.long()] * torch.exp2(scales.float() - 127)[..., None]
-        expected[name] = rows.flatten(2).transpose(1, 2)  # exact in bfloat16
-    saved(tmp_path, tensors, quantization_config={"quant_method": "mxfp4"})
-    found = read(tmp_path).state_dict()
-    assert len(expected) == 8
-    assert all(torch.equal(found[name].float(), expected[name]) for name in expected)
-    tensors.pop(next(name for name in tensors if name.endswith("_scales")))
-    with pytest.raises(ValueError, match="would give wrong results"):
-        read(saved(tmp_path, tensors))
-
-
-def test_packed_weights_without_scales_or_in_parts_are_refused(plain: tuple[Path, Tensors]) -> None:
-    path, tensors = plain
-    found = packed(tensors, (16, 16), torch.float32)
-    saved(path, found, quantization_config=FP8)
-    for position in (RankPosition(0, 2), RankPosition(0, 1, 2)):
-        with pytest.raises(CannotCut, match="weights in fp8 are read whole"):
-            read(path, position)
-        with pytest.raises(CannotCut, match="weights in fp8 are read whole"):
-            check_division(path, position.tensor_size, position.num_stages)
+    settings = FP8 if scale_dtype is torch.float32 else MXFP8
+    found = packed(tensors, tuple(settings["weight_block_size"]), scale_dtype)
+    saved(path, found, quantization_config=settings)
+    for dtype in (BF16, torch.float32):
+        assert load_model(ModelSpec(str(path), str(dtype).removeprefix("torch."))).dtype == dtype
+    check_division(path, 1, 2)
     found.pop(f"{UP}_scale_inv")
-    with pytest.raises(ValueError, match=rf"{UP} \(F8_E4M3 without a scale\)"):
+    with pytest.raises(ValueError, match=rf"{UP} \(F8_E4M3 without scales\)"):
         read(saved(path, found))
+    tensors |= {f"{UP}_scale_inv": found[UP.replace("up", "gate") + "_scale_inv"]}
+    with pytest.raises(ValueError, match=r"without a place in the model: .*up_proj\.weight_scale_inv"):
+        read(saved(path, tensors))
 
 
-def test_weights_that_were_read_wrongly_differ_from_products_of_the_bytes(
+def test_weights_that_were_unpacked_wrongly_differ_from_products_of_the_bytes(
     plain: tuple[Path, Tensors], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from crossdock.workers.model.weights import weights
+
     path, tensors = plain
     saved(path, packed(tensors, (16, 16), torch.float32), quantization_config=FP8)
-    ignores_scales: Any = lambda _self, quantized, _scales, output_dtype=None: quantized.to(output_dtype)  # noqa: E731
-    monkeypatch.setattr(Fp8Dequantize, "_dequantize_one", ignores_scales)
+    part_of = weights.part_of
+
+    def scaled(name: str, matrix: Any, *args: Any) -> Any:
+        return part_of(name, replace(matrix, scales=matrix.scales * 2), *args)
+
+    monkeypatch.setattr(weights, "part_of", scaled)
     with pytest.raises(ValueError, match=r"_proj\.weight gives products that differ by .* bytes in the file"):
         read(path)
 

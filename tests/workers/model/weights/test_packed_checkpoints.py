@@ -1,0 +1,187 @@
+"""Checkpoints in every packed format: read as independent libraries read them, kept packed, cut, counted, refused."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoConfig
+
+from crossdock.workers.model.cut.collectives import Collectives
+from crossdock.workers.model.cut.position import CannotCut, RankPosition
+from crossdock.workers.model.load import load_model
+from crossdock.workers.model.model_spec import ModelSpec
+from crossdock.workers.model.weights.packed_layers import PackedExperts, PackedLinear, packed_bytes
+from crossdock.workers.model.weights.plain import PlainWeights
+from tests.workers.architectures import SERVED, build
+from tests.workers.model.paged import monolithic, random_steps, through_pages
+from tests.workers.quantised import CASES, SIZES, mxfp4_experts, save, write
+from tests.workers.ranks import Ranks
+
+FLOAT = torch.float32
+LENGTHS = [5, 23, 40]
+MOE = SIZES | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+
+
+def prompts() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(3, 120, (n,), generator=generator) for n in LENGTHS]
+
+
+def read(path: Path, position: RankPosition | None = None) -> Any:
+    """Read a checkpoint as a replica's rank does. To read needs no other rank."""
+    links: Any = None if position is None else SimpleNamespace(position=position)
+    return PlainWeights().read(AutoConfig.from_pretrained(path), path, FLOAT, links)
+
+
+def held_bytes(module: Any) -> int:
+    return packed_bytes(module) + sum(parameter.nbytes for parameter in module.parameters())
+
+
+def assert_logits_equal(path: Path, module: Any) -> None:
+    """Check logits at every chunk boundary beside those of transformers' model of the dequantised weights."""
+    found = through_pages(load_model(ModelSpec(str(path), "float32")), prompts(), random_steps(LENGTHS, seed=7))
+    for prompt, ours in zip(prompts(), found, strict=True):
+        theirs = monolithic(module.eval(), prompt)
+        torch.testing.assert_close(ours, theirs, atol=2e-3, rtol=2e-3)
+        assert (ours.argmax(-1) == theirs.argmax(-1)).all()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_matrices_stay_packed_and_equal_those_of_an_independent_library(name: str, tmp_path: Path) -> None:
+    case, module = CASES[name], write(tmp_path, CASES[name])
+    found, part = read(tmp_path)
+    linears = {path: each for path, each in found.named_modules() if isinstance(each, PackedLinear)}
+    assert part is None
+    assert len(linears) == 14
+    for path, linear in linears.items():
+        theirs, ours = module.get_submodule(path).weight, linear.packed.dequantise(FLOAT)
+        tolerance = 2**-8 if "nvfp4" in name else 1e-6  # the library rounds to bfloat16
+        torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=tolerance)
+        order = 0 if linear.packed.columns is None else linear.packed.columns.nbytes
+        assert linear.packed.nbytes - order <= case.bytes_per_weight * theirs.numel() + 16
+    counted = PlainWeights().count_bytes(AutoConfig.from_pretrained(tmp_path), RankPosition(), FLOAT)
+    assert counted.held == held_bytes(found)
+
+
+@pytest.mark.parametrize(
+    "name", ["fp8 blocks", "modelopt fp8", "compressed-tensors w4a16 zeros", "awq", "gptq act-order"]
+)
+def test_logits_of_chunks_equal_those_of_the_dequantised_model(name: str, tmp_path: Path) -> None:
+    assert_logits_equal(tmp_path, write(tmp_path, CASES[name], "qwen2"))
+
+
+@pytest.mark.parametrize("name", ["fp8 blocks", "compressed-tensors w4a16", "awq"])
+def test_logits_of_packed_experts_equal_those_of_the_dequantised_model(name: str, tmp_path: Path) -> None:
+    case, module = CASES[name], build("qwen3_moe", MOE)
+    for each in ("plain", "packed"):
+        module.save_pretrained(tmp_path / each)
+    plain = load_file(tmp_path / "plain" / "model.safetensors")
+    packed = dict(plain)
+    for key in [key for key in plain if ".experts." in key]:
+        made = case.make(*plain[key].shape)
+        plain[key] = case.weight_of(made)
+        del packed[key]
+        packed |= {f"{key.removesuffix('.weight')}{suffix}": each for suffix, each in made.items()}
+    save(tmp_path / "plain", plain, None)
+    save(tmp_path / "packed", packed, case.config)
+    found, _ = read(tmp_path / "packed")
+    assert sum(isinstance(each, PackedExperts) for each in found.modules()) == 4
+    assert_logits_equal(tmp_path / "packed", type(module).from_pretrained(tmp_path / "plain", dtype=FLOAT))
+
+
+def test_logits_of_experts_in_mxfp4_equal_those_of_the_dequantised_model(tmp_path: Path) -> None:
+    module = build("gpt_oss", SERVED["gpt_oss"] | {"hidden_size": 64, "head_dim": 16, "intermediate_size": 64})
+    module.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    weights = mxfp4_experts(tensors)
+    assert len(weights) == 8
+    module.load_state_dict(module.state_dict() | weights)
+    save(tmp_path, tensors, {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]})
+    found, _ = read(tmp_path)
+    assert packed_bytes(found) == sum(weight.numel() for weight in weights.values()) * (0.5 + 2 / 32)
+    assert_logits_equal(tmp_path, module)
+    config = AutoConfig.from_pretrained(tmp_path)
+    assert PlainWeights().count_bytes(config, RankPosition(), FLOAT).held == held_bytes(found)
+
+
+@pytest.mark.parametrize("position", [RankPosition(0, 2), RankPosition(1, 2), RankPosition(1, 1, 2)], ids=str)
+@pytest.mark.parametrize("name", ["fp8 blocks", "modelopt fp8", "compressed-tensors w4a16 zeros", "awq", "gptq 8 bits"])
+def test_parts_of_packed_matrices_are_slices_of_the_whole(name: str, position: RankPosition, tmp_path: Path) -> None:
+    module = write(tmp_path, CASES[name], sizes=SIZES | {"intermediate_size": 128})
+    found, part = read(tmp_path, position)
+    linears = {path: each for path, each in found.named_modules() if isinstance(each, PackedLinear)}
+    assert linears
+    for path, linear in linears.items():
+        whole, kept = module.get_submodule(path).weight, part.slices.get(f"{path}.weight")
+        expected = whole if kept is None else kept.read(whole, 2)
+        torch.testing.assert_close(linear.packed.dequantise(FLOAT), expected, atol=1e-6, rtol=1e-6)
+        assert linear.packed.codes.untyped_storage().nbytes() == linear.packed.codes.nbytes, "a view keeps the whole"
+    counted = PlainWeights().count_bytes(AutoConfig.from_pretrained(tmp_path), position, FLOAT)
+    assert counted.held == held_bytes(found)
+
+
+def test_parts_that_would_divide_a_group_or_an_order_are_refused(tmp_path: Path) -> None:
+    position = RankPosition(0, 2)
+    write(tmp_path, CASES["compressed-tensors w4a16"])  # 96 columns are three groups of 32
+    with pytest.raises(CannotCut, match=r"down_proj\.weight cannot be divided .* 32 columns each"):
+        read(tmp_path, position)
+    write(tmp_path, CASES["gptq act-order"], sizes=SIZES | {"intermediate_size": 128})
+    with pytest.raises(CannotCut, match="act-order"):
+        read(tmp_path, position)
+    config = AutoConfig.from_pretrained(tmp_path)
+    with pytest.raises(CannotCut, match="act-order"):
+        PlainWeights().count_bytes(config, position, FLOAT)
+
+
+def part_logits(rank: int, path: Path, tensor_size: int, num_stages: int) -> list[Tensor]:
+    """On one rank: return every token's logits, or nothing where the rank has none."""
+    position = RankPosition(rank, tensor_size, num_stages)
+    model = load_model(ModelSpec(str(path), "float32"), links=Collectives(position, 60.0))
+    torch.manual_seed(0)  # the same pages everywhere
+    logits = through_pages(model, prompts(), random_steps(LENGTHS, seed=7))
+    return logits if position.is_last_stage else []
+
+
+def test_logits_of_ranks_equal_those_of_the_dequantised_model(ranks: Ranks, tmp_path: Path) -> None:
+    sizes = SIZES | {"intermediate_size": 128}
+    for name in ("fp8 blocks", "awq"):
+        path = tmp_path / name
+        path.mkdir()
+        module = write(path, CASES[name], sizes=sizes).eval()
+        expected = [monolithic(module, prompt) for prompt in prompts()]
+        for division in ((2, 1), (1, 2)):
+            for ours, theirs in zip(ranks.run(2, part_logits, path, *division)[-1], expected, strict=True):
+                torch.testing.assert_close(ours, theirs, atol=2e-3, rtol=2e-3)
+
+
+def peak_of_loading(_: int, path: Path) -> tuple[int, int]:
+    """Return (bytes by which the memory of this process grew at most while loading, bytes held in the end)."""
+    config = AutoConfig.from_pretrained(path)
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
+    before = _kib("VmRSS")
+    module, _part = PlainWeights().read(config, path, FLOAT, None)
+    return _kib("VmHWM") - before, held_bytes(module)
+
+
+def _kib(key: str) -> int:
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{key}:"))
+    return int(line.split()[1]) << 10
+
+
+def test_memory_while_loading_stays_near_that_of_the_packed_weights(ranks: Ranks, tmp_path: Path) -> None:
+    sizes = {
+        "hidden_size": 512,
+        "intermediate_size": 2048,
+        "head_dim": 128,
+        "vocab_size": 1024,
+        "num_hidden_layers": 16,
+    }
+    module = write(tmp_path, CASES["compressed-tensors w4a16"], sizes=sizes)
+    plain = sum(parameter.nbytes for parameter in module.parameters())
+    ((peak, held),) = ranks.run(1, peak_of_loading, tmp_path)
+    assert held < 0.2 * plain
+    assert peak < held + 0.1 * plain, "no copy in plain floats"

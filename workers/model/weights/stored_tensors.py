@@ -1,0 +1,185 @@
+"""The tensors in a checkpoint's files: plain ones, and those that together are one packed matrix."""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers import PretrainedConfig
+from transformers.modeling_utils import DownloadKwargs, _get_resolved_checkpoint_files
+
+from crossdock.kernels.packed import PackedMatrix
+from crossdock.workers.model.weights.scheme import PackedForm, Scheme
+from crossdock.workers.model.weights.unpack import LAYOUTS, Layout
+
+FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+DTYPES = FLOATS | {
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_SCALES_OF_KV = re.compile(r"\.(k_scale|v_scale|q_scale|output_scale|kv_scale)$")
+"""Scales of KV pages, which a replica measures itself."""
+
+
+class Files:
+    """The open files of a checkpoint. Closed at the end of a `with`."""
+
+    def __init__(self) -> None:
+        self._readers: dict[str, Any] = {}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> "Files":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def slice_of(self, file: str, key: str) -> Any:
+        """Return safetensors' slice of a tensor. Not by mmap: pages of a file would count as memory of this process."""
+        if file not in self._readers:
+            self._readers[file] = self._stack.enter_context(
+                safe_open(file, framework="pt", device="cpu", backend="pread")
+            )
+        return self._readers[file].get_slice(key)
+
+
+class StoredTensor:
+    """A tensor in a file of a checkpoint. Stands in for a slice of safetensors, and gives a tensor without bytes."""
+
+    def __init__(self, file: str, key: str, dtype: str, shape: Sequence[int]) -> None:
+        self.file, self.key, self.dtype, self.shape = file, key, dtype, list(shape)
+
+    def __getitem__(self, _everything: Any) -> Tensor:
+        return torch.empty(self.shape, dtype=DTYPES[self.dtype], device="meta")
+
+    def get_dtype(self) -> str:
+        return self.dtype
+
+    def get_shape(self) -> list[int]:
+        return self.shape
+
+    def opened(self, files: Files, _dtype: torch.dtype) -> Any:
+        """Return a slice of safetensors, whose bytes are read when they are asked for."""
+        return files.slice_of(self.file, self.key)
+
+    def rows(self, files: Files, rows: Tensor) -> Tensor:
+        """Return rows [R, K] of a matrix in float64, for the check of what was loaded. rows: [R] int64."""
+        source = files.slice_of(self.file, self.key)
+        return torch.cat([source[row : row + 1].double() for row in rows.tolist()])
+
+
+class PackedTensor(StoredTensor):
+    """Several tensors in files that are one matrix, or one for each expert: a weight in floats for all who ask."""
+
+    def __init__(self, form: PackedForm, pieces: Mapping[str, StoredTensor]) -> None:
+        codes = pieces["codes"]
+        self.form, self.pieces, self._layout = form, pieces, LAYOUTS[form.layout]
+        super().__init__(codes.file, codes.key, "BF16", self._layout.shape(form, codes.shape))
+
+    @property
+    def is_per_expert(self) -> bool:
+        return len(self.shape) == 3
+
+    def matrices(self, files: Files) -> list[PackedMatrix]:
+        """Read the matrix, or one for each expert. Rows are outputs. ValueError: the tensors are not as expected."""
+        tensors = {name: files.slice_of(piece.file, piece.key)[...] for name, piece in self.pieces.items()}
+        if not self.is_per_expert:
+            return [self._layout.unpack(self.form, tensors)]
+        experts = range(self.shape[0])
+        return [self._layout.unpack(self.form, {name: each[i] for name, each in tensors.items()}) for i in experts]
+
+    def opened(self, files: Files, dtype: torch.dtype) -> Any:
+        """Return a stand-in for a slice of safetensors that gives the weight in plain floats."""
+        return _Dequantised(self, files, dtype)
+
+    def rows(self, files: Files, rows: Tensor) -> Tensor:
+        (matrix,) = self.matrices(files)
+        return torch.cat([matrix.dequantise(torch.float64, slice(row, row + 1)) for row in rows.tolist()])
+
+
+class _Dequantised:
+    def __init__(self, tensor: PackedTensor, files: Files, dtype: torch.dtype) -> None:
+        self._tensor, self._files, self._dtype = tensor, files, dtype
+
+    def __getitem__(self, key: Any) -> Tensor:
+        found = [matrix.dequantise(self._dtype) for matrix in self._tensor.matrices(self._files)]
+        whole = torch.stack(found).transpose(1, 2) if self._tensor.is_per_expert else found[0]
+        part: Tensor = whole[key]
+        return part
+
+    def get_dtype(self) -> str:
+        return next(name for name, dtype in FLOATS.items() if dtype is self._dtype)
+
+    def get_shape(self) -> list[int]:
+        return self._tensor.shape
+
+
+class Stored(NamedTuple):
+    """The tensors of a checkpoint by name, each packed matrix by the name of its weight."""
+
+    tensors: dict[str, StoredTensor]
+    faults: list[str]  # packed matrices that are not whole, as text
+
+
+def stored_in(config: PretrainedConfig, path: Path, scheme: Scheme) -> Stored:
+    """Return the tensors of a checkpoint in `path`. OSError: there are no weights in safetensors."""
+    tensors = {
+        each.key: each for each in _tensors(config, path) if not _SCALES_OF_KV.search(each.key) or not scheme.rules
+    }
+    faults: list[str] = []
+    for layout in {rule.form.layout for rule in scheme.rules}:
+        _group(tensors, scheme, LAYOUTS[layout], layout, faults.append)
+    return Stored(tensors, faults)
+
+
+def _group(
+    tensors: dict[str, StoredTensor], scheme: Scheme, layout: Layout, name: str, report: Callable[[str], None]
+) -> None:
+    """Put one `PackedTensor` in the place of the tensors of each matrix in a layout."""
+    for key in [key for key in tensors if key.endswith(layout.codes)]:
+        base = key.removesuffix(layout.codes)
+        form = scheme.form_of(base)
+        if form is None or form.layout != name or tensors[key].dtype not in layout.dtypes:
+            continue
+        pieces = {"codes": tensors[key]}
+        for role, suffixes in layout.others.items():
+            if found := next((f"{base}{suffix}" for suffix in suffixes if f"{base}{suffix}" in tensors), None):
+                pieces[role] = tensors[found]
+        if missing := [role for role in layout.needed if role not in pieces]:
+            report(f"{key} ({tensors[key].dtype} without {' and '.join(missing)})")
+            continue
+        for unused in (*(piece.key for piece in pieces.values()), *(f"{base}{suffix}" for suffix in layout.unused)):
+            tensors.pop(unused, None)
+        try:
+            tensors[f"{base}{layout.weight}"] = PackedTensor(form, pieces)
+        except (ValueError, IndexError) as error:
+            report(f"{key} ({error})")
+
+
+def _tensors(config: PretrainedConfig, path: Path) -> Iterator[StoredTensor]:
+    files, _ = _get_resolved_checkpoint_files(
+        pretrained_model_name_or_path=str(path),
+        variant=None,
+        gguf_file=None,
+        use_safetensors=True,
+        download_kwargs=DownloadKwargs(local_files_only=True),
+        user_agent={},
+        is_remote_code=False,
+        transformers_explicit_filename=getattr(config, "transformers_weights", None),
+    )
+    for file in files or ():
+        with safe_open(file, framework="pt", device="cpu") as reader:
+            for key in reader.keys():  # noqa: SIM118  # the reader is no mapping
+                tensor = reader.get_slice(key)
+                yield StoredTensor(file, key, tensor.get_dtype(), tensor.get_shape())
