@@ -16,6 +16,7 @@ import msgspec
 import pytest
 
 from crossdock.kvtransfer.calls import DockCall
+from tests.sweeps import rest_in_soak
 
 TRANSPORTS = ["tcp", "nixl tcp", "nixl tcp,cma"]
 DEFAULTS: dict[str, Any] = {
@@ -120,7 +121,7 @@ class DockProcess:
                 self.answers.put(message)
 
 
-@pytest.fixture(scope="module", params=TRANSPORTS)
+@pytest.fixture(scope="module", params=rest_in_soak(TRANSPORTS, "tcp", "nixl tcp"))
 def transport(request: pytest.FixtureRequest) -> str:
     kind: str = request.param
     if kind != "tcp" and importlib.util.find_spec("nixl") is None:

@@ -70,6 +70,6 @@ class Transfers(RuleBasedStateMachine):
 
 
 Transfers.TestCase.settings = settings(
-    max_examples=120, stateful_step_count=60, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=50, stateful_step_count=60, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 TestTransfers = Transfers.TestCase

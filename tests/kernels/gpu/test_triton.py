@@ -4,11 +4,7 @@ import importlib.util
 import mmap
 import os
 import random
-import subprocess
-import sys
-import textwrap
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,32 +25,21 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 MIXED = [(1, 40), (1, 70), (21, 21), (1, 1), (6, 50), (3, 66)]
 DECODES = [(1, 40), (1, 1), (1, 100), (1, 64)]
 SHAPES: list[dict[str, Any]] = [
-    {},
-    {"window": 1},
-    {"window": 24},
-    {"softcap": 2.0},
-    {"sinks": True},
-    {"sinks": True, "softcap": 5.0, "window": 33},
-    {"k_dim": 48, "v_dim": 16},
-    {"k_dim": 24, "v_dim": 40, "page_size": 24},
-    {"k_dim": 33, "v_dim": 7},
-    {"q_heads": 3, "kv_heads": 3},
-    {"q_heads": 9, "kv_heads": 3, "window": 24},
+    {"softcap": 2.0, "k_dim": 24, "v_dim": 40, "page_size": 24},
+    {"window": 1, "q_heads": 3, "kv_heads": 3, "page_size": 1},
+    {"q_heads": 20, "kv_heads": 1, "k_dim": 48, "v_dim": 16},
     {"q_heads": 8, "kv_heads": 1, "page_size": 64, "sinks": True},
-    {"q_heads": 20, "kv_heads": 1},
-    {"page_size": 1},
-    {"fp8": True},
-    {"fp8": True, "sinks": True, "softcap": 5.0, "window": 33},
-    {"fp8": True, "k_dim": 33, "v_dim": 7, "page_size": 24},
-    {"fp8": True, "q_heads": 8, "kv_heads": 1, "window": 24},
-]
-CHUNKED: list[dict[str, Any]] = [
-    {"attention_chunk": 1},
-    {"attention_chunk": 24},
     {"attention_chunk": 64, "page_size": 24},
-    {"attention_chunk": 33, "sinks": True, "softcap": 5.0},
-    {"attention_chunk": 48, "fp8": True, "q_heads": 8, "kv_heads": 1},
+    {"attention_chunk": 1},
 ]
+WIDE: list[dict[str, Any]] = [
+    {},
+    {"q_heads": 9, "kv_heads": 3, "window": 24},
+    {"sinks": True, "softcap": 5.0, "window": 33},
+    {"fp8": True, "k_dim": 33, "v_dim": 7, "page_size": 24},
+    {"fp8": True, "q_heads": 8, "kv_heads": 1, "attention_chunk": 48},
+]
+"""Shapes that decodes, chunks and rows that see later keys have."""
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -100,19 +85,19 @@ def check(case: Case, device: str) -> None:
 
 
 @pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("shape", [*SHAPES, *CHUNKED], ids=str)
+@pytest.mark.parametrize("shape", [*WIDE, *SHAPES], ids=str)
 def test_attention_matches_longhand(shape: dict[str, Any], device: str, seed: int) -> None:
     check(Case(MIXED, seed=seed, **shape), device)
 
 
 @pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[2], SHAPES[5], SHAPES[10], SHAPES[12], SHAPES[15]], ids=str)
+@pytest.mark.parametrize("shape", WIDE[1:4], ids=str)
 def test_rows_that_see_later_keys_match_longhand(shape: dict[str, Any], device: str, seed: int) -> None:
     check(Case(MIXED, seed=seed, blocks={2: [(0, 9), (10, 21)], 4: [(30, 49)], 5: [(40, 65)]}, **shape), device)
 
 
 @pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[5], SHAPES[8], SHAPES[10], *SHAPES[-4:], *CHUNKED], ids=str)
+@pytest.mark.parametrize("shape", WIDE, ids=str)
 def test_attention_of_batches_without_chunks_matches_longhand(shape: dict[str, Any], device: str, seed: int) -> None:
     check(Case(DECODES, seed=seed, **shape), device)
 
@@ -140,7 +125,7 @@ def test_attention_with_real_tiles_matches_longhand(
 @pytest.mark.usefixtures("small")
 def test_attention_of_random_batches_matches_longhand(device: str, seed: int) -> None:
     rng = random.Random(seed)
-    for _ in range(4 if device == "cpu" else 12):
+    for _ in range(2 if device == "cpu" else 12):
         lengths = []
         for _ in range(rng.randint(1, 6)):
             kv = rng.randint(1, 200)
@@ -266,8 +251,9 @@ def test_store_to_e4m3_rounds_and_clamps(dtype: torch.dtype, device: str, seed: 
 
 
 @pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("lengths", [MIXED, DECODES], ids=str)
-@pytest.mark.parametrize("case", [{}, {"dtype": torch.float16}, {"fp8": True}], ids=str)
+@pytest.mark.parametrize(
+    ("lengths", "case"), [(MIXED, {"fp8": True}), (DECODES, {"dtype": torch.float16}), (MIXED[:4], {})], ids=str
+)
 def test_triton_over_latents_equals_torch(lengths: list[tuple[int, int]], case: dict[str, Any], device: str) -> None:
     """24 query heads attend in groups of eight to latents of 40 elements, with 12 more in their keys."""
     latents = Case(lengths, 24, 1, 52, 0, **case)
@@ -285,80 +271,3 @@ def test_triton_over_latents_equals_torch(lengths: list[tuple[int, int]], case: 
 
 def scaled(scale: Tensor | None) -> dict[str, Any]:
     return {"scale": 0.2} if scale is None else {"scale": 0.2, "k_scale": scale, "v_scale": scale}
-
-
-def test_kernels_compile_for_hopper_without_spilling(tmp_path: Path) -> None:
-    """Compiling needs no GPU. The interpreter accepts more than the compiler does."""
-    script = """
-        import pathlib
-        import subprocess
-
-        from triton import compile, knobs
-        from triton.backends.compiler import GPUTarget
-        from triton.compiler import ASTSource
-        from crossdock.kernels.gpu import triton_attention as ours
-
-        POINTERS = dict.fromkeys(("out", "q", "k", "v", "k_pages", "v_pages", "sinks"), "*bf16")
-        POINTERS |= dict.fromkeys(("query_start", "kv_lens", "key_end", "page_table", "shares"), "*i32")
-        POINTERS |= dict.fromkeys(("part_out", "part_lse"), "*fp32") | {"slots": "*i64", "scale": "fp32"}
-        UNSPECIALISED = {"S", "D", "P", "T", "table_row", "scale"}
-
-        def check(kernel, constants, num_warps=4, num_stages=3):
-            kinds, names = dict(POINTERS), kernel.arg_names
-            if constants.get("HAS_SCALES"):
-                kinds |= {"k_pages": "*fp8e4nv", "v_pages": "*fp8e4nv", "k_scale": "*fp32", "v_scale": "*fp32"}
-            else:
-                constants = constants | {"k_scale": None, "v_scale": None}
-            constants = {name: value for name, value in constants.items() if name in names}
-            signature = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in names}
-            of_16 = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names)
-                     if name not in constants and name not in UNSPECIALISED}
-            compiled = compile(
-                ASTSource(kernel, signature, {(names.index(n),): v for n, v in constants.items()}, of_16),
-                target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps, "num_stages": num_stages},
-            )
-            pathlib.Path("kernel.cubin").write_bytes(compiled.asm["cubin"])
-            command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", "kernel.cubin"]
-            used = subprocess.check_output(command, text=True)
-            print(kernel.fn.__name__, constants, compiled.metadata.shared, used)
-            assert "STACK:0 " in used
-            assert compiled.metadata.shared <= 227 << 10
-            return compiled.asm["ptx"]
-
-        for has_chunks, dim, group, features in [
-            (False, 128, 4, {}), (True, 64, 3, {"WINDOW": 128, "SOFTCAP": 9.0}), (True, 256, 8, {"HAS_SINKS": True}),
-            (False, 128, 5, {"HAS_SCALES": True, "ATTENTION_CHUNK": 8192}), (True, 128, 5, {"ATTENTION_CHUNK": 8192}),
-            (True, 256, 2, {"HAS_ENDS": True, "WINDOW": 1024}), (True, 256, 8, {"HAS_SCALES": True}),
-        ]:
-            tiles = ours.tiles_for(dim, dim, 2, has_chunks)
-            constants = {
-                "GROUP": group, "PAGE": 16, "BLOCK_N": tiles.tokens, "WINDOW": 0, "ATTENTION_CHUNK": 0, "SOFTCAP": 0.0,
-                "HAS_SINKS": False, "ROWS": tiles.rows, "HAS_SCALES": False, "LATENT": False, "HAS_ENDS": False,
-                **ours.block_widths(dim, dim), **features,
-            }
-            kernel = ours.chunk_kernel if has_chunks else ours.decode_kernel
-            ptx = check(kernel, constants, tiles.num_warps, tiles.num_stages)
-            assert has_chunks == ("wgmma.mma_async" in ptx)
-        for has_chunks, has_scales in ((False, True), (True, False)):  # of DeepSeek-V3
-            tiles = ours.LATENT_CHUNK_TILES if has_chunks else ours.LATENT_DECODE_TILES
-            kernel = ours.chunk_kernel if has_chunks else ours.decode_kernel
-            constants = {
-                "GROUP": 16, "PAGE": 16, "BLOCK_N": tiles.tokens, "WINDOW": 0, "ATTENTION_CHUNK": 0, "SOFTCAP": 0.0,
-                "HAS_SINKS": False, "ROWS": tiles.rows, "HAS_SCALES": has_scales, "LATENT": True, "HAS_ENDS": False,
-                **ours.block_widths(576, 512, True),
-            }
-            check(kernel, constants, tiles.num_warps, tiles.num_stages)
-        check(ours.share_kernel, {"MIN_TILES": 4, "BLOCK_N": 64, "WINDOW": 128, "ATTENTION_CHUNK": 0, "BLOCK_S": 256})
-        check(ours.join_kernel, {
-            "GROUP": 4, "V_DIM": 128, "BLOCK_V": 128, "BLOCK_P": 8, "BLOCK_G": 4, "HAS_SINKS": True,
-        })
-        check(ours.store_kernel, {"PAGE": 16, "BLOCK_T": 16, "HAS_SCALES": True, **ours.block_widths(128, 128)})
-    """
-    environment = {
-        **os.environ,
-        "TRITON_INTERPRET": "0",
-        "TRITON_CACHE_DIR": str(tmp_path),
-    }  # not in the home directory
-    command = [sys.executable, "-c", textwrap.dedent(script)]
-    process = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert process.returncode == 0, process.stdout + process.stderr

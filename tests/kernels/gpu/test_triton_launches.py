@@ -3,9 +3,13 @@
 import importlib.util
 import itertools
 import math
+import os
 import random
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -182,3 +186,12 @@ def test_one_long_context_among_many_gets_the_spare_parts() -> None:
 def interpreted() -> None:
     if isinstance(share_kernel, JITFunction):
         pytest.skip("Triton compiles here: test_triton.py tests the kernel by its results")
+
+
+def test_kernels_compile_for_hopper_without_spilling(tmp_path: Path) -> None:
+    """Files go to a temporary folder, and none to the home directory."""
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": path}
+    command = [sys.executable, str(Path(__file__).with_name("compile_for_hopper.py"))]
+    process = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stdout + process.stderr

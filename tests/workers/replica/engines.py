@@ -1,8 +1,12 @@
-"""Tiny engines, and requests run to their end on one."""
+"""Tiny engines, requests run to their end on one, and transformers' own tokens for the same prompts."""
 
+import copy
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from pydantic import ByteSize
+from transformers import PreTrainedModel
 
 from crossdock.workers.model.load import wrap_module
 from crossdock.workers.model.load_options import LoadOptions
@@ -10,7 +14,7 @@ from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.schedule.request import TokenDelta
-from crossdock.workers.schedule.submission import SamplingParams
+from crossdock.workers.schedule.submission import SamplingParams, Submission
 from tests.workers.architectures import build
 
 VOCAB_SIZE = 2000
@@ -45,3 +49,28 @@ def tokens_of(deltas: list[TokenDelta]) -> list[int]:
 
 def greedy(num_tokens: int, **params: Any) -> SamplingParams:
     return SamplingParams(max_tokens=num_tokens, min_tokens=num_tokens, temperature=0.0, **params)
+
+
+def generated(module: PreTrainedModel, prompts: Sequence[list[int]], num_tokens: int = 12) -> list[list[int]]:
+    """Return transformers' greedy tokens after each prompt, none of which ends it. Our engine guesses them first.
+
+    One pass of transformers over a prompt and its guess shows where the guess is wrong, and the right token there.
+    Passes follow until the guess is what transformers chooses: so the answer is its own, however bad the guess was.
+    """
+    engine = engine_on(wrap_module(copy.deepcopy(module)), max_num_batched_tokens=512, admission="queue")
+    for number, prompt in enumerate(prompts):
+        engine.add(Submission(f"{number}", prompt, greedy(num_tokens)))
+    guesses = run(engine)
+    return [_chosen(module, prompt, tokens_of(guesses[f"{number}"])) for number, prompt in enumerate(prompts)]
+
+
+@torch.inference_mode()
+def _chosen(module: PreTrainedModel, prompt: list[int], guess: list[int]) -> list[int]:
+    while True:
+        logits = module(input_ids=torch.tensor([prompt + guess[:-1]]), use_cache=False).logits[0, len(prompt) - 1 :]
+        logits[:, module.config.eos_token_id] = -torch.inf
+        chosen: list[int] = logits.argmax(-1).tolist()
+        right = next((at for at, (ours, theirs) in enumerate(zip(guess, chosen, strict=True)) if ours != theirs), None)
+        if right is None:
+            return guess
+        guess = guess[:right] + chosen[right:]

@@ -30,9 +30,6 @@ _HAS_NIXL = importlib.util.find_spec("nixl") is not None
 NEEDS_NIXL = pytest.mark.skipif(not _HAS_NIXL, reason="needs NIXL: pip install nixl")
 TRANSPORTS = ["tcp", pytest.param("nixl", marks=NEEDS_NIXL)]
 NIXL_IN_SOAK = ["tcp", pytest.param("nixl", marks=[NEEDS_NIXL, pytest.mark.soak])]
-UNEQUAL_SHARDS = pytest.mark.parametrize(
-    ("division", "is_prefill_whole"), [((2, 1), True), ((1, 2), False), ((2, 2), True)]
-)
 Answer = TypeVar("Answer")
 
 

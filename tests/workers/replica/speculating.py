@@ -257,5 +257,5 @@ def forms() -> list[Submission]:
             [3 + number] * (5 + 7 * number),
             SamplingParams(**{"max_tokens": 60, "seed": number, "grammar": grammars[number % 3], **sampling}),
         )
-        for number, sampling in enumerate(3 * samplings)
+        for number, sampling in enumerate(2 * samplings)
     ]

@@ -1,6 +1,7 @@
 """Models with pictures divided among ranks: the logits of transformers' one pass, and the encoder on one rank alone."""
 
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from tests.workers.multimodal import (
 from tests.workers.ranks import DIVISIONS, Ranks, saved
 
 PAGE_SIZE = 8
+USUAL = [("qwen3_vl_moe", (2, 2)), (*BOTH_WAYS, (2, 1)), (*BOTH_WAYS, (1, 2))]
 
 
 def cut_logits(
@@ -81,11 +83,11 @@ def cut_logits(
     return found
 
 
-@pytest.mark.parametrize("division", DIVISIONS)
-@pytest.mark.parametrize("family", rest_in_soak(CONFIGS, "qwen3_vl_moe", *BOTH_WAYS))
+@pytest.mark.parametrize("case", rest_in_soak(product(CONFIGS, DIVISIONS), *USUAL))
 def test_prompt_cut_at_every_boundary_equals_one_pass(
-    ranks: Ranks, tmp_path: Path, family: str, division: tuple[int, int]
+    ranks: Ranks, tmp_path: Path, case: tuple[str, tuple[int, int]]
 ) -> None:
+    family, division = case
     module = build_multimodal(family)
     parts: list[Any] = [3, picture(family, 1), 2, picture(family, 2, (1, 2)), 3]
     if family in ("qwen2_vl", "qwen2_5_vl"):

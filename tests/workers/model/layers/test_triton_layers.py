@@ -72,10 +72,10 @@ def with_biases(name: str, options: dict[str, Any]) -> Any:
 
 
 def prompts() -> list[Tensor]:
-    return [torch.randint(3, 120, (n,), generator=torch.Generator().manual_seed(n)) for n in (5, 23, 40)]
+    return [torch.randint(3, 120, (n,), generator=torch.Generator().manual_seed(n)) for n in (5, 23, 30)]
 
 
-@pytest.mark.parametrize("name", rest_in_soak(FUSED, "llama gelu", "qwen2 biases", "qwen3"))
+@pytest.mark.parametrize("name", rest_in_soak(FUSED, "qwen2 biases", "qwen3"))
 def test_logits_in_float32_equal_transformers_in_any_chunks(name: str) -> None:
     module = with_biases(name, FUSED[name])
     expected = [monolithic(module, prompt) for prompt in prompts()]
@@ -87,9 +87,8 @@ def test_logits_in_float32_equal_transformers_in_any_chunks(name: str) -> None:
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", rest_in_soak(["llama", "qwen3"], "llama"))
-def test_logits_in_float16_are_as_exact_as_transformers(name: str) -> None:
-    module, exact = with_biases(name, FUSED[name]).half(), with_biases(name, FUSED[name])
+def test_logits_in_float16_are_as_exact_as_transformers() -> None:
+    module, exact = with_biases("llama", TWO).half(), with_biases("llama", TWO)
     expected = [monolithic(module, prompt).float() for prompt in prompts()]
     truth = [monolithic(exact, prompt) for prompt in prompts()]
     model = wrap_module(module, LoadOptions(attention=attention()))
@@ -181,7 +180,7 @@ def part_logits(rank: int, path: Path, tensor_size: int, num_stages: int) -> tup
 @pytest.mark.parametrize(
     ("has_biases", "division", "kernels"),
     [
-        (False, (2, 1), ["triton steps", "triton steps"]),
+        pytest.param(False, (2, 1), ["triton steps", "triton steps"], marks=pytest.mark.soak),
         (True, (2, 1), ["", "triton steps"]),  # the first rank alone has the bias of the output projection
         (False, (1, 2), ["", ""]),
     ],

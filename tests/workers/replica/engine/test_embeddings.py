@@ -23,7 +23,7 @@ from tests.sweeps import rest_in_soak
 from tests.workers.architectures import SERVED, build
 from tests.workers.gangs import ganged
 from tests.workers.model.paged import random_steps, through_pages
-from tests.workers.ranks import Ranks
+from tests.workers.ranks import DIVISIONS, Ranks
 from tests.workers.replica.engines import engine_on, greedy, run, tiny_model, tokens_of
 
 Vector = NDArray[np.float32]
@@ -78,7 +78,7 @@ def check(engine: Engine, prompts: list[list[int]]) -> None:
             np.testing.assert_allclose(found, expected(prompt, pooling), atol=2e-4, rtol=2e-3)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_vectors_at_random_chunks_beside_streams_equal_transformers(seed: int) -> None:
     budget, caching = random.Random(seed).choice([7, 17, 40, 300]), bool(seed % 2)
     engine = engine_on(
@@ -132,12 +132,12 @@ def test_vector_of_preempted_prompt_equals_transformers(pooling: str) -> None:
         np.testing.assert_allclose(found, expected(prompt, pooling), atol=2e-4, rtol=2e-3)
 
 
-@pytest.mark.parametrize(("tensor_size", "num_stages"), [(2, 1), (1, 2), (2, 2)])
-def test_vectors_of_a_gang_equal_transformers(ranks: Ranks, tmp_path: Path, tensor_size: int, num_stages: int) -> None:
+@pytest.mark.parametrize("division", rest_in_soak(DIVISIONS, (2, 2)))
+def test_vectors_of_a_gang_equal_transformers(ranks: Ranks, tmp_path: Path, division: tuple[int, int]) -> None:
     module = build("llama", {})
     module.save_pretrained(tmp_path)
     prompts = [[3 + i % 100 for i in prompt] for prompt in prompts_of(9, 6)]
-    with ganged(ranks, tmp_path, tensor_size, num_stages, max_num_batched_tokens=30) as engine:
+    with ganged(ranks, tmp_path, *division, max_num_batched_tokens=30) as engine:
         for i, prompt in enumerate(prompts):
             engine.add(wanted(f"{i}", prompt, ("last", "mean")[i % 2]))
         engine.add(Submission("stream", [5] * 20, greedy(20)))
@@ -176,9 +176,7 @@ def test_model_without_hidden_states_refuses_vectors_and_goes_on() -> None:
     assert len(tokens_of(run(engine)["b"])) == 2
 
 
-@pytest.mark.parametrize(
-    "name", rest_in_soak(SERVED, "llama", "gpt2", "gemma2", "deepseek_v3", "llama4_text", "qwen3_next")
-)
+@pytest.mark.parametrize("name", rest_in_soak(SERVED, "llama", "gpt2", "llama4_text", "qwen3_next"))
 def test_hidden_states_of_every_architecture_are_those_before_its_output_projection(name: str) -> None:
     module = build(name, SERVED[name])
     generator = torch.Generator().manual_seed(1)

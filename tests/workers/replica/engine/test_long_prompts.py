@@ -4,8 +4,6 @@ import asyncio
 from typing import Any
 
 import pytest
-import torch
-from transformers import GenerationConfig
 
 from crossdock.workers.model.load import wrap_module
 from crossdock.workers.model.load_options import LoadOptions
@@ -13,7 +11,7 @@ from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.schedule.batch import Batch
 from crossdock.workers.schedule.submission import Submission
 from tests.workers.architectures import build
-from tests.workers.replica.engines import engine_on, greedy, run, tokens_of
+from tests.workers.replica.engines import engine_on, generated, greedy, run, tokens_of
 from tests.workers.replica.sides import Side, closing, ship, submission
 
 NUM_TOKENS = 12
@@ -33,14 +31,7 @@ def module() -> Any:
 
 @pytest.fixture(scope="module")
 def expected() -> list[list[int]]:
-    """Transformers' own greedy tokens of both prompts, each computed in one pass."""
-    limits = {"max_new_tokens": NUM_TOKENS, "min_new_tokens": NUM_TOKENS}
-    settings, oracle, outputs = GenerationConfig(**limits, do_sample=False, pad_token_id=0), module(), list[list[int]]()
-    for prompt in PROMPTS:
-        ids = torch.tensor([prompt])
-        tokens = oracle.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
-        outputs.append(tokens[0, len(prompt) :].tolist())
-    return outputs
+    return generated(module(), PROMPTS, NUM_TOKENS)
 
 
 def engine() -> Engine:

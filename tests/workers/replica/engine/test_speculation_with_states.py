@@ -45,9 +45,9 @@ def draft_counts(engine: Engine) -> tuple[int, int]:
 
 @pytest.mark.parametrize("name", rest_in_soak(NAMES, "lfm2 conv"))
 def test_any_history_of_a_recurrent_model_with_drafts_gives_the_tokens_without(name: str) -> None:
-    totals = [check_history(seed, name) for seed in range(8)]
+    totals = [check_history(seed, name) for seed in range(4)]
     num_accepted = sum(sum(each.num_accepted_at) for each in totals)
-    assert 100 < num_accepted < 0.9 * sum(each.num_tokens for each in totals), "some are rejected"
+    assert 50 < num_accepted < 0.9 * sum(each.num_tokens for each in totals), "some are rejected"
 
 
 @pytest.mark.parametrize("name", rest_in_soak(["qwen3_next", "lfm2 conv"], "qwen3_next"))
@@ -74,17 +74,14 @@ def test_requests_preempted_between_steps_get_the_tokens_without_drafts(name: st
         check_request(found[each], deltas, was_aborted=False)
 
 
-@pytest.mark.parametrize("method", ["grammar", "ngram", "draft_model"])
-@pytest.mark.parametrize("num_spare", rest_in_soak([0, 200], 0))
-def test_every_method_gives_a_recurrent_model_the_tokens_without_drafts(
-    tmp_path: Path, method: str, num_spare: int
-) -> None:
+@pytest.mark.parametrize("method", rest_in_soak(["grammar", "draft_model"], "grammar"))
+def test_every_method_gives_a_recurrent_model_the_tokens_without_drafts(tmp_path: Path, method: str) -> None:
     """The small model has no recurrent layers. Without spare pages few states have pages for a second one."""
     small = {"model": str(saved(module(), tmp_path))} if method == "draft_model" else {}
     config = {"method": method, "num_speculative_tokens": 6, "adaptive": False, **small}
     history = History(forms(), [*range(len(forms()))], {})
     reference = serve(engine_of(model="qwen3_next"), history)[0]
-    engine = engine_of(least_pages("qwen3_next") + num_spare, "qwen3_next", speculative_config=config, max_num_seqs=4)
+    engine = engine_of(least_pages("qwen3_next"), "qwen3_next", speculative_config=config, max_num_seqs=4)
     found = serve(engine, history)[0]
     for name, deltas in reference.items():
         check_request(found[name], deltas, was_aborted=False)

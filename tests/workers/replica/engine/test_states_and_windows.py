@@ -20,10 +20,9 @@ from crossdock.workers.schedule.request import Status
 from crossdock.workers.schedule.submission import SamplingParams, Submission
 from tests.sweeps import rest_in_soak
 from tests.workers.architectures import SERVED, WINDOW, build
-from tests.workers.replica.engine.test_engine import generated
-from tests.workers.replica.engines import greedy, run, tokens_of
+from tests.workers.replica.engines import generated, greedy, run, tokens_of
 
-NUM_TOKENS = 30
+NUM_TOKENS = 20  # more than a window
 WIDE = {"hidden_size": 64, "intermediate_size": 80, "head_dim": 32}  # as layers must be to be fused
 WITH_WINDOWS: dict[str, dict[str, Any]] = {
     "gemma2": SERVED["gemma2"],
@@ -41,10 +40,10 @@ BY_DEFAULT = ["lfm3 conv", "llama4_text", "mistral fused"]
 
 
 def prompts() -> list[list[int]]:
-    """Return prompts of 1 to 200 tokens; the last two share 100."""
+    """Return prompts of 1 to 150 tokens; the last two share 100."""
     rng = random.Random(0)
     shared = [rng.randrange(3, 128) for _ in range(100)]
-    lengths = (1, 7, 8, 9, 15, 16, 17, 40, 63, 64, 65, 130, 200)
+    lengths = (1, 7, 8, 9, 16, 17, 40, 64, 65, 150)
     return [[rng.randrange(3, 128) for _ in range(length)] for length in lengths] + [[*shared, 7], [*shared, 8, 9]]
 
 
@@ -103,19 +102,11 @@ def test_groups_of_layers_are_those_of_the_windows(model: LoadedModel, name: str
     assert bool(model.kernels) == ("fused" in name)
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        {"max_num_batched_tokens": 20},
-        {"max_num_batched_tokens": 300},
-        pytest.param({"max_num_batched_tokens": 33}, marks=pytest.mark.soak),
-        pytest.param({"page_size": 4}, marks=pytest.mark.soak),
-    ],
-)
+@pytest.mark.parametrize("num_tokens", rest_in_soak([20, 300], 20))
 def test_pages_that_no_request_owns_are_never_read(
-    model: LoadedModel, expected: list[list[int]], config: dict[str, Any]
+    model: LoadedModel, expected: list[list[int]], num_tokens: int
 ) -> None:
-    engine = engine_on(model, 300, enable_prefix_caching=False, **config)
+    engine = engine_on(model, 300, enable_prefix_caching=False, max_num_batched_tokens=num_tokens)
     pages, groups = engine.pages, engine.pages.num_groups
 
     def poison(batch: Batch) -> None:
@@ -140,7 +131,7 @@ def test_tokens_under_preemption_are_those_of_transformers(
     assert is_ahead or engine.scheduler.table.num_preemptions > 0, "ahead, most requests are in flight all the time"
 
 
-@pytest.mark.parametrize("is_ahead", [False, True])
+@pytest.mark.parametrize("is_ahead", rest_in_soak([False, True], True))
 def test_tokens_after_a_cached_prefix_are_those_of_transformers(
     model: LoadedModel, expected: list[list[int]], is_ahead: bool
 ) -> None:

@@ -245,7 +245,7 @@ class EncodingPools(AnyPools):
 
 TestEncodingPools = EncodingPools.TestCase
 TestEncodingPools.settings = settings(
-    max_examples=80, stateful_step_count=20, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
+    max_examples=30, stateful_step_count=20, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
 )
 
 

@@ -16,7 +16,7 @@ from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.schedule.pictures.encoding import ON_THEIR_WAY, EncoderTotals
 from crossdock.workers.schedule.pictures.encoding_leg import encoding_leg
 from crossdock.workers.schedule.submission import Leg, SamplingParams, Submission
-from tests.sweeps import rest_in_soak
+from tests.sweeps import rest_in_soak, shared_out
 from tests.waiting import until
 from tests.workers.multimodal import (
     FAMILIES,
@@ -29,7 +29,7 @@ from tests.workers.multimodal import (
 )
 from tests.workers.replica.driven import hold
 from tests.workers.replica.engines import engine_on
-from tests.workers.replica.sides import TRANSPORTS, Side, ship
+from tests.workers.replica.sides import NEEDS_NIXL, Side, ship
 
 NUM_TOKENS = 5
 PAGE_SIZE = 8
@@ -127,8 +127,11 @@ def prompts(family: str) -> dict[str, PicturePrompt]:
     }
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("is_decoded_elsewhere", [False, True], ids=["mixed", "pair"])
+@pytest.mark.parametrize(
+    ("transport", "is_decoded_elsewhere"),
+    [("tcp", True), pytest.param("nixl", False, marks=NEEDS_NIXL)],
+    ids=["pair", "mixed"],
+)
 async def test_tokens_of_pictures_encoded_elsewhere_equal_transformers(
     transport: str, is_decoded_elsewhere: bool
 ) -> None:
@@ -155,7 +158,7 @@ async def test_tokens_of_pictures_encoded_elsewhere_equal_transformers(
         assert not trio.lost
 
 
-@pytest.mark.parametrize("family", rest_in_soak(FAMILIES, "smolvlm", "mistral3"))
+@pytest.mark.parametrize("family", rest_in_soak(FAMILIES, "smolvlm"))
 async def test_rows_of_all_families_fit_their_prompts(family: str) -> None:
     module, work = build_multimodal(family), prompts(family)["first"]
 
@@ -256,8 +259,7 @@ async def aborted(trio: Trio, work: Submission) -> None:
     await trio.encoder.thread.abort([(work.id, work.epoch)])
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
-@pytest.mark.parametrize("loss", [dead, aborted])
+@pytest.mark.parametrize(("moment", "loss"), shared_out(2, MOMENTS, (dead, aborted)))
 async def test_request_whose_encoder_is_lost_encodes_here(
     moment: Callable[[Trio, Submission], Awaitable[None]],
     loss: Callable[[Trio, Submission], Awaitable[None]],

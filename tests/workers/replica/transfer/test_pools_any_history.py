@@ -98,7 +98,7 @@ class PlainPools(Pools):
 
 
 HISTORIES = settings(
-    max_examples=150,
+    max_examples=50,
     stateful_step_count=30,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
@@ -197,7 +197,7 @@ def test_overload_of_two_replicas_that_prefill_for_each_other_ends() -> None:
     assert any(client.num_returned for client in world.clients.values())
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(
     pages=st.tuples(st.integers(16, 30), st.integers(16, 30)),
     sizes=st.lists(st.integers(1, 50), min_size=1, max_size=10),

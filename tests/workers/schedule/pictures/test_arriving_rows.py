@@ -435,7 +435,7 @@ class RowsMachine(RuleBasedStateMachine):
             self.world.settle()
 
 
-HISTORIES = settings(max_examples=200, stateful_step_count=25, suppress_health_check=[HealthCheck.too_slow])
+HISTORIES = settings(max_examples=60, stateful_step_count=25, suppress_health_check=[HealthCheck.too_slow])
 TestRows = RowsMachine.TestCase
 TestRows.settings = HISTORIES
 

@@ -1,0 +1,109 @@
+"""Compile the Triton kernels for Hopper and refuse those that spill registers. Compiling needs no GPU.
+
+test_triton_launches.py runs this as a process of its own: in the process of a test, Triton interprets kernels, and the
+interpreter accepts more than the compiler does. The binary of each kernel is written to the current folder.
+"""
+
+import pathlib
+import subprocess
+from collections.abc import Mapping
+from typing import Any
+
+from triton import compile as compile_kernel
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from crossdock.kernels.gpu import triton_attention as attention
+from crossdock.kernels.gpu import triton_layer_steps as steps
+
+KINDS = {
+    **dict.fromkeys(("out", "q", "k", "v", "k_pages", "v_pages", "sinks"), "*bf16"),
+    **dict.fromkeys(("query_start", "kv_lens", "key_end", "page_table", "shares"), "*i32"),
+    **dict.fromkeys(("part_out", "part_lse", "k_scale", "v_scale"), "*fp32"),
+    "slots": "*i64",
+    "scale": "fp32",
+    "eps": "fp32",
+    "T": "i32",
+}
+UNSPECIALISED = {"S", "D", "P", "T", "table_row", "scale", "eps"}
+
+
+def check(
+    kernel: Any, constants: Mapping[str, Any], num_warps: int = 4, num_stages: int = 3, other: str = "i32"
+) -> str:
+    """Compile a kernel whose arguments without a kind are of kind `other`, and return its PTX."""
+    kinds = dict(KINDS)
+    if constants.get("HAS_SCALES"):
+        kinds |= {"k_pages": "*fp8e4nv", "v_pages": "*fp8e4nv"}
+    else:
+        constants = {**constants, "k_scale": None, "v_scale": None}
+    names = kernel.arg_names
+    constants = {name: value for name, value in constants.items() if name in names}
+    kinds |= {name: "i32" for name in names if name.endswith(("_page", "_page_head"))}
+    signature = {name: "constexpr" if name in constants else kinds.get(name, other) for name in names}
+    of_16 = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(names)
+        if name not in constants and name not in UNSPECIALISED
+    }
+    compiled = compile_kernel(
+        ASTSource(kernel, signature, {(names.index(name),): value for name, value in constants.items()}, of_16),
+        target=GPUTarget("cuda", 90, 32),
+        options={"num_warps": num_warps, "num_stages": num_stages},
+    )
+    pathlib.Path("kernel.cubin").write_bytes(compiled.asm["cubin"])
+    command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", "kernel.cubin"]
+    used = subprocess.check_output(command, text=True)
+    assert "STACK:0 " in used, f"{kernel.fn.__name__} {constants} spills: {used}"
+    assert compiled.metadata.shared <= 227 << 10, f"{kernel.fn.__name__} {constants}: {compiled.metadata.shared} bytes"
+    return str(compiled.asm["ptx"])
+
+
+def check_attention() -> None:
+    plain = {"PAGE": 16, "WINDOW": 0, "ATTENTION_CHUNK": 0, "SOFTCAP": 0.0}
+    plain |= dict.fromkeys(("HAS_SINKS", "HAS_SCALES", "HAS_ENDS", "LATENT"), False)
+    for has_chunks, dim, group, features in [
+        (False, 128, 4, {}),
+        (True, 64, 3, {"WINDOW": 128, "SOFTCAP": 9.0}),
+        (True, 256, 8, {"HAS_SINKS": True}),
+        (False, 128, 5, {"HAS_SCALES": True, "ATTENTION_CHUNK": 8192}),
+        (True, 256, 2, {"HAS_ENDS": True, "WINDOW": 1024}),
+        (True, 256, 8, {"HAS_SCALES": True, "ATTENTION_CHUNK": 8192}),
+    ]:
+        tiles = attention.tiles_for(dim, dim, 2, has_chunks)
+        constants = {"GROUP": group, "BLOCK_N": tiles.tokens, "ROWS": tiles.rows, **attention.block_widths(dim, dim)}
+        kernel = attention.chunk_kernel if has_chunks else attention.decode_kernel
+        ptx = check(kernel, plain | constants | features, tiles.num_warps, tiles.num_stages)
+        assert has_chunks == ("wgmma.mma_async" in ptx)
+    for tiles, kernel, has_scales in (  # of DeepSeek-V3
+        (attention.LATENT_DECODE_TILES, attention.decode_kernel, True),
+        (attention.LATENT_CHUNK_TILES, attention.chunk_kernel, False),
+    ):
+        constants = {"GROUP": 16, "BLOCK_N": tiles.tokens, "ROWS": tiles.rows, "HAS_SCALES": has_scales, "LATENT": True}
+        check(kernel, plain | constants | attention.block_widths(576, 512, True), tiles.num_warps, tiles.num_stages)
+    shares = {"MIN_TILES": 4, "BLOCK_N": 64, "WINDOW": 128, "ATTENTION_CHUNK": 0, "BLOCK_S": 256}
+    check(attention.share_kernel, shares)
+    joins = {"GROUP": 4, "V_DIM": 128, "BLOCK_V": 128, "BLOCK_P": 8, "BLOCK_G": 4, "HAS_SINKS": True}
+    check(attention.join_kernel, joins)
+    check(attention.store_kernel, {"PAGE": 16, "BLOCK_T": 16, "HAS_SCALES": True, **attention.block_widths(128, 128)})
+
+
+def check_layer_steps() -> None:
+    heads = {"Q_HEADS": 32, "KV_HEADS": 8, "PAGE": 16, "HALF": 64, "BLOCK_HALF": 64, "BLOCK_T": 8}
+    norms = {"HAS_NORMS": True, "HAS_SCALES": True}
+    for kernel, num_warps, constants in [
+        (steps._add_and_norm_kernel, 8, {"SIZE": 4096, "BLOCK": 4096, "HAS_ADDEND": True}),
+        (steps._add_and_norm_kernel, 16, {"SIZE": 8192, "BLOCK": 8192, "HAS_ADDEND": False, "addend": None}),
+        (steps._add_and_norm_kernel, 16, {"SIZE": 16384, "BLOCK": 16384, "HAS_ADDEND": True}),
+        (steps._silu_and_multiply_kernel, 4, {"SIZE": 14336, "BLOCK": 1024}),
+        (steps._finish_heads_kernel, 4, heads | dict.fromkeys(("q_norm", "k_norm")) | {"HAS_NORMS": False}),
+        (steps._finish_heads_kernel, 4, heads | norms),
+        (steps._finish_heads_kernel, 4, heads | {"HALF": 48} | norms),
+    ]:
+        check(kernel, {"HAS_SCALES": False} | constants, num_warps, other="*bf16")
+
+
+if __name__ == "__main__":
+    check_attention()
+    check_layer_steps()
