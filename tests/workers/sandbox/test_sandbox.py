@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from crossdock.workers.sandbox import sandbox as sandbox_module
@@ -157,7 +157,7 @@ def test_interrupts_at_any_time_reach_no_other_question(shared: Sandbox) -> None
     draw, ends = random.Random(0), {"answer": 0, "interrupt": 0}
     shared.start()
     before = shared.pid
-    for number in range(200):
+    for number in range(80):
         text = str(number) * draw.choice((1, 1 << 15))
         with closing(Interruption()) as interruption:
             timer = threading.Timer(draw.random() * 0.006, interruption.set)
@@ -270,6 +270,7 @@ def _runs(pid: int) -> bool:
         return False
 
 
+@settings(max_examples=30)
 @given(st.recursive(st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.binary() | st.text(), st.lists))
 def test_messages_are_whole_or_none(message: Any) -> None:
     stream = io.BytesIO()

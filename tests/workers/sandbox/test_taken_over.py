@@ -79,6 +79,7 @@ def test_child_has_no_secret_no_descriptor_but_its_pipe_and_may_have_threads(san
     assert tried(sandbox, "thread") == "done"
 
 
+@pytest.mark.parametrize("sandbox", ["image", "grammar"], indirect=True)
 def test_memory_of_a_sandbox_has_nothing_of_an_earlier_question_or_answer(sandbox: Sandbox) -> None:
     """Every child is a copy of this memory."""
     text = "of another tenant: " + secrets.token_hex(50_000)

@@ -6,7 +6,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from tests.workers.schedule.any_history import AnyHistory
 
-HISTORIES = settings(max_examples=250, stateful_step_count=40, deadline=None)
+HISTORIES = settings(max_examples=200, stateful_step_count=40, deadline=None)
 TestAnyHistory = AnyHistory.TestCase
 TestAnyHistory.settings = HISTORIES
 

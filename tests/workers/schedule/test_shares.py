@@ -4,6 +4,7 @@ import asyncio
 from collections import Counter
 
 import pytest
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -62,6 +63,7 @@ class AnyUse(RuleBasedStateMachine):
 
 
 TestAnyUse = AnyUse.TestCase
+TestAnyUse.settings = settings(max_examples=25, stateful_step_count=40)
 
 
 class AnyTurns(RuleBasedStateMachine):
@@ -145,6 +147,7 @@ class AnyTurns(RuleBasedStateMachine):
 
 
 TestAnyTurns = AnyTurns.TestCase
+TestAnyTurns.settings = settings(max_examples=25, stateful_step_count=40)
 
 
 @pytest.mark.parametrize(("tenant", "most"), [("a", 8), ("", 16)])

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from crossdock.workers.schedule import stretch as stretches
@@ -60,6 +60,7 @@ arrivals = st.tuples(
 )
 
 
+@settings(max_examples=30)
 @given(
     st.lists(arrivals, min_size=1, max_size=12),
     st.integers(16, 60),

@@ -103,7 +103,7 @@ def test_many_submissions_are_spread_over_steps_and_aborts_go_first() -> None:
     assert rounds == [17, 33, 41]
 
 
-async def test_stream_goes_on_between_a_thousand_submissions() -> None:
+async def test_stream_goes_on_between_hundreds_of_submissions() -> None:
     async with driving() as driven:
         await driven.submit("stream", 10, max_tokens=200)
         gate = await driven.hold()
@@ -111,12 +111,12 @@ async def test_stream_goes_on_between_a_thousand_submissions() -> None:
         driven.thread.channel("other")
         work = Submission("", [5] * 5, SamplingParams(max_tokens=1))
         asking = [
-            asyncio.create_task(driven.thread.submit("other", replace(work, id=f"{number}"))) for number in range(1024)
+            asyncio.create_task(driven.thread.submit("other", replace(work, id=f"{number}"))) for number in range(320)
         ]
-        await posted(driven.thread, 1024)
+        await posted(driven.thread, 320)
         gate.set()
         await asyncio.gather(*asking)
-        assert driven.metric("crossdock_steps_total") - steps >= 1024 // 16 - 1
+        assert driven.metric("crossdock_steps_total") - steps >= 320 // 16 - 1
         await driven.ended["stream"].wait()
         assert driven.timeline("stream")["finish_reason"] == "length"
 

@@ -2,13 +2,14 @@
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import pytest
 from pydantic import ByteSize
 from transformers import AutoTokenizer
 
+from crossdock.workers.model.grammar.compiler import GrammarCompiler
 from crossdock.workers.model.load import wrap_module
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.engine import Engine
@@ -19,22 +20,33 @@ from crossdock.workers.schedule.submission import Grammar, InvalidField, Samplin
 from tests.workers.architectures import build
 
 CHAINED_RULES = "start: r0\n" + "\n".join(f'r{i}: r{i + 1} "a"' for i in range(20_000)) + '\nr20000: "b"'
-LONG = Grammar("regex", "|".join(f"z{number:06d}" for number in range(40_000)))  # compiles for half a second
+LONG, ALSO_LONG = (  # each compiles for half a second
+    Grammar("regex", "|".join(f"{letter}{number:06d}" for number in range(40_000))) for letter in "yz"
+)
 
 
-def run(model_dir: Path, main: Callable[[EngineThread, Channel], Awaitable[None]]) -> None:
-    """Run a test on an engine thread around a tiny model with a true tokenizer, and its one reader."""
+@pytest.fixture(scope="module")
+def engine(model_dir: Path) -> Iterator[Engine]:
+    """An engine around a tiny model with a true tokenizer, and a process that vets grammars."""
+    vocab_size = len(AutoTokenizer.from_pretrained(model_dir))
+    model = wrap_module(build("llama", {"vocab_size": vocab_size, "max_position_embeddings": 4096}))
+    engine = Engine(model, EngineConfig(kv_cache_memory=ByteSize(64 << 20), admission="queue"), model_dir)
+    engine.grammars.close()
+    engine.grammars = GrammarCompiler(model_dir, vocab_size, patience_s=60.0)  # the machine may be busy
+    engine.grammars.warm_up()
+    yield engine
+    engine.grammars.close()
+
+
+def run(engine: Engine, main: Callable[[EngineThread, Channel], Awaitable[None]]) -> None:
+    """Run a test on a thread of the engine, with its one reader."""
 
     async def all_of_it() -> None:
-        vocab_size = len(AutoTokenizer.from_pretrained(model_dir))
-        model = wrap_module(build("llama", {"vocab_size": vocab_size, "max_position_embeddings": 4096}))
-        engine = Engine(model, EngineConfig(kv_cache_memory=ByteSize(64 << 20), admission="queue"), model_dir)
-        await asyncio.to_thread(engine.grammars.warm_up)
         thread = EngineThread(engine)
         async with asyncio.timeout(120):
             await main(thread, thread.channel("test"))
         await thread.close()
-        engine.grammars.close()
+        engine.fail_all("the test has ended")
 
     asyncio.run(all_of_it())
 
@@ -49,7 +61,7 @@ async def count_tokens(reader: Channel, name: str, tokens: list[int]) -> FinishR
     return None
 
 
-def test_stream_gets_tokens_while_the_grammar_of_another_request_compiles(model_dir: Path) -> None:
+def test_stream_gets_tokens_while_the_grammar_of_another_request_compiles(engine: Engine) -> None:
     async def main(thread: EngineThread, reader: Channel) -> None:
         tokens: list[int] = []
         streaming = asyncio.create_task(count_tokens(reader, "stream", tokens))
@@ -64,43 +76,43 @@ def test_stream_gets_tokens_while_the_grammar_of_another_request_compiles(model_
         await thread.close_stream("test")
         await streaming
 
-    run(model_dir, main)
+    run(engine, main)
 
 
-def test_poisonous_grammar_is_refused_and_the_stream_beside_it_ends_well(model_dir: Path) -> None:
+def test_poisonous_grammar_is_refused_and_the_stream_beside_it_ends_well(engine: Engine) -> None:
     async def main(thread: EngineThread, reader: Channel) -> None:
         tokens: list[int] = []
         streaming = asyncio.create_task(count_tokens(reader, "stream", tokens))
-        endless = SamplingParams(max_tokens=400, ignore_eos=True, temperature=0.0)
+        endless = SamplingParams(max_tokens=200, ignore_eos=True, temperature=0.0)
         await thread.submit("test", Submission("stream", [5, 6, 7], endless))
         poison = SamplingParams(grammar=Grammar("lark", CHAINED_RULES))
         with pytest.raises(InvalidField, match="chained too deeply"):
             await thread.submit("test", Submission("poison", [5, 6], poison))
         assert thread.engine.scheduler.table.get("poison") is None
         assert await streaming is FinishReason.LENGTH
-        assert len(tokens) == 400
+        assert len(tokens) == 200
 
-    run(model_dir, main)
+    run(engine, main)
 
 
-def test_request_whose_client_leaves_while_its_grammar_compiles_never_starts(model_dir: Path) -> None:
+def test_request_whose_client_leaves_while_its_grammar_compiles_never_starts(engine: Engine) -> None:
     async def main(thread: EngineThread, reader: Channel) -> None:
         submitting = asyncio.create_task(
-            thread.submit("test", Submission("left", [5, 6], SamplingParams(grammar=LONG)))
+            thread.submit("test", Submission("left", [5, 6], SamplingParams(grammar=ALSO_LONG)))
         )
         await asyncio.sleep(0)
         submitting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await submitting
-        again = await thread.engine.grammars.compiled(LONG)  # the same compile goes on for others
+        again = await thread.engine.grammars.compiled(ALSO_LONG)  # the same compile goes on for others
         assert again.error is None
         await thread.call(lambda: None)
         assert thread.engine.scheduler.table.get("left") is None
 
-    run(model_dir, main)
+    run(engine, main)
 
 
-def test_answer_under_a_grammar_goes_on_where_another_replica_ended(model_dir: Path) -> None:
+def test_answer_under_a_grammar_goes_on_where_another_replica_ended(engine: Engine, model_dir: Path) -> None:
     """The grammar has the tokens that the client has already: the rest completes their text."""
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
 
@@ -112,16 +124,16 @@ def test_answer_under_a_grammar_goes_on_where_another_replica_ended(model_dir: P
         assert await count_tokens(reader, "a", tokens) is FinishReason.STOP
         assert tokenizer.decode([*told, *tokens], skip_special_tokens=True) == "left right"
 
-    run(model_dir, main)
+    run(engine, main)
 
 
-def test_grammar_that_explodes_while_it_is_followed_ends_its_own_request_alone(model_dir: Path) -> None:
+def test_grammar_that_explodes_while_it_is_followed_ends_its_own_request_alone(engine: Engine) -> None:
     """It compiles in a millisecond, but after each letter the lexer needs twice as many expressions."""
     exploding = Grammar("regex", "([a-z ])*(e|t|x)([a-z ]){200}[0-9]+")
 
     async def main(thread: EngineThread, reader: Channel) -> None:
         sampling = SamplingParams(max_tokens=1000, temperature=1.0, grammar=exploding, ignore_eos=True)
-        steady = SamplingParams(max_tokens=1000, ignore_eos=True, temperature=0.0)
+        steady = SamplingParams(max_tokens=300, ignore_eos=True, temperature=0.0)
         await thread.submit("test", Submission("exploding", [5, 6], sampling))
         await thread.submit("test", Submission("steady", [5, 6, 7], steady))
         ends: dict[str, TokenDelta] = {}
@@ -134,4 +146,4 @@ def test_grammar_that_explodes_while_it_is_followed_ends_its_own_request_alone(m
         assert "too many" in ends["exploding"].error
         assert ends["steady"].finish_reason is FinishReason.LENGTH
 
-    run(model_dir, main)
+    run(engine, main)

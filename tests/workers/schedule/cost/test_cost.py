@@ -66,7 +66,7 @@ def test_steps_that_vary_are_predicted_by_their_mean() -> None:
     assert np.mean(ratios) == pytest.approx(1, abs=0.02)
 
 
-@settings(max_examples=50)
+@settings(max_examples=15)
 @given(st.integers(0, 10_000), st.floats(0, 0.9))
 def test_coefficients_are_never_negative(seed: int, noise: float) -> None:
     fit = StepCostFit(sweep(TRUTH, count=8, noise=noise, seed=seed))
