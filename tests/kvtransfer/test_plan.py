@@ -123,7 +123,7 @@ shapes = st.builds(LayerShape, st.integers(1, 6), st.integers(1, 3), st.integers
 models = st.lists(shapes, min_size=1, max_size=5).map(tuple)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(models, st.integers(1, 7), st.integers(1, 7), st.data())
 def test_plan_of_any_model_at_any_ratio_writes_every_element_once(
     layers: tuple[LayerShape, ...], tp: int, other_tp: int, data: st.DataObject
