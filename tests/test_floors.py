@@ -102,7 +102,7 @@ THIRD_PARTIES = {  # third party: the rooms or files that may import it
     ],
     "nixl": ["kvtransfer/nixl.py"],
     "fastapi": ["cluster/api"],
-    "PIL": ["cluster/api/media"],
+    "PIL": ["cluster/api/media", "cluster/bench/pictures.py"],
     "av": ["cluster/api/media/clips.py"],
     "triton": ["kernels/gpu", "kernels/backend.py"],
     "flash_attn_interface": ["kernels/gpu/flash_attention_3.py"],

@@ -8,7 +8,6 @@ import asyncio
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -17,38 +16,22 @@ from rich.markup import escape
 
 from crossdock.cluster.bench.agents import Agents
 from crossdock.cluster.bench.flags import matching, takes
-from crossdock.cluster.bench.load import Load
-from crossdock.cluster.bench.mix import MIXES, Mix, named_mix
+from crossdock.cluster.bench.load import Load, SharedFlags
+from crossdock.cluster.bench.mix import Mix, named_mix
 from crossdock.cluster.bench.workloads import SHAPES, Interference
-from crossdock.workers.schedule.slo import DEFAULT_CLASSES
 
 if TYPE_CHECKING:
     from crossdock.cluster.bench.metrics import Sample
     from crossdock.cluster.bench.run import BenchOptions, BenchResult
 
 _MIX, _LONG = "Workload mix", "Workloads interference and short-vs-long"
-_AGENTS = "Workload agents"
 _PLAN = Interference()
-_SLO_DEFAULTS = ", ".join(f"{slo.name} {slo.ttft_s * 1e3:.0f}/{slo.tpot_s * 1e3:.0f}" for slo in DEFAULT_CLASSES)
 
 
 @dataclass(frozen=True)
-class BenchFlags(Load):
+class BenchFlags(Load, SharedFlags):
     """The flags of `crossdock bench`. One that is named like a field of Interference or Mix sets it."""
 
-    slo: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="CLASS=LIMITS",
-            help=f"Targets of a class in ms, e.g. interactive=ttft:500,tpot:50. Default ttft/tpot: {_SLO_DEFAULTS}.",
-        ),
-    ] = None
-    mix: Annotated[
-        str | None, typer.Option(help=f"One of {', '.join(MIXES)}.", show_default="chat-heavy", rich_help_panel=_MIX)
-    ] = None
-    long_share: Annotated[
-        float | None, typer.Option(help="Share of long prompts among arrivals.", rich_help_panel=_MIX)
-    ] = None
     batch_share: Annotated[
         float | None,
         typer.Option(help="Share of long prompts in class batch; the others are standard.", rich_help_panel=_MIX),
@@ -88,15 +71,11 @@ class BenchFlags(Load):
     quiet: Annotated[float, typer.Option(help="Seconds before the first long prompt.", rich_help_panel=_LONG)] = (
         _PLAN.quiet
     )
-    turns: Annotated[
-        float | None, typer.Option(help="Median turns of a session.", show_default="43", rich_help_panel=_AGENTS)
-    ] = None
     goodput: Annotated[
         list[str] | None,
         typer.Option(help="Limits in ms that make a request good, e.g. 'ttft:500 tpot:50' (also gap, e2e)."),
     ] = None
     header: Annotated[list[str] | None, typer.Option(help="'Name: value', sent with every request.")] = None
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write all figures to this file.")] = None
 
     def options(self) -> "BenchOptions":
         """Return the options of the measurement.

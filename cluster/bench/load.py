@@ -6,9 +6,13 @@ from typing import Annotated
 
 import typer
 
+from crossdock.cluster.bench.mix import MIXES
 from crossdock.cluster.bench.workloads import WORKLOADS
+from crossdock.workers.schedule.slo import DEFAULT_CLASSES
 
 _LONG, _TRACE = "Workloads interference and short-vs-long", "Workloads trace and agents"
+_MIX = "Workload mix"
+_SLO_DEFAULTS = ", ".join(f"{slo.name} {slo.ttft_s * 1e3:.0f}/{slo.tpot_s * 1e3:.0f}" for slo in DEFAULT_CLASSES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +47,31 @@ class Amount:
         typer.Option(help="2 replays the trace in half the time; agents: 2 halves all pauses.", rich_help_panel=_TRACE),
     ] = 1.0
     length_scale: Annotated[float, typer.Option(help="Multiplies all lengths.", rich_help_panel=_TRACE)] = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedFlags:
+    """Further flags of both commands, which become parts of a load, its targets, and a file."""
+
+    mix: Annotated[
+        str | None, typer.Option(help=f"One of {', '.join(MIXES)}.", show_default="chat-heavy", rich_help_panel=_MIX)
+    ] = None
+    long_share: Annotated[
+        float | None, typer.Option(help="Share of long prompts among arrivals.", rich_help_panel=_MIX)
+    ] = None
+    turns: Annotated[
+        float | None,
+        typer.Option(help="agents: median turns of a session.", show_default="43", rich_help_panel=_TRACE),
+    ] = None
+    slo: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="CLASS=LIMITS",
+            help="Targets of a class in ms, e.g. interactive=ttft:500,tpot:50. Default: the class's promises; "
+            f"ttft/tpot of the usual classes: {_SLO_DEFAULTS}.",
+        ),
+    ] = None
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write all figures to this file.")] = None
 
 
 @dataclass(frozen=True)

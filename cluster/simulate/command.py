@@ -16,8 +16,8 @@ from rich.markup import escape
 
 from crossdock.cluster.bench.agents import Agents
 from crossdock.cluster.bench.flags import matching, takes
-from crossdock.cluster.bench.load import Amount
-from crossdock.cluster.bench.mix import MIXES, Mix, named_mix
+from crossdock.cluster.bench.load import Amount, SharedFlags
+from crossdock.cluster.bench.mix import Mix, named_mix
 from crossdock.cluster.bench.workloads import SHAPES, Job
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from crossdock.cluster.simulate.fleet import SimulatedFleet
     from crossdock.cluster.simulate.study import Score
 
-_LOAD, _STUDY, _OUTPUT = "Load (as in `crossdock bench`)", "Comparisons", "Output"
+_STUDY = "Comparisons"
 _POLICIES = "seconds,round-robin,least-requests,power-of-two,prefix-affinity,block-cost"
 _SHIPPING = "auto,always,never"
 _SECONDS = 60.0  # of arrivals, where neither seconds nor requests are given
@@ -34,8 +34,8 @@ _CLOSED_LOOPS = ("interference", "short-vs-long")  # jobs that are due when othe
 
 
 @dataclass(frozen=True)
-class SimulateFlags(Amount):
-    """The flags of `crossdock simulate`: those of Amount, and what is simulated."""
+class SimulateFlags(Amount, SharedFlags):
+    """The flags of `crossdock simulate`: the load, and what is simulated."""
 
     fleet: Annotated[Path | None, typer.Argument(help="YAML file that describes the fleet.")] = None
     pools: Annotated[
@@ -51,26 +51,8 @@ class SimulateFlags(Amount):
     kill: Annotated[
         list[str] | None, typer.Option(metavar="REPLICA@SECONDS", help="A replica dies: mixed/0@30. Repeatable.")
     ] = None
-    mix: Annotated[
-        str | None, typer.Option(help=f"One of {', '.join(MIXES)}.", show_default="chat-heavy", rich_help_panel=_LOAD)
-    ] = None
     workload: Annotated[
-        str | None,
-        typer.Option("--workload", "-w", help=f"Instead: {', '.join(SHAPES)}, agents.", rich_help_panel=_LOAD),
-    ] = None
-    turns: Annotated[
-        float | None, typer.Option(help="agents: median turns of a session.", show_default="43", rich_help_panel=_LOAD)
-    ] = None
-    long_share: Annotated[
-        float | None, typer.Option(help="mix: share of long prompts among arrivals.", rich_help_panel=_LOAD)
-    ] = None
-    slo: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="CLASS=LIMITS",
-            help="Targets of goodput, in ms, e.g. interactive=ttft:500,tpot:50. Default: the promises of the class.",
-            rich_help_panel=_LOAD,
-        ),
+        str | None, typer.Option("--workload", "-w", help=f"In place of a mix: {', '.join(SHAPES)}, agents.")
     ] = None
     seed: Annotated[int, typer.Option(help="Seed of all random numbers.")] = 0
     seeds: Annotated[
@@ -101,9 +83,6 @@ class SimulateFlags(Amount):
         bool,
         typer.Option("--sweep", help="Find the best ratio of prefill to decode replicas.", rich_help_panel=_STUDY),
     ] = False
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write all figures here.", rich_help_panel=_OUTPUT)
-    ] = None
 
 
 @takes(SimulateFlags)

@@ -10,11 +10,8 @@ from typing import Annotated, Any, NamedTuple
 
 import httpx
 import typer
-from rich.console import Console, Group
-from rich.live import Live
-from rich.markdown import Markdown
+from rich.console import Console
 from rich.markup import escape
-from rich.segment import Segment, Segments
 from rich.text import Text
 
 from crossdock.cluster.watch.address import server_root
@@ -141,7 +138,7 @@ def chat(
             if message is None and not sys.stdin.isatty():
                 message = sys.stdin.read().strip()
             if message is not None:
-                _print_plain(talk.say(message))
+                _print(talk.say(message), Console())
             else:
                 _Terminal(talk).run()
     except ChatError as error:
@@ -152,7 +149,7 @@ def chat(
 
 
 class _Terminal:
-    """The dialogue at a terminal: reads lines, renders answers."""
+    """The dialogue at a terminal: reads lines, prints answers."""
 
     def __init__(self, talk: Conversation) -> None:
         with contextlib.suppress(ImportError):
@@ -191,29 +188,14 @@ class _Terminal:
         self.console.print(f"[dim]{escape(reply)}[/dim]", highlight=False)
 
     def _answer(self, line: str) -> None:
-        thoughts, text, asked, first = "", "", time.perf_counter(), None
-        # Only the end of a growing answer fits the screen; the whole answer is printed when it is complete.
-        with contextlib.closing(self.talk.say(line)) as pieces, Live(console=self.console, transient=True) as live:
-            try:
-                for piece in pieces:
-                    first = first or time.perf_counter()
-                    if piece.is_reasoning:
-                        thoughts += piece.text
-                    else:
-                        text += piece.text
-                    live.update(self._end_of(_rendered(thoughts, text)))
-                note = self._pace(asked, first or asked)
-            except KeyboardInterrupt:
-                note = "stopped"
-            except ChatError as error:
-                note = f"error: {error}"
-        if thoughts or text:
-            self.console.print(_rendered(thoughts, text))
+        asked = time.perf_counter()
+        try:
+            note = self._pace(asked, _print(self.talk.say(line), self.console) or asked)
+        except KeyboardInterrupt:
+            note = "stopped"
+        except ChatError as error:
+            note = f"error: {error}"
         self.console.print(f"[dim]{escape(note)}[/dim]", highlight=False)
-
-    def _end_of(self, answer: Group) -> Segments:
-        lines = self.console.render_lines(answer, pad=False)[-max(1, self.console.height - 2) :]
-        return Segments([segment for line in lines for segment in (*line, Segment.line())])
 
     def _pace(self, asked: float, first: float) -> str:
         note = f"first token after {first - asked:.2f} s"
@@ -223,28 +205,30 @@ class _Terminal:
         return note
 
 
-def _rendered(thoughts: str, text: str) -> Group:
-    """Return the reasoning, dimmed, and the answer after it."""
-    parts = [Text(thoughts.strip() + "\n", style="dim")] if thoughts.strip() else []
-    return Group(*parts, Markdown(text))
+def _print(pieces: Generator[Piece, None, None], console: Console) -> float | None:
+    """Print the answer as it comes, and return when its first piece came; None: there was none.
 
-
-def _print_plain(pieces: Generator[Piece, None, None]) -> None:
-    """Print the answer as it comes. Reasoning is for people alone: a pipe gets the answer."""
-    console, is_after_reasoning = Console(), False
+    Reasoning is for people alone: a pipe gets the answer.
+    """
+    first, is_after_reasoning = None, False
     with contextlib.closing(pieces):
-        for text, is_reasoning in pieces:
-            if is_reasoning and not console.is_terminal:
-                continue
-            if is_after_reasoning and not is_reasoning:
-                sys.stdout.write("\n\n")
-            is_after_reasoning = is_reasoning
-            if is_reasoning:
-                console.print(Text(text, style="dim"), end="", soft_wrap=True)
-            else:
-                sys.stdout.write(text)
-            sys.stdout.flush()
-    sys.stdout.write("\n")
+        try:
+            for text, is_reasoning in pieces:
+                first = first or time.perf_counter()
+                if is_reasoning and not console.is_terminal:
+                    continue
+                if is_after_reasoning and not is_reasoning:
+                    sys.stdout.write("\n\n")
+                is_after_reasoning = is_reasoning
+                if is_reasoning:
+                    console.print(Text(text, style="dim"), end="", soft_wrap=True)
+                else:
+                    sys.stdout.write(text)
+                sys.stdout.flush()
+        finally:
+            if first is not None:
+                sys.stdout.write("\n")
+    return first
 
 
 def _lines(chunks: Iterator[bytes]) -> Iterator[bytes]:
