@@ -1,4 +1,7 @@
-"""A run of pytest ends at once, and leaves no process: when a test hangs, on Ctrl-C, on SIGTERM; with Ray as well."""
+"""A run of pytest ends at once, and leaves no process: when a test hangs, on Ctrl-C, on SIGTERM; with Ray as well.
+
+It lists at its end which tests were skipped for want of a program.
+"""
 
 import os
 import signal
@@ -50,6 +53,17 @@ def test_waits(ray_cluster):
 """
 
 
+SKIPS = """
+import pytest
+
+def test_skips():
+    pytest.skip("needs promtool: apt-get install prometheus")
+
+def test_skips_for_another_reason():
+    pytest.skip("there is no reason")
+"""
+
+
 @pytest.fixture
 def folder() -> Iterator[Path]:
     """A folder inside the tests, so that the run in it has their conftest.py."""
@@ -75,8 +89,13 @@ def test_test_that_hangs_in_callback_ends_the_process_with_stacks(folder: Path) 
     assert "in callback" in output, output
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("text", [pytest.param(WAITS, id="child"), pytest.param(WAITS_WITH_RAY, id="Ray")])
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        pytest.param(WAITS, signal.SIGINT, id="child, SIGINT"),
+        pytest.param(WAITS_WITH_RAY, signal.SIGTERM, id="Ray, SIGTERM"),
+    ],
+)
 def test_signal_ends_the_run_and_all_its_processes(folder: Path, text: str, number: signal.Signals) -> None:
     child = child_pytest(folder, text)
     eventually(lambda: (folder / "ready").exists() or child.poll() is not None, "no test began", 120)
@@ -89,3 +108,10 @@ def test_signal_ends_the_run_and_all_its_processes(folder: Path, text: str, numb
     assert "in test_waits" in output, "the stacks"
     _, alive = psutil.wait_procs(below, timeout=10)
     assert alive == []
+
+
+def test_missing_program_is_listed_at_the_end_with_its_package(folder: Path) -> None:
+    output, _ = child_pytest(folder, SKIPS).communicate(timeout=120)
+    assert [line for line in output.splitlines() if line.startswith("hole:")] == [
+        "hole: 1 skipped: needs promtool: apt-get install prometheus"
+    ]

@@ -10,7 +10,8 @@ from transformers import PreTrainedTokenizerFast
 from crossdock.cluster.api.endpoints import build_api
 from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
-from tests.cluster.api.scripted_api import LiveServer, ScriptedDispatcher, eventually, serving
+from tests.cluster.api.scripted_api import LiveServer, ScriptedDispatcher, serving
+from tests.waiting import eventually
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,8 @@ from crossdock.cluster.api.http.http_guard import HttpGuard
 from crossdock.cluster.api.http.keys import KeyRing
 from crossdock.cluster.api.http.limits import Ledger
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
-from tests.cluster.api.scripted_api import ScriptedDispatcher, eventually, raw, refused, serving
+from tests.cluster.api.scripted_api import ScriptedDispatcher, held_bytes, raw, refused, serving
+from tests.waiting import eventually
 
 POST = (
     b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
@@ -92,23 +93,18 @@ def test_body_that_trickles_is_refused(url: str, monkeypatch: pytest.MonkeyPatch
 
 
 def test_large_bodies_at_once_are_bounded_and_small_ones_are_not(
-    engine: ScriptedDispatcher, tokenizer: ModelTokenizer
+    engine: ScriptedDispatcher, tokenizer: ModelTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A body counts twice: as it is, and as what it becomes."""
     body = b'{"prompt": "Hi", "user": "' + b"a" * 400_000 + b'"}'
-    config = HttpConfig(request_memory_bytes=1 << 20)
+    config, held = HttpConfig(request_memory_bytes=1 << 20), held_bytes(monkeypatch)
     with serving(engine, tokenizer, config) as http, raw(str(http.base_url)) as wire:
         wire.sendall(POST % len(body) + body[:350_000])
+        eventually(lambda: held() >= 350_000)
         headers = {"content-type": "application/json"}
-
-        def is_refused() -> bool:
-            answer = http.post("/v1/completions", content=body, headers=headers)
-            if answer.status_code == 429:
-                refused(answer, 429, code="request_memory")
-                assert answer.headers["retry-after"] == "1"
-            return answer.status_code == 429
-
-        eventually(is_refused)  # once the server has read the other's part
+        answer = http.post("/v1/completions", content=body, headers=headers)
+        refused(answer, 429, code="request_memory")
+        assert answer.headers["retry-after"] == "1"
         assert http.post("/v1/completions", json={"prompt": "Hi"}).status_code == 200
         wire.sendall(body[350_000:])
         assert b" 200 OK" in wire.recv(4096)

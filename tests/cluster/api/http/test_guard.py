@@ -17,7 +17,8 @@ from crossdock.cluster.api.http.keys import KeyRing
 from crossdock.cluster.api.http.limits import Ledger
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.workers.schedule.request import FinishReason, TokenDelta
-from tests.cluster.api.scripted_api import HI, ScriptedDispatcher, complete, events, eventually, raw, refused, serving
+from tests.cluster.api.scripted_api import HI, ScriptedDispatcher, complete, events, raw, refused, serving
+from tests.waiting import eventually
 
 JSON = "host: localhost\r\ncontent-type: application/json\r\n"
 

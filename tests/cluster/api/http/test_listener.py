@@ -18,9 +18,13 @@ from crossdock.cluster.api.http.connection import MAX_HEAD_BYTES
 from crossdock.cluster.api.http.listener import listen
 from tests.cluster.ports import free_port
 
-# Ray's actors run on uvloop where it is installed.
+# For what depends on transports: Ray's actors run on uvloop where it is installed.
 LOOPS = pytest.mark.parametrize("anyio_backend", [("asyncio", {"use_uvloop": each}) for each in (False, True)])
-pytestmark = LOOPS
+
+
+@pytest.fixture
+def anyio_backend() -> tuple[str, dict[str, bool]]:
+    return "asyncio", {"use_uvloop": True}
 
 
 async def echo(scope: Any, receive: Any, send: Any) -> None:
@@ -34,7 +38,7 @@ async def echo(scope: Any, receive: Any, send: Any) -> None:
 
 @asynccontextmanager
 async def listening(app: Any = echo, write_timeout_s: float = 60, keep_alive_s: int = 75) -> AsyncIterator[int]:
-    """Open a listener, and yield its port. The client has a minute."""
+    """Open a listener, and yield its port. Connections that stay open end with the loop."""
     asyncio.get_running_loop().set_exception_handler(None)  # a loop logs a closed socket that was to accept
     port = free_port()
     server = await listen(app, "127.0.0.1", port, keep_alive_s=keep_alive_s, write_timeout_s=write_timeout_s)
@@ -42,7 +46,7 @@ async def listening(app: Any = echo, write_timeout_s: float = 60, keep_alive_s: 
         async with asyncio.timeout(60):
             yield port
     finally:
-        await server.close(1)
+        await server.close(0)
 
 
 async def answer(reader: asyncio.StreamReader) -> bytes:
@@ -230,6 +234,7 @@ async def refuse(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": b"no"})
 
 
+@LOOPS
 @pytest.mark.parametrize("header", [b"connection: close\r\n", b""])
 async def test_client_that_sends_before_it_reads_gets_the_early_answer(header: bytes) -> None:
     """Without a delay the server would reset the connection, and the client could not even send its body."""
@@ -269,6 +274,7 @@ async def send_for_ever(writer: asyncio.StreamWriter, data: bytes) -> None:
         await asyncio.sleep(0.001)
 
 
+@LOOPS
 @pytest.mark.parametrize(("seconds", "num_bytes"), [(0.3, 1 << 40), (1000.0, 1 << 20)], ids=["silent", "many bytes"])
 async def test_refused_connection_ends_though_the_client_keeps_it(
     seconds: float, num_bytes: int, monkeypatch: pytest.MonkeyPatch
@@ -311,6 +317,7 @@ class EndlessAnswer:
         self.ends.append(gone.result()["type"] == "http.disconnect")
 
 
+@LOOPS
 async def test_client_that_reads_nothing_is_disconnected_and_its_request_ends() -> None:
     app = EndlessAnswer()
     async with listening(app, write_timeout_s=0.3) as port:
@@ -321,6 +328,7 @@ async def test_client_that_reads_nothing_is_disconnected_and_its_request_ends() 
         assert app.sent < 50 << 20  # no more than the kernel's buffers hold: this process kept none
 
 
+@LOOPS
 @pytest.mark.parametrize("header", [b"", b"connection: close\r\n"])
 async def test_finished_answer_that_is_not_read_does_not_keep_the_connection(
     header: bytes, monkeypatch: pytest.MonkeyPatch
@@ -345,7 +353,7 @@ async def test_finished_answer_that_is_not_read_does_not_keep_the_connection(
     monkeypatch.setattr(connection.Connections, "__init__", created)
     monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.3)
     monkeypatch.setattr(connection, "LINGER_S", 0.3)
-    async with listening(app, write_timeout_s=0.3, keep_alive_s=1) as port:
+    async with listening(app, write_timeout_s=0.3, keep_alive_s=0) as port:
         with socket.socket() as wire:
             wire.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             wire.connect(("127.0.0.1", port))

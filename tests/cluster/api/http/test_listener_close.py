@@ -14,6 +14,13 @@ from tests.cluster.api.http.test_listener import LOOPS, answer, echo, opened
 from tests.cluster.ports import free_port
 
 pytestmark = LOOPS
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "CLOSING_S", 0.3)
+
+
 REQUEST = b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 2\r\n\r\nhi"
 
 
@@ -51,12 +58,13 @@ async def test_closing_listener_lets_the_running_request_end_and_takes_no_other(
         assert await ending
 
 
-async def test_closing_listener_ends_an_idle_connection_at_once() -> None:
+async def test_closing_listener_ends_an_idle_connection_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "CLOSING_S", 1000.0)
     async with closing() as (server, port, may_answer):
         may_answer.set()
         reader, writer = await opened(port, REQUEST)
         await reader.readuntil(b"hi")
-        assert await server.close(connection.CLOSING_S / 2)
+        assert await server.close(20)
         assert await answer(reader) == b""
         writer.close()
 
@@ -83,6 +91,6 @@ async def test_closing_listener_does_not_wait_long_for_a_connection_without_a_re
     async with closing() as (server, port, _):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         await asyncio.sleep(0.1)
-        assert await server.close(5 * connection.CLOSING_S)
+        assert await server.close(20)
         assert await answer(reader) == b""
         writer.close()

@@ -11,7 +11,7 @@ import httpx
 from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.serve.memory import used_by_family
 from tests.cluster.api.http.memory_server import serve
-from tests.cluster.api.scripted_api import eventually
+from tests.waiting import eventually
 
 MIB = 1 << 20
 JSON = {"content-type": "application/json"}
@@ -53,7 +53,7 @@ def test_largest_bodies_of_64_clients_stay_within_the_bound_and_leave_nothing() 
             before = used_by_family(pid)
             with ThreadPoolExecutor(NUM_CLIENTS) as pool:
                 wires = list(pool.map(lambda _: opened(port, request), range(NUM_CLIENTS)))
-            eventually(lambda: len(select.select(wires, [], [], 0)[0]) >= NUM_CLIENTS - MOST_HELD, 60)
+            eventually(lambda: len(select.select(wires, [], [], 0)[0]) >= NUM_CLIENTS - MOST_HELD)
             answered = select.select(wires, [], [], 0)[0]
             assert {wire.recv(12) for wire in answered} == {b"HTTP/1.1 429"}
             assert len(answered) < NUM_CLIENTS

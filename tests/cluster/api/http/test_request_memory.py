@@ -14,8 +14,9 @@ from crossdock.cluster.api.http.keys import KeyRing
 from crossdock.cluster.api.http.limits import Ledger
 from crossdock.cluster.api.http.listener import listen
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
-from tests.cluster.api.scripted_api import ScriptedDispatcher, eventually, raw, refused, serving
+from tests.cluster.api.scripted_api import ScriptedDispatcher, raw, refused, serving
 from tests.cluster.ports import free_port
+from tests.waiting import eventually
 
 MIB = 1 << 20
 UNREAD = [{"role": "user", "content": "Hi", "name": "x" * 200_000}]  # no template reads the name

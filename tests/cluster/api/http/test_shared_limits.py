@@ -12,7 +12,8 @@ from crossdock.cluster.api.endpoints import build_api
 from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.http.limits import READS_PER_MINUTE, Loan
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
-from tests.cluster.api.scripted_api import LiveServer, ScriptedDispatcher, eventually, refused, serving
+from tests.cluster.api.scripted_api import LiveServer, ScriptedDispatcher, refused, serving
+from tests.waiting import eventually
 
 KEYS = [{"key": "running", "max_concurrent_requests": 2}]
 
@@ -76,7 +77,7 @@ def test_reads_of_a_key_are_limited(engine: ScriptedDispatcher, tokenizer: Model
             answers.append(get("a"))
             return answers[-1].status_code == 429
 
-        eventually(read_again, 60)
+        eventually(read_again)
         assert "GET" in refused(answers[-1], 429)["message"]
         assert get("b").status_code == 200
         assert http.get("/health").status_code == 200

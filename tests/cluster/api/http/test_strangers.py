@@ -15,8 +15,9 @@ from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.http.listener import listen
 from crossdock.cluster.api.routes.web_assets import web_assets
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
-from tests.cluster.api.scripted_api import ScriptedDispatcher, eventually, raw, refused, serving
+from tests.cluster.api.scripted_api import ScriptedDispatcher, held_bytes, raw, refused, serving
 from tests.cluster.ports import free_port
+from tests.waiting import eventually
 
 KEYS = HttpConfig(api_keys=("k", "other"))
 HEAD = b"POST %b HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\nauthorization: Bearer %b\r\n"
@@ -37,8 +38,9 @@ def test_body_on_an_open_path_is_refused_before_it_comes(
 
 
 def test_bodies_of_one_key_leave_place_for_those_of_another(
-    engine: ScriptedDispatcher, tokenizer: ModelTokenizer
+    engine: ScriptedDispatcher, tokenizer: ModelTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    held = held_bytes(monkeypatch)
     config = HttpConfig(api_keys=("k", "other"), request_memory_bytes=1 << 20)
     body = {"prompt": "Hi", "user": "a" * 150_000}
     with serving(engine, tokenizer, config) as http, raw(str(http.base_url)) as wire:
@@ -47,7 +49,7 @@ def test_bodies_of_one_key_leave_place_for_those_of_another(
         def post(key: str) -> httpx.Response:
             return http.post("/v1/completions", json=body, headers={"authorization": f"Bearer {key}"})
 
-        eventually(lambda: post("k").status_code == 429)  # once the server has read the part
+        eventually(lambda: held() >= 400_000)
         refused(post("k"), 429, code="request_memory")
         assert post("other").status_code == 200
 

@@ -15,7 +15,8 @@ from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.routes import responses
 from crossdock.cluster.api.routes.response_store import ITEM_BYTES, RECORD_BYTES, ResponseStore, StoredResponse
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
-from tests.cluster.api.scripted_api import STORY, LiveServer, ScriptedDispatcher, eventually, refused
+from tests.cluster.api.scripted_api import STORY, LiveServer, ScriptedDispatcher, refused
+from tests.waiting import eventually
 
 TTL_S = 100.0
 

@@ -23,11 +23,11 @@ from tests.cluster.api.scripted_api import (
     MAX_MODEL_LEN,
     STORY,
     ScriptedDispatcher,
-    eventually,
     named_events,
     refused,
     serving,
 )
+from tests.waiting import eventually
 
 WRITTEN = '{"name": "move", "arguments": {"to": {"x": 3}}}'
 MOVE: Any = {"type": "function", "name": "move", "parameters": {"type": "object", "properties": {"to": {}}}}

@@ -8,7 +8,8 @@ import pytest
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.workers.schedule.request import FinishReason, TokenDelta
 from crossdock.workers.schedule.submission import Submission
-from tests.cluster.api.scripted_api import STORY, ScriptedDispatcher, complete, events, eventually
+from tests.cluster.api.scripted_api import STORY, ScriptedDispatcher, complete, events
+from tests.waiting import eventually
 
 
 @pytest.mark.parametrize("stream", [False, True])
