@@ -97,14 +97,17 @@ def engine(bench: Bench) -> Iterator[Case]:
     engines.free()
 
 
-def _seconds(engine: Engine, chunk: tuple[int, int] | None, streams: int, context: int, repeats: int = 7) -> float:
-    """Return the median seconds of a step; the first run is not counted.
+def _seconds(
+    bench: Bench, engine: Engine, chunk: tuple[int, int] | None, streams: int, context: int, repeats: int = 7
+) -> float:
+    """Return the median seconds of a step; the first run is not counted. A dry run has one more.
 
     Raises:
         UnavailableError: the pool does not hold the step.
     """
     vocabulary = min(VOCABULARY, engine.model.vocab_size)
-    step = measure_step(engine, chunk, streams, context, repeats + 1, vocabulary)
+    num_runs = 2 if bench.sizes.is_dry else repeats + 1
+    step = measure_step(engine, chunk, streams, context, num_runs, vocabulary)
     if step is None:
         raise UnavailableError(f"the pool of {engine.pages.num_pages} pages does not hold the step")
     return statistics.median(step[1][1:])
@@ -114,13 +117,13 @@ def _decode(bench: Bench, engines: Engines, streams: int, context: int, is_eager
     engine = engines.engine(**({"enforce_eager": True} if is_eager else {"async_scheduling": True}))
     kv_bytes = streams * context * engine.model.layout(engine.config.page_size).token_bytes
     least = (engines.weights.read(streams) + kv_bytes) / bench.bandwidth
-    seconds = _seconds(engine, None, streams, context - 1)
+    seconds = _seconds(bench, engine, None, streams, context - 1)
     return {"ms": seconds * 1e3, "least_ms": least * 1e3, "over_least": seconds / least}
 
 
 def _prefill(bench: Bench, engines: Engines) -> Figures:
     engine, tokens = engines.engine(async_scheduling=True), bench.sizes.prompt
-    seconds = _seconds(engine, (0, tokens), 0, 0, 3)
+    seconds = _seconds(bench, engine, (0, tokens), 0, 0, 3)
     config = engine.model.config
     attention = 2 * config.num_attention_heads * config.head_dim * tokens**2 * config.num_hidden_layers
     flop = engines.weights.flop(tokens, 1) + attention
@@ -132,8 +135,8 @@ def _chunks(bench: Bench, engines: Engines) -> Figures:
     engine, sizes = engines.engine(async_scheduling=True), bench.sizes
     beside = sizes.streams, sizes.stream_context - 1
     starts = range(0, sizes.prompt, sizes.chunk)
-    alone = _seconds(engine, (0, sizes.prompt), 0, 0, 3)
-    chunks = [_seconds(engine, (start, sizes.chunk), *beside, 3) for start in starts]
+    alone = _seconds(bench, engine, (0, sizes.prompt), 0, 0, 3)
+    chunks = [_seconds(bench, engine, (start, sizes.chunk), *beside, 3) for start in starts]
     throughput = (sizes.prompt + len(chunks) * sizes.streams) / sum(chunks)
     return {
         "longest_step_ms": max(chunks) * 1e3,

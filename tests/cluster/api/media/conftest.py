@@ -16,6 +16,7 @@ from crossdock.cluster.api.media.media import Media
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.cluster.serve.media import open_media
 from crossdock.workers.schedule.submission import Submission
+from tests.cluster.api.media.hostile_scene import HostileScene, hostile_scene
 from tests.cluster.api.media.picture_models import MODELS, encoded, picture
 from tests.cluster.api.scripted_api import LiveServer, ScriptedDispatcher
 
@@ -74,3 +75,10 @@ def picture_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Picture
             yield PictureServer(url, http, dispatcher, media, registry, folder)
     finally:
         media.close()
+
+
+@pytest.fixture(scope="session")
+def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HostileScene]:
+    """One server for all hostile pictures and videos."""
+    with hostile_scene(tmp_path_factory.mktemp("hostile")) as scene:
+        yield scene

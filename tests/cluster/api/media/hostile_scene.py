@@ -16,6 +16,7 @@ from crossdock.cluster.api.media.media import Media, MediaLimits
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from tests.cluster.api.media.hostile_host import HOST, NAMES, HostileHost, Names, Witness
 from tests.cluster.api.media.picture_models import MODELS, encoded, picture
+from tests.cluster.api.media.video_models import video_file
 from tests.cluster.api.scripted_api import LiveServer, ScriptedDispatcher
 
 SECRET = "TOP-SECRET"
@@ -54,6 +55,7 @@ def hostile_scene(
     folder.mkdir()
     tokenizer = ModelTokenizer(MODELS["qwen2_vl"].save(model))
     (root / "secret.png").write_bytes(encoded(picture()))
+    (root / "secret.mp4").write_bytes(video_file())
     (root / "pictures-beside").mkdir()
     (root / "pictures-beside" / "a.png").write_bytes(encoded(picture()))
     (folder / "text.png").write_text(SECRET)

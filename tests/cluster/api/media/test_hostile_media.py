@@ -6,7 +6,6 @@ import struct
 import subprocess
 import sys
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -18,15 +17,9 @@ from crossdock.cluster.api.errors import ApiError
 from crossdock.cluster.api.media.addresses import AllowedHosts, is_public
 from crossdock.cluster.api.media.fetch import PictureFetcher
 from tests.cluster.api.media.hostile_host import HOST, NAMES
-from tests.cluster.api.media.hostile_scene import SECRET, HostileScene, hostile_scene
+from tests.cluster.api.media.hostile_scene import SECRET, HostileScene
 from tests.cluster.api.media.picture_models import data_url, encoded, image_part, picture
 from tests.cluster.api.scripted_api import refused
-
-
-@pytest.fixture(scope="module")
-def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HostileScene]:
-    with hostile_scene(tmp_path_factory.mktemp("hostile")) as scene:
-        yield scene
 
 
 def chunk(kind: bytes, body: bytes) -> bytes:

@@ -2,7 +2,6 @@
 
 import base64
 import struct
-from collections.abc import Iterator
 from typing import Any
 
 import av
@@ -10,19 +9,11 @@ import numpy as np
 import psutil
 import pytest
 
-from tests.cluster.api.media.hostile_scene import SECRET, HostileScene, hostile_scene
+from tests.cluster.api.media.hostile_scene import SECRET, HostileScene
 from tests.cluster.api.media.picture_models import data_url, encoded, picture
 from tests.cluster.api.media.test_hostile_media import png
 from tests.cluster.api.media.video_models import joined_url, moving, video_file, video_part
 from tests.cluster.api.scripted_api import refused
-
-
-@pytest.fixture(scope="module")
-def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HostileScene]:
-    root = tmp_path_factory.mktemp("hostile")
-    with hostile_scene(root) as scene:
-        (root / "secret.mp4").write_bytes(video_file())
-        yield scene
 
 
 def patched(file: bytes, box: bytes, at: int, value: int, size: int = 4) -> bytes:

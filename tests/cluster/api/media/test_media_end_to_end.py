@@ -1,6 +1,7 @@
 """Pictures and videos from the body of a request to the tokens of an engine: equal to transformers' own."""
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,8 @@ def usual_first(kinds: Any) -> list[Any]:
     return [pytest.param(kind, marks=[pytest.mark.soak] * (kind != USUAL)) for kind in kinds]
 
 
-async def answered(kind: str, folder: Path, parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the answers of a server to the same chat, alone and then three times at once, beside streams of text."""
+async def answered(kind: str, folder: Path, *pairs: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Return the answers of one server to a chat with each pair of parts."""
     tokenizer = ModelTokenizer(MODELS[kind].save(folder))
     media = open_media(folder, tokenizer, HTTP)
     assert media is not None
@@ -47,8 +48,25 @@ async def answered(kind: str, folder: Path, parts: list[dict[str, Any]]) -> list
     config = EngineConfig(kv_cache_memory=ByteSize(4 << 20), max_num_batched_tokens=32, max_num_seqs=8)
     dispatcher, replica = Dispatcher("tiny"), InProcess(engine=Engine(wrap_module(module), config))
     app = build_api(dispatcher, tokenizer, HTTP, media=media)
+    try:
+        dispatcher.join("r0", replica, replica.profile)
+        await all_up(dispatcher, 1)
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(app), base_url="http://localhost", timeout=60
+        ) as http:
+            return [await alone_and_together(http, *pair) for pair in pairs]
+    finally:
+        await dispatcher.close()
+        await replica.engine_thread.close()
+        media.close()
+
+
+async def alone_and_together(
+    http: httpx.AsyncClient, first: dict[str, Any], second: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """Return the answers to the same chat, alone and then three times at once, beside streams of text."""
     body = {
-        "messages": [{"role": "user", "content": [parts[0], {"type": "text", "text": " and "}, parts[1]]}],
+        "messages": [{"role": "user", "content": [first, {"type": "text", "text": " and "}, second]}],
         "max_tokens": NUM_TOKENS,
         "temperature": 0,
         "ignore_eos": True,
@@ -56,21 +74,11 @@ async def answered(kind: str, folder: Path, parts: list[dict[str, Any]]) -> list
         "logprobs": True,
     }
     text = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 20, "ignore_eos": True}
-    try:
-        dispatcher.join("r0", replica, replica.profile)
-        await all_up(dispatcher, 1)
-        async with httpx.AsyncClient(
-            transport=httpx.ASGITransport(app), base_url="http://localhost", timeout=60
-        ) as http:
-            first = await http.post("/v1/chat/completions", json=body)
-            bodies = [text, body, body, text, body]
-            others = await asyncio.gather(*(http.post("/v1/chat/completions", json=each) for each in bodies))
-        assert {answer.status_code for answer in (first, *others)} == {200}, first.text
-        return [first.json(), *(answer.json() for answer, asked in zip(others, bodies, strict=True) if asked is body)]
-    finally:
-        await dispatcher.close()
-        await replica.engine_thread.close()
-        media.close()
+    alone = await http.post("/v1/chat/completions", json=body)
+    bodies = [text, body, body, text, body]
+    others = await asyncio.gather(*(http.post("/v1/chat/completions", json=each) for each in bodies))
+    assert {answer.status_code for answer in (alone, *others)} == {200}, alone.text
+    return [alone.json(), *(answer.json() for answer, asked in zip(others, bodies, strict=True) if asked is body)]
 
 
 def token_ids_of(answers: list[dict[str, Any]]) -> list[int]:
@@ -86,15 +94,6 @@ def check(answers: list[dict[str, Any]], wanted: list[int], logprobs: list[float
         choice = answer["choices"][0]
         assert choice["token_ids"] == wanted
         assert [each["logprob"] for each in choice["logprobs"]["content"]] == pytest.approx(logprobs, abs=1e-3)
-
-
-@pytest.mark.parametrize("kind", usual_first(CONFIGS))
-def test_tokens_after_pictures_equal_those_of_transformers(kind: str, tmp_path: Path) -> None:
-    parts = [image_part(data_url(encoded(image))) for image in IMAGES]
-    answers = asyncio.run(answered(kind, tmp_path, parts))
-    token_ids = token_ids_of(answers)
-    oracle = built(kind, tmp_path, ModelTokenizer(MODELS[kind].save(tmp_path)).last_token_id + 1)
-    check(answers, *continuation_of(oracle, tmp_path, token_ids, IMAGES, NUM_TOKENS))
 
 
 @torch.inference_mode()
@@ -114,9 +113,13 @@ def continuation_of_videos(module: Any, kind: str, token_ids: list[int], folder:
     return output, logprobs
 
 
-@pytest.mark.parametrize("kind", usual_first(video_models.FAMILIES))
-def test_tokens_after_videos_equal_those_of_transformers(kind: str, tmp_path: Path) -> None:
-    answers = asyncio.run(answered(kind, tmp_path, [video_part(data_url(file, "video/mp4")) for file in FILES]))
-    token_ids = token_ids_of(answers)
+@pytest.mark.parametrize("kind", usual_first(CONFIGS))
+def test_tokens_after_pictures_and_videos_equal_those_of_transformers(kind: str, tmp_path: Path) -> None:
+    pairs = [[image_part(data_url(encoded(image))) for image in IMAGES]]
+    if kind in video_models.FAMILIES:
+        pairs.append([video_part(data_url(file, "video/mp4")) for file in FILES])
+    pictures, *videos = asyncio.run(answered(kind, tmp_path, *pairs))
     oracle = built(kind, tmp_path, ModelTokenizer(MODELS[kind].save(tmp_path)).last_token_id + 1)
-    check(answers, *continuation_of_videos(oracle, kind, token_ids, tmp_path))
+    check(pictures, *continuation_of(oracle, tmp_path, token_ids_of(pictures), IMAGES, NUM_TOKENS))
+    for answers in videos:
+        check(answers, *continuation_of_videos(oracle, kind, token_ids_of(answers), tmp_path))

@@ -66,12 +66,17 @@ def test_picture_that_ends_its_child_is_refused_alone(prepare: Any, reason: str)
     assert unpack(found) == {"runs": [1]}
 
 
+def tried(tokenizer: ModelTokenizer, folder: Path, **arguments: Any) -> dict[str, Any]:
+    """Return what a process would answer first."""
+    names = {str(token_id): text for text, token_id in tokenizer.added_tokens().items()}
+    settings = {"folder": str(folder), "names": names, "arguments": arguments, "most_pixels": 1 << 20}
+    return Preparation(settings).tried()
+
+
 @pytest.mark.parametrize("wrong", [{"size": {"width": "broad"}}, {"size": 5}, {"max_pixels": -5}, {"resample": 77}])
 def test_wrong_arguments_of_the_image_processor_are_found(wrong: dict[str, Any], tmp_path: Path) -> None:
-    added = ModelTokenizer(MODELS["qwen2_vl"].save(tmp_path)).added_tokens()
-    names = {str(token_id): text for text, token_id in added.items()}
-    settings = {"folder": str(tmp_path), "names": names, "arguments": wrong, "most_pixels": 1 << 20}
-    assert Preparation(settings).tried().keys() == {"wrong_arguments"}
+    tokenizer = ModelTokenizer(MODELS["qwen2_vl"].save(tmp_path))
+    assert tried(tokenizer, tmp_path, **wrong).keys() == {"wrong_arguments"}
 
 
 def test_wrong_arguments_of_the_image_processor_are_named_at_the_start(tmp_path: Path) -> None:
@@ -84,7 +89,7 @@ def test_wrong_arguments_of_the_image_processor_are_named_at_the_start(tmp_path:
 def test_model_whose_image_processor_is_unknown_serves_text(tmp_path: Path) -> None:
     tokenizer = ModelTokenizer(MODELS["qwen2_vl"].save(tmp_path))
     (tmp_path / "preprocessor_config.json").write_text(json.dumps({"image_processor_type": "NoSuchProcessor"}))
-    assert open_media(tmp_path, tokenizer, HttpConfig()) is None
+    assert open_media(tmp_path, tokenizer, HttpConfig(limit_mm_per_prompt={"video": 0})) is None
     assert open_media(tmp_path, tokenizer, HttpConfig(limit_mm_per_prompt={"image": 0})) is None
 
 
@@ -94,6 +99,4 @@ def test_image_processor_may_stand_in_the_processors_file(tmp_path: Path) -> Non
     (tmp_path / "preprocessor_config.json").unlink()
     processor = json.loads((tmp_path / "processor_config.json").read_text())
     (tmp_path / "processor_config.json").write_text(json.dumps({**processor, "image_processor": images}))
-    media = open_media(tmp_path, tokenizer, HttpConfig(limit_mm_per_prompt={"video": 0}))
-    assert media is not None
-    media.close()
+    assert tried(tokenizer, tmp_path) == {"is_ready": True}

@@ -1,6 +1,5 @@
 """Videos in chats: from the part of a message to the items of a submission."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,10 @@ import pytest
 from crossdock.cluster.api.endpoints import build_api
 from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.media import clips
+from crossdock.cluster.api.media import media as media_module
+from crossdock.cluster.api.media.addresses import AllowedHosts
+from crossdock.cluster.api.media.media import Media, MediaLimits
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
-from crossdock.cluster.serve.media import open_media
 from tests.cluster.api.media.conftest import TEXT, PictureServer
 from tests.cluster.api.media.picture_models import MODELS, data_url, encoded, image_part, picture
 from tests.cluster.api.media.test_clips import KINDS
@@ -156,27 +157,27 @@ def test_other_apis_name_the_one_that_takes_videos(picture_server: PictureServer
 
 
 @pytest.mark.parametrize(
-    ("kind", "config", "reason"),
+    ("kind", "most_videos", "reason"),
     [
-        ("llava", {}, "videos of models of the type llava are not supported; internvl, qwen2_5_vl, qwen2_vl, qwen3_vl"),
-        ("qwen2_vl", {"limit_mm_per_prompt": {"video": 0}}, "--limit-mm-per-prompt"),
+        ("llava", 1, "videos of models of the type llava are not supported; internvl, qwen2_5_vl, qwen2_vl, qwen3_vl"),
+        ("qwen2_vl", 0, "--limit-mm-per-prompt"),
     ],
 )
-def test_server_without_videos_says_why(kind: str, config: dict[str, Any], reason: str, tmp_path: Path) -> None:
-    tokenizer = ModelTokenizer(replace(MODELS[kind]).save(tmp_path))
-    http = HttpConfig(**config)
-    media = open_media(tmp_path, tokenizer, http)
-    assert media is not None
-    dispatcher = ScriptedDispatcher(tokenizer, max_model_len=2000)
-    app = build_api(dispatcher, tokenizer, http, media=media)  # type: ignore[arg-type]
-    try:
-        assert len(media.pids) == 2  # none for videos
-        with LiveServer(app) as address, httpx.Client(base_url=address, timeout=60) as client:
-            messages = [{"role": "user", "content": [video_part(url())]}]
-            answer = client.post("/v1/chat/completions", json={"messages": messages})
-            assert reason in refused(answer, 400, param="messages[0].content[0]")["message"]
-    finally:
-        media.close()
+def test_server_without_videos_says_why(
+    kind: str, most_videos: int, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = []
+    monkeypatch.setattr(media_module, "PictureProcesses", lambda settings: started.append(settings["kind"]))
+    tokenizer = ModelTokenizer(MODELS[kind].save(tmp_path))
+    names = {token_id: text for text, token_id in tokenizer.added_tokens().items()}
+    limits = MediaLimits(AllowedHosts(()), None, 1, most_videos, 1 << 20, 1 << 20, 1.0, 0, 1 << 20, {}, {})
+    media = Media(tmp_path, names, limits)
+    app = build_api(ScriptedDispatcher(tokenizer), tokenizer, HttpConfig(), media=media)  # type: ignore[arg-type]
+    with LiveServer(app) as address, httpx.Client(base_url=address, timeout=60) as client:
+        messages = [{"role": "user", "content": [video_part(url())]}]
+        answer = client.post("/v1/chat/completions", json={"messages": messages})
+        assert reason in refused(answer, 400, param="messages[0].content[0]")["message"]
+    assert started == ["image"]
 
 
 def test_without_decoders_frames_are_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
