@@ -181,31 +181,6 @@ async def first_posted(loops: Sequence[EngineThread], count: int) -> int:
     return first
 
 
-async def test_class_is_chosen_by_tier_header_and_key(tokenizer: ModelTokenizer) -> None:
-    async with EngineApi(tokenizer, keys=KEYS) as api:
-
-        async def chosen(tier: str | None, **fields: Any) -> str:
-            answer = await api.ask(tier, tokens=5, **fields)
-            assert answer.status_code == 200, answer.text
-            echoed: str = answer.json()["service_tier"]
-            [found] = (await api.get(f"/{answer.headers['x-request-id']}", "operator")).json()["requests"]
-            assert found["slo_class"] == echoed  # on the replica too
-            return echoed
-
-        assert await chosen(None, key="plain") == "standard"
-        assert await chosen("priority", key="plain") == "urgent"
-        assert await chosen("flex", key="plain") == "standard"
-        assert await chosen(None, key="plain", **{"slo-class": "urgent"}) == "urgent"
-        assert await chosen("auto", key="bound") == "standard"
-        for fields in ({"tier": "priority"}, {"tier": None, "slo-class": "urgent"}):
-            answer = await api.ask(key="bound", **fields)  # type: ignore[arg-type]
-            assert answer.status_code == 403
-            assert answer.json()["error"]["type"] == "permission_error"
-            assert "bound" not in answer.text
-        answer = await api.ask("gold", key="plain")
-        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "service_tier")
-
-
 async def test_timeline_is_found_by_id_and_complete(tokenizer: ModelTokenizer) -> None:
     async with EngineApi(tokenizer, num_replicas=2, max_num_batched_tokens=100) as api:
         answer = await api.ask("standard", tokens=100, n=2, **{"request-id": "tenant/42"})

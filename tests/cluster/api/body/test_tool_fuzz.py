@@ -64,7 +64,7 @@ def test_tool_of_any_types_is_never_an_internal_error(family: str, tokenizer: Mo
     engine = ScriptedDispatcher(tokenizer, max_model_len=4000)
     engine.script = lambda submission: engine.story(submission, CALLS[family])
 
-    @settings(max_examples=30, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=8, deadline=None, database=None, suppress_health_check=list(HealthCheck))
     @example({"name": ["move"]}, "auto")
     @example({"name": {"a": 1}}, "auto")
     @example({"name": True}, "required")

@@ -13,7 +13,6 @@ import openai
 import pytest
 from llguidance import LLTokenizer
 from pydantic import ValidationError
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from crossdock.cluster.api.body.bodies import ChatCompletionRequest
@@ -23,7 +22,6 @@ from crossdock.cluster.api.text.message_format import MessageFormat, MessageRead
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.workers.model.grammar.matcher import new_matcher
 from crossdock.workers.schedule.submission import Grammar
-from tests.cluster.api.engine_api import EngineApi, lose_after
 from tests.cluster.api.scripted_api import HI, ScriptedDispatcher, events, serving
 from tests.cluster.api.text.parsed_messages import whole_message
 
@@ -658,57 +656,3 @@ def test_budget_beside_strict_tools_is_refused_where_nothing_would_bound_it(thin
     assert MessageFormat(thinker).reading(body, thinker.encode("Hi<think>\n")).grammar is not None
     with pytest.raises(ApiError, match="strict tools"):
         MessageFormat(thinker).reading(body, thinker.encode("Hi"))
-
-
-def small_tokenizer(added: list[str]) -> PreTrainedTokenizerFast:
-    """Return a tokenizer of ASCII characters and whole texts: the engine of tests has 128 tokens."""
-    characters = [*"ĊĠ", *map(chr, range(33, 127))]
-    backend = Tokenizer(models.BPE(vocab={each: i for i, each in enumerate(characters)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=THINKING)
-    tokenizer.add_tokens(added)
-    return tokenizer
-
-
-async def test_message_is_the_same_after_its_replica_is_lost_in_mid_stream() -> None:
-    """Sampled texts of parts of calls and reasoning, from real engines: two choices, whole and streamed."""
-    parts = ['<tool_call>{"name": "move", ', '"arguments": {}}</tool_call>', "</think>", "<think>", "\n", "Sure"]
-    own = small_tokenizer(parts)
-    tokenizer = ModelTokenizer(own)
-    body = {"messages": HI, "tools": TOOLS, "n": 2, "seed": 6, "temperature": 2, "max_tokens": 150, "ignore_eos": True}
-    body["allowed_token_ids"] = [own.convert_tokens_to_ids(part) for part in parts]
-
-    async def messages(*, is_lost: bool, stream: bool) -> list[dict[str, Any]]:
-        async with EngineApi(tokenizer, num_replicas=2, admission="queue") as api:
-            if is_lost:
-                lose_after(api, 50)
-            result = await api.http.post("/v1/chat/completions", json=body | {"stream": stream})
-            assert result.status_code == 200, result.text
-            lost = [replica for replica in api.replicas if replica.is_killed]
-            assert len(lost) == is_lost
-            assert ("crossdock_ingress_placed_again_total 0.0" in api.dispatcher.metrics.text()) != is_lost
-        return summed(events(result)) if stream else [without_ids(each["message"]) for each in result.json()["choices"]]
-
-    wanted = await messages(is_lost=False, stream=False)
-    assert all(message["tool_calls"] for message in wanted)
-    assert all(message["reasoning"] for message in wanted)
-    assert wanted[0] != wanted[1]
-    for stream in (False, True):
-        assert await messages(is_lost=True, stream=stream) == wanted
-
-
-def summed(chunks: list[Any]) -> list[dict[str, Any]]:
-    """Return the messages that a stream's deltas add up to."""
-    messages: list[dict[str, Any]] = [{}, {}]
-    for chunk in chunks:
-        for choice in chunk["choices"]:
-            message = messages[choice["index"]]
-            for name, part in choice["delta"].items():
-                message[name] = part if name == "role" else message.get(name, type(part)()) + part
-    return [without_ids({**message, "refusal": None}) for message in messages]
-
-
-def without_ids(message: dict[str, Any]) -> dict[str, Any]:
-    calls = [call["function"] for call in message.get("tool_calls", ())]
-    return {**message, "content": message["content"] or None, "tool_calls": calls}
