@@ -67,7 +67,7 @@ def test_picture_that_ends_its_child_is_refused_alone(prepare: Any, reason: str)
 
 
 def tried(tokenizer: ModelTokenizer, folder: Path, **arguments: Any) -> dict[str, Any]:
-    """Return what a process would answer first."""
+    """Prepare a small picture, as a process does first, and return the answer."""
     names = {str(token_id): text for text, token_id in tokenizer.added_tokens().items()}
     settings = {"folder": str(folder), "names": names, "arguments": arguments, "most_pixels": 1 << 20}
     return Preparation(settings).tried()
