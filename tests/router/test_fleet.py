@@ -342,21 +342,6 @@ def test_repeated_report_keeps_a_replica_from_being_silent() -> None:
 # -- replicas ----------------------------------------------------------------------------------------------------------
 
 
-def test_replicas_that_come_and_go_reuse_slots() -> None:
-    fleet = Fleet()
-    for number in range(300):
-        fleet.join(f"r{number}", profile(), 0.0)
-        fleet.hear(f"r{number}", live(), 0.0)
-        fleet.hear_pages(f"r{number}", PageChanges("a", 1, query("x", prompt=[number] * 64).page_hashes))
-        if number >= 10:
-            fleet.leave(f"r{number - 10}")
-    assert len(fleet) == 10
-    assert len(fleet.table.by_slot) == 16
-    assert len(fleet.prefixes) == 10 * 4
-    assert set(choices(fleet, 200)) == {f"r{number}" for number in range(290, 300)}
-    assert fleet.choose(query("x", prompt=[295] * 64), 0.0).decode == "r295"
-
-
 def test_replicas_with_different_classes_are_routed_together() -> None:
     """During an upgrade, old and new replicas are up at once."""
     fleet = fleet_of({"old": profile()})
@@ -383,26 +368,6 @@ def test_replica_of_another_page_size_has_no_prefix_hits() -> None:
     fleet.hear_pages("a", PageChanges("x", 1, query("x", prompt=prompt).page_hashes))
     assert fleet.choose(query("r", prompt=prompt), 0.0).cached_tokens == 624
     assert fleet.choose(query("r", prompt=prompt), 0.0, exclude=["a"]).cached_tokens == 0
-
-
-@given(st.randoms(use_true_random=False))
-@settings(deadline=None, max_examples=30)
-def test_routers_that_hear_the_same_choose_the_same(rng: random.Random) -> None:
-    """Neither the replicas' slots nor a router's earlier, settled requests matter."""
-    names = [f"r{number}" for number in range(rng.randrange(1, 12))]
-    one = fleet_of({name: profile() for name in names})
-    other = fleet_of({name: profile() for name in sorted(names, reverse=True)})
-    for number in range(10):
-        place(other, query(f"own {number}"))
-        other.settle(f"own {number}")
-    for name in names:
-        prompts, streams = backlog(rng.choice([0.5, 1.0])), (rng.randrange(4), 0, 0)
-        reported = live(2, prompts=prompts, streams=streams, remaining_tokens=90)
-        one.hear(name, reported, 0.0)
-        other.hear(name, reported, 0.0)
-    for number in range(20):
-        request = query(f"{number}", rng.choice([10, 1000]))
-        assert one.choose(request, 0.1) == other.choose(request, 0.1) == one.choose(request, 0.1)
 
 
 def test_replicas_that_left_and_requests_that_ended_leave_nothing() -> None:

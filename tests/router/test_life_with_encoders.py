@@ -7,7 +7,7 @@ from crossdock.router.request_life import RequestLife
 from crossdock.workers.schedule.pictures.items import Item
 from crossdock.workers.schedule.request import FinishReason, TokenDelta
 from crossdock.workers.schedule.submission import Leg, SamplingParams, Submission
-from tests.router.test_request_life import BUSY, DEATH, LOSS, PROMPT, delta, router, submits
+from tests.router.test_request_life import DEATH, LOSS, PROMPT, delta, router, submits
 
 PICTURES = [Item(4, 10, 8, "image", b"cat".ljust(16)), Item(20, 10, 10, "image", b"dog".ljust(16))]
 
@@ -62,25 +62,6 @@ def test_request_without_pictures_has_no_encode_replica() -> None:
     assert (submit.replica, submit.encoder) == ("a", None)
     assert life.query is not None
     assert life.query.encoding is None
-
-
-@pytest.mark.parametrize("error", [BUSY, LOSS, ValueError("too many rows")])
-def test_encode_replica_that_refuses_is_left_out_for_good(error: Exception) -> None:
-    life = new_life("a", "v1", "v2")
-    used = []
-    for attempt in range(2):
-        _, encoding = submits(life.place(0.0))
-        used.append(encoding.replica)
-        assert life.taken("a", attempt, 1, 0.0) == []
-        actions = life.refused(encoding.replica, attempt, error, 0.0)  # type: ignore[arg-type]
-        assert actions == [
-            Detach("a", attempt, True),
-            Detach(encoding.replica, attempt, error is LOSS),
-            PlaceAgain(None),
-        ]
-    assert sorted(used) == ["v1", "v2"]
-    (submit,) = submits(life.place(0.0))
-    assert (submit.replica, submit.encoder) == ("a", None)
 
 
 def test_encode_replica_that_does_not_answer_the_submission_is_not_waited_for() -> None:

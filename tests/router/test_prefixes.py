@@ -86,7 +86,7 @@ class Index:
 
 
 @given(st.randoms(use_true_random=False))
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 def test_match_after_any_history_equals_plain_sets(rng: random.Random) -> None:
     index = Index()
     for _ in range(rng.randrange(1, 60)):
@@ -99,7 +99,7 @@ def test_match_after_any_history_equals_plain_sets(rng: random.Random) -> None:
 
 
 @given(st.randoms(use_true_random=False), st.integers(0, 30))
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=40)
 def test_index_beyond_its_bound_forgets_pages_and_reports_no_wrong_one(rng: random.Random, most: int) -> None:
     prefixes = Prefixes(most)
     reported: list[set[PageHash]] = [set() for _ in range(SLOTS)]

@@ -1,7 +1,6 @@
 """Classes, refusals and timelines as clients meet them: HTTP in front of real engines, in this process."""
 
 import asyncio
-from collections.abc import Sequence
 from typing import Any
 
 import httpx
@@ -9,9 +8,6 @@ import pytest
 
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.router.fleet import RouterConfig
-from crossdock.workers.replica.serving.engine_thread import EngineThread
-from crossdock.workers.report.profile import SchedulingProfile
-from crossdock.workers.schedule.cost.cost import StepCost, StepWork
 from tests.cluster.api.engine_api import EngineApi
 from tests.cluster.dispatch.in_process import IN_TURN
 from tests.workers.replica.driven import hold, posted
@@ -151,36 +147,6 @@ async def test_late_request_waits_with_admission_queue(tokenizer: ModelTokenizer
         assert [answer.status_code for answer in await asyncio.gather(*asking)] == [200] * 5
 
 
-async def test_request_refused_by_one_replica_is_offered_to_another(tokenizer: ModelTokenizer) -> None:
-    async with EngineApi(tokenizer, num_replicas=2, router=IN_TURN) as api:
-        loops = [replica.engine_thread for replica in api.replicas]
-        gates = [await hold(loop) for loop in loops]
-        asking = [asyncio.create_task(api.ask()) for _ in range(4)]
-        for loop in loops:
-            await posted(loop, 2)
-        asking.append(asyncio.create_task(api.ask()))
-        first = await first_posted(loops, 3)
-        gates[first].set()
-        await posted(loops[1 - first], 3)  # the fifth, which the first replica has refused
-        gates[1 - first].set()
-        answers = await asyncio.gather(*asking)
-        assert [is_refusal(answer) for answer in answers] == [False] * 4 + [True]  # the second refuses it too
-        metrics = await api.dispatcher.metrics_text()
-        for name in ("r0", "r1"):
-            assert f'crossdock_requests_refused_total{{slo_class="urgent",replica="{name}"}} 1.0' in metrics
-        assert 'crossdock_ingress_requests_refused_total{slo_class="urgent",ingress="0"} 1.0' in metrics
-
-
-async def first_posted(loops: Sequence[EngineThread], count: int) -> int:
-    """Return the first of the replicas for which `count` actions wait."""
-    waits = [asyncio.create_task(posted(loop, count)) for loop in loops]
-    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-    first = next(number for number, wait in enumerate(waits) if wait.done())
-    for wait in waits:
-        wait.cancel()
-    return first
-
-
 async def test_timeline_is_found_by_id_and_complete(tokenizer: ModelTokenizer) -> None:
     async with EngineApi(tokenizer, num_replicas=2, max_num_batched_tokens=100) as api:
         answer = await api.ask("standard", tokens=100, n=2, **{"request-id": "tenant/42"})
@@ -204,18 +170,6 @@ async def test_timeline_is_found_by_id_and_complete(tokenizer: ModelTokenizer) -
         assert missing.status_code == 404
         assert missing.json()["error"]["code"] == "request_not_found"
         assert missing.json()["error"]["type"] == "invalid_request_error"
-
-
-async def test_replicas_show_profile_and_cost(tokenizer: ModelTokenizer) -> None:
-    async with EngineApi(tokenizer, num_replicas=2, keys=KEYS) as api:
-        await asyncio.gather(*(api.ask("standard", key="plain") for _ in range(4)))
-        assert (await api.http.get("/v1/replicas")).status_code == 401
-        answer = await api.http.get("/v1/replicas", headers={"authorization": "Bearer plain"})
-        listed = answer.json()["data"]
-        assert [one["replica"] for one in listed] == ["r0", "r1"]
-        for one, replica in zip(listed, api.replicas, strict=True):
-            assert SchedulingProfile.model_validate(one["profile"]) == replica.profile
-            assert StepCost.model_validate(one["cost"]).seconds(StepWork(decodes=1, context=8)) > 0
 
 
 async def test_requests_in_flight_are_listed(tokenizer: ModelTokenizer) -> None:

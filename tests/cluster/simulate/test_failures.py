@@ -1,36 +1,6 @@
 """Simulated replicas that die: requests go on elsewhere, and everything that begins ends."""
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
-from crossdock.cluster.bench.workloads import Job, Segment
-from tests.cluster.simulate.small_fleets import (
-    Broken,
-    assert_all_ended,
-    assert_same_at_once_and_in_turn,
-    failures_of,
-    fleet,
-    job,
-    play,
-    profile,
-    times,
-)
-
-requests = st.lists(
-    st.tuples(
-        st.integers(0, 3),  # of which prefix
-        st.sampled_from([1, 16, 40, 300, 900]),
-        st.sampled_from([1, 2, 17, 60]),
-        st.floats(0, 3),
-        st.sampled_from(["interactive", "standard", "batch"]),
-    ),
-    min_size=1,
-    max_size=25,
-)
-failures = st.lists(
-    st.tuples(st.floats(0, 4), st.sampled_from(["kill", "kill", "add"]), st.integers(0, 1), st.integers(0, 2)),
-    max_size=4,
-)
+from tests.cluster.simulate.small_fleets import assert_all_ended, fleet, job, play, times
 
 
 def test_request_of_a_dead_replica_goes_on_elsewhere_after_its_tokens() -> None:
@@ -68,45 +38,3 @@ def test_request_without_a_replica_fails() -> None:
     assert [sample.error for sample in outcome.samples] == [none_is_up, none_is_up, None]
     assert [replica.name for replica in outcome.replicas] == ["mixed/0", "mixed/1"]
     assert_all_ended(simulation, outcome, jobs)
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    requests,
-    failures,
-    st.sampled_from([("mixed",), ("prefill", "decode"), ("mixed", "decode"), ("prefill", "mixed")]),
-    st.sampled_from(["auto", "always", "never"]),
-    st.sampled_from(["seconds", "round-robin", "prefix-affinity", "block-cost"]),
-    st.sampled_from(["adaptive", "fixed"]),
-    st.sampled_from(["queue", "reject"]),
-    st.sampled_from([0.0, 0.2]),
-    st.sampled_from([0.0, 0.004]),
-    st.integers(130, 200),
-)
-def test_all_requests_end_and_steps_at_once_equal_steps_in_turn(
-    plan: list[tuple[int, int, int, float, str]],
-    broken: Broken,
-    names: tuple[str, ...],
-    shipping: str,
-    policy: str,
-    chunks: str,
-    admission: str,
-    noise: float,
-    latency: float,
-    num_pages: int,
-) -> None:
-    """Over random loads, pools, policies and deaths, in pools of pages so small that streams are preempted."""
-    jobs = [
-        Job((Segment(f"prefix/{prefix}", 32), Segment(f"{n}", prompt)), output, due, service_tier=tier)
-        for n, (prefix, prompt, output, due, tier) in enumerate(sorted(plan, key=lambda request: request[3]))
-    ]
-    shared = profile(chunk_policy=chunks, admission=admission, num_pages=num_pages, max_num_seqs=6)
-    simulated = fleet(
-        *({"name": name, "replicas": 2, "profile": shared} for name in names),
-        router={"policy": policy, "shipping": shipping},
-        noise=noise,
-        latency_s=latency,
-        routers=2,
-        failures=failures_of(broken, names),
-    )
-    assert_same_at_once_and_in_turn(simulated, jobs)

@@ -156,67 +156,64 @@ def test_encode_replicas_are_not_split_between_roles() -> None:
 
 requests = st.lists(
     st.tuples(
+        st.integers(0, 3),  # of which prefix
         st.lists(st.tuples(st.integers(0, 4), st.sampled_from([2, 5, 8])), max_size=3),  # (name, side) of pictures
         st.sampled_from([1, 16, 40, 300]),
-        st.sampled_from([1, 2, 17]),
-        st.floats(0, 2),
+        st.sampled_from([1, 2, 17, 60]),
+        st.floats(0, 3),
         st.sampled_from(["interactive", "standard", "batch"]),
     ),
     min_size=1,
-    max_size=15,
+    max_size=20,
 )
 failures = st.lists(
-    st.tuples(st.floats(0, 3), st.sampled_from(["kill", "kill", "add"]), st.integers(0, 2), st.integers(0, 1)),
+    st.tuples(st.floats(0, 4), st.sampled_from(["kill", "kill", "add"]), st.integers(0, 2), st.integers(0, 2)),
     max_size=4,
 )
+COMPUTING = [("mixed",), ("prefill", "decode"), ("mixed", "decode"), ("prefill", "mixed")]
 
 
-@settings(max_examples=60, deadline=None)
-@given(
-    requests,
-    failures,
-    st.sampled_from([("mixed",), ("prefill", "decode"), ("mixed", "decode")]),
-    st.sampled_from(["auto", "always"]),
-    st.sampled_from(["seconds", "round-robin"]),
-    st.sampled_from(["adaptive", "fixed"]),
-    st.sampled_from([64, 96, 400]),
-    st.sampled_from([0.0, 0.004]),
-    st.integers(36, 120),
-)
-def test_all_requests_with_pictures_end_and_steps_at_once_equal_steps_in_turn(
-    plan: list[tuple[list[tuple[int, int]], int, int, float, str]],
+@settings(max_examples=80, deadline=None)
+@given(st.data(), requests, failures, st.sampled_from(COMPUTING), st.booleans())
+def test_all_requests_end_and_steps_at_once_equal_steps_in_turn(
+    data: st.DataObject,
+    plan: list[tuple[int, list[tuple[int, int]], int, int, float, str]],
     broken: Broken,
     computing: tuple[str, ...],
-    shipping: str,
-    policy: str,
-    chunks: str,
-    encoder_rows: int,
-    latency: float,
-    num_pages: int,
+    has_encoders: bool,
 ) -> None:
-    """Over random loads, pools and deaths, with little room for pages and for embeddings."""
+    """Over random loads, pools, policies and deaths, with so little room for pages that streams are preempted."""
     jobs = [
         Job(
-            (Segment(f"{n}", prompt),),
+            (Segment(f"prefix/{prefix}", 32), Segment(f"{n}", prompt)),
             *(output, due),
             service_tier=tier,
             pictures=tuple(DrawnPicture(f"{name}", side * 28) for name, side in pictures),
         )
-        for n, (pictures, prompt, output, due, tier) in enumerate(sorted(plan, key=lambda request: request[3]))
+        for n, (prefix, pictures, prompt, output, due, tier) in enumerate(sorted(plan, key=lambda request: request[4]))
     ]
-    names = (*computing, "encode")
     shared: dict[str, Any] = {
-        "chunk_policy": chunks,
-        "num_pages": num_pages,
+        "chunk_policy": data.draw(st.sampled_from(["adaptive", "fixed"])),
+        "admission": data.draw(st.sampled_from(["queue", "reject"])),
+        "num_pages": data.draw(st.integers(40, 120)),
+        "encoder_rows": data.draw(st.sampled_from([64, 96, 400])),
         "max_num_seqs": 6,
-        "encoder_rows": encoder_rows,
+        "max_model_len": 600,
     }
-    shared |= {"max_model_len": 544}
+    pools = [{"name": name, "replicas": 2, "profile": profile(encoder_cost=ENCODER, **shared)} for name in computing]
+    if has_encoders:
+        pools.append({"name": "encode", "replicas": 2, "profile": encoder_profile(**shared)})
+    policies = ["seconds", "round-robin", "prefix-affinity", "block-cost"]
+    router = {
+        "policy": data.draw(st.sampled_from(policies)),
+        "shipping": data.draw(st.sampled_from(["auto", "always", "never"])),
+    }
     simulated = fleet(
-        *({"name": name, "replicas": 2, "profile": profile(encoder_cost=ENCODER, **shared)} for name in computing),
-        {"name": "encode", "replicas": 2, "profile": encoder_profile(**shared)},
-        router={"policy": policy, "shipping": shipping},
-        latency_s=latency,
-        failures=failures_of(broken, names),
+        *pools,
+        router=router,
+        noise=data.draw(st.sampled_from([0.0, 0.2])),
+        latency_s=data.draw(st.sampled_from([0.0, 0.004])),
+        routers=2,
+        failures=failures_of(broken, [pool["name"] for pool in pools]),
     )
     assert_same_at_once_and_in_turn(simulated, jobs)

@@ -77,22 +77,6 @@ def test_listed_tokens_replace_the_likeliest(
     assert engine.submissions[0].sampling.logprob_token_ids == tuple(names)
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"top_logprobs": -1, "logprobs": True}, "top_logprobs"),
-        ({"prompt_logprobs": -1}, "prompt_logprobs"),
-        ({"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
-    ],
-)
-def test_more_logprobs_than_the_maximum_are_refused(
-    http: httpx.Client, engine: ScriptedDispatcher, fields: dict[str, Any], param: str
-) -> None:
-    error = refused(http.post("/v1/chat/completions", json={"messages": HI, **fields}), 400, param=param)
-    assert "maximum of 20 (--max-logprobs)" in error["message"]
-    assert engine.submissions == []
-
-
 @STREAMS
 @PATHS
 def test_minus_one_lists_the_whole_vocabulary(

@@ -10,7 +10,7 @@ import pytest
 
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.workers.schedule.request import FinishReason, TokenDelta
-from crossdock.workers.schedule.submission import InvalidField, Submission
+from crossdock.workers.schedule.submission import Submission
 from tests.cluster.api.scripted_api import HI, STORY, ScriptedDispatcher, complete, events, refused
 
 
@@ -134,22 +134,6 @@ def test_prompt_without_output_is_no_success_where_the_replica_ends_it(
         engine.script = lambda s, reason=reason: [TokenDelta(s.id, [], finish_reason=reason, error="broken")]  # type: ignore[misc]
         body = {"prompt": "The dog", "max_tokens": 0, "echo": echo, "logprobs": 2 if echo else None}
         assert http.post("/v1/completions", json=body).status_code == status
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "param"),
-    [
-        ("/v1/completions", {"prompt": "a"}, "prompt"),
-        ("/v1/chat/completions", {"messages": HI}, "messages"),
-        ("/v1/responses", {"input": "a"}, "input"),
-        ("/v1/embeddings", {"input": "a"}, "input"),
-    ],
-)
-def test_engines_refusal_of_a_prompt_names_the_field_that_gives_prompts(
-    http: httpx.Client, engine: ScriptedDispatcher, path: str, body: dict[str, Any], param: str
-) -> None:
-    engine.script = lambda s: [InvalidField("prompt has pictures, and this replica encodes none", "prompt")]
-    refused(http.post(path, json=body), 400, param=param)
 
 
 def test_text_offsets_point_at_tokens(http: httpx.Client) -> None:
