@@ -35,6 +35,13 @@ _LFM = _ATTENTION | {
 _OWN_PLANS = {
     "bamba": _ATTENTION | _GATED_MLP,
     "falcon_h1": _ATTENTION | _GATED_MLP,
+    "gpt_oss": _ATTENTION
+    | {  # experts are [E, inputs, outputs], and a gate's output lies beside its up's
+        "layers.*.mlp.experts": "moe_tp_experts",
+        "layers.*.mlp.experts.gate_up_proj": "rowwise",
+        "layers.*.mlp.experts.gate_up_proj_bias": "rowwise",
+        "layers.*.mlp.experts.down_proj": "colwise",
+    },
     "granitemoehybrid": _ATTENTION
     | {"layers.*.shared_mlp.input_linear": "packed_colwise", "layers.*.shared_mlp.output_linear": "rowwise"},
     "lfm2": _LFM,
@@ -51,7 +58,7 @@ _OWN_PLANS = {
         "layers.*.mixer.shared_experts.down_proj": "rowwise",
     },
 }
-"""The attention and the MLPs of models with recurrent layers; `mixers.py` divides those layers."""
+"""The attention and the MLPs of models with recurrent layers, which `mixers.py` divides, and of gpt-oss."""
 
 
 def own_plan(model_type: str) -> dict[str, str]:

@@ -47,8 +47,9 @@ class TensorPlan:
                 continue
             if style not in _STYLES:
                 raise CannotCut(f"{self.config.model_type}: its tensor-parallel plan has the unknown style {style!r}")
-            parent = modules[name.rpartition(".")[0]]
-            heads = self._heads(parent) if _is_attention(parent) and style in ("colwise", "rowwise") else None
+            path = name.rpartition(".")[0]
+            has_heads = _is_attention(modules[path]) and style in ("colwise", "rowwise")
+            heads = self._heads(path, modules[path]) if has_heads else None
             _STYLES[style](self, name, module, heads)
         for name, parameter in list(self.model.named_parameters()):
             style = plan.get(_pattern(name))
@@ -181,6 +182,8 @@ class TensorPlan:
             if hasattr(module, name):
                 start, stop = self._even_range(getattr(module, name))
                 setattr(module, name, stop - start)
+        if self.part.position.tensor_rank and hasattr(module, "down_proj_bias"):
+            _zero_at_first_run(module, "down_proj_bias")  # else the sum would hold the bias once per rank
         self._reduce_output(module)
 
     def identity_expert(self, _name: str, module: Any, _: HeadRanges | None) -> None:
@@ -191,7 +194,7 @@ class TensorPlan:
     def replicate(self, _name: str, _module: Any, _: HeadRanges | None) -> None:
         """Leave the module whole: its input is whole, or the module works on single heads."""
 
-    def _heads(self, attention: Any) -> HeadRanges:
+    def _heads(self, name: str, attention: Any) -> HeadRanges:
         """Return this rank's heads of one attention layer, and write them to the module and to the part."""
         num_heads = self.config.num_attention_heads
         num_kv_heads = num_heads  # of fused projections, and of latents expanded to every head
@@ -203,6 +206,8 @@ class TensorPlan:
             self.part.heads[attention.layer_idx] = (*heads.kv, num_kv_heads)
             num_local, num_local_kv = heads.query[1] - heads.query[0], heads.kv[1] - heads.kv[0]
             attention.num_key_value_groups = num_local // num_local_kv
+            if isinstance(getattr(attention, "sinks", None), nn.Parameter):
+                self._shrink(f"{name}.sinks", 0, SliceRange(*heads.query, num_heads))
             for name, value in (
                 ("num_heads", num_local),
                 ("num_attention_heads", num_local),
@@ -247,6 +252,16 @@ _STYLES: dict[str, Callable[[TensorPlan, str, Any, HeadRanges | None], None]] = 
 
 _OF_PARAMETERS = {"packed_colwise": (-2, 2), "colwise": (-2, 1), "packed_rowwise": (-1, 2), "rowwise": (-1, 1)}
 """Which dimension of a parameter of its own, as experts have, is divided, and how many tensors lie along it."""
+
+
+def _zero_at_first_run(module: Any, name: str) -> None:
+    """Fill a parameter with zeros at the first run of `module`, after the load has filled it."""
+
+    def zero(_module: nn.Module, _args: object) -> None:
+        getattr(module, name).data.zero_()
+        handle.remove()
+
+    handle = module.register_forward_pre_hook(zero)
 
 
 def _narrow_multipliers(mixer: Any, name: str, ranges: Sequence[SliceRange]) -> None:

@@ -18,12 +18,12 @@ from crossdock.workers.model.weights.packed_layers import PackedExperts, PackedL
 from crossdock.workers.model.weights.plain import PlainWeights
 from tests.workers.architectures import SERVED, build
 from tests.workers.model.paged import monolithic, random_steps, through_pages
-from tests.workers.quantised import CASES, SIZES, mxfp4_experts, save, write
+from tests.workers.quantised import CASES, SIZES, Case, mxfp4_experts, save, write
 from tests.workers.ranks import Ranks
 
 FLOAT = torch.float32
 LENGTHS = [5, 23, 40]
-MOE = SIZES | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+MOE = SIZES | {"num_experts": 4, "num_experts_per_tok": 2}
 
 
 def prompts() -> list[Tensor]:
@@ -74,9 +74,17 @@ def test_logits_of_chunks_equal_those_of_the_dequantised_model(name: str, tmp_pa
     assert_logits_equal(tmp_path, write(tmp_path, CASES[name], "qwen2"))
 
 
-@pytest.mark.parametrize("name", ["fp8 blocks", "compressed-tensors w4a16", "awq"])
-def test_logits_of_packed_experts_equal_those_of_the_dequantised_model(name: str, tmp_path: Path) -> None:
-    case, module = CASES[name], build("qwen3_moe", MOE)
+def test_latents_are_cached_although_their_up_projections_are_packed(tmp_path: Path) -> None:
+    module = write(tmp_path, CASES["fp8 uneven blocks"], "deepseek_v3", SERVED["deepseek_v3"])
+    model = load_model(ModelSpec(str(tmp_path), "float32"))
+    assert {shape.value_dim for shape in model.layers} == {0}
+    assert any(isinstance(each, PackedLinear) for each in model.module.modules())
+    assert_logits_equal(tmp_path, module)
+
+
+def write_experts(tmp_path: Path, case: Case, width: int = 64) -> Any:
+    """Write a checkpoint in `packed` whose experts are packed, and return transformers' model of the same weights."""
+    module = build("qwen3_moe", MOE | {"moe_intermediate_size": width})
     for each in ("plain", "packed"):
         module.save_pretrained(tmp_path / each)
     plain = load_file(tmp_path / "plain" / "model.safetensors")
@@ -88,12 +96,38 @@ def test_logits_of_packed_experts_equal_those_of_the_dequantised_model(name: str
         packed |= {f"{key.removesuffix('.weight')}{suffix}": each for suffix, each in made.items()}
     save(tmp_path / "plain", plain, None)
     save(tmp_path / "packed", packed, case.config)
+    return type(module).from_pretrained(tmp_path / "plain", dtype=FLOAT)
+
+
+@pytest.mark.parametrize("name", ["fp8 blocks", "compressed-tensors w4a16", "awq"])
+def test_logits_of_packed_experts_equal_those_of_the_dequantised_model(name: str, tmp_path: Path) -> None:
+    module = write_experts(tmp_path, CASES[name])
     found, _ = read(tmp_path / "packed")
     assert sum(isinstance(each, PackedExperts) for each in found.modules()) == 4
-    assert_logits_equal(tmp_path / "packed", type(module).from_pretrained(tmp_path / "plain", dtype=FLOAT))
+    assert_logits_equal(tmp_path / "packed", module)
 
 
-def test_logits_of_experts_in_mxfp4_equal_those_of_the_dequantised_model(tmp_path: Path) -> None:
+def assert_experts_are_slices(path: Path, module: Any, position: RankPosition) -> None:
+    found, part = read(path, position)
+    held = {name: each for name, each in found.named_modules() if isinstance(each, PackedExperts)}
+    assert held
+    for name, experts in held.items():
+        expected = part.slices[name].read(module.get_parameter(name), 3)
+        torch.testing.assert_close(torch.stack([experts[i] for i in range(len(expected))]), expected)
+
+
+@pytest.mark.parametrize("name", ["fp8 blocks", "awq"])
+def test_parts_of_packed_experts_are_slices_of_the_whole(name: str, tmp_path: Path) -> None:
+    module = write_experts(tmp_path, CASES[name])
+    for rank in range(2):
+        assert_experts_are_slices(tmp_path / "packed", module, RankPosition(rank, 2))
+    write_experts(tmp_path, CASES[name], width=96)
+    with pytest.raises(CannotCut, match=r"_proj cannot be divided .* 32 (rows|columns) each"):
+        read(tmp_path / "packed", RankPosition(0, 2))
+
+
+def write_gpt_oss(tmp_path: Path) -> Any:
+    """Write a checkpoint with experts in MXFP4, and return transformers' model of the same weights."""
     module = build("gpt_oss", SERVED["gpt_oss"] | {"hidden_size": 64, "head_dim": 16, "intermediate_size": 64})
     module.save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
@@ -101,9 +135,16 @@ def test_logits_of_experts_in_mxfp4_equal_those_of_the_dequantised_model(tmp_pat
     assert len(weights) == 8
     module.load_state_dict(module.state_dict() | weights)
     save(tmp_path, tensors, {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]})
+    return module.eval()
+
+
+def test_logits_of_experts_in_mxfp4_equal_those_of_the_dequantised_model(tmp_path: Path) -> None:
+    module = write_gpt_oss(tmp_path)
     found, _ = read(tmp_path)
-    assert packed_bytes(found) == sum(weight.numel() for weight in weights.values()) * (0.5 + 2 / 32)
+    weights = [each for name, each in module.named_parameters() if name.endswith(("gate_up_proj", "down_proj"))]
+    assert packed_bytes(found) == sum(weight.numel() for weight in weights) * (0.5 + 2 / 32)
     assert_logits_equal(tmp_path, module)
+    assert_experts_are_slices(tmp_path, module, RankPosition(1, 2))
     config = AutoConfig.from_pretrained(tmp_path)
     assert PlainWeights().count_bytes(config, RankPosition(), FLOAT).held == held_bytes(found)
 
@@ -148,10 +189,10 @@ def part_logits(rank: int, path: Path, tensor_size: int, num_stages: int) -> lis
 
 def test_logits_of_ranks_equal_those_of_the_dequantised_model(ranks: Ranks, tmp_path: Path) -> None:
     sizes = SIZES | {"intermediate_size": 128}
-    for name in ("fp8 blocks", "awq"):
+    for name in ("fp8 blocks", "awq", "mxfp4 of gpt-oss"):
         path = tmp_path / name
         path.mkdir()
-        module = write(path, CASES[name], sizes=sizes).eval()
+        module = write(path, CASES[name], sizes=sizes).eval() if name in CASES else write_gpt_oss(path)
         expected = [monolithic(module, prompt) for prompt in prompts()]
         for division in ((2, 1), (1, 2)):
             for ours, theirs in zip(ranks.run(2, part_logits, path, *division)[-1], expected, strict=True):
