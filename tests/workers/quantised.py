@@ -238,12 +238,17 @@ CASES: dict[str, Case] = {
 
 def write(path: Path, case: Case, architecture: str = "llama", sizes: dict[str, Any] | None = None) -> PreTrainedModel:
     """Write a checkpoint whose projections are packed, and return transformers' model of the weights that it means."""
-    module = build(architecture, SIZES if sizes is None else sizes)
+    return pack(path, case, build(architecture, SIZES if sizes is None else sizes))
+
+
+def pack(path: Path, case: Case, module: PreTrainedModel) -> PreTrainedModel:
+    """Write a checkpoint of `module` with packed projections in its decoder, and give `module` those weights."""
     module.save_pretrained(path)
     tensors = dict(module.state_dict())
+    decoder = {id(each) for each in module.get_decoder().modules()}
     torch.manual_seed(0)
     for name, linear in module.named_modules():
-        if type(linear) is nn.Linear and name != "lm_head":
+        if type(linear) is nn.Linear and id(linear) in decoder:
             made = case.make(*linear.weight.shape)
             linear.weight.data.copy_(case.weight_of(made))
             tensors |= {f"{name}{suffix}": each for suffix, each in made.items()}

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
 from crossdock.kernels.attention import AttentionBatch
 from crossdock.kernels.backend import CPP
@@ -27,7 +27,7 @@ from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.model.pictures.vision import PictureEncoder, PromptPictures, why_text_alone
 from crossdock.workers.model.pooling import HiddenTap
 from crossdock.workers.model.weights.checkpoint import resolve_model
-from crossdock.workers.model.weights.weights import auto_model, load_weights
+from crossdock.workers.model.weights.weights import auto_model, load_weights, read_config, without_quantisation
 from crossdock.workers.schedule.pictures.items import row_prompt
 from crossdock.workers.schedule.request import Request
 from crossdock.workers.schedule.submission import InvalidField
@@ -122,14 +122,12 @@ def load_encoder(spec: ModelSpec, device: str = "cpu", kv_bytes: int | None = No
 
     Raises:
         ValueError: the model has no pictures, or none that are supported here, or there is not enough memory. Or
-            `max_model_len` is more than the model was made for, or the checkpoint is quantised.
+            `max_model_len` is more than the model was made for, or weights are stored in a way that is not read.
     """
     path = resolve_model(spec.path)
-    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    config = read_config(path)
     if reason := why_text_alone(config):
         raise ValueError(f"an encode replica needs a model that takes pictures: {reason}")
-    if getattr(config, "quantization_config", None) is not None:
-        raise ValueError("an encode replica reads no checkpoint that is quantised; leave the encode pool out")
     longest_request(config, spec.max_model_len)  # raises before the weights are read
     dtype = dtype_of(spec, config, device)
     if kv_bytes is not None:
@@ -176,7 +174,7 @@ def drop_decoder(module: Any) -> ModelPart:
 def _check_fits(config: PretrainedConfig, dtype: torch.dtype, kv_bytes: int, device: str) -> None:
     """Raise ValueError where the weights of the encoder and `kv_bytes` of pages exceed the free memory."""
     with torch.device("meta"):
-        module = auto_model(config).from_config(config, dtype=dtype)
+        module = auto_model(config).from_config(without_quantisation(config), dtype=dtype)
     drop_decoder(module)
     weights, free = sum(parameter.nbytes for parameter in module.parameters()), free_memory(device)
     if weights + kv_bytes > free:

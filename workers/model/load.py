@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, GenerationConfig, PretrainedConfig
+from transformers import GenerationConfig, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from crossdock.kernels.backend import choose_attention
@@ -28,6 +28,7 @@ from crossdock.workers.model.probe import probe, refuse_by_config
 from crossdock.workers.model.weights.checkpoint import resolve_model
 from crossdock.workers.model.weights.formats import format_of
 from crossdock.workers.model.weights.scheme import check_asked, scheme_of
+from crossdock.workers.model.weights.weights import read_config
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +57,7 @@ def load_model(
     path = resolve_model(spec.path)
     attention = choose_attention(spec.attention_backend, torch.device(device), spec.kv_cache_dtype, spec.cpu_kernels)
     used_by_others = used_by_all_but_torch() if device != "cpu" else 0
-    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    config = read_config(path)
     refuse_by_config(config)
     check_asked(spec.quantization, scheme_of(config.to_dict()))
     dtype, weights = dtype_of(spec, config, device), format_of(spec.quantization)

@@ -37,6 +37,7 @@ _OWN_PLANS = {
     "falcon_h1": _ATTENTION | _GATED_MLP,
     "gpt_oss": _ATTENTION
     | {  # experts are [E, inputs, outputs], and a gate's output lies beside its up's
+        "embed_tokens": "embedding_rowwise",
         "layers.*.mlp.experts": "moe_tp_experts",
         "layers.*.mlp.experts.gate_up_proj": "rowwise",
         "layers.*.mlp.experts.gate_up_proj_bias": "rowwise",

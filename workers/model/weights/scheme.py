@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -62,23 +62,18 @@ PLAIN = Scheme(None)
 
 _PLAIN_INSTEAD = "serve the checkpoint that it was made from; on CPUs, --quantization int8 stores that in 8 bits"
 _INSTEAD = {"bitsandbytes": f"bitsandbytes needs no file of its own: {_PLAIN_INSTEAD}"}
-_OTHER_CONFIGS = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
-"""Files beside config.json in which tools describe a quantisation; nothing here reads them."""
+_BESIDE = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
+"""Files beside config.json in which older tools describe a quantisation, and their methods."""
 
 
-def scheme_of(config: Mapping[str, Any], files: Collection[str] = ()) -> Scheme:
-    """Return the scheme of a checkpoint whose config.json holds `config`, and whose folder holds `files`.
+def scheme_of(config: Mapping[str, Any]) -> Scheme:
+    """Return the scheme of a checkpoint by its configuration.
 
     Raises:
         ValueError: weights stored so are not read; the message says what to serve instead.
     """
     found = quantisation(config)
     if found is None:
-        if lone := next((name for name in _OTHER_CONFIGS if name in files), None):
-            raise ValueError(
-                f"{lone} says that the weights are quantised, and config.json has no quantization_config to read them "
-                f"by: {_PLAIN_INSTEAD}. Remove {lone} if the weights are plain"
-            )
         return PLAIN
     method = found.get("quant_method") if isinstance(found, Mapping) else None
     if method is None and isinstance(found, Mapping) and {"load_in_4bit", "load_in_8bit"} & found.keys():
@@ -97,11 +92,24 @@ def scheme_of(config: Mapping[str, Any], files: Collection[str] = ()) -> Scheme:
 
 def scheme_at(folder: Path) -> Scheme:
     """Return the scheme of the checkpoint in `folder`. ValueError as in `scheme_of`."""
-    names = {file.name for file in folder.iterdir()}
     try:
-        return scheme_of(json.loads((folder / "config.json").read_text()), names)
+        return scheme_of({KEYS[0]: quantisation_at(folder)})
     except ValueError as error:
         raise ValueError(f"model: {folder}: {error}") from None
+
+
+def quantisation_at(folder: Path) -> Any:
+    """Return the entry of a quantisation in config.json, or in a file beside it; None: weights are plain.
+
+    Raises:
+        ValueError: a file is not JSON.
+    """
+    found = quantisation(json.loads((folder / "config.json").read_text()))
+    for name, method in _BESIDE.items():
+        if found is None and (folder / name).is_file():
+            beside = json.loads((folder / name).read_text())
+            found = {"quant_method": method, **beside.get("quantization", beside)}
+    return found
 
 
 def check_asked(quantization: str | None, scheme: Scheme) -> None:
@@ -192,6 +200,8 @@ def _modelopt(found: Mapping[str, Any]) -> Scheme:
         "NVFP4": PackedForm("two scales of a weight", "e2m1", 16),
     }
     algorithm = found.get("quant_algo")
+    if algorithm is None:  # of KV pages alone
+        return Scheme("modelopt")
     if algorithm not in forms:
         raise _NotReadError(f"quant_algo {algorithm!r} is not read, only {', '.join(forms)}")
     ignored = found.get("exclude_modules") or found.get("ignore") or ()

@@ -21,7 +21,15 @@ from crossdock.workers.model.cut.cut_model import cut_model
 from crossdock.workers.model.cut.part import ModelPart, TensorSlice
 from crossdock.workers.model.cut.position import CannotCut, RankPosition
 from crossdock.workers.model.weights.packed_layers import PackedLinear, packed_bytes, part_of, put_forms
-from crossdock.workers.model.weights.scheme import KEYS, PLAIN, PackedForm, quantisation, scheme_at, scheme_of
+from crossdock.workers.model.weights.scheme import (
+    KEYS,
+    PLAIN,
+    PackedForm,
+    quantisation,
+    quantisation_at,
+    scheme_at,
+    scheme_of,
+)
 from crossdock.workers.model.weights.stored_tensors import Files, PackedTensor
 from crossdock.workers.model.weights.tensor_check import NamedTensors, check_tensors
 from crossdock.workers.model.weights.weight_probe import check_products
@@ -31,6 +39,14 @@ def auto_model(config: PretrainedConfig) -> Any:
     """Return transformers' class that loads a model with its output projection, and its encoder of pictures if any."""
     has_pictures = type(config) in AutoModelForImageTextToText._model_mapping
     return AutoModelForImageTextToText if has_pictures else AutoModelForCausalLM
+
+
+def read_config(path: Path) -> PretrainedConfig:
+    """Return the configuration of a Hugging Face directory, with what a file beside it says of a quantisation."""
+    config: PretrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    if quantisation(config.to_dict()) is None and (found := quantisation_at(path)) is not None:
+        config.update({KEYS[0]: found})
+    return config
 
 
 def load_weights(
@@ -71,7 +87,7 @@ def load_weights(
             raise
         raise ValueError(f"{config.model_type}: transformers gives it no pluggable attention") from error
     if scheme is not PLAIN:
-        module.config.update({"quantization_config": quantisation(config.to_dict())})
+        module.config.update({KEYS[0]: quantisation_at(path)})
     check_products(module, part, named)
     return module, None if cut is None else part
 
@@ -188,7 +204,7 @@ def check_division(path: Path, tensor_size: int, num_stages: int) -> None:
     Raises:
         CannotCut: with the reason.
     """
-    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    config = read_config(path)
     for rank in range(tensor_size * num_stages):
         measure_part(config, RankPosition(rank, tensor_size, num_stages), torch.float32)
 

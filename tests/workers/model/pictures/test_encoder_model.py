@@ -1,6 +1,5 @@
 """The encoder of a model without its decoder: what it loads, and the rows that its pages hold in any chunks."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,9 +12,11 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from crossdock.workers.model.encoder_model import EncoderModel, load_encoder
+from crossdock.workers.model.load import load_model
 from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.model.pictures.vision import PictureEncoder
 from crossdock.workers.model.runner import Runner
+from crossdock.workers.model.weights.packed_layers import PackedLinear
 from crossdock.workers.schedule.batch import Batch, Scheduled
 from crossdock.workers.schedule.pictures.encoding import EncoderWork
 from crossdock.workers.schedule.pictures.encoding_leg import encoding_leg
@@ -26,6 +27,7 @@ from tests.sweeps import rest_in_soak
 from tests.workers.architectures import build
 from tests.workers.model.paged import random_steps
 from tests.workers.multimodal import FAMILIES, IMAGE, TEXT, PicturePrompt, build_multimodal, picture, video
+from tests.workers.quantised import CASES, pack
 
 PAGE_SIZE = 4
 _MARK = 1234.5  # the value of every weight of the decoder in these checkpoints
@@ -214,8 +216,14 @@ def test_settings_that_do_not_fit_are_refused_before_weights_are_read(tmp_path: 
         load_encoder(ModelSpec(str(tmp_path), max_model_len=513))
     with pytest.raises(ValueError, match=r"has no weights in \*\.safetensors"):
         load_encoder(ModelSpec(str(tmp_path)))
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "fp8"}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="reads no checkpoint that is quantised"):
-        load_encoder(ModelSpec(str(tmp_path)))
+
+
+def test_encoder_beside_a_packed_decoder_is_loaded_as_it_is(tmp_path: Path) -> None:
+    module: Any = pack(tmp_path, CASES["fp8 uneven blocks"], build_multimodal("qwen3_vl"))
+    found = load_encoder(ModelSpec(str(tmp_path), "float32")).module.state_dict()
+    expected = {name: each for name, each in module.state_dict().items() if "visual" in name}
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+    model = load_model(ModelSpec(str(tmp_path), "float32"))
+    linears = [each for each in model.module.modules() if isinstance(each, PackedLinear)]
+    assert len(linears) == 7 * module.config.text_config.num_hidden_layers

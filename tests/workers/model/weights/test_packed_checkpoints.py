@@ -1,5 +1,6 @@
 """Checkpoints in every packed format: read as independent libraries read them, kept packed, cut, counted, refused."""
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from crossdock.workers.model.load import load_model
 from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.model.weights.packed_layers import PackedExperts, PackedLinear, packed_bytes
 from crossdock.workers.model.weights.plain import PlainWeights
+from crossdock.workers.model.weights.weights import read_config
 from tests.workers.architectures import SERVED, build
 from tests.workers.model.paged import monolithic, random_steps, through_pages
 from tests.workers.quantised import CASES, SIZES, Case, mxfp4_experts, save, write
@@ -24,6 +26,10 @@ from tests.workers.ranks import Ranks
 FLOAT = torch.float32
 LENGTHS = [5, 23, 40]
 MOE = SIZES | {"num_experts": 4, "num_experts_per_tok": 2}
+
+LLAMA_8B = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
+LLAMA_8B |= {"num_key_value_heads": 8, "vocab_size": 128256}
+GPT_OSS_20B = {"num_hidden_layers": 24, "num_local_experts": 32}
 
 
 def prompts() -> list[Tensor]:
@@ -147,6 +153,44 @@ def test_logits_of_experts_in_mxfp4_equal_those_of_the_dequantised_model(tmp_pat
     assert_experts_are_slices(tmp_path, module, RankPosition(1, 2))
     config = AutoConfig.from_pretrained(tmp_path)
     assert PlainWeights().count_bytes(config, RankPosition(), FLOAT).held == held_bytes(found)
+
+
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("modelopt fp8", "hf_quant_config.json"),
+        ("gptq act-order", "quantize_config.json"),
+        ("awq", "quant_config.json"),
+    ],
+)
+def test_quantisation_described_beside_the_configuration_is_read(name: str, file: str, tmp_path: Path) -> None:
+    module, described = write(tmp_path, CASES[name]), CASES[name].config
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    inner = {"quantization": described} if name == "modelopt fp8" else described
+    (tmp_path / file).write_text(json.dumps(inner))
+    assert_logits_equal(tmp_path, module)
+    loaded = read_config(tmp_path)
+    assert PlainWeights().count_bytes(loaded, RankPosition(), FLOAT).held < 0.7 * held_bytes(module)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "sizes", "quantisation", "published"),
+    [
+        ("llama", LLAMA_8B, {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}, 5.73e9),
+        ("gpt_oss", GPT_OSS_20B, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}, 13.76e9),
+    ],
+)
+def test_bytes_of_published_checkpoints_are_near_those_of_their_files(
+    architecture: str, sizes: dict[str, Any], quantisation: dict[str, Any], published: float
+) -> None:
+    """Scales are float32 here and float16 or bytes in the files, whose sizes are those on the hub."""
+    config = AutoConfig.for_model(architecture, **sizes, quantization_config=quantisation)
+    whole = PlainWeights().count_bytes(config, RankPosition(), torch.bfloat16).held
+    assert published < whole < 1.06 * published
+    for position in (RankPosition(0, 2), RankPosition(1, 1, 2)):
+        assert PlainWeights().count_bytes(config, position, torch.bfloat16).held == pytest.approx(whole / 2, rel=0.01)
 
 
 @pytest.mark.parametrize("position", [RankPosition(0, 2), RankPosition(1, 2), RankPosition(1, 1, 2)], ids=str)

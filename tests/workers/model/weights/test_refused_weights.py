@@ -129,15 +129,6 @@ def test_quantization_that_the_checkpoint_is_not_stored_in_is_refused(asked: str
     check_asked(scheme.method, scheme)
 
 
-@pytest.mark.parametrize("file", ["hf_quant_config.json", "quantize_config.json", "quant_config.json"])
-def test_lone_file_of_a_quantisation_is_refused_by_name(file: str, plain: tuple[Path, Tensors]) -> None:
-    path, _ = plain
-    (path / file).write_text("{}")
-    with pytest.raises(ValueError, match=f"{file} says that the weights are quantised"):
-        load_model(ModelSpec(str(path)))
-    assert scheme_of({"quantization_config": FP8}, [file]).method == "fp8"
-
-
 def changed(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[Tensors], None]:
     def apply(tensors: Tensors) -> None:
         tensors[name] = change(tensors[name])
