@@ -44,14 +44,16 @@ class StepInputs:
         A part that samples has its last token's row, and the row of each draft. A part whose request wants prompt
         logprobs has every token's.
         """
-        token_ids: list[int] = []
-        wanted: list[int] = []
-        rows: list[range] = []
-        for part in batch.scheduled:
+        num_single = sum([part.num_tokens == 1 for part in batch.scheduled[: batch.num_decodes]])  # they come first
+        token_ids = [part.request.token_ids[part.start] for part in batch.scheduled[:num_single]]
+        wanted = list(range(num_single))
+        rows = [range(row, row + 1) for row in wanted]
+        for part in batch.scheduled[num_single:]:
             token_ids += part.request.token_ids[part.start : part.start + part.num_tokens]
             token_ids += part.drafts
-            rows.append(range(len(wanted), len(wanted) + _num_rows(part)))
-            wanted += range(len(token_ids) - _num_rows(part), len(token_ids))
+            num_rows = _num_rows(part)
+            rows.append(range(len(wanted), len(wanted) + num_rows))
+            wanted += range(len(token_ids) - num_rows, len(token_ids))
         starts = np.array([part.start for part in batch.scheduled], np.int64)
         lengths = np.array([part.num_tokens for part in batch.scheduled], np.int64)
         query_start = np.concatenate([[0], lengths.cumsum()])

@@ -71,7 +71,23 @@ class SampleRow:
     eos_token_ids: Sequence[int] = ()  # masked, with stop_token_ids, until min_tokens are out
     allowed: Tensor | None = None  # [V] bool, the grammar's mask for this step
     drafts: Sequence[int] = ()  # tokens after `token_ids` that this row takes for granted
+    is_greedy: bool = field(init=False)
+    is_filtered: bool = field(init=False)  # by top-k, top-p or min-p
+    is_penalized: bool = field(init=False)
+    is_plain: bool = field(init=False)  # it needs no previous token on the host, and only the token is wanted
+    _may_be_edited: bool = field(init=False)  # in some step, by its parameters
     _kept: _Kept = field(default_factory=_Kept, repr=False)
+
+    def __post_init__(self) -> None:
+        params = self.params  # read once: each property of a row is asked for in every step
+        self.is_greedy = params.temperature < GREEDY_BELOW or params.top_k == 1
+        self.is_filtered = params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
+        penalties = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
+        self.is_penalized = penalties != (1.0, 0.0, 0.0)
+        reports = params.logprobs is not None or params.prompt_logprobs is not None
+        self.is_plain = not (reports or params.grammar is not None or self._has_long_bad_words)
+        masks = params.logit_bias, params.allowed_token_ids, params.bad_words, params.min_tokens
+        self._may_be_edited = self.is_penalized or any(masks)
 
     def after(self, drafts: Sequence[int], allowed: Tensor | None) -> "SampleRow":
         """Return the row of the token after `drafts`. `allowed`: the grammar's mask there."""
@@ -86,25 +102,9 @@ class SampleRow:
         return self.num_tokens - self.num_prompt_tokens
 
     @property
-    def is_greedy(self) -> bool:
-        return self.params.temperature < GREEDY_BELOW or self.params.top_k == 1
-
-    @property
-    def is_penalized(self) -> bool:
-        params = self.params
-        return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
-
-    @property
     def ends_unread(self) -> bool:
         """Whether only the device knows the last token."""
         return len(self.token_ids) > 0 and self.token_ids[-1] < 0
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether the row needs no previous token on the host, and only the token is wanted."""
-        params = self.params
-        reports = params.logprobs is not None or params.prompt_logprobs is not None
-        return not (reports or params.grammar is not None or self._has_long_bad_words)
 
     @property
     def must_continue(self) -> bool:
@@ -114,6 +114,8 @@ class SampleRow:
     @property
     def is_edited(self) -> bool:
         """Whether anything changes the logits before temperature does."""
+        if not self._may_be_edited:
+            return self.allowed is not None
         return bool(
             self.is_penalized
             or self.must_continue
@@ -222,10 +224,6 @@ class SampleRow:
     def _last(self, num_tokens: int) -> tuple[int, ...]:
         """Return the last tokens before the one that the row samples."""
         return (*self.token_ids[-num_tokens:], *self.drafts)[-num_tokens:]
-
-    @property
-    def is_filtered(self) -> bool:
-        return self.params.top_k > 0 or self.params.top_p < 1.0 or self.params.min_p > 0.0
 
 
 def _with_drafts(

@@ -9,7 +9,6 @@ nearly tie, and a token that enters or leaves the kept set changes the result on
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ from crossdock.workers.model.sampling.filters import TailCuts, kept_floor, row_s
 from crossdock.workers.model.sampling.logprobs import sampled_logprobs
 from crossdock.workers.model.sampling.noise import hashed_ids, negative_gumbel, row_keys
 from crossdock.workers.model.sampling.row import SampleRow
-from crossdock.workers.schedule.request import TokenLogprobs
+from crossdock.workers.schedule.batch import SampledToken
 
 # How much of a row is sorted, in turns, until the kept set lies inside. Milliseconds for one row of 49152 on a Zen 4
 # core (torch 2.13): topk(256) 0.16, topk(4096) 0.66, full sort 3.5.
@@ -29,14 +28,7 @@ HEAD_WIDTHS: tuple[int, ...] = (256, 4096)
 _OPEN = -1  # in place of a token that is not known yet
 
 
-class DrawnToken(NamedTuple):
-    """The token drawn from one row, and its log-probabilities if the row asked for them."""
-
-    token_id: int
-    logprobs: TokenLogprobs | None = None
-
-
-def sample(logits: Tensor, rows: Sequence[SampleRow]) -> list[DrawnToken]:
+def sample(logits: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
     """Draw one token a row from `logits` [N, V], float or bfloat16, which stay unchanged.
 
     In vLLM's order: logit bias, penalties, masks, temperature, min-p, top-k, top-p. Log-probabilities are of the logits
@@ -50,7 +42,9 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> list[DrawnToken]:
         return []
     token_ids = _draw_all(logits, rows)
     logprobs = sampled_logprobs(logits, token_ids, rows)
-    return [DrawnToken(token_id, logprobs.get(i)) for i, token_id in enumerate(token_ids)]
+    if not logprobs:
+        return [SampledToken(token_id) for token_id in token_ids]
+    return [SampledToken(token_id, logprobs.get(i)) for i, token_id in enumerate(token_ids)]
 
 
 class PendingTokens:

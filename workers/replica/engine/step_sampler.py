@@ -12,7 +12,7 @@ from crossdock.workers.model.grammar.state import GrammarState
 from crossdock.workers.model.pooling import Pooler
 from crossdock.workers.model.sampling.logprobs import logprobs_of
 from crossdock.workers.model.sampling.row import SampleRow
-from crossdock.workers.model.sampling.sampler import DrawnToken, PendingTokens, sample
+from crossdock.workers.model.sampling.sampler import PendingTokens, sample
 from crossdock.workers.schedule.batch import Batch, SampledToken, Scheduled
 from crossdock.workers.schedule.request import Request, Status, TokenLogprobs
 
@@ -70,9 +70,15 @@ class StepSampler:
         """
         self._collect_prompt_logprobs(batch, logits, rows)
         wanted, sample_rows = list[int](), list[SampleRow]()  # of the logits
-        parts: list[tuple[Scheduled, int]] = []  # with the number of their rows
+        parts: list[tuple[Scheduled, int]] = []  # with the number of their rows; 0: one row, that of a plain stream
         for part, row in zip(batch.scheduled, rows, strict=True):
-            if not part.samples or part.request.status is Status.FINISHED:  # FINISHED: by the step before
+            request = part.request
+            if not part.samples or request.status is Status.FINISHED:  # FINISHED: by the step before
+                continue
+            if not part.drafts and request.id not in self._grammars:
+                wanted.append(row.stop - 1)
+                sample_rows.append(self._rows[request.id])
+                parts.append((part, 0))
                 continue
             own = self._sample_rows(part)
             first = row.stop - 1 - len(part.drafts)
@@ -84,7 +90,10 @@ class StepSampler:
         if len(wanted) < len(logits):
             logits = logits[torch.tensor(wanted, device=logits.device)]
         drawn = iter(sample(logits, sample_rows))
-        return {part.request.id: self._accept(part, list(islice(drawn, num_rows))) for part, num_rows in parts}
+        return {
+            part.request.id: self._accept(part, list(islice(drawn, num_rows))) if num_rows else next(drawn)
+            for part, num_rows in parts
+        }
 
     def forced(self, request_ids: Sequence[str]) -> dict[str, Sequence[int]]:
         """Return the next tokens of each request whose grammar allows no others; requests without any are left out."""
@@ -110,19 +119,18 @@ class StepSampler:
             return [row.after(part.drafts[:number], None) for number in range(len(part.drafts) + 1)]
         return [row.after(part.drafts[:number], mask) for number, mask in enumerate(grammar.masks(part.drafts))]
 
-    def _accept(self, part: Scheduled, drawn: Sequence[DrawnToken]) -> SampledToken:
+    def _accept(self, part: Scheduled, drawn: Sequence[SampledToken]) -> SampledToken:
         """Return the accepted drafts of a part, and the first token that is no draft.
 
         A row's token counts as long as all drafts before it were drawn. `drawn`: of the part's rows, in order.
         """
         grammar = self._grammars.get(part.request.id)
         accepted: list[SampledToken] = []
-        for number, token in enumerate(drawn, 1):
-            sampled = SampledToken(token.token_id, token.logprobs)
+        for number, sampled in enumerate(drawn, 1):
             if grammar is not None:
-                grammar.accept(token.token_id)
+                grammar.accept(sampled.token_id)
                 sampled.ends, sampled.error = grammar.finished, grammar.error
-            is_draft = number < len(drawn) and token.token_id == part.drafts[number - 1]
+            is_draft = number < len(drawn) and sampled.token_id == part.drafts[number - 1]
             if not is_draft or sampled.ends or sampled.error is not None:
                 break
             accepted.append(sampled)

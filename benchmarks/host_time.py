@@ -1,0 +1,171 @@
+"""How much CPU time does the host take for a step, beside the model's own? Needs no GPU.
+
+    python benchmarks/host_time.py --streams 64,256,1024
+
+An engine decodes many streams, and the forward pass is left out: logits of a small vocabulary stand for it. So what is
+left is what a GPU's host does for each step: schedule, inputs, draw, update. Prints each part's median in ms of the
+thread's CPU time, which other processes hardly disturb.
+"""
+
+import argparse
+import gc
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from tables import hardware, markdown, today
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from crossdock.workers.model.inputs import StepInputs, StepTensors
+from crossdock.workers.model.load import wrap_module
+from crossdock.workers.replica.config import EngineConfig
+from crossdock.workers.replica.engine.engine import Engine
+from crossdock.workers.replica.engine.step_sampler import StepSampler
+from crossdock.workers.schedule.cost.cost import StepWork
+from crossdock.workers.schedule.scheduler import Scheduler
+from crossdock.workers.schedule.submission import SamplingParams, Submission
+
+VOCAB = 256
+STEP_S = 0.02
+PAGE_BYTES = 16 * 2 * 16 * 4  # tokens, keys and values, elements of the one head, float32
+TINY = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "max_position_embeddings": 1 << 17,
+}
+PARTS = {
+    "schedule": (Scheduler, "schedule"),
+    "inputs": (StepInputs, "of"),
+    "copy to device": (StepInputs, "on"),
+    "draw": (StepSampler, "sample"),
+    "draw ahead": (StepSampler, "draw"),
+    "update": (Scheduler, "update"),
+    "learn": (Engine, "_learn"),
+}
+
+
+class Seconds:
+    """CPU seconds of the thread in each part of a step."""
+
+    def __init__(self) -> None:
+        self.of_step: dict[str, float] = defaultdict(float)
+
+    def measure(self, name: str, owner: type, method: str) -> None:
+        """Count the seconds of every call of a method from now on."""
+        raw = owner.__dict__[method]
+        function: Callable[..., Any] = raw.__func__ if isinstance(raw, classmethod) else raw
+
+        def measured(*args: Any, **kwargs: Any) -> Any:
+            began = time.thread_time()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.of_step[name] += time.thread_time() - began
+
+        setattr(owner, method, classmethod(measured) if isinstance(raw, classmethod) else measured)
+
+
+class Clock:
+    """A clock by which each step takes as long as its streams expect, whatever the host takes."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += STEP_S / 2  # read when a step begins, and when it ends
+        return self.now
+
+
+def make_engine(streams: int, tokens: int, is_ahead: bool) -> Engine:
+    """Return an engine whose steps cost what an 8B model takes on a GPU, by a formula, and compute nothing."""
+    torch.manual_seed(0)
+    module = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **TINY))
+    longest = tokens + 2_000
+    pages = max(streams * (longest // 16 + 2), TINY["max_position_embeddings"] // 16 + 8)
+    config = {
+        "max_num_seqs": streams,
+        "kv_cache_memory": pages * PAGE_BYTES,
+        "async_scheduling": is_ahead,
+        "admission": "queue",
+        "max_num_batched_tokens": 8192,
+    }
+    clock = Clock()
+    engine = Engine(wrap_module(module), EngineConfig.model_validate(config), clock=clock)
+    logits = torch.randn(8192, VOCAB)
+
+    def run(self: StepTensors, *_: Any) -> torch.Tensor:
+        return logits[: len(self.wanted)]
+
+    StepTensors.run = run  # type: ignore[method-assign]
+    sweep = [
+        (StepWork(decodes=n, context=n * c), 4e-3 + 1e-5 * n + 4e-8 * n * c)
+        for n in (1, 8, 64)
+        for c in (100, 1000, 4000)
+    ]
+    sweep += [(StepWork.of([(0, n)]), 5e-3 + 2e-5 * n) for n in (16, 64, 256, 1024)]
+    engine.calibrate(sweep)
+    return engine
+
+
+def steps(engine: Engine, streams: int, tokens: int, sampling: dict[str, Any], num_steps: int) -> dict[str, float]:
+    """Return the median ms of each part of a decode step of so many streams."""
+    seconds = Seconds()
+    for number in range(streams):
+        params = SamplingParams(max_tokens=20_000, ignore_eos=True, seed=number, **sampling)
+        engine.add(
+            Submission(f"stream {number}", [i * 7 % VOCAB for i in range(tokens)], params, slo_class="interactive")
+        )
+    while any(not request.is_decoding for request in engine.scheduler.table.requests()):
+        step = engine.step()
+    for name, (owner, method) in PARTS.items():
+        seconds.measure(name, owner, method)
+    found: dict[str, list[float]] = defaultdict(list)
+    for _ in range(num_steps):
+        seconds.of_step.clear()
+        began = time.thread_time()
+        step = engine.step()
+        whole = time.thread_time() - began
+        for name, took in seconds.of_step.items():
+            found[name].append(1e3 * took)
+        found["other"].append(1e3 * (whole - sum(seconds.of_step.values())))
+        found["step"].append(1e3 * whole)
+        found["decodes"].append(step.batch.num_decodes)
+    return {name: statistics.median(each) for name, each in found.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--streams", default="64,256,1024")
+    parser.add_argument("--tokens", type=int, default=200, help="of each prompt")
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--ahead", action="store_true", help="steps begin before the tokens of the last are known")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    gc.freeze()  # as a replica does once its model is loaded
+    sampling = {"temperature": args.temperature, "top_p": args.top_p}
+    originals = {key: owner.__dict__[method] for key, (owner, method) in PARTS.items()}
+    rows = {}
+    for streams in map(int, args.streams.split(",")):
+        engine = make_engine(streams, args.tokens, args.ahead)
+        rows[streams] = steps(engine, streams, args.tokens, sampling, args.steps)
+        for key, (owner, method) in PARTS.items():
+            setattr(owner, method, originals[key])
+    names = [*PARTS, "other", "step", "decodes"]
+    lines = [["streams", *names]]
+    lines += [[str(n), *(f"{row[name]:.2f}" if name in row else "-" for name in names)] for n, row in rows.items()]
+    print(f"CPU ms of a step on the host, {hardware()}, {today()}")
+    print(markdown(lines))
+
+
+if __name__ == "__main__":
+    main()
