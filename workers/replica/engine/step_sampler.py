@@ -126,16 +126,16 @@ class StepSampler:
         """
         grammar = self._grammars.get(part.request.id)
         accepted: list[SampledToken] = []
-        for number, sampled in enumerate(drawn, 1):
+        newest, ends, error = drawn[0], False, None
+        for number, newest in enumerate(drawn, 1):
             if grammar is not None:
-                grammar.accept(sampled.token_id)
-                sampled.ends, sampled.error = grammar.finished, grammar.error
-            is_draft = number < len(drawn) and sampled.token_id == part.drafts[number - 1]
-            if not is_draft or sampled.ends or sampled.error is not None:
+                grammar.accept(newest.token_id)
+                ends, error = grammar.finished, grammar.error
+            is_draft = number < len(drawn) and newest.token_id == part.drafts[number - 1]
+            if not is_draft or ends or error is not None:
                 break
-            accepted.append(sampled)
-        sampled.accepted = accepted
-        return sampled
+            accepted.append(newest)
+        return SampledToken(newest.token_id, newest.logprobs, ends, error, accepted)
 
     def _collect_prompt_logprobs(self, batch: Batch, logits: Tensor, rows: Sequence[range]) -> None:
         """Collect the prompt's logprobs: token i + 1 from the logits of token i. The first token has no logprob."""
