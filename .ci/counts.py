@@ -17,7 +17,7 @@ CODE = ("cluster", "router", "workers", "kvtransfer", "kernels", ".ci")
 BUDGETS = {  # count: the most that there may be
     "lines of code": 54_000,
     "lines of tests": 59_900,
-    "lines of benchmarks": 10_200,
+    "lines of benchmarks": 10_400,
     "lines of benchmarks/RESULTS.md": 500,
     "Python files in the largest folder": 20,
     "lines of the longest class": 350,

@@ -22,6 +22,7 @@ class Attention:
     name: str
     store_kv: Callable[..., None]
     paged_attention: Callable[..., Tensor]
+    page_multiple: int = 1  # tokens; page sizes must be a multiple
     takes_fp8: bool = True  # pages of e4m3, with `k_scale` and `v_scale`
     takes_key_end: bool = True  # steps whose rows see later keys, as within the pictures of some models
     takes_attention_chunks: bool = True  # layers whose rows see the keys of their own chunk of the sequence alone
@@ -77,16 +78,28 @@ def _triton(device: torch.device) -> Attention:
     return Attention("triton", store_kv, paged_attention, is_beside_triton=True)
 
 
+def _flash_attn(device: torch.device) -> Attention:
+    _require("flash_attn", device)
+    from crossdock.kernels.gpu.flash_attention import PAGE_MULTIPLE, paged_attention
+
+    return _of_flash_attn("flash_attn", device, paged_attention, PAGE_MULTIPLE)
+
+
 def _flash_attn_3(device: torch.device) -> Attention:
     _require("flash_attn_3", device, package="flash_attn_interface")
     if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] != 9:
         raise ValueError("attention_backend flash_attn_3 runs on Hopper GPUs, and this is another; auto and triton run")
     from crossdock.kernels.gpu.flash_attention_3 import paged_attention
 
+    return _of_flash_attn("flash_attn_3", device, paged_attention)
+
+
+def _of_flash_attn(
+    name: str, device: torch.device, paged_attention: Callable[..., Tensor], page_multiple: int = 1
+) -> Attention:
+    store_kv = _triton(device).store_kv if has_package("triton") else attention.reference_store_kv
     return Attention(
-        "flash_attn_3",
-        _triton(device).store_kv if has_package("triton") else attention.reference_store_kv,
-        paged_attention,
+        *(name, store_kv, paged_attention, page_multiple),
         takes_fp8=False,
         takes_key_end=False,
         takes_attention_chunks=False,
@@ -96,6 +109,7 @@ def _flash_attn_3(device: torch.device) -> Attention:
 
 _NAMED: dict[str, Callable[[torch.device], Attention]] = {
     "triton": _triton,
+    "flash_attn": _flash_attn,
     "flash_attn_3": _flash_attn_3,
     "torch": lambda _: TORCH,
 }

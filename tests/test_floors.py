@@ -105,6 +105,7 @@ THIRD_PARTIES = {  # third party: the rooms or files that may import it
     "PIL": ["cluster/api/media", "cluster/bench/pictures.py"],
     "av": ["cluster/api/media/clips.py"],
     "triton": ["kernels/gpu", "kernels/backend.py"],
+    "flash_attn": ["kernels/gpu/flash_attention.py"],
     "flash_attn_interface": ["kernels/gpu/flash_attention_3.py"],
 }
 SOURCES = sorted(

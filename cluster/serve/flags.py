@@ -409,9 +409,10 @@ _WORDS_OF_OTHERS = {  # setting: words of vLLM and SGLang, and ours
     "model.dtype": {"half": "float16", "float": "float32"},
     "engine.kv_cache_dtype": {"fp8_e4m3": "fp8"},
     "engine.attention_backend": {
-        "FLASH_ATTN": "flash_attn_3",
+        "FLASH_ATTN": "flash_attn",
         "TRITON_ATTN": "triton",
         "TORCH_SDPA": "torch",
+        "fa2": "flash_attn",
         "fa3": "flash_attn_3",
         "torch_native": "torch",
     },
@@ -421,11 +422,7 @@ _FITTING = (
     "limit; where the memory for KV pages is too small for it, the start ends with the number of tokens that fit"
 )
 _LEAST_SIZE = 1 << 20  # bytes; no cache of a model is smaller
-_NO_FA2 = "not supported; triton runs on any GPU, flash_attn_3 on Hopper"
-_REFUSED_WORDS = {
-    "model.max_model_len": {"auto": _FITTING, "-1": _FITTING},
-    "engine.attention_backend": {"flash_attn": _NO_FA2, "fa2": _NO_FA2},
-}
+_REFUSED_WORDS = {"model.max_model_len": {"auto": _FITTING, "-1": _FITTING}}
 _METAVARS = {ByteSize: "SIZE", int: "INTEGER"}
 _MULTIPLES = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 

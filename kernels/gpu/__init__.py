@@ -1,1 +1,1 @@
-"""Kernels for GPUs: Triton, and the package FlashAttention-3."""
+"""Kernels for GPUs: Triton, and the packages flash-attn and FlashAttention-3."""

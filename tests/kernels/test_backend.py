@@ -13,6 +13,7 @@ from torch import Tensor
 
 from crossdock.kernels import backend
 from crossdock.kernels.backend import TORCH, choose_attention
+from crossdock.kernels.options import AttentionBackend
 
 from .test_attention import MIXED, Case
 
@@ -48,11 +49,31 @@ def longhand(
 
 @pytest.fixture
 def flash_attn(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
-    """Replace the package by one that checks its arguments, as hopper/flash_api.cpp does, and computes attention.
+    """Replace both packages by ones that check their arguments, as csrc/flash_attn/flash_api.cpp of 2.8 and
+    hopper/flash_api.cpp of 3 do, and compute attention.
 
     Gives the options of every call.
     """
     calls: list[dict[str, Any]] = []
+
+    def flash_attn_varlen_func(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        starts: Tensor,
+        kv_starts: Tensor,
+        longest: int,
+        longest_kv: int,
+        *,
+        block_table: Tensor,
+        **options: Any,
+    ) -> Tensor:
+        assert k.shape[1] % 256 == 0
+        assert kv_starts.dtype == torch.int32
+        lengths = kv_starts.diff().tolist()
+        assert (longest, longest_kv) == (int(starts.diff().max()), max(lengths))
+        calls.append({**options, "kv_starts": kv_starts})
+        return longhand(q, k, v, starts, lengths, block_table, options)
 
     def flash_attn_with_kvcache(
         q: Tensor,
@@ -75,15 +96,19 @@ def flash_attn(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]
         calls.append(options)
         return longhand(q, k_cache, v_cache, cu_seqlens_q, cache_seqlens.tolist(), page_table, options)
 
-    module: Any = ModuleType("flash_attn_interface")
+    module: Any = ModuleType("flash_attn")
+    module.flash_attn_varlen_func = flash_attn_varlen_func
+    monkeypatch.setitem(sys.modules, "flash_attn", module)
+    module = ModuleType("flash_attn_interface")
     module.flash_attn_with_kvcache = flash_attn_with_kvcache
     monkeypatch.setitem(sys.modules, "flash_attn_interface", module)
     has_package = backend.has_package
-    name = "flash_attn_interface"
-    monkeypatch.setattr(backend, "has_package", lambda package: package == name or has_package(package))
+    names = ("flash_attn", "flash_attn_interface")
+    monkeypatch.setattr(backend, "has_package", lambda package: package in names or has_package(package))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     yield calls
-    sys.modules.pop("crossdock.kernels.gpu.flash_attention_3", None)
+    for name in ("flash_attention", "flash_attention_3"):
+        sys.modules.pop(f"crossdock.kernels.gpu.{name}", None)
 
 
 def without(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
@@ -107,32 +132,47 @@ def test_auto_on_gpu_is_triton(caplog: pytest.LogCaptureFixture) -> None:
 def test_auto_on_gpu_without_triton_is_torch_with_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    without(monkeypatch, "triton")
+    without(monkeypatch, "triton", "flash_attn")
     assert choose_attention("auto", CUDA) is TORCH
     assert caplog.messages == ["attention runs in plain torch, many times slower: triton is not installed"]
 
 
 def test_backend_that_cannot_run_is_refused_with_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    without(monkeypatch, "triton")
+    without(monkeypatch, "triton", "flash_attn")
     with pytest.raises(ValueError, match="attention_backend triton: the package is not installed"):
         choose_attention("triton", CUDA)
+    with pytest.raises(ValueError, match="attention_backend flash_attn: the package is not installed"):
+        choose_attention("flash_attn", CUDA)
     without(monkeypatch)
     monkeypatch.setattr(backend, "triton_is_interpreted", lambda: False)
     with pytest.raises(ValueError, match="attention_backend triton needs a GPU, and the model is on a CPU"):
         choose_attention("triton", CPU)
 
 
+FLASH: list[AttentionBackend] = ["flash_attn", "flash_attn_3"]
+
+
 @pytest.mark.parametrize("shape", [{}, {"window": 24}, {"softcap": 3.0}, {"q_heads": 9, "kv_heads": 3}], ids=str)
-def test_flash_attn_3_gets_valid_arguments_and_matches_longhand(
-    flash_attn: list[dict[str, Any]], shape: dict[str, Any], seed: int
+@pytest.mark.parametrize("name", FLASH)
+def test_flash_attn_gets_valid_arguments_and_matches_longhand(
+    flash_attn: list[dict[str, Any]], name: AttentionBackend, shape: dict[str, Any], seed: int
 ) -> None:
-    chosen = choose_attention("flash_attn_3", CUDA)
-    case = Case(MIXED, page_size=16, seed=seed, **shape)
+    chosen = choose_attention(name, CUDA)
+    case = Case(MIXED, page_size={"flash_attn": 256, "flash_attn_3": 16}[name], seed=seed, **shape)
+    assert case.page_size % chosen.page_multiple == 0
     case.pool.zero_()  # the replacement multiplies masked elements too
     case.fill()
     out = chosen.paged_attention(case.q, case.k_pages, case.v_pages, case.batch, **case.arguments())
     torch.testing.assert_close(out.double(), case.expected(), atol=2e-5, rtol=2e-5)
     assert len(flash_attn) == 1
+
+
+def test_flash_attn_sums_the_contexts_once_for_all_layers(flash_attn: list[dict[str, Any]]) -> None:
+    case = Case(MIXED, page_size=256)
+    chosen = choose_attention("flash_attn", CUDA)
+    for _ in range(3):
+        chosen.paged_attention(case.q, case.k_pages, case.v_pages, case.batch, **case.arguments())
+    assert len({id(call["kv_starts"]) for call in flash_attn}) == 1
 
 
 @pytest.mark.parametrize(
@@ -145,12 +185,13 @@ def test_flash_attn_3_gets_valid_arguments_and_matches_longhand(
     ],
     ids=str,
 )
-def test_flash_attn_3_with_unsupported_heads_is_refused(
-    flash_attn: list[dict[str, Any]], shape: dict[str, Any], reason: str
+@pytest.mark.parametrize("name", FLASH)
+def test_flash_attn_with_unsupported_heads_is_refused(
+    flash_attn: list[dict[str, Any]], name: AttentionBackend, shape: dict[str, Any], reason: str
 ) -> None:
-    case = Case([(1, 9)], page_size=16, **shape)
-    chosen = choose_attention("flash_attn_3", CUDA)
-    with pytest.raises(ValueError, match=f"attention_backend flash_attn_3 .*{reason}"):
+    case = Case([(1, 9)], page_size=256, **shape)
+    chosen = choose_attention(name, CUDA)
+    with pytest.raises(ValueError, match=f"attention_backend {name} .*{reason}"):
         chosen.paged_attention(case.q, case.k_pages, case.v_pages, case.batch, **case.arguments())
     assert not flash_attn
 
@@ -173,8 +214,9 @@ def test_fp8_pages_are_read_only_by_torch_and_triton(
     with caplog.at_level(logging.INFO, backend.__name__):
         assert choose_attention("auto", CPU, "fp8") is TORCH
     assert caplog.messages == ["attention runs in plain torch, several times slower: our C++ takes no fp8 pages"]
-    with pytest.raises(ValueError, match="kv_cache_dtype fp8: attention_backend flash_attn_3 takes no such pages"):
-        choose_attention("flash_attn_3", CUDA, "fp8")
+    for name in FLASH:
+        with pytest.raises(ValueError, match=f"kv_cache_dtype fp8: attention_backend {name} takes no such pages"):
+            choose_attention(name, CUDA, "fp8")
     assert not flash_attn
     if importlib.util.find_spec("triton") is None:
         pytest.skip("needs Triton: pip install triton")

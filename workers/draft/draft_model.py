@@ -87,10 +87,11 @@ class DraftModel:
             )
         if model.states is not None:
             raise ValueError(f"model: {config.model} has recurrent layers: a small model that drafts may have none")
-        page_bytes = model.layout(_PAGE_SIZE).page_bytes
+        page_size = max(_PAGE_SIZE, model.attention.page_multiple)
+        page_bytes = model.layout(page_size).page_bytes
         if memory < page_bytes:
             raise ValueError(f"draft_kv_cache_memory ({memory}) must be at least {page_bytes} bytes, one page")
-        return cls(model, PagePool(memory // page_bytes, _PAGE_SIZE, enable_prefix_caching=False))
+        return cls(model, PagePool(memory // page_bytes, page_size, enable_prefix_caching=False))
 
     def add(self, request_id: str, token_ids: Sequence[int]) -> None:
         """Add a request. `token_ids` is its own list, prompt and output, which grows with each accepted token."""

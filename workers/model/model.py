@@ -67,7 +67,16 @@ class LoadedModel(Network):
         return max(self.least_state_pages, self.states.num_pages(self.layouts(page_size)[0].page_bytes))
 
     def allocate_pool(self, num_pages: int, page_size: int) -> None:
-        """Allocate the one KV tensor of this process."""
+        """Allocate the one KV tensor of this process.
+
+        Raises:
+            ValueError: attention cannot read pages of this size.
+        """
+        if page_size % self.attention.page_multiple:
+            raise ValueError(
+                f"page_size ({page_size}) must be a multiple of {self.attention.page_multiple} tokens for "
+                f"attention_backend {self.attention.name}, whose tiles may not cross pages; triton reads any"
+            )
         order = [layer for layers in self.held_groups for layer in layers]
         self.pool.allocate(self.layouts(page_size), order, num_pages, self.kv_dtype, self.device)
 

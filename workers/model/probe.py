@@ -16,6 +16,7 @@ from crossdock.workers.model.architecture import attention_names, text_config
 from crossdock.workers.model.forward.forward_context import (
     AttentionCall,
     ForwardContext,
+    page_size_for,
 )
 from crossdock.workers.model.forward.latent import has_latents
 from crossdock.workers.model.forward.state_pages import StateLayout
@@ -180,7 +181,7 @@ def _check_states(model: LoadedModel, check: LogitsCheck) -> None:
         ValueError: the logits differ: the kernels of some layers ignore an earlier state.
     """
     short, long = PROBE_LENGTHS
-    size = long
+    size = page_size_for(PROBE_LENGTHS, model.attention.page_multiple)
     try:
         width = model.state_pages(size)
         model.allocate_pool(2 + 2 * width, size)

@@ -56,6 +56,15 @@ def test_logits_of_every_backend_equal_transformers(name: str) -> None:
             torch.testing.assert_close(ours, theirs, atol=2e-3, rtol=2e-3)
 
 
+def test_page_size_that_attention_cannot_read_is_refused() -> None:
+    model = wrap_module(
+        build("llama", {}), LoadOptions(attention=dataclasses.replace(TORCH, name="flash_attn", page_multiple=256))
+    )
+    with pytest.raises(ValueError, match=r"page_size \(16\) must be a multiple of 256 tokens .* flash_attn"):
+        model.allocate_pool(4, 16)
+    model.allocate_pool(4, 256)
+
+
 @pytest.mark.parametrize("chunk", [1, PAGE_SIZE - 1, PAGE_SIZE, PAGE_SIZE + 1, 37, 64])
 def test_logits_of_chunks_around_page_size_equal_transformers(chunk: int) -> None:
     module = build("llama", {})

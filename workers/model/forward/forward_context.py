@@ -115,8 +115,8 @@ def _attend(
         largest = k.abs().amax((0, 2)), (v if v.shape[2] else k).abs().amax((0, 2))  # values may lie within the keys
         is_plain = softcap is None and s_aux is None
         context.probe_calls.append(AttentionCall(layer, shape, window, largest, is_plain))
-        batch = batch_of_one_page_each(context.probe_lengths, k.device)
-        page_size = max(context.probe_lengths)
+        batch = batch_of_one_page_each(context.probe_lengths, k.device, context.attention.page_multiple)
+        page_size = page_size_for(context.probe_lengths, context.attention.page_multiple)
         k_pages, v_pages = (x.new_zeros(len(batch.kv_len), x.shape[1], page_size, x.shape[2]) for x in (k, v))
     else:
         place = context.places[layer] if context.places else layer - context.first_layer
@@ -139,12 +139,17 @@ def _attend(
 AttentionInterface.register(ATTENTION_NAME, _attend)
 
 
-def batch_of_one_page_each(lengths: Sequence[int], device: torch.device) -> AttentionBatch:
+def batch_of_one_page_each(lengths: Sequence[int], device: torch.device, page_multiple: int = 1) -> AttentionBatch:
     """Return a batch of whole sequences from position 0, each in one page that is as long as the longest sequence."""
-    longest = max(lengths)
-    slots = torch.cat([torch.arange(n) + i * longest for i, n in enumerate(lengths)]).to(device)
+    longest, page_size = max(lengths), page_size_for(lengths, page_multiple)
+    slots = torch.cat([torch.arange(n) + i * page_size for i, n in enumerate(lengths)]).to(device)
     lens = torch.tensor(lengths, dtype=torch.int32, device=device)
     starts = nn.functional.pad(lens.cumsum(0, dtype=torch.int32), (1, 0))
     table = torch.arange(len(lengths), dtype=torch.int32, device=device)[:, None]
     num_decodes = next((s for s, n in enumerate(lengths) if n > 1), len(lengths))
     return AttentionBatch(starts, lens, table, slots, longest, longest, num_decodes)
+
+
+def page_size_for(lengths: Sequence[int], page_multiple: int) -> int:
+    """Return the page size of `batch_of_one_page_each`, in tokens."""
+    return -(-max(lengths) // page_multiple) * page_multiple

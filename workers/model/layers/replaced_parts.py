@@ -15,6 +15,7 @@ from crossdock.workers.model.forward.forward_context import (
     ForwardContext,
     batch_of_one_page_each,
     current_pages,
+    page_size_for,
 )
 from crossdock.workers.model.forward.latent import NoLatentsError, cache_latents
 from crossdock.workers.model.layers.fused_projections import join_projections
@@ -77,9 +78,10 @@ def use_triton_layers_if_equal(model: LoadedModel, calls: Sequence[AttentionCall
     """
 
     def forward() -> Tensor:
-        batch = batch_of_one_page_each(PROBE_LENGTHS, model.device)
+        page_multiple = model.attention.page_multiple
+        batch = batch_of_one_page_each(PROBE_LENGTHS, model.device, page_multiple)
         try:
-            model.allocate_pool(len(PROBE_LENGTHS), max(PROBE_LENGTHS))
+            model.allocate_pool(len(PROBE_LENGTHS), page_size_for(PROBE_LENGTHS, page_multiple))
             return model.forward(check.sequences.token_ids, check.sequences.positions, batch, check.sequences.rows)
         finally:
             model.pool.free()

@@ -15,7 +15,7 @@ from tests.workers.architectures import SERVED, WINDOW, build
 from tests.workers.model.paged import monolithic, random_steps, through_pages
 
 LAYERS = SERVED["llama4_text"]
-CAUSAL = dataclasses.replace(TORCH, name="flash_attn_3", takes_attention_chunks=False)
+CAUSAL = dataclasses.replace(TORCH, name="flash_attn", takes_attention_chunks=False)
 
 
 def test_layers_with_rope_have_attention_chunks_and_every_other_sees_all() -> None:
@@ -43,7 +43,7 @@ def test_attention_chunk_that_no_request_leaves_needs_no_backend_of_its_own() ->
 
 
 def test_backend_without_attention_chunks_refuses_longer_requests_with_the_reason() -> None:
-    with pytest.raises(ValueError, match=f"flash_attn_3 has no attention chunks.* max_model_len {WINDOW} or"):
+    with pytest.raises(ValueError, match=f"flash_attn has no attention chunks.* max_model_len {WINDOW} or"):
         wrap_module(build("llama4_text", LAYERS), LoadOptions(max_model_len=WINDOW + 1, attention=CAUSAL))
 
 

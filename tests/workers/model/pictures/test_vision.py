@@ -241,7 +241,7 @@ def test_pictures_of_both_directions_next_to_each_other_are_refused() -> None:
     ("family", "attention", "reason"),
     [
         ("gemma3", CPP, ""),
-        ("gemma3", Attention("flash_attn_3", print, torch.add, takes_key_end=False), "attention_backend flash_attn_3"),
+        ("gemma3", Attention("flash_attn", print, torch.add, takes_key_end=False), "attention_backend flash_attn"),
         ("paligemma", CPP, "whole prompt"),
         ("gemma3n", CPP, "not supported"),
     ],
