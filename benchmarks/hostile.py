@@ -95,18 +95,18 @@ def gaps(streams: list[tuple[list[float], str]], phases: list[tuple[float, float
 
 
 def memory(processes: set[int]) -> dict[str, float]:
-    """Return the resident memory of ingress and replica, in MiB."""
+    """Return the memory of ingress and replica in MiB; pages that processes share count once (PSS)."""
     found = {}
     for pid in processes:
         try:
             title = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
-            status = Path(f"/proc/{pid}/status").read_text()
+            sizes = Path(f"/proc/{pid}/smaps_rollup").read_text()
         except OSError:
             continue
         for role in ROLES:
             if title.startswith("ray::ServeReplica:") and f":{role}" in title:
-                rss = next(line for line in status.splitlines() if line.startswith("VmRSS:"))
-                found[role] = int(rss.split()[1]) / 1024
+                pss = next(line for line in sizes.splitlines() if line.startswith("Pss:"))
+                found[role] = int(pss.split()[1]) / 1024
     return found
 
 

@@ -30,20 +30,26 @@ from tests.cluster.small_tokenizers import byte_level
 
 _AT_ONCE = 8  # questions to the engine that nothing disturbs
 _MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
-_TEMPLATE = (  # as Qwen3's, which the parsers are found by; short, because the random model needs no instruction
-    "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}"
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
-    "<|im_start|>assistant\n{% if enable_thinking %}<think>\n{% endif %}{# <tool_call> #}"
-)
+# As Qwen3's, which the parsers are found by; short, because the random model needs no instruction.
+_TOOLS = "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}"
+_MESSAGES = "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+_END = "<|im_start|>assistant\n{% if enable_thinking %}<think>\n{% endif %}{# <tool_call> #}"
 _WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "the", "lazy", "dog", "and", "no", "truck", "is", "stored"]
 
 
 def agent_tokenizer() -> Any:
     """Return a small tokenizer whose chat template is that of a reasoning model with tools."""
     tokenizer = byte_level()
-    tokenizer.add_tokens([AddedToken(mark, special=False) for mark in _MARKS])
-    tokenizer.chat_template = _TEMPLATE
+    make_agent(tokenizer)
     return tokenizer
+
+
+def make_agent(tokenizer: Any) -> None:
+    """Make a tokenizer that of a reasoning model with tools. A template that shows messages with pictures stays."""
+    tokenizer.add_tokens([AddedToken(mark, special=False) for mark in _MARKS])
+    given, mark = tokenizer.chat_template, "{% if add_generation_prompt %}"
+    messages = given.partition(mark)[0] if "part.type" in given else _MESSAGES
+    tokenizer.chat_template = f"{_TOOLS}{messages}{_END}"
 
 
 # -- questions ---------------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,9 +52,10 @@ class PictureChat:
         return f"a chat with {sum(part['type'] == 'image_url' for part in content)} pictures"
 
 
-def picture_model(folder: Path) -> Path:
+def picture_model(folder: Path, prepare: Callable[[Any], None] | None = None) -> Path:
+    """Make a model in a folder that reads pictures. `prepare` changes its tokenizer."""
     folder.mkdir(parents=True)
-    save_picture_model(folder)
+    save_picture_model(folder, prepare)
     return folder
 
 

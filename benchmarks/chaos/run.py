@@ -25,7 +25,8 @@ streams, and what is left at the end; exits with 1 if anything is wrong.
 grammars. What the deltas of each add up to must be what an undisturbed engine wrote: content, reasoning, names and
 arguments of calls, with ids that do not change within the stream.
 
-`--requests pictures --encode 1` streams chats with pictures, which encode replicas encode.
+`--requests pictures --encode 1` streams chats with pictures, which encode replicas encode; `--requests mixed` streams
+conversations and chats with pictures, both from one model.
 
 Overload is a matter of settings: `--clients 48 --set engine.kv_cache_memory=768KiB` fills both pools, and with
 `--set engine.admission=reject` and short promises requests are refused.
@@ -75,12 +76,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--faults", default="kill,ingress,pause,clients,messages", help="kinds, joined by commas; or none"
     )
-    parser.add_argument("--requests", choices=("completions", "conversations", "pictures"), default="completions")
+    parser.add_argument("--requests", choices=("completions", "conversations", "pictures", "mixed"), default="completions")
     parser.add_argument("--every", type=float, default=4.0, help="seconds between two faults of processes, on average")
     parser.add_argument("--clients", type=int, default=24, help="streams at a time")
     parser.add_argument("--prefill", type=int, default=2, help="prefill replicas")
     parser.add_argument("--decode", type=int, default=3, help="decode replicas")
-    parser.add_argument("--encode", type=int, default=0, help="encode replicas; these need --requests pictures")
+    parser.add_argument("--encode", type=int, default=0, help="encode replicas; these need pictures")
     parser.add_argument("--lost", type=float, default=0.005, help="share of transfer messages that are lost")
     parser.add_argument("--late", type=float, default=0.02, help="share of transfer messages that are late")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the application")
@@ -90,8 +91,8 @@ def parse() -> argparse.Namespace:
     given.faults = [] if given.faults == "none" else given.faults.split(",")
     if unknown := set(given.faults) - {*FAULTS, *_OTHERS}:
         parser.error(f"--faults: {', '.join(sorted(unknown))}: there are {', '.join([*FAULTS, *_OTHERS])}")
-    if given.encode and given.requests != "pictures":
-        parser.error("--encode: the model of --requests pictures alone has an encoder")
+    if given.encode and given.requests not in ("pictures", "mixed"):
+        parser.error("--encode: the models of --requests pictures and mixed alone have an encoder")
     return given
 
 
@@ -187,18 +188,21 @@ def run(given: argparse.Namespace, folder: Path) -> bool:
 
 def questions(given: argparse.Namespace, folder: Path) -> tuple[Path, Sequence[Any]]:
     """Make a model in a folder. Return the folder, and requests with known answers."""
-    if given.requests == "conversations":
-        from conversations import agent_tokenizer, make_conversations  # late: it imports the tests' small tokenizer
+    if given.requests == "completions":
+        model = tiny_model(folder)
+        return model, make_cases(model, 400, given.seed)
+    # Late: they import the tests' small models.
+    from conversations import agent_tokenizer, make_agent, make_conversations
+    from picture_chats import make_picture_chats, picture_model
 
+    if given.requests == "conversations":
         model = tiny_model(folder, agent_tokenizer())
         return model, make_conversations(model, 120, given.seed)
     if given.requests == "pictures":
-        from picture_chats import make_picture_chats, picture_model  # late: it imports the tests' small models
-
         model = picture_model(folder)
         return model, make_picture_chats(model, 60, given.seed)
-    model = tiny_model(folder)
-    return model, make_cases(model, 400, given.seed)
+    model = picture_model(folder, make_agent)
+    return model, [*make_conversations(model, 120, given.seed), *make_picture_chats(model, 60, given.seed)]
 
 
 def report(

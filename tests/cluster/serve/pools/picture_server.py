@@ -1,7 +1,7 @@
 """A model of pictures on disk for whole deployments, chats with pictures, and what an undisturbed engine answers."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +25,21 @@ KIND = "qwen3_vl"  # adds embeddings after its first layers too, so that a row i
 SIDE = 128  # pixels; such a picture has 256 rows
 
 
-def save_picture_model(folder: Path) -> None:
-    """Write a random Qwen3-VL whose encoder takes longer than its decoder: about 0.2 s for a large picture."""
+def save_picture_model(folder: Path, prepare: Callable[[Any], None] | None = None) -> None:
+    """Write a random Qwen3-VL whose encoder takes longer than its decoder: about 0.2 s for a large picture.
+
+    `prepare`: changes the tokenizer, which is then saved again.
+    """
     tokenizer = MODELS[KIND].save(folder)
+    if prepare is not None:
+        prepare(tokenizer)
+        tokenizer.save_pretrained(folder)
     saved = json.loads((folder / "config.json").read_text())
     placeholders = {name: saved[name] for name in ("image_token_id", "video_token_id")}
     processor = json.loads((folder / "preprocessor_config.json").read_text())
     processor["size"] = {"shortest_edge": 16 * 16, "longest_edge": SIDE * SIDE}
-    text = {**CONFIGS[KIND]["text_config"], "vocab_size": len(tokenizer), "max_position_embeddings": 4096}
+    sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": 4096}
+    text = {**CONFIGS[KIND]["text_config"], **sizes, "eos_token_id": tokenizer.eos_token_id}
     vision = {**CONFIGS[KIND]["vision_config"], "depth": 6, "hidden_size": 256, "intermediate_size": 1024}
     settings = {**CONFIGS[KIND], **placeholders, "text_config": text, "vision_config": vision}
     torch.manual_seed(0)
