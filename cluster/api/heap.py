@@ -4,10 +4,24 @@ import asyncio
 import ctypes
 from math import inf
 
-LARGE_BODY = 1 << 20  # bytes; a body of this size may have taken 25 times as much
+LARGE = 1 << 20  # bytes that a request has held; for a moment it may have taken 25 times as much
 _QUIET_S = 1.0  # after the large request, whose own objects must be gone by then
+_KEPT_BYTES = 1 << 20  # free bytes at the end of a heap that the C library keeps
+_M_TRIM_THRESHOLD, _M_ARENA_MAX = -1, -8  # of malloc.h
 
 _trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
+
+
+def keep_one_heap() -> None:
+    """Have the C library use one heap for all threads that start from now on, and keep little of its end.
+
+    By default each thread has a heap of its own, up to eight for each core, and `malloc_trim` does not shrink their
+    ends: each would keep up to 16 MiB (cluster/serve/ray_environment.py) of the largest texts it has encoded.
+    """
+    if _trim is not None:
+        libc = ctypes.CDLL(None)
+        libc.mallopt(_M_ARENA_MAX, 1)
+        libc.mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
 
 
 class Heap:

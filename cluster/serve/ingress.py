@@ -16,6 +16,7 @@ from ray.serve.handle import DeploymentHandle
 from crossdock.cluster.api.body.generation_defaults import GenerationDefaults
 from crossdock.cluster.api.body.pooler_config import EmbeddingDefaults
 from crossdock.cluster.api.endpoints import build_api
+from crossdock.cluster.api.heap import keep_one_heap
 from crossdock.cluster.api.http.http_config import OPEN_TO_OTHERS
 from crossdock.cluster.api.http.limits import Loan
 from crossdock.cluster.api.http.listener import Listener, listen
@@ -48,6 +49,7 @@ class Ingress:
         self, config: ClusterConfig, engines: dict[str, DeploymentHandle], scaler: DeploymentHandle | None = None
     ) -> None:
         """Start serving. Serve runs every deployment that an ingress is bound to, so `scaler` too."""
+        keep_one_heap()
         _keep_torch_out()
         bind_serve_to_own_node()
         path = resolve_model(config.model.path)

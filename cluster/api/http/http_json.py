@@ -11,7 +11,6 @@ from starlette.types import Receive, Scope, Send
 
 from crossdock.cluster.api.body.json_body import Body
 from crossdock.cluster.api.errors import ApiError, to_json
-from crossdock.cluster.api.heap import LARGE_BODY, Heap
 from crossdock.cluster.api.http.json_size import check_json_size
 from crossdock.cluster.api.slices import slices
 
@@ -21,7 +20,6 @@ Name = Annotated[str, Path(json_schema_extra={"minLength": 1})]
 _Body = TypeVar("_Body", bound=Body)
 _PIECES_AT_ONCE = 2048  # of JSON: values and marks; under a millisecond
 _PIECEWISE = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-_heap = Heap()
 
 
 class JsonRoute(APIRoute):
@@ -49,8 +47,6 @@ async def _read(request: Request, kind: type[_Body]) -> _Body:
         reason = f"Unsupported content type {content_type[:100]!r}: send application/json."
         raise ApiError(reason, status=415, code="unsupported_media_type")
     content = b"".join([part async for part in request.stream()])  # `body()` would keep it until the answer
-    if len(content) >= LARGE_BODY:
-        _heap.trim_later()
     num_parts, num_values = await check_json_size(content)
     request.state.memory.hold_parsed(content, num_parts, num_values)
     return kind.parse(content)

@@ -10,14 +10,17 @@ _PIECE = 1 << 16  # bytes counted by one call; 0.1 ms, or a millisecond where ev
 _PIECES_AT_ONCE = 4
 
 
-async def check_texts_size(texts: Sequence[str], param: str) -> None:
-    """Raise ApiError where strings of a body are JSON that is too long, or has too many values, all texts together."""
+async def check_texts_size(texts: Sequence[str], param: str) -> tuple[int, int]:
+    """Return the parts and the commas of strings of a body that are JSON, as `check_json_size` does.
+
+    Raises ApiError for JSON that is too long, or has too many values, all texts together.
+    """
     num_chars = sum(map(len, texts))
     if num_chars > ARGUMENTS_CHARS:
         reason = f"the arguments of all calls have {num_chars} characters, more than the {ARGUMENTS_CHARS}"
         raise ApiError(f"Invalid value for '{param}': {reason} that are accepted.", param=param, code="invalid_value")
     # The parser refuses the first text that is no JSON, so that the count up to there is right.
-    await check_json_size(",".join(texts).encode("utf-8", "surrogatepass"), param)
+    return await check_json_size(",".join(texts).encode("utf-8", "surrogatepass"), param)
 
 
 async def check_json_size(body: bytes, param: str | None = None) -> tuple[int, int]:

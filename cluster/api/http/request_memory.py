@@ -1,6 +1,7 @@
 """Memory of an ingress for all requests: bodies, what they become, prompts, and answers that are not read yet."""
 
 from crossdock.cluster.api.errors import ApiError
+from crossdock.cluster.api.heap import LARGE, Heap
 from crossdock.workers.schedule.shares import Shares
 
 SMALL = 1 << 16  # bytes; a request that holds no more is served however much others hold
@@ -8,6 +9,7 @@ TOKEN_BYTES = 40  # a token id in a list
 LOGPROB_BYTES = 200  # an alternative of a token: as a tuple, and as JSON
 _PART_BYTES = 100  # a string, list or object beside its text
 _CHAR_BYTES = 4  # of a text that is not ASCII alone
+_heap = Heap()
 
 
 class RequestMemory:
@@ -37,10 +39,17 @@ class RequestMemory:
         """Count what a body becomes: its text, and the objects around it. Raises ApiError 429 as `hold` does."""
         is_narrow = body.isascii() and b"\\u" not in body
         text = len(body) * (1 if is_narrow else _CHAR_BYTES)
-        self.hold(text + _PART_BYTES * num_parts + TOKEN_BYTES * num_values)
+        self.hold(text)
+        self.hold_values(num_parts, num_values)
+
+    def hold_values(self, num_parts: int, num_values: int) -> None:
+        """Count strings, lists and objects beside their text, and values. Raises ApiError 429 as `hold` does."""
+        self.hold(_PART_BYTES * num_parts + TOKEN_BYTES * num_values)
 
     def release(self) -> None:
-        """Count nothing any longer. May be called twice."""
+        """Count nothing any longer, and return the memory of a large request to the machine. May be called twice."""
+        if self._num_bytes >= LARGE:
+            _heap.trim_later()
         self._shares.release(self._owner, self._num_bytes)
         self._num_bytes = 0
 

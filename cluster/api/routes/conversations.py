@@ -60,7 +60,9 @@ class Conversations:
         """Return the number of tokens of the prompt, also beyond the context."""
         try:
             salt, tenant = cache_salt(request.state.api_key, chat.cache_salt), tenant_of(request.state.api_key)
-            prompt = await self._encoder.encode_chat(chat, card, truncates=True, salt=salt, tenant=tenant)
+            prompt = await self._encoder.encode_chat(
+                chat, card, truncates=True, salt=salt, tenant=tenant, memory=request.state.memory
+            )
         except ApiError as error:
             raise chat.renamed(error) from None
         return len(prompt.token_ids)
@@ -72,7 +74,12 @@ class Conversations:
             card, truncates = generation.card, chat.truncate_prompt_tokens is not None
             chat.check_logprobs()
             whole = await self._encoder.encode_chat(
-                chat, card, truncates=truncates, salt=generation.salt, tenant=generation.tenant
+                chat,
+                card,
+                truncates=truncates,
+                salt=generation.salt,
+                tenant=generation.tenant,
+                memory=request.state.memory,
             )
             prompt = truncate_chat(whole, chat, card)
             left = card.max_model_len - len(prompt.token_ids)

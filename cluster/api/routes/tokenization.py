@@ -36,7 +36,10 @@ class Tokenization:
             token_ids = await self._encoder.encode(body.prompt, card, "prompt", add_special_tokens=adds, truncates=True)
         else:
             salt, tenant = cache_salt(request.state.api_key, ""), tenant_of(request.state.api_key)
-            prompt = await self._encoder.encode_chat(body, card, truncates=True, salt=salt, tenant=tenant)
+            memory = request.state.memory
+            prompt = await self._encoder.encode_chat(
+                body, card, truncates=True, salt=salt, tenant=tenant, memory=memory
+            )
             token_ids = prompt.token_ids
         answer: dict[str, Any] = {
             "count": len(token_ids),

@@ -17,6 +17,7 @@ from crossdock.cluster.api.errors import ApiError, shown, to_json
 from crossdock.cluster.api.heap import Heap
 from crossdock.cluster.api.http.http_config import NOT_TEMPLATE_VARIABLES
 from crossdock.cluster.api.http.json_size import check_texts_size
+from crossdock.cluster.api.http.request_memory import RequestMemory
 from crossdock.cluster.api.media.media import Media, place
 from crossdock.cluster.api.text.choices import Prompt
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
@@ -66,8 +67,10 @@ class PromptEncoder:
             return await asyncio.to_thread(encode, text)
         if not truncates:
             await self._check_beginning(text, card, param)
-        self._heap.trim_later()
-        return await self._alone(encode, text)
+        try:
+            return await self._alone(encode, text)
+        finally:
+            self._heap.trim_later()
 
     def _check_length(self, num_chars: int, card: ModelCard, param: str, *, truncates: bool) -> None:
         least = num_chars // self._tokenizer.longest_token
@@ -102,13 +105,17 @@ class PromptEncoder:
         truncates: bool,
         salt: str,
         tenant: str = "",
+        memory: RequestMemory | None = None,
     ) -> Prompt:
         """Return the prompt that the chat template makes of the messages, with their pictures.
 
         `salt`: only requests with the same one share processed pictures. `tenant`: tenants' pictures take turns.
+        `memory`: of the request; it counts what the arguments of calls become.
         """
         self._check_template_fields(body)
-        await check_texts_size(call_arguments(body.messages or ()), "messages")
+        size = await check_texts_size(call_arguments(body.messages or ()), "messages")
+        if memory is not None:
+            memory.hold_values(*size)
         pictures: list[Picture] | None = None if self._media is None else []
         render = partial(self._render, body, body.template_tools(), pictures)
         text = render() if _is_short(body) else await asyncio.to_thread(render)

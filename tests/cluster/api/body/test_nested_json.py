@@ -6,6 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
+from crossdock.cluster.api.body import response_items
 from crossdock.cluster.api.bounds import ARGUMENTS_CHARS, BODY_PARTS
 from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
@@ -49,6 +50,23 @@ def test_json_in_strings_is_refused_by_its_parts_and_characters_together(
         # Not JSON: the parser refuses the first such text, whatever it hides in the next one from the count.
         assert post('{"a": "', HALF, HALF).status_code == 400
         assert post("[" * 1000).status_code == 400
+
+
+def test_arguments_of_a_response_count_before_any_is_parsed(
+    tokenizer: ModelTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parsed: list[str] = []
+
+    def read(text: str, **options: Any) -> Any:
+        parsed.append(text)
+        return json.loads(text)
+
+    monkeypatch.setattr(response_items, "from_json", read)
+    with serving(ScriptedDispatcher(tokenizer), tokenizer, HttpConfig()) as http:
+        refused(http.post("/v1/responses", json=response(HALF, HALF)), 400, param="input", code="invalid_json")
+        assert parsed == []
+        assert http.post("/v1/responses", json=response("[]")).status_code == 200
+        assert parsed == ["[]"]
 
 
 def test_responses_of_a_conversation_count_together(tokenizer: ModelTokenizer) -> None:

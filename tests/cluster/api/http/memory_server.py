@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from multiprocessing.connection import Connection
 
 from crossdock.cluster.api.endpoints import build_api
+from crossdock.cluster.api.heap import keep_one_heap
 from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.http.listener import listen
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
@@ -18,7 +19,8 @@ WAIT_S = 600.0  # for a token
 
 
 def serve(config: HttpConfig, orders: Connection) -> None:
-    """Serve until told to stop. Sends the port."""
+    """Serve until told to stop. Sends the port. The heap is as in an ingress."""
+    keep_one_heap()
     asyncio.run(_serve(config, orders))
 
 

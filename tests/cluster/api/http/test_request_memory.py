@@ -61,6 +61,20 @@ def test_tokens_of_prompts_count(engine: ScriptedDispatcher, tokenizer: ModelTok
         assert answer.status_code == (200 if len(prompt) == 150 else 429)
 
 
+@pytest.mark.parametrize(("path", "limit"), [("/v1/chat/completions", {"max_tokens": 1}), ("/tokenize", {})])
+def test_json_in_strings_counts_what_it_becomes(
+    engine: ScriptedDispatcher, tokenizer: ModelTokenizer, path: str, limit: dict[str, int]
+) -> None:
+    """A value of two characters takes 40 bytes once it is parsed, before the template shows it."""
+    statuses = []
+    with serving(engine, tokenizer, HttpConfig(request_memory_bytes=MIB)) as http:
+        for num_values in (10, 30_000):
+            function = {"name": "f", "arguments": '{"a": [' + "1," * num_values + "0]}"}
+            call = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
+            statuses.append(http.post(path, json={"messages": [call], **limit}).status_code)
+    assert statuses == [200, 429]
+
+
 async def test_answer_counts_until_it_is_read() -> None:
     """It waits in this process for a client that reads nothing, whose request has ended for the application."""
     size = 16 * MIB
