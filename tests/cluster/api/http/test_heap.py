@@ -94,7 +94,7 @@ def print_kept_by_threads() -> None:
     for thread in threads:
         thread.join(60)
     trim()
-    print(psutil.Process().memory_info().rss - before)
+    sys.stdout.write(f"{psutil.Process().memory_info().rss - before}\n")
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import select
 import socket
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -79,7 +80,8 @@ def test_bodies_of_64_clients_stay_within_the_bound_and_leave_nothing(config: Ht
                 wire.close()
             eventually(lambda: used_by_family(pid) - before < 0.05 * before + 4 * MIB)
             after = used_by_family(pid)
-            print(f"{len(answered)} refused; MiB: {before // MIB} before, {held // MIB} held, {after // MIB} after")
+            sizes = f"MiB: {before // MIB} before, {held // MIB} held, {after // MIB} after"
+            sys.stdout.write(f"{len(answered)} refused; {sizes}\n")
     finally:
         ours.send("stop")
         process.join(30)

@@ -53,6 +53,14 @@ def test_response_in_the_background_counts_until_its_end(engine: ScriptedDispatc
             assert http.delete(f"/v1/responses/{name}").status_code == 200
 
 
+def test_objects_of_a_body_count_beside_its_text(engine: ScriptedDispatcher, tokenizer: ModelTokenizer) -> None:
+    """4,000 parts of a message take 100 KB as text, and 2 MB as strings and mappings."""
+    parts = [{"type": "text", "text": "a"}] * 4000
+    with serving(engine, tokenizer, HttpConfig(request_memory_bytes=MIB)) as http:
+        answer = http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": parts}]})
+        refused(answer, 429, code="request_memory")
+
+
 def test_tokens_of_prompts_count(engine: ScriptedDispatcher, tokenizer: ModelTokenizer) -> None:
     """Each is an object of its own: 38,000 tokens take more than a megabyte, as ids of a body or made from a text."""
     letters = "zq" * 95
