@@ -76,7 +76,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--faults", default="kill,ingress,pause,clients,messages", help="kinds, joined by commas; or none"
     )
-    parser.add_argument("--requests", choices=("completions", "conversations", "pictures", "mixed"), default="completions")
+    parser.add_argument(
+        "--requests", choices=("completions", "conversations", "pictures", "mixed"), default="completions"
+    )
     parser.add_argument("--every", type=float, default=4.0, help="seconds between two faults of processes, on average")
     parser.add_argument("--clients", type=int, default=24, help="streams at a time")
     parser.add_argument("--prefill", type=int, default=2, help="prefill replicas")
