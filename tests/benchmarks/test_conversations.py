@@ -24,9 +24,10 @@ from crossdock.cluster.dispatch.dispatcher import Dispatcher, SuspectRequest
 from crossdock.workers.model.load import load_model
 from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.replica.config import EngineConfig
+from crossdock.workers.replica.engine import calibrate
 from crossdock.workers.replica.engine.engine import Engine
 from tests.benchmarks.scripts import script
-from tests.cluster.dispatch.in_process import IN_TURN, InProcess, ready
+from tests.cluster.dispatch.in_process import IN_TURN, InProcess, measured_once, ready
 
 conversations = script("chaos/conversations")
 
@@ -124,9 +125,10 @@ async def disturbed(model: Path, asked: list[Any], num_losses: int, at_once: int
 
 
 def test_conversations_whose_replicas_are_lost_equal_the_undisturbed_ones(
-    conversations: ModuleType, tmp_path: Path
+    conversations: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Deltas joined: content, reasoning, names and arguments of calls; ids do not change within a stream."""
+    monkeypatch.setattr(calibrate, "remembered_sweep", measured_once)
     fleet = importlib.import_module("fleet")
     model = fleet.tiny_model(tmp_path / "model", conversations.agent_tokenizer())
     asked = conversations.make_conversations(model, 20, 5)

@@ -426,15 +426,6 @@ def test_calls_of_strict_functions_obey_their_schema(
     assert [text for text in (*good, *bad) if accepts(tokenizer, grammar, text)] == [*good]
 
 
-def test_forced_call_may_have_markers_that_are_tokens_but_not_special(
-    tokenizers: dict[str, PreTrainedTokenizerFast],
-) -> None:
-    marks = ("<tool_call>", "</tool_call>")
-    tokenizer = with_tokens(tokenizers["byte_level"], "{# <tool_call> #}", tokens=marks)
-    _, grammar = read(tokenizer, [5], tools=STRICT, tool_choice="required")
-    assert [call for call in (MOVED, *BAD_CALLS) if accepts(tokenizer, grammar, HERMES % call)] == [MOVED]
-
-
 def test_text_after_calls_of_strict_functions_is_content(thinker: ModelTokenizer) -> None:
     reading, _ = read(thinker, thinker.encode("Hi<think>\n"), tools=STRICT)
     message = whole_message(reading.message(), f"Why</think>Sure.\n{CALLS} Done.")
@@ -591,9 +582,10 @@ GPT_OSS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>"
 HARMONY_CALL = '<|channel|>commentary to=functions.move <|constrain|>json<|message|>{"to": "a"}'
 
 
-@pytest.mark.parametrize("thought", ["", "Why"])
-@pytest.mark.parametrize("shows_end", [True, False])  # an engine ends at <|call|> and does not show it
-@pytest.mark.parametrize("reads", [True, False])
+@pytest.mark.parametrize(
+    ("thought", "shows_end", "reads"),  # an engine ends at <|call|> and does not show it
+    [("", True, True), ("Why", False, True), ("Why", True, False), ("", False, False)],
+)
 def test_forced_call_of_gpt_oss_has_its_form_after_its_reasoning(
     tokenizers: dict[str, PreTrainedTokenizerFast], thought: str, shows_end: bool, reads: bool
 ) -> None:
