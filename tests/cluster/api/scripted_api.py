@@ -5,7 +5,7 @@ import json
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import httpx
@@ -126,8 +126,10 @@ class LiveServer(uvicorn.Server):
 
     async def main_loop(self) -> None:
         self.loop, self.ends = asyncio.get_running_loop(), asyncio.Event()
-        await self.on_tick(0)
-        await self.ends.wait()
+        while not self.ends.is_set():  # it wakes up now and then: another ingress of this process may have asked it
+            await self.on_tick(0)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self.ends.wait(), 0.1)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         for server in self.servers:

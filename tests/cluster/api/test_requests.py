@@ -27,8 +27,7 @@ def is_refusal(answer: httpx.Response) -> bool:
     return True
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("router", [None, IN_TURN])
+@pytest.mark.parametrize(("stream", "router"), [(False, None), (True, IN_TURN)])
 async def test_request_that_would_be_late_is_refused(
     tokenizer: ModelTokenizer, stream: bool, router: RouterConfig | None
 ) -> None:
@@ -50,22 +49,6 @@ async def test_request_that_would_be_late_is_refused(
         assert 'crossdock_ingress_requests_refused_total{slo_class="urgent",ingress="0"} 1.0' in metrics
         refused = 'crossdock_requests_refused_total{slo_class="urgent",replica="r0"} 1.0'
         assert (refused in metrics) == (router is not None)
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("body", [{"n": 3}, {"prompt": [[5] * 200] * 3}])
-async def test_refusal_of_one_choice_refuses_whole_request(
-    tokenizer: ModelTokenizer, stream: bool, body: dict[str, Any]
-) -> None:
-    async with EngineApi(tokenizer) as api:
-        [asking], gate = await api.held(api.ask(stream=stream, **{"request-id": "whole"}, **body), num_submissions=3)
-        assert is_refusal(await asking)
-        gate.set()
-        await api.replicas[0].engine_thread.call(lambda: None)
-        assert await api.owned_pages() == 0
-        ended = (await api.get("/whole")).json().get("requests", [])  # the others may not even have begun
-        assert all(one["finish_reason"] == "abort" for one in ended)
-        assert not api.replicas[0].engine_thread.engine.scheduler.table.requests()
 
 
 async def test_no_token_is_sent_before_every_choice_is_accepted(tokenizer: ModelTokenizer) -> None:
