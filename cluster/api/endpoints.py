@@ -17,8 +17,7 @@ from crossdock.cluster.api.body.generation_defaults import GenerationDefaults
 from crossdock.cluster.api.body.json_body import invalid_field
 from crossdock.cluster.api.body.pooler_config import EmbeddingDefaults
 from crossdock.cluster.api.errors import AnthropicErrorAnswer, ApiError, ErrorAnswer, shown
-from crossdock.cluster.api.http.gateway_path import GatewayPath
-from crossdock.cluster.api.http.head_requests import HeadRequests
+from crossdock.cluster.api.http.gateways import GatewayPath, HeadRequests
 from crossdock.cluster.api.http.host_names import HostNames
 from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.http.http_guard import HttpGuard

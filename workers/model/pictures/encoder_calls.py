@@ -1,4 +1,7 @@
-"""Which items one call of the encoder takes, and its arguments and its answer: several items become one call."""
+"""One call of the encoder for several items: which of them it takes, its arguments, its answer, and why it failed.
+
+On a GPU the values of pixels that travel as levels are looked up there, so that the host does not wait for them.
+"""
 
 from collections.abc import Mapping, Sequence
 from itertools import groupby
@@ -10,13 +13,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from crossdock.workers.model.device_copies import to_device
-from crossdock.workers.model.pictures.pixel_levels import shared_levels, values_of
+from crossdock.workers.schedule.pictures.encoding import ItemFailure
 from crossdock.workers.schedule.pictures.items import LEVELS, PIXELS, Item, with_levels
 
 _PER_PICTURE = {"pixel_values": 3, "pixel_values_videos": 3, "pixel_attention_mask": 2}
 """Dimensions of one picture in an argument that has three or more; Qwen's are rows of patches, [patches, depth]."""
 _PER_ITEM = {"image_grid_thw": 1, "video_grid_thw": 1, "image_sizes": 1}
 _NOT_ENCODED = {"second_per_grid_ts", LEVELS}  # of positions, and of other tensors
+_SHORT = ("out of memory", "not enough memory", "can't allocate memory", "alloc_failed")
+"""In errors that are plain `RuntimeError`s: of CUDA, of the CPU's allocator (two), of cuBLAS."""
 
 
 def batches_of(items: Sequence[Item], most_rows: int | None) -> list[list[Item]]:
@@ -68,6 +73,45 @@ def layers_of(answer: Any) -> Tensor:
     layers = [answer.pooler_output, *(getattr(answer, "deepstack_features", None) or ())]
     flat = [each if isinstance(each, Tensor) else torch.cat(list(each)) for each in layers]
     return torch.stack([each.reshape(-1, each.shape[-1]) for each in flat])
+
+
+def is_passing(error: Exception) -> bool:
+    """Return whether memory was too short for the call, which may then succeed another time."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(words in text for words in _SHORT)
+
+
+def item_failure(error: Exception) -> ItemFailure:
+    """Return why an item has no embeddings, for the requests that read it."""
+    if is_passing(error):
+        reason = f"memory was short when a picture was encoded; the same request may succeed later: {error}"
+        return ItemFailure(reason, is_passing=True)
+    return ItemFailure(f"a picture cannot be encoded: {type(error).__name__}: {error}", is_passing=False)
+
+
+def shared_levels(items: Sequence[Item]) -> NDArray[Any] | None:
+    """Return the one table of levels [C, 256] of all items; None: tables differ, or an item has values."""
+    tables = [item.tensors.get(LEVELS) for item in items]
+    first = tables[0]
+    if first is None or not all(table is not None and np.array_equal(table, first) for table in tables):
+        return None
+    return first
+
+
+def values_of(pixels: Tensor, values: Tensor) -> Tensor:
+    """Return the values of pixels, as `with_levels` does, on the device of the tensors.
+
+    Args:
+        pixels: levels `[…, C, height, width]`, or of patches `[patches, C · depth · height · width]`.
+        values: `[C, 256]`.
+    """
+    colors, levels = values.shape
+    size = pixels.shape[-2:].numel() if pixels.dim() > 2 else pixels.shape[1] // colors
+    first = levels * torch.arange(colors, dtype=torch.int32, device=pixels.device)
+    places = pixels.reshape(-1, colors, size).int() + first[None, :, None]
+    return values.flatten().index_select(0, places.flatten()).view(pixels.shape)
 
 
 def _by_picture(tensors: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:

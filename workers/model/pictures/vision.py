@@ -21,8 +21,13 @@ from crossdock.workers.model.architecture import is_multimodal, num_deep_layers
 from crossdock.workers.model.device_copies import timed
 from crossdock.workers.model.forward.step_pictures import PictureRows, StepPictures
 from crossdock.workers.model.pictures.deep_stack import add_after
-from crossdock.workers.model.pictures.encoder_calls import arguments_of, batches_of, layers_of
-from crossdock.workers.model.pictures.encoder_failures import is_passing, item_failure
+from crossdock.workers.model.pictures.encoder_calls import (
+    arguments_of,
+    batches_of,
+    is_passing,
+    item_failure,
+    layers_of,
+)
 from crossdock.workers.schedule.batch import Batch
 from crossdock.workers.schedule.pictures.arriving_rows import LandedItem
 from crossdock.workers.schedule.pictures.encoding import ItemFailure

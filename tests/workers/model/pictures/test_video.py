@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from crossdock.workers.model.model import LoadedModel
-from crossdock.workers.model.pictures.pixel_levels import shared_levels, values_of
+from crossdock.workers.model.pictures.encoder_calls import shared_levels, values_of
 from crossdock.workers.schedule.pictures.items import LEVELS, Item, with_levels
 from crossdock.workers.schedule.submission import InvalidField
 from tests.sweeps import rest_in_soak
