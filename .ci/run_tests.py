@@ -137,7 +137,7 @@ class Run:
         self._running.append(process)
         reader = threading.Thread(target=self._read, args=(process, prefix), daemon=True)
         reader.start()
-        code = process.wait()
+        code = self._wait(process)
         reader.join(timeout=5)  # a process that outlives pytest may hold its output open
         self._running.remove(process)
         self.codes.append(0 if code == 5 else code)  # 5: no test was selected
@@ -181,8 +181,14 @@ class Run:
         self._folder.cleanup()
         return [described[child.pid] for child in left]
 
-    def reap(self) -> None:
-        """Collect ended processes that were started by ended ones. Runs beside the lanes."""
+    def _wait(self, process: "subprocess.Popen[str]") -> int:
+        while True:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return process.wait(0.5)
+            self._reap()
+
+    def _reap(self) -> None:
+        """Collect ended processes that were started by ended ones: tests wait until such processes are gone."""
         own = {process.pid for process in list(self._running)}
         for child in psutil.Process().children():
             if child.pid not in own and not _alive(child):
@@ -231,10 +237,8 @@ def run_all(run: Run) -> None:
     ]
     for lane in lanes:
         lane.start()
-    while any(lane.is_alive() for lane in lanes):
-        for lane in lanes:
-            lane.join(0.5)
-        run.reap()
+    for lane in lanes:
+        lane.join()
 
 
 def report(run: Run, began: float, record: bool) -> bool:

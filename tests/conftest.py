@@ -85,27 +85,33 @@ def ray_cluster() -> Iterator[None]:
     import ray
 
     from crossdock.cluster.serve.ray_processes import without_unused_processes
+    from tests.forked_workers import forked_workers
 
     temp_dir = tempfile.mkdtemp(prefix="cd-ray-", dir="/tmp")  # short: unix socket paths end at 107 bytes
     limits.FOLDERS.append(temp_dir)
     shared_memory = _shared_memory()
-    with without_unused_processes():
-        ray.init(
-            address="local",
-            num_cpus=64,  # tests ask for more than the machine has; nothing is pinned
-            include_dashboard=False,
-            object_store_memory=75 << 20,
-            log_to_driver=False,
-            _temp_dir=temp_dir,
-        )
-    limits.take_signals()  # Ray's own handler of SIGTERM raises SystemExit, which fails one test and the run goes on
-    yield
-    from ray import serve
+    with forked_workers(Path(temp_dir)) as forking:
+        with without_unused_processes():
+            ray.init(
+                address="local",
+                num_cpus=64,  # tests ask for more than the machine has; nothing is pinned
+                include_dashboard=False,
+                object_store_memory=75 << 20,
+                log_to_driver=False,
+                _temp_dir=temp_dir,
+            )
+        limits.take_signals()  # Ray's own handler of SIGTERM raises SystemExit, which fails one test alone
+        yield
+        from ray import serve
 
-    serve.shutdown()
-    processes = _processes(temp_dir)
-    ray.shutdown()
-    _, alive = psutil.wait_procs(processes, timeout=20)
+        serve.shutdown()
+        workers = psutil.Process(forking).children()
+        processes = _processes(temp_dir) + psutil.Process(forking).children(recursive=True)
+        ray.shutdown()
+        for worker in workers:  # a raylet kills the workers that it has started itself
+            with contextlib.suppress(psutil.NoSuchProcess):
+                worker.kill()
+        _, alive = psutil.wait_procs(processes, timeout=20)
     assert not alive, f"these outlived Ray: {alive}"
     assert _shared_memory() <= shared_memory, "segments outlived Ray in /dev/shm"
     shutil.rmtree(temp_dir)

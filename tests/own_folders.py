@@ -34,7 +34,8 @@ def make_own_folders() -> Path:
         _link(user_cache.glob(kind), SHARED / kind.split("/")[0])
     with contextlib.suppress(FileExistsError):
         (cache / "models").symlink_to(SHARED / "models")
-    _link((SHARED / "kernels").iterdir(), cache / "kernels")
+    for kernel in (SHARED / "kernels").glob("*.so"):
+        _copy(kernel, cache / "kernels")  # a link to a compiled kernel is not loaded
     if (settings := user_home / ".gitconfig").exists():
         os.environ.setdefault("GIT_CONFIG_GLOBAL", str(settings))  # says that the checkout is safe to read
     for name in ("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME"):
@@ -53,10 +54,15 @@ def written_home(home: Path) -> list[str]:
 def share_kernels() -> None:
     """Copy the kernels that this run compiled to where the next run finds them."""
     for kernel in Path(os.environ["CROSSDOCK_CACHE"], "kernels").glob("*.so"):
-        if not kernel.is_symlink():
-            partial = SHARED / "kernels" / f"{kernel.name}.{os.getpid()}"
-            shutil.copy2(kernel, partial)
-            partial.rename(partial.with_name(kernel.name))
+        _copy(kernel, SHARED / "kernels")
+
+
+def _copy(file: Path, folder: Path) -> None:
+    """Copy a file that the folder lacks. Other processes may copy the file meanwhile."""
+    if not (target := folder / file.name).exists():
+        partial = folder / f"{file.name}.{os.getpid()}"
+        shutil.copy2(file, partial)
+        partial.rename(target)
 
 
 def _xdg(home: Path) -> Path:

@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any, cast
 from unittest.mock import patch
 
@@ -21,6 +21,8 @@ from crossdock.workers.replica.transfer.handover import connect
 from crossdock.workers.replica.transfer.landing import open_landing
 from crossdock.workers.report.advertise import Message
 from crossdock.workers.report.profile import Role
+from crossdock.workers.schedule.cost import cost_fit
+from crossdock.workers.schedule.cost.cost import StepWork
 from crossdock.workers.schedule.submission import Overloaded, SamplingParams, Submission
 from tests.waiting import until
 from tests.workers.architectures import build
@@ -29,6 +31,7 @@ IN_TURN = RouterConfig(policy="round-robin")
 
 
 _SWEEPS: dict[str, Sweep] = {}
+fit_of_sweep = cost_fit._of_sweep
 
 
 def measured_once(engine: Engine, measure: Callable[[], Sweep], _check: object) -> Sweep:
@@ -37,6 +40,11 @@ def measured_once(engine: Engine, measure: Callable[[], Sweep], _check: object) 
     if key not in _SWEEPS:
         _SWEEPS[key] = measure()
     return _SWEEPS[key]
+
+
+@cache
+def fitted_once(sweep: tuple[tuple[StepWork, float], ...]) -> Any:
+    return fit_of_sweep(sweep)
 
 
 class InProcess:
@@ -53,7 +61,10 @@ class InProcess:
         config = config or EngineConfig(kv_cache_memory=ByteSize(4 << 20))
         if engine is None:
             engine = Engine(wrap_module(build("llama", {})), config)
-            with patch.object(calibrate, "remembered_sweep", measured_once):
+            with (
+                patch.object(calibrate, "remembered_sweep", measured_once),
+                patch.object(cost_fit, "_of_sweep", lambda sweep: fitted_once(tuple(sweep))),
+            ):
                 self.profile = calibrate.warm_up(engine)
         else:
             self.profile = calibrate.warm_up(engine)

@@ -1,0 +1,40 @@
+"""Seconds of steps and of kernels for replicas of tests: nothing is measured as they start.
+
+A measurement takes some CPU seconds of each replica's start, and depends on what else the machine does. Replicas learn
+from steps that run, here too. tests/workers/replica/engine and tests/kernels/cpu measure.
+"""
+
+import json
+from typing import Any
+
+from crossdock.kernels.cpu import remembered_seconds
+from crossdock.workers.replica.engine import calibrate
+from crossdock.workers.schedule.cost.cost import StepWork
+
+_CHUNKS = (16, 64, 256)  # tokens
+_CONTEXTS = (0, 256, 2048)  # tokens
+_STREAMS = (1, 4, 16)
+
+
+def give_known_seconds() -> None:
+    """Have engines of this process take these seconds for measured ones."""
+    calibrate.remembered_sweep = _sweep
+    remembered_seconds._remembered = _kept
+
+
+def _sweep(*_: Any) -> list[tuple[StepWork, float]]:
+    """Return steps of a small model on one slow core."""
+    chunks = [StepWork.of([(start, tokens)]) for start in _CONTEXTS for tokens in _CHUNKS]
+    decodes = [StepWork.of([], [context] * count) for context in _CONTEXTS for count in _STREAMS]
+    return [(work, _seconds(work)) for work in chunks + decodes]
+
+
+def _seconds(work: StepWork) -> float:
+    return 4e-3 + 2e-4 * work.prefill_tokens + 3e-4 * work.decodes + 2e-8 * work.attended + 1e-7 * work.context
+
+
+def _kept(key: str, *_: Any) -> remembered_seconds._Kept:
+    """Return equal seconds for all kernels: the first of them is chosen."""
+    asked = json.loads(key)
+    seconds = {kernel: [1e-3] * len(asked["rows"]) for kernel in asked["kernels"]}
+    return remembered_seconds._Kept(seconds=seconds, is_disturbed=False, measured_at=0.0)
