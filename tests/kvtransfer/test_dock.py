@@ -25,7 +25,6 @@ from crossdock.kvtransfer.dock import Dock
 from crossdock.kvtransfer.events import Arrived, Event, Failed, Reason, Released, WriterStopped
 from crossdock.kvtransfer.layout import IncompatiblePools, LayerShape, PoolLayout, PoolSpec, shard_model
 from crossdock.kvtransfer.messages import Abort, Hello, encode
-from crossdock.kvtransfer.peers import Peers
 from crossdock.kvtransfer.tcp import TcpTransport
 from crossdock.kvtransfer.transport import Memory, Peer, TransportEvent
 
@@ -163,13 +162,6 @@ def test_malformed_blob_raises(blob: bytes, reason: str) -> None:
         Peer.unpack(blob)
 
 
-def test_blob_unpacked_and_packed_is_the_same(pair: tuple[Local, Local]) -> None:
-    peer = Peer.unpack(pair[0].dock.blob)
-    assert peer.spec == SPEC
-    assert (peer.name, peer.transport) == (pair[0].dock.name, "tcp")
-    assert peer.pack() == pair[0].dock.blob
-
-
 def test_malformed_messages_are_dropped_and_counted(
     pair: tuple[Local, Local], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -255,25 +247,6 @@ def test_message_too_large_to_send_fails_its_transfer_alone() -> None:
         local.dock.close()
 
 
-def test_departed_peers_are_forgotten_beyond_a_number(pair: tuple[Local, Local]) -> None:
-    """Most replicas that leave say nothing."""
-    transport, here = pair[0].transport, Peer.unpack(pair[0].dock.blob)
-    peers = Peers(pair[1].transport, SPEC)
-    stays = replace(here, name="stays")
-    for number in range(1000):
-        peer = replace(here, name=f"replica-{number}")
-        peers.meet([peer], lambda: {"stays"})
-        peers.connect(peer.name)
-        if number == 0:
-            peers.meet([stays], set)
-    assert len(peers) == 512
-    assert "stays" in peers
-    assert "replica-999" in peers
-    assert "replica-0" not in peers
-    assert len(pair[1].transport._routes) == 511
-    assert transport is not pair[1].transport
-
-
 def test_dock_that_forgot_a_peer_exchanges_pages_with_it_again(pair: tuple[Local, Local]) -> None:
     source, target = pair
     send(source, target)
@@ -290,14 +263,6 @@ def test_dock_that_forgot_a_peer_exchanges_pages_with_it_again(pair: tuple[Local
     target.dock.call(GrantCall("again", 1, 0, whole([3])))
     source.dock.call(FinishCall("again", whole([1]), 1, b""))
     assert target.next(Arrived).request == "again"
-
-
-def test_drain_waits_until_no_transfer_is_under_way(pair: tuple[Local, Local]) -> None:
-    source, target = pair
-    source.dock.call(ShipCall("r", 1, (target.dock.blob,), 5))
-    assert not source.dock.drain(0.1)
-    source.dock.call(CancelShipCall("r", 1))
-    assert source.dock.drain(5)
 
 
 @pytest.mark.parametrize("is_known_before", [False, True])

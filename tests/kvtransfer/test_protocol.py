@@ -10,13 +10,12 @@ from crossdock.kvtransfer.events import (
     Failed,
     Figures,
     Granted,
-    Offered,
     Reason,
     Released,
     WriterStopped,
 )
 from crossdock.kvtransfer.fence import Fence
-from crossdock.kvtransfer.messages import Abort, Grant, Hello, Offer, Pages, Stopped, Wait
+from crossdock.kvtransfer.messages import Abort, Grant, Hello, Pages, Stopped, Wait
 from crossdock.kvtransfer.next_write import TargetRank
 from crossdock.kvtransfer.plan import PageCopies
 from crossdock.kvtransfer.protocol_outputs import ProtocolOutput, Send, Write
@@ -90,21 +89,6 @@ def test_write_is_bounded_in_bytes_and_has_at_least_one_page() -> None:
         assert len(write.copies[0].source_pages) == count
 
 
-def test_sender_skips_pages_the_target_has() -> None:
-    sender = shipping(granted=False)
-    assert sender.finish("r", whole([1, 2, 3]), 10, b"s", 0.0) == []
-    outputs = sender.receive("t0", Grant(*KEY, 2, whole((40,), 2)), 1.0)
-    assert outputs == [Granted(*KEY, 2), Write("t0", copies((3,), (40,)), pages(0, 2, 1, 10, b"s"))]
-
-
-def test_finish_with_nothing_left_to_write_sends_the_state_alone() -> None:
-    sender = shipping()
-    sender.chunk("r", whole([1, 2]), 8, 1.0)
-    sender.write_done(*KEY, "t0", 1.0)
-    outputs = sender.finish("r", whole([1, 2]), 8, b"s", 2.0)
-    assert outputs == [Send("t0", pages(1, 2, 0, 8, b"s")), Released(*KEY, True, Figures())]
-
-
 # Two groups of layers: the first without a window, the second with one that has passed the first three pages.
 GROUPS = (GroupPages(0, (50, 51, 52, 53, 54)), GroupPages(3, (60, 61)))
 
@@ -168,14 +152,6 @@ def test_state_is_written_once_with_the_result() -> None:
     (released,) = sender.write_done(*KEY, "t0", 3.0)
     assert isinstance(released, Released)
     assert (released.figures.num_bytes, released.figures.num_pages) == (2 * 10 + 2 * 7, 4)
-
-
-def test_state_after_the_last_full_page_is_written_alone() -> None:
-    sender = shipping_states()
-    sender.chunk("r", whole([1, 2]), 8, 1.0)
-    sender.write_done(*KEY, "t0", 1.0)
-    outputs = sender.finish("r", whole([1, 2]), 8, b"s", 2.0, (30, 31))
-    assert outputs == [Write("t0", (PageCopies(1, (30, 31), (80, 81)),), pages(1, 2, 0, 8, b"s"))]
 
 
 @pytest.mark.parametrize(
@@ -309,19 +285,6 @@ def test_failed_write_makes_the_stop_unclean() -> None:
     assert sender.receive("t0", Abort(*KEY, b""), 3.0) == [Send("t0", Stopped(*KEY, False))], "repeated"
 
 
-def test_target_that_gives_up_what_was_written_completely_waits_for_no_grace_period() -> None:
-    sender = shipping()
-    sender.finish("r", whole([1]), 4, b"s", 1.0)
-    assert kinds(sender.write_done(*KEY, "t0", 2.0)) == [Released]
-    assert sender.receive("t0", Abort(*KEY, b""), 3.0) == [Send("t0", Stopped(*KEY, True))]
-
-
-def test_dead_peer_is_sent_nothing() -> None:
-    outputs = shipping().peer_lost("t0", True, "dead", 2.0)
-    assert kinds(outputs) == [Failed, Released]
-    assert shipping().peer_lost("t1", True, "dead", 2.0) == []
-
-
 def test_ship_of_a_new_epoch_stops_the_older_which_cannot_begin_again() -> None:
     sender = shipping()
     assert kinds(sender.ship("r", 3, {"t1": TargetRank(100, (10,), 1)}, 5.0, 1.0)) == [Stopped, Released, Hello]
@@ -348,39 +311,6 @@ def test_abort_before_ship_is_answered_and_keeps_the_epoch_from_beginning() -> N
     assert sender.receive("t0", Abort(*KEY, b""), 0.0) == [Send("t0", Stopped(*KEY, True))]
     assert failure(sender.ship(*KEY, {"t0": TargetRank(100, (10,), 1)}, 5.0, 1.0)) is Reason.SUPERSEDED
     assert kinds(sender.ship("r", 2, {"t0": TargetRank(100, (10,), 1)}, 5.0, 1.0)) == [Hello]
-
-
-def test_repeated_abort_is_answered_while_a_write_to_another_target_is_open() -> None:
-    sender = shipping(num_targets=2)
-    sender.chunk("r", whole([1]), 4, 1.0)
-    assert kinds(sender.cancel(*KEY, 1.0)) == []
-    assert kinds(sender.write_done(*KEY, "t0", 2.0)) == [Stopped]
-    assert sender.receive("t0", Abort(*KEY, b""), 3.0) == [Send("t0", Stopped(*KEY, True))]
-    assert sender.receive("t1", Abort(*KEY, b""), 3.0) == [], "its write is open"
-
-
-def test_abort_of_an_ended_shipment_is_answered_as_if_a_write_had_been_broken() -> None:
-    sender = shipping()
-    sender.chunk("r", whole([1]), 4, 1.0)
-    assert Send("t0", Stopped(*KEY, False)) in sender.write_failed(*KEY, "t0", "reset", 2.0)
-    assert sender.receive("t0", Abort(*KEY, b""), 2.1) == [Send("t0", Stopped(*KEY, False))]
-
-
-@pytest.mark.parametrize("message", [Grant(*KEY, 0, whole((5,))), Wait(*KEY, 1.0, False)])
-def test_stop_that_the_target_has_missed_is_sent_again(message: Grant | Wait) -> None:
-    """Before its grant a target has no deadline of its own."""
-    sender = shipping(granted=False)
-    assert sender.receive("t1", message, 1.0) == [], "another target"
-    sender.cancel(*KEY, 1.0)
-    assert kinds(sender.receive("t0", message, 2.0)) == [Stopped]
-
-
-def test_messages_about_unknown_shipments_are_dropped_and_counted() -> None:
-    sender = shipping(granted=False)
-    assert sender.receive("t0", Grant("r", 2, 0, whole((1,))), 0.0) == []
-    assert sender.receive("stranger", Grant(*KEY, 0, whole((1,))), 0.0) == []
-    assert sender.receive("stranger", Abort(*KEY, b""), 0.0) == []
-    assert sender.num_unknown == 3
 
 
 def test_figures_of_a_half_hidden_transfer_add_up() -> None:
@@ -453,11 +383,6 @@ def test_frontier_is_that_of_the_slowest_rank() -> None:
     assert outputs == [Committed(*KEY, 14), Arrived(*KEY, 14, b"from rank 0", Figures())]
 
 
-def test_frontier_includes_the_cached_prefix() -> None:
-    receiver = expecting(first_page=3)
-    assert receiver.receive("s0", wrote(0, 3, 1, 16), 1.0) == [Committed(*KEY, 16)]
-
-
 @pytest.mark.parametrize(
     "message",
     [
@@ -481,42 +406,6 @@ def test_pages_before_the_grant_fail_the_transfer() -> None:
     assert failure(outputs) is Reason.PROTOCOL
 
 
-def test_source_that_begins_late_is_sent_what_it_missed() -> None:
-    receiver = expecting(granted=False)
-    assert receiver.receive("s0", Hello(*KEY), 1.0) == [Send("s0", Wait(*KEY, 4.0, False))]
-    assert receiver.wait(*KEY, 3.0, 1.0) == [Send("s0", Wait(*KEY, 3.0, False))]
-    assert receiver.receive("s0", Hello(*KEY), 2.0) == [Send("s0", Wait(*KEY, 2.0, False))]
-    receiver.grant(*KEY, 0, whole([5]), 2.0)
-    assert receiver.receive("s0", Hello(*KEY), 3.0) == [Send("s0", Grant(*KEY, 0, whole((5,))))]
-    receiver.cancel(*KEY, 3.0)
-    assert receiver.receive("s0", Hello(*KEY), 4.0) == [Send("s0", Abort(*KEY, b"us"))]
-    receiver.receive("s0", Stopped(*KEY, True), 5.0)
-    assert receiver.receive("s0", Hello(*KEY), 6.0) == [Send("s0", Abort(*KEY, b"us"))], "also when all is over"
-    assert receiver.num_unknown == 0
-
-
-def test_offer_of_every_source_is_reported_also_before_it_is_expected() -> None:
-    early = Receiver(PAGE, b"us", 1.0)
-    assert early.receive("s0", Offer(*KEY, 2), 0.0) == []
-    assert early.receive("s1", Offer(*KEY, 2), 0.0) == [Offered(*KEY)]
-    assert early.expect(*KEY, {"s0": (0, (10,)), "s1": (1, (10,))}, 5.0, 0.0) == []
-    late = expecting(2, granted=False)
-    assert late.receive("s1", Offer(*KEY, 2), 0.0) == []
-    assert late.receive("s2", Offer(*KEY, 2), 0.0) == [], "no source of this transfer"
-    assert late.receive("s0", Offer(*KEY, 2), 0.0) == [Offered(*KEY)]
-    late.cancel(*KEY, 1.0)
-    assert late.receive("s0", Offer(*KEY, 2), 2.0) == [Send("s0", Abort(*KEY, b"us"))]
-
-
-def test_lost_offer_is_repeated_after_the_next_wait() -> None:
-    sender = shipping(granted=False)
-    (offer,) = sender.offer(*KEY)
-    assert offer == Send("t0", Offer(*KEY, 1))
-    assert sender.receive("t0", Wait(*KEY, 1.0, False), 1.0) == [offer]
-    sender.receive("t0", Grant(*KEY, 0, whole((5, 6))), 2.0)
-    assert sender.receive("t0", Wait(*KEY, 1.0, False), 3.0) == []
-
-
 def test_deadline_begins_with_the_grant_and_every_message_renews_it() -> None:
     receiver = expecting(granted=False)
     assert receiver.next_deadline == float("inf"), "until the grant, sources wait for this target"
@@ -527,15 +416,6 @@ def test_deadline_begins_with_the_grant_and_every_message_renews_it() -> None:
     receiver.receive("s0", Wait(*KEY, 20.0, True), 18.0)
     assert receiver.tick(42.9) == []
     assert failure(receiver.tick(43.0)) is Reason.DEADLINE
-
-
-def test_cancelled_transfer_frees_pages_when_every_writer_has_stopped() -> None:
-    receiver = expecting(num_sources=2)
-    assert kinds(receiver.cancel(*KEY, 1.0)) == [Abort, Abort]
-    assert receiver.receive("s0", wrote(0, 0, 1, 4, of=2), 1.5) == [], "it was on its way"
-    assert receiver.receive("s0", Stopped(*KEY, True), 2.0) == []
-    assert receiver.receive("s1", Stopped(*KEY, True), 3.0) == [WriterStopped(*KEY)]
-    assert receiver.cancel(*KEY, 4.0) == [WriterStopped(*KEY)], "a late cancel is answered too"
 
 
 def test_unanswered_abort_is_repeated_in_growing_intervals_until_the_source_answers() -> None:
@@ -567,10 +447,6 @@ def test_second_answer_does_not_end_a_grace_period_early() -> None:
     assert receiver.receive("s0", Stopped(*KEY, True), 2.1) == []
     assert receiver.tick(2.9) == []
     assert receiver.tick(3.0) == [WriterStopped(*KEY)]
-
-
-def test_cancel_without_a_grant_frees_pages_at_once() -> None:
-    assert kinds(expecting(granted=False).cancel(*KEY, 1.0)) == [Abort, WriterStopped]
 
 
 @pytest.mark.parametrize("how", ["dead", "stopped uncleanly"])
@@ -608,16 +484,6 @@ def test_late_messages_about_an_ended_epoch_are_dropped_and_counted() -> None:
     assert receiver.receive("s0", Stopped(*KEY, True), 1.0) == []
     assert receiver.num_unknown == 2
     assert kinds(receiver.expect(*KEY, {"s0": (0, (10,))}, 5.0, 2.0)) == [Failed, WriterStopped]
-
-
-def test_receiver_counts_the_bytes_of_each_group_that_it_granted() -> None:
-    receiver = Receiver(PAGE, b"us", 1.0)
-    receiver.expect(*KEY, {"s0": (0, (10, 6))}, 5.0, 0.0)
-    receiver.grant(*KEY, 0, GROUPS, 0.0)
-    assert receiver.receive("s0", wrote(0, 0, 4, 16), 1.0) == [Committed(*KEY, 16)]
-    *_, arrived = receiver.receive("s0", wrote(1, 4, 1, 18, result=b"s"), 2.0)
-    assert isinstance(arrived, Arrived)
-    assert (arrived.figures.num_bytes, arrived.figures.num_pages) == (5 * 10 + 2 * 6, 7)
 
 
 # -- the fence -------------------------------------------------------------------------------------------------------

@@ -28,7 +28,6 @@ from tests.workers.architectures import build
 
 _HAS_NIXL = importlib.util.find_spec("nixl") is not None
 NEEDS_NIXL = pytest.mark.skipif(not _HAS_NIXL, reason="needs NIXL: pip install nixl")
-TRANSPORTS = ["tcp", pytest.param("nixl", marks=NEEDS_NIXL)]
 NIXL_IN_SOAK = ["tcp", pytest.param("nixl", marks=[NEEDS_NIXL, pytest.mark.soak])]
 Answer = TypeVar("Answer")
 

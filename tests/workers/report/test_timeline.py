@@ -148,19 +148,6 @@ def test_state_and_waiting_time_of_live_requests_are_current() -> None:
     assert timed.find("second")["chunks"][0]["waited_s"] == 3.5
 
 
-def test_gap_with_a_chunk_in_its_step_counts_as_shared() -> None:
-    timed = TimedReplica()
-    timed.add("stream", 4, max_tokens=6)
-    timed.step()
-    timed.step()
-    timed.add("prompt", 25, max_tokens=1)
-    timed.run()
-    chunks = timed.find("prompt")["chunks"]
-    assert [(chunk["num_tokens"], chunk["num_decodes"]) for chunk in chunks] == [(12, 1), (13, 1)]
-    stream = timed.find("stream")
-    assert (stream["num_decode_steps"], stream["num_shared_decode_steps"]) == (5, 2)
-
-
 def test_gap_with_a_chunk_step_between_tokens_counts_as_shared() -> None:
     """If steps with chunks and steps with decodes alternate, no step has both, but the stream waits for the chunk."""
     timed = TimedReplica(mixed_chunks=False)
@@ -202,34 +189,6 @@ def test_timeline_counts_cached_tokens_and_preemptions() -> None:
     timed.run()
     assert timed.find("x")["num_cached_tokens"] == request.num_cached_tokens > 0
     assert timed.find("x")["chunks"][0]["start"] == request.num_cached_tokens
-
-
-@pytest.mark.parametrize("num_steps", [0, 1, 3, 4])  # waiting, prefilling twice, decoding
-def test_aborted_timeline_shows_freed_bytes(num_steps: int) -> None:
-    timed = TimedReplica()
-    timed.add("a", 40, max_tokens=50)
-    for _ in range(num_steps):
-        timed.step()
-    assert timed.scheduler.abort("a") is not None
-    timeline = timed.timelines.aborted("a", timed.replica.now, freed_bytes=num_steps * 100)
-    assert timeline.finish_reason is FinishReason.ABORT
-    found = timed.find("a")
-    assert (found["state"], found["finish_reason"]) == ("finished", "abort")
-    assert found["freed_bytes"] == num_steps * 100
-    assert found["num_computed_tokens"] == min(16 * num_steps, 40) + max(num_steps - 3, 0)
-    assert found["ended_s"] == num_steps
-    assert timed.live() == []
-
-
-def test_step_that_raised_ends_all_timelines() -> None:
-    timed = TimedReplica()
-    timed.add("a", 4)
-    timed.add("b", 40)
-    timed.step()
-    deltas = [TokenDelta(name, [], finish_reason=FinishReason.ERROR, error="broken") for name in ("a", "b")]
-    progress = timed.timelines.ended(deltas, timed.replica.now)
-    assert [timeline.id for timeline in progress.finished] == ["a", "b"]
-    assert timed.find("a")["finish_reason"] == timed.find("b")["finish_reason"] == "error"
 
 
 def test_timeline_shows_whether_promises_were_met() -> None:
@@ -308,14 +267,6 @@ def test_request_continued_after_a_loss_has_no_first_token() -> None:
     found = timed.find("a")
     assert (found["epoch"], found["first_token_s"], found["ttft_met"]) == (1, None, None)
     assert (found["num_output_tokens"], found["num_decode_steps"]) == (6, 3)
-
-
-def test_placements_of_one_request_have_their_own_epochs() -> None:
-    timed = TimedReplica()
-    for epoch in (0, 1):
-        timed.add("a", 4, epoch=epoch)
-        timed.run()
-    assert [found["epoch"] for found in timed.timelines.find("a", None, timed.replica.now)] == [0, 1]
 
 
 def test_memory_of_timelines_is_bounded() -> None:

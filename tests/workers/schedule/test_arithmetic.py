@@ -3,14 +3,12 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from crossdock.kvtransfer.layout import LayerShape, PoolLayout
 from crossdock.workers.schedule.config import SchedulerConfig
 from crossdock.workers.schedule.memory.pages import PagePool
 from crossdock.workers.schedule.scheduler import Scheduler
 from tests.workers.schedule.model_free_replica import ModelFreeReplica, chunk_sizes
 
 PAGE_SIZE = 16
-SMOLLM2 = PoolLayout([LayerShape(num_kv_heads=3, key_dim=64, value_dim=64)] * 30, PAGE_SIZE, itemsize=2)
 
 
 def new_replica(max_num_batched_tokens: int, max_num_seqs: int = 8, pages: PagePool | None = None) -> ModelFreeReplica:
@@ -57,29 +55,6 @@ def test_45000_cached_tokens_of_50000_take_no_steps(pages_per_chunk: int) -> Non
     assert long.num_cached_tokens == 45_000
     assert sum(chunk_sizes(batches, "long")) == 5_000
     assert len(batches) == -(-5_000 // chunk)
-
-
-def test_abort_after_seven_chunks_frees_every_byte() -> None:
-    replica = new_replica(512)
-    scheduler, pages = replica.scheduler, replica.scheduler.pages
-    before = pages.counts()
-    long = replica.add("long", range(20_000))
-    for _ in range(7):
-        replica.step()
-    assert long.num_computed_tokens == 7 * 512
-    held = len(pages.pages_of("long#0"))
-    assert held * SMOLLM2.page_bytes == 1250 * 368_640 == 460_800_000  # of the whole prompt: reserved at the start
-    assert long.num_computed_tokens * SMOLLM2.token_bytes == 82_575_360  # of these, written
-
-    scheduler.abort("long")
-    after = pages.counts()
-    assert not pages.pages_of("long#0")
-    assert (after.free + after.cached) * SMOLLM2.page_bytes == before.free * SMOLLM2.page_bytes
-    assert after.owned == after.quarantined == 0
-    # The full pages of the seven chunks can serve a prompt with the same beginning until they are evicted.
-    assert after.cached * PAGE_SIZE == 7 * 512
-    pages.stock.clear_cache()
-    assert pages.counts() == before
 
 
 def test_scheduled_chunks_attend_to_the_pairs_of_the_whole_prompt() -> None:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from pydantic import ByteSize
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -16,17 +15,13 @@ from crossdock.kernels.backend import CPP, TORCH, Attention, choose_attention, t
 from crossdock.workers.model.graphs import decode_graphs as graphs
 from crossdock.workers.model.graphs.decode_graphs import DecodeGraphs, batch_sizes, decode_graphs, padded
 from crossdock.workers.model.inputs import StepInputs
-from crossdock.workers.model.load import wrap_module
 from crossdock.workers.model.model import LoadedModel
-from crossdock.workers.model.runner import Runner
-from crossdock.workers.replica.config import EngineConfig
-from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.schedule.batch import Batch, Scheduled
 from crossdock.workers.schedule.request import Request
 from crossdock.workers.schedule.submission import SamplingParams
 from tests.sweeps import rest_in_soak
 from tests.workers.architectures import SERVED, build
-from tests.workers.model.graphs.steps import PAGE_SIZE, PagedStep, tokens_of
+from tests.workers.model.graphs.steps import PAGE_SIZE, PagedStep
 
 LENGTHS = [5, 23, 40, 8, 16]
 
@@ -117,29 +112,6 @@ def test_steps_with_chunks_or_unwanted_rows_are_not_covered() -> None:
     assert not recorded.covers(step(*[decode] * 7))
     assert not recorded.covers(step(decode, Scheduled(request, 0, 9, [1, 2], True)))
     assert not recorded.covers(step(decode, Scheduled(request, 0, 1, [1], False)))
-
-
-def test_engine_with_recorded_steps_gives_same_tokens() -> None:
-    module = build("llama", {})
-    config = EngineConfig(max_num_batched_tokens=80, max_num_seqs=9, kv_cache_memory=ByteSize(8 << 20))
-    answers, num_replayed = [], 0
-
-    class Counted(DecodeGraphs):
-        def run(self, inputs: StepInputs, previous_tokens: Tensor | None = None) -> Tensor:
-            nonlocal num_replayed
-            num_replayed += 1
-            return super().run(inputs, previous_tokens)
-
-    for is_recorded, is_ahead in ((False, False), (True, False), (True, True)):
-        engine = Engine(wrap_module(module), config.model_copy(update={"async_scheduling": is_ahead}))
-        assert not engine.pipeline.runner.graphs, "on a CPU"
-        if is_recorded:
-            engine.pipeline.runner = Runner(
-                engine.model, 16, None, [Counted(engine.model, 16, config.max_num_seqs, lambda run: run)]
-            )
-        answers.append(tokens_of(engine, temperature=0.0))
-    assert answers[0] == answers[1] == answers[2]
-    assert num_replayed > 40
 
 
 def test_model_that_cannot_be_recorded_runs_eagerly_and_logs_why(

@@ -25,7 +25,6 @@ from crossdock.workers.schedule.request import Request
 from crossdock.workers.schedule.submission import InvalidField, SamplingParams, Submission
 from tests.sweeps import rest_in_soak
 from tests.workers.architectures import build
-from tests.workers.model.paged import random_steps
 from tests.workers.multimodal import FAMILIES, IMAGE, TEXT, PicturePrompt, build_multimodal, picture, video
 from tests.workers.quantised import CASES, pack
 
@@ -133,22 +132,6 @@ def test_rows_in_pages_equal_those_of_the_whole_model_at_every_cut(
     for cut in range(1, length):
         (rows,) = computed(model, [request], [[(0, 0, cut)], [(0, cut, length)]])
         torch.testing.assert_close(rows, expected, rtol=1e-5, atol=1e-6)
-
-
-def test_ragged_chunks_of_several_prompts_have_their_own_rows(
-    family: str, model: EncoderModel, whole: PictureEncoder
-) -> None:
-    shared = picture(family, 1, (2, 3))
-    prompts = [
-        PicturePrompt.of(5, shared, picture(family, 2)),
-        PicturePrompt.of(picture(family, 3, (1, 2)), 3, shared),
-        PicturePrompt.of(1, shared, 2, shared, 3),
-    ]
-    requests = [request_of(str(number), prompt) for number, prompt in enumerate(prompts)]
-    for seed in range(4):
-        found = computed(model, requests, random_steps([request.num_tokens for request in requests], seed))
-        for rows, prompt in zip(found, prompts, strict=True):
-            torch.testing.assert_close(rows, rows_of(whole, prompt.items), rtol=1e-4, atol=1e-5)
 
 
 def test_videos_have_rows_too(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from crossdock.workers.model.pictures.encoder_calls import shared_levels, values
 from crossdock.workers.schedule.pictures.items import LEVELS, Item, with_levels
 from crossdock.workers.schedule.submission import InvalidField
 from tests.sweeps import rest_in_soak
-from tests.workers.model.paged import random_steps
 from tests.workers.model.pictures.test_vision import logits_of, requests_of
 from tests.workers.multimodal import (
     BEGIN,
@@ -77,20 +76,6 @@ def test_videos_and_pictures_cut_at_every_boundary_equal_one_pass(family: str, m
         torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-3)
 
 
-def test_ragged_chunks_of_several_prompts_equal_one_pass_each(family: str, models: tuple[LoadedModel, Any]) -> None:
-    model, module = models
-    prompts = [
-        PicturePrompt.of(video(family, 1, 4), 5, video(family, 1, 4), seed=1),
-        PicturePrompt.of(11, picture(family, 4), 2, video(family, 5, 2, (2, 3)), seed=2),
-        PicturePrompt.of(30, seed=3),
-    ]
-    expected = [one_pass(module, prompt) for prompt in prompts]
-    for seed in range(3):
-        steps = random_steps([len(prompt.token_ids) for prompt in prompts], seed)
-        for own, theirs in zip(logits_of(model, prompts, steps), expected, strict=True):
-            torch.testing.assert_close(own, theirs, rtol=1e-3, atol=1e-3)
-
-
 def test_seconds_between_frames_decide_positions_of_qwen2_5() -> None:
     model, module = paged_multimodal("qwen2_5_vl"), build_multimodal("qwen2_5_vl")
     slow, fast = (PicturePrompt.of(3, video("qwen2_5_vl", 1, 4, seconds=each), 5) for each in (4.0, 0.5))
@@ -144,18 +129,6 @@ def test_only_items_with_one_table_share_it() -> None:
     assert shared_levels([item(one), item(same)]) is one
     assert shared_levels([item(one), item(other)]) is shared_levels([item(one), item(None)]) is None
     assert shared_levels([item(None)]) is None
-
-
-@pytest.mark.parametrize("shape", [(2, 3, 8, 4), (1, 2, 3, 8, 4)])
-def test_levels_of_tiles_become_values(shape: tuple[int, ...]) -> None:
-    levels = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
-    table = np.arange(768, dtype=np.float32).reshape(3, 256)
-    found = with_levels({"pixel_values": levels, LEVELS: table, "image_sizes": np.array([[8, 4]])})
-    assert found.keys() == {"pixel_values", "image_sizes"}
-    for color in range(3):
-        assert np.array_equal(
-            found["pixel_values"][..., color, :, :], 256 * color + levels.astype(int)[..., color, :, :]
-        )
 
 
 def test_video_whose_grid_is_not_that_of_its_placeholders_is_an_error() -> None:

@@ -11,11 +11,8 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from crossdock.workers.model.graphs.decode_graphs import DecodeGraphs
-from crossdock.workers.model.graphs.mixed_graphs import MixedGraphs
 from crossdock.workers.model.load import wrap_module
 from crossdock.workers.model.model import LoadedModel
-from crossdock.workers.model.runner import Runner
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.schedule.request import TokenDelta
 from crossdock.workers.schedule.submission import InvalidField, SamplingParams, Submission
@@ -96,26 +93,6 @@ def test_vectors_of_steps_that_begin_ahead_equal_transformers() -> None:
     check(engine_on(tiny_model(), max_num_batched_tokens=24, async_scheduling=True), prompts_of(7))
 
 
-def test_vectors_of_recorded_steps_equal_transformers() -> None:
-    engine = engine_on(tiny_model(), max_num_batched_tokens=64, max_num_seqs=8)
-    graphs = DecodeGraphs(engine.model, 16, 8, lambda run: run)
-    mixed = MixedGraphs(engine.model, 16, 8, 64, lambda run: run)
-    runner = engine.pipeline.runner = Runner(engine.model, 16, None, [graphs, mixed])
-    covered = set()
-    compute = Runner.compute
-
-    def seen(self: Runner, inputs: object, previous_tokens: object = None) -> object:
-        covered.add((graphs.covers(inputs), mixed.covers(inputs)))  # type: ignore[arg-type]
-        return compute(self, inputs, previous_tokens)  # type: ignore[arg-type]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Runner, "compute", seen)
-        check(engine, [[9], *prompts_of(3)])
-    assert runner.graphs[0] is graphs
-    assert {is_mixed for _, is_mixed in covered} == {True}
-    assert {is_decode for is_decode, _ in covered} == {True, False}
-
-
 @pytest.mark.parametrize("pooling", ["last", "mean"])
 def test_vector_of_preempted_prompt_equals_transformers(pooling: str) -> None:
     engine = engine_on(tiny_model(), max_num_batched_tokens=24, enable_prefix_caching=pooling == "last")
@@ -155,16 +132,6 @@ def test_last_token_uses_cached_pages_and_mean_does_not() -> None:
         deltas = run(engine)[name]
         assert deltas[0].num_cached_tokens == cached, name
         np.testing.assert_allclose(vector_of(deltas), expected(prompt, pooling), atol=2e-4, rtol=2e-3)
-
-
-def test_aborted_prompt_leaves_nothing() -> None:
-    engine = engine_on(tiny_model(), max_num_batched_tokens=20)
-    engine.add(wanted("a", [5] * 100, "mean"))
-    engine.step()
-    engine.abort("a")
-    engine.add(wanted("a", [6] * 30, "mean"))
-    np.testing.assert_allclose(vector_of(run(engine)["a"]), expected([6] * 30, "mean"), atol=2e-4, rtol=2e-3)
-    assert not engine._sampler.pooler._pooled
 
 
 def test_model_without_hidden_states_refuses_vectors_and_goes_on() -> None:

@@ -101,12 +101,6 @@ def test_gang_of_any_architecture_equals_one_rank(
     assert_gang_equals_one_rank(ranks, path, division)
 
 
-def test_gang_on_heads_that_ranks_divide_unequally_equals_one_rank(ranks: Ranks, tmp_path: Path) -> None:
-    """As SmolLM2: nine query heads over three KV heads, which two ranks divide as one and two, in two stages."""
-    path = saved(build("llama", {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 108}), tmp_path)
-    assert_gang_equals_one_rank(ranks, path, (2, 2))
-
-
 def test_stages_have_as_many_steps_in_flight(ranks: Ranks, tmp_path: Path) -> None:
     """Chunks of one prompt follow each other, streams are dealt among the steps, and no request is in two steps where
     its next token is not known. A request that is aborted while in flight leaves nothing."""

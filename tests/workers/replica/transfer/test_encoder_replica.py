@@ -1,36 +1,23 @@
 """An engine around an encoder alone: rows of pictures in its pages, and their way to another dock."""
 
-import asyncio
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
-import numpy as np
 import pytest
 import torch
 from pydantic import ByteSize
 from torch import Tensor
 
-from crossdock.kvtransfer.calls import ExpectCall, GrantCall
-from crossdock.kvtransfer.dock import Dock
-from crossdock.kvtransfer.events import Arrived, Committed, Event, Failed, Offered, Reason, WriterStopped
-from crossdock.kvtransfer.layout import PoolLayout, PoolSpec
-from crossdock.kvtransfer.records import GroupPages
-from crossdock.kvtransfer.transport import Memory
-from crossdock.workers.model.encoder_model import EncoderModel, drop_decoder, row_layer, wrap_encoder
-from crossdock.workers.model.load import wrap_module
+from crossdock.workers.model.encoder_model import EncoderModel, drop_decoder, wrap_encoder
 from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.model.pictures.vision import PictureEncoder
-from crossdock.workers.replica.config import EngineConfig, ReplicaSpec, TransferConfig
+from crossdock.workers.replica.config import EngineConfig, ReplicaSpec
 from crossdock.workers.replica.engine.calibrate import warm_up
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.replica.engine.engine_loader import load_engine
 from crossdock.workers.replica.serving.machine import describe_machine
-from crossdock.workers.replica.serving.observed import ObservedEngine
-from crossdock.workers.replica.transfer.replica_dock import choose_transport, rank_blobs
 from crossdock.workers.report.advertise import observe
 from crossdock.workers.schedule.drafts.speculative_config import SpeculativeConfig
 from crossdock.workers.schedule.pictures.encoding import EncoderTotals
@@ -40,26 +27,9 @@ from crossdock.workers.schedule.request import FinishReason, Request, Status, To
 from crossdock.workers.schedule.submission import InvalidField, SamplingParams, Submission
 from tests.sweeps import rest_in_soak
 from tests.workers.multimodal import FAMILIES, PicturePrompt, build_multimodal, picture
-from tests.workers.replica.engine.test_pictures import broken
 from tests.workers.replica.engines import engine_on
-from tests.workers.replica.sides import TRANSPORTS, Side
 
 PAGE_SIZE = 4
-_OF_TOKENS = (  # metrics of requests and their tokens, which the other replicas count
-    "crossdock_prompt_tokens",
-    "crossdock_cached_tokens",
-    "crossdock_output_tokens",
-    "crossdock_chunk_",
-    "crossdock_step_tokens",
-    "crossdock_step_prompt_tokens",
-    "crossdock_prefill_",
-    "crossdock_time_to_first_token",
-    "crossdock_slo_",
-    "crossdock_request_phase",
-    "crossdock_requests_total",
-    "crossdock_uncached_tokens_waiting",
-    "crossdock_cancelled_kv_bytes",
-)
 
 
 def encoder_model(family: str, max_model_len: int | None = None) -> EncoderModel:
@@ -298,170 +268,3 @@ def test_pictures_that_take_long_have_a_step_each(tmp_path: Path, seconds: float
 def test_replica_without_a_decoder_refuses_settings_of_decoders(fields: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         replica_spec(None, **fields)
-
-
-# -- transfers -------------------------------------------------------------------------------------------------------
-
-
-class Landing:
-    """A bare dock over pages of rows, which grants pages to what is offered."""
-
-    def __init__(self, transport: str, model: EncoderModel, num_pages: int = 32, name: str = "tiny embeddings") -> None:
-        layout = PoolLayout([row_layer(model.config)], PAGE_SIZE, model.dtype.itemsize)
-        spec = PoolSpec.whole(layout, name, "float32", num_pages)
-        self.pool = np.full(spec.nbytes, 0xEE, np.uint8)
-        self.rows = torch.from_numpy(self.pool.view(np.float32).reshape(num_pages * PAGE_SIZE, -1))
-        memory = Memory.of(self.pool.data)
-        config = TransferConfig(transport=transport)  # type: ignore[arg-type]
-        self.events, self._loop = asyncio.Queue[Event](), asyncio.get_running_loop()
-
-        def on_event(event: Event) -> None:
-            self._loop.call_soon_threadsafe(self.events.put_nowait, event)
-
-        self.dock = Dock(choose_transport(config, memory), memory, spec, "landing", on_event, grace_seconds=0.1)
-
-    @property
-    def blob(self) -> bytes:
-        return msgspec.msgpack.encode([self.dock.blob])
-
-    def expect(self, work: Submission, peer: bytes) -> None:
-        self.dock.call(ExpectCall(work.id, work.epoch, rank_blobs(peer), 5.0))
-
-    def grant(self, work: Submission, first: int = 0) -> None:
-        """Grant pages from `first` on for all rows of a leg."""
-        num_pages = -(-len(work.prompt_token_ids) // PAGE_SIZE)
-        self.dock.call(GrantCall(work.id, work.epoch, 0, (GroupPages(0, tuple(range(first, first + num_pages))),)))
-
-    async def until(self, *kinds: type) -> list[Event]:
-        """Return the events until one of these kinds."""
-        events: list[Event] = []
-        while not events or not isinstance(events[-1], kinds):
-            events.append(await asyncio.wait_for(self.events.get(), 20))
-        return events
-
-    async def is_clean(self) -> bool:
-        """Return whether no transfer is open, now or within five seconds."""
-        for _ in range(500):
-            if self.dock.counts().num_open == 0:
-                return True
-            await asyncio.sleep(0.01)
-        return False
-
-
-@asynccontextmanager
-async def paired(transport: str = "tcp", family: str = "qwen3_vl") -> AsyncIterator[tuple[Side, Landing]]:
-    """Yield an encode replica and a landing; in the end nothing may be left of a transfer."""
-    model = encoder_model(family)
-    engine = engine_on(model, page_size=PAGE_SIZE, max_num_batched_tokens=8, max_num_seqs=2)
-    side, landing = Side(transport, engine=engine), Landing(transport, model)
-    try:
-        yield side, landing
-        assert await side.is_clean()
-        assert await landing.is_clean()
-    finally:
-        await side.close()
-        landing.dock.close()
-
-
-async def submit(side: Side, landing: Landing, work: Submission) -> None:
-    await side.thread.submit("test", replace(work, peer=landing.blob))
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-async def test_rows_arrive_chunk_by_chunk_as_the_whole_model_makes_them(transport: str, family: str) -> None:
-    module = build_multimodal(family)
-    expected = PictureEncoder(module, module.config)
-
-    async with paired(transport, family) as (side, landing):
-        for name in ("first", "again"):  # the second time from cached pages
-            work = leg_of(name, 3, picture(family, 1, (2, 3)), 2, picture(family, 2, (2, 2)))
-            landing.pool.fill(0xEE)
-            landing.expect(work, side.blob)
-            await submit(side, landing, work)
-            await landing.until(Offered)
-            landing.grant(work, first=3)
-            events = await landing.until(Arrived, Failed)
-            assert isinstance(events[-1], Arrived)
-            assert events[-1].num_tokens == len(work.prompt_token_ids)
-            assert msgspec.msgpack.decode(events[-1].result) == 0
-            commits = [event.num_tokens for event in events if isinstance(event, Committed)]
-            assert commits == sorted(commits)
-            rows = parts_of(landing.rows[3 * PAGE_SIZE :], work.items)
-            torch.testing.assert_close(rows, rows_of(expected, work.items), rtol=1e-4, atol=1e-5)
-            assert (await side.next(name)).token_ids == [0]
-            assert (await side.next(name)).finish_reason is FinishReason.SHIPPED
-        assert totals_of(side.engine).num_encoded == 2
-
-
-async def test_aborted_leg_leaves_nothing_at_either_side() -> None:
-    async with paired("tcp") as (side, landing):
-        work = leg_of("a", picture("qwen3_vl", 1, (3, 3)), picture("qwen3_vl", 2, (3, 3)))
-        landing.expect(work, side.blob)
-        await submit(side, landing, work)
-        await landing.until(Offered)
-        await side.thread.abort([(work.id, work.epoch)])
-        landing.grant(work)
-        events = await landing.until(WriterStopped)
-        assert [event.reason for event in events if isinstance(event, Failed)] == [Reason.PEER_STOPPED]
-
-
-async def test_receiver_that_dies_ends_the_leg_alone() -> None:
-    async with paired("tcp") as (side, landing):
-        work = leg_of("a", picture("qwen3_vl", 1, (3, 3)), picture("qwen3_vl", 2, (3, 3)))
-        await submit(side, landing, work)
-        await landing.until(Offered)
-        await side.thread.peer_dead(landing.blob)
-        while (await side.next("a")).finish_reason is not FinishReason.SHIPPED:
-            pass
-
-
-async def test_leg_whose_picture_cannot_be_encoded_ends_the_transfer() -> None:
-    """The receiver then encodes the items itself, and finds out what is wrong with them."""
-    async with paired("tcp", "llava") as (side, landing):
-        work = leg_of("a", picture("llava", 1), picture("llava", 2))
-        work = replace(work, items=[work.items[0], broken(work.items[1])])
-        landing.expect(work, side.blob)
-        await submit(side, landing, work)
-        await landing.until(Offered)
-        landing.grant(work)
-        events = await landing.until(WriterStopped)
-        assert [event.reason for event in events if isinstance(event, Failed)] == [Reason.PEER_STOPPED]
-        assert (await side.next("a")).finish_reason is FinishReason.ERROR
-
-
-async def test_rows_count_as_rows_and_under_our_names_alone() -> None:
-    """Sums over all replicas would count each picture twice: as rows, and as placeholders."""
-    async with paired() as (side, landing):
-        work = leg_of("a", picture("qwen3_vl", 1))
-        await submit(side, landing, work)
-        assert (await side.next("a")).token_ids == [0]
-        await side.thread.abort([(work.id, work.epoch)])
-        text = await side.thread.metrics_text("model")
-        lines = [line.rsplit(" ", 1) for line in text.splitlines() if line[0] != "#"]
-        counted = {name: float(value) for name, value in lines}
-        assert counted["crossdock_encoder_rows_total"] == work.items[0].num_rows
-        assert counted["crossdock_cached_rows_total"] == 0
-        of_tokens = {name: value for name, value in counted.items() if name.startswith(_OF_TOKENS)}
-        assert not any(value for name, value in of_tokens.items() if "_created" not in name)
-        assert "vllm:" not in text
-        again = leg_of("b", picture("qwen3_vl", 1))
-        await submit(side, landing, again)
-        await side.next("b")
-        await side.thread.abort([(again.id, again.epoch)])
-        found = side.thread.metrics.registry.get_sample_value("crossdock_cached_rows_total")
-        assert found == len(again.prompt_token_ids) - 1
-        whole = ObservedEngine(engine_on(wrap_module(build_multimodal("qwen3_vl"))))
-        assert "vllm:prompt_tokens_total" in await whole.metrics_text("model")
-
-
-async def test_role_of_an_encode_replica_cannot_be_changed() -> None:
-    async with paired() as (side, _):
-        with pytest.raises(ValueError, match="to or from encode"):
-            await side.thread.assign_role("prefill")
-        other = Side("tcp")
-        try:
-            with pytest.raises(ValueError, match="to or from encode"):
-                await other.thread.assign_role("encode")
-            await other.thread.assign_role("prefill")
-        finally:
-            await other.close()

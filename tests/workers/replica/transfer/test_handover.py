@@ -1,14 +1,12 @@
 """A prompt computed by one engine and decoded by another, over every transport: the same tokens, and no page lost."""
 
 import asyncio
-import threading
 from dataclasses import replace
 from itertools import pairwise
 
 import msgspec
 import pytest
 from msgspec import msgpack
-from pydantic import ByteSize
 
 from crossdock.kvtransfer.calls import DockCall, FinishCall
 from crossdock.kvtransfer.transport import TransportEvent
@@ -149,24 +147,6 @@ async def test_abort_of_both_legs_frees_both_sides(transport: str, when: str) ->
             assert await decode.is_clean()
 
 
-async def test_pages_that_arrive_before_an_abort_is_handled_are_freed() -> None:
-    """The last pages are here and no process writes any more. The engine, busy until now, handles the abort first."""
-    async with pair("tcp", max_num_batched_tokens=24) as (prefill, decode):
-        work = submission(LONG, 200)
-        await start(prefill, decode, work)
-        while not await decode.computed(work.id):
-            await asyncio.sleep(0)
-        go_on = threading.Event()
-        busy = asyncio.create_task(decode.on_engine(go_on.wait))
-        leaving = asyncio.create_task(decode.thread.abort([(work.id, work.epoch)]))
-        while decode.handover.dock.counts().num_open:
-            await asyncio.sleep(0.001)
-        go_on.set()
-        await asyncio.gather(busy, leaving)
-        assert await decode.is_clean()
-        await prefill.thread.abort([(work.id, work.epoch)])
-
-
 @pytest.mark.parametrize("transport", NIXL_IN_SOAK)
 async def test_decode_side_whose_partner_stops_finishes_alone(transport: str) -> None:
     """Tokens that had arrived are not computed again."""
@@ -187,22 +167,6 @@ async def test_decode_side_whose_partner_stops_finishes_alone(transport: str) ->
         assert decode.num_prompt_tokens - before <= len(LONG) - committed
 
 
-async def test_prompt_for_a_full_decode_side_is_computed_before_its_grant() -> None:
-    """Its pages follow when there is room for them."""
-    async with pair("tcp", deadline_s=0.6, kv_cache_memory=ByteSize(1 << 20)) as (prefill, decode):
-        blockers = [submission([number + 5] * 180, num_tokens=50) for number in range(6)]
-        work = submission(LONG)
-        expected = await prefill.generate(local(work))
-        running = [asyncio.create_task(decode.generate(blocker)) for blocker in blockers]
-        await decode.next(blockers[5].id)
-        assert decode.engine.pages.stock.num_available < 14
-        assert await ship(prefill, decode, work) == expected
-        for task in running:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-        await decode.thread.abort([(blocker.id, 0) for blocker in blockers])
-
-
 async def test_pools_of_different_models_are_refused_with_both_printed() -> None:
     async with closing(Side("tcp", model="tiny"), Side("tcp", model="another")) as (one, other):
         work = replace(submission([1, 2, 3]), leg=Leg.SEND, peer=other.blob)
@@ -219,26 +183,6 @@ async def test_peer_that_is_no_replica_is_refused() -> None:
             with pytest.raises(RuntimeError, match="not a replica's docks"):
                 await one.thread.submit("test", replace(submission([1, 2, 3]), leg=Leg.SEND, peer=peer))
             assert await one.is_clean()
-
-
-async def test_late_events_of_a_lost_placement_do_not_end_the_next() -> None:
-    """The first decode side is lost during the transfer. The prefill side ships at once to a second one, from the pages
-    it has computed, while the end of the first transfer is still being reported."""
-    prefill, lost, second = (Side("tcp", max_num_batched_tokens=24) for _ in range(3))
-    async with closing(prefill, lost, second):
-        work = submission(LONG)
-        expected = await second.generate(local(work))
-        await second.on_engine(second.engine.pages.stock.clear_cache)
-        await start(prefill, lost, work)
-        while not await prefill.computed(work.id):
-            await asyncio.sleep(0)
-        aborting = asyncio.create_task(prefill.thread.abort([(work.id, work.epoch)]))
-        shipping = asyncio.create_task(ship(prefill, second, replace(work, epoch=1)))
-        await aborting
-        assert await shipping == expected
-        ((_, _, _, outcome),) = [end for end in second.ended if end[0] == work.id]
-        assert outcome == "arrived", "the second side did not have to finish alone"
-        await lost.thread.abort([(work.id, work.epoch)])
 
 
 async def test_peer_that_sends_no_token_ends_its_request_alone() -> None:

@@ -11,8 +11,10 @@ from pydantic import ByteSize
 
 from crossdock.kvtransfer.calls import CancelExpectCall, DockCall, GrantCall
 from crossdock.workers.model.encoder_model import drop_decoder, wrap_encoder
+from crossdock.workers.model.load import wrap_module
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.engine import Engine
+from crossdock.workers.replica.serving.observed import ObservedEngine
 from crossdock.workers.schedule.pictures.encoding import ON_THEIR_WAY, EncoderTotals
 from crossdock.workers.schedule.pictures.encoding_leg import encoding_leg
 from crossdock.workers.schedule.submission import Leg, SamplingParams, Submission
@@ -210,6 +212,62 @@ async def test_wait_for_a_picture_shows_in_the_timeline() -> None:
 def test_engine_of_a_decoder_and_an_encoder_loaded_to_take_rows_has_landing_pages(takes_rows: bool) -> None:
     engine = engine_on(paged_multimodal("llava", takes_rows=takes_rows), num_pages=100)
     assert bool(engine.scheduler.encoding.arriving.num_pages) is takes_rows
+
+
+_OF_TOKENS = (  # metrics of requests and their tokens, which the other replicas count
+    "crossdock_prompt_tokens",
+    "crossdock_cached_tokens",
+    "crossdock_output_tokens",
+    "crossdock_chunk_",
+    "crossdock_step_tokens",
+    "crossdock_step_prompt_tokens",
+    "crossdock_prefill_",
+    "crossdock_time_to_first_token",
+    "crossdock_slo_",
+    "crossdock_request_phase",
+    "crossdock_requests_total",
+    "crossdock_uncached_tokens_waiting",
+    "crossdock_cancelled_kv_bytes",
+)
+
+
+def leg_of(name: str, seed: int) -> Submission:
+    """Return the encoding leg of a prompt with one picture."""
+    return encoding_leg(submission(name, PicturePrompt.of(picture("qwen3_vl", seed))), PAGE_SIZE)
+
+
+async def test_rows_count_as_rows_and_under_our_names_alone() -> None:
+    """Sums over all replicas would count each picture twice: as rows, and as placeholders."""
+    async with three("qwen3_vl", "tcp") as trio:
+        side, work = trio.encoder, leg_of("a", 1)
+        await side.thread.submit("test", replace(work, peer=trio.rows_peer))
+        assert (await side.next("a")).token_ids == [0]
+        await side.thread.abort([(work.id, work.epoch)])
+        text = await side.thread.metrics_text("model")
+        lines = [line.rsplit(" ", 1) for line in text.splitlines() if line[0] != "#"]
+        counted = {name: float(value) for name, value in lines}
+        assert counted["crossdock_encoder_rows_total"] == work.items[0].num_rows
+        assert counted["crossdock_cached_rows_total"] == 0
+        of_tokens = {name: value for name, value in counted.items() if name.startswith(_OF_TOKENS)}
+        assert not any(value for name, value in of_tokens.items() if "_created" not in name)
+        assert "vllm:" not in text
+        again = leg_of("b", 1)
+        await side.thread.submit("test", replace(again, peer=trio.rows_peer))
+        await side.next("b")
+        await side.thread.abort([(again.id, again.epoch)])
+        found = side.thread.metrics.registry.get_sample_value("crossdock_cached_rows_total")
+        assert found == len(again.prompt_token_ids) - 1
+        whole = ObservedEngine(engine_on(wrap_module(build_multimodal("qwen3_vl"))))
+        assert "vllm:prompt_tokens_total" in await whole.metrics_text("model")
+
+
+async def test_role_of_an_encode_replica_cannot_be_changed() -> None:
+    async with three("qwen3_vl", "tcp") as trio:
+        with pytest.raises(ValueError, match="to or from encode"):
+            await trio.encoder.thread.assign_role("prefill")
+        with pytest.raises(ValueError, match="to or from encode"):
+            await trio.decode.thread.assign_role("encode")
+        await trio.decode.thread.assign_role("prefill")
 
 
 # -- losses of the encode replica ------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ def prompts(draw: st.DrawFn) -> tuple[list[Item], int]:
 
 
 @given(prompts(), st.data(), st.sampled_from([1, 4, 8]))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_chunk_ends_at_the_last_place_where_it_may(
     prompt: tuple[list[Item], int], data: st.DataObject, page_size: int
 ) -> None:
