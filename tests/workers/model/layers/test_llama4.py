@@ -68,20 +68,6 @@ def test_experts_compute_the_rows_that_are_routed_to_them_and_give_transformers_
     assert outputs == [(9 * num_routed, 48)], "ranks sum no more than the routed rows"
 
 
-@pytest.mark.parametrize("num_routed", [1, 2])
-def test_experts_without_rows_are_left_out(num_routed: int) -> None:
-    module: Any = build("llama4_text", LAYERS | {"num_experts_per_tok": num_routed})
-    layer, hidden = module.model.layers[1].feed_forward, torch.randn(1, 48).expand(5, -1)  # all to the same experts
-    expected, logits = layer(hidden)
-    skip_idle_experts(module)
-    products = list[int]()
-    layer.experts.act_fn.register_forward_hook(lambda _module, _inputs, gate: products.append(len(gate)))
-    found, found_logits = layer(hidden)
-    torch.testing.assert_close(found, expected)
-    assert torch.equal(found_logits, logits)
-    assert products == [5] * num_routed
-
-
 def test_layers_with_attention_chunks_are_not_fused(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     assert not wrap_module(build("llama4_text", LAYERS)).kernels

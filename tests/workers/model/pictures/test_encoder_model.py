@@ -1,6 +1,5 @@
 """The encoder of a model without its decoder: what it loads, and the rows that its pages hold in any chunks."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,24 +7,17 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from crossdock.workers.model.encoder_model import EncoderModel, load_encoder
 from crossdock.workers.model.load import load_model
 from crossdock.workers.model.model_spec import ModelSpec
-from crossdock.workers.model.pictures.vision import PictureEncoder
-from crossdock.workers.model.runner import Runner
 from crossdock.workers.model.weights.packed_layers import PackedLinear
-from crossdock.workers.schedule.batch import Batch, Scheduled
-from crossdock.workers.schedule.pictures.encoding import EncoderWork
-from crossdock.workers.schedule.pictures.encoding_leg import encoding_leg
-from crossdock.workers.schedule.pictures.items import Item
 from crossdock.workers.schedule.request import Request
-from crossdock.workers.schedule.submission import InvalidField, SamplingParams, Submission
+from crossdock.workers.schedule.submission import InvalidField, SamplingParams
 from tests.sweeps import rest_in_soak
 from tests.workers.architectures import build
-from tests.workers.multimodal import FAMILIES, IMAGE, TEXT, PicturePrompt, build_multimodal, picture, video
+from tests.workers.multimodal import FAMILIES, IMAGE, TEXT, build_multimodal, picture
 from tests.workers.quantised import CASES, pack
 
 PAGE_SIZE = 4
@@ -51,65 +43,10 @@ def family(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def whole(family: str) -> PictureEncoder:
-    """Return the encoder of the whole model, by transformers alone."""
-    module = build_multimodal(family)
-    return PictureEncoder(module, module.config)
-
-
-@pytest.fixture(scope="module")
 def model(family: str, tmp_path_factory: pytest.TempPathFactory) -> EncoderModel:
     path = tmp_path_factory.mktemp(family)
     save_without_decoder(build_multimodal(family), path)
     return load_encoder(ModelSpec(str(path), "float32"), kv_bytes=1 << 20)
-
-
-def rows_of(encoder: PictureEncoder, items: Sequence[Item]) -> Tensor:
-    """Return the rows [R, (1 + L) * E] of items, each encoded alone."""
-    return torch.cat([encoder.features([item]).transpose(0, 1).flatten(1) for item in items])
-
-
-def request_of(name: str, prompt: PicturePrompt) -> Request:
-    work = Submission(name, prompt.token_ids, items=prompt.items)
-    return Request.from_submission(encoding_leg(work, PAGE_SIZE), 0.0)
-
-
-def computed(
-    model: EncoderModel, requests: Sequence[Request], steps: Sequence[Sequence[tuple[int, int, int]]]
-) -> list[Tensor]:
-    """Return the rows of each request's items after `steps` of (request, start, end) parts.
-
-    Pages are not zero before.
-    """
-    assert model.encoder is not None
-    model.encoder.clear()
-    per_request = -(-max(request.num_tokens for request in requests) // PAGE_SIZE)
-    model.allocate_pool(per_request * len(requests), PAGE_SIZE)
-    model.pool.tensor.fill_(7.0)
-    for request in requests:
-        model.encoder.add(request.id, model.encoder.locate(request))
-    runner, known = Runner(model, PAGE_SIZE), set[bytes]()
-    for parts in steps:
-        new = {
-            item.content_hash: item
-            for number, start, end in parts
-            for item in requests[number].items
-            if item.start < end and item.end > start and item.content_hash not in known
-        }
-        known |= new.keys()
-        scheduled = [
-            Scheduled(requests[n], start, end - start, range(n * per_request, (n + 1) * per_request), samples=True)
-            for n, start, end in parts
-        ]
-        logits, _ = runner.finish(runner.begin(Batch(scheduled, 0, encoder=EncoderWork((), tuple(new.values())))))
-        assert logits.shape == (len(parts), 1)
-        assert not logits.any()
-    ((pages, _),) = model.pool.pages
-    flat = pages.reshape(len(requests), per_request * PAGE_SIZE, -1)
-    return [
-        torch.cat([flat[number, item.start : item.end] for item in request.items])
-        for number, request in enumerate(requests)
-    ]
 
 
 def test_encoder_holds_its_own_weights_alone(family: str, model: EncoderModel) -> None:
@@ -120,30 +57,6 @@ def test_encoder_holds_its_own_weights_alone(family: str, model: EncoderModel) -
     tensors = [*model.module.parameters(), *model.module.buffers()]
     assert not any(tensor.is_meta for tensor in tensors)
     assert model.weight_bytes == sum(4 * shape.numel() for shape in expected.values())
-
-
-def test_rows_in_pages_equal_those_of_the_whole_model_at_every_cut(
-    family: str, model: EncoderModel, whole: PictureEncoder
-) -> None:
-    prompt = PicturePrompt.of(3, picture(family, 1), 2, picture(family, 2, (1, 2)), 3)
-    expected, request = rows_of(whole, prompt.items), request_of("a", prompt)
-    assert expected.shape[1] == model.layers[0].key_dim
-    length = request.num_tokens
-    for cut in range(1, length):
-        (rows,) = computed(model, [request], [[(0, 0, cut)], [(0, cut, length)]])
-        torch.testing.assert_close(rows, expected, rtol=1e-5, atol=1e-6)
-
-
-def test_videos_have_rows_too(tmp_path: Path) -> None:
-    module = build_multimodal("qwen2_5_vl")
-    whole = PictureEncoder(build_multimodal("qwen2_5_vl"), module.config)
-    save_without_decoder(module, tmp_path)
-    prompt = PicturePrompt.of(3, video(1, 3), 2, picture("qwen2_5_vl", 2), 5)
-    request = request_of("a", prompt)
-    (rows,) = computed(
-        load_encoder(ModelSpec(str(tmp_path), "float32")), [request], [[(0, 0, 7)], [(0, 7, request.num_tokens)]]
-    )
-    torch.testing.assert_close(rows, rows_of(whole, prompt.items), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(

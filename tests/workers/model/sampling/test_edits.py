@@ -123,14 +123,6 @@ def test_token_counts_of_growing_request_catch_up() -> None:
         token_ids.extend(rng.randrange(1000) for _ in range(rng.randrange(10)))
 
 
-def test_logit_bias_is_added() -> None:
-    logits = random_logits(1, 50)[0]
-    expected = logits.clone()
-    expected[4] += 3.5
-    expected[6] -= 100
-    assert torch.equal(edited(logits, make_row(logit_bias=((4, 3.5), (6, -100.0)))), expected)
-
-
 def test_bias_is_added_before_penalties() -> None:
     row = SampleRow(SamplingParams(logit_bias=((1, 5.0),), repetition_penalty=2.0), [1], 1)
     assert edited(torch.tensor([0.0, -1.0, 0.0]), row)[1].item() == 2.0, "as in vLLM: positive when it is penalised"

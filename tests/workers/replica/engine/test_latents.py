@@ -90,18 +90,3 @@ async def test_shipped_latents_give_the_tokens_of_local_ones(transport: str, kv_
 def wrapped(kv_cache_dtype: str = "auto") -> Engine:
     model = wrap_module(module_of("deepseek_v3"), LoadOptions(kv_cache_dtype=kv_cache_dtype))  # type: ignore[arg-type]
     return engine_on(model, num_pages=600, max_num_batched_tokens=80, max_num_seqs=8, kv_cache_dtype=kv_cache_dtype)
-
-
-async def test_latents_shipped_between_one_rank_and_two_give_the_tokens_of_local_ones(
-    ranks: Ranks, tmp_path: Path
-) -> None:
-    path = saved(module_of("deepseek_v3"), tmp_path)
-
-    with ganged(ranks, path, 2, 1) as engine:
-        whole = Side("tcp", engine=wrapped())
-        async with closing(Side("tcp", engine=engine), whole) as (prefill, decode):
-            works = [submission(prompt) for prompt in prompts(7)]
-            wanted = [await whole.generate(local(work)) for work in works]
-            await whole.on_engine(whole.engine.pages.stock.clear_cache)
-            assert await asyncio.gather(*(ship(prefill, decode, work) for work in works)) == wanted
-            assert {outcome for _, is_sent, _, outcome in prefill.ended if is_sent} == {"shipped"}

@@ -34,7 +34,6 @@ from tests.workers.multimodal import (
     picture,
 )
 from tests.workers.replica.engines import engine_on, run, tiny_model, tokens_of
-from tests.workers.replica.sides import Side, closing, ship
 
 NUM_TOKENS = 6
 
@@ -148,18 +147,6 @@ def test_preemption_inside_a_picture_encodes_again_and_tokens_stay(
     engine.scheduler.table.preempt(request)
     engine.scheduler.encoding.begin_step()
     assert tokens_of(run(engine)["one"]) == expected["one"]
-
-
-def test_failover_goes_on_after_the_tokens_that_the_client_has(
-    family: str, model: LoadedModel, prompts: dict[str, PicturePrompt], expected: dict[str, list[int]]
-) -> None:
-    engine = engine_on(model, max_num_batched_tokens=step_tokens(family, 24), page_size=8, max_num_seqs=8)
-    for number, (name, prompt) in enumerate(prompts.items()):
-        given = expected[name][: 1 + number % (NUM_TOKENS - 1)]
-        engine.add(submission(name, prompt, output_token_ids=given))
-    for name, deltas in run(engine).items():
-        given = [*prompts].index(name) % (NUM_TOKENS - 1) + 1
-        assert tokens_of(deltas) == expected[name][given:]
 
 
 def test_drafts_after_pictures_are_verified_exactly(
@@ -311,44 +298,10 @@ def test_pictures_that_cannot_be_encoded_teach_no_cost() -> None:
     assert engine.encoder_fit.cost == before
 
 
-def test_step_that_fails_leaves_no_embeddings_behind() -> None:
-    model, module = paged_multimodal("qwen2_vl"), build_multimodal("qwen2_vl")
-    prompt = PicturePrompt.of(5, picture("qwen2_vl", 1), 9)
-    engine = engine_on(model, page_size=4, max_num_batched_tokens=8, max_num_seqs=4)
-    engine.add(submission("a", prompt))
-    engine.step()
-    engine.step()
-    assert [delta.finish_reason for _, delta in engine.fail_all("lost")] == [FinishReason.ERROR]
-    engine.add(submission("b", prompt))
-    assert tokens_of(run(engine)["b"]) == continuation(module, prompt, NUM_TOKENS)
-
-
 def test_model_of_text_alone_refuses_pictures_with_the_reason() -> None:
     engine = engine_on(tiny_model())
     with pytest.raises(InvalidField, match="the model takes text alone"):
         engine.add(submission("a", PicturePrompt.of(5, picture("llava", 1), 9)))
-
-
-@pytest.mark.parametrize("family", rest_in_soak(["qwen2_vl", "smolvlm", "qwen3_vl", "gemma3"], "qwen3_vl", "gemma3"))
-async def test_prefill_replica_encodes_and_the_decode_replica_goes_on(family: str) -> None:
-    """The decode replica needs the positions of the prompt alone: it encodes nothing."""
-    module = build_multimodal(family)
-    one = picture(family, 1, (2, 3))
-    prompt, longer = PicturePrompt.of(5, one, 9, seed=1), PicturePrompt.of(5, one, 9, picture(family, 3), 4, seed=1)
-
-    def side() -> Side:
-        engine = Engine(
-            paged_multimodal(family),
-            EngineConfig(max_num_batched_tokens=48, max_num_seqs=8, kv_cache_memory=ByteSize(4 << 20)),
-        )
-        return Side("tcp", engine=engine)
-
-    async with closing(side(), side()) as (prefill, decode):
-        for name, work in (("one", prompt), ("longer", longer), ("again", prompt)):
-            found = await ship(prefill, decode, submission(name, work))
-            assert found == continuation(module, work, NUM_TOKENS)
-        encodings = [each.engine.scheduler.encoding for each in (prefill, decode)]
-        assert [encoding.totals.num_encoded for encoding in encodings if encoding is not None] == [2, 0]
 
 
 @pytest.mark.parametrize(

@@ -146,26 +146,6 @@ def test_tokens_after_a_cached_prefix_are_those_of_transformers(
     run(engine)
 
 
-def test_requests_beside_aborted_ones_keep_their_tokens(model: LoadedModel, expected: list[list[int]]) -> None:
-    engine = engine_on(model, 300)
-    for number, prompt in enumerate(prompts()):
-        engine.add(Submission(str(number), prompt, greedy(NUM_TOKENS)))
-    tokens: dict[str, list[int]] = {}
-    aborted: list[int] = []
-    for step in range(1000):
-        if not engine.has_work:
-            break
-        if str(step) in ("2", "5", "9") and not engine.is_in_flight(str(step)):
-            engine.abort(str(step))
-            aborted.append(step)
-        for delta in engine.step().deltas:
-            tokens.setdefault(delta.request_id, []).extend(delta.token_ids)
-    assert engine.pages.counts().owned == 0
-    assert aborted
-    kept = [number for number in range(len(expected)) if number not in aborted]
-    assert [tokens[str(number)] for number in kept] == [expected[number] for number in kept]
-
-
 def test_replica_with_states_or_windows_is_calibrated(model: LoadedModel) -> None:
     engine = engine_on(model, 400)
     profile = warm_up(engine)

@@ -13,7 +13,6 @@ import pytest
 from pydantic import ByteSize
 
 from crossdock.workers.replica.engine.engine import Engine
-from crossdock.workers.schedule.request import TokenDelta
 from tests.workers.gangs import ganged
 from tests.workers.ranks import Ranks, saved
 from tests.workers.replica.speculating import (
@@ -23,7 +22,6 @@ from tests.workers.replica.speculating import (
     check_request,
     expected,
     fixed,
-    grammar_of,
     least_pages,
     module,
     recurrent_model,
@@ -70,27 +68,3 @@ def test_any_history_of_ranks_with_drafts_gives_the_tokens_of_one_without(
         totals = engine.scheduler.verification.totals
         assert 20 < sum(totals.num_accepted_at) < 0.95 * totals.num_tokens, "some are rejected"
     assert max(num_flights) == division[1]
-
-
-@pytest.mark.parametrize(("name", "division"), [CASES[0], pytest.param(*CASES[1], marks=pytest.mark.soak)])
-def test_requests_of_ranks_preempted_with_tokens_to_compute_again_get_the_tokens_of_one_without_drafts(
-    ranks: Ranks, tmp_path: Path, name: str, division: tuple[int, int]
-) -> None:
-    num_behind, history = 0, History.random(SEED, NUM_REQUESTS)
-    found: dict[str, list[TokenDelta]] = {work.id: [] for work in history.works}
-    with drafting_gang(ranks, tmp_path, name, division) as engine:
-        draft_known_tokens(engine, name)
-        for work in history.works:
-            engine.add(work, grammar=grammar_of(work))
-        while engine.has_work:
-            for delta in engine.step().deltas:
-                found[delta.request_id].append(delta)
-            for request in list(engine.scheduler.table.running):
-                is_behind = request.num_verified_tokens and not request.num_in_flight_tokens
-                if is_behind and request.num_preemptions < 2:
-                    num_behind += 1
-                    engine.scheduler.table.preempt(request)
-        assert engine.pages.counts().owned == 0
-    assert num_behind > 2
-    for each, deltas in expected(SEED, name).items():
-        check_request(found[each], deltas, was_aborted=False)

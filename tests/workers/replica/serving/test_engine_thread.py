@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from crossdock.workers.model.runner import Runner
-from crossdock.workers.schedule.request import TokenDelta
-from crossdock.workers.schedule.submission import Overloaded, SamplingParams, Submission
+from crossdock.workers.schedule.submission import Overloaded
 from tests.workers.replica.driven import driving, posted
 
 
@@ -228,21 +227,6 @@ async def test_time_in_the_inbox_counts_as_time_waited() -> None:
         await asking
         assert driven.timeline("a")["queued_s"] >= waited
         assert driven.timeline("a")["chunks"][0]["waited_s"] >= waited
-
-
-async def test_deltas_of_a_measured_request_are_unchanged() -> None:
-    """Measuring a request changes nothing of its deltas."""
-    async with driving() as driven:
-        channel = driven.thread.channel("other")
-        sampling = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
-        await driven.thread.submit("other", Submission("x", [5] * 50, sampling))
-        deltas: list[TokenDelta] = []
-        async for message in channel.messages():
-            deltas += message.deltas
-            if deltas and deltas[-1].finish_reason is not None:
-                break
-        assert [len(delta.token_ids) for delta in deltas] == [1, 1, 1, 1]
-        assert driven.timeline("")["id"] == "x"  # a submission need not name an HTTP request
 
 
 @pytest.mark.parametrize("level", [logging.DEBUG, logging.INFO])

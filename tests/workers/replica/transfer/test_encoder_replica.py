@@ -23,7 +23,7 @@ from crossdock.workers.schedule.drafts.speculative_config import SpeculativeConf
 from crossdock.workers.schedule.pictures.encoding import EncoderTotals
 from crossdock.workers.schedule.pictures.encoding_leg import encoding_leg
 from crossdock.workers.schedule.pictures.items import Item
-from crossdock.workers.schedule.request import FinishReason, Request, Status, TokenDelta
+from crossdock.workers.schedule.request import Request, Status, TokenDelta
 from crossdock.workers.schedule.submission import InvalidField, SamplingParams, Submission
 from tests.sweeps import rest_in_soak
 from tests.workers.multimodal import FAMILIES, PicturePrompt, build_multimodal, picture
@@ -170,22 +170,6 @@ def test_rows_are_found_under_their_own_salt_alone() -> None:
     assert totals_of(engine).num_encoded == 4, "the last picture is not encoded again for the token after it"
 
 
-def test_urgent_leg_takes_the_pages_of_one_that_waits_for_its_receiver() -> None:
-    engine = engine_on(encoder_model("llava", 40), num_pages=10, page_size=PAGE_SIZE)
-    engine.add(leg_of("slow", picture("llava", 1), picture("llava", 2), slo_class="batch"))
-    while engine.has_work:
-        engine.step()
-    engine.add(leg_of("urgent", picture("llava", 3), picture("llava", 4), slo_class="interactive"))
-    engine.step()
-    assert [request.finish_reason for request in engine.take_returned()] == [FinishReason.RETURNED]
-    engine.pages.release(Request.owner_name("slow", 0))  # as when its transfer is cancelled
-    while engine.has_work:
-        engine.step()
-    urgent = engine.scheduler.table.get("urgent")
-    assert urgent is not None
-    assert urgent.status is Status.HELD
-
-
 def test_prompt_that_is_no_encoding_leg_is_refused() -> None:
     engine = engine_on(encoder_model("llava"))
     prompt = PicturePrompt.of(5, picture("llava", 1), 3)
@@ -231,26 +215,6 @@ def test_replica_with_the_role_encode_loads_the_encoder(tmp_path: Path) -> None:
     assert isinstance(engine.model, EncoderModel)
     assert engine.model.max_model_len == 100
     assert engine.pool_spec("weights").model == "weights embeddings"
-
-
-@pytest.mark.parametrize(("seconds", "most"), [(0.2, 1), (0.001, 4)])
-def test_pictures_that_take_long_have_a_step_each(tmp_path: Path, seconds: float, most: int) -> None:
-    """So the rows of the first leave before the last is encoded."""
-    build_multimodal("llava").save_pretrained(tmp_path)
-    engine = load_engine(replica_spec(str(tmp_path)))
-    warm_up(engine)
-    engine.calibrate_encoder([((16,) * number, number * seconds) for number in (1, 2, 4)])
-    pictures = [picture("llava", number) for number in range(4)]
-    work = leg_of("a", *pictures, page_size=engine.config.page_size)
-    engine.add(work)
-    encoded = list[int]()
-    while engine.has_work:
-        encoded.append(len(engine.step().batch.encoder.items))
-    assert sum(encoded) == 4
-    assert max(encoded) == most
-    module = build_multimodal("llava")
-    expected = rows_of(PictureEncoder(module, module.config), work.items)
-    torch.testing.assert_close(held_rows(engine, work), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,6 @@ from tests.sweeps import rest_in_soak
 from tests.workers.architectures import SERVED, WINDOW, build
 from tests.workers.gangs import ganged
 from tests.workers.ranks import Ranks, saved
-from tests.workers.replica.driven import hold
 from tests.workers.replica.engines import generated
 from tests.workers.replica.sides import (
     NEEDS_NIXL,
@@ -172,24 +171,6 @@ async def test_shared_prefix_does_not_travel_again_where_windows_have_passed_it(
         *_, (_, _, figures, _) = prefill.ended
         state_pages = prefill.engine.model.state_pages(PAGE_SIZE)
         assert figures.num_pages == sum(160 // PAGE_SIZE - first for first in firsts) + state_pages
-
-
-async def test_decode_side_whose_partner_stops_in_mid_transfer_finishes_alone(
-    name: str, texts: list[list[int]], expected: list[list[int]]
-) -> None:
-    """Also where the pages that windows need have not arrived: those tokens are computed again."""
-    sides = (side(name, "tcp", 1.0, max_num_batched_tokens=20) for _ in range(2))
-    async with closing(*sides) as (prefill, decode):
-        work = submission(texts[-1])
-        await start(prefill, decode, work)
-        gate = await hold(prefill.thread)
-        while prefill.engine.scheduler.table.requests()[0].num_computed_tokens < 60:
-            gate = await hold(prefill.thread, gate)
-        while not await decode.computed(work.id):
-            await asyncio.sleep(0)
-        await prefill.thread.abort([(work.id, work.epoch)])
-        gate.set()
-        assert await decode.rest(work.id) == expected[-1]
 
 
 async def test_groups_shipped_between_unequal_shards_give_the_tokens_of_transformers(

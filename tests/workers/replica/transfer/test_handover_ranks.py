@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from crossdock.workers.model.load import load_model
-from crossdock.workers.model.model_spec import ModelSpec
 from tests.workers.architectures import build
 from tests.workers.gangs import ganged
 from tests.workers.ranks import Ranks, saved
@@ -55,20 +53,3 @@ async def test_transfer_to_ranks_that_ends_early_frees_all(ranks: Ranks, tmp_pat
                 await prefill.thread.abort([(work.id, work.epoch)])
                 assert await decode.rest(work.id) == expected
                 assert decode.num_prompt_tokens - before <= len(prompt) - committed
-
-
-async def test_request_aborted_in_a_gang_frees_the_bytes_of_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
-    path = saved(build("llama", {}), tmp_path)
-    whole = load_model(ModelSpec(str(path), "float32")).layout(16)
-    work = submission(prompts()[6], num_tokens=100)
-
-    with ganged(ranks, path, 2, 2) as engine:
-        async with closing(Side("tcp", engine=engine), Side("tcp")) as (divided, _):
-            await divided.thread.submit("test", work)
-            await divided.next(work.id)
-            await divided.thread.abort([(work.id, work.epoch)])
-            await divided.on_engine(lambda: None)
-            (found,) = await divided.thread.find_timelines(work.request_id, None)
-            pages, rest = divmod(found["freed_bytes"], whole.page_bytes)
-            assert rest == 0
-            assert pages >= len(work.prompt_token_ids) // 16

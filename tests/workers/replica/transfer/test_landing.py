@@ -395,22 +395,6 @@ async def test_dock_that_fails_at_the_call_of_one_request_costs_others_no_rows(
     assert not failing
 
 
-async def test_dock_that_has_ended_leaves_pictures_to_the_replica() -> None:
-    module = build_multimodal("qwen2_vl")
-
-    trio = Trio("qwen2_vl", "tcp", deadline_s=1.0)
-    try:
-        await trio.first.thread.submit("test", trio.here(submission("a", LONG)))
-        await asyncio.to_thread(trio.first.landing.dock.close)
-        await trio.first.thread.submit("test", trio.here(submission("b", LONG)))
-        for name in ("a", "b"):
-            assert await trio.first.rest(name) == continuation(module, LONG, NUM_TOKENS)
-        assert await trio.first.on_engine(trio.first.engine.pages.counts)  # its thread has not ended
-    finally:
-        for side in (trio.encoder, trio.first, trio.decode):
-            await side.close()
-
-
 async def test_lost_prefill_replica_leaves_the_pictures_to_the_decode_replica() -> None:
     """The decode replica of a pair expects no rows: it encodes from the tensors."""
     module = build_multimodal("qwen2_vl")
