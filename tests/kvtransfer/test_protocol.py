@@ -15,7 +15,7 @@ from crossdock.kvtransfer.events import (
     WriterStopped,
 )
 from crossdock.kvtransfer.fence import Fence
-from crossdock.kvtransfer.messages import Abort, Grant, Hello, Pages, Stopped, Wait
+from crossdock.kvtransfer.messages import Abort, Grant, Hello, Offer, Pages, Stopped, Wait
 from crossdock.kvtransfer.next_write import TargetRank
 from crossdock.kvtransfer.plan import PageCopies
 from crossdock.kvtransfer.protocol_outputs import ProtocolOutput, Send, Write
@@ -285,6 +285,12 @@ def test_failed_write_makes_the_stop_unclean() -> None:
     assert sender.receive("t0", Abort(*KEY, b""), 3.0) == [Send("t0", Stopped(*KEY, False))], "repeated"
 
 
+def test_dead_peer_is_sent_nothing() -> None:
+    outputs = shipping().peer_lost("t0", True, "dead", 2.0)
+    assert kinds(outputs) == [Failed, Released]
+    assert shipping().peer_lost("t1", True, "dead", 2.0) == []
+
+
 def test_ship_of_a_new_epoch_stops_the_older_which_cannot_begin_again() -> None:
     sender = shipping()
     assert kinds(sender.ship("r", 3, {"t1": TargetRank(100, (10,), 1)}, 5.0, 1.0)) == [Stopped, Released, Hello]
@@ -311,6 +317,15 @@ def test_abort_before_ship_is_answered_and_keeps_the_epoch_from_beginning() -> N
     assert sender.receive("t0", Abort(*KEY, b""), 0.0) == [Send("t0", Stopped(*KEY, True))]
     assert failure(sender.ship(*KEY, {"t0": TargetRank(100, (10,), 1)}, 5.0, 1.0)) is Reason.SUPERSEDED
     assert kinds(sender.ship("r", 2, {"t0": TargetRank(100, (10,), 1)}, 5.0, 1.0)) == [Hello]
+
+
+def test_repeated_abort_is_answered_while_a_write_to_another_target_is_open() -> None:
+    sender = shipping(num_targets=2)
+    sender.chunk("r", whole([1]), 4, 1.0)
+    assert kinds(sender.cancel(*KEY, 1.0)) == []
+    assert kinds(sender.write_done(*KEY, "t0", 2.0)) == [Stopped]
+    assert sender.receive("t0", Abort(*KEY, b""), 3.0) == [Send("t0", Stopped(*KEY, True))]
+    assert sender.receive("t1", Abort(*KEY, b""), 3.0) == [], "its write is open"
 
 
 def test_figures_of_a_half_hidden_transfer_add_up() -> None:
@@ -406,6 +421,42 @@ def test_pages_before_the_grant_fail_the_transfer() -> None:
     assert failure(outputs) is Reason.PROTOCOL
 
 
+def test_source_that_begins_late_is_sent_what_it_missed() -> None:
+    receiver = expecting(granted=False)
+    assert receiver.receive("s0", Hello(*KEY), 1.0) == [Send("s0", Wait(*KEY, 4.0, False))]
+    assert receiver.wait(*KEY, 3.0, 1.0) == [Send("s0", Wait(*KEY, 3.0, False))]
+    assert receiver.receive("s0", Hello(*KEY), 2.0) == [Send("s0", Wait(*KEY, 2.0, False))]
+    receiver.grant(*KEY, 0, whole([5]), 2.0)
+    assert receiver.receive("s0", Hello(*KEY), 3.0) == [Send("s0", Grant(*KEY, 0, whole((5,))))]
+    receiver.cancel(*KEY, 3.0)
+    assert receiver.receive("s0", Hello(*KEY), 4.0) == [Send("s0", Abort(*KEY, b"us"))]
+    receiver.receive("s0", Stopped(*KEY, True), 5.0)
+    assert receiver.receive("s0", Hello(*KEY), 6.0) == [Send("s0", Abort(*KEY, b"us"))], "also when all is over"
+    assert receiver.num_unknown == 0
+
+
+def test_offer_of_every_source_is_reported_also_before_it_is_expected() -> None:
+    early = Receiver(PAGE, b"us", 1.0)
+    assert early.receive("s0", Offer(*KEY, 2), 0.0) == []
+    assert early.receive("s1", Offer(*KEY, 2), 0.0) == [Offered(*KEY)]
+    assert early.expect(*KEY, {"s0": (0, (10,)), "s1": (1, (10,))}, 5.0, 0.0) == []
+    late = expecting(2, granted=False)
+    assert late.receive("s1", Offer(*KEY, 2), 0.0) == []
+    assert late.receive("s2", Offer(*KEY, 2), 0.0) == [], "no source of this transfer"
+    assert late.receive("s0", Offer(*KEY, 2), 0.0) == [Offered(*KEY)]
+    late.cancel(*KEY, 1.0)
+    assert late.receive("s0", Offer(*KEY, 2), 2.0) == [Send("s0", Abort(*KEY, b"us"))]
+
+
+def test_lost_offer_is_repeated_after_the_next_wait() -> None:
+    sender = shipping(granted=False)
+    (offer,) = sender.offer(*KEY)
+    assert offer == Send("t0", Offer(*KEY, 1))
+    assert sender.receive("t0", Wait(*KEY, 1.0, False), 1.0) == [offer]
+    sender.receive("t0", Grant(*KEY, 0, whole((5, 6))), 2.0)
+    assert sender.receive("t0", Wait(*KEY, 1.0, False), 3.0) == []
+
+
 def test_deadline_begins_with_the_grant_and_every_message_renews_it() -> None:
     receiver = expecting(granted=False)
     assert receiver.next_deadline == float("inf"), "until the grant, sources wait for this target"
@@ -447,6 +498,10 @@ def test_second_answer_does_not_end_a_grace_period_early() -> None:
     assert receiver.receive("s0", Stopped(*KEY, True), 2.1) == []
     assert receiver.tick(2.9) == []
     assert receiver.tick(3.0) == [WriterStopped(*KEY)]
+
+
+def test_cancel_without_a_grant_frees_pages_at_once() -> None:
+    assert kinds(expecting(granted=False).cancel(*KEY, 1.0)) == [Abort, WriterStopped]
 
 
 @pytest.mark.parametrize("how", ["dead", "stopped uncleanly"])

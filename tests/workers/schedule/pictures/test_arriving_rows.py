@@ -321,6 +321,20 @@ def test_landing_pages_stay_until_the_step_that_copies_them_has_ended() -> None:
     world.settle()
 
 
+def test_landing_pages_of_a_request_that_left_stay_until_its_writer_has_stopped() -> None:
+    world = World(num_landing=3)
+    first, second = world.submit(10, [item(0, 8, 1)]), world.submit(10, [item(0, 8, 2)])
+    source = world.sources[first.owner]
+    world.move(source, 0)
+    assert [grant.request for grant in world.plan().grants] == [first]
+    world.abort(first)
+    world.move(world.sources[second.owner], 0)
+    assert not world.plan().grants
+    world.stop(source)
+    assert [grant.request for grant in world.plan().grants] == [second]
+    world.settle()
+
+
 def test_request_that_has_its_turn_and_finds_no_landing_pages_encodes_at_once() -> None:
     world = World(num_landing=3)
     first, second = world.submit(10, [item(0, 8, 1)], "batch"), world.submit(10, [item(0, 8, 2)], "interactive")
