@@ -10,6 +10,7 @@ from crossdock.kvtransfer.events import (
     Failed,
     Figures,
     Granted,
+    Offered,
     Reason,
     Released,
     WriterStopped,

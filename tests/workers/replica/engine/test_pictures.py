@@ -298,6 +298,18 @@ def test_pictures_that_cannot_be_encoded_teach_no_cost() -> None:
     assert engine.encoder_fit.cost == before
 
 
+def test_step_that_fails_leaves_no_embeddings_behind() -> None:
+    model, module = paged_multimodal("qwen2_vl"), build_multimodal("qwen2_vl")
+    prompt = PicturePrompt.of(5, picture("qwen2_vl", 1), 9)
+    engine = engine_on(model, page_size=4, max_num_batched_tokens=8, max_num_seqs=4)
+    engine.add(submission("a", prompt))
+    engine.step()
+    engine.step()
+    assert [delta.finish_reason for _, delta in engine.fail_all("lost")] == [FinishReason.ERROR]
+    engine.add(submission("b", prompt))
+    assert tokens_of(run(engine)["b"]) == continuation(module, prompt, NUM_TOKENS)
+
+
 def test_model_of_text_alone_refuses_pictures_with_the_reason() -> None:
     engine = engine_on(tiny_model())
     with pytest.raises(InvalidField, match="the model takes text alone"):

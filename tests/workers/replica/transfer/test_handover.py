@@ -185,6 +185,26 @@ async def test_peer_that_is_no_replica_is_refused() -> None:
             assert await one.is_clean()
 
 
+async def test_late_events_of_a_lost_placement_do_not_end_the_next() -> None:
+    """The first decode side is lost during the transfer. The prefill side ships at once to a second one, from the pages
+    it has computed, while the end of the first transfer is still being reported."""
+    prefill, lost, second = (Side("tcp", max_num_batched_tokens=24) for _ in range(3))
+    async with closing(prefill, lost, second):
+        work = submission(LONG)
+        expected = await second.generate(local(work))
+        await second.on_engine(second.engine.pages.stock.clear_cache)
+        await start(prefill, lost, work)
+        while not await prefill.computed(work.id):
+            await asyncio.sleep(0)
+        aborting = asyncio.create_task(prefill.thread.abort([(work.id, work.epoch)]))
+        shipping = asyncio.create_task(ship(prefill, second, replace(work, epoch=1)))
+        await aborting
+        assert await shipping == expected
+        ((_, _, _, outcome),) = [end for end in second.ended if end[0] == work.id]
+        assert outcome == "arrived", "the second side did not have to finish alone"
+        await lost.thread.abort([(work.id, work.epoch)])
+
+
 async def test_peer_that_sends_no_token_ends_its_request_alone() -> None:
     """Another process's bytes are checked: the engine's thread goes on, and the pages are given back."""
     async with pair("tcp") as (prefill, decode):
