@@ -1,4 +1,4 @@
-"""The encoder of a model without its decoder: what it loads, and the rows that its pages hold in any chunks."""
+"""The encoder of a model without its decoder: what it loads, and what it refuses."""
 
 from dataclasses import replace
 from pathlib import Path
