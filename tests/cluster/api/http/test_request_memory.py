@@ -8,12 +8,15 @@ from typing import Any
 import httpx
 import pytest
 
+from crossdock.cluster.api.http import request_memory
 from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.http.http_guard import HttpGuard
 from crossdock.cluster.api.http.keys import KeyRing
 from crossdock.cluster.api.http.limits import Ledger
 from crossdock.cluster.api.http.listener import listen
+from crossdock.cluster.api.http.request_memory import RequestMemory
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
+from crossdock.workers.schedule.shares import Shares
 from tests.cluster.api.scripted_api import ScriptedDispatcher, raw, refused, serving
 from tests.cluster.ports import free_port
 from tests.waiting import eventually
@@ -70,6 +73,29 @@ def test_tokens_of_prompts_count(engine: ScriptedDispatcher, tokenizer: ModelTok
             assert http.post("/v1/completions", json={"prompt": prompt, "max_tokens": 1}).status_code == 200
             answer = http.post("/v1/completions", json={"prompt": [prompt] * 200, "max_tokens": 1})
             refused(answer, 429, code="request_memory")
+
+
+def test_log_probabilities_of_an_answer_count_before_it_begins(
+    engine: ScriptedDispatcher, tokenizer: ModelTokenizer
+) -> None:
+    body = {"prompt": "Hi", "max_tokens": 100, "logprobs": 0, "logprob_token_ids": list(range(128))}
+    with serving(engine, tokenizer, HttpConfig(request_memory_bytes=MIB)) as http:
+        refused(http.post("/v1/completions", json=body), 429, code="request_memory")
+        assert http.post("/v1/completions", json={**body, "max_tokens": 10}).status_code == 200
+    assert len(engine.submissions) == 1
+
+
+def test_heap_is_trimmed_once_a_large_request_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    trims: list[int] = []
+    shares = Shares(1 << 30)
+    monkeypatch.setattr(request_memory._heap, "trim_later", lambda: trims.append(shares.num_used))
+    for num_bytes in (100_000, 2 * MIB):
+        memory = RequestMemory(shares, "")
+        memory.hold(num_bytes)
+        assert not trims
+        memory.release()
+        memory.release()
+    assert len(trims) == 1
 
 
 @pytest.mark.parametrize(("path", "limit"), [("/v1/chat/completions", {"max_tokens": 1}), ("/tokenize", {})])
