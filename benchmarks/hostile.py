@@ -5,7 +5,7 @@
 
 Starts `crossdock serve`, streams one answer after the other from it, and sends the requests of hostile_requests.py one
 at a time, from several clients with --clients. Prints the gaps between the stream's tokens (p50, p99, longest; ms) in
-quiet and beside the requests, the answers by status, the times of another client's GET /health, and the resident memory
+quiet and beside the requests, the answers by status, the times of another client's GET /health, and the memory
 (MiB) of ingress and replica before and after. Lists answers of 5xx, and memory that stays more than 5 % larger.
 """
 
@@ -194,7 +194,7 @@ def report(
         f"{today()}, {hardware()}; {len(results)} requests\n",
         table(rows, "gaps of the stream, and times of /health, ms"),
         table(statuses, "answers"),
-        table(memories, "resident memory, MiB"),
+        table(memories, "memory (PSS), MiB"),
         f"texts of the stream: {len(texts)} different\n",
         table(slow, "gaps of more than twice the quiet p99, ms"),
         "\nno clear answer, or memory that stays:\n",

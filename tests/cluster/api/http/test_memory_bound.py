@@ -69,7 +69,7 @@ def test_bodies_of_64_clients_stay_within_the_bound_and_leave_nothing(config: Ht
             before = used_by_family(pid)
             with ThreadPoolExecutor(NUM_CLIENTS) as pool:
                 wires = list(pool.map(lambda _: opened(port, request), range(NUM_CLIENTS)))
-            eventually(lambda: len(select.select(wires, [], [], 0)[0]) >= NUM_CLIENTS - most_held)
+            eventually(lambda: len(select.select(wires, [], [], 0)[0]) >= NUM_CLIENTS - most_held, seconds=200)
             answered = select.select(wires, [], [], 0)[0]
             assert {wire.recv(12) for wire in answered} == {b"HTTP/1.1 429"}
             assert len(answered) < NUM_CLIENTS
