@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, rule, run_state_machine_as_test
 
-from crossdock.kvtransfer.events import Arrived, Figures
+from crossdock.kvtransfer.events import Arrived, Failed, Figures, Reason
 from crossdock.workers.schedule import kv
 from crossdock.workers.schedule.admission import num_places
 from crossdock.workers.schedule.handoff import Handoff
@@ -151,6 +151,18 @@ def test_prompt_that_arrives_with_another_length_is_computed_here() -> None:
     result = msgpack.packb(7)
     world.decode.handover.handle(Arrived(request.id, request.epoch, request.num_tokens - 1, result, Figures()))
     assert (request.leg, request.status) == (Leg.LOCAL, Status.WAITING)
+    world.settle()
+    assert client.is_over
+
+
+def test_event_of_a_placement_that_is_over_ends_no_later_one() -> None:
+    world = World(26, 26)
+    client = world.submit(40, "standard", 12)
+    while not world.decode.scheduler.table.held:
+        world.go_round()
+    (request,) = world.decode.scheduler.table.held
+    world.decode.handover.handle(Failed(request.id, request.epoch - 1, False, Reason.PEER_LOST, "late"))
+    assert (request.leg, request.status) == (Leg.RECEIVE, Status.HELD)
     world.settle()
     assert client.is_over
 
