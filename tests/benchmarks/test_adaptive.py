@@ -66,10 +66,3 @@ def test_mix_table_of_two_settings_has_goodput_by_class(adaptive: ModuleType) ->
         "vLLM's default scheduling 0.05 (vllm-default), 4.00 times."
     )
     assert adaptive.verdict({"adaptive": row}) == ""
-
-
-def test_short_table_without_measurements_has_dashes(adaptive: ModuleType) -> None:
-    samples = [Sample("short", 2, 10, error="HTTP 500: boom")]
-    summary = metrics.summarize(samples, 1.0) | {"short_vs_long": metrics.short_vs_long(samples, (0.0, 1.0))}
-    table = adaptive.short_table({"fixed-fcfs": adaptive.short_figures(summary)})
-    assert table.splitlines()[-1] == "| fixed-fcfs | - | - | 0 | - | 1 | - |"

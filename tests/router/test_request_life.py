@@ -861,7 +861,7 @@ class AnyLife(RuleBasedStateMachine):
         assert self.life.deadline == inf
 
 
-AnyLife.TestCase.settings = settings(max_examples=200, stateful_step_count=30, deadline=None)
+AnyLife.TestCase.settings = settings(max_examples=120, stateful_step_count=30, deadline=None)
 TestAnyLife = AnyLife.TestCase
 
 

@@ -193,11 +193,11 @@ async def test_key_sees_only_its_own_requests(tokenizer: ModelTokenizer) -> None
 async def test_ends_are_counted_as_clients_see_them(tokenizer: ModelTokenizer) -> None:
     """A stop string ends the stream of tokens early, which is no abort."""
     async with EngineApi(tokenizer) as api:
-        whole = await api.ask(max_tokens=20, temperature=0)
+        whole = await api.ask("standard", max_tokens=20, temperature=0)
         stop = whole.json()["choices"][0]["text"][5:8]
-        stopped = await api.ask(max_tokens=20, temperature=0, stop=[stop])
+        stopped = await api.ask("standard", max_tokens=20, temperature=0, stop=[stop])
         assert [answer.json()["choices"][0]["finish_reason"] for answer in (whole, stopped)] == ["length", "stop"]
-        [asking], gate = await api.held(api.ask(max_tokens=20))
+        [asking], gate = await api.held(api.ask("standard", max_tokens=20))
         asking.cancel()
         await asyncio.wait([asking])
         gate.set()

@@ -303,7 +303,7 @@ async def test_collector_that_is_down_delays_no_request(
     tokenizer: ModelTokenizer, monkeypatch: pytest.MonkeyPatch, is_silent: bool
 ) -> None:
     """Nor the end of the ingress: a silent collector answers only after that."""
-    monkeypatch.setattr(tracing, "LAST_S", 0.2)
+    monkeypatch.setattr(tracing, "LAST_S", 1.0)
     answers = threading.Event()
     if not is_silent:
         answers.set()

@@ -1,7 +1,6 @@
 """Frames of videos: those that transformers' own reader samples, whatever container and codec they come in."""
 
 import io
-import os
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -154,9 +153,3 @@ def test_frame_that_is_too_large_is_refused_though_it_is_not_shown() -> None:
     assert read_clip(file.getvalue(), Sampling(2), 2 * PIXELS, same_size, 3).indices == [0, 4]
     with pytest.raises(BadPicture, match="cut off or broken"):
         clip_of(file.getvalue(), num_frames=2)
-
-
-def test_encoder_of_av1_leaves_this_process_its_priority() -> None:
-    before = os.sched_getscheduler(0)
-    video_file(codec="libsvtav1")
-    assert os.sched_getscheduler(0) == before

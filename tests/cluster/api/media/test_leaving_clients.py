@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from tests.cluster.api.media.hostile_scene import HostileScene, hostile_scene
-from tests.cluster.api.media.picture_models import data_url, encoded, image_part, picture
+from tests.cluster.api.media.picture_models import data_url, image_part
 from tests.cluster.api.media.video_models import long_file, moving, video_file, video_part
 from tests.cluster.api.scripted_api import refused
 
@@ -150,15 +150,3 @@ def test_slow_host_delays_neither_other_hosts_nor_other_keys(scene: HostileScene
         assert not wait(slow, timeout=0).done
         scene.host.opens.set()
         assert {each.result().status_code for each in slow} == {200}  # none was lost
-
-
-def test_long_videos_of_one_key_delay_no_video_of_another(scene: HostileScene) -> None:
-    with ThreadPoolExecutor(1) as pool:
-        with connection(scene, "a", long_video(scene, 4)):
-            stopped_child(scene)
-            second = pool.submit(scene.ask, short_video(2), key="a")
-            until(lambda: scene.media._places["video"].num_used == 2)
-            assert scene.ask(short_video(3), key="b").status_code == 200
-            assert scene.ask(image_part(data_url(encoded(picture(seed=9)))), key="a").status_code == 200
-            assert not second.done()
-        assert second.result().status_code == 200
