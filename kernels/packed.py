@@ -74,9 +74,12 @@ class PackedMatrix:
         """
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         values = self._values(self.codes[rows], wide)
-        values = values * self._spread(self.scales, rows, wide)
+        num_groups = self.scales.shape[1]
+        is_whole = num_groups * self.group == self.shape[1]  # the last group too
+        grouped = values.view(len(values), num_groups, -1) if is_whole else values
+        grouped.mul_(self._spread(self.scales, rows, wide, is_whole))
         if self.offsets is not None:
-            values = values + self._spread(self.offsets, rows, wide)
+            grouped.add_(self._spread(self.offsets, rows, wide, is_whole))
         if self.columns is not None:
             values = torch.empty_like(values).index_copy_(1, self.columns, values)
         return values.to(dtype)
@@ -117,18 +120,18 @@ class PackedMatrix:
     def _values(self, codes: Tensor, wide: torch.dtype) -> Tensor:
         """Return the values of codes, [n, K]."""
         if self.kind not in _IN_NIBBLES:
-            return codes.to(wide)
+            return codes.to(wide, copy=True)
         nibbles = torch.stack([codes & 15, codes >> 4], -1).flatten(1)
         if self.kind == "int4":
             return nibbles.to(wide) - (8 if self.offsets is None else 0)
         table = torch.tensor([*_E2M1, *(-value for value in _E2M1)], dtype=wide, device=codes.device)
         return table[nibbles.int()]
 
-    def _spread(self, grid: Tensor, rows: slice, wide: torch.dtype) -> Tensor:
-        """Return the entry of `grid` of each element of rows, [n, K] or, one for a row, [n, 1]."""
+    def _spread(self, grid: Tensor, rows: slice, wide: torch.dtype, is_whole: bool) -> Tensor:
+        """Return the entries of `grid` of rows: of each element, [n, K], or if all groups are whole [n, groups, 1]."""
         numbers = torch.arange(self.shape[0], device=grid.device)[rows] // self.block_rows
         chosen = grid[numbers].to(wide)
-        return chosen if chosen.shape[1] == 1 else chosen.repeat_interleave(self.group, 1)[:, : self.shape[1]]
+        return chosen[..., None] if is_whole else chosen.repeat_interleave(self.group, 1)[:, : self.shape[1]]
 
 
 def join_rows(matrices: Sequence[PackedMatrix]) -> PackedMatrix:

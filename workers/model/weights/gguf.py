@@ -15,31 +15,37 @@ _SAMPLING = {"do_sample": False, "temperature": 0.0}
 def convert_gguf(gguf: Path, target: Path) -> None:
     """Write config, tokenizer with chat template, and bfloat16 weights."""
     import torch
-    from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers import AutoModelForCausalLM, GgufConfig
 
-    with _quiet():
+    with quiet():
         model = AutoModelForCausalLM.from_pretrained(
             gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
         )
-        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
         # The weights are plain by now, but transformers refuses to save a model that it remembers as quantised.
         model.hf_quantizer = None
         model.quantization_method = None
         if hasattr(model.config, "quantization_config"):
             del model.config.quantization_config
         model.config.rms_norm_eps = 1e-5  # a float32 in GGUF
-        # The GGUF names its pre-tokenizer ("smollm") without describing it, and transformers falls back to GPT-2's,
-        # which joins spaces differently before digits.
-        tokenizer.backend_tokenizer.pre_tokenizer = Sequence(
-            [Digits(individual_digits=True), ByteLevel(add_prefix_space=False, use_regex=True)]
-        )
-        tokenizer.model_max_length = model.config.max_position_embeddings
         model.save_pretrained(target)
-        tokenizer.save_pretrained(target)
+        save_tokenizer(gguf, target, "smollm", model.config.max_position_embeddings)
     # a name from the GGUF that is neither path nor hub name
     _edit(target / "config.json", drop=("_name_or_path", "_model_name_or_path"))
     _edit(target / "generation_config.json", add=_SAMPLING)  # transformers saves no temperature of 0
+
+
+def save_tokenizer(gguf: Path, target: Path, pre_tokenizer: str, max_length: int) -> None:
+    """Write the tokenizer of a GGUF file, whose `pre_tokenizer` the file names without describing it."""
+    from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    if pre_tokenizer == "smollm":  # transformers falls back to GPT-2's, which joins spaces differently before digits
+        tokenizer.backend_tokenizer.pre_tokenizer = Sequence(
+            [Digits(individual_digits=True), ByteLevel(add_prefix_space=False, use_regex=True)]
+        )
+    tokenizer.model_max_length = max_length
+    tokenizer.save_pretrained(target)
 
 
 def _edit(path: Path, add: Mapping[str, Any] = MappingProxyType({}), drop: Sequence[str] = ()) -> None:
@@ -48,7 +54,7 @@ def _edit(path: Path, add: Mapping[str, Any] = MappingProxyType({}), drop: Seque
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Silence transformers: its progress bars would garble a service's log. Callers report progress themselves."""
     from transformers import modeling_gguf_pytorch_utils
     from transformers.utils import logging

@@ -192,6 +192,15 @@ def _gptq(found: Mapping[str, Any]) -> Scheme:
     return Scheme("gptq", (Rule(form),), ignored)
 
 
+def _gguf(found: Mapping[str, Any]) -> Scheme:
+    """Return the scheme that `pack_gguf` writes: for each form the modules that have it."""
+    rules = [
+        Rule(PackedForm("gguf", each["kind"], each["group"], 1, each["has_offsets"]), tuple(each["modules"]))
+        for each in found["forms"]
+    ]
+    return Scheme("gguf", tuple(rules))
+
+
 def _modelopt(found: Mapping[str, Any]) -> Scheme:
     forms = {
         "FP8": PackedForm("scale of a weight", "e4m3", None, None),
@@ -266,6 +275,7 @@ _READERS: Mapping[str, Callable[[Mapping[str, Any]], Scheme]] = {
     "gptq": _gptq,
     "compressed-tensors": _compressed_tensors,
     "modelopt": _modelopt,
+    "gguf": _gguf,
 }
 """The readers of `quantization_config` by `quant_method`. `CHECKPOINT_METHODS` names the same for settings."""
 assert set(_READERS) == set(CHECKPOINT_METHODS)

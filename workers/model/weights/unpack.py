@@ -93,6 +93,11 @@ def _unpack_fp4(form: PackedForm, pieces: Pieces) -> PackedMatrix:
     return PackedMatrix("e2m1", codes, scales, None, form.group or 2 * codes.shape[1])
 
 
+def _unpack_canonical(form: PackedForm, pieces: Pieces) -> PackedMatrix:
+    """Return a matrix that `pack_gguf` has written as it is held."""
+    return PackedMatrix(form.kind, pieces["codes"], pieces["scales"], pieces.get("offsets"), form.group or 0)
+
+
 def _with_zeros(form: PackedForm, codes: Tensor, scales: Tensor, zeros: Tensor | None, group: int) -> PackedMatrix:
     """Return a matrix whose codes count from 0 in files. zeros: [N, groups], of the same codes; None: in the middle."""
     middle = 8 if form.kind == "int4" else 128
@@ -210,6 +215,10 @@ LAYOUTS: Mapping[str, Layout] = {
     "gptq": Layout(".qweight", _I32, _of_gptq, _unpack_gptq, _OF_GPTQ, needed=("scales", "zeros")),
     "gptq_v2": Layout(".qweight", _I32, _of_gptq, _unpack_gptq, _OF_GPTQ, needed=("scales", "zeros")),
     "awq": Layout(".qweight", _I32, _of_awq, _unpack_awq, {"scales": (".scales",), "zeros": (".qzeros",)}),
+    "gguf": Layout(
+        *(".codes", frozenset({"I8", "U8"}), _of_bytes, _unpack_canonical),
+        {"scales": (".scales",), "offsets": (".offsets",)},
+    ),
     "blocks of experts": Layout(*("_blocks", _U8, _of_experts, _unpack_fp4), {"scales": ("_scales",)}, weight=""),
 }
 """The layouts by the name that forms give."""

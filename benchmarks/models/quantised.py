@@ -1,0 +1,162 @@
+"""How much do quantised weights cost and save? The embedded SmolLM2-135M in each format, on this CPU.
+
+    OMP_WAIT_POLICY=PASSIVE python benchmarks/models/quantised.py
+
+The weights are rounded to the nearest code by compressed-tensors, without calibration. Prints bytes, the perplexity of
+each model on this repository's documentation, how far its logits are from those of float32, and milliseconds of whole
+forward passes. The passes of the models alternate, so that other load affects all alike.
+"""
+
+import argparse
+import json
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from crossdock.kernels.attention import AttentionBatch
+from crossdock.workers.model.load import load_model
+from crossdock.workers.model.model import LoadedModel
+from crossdock.workers.model.model_spec import ModelSpec
+from crossdock.workers.model.weights.checkpoint import default_model_dir
+from crossdock.workers.model.weights.weights import measure_part
+
+DOCS = Path(__file__).parents[2] / "docs"
+TEXTS = ("operations.md", "serving.md", "models.md", "routing.md")
+_GROUPS = {"num_bits": 4, "strategy": "group", "group_size": 32}
+FORMATS: dict[str, tuple[str, dict[str, Any]]] = {  # those in which 576 columns of SmolLM2 are whole groups
+    "w8a16": ("pack-quantized", {"num_bits": 8, "strategy": "channel"}),
+    "fp8": ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "channel"}),
+    "w4a16": ("pack-quantized", _GROUPS),
+    "w4a16 zeros": ("pack-quantized", _GROUPS | {"symmetric": False}),
+    "nvfp4": ("nvfp4-pack-quantized", _GROUPS | {"type": "float", "strategy": "tensor_group", "group_size": 16}),
+    "mxfp4": ("mxfp4-pack-quantized", _GROUPS | {"type": "float", "scale_dtype": "uint8"}),
+}
+WINDOW, PAGE_SIZE, CONTEXT = 1024, 16, 64  # tokens
+
+
+def step(sequences: int, query_len: int, kv_len: int) -> AttentionBatch:
+    """Return a batch of equal sequences, each in pages of its own."""
+    pages = torch.arange(sequences * -(-kv_len // PAGE_SIZE), dtype=torch.int32).view(sequences, -1)
+    positions = torch.arange(kv_len - query_len, kv_len)
+    slots = pages[:, positions // PAGE_SIZE].long() * PAGE_SIZE + positions % PAGE_SIZE
+    starts = torch.arange(sequences + 1, dtype=torch.int32) * query_len
+    lengths = torch.full((sequences,), kv_len, dtype=torch.int32)
+    decodes = sequences if query_len == 1 else 0
+    return AttentionBatch(starts, lengths, pages, slots.flatten(), query_len, kv_len, decodes)
+
+
+def logits_of(model: LoadedModel, windows: list[Tensor]) -> Tensor:
+    """Return the logits [windows * WINDOW, vocab] of independent windows."""
+    every = torch.arange(WINDOW)
+    return torch.cat([model.forward(ids, every, step(1, WINDOW, WINDOW), every).float() for ids in windows])
+
+
+def quality(models: dict[str, LoadedModel], num_windows: int) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(default_model_dir())
+    text = "\n".join((DOCS / name).read_text() for name in TEXTS)
+    windows = list(torch.tensor(tokenizer(text)["input_ids"]).split(WINDOW))[:num_windows]
+    assert all(len(window) == WINDOW for window in windows), "the text is too short for so many windows"
+    followed = torch.ones(num_windows * WINDOW, dtype=torch.bool)
+    followed[WINDOW - 1 :: WINDOW] = False  # the last token of a window predicts none
+    targets = torch.cat(windows).roll(-1)[followed]
+    print(f"\n{len(targets)} tokens of {', '.join(TEXTS)}, windows of {WINDOW}")
+    print(f"{'':11} {'perplexity':>10} {'error of logits':>16} {'same argmax':>12} {'KL, nats':>9}")
+    exact: Tensor | None = None
+    for name, model in models.items():
+        logits = logits_of(model, windows)
+        exact = logits if exact is None else exact
+        perplexity = F.cross_entropy(logits[followed], targets).exp()
+        error = (logits - exact).norm() / exact.norm()
+        same = (logits.argmax(-1) == exact.argmax(-1)).float().mean()
+        divergence = F.kl_div(logits.log_softmax(-1), exact.log_softmax(-1), reduction="batchmean", log_target=True)
+        print(f"{name:11} {perplexity:10.3f} {error:16.4f} {same:12.4f} {divergence:9.5f}")
+
+
+def speed(models: dict[str, LoadedModel], repeats: int) -> None:
+    print(f"\nforward passes, ms, least of {repeats}: decodes after {CONTEXT} tokens, or one chunk of a prompt")
+    print(f"{'':14} " + " ".join(f"{name:>9}" for name in models))
+    decodes, chunks = (1, 2, 4, 8, 16, 32, 64), (64, 256, 1024)
+    passes = [(f"{n} decodes", step(n, 1, CONTEXT + 1)) for n in decodes]
+    passes += [(f"chunk of {n}", step(1, n, n)) for n in chunks]
+    for name, batch in passes:
+        rows = len(batch.slots)
+        ids = torch.arange(rows) % 1000
+        positions = torch.full((rows,), CONTEXT) if batch.max_query_len == 1 else torch.arange(rows)
+        wanted = batch.query_start[1:].long() - 1
+        least = dict.fromkeys(models, float("inf"))
+        for _ in range(repeats + 1):
+            for each, model in models.items():
+                start = time.perf_counter()
+                model.forward(ids, positions, batch, wanted)
+                least[each] = min(least[each], time.perf_counter() - start)
+        print(f"{name:14} " + " ".join(f"{1e3 * seconds:9.2f}" for seconds in least.values()))
+
+
+def repack(source: Path, target: Path, layout: str, **weights: Any) -> Path:
+    """Write the projections of a checkpoint in a layout of compressed-tensors. `weights`: arguments of its scheme."""
+    arguments = QuantizationArgs(**weights)
+    scheme = QuantizationScheme(targets=["Linear"], weights=arguments)
+    library: Any = BaseCompressor.get_value_from_registry(layout)
+    shutil.copytree(source, target)
+    tensors = load_file(source / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("proj.weight")]:
+        weight = tensors.pop(name).float()
+        groups = weight.view(len(weight), -1, arguments.group_size or weight.shape[1])
+        least, most = groups.amin(-1), groups.amax(-1)
+        whole = generate_gparam(weight.amin(), weight.amax()) if layout.startswith("nvfp4") else None
+        scales, zeros = calculate_qparams(least, most, arguments, whole)
+        given = {"weight": weight, "weight_scale": scales, "weight_zero_point": zeros}
+        given |= {} if whole is None else {"weight_global_scale": whole}
+        found = library.compress(given, scheme)
+        tensors |= {f"{name.removesuffix('weight')}{key}": each.contiguous() for key, each in found.items()}
+    save_file(tensors, target / "model.safetensors", {"format": "pt"})
+    group = {"targets": ["Linear"], "weights": {"type": "int", "symmetric": True, **weights}}
+    config = json.loads((target / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "compressed-tensors", "format": layout, "ignore": ["lm_head"]}
+    config["quantization_config"]["config_groups"] = {"group_0": group}
+    (target / "config.json").write_text(json.dumps(config))
+    return target
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--windows", type=int, default=8)
+    parser.add_argument("--repeats", type=int, default=10, help="of each pass; 0: measure no seconds")
+    parser.add_argument("--only", help="names of formats, with commas; float32 should be among them")
+    arguments = parser.parse_args()
+    path = default_model_dir()
+    specs = {
+        "float32": ModelSpec(str(path), "float32"),
+        "bfloat16": ModelSpec(str(path), "bfloat16"),
+        "int8": ModelSpec(str(path), "bfloat16", quantization="int8"),
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        for name, (layout, weights) in FORMATS.items():
+            packed = repack(path, Path(folder) / name, layout, **weights)
+            specs[name] = ModelSpec(str(packed), "bfloat16")
+        chosen = arguments.only.split(",") if arguments.only else list(specs)
+        models = {name: load_model(specs[name]) for name in specs if name in chosen}
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
+    for name, model in models.items():
+        model.allocate_pool(max(WINDOW // PAGE_SIZE, 64 * (CONTEXT // PAGE_SIZE + 1)), PAGE_SIZE)
+        num_bytes = measure_part(model.config, model.part.position, model.dtype)
+        print(f"{name}: {num_bytes / 1e6:.1f} MB of weights as stored, kernels {model.kernels}")
+    with torch.inference_mode():
+        quality(models, arguments.windows)
+        if arguments.repeats:
+            speed(models, arguments.repeats)
+
+
+if __name__ == "__main__":
+    main()

