@@ -27,9 +27,13 @@ def pack_gguf(gguf: Path, target: Path) -> None:
     """Write configuration, tokenizer and weights of a GGUF file to a new directory.
 
     Raises:
-        ValueError: tensors are of types that are not read, or transformers knows no such architecture.
+        ValueError: tensors are of types that are not read, or transformers knows no such architecture, or the file is
+            of another kind.
     """
-    reader = GGUFReader(gguf)
+    try:
+        reader = GGUFReader(gguf)
+    except (ValueError, IndexError) as error:
+        raise ValueError(f"model {gguf} is a file that gguf cannot read: {error}") from error
     architecture = reader.fields["general.architecture"].contents()
     names = {tensor.name for tensor in reader.tensors}
     _refuse_unread(gguf, reader)
