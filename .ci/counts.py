@@ -15,7 +15,7 @@ from statistics import mean, median
 
 CODE = ("cluster", "router", "workers", "kvtransfer", "kernels", ".ci")
 BUDGETS = {  # count: the most that there may be
-    "lines of code": 54_100,
+    "lines of code": 54_400,
     "lines of tests": 59_900,
     "lines of benchmarks": 10_400,
     "lines of benchmarks/RESULTS.md": 500,
