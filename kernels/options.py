@@ -6,7 +6,9 @@ AttentionBackend: TypeAlias = Literal["auto", "triton", "flash_attn", "flash_att
 KVCacheDtype: TypeAlias = Literal["auto", "fp8"]
 Kernel: TypeAlias = Literal["own", "int8", "onednn", "torch"]
 CpuKernels: TypeAlias = Literal["auto", "own", "onednn", "torch"]
-Quantization: TypeAlias = Literal["int8", "fp8", "mxfp8", "mxfp4", "awq", "gptq", "compressed-tensors", "modelopt", "gguf"]
+Quantization: TypeAlias = Literal[
+    "int8", "fp8", "mxfp8", "mxfp4", "awq", "gptq", "compressed-tensors", "modelopt", "gguf"
+]
 CHECKPOINT_METHODS: tuple[Quantization, ...] = get_args(Quantization)[1:]
 """How a checkpoint may be quantised, as its `quant_method` names it."""
 CodeKind: TypeAlias = Literal["int4", "int8", "e4m3", "e2m1"]
