@@ -83,7 +83,18 @@ def test_steps_with_scored_prompts_teach_the_cost_nothing_and_are_predicted_long
     assert seconds == pytest.approx(3 * plain)
 
 
-def test_factor_of_scored_prompts_is_measured() -> None:
+@pytest.mark.parametrize(("longer", "factor"), [(-0.5, 1.0), (1.5, 2.5), (9.0, 4.0)])
+def test_factor_of_scored_prompts_is_measured_within_bounds(
+    monkeypatch: pytest.MonkeyPatch, longer: float, factor: float
+) -> None:
+    """A disturbed measurement may say that a scored chunk takes less. `longer`: how much, of a chunk's seconds."""
     engine = engine_on(tiny_model(300), num_pages=40)
     warm_up(engine)
-    assert 1 < calibrate._scored_factor(engine) <= 4
+    cost = engine.scheduler.forecast.cost
+    assert cost is not None
+
+    def measured(_: object, chunk: tuple[int, int], *__: int, num_alternatives: int = 0) -> tuple[None, list[float]]:
+        return None, [cost.chunk_seconds(*chunk) * (1 + longer * bool(num_alternatives))]
+
+    monkeypatch.setattr(calibrate, "measure_step", measured)
+    assert calibrate._scored_factor(engine) == pytest.approx(factor)
