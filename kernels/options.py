@@ -5,7 +5,7 @@ from typing import Literal, TypeAlias, get_args
 AttentionBackend: TypeAlias = Literal["auto", "triton", "flash_attn", "flash_attn_3", "torch"]
 KVCacheDtype: TypeAlias = Literal["auto", "fp8"]
 Kernel: TypeAlias = Literal["own", "int8", "onednn", "torch"]
-CpuKernels: TypeAlias = Literal["auto", "own", "onednn", "torch"]
+CpuKernels: TypeAlias = Literal["auto", "own", "int8", "onednn", "torch"]
 Quantization: TypeAlias = Literal[
     "int8", "fp8", "mxfp8", "mxfp4", "awq", "gptq", "compressed-tensors", "modelopt", "gguf"
 ]

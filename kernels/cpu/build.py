@@ -46,7 +46,8 @@ def cpu_library(name: str) -> ctypes.CDLL:
     if compiler is None:
         raise OSError("no C++ compiler was found (install g++, or name one in CXX)")
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
-    key = "\n".join([source.read_text(), " ".join(FLAGS), version, " ".join(sorted(cpu_flags())), torch.__version__])
+    texts = [each.read_text() for each in (source, *sorted(source.parent.glob("*.h")))]
+    key = "\n".join([*texts, " ".join(FLAGS), version, " ".join(sorted(cpu_flags())), torch.__version__])
     folder = _own_folder(cache_dir() / "kernels")
     target = folder / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
     library = _loaded(target)

@@ -4,6 +4,8 @@
 // each operation takes longer than a decode step's arithmetic (45 us a region on the machine this was written on).
 // Every row is computed in the same order whatever the other rows are, so results do not depend on the batch.
 
+#include "packed.h"
+
 #include <immintrin.h>
 #include <linux/futex.h>
 #include <omp.h>
@@ -192,97 +194,6 @@ void matmul(const bf16* x, int64_t ldx, int64_t T, const bf16* w, int64_t num_pa
         block<1>(x, ldx, w + n * panel, panel, K, 0, T, n, Ahead{}, write);
 }
 
-// --- matrix products of int8: rows times weights of one byte --------------------------------------------------------
-// A weight has one scale for each output. It is packed as [N/16][K/4][16][4] of weight + 128: the instruction takes one
-// factor without a sign. A row has one scale for each GROUP of its numbers, so that an outlier costs only its neighbours
-// precision. `offset` is -128 times the sum of a group, which takes the 128 out of its products again.
-
-constexpr int GROUP = 64;
-
-struct Int8Rows {
-    int64_t width = 0, groups = 0;  // of the widest row
-    std::vector<int8_t> numbers;    // [T, width]
-    std::vector<float> scales;      // [T, groups]
-    std::vector<int32_t> offsets;   // [T, groups]
-
-    Int8Rows(int64_t T, int64_t widest) : width(widest), groups((widest + GROUP - 1) / GROUP), numbers(T * width), scales(T * groups), offsets(T * groups) {}
-
-    void quantise(int64_t t, const bf16* x, int K) {  // K: a multiple of 16
-        for (int k = 0, g = 0; k < K; k += GROUP, ++g) {
-            const int end = std::min(K, k + GROUP);
-            __m512 most = _mm512_setzero_ps();
-            for (int i = k; i < end; i += 16) most = _mm512_max_ps(most, _mm512_abs_ps(load16(x + i)));
-            const float largest = _mm512_reduce_max_ps(most);
-            const __m512 factor = _mm512_set1_ps(largest > 1e-30f ? 127.0f / largest : 0.0f);
-            __m512i sum = _mm512_setzero_si512();
-            for (int i = k; i < end; i += 16) {
-                const __m512i rounded = _mm512_cvtps_epi32(_mm512_mul_ps(load16(x + i), factor));
-                _mm_storeu_si128(reinterpret_cast<__m128i*>(&numbers[t * width + i]), _mm512_cvtsepi32_epi8(rounded));
-                sum = _mm512_add_epi32(sum, rounded);
-            }
-            scales[t * groups + g] = largest / 127.0f;
-            offsets[t * groups + g] = -128 * _mm512_reduce_add_epi32(sum);
-        }
-    }
-};
-
-template <int MB, int NB, class Write>
-inline void int8_rows(const Int8Rows& x, const uint8_t* w, int64_t panel, const float* w_scales, int K, int64_t t, int64_t n, const uint8_t* fetched, Write& write) {
-    __m512 acc[MB][NB];
-    for (int m = 0; m < MB; ++m)
-        for (int j = 0; j < NB; ++j) acc[m][j] = _mm512_setzero_ps();
-    for (int from = 0, g = 0; from < K; from += GROUP, ++g) {
-        __m512i sums[MB][NB];
-        for (int m = 0; m < MB; ++m)
-            for (int j = 0; j < NB; ++j) sums[m][j] = _mm512_set1_epi32(x.offsets[(t + m) * x.groups + g]);
-        const int end = std::min(K, from + GROUP);
-        for (int k = from; k < end; k += 4) {
-            if (fetched) _mm_prefetch(reinterpret_cast<const char*>(fetched + int64_t(k) * 16), _MM_HINT_T1);
-            __m512i b[NB];
-            for (int j = 0; j < NB; ++j) b[j] = _mm512_loadu_si512(w + j * panel + int64_t(k) * 16);
-            for (int m = 0; m < MB; ++m) {
-                int32_t four;
-                std::memcpy(&four, &x.numbers[(t + m) * x.width + k], 4);
-                const __m512i a = _mm512_set1_epi32(four);
-                for (int j = 0; j < NB; ++j) sums[m][j] = _mm512_dpbusd_epi32(sums[m][j], b[j], a);
-            }
-        }
-        for (int m = 0; m < MB; ++m) {
-            const __m512 scale = _mm512_set1_ps(x.scales[(t + m) * x.groups + g]);
-            for (int j = 0; j < NB; ++j) acc[m][j] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums[m][j]), scale, acc[m][j]);
-        }
-    }
-    for (int m = 0; m < MB; ++m) {
-        for (int j = 0; j < NB; ++j) acc[m][j] = _mm512_mul_ps(acc[m][j], _mm512_loadu_ps(w_scales + j * 16));
-        write(t + m, n, acc[m]);
-    }
-}
-
-template <int NB, class Write>
-void int8_block(const Int8Rows& x, const uint8_t* w, int64_t panel, const float* w_scales, int K, int64_t t, int64_t end, int64_t n, int64_t num_ahead, Write& write) {
-    constexpr int MB = 12 / NB;
-    const uint8_t* ahead = w + NB * panel;
-    auto fetched = [&] { return num_ahead-- > 0 ? std::exchange(ahead, ahead + panel) : nullptr; };
-    for (; t + MB <= end; t += MB) int8_rows<MB, NB>(x, w, panel, w_scales, K, t, n, fetched(), write);
-    for (; t + 2 <= end; t += 2) int8_rows<2, NB>(x, w, panel, w_scales, K, t, n, fetched(), write);
-    for (; t < end; ++t) int8_rows<1, NB>(x, w, panel, w_scales, K, t, n, fetched(), write);
-}
-
-// As `matmul`, over rows that are quantised.
-template <int NB, class Write>
-void int8_matmul(const Int8Rows& x, int64_t T, const uint8_t* w, const float* w_scales, int64_t num_panels, int K, int tid, int nt, Write write) {
-    constexpr int64_t ROWS = 96;
-    const int64_t panel = int64_t(K) * 16, groups = num_panels / NB, blocks = (T + ROWS - 1) / ROWS;
-    const int64_t tasks = groups * blocks, first = tasks * tid / nt, last = tasks * (tid + 1) / nt;
-    for (int64_t task = first; task < last; ++task) {
-        int64_t n = task / blocks * NB, t = task % blocks * ROWS;
-        const bool is_last = t + ROWS >= T && task + 1 < last;
-        int8_block<NB>(x, w + n * panel, panel, w_scales + n * 16, K, t, std::min(T, t + ROWS), n, is_last ? NB : 0, write);
-    }
-    for (int64_t n = groups * NB + tid; n < num_panels; n += nt)
-        int8_block<1>(x, w + n * panel, panel, w_scales + n * 16, K, 0, T, n, 0, write);
-}
-
 // --- norms and rotary embeddings ------------------------------------------------------------------------------------
 
 void rms_norm(const bf16* x, const bf16* weight, float eps, int E, bf16* out) {
@@ -312,11 +223,10 @@ void rotate(bf16* x, const bf16* cos, const bf16* sin, int D) {  // the "rotate 
 extern "C" {
 
 struct Layer {
-    const bf16 *input_norm, *qkv, *qkv_bias, *q_norm, *k_norm, *out, *post_norm, *gate_up, *down;
+    const bf16 *input_norm, *qkv_bias, *q_norm, *k_norm, *post_norm;
     bf16 *keys, *values;  // of page 0, head 0, token 0
     int64_t window;       // 0: no window
-    // Of int8 weights, one for each output; null: the weights are bf16. Either all four or none.
-    const float *qkv_scales, *out_scales, *gate_up_scales, *down_scales;
+    packed::Matrix qkv, out, gate_up, down;
 };
 
 struct Stack {
@@ -564,8 +474,7 @@ void crossdock_decode_stack(const Stack* stack, const DecoderBatch* batch, bf16*
     bf16* attended = qkv + T * QKV;
     bf16* activated = attended + T * A;
     Barrier barrier;
-    const bool is_int8 = s.num_layers && s.layers[0].qkv_scales;
-    Int8Rows quantised(is_int8 ? T : 0, std::max({E, A, I}));
+    packed::Rows rows(T, std::max({E, A, I}));  // as packed weights multiply them
 
 #pragma omp parallel num_threads(num_threads)
     {
@@ -575,17 +484,16 @@ void crossdock_decode_stack(const Stack* stack, const DecoderBatch* batch, bf16*
         barrier.size = nt;
         const int64_t t0 = T * tid / nt, t1 = T * (tid + 1) / nt;
         auto attention = std::make_unique<Attention>(s, b, tid, nt);
-        auto quantise = [&](const bf16* x, int64_t K) {  // this thread's rows, before all threads need them
-            if (!is_int8) return;
-            for (int64_t t = t0; t < t1; ++t) quantised.quantise(t, x + t * K, int(K));
+        auto prepare = [&](const bf16* x, const packed::Matrix& w) {  // this thread's rows, before all threads need them
+            if (w.kind == packed::PLAIN) return;
+            for (int64_t t = t0; t < t1; ++t) packed::prepare(rows, t, x + t * w.K, w);
             barrier.wait();
         };
-        auto multiply = [&](auto panels, const bf16* x, int64_t K, const bf16* w, const float* scales, int64_t N, auto write) {
-            constexpr int NB = decltype(panels)::value;
-            if (is_int8)
-                int8_matmul<NB>(quantised, T, reinterpret_cast<const uint8_t*>(w), scales, N / 16, int(K), tid, nt, write);
+        auto multiply = [&](auto panels, const bf16* x, const packed::Matrix& w, auto write) {
+            if (w.kind == packed::PLAIN)
+                matmul<decltype(panels)::value>(x, w.K, T, reinterpret_cast<const bf16*>(w.codes), w.N / 16, int(w.K), tid, nt, write);
             else
-                matmul<NB>(x, K, T, w, N / 16, int(K), tid, nt, write);
+                packed::packed_product<bf16>(rows, T, w, tid, nt, write);
         };
         const std::integral_constant<int, 2> two;
         const std::integral_constant<int, 3> three;
@@ -593,8 +501,8 @@ void crossdock_decode_stack(const Stack* stack, const DecoderBatch* batch, bf16*
         for (int64_t l = 0; l < s.num_layers; ++l) {
             const Layer& layer = s.layers[l];
             for (int64_t t = t0; t < t1; ++t) rms_norm(hidden + t * E, layer.input_norm, float(s.eps), int(E), normed + t * E);
-            quantise(normed, E);
-            if (!is_int8) barrier.wait();
+            prepare(normed, layer.qkv);
+            if (layer.qkv.kind == packed::PLAIN) barrier.wait();
 
             auto write_qkv = [&](int64_t t, int64_t n, auto& acc) {
                 constexpr int NB = sizeof(acc) / sizeof(__m512);
@@ -604,7 +512,7 @@ void crossdock_decode_stack(const Stack* stack, const DecoderBatch* batch, bf16*
                     store16(qkv + t * QKV + (n + j) * 16, v);
                 }
             };
-            multiply(three, normed, E, layer.qkv, layer.qkv_scales, QKV, write_qkv);
+            multiply(three, normed, layer.qkv, write_qkv);
             barrier.wait();
 
             for (int64_t t = t0; t < t1; ++t) {
@@ -635,13 +543,13 @@ void crossdock_decode_stack(const Stack* stack, const DecoderBatch* batch, bf16*
                     store16(at, _mm512_add_ps(load16(at), round16(acc[j])));
                 }
             };
-            quantise(attended, A);
-            multiply(three, attended, A, layer.out, layer.out_scales, E, add_to_hidden);
+            prepare(attended, layer.out);
+            multiply(three, attended, layer.out, add_to_hidden);
             barrier.wait();
 
             for (int64_t t = t0; t < t1; ++t) rms_norm(hidden + t * E, layer.post_norm, float(s.eps), int(E), normed + t * E);
-            quantise(normed, E);
-            if (!is_int8) barrier.wait();
+            prepare(normed, layer.gate_up);
+            if (layer.gate_up.kind == packed::PLAIN) barrier.wait();
 
             auto write_activated = [&](int64_t t, int64_t n, auto& acc) {  // panels alternate: gate, up, gate, up
                 __m512 gate = round16(acc[0]), up = round16(acc[1]);
@@ -649,11 +557,11 @@ void crossdock_decode_stack(const Stack* stack, const DecoderBatch* batch, bf16*
                     gate, _mm512_add_ps(_mm512_set1_ps(1.0f), exp16(_mm512_sub_ps(_mm512_setzero_ps(), gate))));
                 store16(activated + t * I + n / 2 * 16, _mm512_mul_ps(round16(silu), up));
             };
-            multiply(two, normed, E, layer.gate_up, layer.gate_up_scales, 2 * I, write_activated);
+            multiply(two, normed, layer.gate_up, write_activated);
             barrier.wait();
 
-            quantise(activated, I);
-            multiply(three, activated, I, layer.down, layer.down_scales, E, add_to_hidden);
+            prepare(activated, layer.down);
+            multiply(three, activated, layer.down, add_to_hidden);
             barrier.wait();
         }
     }
@@ -668,22 +576,6 @@ void crossdock_linear(const bf16* x, int64_t T, int64_t K, const bf16* w, int64_
             for (int j = 0; j < NB; ++j) store16(out + t * N + (n + j) * 16, acc[j]);
         };
         matmul<3>(x, K, T, w, N / 16, int(K), omp_get_thread_num(), omp_get_num_threads(), write);
-    }
-}
-
-// As `crossdock_linear`, with an int8 weight; K is a multiple of 16.
-void crossdock_linear_int8(const bf16* x, int64_t T, int64_t K, const uint8_t* w, const float* w_scales, int64_t N, bf16* out, int num_threads) {
-    Int8Rows quantised(T, K);
-#pragma omp parallel num_threads(num_threads)
-    {
-        const int tid = omp_get_thread_num(), nt = omp_get_num_threads();
-        for (int64_t t = T * tid / nt; t < T * (tid + 1) / nt; ++t) quantised.quantise(t, x + t * K, int(K));
-#pragma omp barrier
-        auto write = [&](int64_t t, int64_t n, auto& acc) {
-            constexpr int NB = sizeof(acc) / sizeof(__m512);
-            for (int j = 0; j < NB; ++j) store16(out + t * N + (n + j) * 16, acc[j]);
-        };
-        int8_matmul<3>(quantised, T, w, w_scales, N / 16, int(K), tid, nt, write);
     }
 }
 }

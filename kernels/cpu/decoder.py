@@ -7,37 +7,43 @@ do not depend on the batch; or a library's products, with layer_steps.cpp and pa
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from crossdock.kernels.attention import AttentionBatch
-from crossdock.kernels.cpu.build import cpu_library
+from crossdock.kernels.cpu.build import cpu_flags, cpu_library
 from crossdock.kernels.cpu.choice import KernelChoice
 from crossdock.kernels.cpu.huge_pages import HugePages
 from crossdock.kernels.cpu.layer_steps import HeadSteps, add_and_norm, finish_heads, silu_and_multiply, steps_library
-from crossdock.kernels.cpu.linear import PACKED, ChosenLinear, PackedLinear, Weights, interleave, padded
+from crossdock.kernels.cpu.linear import ONE_CALL, ChosenLinear, OwnLinear, Weights, interleave, padded
+from crossdock.kernels.cpu.packed_linear import MatrixStruct, PackedPanels, PackedProduct, joined
+from crossdock.kernels.options import Kernel
+from crossdock.kernels.packed import PackedMatrix
+
+Weight: TypeAlias = Tensor | PackedMatrix
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """The weights of one layer in transformers' layout, [out, in]; all bfloat16, or all float32.
+    """The weights of one layer in transformers' layout, [out, in]; all bfloat16, or all float32, or matrices packed.
 
     h = x + out(attention(rotate(q_norm(q(norm(x)))), …)); y = h + down(silu(gate(norm(h))) * up(norm(h)))
     """
 
     input_norm: Tensor  # [E]
-    q: Tensor  # [Hq * D, E]
-    k: Tensor  # [Hkv * D, E]
-    v: Tensor  # [Hkv * D, E]
+    q: Weight  # [Hq * D, E]
+    k: Weight  # [Hkv * D, E]
+    v: Weight  # [Hkv * D, E]
     qkv_bias: Tensor | None  # [(Hq + 2 Hkv) * D]
     q_norm: Tensor | None  # [D], RMS norm of every head
     k_norm: Tensor | None  # [D]
-    out: Tensor  # [E, Hq * D]
+    out: Weight  # [E, Hq * D]
     post_norm: Tensor  # [E]
-    gate: Tensor  # [I, E]
-    up: Tensor  # [I, E]
-    down: Tensor  # [E, I]
+    gate: Weight  # [I, E]
+    up: Weight  # [I, E]
+    down: Weight  # [E, I]
     window: int | None
 
 
@@ -80,12 +86,12 @@ class _Layer(ctypes.Structure):
         *(
             (name, ctypes.c_void_p)
             for name in (
-                *("input_norm", "qkv", "qkv_bias", "q_norm", "k_norm", "out", "post_norm", "gate_up", "down"),
+                *("input_norm", "qkv_bias", "q_norm", "k_norm", "post_norm"),
                 *("keys", "values"),
             )
         ),
         ("window", ctypes.c_int64),
-        *((f"{name}_scales", ctypes.c_void_p) for name in ("qkv", "out", "gate_up", "down")),  # null: outputs have none
+        *((name, MatrixStruct) for name in ("qkv", "out", "gate_up", "down")),
     ]
 
 
@@ -117,11 +123,22 @@ class _Products:
     @classmethod
     def of(cls, layer: DecoderLayer, choice: KernelChoice, memory: HugePages) -> "_Products":
         return cls(
-            ChosenLinear(torch.cat([layer.q, layer.k, layer.v]), choice, memory),
-            ChosenLinear(layer.out, choice, memory),
-            ChosenLinear(interleave(layer.gate, layer.up), choice, memory),
-            ChosenLinear(layer.down, choice, memory),
+            ChosenLinear(_joined(layer.q, layer.k, layer.v), choice, memory),
+            ChosenLinear(_joined(layer.out), choice, memory),
+            ChosenLinear(_joined(layer.gate, layer.up, every_panel=True), choice, memory),
+            ChosenLinear(_joined(layer.down), choice, memory),
         )
+
+
+def _joined(*weights: Weight, every_panel: bool = False) -> Tensor | PackedPanels:
+    """Return weights of one input as one: one after the other, or 16 outputs of each in turn."""
+    plain = [weight for weight in weights if isinstance(weight, Tensor)]
+    packed = [PackedPanels.of(weight) for weight in weights if isinstance(weight, PackedMatrix)]
+    if plain and packed:
+        raise ValueError("of the weights of one input, some are packed and others plain")
+    if packed:
+        return joined(packed, every_panel)
+    return interleave(*plain) if every_panel else torch.cat(plain)
 
 
 def _copy(weight: Tensor | None) -> Tensor | None:
@@ -135,6 +152,7 @@ class DecoderStack:
 
     Raises:
         OSError: a kernel cannot be compiled.
+        ValueError: packed.h cannot compute a packed matrix, or those of one input are of unlike forms.
     """
 
     def __init__(
@@ -152,8 +170,9 @@ class DecoderStack:
         self._heads = [
             (_copy(layer.qkv_bias), _copy(layer.q_norm), _copy(layer.k_norm), layer.window) for layer in layers
         ]
-        self._one_call = PACKED.keys() & set(choice.kernels)
-        self._own = _OwnStack(shape, self._products, self._norms, self._heads) if self._one_call else None
+        self._one_call = {kernel for kernel in choice.kernels if _is_one_call(kernel, layers)}
+        stacks = [_OwnStack(shape, self._products, self._norms, self._heads, kernel) for kernel in self._one_call]
+        self._own = stacks[0] if stacks else None
         self._steps: list[HeadSteps] = []
         self._pages: Sequence[tuple[Tensor, Tensor]] = ()
 
@@ -222,6 +241,14 @@ class DecoderStack:
             hidden += addend[:T]
 
 
+def _is_one_call(kernel: Kernel, layers: Sequence[DecoderLayer]) -> bool:
+    """Return whether decoder.cpp computes the layers: in bfloat16, with columns in order, on a CPU with AVX512-BF16."""
+    matrices = [getattr(layer, name) for layer in layers for name in ("q", "k", "v", "out", "gate", "up", "down")]
+    in_order = all(isinstance(each, Tensor) or each.columns is None for each in matrices)
+    is_bf16 = all(layer.input_norm.dtype is torch.bfloat16 for layer in layers)
+    return kernel in ONE_CALL and in_order and is_bf16 and "avx512_bf16" in cpu_flags()
+
+
 class _OwnStack:
     """All layers as one call of decoder.cpp."""
 
@@ -231,6 +258,7 @@ class _OwnStack:
         products: Sequence[_Products],
         norms: Sequence[tuple[Tensor, Tensor]],
         heads: Sequence[tuple[Tensor | None, Tensor | None, Tensor | None, int | None]],
+        kernel: Kernel,
     ) -> None:
         self._shape = shape
         self._library = cpu_library("decoder")
@@ -239,12 +267,9 @@ class _OwnStack:
             self._layers, products, norms, heads, strict=True
         ):
             for name in ("qkv", "out", "gate_up", "down"):
-                formats = getattr(product, name).formats
-                own = next(formats[kernel] for kernel in PACKED if kernel in formats)
-                assert isinstance(own, PackedLinear)
-                setattr(structure, name, own.packed.data_ptr())
-                if own.scales is not None:
-                    setattr(structure, f"{name}_scales", own.scales.data_ptr())
+                own = getattr(product, name).formats[kernel]
+                assert isinstance(own, OwnLinear | PackedProduct)
+                setattr(structure, name, own.struct)
             structure.input_norm, structure.post_norm = input_norm.data_ptr(), post_norm.data_ptr()
             for name, tensor in (("qkv_bias", bias), ("q_norm", q_norm), ("k_norm", k_norm)):
                 setattr(structure, name, tensor.data_ptr() if tensor is not None else None)

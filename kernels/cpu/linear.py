@@ -14,10 +14,17 @@ from crossdock.kernels.cpu.build import cpu_flags, cpu_library
 from crossdock.kernels.cpu.choice import PREFERENCE, KernelChoice
 from crossdock.kernels.cpu.huge_pages import HugePages
 from crossdock.kernels.cpu.measure import Cells
+from crossdock.kernels.cpu.packed_linear import (
+    CodeForm,
+    DequantisedProduct,
+    MatrixStruct,
+    PackedPanels,
+    PackedProduct,
+    in_int8,
+)
 from crossdock.kernels.cpu.remembered_seconds import measured_choice
 from crossdock.kernels.options import CpuKernels, Kernel
 
-INT8_MAX = 127
 _PANEL = 16  # outputs that lie together in a packed weight
 _ROW_MULTIPLE = 8
 ROWS = (1, 4, 8, 16, 32, 64, 256)  # numbers of rows that are measured; 1,024 chooses as 256 does
@@ -35,12 +42,12 @@ def padded(rows: int) -> int:
 
 
 def usable_kernels(dtype: torch.dtype, setting: CpuKernels = "auto") -> tuple[Kernel, ...]:
-    """Return the kernels that compute linears of `dtype` on this machine and that `cpu_kernels` allows.
+    """Return the kernels that compute plain linears of `dtype` on this machine and that `cpu_kernels` allows.
 
     Raises:
         ValueError: `cpu_kernels` names a kernel that cannot run; the message gives the reason.
     """
-    reasons: dict[Kernel, str] = {}
+    reasons: dict[Kernel, str] = {"int8": "the weights are plain; quantization int8 rounds them too"}
     if dtype is not torch.bfloat16:
         reasons["own"] = f"it computes bfloat16 and the model is {str(dtype).removeprefix('torch.')}"
     elif "avx512_bf16" not in cpu_flags():
@@ -63,6 +70,28 @@ def usable_kernels(dtype: torch.dtype, setting: CpuKernels = "auto") -> tuple[Ke
     return (setting,)
 
 
+def usable_packed_kernels(dtype: torch.dtype, setting: CpuKernels = "auto") -> tuple[Kernel, ...]:
+    """Return the kernels that compute packed weights by rows of `dtype`, and that `cpu_kernels` allows.
+
+    Raises:
+        ValueError: `cpu_kernels` names a kernel that cannot run; the message gives the reason.
+    """
+    reasons: dict[Kernel, str] = {"onednn": "the weights are packed; own, int8 and torch read them"}
+    if dtype not in (torch.bfloat16, torch.float32):
+        reasons |= dict.fromkeys(("own", "int8", "torch"), "packed weights are computed in bfloat16 and float32")
+    elif dtype is not torch.bfloat16 or not {"avx512bw", "avx512_vnni"} <= cpu_flags():
+        reasons["int8"] = "rows are rounded to int8 in bfloat16, on CPUs with AVX512-VNNI"
+    try:
+        cpu_library("packed")
+    except OSError as error:
+        reasons |= dict.fromkeys(("own", "int8", "torch"), str(error))
+    if setting == "auto":  # never int8: it rounds
+        return tuple(kernel for kernel in ("own", "torch") if kernel not in reasons)
+    if setting in reasons:
+        raise ValueError(f"cpu_kernels {setting}: {reasons[setting]}; auto chooses a kernel that runs")
+    return (setting,)
+
+
 def why_not_int8(dtype: torch.dtype, setting: CpuKernels = "auto") -> str | None:
     """Return why a model of `dtype` cannot have int8 weights on this CPU; None if it can."""
     if setting not in ("auto", "own"):
@@ -73,6 +102,7 @@ def why_not_int8(dtype: torch.dtype, setting: CpuKernels = "auto") -> str | None
         return f"this CPU has no {' and no '.join(missing)}"
     try:
         cpu_library("decoder")
+        cpu_library("packed")
     except OSError as error:
         return str(error)
     return None
@@ -85,12 +115,15 @@ class OwnLinear:
         OSError: decoder.cpp cannot be compiled.
     """
 
-    scales: Tensor | None = None  # outputs have none
-
     def __init__(self, weight: Tensor, memory: HugePages | None = None) -> None:  # [N, K] bfloat16
         self._library = cpu_library("decoder")
         self.out_features, self.in_features = weight.shape
         self.packed = _pack(weight, memory or HugePages())
+
+    @property
+    def struct(self) -> MatrixStruct:
+        """The weight for C++, which points into tensors of `self`."""
+        return MatrixStruct(0, self.out_features, self.in_features, 0, False, self.packed.data_ptr(), None, None)
 
     def rows(self, numbers: Tensor) -> Tensor:  # [...] int64, of outputs
         """Return these rows of the weight as it was, [..., K]."""
@@ -102,35 +135,6 @@ class OwnLinear:
         self._library.crossdock_linear(
             ctypes.c_void_p(x.data_ptr()),
             *(ctypes.c_int64(len(x)), ctypes.c_int64(self.in_features), ctypes.c_void_p(self.packed.data_ptr())),
-            *(ctypes.c_int64(self.out_features), ctypes.c_void_p(out.data_ptr()), torch.get_num_threads()),
-        )
-        return out
-
-
-class Int8Linear:
-    """x [T, K] bfloat16 to [T, N] by decoder.cpp, over a weight of one byte. A row's result depends on no other row.
-
-    The weight has one scale for each output. A row of x is rounded to int8 too, with a scale for each 64 of its
-    numbers.
-
-    Raises:
-        OSError: decoder.cpp cannot be compiled.
-    """
-
-    def __init__(self, weight: Tensor, memory: HugePages | None = None) -> None:  # [N, K], both multiples of 16
-        self._library = cpu_library("decoder")
-        self.out_features, self.in_features = weight.shape
-        largest = weight.abs().amax(1).float()
-        self.scales = (largest / INT8_MAX).clamp_min(torch.finfo(torch.float32).tiny)
-        numbers = (weight.float() / self.scales[:, None]).round().clamp(-INT8_MAX, INT8_MAX).to(torch.int16) + 128
-        self.packed = _pack(numbers.to(torch.uint8), memory or HugePages())
-
-    def __call__(self, x: Tensor) -> Tensor:
-        x = x.contiguous()
-        out = torch.empty(len(x), self.out_features, dtype=torch.bfloat16)
-        self._library.crossdock_linear_int8(
-            *(ctypes.c_void_p(x.data_ptr()), ctypes.c_int64(len(x)), ctypes.c_int64(self.in_features)),
-            *(ctypes.c_void_p(self.packed.data_ptr()), ctypes.c_void_p(self.scales.data_ptr())),
             *(ctypes.c_int64(self.out_features), ctypes.c_void_p(out.data_ptr()), torch.get_num_threads()),
         )
         return out
@@ -157,15 +161,39 @@ class TorchLinear:
         return F.linear(x, self._weight)
 
 
-Linear: TypeAlias = OwnLinear | Int8Linear | OneDnnLinear | TorchLinear
-PackedLinear: TypeAlias = OwnLinear | Int8Linear  # which decoder.cpp reads
-PACKED: dict[Kernel, type[PackedLinear]] = {"own": OwnLinear, "int8": Int8Linear}
+def _rounded_to_int8(weight: Tensor, memory: HugePages | None = None) -> PackedProduct:
+    """Return products over a plain weight rounded to int8, whose rows are rounded too."""
+    return PackedProduct(PackedPanels.of(in_int8(weight)).moved(memory or HugePages()), is_rounded=True)
+
+
+Linear: TypeAlias = OwnLinear | OneDnnLinear | TorchLinear | PackedProduct | DequantisedProduct
+ONE_CALL: tuple[Kernel, ...] = ("own", "int8")  # whose weights decoder.cpp reads
 FORMATS: dict[Kernel, Callable[[Tensor], Linear]] = {
     "own": OwnLinear,
-    "int8": Int8Linear,
+    "int8": _rounded_to_int8,
     "onednn": OneDnnLinear,
     "torch": TorchLinear,
 }
+PACKED_FORMATS: dict[Kernel, Callable[[PackedPanels], Linear]] = {
+    "own": PackedProduct,
+    "int8": partial(PackedProduct, is_rounded=True),
+    "torch": DequantisedProduct,
+}
+
+
+def formats_of(
+    weight: Tensor | PackedPanels, kernels: Sequence[Kernel], memory: HugePages | None = None
+) -> dict[Kernel, Linear]:
+    """Return products with a weight by each of `kernels`. Those with packed weights share the codes."""
+    memory = memory or HugePages()
+    if isinstance(weight, PackedPanels):
+        panels = weight.moved(memory)
+        return {kernel: PACKED_FORMATS[kernel](panels) for kernel in kernels}
+    in_memory: dict[Kernel, Callable[[Tensor, HugePages | None], Linear]] = {"own": OwnLinear, "int8": _rounded_to_int8}
+    return {
+        kernel: in_memory[kernel](weight, memory) if kernel in in_memory else FORMATS[kernel](weight)
+        for kernel in kernels
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,49 +204,70 @@ class Weights:
     in_features: int
     count: int
 
-    def num_bytes(self, dtype: torch.dtype) -> int:
-        return self.out_features * self.in_features * self.count * dtype.itemsize
+    def num_bytes(self, dtype: torch.dtype, form: CodeForm | None = None) -> int:
+        return int(self.out_features * self.in_features * self.count * _bytes_per_weight(dtype, form))
 
 
 def linear_choice(
-    name: str, weights: Weights, dtype: torch.dtype, kernels: Sequence[Kernel], max_kernels: int = 2
+    name: str,
+    weights: Weights,
+    dtype: torch.dtype,
+    kernels: Sequence[Kernel],
+    form: CodeForm | None = None,  # of packed weights
+    max_kernels: int = 2,
 ) -> KernelChoice:
     """Return the choice for products of one shape. See `measured_choice`.
 
     Takes about a second, at the first start on a machine.
     """
-    key = {"weights": [weights.out_features, weights.in_features, weights.count], "dtype": str(dtype)}
-    cells = partial(linear_cells, weights, dtype, kernels)
+    shape = [weights.out_features, weights.in_features, weights.count]
+    key = {"weights": shape, "dtype": str(dtype), **({} if form is None else {"form": list(form)})}
+    cells = partial(linear_cells, weights, dtype, kernels, form=form)
     return measured_choice(name, key, kernels, ROWS, cells, max_kernels)
 
 
-def linear_cells(weights: Weights, dtype: torch.dtype, kernels: Sequence[Kernel], rows: Sequence[int]) -> Cells:
+def linear_cells(
+    weights: Weights,
+    dtype: torch.dtype,
+    kernels: Sequence[Kernel],
+    rows: Sequence[int],
+    form: CodeForm | None = None,
+) -> Cells:
     """Return calls for each kernel and each number of rows.
 
     A call is one matrix, or a slice of its outputs small enough for a short call. Several slices are called in turn: a
     weight that stays in the cache would make all kernels too fast.
     """
     cells: Cells = {}
-    heights = {count: _slice_height(weights, count, dtype) for count in rows}
+    heights = {count: _slice_height(weights, count, _bytes_per_weight(dtype, form)) for count in rows}
     for height in set(heights.values()):
-        one = torch.full((height, weights.in_features), 0.01, dtype=dtype)
-        most = min(weights.count * weights.out_features // height, _MAX_BYTES // (one.numel() * dtype.itemsize))
+        one: Tensor | PackedPanels = torch.full((height, weights.in_features), 0.01, dtype=dtype)
+        if form is not None:
+            one = PackedPanels.of(form.constant(height, weights.in_features))
+        size = Weights(height, weights.in_features, 1).num_bytes(dtype, form)
+        most = min(weights.count * weights.out_features // height, _MAX_BYTES // size)
+        flops = 2 * height * weights.in_features  # of a row
         used = {
-            count: min(max(1, most), max(1, int(5 * _call_flops() / (2 * count * one.numel()))))
+            count: min(max(1, most), max(1, int(5 * _call_flops() / (count * flops))))
             for count in rows
             if heights[count] == height
         }
+        copies = [formats_of(one, kernels) for _ in range(max(used.values()))]
         for kernel in kernels:
-            linears = [FORMATS[kernel](one.clone()) for _ in range(max(used.values()))]
-            for count, copies in used.items():
+            linears = [formats[kernel] for formats in copies]
+            for count, number in used.items():
                 x = torch.full((count, weights.in_features), 0.01, dtype=dtype)
-                cells[kernel, count] = [partial(linear, x) for linear in linears[:copies]]
+                cells[kernel, count] = [partial(linear, x) for linear in linears[:number]]
     return cells
 
 
-def _slice_height(weights: Weights, rows: int, dtype: torch.dtype) -> int:
+def _bytes_per_weight(dtype: torch.dtype, form: CodeForm | None) -> float:
+    return dtype.itemsize if form is None else form.bytes_per_weight
+
+
+def _slice_height(weights: Weights, rows: int, width: float) -> int:
     """Return how many outputs of a matrix one call computes, a multiple of 48 unless it is all of them."""
-    most = min(_SLICE_BYTES / dtype.itemsize, _call_flops() / (2 * rows)) / weights.in_features
+    most = min(_SLICE_BYTES / width, _call_flops() / (2 * rows)) / weights.in_features
     return min(weights.out_features, max(int(most) // 48 * 48, 48))
 
 
@@ -232,12 +281,9 @@ class ChosenLinear:
     Linears that share `memory` waste less of its pages.
     """
 
-    def __init__(self, weight: Tensor, choice: KernelChoice, memory: HugePages | None = None) -> None:
+    def __init__(self, weight: Tensor | PackedPanels, choice: KernelChoice, memory: HugePages | None = None) -> None:
         self._choice = choice
-        self.formats: dict[Kernel, Linear] = {
-            kernel: PACKED[kernel](weight, memory) if kernel in PACKED else FORMATS[kernel](weight)
-            for kernel in choice.kernels
-        }
+        self.formats = formats_of(weight, choice.kernels, memory)
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.formats[self._choice.at(len(x))](x)

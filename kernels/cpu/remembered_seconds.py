@@ -138,7 +138,7 @@ def _code() -> str:
         Path(__file__).with_name(name).read_bytes()
         for name in (
             *("decoder.cpp", "attention.cpp", "layer_steps.cpp", "decoder.py", "layer_steps.py", "linear.py"),
-            *("cpu_attention.py", "stack_choice.py"),
+            *("cpu_attention.py", "stack_choice.py", "packed.h", "packed.cpp", "packed_linear.py"),
         )
     )
     return hashlib.sha256(b"".join(sources)).hexdigest()[:16]

@@ -10,13 +10,13 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from crossdock.kernels.attention import AttentionBatch, paged_attention
 from crossdock.kernels.cpu.choice import KernelChoice, only
-from crossdock.kernels.cpu.decoder import DecoderLayer, DecoderShape, DecoderStack
+from crossdock.kernels.cpu.decoder import DecoderLayer, DecoderShape, DecoderStack, Weight
 from crossdock.kernels.cpu.linear import ROWS
 from crossdock.kernels.cpu.measure import Cells
+from crossdock.kernels.cpu.packed_linear import CodeForm
 from crossdock.kernels.cpu.remembered_seconds import measured_choice
 from crossdock.kernels.options import Kernel
 
@@ -26,20 +26,31 @@ _CONTEXT = 64  # tokens of each decode
 _PAGE_SIZE = 16
 
 
-def sample_of(shape: DecoderShape, num_layers: int, dtype: torch.dtype) -> tuple[DecoderShape, int]:
+def sample_of(
+    shape: DecoderShape, num_layers: int, dtype: torch.dtype, form: CodeForm | None = None
+) -> tuple[DecoderShape, int]:
     """Return layers to measure in place of a model's, their shape and number: their weights take `_SAMPLE_BYTES`.
 
     A layer of a large model is narrowed to an equal share of its heads and of its intermediate size, as tensor
     parallelism would.
     """
-    while _layer_bytes(shape, dtype) > _SAMPLE_BYTES and shape.num_kv_heads % 2 == 0 and shape.intermediate % 32 == 0:
+    while (
+        _layer_bytes(shape, dtype, form) > _SAMPLE_BYTES
+        and shape.num_kv_heads % 2 == 0
+        and shape.intermediate % 32 == 0
+    ):
         heads, kv_heads = shape.num_heads // 2, shape.num_kv_heads // 2
         shape = replace(shape, num_heads=heads, num_kv_heads=kv_heads, intermediate=shape.intermediate // 2)
-    return shape, min(num_layers, -(-_SAMPLE_BYTES // _layer_bytes(shape, dtype)))
+    return shape, min(num_layers, -(-_SAMPLE_BYTES // _layer_bytes(shape, dtype, form)))
 
 
 def stack_choice(
-    shape: DecoderShape, num_layers: int, dtype: torch.dtype, kernels: Sequence[Kernel], max_kernels: int = 2
+    shape: DecoderShape,
+    num_layers: int,
+    dtype: torch.dtype,
+    kernels: Sequence[Kernel],
+    form: CodeForm | None = None,  # of packed weights
+    max_kernels: int = 2,
 ) -> KernelChoice:
     """Return the choice for a model's decoder layers. See `measured_choice`.
 
@@ -48,20 +59,26 @@ def stack_choice(
     Raises:
         OSError: the steps between products cannot be compiled.
     """
-    sample = sample_of(shape, num_layers, dtype)
-    key = {"layers": num_layers, "shape": str(shape), "dtype": str(dtype)}
-    cells = partial(stack_cells, *sample, dtype, kernels)
+    sample = sample_of(shape, num_layers, dtype, form)
+    named = {} if form is None else {"form": list(form)}
+    key = {"layers": num_layers, "shape": str(shape), "dtype": str(dtype), **named}
+    cells = partial(stack_cells, *sample, dtype, kernels, form=form)
     return measured_choice("decoder layers", key, kernels, ROWS, cells, max_kernels)
 
 
 def stack_cells(
-    shape: DecoderShape, num_layers: int, dtype: torch.dtype, kernels: Sequence[Kernel], rows: Sequence[int]
+    shape: DecoderShape,
+    num_layers: int,
+    dtype: torch.dtype,
+    kernels: Sequence[Kernel],
+    rows: Sequence[int],
+    form: CodeForm | None = None,
 ) -> Cells:
     """Return one call of whole layers for each kernel and each number of rows.
 
     A step of fewer than 64 rows is decodes, each after 64 tokens. A larger step is one chunk that begins a prompt.
     """
-    layer = _layer(shape, dtype)
+    layer = _layer(shape, dtype, form)
     stacks = {kernel: DecoderStack(shape, [layer] * num_layers, only(kernel), paged_attention) for kernel in kernels}
     batches = {count: _batch(count) for count in rows}
     num_pages = max(int(batch.page_table.max()) + 1 for batch in batches.values())
@@ -77,14 +94,16 @@ def stack_cells(
     return cells
 
 
-def _layer_bytes(shape: DecoderShape, dtype: torch.dtype) -> int:
-    return sum(each.num_bytes(dtype) for each in shape.matrices(1))
+def _layer_bytes(shape: DecoderShape, dtype: torch.dtype, form: CodeForm | None) -> int:
+    return sum(each.num_bytes(dtype, form) for each in shape.matrices(1))
 
 
-def _layer(shape: DecoderShape, dtype: torch.dtype) -> DecoderLayer:
+def _layer(shape: DecoderShape, dtype: torch.dtype, form: CodeForm | None) -> DecoderLayer:
     """Return a layer of arbitrary weights whose results stay finite: seconds do not depend on the numbers."""
 
-    def matrix(out: int, inputs: int) -> Tensor:
+    def matrix(out: int, inputs: int) -> Weight:
+        if form is not None:
+            return form.constant(out, inputs)
         return torch.full((out, inputs), 0.5 / inputs, dtype=dtype)
 
     E, D, I = shape.hidden, shape.head_dim, shape.intermediate  # noqa: E741

@@ -11,7 +11,6 @@ from crossdock.kernels.cpu.linear import (
     FORMATS,
     ROWS,
     ChosenLinear,
-    Int8Linear,
     OwnLinear,
     Weights,
     interleave,
@@ -47,7 +46,7 @@ def test_int8_product_is_that_of_the_rounded_numbers_and_rows_are_independent(N:
     """The oracle quantises in float64: a scale for each output, and for each 64 numbers of a row."""
     weight, x = torch.randn(N, K).bfloat16(), torch.randn(211, K).bfloat16()
     x[3], x[5], x[7] = x[3] * 1e4, 0, x[7] * 1e-35  # other rows do not notice; nothing is divided by zero
-    linear = Int8Linear(weight)
+    linear = FORMATS["int8"](weight)
     groups = F.pad(x.double(), (0, -K % 64)).view(len(x), -1, 64)
     x_scales = groups.abs().amax(-1, keepdim=True).clamp_min(1e-300) / 127
     rounded_x = ((groups / x_scales).round() * x_scales).view(len(x), -1)[:, :K]

@@ -6,17 +6,26 @@ the probe finds out.
 
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from crossdock.kernels.attention import AttentionBatch
 from crossdock.kernels.cpu.choice import KernelChoice, only
-from crossdock.kernels.cpu.decoder import DecoderLayer, DecoderShape, DecoderStack
-from crossdock.kernels.cpu.linear import ChosenLinear, OwnLinear, Weights, linear_choice, usable_kernels
+from crossdock.kernels.cpu.decoder import DecoderLayer, DecoderShape, DecoderStack, Weight
+from crossdock.kernels.cpu.linear import (
+    ChosenLinear,
+    OwnLinear,
+    Weights,
+    linear_choice,
+    usable_kernels,
+    usable_packed_kernels,
+)
+from crossdock.kernels.cpu.packed_linear import CodeForm, PackedPanels
 from crossdock.kernels.cpu.stack_choice import stack_choice
 from crossdock.kernels.options import CpuKernels, Kernel
+from crossdock.kernels.packed import PackedMatrix
 
 PageViews = Sequence[tuple[Tensor, Tensor]]
 CurrentPages = Callable[[], tuple[PageViews, AttentionBatch]]
@@ -44,9 +53,9 @@ class FusedLayers(nn.Module):
 class FusedHead(nn.Module):
     """The output projection by the kernel chosen for each number of rows."""
 
-    def __init__(self, weight: Tensor, choice: KernelChoice) -> None:
+    def __init__(self, weight: Weight, choice: KernelChoice) -> None:
         super().__init__()
-        self.linear = ChosenLinear(weight, choice)
+        self.linear = ChosenLinear(weight if isinstance(weight, Tensor) else PackedPanels.of(weight), choice)
 
     def forward(self, hidden: Tensor) -> Tensor:  # [1, N, E]
         return self.linear(hidden[0])[None]
@@ -88,9 +97,9 @@ def fuse(
 ) -> Fusion:
     """Replace the decoder layers and the head of a CPU model.
 
-    `attention` is the model's `paged_attention`. Weights are kept in the formats of two kernels only if both copies fit
-    into `free_bytes`; None: they do. `kernel` computes all products; None: the
-    fastest for plain weights.
+    `attention` is the model's `paged_attention`. Plain weights are kept in the formats of two kernels only if both
+    copies fit into `free_bytes`; None: they do. `kernel` int8 rounds plain weights to int8, and rows of all products;
+    None: the fastest kernels that do not round.
 
     Raises:
         NotFusableError: with the reason; the model is unchanged.
@@ -103,25 +112,21 @@ def fuse(
     if reason := shape.why_not():
         raise NotFusableError(reason)
     head: Any = getattr(model, "lm_head", None)
-    if type(head) is not nn.Linear or getattr(head, "bias", None) is not None or head.out_features % 16:
+    head_weight = weight_of(head)
+    if head_weight is None or head.bias is not None or head.out_features % 16:
         raise NotFusableError("the model's lm_head is not a plain linear of a multiple of 16 outputs")
-    dtype = head.weight.dtype
-    kernels = usable_kernels(dtype, cpu_kernels)
-    head_weights = Weights(head.out_features, head.in_features, count=1)
-    num_bytes = sum(each.num_bytes(dtype) for each in (*shape.matrices(len(layers)), head_weights))
-    max_kernels = 2 if free_bytes is None or 2 * num_bytes <= free_bytes else 1
+    usable = _usable(weights[0].gate, head_weight, weights[0].input_norm.dtype, cpu_kernels)
     try:
         if kernel is not None:
             layers_choice = head_choice = only(kernel)
         else:
-            layers_choice = stack_choice(shape, len(layers), dtype, kernels, max_kernels)
-            head_choice = linear_choice("output projection", head_weights, dtype, kernels, max_kernels)
+            layers_choice, head_choice = _choices(shape, weights, head_weight, usable, free_bytes)
         stack = DecoderStack(shape, weights, layers_choice, attention)
-        fused, fused_head = FusedLayers(stack, current_pages), FusedHead(head.weight, head_choice)
-    except OSError as error:
+        fused, fused_head = FusedLayers(stack, current_pages), FusedHead(head_weight, head_choice)
+    except (OSError, ValueError) as error:  # ValueError: packed weights in forms that kernels do not read
         raise NotFusableError(str(error)) from error
     embedding: Any = getattr(decoder, "embed_tokens", None)
-    is_tied = type(embedding) is nn.Embedding and embedding.weight is head.weight
+    is_tied = type(embedding) is nn.Embedding and embedding.weight is getattr(head, "weight", None)
     decoder.layers, model.lm_head = nn.ModuleList([fused]), fused_head
     if is_tied and isinstance(packed := fused_head.linear.formats.get("own"), OwnLinear):
         decoder.embed_tokens = PackedEmbedding(packed)
@@ -134,10 +139,51 @@ def fuse(
     return Fusion(undo, layers_choice, head_choice)
 
 
+def weight_of(linear: Any) -> Weight | None:
+    """Return the weight of a linear, plain or packed; None: the module is no linear."""
+    packed = getattr(linear, "packed", None)
+    if isinstance(packed, PackedMatrix):
+        return packed
+    return linear.weight if type(linear) is nn.Linear else None
+
+
+Usable: TypeAlias = tuple[Sequence[Kernel], Sequence[Kernel]]
+"""The kernels that may compute the layers, and those that may compute the head."""
+
+
+def _usable(layers: Weight, head: Weight, dtype: torch.dtype, setting: CpuKernels) -> Usable:
+    """Return the kernels that `setting` allows; all of them for a plain head of packed layers. ValueError: none."""
+    if isinstance(layers, Tensor) and isinstance(head, Tensor):
+        kernels = usable_kernels(dtype, setting)
+        return kernels, kernels
+    packed, plain = usable_packed_kernels(dtype, setting), usable_kernels(dtype)
+    return (plain if isinstance(layers, Tensor) else packed), (plain if isinstance(head, Tensor) else packed)
+
+
+def _choices(
+    shape: DecoderShape, layers: Sequence[DecoderLayer], head: Weight, usable: Usable, free_bytes: int | None
+) -> tuple[KernelChoice, KernelChoice]:
+    """Return the kernels of the layers and of the head, by measured seconds."""
+    dtype = layers[0].input_norm.dtype
+    form, head_form = (None if isinstance(each, Tensor) else CodeForm.of(each) for each in (layers[0].gate, head))
+    head_weights = Weights(head.shape[0], head.shape[1], count=1)
+    num_bytes = sum(each.num_bytes(dtype, form) for each in shape.matrices(len(layers)))
+    num_bytes += head_weights.num_bytes(dtype, head_form)
+    max_kernels = 2 if free_bytes is None or 2 * num_bytes <= free_bytes else 1
+    return (
+        stack_choice(shape, len(layers), dtype, usable[0], form, max_kernels),
+        linear_choice("output projection", head_weights, dtype, usable[1], head_form, max_kernels),
+    )
+
+
 def _expect(part: nn.Module | None, name: str, needed: Set[str], optional: Set[str] = frozenset()) -> None:
     """Check that exactly these children of `part` have weights; `name` is the part's, for the error."""
     names = (
-        {child_name for child_name, child in part.named_children() if any(True for _ in child.parameters())}
+        {
+            child_name
+            for child_name, child in part.named_children()
+            if weight_of(child) is not None or any(True for _ in child.parameters())
+        }
         if part is not None
         else set()
     )
@@ -215,19 +261,27 @@ def _layer(layer: Any, window: int | None) -> DecoderLayer:
     check_mlp(layer.mlp)
     attention, mlp = layer.self_attn, layer.mlp
     norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
+    linears = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
+    matrices = [weight_of(linear) for linear in (*linears, mlp.gate_proj, mlp.up_proj, mlp.down_proj)]
+    given = [matrix for matrix in matrices if matrix is not None]
+    if len(given) < len(matrices):
+        raise NotFusableError("a projection is no plain linear")
+    if len({isinstance(matrix, PackedMatrix) for matrix in given}) > 1:
+        raise NotFusableError("some projections of a layer are packed and others plain")
+    q, k, v, out, gate, up, down = given
     return DecoderLayer(
         input_norm=layer.input_layernorm.weight,
-        q=attention.q_proj.weight,
-        k=attention.k_proj.weight,
-        v=attention.v_proj.weight,
+        q=q,
+        k=k,
+        v=v,
         qkv_bias=qkv_bias(attention),
         q_norm=norms[0].weight if norms[0] is not None else None,
         k_norm=norms[1].weight if norms[1] is not None else None,
-        out=attention.o_proj.weight,
+        out=out,
         post_norm=layer.post_attention_layernorm.weight,
-        gate=mlp.gate_proj.weight,
-        up=mlp.up_proj.weight,
-        down=mlp.down_proj.weight,
+        gate=gate,
+        up=up,
+        down=down,
         window=window,
     )
 

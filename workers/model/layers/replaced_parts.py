@@ -7,8 +7,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from crossdock.kernels.cpu.linear import usable_kernels
+from crossdock.kernels.cpu.linear import usable_kernels, usable_packed_kernels
 from crossdock.kernels.options import CpuKernels
+from crossdock.kernels.packed import PackedMatrix
 from crossdock.workers.model.architecture import num_deep_layers
 from crossdock.workers.model.forward.forward_context import (
     AttentionCall,
@@ -121,7 +122,8 @@ def may_fuse(model: Network, cpu_kernels: CpuKernels) -> bool:
     """
     if model.device.type != "cpu" or model.attention.name != "cpp" or num_deep_layers(model.config):
         return False
-    usable_kernels(model.dtype, cpu_kernels)
+    is_packed = any(isinstance(getattr(part, "packed", None), PackedMatrix) for part in model.module.modules())
+    (usable_packed_kernels if is_packed else usable_kernels)(model.dtype, cpu_kernels)
     return model.dtype in (torch.bfloat16, torch.float32)
 
 

@@ -85,7 +85,7 @@ def test_bytes_counted_are_bytes_held(name: Quantization | None, is_tied: bool) 
         stack: Any = module.model.layers[0]._stack
         products = [each for layer in stack._products for each in (layer.qkv, layer.out, layer.gate_up, layer.down)]
         packed = [product.formats[weights.kernel] for product in (*products, module.lm_head.linear)]
-        held = sum(each.packed.nbytes + each.scales.nbytes for each in packed)
+        held = sum(each.panels.nbytes for each in packed)
         held += sum(parameter.nbytes for parameter in module.parameters())
         held += sum(norm.nbytes for norms in stack._norms for norm in norms)
     assert counted.held == held

@@ -1,0 +1,209 @@
+"""Products with weights of small codes on a CPU, by packed.h: the codes stay packed, in panels of 16 outputs."""
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from crossdock.kernels.cpu.build import cpu_library
+from crossdock.kernels.cpu.huge_pages import HugePages
+from crossdock.kernels.packed import Kind, PackedMatrix
+
+INT8_MAX = 127
+_PANEL = 16  # outputs
+_KINDS: tuple[Kind, ...] = ("int4", "int8", "e2m1", "e4m3")  # from 1 on, in the order of packed.h
+_BITS = {"int4": 4, "int8": 8, "e2m1": 4, "e4m3": 8}  # of a code
+_CODES = {  # dtype of the tensor of codes, columns in an element
+    **dict.fromkeys(("int4", "e2m1"), (torch.uint8, 2)),
+    "int8": (torch.int8, 1),
+    "e4m3": (torch.float8_e4m3fn, 1),
+}
+_SUFFIXES = {torch.bfloat16: "bf16", torch.float32: "f32"}
+
+
+class MatrixStruct(ctypes.Structure):
+    """A weight as decoder.cpp and packed.cpp read it. Kind 0: plain bfloat16."""
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("kind", "N", "K", "group", "is_rounded")),
+        *((name, ctypes.c_void_p) for name in ("codes", "scales", "offsets")),
+    ]
+
+
+def why_not_packed(matrix: PackedMatrix) -> str | None:
+    """Return why packed.h cannot compute products of `matrix`; None: it can."""
+    rows, columns = matrix.shape
+    if rows % _PANEL or columns % _PANEL:
+        return f"its shape {[rows, columns]} has a size that is no multiple of {_PANEL}"
+    if matrix.group % _PANEL and matrix.group < columns:
+        return f"its groups of {matrix.group} columns are no multiples of {_PANEL}"
+    return None
+
+
+class CodeForm(NamedTuple):
+    """What the seconds of a packed weight depend on, beside its shape."""
+
+    kind: Kind
+    group: int  # columns that share a scale
+    has_offsets: bool
+
+    @classmethod
+    def of(cls, matrix: PackedMatrix) -> "CodeForm":
+        return cls(matrix.kind, min(matrix.group, matrix.shape[1]), matrix.offsets is not None)
+
+    @property
+    def bytes_per_weight(self) -> float:
+        return _BITS[self.kind] / 8 + 4 * (1 + self.has_offsets) / self.group
+
+    def constant(self, rows: int, columns: int) -> PackedMatrix:
+        """Return a weight of one small number, for measurements."""
+        dtype, per_code = _CODES[self.kind]
+        group = min(self.group, columns)
+        scales = torch.full((rows, -(-columns // group)), 0.5 / columns)
+        codes = torch.full((rows, columns // per_code), 1, dtype=torch.uint8).view(dtype)
+        return PackedMatrix(self.kind, codes, scales, scales * 0 if self.has_offsets else None, group)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedPanels:
+    """A `PackedMatrix` in the layout of packed.h, or several of them as one weight."""
+
+    form: CodeForm
+    codes: Tensor  # [N/16, words of a row, 16, 4] uint8
+    scales: Tensor  # [N/16, groups, 16] float32; of e2m1 halved
+    offsets: Tensor | None  # as scales
+    columns: Tensor | None
+
+    @classmethod
+    def of(cls, matrix: PackedMatrix) -> "PackedPanels":
+        """Pack a matrix.
+
+        Raises:
+            ValueError: packed.h cannot compute products of the matrix.
+        """
+        if reason := why_not_packed(matrix):
+            raise ValueError(f"products of a matrix {matrix.kind} cannot be computed packed: {reason}")
+        rows, columns = matrix.shape
+
+        def spread(grid: Tensor) -> Tensor:
+            whole = grid.float().repeat_interleave(matrix.block_rows, 0)[:rows]
+            return whole.view(rows // _PANEL, _PANEL, -1).transpose(1, 2).contiguous()
+
+        codes = matrix.codes.contiguous().view(torch.uint8)
+        if _BITS[matrix.kind] == 4:
+            bytes_of_8 = codes.view(rows, columns // 8, 2, 2)  # two bytes hold four columns
+            halves = (bytes_of_8 & 15, bytes_of_8 >> 4)  # even columns, odd columns
+            words = torch.stack([each[..., 0] | each[..., 1] << 4 for each in halves], 2)
+        else:
+            words = codes.view(rows, columns // 4, 2, 2).transpose(2, 3)
+        panels = words.reshape(rows // _PANEL, _PANEL, -1, 4).transpose(1, 2).contiguous()
+        scales = spread(matrix.scales) * (0.5 if matrix.kind == "e2m1" else 1)
+        offsets = None if matrix.offsets is None else spread(matrix.offsets)
+        return cls(CodeForm.of(matrix), panels, scales, offsets, matrix.columns)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """N and K, of the weight."""
+        panels, words, _, _ = self.codes.shape
+        return panels * _PANEL, words * 32 // _BITS[self.form.kind]
+
+    @property
+    def nbytes(self) -> int:
+        """The memory of codes, scales and offsets."""
+        return sum(each.nbytes for each in (self.codes, self.scales, self.offsets) if each is not None)
+
+    def moved(self, memory: HugePages) -> "PackedPanels":
+        """Return the weight with its codes in `memory`."""
+        codes = memory.take(self.codes.numel(), torch.uint8).view(self.codes.shape).copy_(self.codes)
+        return replace(self, codes=codes)
+
+    def struct(self, is_rounded: bool = False) -> MatrixStruct:
+        """Return the weight for C++, which points into tensors of `self`. `is_rounded`: rows may be rounded to int8."""
+        tensors = (None if each is None else each.data_ptr() for each in (self.codes, self.scales, self.offsets))
+        return MatrixStruct(_KINDS.index(self.form.kind) + 1, *self.shape, self.form.group, is_rounded, *tensors)
+
+
+def joined(parts: Sequence[PackedPanels], every_panel: bool = False) -> PackedPanels:
+    """Return the outputs of all `parts` as one weight: one part after the other, or a panel of each in turn.
+
+    Raises:
+        ValueError: the parts are not of one form, or take their columns in unlike orders.
+    """
+    first = parts[0]
+    for part in parts[1:]:
+        same_order = part.columns is first.columns or (
+            part.columns is not None and first.columns is not None and torch.equal(part.columns, first.columns)
+        )
+        if part.form != first.form or not same_order:
+            raise ValueError("packed weights of one input are of unlike forms")
+
+    def join(tensors: Sequence[Tensor]) -> Tensor:
+        return torch.stack(list(tensors), 1).flatten(0, 1) if every_panel else torch.cat(list(tensors))
+
+    offsets = [part.offsets for part in parts if part.offsets is not None]
+    return replace(
+        first,
+        codes=join([part.codes for part in parts]),
+        scales=join([part.scales for part in parts]),
+        offsets=join(offsets) if offsets else None,
+    )
+
+
+def in_int8(weight: Tensor) -> PackedMatrix:
+    """Return a plain weight [N, K] rounded to int8, with a scale for each output."""
+    scales = (weight.abs().amax(1).float() / INT8_MAX).clamp_min(torch.finfo(torch.float32).tiny)[:, None]
+    codes = (weight.float() / scales).round().clamp(-INT8_MAX, INT8_MAX).to(torch.int8)
+    return PackedMatrix("int8", codes, scales, None, weight.shape[1])
+
+
+class PackedProduct:
+    """x [T, K] to [T, N] by packed.cpp. A row's result does not depend on the other rows.
+
+    Where `is_rounded`, rows of bfloat16 are rounded to int8 beside integer codes on CPUs with AVX512-VNNI, with a scale
+    for each group of columns of the weight, at most 128.
+
+    Raises:
+        OSError: packed.cpp cannot be compiled.
+    """
+
+    def __init__(self, panels: PackedPanels, is_rounded: bool = False) -> None:
+        self._library, self.panels, self.struct = cpu_library("packed"), panels, panels.struct(is_rounded)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        x = _in_order(x, self.panels)
+        out = x.new_empty(len(x), self.panels.shape[0])
+        getattr(self._library, f"crossdock_packed_linear_{_SUFFIXES[x.dtype]}")(
+            *(ctypes.byref(self.struct), ctypes.c_void_p(x.data_ptr()), ctypes.c_int64(len(x))),
+            *(ctypes.c_void_p(out.data_ptr()), torch.get_num_threads()),
+        )
+        return out
+
+
+class DequantisedProduct:
+    """x [T, K] to [T, N] by `F.linear`, over a plain weight that packed.cpp writes for the call.
+
+    Raises:
+        OSError: packed.cpp cannot be compiled.
+    """
+
+    def __init__(self, panels: PackedPanels) -> None:
+        self._library, self._panels, self._struct = cpu_library("packed"), panels, panels.struct()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(_in_order(x, self._panels), self.weight(x.dtype))
+
+    def weight(self, dtype: torch.dtype) -> Tensor:
+        """Return the plain weight, [N, K], with the columns in the order of the codes."""
+        weight = torch.empty(self._panels.shape, dtype=dtype)
+        getattr(self._library, f"crossdock_dequantise_{_SUFFIXES[dtype]}")(
+            ctypes.byref(self._struct), ctypes.c_void_p(weight.data_ptr()), torch.get_num_threads()
+        )
+        return weight
+
+
+def _in_order(x: Tensor, panels: PackedPanels) -> Tensor:
+    return (x if panels.columns is None else x[:, panels.columns]).contiguous()
