@@ -360,7 +360,7 @@ void packed_block(const Rows& x, const Matrix& w, int64_t t, int64_t end, int64_
     const Coded<Numbers, KIND, NB> codes{w, n};
     if (end - t <= MOST_CODED) return multiply_all<MOST_CODED>(x, t, end, codes, write);
     static thread_local std::vector<float> memory;
-    memory.resize(w.K * NB * PANEL + LANES);
+    memory.resize((w.K * NB + 1) * PANEL);
     float* aligned = memory.data() + (64 - uintptr_t(memory.data()) % 64) % 64 / sizeof(float);
     multiply_all<MOST_ROWS>(x, t, end, Decoded(codes, aligned), write);
 }

@@ -1,0 +1,223 @@
+"""Products of packed weights against the dequantised weight in float64, on every path that this CPU has."""
+
+import ctypes
+import shutil
+import subprocess
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from crossdock.kernels.cpu import build, linear, packed_linear
+from crossdock.kernels.cpu.build import cpu_flags
+from crossdock.kernels.cpu.linear import Weights, linear_cells, usable_packed_kernels
+from crossdock.kernels.cpu.packed_linear import (
+    CodeForm,
+    DequantisedProduct,
+    PackedPanels,
+    PackedProduct,
+    in_int8,
+    joined,
+    why_not_packed,
+)
+from crossdock.kernels.packed import Kind, PackedMatrix
+
+ROWS = (1, 2, 3, 5, 8, 9, 13, 64, 65)
+ROUNDED = 1.01 * 2**-8  # most of a number in bfloat16, and a little of its sum
+FORMS: list[tuple[Kind, int, bool, int]] = [  # kind, columns of a group, offsets, rows of a block
+    ("int4", 32, False, 1),
+    ("int4", 16, True, 1),
+    ("int4", 128, True, 1),
+    ("int8", 32, False, 1),
+    ("int8", 16, True, 1),
+    ("int8", 80, False, 1),
+    ("int8", 144, False, 1),
+    ("int8", 10**6, False, 1),
+    ("e2m1", 32, False, 1),
+    ("e2m1", 16, False, 1),
+    ("e4m3", 128, False, 128),
+    ("e4m3", 10**6, False, 1),
+    ("e4m3", 10**6, False, 10**6),
+]
+
+
+def matrix(kind: Kind, rows: int, columns: int, group: int, offsets: bool = False, block: int = 1) -> PackedMatrix:
+    """Return a matrix of random codes: of each kind all codes but NaN."""
+    group, block = min(group, columns), min(block, rows)
+    grid = -(-rows // block), -(-columns // group)
+    codes = torch.randint(0, 256, (rows, columns // 2 if kind in ("int4", "e2m1") else columns), dtype=torch.uint8)
+    if kind == "e4m3":
+        codes = torch.where(codes & 127 == 127, 0, codes).view(torch.float8_e4m3fn)
+    elif kind == "int8":
+        codes = codes.view(torch.int8)
+    scales = torch.rand(grid) * 0.01 + 1e-4
+    zeros = -scales * torch.randint(0, 16, grid) if offsets else None
+    return PackedMatrix(kind, codes, scales, zeros, group, block)
+
+
+def relative_error(got: Tensor, x: Tensor, weight: PackedMatrix) -> float:
+    """Return the largest error of a row of got = x @ weight.T, in norm."""
+    exact = x.double() @ weight.dequantise(torch.float64).T
+    return float(((got.double() - exact).norm(dim=1) / exact.norm(dim=1).clamp_min(1e-30)).max())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("kind", "group", "offsets", "block"), FORMS)
+def test_product_is_exact_to_rounding_and_rows_are_independent(
+    kind: Kind, group: int, offsets: bool, block: int, dtype: torch.dtype
+) -> None:
+    for rows, columns in ((16, 16), (48, 144), (80, 592)):
+        if 16 < group < columns and group % 16:
+            continue
+        weight = matrix(kind, rows, columns, group, offsets, block)
+        product = PackedProduct(PackedPanels.of(weight))
+        x = torch.randn(max(ROWS), columns).to(dtype)
+        x[3], x[5] = x[3] * 1e3, 0  # other rows do not notice; nothing is divided by zero
+        whole = product(x)
+        assert relative_error(whole, x, weight) < (ROUNDED if dtype is torch.bfloat16 else 2**-18)
+        assert relative_error(DequantisedProduct(PackedPanels.of(weight))(x), x, weight) < (
+            2 * ROUNDED if dtype is torch.bfloat16 else 2**-18
+        )
+        assert not whole[5].any()
+        for count in ROWS:
+            assert torch.equal(product(x[:count]), whole[:count]), count
+
+
+@pytest.mark.parametrize(("kind", "group", "offsets", "block"), FORMS)
+def test_plain_weight_is_that_of_the_codes(kind: Kind, group: int, offsets: bool, block: int) -> None:
+    weight = matrix(kind, 48, 144, group, offsets, block)
+    plain = DequantisedProduct(PackedPanels.of(weight)).weight(torch.float32)
+    torch.testing.assert_close(plain, weight.dequantise(torch.float32), rtol=1e-6, atol=1e-6)
+
+
+def test_all_codes_have_their_values_in_rows_of_one_number() -> None:
+    """A row with one number that is not zero shows a column of the weight, exactly."""
+    for kind in ("int4", "int8", "e2m1", "e4m3"):
+        weight = matrix(kind, 256, 16, 16)  # type: ignore[arg-type]
+        weight = PackedMatrix(weight.kind, weight.codes, torch.ones(256, 1), None, 16)
+        for dtype in (torch.float32, torch.bfloat16):
+            seen = PackedProduct(PackedPanels.of(weight))(torch.eye(16, dtype=dtype))
+            assert torch.equal(seen.T.float(), weight.dequantise(dtype).float()), (kind, dtype)
+
+
+@pytest.mark.skipif(not {"avx512bw", "avx512_vnni"} <= cpu_flags(), reason="needs a CPU with AVX512-VNNI")
+@pytest.mark.parametrize(("kind", "group", "offsets", "block"), [form for form in FORMS if form[0] != "e4m3"])
+def test_rounded_rows_give_the_product_of_the_rounded_numbers(
+    kind: Kind, group: int, offsets: bool, block: int
+) -> None:
+    weight = matrix(kind, 48, 144, group, offsets, block)
+    x = torch.randn(70, 144).bfloat16()
+    product = PackedProduct(PackedPanels.of(weight), is_rounded=True)
+    run = min(weight.group, 64) if weight.group != 80 else 16  # columns that share a scale
+    rounded = torch.cat([_rounded(part) for part in x.double().split(run, 1)], 1)
+    assert relative_error(product(x), rounded, weight) < 2 * ROUNDED  # float32 rounds a few ties to the other side
+    assert relative_error(product(x), x, weight) < 0.02
+    for count in ROWS:
+        assert torch.equal(product(x[:count]), product(x)[:count])
+
+
+def _rounded(x: Tensor) -> Tensor:
+    scale = x.abs().amax(1, keepdim=True).clamp_min(1e-30) / 127
+    return (x / scale).round() * scale
+
+
+def test_thread_count_changes_no_result() -> None:
+    product = PackedProduct(PackedPanels.of(matrix("int4", 176, 64, 32)))
+    x = torch.randn(70, 64)
+    results = []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        results.append(product(x))
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+def test_columns_in_an_order_of_their_own_meet_their_inputs() -> None:
+    weight = matrix("int4", 32, 64, 16, offsets=True)
+    shuffled = PackedMatrix(
+        weight.kind, weight.codes, weight.scales, weight.offsets, weight.group, columns=torch.randperm(64)
+    )
+    x = torch.randn(3, 64)
+    for product in (PackedProduct, DequantisedProduct):
+        assert relative_error(product(PackedPanels.of(shuffled))(x), x, shuffled) < 2**-18
+
+
+def test_joined_weights_give_the_outputs_of_all() -> None:
+    parts = [matrix("int4", 32, 64, 32), matrix("int4", 48, 64, 32)]
+    x = torch.randn(3, 64)
+    alone = [PackedProduct(PackedPanels.of(part))(x) for part in parts]
+    assert torch.equal(PackedProduct(joined([PackedPanels.of(part) for part in parts]))(x), torch.cat(alone, 1))
+    gate, up = matrix("int4", 32, 64, 32), matrix("int4", 32, 64, 32)
+    both = PackedProduct(joined([PackedPanels.of(gate), PackedPanels.of(up)], every_panel=True))(x).view(3, 2, 2, 16)
+    assert torch.equal(both[:, :, 0].flatten(1), PackedProduct(PackedPanels.of(gate))(x))
+    assert torch.equal(both[:, :, 1].flatten(1), PackedProduct(PackedPanels.of(up))(x))
+    with pytest.raises(ValueError, match="packed weights of one input are of unlike forms"):
+        joined([PackedPanels.of(matrix("int4", 32, 64, group)) for group in (32, 16)])
+
+
+def test_weight_rounded_to_int8_has_one_scale_for_each_output() -> None:
+    weight = torch.randn(32, 48).bfloat16()
+    weight[3] = 0
+    rounded = in_int8(weight).dequantise(torch.float64)
+    step = weight.double().abs().amax(1, keepdim=True) / 127
+    assert ((rounded - weight.double()).abs() <= step / 2 * 1.0001).all()
+
+
+@pytest.mark.parametrize(
+    ("weight", "reason"),
+    [
+        (matrix("int8", 24, 32, 32), r"its shape \[24, 32\] has a size that is no multiple of 16"),
+        (matrix("int8", 16, 48, 24), "its groups of 24 columns are no multiples of 16"),
+    ],
+)
+def test_shapes_that_have_no_panels_are_refused(weight: PackedMatrix, reason: str) -> None:
+    assert why_not_packed(weight) is not None
+    with pytest.raises(ValueError, match=reason):
+        PackedPanels.of(weight)
+
+
+def test_kernels_of_packed_weights_follow_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert usable_packed_kernels(torch.float32) == ("own", "torch")
+    assert usable_packed_kernels(torch.float32, "torch") == ("torch",)
+    with pytest.raises(ValueError, match="cpu_kernels onednn: the weights are packed; own, int8 and torch read them"):
+        usable_packed_kernels(torch.float32, "onednn")
+    with pytest.raises(ValueError, match="cpu_kernels int8: rows are rounded to int8 in bfloat16, on CPUs with AVX512"):
+        usable_packed_kernels(torch.float32, "int8")
+    monkeypatch.setattr(linear, "cpu_flags", lambda: frozenset({"avx512bw", "avx512_vnni"}))
+    assert usable_packed_kernels(torch.bfloat16, "int8") == ("int8",)
+    assert usable_packed_kernels(torch.float16) == ()
+
+
+def test_measured_calls_compute_packed_weights_of_the_form() -> None:
+    form = CodeForm("e2m1", 32, has_offsets=False)
+    cells = linear_cells(Weights(64, 96, count=5), torch.float32, ["own", "torch"], (1, 64), form)
+    for rows in (1, 64):
+        own, plain = (cells[kernel, rows][0]() for kernel in ("own", "torch"))  # type: ignore[index]
+        torch.testing.assert_close(own, plain)
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="needs a compiler: apt-get install g++")
+@pytest.mark.parametrize("target", ["haswell", "icelake-server"])
+def test_older_cpus_compute_the_same(target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same file compiled for AVX2 alone, and for AVX512 without bfloat16, where this CPU runs such code."""
+    needed = {"haswell": {"avx2", "fma"}, "icelake-server": {"avx512bw", "avx512_vnni", "avx512_vbmi2"}}[target]
+    if not needed <= cpu_flags():
+        pytest.skip(f"needs a CPU that runs code for {target}")
+    source, library = Path(build.__file__).with_name("packed.cpp"), tmp_path / "packed.so"
+    flags = [flag for flag in build.FLAGS if not flag.startswith("-march")]
+    subprocess.run(["g++", *flags, f"-march={target}", "-shared", source, "-o", library], check=True)
+    monkeypatch.setattr(packed_linear, "cpu_library", partial(_loaded, library))
+    for kind, group, offsets, block in FORMS:
+        if group == 80:
+            continue
+        weight = matrix(kind, 48, 144, group, offsets, block)
+        for dtype in (torch.float32, torch.bfloat16):
+            x = torch.randn(9, 144).to(dtype)
+            got = PackedProduct(PackedPanels.of(weight))(x)
+            assert relative_error(got, x, weight) < (ROUNDED if dtype is torch.bfloat16 else 2**-18), (kind, group)
+            assert torch.equal(PackedProduct(PackedPanels.of(weight))(x[:2]), got[:2])
+
+
+def _loaded(library: Path, _: str) -> ctypes.CDLL:
+    return ctypes.CDLL(str(library))
