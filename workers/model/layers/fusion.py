@@ -176,14 +176,19 @@ def _choices(
     )
 
 
+def is_packed(module: nn.Module) -> bool:
+    """Return whether a linear of the module has a packed weight."""
+    return any(isinstance(getattr(part, "packed", None), PackedMatrix) for part in module.modules())
+
+
+def _has_weights(module: nn.Module) -> bool:
+    return is_packed(module) or any(True for _ in module.parameters())
+
+
 def _expect(part: nn.Module | None, name: str, needed: Set[str], optional: Set[str] = frozenset()) -> None:
     """Check that exactly these children of `part` have weights; `name` is the part's, for the error."""
     names = (
-        {
-            child_name
-            for child_name, child in part.named_children()
-            if weight_of(child) is not None or any(True for _ in child.parameters())
-        }
+        {child_name for child_name, child in part.named_children() if _has_weights(child)}
         if part is not None
         else set()
     )

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from crossdock.kernels.cpu.linear import usable_kernels, usable_packed_kernels
 from crossdock.kernels.options import CpuKernels
-from crossdock.kernels.packed import PackedMatrix
 from crossdock.workers.model.architecture import num_deep_layers
 from crossdock.workers.model.forward.forward_context import (
     AttentionCall,
@@ -20,7 +19,7 @@ from crossdock.workers.model.forward.forward_context import (
 )
 from crossdock.workers.model.forward.latent import NoLatentsError, cache_latents
 from crossdock.workers.model.layers.fused_projections import join_projections
-from crossdock.workers.model.layers.fusion import NotFusableError, fuse
+from crossdock.workers.model.layers.fusion import NotFusableError, fuse, is_packed
 from crossdock.workers.model.layers.triton_layers import use_triton_layers
 from crossdock.workers.model.load_options import LoadOptions
 from crossdock.workers.model.logits_check import PROBE_LENGTHS, LogitsCheck
@@ -122,8 +121,7 @@ def may_fuse(model: Network, cpu_kernels: CpuKernels) -> bool:
     """
     if model.device.type != "cpu" or model.attention.name != "cpp" or num_deep_layers(model.config):
         return False
-    is_packed = any(isinstance(getattr(part, "packed", None), PackedMatrix) for part in model.module.modules())
-    (usable_packed_kernels if is_packed else usable_kernels)(model.dtype, cpu_kernels)
+    (usable_packed_kernels if is_packed(model.module) else usable_kernels)(model.dtype, cpu_kernels)
     return model.dtype in (torch.bfloat16, torch.float32)
 
 

@@ -13,6 +13,7 @@ from crossdock.kernels.cpu import linear
 from crossdock.kernels.cpu.build import cpu_flags
 from crossdock.kernels.cpu.choice import KernelChoice, only
 from crossdock.kernels.options import CpuKernels
+from crossdock.kernels.packed import PackedMatrix
 from crossdock.workers.model.cut.part import ModelPart
 from crossdock.workers.model.cut.position import RankPosition
 from crossdock.workers.model.layers import fusion
@@ -21,6 +22,7 @@ from crossdock.workers.model.load import load_model, wrap_module
 from crossdock.workers.model.load_options import LoadOptions
 from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.model.model_spec import ModelSpec
+from crossdock.workers.model.weights.packed_layers import put_linear
 from crossdock.workers.replica.config import EngineConfig
 from tests.sweeps import rest_in_soak
 from tests.workers.architectures import build
@@ -212,6 +214,70 @@ def test_int8_logits_are_those_of_rounded_numbers_and_rows_are_independent(name:
         assert torch.equal(ours, batched)
         # Numbers that bfloat16 moves across the boundary of a step of int8 add to the rounding of bfloat16.
         assert (ours - theirs).norm() <= 4 * (rounded - true).norm()
+
+
+def packed(weight: Tensor, kind: str) -> PackedMatrix:
+    """Round a weight to codes of `kind`, with a scale for 16 columns."""
+    groups = weight.float().unflatten(1, (-1, 16))
+    least, most = groups.amin(-1), groups.abs().amax(-1)
+    if kind == "e4m3":
+        codes = (groups / (most / 448)[..., None]).flatten(1).to(torch.float8_e4m3fn)
+        return PackedMatrix("e4m3", codes, most / 448, None, 16)
+    scales = (groups.amax(-1) - least) / 15
+    numbers = ((groups - least[..., None]) / scales[..., None]).round().flatten(1).to(torch.uint8)
+    return PackedMatrix("int4", numbers[:, ::2] | numbers[:, 1::2] << 4, scales, least, 16)
+
+
+def packed_and_plain(kind: str, dtype: torch.dtype) -> tuple[Any, Any]:
+    """Return a model with packed linears, and the same model in float32 with dequantised weights."""
+    module, oracle = build("llama", FUSED["llama groups of 3"]).to(dtype), build("llama", FUSED["llama groups of 3"])
+    oracle.load_state_dict(module.state_dict())
+    for ours, plain in zip(module.modules(), oracle.modules(), strict=True):
+        if type(plain) is torch.nn.Linear:
+            matrix = packed(plain.weight, kind)
+            put_linear(ours, matrix)
+            plain.weight = torch.nn.Parameter(matrix.dequantise(torch.float32), requires_grad=False)
+    return module, oracle
+
+
+@pytest.mark.parametrize("kernel", ["own", "torch", pytest.param("int8", marks=needs_vnni)])
+@pytest.mark.parametrize("kind", ["int4", "e4m3"])
+def test_packed_logits_are_those_of_dequantised_weights(kind: str, kernel: CpuKernels) -> None:
+    module, oracle = packed_and_plain(kind, torch.bfloat16)
+    expected = [monolithic(oracle, prompt) for prompt in prompts()]
+    in_bf16 = [monolithic(oracle.to(torch.bfloat16), prompt).float() for prompt in prompts()]
+    model = wrap_module(module, LoadOptions(cpu_kernels=kernel))
+    assert is_fused(model)
+    assert model.kernels == kernel
+    alone = [through_pages(model, [prompt], [[(0, 0, len(prompt))]])[0] for prompt in prompts()]
+    mixed = through_pages(model, prompts(), random_steps([len(p) for p in prompts()], seed=9))
+    for ours, batched, true, rounded in zip(alone, mixed, expected, in_bf16, strict=True):
+        assert torch.equal(ours, batched) or kernel == "torch" or not has_own
+        # Rows of int8 have an error of 2^-8 of their largest number, each number of bfloat16 one of 2^-9 of itself.
+        assert (ours - true).norm() <= (5 if kernel == "int8" else 1.5) * (rounded - true).norm()
+
+
+@pytest.mark.parametrize("kernel", ["own", "torch"])
+@pytest.mark.parametrize("kind", ["int4", "e4m3"])
+def test_packed_logits_in_float32_equal_those_of_dequantised_weights(kind: str, kernel: CpuKernels) -> None:
+    module, oracle = packed_and_plain(kind, torch.float32)
+    model = wrap_module(module, LoadOptions(cpu_kernels=kernel))
+    assert is_fused(model)
+    got = through_pages(model, prompts(), random_steps([len(p) for p in prompts()], seed=10))
+    for ours, prompt in zip(got, prompts(), strict=True):
+        torch.testing.assert_close(ours, monolithic(oracle, prompt), atol=1e-4, rtol=1e-4)
+
+
+def test_packed_projections_of_unlike_forms_are_not_fused() -> None:
+    module, _ = packed_and_plain("int4", torch.float32)
+    attention = module.model.layers[0].self_attn
+    put_linear(attention.k_proj, packed(attention.k_proj.packed.dequantise(torch.float32), "e4m3"))
+    assert not is_fused(wrap_module(module))
+
+
+def test_rows_are_rounded_for_packed_weights_alone() -> None:
+    with pytest.raises(ValueError, match="cpu_kernels int8: the weights are plain; quantization int8 rounds them too"):
+        wrap_module(bf16("llama", WIDE), LoadOptions(cpu_kernels="int8"))
 
 
 @pytest.mark.parametrize(
