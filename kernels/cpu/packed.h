@@ -6,8 +6,8 @@
 //
 // Codes are multiplied as they are: in int16 or int8 (int4, int8, e2m1), bfloat16 (e4m3) or float32. Beside integers, rows
 // of bfloat16 are rounded to integers with a scale for each run. To int16 the error is at most 2^-16 of the run's largest
-// number, where bfloat16 itself has 2^-9. To int8, which is twice as fast, the error is 2^-8: only where a server is told
-// to. Vectors are the compilers' own (vector_size), so that the float32 path serves every CPU.
+// number, where bfloat16 itself has 2^-9. An instruction multiplies twice as many int8, but their error is 2^-8: only
+// where a server is told to. Vectors are the compilers' own (vector_size), so that the float32 path serves every CPU.
 
 #pragma once
 

@@ -45,7 +45,7 @@ def why_not_packed(matrix: PackedMatrix) -> str | None:
 
 
 class CodeForm(NamedTuple):
-    """What the seconds of a packed weight depend on, beside its shape."""
+    """The kind and the groups of codes: with the shape, all that the seconds of a product depend on."""
 
     kind: Kind
     group: int  # columns that share a scale

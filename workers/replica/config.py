@@ -86,7 +86,8 @@ class EngineConfig(SchedulerConfig):
     )
     cpu_kernels: CpuKernels = Field(
         "auto",
-        description="Kernels of matrix products and of prompts' attention on CPUs; auto: measured at the first start.",
+        description="Kernels of matrix products and of prompts' attention on CPUs; auto: measured at the first start; "
+        "int8: for packed weights, rounds rows to int8.",
     )
     quantization: Quantization | None = Field(
         None,
