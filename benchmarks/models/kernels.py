@@ -23,6 +23,7 @@ from crossdock.kernels.cpu.choice import KernelChoice
 from crossdock.kernels.cpu.cpu_attention import CpuAttention
 from crossdock.kernels.cpu.decoder import DecoderShape
 from crossdock.kernels.cpu.linear import FORMATS, Weights, linear_choice, usable_kernels
+from crossdock.kernels.cpu.packed_linear import CodeForm
 from crossdock.kernels.cpu.stack_choice import stack_cells, stack_choice
 from crossdock.kernels.options import Kernel
 
@@ -174,6 +175,30 @@ def linears(seconds: float, dtype: torch.dtype, chosen_layers: KernelChoice) -> 
         print(f"worst ratio of {group}, {shown(dtype)}: {max(found):.2f}")
 
 
+def packed(seconds: float) -> None:
+    """Time all layers of a step from packed weights, beside plain ones, and the floor: their bytes read from memory."""
+    forms: dict[str, CodeForm | None] = {
+        "bfloat16": None,
+        "int8, a scale a row": CodeForm("int8", SHAPE.intermediate, has_offsets=False),
+        "int4, groups of 32": CodeForm("int4", 32, has_offsets=False),
+        "int4, 128, zero points": CodeForm("int4", 128, has_offsets=True),
+        "fp8 (e4m3), 128": CodeForm("e4m3", 128, has_offsets=False),
+        "mxfp4 (e2m1), 32": CodeForm("e2m1", 32, has_offsets=False),
+    }
+    rows = [count for count in ROWS if count not in (64, 128, 512)]
+    everything = torch.ones(1 << 26)
+    bandwidth = everything.nbytes / milliseconds(seconds, everything.sum)[0]  # bytes a ms
+    print(f"\nall layers of a step, ms; the floor reads {1e-6 * bandwidth:.1f} GB/s")
+    print(f"{'weights':24} {'kernel':6} {'floor':>6} " + " ".join(f"{count:>7}" for count in rows))
+    for name, form in forms.items():
+        floor = sum(each.num_bytes(torch.bfloat16, form) for each in SHAPE.matrices(LAYERS)) / bandwidth
+        kernels: list[Kernel] = ["own"] if form is None else ["own", "torch", "int8"]
+        for kernel in kernels[: 2 if form is not None and form.kind == "e4m3" else 3]:
+            cells = stack_cells(SHAPE, LAYERS, torch.bfloat16, [kernel], rows, form)
+            times = [milliseconds(max(seconds, 2e-3 * count), cells[kernel, count][0])[0] for count in rows]
+            print(f"{name:24} {kernel:6} {floor:6.2f} {' '.join(f'{each:7.2f}' for each in times)}", flush=True)
+
+
 def verdict(times: list[float], choice: KernelChoice, rows: int, kernels: Sequence[Kernel]) -> str:
     """Return the kernel chosen for these rows, and how many times slower it is than the fastest."""
     chosen = choice.at(rows)
@@ -184,15 +209,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--seconds", type=float, default=0.4, help="per measurement")
-    parser.add_argument("--only", choices=["attention", "linears"])
+    parser.add_argument("--only", choices=["attention", "linears", "packed"])
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
     print(f"torch {torch.__version__}, {arguments.threads} threads, {cpu_name()}")
     with torch.inference_mode():
-        if arguments.only != "linears":
+        if arguments.only in (None, "packed"):
+            packed(arguments.seconds)
+        if arguments.only in (None, "attention"):
             attention(arguments.seconds)
-        if arguments.only != "attention":
+        if arguments.only in (None, "linears"):
             for dtype in (torch.bfloat16, torch.float32):
                 linears(arguments.seconds, dtype, layers(arguments.seconds, dtype))
 

@@ -31,23 +31,23 @@ void linear(const Matrix& w, const X* x, int64_t T, X* out, int num_threads) {
         for (int64_t t = T * tid / nt; t < T * (tid + 1) / nt; ++t) prepare(rows, t, x + t * w.K, w);
 #pragma omp barrier
         packed_product<X>(rows, T, w, tid, nt, [&](int64_t t, int64_t n, auto& acc) {
-            constexpr int V = sizeof(acc) / sizeof(vec);
-            for (int v = 0; v < V; ++v) put(out + t * w.N + n * PANEL + v * LANES, acc[v]);
+            constexpr int COUNT = sizeof(acc) / sizeof(vec);
+            for (int v = 0; v < COUNT; ++v) put(out + t * w.N + n * PANEL + v * LANES, acc[v]);
         });
     }
 }
 
-// Writes panel n as plain weights, rows [16, K] of out.
+// Writes two panels from panel n as plain weights, rows [32, K] of out.
 template <Kind KIND, class X>
-void plain_panel(const Matrix& w, int64_t n, X* out) {
-    using Codes = Coded<Floats, KIND, 1>;
-    std::vector<float> numbers(w.K * PANEL);  // [K][16]
+void plain_panels(const Matrix& w, int64_t n, X* out) {
+    using Codes = Coded<Floats, KIND>;
+    std::vector<float> numbers(w.K * PANELS * PANEL), plain(w.K);  // numbers: [K][32]
     const Decoded<Codes> codes(Codes{w, n}, numbers.data());
-    std::vector<float> plain(w.K);
-    for (int i = 0; i < PANEL; ++i) {
+    for (int64_t i = 0; i < PANELS * PANEL && n * PANEL + i < w.N; ++i) {
+        const int64_t grid = (n + i / PANEL) * w.num_groups() * PANEL + i % PANEL;
         for (int64_t k = 0; k < w.K; ++k) {
-            const int64_t at = (n * w.num_groups() + k / w.group) * PANEL + i;
-            plain[k] = numbers[k * PANEL + i] * w.scales[at] + (w.offsets ? w.offsets[at] : 0.0f);
+            const int64_t at = grid + k / w.group * PANEL;
+            plain[k] = numbers[k * PANELS * PANEL + i] * w.scales[at] + (w.offsets ? w.offsets[at] : 0.0f);
         }
         for (int64_t k = 0; k < w.K; k += LANES) put(out + (n * PANEL + i) * w.K + k, load(&plain[k]));
     }
@@ -56,8 +56,8 @@ void plain_panel(const Matrix& w, int64_t n, X* out) {
 template <class X>
 void dequantise(const Matrix& w, X* out, int num_threads) {
 #pragma omp parallel for num_threads(num_threads)
-    for (int64_t n = 0; n < w.N / PANEL; ++n)
-        with_numbers<float>(w, [&](auto, auto kind) { plain_panel<kind.value>(w, n, out); });
+    for (int64_t n = 0; n < w.N / PANEL; n += PANELS)
+        with_numbers<float>(w, [&](auto, auto kind) { plain_panels<kind.value>(w, n, out); });
 }
 
 }  // namespace

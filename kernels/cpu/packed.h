@@ -38,7 +38,7 @@ using bf16 = uint16_t;
 constexpr int PANEL = 16, PARTS = PANEL / LANES;
 constexpr int MOST_COLUMNS = 128;         // of a run: sums of int16 times int8 stay within int32
 constexpr int MOST_ROUNDED_COLUMNS = 64;  // of a run of rows in int8: an outlier costs only its neighbours precision
-constexpr int64_t BLOCK = 64;      // rows whose sums stay in the first-level cache
+constexpr int64_t BLOCK = 64;             // rows whose sums stay in the first-level cache
 
 enum Kind : int64_t { PLAIN, INT4, INT8, E2M1, E4M3 };  // PLAIN: bfloat16 in panels, which decoder.cpp multiplies
 constexpr int columns_of(int64_t kind) { return kind == INT4 || kind == E2M1 ? 8 : 4; }  // whose codes share a word
@@ -274,28 +274,31 @@ struct Rows {
     }
 };
 
-// Codes of NB panels from panel n, decoded as they are multiplied.
-template <class Numbers_, Kind KIND, int NB>
+constexpr int PANELS = 2, V = PANELS * PARTS;  // panels that are multiplied together, and their vectors
+
+// Codes of two panels from panel n, decoded as they are multiplied. Past the last panel the last is read again.
+template <class Numbers_, Kind KIND>
 struct Coded {
     using Numbers = Numbers_;
-    static constexpr int V = NB * PARTS, COLUMNS = columns_of(KIND), PER_CODE = COLUMNS / Numbers::PER_WORD;
+    static constexpr int COLUMNS = columns_of(KIND), PER_CODE = COLUMNS / Numbers::PER_WORD;
     const Matrix& w;
     const int64_t n;
     const int zero = w.zero();
 
+    int64_t panel(int v) const { return std::min(n + v / PARTS, w.N / PANEL - 1); }
     vec word(int64_t i, int v) const {  // the i-th of a row's words of codes
-        return load(w.codes + ((n + v / PARTS) * (w.K / COLUMNS) + i) * PANEL + v % PARTS * LANES);
+        return load(w.codes + (panel(v) * (w.K / COLUMNS) + i) * PANEL + v % PARTS * LANES);
     }
     vec number(vec word, int64_t, int j, int) const { return Numbers::template decoded<KIND>(word, j, zero); }
     vec grid(const float* values, int64_t group, int v) const {  // scales or offsets of a group
-        return load(values + ((n + v / PARTS) * w.num_groups() + group) * PANEL + v % PARTS * LANES);
+        return load(values + (panel(v) * w.num_groups() + group) * PANEL + v % PARTS * LANES);
     }
 };
 
 // The same panels, decoded before: for many rows.
 template <class Codes>
 struct Decoded : Codes {
-    static constexpr int V = Codes::V, PER_CODE = Codes::PER_CODE;
+    static constexpr int PER_CODE = Codes::PER_CODE;
     float* const numbers;  // [words of a row][PER_CODE][V][LANES]
 
     Decoded(const Codes& codes, float* numbers) : Codes(codes), numbers(numbers) {
@@ -309,11 +312,11 @@ struct Decoded : Codes {
     vec number(vec, int64_t i, int j, int v) const { return load(numbers + ((i * PER_CODE + j) * V + v) * LANES); }
 };
 
-// Writes the products of rows [t, t + MB).
-template <int MB, class Codes, class Write>
-inline void multiply_rows(const Rows& x, int64_t t, const Codes& codes, Write& write) {
+// Computes the products of rows [t, t + MB) to sums [MB][V].
+template <int MB, class Codes>
+__attribute__((noinline)) void multiply_rows(const Rows& x, int64_t t, const Codes& codes, vec* sums) {
     using Numbers = typename Codes::Numbers;
-    constexpr int V = Codes::V, J = Codes::PER_CODE;
+    constexpr int J = Codes::PER_CODE;
     const Matrix& w = codes.w;
     const int64_t columns = w.run(), width = columns / Numbers::PER_WORD;
     vec out[MB][V] = {};
@@ -345,38 +348,24 @@ inline void multiply_rows(const Rows& x, int64_t t, const Codes& codes, Write& w
             for (int m = 0; m < MB; ++m) out[m][v] = multiply_add(splat(x.sums[at + m] * x.scales[at + m]), offset, out[m][v]);
         }
     }
-    for (int m = 0; m < MB; ++m) write(t + m, codes.n, out[m]);
+    std::memcpy(sums, out, sizeof out);
 }
 
-template <int MB, class Codes, class Write>
-inline void multiply_all(const Rows& x, int64_t t, int64_t end, const Codes& codes, Write& write) {
-    for (; t + MB <= end; t += MB) multiply_rows<MB>(x, t, codes, write);
-    if constexpr (MB > 1) multiply_all<(MB > 4 ? 4 : MB / 2)>(x, t, end, codes, write);
+template <int MB, class Codes>
+void multiply_all(const Rows& x, int64_t t, int64_t end, const Codes& codes, vec* sums) {
+    for (; t + MB <= end; t += MB, sums += MB * V) multiply_rows<MB>(x, t, codes, sums);
+    if constexpr (MB > 1) multiply_all<(MB > 4 ? 4 : MB / 2)>(x, t, end, codes, sums);
 }
 
-// Writes the products of rows [t, end) with NB panels from panel n.
-template <class Numbers, Kind KIND, int NB, class Write>
-void packed_block(const Rows& x, const Matrix& w, int64_t t, int64_t end, int64_t n, Write& write) {
-    const Coded<Numbers, KIND, NB> codes{w, n};
-    if (end - t <= MOST_CODED) return multiply_all<MOST_CODED>(x, t, end, codes, write);
+// Computes the products of rows [t, end), at most BLOCK, with two panels from panel n to sums [end - t][V].
+template <class Numbers, Kind KIND>
+void packed_block(const Rows& x, const Matrix& w, int64_t t, int64_t end, int64_t n, vec* sums) {
+    const Coded<Numbers, KIND> codes{w, n};
+    if (end - t <= MOST_CODED) return multiply_all<MOST_CODED>(x, t, end, codes, sums);
     static thread_local std::vector<float> memory;
-    memory.resize((w.K * NB + 1) * PANEL);
+    memory.resize((w.K * PANELS + 1) * PANEL);
     float* aligned = memory.data() + (64 - uintptr_t(memory.data()) % 64) % 64 / sizeof(float);
-    multiply_all<MOST_ROWS>(x, t, end, Decoded(codes, aligned), write);
-}
-
-// This thread's share of the products of T rows. `write(t, first panel, acc)` stores 16 outputs of row t for each panel.
-template <class Numbers, Kind KIND, class Write>
-void multiply(const Rows& x, int64_t T, const Matrix& w, int tid, int nt, Write write) {
-    constexpr int NB = 2;
-    const int64_t panels = w.N / PANEL, pairs = panels / NB, blocks = (T + BLOCK - 1) / BLOCK;
-    const int64_t tasks = pairs * blocks, first = tasks * tid / nt, last = tasks * (tid + 1) / nt;
-    for (int64_t task = first; task < last; ++task) {
-        const int64_t t = task % blocks * BLOCK;
-        packed_block<Numbers, KIND, NB>(x, w, t, std::min(T, t + BLOCK), task / blocks * NB, write);
-    }
-    if (panels % NB && tid == nt - 1)
-        for (int64_t t = 0; t < T; t += BLOCK) packed_block<Numbers, KIND, 1>(x, w, t, std::min(T, t + BLOCK), panels - 1, write);
+    multiply_all<MOST_ROWS>(x, t, end, Decoded(codes, aligned), sums);
 }
 
 // The numbers that multiply rows of X by codes of KIND on this CPU.
@@ -419,9 +408,24 @@ void prepare(Rows& rows, int64_t t, const X* x, const Matrix& w) {
     with_numbers<X>(w, [&](auto numbers, auto kind) { rows.convert<decltype(numbers), kind.value>(t, x, w); });
 }
 
+// This thread's share of the products of T rows. `write(t, first panel, acc)` stores the outputs of a row: 16 for each of
+// two panels, or of one that is left.
 template <class X, class Write>
 void packed_product(const Rows& rows, int64_t T, const Matrix& w, int tid, int nt, Write write) {
-    with_numbers<X>(w, [&](auto numbers, auto kind) { multiply<decltype(numbers), kind.value>(rows, T, w, tid, nt, write); });
+    const int64_t panels = w.N / PANEL, pairs = (panels + 1) / PANELS, blocks = (T + BLOCK - 1) / BLOCK;
+    const int64_t tasks = pairs * blocks, first = tasks * tid / nt, last = tasks * (tid + 1) / nt;
+    for (int64_t task = first; task < last; ++task) {
+        const int64_t n = task / blocks * PANELS, t = task % blocks * BLOCK, end = std::min(T, t + BLOCK);
+        vec sums[BLOCK][V];
+        with_numbers<X>(w, [&](auto numbers, auto kind) { packed_block<decltype(numbers), kind.value>(rows, w, t, end, n, *sums); });
+        for (int64_t i = t; i < end; ++i) {
+            vec(&two)[V] = sums[i - t];
+            if (n + 1 < panels)
+                write(i, n, two);
+            else
+                write(i, n, reinterpret_cast<vec(&)[PARTS]>(two));
+        }
+    }
 }
 
 }  // namespace packed
