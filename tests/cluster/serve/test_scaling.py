@@ -1,4 +1,4 @@
-"""A pool grows under load and shrinks without load, on a real Ray, and no request fails."""
+"""On a real Ray a pool grows under load and shrinks without load, a role follows the requests, and none fails."""
 
 import threading
 import time
@@ -17,6 +17,8 @@ SETTINGS: dict[str, Any] = {
     "engine.max_num_seqs": 16,
     "scaling": {"interval_s": 0.5, "up_delay_s": 1, "down_delay_s": 2, "utilisation": UTILISATION},
 }
+
+FLIPPING = {"flip_roles": True, "interval_s": 0.5, "up_delay_s": 1, "utilisation": 0.1}
 
 
 def num_up() -> int:
@@ -73,3 +75,42 @@ def test_pool_grows_under_load_and_shrinks_without_failing_a_request(ray_cluster
         finally:
             ended.set()
     assert not failed
+
+
+def test_scaler_assigns_an_idle_decode_replica_to_prefill_under_prompts(
+    ray_cluster: None, small_model_dir: Path
+) -> None:
+    """Prompts without an output keep prefill busy and decode idle. Neither pool may grow."""
+    ended, failed = threading.Event(), list[str]()
+    with pools.deployment(small_model_dir, pools.PAIR, {"scaling": FLIPPING}) as url:
+
+        def send(number: int) -> None:
+            while not ended.is_set():
+                number += 4
+                body = {"model": "smol", "input": pools.prompt(number, 2000)}
+                answer = httpx.post(f"{url}/v1/embeddings", json=body, timeout=120)
+                if answer.status_code != 200:
+                    failed.append(answer.text)
+
+        def flips() -> list[dict[str, Any]]:
+            return [each for each in decisions(url) or () if each["error"] is None and each.get("role") == "prefill"]
+
+        clients = [threading.Thread(target=send, args=(number,), daemon=True) for number in range(4)]
+        try:
+            for client in clients:
+                client.start()
+            flip = eventually(flips, "no role changed", 120)[0]
+            before = pools.sample_of(url, "crossdock_prompt_tokens_total", flip["replica"])
+            eventually(
+                lambda: pools.sample_of(url, "crossdock_prompt_tokens_total", flip["replica"]) > before,
+                "the replica computes no prompt in its new role",
+            )
+        finally:
+            ended.set()
+            for client in clients:
+                client.join(120)
+        assert flip["replica"] in pools.processes("decode")
+        assert flip["role_before"] == "decode"
+        assert flip["load"]["replicas"] == 1
+        assert flip["load"]["demand"] > FLIPPING["utilisation"], "this decided it"
+        assert not failed

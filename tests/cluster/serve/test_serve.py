@@ -21,7 +21,6 @@ from crossdock.cluster.config_file import load
 from crossdock.cluster.serve.app import APP_NAME, build
 from tests.cluster.ports import free_port
 from tests.cluster.serve.pools.served_pools import scrape
-from tests.sweeps import rest_in_soak
 from tests.waiting import eventually
 
 
@@ -267,8 +266,7 @@ def test_body_of_100_megabytes_gets_413_while_a_stream_goes_on(client: openai.Op
     assert len(list(stream)) > 10
 
 
-@pytest.mark.parametrize("clients", rest_in_soak([500, 1000], 500))
-def test_clients_that_disconnect_at_any_moment_leave_no_owned_page(url: str, clients: int) -> None:
+def test_clients_that_disconnect_at_any_moment_leave_no_owned_page(url: str) -> None:
     """They leave before the first token, in the prompt, in mid-stream; streams and plain requests."""
     before = metric(url, "crossdock_requests_total{")
 
@@ -299,7 +297,7 @@ def test_clients_that_disconnect_at_any_moment_leave_no_owned_page(url: str, cli
                 async with gate:
                     await one(http, rng)
 
-            await asyncio.gather(*(guarded() for _ in range(clients)))
+            await asyncio.gather(*(guarded() for _ in range(200)))
 
     asyncio.run(crowd())
     wait_until_idle(url)

@@ -3,7 +3,7 @@
 import asyncio
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,14 +20,12 @@ from tests.cluster.api.media.video_models import joined_url, moving, video_part
 from tests.cluster.serve.pools import served_pools as pools
 from tests.cluster.serve.pools.picture_server import SIDE, picture_chat, save_picture_model, undisturbed
 from tests.cluster.serve.pools.served_pools import processes
-from tests.sweeps import rest_in_soak
 from tests.waiting import eventually
 
 NUM_TOKENS = 16
-POOLS: Mapping[str, tuple[str, ...]] = {"three": ("encode", "prefill", "decode"), "two": ("encode", "mixed")}
-"""In the second a mixed replica does what a prefill replica does; tests/cluster/dispatch/test_encoders.py has both."""
-SMALL, LARGE = range(12), range(100, 106)  # numbers of chats: with small pictures, and with six large ones each
-VIDEOS = range(200, 203)  # with a video and a picture each
+POOLS = ("encode", "prefill", "decode")
+SMALL, LARGE = range(6), range(100, 106)  # numbers of chats: with small pictures, and with six large ones each
+VIDEOS = range(200, 202)  # with a video and a picture each
 
 
 def images(number: int) -> list[Image.Image]:
@@ -66,24 +64,18 @@ def wanted(model: Path) -> dict[int, list[int]]:
     return dict(zip(numbers, tokens, strict=True))
 
 
-@pytest.fixture(scope="module", params=rest_in_soak(POOLS, "three"))
-def names(request: pytest.FixtureRequest) -> tuple[str, ...]:
-    """The pools of a deployment, the encoder first, and after it the one that computes prompts."""
-    return POOLS[request.param]
-
-
 @pytest.fixture(scope="module")
-def url(ray_cluster: None, model: Path, names: tuple[str, ...], wanted: dict[int, list[int]]) -> Iterator[str]:
-    with pools.deployment(model, tuple({"name": name} for name in names)) as address:
+def url(ray_cluster: None, model: Path, wanted: dict[int, list[int]]) -> Iterator[str]:
+    with pools.deployment(model, tuple({"name": name} for name in POOLS)) as address:
         yield address
 
 
 @pytest.fixture(autouse=True)
-def _wait_until_whole(url: str, names: tuple[str, ...]) -> None:
-    wait_until_whole(url, len(names))
+def _wait_until_whole(url: str) -> None:
+    wait_until_whole(url)
 
 
-def wait_until_whole(url: str, replicas: int) -> None:
+def wait_until_whole(url: str, replicas: int = len(POOLS)) -> None:
     """Wait until all replicas are up, no request owns a page, and no embeddings are on their way."""
     idle = ("landing_pages_owned", "transfers_open", "requests_active")  # metrics that are 0 when nothing is done
     pools.wait_until_whole(url, replicas, *(f"crossdock_{name}" for name in idle))
@@ -177,9 +169,7 @@ def test_text_alone_is_no_work_for_encode_replicas(url: str) -> None:
 
 
 @pytest.mark.parametrize("end", ["killed", "stopped"])
-def test_encode_replica_lost_while_it_encodes_costs_no_token(
-    url: str, names: tuple[str, ...], wanted: dict[int, list[int]], end: str
-) -> None:
+def test_encode_replica_lost_while_it_encodes_costs_no_token(url: str, wanted: dict[int, list[int]], end: str) -> None:
     """Some embeddings have arrived, some are in transfer, some are not encoded: the other replica encodes the rest.
     SIGSTOP: no process knows that it will not continue, and its late writes hit pages in quarantine."""
     (encoder,) = processes("encode")
@@ -197,36 +187,30 @@ def test_encode_replica_lost_while_it_encodes_costs_no_token(
     finally:
         if end == "stopped":
             victim.send_signal(signal.SIGCONT)
-    wait_until_whole(url, len(names))
+    wait_until_whole(url)
     again = Chat(url, LARGE[3], **new_salt())
     assert again.result() == wanted[LARGE[3]]
     assert again.encodings(), "the encode replica that Serve started gets no request"
 
 
-def test_client_that_leaves_while_its_pictures_are_encoded_frees_all_pages(url: str, names: tuple[str, ...]) -> None:
+def test_client_that_leaves_while_its_pictures_are_encoded_frees_all_pages(url: str) -> None:
     body = chat(LARGE[4]) | {"model": "smol", "stream": True, **new_salt()}
     headers = {"X-Request-Id": "leaves"}
     with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, headers=headers, timeout=60):
         eventually(lambda: any(part["leg"] == "encode" for part in pools.timelines(url, "leaves")))
-    wait_until_whole(url, len(names))
+    wait_until_whole(url)
 
 
-def test_replica_that_computes_prompts_killed_while_embeddings_arrive_costs_no_token(
-    url: str, names: tuple[str, ...], wanted: dict[int, list[int]]
-) -> None:
-    """A decode replica encodes and computes; without one the request waits for the replica that Serve starts."""
+def test_prefill_replica_killed_while_embeddings_arrive_costs_no_token(url: str, wanted: dict[int, list[int]]) -> None:
+    """A decode replica encodes and computes."""
     stream = chat_that_encodes(url, LARGE[5])
-    (victim,) = processes(names[1]).values()
+    (victim,) = processes("prefill").values()
     victim.kill()
-    if len(names) == 3:
-        assert stream.result() == wanted[LARGE[5]]
-    else:
-        stream.join(120)
-        assert stream.error is not None or stream.tokens == wanted[LARGE[5]]
+    assert stream.result() == wanted[LARGE[5]]
 
 
 def test_encode_replica_that_drains_ends_and_pictures_are_encoded_elsewhere(
-    url: str, names: tuple[str, ...], wanted: dict[int, list[int]]
+    url: str, wanted: dict[int, list[int]]
 ) -> None:
     """The last test: the deployment ends without the replica."""
     stream = chat_that_encodes(url, LARGE[5])
@@ -235,4 +219,4 @@ def test_encode_replica_that_drains_ends_and_pictures_are_encoded_elsewhere(
     late = Chat(url, LARGE[0], **new_salt())
     assert late.result() == wanted[LARGE[0]]
     assert not late.encodings()
-    wait_until_whole(url, len(names) - 1)
+    wait_until_whole(url, len(POOLS) - 1)
