@@ -13,6 +13,7 @@ import importlib
 import json
 import os
 import runpy
+import select
 import signal
 import socket
 import subprocess
@@ -67,6 +68,7 @@ def forked_workers(folder: Path) -> Iterator[int]:
 def serve(listener: socket.socket) -> None:
     """Import what replicas import, without Ray. Then fork a worker for each connection, for ever."""
     ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+    select.select([listener], [], [])  # not sooner: Ray gives its own processes a few seconds to start
     _import_all()
     signal.signal(signal.SIGCHLD, _reap)
     while True:
