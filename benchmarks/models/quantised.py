@@ -142,11 +142,12 @@ def main() -> None:
         "int8": ModelSpec(str(path), "bfloat16", quantization="int8"),
     }
     with tempfile.TemporaryDirectory() as folder:
+        chosen = arguments.only.split(",") if arguments.only else [*specs, *FORMATS]
         for name, (layout, weights) in FORMATS.items():
-            packed = repack(path, Path(folder) / name, layout, **weights)
-            specs[name] = ModelSpec(str(packed), "bfloat16")
-        chosen = arguments.only.split(",") if arguments.only else list(specs)
-        models = {name: load_model(specs[name]) for name in specs if name in chosen}
+            if name in chosen:
+                packed = repack(path, Path(folder) / name, layout, **weights)
+                specs[name] = ModelSpec(str(packed), "bfloat16")
+        models = {name: load_model(spec) for name, spec in specs.items() if name in chosen}
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
     for name, model in models.items():
         model.allocate_pool(max(WINDOW // PAGE_SIZE, 64 * (CONTEXT // PAGE_SIZE + 1)), PAGE_SIZE)
