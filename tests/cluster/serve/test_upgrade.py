@@ -4,7 +4,7 @@ stream loses or changes a token."""
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +23,15 @@ from tests.waiting import eventually
 from tests.workers.architectures import build as build_model
 
 APP = "upgrade"
-SIZE = 2  # replicas
 PROMPTS = [[3 + (number * 7 + place * place) % 100 for place in range(20 + 12 * number)] for number in range(8)]
 
 
-def config(folder: Path, port: int, budget: int, traces: str, is_direct: bool) -> ClusterConfig:
-    """Return a configuration with two ingresses and two replicas: one is up while another is replaced.
+def config(
+    folder: Path, port: int, budget: int, traces: str, pools: Mapping[str, int], is_direct: bool
+) -> ClusterConfig:
+    """Return a configuration with two ingresses, and two replicas or more: one is up while another is replaced.
 
-    `is_direct`: ingresses listen; else requests come through Serve's proxies.
+    `pools`: replicas by pool. `is_direct`: ingresses listen; else requests come through Serve's proxies.
     """
     settings: dict[str, Any] = {
         "model.path": str(folder),
@@ -44,8 +45,10 @@ def config(folder: Path, port: int, budget: int, traces: str, is_direct: bool) -
         "engine.kv_cache_memory": "4MiB",
         "engine.max_num_batched_tokens": budget,
         "engine.admission": "queue",
-        "pools": [{"name": "mixed", "replicas": SIZE}],
+        "pools": [{"name": name, "replicas": replicas} for name, replicas in pools.items()],
     }
+    if len(pools) > 1:
+        settings |= {"router.shipping": "always", "transfer.host": "127.0.0.1"}
     return load(None, settings)
 
 
@@ -114,28 +117,37 @@ def port() -> Iterator[int]:
     serve.shutdown()
 
 
-@pytest.mark.parametrize("is_direct", [pytest.param(False, id="proxied", marks=pytest.mark.soak), True])
+@pytest.mark.parametrize(
+    ("pools", "is_direct"),
+    [
+        pytest.param({"mixed": 2}, False, id="proxied", marks=pytest.mark.soak),
+        pytest.param({"mixed": 2}, True, id="direct"),
+        pytest.param({"prefill": 2, "decode": 2}, True, id="direct, two pools", marks=pytest.mark.soak),
+    ],
+)
 def test_upgrade_under_load_replaces_every_process_and_drops_no_stream(
     ray_cluster: None,
     port: int,
     tmp_path: Path,
     tokenizers: dict[str, PreTrainedTokenizerFast],
+    pools: dict[str, int],
     is_direct: bool,
 ) -> None:
+    size = sum(pools.values())
     port = free_port() if is_direct else port
     url = f"http://127.0.0.1:{port}"
     tokenizers["byte_level"].save_pretrained(tmp_path)
     build_model("llama", {}).save_pretrained(tmp_path)
     with collector() as (traces, received):
-        serve.run(build(config(tmp_path, port, 128, traces, is_direct)), name=APP)
-        before = eventually(lambda: found if len(found := budgets(url)) >= SIZE else None)
+        serve.run(build(config(tmp_path, port, 128, traces, pools, is_direct)), name=APP)
+        before = eventually(lambda: found if len(found := budgets(url)) >= size else None)
         assert before is not None
         with Clients(url) as clients:
             serve.run(
-                build(config(tmp_path, port, 96, traces, is_direct)), name=APP
+                build(config(tmp_path, port, 96, traces, pools, is_direct)), name=APP
             )  # returns once all is of this configuration
             eventually(
-                lambda: len(after := budgets(url)) >= SIZE and not before.keys() & after.keys(),
+                lambda: len(after := budgets(url)) >= size and not before.keys() & after.keys(),
                 lambda: f"{before} became {budgets(url)}",
             )
             after, done = budgets(url), clients.done

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.cluster.serve.pools import served_pools as pools
 from tests.cluster.serve.pools.served_pools import Stream, assert_greedy, prompt, samples
+from tests.sweeps import rest_in_soak
 from tests.waiting import eventually
 
 POOLS: tuple[dict[str, Any], ...] = (
@@ -85,9 +86,11 @@ def actors(kind: str) -> dict[str, dict[str, Any]]:
     }
 
 
-def test_rank_that_hangs_under_load_ends_its_replica_alone(url: str, oracle: PreTrainedModel) -> None:
-    """Its requests go on elsewhere, token for token; a new replica comes up whole; no process is left behind."""
-    prompts = [prompt(number + 40, 100 + 20 * number) for number in range(12)]
+@pytest.mark.parametrize("harm", rest_in_soak([signal.SIGKILL, signal.SIGSTOP], signal.SIGSTOP))
+def test_rank_lost_under_load_ends_its_replica_alone(url: str, oracle: PreTrainedModel, harm: signal.Signals) -> None:
+    """By kill -9, and by a hang. Its requests go on elsewhere, token for token; a new replica comes up whole; no
+    process is left behind."""
+    prompts = [prompt(number + 40 * (harm is signal.SIGSTOP), 100 + 20 * number) for number in range(12)]
     ((replica, driver),) = actors(f"SERVE_REPLICA::{pools.APP}#decode").items()
     followers = actors("Rank")
     (rank,) = (each for each, actor in followers.items() if actor["OwnerAddress"] == driver["Address"])
@@ -97,7 +100,7 @@ def test_rank_that_hangs_under_load_ends_its_replica_alone(url: str, oracle: Pre
     eventually(lambda: sum(len(stream.tokens) > 5 for stream in streams) >= 10)
     assert pools.sample_of(url, "crossdock_output_tokens_total", name) > 0
     lost = [psutil.Process(actor["Pid"]) for actor in (driver, followers[rank])]
-    lost[1].send_signal(signal.SIGSTOP)
+    lost[1].send_signal(harm)
     for asked, stream in zip(prompts, streams, strict=True):
         assert_greedy(oracle, asked, stream.result(), 200)
     assert any(len(stream.timelines()) > 0 for stream in streams)
