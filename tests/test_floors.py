@@ -47,7 +47,7 @@ BELOW = {  # room: the rooms it may import besides itself
     "workers/schedule": set[str](),
     "kvtransfer": set[str](),
     "kernels": set[str](),
-    "kernels/cpu": {"kernels/attention", "kernels/cache", "kernels/options"},
+    "kernels/cpu": {"kernels/attention", "kernels/cache", "kernels/options", "kernels/packed"},
     "kernels/gpu": {"kernels/attention", "kernels/options"},
 }
 API_ROOMS = {  # folder of cluster/api: the folders there that it may import besides itself

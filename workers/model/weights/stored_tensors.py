@@ -75,8 +75,10 @@ class StoredTensor:
 
     def rows(self, files: Files, rows: Tensor) -> Tensor:
         """Return rows [R, K] of a matrix in float64, for the check of what was loaded. rows: [R] int64."""
-        source = files.slice_of(self.file, self.key)
-        return torch.cat([source[row : row + 1].double() for row in rows.tolist()])
+        # By mmap: `files` would read the whole matrix for one row.
+        with safe_open(self.file, framework="pt", device="cpu") as reader:
+            source = reader.get_slice(self.key)
+            return torch.cat([source[row : row + 1].double() for row in rows.tolist()])
 
 
 class PackedTensor(StoredTensor):
