@@ -29,8 +29,9 @@ def runner() -> ModuleType:
 
 
 def test_groups_hold_every_file_once_and_those_that_wait_come_first(runner: ModuleType) -> None:
-    record = {f"tests/a/{i}": runner.Seconds(50.0, 1.0) for i in range(4)}
-    record |= {f"tests/b/{i}": runner.Seconds(50.0, 49.0) for i in range(4)}
+    each = 0.4 * runner.GROUP_S
+    record = {f"tests/a/{i}": runner.Seconds(each, 1.0) for i in range(4)}
+    record |= {f"tests/b/{i}": runner.Seconds(each, each - 1.0) for i in range(4)}
     record["tests/0/instant"] = runner.Seconds(0.0, 0.0)
     files = [*record, "tests/c/new"]
     groups = runner.groups(files, record)
@@ -38,7 +39,7 @@ def test_groups_hold_every_file_once_and_those_that_wait_come_first(runner: Modu
     assert len(groups) > 3
     assert groups[0][-1].startswith("tests/a")
     assert groups[-1][0].startswith("tests/b")
-    assert all(sum(record[file].wall for file in group if file in record) < 150 for group in groups)
+    assert all(sum(record[file].wall for file in group if file in record) < 1.25 * runner.GROUP_S for group in groups)
 
 
 @pytest.mark.parametrize(
