@@ -15,9 +15,9 @@ from statistics import mean, median
 
 CODE = ("cluster", "router", "workers", "kvtransfer", "kernels", ".ci")
 BUDGETS = {  # count: the most that there may be
-    "lines of code": 54_760,
-    "lines of tests": 59_900,
-    "lines of benchmarks": 10_420,
+    "lines of code": 54_800,
+    "lines of tests": 58_100,
+    "lines of benchmarks": 10_450,
     "lines of benchmarks/RESULTS.md": 500,
     "Python files in the largest folder": 20,
     "lines of the longest class": 350,
