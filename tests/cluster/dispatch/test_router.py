@@ -184,4 +184,3 @@ def test_no_request_is_lost_while_replicas_come_and_go(url: str, local: Engine) 
             thread.join(120)
     assert not wrong, wrong[:3]
     assert not any(thread.is_alive() for thread in clients), "a request hangs"
-    assert outcomes["served"] >= 32
