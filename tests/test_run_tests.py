@@ -29,7 +29,7 @@ def runner() -> ModuleType:
 
 
 def test_groups_hold_every_file_once_and_those_that_wait_come_first(runner: ModuleType) -> None:
-    each = 0.4 * runner.GROUP_S
+    each = runner.GROUP_S * 5 / 12
     record = {f"tests/a/{i}": runner.Seconds(each, 1.0) for i in range(4)}
     record |= {f"tests/b/{i}": runner.Seconds(each, each - 1.0) for i in range(4)}
     record["tests/0/instant"] = runner.Seconds(0.0, 0.0)
