@@ -2,8 +2,8 @@
 
     python benchmarks/host_time.py --streams 64,256,1024
 
-An engine decodes many streams, and the forward pass is left out: logits of a small vocabulary stand for it. So what is
-left is what a GPU's host does for each step: schedule, inputs, draw, update. Prints each part's median in ms of the
+An engine decodes many streams. The forward pass is left out: random logits of a small vocabulary take its place. What
+remains is the work of a GPU's host in each step: schedule, inputs, draw, update. Prints each part's median in ms of the
 thread's CPU time, which other processes hardly disturb.
 """
 
