@@ -10,13 +10,18 @@ from crossdock.workers.schedule.submission import Leg
 from crossdock.workers.schedule.table import RequestTable
 
 
+def may_share(table: RequestTable, request: Request) -> bool:
+    """Return whether cached pages are of use for a request."""
+    return table.pages.enable_prefix_caching and not request.sampling.needs_whole_prompt
+
+
 def match_prefix(table: RequestTable, request: Request) -> PrefixHit:
     """Return the cached pages that the request can start from.
 
     At least one token is left to compute, because its logits are needed.
     """
     pages = table.pages
-    if not pages.enable_prefix_caching or request.sampling.needs_whole_prompt:
+    if not may_share(table, request):
         return pages.prefixes.match(())
     hashes = request.prefix_hashes(request.num_tokens - 1, pages.page_size)
     if request.leg is Leg.RECEIVE:  # with the transfer comes the state, and what windows see

@@ -86,6 +86,8 @@ class Request:
     rows_within_s: float = 0.0  # as in `Submission`
     is_encoded_elsewhere: bool = False  # embeddings of the items come from another replica, as long as that is alive
     awaits_rows: bool = False  # its next chunk waits for them
+    awaits_pages_until: float = 0.0  # while waiting: time up to which it waits for pages from elsewhere, see awaited.py
+    num_awaited: int = 0  # prefixes from elsewhere that it has waited for
     arrival_time: float = 0.0  # seconds, on the scheduler's clock
     priority: int = 0  # of its class; 0 is the most urgent
     arrival_work: int = 0  # prompt tokens the scheduler had scheduled when the request arrived

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from crossdock.workers.schedule import admission, kv, windows
+from crossdock.workers.schedule.awaited import Awaited
 from crossdock.workers.schedule.batch import Batch, SampledToken, Scheduled
 from crossdock.workers.schedule.config import SchedulerConfig
 from crossdock.workers.schedule.cost.cost import StepCost
@@ -49,7 +50,8 @@ class Scheduler:
     for requests that no step in flight computes.
 
     Its parts are public: `table` has the requests by status, `forecast` predicts seconds, `handoff` takes prompts and
-    tokens to other replicas and from them, `encoding` plans what pictures need, `verification` adds drafts.
+    tokens to other replicas and from them, `awaited` takes prefixes from elsewhere, `encoding` plans what pictures
+    need, `verification` adds drafts.
 
     With several steps in flight, each takes its share of the streams, and a prompt's next chunk may follow before the
     previous one has ended. A request that samples in a step in flight waits for it, except in `assume_ended`. A
@@ -111,6 +113,7 @@ class Scheduler:
             table = self.table = RequestTable(config, pages, max_model_len, num_drafts, drafting.forget)
         self.forecast = Forecast(table, cost, overrun, depth, interval_share, encoding)
         self.handoff = Handoff(table)
+        self.awaited = Awaited(table)
         self._states = RecurrentStates(table, self.forecast) if pages.state_pages else NO_STATES
         self._prefills = PrefillScheduler(table, self.forecast, self._states)
         self.verification = Verification(table, self.forecast, drafting, self._states) if drafting is not None else None

@@ -45,6 +45,7 @@ class RequestTable:
     prefilled: PrefillTotals = field(default_factory=PrefillTotals)
     num_preemptions: int = 0
     returned: list[Request] = field(default_factory=list)  # since `take_returned`
+    awaited: dict[str, float] = field(default_factory=dict)  # owners of arriving prefixes, and until when one waits
     kept_back: set[str] = field(default_factory=set)  # waiting requests behind an offered one that lacks pages
     arrived: dict[int, float] = field(default_factory=dict)  # when the last request of a class did, by priority
     mean_output: float = 0.0  # tokens of an output, averaged over recent ones
@@ -86,6 +87,10 @@ class RequestTable:
         """Return the requests with prompt tokens left to compute on this replica."""
         waiting = [request for request in self.waiting if request.leg is not Leg.RECEIVE]
         return [*waiting, *(request for request in self.running if not request.is_decoding)]
+
+    def awaits_pages(self, request: Request) -> bool:
+        """Return whether a waiting request waits for pages from elsewhere, see awaited.py."""
+        return request.awaits_pages_until > self.now
 
     def arriving(self) -> list[Request]:
         """Return the requests whose prompts another replica computes, and whose tokens will be made here."""
@@ -145,9 +150,9 @@ class RequestTable:
         return self._room
 
     def num_returning_pages(self) -> int:
-        """Return how many pages come back without a further preemption, once other replicas no longer use them."""
+        """Return how many pages come back without a further preemption, once nobody else reads or fills them."""
         self._read = self._still_read()
-        return self.pages.num_quarantined + self.pages.num_freed_by(self._read)
+        return self.pages.num_quarantined + self.pages.num_freed_by([*self._read, *self.awaited])
 
     def _still_read(self) -> list[str]:
         return [owner for owner in self._read if self.pages.pages_of(owner)]

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from crossdock.workers.schedule.ahead import assume_ended
+from crossdock.workers.schedule.awaited import AwaitedPrefix
 from crossdock.workers.schedule.batch import Batch
 from crossdock.workers.schedule.drafts.drafting import DraftPolicy
 from crossdock.workers.schedule.drafts.speculative_config import SpeculativeConfig
@@ -160,6 +161,8 @@ class AnyHistory(RuleBasedStateMachine):
         self.device = PagedDevice(self.pages.page_size, mode.windows)
         self.sent: dict[str, list[int]] = {}  # tokens whose state is being sent, by owner
         self.arriving: dict[str, Arrival] = {}  # by owner
+        self.awaited: list[AwaitedPrefix] = []
+        self.left: list[AwaitedPrefix] = []  # prefixes that have ended while somebody may still write to their pages
         self.flights: list[Flight] = []
         self.found: list[int] = []  # tokens sampled by the last step that ended
         self.late_rows: set[int] = set()  # of the next step that ends: the step behind it begins with wrong tokens
@@ -289,6 +292,51 @@ class AnyHistory(RuleBasedStateMachine):
             first = -(-each.num_landed // self.pages.page_size) * self.pages.page_size
             self.device.write(each.pages, first, [EOS] * (len(each.pages) * self.pages.page_size - first))
 
+    @rule(data=st.data(), num_pages=st.integers(1, 9), seconds=st.sampled_from([0.0, 0.02, 10.0]))
+    def await_a_prefix(self, data: st.DataObject, num_pages: int, seconds: float) -> None:
+        """Pages of a waiting prompt will come from elsewhere."""
+        waiting = [each for each in self.scheduler.table.waiting if each.leg is not Leg.RECEIVE]
+        if waiting:
+            request = data.draw(st.sampled_from(sorted(waiting, key=lambda request: request.id)))
+            num_pages = min(num_pages, (request.num_tokens - 1) // self.pages.page_size)
+            prefix = self.scheduler.awaited.begin(request, num_pages, self.now + seconds)
+            if prefix is not None:
+                assert len(prefix.hashes) == num_pages > prefix.num_cached
+                self.awaited.append(prefix)
+
+    @precondition(lambda self: self.awaited)
+    @rule(data=st.data(), pages=st.integers(0, 9), ends=st.booleans(), may_be_written=st.booleans())
+    def fill_a_prefix(self, data: st.DataObject, pages: int, ends: bool, may_be_written: bool) -> None:
+        """More pages from elsewhere land, and perhaps no further one will."""
+        prefix = data.draw(st.sampled_from(sorted(self.awaited, key=lambda prefix: prefix.owner)))
+        num_landed = min(max(prefix.num_landed, prefix.num_cached + pages), len(prefix.hashes))
+        size, tokens = self.pages.page_size, prefix.request.token_ids
+        for number, _, page in prefix.empty:
+            if prefix.num_landed <= number < num_landed:
+                self.device.write([page] * (number + 1), number * size, tokens[number * size : (number + 1) * size])
+        if num_landed == len(prefix.hashes) > prefix.num_landed:
+            self.device.write_state(prefix.state, tokens[: num_landed * size])
+        self.scheduler.awaited.land(prefix, num_landed)
+        if ends:
+            self.end_prefix(prefix, may_be_written)
+
+    def end_prefix(self, prefix: AwaitedPrefix, may_be_written: bool) -> None:
+        self.scheduler.awaited.end(prefix, may_be_written)
+        self.awaited.remove(prefix)
+        if may_be_written:
+            self.left.append(prefix)
+
+    @precondition(lambda self: self.awaited or self.left)
+    @rule()
+    def write_some_of_what_is_awaited(self) -> None:
+        """Pages that have not landed may hold anything, also after the request has stopped to wait for them."""
+        for prefix in [*self.awaited, *self.left]:
+            if prefix.num_landed < len(prefix.hashes):
+                self.device.spoil_states(prefix.state)
+            for number, _, page in prefix.empty:
+                if number >= prefix.num_landed:
+                    self.device.write([page], 0, [EOS] * self.pages.page_size)
+
     @precondition(lambda self: self.flights)
     @rule()
     def fail_a_step(self) -> None:
@@ -328,6 +376,9 @@ class AnyHistory(RuleBasedStateMachine):
                 self.arriving.pop(f"r{number}#1", None)
         for number in range(self.count):
             self.pages.end_quarantine(f"r{number}#1")
+        for prefix in self.left:
+            self.pages.end_quarantine(prefix.owner)
+        self.left.clear()
 
     @rule(steps=st.integers(1, 6), late_rows=st.sets(st.integers(0, 5), max_size=2))
     def run_steps(self, steps: int, late_rows: set[int]) -> None:
@@ -362,7 +413,8 @@ class AnyHistory(RuleBasedStateMachine):
             batch = begin_step(self.scheduler, self.now)
             self.take_returned()
             assert len(self.scheduler.table.running) <= self.scheduler.config.max_num_seqs
-            if batch or not (self.scheduler.table.held or self.being_read or self.pages.counts().quarantined):
+            waits = self.scheduler.table.held or self.being_read or self.awaited
+            if batch or not (waits or self.pages.counts().quarantined):
                 assert bool(batch) == self.scheduler.table.has_work, "there is work, so a step must do some"
             return self.launch(batch)
         if self.mode.depth > 1:
@@ -441,6 +493,7 @@ class AnyHistory(RuleBasedStateMachine):
         assert counts.free + counts.owned + counts.cached + counts.quarantined == counts.total
         owners = {each.owner for each in [*self.scheduler.table.running, *self.scheduler.table.held]} | self.being_read
         owners |= {part.request.owner for flight in self.flights for part in flight.batch.scheduled}
+        owners |= {prefix.owner for prefix in self.awaited}
         assert counts.owned == self.pages.num_freed_by(list(owners))
         most = self.needs.at_once(LONGEST) + (1 + self.mode.most_flights) * self.pages.state_pages  # with checkpoints
         for owner in owners:
@@ -481,6 +534,8 @@ class AnyHistory(RuleBasedStateMachine):
         while self.live:
             self.one_step()
             self.writers_and_readers_stop()
+            for prefix in [*self.awaited]:
+                self.end_prefix(prefix, may_be_written=False)
             for name, each in list(self.live.items()):
                 if each.status is Status.HELD and each.leg is Leg.SEND:
                     self.finish_sent(each)
@@ -490,6 +545,8 @@ class AnyHistory(RuleBasedStateMachine):
             assert limit, "not everything ends"
         while self.flights:
             self.land()
+        for prefix in [*self.awaited]:
+            self.end_prefix(prefix, may_be_written=True)
         self.writers_and_readers_stop()
         assert self.pages.counts().owned == self.pages.counts().quarantined == 0
         assert not self.scheduler.table.has_work

@@ -188,7 +188,12 @@ ABORTS = [
         "pass",
     ),
 ]
-FAULTS = (*PAGES, *PREFIXES, *WINDOWS, *STATES, *DRAFTS, *AHEAD, *PREEMPTION, *PICTURES, *ABORTS)
+AWAITED = [
+    Fault("page that may be written is free", "awaited", "Awaited.end", "if may_be_written and", "if False and"),
+    Fault("page counts before it has landed", "awaited", "Awaited.land", "prefix.hashes[:num_pages]", "prefix.hashes"),
+    Fault("state counts before it has landed", "awaited", "Awaited.land", "num_pages == len(prefix.hashes)", "True"),
+]
+FAULTS = (*PAGES, *PREFIXES, *WINDOWS, *STATES, *DRAFTS, *AHEAD, *PREEMPTION, *PICTURES, *ABORTS, *AWAITED)
 
 
 @contextmanager

@@ -208,7 +208,8 @@ class EngineThread(ObservedEngine):
     @property
     def _patience(self) -> float | None:
         """Seconds until there may be something to do although nothing happens; None: no limit."""
-        return min((limit for side in self.sides if (limit := side.patience) is not None), default=None)
+        limits = [self.engine.patience, *(side.patience for side in self.sides)]
+        return min((limit for limit in limits if limit is not None), default=None)
 
     def _guard(self, action: Callable[[], object]) -> None:
         """Run work other than a step. Where the work fails, all requests end with an error, and the replica goes on.

@@ -1,0 +1,112 @@
+"""Prefixes that come from elsewhere while their request waits: from a tier below the pool, or from another replica.
+
+Somebody fills pages that have an owner of their own. The request keeps its place in the queue and keeps no other
+request back, until these pages have landed, or have failed, or do not land in time. A page that has landed is indexed:
+for the request it is a prefix hit. A page that has not landed is computed.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from crossdock.workers.schedule import kv
+from crossdock.workers.schedule.memory.prefix_index import PageHash
+from crossdock.workers.schedule.request import Request, Status
+from crossdock.workers.schedule.table import RequestTable
+
+
+class EmptyPage(NamedTuple):
+    """A page to fill: page `number` of a prefix, for one group of layers."""
+
+    number: int
+    group: int
+    page: int
+
+
+@dataclass(slots=True, eq=False)
+class AwaitedPrefix:
+    """The pages that somebody fills for a waiting request."""
+
+    request: Request
+    owner: str  # of the pages, also of those that were cached before
+    hashes: Sequence[PageHash]  # of all pages of the prefix, the last of which is awaited
+    num_cached: int  # pages of it that were cached before
+    num_landed: int  # pages of it that hold their tokens, the cached ones included
+    empty: Sequence[EmptyPage]  # by number; groups with a window have those that the token after the prefix sees
+    state: Sequence[int]  # empty pages for the state after the prefix, where layers are recurrent
+
+
+@dataclass(frozen=True, slots=True)
+class Awaited:
+    """Begins and ends the arrival of prefixes, for the waiting requests of one table."""
+
+    table: RequestTable
+
+    def begin(self, request: Request, num_pages: int, until: float) -> AwaitedPrefix | None:
+        """Allocate what a waiting request lacks of the first `num_pages` pages of its tokens; it waits for them.
+
+        The request waits no longer than `until`, in seconds on the clock of arrival times. None: the request cannot
+        start now because pages are short, earlier pages for it are still arriving, or all of its tokens are computed.
+        """
+        table, pages = self.table, self.table.pages
+        is_arriving = self._owner(request) in table.awaited
+        if request.status is not Status.WAITING or is_arriving or not kv.may_share(table, request):
+            return None
+        hit = kv.match_prefix(table, request)
+        new = table.needs.to_receive(num_pages * pages.page_size, hit)
+        needed = max(sum(new) + pages.state_pages, table.needs.num_to_start(request.num_tokens, hit))
+        needed += table.room_for_outputs() + table.num_growth_pages(request)
+        if hit.num_pages >= num_pages or not pages.stock.can_allocate(needed, shared=hit.pages):
+            return None
+        request.num_awaited += 1
+        owner = self._owner(request)
+        pages.share(owner, hit)
+        pages.leave_out(owner, num_pages * pages.page_size)
+        for group, count in enumerate(new):
+            pages.allocate(owner, count, group)
+        if pages.state_pages:
+            pages.states.allocate(owner, arrives=True)
+        hashes = request.prefix_hashes(num_pages * pages.page_size, pages.page_size)
+        state = pages.states.newest(owner)
+        empty, num_cached = self._empty(owner, hit.num_pages), hit.num_pages
+        prefix = AwaitedPrefix(request, owner, hashes, num_cached, num_cached, empty, state)
+        table.awaited[owner] = until
+        request.awaits_pages_until = until
+        request.expected_cached_tokens = num_pages * pages.page_size
+        return prefix
+
+    def land(self, prefix: AwaitedPrefix, num_pages: int) -> None:
+        """Index the first `num_pages` pages of the prefix, which hold their tokens now; with the last, also its state.
+
+        May be called again with more pages, until `end`."""
+        pages, before, prefix.num_landed = self.table.pages, prefix.num_landed, num_pages
+        if num_pages > before:
+            pages.index(prefix.owner, prefix.hashes[:num_pages], first=before)
+            if prefix.state and num_pages == len(prefix.hashes):
+                pages.states.index(prefix.owner, prefix.state, prefix.hashes)
+
+    def end(self, prefix: AwaitedPrefix, may_be_written: bool = False) -> None:
+        """Let the request go on: nothing more will land. Pages that have landed stay cached.
+
+        `may_be_written`: pages that have not landed are quarantined, until `pages.end_quarantine(prefix.owner)`.
+        """
+        table = self.table
+        if may_be_written and prefix.num_landed < len(prefix.hashes):
+            table.pages.quarantine(prefix.owner, prefix.num_landed)
+        else:
+            table.pages.release(prefix.owner)
+        del table.awaited[prefix.owner]
+        prefix.request.awaits_pages_until = 0.0
+
+    def _owner(self, request: Request) -> str:
+        """Return the owner of the last prefix that a request has waited for; an earlier one may be in quarantine."""
+        return f"{request.owner}+{request.num_awaited}"
+
+    def _empty(self, owner: str, num_cached: int) -> list[EmptyPage]:
+        """Return the pages of an owner after its cached ones."""
+        return sorted(
+            EmptyPage(number, group, page)
+            for group, (first, live) in enumerate(self.table.pages.live_pages_of(owner))
+            for number, page in enumerate(live, first)
+            if number >= num_cached
+        )
