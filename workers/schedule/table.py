@@ -150,7 +150,7 @@ class RequestTable:
         return self._room
 
     def num_returning_pages(self) -> int:
-        """Return how many pages come back without a further preemption, once nobody else reads or fills them."""
+        """Return how many pages come back without a further preemption, once no transfer or tier uses them."""
         self._read = self._still_read()
         return self.pages.num_quarantined + self.pages.num_freed_by([*self._read, *self.awaited])
 

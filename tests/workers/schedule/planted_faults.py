@@ -190,8 +190,17 @@ ABORTS = [
 ]
 AWAITED = [
     Fault("page that may be written is free", "awaited", "Awaited.end", "if may_be_written and", "if False and"),
-    Fault("page counts before it has landed", "awaited", "Awaited.land", "prefix.hashes[:num_pages]", "prefix.hashes"),
-    Fault("state counts before it has landed", "awaited", "Awaited.land", "num_pages == len(prefix.hashes)", "True"),
+    Fault(
+        "page counts before it has landed",
+        "awaited",
+        "Awaited.land",
+        "prefix.hashes[:num_pages]",
+        "prefix.hashes",
+        5000,
+    ),
+    Fault(
+        "state counts before it has landed", "awaited", "Awaited.land", "num_pages == len(prefix.hashes)", "True", 5000
+    ),
 ]
 FAULTS = (*PAGES, *PREFIXES, *WINDOWS, *STATES, *DRAFTS, *AHEAD, *PREEMPTION, *PICTURES, *ABORTS, *AWAITED)
 
