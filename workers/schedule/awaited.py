@@ -98,6 +98,10 @@ class Awaited:
         del table.awaited[prefix.owner]
         prefix.request.awaits_pages_until = 0.0
 
+    def patience(self, now: float) -> float | None:
+        """Return the seconds until a request waits no longer, whatever has landed; None: no limit."""
+        return min((until - now for until in self.table.awaited.values() if until > now), default=None)
+
     def _owner(self, request: Request) -> str:
         """Return the owner of the last prefix that a request has waited for; an earlier one may be in quarantine."""
         return f"{request.owner}+{request.num_awaited}"

@@ -175,12 +175,6 @@ class Engine:
     def has_work(self) -> bool:
         return self.scheduler.table.has_work or not self.pipeline.is_empty
 
-    @property
-    def patience(self) -> float | None:
-        """Seconds until a request is computed although pages for it have not arrived from elsewhere; None: no limit."""
-        now = self.clock()
-        return min((until - now for until in self.scheduler.table.awaited.values() if until > now), default=None)
-
     # -- requests ----------------------------------------------------------------------------------------------------
 
     def add(self, submission: Submission, arrived: float | None = None, grammar: GrammarState | None = None) -> None:

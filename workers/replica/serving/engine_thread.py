@@ -208,7 +208,8 @@ class EngineThread(ObservedEngine):
     @property
     def _patience(self) -> float | None:
         """Seconds until there may be something to do although nothing happens; None: no limit."""
-        limits = [self.engine.patience, *(side.patience for side in self.sides)]
+        awaited = self.engine.scheduler.awaited.patience(self.engine.clock())
+        limits = [awaited, *(side.patience for side in self.sides)]
         return min((limit for limit in limits if limit is not None), default=None)
 
     def _guard(self, action: Callable[[], object]) -> None:
