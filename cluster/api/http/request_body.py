@@ -39,6 +39,8 @@ async def read_body(
     began = asyncio.get_running_loop().time()
     parts: list[bytes] = []
     size, is_whole = 0, False
+    if announced <= max_bytes:
+        memory.announce(announced)
     while max(announced, size) <= max_bytes and not is_whole:
         message = await _next(receive, began + min(LONGEST_S, SILENCE_S + size / LEAST_BYTES_PER_S))
         if message["type"] == "http.disconnect":

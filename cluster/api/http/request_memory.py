@@ -20,12 +20,27 @@ class RequestMemory:
         self._shares = shares
         self._owner = owner
         self._num_bytes = 0
+        self._num_announced = 0  # a part of these bytes: what has not come yet
+
+    def announce(self, num_bytes: int) -> None:
+        """Count a body before it arrives, and the text that it becomes at least. Raises ApiError 429 as `hold` does.
+
+        So of bodies that come together as many are read and parsed as fit, and the others are refused at once.
+        """
+        self.hold(2 * num_bytes)
+        self._num_announced = 2 * num_bytes
 
     def hold(self, num_bytes: int) -> None:
-        """Count bytes more. Raises ApiError 429 if the requests of the tenant, or all together, hold too much."""
+        """Count bytes more, or take them from those announced.
+
+        Raises ApiError 429 if the requests of the tenant, or all together, hold too much.
+        """
+        arrived = min(num_bytes, self._num_announced)
+        self._num_announced -= arrived
+        num_bytes -= arrived
         total = self._num_bytes + num_bytes
         room = self._shares.room(self._owner, freed=self._num_bytes, freed_of_owner=self._num_bytes)
-        if total > SMALL and total > room:
+        if num_bytes > 0 and total > SMALL and total > room:
             reason = f"This request would hold {total} bytes, and {room} are free: other large requests run"
             hint = "Try again later, or send less (http.request_memory_bytes)"
             headers = {"Retry-After": "1", "Connection": "close"}
@@ -51,7 +66,7 @@ class RequestMemory:
         if self._num_bytes >= LARGE:
             _heap.trim_later()
         self._shares.release(self._owner, self._num_bytes)
-        self._num_bytes = 0
+        self._num_bytes = self._num_announced = 0
 
     def hand_over(self) -> "RequestMemory":
         """Count the bytes for work that goes on after the HTTP request: until the `release` of the object returned."""

@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
+from crossdock.cluster.api.errors import ApiError
 from crossdock.cluster.api.http import request_memory
 from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.http.http_guard import HttpGuard
@@ -19,7 +20,7 @@ from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.workers.schedule.shares import Shares
 from tests.cluster.api.scripted_api import ScriptedDispatcher, raw, refused, serving
 from tests.cluster.ports import free_port
-from tests.waiting import eventually
+from tests.waiting import eventually, until
 
 MIB = 1 << 20
 UNREAD = [{"role": "user", "content": "Hi", "name": "x" * 200_000}]  # no template reads the name
@@ -85,6 +86,20 @@ def test_log_probabilities_of_an_answer_count_before_it_begins(
     assert len(engine.submissions) == 1
 
 
+async def test_body_that_was_announced_keeps_its_room_as_others_come() -> None:
+    shares = Shares(10 * MIB)
+    first, second, other = RequestMemory(shares, "a"), RequestMemory(shares, "a"), RequestMemory(shares, "b")
+    first.announce(MIB)
+    second.announce(MIB)
+    other.hold(5 * MIB)
+    first.hold(2 * MIB)
+    assert shares.num_used == 9 * MIB
+    with pytest.raises(ApiError, match="are free"):
+        first.hold(1)
+    first.release()
+    assert shares.num_used == 7 * MIB
+
+
 def test_heap_is_trimmed_once_a_large_request_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     trims: list[int] = []
     shares = Shares(1 << 30)
@@ -147,3 +162,49 @@ async def test_answer_counts_until_it_is_read() -> None:
             answer = await http.get("/")
         assert (answer.status_code, len(answer.content)) == (200, size)
     await server.close(1)
+
+
+async def test_of_large_bodies_that_come_together_as_many_are_served_as_fit() -> None:
+    """Parts of 64 bodies come in turns. Eight fit, each held twice: as bytes, and once it is parsed."""
+    size, most, turns = MIB, 16 * MIB, 16
+    served, statuses = asyncio.Event(), []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        scope["state"]["memory"].hold_parsed((await receive())["body"], 0, 0)
+        await served.wait()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def ask(guard: HttpGuard) -> None:
+        parts = iter([*[b"x" * (size // turns)] * turns])
+
+        async def receive() -> Any:
+            await asyncio.sleep(0)  # the next client's turn
+            part = next(parts, None)
+            if part is None:
+                await asyncio.Event().wait()
+            return {"type": "http.request", "body": part, "more_body": parts.__length_hint__() > 0}
+
+        async def send(message: Any) -> None:
+            await asyncio.sleep(0)
+            if "status" in message:
+                statuses.append(message["status"])
+
+        headers = [(b"content-length", b"%d" % size)]
+        await guard({"type": "http", "method": "POST", "path": "/", "headers": headers}, receive, send)
+
+    guard = HttpGuard(
+        app,
+        keys=KeyRing(),
+        open_paths=(),
+        ledger=Ledger(),
+        max_body_bytes=size,
+        request_timeout_s=None,
+        memory_bytes=most,
+    )
+    async with asyncio.timeout(60), asyncio.TaskGroup() as clients:
+        for _ in range(64):
+            clients.create_task(ask(guard))
+        await until(lambda: len(statuses) == 64 - most // (2 * size))
+        served.set()
+    assert statuses == [429] * 56 + [200] * 8
