@@ -108,6 +108,9 @@ class PoolConfig(BaseModel):
         default_factory=dict, description="Ray labels of the nodes it may run on: {ray.io/accelerator-type: H100}."
     )
     dtype: Dtype | None = Field(None, description="For devices that need another dtype; null is the model's.")
+    checkpoint: str | None = Field(
+        None, description="Directory or hub name of the same model in another weight format; null is model.path."
+    )
     engine: EngineConfig | None = Field(None, description="Engine settings that differ from the cluster's.")
 
     @property
@@ -210,13 +213,14 @@ class ClusterConfig(BaseModel):
             engine = engine.model_copy(update={"speculative_config": None, "quantization": None})
         num_ranks = sum(each.most * each.num_ranks for each in self.pools)
         return ReplicaSpec(
-            model=engine.model_spec(model.path, pool.dtype or model.dtype, model.max_model_len),
+            model=engine.model_spec(pool.checkpoint or model.path, pool.dtype or model.dtype, model.max_model_len),
             engine=engine,
-            tokenizer=model.tokenizer,
+            tokenizer=model.tokenizer or (pool.checkpoint and (model.path or "default")),
             num_threads=pool.num_cpus or max((os.cpu_count() or 1) // num_ranks, 1),
             role=pool.role,
             transfer=self.transfer if roles & {"prefill", "encode"} else None,
             takes_rows="encode" in roles and pool.role != "encode",
+            mixes_weights=self.router.unlike_weights == "mixed" and pool.role != "encode",
             tensor_parallel_size=pool.tensor_parallel_size,
             pipeline_parallel_size=pool.pipeline_parallel_size,
             rank_timeout_s=pool.rank_timeout_s,
@@ -254,6 +258,28 @@ class ClusterConfig(BaseModel):
         sizes = {(pool.engine or self.engine).page_size for pool in self.pools}
         if roles & {"prefill", "encode"} and len(sizes) > 1:
             raise ValueError(f"pools: page_size must be the same in all, to ship pages; there are {sorted(sizes)}")
+        return self
+
+    @model_validator(mode="after")
+    def _check_pairs_have_equal_weights(self) -> Self:
+        """Refuse prefill, decode and encode pools that would exchange nothing, as their weights are unlike."""
+        weights = {
+            pool.name: (pool.checkpoint or self.model.path, (pool.engine or self.engine).quantization == "int8")
+            for pool in self.pools
+        }
+        if "encode" in {pool.role for pool in self.pools} and len({path for path, _ in weights.values()}) > 1:
+            raise ValueError("pools: checkpoint must be the same in all where one has the role encode; leave it out")
+        partner = {"prefill": "decode", "decode": "prefill"}
+        for pool in self.pools:
+            others = [each for each in self.pools if each.role in (partner.get(pool.role), "mixed")]
+            if pool.role not in partner or self.router.unlike_weights == "mixed":
+                continue
+            if all(weights[pool.name] != weights[each.name] for each in others):
+                raise ValueError(
+                    f"pools: {pool.name!r} has other weights than all pools that it could exchange pages with; give "
+                    f"them the same checkpoint and engine.quantization, or set router.unlike_weights: mixed, which "
+                    f"computes prompts with one format and outputs with the other"
+                )
         return self
 
     @model_validator(mode="after")

@@ -39,6 +39,11 @@ class RouterConfig(BaseModel):
         description="One replica computes the prompt, or encodes the pictures, for another: where that is better, "
         "wherever possible, never.",
     )
+    unlike_weights: Literal["apart", "mixed"] = Field(
+        "apart",
+        description="Replicas with unlike weights, as of two formats: apart exchange no pages and no running streams, "
+        "whose tokens would change; mixed do.",
+    )
     evictions: Literal["priced", "ignored"] = Field(
         "priced", description="The seconds of prefill that will be done again where a request evicts cached pages."
     )
@@ -99,6 +104,7 @@ class Fleet:
             Overloaded: no replica can keep the request's promise, and every replica refuses late requests.
             LookupError: there is no replica left to choose.
         """
+        exclude = {*exclude, *self._with_other_weights(query.weights)} if query.weights else exclude
         may_ship = self.config.shipping != "never" and query.may_ship and query.num_tokens >= self.page_size
         may_ship = may_ship and not query.is_prompt_alone
         candidates = self.table.candidates(
@@ -197,6 +203,11 @@ class Fleet:
         self.table.touch(replica)
         self.prefixes.expect(replica.slot, query.page_hashes)
 
+    def _with_other_weights(self, weights: str) -> list[str]:
+        """Return the replicas that would give a request other tokens. Encode replicas make none."""
+        others = (each for each in self.table.by_name.values() if not each.is_encoder)
+        return [each.name for each in others if each.profile.weights != weights]
+
     def _predict(self, query: Query, cached: Floats, now: float, *, with_items: bool = True) -> Prediction:
         """Return the prediction for a request at every replica. `with_items`: each replica encodes the pictures."""
         priority, ages = self._priority(query.slo_class), self.table.ages(now)
@@ -277,4 +288,5 @@ class Fleet:
             late=late,
             cached_tokens=int(cached[prefill]),
             prefill_seconds=float(prediction.prefill[prefill]),
+            weights=last.profile.weights if self.config.unlike_weights == "apart" else "",
         )

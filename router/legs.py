@@ -11,6 +11,11 @@ from crossdock.workers.schedule.pictures.encoding_leg import encoding_leg
 from crossdock.workers.schedule.pictures.items import Item
 from crossdock.workers.schedule.submission import Leg, Overloaded, Submission
 
+_NO_EQUAL = (
+    "no replica is left with the weights that made the tokens so far; others would change what follows "
+    "(router.unlike_weights: mixed lets them)"
+)
+
 
 def query_of(
     submission: Submission,
@@ -20,8 +25,12 @@ def query_of(
     may_ship: bool,
     may_encode_elsewhere: bool,
     may_refuse: bool,
+    weights: str = "",
 ) -> Query:
-    """Describe to the router what is left of a request after the `output` that its client has."""
+    """Describe to the router what is left of a request after the `output` that its client has.
+
+    `weights`: see `Query`.
+    """
     token_ids = [*submission.prompt_token_ids, *output] if output else submission.prompt_token_ids
     hashes: Sequence[PageHash] = ()
     if not submission.sampling.needs_whole_prompt:
@@ -35,6 +44,7 @@ def query_of(
         may_ship=may_ship,
         may_refuse=may_refuse,
         is_prompt_alone=submission.sampling.pooling is not None,
+        weights=weights,
         items=_items_of(submission.items),
     )
     return replace(query, encoding=_query_of_rows(submission, query, page_size)) if may_encode_elsewhere else query
@@ -67,11 +77,13 @@ def choose_replicas(
         overloaded.append(refusal)
     except LookupError:
         if not refusals:
-            raise ReplicaLost("no replica is up; the model may still be loading") from None
+            is_alone = query.weights and len(fleet)
+            raise ReplicaLost(_NO_EQUAL if is_alone else "no replica is up; the model may still be loading") from None
     if overloaded and not is_accepted:
         raise min(overloaded, key=lambda refusal: refusal.retry_after) from None
     losses = (refusal for refusal in refusals.values() if isinstance(refusal, ReplicaLost))
-    raise next(losses, ReplicaLost("no replica takes the rest of the request")) from None
+    why = _NO_EQUAL if query.weights else "no replica takes the rest of the request"
+    raise next(losses, ReplicaLost(why)) from None
 
 
 def submit_again(

@@ -73,6 +73,7 @@ class Query:
     may_ship: bool = True  # whether one replica may compute the prompt for another
     may_refuse: bool = True  # False: its client named no class, or a replica has accepted the request
     is_prompt_alone: bool = False  # it has no output, so that prefill replicas compute all of it
+    weights: str = ""  # that made its output so far: only replicas with the same go on with it; empty: all may
     items: Sequence[tuple[int, int, int]] = ()  # (end, rows, parts: 1 for a picture) of each unlike item, in order
     encoding: "Query | None" = None  # of the `encoding_leg`, where an encode replica may take that
 
@@ -92,6 +93,7 @@ class Placement:
     prefill_seconds: float = 0.0  # of that replica's time that the rest takes
     cached_rows: int = 0  # of its items' embeddings, at the encoder
     encoder_seconds: float = 0.0  # of the encoder's time that the other rows take
+    weights: str = ""  # of the decode replica, where a stream is bound to them; see `SchedulingProfile`
 
 
 @dataclass(frozen=True, slots=True)

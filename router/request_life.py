@@ -84,6 +84,11 @@ class RequestLife:
         """Return whether a replica died of this request or beside it: the next attempt shows which."""
         return self._num_deaths > 0
 
+    @property
+    def weights(self) -> str:
+        """The weights with which alone the request may go on; empty: with any, as before its first token."""
+        return self.placement.weights if self.output and self.placement is not None else ""
+
     # -- attempts ----------------------------------------------------------------------------------------------------
 
     def place(self, now: float) -> list[Action]:
@@ -93,12 +98,11 @@ class RequestLife:
         if self.query is None:
             may_ship = self._num_losses < self._most_placements - 2
             self.query = query_of(
-                self.submission,
-                self.output,
-                self._fleet.page_size,
+                *(self.submission, self.output, self._fleet.page_size),
                 may_ship=may_ship,
                 may_encode_elsewhere=may_ship and self._fleet.has_encoders,
                 may_refuse=self.submission.is_promised and not self.is_accepted,
+                weights=self.weights,
             )
         if not self._may_encode_elsewhere:
             self.query = replace(self.query, encoding=None)

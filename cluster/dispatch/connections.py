@@ -164,11 +164,17 @@ class ReplicaConnections:
         """Return the connections whose stream has begun."""
         return [connection for connection in self._connections.values() if connection.is_open]
 
-    async def wait_until_one_is_open(self, seconds: float) -> None:
+    async def wait_until_one_is_open(self, seconds: float, weights: str = "") -> None:
         """Wait while there are replicas, but none with an open stream. In an upgrade all may be new; after a broken
-        network all may be about to be connected again."""
+        network all may be about to be connected again. `weights`: only replicas with these count; empty: all."""
         end = self._clock.now() + seconds
-        while self._has_members and not any(not each.is_leaving for each in self.opened() if _computes(each.profile)):
+
+        def counts(profile: SchedulingProfile) -> bool:
+            return _computes(profile) and weights in ("", profile.weights)
+
+        while any(counts(profile) for _, profile in self._members.values()):
+            if any(not each.is_leaving for each in self.opened() if counts(each.profile)):
+                return
             if self._clock.now() >= end:
                 return
             await asyncio.sleep(0.02)
@@ -177,10 +183,6 @@ class ReplicaConnections:
     def is_ready(self) -> bool:
         """Whether a replica that computes prompts has an open stream."""
         return any(_computes(connection.profile) for connection in self.opened())
-
-    @property
-    def _has_members(self) -> bool:
-        return any(_computes(profile) for _, profile in self._members.values())
 
     # -- members -----------------------------------------------------------------------------------------------------
 

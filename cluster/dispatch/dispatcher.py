@@ -187,7 +187,7 @@ class Dispatcher:
         self._suspects.leave(life.submission.id)
         if life.is_suspect:
             await self._suspects.enter(life.submission.id)
-        await self._connections.wait_until_one_is_open(self._timeouts.answer_s)
+        await self._connections.wait_until_one_is_open(self._timeouts.answer_s, life.weights)
         actions = life.place(self.clock.now())
         if life.placement is not None and not life.is_over:
             self.metrics.placed(life.submission, life.placement)

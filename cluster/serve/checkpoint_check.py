@@ -37,6 +37,21 @@ def check_checkpoint(folder: Path, *, needs_tokenizer: bool = True, quantization
     return scheme
 
 
+def require_same_model(folder: Path, other: Path) -> None:
+    """Check that two checkpoints are one model in two formats, as far as config.json says.
+
+    Raises:
+        ValueError: a size differs; the message names the field.
+    """
+    ours, theirs = (json.loads((each / "config.json").read_text()) for each in (folder, other))
+    for field in ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_key_value_heads"):
+        if ours.get(field) != theirs.get(field):
+            raise ValueError(
+                f"{other} has {field} {theirs.get(field)!r} and {folder} {ours.get(field)!r}; pools serve one model, "
+                f"in formats of their own"
+            )
+
+
 def describe_weights(folder: Path, scheme: Scheme) -> str:
     """Return how the weights in `folder` are stored and their bytes, as text for the terminal."""
     num_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))

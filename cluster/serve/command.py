@@ -14,9 +14,9 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from crossdock.cluster.api.http.http_config import OPEN_TO_OTHERS
-from crossdock.cluster.config import ClusterConfig
+from crossdock.cluster.config import ClusterConfig, PoolConfig
 from crossdock.cluster.config_file import to_yaml
-from crossdock.cluster.serve.checkpoint_check import check_checkpoint, describe_weights
+from crossdock.cluster.serve.checkpoint_check import check_checkpoint, describe_weights, require_same_model
 from crossdock.cluster.serve.flags import configuration, takes_flags
 from crossdock.cluster.serve.memory import used_by_family
 from crossdock.cluster.serve.other_flags import unread_variables
@@ -134,11 +134,27 @@ def _prepare_model(config: ClusterConfig, console: Console) -> None:
         if any(pool.role == "encode" for pool in config.pools):
             _require_pictures(path, config)
         for pool in config.pools:
+            folder = _checkpoint_of(pool, path, config)
             if pool.num_ranks > 1:
                 from crossdock.workers.model.weights.weights import check_division
 
-                check_division(path, pool.tensor_parallel_size, pool.pipeline_parallel_size)
+                check_division(folder, pool.tensor_parallel_size, pool.pipeline_parallel_size)
     console.print(f"[dim]Model: {escape(str(path))}: {escape(describe_weights(path, scheme))}[/dim]")
+
+
+def _checkpoint_of(pool: PoolConfig, path: Path, config: ClusterConfig) -> Path:
+    """Return the directory of a pool's weights, where it has a checkpoint of its own after checking that."""
+    from crossdock.workers.model.weights.checkpoint import resolve_model
+
+    if pool.checkpoint is None:
+        return path
+    folder = resolve_model(pool.checkpoint)
+    try:
+        check_checkpoint(folder, needs_tokenizer=False, quantization=(pool.engine or config.engine).quantization)
+        require_same_model(path, folder)
+    except ValueError as error:
+        raise ValueError(f"pools: checkpoint of {pool.name!r}: {error}") from None
+    return folder
 
 
 def _require_pictures(path: Path, config: ClusterConfig) -> None:

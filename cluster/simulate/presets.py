@@ -156,6 +156,7 @@ def preset(name: str) -> SchedulingProfile:
         max_num_seqs=_MAX_NUM_SEQS,
         slo_classes=DEFAULT_CLASSES,
         compatibility=model_name,
+        weights=model_name,
         page_bytes=model.token_bytes * _PAGE_SIZE,
         bytes_per_second=_NETWORK * tp,
         tensor_parallel_size=tp,

@@ -310,6 +310,37 @@ def test_pools_that_cannot_work_together_are_refused(pools: list[dict[str, objec
         load(None, {"pools": pools, "engine": {"max_num_seqs": 32}})
 
 
+INT8 = {"quantization": "int8"}
+
+
+@pytest.mark.parametrize(
+    ("pools", "message"),
+    [
+        ([{"name": "prefill"}, {"name": "decode", "engine": INT8}], "'prefill' has other weights than all pools that"),
+        ([{"name": "prefill"}, {"name": "decode", "checkpoint": "/fp8"}], "set router.unlike_weights: mixed"),
+        ([{"name": "a"}, {"name": "prefill"}, {"name": "decode", "engine": INT8}], "'decode' has other weights"),
+        ([{"name": "a", "checkpoint": "/fp8"}, {"name": "encode"}], "checkpoint must be the same in all where one has"),
+    ],
+)
+def test_pools_that_exchange_nothing_for_their_weights_are_refused(
+    pools: list[dict[str, object]], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        load(None, {"model.path": "/bf16", "pools": pools, "engine": {"max_num_seqs": 32}})
+
+
+def test_pools_of_unlike_weights_exchange_pages_where_the_router_mixes_them() -> None:
+    pools = [{"name": "prefill"}, {"name": "decode", "checkpoint": "/fp8"}, {"name": "a", "checkpoint": "/bf16"}]
+    with pytest.raises(ValueError, match="'decode' has other weights"):
+        load(None, {"model.path": "/bf16", "pools": pools})
+    config = load(None, {"model.path": "/bf16", "pools": pools, "router.unlike_weights": "mixed"})
+    prefill, decode, _ = (config.replica_spec(pool) for pool in config.pools)
+    assert (prefill.model.path, prefill.tokenizer, prefill.mixes_weights) == ("/bf16", None, True)
+    assert (decode.model.path, decode.tokenizer, decode.mixes_weights) == ("/fp8", "/bf16", True)
+    apart = load(None, {"model.path": "/bf16", "pools": [{"name": "a"}, {"name": "b", "checkpoint": "/fp8"}]})
+    assert not any(apart.replica_spec(pool).mixes_weights for pool in apart.pools)
+
+
 @pytest.mark.parametrize("name", ["ingress", "Big Pool"])
 def test_reserved_or_malformed_pool_name_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=r"pools\.0\.name|pools\.0"):

@@ -173,6 +173,7 @@ class ReplicaSpec:
     role: Role = "mixed"
     transfer: TransferConfig | None = None  # None: no replica of the cluster ships KV pages
     takes_rows: bool = False  # whether encode replicas of the cluster send it embeddings
+    mixes_weights: bool = False  # whether it exchanges pages with replicas of unlike weights
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     rank_timeout_s: float = 60.0  # a rank that takes longer for its part of one step counts as hung
@@ -193,6 +194,10 @@ class ReplicaSpec:
                 f"pools: an encode replica has a model's encoder of pictures alone, and cannot have "
                 f"{'; '.join(reasons)}; set them otherwise in that pool"
             )
+
+    def weights_of(self, checkpoint: str) -> str:
+        """Return a name for the weights that products read, by the name of the checkpoint."""
+        return f"{checkpoint} int8" if self.model.quantization == "int8" else checkpoint
 
     @property
     def num_ranks(self) -> int:

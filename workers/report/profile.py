@@ -36,6 +36,7 @@ class SchedulingProfile(BaseModel):
     admission: Literal["reject", "queue"] = "reject"
     role: Role = "mixed"
     compatibility: str = ""  # equal for replicas that may exchange pages: model, data type, shape of a page
+    weights: str = ""  # equal for replicas whose weights are equal, bit for bit, and so their tokens; empty: unknown
     page_bytes: int = 0  # 0: unknown
     bytes_per_second: float = 1e9  # of page transfers to another replica; until one is measured
     tensor_parallel_size: int = 1

@@ -38,6 +38,31 @@ async def test_request_of_dead_replica_goes_on_elsewhere_with_the_same_tokens() 
         await second.engine_thread.close()
 
 
+async def test_running_request_waits_for_a_replica_of_its_own_weights() -> None:
+    """The last one is killed in mid-stream, while another format's is up. A new one goes on, token for token."""
+    replicas = {name: InProcess() for name in ("lost", "other", "new")}
+    for name, replica in replicas.items():
+        replica.profile = replica.profile.model_copy(update={"weights": "fp8" if name == "other" else "bf16"})
+    async with serving(Dispatcher("tiny"), lost=replicas["lost"]) as dispatcher:
+        wanted = await tokens(dispatcher, "alone", 100)
+        output: list[int] = []
+        params = SamplingParams(max_tokens=100, temperature=0.0, ignore_eos=True)
+        async for delta in dispatcher.generate(Submission("r", [3 + i % 100 for i in range(30)], params)):
+            output += delta.token_ids
+            if len(output) == 50:
+                dispatcher.join("other", replicas["other"], replicas["other"].profile)
+                await ready(dispatcher, 2)
+                replicas["lost"].is_killed = True
+                await until(lambda: len(dispatcher.fleet) == 1)
+                dispatcher.join("new", replicas["new"], replicas["new"].profile)
+            elif len(output) > 50 and not delta.finish_reason:
+                assert dispatcher.fleet.num_booked("other") == 0
+        assert output == wanted
+        dispatcher.leave("lost")
+        for name in ("other", "new"):
+            await replicas[name].engine_thread.close()
+
+
 async def test_bad_words_and_listed_tokens_are_the_same_on_a_pair_and_after_a_loss() -> None:
     """The replica that goes on knows the output so far, in which a word may have begun."""
     first, prefill, decode = InProcess(), InProcess(role="prefill"), InProcess(role="decode")

@@ -1,6 +1,8 @@
 """Simulated replicas that die: requests go on elsewhere, and everything that begins ends."""
 
-from tests.cluster.simulate.small_fleets import assert_all_ended, fleet, job, play, times
+from typing import Any
+
+from tests.cluster.simulate.small_fleets import assert_all_ended, fleet, job, play, profile, times
 
 
 def test_request_of_a_dead_replica_goes_on_elsewhere_after_its_tokens() -> None:
@@ -17,6 +19,29 @@ def test_request_of_a_dead_replica_goes_on_elsewhere_after_its_tokens() -> None:
     assert outcome.replicas[1].until == dies
     assert outcome.replicas[1].busy_s == dies
     assert_all_ended(simulation, outcome, jobs)
+
+
+def test_simulated_stream_goes_on_with_its_own_weights_alone() -> None:
+    """After its replica dies, two seconds in, a stream waits behind others of its format; the other format is idle."""
+    pools: list[dict[str, Any]] = [
+        {"name": name, "replicas": replicas, "profile": profile(weights=name)}
+        for name, replicas in (("bf16", 2), ("fp8", 1))
+    ]
+    jobs = [job(f"r{number}", 64, 200) for number in range(9)]
+    for unlike_weights in ("apart", "mixed"):
+        router = {"policy": "round-robin", "unlike_weights": unlike_weights}
+        failures = [{"at": 2.0, "kill": "bf16/0"}]
+        simulation, outcome = play(fleet(*pools, failures=failures, router=router), jobs)
+        assert_all_ended(simulation, outcome, jobs)
+        assert all(sample.ok for sample in outcome.samples)
+        prefilled = {replica.name: replica.num_prefilled for replica in outcome.replicas}
+        assert (prefilled["fp8/0"] == 3 * 64) == (unlike_weights == "apart"), prefilled
+    lost = [{"at": 2.0 + number, "kill": f"bf16/{number}"} for number in (0, 1)]
+    simulation, outcome = play(fleet(*pools, failures=lost, router={"policy": "round-robin"}), jobs)
+    assert_all_ended(simulation, outcome, jobs)
+    errors = [sample.error for sample in outcome.samples if not sample.ok]
+    assert len(errors) == 6
+    assert all("no replica is left with the weights" in str(error) for error in errors)
 
 
 def test_decode_replica_computes_only_the_missing_pages_when_prefill_replica_dies() -> None:

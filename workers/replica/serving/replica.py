@@ -71,7 +71,9 @@ class Replica:
         engine, profile = await (self._load(spec) if spec.num_ranks == 1 else self._load_gang(spec))
         self._ages["steps measured"] = process_age()
         name = await asyncio.to_thread(lambda: fingerprint(resolve_model(spec.model.path)))
-        self.engine_thread = thread = _start(engine, name, spec)
+        weights = spec.weights_of(name)
+        of_pages = "any weights" if spec.mixes_weights else weights
+        self.engine_thread = thread = _start(engine, name, of_pages, spec)
         self._starting = None
         await asyncio.to_thread(prepare_interpreter)
         # Remote calls: Serve finds the engine thread's own methods here, under the names that `ReplicaClient` calls.
@@ -80,13 +82,13 @@ class Replica:
         self.assign_role, self.peer_dead = thread.assign_role, thread.peer_dead
         self.timelines, self.live_requests = thread.find_timelines, thread.live_requests
         self.metrics_text = thread.metrics_text
-        compatibility = engine.pool_spec(name).compatibility
+        compatibility = engine.pool_spec(of_pages).compatibility
         machine = await asyncio.to_thread(describe_machine, engine.model, engine.pipeline.runner.graphs_text)
         self._ages["ready"] = process_age()
         ages = {phase: round(age, 2) for phase, age in sorted(self._ages.items(), key=lambda item: item[1])}
         logger.info("started: %s", ", ".join(f"{phase} after {age:.1f} s" for phase, age in ages.items()))
         self._machine = machine | {"start_s": ages}
-        update = {"role": spec.role, "compatibility": compatibility, **thread.addresses}
+        update = {"role": spec.role, "compatibility": compatibility, "weights": weights, **thread.addresses}
         self.profile = profile.model_copy(update=update)
 
     # -- remote calls that add to the engine thread's own ------------------------------------------------------------
@@ -216,14 +218,17 @@ def gang_host() -> str:
     return LOOPBACK if is_on_one_node else str(ray.util.get_node_ip_address())
 
 
-def _start(engine: Engine, name: str, spec: ReplicaSpec) -> EngineThread:
-    """Start the thread of an engine, with transfers where the cluster has any. `name` names the weights."""
+def _start(engine: Engine, name: str, of_pages: str, spec: ReplicaSpec) -> EngineThread:
+    """Start the thread of an engine, with transfers where the cluster has any.
+
+    `name` names the checkpoint, whose embeddings of pictures it takes; `of_pages` what KV pages are computed with.
+    """
     if spec.transfer is None:
         return EngineThread(engine)
     transfer = spec.transfer.model_copy(update={"host": spec.transfer.host or ray.util.get_node_ip_address()})
-    arguments = engine, name, spec.role, transfer
-    rows = [partial(open_landing, *arguments)] if engine.scheduler.encoding.arriving.num_pages else []
-    return EngineThread(engine, partial(connect, *arguments), *rows)
+    arguments = spec.role, transfer
+    rows = [partial(open_landing, engine, name, *arguments)] if engine.scheduler.encoding.arriving.num_pages else []
+    return EngineThread(engine, partial(connect, engine, of_pages, *arguments), *rows)
 
 
 def _log_where_serve_does(*, with_chunks: bool) -> None:
