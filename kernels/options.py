@@ -7,7 +7,7 @@ KVCacheDtype: TypeAlias = Literal["auto", "fp8"]
 Kernel: TypeAlias = Literal["own", "int8", "onednn", "torch"]
 CpuKernels: TypeAlias = Literal["auto", "own", "int8", "onednn", "torch"]
 Quantization: TypeAlias = Literal[
-    "int8", "fp8", "mxfp8", "mxfp4", "awq", "gptq", "compressed-tensors", "modelopt", "gguf"
+    "int8", "fp8", "fbgemm_fp8", "mxfp8", "mxfp4", "awq", "gptq", "compressed-tensors", "modelopt", "gguf"
 ]
 CHECKPOINT_METHODS: tuple[Quantization, ...] = get_args(Quantization)[1:]
 """How a checkpoint may be quantised, as its `quant_method` names it."""

@@ -2,7 +2,8 @@
 
     OMP_WAIT_POLICY=PASSIVE python benchmarks/models/quantised.py
 
-The weights are rounded to the nearest code by compressed-tensors, without calibration. Prints bytes, the perplexity of
+The weights are rounded to the nearest code by compressed-tensors and gguf, without calibration: AWQ and GPTQ would
+store the codes of w4a16, or with calibration better ones. Prints bytes, the perplexity of
 each model on this repository's documentation, how far its logits are from those of float32, and milliseconds of whole
 forward passes. The passes of the models alternate, so that other load affects all alike.
 """
@@ -12,6 +13,8 @@ import json
 import shutil
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,8 @@ import torch.nn.functional as F
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+from gguf import GGMLQuantizationType
+from gguf.quants import quantize
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoTokenizer
@@ -29,6 +34,7 @@ from crossdock.workers.model.load import load_model
 from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.model.weights.checkpoint import default_model_dir
+from crossdock.workers.model.weights.gguf_blocks import BLOCK_TYPES
 from crossdock.workers.model.weights.weights import measure_part
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -42,6 +48,8 @@ FORMATS: dict[str, tuple[str, dict[str, Any]]] = {  # those in which 576 columns
     "nvfp4": ("nvfp4-pack-quantized", _GROUPS | {"type": "float", "strategy": "tensor_group", "group_size": 16}),
     "mxfp4": ("mxfp4-pack-quantized", _GROUPS | {"type": "float", "scale_dtype": "uint8"}),
 }
+FP8_BLOCKS = {"fp8 tensor": (None, None), "fp8 blocks": (128, 128)}  # rows and columns of a scale; None: all
+GGUF = {"q4_0": "Q4_0", "q8_0": "Q8_0"}  # K-quants need rows of whole 256 columns, and gguf does not write them
 WINDOW, PAGE_SIZE, CONTEXT = 1024, 16, 64  # tokens
 
 
@@ -122,11 +130,46 @@ def repack(source: Path, target: Path, layout: str, **weights: Any) -> Path:
         tensors |= {f"{name.removesuffix('weight')}{key}": each.contiguous() for key, each in found.items()}
     save_file(tensors, target / "model.safetensors", {"format": "pt"})
     group = {"targets": ["Linear"], "weights": {"type": "int", "symmetric": True, **weights}}
-    config = json.loads((target / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "compressed-tensors", "format": layout, "ignore": ["lm_head"]}
-    config["quantization_config"]["config_groups"] = {"group_0": group}
-    (target / "config.json").write_text(json.dumps(config))
+    describe(target, quant_method="compressed-tensors", format=layout, ignore=["lm_head"], config_groups={"0": group})
     return target
+
+
+def repack_fp8(source: Path, target: Path, block: tuple[int | None, int | None]) -> Path:
+    """Write the projections of a checkpoint in e4m3, with a scale for each block."""
+    shutil.copytree(source, target)
+    tensors = load_file(source / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("proj.weight")]:
+        weight = tensors[name].float()
+        height, width = block[0] or weight.shape[0], block[1] or weight.shape[1]
+        largest = F.max_pool2d(weight.abs()[None], (height, width), ceil_mode=True)[0]
+        scales = (largest / torch.finfo(torch.float8_e4m3fn).max).clamp_min(1e-12)
+        spread = scales.repeat_interleave(height, 0).repeat_interleave(width, 1)[: len(weight), : weight.shape[1]]
+        tensors |= {name: (weight / spread).to(torch.float8_e4m3fn), f"{name}_scale_inv": scales}
+    save_file(tensors, target / "model.safetensors", {"format": "pt"})
+    describe(target, quant_method="fp8", **({"weight_block_size": block} if block[0] else {}))
+    return target
+
+
+def repack_gguf(source: Path, target: Path, kind: str) -> Path:
+    """Write the projections of a checkpoint in the blocks of a GGUF file, as a replica keeps them."""
+    shutil.copytree(source, target)
+    tensors, block = load_file(source / "model.safetensors"), BLOCK_TYPES[kind]
+    modules = [name.removesuffix(".weight") for name in tensors if name.endswith("proj.weight")]
+    for module in modules:
+        weight = tensors.pop(f"{module}.weight").float().numpy()
+        blocks = quantize(weight, GGMLQuantizationType[kind]).reshape(len(weight), weight.shape[1] // block.block, -1)
+        found = block.unpack(blocks)
+        codes = found.codes[:, ::2] | found.codes[:, 1::2] << 4 if block.kind == "int4" else found.codes
+        tensors |= {f"{module}.codes": torch.tensor(codes), f"{module}.scales": torch.tensor(found.scales)}
+    save_file(tensors, target / "model.safetensors", {"format": "pt"})
+    form = {"kind": block.kind, "group": block.group, "has_offsets": False, "modules": modules}
+    describe(target, quant_method="gguf", forms=[form])
+    return target
+
+
+def describe(folder: Path, **quantisation: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantisation}))
 
 
 def main() -> None:
@@ -142,11 +185,15 @@ def main() -> None:
         "int8": ModelSpec(str(path), "bfloat16", quantization="int8"),
     }
     with tempfile.TemporaryDirectory() as folder:
-        chosen = arguments.only.split(",") if arguments.only else [*specs, *FORMATS]
-        for name, (layout, weights) in FORMATS.items():
+        makers: dict[str, Callable[[Path], Path]] = {
+            **{name: partial(repack, path, layout=layout, **weights) for name, (layout, weights) in FORMATS.items()},
+            **{name: partial(repack_fp8, path, block=block) for name, block in FP8_BLOCKS.items()},
+            **{name: partial(repack_gguf, path, kind=kind) for name, kind in GGUF.items()},
+        }
+        chosen = arguments.only.split(",") if arguments.only else [*specs, *makers]
+        for name, make in makers.items():
             if name in chosen:
-                packed = repack(path, Path(folder) / name, layout, **weights)
-                specs[name] = ModelSpec(str(packed), "bfloat16")
+                specs[name] = ModelSpec(str(make(Path(folder) / name)), "bfloat16")
         models = {name: load_model(spec) for name, spec in specs.items() if name in chosen}
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
     for name, model in models.items():

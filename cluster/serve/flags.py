@@ -416,13 +416,33 @@ _WORDS_OF_OTHERS = {  # setting: words of vLLM and SGLang, and ours
         "fa3": "flash_attn_3",
         "torch_native": "torch",
     },
+    "engine.quantization": {  # kernels and variants of one form, which is read from the checkpoint
+        **dict.fromkeys(("awq_marlin", "cpu_awq"), "awq"),
+        **dict.fromkeys(("gptq_marlin", "gptq_bitblas", "marlin", "cpu_gptq"), "gptq"),
+        **dict.fromkeys(("modelopt_fp8", "modelopt_fp4", "modelopt_mxfp8", "petit_nvfp4"), "modelopt"),
+        **dict.fromkeys(("w8a8_int8", "w8a8_fp8"), "compressed-tensors"),
+        **dict.fromkeys(("deepseek_v4_fp8", "deepgemm_fp8"), "fp8"),
+        "gpt_oss_mxfp4": "mxfp4",
+        "moe_wna16": None,  # AWQ or GPTQ, as the checkpoint says
+    },
 }
 _FITTING = (
     "a context that fits the memory is not supported: give a number of tokens. Without the flag it is the model's own "
     "limit; where the memory for KV pages is too small for it, the start ends with the number of tokens that fit"
 )
 _LEAST_SIZE = 1 << 20  # bytes; no cache of a model is smaller
-_REFUSED_WORDS = {"model.max_model_len": {"auto": _FITTING, "-1": _FITTING}}
+_NOT_READ = "such weights are not read: serve the checkpoint that they were made from, or one in AWQ, GPTQ or FP8"
+_AS_LOADED = "plain weights are rounded as they are loaded by int8 alone, on CPUs; on GPUs serve a checkpoint in FP8"
+_REFUSED_WORDS = {
+    "model.max_model_len": {"auto": _FITTING, "-1": _FITTING},
+    "engine.quantization": {
+        **dict.fromkeys(
+            ("auto-round", "inc", "quark", "quark_int4fp8_moe", "torchao", "hqq", "aqlm", "qqq"), _NOT_READ
+        ),
+        **dict.fromkeys(("fp_quant", "qoq", "w4afp8", "modelslim", "modelopt_mixed", "gptq_marlin_24"), _NOT_READ),
+        **dict.fromkeys(("fp8_per_tensor", "fp8_per_block", "experts_int8", "ptpc_fp8", "online", "rtn"), _AS_LOADED),
+    },
+}
 _METAVARS = {ByteSize: "SIZE", int: "INTEGER"}
 _MULTIPLES = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 

@@ -60,15 +60,13 @@ def _fp8(block: tuple[int, int] | None, scale: str, config: dict[str, Any], byte
     return Case(config, make, weight_of, bytes_per_weight)
 
 
-def _mxfp8() -> Case:
-    config = {"quant_method": "mxfp8", "weight_block_size": [1, 32], "activation_scheme": "dynamic"}
-
+def _mxfp8(scale: str, config: dict[str, Any]) -> Case:
     def make(rows: int, columns: int) -> Tensors:
         exponents = torch.randint(117, 122, (rows, columns // 32), dtype=torch.uint8)
-        return {".weight": _e4m3(rows, columns), ".weight_scale_inv": exponents}
+        return {".weight": _e4m3(rows, columns), scale: exponents}
 
     def weight_of(tensors: Tensors) -> Tensor:
-        scales = torch.exp2(tensors[".weight_scale_inv"].float() - 127)
+        scales = torch.exp2(tensors[scale].float() - 127)
         return tensors[".weight"].float() * scales.repeat_interleave(32, 1)
 
     return Case(config, make, weight_of, 1 + 4 / 32)
@@ -193,7 +191,9 @@ CASES: dict[str, Case] = {
     "fp8 blocks": _fp8((32, 32), ".weight_scale_inv", _FP8 | {"weight_block_size": [32, 32]}, 1 + 4 / 1024),
     "fp8 uneven blocks": _fp8((40, 48), ".weight_scale_inv", _FP8 | {"weight_block_size": [40, 48]}, 1 + 4 / 1920),
     "fp8 tensor": _fp8(None, ".weight_scale", _FP8, 1),
-    "mxfp8": _mxfp8(),
+    "mxfp8": _mxfp8(".weight_scale_inv", _FP8 | {"quant_method": "mxfp8", "weight_block_size": [1, 32]}),
+    "modelopt mxfp8": _mxfp8(".weight_scale", {"quant_method": "modelopt", "quant_algo": "MXFP8"}),
+    "fbgemm_fp8": _fp8((1, 10**6), ".weight_scale", {"quant_method": "fbgemm_fp8"}, 1 + 4 / 64),
     "modelopt fp8": _fp8(None, ".weight_scale", {"quant_method": "modelopt", "quant_algo": "FP8"}, 1),
     "compressed-tensors fp8": _compressed(
         *("float-quantized", lambda n, k: {".weight": _e4m3(n, k), ".weight_scale": _scales(n, 1)}, 1 + 4 / 64),

@@ -164,6 +164,8 @@ def _from_hub(name: str) -> Path:
         repository, _, revision = name.partition("@")
         return Path(snapshot_download(repository, revision=revision or None, allow_patterns=files))
     except HFValidationError:
+        if ":" in name:
+            hint = "a GGUF file of the hub is not fetched by its type: download it, and give its path"
         raise ValueError(f"model {name!r} is neither a directory nor a Hugging Face hub name; {hint}") from None
     except LocalEntryNotFoundError:
         why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the hub cannot be reached"

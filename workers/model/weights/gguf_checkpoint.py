@@ -35,6 +35,13 @@ def pack_gguf(gguf: Path, target: Path) -> None:
     except (ValueError, IndexError) as error:
         raise ValueError(f"model {gguf} is a file that gguf cannot read: {error}") from error
     architecture = reader.fields["general.architecture"].contents()
+    if architecture == "clip":
+        raise ValueError(f"model {gguf} is an encoder of pictures (mmproj); serve the safetensors form of the model")
+    if (parts := reader.fields.get("split.count")) is not None and parts.contents() > 1:
+        raise ValueError(
+            f"model {gguf} is one of {parts.contents()} files of a model; join them with llama.cpp's llama-gguf-split "
+            f"--merge, and serve the one file"
+        )
     names = {tensor.name for tensor in reader.tensors}
     _refuse_unread(gguf, reader)
     target.mkdir()

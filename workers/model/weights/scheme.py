@@ -164,6 +164,11 @@ def _fp8(found: Mapping[str, Any]) -> Scheme:
     return Scheme(found["quant_method"], (Rule(PackedForm(layout, "e4m3", columns, rows)),), _plain_ones(found))
 
 
+def _fbgemm_fp8(found: Mapping[str, Any]) -> Scheme:
+    form = PackedForm("scale of a weight", "e4m3", None, 1)
+    return Scheme("fbgemm_fp8", (Rule(form),), _plain_ones(found))
+
+
 def _mxfp4(found: Mapping[str, Any]) -> Scheme:
     form = PackedForm("blocks of experts", "e2m1", 32, scale_bytes=2)
     return Scheme("mxfp4", (Rule(form, ("re:.*experts",)),), _plain_ones(found))
@@ -206,6 +211,7 @@ def _modelopt(found: Mapping[str, Any]) -> Scheme:
         "FP8": PackedForm("scale of a weight", "e4m3", None, None),
         "FP8_PER_CHANNEL_PER_TOKEN": PackedForm("scale of a weight", "e4m3", None, 1),
         "FP8_PB_WO": PackedForm("scale of a weight", "e4m3", 128, 128),
+        "MXFP8": PackedForm("scale of a weight", "e4m3", 32),
         "NVFP4": PackedForm("two scales of a weight", "e2m1", 16),
     }
     algorithm = found.get("quant_algo")
@@ -269,6 +275,7 @@ def _plain_ones(found: Mapping[str, Any]) -> tuple[str, ...]:
 
 _READERS: Mapping[str, Callable[[Mapping[str, Any]], Scheme]] = {
     "fp8": _fp8,  # by blocks, or one scale for a tensor
+    "fbgemm_fp8": _fbgemm_fp8,
     "mxfp8": _fp8,
     "mxfp4": _mxfp4,  # the experts of gpt-oss
     "awq": _awq,

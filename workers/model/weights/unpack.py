@@ -184,7 +184,7 @@ def _of_experts(_form: PackedForm, codes: Sequence[int]) -> list[int]:
 
 
 _I8, _F8, _I32, _U8 = (frozenset({name}) for name in ("I8", "F8_E4M3", "I32", "U8"))
-_UNUSED = (".input_scale", ".activation_scale", ".input_zero_point", ".input_global_scale")
+_UNUSED = (".input_scale", ".activation_scale", ".input_zero_point", ".input_global_scale", ".input_scale_ub")
 _SCALES: Mapping[str, tuple[str, ...]] = {"scales": (".weight_scale", ".weight_scale_inv")}
 _ZEROS = {"zeros": (".weight_zero_point",), "order": (".weight_g_idx",)}
 _OF_GPTQ = {"scales": (".scales",), "zeros": (".qzeros",), "order": (".g_idx",)}

@@ -157,3 +157,33 @@ def test_mistake_in_a_file_names_the_file_and_one_in_a_flag_the_flag(tmp_path: P
         "error: --max-num-seqs:",
         f"error: {file}: engine.page_size:",
     ]
+
+
+@pytest.mark.parametrize(
+    ("value", "meant"),
+    [
+        ("awq_marlin", "awq"),
+        ("gptq_marlin", "gptq"),
+        ("modelopt_fp4", "modelopt"),
+        ("w8a8_fp8", "compressed-tensors"),
+        ("gpt_oss_mxfp4", "mxfp4"),
+        ("moe_wna16", None),
+        ("fbgemm_fp8", "fbgemm_fp8"),
+    ],
+)
+def test_quantization_of_other_servers_asks_for_the_form_of_its_checkpoints(value: str, meant: str | None) -> None:
+    assert printed_config("--quantization", value).engine.quantization == meant
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("auto-round", "--quantization auto-round: such weights are not read: serve the checkpoint"),
+        ("experts_int8", "--quantization experts_int8: plain weights are rounded as they are loaded by int8 alone"),
+        ("nonsense", "--quantization: must be"),
+    ],
+)
+def test_quantization_that_is_not_read_is_refused_with_what_to_do(value: str, message: str) -> None:
+    result = run("config", "--quantization", value)
+    assert result.exit_code == 2
+    assert message in result.stderr

@@ -24,6 +24,7 @@ from ray.serve._private.common import DeploymentID
 from ray.serve.config import ProxyLocation
 from transformers import PreTrainedModel
 
+from crossdock.cluster.config import ClusterConfig
 from crossdock.cluster.config_file import load
 from crossdock.cluster.serve.app import build
 from crossdock.workers.model.load import load_model
@@ -42,13 +43,11 @@ PAIR: tuple[dict[str, Any], ...] = ({"name": "prefill"}, {"name": "decode", "rep
 _MAX_MODEL_LEN = 4096
 
 
-@contextmanager
-def deployment(
-    model: Path, pools: tuple[dict[str, Any], ...] = PAIR, settings: dict[str, Any] | None = None
-) -> Iterator[str]:
-    """Deploy replicas of `model`, and yield the URL of the API once all are up. `settings`: further ones, dotted."""
-    port = free_port()
-    config = load(
+def config_of(
+    model: Path, port: int, pools: tuple[dict[str, Any], ...], settings: dict[str, Any] | None = None
+) -> ClusterConfig:
+    """Return the configuration of a deployment. `settings`: further ones, dotted."""
+    return load(
         None,
         {
             "model.path": str(model),
@@ -71,6 +70,15 @@ def deployment(
             **(settings or {}),
         },
     )
+
+
+@contextmanager
+def deployment(
+    model: Path, pools: tuple[dict[str, Any], ...] = PAIR, settings: dict[str, Any] | None = None
+) -> Iterator[str]:
+    """Deploy replicas of `model`, and yield the URL of the API once all are up. `settings`: further ones, dotted."""
+    port = free_port()
+    config = config_of(model, port, pools, settings)
     serve.start(proxy_location=ProxyLocation.Disabled)
     # Serve notices that a replica was killed when it checks its health: after a second, instead of up to ten.
     with patch.object(serve, "deployment", partial(serve.deployment, health_check_period_s=1.0)):

@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 
 from crossdock.workers.model.weights.checkpoint import model_name, resolve_model
 from crossdock.workers.model.weights.gguf_blocks import BLOCK_TYPES
+from crossdock.workers.model.weights.gguf_checkpoint import pack_gguf
 from crossdock.workers.model.weights.packed_layers import PackedLinear
 from crossdock.workers.model.weights.plain import PlainWeights
 from crossdock.workers.model.weights.weights import read_config
@@ -80,3 +81,23 @@ def test_file_of_another_type_is_refused_by_name(tmp_path: Path) -> None:
     writer.close()
     with pytest.raises(ValueError, match=r"blk\.0\.ffn_up\.weight is of type Q2_K, which is not read; read are F32"):
         resolve_model(str(file))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "count", "message"),
+    [
+        ("clip", 0, "is an encoder of pictures"),
+        ("llama", 3, "is one of 3 files of a model; join them with llama.cpp's llama-gguf-split --merge"),
+    ],
+)
+def test_file_that_is_no_whole_model_is_refused(architecture: str, count: int, message: str, tmp_path: Path) -> None:
+    writer = GGUFWriter(tmp_path / "model.gguf", architecture)
+    if count:
+        writer.add_uint16("split.count", count)
+    writer.add_tensor("output.weight", np.zeros((4, 32), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ValueError, match=message):
+        pack_gguf(tmp_path / "model.gguf", tmp_path / "packed")
