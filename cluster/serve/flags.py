@@ -405,7 +405,7 @@ def _parsed_type(annotation: Any) -> tuple[Any, str | None]:
     return annotation, "" if annotation is bool else None
 
 
-_WORDS_OF_OTHERS = {  # setting: words of vLLM and SGLang, and ours
+_WORDS_OF_OTHERS: Mapping[str, Mapping[str, str | None]] = {  # setting: words of vLLM and SGLang, and ours
     "model.dtype": {"half": "float16", "float": "float32"},
     "engine.kv_cache_dtype": {"fp8_e4m3": "fp8"},
     "engine.attention_backend": {
@@ -433,7 +433,7 @@ _FITTING = (
 _LEAST_SIZE = 1 << 20  # bytes; no cache of a model is smaller
 _NOT_READ = "such weights are not read: serve the checkpoint that they were made from, or one in AWQ, GPTQ or FP8"
 _AS_LOADED = "plain weights are rounded as they are loaded by int8 alone, on CPUs; on GPUs serve a checkpoint in FP8"
-_REFUSED_WORDS = {
+_REFUSED_WORDS: Mapping[str, Mapping[str, str]] = {
     "model.max_model_len": {"auto": _FITTING, "-1": _FITTING},
     "engine.quantization": {
         **dict.fromkeys(
