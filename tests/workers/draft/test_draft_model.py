@@ -1,6 +1,7 @@
 """A small model drafts what it would generate itself, for several streams at once, within its own pool."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from crossdock.workers.draft.prompt_lookup import PromptLookup
 from crossdock.workers.schedule.drafts.speculative_config import SpeculativeConfig
 from crossdock.workers.schedule.memory.pages import PagePool
 from tests.workers.architectures import build
+from tests.workers.quantised import CASES, SIZES, write
 from tests.workers.replica.engines import MAX_MODEL_LEN, VOCAB_SIZE, tiny_model
 
 PAGE_SIZE = 16
@@ -22,9 +24,9 @@ def prompt_of(length: int, seed: int) -> list[int]:
     return torch.randint(VOCAB_SIZE, (length,), generator=generator).tolist()
 
 
-def expected(prompts: dict[str, list[int]], num_tokens: int) -> dict[str, list[int]]:
+def expected(prompts: dict[str, list[int]], num_tokens: int, module: Any = None) -> dict[str, list[int]]:
     """Return the greedy continuations of a model like the one that drafts, which attends without pages."""
-    module = build("llama", {"vocab_size": VOCAB_SIZE, "max_position_embeddings": MAX_MODEL_LEN})
+    module = module or build("llama", {"vocab_size": VOCAB_SIZE, "max_position_embeddings": MAX_MODEL_LEN})
     found = {}
     with torch.inference_mode():
         for name, prompt in prompts.items():
@@ -52,6 +54,15 @@ def test_same_model_as_target_drafts_its_greedy_tokens() -> None:
         text += wanted[name][: len(first[name]) + 1]  # all are accepted, and one token more is sampled
     second = drafting.propose(dict.fromkeys(texts, 3))
     assert second == {name: wanted[name][len(first[name]) + 1 :][:3] for name in texts}
+
+
+def test_quantised_small_model_drafts_the_tokens_of_its_dequantised_weights(tmp_path: Path) -> None:
+    sizes = SIZES | {"vocab_size": VOCAB_SIZE, "max_position_embeddings": MAX_MODEL_LEN}
+    module = write(tmp_path, CASES["awq"], sizes=sizes).eval()
+    config = SpeculativeConfig(method="draft_model", model=str(tmp_path), num_speculative_tokens=6)
+    drafting, prompt = DraftModel.load(config, tiny_model()), prompt_of(40, 4)
+    drafting.add("a", prompt)
+    assert drafting.propose({"a": 6}) == expected({"a": prompt}, 6, module)
 
 
 def test_rejected_drafts_are_forgotten() -> None:

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,21 +13,10 @@ from transformers import PretrainedConfig
 from transformers.modeling_utils import DownloadKwargs, _get_resolved_checkpoint_files
 
 from crossdock.kernels.packed import PackedMatrix
+from crossdock.workers.model.weights.file_slice import DTYPES, FLOATS, FileSlice, OpenFile
 from crossdock.workers.model.weights.scheme import PackedForm, Scheme
 from crossdock.workers.model.weights.unpack import LAYOUTS, Layout
 
-FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-DTYPES = FLOATS | {
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
 _SCALES_OF_KV = re.compile(r"\.(k_scale|v_scale|q_scale|output_scale|kv_scale)$")
 """Scales of KV pages, which a replica measures itself."""
 
@@ -36,7 +25,7 @@ class Files:
     """The open files of a checkpoint. Closed at the end of a `with`."""
 
     def __init__(self) -> None:
-        self._readers: dict[str, Any] = {}
+        self._readers: dict[str, OpenFile] = {}
         self._stack = ExitStack()
 
     def __enter__(self) -> "Files":
@@ -45,13 +34,11 @@ class Files:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def slice_of(self, file: str, key: str) -> Any:
-        """Return safetensors' slice of a tensor. Not by mmap: pages of a file would count as memory of this process."""
+    def slice_of(self, file: str, key: str) -> FileSlice:
+        """Return a tensor of a file, whose bytes are read when they are asked for."""
         if file not in self._readers:
-            self._readers[file] = self._stack.enter_context(
-                safe_open(file, framework="pt", device="cpu", backend="pread")
-            )
-        return self._readers[file].get_slice(key)
+            self._readers[file] = self._stack.enter_context(closing(OpenFile(Path(file))))
+        return self._readers[file].slice_of(key)
 
 
 class StoredTensor:
@@ -70,15 +57,13 @@ class StoredTensor:
         return self.shape
 
     def opened(self, files: Files, _dtype: torch.dtype) -> Any:
-        """Return a slice of safetensors, whose bytes are read when they are asked for."""
+        """Return a stand-in for a slice of safetensors, whose bytes are read when they are asked for."""
         return files.slice_of(self.file, self.key)
 
     def rows(self, files: Files, rows: Tensor) -> Tensor:
         """Return rows [R, K] of a matrix in float64, for the check of what was loaded. rows: [R] int64."""
-        # By mmap: `files` would read the whole matrix for one row.
-        with safe_open(self.file, framework="pt", device="cpu") as reader:
-            source = reader.get_slice(self.key)
-            return torch.cat([source[row : row + 1].double() for row in rows.tolist()])
+        source = files.slice_of(self.file, self.key)
+        return torch.cat([source[row : row + 1].double() for row in rows.tolist()])
 
 
 class PackedTensor(StoredTensor):

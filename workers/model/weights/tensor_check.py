@@ -26,8 +26,9 @@ from transformers.core_model_loading import (
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import logging
 
+from crossdock.workers.model.weights.file_slice import DTYPES, FLOATS
 from crossdock.workers.model.weights.scheme import Scheme
-from crossdock.workers.model.weights.stored_tensors import DTYPES, FLOATS, PackedTensor, StoredTensor, stored_in
+from crossdock.workers.model.weights.stored_tensors import PackedTensor, StoredTensor, stored_in
 
 _MOST_NAMED = 3  # tensors of one kind of fault
 
