@@ -7,9 +7,19 @@ KVCacheDtype: TypeAlias = Literal["auto", "fp8"]
 Kernel: TypeAlias = Literal["own", "int8", "onednn", "torch"]
 CpuKernels: TypeAlias = Literal["auto", "own", "int8", "onednn", "torch"]
 Quantization: TypeAlias = Literal[
-    "int8", "fp8", "fbgemm_fp8", "mxfp8", "mxfp4", "awq", "gptq", "compressed-tensors", "modelopt", "gguf"
+    "int8",
+    "fp8",
+    "fbgemm_fp8",
+    "mxfp8",
+    "mxfp4",
+    "awq",
+    "gptq",
+    "compressed-tensors",
+    "modelopt",
+    "gguf",
+    "bitsandbytes",
 ]
 CHECKPOINT_METHODS: tuple[Quantization, ...] = get_args(Quantization)[1:]
 """How a checkpoint may be quantised, as its `quant_method` names it."""
-CodeKind: TypeAlias = Literal["int4", "int8", "e4m3", "e2m1"]
+CodeKind: TypeAlias = Literal["int4", "int8", "e4m3", "e2m1", "nf4"]
 """The kinds of codes of packed weights."""

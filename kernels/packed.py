@@ -16,9 +16,22 @@ from crossdock.kernels.options import CodeKind
 Kind: TypeAlias = CodeKind
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_IN_NIBBLES = ("int4", "e2m1")
+_NF4 = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
+    *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),
+    *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+TABLES = {"e2m1": (*_E2M1, *(-value for value in _E2M1)), "nf4": _NF4}
+"""The values of codes that are no numbers themselves. Of nf4: the levels of bitsandbytes, from QLoRA's appendix E."""
+_IN_NIBBLES = ("int4", "e2m1", "nf4")
 _PANEL_BYTES = 16 << 20  # of float32, that are dequantised at a time
-_DTYPES = {"int4": torch.uint8, "e2m1": torch.uint8, "int8": torch.int8, "e4m3": torch.float8_e4m3fn}
+_DTYPES = {
+    "int4": torch.uint8,
+    "e2m1": torch.uint8,
+    "nf4": torch.uint8,
+    "int8": torch.int8,
+    "e4m3": torch.float8_e4m3fn,
+}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,7 +46,7 @@ class PackedMatrix:
 
     kind: Kind
     codes: Tensor
-    """int8: [N, K] int8. e4m3: [N, K] float8_e4m3fn. int4 and e2m1: [N, K/2] uint8, column 2j in the low nibble of
+    """int8: [N, K] int8. e4m3: [N, K] float8_e4m3fn. int4, e2m1 and nf4: [N, K/2] uint8, column 2j in the low nibble of
     byte j. A code of int4 is 0 to 15; without offsets its value is the code minus 8."""
     scales: Tensor
     """[ceil(N / block_rows), ceil(K / group)] float32, or bfloat16 where that is exact. Scales that a file has in
@@ -124,7 +137,7 @@ class PackedMatrix:
         nibbles = torch.stack([codes & 15, codes >> 4], -1).flatten(1)
         if self.kind == "int4":
             return nibbles.to(wide) - (8 if self.offsets is None else 0)
-        table = torch.tensor([*_E2M1, *(-value for value in _E2M1)], dtype=wide, device=codes.device)
+        table = torch.tensor(TABLES[self.kind], dtype=wide, device=codes.device)
         return table[nibbles.int()]
 
     def _spread(self, grid: Tensor, rows: slice, wide: torch.dtype, is_whole: bool) -> Tensor:

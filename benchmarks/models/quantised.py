@@ -30,6 +30,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from crossdock.kernels.attention import AttentionBatch
+from crossdock.kernels.packed import TABLES
 from crossdock.workers.model.load import load_model
 from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.model.model_spec import ModelSpec
@@ -167,6 +168,22 @@ def repack_gguf(source: Path, target: Path, kind: str) -> Path:
     return target
 
 
+def repack_nf4(source: Path, target: Path) -> Path:
+    """Write the projections of a checkpoint as bitsandbytes does in 4 bits, with plain scales."""
+    shutil.copytree(source, target)
+    tensors, levels = load_file(source / "model.safetensors"), torch.tensor(TABLES["nf4"])
+    for name in [name for name in tensors if name.endswith("proj.weight")]:
+        groups = tensors[name].float().view(-1, 64)
+        scales = groups.abs().amax(-1)
+        codes = torch.bucketize(groups / scales[:, None], (levels[1:] + levels[:-1]) / 2).flatten().byte()
+        state = json.dumps({"quant_type": "nf4", "blocksize": 64, "shape": list(tensors[name].shape)}).encode()
+        tensors |= {name: (codes[::2] << 4 | codes[1::2])[:, None], f"{name}.absmax": scales}
+        tensors[f"{name}.quant_state.bitsandbytes__nf4"] = torch.tensor(list(state), dtype=torch.uint8)
+    save_file(tensors, target / "model.safetensors", {"format": "pt"})
+    describe(target, quant_method="bitsandbytes", load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    return target
+
+
 def describe(folder: Path, **quantisation: Any) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantisation}))
@@ -188,6 +205,7 @@ def main() -> None:
         makers: dict[str, Callable[[Path], Path]] = {
             **{name: partial(repack, path, layout=layout, **weights) for name, (layout, weights) in FORMATS.items()},
             **{name: partial(repack_fp8, path, block=block) for name, block in FP8_BLOCKS.items()},
+            "nf4": partial(repack_nf4, path),
             **{name: partial(repack_gguf, path, kind=kind) for name, kind in GGUF.items()},
         }
         chosen = arguments.only.split(",") if arguments.only else [*specs, *makers]

@@ -185,6 +185,40 @@ def _modelopt_nvfp4() -> Case:
     return Case({"quant_method": "modelopt", "quant_algo": "NVFP4"}, make, weight_of, 0.5 + 4 / 16)
 
 
+NF4 = (-1.0, -0.69619280, -0.52507305, -0.39491749, -0.28444138, -0.18477343, -0.09105004, 0.0, 0.07958030)
+NF4 += (0.16093020, 0.24611230, 0.33791524, 0.44070983, 0.56261700, 0.72295684, 1.0)
+
+
+def _nf4(is_nested: bool) -> Case:
+    """A matrix of bitsandbytes, whose oracle takes element after element."""
+    config = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+
+    def make(rows: int, columns: int) -> Tensors:
+        count = rows * columns // 64
+        state = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": [rows, columns]}
+        found = {".weight": torch.randint(0, 256, (rows * columns // 2, 1), dtype=torch.uint8)}
+        found |= {".weight.absmax": _scales(count) * 4, ".weight.quant_map": torch.tensor(NF4)}
+        if is_nested:
+            state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": 0.04}
+            found[".weight.absmax"] = torch.randint(0, 256, (count,), dtype=torch.uint8)
+            found[".weight.nested_absmax"] = _scales(-(-count // 256))
+            found[".weight.nested_quant_map"] = torch.linspace(-1, 1, 256)
+        text = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+        return found | {".weight.quant_state.bitsandbytes__nf4": text}
+
+    def weight_of(tensors: Tensors) -> Tensor:
+        state = json.loads(bytes(tensors[".weight.quant_state.bitsandbytes__nf4"].tolist()))
+        values, scales = [], tensors[".weight.absmax"].tolist()
+        if is_nested:
+            table, nested = tensors[".weight.nested_quant_map"].tolist(), tensors[".weight.nested_absmax"].tolist()
+            scales = [table[code] * nested[i // 256] + state["nested_offset"] for i, code in enumerate(scales)]
+        for byte in tensors[".weight"].flatten().tolist():
+            values += [NF4[byte // 16], NF4[byte % 16]]
+        return torch.tensor([value * scales[i // 64] for i, value in enumerate(values)]).view(state["shape"])
+
+    return Case(config, make, weight_of, 0.5 + 4 / 64)
+
+
 _FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 _GROUPS = {"num_bits": 4, "strategy": "group", "group_size": 32}
 CASES: dict[str, Case] = {
@@ -232,6 +266,8 @@ CASES: dict[str, Case] = {
     "gptq 8 bits": _gptq(8, is_symmetric=False, has_order=False),
     "gptq v2": _gptq(4, is_symmetric=False, has_order=False, version="gptq_v2"),
     "modelopt nvfp4": _modelopt_nvfp4(),
+    "bitsandbytes nf4": _nf4(is_nested=False),
+    "bitsandbytes nested nf4": _nf4(is_nested=True),
 }
 """Every form that is read, by a name for tests."""
 

@@ -61,7 +61,6 @@ class Scheme(NamedTuple):
 PLAIN = Scheme(None)
 
 _PLAIN_INSTEAD = "serve the checkpoint that it was made from; on CPUs, --quantization int8 stores that in 8 bits"
-_INSTEAD = {"bitsandbytes": f"bitsandbytes needs no file of its own: {_PLAIN_INSTEAD}"}
 _BESIDE = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
 """Files beside config.json in which older tools describe a quantisation, and their methods."""
 
@@ -86,7 +85,7 @@ def scheme_of(config: Mapping[str, Any]) -> Scheme:
             raise ValueError(f"config.json: quantization_config of {method}: {reason}: {_PLAIN_INSTEAD}") from error
     raise ValueError(
         f"config.json says that the weights are quantised with quant_method {method!r}, which is not read: "
-        f"{_INSTEAD.get(str(method), _PLAIN_INSTEAD)}. Read are {', '.join(_READERS)}, and plain weights"
+        f"{_PLAIN_INSTEAD}. Read are {', '.join(_READERS)}, and plain weights"
     )
 
 
@@ -197,6 +196,14 @@ def _gptq(found: Mapping[str, Any]) -> Scheme:
     return Scheme("gptq", (Rule(form),), ignored)
 
 
+def _bitsandbytes(found: Mapping[str, Any]) -> Scheme:
+    kind = found.get("bnb_4bit_quant_type", "fp4") if found.get("load_in_4bit") else "8 bits"
+    if kind != "nf4":
+        raise _NotReadError(f"{kind} is not read, only bnb_4bit_quant_type nf4 with load_in_4bit")
+    ignored = (*(found.get("llm_int8_skip_modules") or ()), "lm_head")
+    return Scheme("bitsandbytes", (Rule(PackedForm("nf4", "nf4", 64)),), ignored)
+
+
 def _gguf(found: Mapping[str, Any]) -> Scheme:
     """Return the scheme that `pack_gguf` writes: for each form the modules that have it."""
     rules = [
@@ -283,6 +290,7 @@ _READERS: Mapping[str, Callable[[Mapping[str, Any]], Scheme]] = {
     "compressed-tensors": _compressed_tensors,
     "modelopt": _modelopt,
     "gguf": _gguf,
+    "bitsandbytes": _bitsandbytes,
 }
 """The readers of `quantization_config` by `quant_method`. `CHECKPOINT_METHODS` names the same for settings."""
 assert set(_READERS) == set(CHECKPOINT_METHODS)

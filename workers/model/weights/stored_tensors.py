@@ -1,5 +1,6 @@
 """The tensors in a checkpoint's files: plain ones, and those that together are one packed matrix."""
 
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -72,7 +73,11 @@ class PackedTensor(StoredTensor):
     def __init__(self, form: PackedForm, pieces: Mapping[str, StoredTensor]) -> None:
         codes = pieces["codes"]
         self.form, self.pieces, self._layout = form, pieces, LAYOUTS[form.layout]
-        super().__init__(codes.file, codes.key, "BF16", self._layout.shape(form, codes.shape))
+        shape = self._layout.shape(form, codes.shape)
+        if (state := pieces.get("state")) is not None:  # of codes in one line
+            with Files() as files:
+                shape = json.loads(bytes(files.slice_of(state.file, state.key)[...].tolist()))["shape"]
+        super().__init__(codes.file, codes.key, "BF16", shape)
 
     @property
     def is_per_expert(self) -> bool:

@@ -3,6 +3,7 @@
 To read a further layout: a line in `LAYOUTS`, and forms in scheme.py that name it.
 """
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -93,6 +94,25 @@ def _unpack_fp4(form: PackedForm, pieces: Pieces) -> PackedMatrix:
     return PackedMatrix("e2m1", codes, scales, None, form.group or 2 * codes.shape[1])
 
 
+def _unpack_nf4(form: PackedForm, pieces: Pieces) -> PackedMatrix:
+    """Return a matrix of bitsandbytes: codes in one line, the even column in the high half of a byte.
+
+    `nested`: the scales are codes too, of a table `nested_table`, in blocks that have a scale in `nested` each.
+    """
+    state = json.loads(bytes(pieces["state"].tolist()))
+    (rows, columns), block = state["shape"], state["blocksize"]
+    if block != form.group or columns % block:
+        raise ValueError(
+            f"blocks of {block} in rows of {columns} columns are not read, only of {form.group}, in whole rows"
+        )
+    scales = pieces["scales"]
+    if (nested := pieces.get("nested")) is not None:
+        each = nested.float().repeat_interleave(state["nested_blocksize"])[: scales.numel()]
+        scales = pieces["nested_table"].float()[scales.int()] * each + state["nested_offset"]
+    codes = pieces["codes"].reshape(rows, columns // 2)
+    return PackedMatrix("nf4", codes >> 4 | codes << 4, scales.float().view(rows, -1), None, block)
+
+
 def _unpack_canonical(form: PackedForm, pieces: Pieces) -> PackedMatrix:
     """Return a matrix that `pack_gguf` has written as it is held."""
     return PackedMatrix(form.kind, pieces["codes"], pieces["scales"], pieces.get("offsets"), form.group or 0)
@@ -154,11 +174,16 @@ def _floats(scales: Tensor) -> Tensor:
 
 
 def _per_byte(form: PackedForm) -> int:
-    return 2 if form.kind in ("int4", "e2m1") else 1
+    return 2 if form.kind in ("int4", "e2m1", "nf4") else 1
 
 
 def _of_codes(_form: PackedForm, codes: Sequence[int]) -> list[int]:
     return list(codes)
+
+
+def _of_line(_form: PackedForm, codes: Sequence[int]) -> list[int]:
+    """Return the number of elements: the rows are known by the model alone."""
+    return [2 * codes[0]]
 
 
 def _of_bytes(form: PackedForm, codes: Sequence[int]) -> list[int]:
@@ -218,6 +243,17 @@ LAYOUTS: Mapping[str, Layout] = {
     "gguf": Layout(
         *(".codes", frozenset({"I8", "U8"}), _of_bytes, _unpack_canonical),
         {"scales": (".scales",), "offsets": (".offsets",)},
+    ),
+    "nf4": Layout(
+        *(".weight", _U8, _of_line, _unpack_nf4),
+        {
+            "scales": (".weight.absmax",),
+            "state": (".weight.quant_state.bitsandbytes__nf4",),
+            "nested": (".weight.nested_absmax",),
+            "nested_table": (".weight.nested_quant_map",),
+        },
+        needed=("scales", "state"),
+        unused=(".weight.quant_map",),
     ),
     "blocks of experts": Layout(*("_blocks", _U8, _of_experts, _unpack_fp4), {"scales": ("_scales",)}, weight=""),
 }

@@ -93,10 +93,11 @@ def _groups(**weights: Any) -> dict[str, Any]:
         ({"quant_method": "gptq", "bits": 3}, "of gptq: 3 bits .* only 4 and 8 .* --quantization int8"),
         ({"quant_method": "gptq", "bits": 4, "dynamic": {"+:.*": {"bits": 8}}}, "settings for single layers"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt 'e5m2' is not read, only e4m3"),
-        ({"load_in_4bit": True}, "'bitsandbytes', .* --quantization int8"),
+        ({"load_in_4bit": True}, "of bitsandbytes: fp4 is not read, only bnb_4bit_quant_type nf4"),
+        ({"load_in_8bit": True}, "of bitsandbytes: 8 bits is not read.* --quantization int8"),
         (
             {"quant_method": "of next year"},
-            "'of next year', which is not read: .* Read are fp8, mxfp8, mxfp4, awq, .* and plain",
+            "'of next year', which is not read: .* Read are fp8, fbgemm_fp8, mxfp8, mxfp4, awq, .* and plain",
         ),
         ({}, "quant_method None"),
         (["fp8"], "quant_method None"),
