@@ -15,6 +15,7 @@ from crossdock.workers.model.weights.scheme import PackedForm
 
 Pieces: TypeAlias = Mapping[str, Tensor]  # by role: codes, scales and so on
 
+_BAND = 1 << 20  # elements
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # column j of eight is nibble _AWQ_ORDER[j] of their 32 bits
 
 
@@ -74,11 +75,10 @@ def _unpack_gptq(form: PackedForm, pieces: Pieces) -> PackedMatrix:
 
 def _unpack_awq(form: PackedForm, pieces: Pieces) -> PackedMatrix:
     """Return a matrix of AWQ: words along N in an order of their own, [K, N / 8], and zero points [groups, N / 8]."""
-    codes = _awq_nibbles(pieces["codes"]).T  # [N, K]
-    packed = (codes[:, ::2] | codes[:, 1::2] << 4).contiguous()
+    packed = torch.cat([_in_bytes(_awq_nibbles(each).T) for each in _bands(pieces["codes"], 1)])
     zeros = _awq_nibbles(pieces["zeros"]).T if "zeros" in pieces else None
     scales = _floats(pieces["scales"]).T.contiguous()
-    return _with_zeros(form, packed, scales, zeros, form.group or codes.shape[1])
+    return _with_zeros(form, packed, scales, zeros, form.group or 2 * packed.shape[1])
 
 
 def _unpack_fp4(form: PackedForm, pieces: Pieces) -> PackedMatrix:
@@ -143,8 +143,8 @@ def _ordered(matrix: PackedMatrix, groups: Tensor | None) -> PackedMatrix:
     if torch.equal(order, torch.arange(columns)):
         return matrix
     if matrix.kind == "int4":
-        codes = torch.stack([matrix.codes & 15, matrix.codes >> 4], -1).flatten(1)[:, order]
-        codes = codes[:, ::2] | codes[:, 1::2] << 4
+        bands = _bands(matrix.codes, 0)
+        codes = torch.cat([_in_bytes(torch.stack([each & 15, each >> 4], -1).flatten(1)[:, order]) for each in bands])
     else:
         codes = matrix.codes[:, order]
     return PackedMatrix(matrix.kind, codes, matrix.scales, matrix.offsets, matrix.group, columns=order)
@@ -162,8 +162,18 @@ def _nibbles(words: Tensor, form: PackedForm) -> Tensor:
     return (torch.stack([found & 15, found >> 4], -1).flatten(1) if form.kind == "int4" else found).int()
 
 
+def _bands(codes: Tensor, dim: int) -> Sequence[Tensor]:
+    """Return parts of codes along `dim`, so small that copies of one take little memory."""
+    return torch.split(codes, max(_BAND // max(codes.shape[1 - dim], 1), 1), dim)
+
+
+def _in_bytes(codes: Tensor) -> Tensor:
+    """Return codes of 4 bits, [N, K] uint8, two in a byte."""
+    return codes[:, ::2] | codes[:, 1::2] << 4
+
+
 def _awq_nibbles(words: Tensor) -> Tensor:
-    found = words.view(torch.uint8)
+    found = words.contiguous().view(torch.uint8)
     numbers = torch.stack([found & 15, found >> 4], -1).view(*words.shape, 8)
     return numbers[..., _AWQ_ORDER].flatten(1)
 

@@ -35,4 +35,4 @@ def test_rank_while_loading_never_holds_more_than_its_share(ranks: Ranks, tmp_pa
     whole = sum(parameter.nbytes for parameter in module.parameters())
     for peak, share in ranks.run(2, peak_of_loading, saved(module, tmp_path)):
         assert share < 0.51 * whole
-        assert peak < 1.5 * share  # all weights are twice as much
+        assert peak < 1.2 * share, "a whole tensor was read for a part"
