@@ -341,6 +341,11 @@ def test_pools_of_unlike_weights_exchange_pages_where_the_router_mixes_them() ->
     assert not any(apart.replica_spec(pool).mixes_weights for pool in apart.pools)
 
 
+def test_rounded_weights_have_another_name_than_those_of_their_checkpoint() -> None:
+    config = load(None, {"pools": [{"name": "a"}, {"name": "b", "engine": INT8}]})
+    assert [config.replica_spec(pool).weights_of("x") for pool in config.pools] == ["x", "x int8"]
+
+
 @pytest.mark.parametrize("name", ["ingress", "Big Pool"])
 def test_reserved_or_malformed_pool_name_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=r"pools\.0\.name|pools\.0"):
