@@ -1,10 +1,12 @@
 """How much CPU time does the host take for a step, beside the model's own? Needs no GPU.
 
     python benchmarks/host_time.py --streams 64,256,1024
+    python benchmarks/host_time.py --streams 256 --longest 131000
 
 An engine decodes many streams. The forward pass is left out: random logits of a small vocabulary take its place. What
-remains is the work of a GPU's host in each step: schedule, inputs, draw, update. Prints each part's median in ms of the
-thread's CPU time, which other processes hardly disturb.
+remains is the work of a GPU's host in each step: schedule, inputs, padding to a recorded step, draw, update. The table
+of pages, which a GPU makes of the copied lists, is left out too. With `--longest` one stream is that long. Prints each
+part's median in ms of the thread's CPU time, which other processes hardly disturb.
 """
 
 import argparse
@@ -12,15 +14,18 @@ import gc
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from tables import hardware, markdown, today
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from crossdock.workers.model.inputs import StepInputs, StepTensors
+from crossdock.workers.model import inputs
+from crossdock.workers.model.graphs import decode_graphs
+from crossdock.workers.model.inputs import StepInputs
 from crossdock.workers.model.load import wrap_module
+from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.replica.engine.step_sampler import StepSampler
@@ -44,6 +49,7 @@ TINY = {
 PARTS = {
     "schedule": (Scheduler, "schedule"),
     "inputs": (StepInputs, "of"),
+    "padding": (decode_graphs, "padded"),
     "copy to device": (StepInputs, "on"),
     "draw": (StepSampler, "sample"),
     "draw ahead": (StepSampler, "draw"),
@@ -58,7 +64,7 @@ class Seconds:
     def __init__(self) -> None:
         self.of_step: dict[str, float] = defaultdict(float)
 
-    def measure(self, name: str, owner: type, method: str) -> None:
+    def measure(self, name: str, owner: Any, method: str) -> None:
         """Count the seconds of every call of a method from now on."""
         raw = owner.__dict__[method]
         function: Callable[..., Any] = raw.__func__ if isinstance(raw, classmethod) else raw
@@ -88,8 +94,7 @@ def make_engine(streams: int, tokens: int, is_ahead: bool) -> Engine:
     """Return an engine whose steps cost what an 8B model takes on a GPU, by a formula, and compute nothing."""
     torch.manual_seed(0)
     module = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **TINY))
-    longest = tokens + 2_000
-    pages = max(streams * (longest // 16 + 2), TINY["max_position_embeddings"] // 16 + 8)
+    pages = streams * ((tokens + 2_000) // 16 + 2) + TINY["max_position_embeddings"] // 16 + 8
     config = {
         "max_num_seqs": streams,
         "kv_cache_memory": pages * PAGE_BYTES,
@@ -101,10 +106,16 @@ def make_engine(streams: int, tokens: int, is_ahead: bool) -> Engine:
     engine = Engine(wrap_module(module), EngineConfig.model_validate(config), clock=clock)
     logits = torch.randn(8192, VOCAB)
 
-    def run(self: StepTensors, *_: Any) -> torch.Tensor:
+    table = torch.zeros(streams, 1, dtype=torch.int32)
+
+    def run(self: StepInputs, model: LoadedModel, previous_tokens: torch.Tensor | None = None) -> torch.Tensor:
+        is_recorded = self.max_query_len == 1
+        step = decode_graphs.padded(self, -(-len(self.kv_len) // 8) * 8) if is_recorded else self
+        step.on(model.device, previous_tokens)
         return logits[: len(self.wanted)]
 
-    StepTensors.run = run  # type: ignore[method-assign]
+    StepInputs.run = run  # type: ignore[method-assign]
+    inputs.table_of = lambda *_: table  # the device's work
     sweep = [
         (StepWork(decodes=n, context=n * c), 4e-3 + 1e-5 * n + 4e-8 * n * c)
         for n in (1, 8, 64)
@@ -115,10 +126,10 @@ def make_engine(streams: int, tokens: int, is_ahead: bool) -> Engine:
     return engine
 
 
-def steps(engine: Engine, streams: int, tokens: int, sampling: dict[str, Any], num_steps: int) -> dict[str, float]:
-    """Return the median ms of each part of a decode step of so many streams."""
+def steps(engine: Engine, lengths: Sequence[int], sampling: dict[str, Any], num_steps: int) -> dict[str, float]:
+    """Return the median ms of each part of a decode step of streams whose prompts have these lengths."""
     seconds = Seconds()
-    for number in range(streams):
+    for number, tokens in enumerate(lengths):
         params = SamplingParams(max_tokens=20_000, ignore_eos=True, seed=number, **sampling)
         engine.add(
             Submission(f"stream {number}", [i * 7 % VOCAB for i in range(tokens)], params, slo_class="interactive")
@@ -145,6 +156,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--streams", default="64,256,1024")
     parser.add_argument("--tokens", type=int, default=200, help="of each prompt")
+    parser.add_argument("--longest", type=int, default=0, help="tokens of the prompt of one stream; 0: as all others")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--temperature", type=float, default=0.0)
@@ -157,7 +169,8 @@ def main() -> None:
     rows = {}
     for streams in map(int, args.streams.split(",")):
         engine = make_engine(streams, args.tokens, args.ahead)
-        rows[streams] = steps(engine, streams, args.tokens, sampling, args.steps)
+        lengths = [args.longest or args.tokens] + [args.tokens] * (streams - 1)
+        rows[streams] = steps(engine, lengths, sampling, args.steps)
         for key, (owner, method) in PARTS.items():
             setattr(owner, method, originals[key])
     names = [*PARTS, "other", "step", "decodes"]

@@ -52,6 +52,7 @@ class AttentionBatch:
     Of the rows of a sequence none sees fewer than the row before it, and none sees keys that this step does not store.
     None: every row sees the keys up to its own position.
     """
+    max_chunk_kv_len: int | None = None  # `max_kv_len` of the sequences after the decodes alone; None: unknown
 
 
 def store_kv(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:

@@ -136,13 +136,8 @@ def _decodes(batch: AttentionBatch) -> AttentionBatch:
 
 
 def _chunks(batch: AttentionBatch) -> AttentionBatch:
-    """Return the chunks behind the decodes as a batch of their own.
-
-    The length of their longest context is computed once a step. The host of a GPU waits for that number.
-    """
+    """Return the chunks behind the decodes as a batch of their own. The host of a GPU waits for nothing."""
     D = batch.num_decodes
-    if "longest chunk" not in batch.derived:
-        batch.derived["longest chunk"] = batch.kv_len[D:].max().cpu()
-    longest = int(batch.derived["longest chunk"])
+    longest = batch.max_kv_len if batch.max_chunk_kv_len is None else batch.max_chunk_kv_len
     starts, lengths, table = batch.query_start[D:] - D, batch.kv_len[D:], batch.page_table[D:]
     return AttentionBatch(starts, lengths, table, batch.slots[D:], batch.max_query_len, longest, 0)

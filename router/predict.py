@@ -184,7 +184,7 @@ def _prompt_lateness(
     chunk = np.minimum(loads.min_chunk, rest)
     per_step = np.maximum(loads.depth * loads.interval_share, 1.0)  # a stream's gap, in steps with a chunk
     cost, streams = loads.cost, loads.step_streams
-    more = chunk * per_token + cost.per_context * context
+    more = chunk * per_token + cost.per_chunk_context * context
     more += cost.early_seconds(streams + chunk) - cost.early_seconds(streams)
     step = np.maximum(loads.gap + more * per_step, cost.least_with_chunk * per_step)
     if step.max() <= _tightest_tpot(classes):  # no stream is late at any replica, which is the usual case

@@ -30,7 +30,13 @@ def _sweep(*_: Any) -> list[tuple[StepWork, float]]:
 
 
 def _seconds(work: StepWork) -> float:
-    return 4e-3 + 2e-4 * work.prefill_tokens + 3e-4 * work.decodes + 2e-8 * work.attended + 1e-7 * work.context
+    return (
+        4e-3
+        + 2e-4 * work.prefill_tokens
+        + 3e-4 * work.decodes
+        + 2e-8 * work.attended
+        + 1e-7 * (work.context + work.chunk_context)
+    )
 
 
 def _kept(key: str, *_: Any) -> remembered_seconds._Kept:

@@ -7,7 +7,7 @@ published memory bandwidth and dense bf16 rate. With the achieved shares below:
     per_prefill_token   = 2 · P / (t · FLOPS · GEMM share) + all-reduced bytes / (link · bandwidth share)
     per_attended        = 4 · layers · heads · head_dim / (t · FLOPS · attention share)
     per_decode          = per_prefill_token + SAMPLE_S
-    per_context  = KV bytes of a token / (t · BW · bandwidth share)
+    per_context, per_chunk_context  = KV bytes of a token / (t · BW · bandwidth share)
 
 An all-reduce moves 2 · (t - 1) / t of a token's hidden state over each GPU's link, twice per layer. The times of
 reading weights and of multiplying by them are added, where a real step hides the shorter of the two: estimates are a

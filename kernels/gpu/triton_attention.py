@@ -13,7 +13,7 @@ import triton
 from torch import Tensor
 
 from crossdock.kernels.attention import AttentionBatch
-from crossdock.kernels.gpu.triton_chunks import chunk_kernel
+from crossdock.kernels.gpu.triton_chunks import chunk_join_kernel, chunk_kernel
 from crossdock.kernels.gpu.triton_decodes import decode_kernel, join_kernel, num_shares, share_kernel
 from crossdock.kernels.gpu.triton_store import store_kernel
 
@@ -22,6 +22,8 @@ _SMALL_ROWS = 16  # the fewest rows that tl.dot multiplies
 PART_TOKENS = 256  # the shortest part of a context: reading a part must outweigh storing its result
 _WAVES = 2  # programs per multiprocessor that saturate memory bandwidth
 _SPARE = 4  # a batch that fills the device has a spare part for every so many decodes, for contexts longer than most
+CHUNK_PART_TOKENS = 1024  # the shortest part of a chunk's context: it stores a result for each of many rows
+_CHUNK_WAVES = 4  # programs per multiprocessor among which the contexts of chunks are cut: contexts are of many lengths
 _SEQUENCES = 256  # that `share_kernel` reads at a time
 _LATENT_GROUP = 16  # heads that attend together to latents: with more, a program's registers do not hold their sums
 _JOINED = 4096  # elements of partial results that `join_kernel` reads at a time: 32 registers a thread
@@ -74,6 +76,14 @@ def num_joins(num_decodes: int, parts: int) -> int:
 def num_blocks(num_rows: int, num_chunks: int, rows_of_tile: int, group: int) -> int:
     """Return the programs per KV head for `num_rows` tokens in `num_chunks` chunks: as many as any such chunks need."""
     return num_rows // (rows_of_tile // group) + num_chunks
+
+
+def num_chunk_parts(num_programs: int, num_multiprocessors: int) -> int:
+    """Return the most parts into which the context of each block is cut. `num_programs`: blocks times KV heads.
+
+    1: there are blocks enough to fill the device. As for decodes, the contexts' lengths play no role.
+    """
+    return -(-_CHUNK_WAVES * num_multiprocessors // num_programs)
 
 
 def store_kv(
@@ -150,17 +160,41 @@ def paged_attention(
     if D > 0:
         _decode(out, batch, D, sinks, tensors, numbers, kind)
     if S > D:
-        tiles = _tiles(kind, q.element_size(), has_chunks=True)
-        chunk_kernel[num_blocks(T - D, S - D, tiles.rows, kind["GROUP"]), Hkv](
-            *(out, batch.query_start, batch.kv_len, batch.key_end, sinks, *tensors, S, D, *numbers),
-            **kind,
-            HAS_ENDS=batch.key_end is not None,
-            ROWS=tiles.rows,
-            BLOCK_N=tiles.tokens,
-            num_warps=tiles.num_warps,
-            num_stages=tiles.num_stages,
-        )
+        _chunks(out, batch, sinks, tensors, numbers, kind)
     return out
+
+
+def _chunks(
+    out: Tensor,
+    batch: AttentionBatch,
+    sinks: Tensor | None,
+    tensors: tuple[Tensor | None, ...],
+    numbers: tuple[float, ...],
+    kind: dict[str, Any],
+) -> None:
+    """Launch the attention of the sequences after the decodes, into their rows of `out`."""
+    (T, Hq, Dv), group, S, D = out.shape, kind["GROUP"], len(batch.kv_len), batch.num_decodes
+    Hkv, tiles = Hq // group, _tiles(kind, out.element_size(), has_chunks=True)
+    blocks = num_blocks(T - D, S - D, tiles.rows, group)
+    parts = num_chunk_parts(blocks * Hkv, _num_multiprocessors(out.device))
+    stored = parts if parts > 1 else 0
+    part_out = out.new_empty(stored, blocks, Hkv, tiles.rows, Dv, dtype=torch.float32)
+    part_lse = part_out.new_empty(stored, blocks, Hkv, tiles.rows)  # log2 of the sum of exp2
+    cut = {"HAS_ENDS": batch.key_end is not None, "ROWS": tiles.rows, "BLOCK_N": tiles.tokens}
+    cut["MIN_TILES"] = max(1, CHUNK_PART_TOKENS // tiles.tokens)
+    of_steps = out, part_out, part_lse, batch.query_start, batch.kv_len, batch.key_end, sinks
+    chunk_kernel[blocks, Hkv, parts](
+        *(*of_steps, *tensors, S, D, *numbers),
+        **kind,
+        **cut,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )
+    if parts > 1:
+        names = "GROUP", "V_DIM", "BLOCK_V", "WINDOW", "ATTENTION_CHUNK", "HAS_SINKS"
+        of_kind = {name: kind[name] for name in names}
+        some = min(tiles.rows, max(1, _JOINED // kind["BLOCK_V"]))
+        chunk_join_kernel[blocks, Hkv, tiles.rows // some](*of_steps, S, D, parts, **of_kind, **cut, SOME=some)
 
 
 def _decode(

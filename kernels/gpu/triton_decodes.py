@@ -15,7 +15,7 @@ Shares are int32, in one tensor, in this order:
 import triton
 import triton.language as tl
 
-from crossdock.kernels.gpu.triton_scan import first_key, scan
+from crossdock.kernels.gpu.triton_scan import STEP_TENSORS, first_key, load_queries, scan
 
 
 def num_shares(num_parts: int) -> int:
@@ -37,7 +37,7 @@ def _num_tiles(kv_lens, sequence, D, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr
     return tl.where(sequence < D, tl.maximum(num_tiles, 1), 0)
 
 
-@triton.jit(do_not_specialize=["D", "P"])
+@triton.jit(do_not_specialize=["D", "P"], do_not_specialize_on_alignment=STEP_TENSORS)
 def share_kernel(
     shares, kv_lens, D, P,
     MIN_TILES: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, ATTENTION_CHUNK: tl.constexpr,
@@ -73,7 +73,7 @@ def share_kernel(
     tl.store(shares + 1, num_split)
 
 
-@triton.jit(do_not_specialize=["D", "table_row"])
+@triton.jit(do_not_specialize=["D", "table_row"], do_not_specialize_on_alignment=STEP_TENSORS)
 def decode_kernel(
     out, part_out, part_lse, shares, query_start, kv_lens, sinks,
     q, k_pages, v_pages, k_scale, v_scale, page_table,
@@ -109,14 +109,9 @@ def decode_kernel(
             out_scale = tl.load(v_scale + head)
         member = tl.arange(0, ROWS)  # of the query heads that share the KV head
         live = (member < GROUP) & (tl.load(query_start + sequence + 1) > row)
-        i, j = tl.arange(0, BLOCK_K)[None, :], tl.arange(0, BLOCK_V)[None, :]
+        j = tl.arange(0, BLOCK_V)[None, :]
         q_at = q + tl.cast(row, tl.int64) * q_token + ((head * GROUP + member) * q_head)[:, None]
-        if LATENT:
-            rows = tl.load(q_at + j, mask=live[:, None] & (j < V_DIM), other=0.0)
-            rest = tl.load(q_at + V_DIM + i, mask=live[:, None] & (i < K_DIM - V_DIM), other=0.0)
-        else:
-            rows = tl.load(q_at + i, mask=live[:, None] & (i < K_DIM), other=0.0)
-            rest = rows
+        rows, rest = load_queries(q_at, live, K_DIM, V_DIM, BLOCK_K, BLOCK_V, LATENT)
         acc = tl.zeros([ROWS, BLOCK_V], tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         top = tl.full([ROWS], -1e30, tl.float32)  # finite: see chunk_kernel
@@ -139,7 +134,7 @@ def decode_kernel(
         tl.store(part_lse + place, top + tl.log2(total), mask=live & (is_whole == 0))
 
 
-@triton.jit(do_not_specialize=["D", "P"])
+@triton.jit(do_not_specialize=["D", "P"], do_not_specialize_on_alignment=STEP_TENSORS)
 def join_kernel(
     out, part_out, part_lse, shares, query_start, sinks, D, P,
     GROUP: tl.constexpr, V_DIM: tl.constexpr, BLOCK_V: tl.constexpr,

@@ -11,6 +11,9 @@ latents come in two pieces: these elements, and the others in `rest`.
 import triton
 import triton.language as tl
 
+STEP_TENSORS = ["shares", "query_start", "kv_lens", "key_end", "page_table"]
+"""Arguments read one number at a time. A part of a batch begins anywhere in them, and compiles no kernel again."""
+
 
 @triton.jit
 def first_key(position, WINDOW: tl.constexpr, ATTENTION_CHUNK: tl.constexpr):
@@ -21,6 +24,22 @@ def first_key(position, WINDOW: tl.constexpr, ATTENTION_CHUNK: tl.constexpr):
     if ATTENTION_CHUNK > 0:
         first = position // ATTENTION_CHUNK * ATTENTION_CHUNK
     return first
+
+
+@triton.jit
+def load_queries(
+    q_at, live,
+    K_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, LATENT: tl.constexpr,
+):  # fmt: skip
+    """Load the queries at `q_at` [rows, 1], and their pieces `rest`; without latents both are the whole queries."""
+    i, j = tl.arange(0, BLOCK_K)[None, :], tl.arange(0, BLOCK_V)[None, :]
+    if LATENT:
+        rows = tl.load(q_at + j, mask=live[:, None] & (j < V_DIM), other=0.0)
+        rest = tl.load(q_at + V_DIM + i, mask=live[:, None] & (i < K_DIM - V_DIM), other=0.0)
+    else:
+        rows = tl.load(q_at + i, mask=live[:, None] & (i < K_DIM), other=0.0)
+        rest = rows
+    return rows, rest
 
 
 @triton.jit

@@ -186,7 +186,7 @@ class DraftModel:
         """Compute one forward pass, and return the most probable token after each part."""
         tokens, work, seconds = self._timed(parts)
         self._fit.observe(work, seconds)
-        self._mean_context = work.context / len(parts)
+        self._mean_context = (work.context + work.chunk_context) / len(parts)
         return tokens
 
     def _timed(self, parts: Sequence[Scheduled]) -> tuple[list[int], StepWork, float]:

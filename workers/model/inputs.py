@@ -13,10 +13,10 @@ from torch import Tensor
 from crossdock.kernels.attention import AttentionBatch
 from crossdock.workers.model.forward.step_pictures import PictureRows, StepPictures
 from crossdock.workers.model.model import LoadedModel
+from crossdock.workers.model.page_lists import PageLists, table_of
 from crossdock.workers.model.pictures.vision import PictureEncoder
 from crossdock.workers.model.shared_rows import rows_of
 from crossdock.workers.schedule.batch import Batch, Scheduled
-from crossdock.workers.schedule.memory.prefix_index import HOLE
 
 _NO_STATES = np.zeros((0, 0), np.int32)
 _ALIGNMENT = 16  # bytes: Triton compiles a kernel again for pointers that are less aligned
@@ -32,7 +32,7 @@ class StepInputs:
     wanted: NDArray[np.int64]  # [N], the rows whose logits are wanted
     query_start: NDArray[np.int32]  # [S+1]
     kv_len: NDArray[np.int32]  # [S]
-    page_table: NDArray[np.int32]  # [S, P], or [S, G, P]
+    pages: PageLists
     state_read: NDArray[np.int32] = field(default_factory=lambda: _NO_STATES)  # [S, n] pages; rows of -1: zeros
     state_write: NDArray[np.int32] = field(default_factory=lambda: _NO_STATES)  # [S, n]; see `StatePages`
     pictures: StepPictures | None = None  # None: all rows are tokens
@@ -57,10 +57,10 @@ class StepInputs:
         starts = np.array([part.start for part in batch.scheduled], np.int64)
         lengths = np.array([part.num_tokens for part in batch.scheduled], np.int64)
         query_start = np.concatenate([[0], lengths.cumsum()])
-        kv_len, table = starts + lengths, _page_table(batch.scheduled, page_size)
+        kv_len, lists = starts + lengths, PageLists.of(batch.scheduled, page_size)
         state_width = len(batch.scheduled[0].state.write)
         positions = np.arange(len(token_ids)) + np.repeat(starts - query_start[:-1], lengths)
-        pages = table[np.repeat(np.arange(len(lengths)), lengths), ..., positions // page_size]
+        pages = lists.pages_at(np.repeat(np.arange(len(lengths)), lengths), positions // page_size)
         inputs = cls(
             token_ids=np.array(token_ids, np.int64),
             positions=positions,
@@ -68,7 +68,7 @@ class StepInputs:
             wanted=np.array(wanted, np.int64),
             query_start=query_start.astype(np.int32),
             kv_len=kv_len.astype(np.int32),
-            page_table=table,
+            pages=lists,
             state_read=_state_table([part.state.read for part in batch.scheduled], state_width),
             state_write=_state_table([part.state.write for part in batch.scheduled], state_width),
         )
@@ -100,19 +100,21 @@ class StepInputs:
         `previous_tokens` [N], on `device`, are the tokens that the previous step has drawn, if this step begins with
         some of them. A token below 0 counts as 0.
         """
-        arrays = [getattr(self, name) for name in StepTensors._fields]
+        lists = self.pages
+        arrays = [getattr(self, name) for name in _COPIED]
+        arrays += [lists.entries, lists.places(np.arange(len(lists.counts)), lists.width)]
         starts = [0, *accumulate(-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays)]
         staged = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
         spans = [slice(start, start + array.nbytes) for start, array in zip(starts, arrays, strict=False)]
         for span, array in zip(spans, arrays, strict=True):
             staged.numpy()[span] = array.reshape(-1).view(np.uint8)
         copied = staged.to(device, non_blocking=True)
-        tensors = StepTensors(
-            *(
-                copied[span].view(getattr(torch, array.dtype.name)).view(array.shape)
-                for span, array in zip(spans, arrays, strict=True)
-            )
+        *others, entries, places = (
+            copied[span].view(getattr(torch, array.dtype.name)).view(array.shape)
+            for span, array in zip(spans, arrays, strict=True)
         )
+        named = dict(zip(_COPIED, others, strict=True))
+        tensors = StepTensors(**named, page_table=table_of(lists.shape, entries, places))
         if previous_tokens is None or self.token_ids.min() >= 0:
             return tensors
         ids = tensors.token_ids
@@ -121,9 +123,10 @@ class StepInputs:
 
     def run(self, model: LoadedModel, previous_tokens: Tensor | None = None) -> Tensor:
         """Compute this rank's part of the step; return logits [N, vocab] on the last stage. See `on`."""
-        longest = self.max_query_len, int(self.kv_len.max())
+        longest, decodes = (self.max_query_len, int(self.kv_len.max())), self.num_decodes
         pictures = rows_of(model, self.pictures) if self.pictures is not None else None
-        return self.for_rank(model, previous_tokens).run(model, *longest, self.num_decodes, pictures)
+        chunks = int(self.kv_len[decodes:].max(initial=0))
+        return self.for_rank(model, previous_tokens).run(model, *longest, decodes, pictures, chunks)
 
     def for_rank(self, model: LoadedModel, previous_tokens: Tensor | None = None) -> "StepTensors":
         """Copy the step to the device of this rank's part of `model`; see `on`.
@@ -138,7 +141,7 @@ class StepInputs:
 
 
 class StepTensors(NamedTuple):
-    """`StepInputs` on a device, in the same order."""
+    """`StepInputs` on a device."""
 
     token_ids: Tensor
     positions: Tensor
@@ -146,7 +149,7 @@ class StepTensors(NamedTuple):
     wanted: Tensor
     query_start: Tensor
     kv_len: Tensor
-    page_table: Tensor
+    page_table: Tensor  # [S, P], or [S, G, P]
     state_read: Tensor
     state_write: Tensor
 
@@ -157,31 +160,17 @@ class StepTensors(NamedTuple):
         max_kv_len: int,
         num_decodes: int,
         pictures: PictureRows | None = None,
+        max_chunk_kv_len: int | None = None,
     ) -> Tensor:
         batch = AttentionBatch(
-            *(self.query_start, self.kv_len, self.page_table, self.slots, max_query_len, max_kv_len, num_decodes)
+            *(self.query_start, self.kv_len, self.page_table, self.slots, max_query_len, max_kv_len, num_decodes),
+            max_chunk_kv_len=max_chunk_kv_len,
         )
         states = (self.state_read, self.state_write) if self.state_write.shape[1] else None
         return model.forward(self.token_ids, self.positions, batch, self.wanted, pictures, states)
 
 
-def _page_table(parts: Sequence[Scheduled], page_size: int) -> NDArray[np.int32]:
-    """Return the pages of every part, [S, P]: as many as this step's tokens reach, short rows filled with page 0.
-
-    Of G groups of layers, more than one, the shape is [S, G, P]. The pool keeps pages as C integers, so that a row is
-    one copy of memory. Kernels may read a page before a window, with a weight of 0. So the first page after a hole
-    fills it: another request's page could contain NaN.
-    """
-    reach = [-(-(part.start + part.num_tokens) // page_size) for part in parts]
-    num_groups = 1 + len(parts[0].further_pages)
-    table = np.zeros((len(parts) * num_groups, max(reach)), np.int32)
-    lists = [pages for part in parts for pages in (part.pages, *part.further_pages)]
-    for row, pages, num_pages in zip(table, lists, np.repeat(reach, num_groups).tolist(), strict=True):
-        row[:num_pages] = np.asarray(pages)[:num_pages]
-        if pages[0] == HOLE:
-            first = np.count_nonzero(row == HOLE)
-            row[:first] = row[first]
-    return table.reshape(len(parts), num_groups, -1) if num_groups > 1 else table
+_COPIED = tuple(name for name in StepTensors._fields if name != "page_table")
 
 
 def _state_table(states: Sequence[Sequence[int]], width: int) -> NDArray[np.int32]:

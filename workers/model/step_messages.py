@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from crossdock.workers.model.forward.step_pictures import StepPictures
 from crossdock.workers.model.inputs import StepInputs
+from crossdock.workers.model.page_lists import PageLists
 from crossdock.workers.schedule.pictures.encoding import NO_ENCODER_WORK
 
 _LONG = ("token_ids", "positions", "slots", "wanted")  # int64
@@ -35,21 +36,16 @@ class StepSender:
         Of G groups of layers, each sequence has G rows of pages. A name only decides which rows are compared with
         which: after a request whose rows are taken by another, more entries differ and are sent.
         """
-        shape = inputs.page_table.shape
-        num_groups, width = (1 if len(shape) == 2 else shape[1]), shape[-1]
-        table = inputs.page_table.reshape(-1, width)
-        places = _rows(self._place(requests, num_groups), num_groups)
-        self._tables = _grown(self._tables, 0, width, _UNKNOWN)
-        reach = -(-inputs.kv_len // self.page_size).repeat(num_groups)
-        differs = table != self._tables[places, :width]
-        differs &= np.arange(width, dtype=np.int32) < reach[:, None]
-        changed = np.flatnonzero(differs).astype(np.int32)
-        rows, columns = np.divmod(changed, width)
-        entries = table[rows, columns]
-        self._tables[places[rows], columns] = entries
+        lists = inputs.pages
+        places = _rows(self._place(requests, lists.num_groups), lists.num_groups)
+        self._tables = _grown(self._tables, 0, lists.width, _UNKNOWN)
+        flat, at = self._tables.reshape(-1), lists.places(places.astype(np.int64), self._tables.shape[1])
+        changed = np.flatnonzero(flat[at] != lists.entries).astype(np.int32)
+        entries = lists.entries[changed]
+        flat[at[changed]] = entries
         arrays = [getattr(inputs, name) for name in (*_LONG, *_SHORT)]
         arrays += [places, changed, entries, inputs.state_read, inputs.state_write]
-        sizes = [shape[1:], inputs.state_write.shape[1], _packed(inputs.pictures)]
+        sizes = [self.page_size, lists.num_groups, inputs.state_write.shape[1], _packed(inputs.pictures)]
         data: bytes = msgpack.packb([sizes, *(array.tobytes() for array in arrays)])
         return data
 
@@ -76,20 +72,21 @@ class StepReceiver:
     _tables: NDArray[np.int32] = field(default_factory=lambda: np.zeros((0, 0), np.int32))
 
     def unpack(self, data: bytes) -> StepInputs:
-        """Return the step. Entries of its page table past a sequence's tokens are arbitrary pages of the pool."""
-        (shape, num_state_pages, pictures), *packed = msgpack.unpackb(data)
-        width = shape[-1]
+        """Return the step."""
+        (page_size, num_groups, num_state_pages, pictures), *packed = msgpack.unpackb(data)
         token_ids, positions, slots, wanted = (np.frombuffer(array, np.int64) for array in packed[: len(_LONG)])
         query_start, kv_len, places, changed, entries, *states = (
             np.frombuffer(array, np.int32) for array in packed[len(_LONG) :]
         )
-        rows, columns = np.divmod(changed, width)
-        self._tables = _grown(self._tables, int(places.max()) + 1, width, 0)
-        self._tables[places[rows], columns] = entries
-        table = self._tables[places, :width].reshape(-1, *shape)
-        slots = slots.reshape(-1, *shape[:-1])
+        counts = -(-kv_len.astype(np.int64) // page_size).repeat(num_groups)
+        self._tables = _grown(self._tables, int(places.max()) + 1, int(counts.max()), 0)
+        lists = PageLists(np.empty(counts.sum(), np.int32), counts, num_groups)
+        flat, at = self._tables.reshape(-1), lists.places(places.astype(np.int64), self._tables.shape[1])
+        flat[at[changed]] = entries
+        lists.entries[:] = flat[at]
+        slots = slots if num_groups == 1 else slots.reshape(-1, num_groups)
         read, written = (pages.reshape(len(kv_len), num_state_pages) for pages in states)
-        arrays = token_ids, positions, slots, wanted, query_start, kv_len, table, read, written
+        arrays = token_ids, positions, slots, wanted, query_start, kv_len, lists, read, written
         return StepInputs(*arrays, _unpacked(pictures))
 
 

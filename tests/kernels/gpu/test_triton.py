@@ -55,6 +55,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles and parts so small that short contexts have several."""
     monkeypatch.setattr(triton_attention, "tiles_for", lambda *_: Tiles(32, 16, 4, 2))
     monkeypatch.setattr(triton_attention, "PART_TOKENS", 32)
+    monkeypatch.setattr(triton_attention, "CHUNK_PART_TOKENS", 16)
 
 
 def run(case: Case, device: str) -> Tensor:

@@ -26,8 +26,9 @@ from crossdock.kernels.attention import AttentionBatch
 from crossdock.kernels.gpu import triton_attention
 from crossdock.kernels.gpu.triton_attention import num_joins, num_parts, paged_attention, store_kv
 from crossdock.kernels.gpu.triton_decodes import num_shares, share_kernel
+from crossdock.kernels.latent_attention import UpProjections, latent_attention
 
-KERNELS = ("share_kernel", "decode_kernel", "join_kernel", "chunk_kernel", "store_kernel")
+KERNELS = ("share_kernel", "decode_kernel", "join_kernel", "chunk_kernel", "chunk_join_kernel", "store_kernel")
 HEADS, KV_HEADS, DIM, PAGE_SIZE = 32, 8, 128, 16  # of Llama-3.1-8B
 
 
@@ -69,26 +70,41 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
     return launched
 
 
-def launch(lengths: Sequence[tuple[int, int]], max_kv_len: int | None = None, **options: Any) -> None:
-    """Launch the layer of a step of (query_len, kv_len), as the model does."""
+def batch_of(lengths: Sequence[tuple[int, int]], max_kv_len: int | None = None) -> AttentionBatch:
+    """Return the step of sequences of (query_len, kv_len). Its tensors begin on multiples of 16 bytes."""
     lens = torch.tensor([kv for _, kv in lengths]).int()
     queries = torch.tensor([q for q, _ in lengths])
-    T, longest = int(queries.sum()), int(queries.max())
-    width = -(-(max_kv_len or int(lens.max())) // PAGE_SIZE)
+    num_decodes = next((s for s, (n, _) in enumerate(lengths) if n > 1), len(lengths))
+    return AttentionBatch(
+        query_start=torch.nn.functional.pad(queries.cumsum(0).int(), (1, 0)),
+        kv_len=lens,
+        page_table=torch.zeros(len(lengths), -(-(max_kv_len or int(lens.max())) // PAGE_SIZE), dtype=torch.int32),
+        slots=torch.zeros(int(queries.sum()), dtype=torch.int64),
+        max_query_len=int(queries.max()),
+        max_kv_len=max_kv_len or int(lens.max()),
+        num_decodes=num_decodes,
+        max_chunk_kv_len=max((kv for _, kv in lengths[num_decodes:]), default=0),
+    )
+
+
+def launch(lengths: Sequence[tuple[int, int]], max_kv_len: int | None = None, **options: Any) -> None:
+    """Launch the layer of a step of (query_len, kv_len), as the model does."""
+    batch = batch_of(lengths, max_kv_len)
+    T = len(batch.slots)
     pool = torch.zeros(4, KV_HEADS, 2, PAGE_SIZE, DIM, dtype=torch.bfloat16)[:, :, 0]
     rows = torch.zeros(T, (HEADS + 2 * KV_HEADS) * DIM, dtype=torch.bfloat16)  # a joined projection
     q, k, v = (x.view(T, -1, DIM) for x in rows.split([HEADS * DIM, KV_HEADS * DIM, KV_HEADS * DIM], 1))
-    batch = AttentionBatch(
-        query_start=torch.nn.functional.pad(queries.cumsum(0).int(), (1, 0)),
-        kv_len=lens,
-        page_table=torch.zeros(len(lengths), width, dtype=torch.int32),
-        slots=torch.zeros(T, dtype=torch.int64),
-        max_query_len=longest,
-        max_kv_len=max_kv_len or int(lens.max()),
-        num_decodes=next((s for s, (n, _) in enumerate(lengths) if n > 1), len(lengths)),
-    )
     store_kv(k, v, pool, pool, batch.slots)
     paged_attention(q, pool, pool, batch, scale=DIM**-0.5, **options)
+
+
+def launch_latents(lengths: Sequence[tuple[int, int]]) -> None:
+    """Launch a layer over latents of 64 elements with 16 rotated ones. From 22 rows on, a chunk's are expanded."""
+    batch = batch_of(lengths)
+    pages = torch.zeros(4, 1, PAGE_SIZE, 80, dtype=torch.bfloat16)
+    up = UpProjections(torch.zeros(4, 32, 64, dtype=torch.bfloat16), 16)
+    q = torch.zeros(len(batch.slots), 4, 32, dtype=torch.bfloat16)
+    latent_attention(paged_attention, q, pages, batch, up, scale=0.2)
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 4096}, {"softcap": 50.0}], ids=str)
@@ -98,7 +114,7 @@ def test_served_mix_launches_only_variants_compiled_by_warm_up(
     """The warm-up runs one prompt of 64 tokens and its decodes, on every device and before any other step."""
     for lengths in ([(64, 64)], [(1, 65)]):
         launch(lengths, **options)
-    assert sorted(name for name, _ in launched.keys) == ["chunk", "decode", "join", "share", "store"]
+    assert sorted(name for name, _ in launched.keys) == ["chunk", "chunk_join", "decode", "join", "share", "store"]
     warm = set(launched.keys)
     rng = random.Random(seed)
     for streams in (0, 1, 2, 3, 16, 17, 64, 255, 256):
@@ -112,6 +128,19 @@ def test_served_mix_launches_only_variants_compiled_by_warm_up(
     assert launched.keys == warm
 
 
+def test_served_mix_over_latents_launches_only_variants_compiled_by_warm_up(launched: Launched, seed: int) -> None:
+    """The warm-up runs a short prompt, its decodes, and longer chunks alone. Then chunks follow any number of decodes,
+    so that the step's tensors of the chunks begin anywhere."""
+    for lengths in ([(16, 16)], [(1, 17)], [(64, 64)]):
+        launch_latents(lengths)
+    warm, rng = set(launched.keys), random.Random(seed)
+    assert len([name for name, _ in warm if name == "chunk"]) == 2, "over latents, and over keys and values"
+    for streams in (0, 1, 2, 3, 5, 17):
+        for tokens in (2, 16, 30, 200):
+            launch_latents([(1, rng.randint(1, 900))] * streams + [(tokens, rng.randint(tokens, 900))])
+    assert launched.keys == warm
+
+
 @pytest.mark.parametrize(
     ("lengths", "max_kv_len", "programs"),
     [
@@ -120,7 +149,7 @@ def test_served_mix_launches_only_variants_compiled_by_warm_up(
         ([(1, 1024)] * 256, None, 3072),
         ([(1, 1024)] * 256, 131_072, 3072),  # a graph launches no more
         ([(1, 131_072)], None, 272),
-        ([*[(1, 1024)] * 64, (512, 32_768)], None, 904),
+        ([*[(1, 1024)] * 64, (512, 32_768)], None, 1856),
     ],
 )
 def test_programs_of_a_step_are_few_more_than_have_something_to_do(
@@ -188,10 +217,13 @@ def interpreted() -> None:
         pytest.skip("Triton compiles here: test_triton.py tests the kernel by its results")
 
 
-def test_kernels_compile_for_hopper_without_spilling(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "capability", ["90", *(pytest.param(other, marks=pytest.mark.soak) for other in ("80", "89", "100", "120"))]
+)
+def test_kernels_compile_within_the_registers_and_shared_memory_of_a_gpu(capability: str, tmp_path: Path) -> None:
     """Files go to a temporary folder, and none to the home directory."""
     path = os.pathsep.join(entry for entry in sys.path if entry)
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": path}
-    command = [sys.executable, str(Path(__file__).with_name("compile_for_hopper.py"))]
+    command = [sys.executable, str(Path(__file__).with_name("compile_for_gpus.py")), capability]
     process = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert process.returncode == 0, process.stdout + process.stderr

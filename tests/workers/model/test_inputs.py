@@ -1,5 +1,7 @@
 """A step's integers are those of its batch, and arrive unchanged on every device."""
 
+from array import array
+from collections.abc import Sequence
 from unittest.mock import create_autospec
 
 import numpy as np
@@ -10,8 +12,11 @@ from crossdock.workers.model.inputs import StepInputs, StepTensors
 from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.schedule.batch import Batch, Scheduled, StatePages
 from crossdock.workers.schedule.memory.pages import PagePool
+from crossdock.workers.schedule.memory.prefix_index import HOLE
 from crossdock.workers.schedule.request import Request
 from crossdock.workers.schedule.submission import SamplingParams
+
+CPU = torch.device("cpu")
 
 
 def mixed_step() -> StepInputs:
@@ -23,11 +28,11 @@ def mixed_step() -> StepInputs:
 
 def test_tensors_equal_the_integers() -> None:
     step = mixed_step()
-    tensors = step.on(torch.device("cpu"))
-    for name in StepTensors._fields:
-        array, tensor = getattr(step, name), getattr(tensors, name)
-        assert tensor.dtype == getattr(torch, array.dtype.name)
-        assert np.array_equal(tensor.numpy(), array), name
+    tensors = step.on(CPU)
+    for name, tensor in zip(StepTensors._fields, tensors, strict=True):
+        values = np.array([[3, 1, 2], [5, 0, 4]], np.int32) if name == "page_table" else getattr(step, name)
+        assert tensor.dtype == getattr(torch, values.dtype.name)
+        assert np.array_equal(tensor.numpy(), values), name
         assert tensor.is_contiguous()
         assert tensor.data_ptr() % 16 == 0, "else Triton compiles its kernels again"
     assert step.token_ids.tolist() == [60, *range(78, 91)]
@@ -36,15 +41,34 @@ def test_tensors_equal_the_integers() -> None:
     assert step.wanted.tolist() == [0]
     assert step.query_start.tolist() == [0, 1, 14]
     assert step.kv_len.tolist() == [21, 21]
-    assert step.page_table.tolist() == [[3, 1, 2], [5, 0, 4]]
     assert (step.max_query_len, step.num_decodes) == (13, 1)
-    assert [getattr(step, name).dtype for name in StepTensors._fields] == [np.int64] * 4 + [np.int32] * 5
+    assert [tensor.dtype for tensor in tensors] == [torch.int64] * 4 + [torch.int32] * 5
+
+
+def test_table_has_page_0_past_the_end_of_a_sequence() -> None:
+    """The host copies an entry for each page, however wide the table is."""
+    request = Request("a", list(range(400)), SamplingParams())
+    long = Scheduled(request, 390, 1, list(range(1, 60)), True)
+    parts = [Scheduled(request, 20, 1, [3, 1, 2, 9], True), long, Scheduled(request, 1, 1, [7], True)]
+    step = StepInputs.of(Batch(parts, 3), 8)[0]
+    assert len(step.pages.entries) == 3 + 49 + 1
+    table = step.on(CPU).page_table
+    assert table.tolist() == [[3, 1, 2] + [0] * 46, list(range(1, 50)), [7] + [0] * 48]
+
+
+@pytest.mark.parametrize("held", [[HOLE, HOLE, 5, 6], array("i", [HOLE, HOLE, 5, 6])], ids=["list", "pool"])
+def test_holes_of_a_group_have_the_first_page_after_them(held: Sequence[int]) -> None:
+    request = Request("a", list(range(30)), SamplingParams())
+    parts = [Scheduled(request, 25, 3, [1, 2, 3, 4], True, further_pages=[held])] * 2
+    step = StepInputs.of(Batch(parts, 0), 8)[0]
+    assert step.on(CPU).page_table.tolist() == [[[1, 2, 3, 4], [5, 5, 5, 6]]] * 2
+    assert step.slots.tolist() == [[4 * 8 + 1, 6 * 8 + 1], [4 * 8 + 2, 6 * 8 + 2], [4 * 8 + 3, 6 * 8 + 3]] * 2
 
 
 def test_model_is_told_how_many_decodes_come_first() -> None:
     """A GPU computes them apart from the chunks; otherwise they take the chunks' larger tiles."""
     model = create_autospec(LoadedModel, instance=True)
-    model.device = torch.device("cpu")
+    model.device = CPU
     decode = Request("decode", list(range(9)), SamplingParams())
     prompt = Request("prompt", list(range(30)), SamplingParams())
     for parts, expected in (
@@ -66,8 +90,8 @@ def test_pages_of_a_pool_are_those_of_a_list() -> None:
     of_pool = StepInputs.of(Batch([Scheduled(request, 5, 20, pool.pages_of("a"), True)], 0), 8)[0]
     of_list = StepInputs.of(Batch([Scheduled(request, 5, 20, [7, 8, 9, 10], True)], 0), 8)[0]
     pool.allocate("a", 9)
-    for name in StepTensors._fields:
-        assert np.array_equal(getattr(of_pool, name), getattr(of_list, name)), name
+    for name, ours, theirs in zip(StepTensors._fields, of_pool.on(CPU), of_list.on(CPU), strict=True):
+        assert torch.equal(ours, theirs), name
     assert of_pool.slots.tolist() == list(range(7 * 8 + 5, 7 * 8 + 25))
 
 
@@ -78,7 +102,7 @@ def test_states_of_a_step_are_those_of_its_parts() -> None:
     step = StepInputs.of(Batch([Scheduled(request, 9, 1, [3, 1], True, state=state) for state in states], 1), 8)[0]
     assert step.state_read.tolist() == [[4, 2], [-1, -1]]
     assert step.state_write.tolist() == [[4, 2], [5, 6]]
-    assert step.on(torch.device("cpu")).state_write.tolist() == [[4, 2], [5, 6]]
+    assert step.on(CPU).state_write.tolist() == [[4, 2], [5, 6]]
     assert mixed_step().state_read.shape == mixed_step().state_write.shape == (2, 0)
 
 
@@ -86,5 +110,5 @@ def test_states_of_a_step_are_those_of_its_parts() -> None:
 def test_wanted_rows_are_those_that_sample(samples: bool) -> None:
     request = Request("prompt", list(range(30)), SamplingParams())
     step, rows = StepInputs.of(Batch([Scheduled(request, 0, 8, [1], samples)], 0), 8)
-    assert step.on(torch.device("cpu")).wanted.shape == (samples,)
+    assert step.on(CPU).wanted.shape == (samples,)
     assert rows == [range(samples)]

@@ -18,6 +18,7 @@ from torch import Tensor
 from crossdock.workers.model.graphs.recording import Record, attempt, recorder_for, why_not
 from crossdock.workers.model.inputs import StepInputs, StepTensors
 from crossdock.workers.model.model import LoadedModel
+from crossdock.workers.model.page_lists import NO_PAGES
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ def padded(inputs: StepInputs, num_rows: int) -> StepInputs:
         wanted=np.arange(num_rows, dtype=np.int64),
         query_start=np.arange(num_rows + 1, dtype=np.int32),
         kv_len=more(inputs.kv_len, 1),
-        page_table=more(inputs.page_table),
+        pages=inputs.pages.with_padding(len(inputs.kv_len), [1] * (num_rows - len(inputs.kv_len))),
     )
 
 
@@ -61,9 +62,10 @@ class DecodeGraphs:
         """Record a graph of every size. Raises whatever `record` raises."""
         width = -(-model.max_model_len // page_size)
         none, none32 = np.zeros(0, np.int64), np.zeros(0, np.int32)
-        nothing = StepInputs(none, none, none, none, np.zeros(1, np.int32), none32, np.zeros((0, width), np.int32))
+        nothing = StepInputs(none, none, none, none, np.zeros(1, np.int32), none32, NO_PAGES)
         self._model, self.record = model, record
-        self._inputs = padded(nothing, max_num_seqs).on(model.device)
+        table = torch.zeros(max_num_seqs, width, dtype=torch.int32, device=model.device)
+        self._inputs = padded(nothing, max_num_seqs).on(model.device)._replace(page_table=table)
         self._sizes = batch_sizes(max_num_seqs)
         with model.tap.opened():
             with model.part.alone():  # only the shape is wanted
@@ -82,7 +84,7 @@ class DecodeGraphs:
     @torch.inference_mode()
     def run(self, inputs: StepInputs, previous_tokens: Tensor | None = None) -> Tensor:
         """Return logits [N, vocab], which the next run overwrites. `previous_tokens`: see `StepInputs.on`."""
-        num_rows, width = inputs.page_table.shape
+        num_rows, width = inputs.pages.shape
         size = self._sizes[bisect_left(self._sizes, num_rows)]
         given, recorded = padded(inputs, size).for_rank(self._model, previous_tokens), self._inputs
         for name in ("token_ids", "positions", "slots", "kv_len"):  # the others are the same in every step

@@ -22,6 +22,7 @@ from crossdock.workers.model.graphs.decode_graphs import DecodeGraphs
 from crossdock.workers.model.graphs.recording import Record, attempt
 from crossdock.workers.model.inputs import StepInputs, StepTensors
 from crossdock.workers.model.model import LoadedModel
+from crossdock.workers.model.page_lists import NO_PAGES
 
 logger = logging.getLogger(__name__)
 
@@ -54,9 +55,11 @@ class MixedGraphs:
         self._decodes = sorted({min(size, max_num_seqs) for size in _DECODES})
         self._chunk_tokens = sorted({min(size, longest) for size in _CHUNK_TOKENS})
         none, none32 = np.zeros(0, np.int64), np.zeros(0, np.int32)
-        nothing = StepInputs(none, none, none, none, np.zeros(1, np.int32), none32, np.zeros((0, width), np.int32))
+        nothing = StepInputs(none, none, none, none, np.zeros(1, np.int32), none32, NO_PAGES)
         largest = self._decodes[-1], self._chunk_tokens[-1]
-        self._inputs = padded_with_chunks(nothing, *largest, page_size, self._chunk_logits).on(model.device)
+        table = torch.zeros(largest[0] + _CHUNKS, width, dtype=torch.int32, device=model.device)
+        smallest = padded_with_chunks(nothing, *largest, page_size, self._chunk_logits).on(model.device)
+        self._inputs = smallest._replace(page_table=table)
         with model.tap.opened():
             with model.part.alone():  # only the shape is wanted
                 self._logits = torch.empty_like(self._forward(*largest))  # one for all graphs
@@ -143,8 +146,6 @@ def padded_with_chunks(
 ) -> StepInputs:
     """Pad a step to `decodes` decodes and, in `_CHUNKS` sequences, `tokens` tokens of chunks.
 
-    The page table is wide enough for the padding chunk too.
-
     Logits are wanted for `decodes + chunk_logits` rows; the rows of the step come first.
     """
     num_decodes, num_chunks, num_tokens = _sizes(inputs)
@@ -158,13 +159,13 @@ def padded_with_chunks(
     lengths[:decodes] = 1
     lengths[new_sequences], kv_len[new_sequences] = np.diff(inputs.query_start), inputs.kv_len
     lengths[decodes + num_chunks], kv_len[decodes + num_chunks] = num_padding, max(num_padding, 1)
-    width = inputs.page_table.shape[1]
-    page_table = np.zeros((sequences, max(width, -(-num_padding // page_size))), np.int32)
-    page_table[new_sequences, :width] = inputs.page_table
+    unused = [max(-(-num_padding // page_size), 1)] + [1] * (_CHUNKS - num_chunks - 1)
+    pages = inputs.pages.with_padding(len(inputs.kv_len), unused)
+    pages = pages.with_padding(num_decodes, [1] * (decodes - num_decodes))
     wanted = np.zeros(decodes + chunk_logits, np.int64)
     wanted[: len(inputs.wanted)] = new_rows[inputs.wanted]
     query_start = np.concatenate([[0], lengths.cumsum()]).astype(np.int32)
-    return StepInputs(token_ids, positions, slots, wanted, query_start, kv_len, page_table)
+    return StepInputs(token_ids, positions, slots, wanted, query_start, kv_len, pages)
 
 
 def _sizes(inputs: StepInputs) -> tuple[int, int, int]:

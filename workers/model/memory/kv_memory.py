@@ -44,18 +44,19 @@ def _measured(model: LoadedModel, budget: MemoryBudget, page_size: int) -> int:
     """Return the bytes of a GPU that the largest possible steps leave for pages.
 
     One of these steps has `max_num_batched_tokens` prompt tokens with every token's logits, for prompt logprobs, and
-    `max_num_seqs` rows sampled in the way that takes most memory. The other has `max_num_seqs` decodes, or decodes and
-    a recorded chunk. Pictures take `bytes_for_pictures` in addition.
+    `max_num_seqs` rows sampled in each of the two ways that take most memory. The other has `max_num_seqs` decodes, or
+    decodes and a recorded chunk. Pictures take `bytes_for_pictures` in addition.
     """
     width = model.state_pages(page_size)
     step = largest_step(budget.max_num_batched_tokens, model.max_model_len, page_size, width)
-    model.allocate_pool(int(max(step.page_table.max(), step.state_write.max(initial=0))) + 1, page_size)
+    model.allocate_pool(int(max(step.pages.entries.max(), step.state_write.max(initial=0))) + 1, page_size)
 
     def prefill() -> None:
         logits = step.run(model)
         if model.part.position.is_driver:
-            row = SampleRow(SamplingParams(top_p=0.9), [0], 1)  # with equal logits every head is too narrow
-            sample(logits.new_zeros(budget.max_num_seqs, logits.shape[1]), [row] * budget.max_num_seqs)
+            for params in (SamplingParams(), SamplingParams(top_p=0.9)):  # with equal logits every head is too narrow
+                rows = [SampleRow(params, [0], 1)] * budget.max_num_seqs
+                sample(logits.new_zeros(len(rows), logits.shape[1]), rows)
 
     def recorded() -> None:
         sizes = model, page_size, budget.max_num_seqs

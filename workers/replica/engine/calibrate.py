@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import product
 from statistics import median
 
 from crossdock.workers.replica.engine.engine import Engine
@@ -111,9 +112,8 @@ def _sweep(engine: Engine) -> list[tuple[StepWork, float]]:
     shallow, deep = ((longest - max(small, large)) // part // config.page_size * config.page_size for part in (4, 1))
     if shallow:
         measure((shallow, large))
-        measure((shallow, small))
-        measure((deep, small))
-        measure((deep, min(config.page_size, small)))
+        for start, tokens in product((shallow, deep), (small, min(16, small))):  # a chunk of any size reads the context
+            measure((start, tokens))
     for streams in _SWEPT_STREAMS:
         if streams > config.max_num_seqs:
             break

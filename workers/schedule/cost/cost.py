@@ -6,7 +6,7 @@
 from collections.abc import Iterable, Sequence
 from math import sqrt
 from operator import attrgetter
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -19,8 +19,9 @@ class StepWork(NamedTuple):
     prefill_tokens: float = 0
     attended: float = 0.0  # sum over chunks of tokens * (context before the chunk + tokens / 2)
     decodes: float = 0
-    context: float = 0  # sum of tokens before each chunk and each decode: attention reads them once for each
+    context: float = 0  # sum of tokens before each decode: attention reads them once for each
     drafts: float = 0  # drafted tokens, computed behind the newest tokens of decodes; `attended` counts theirs too
+    chunk_context: float = 0  # sum of tokens before each chunk, which attention reads for any number of tokens
 
     @classmethod
     def of(cls, chunks: Iterable[tuple[int, int]], decode_contexts: Sequence[int] = ()) -> "StepWork":
@@ -28,12 +29,12 @@ class StepWork(NamedTuple):
 
         `decode_contexts`: the number of tokens before each decoded token.
         """
-        tokens, attended, context = 0, 0.0, sum(decode_contexts)
+        tokens, attended, context = 0, 0.0, 0
         for start, num_tokens in chunks:
             tokens += num_tokens
             attended += num_tokens * (start + num_tokens / 2)
             context += start
-        return cls(tokens, attended, len(decode_contexts), context)
+        return cls(tokens, attended, len(decode_contexts), sum(decode_contexts), chunk_context=context)
 
     @property
     def rows(self) -> float:
@@ -51,8 +52,9 @@ class StepWork(NamedTuple):
             self.prefill_tokens + num_tokens,
             self.attended + num_tokens * (start + num_tokens / 2),
             self.decodes,
-            self.context + start,
+            self.context,
             self.drafts,
+            self.chunk_context + start,
         )
 
     def plus_drafts(self, context: int, num_drafts: float) -> "StepWork":
@@ -64,6 +66,7 @@ class StepWork(NamedTuple):
             self.decodes,
             self.context,
             self.drafts + num_drafts,
+            self.chunk_context,
         )
 
 
@@ -72,12 +75,14 @@ NO_WORK = StepWork()
 
 class StepCost(BaseModel, CostFormula[float]):
     """seconds(step) = base + per_prefill_token·tokens + per_attended·Σ chunk·(context + chunk/2)
-    + per_decode·(decodes + drafts) + per_context·Σ context + per_early_row·min(rows, bend_rows), and at least
-    `least_with_chunk` if the step has a chunk or drafts. Measured, never configured; in seconds.
+    + per_decode·(decodes + drafts) + per_context·Σ context of decodes + per_chunk_context·Σ context of chunks
+    + per_early_row·min(rows, bend_rows), and at least `least_with_chunk` if the step has a chunk or drafts. Measured,
+    never configured; in seconds.
 
-    Context is summed over chunks and decodes: its pages are read once for each decode and once for each chunk of any
-    size. Without the context of chunks, a one-page chunk 12k tokens deep is predicted a fifth too short (SmolLM2-135M,
-    Zen 4, 2026-11-21).
+    The pages before a decode are read once for it, and those before a chunk once for a chunk of any size. Without the
+    context of chunks, a one-page chunk 12k tokens deep is predicted a fifth too short (SmolLM2-135M, Zen 4,
+    2026-11-21). The two have prices of their own, since different kernels read the pages. A cost that was learnt before
+    `per_chunk_context` existed has the same price for both.
 
     A drafted token costs as much as a decode, since its logits are needed too. Its context is read with the decode's.
 
@@ -99,9 +104,15 @@ class StepCost(BaseModel, CostFormula[float]):
     bend_rows: float = Field(default=0.0, ge=0)
     per_early_row: float = 0.0
     least_with_chunk: float = Field(default=0.0, ge=0)
+    per_chunk_context: float = Field(default=0.0, ge=0)  # absent: `per_context`
 
     larger = staticmethod(max)
     smaller = staticmethod(min)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _chunks_read_context_like_decodes(cls, given: dict[str, Any]) -> dict[str, Any]:
+        return {"per_chunk_context": given.get("per_context", 0.0), **given}
 
     @model_validator(mode="after")
     def _more_rows_cost_no_less(self) -> Self:
@@ -126,18 +137,18 @@ class StepCost(BaseModel, CostFormula[float]):
 
     def seconds(self, work: StepWork) -> float:
         """Return the predicted seconds of a step."""
-        tokens, attended, decodes, context, drafts = work
-        seconds = self.work_seconds(tokens, attended, decodes + drafts, context, tokens + decodes + drafts)
+        seconds = self.device_seconds(work)
         return seconds if seconds > self.least_with_chunk or work.is_decodes_alone else self.least_with_chunk
 
     def device_seconds(self, work: StepWork) -> float:
         """Return the predicted seconds of a step if launching its kernels took no time."""
-        logits = work.decodes + work.drafts
-        return self.work_seconds(work.prefill_tokens, work.attended, logits, work.context, work.rows)
+        tokens, attended, decodes, context, drafts, chunk_context = work
+        logits = decodes + drafts
+        return self.work_seconds(tokens, attended, logits, context, tokens + logits, chunk_context)
 
     def decode_step_seconds(self, decodes: float, context: float) -> float:
         """Return the predicted seconds of a step of `decodes` streams alone, with `context` tokens in total."""
-        return self.work_seconds(0.0, 0.0, decodes, context, decodes)
+        return self.work_seconds(0.0, 0.0, decodes, context, decodes, 0.0)
 
     def draft_seconds(self, rows: float, context: float) -> float:
         """Return the seconds that one more draft adds to `device_seconds` of a step of `rows` rows.
@@ -165,7 +176,7 @@ class StepCost(BaseModel, CostFormula[float]):
         """Return the tokens of the largest chunk as `tokens_within` does, but as a mean over steps: with a fraction."""
         if seconds < self.least_with_chunk:
             return 0.0
-        left = seconds - self.device_seconds(work) - self.per_context * start
+        left = seconds - self.device_seconds(work) - self.per_chunk_context * start
         per_token, early_rows = self.per_prefill_token + self.per_attended * start, self.bend_rows - work.rows
         if early_rows <= 0:
             return _most_tokens(left, per_token, self.per_attended)

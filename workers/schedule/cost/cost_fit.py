@@ -4,7 +4,6 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import combinations
 from math import inf
 
 import numpy as np
@@ -22,8 +21,13 @@ A shape has one more column than a line, whose coefficient is what a row costs i
 it. So the fit of each shape is one of non-negative least squares, and no row ever makes a step shorter.
 """
 
-_SCALE = np.array([1.0, 1e2, 1e5, 1e1, 1e4, 1e2])
+_SCALE = np.array([1.0, 1e2, 1e5, 1e1, 1e4, 1e4, 1e2])
 """The columns differ by nine orders of magnitude; scaled, the normal equations are solvable."""
+
+_COLUMNS = len(_SCALE)
+_ALIKE = 1e-5 * np.outer(*[np.array([0, 0, 0, 0, 1, -1, 0])] * 2)
+"""Makes a token of context cost the same before a chunk as before a decode, where no step shows what one of them costs.
+Relative to the trace of the matrix, so that a single step that shows it outweighs this."""
 
 _CLEARLY = 0.8
 """Share of the squared error that another shape must leave to be taken: noise alone must not bend a line."""
@@ -37,8 +41,8 @@ _FIT_EVERY = 16  # steps; so a step that is observed costs 48 us on average, fit
 class _Sums:
     """The sums of the normal equations, for every shape at once, and of the seconds of steps that launching bounds."""
 
-    matrix: _Floats = field(default_factory=lambda: np.zeros((len(_SHAPES), 6, 6)))
-    vector: _Floats = field(default_factory=lambda: np.zeros((len(_SHAPES), 6)))
+    matrix: _Floats = field(default_factory=lambda: np.zeros((len(_SHAPES), _COLUMNS, _COLUMNS)))
+    vector: _Floats = field(default_factory=lambda: np.zeros((len(_SHAPES), _COLUMNS)))
     square: float = 0.0  # of the seconds, relative to the scale
     launch: float = 0.0
     launch_weight: float = 0.0
@@ -76,7 +80,7 @@ class _Sums:
     def solve(self, shape: int) -> tuple[StepCost, float]:
         """Return the cost of the shape that fits best, and its squared error."""
         matrix, vector = self.matrix[shape], self.vector[shape]
-        found = non_negative_solution(matrix, vector)
+        found = non_negative_solution(matrix + np.trace(matrix) * _ALIKE, vector)
         error = self.square + float(found @ matrix @ found - 2 * vector @ found)
         least = self.launch / self.launch_weight if self.launch_weight else 0.0
         return _cost(shape, found / _SCALE, least), max(error, 0.0) + _EXACT * self.square
@@ -98,7 +102,7 @@ class StepCostFit:
 
     The sums of the sweep never decay: after a week of decodes alone the replica still knows what a chunk costs.
     Coefficients cannot be negative: the best feasible solution among all subsets of columns is taken, which is exact
-    for six. A step that takes a multiple of its prediction (a pause, another process) is left out, unless such steps
+    for so few. A step that takes a multiple of its prediction (a pause, another process) is left out, unless such steps
     become the rule.
 
     The sweep shows whether launching kernels bounds short steps with a chunk. A later step whose prediction is that
@@ -225,12 +229,13 @@ def _shapes() -> tuple[_Floats, _Floats]:
 
 
 def _columns(work: StepWork) -> _Floats:
-    """Return the scaled factors of the six coefficients, for every shape."""
+    """Return the scaled factors of the coefficients, for every shape."""
     bends, signs = _shapes()
-    columns = np.empty((len(_SHAPES), 6))
-    columns[:, :5] = (1.0, work.prefill_tokens, work.attended, work.decodes + work.drafts, work.context)
+    columns = np.empty((len(_SHAPES), _COLUMNS))
+    tokens, attended, decodes, context, drafts, chunk_context = work
+    columns[:, :-1] = (1.0, tokens, attended, decodes + drafts, context, chunk_context)
     before = np.minimum(bends, work.rows)
-    columns[:, 5] = np.where(signs > 0, work.rows - before, before)
+    columns[:, -1] = np.where(signs > 0, work.rows - before, before)
     columns /= _SCALE
     return columns
 
@@ -238,7 +243,7 @@ def _columns(work: StepWork) -> _Floats:
 def _cost(shape: int, found: _Floats, least: float) -> StepCost:
     """Return the cost with the solution of one shape, whose last coefficient is that of the bend."""
     bend, sign = _SHAPES[shape]
-    base, per_prefill_token, per_attended, per_decode, per_context, extra = (float(value) for value in found)
+    base, per_prefill_token, per_attended, per_decode, per_context, per_chunk_context, extra = map(float, found)
     beyond = extra if sign > 0 else 0.0
     return StepCost(
         base=base,
@@ -246,6 +251,7 @@ def _cost(shape: int, found: _Floats, least: float) -> StepCost:
         per_attended=per_attended,
         per_decode=per_decode + beyond,
         per_context=per_context,
+        per_chunk_context=per_chunk_context,
         bend_rows=bend if extra else 0.0,
         per_early_row=-sign * extra if extra else 0.0,
         least_with_chunk=least,
@@ -253,25 +259,25 @@ def _cost(shape: int, found: _Floats, least: float) -> StepCost:
 
 
 @cache
-def _subsets(num_columns: int) -> tuple[tuple[int, ...], ...]:
-    return tuple(subset for size in range(num_columns, 0, -1) for subset in combinations(range(num_columns), size))
+def _subsets(num_columns: int) -> NDArray[np.bool_]:
+    """Return every subset of the columns but the empty one, [subset, column]."""
+    numbers = np.arange(1, 1 << num_columns)
+    return (numbers[:, None] >> np.arange(num_columns) & 1).astype(bool)
 
 
 def non_negative_solution(matrix: _Floats, vector: _Floats) -> _Floats:
     """Return argmin over x >= 0 of x'Mx - 2v'x. One subset of columns has the optimum, with all entries positive."""
     num_columns = len(vector)
     ridge = 1e-9 * np.trace(matrix) * np.eye(num_columns)  # a column without data must not make the system singular
-    best, best_value = np.zeros(num_columns), 0.0
-    for subset in _subsets(num_columns):
-        index = list(subset)
-        solution = np.linalg.solve((matrix + ridge)[np.ix_(index, index)], vector[index])
-        if (solution < 0).any():
-            continue
-        full = np.zeros(num_columns)
-        full[index] = solution
-        value = float(full @ matrix @ full - 2 * vector @ full)
-        if value < best_value:
-            best, best_value = full, value
-        if len(index) == num_columns:
-            break  # the unconstrained optimum is feasible
+    free: _Floats = np.linalg.solve(matrix + ridge, vector)
+    if (free >= 0).all():
+        return free
+    subsets = _subsets(num_columns)
+    systems = np.where(subsets[:, :, None] & subsets[:, None, :], matrix + ridge, np.eye(num_columns))
+    found: _Floats = np.linalg.solve(systems, np.where(subsets, vector, 0.0)[:, :, None])[:, :, 0]
+    found = found[(found >= 0).all(axis=1)]
+    values = np.einsum("si,ij,sj->s", found, matrix, found) - 2 * found @ vector
+    if not len(values) or values.min() >= 0:
+        return np.zeros(num_columns)
+    best: _Floats = found[values.argmin()]
     return best

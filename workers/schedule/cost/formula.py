@@ -25,6 +25,7 @@ class CostFormula(Generic[Figure]):
     bend_rows: Figure
     per_early_row: Figure
     least_with_chunk: Figure
+    per_chunk_context: Figure
 
     larger: ClassVar[Callable[..., Any]]  # of two figures
     smaller: ClassVar[Callable[..., Any]]
@@ -35,24 +36,31 @@ class CostFormula(Generic[Figure]):
         return seconds
 
     def work_seconds(
-        self, tokens: Figure, attended: Figure, logits: Figure | float, context: Figure, rows: Figure
+        self,
+        tokens: Figure,
+        attended: Figure,
+        logits: Figure | float,
+        context: Figure | float,
+        rows: Figure,
+        chunk_context: Figure,
     ) -> Figure:
         """Return the seconds of a step if launching its kernels takes no time. The quantities are those of `StepWork`;
         `logits` are its decodes and drafts."""
         seconds = self.base + self.per_prefill_token * tokens + self.per_attended * attended
         seconds = seconds + (self.per_decode * logits + self.per_context * context)
+        seconds = seconds + self.per_chunk_context * chunk_context
         return seconds + self.early_seconds(rows)
 
     def chunk_step_seconds(self, start: Figure, num_tokens: Figure) -> Figure:
         """Return the seconds of a step of one chunk alone, of `num_tokens` after `start` tokens of context."""
         attended = num_tokens * (start + num_tokens / 2)
-        seconds = self.work_seconds(num_tokens, attended, 0.0, start, num_tokens)
+        seconds = self.work_seconds(num_tokens, attended, 0.0, 0.0, num_tokens, start)
         longer: Figure = self.larger(seconds, self.least_with_chunk * (num_tokens > 1))
         return longer
 
     def many_rows_seconds(self, start: Figure, num_tokens: Figure) -> Figure:
         """Return the seconds that a chunk of `num_tokens` after `start` tokens adds to a step of many rows."""
-        return self.per_context * start + num_tokens * (
+        return self.per_chunk_context * start + num_tokens * (
             self.per_prefill_token + self.per_attended * (start + num_tokens / 2)
         )
 
@@ -63,7 +71,7 @@ class CostFormula(Generic[Figure]):
         """
         num_full = (end - start - 1) // chunk  # steps before the last one, which may be shorter
         full = num_full * (self.base + self.early_seconds(chunk)) + self.many_rows_seconds(start, num_full * chunk)
-        full = full + self.per_context * (num_full - 1) * (start + chunk * num_full / 2)
+        full = full + self.per_chunk_context * (num_full - 1) * (start + chunk * num_full / 2)
         longer: Figure = self.larger(full, num_full * self.least_with_chunk)
         return self.last_step_seconds(start, end, chunk) + longer
 
@@ -85,6 +93,7 @@ class StepCosts(CostFormula[Floats]):
     bend_rows: Floats
     per_early_row: Floats
     least_with_chunk: Floats
+    per_chunk_context: Floats
 
     larger = staticmethod(np.maximum)
     smaller = staticmethod(np.minimum)

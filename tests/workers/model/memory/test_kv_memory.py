@@ -51,7 +51,7 @@ def test_largest_step_fills_the_token_budget_with_whole_prompts(num_tokens: int,
     assert len(step.token_ids) == num_tokens
     assert step.wanted.tolist() == list(range(num_tokens)), "as a request for prompt logprobs would"
     assert len(set(step.slots.tolist())) == num_tokens
-    assert step.slots.max() < (step.page_table.max() + 1) * 8
+    assert step.slots.max() < (step.pages.entries.max() + 1) * 8
 
 
 def tiny_model() -> LoadedModel:

@@ -139,6 +139,22 @@ def test_heads_of_any_width_give_same_tokens(monkeypatch: pytest.MonkeyPatch) ->
         assert draw(logits, rows) == tokens
 
 
+def test_rows_without_a_narrow_head_are_sorted_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU keeps memory for this sort. So the sort's memory does not grow with the rows."""
+    logits, sorted_rows = random_logits(9, 600, spread=0.1), list[int]()
+    rows = [make_row(seed=i, top_p=0.9) for i in range(9)]
+    tokens, whole = draw(logits, rows), sampler._draw_cut
+
+    def counted(scores: torch.Tensor, some: Any, width: int) -> torch.Tensor:
+        sorted_rows.extend([len(scores)] * (width == 600))
+        return whole(scores, some, width)
+
+    monkeypatch.setattr(sampler, "_draw_cut", counted)
+    monkeypatch.setattr(sampler, "SORTED_AT_ONCE", 4)
+    assert draw(logits, rows) == tokens
+    assert sorted_rows == [4, 4, 1]
+
+
 def test_filter_that_keeps_all_changes_no_draw() -> None:
     """The noise belongs to the token id, so cutting only tokens that would lose anyway changes nothing."""
     logits = random_logits(32, 1000, spread=2.0)

@@ -38,12 +38,23 @@ def test_work_counts_the_tokens_that_attention_reads() -> None:
     parts = [StepWork.of([(start, 100)]) for start in range(0, 1000, 100)]
     assert whole.attended == 1000 * 1000 / 2 == sum(part.attended for part in parts)
     assert StepWork.of([(0, 3)], [10, 20]) == StepWork(3, 4.5, 2, 30)
-    assert StepWork.of([(100, 1), (50, 2)], [10]).context == 160  # read once for each, however few tokens ask
+    assert StepWork.of([(100, 1), (50, 2)], [10]).context == 10
+    assert StepWork.of([(100, 1), (50, 2)], [10]).chunk_context == 150  # read once for each, however few tokens ask
 
 
 def test_exact_sweep_gives_the_true_coefficients() -> None:
     fit = StepCostFit(sweep(TRUTH))
     np.testing.assert_allclose(coefficients(fit.cost), coefficients(TRUTH), rtol=1e-3)
+
+
+def test_context_of_chunks_has_a_price_of_its_own() -> None:
+    """Where no step shows this price, it is that of the context of decodes."""
+    dear = TRUTH.model_copy(update={"per_chunk_context": 9e-7})
+    np.testing.assert_allclose(coefficients(StepCostFit(sweep(dear)).cost), coefficients(dear), rtol=0.1)
+    works = [StepWork.of([(0, tokens)]) for tokens in (16, 64, 256, 1024)]
+    works += [StepWork.of([], [context] * streams) for streams in (1, 8, 60) for context in (10, 2000)]
+    cost = StepCostFit([(work, dear.seconds(work)) for work in works]).cost
+    assert cost.per_chunk_context == pytest.approx(TRUTH.per_context, rel=0.02)
 
 
 def test_fit_with_ten_percent_noise_has_a_small_error() -> None:
@@ -136,6 +147,7 @@ BENT = StepCost(
     bend_rows=64,
     per_early_row=-1.9e-4,
     least_with_chunk=18e-3,
+    per_chunk_context=6e-7,
 )
 STEEP = StepCost(base=14e-3, per_prefill_token=1.1e-4, per_decode=1.5e-4, bend_rows=8, per_early_row=9e-4)
 COSTS = st.sampled_from([TRUTH, BENT, STEEP])
@@ -187,9 +199,10 @@ def test_tokens_within_without_a_price_has_no_limit() -> None:
     assert free.tokens_within(0.0, 100) == 0
 
 
-def test_cost_of_an_older_replica_has_no_bend() -> None:
+def test_cost_of_an_older_replica_has_no_bend_and_one_price_of_context() -> None:
     cost = StepCost.of((0.01, 1e-3, 1e-8, 2e-3, 1e-7))
     assert cost == StepCost(base=0.01, per_prefill_token=1e-3, per_attended=1e-8, per_decode=2e-3, per_context=1e-7)
+    assert cost.per_chunk_context == 1e-7
     assert StepCost.of(BENT.coefficients) == BENT
 
 

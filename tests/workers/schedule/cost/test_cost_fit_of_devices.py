@@ -26,14 +26,19 @@ def cpu(linears: tuple[float, ...]) -> Seconds:
         rows = float(np.interp(work.rows, ROWS, linears))
         if work.rows > ROWS[-1]:
             rows *= work.rows / ROWS[-1]
-        return (rows + 6e-5 * work.attended + 2e-4 * work.context + 0.2 * work.decodes) / 1e3
+        return (rows + 6e-5 * work.attended + 2e-4 * (work.context + work.chunk_context) + 0.2 * work.decodes) / 1e3
 
     return seconds
 
 
 def gpu(work: StepWork) -> float:
     """Weights of 16 GB at 2.7 TB/s, or 16 GFLOP a row at 600 TFLOP/s; KV of 128 KiB a token."""
-    device = max(6.0, 0.027 * work.rows) + 6e-7 * work.attended + 4.8e-5 * work.context + 0.01 * work.decodes
+    device = (
+        max(6.0, 0.027 * work.rows)
+        + 6e-7 * work.attended
+        + 4.8e-5 * (work.context + work.chunk_context)
+        + 0.01 * work.decodes
+    )
     return (device + 0.5 if work.is_decodes_alone else max(device, 20.0)) / 1e3
 
 
@@ -44,7 +49,13 @@ def sweep(seconds: Seconds, most_tokens: int, longest: int, noise: random.Random
     ]
     works += [
         StepWork.of([(start, tokens)])
-        for start, tokens in ((longest // 4, most_tokens), (longest // 4, 64), (longest - 64, 64), (longest - 64, 16))
+        for start, tokens in (
+            (longest // 4, most_tokens),
+            (longest // 4, 64),
+            (longest // 4, 16),
+            (longest - 64, 64),
+            (longest - 64, 16),
+        )
     ]
     for streams in (1, 2, 4, 8, 16, 32, 64):
         works.append(StepWork.of([], [32] * streams))
@@ -78,7 +89,7 @@ def experts(number: int, chosen: int) -> Seconds:
     def seconds(work: StepWork) -> float:
         touched = 1 - (1 - chosen / number) ** work.rows  # share of all experts
         products = 6 + 30 * touched + 0.15 * work.rows
-        return (products + 6e-5 * work.attended + 2e-4 * work.context + 0.2 * work.decodes) / 1e3
+        return (products + 6e-5 * work.attended + 2e-4 * (work.context + work.chunk_context) + 0.2 * work.decodes) / 1e3
 
     return seconds
 

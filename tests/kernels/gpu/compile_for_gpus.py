@@ -1,11 +1,14 @@
-"""Compile the Triton kernels for Hopper and refuse those that spill registers. Compiling needs no GPU.
+"""Compile the Triton kernels for the GPUs of one compute capability, such as 90. Compiling needs no GPU.
 
-test_triton_launches.py runs this as a process of its own: in the process of a test, Triton interprets kernels, and the
-interpreter accepts more than the compiler does. The binary of each kernel is written to the current folder.
+Prints what each kernel needs. Refuses kernels that spill registers beyond a bound, or take more shared memory than such
+GPUs have. test_triton_launches.py runs this as a process of its own: in the process of a test, Triton interprets
+kernels, and the interpreter accepts more than the compiler does. Each kernel's binary goes to the current folder.
 """
 
 import pathlib
+import re
 import subprocess
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +19,7 @@ from triton.compiler import ASTSource
 
 from crossdock.kernels.gpu import triton_attention as attention
 from crossdock.kernels.gpu import triton_layer_steps as steps
+from crossdock.kernels.gpu.triton_scan import STEP_TENSORS
 
 KINDS = {
     **dict.fromkeys(("out", "q", "k", "v", "k_pages", "v_pages", "sinks"), "*bf16"),
@@ -26,7 +30,11 @@ KINDS = {
     "eps": "fp32",
     "T": "i32",
 }
-UNSPECIALISED = {"S", "D", "P", "T", "table_row", "scale", "eps"}
+CAPABILITY = int(sys.argv[1])
+SHARED = {80: 163, 89: 99, 90: 227, 100: 227, 120: 99}[CAPABILITY] << 10  # bytes that one program may take
+SPILLED = 0 if CAPABILITY in {80, 90} else 128  # bytes of a thread: the tiles are chosen for Hopper
+HAS_E4M3 = CAPABILITY >= 89
+UNSPECIALISED = {"S", "D", "P", "T", "parts", "table_row", "scale", "eps"}
 
 
 def check(
@@ -45,39 +53,47 @@ def check(
     of_16 = {
         (i,): [["tt.divisibility", 16]]
         for i, name in enumerate(names)
-        if name not in constants and name not in UNSPECIALISED
+        if name not in {*constants, *UNSPECIALISED, *STEP_TENSORS}
     }
     compiled = compile_kernel(
         ASTSource(kernel, signature, {(names.index(name),): value for name, value in constants.items()}, of_16),
-        target=GPUTarget("cuda", 90, 32),
+        target=GPUTarget("cuda", CAPABILITY, 32),
         options={"num_warps": num_warps, "num_stages": num_stages},
     )
     pathlib.Path("kernel.cubin").write_bytes(compiled.asm["cubin"])
     command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", "kernel.cubin"]
     used = subprocess.check_output(command, text=True)
-    assert "STACK:0 " in used, f"{kernel.fn.__name__} {constants} spills: {used}"
-    assert compiled.metadata.shared <= 227 << 10, f"{kernel.fn.__name__} {constants}: {compiled.metadata.shared} bytes"
+    registers, spilled = (int(re.search(rf"{name}:(\d+)", used)[1]) for name in ("REG", "STACK"))
+    name, shared = kernel.fn.__name__, compiled.metadata.shared
+    needs = f"{registers} registers, {spilled} bytes spilled, {shared / 1024:.1f} KiB shared"
+    print(f"sm_{CAPABILITY} {name}: {needs}")  # noqa: T201, shown by a test that fails
+    assert spilled <= SPILLED, f"{name} {constants} spills: {used}"
+    assert shared <= SHARED, f"{name} {constants}: {shared} bytes"
     return str(compiled.asm["ptx"])
 
 
 def check_attention() -> None:
     plain = {"PAGE": 16, "WINDOW": 0, "ATTENTION_CHUNK": 0, "SOFTCAP": 0.0}
+    plain["MIN_TILES"] = 16
     plain |= dict.fromkeys(("HAS_SINKS", "HAS_SCALES", "HAS_ENDS", "LATENT"), False)
     for has_chunks, dim, group, features in [
         (False, 128, 4, {}),
+        (True, 128, 4, {}),
         (True, 64, 3, {"WINDOW": 128, "SOFTCAP": 9.0}),
         (True, 256, 8, {"HAS_SINKS": True}),
         (False, 128, 5, {"HAS_SCALES": True, "ATTENTION_CHUNK": 8192}),
         (True, 256, 2, {"HAS_ENDS": True, "WINDOW": 1024}),
         (True, 256, 8, {"HAS_SCALES": True, "ATTENTION_CHUNK": 8192}),
     ]:
+        if features.get("HAS_SCALES") and not HAS_E4M3:
+            continue
         tiles = attention.tiles_for(dim, dim, 2, has_chunks)
         constants = {"GROUP": group, "BLOCK_N": tiles.tokens, "ROWS": tiles.rows, **attention.block_widths(dim, dim)}
         kernel = attention.chunk_kernel if has_chunks else attention.decode_kernel
         ptx = check(kernel, plain | constants | features, tiles.num_warps, tiles.num_stages)
-        assert has_chunks == ("wgmma.mma_async" in ptx)
+        assert CAPABILITY != 90 or has_chunks == ("wgmma.mma_async" in ptx)
     for tiles, kernel, has_scales in (  # of DeepSeek-V3
-        (attention.LATENT_DECODE_TILES, attention.decode_kernel, True),
+        (attention.LATENT_DECODE_TILES, attention.decode_kernel, HAS_E4M3),
         (attention.LATENT_CHUNK_TILES, attention.chunk_kernel, False),
     ):
         constants = {"GROUP": 16, "BLOCK_N": tiles.tokens, "ROWS": tiles.rows, "HAS_SCALES": has_scales, "LATENT": True}
@@ -86,7 +102,20 @@ def check_attention() -> None:
     check(attention.share_kernel, shares)
     joins = {"GROUP": 4, "V_DIM": 128, "BLOCK_V": 128, "BLOCK_P": 8, "BLOCK_G": 4, "HAS_SINKS": True}
     check(attention.join_kernel, joins)
-    check(attention.store_kernel, {"PAGE": 16, "BLOCK_T": 16, "HAS_SCALES": True, **attention.block_widths(128, 128)})
+    joins = {
+        **plain,
+        "GROUP": 4,
+        "V_DIM": 128,
+        "BLOCK_V": 128,
+        "BLOCK_N": 64,
+        "ROWS": 128,
+        "HAS_ENDS": True,
+        "SOME": 32,
+    }
+    check(attention.chunk_join_kernel, joins)
+    check(
+        attention.store_kernel, {"PAGE": 16, "BLOCK_T": 16, "HAS_SCALES": HAS_E4M3, **attention.block_widths(128, 128)}
+    )
 
 
 def check_layer_steps() -> None:

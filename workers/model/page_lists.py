@@ -1,0 +1,92 @@
+"""The pages of a step's sequences, one list after the other.
+
+A table of them has a row for each sequence, as wide as the longest. Beside one stream of 128k tokens the table of 256
+streams has 2M entries, of which 1 % are pages. So the host keeps lists, and the device makes the table.
+"""
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from crossdock.workers.schedule.batch import Scheduled
+from crossdock.workers.schedule.memory.prefix_index import HOLE
+
+
+class PageLists:
+    """The pages of S sequences. Of G groups of layers, each sequence has G lists of equal length."""
+
+    def __init__(self, entries: NDArray[np.int32], counts: NDArray[np.int64], num_groups: int = 1) -> None:
+        """`entries` are all pages; `counts` [S * G] says how many each list has, at least one."""
+        self.entries, self.counts, self.num_groups = entries, counts, num_groups
+
+    @classmethod
+    def of(cls, parts: Sequence[Scheduled], page_size: int) -> "PageLists":
+        """Return the pages of every part, as many as this step's tokens reach.
+
+        The pool keeps pages as C integers, so that a list is one copy of memory. Kernels may read a page before a
+        window, with a weight of 0. So the first page after a hole fills it: another request's page could contain NaN.
+        """
+        num_groups = 1 + len(parts[0].further_pages)
+        reach = [-(-(part.start + part.num_tokens) // page_size) for part in parts for _ in range(num_groups)]
+        lists = [part.pages for part in parts]
+        if num_groups > 1:
+            lists = [pages for part in parts for pages in (part.pages, *part.further_pages)]
+        entries = [np.asarray(pages[:num_pages], np.int32) for pages, num_pages in zip(lists, reach, strict=True)]
+        for number, pages in enumerate(lists):
+            if pages[0] == HOLE:
+                entries[number] = _filled(entries[number])
+        return cls(np.concatenate(entries), np.array(reach, np.int64), num_groups)
+
+    @property
+    def width(self) -> int:
+        """Return the length of the longest list."""
+        return int(self.counts.max())
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return the shape of the table, [S, P], or [S, G, P]."""
+        groups = (self.num_groups,) if self.num_groups > 1 else ()
+        return len(self.counts) // self.num_groups, *groups, self.width
+
+    @cached_property
+    def starts(self) -> NDArray[np.int64]:
+        """The entry with which each list begins."""
+        starts: NDArray[np.int64] = self.counts.cumsum() - self.counts
+        return starts
+
+    def places(self, rows: NDArray[np.int64], width: int) -> NDArray[np.int64]:
+        """Return the place of every entry in a flat table of `width` columns, whose `rows` have the lists."""
+        places: NDArray[np.int64] = np.arange(len(self.entries)) + np.repeat(rows * width - self.starts, self.counts)
+        return places
+
+    def pages_at(self, sequences: NDArray[np.int64], numbers: NDArray[np.int64]) -> NDArray[np.int32]:
+        """Return the pages with these numbers in the lists of these sequences, [T], or [T, G]."""
+        at = self.starts.reshape(-1, self.num_groups)[sequences] + numbers[:, None]
+        pages: NDArray[np.int32] = self.entries[at if self.num_groups > 1 else at[:, 0]]
+        return pages
+
+    def with_padding(self, at: int, counts: Sequence[int]) -> "PageLists":
+        """Return the lists with others of page 0, of `counts` pages, before list `at`. There is one group."""
+        cut = int(self.counts[:at].sum())
+        zeros, more = np.zeros(sum(counts), np.int32), np.array(counts, np.int64)
+        entries = np.concatenate([self.entries[:cut], zeros, self.entries[cut:]])
+        return PageLists(entries, np.concatenate([self.counts[:at], more, self.counts[at:]]))
+
+
+NO_PAGES = PageLists(np.zeros(0, np.int32), np.zeros(0, np.int64))
+
+
+def table_of(shape: Sequence[int], entries: Tensor, places: Tensor) -> Tensor:
+    """Make the table on the device of its entries; those past the end of a list are page 0."""
+    rows = torch.zeros(int(np.prod(shape)), dtype=torch.int32, device=entries.device)
+    return rows.index_copy_(0, places, entries).view(*shape)
+
+
+def _filled(pages: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Return a list whose holes, which are at its beginning, have the number of the first page after them."""
+    first = np.count_nonzero(pages == HOLE)
+    return np.concatenate([np.full(first, pages[first], np.int32), pages[first:]])
