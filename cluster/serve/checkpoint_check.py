@@ -1,11 +1,11 @@
 """Check a checkpoint by its files alone, before Ray starts and without torch."""
 
-import json
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
 from crossdock.workers.model.weights.scheme import PLAIN, Scheme, check_asked, scheme_at
+from crossdock.workers.model.weights.untrusted import check_index, read_config_file
 
 _TOKENIZERS = ("tokenizer*", "vocab.*", "*.model", "*.tiktoken", "tekken.json")  # files of which one is enough
 
@@ -19,10 +19,10 @@ def check_checkpoint(folder: Path, *, needs_tokenizer: bool = True, quantization
     """
     file = folder / "config.json"
     try:
-        config = json.loads(file.read_text())
+        kind = read_config_file(folder).get("model_type")
+        check_index(folder)
     except (OSError, ValueError) as error:
-        raise ValueError(f"model: {file} is not JSON: {error}") from None
-    kind = config.get("model_type") if isinstance(config, dict) else None
+        raise ValueError(f"model: {error}") from None
     if not isinstance(kind, str):
         raise ValueError(f"model: {file} has no model_type; a Hugging Face checkpoint has one")
     if not _is_known(kind):

@@ -3,7 +3,6 @@
 For the processes of pictures: transformers is imported, torch never.
 """
 
-import hashlib
 import io
 from collections.abc import Mapping
 from copy import copy
@@ -155,15 +154,6 @@ class _FrameProcessor:
 _COLOURS = ("do_rescale", "rescale_factor", "do_normalize", "image_mean", "image_std")
 
 
-def content_hash(tensors: Mapping[str, NDArray[Any]]) -> bytes:
-    """Return 16 bytes that tensors of other names, types, shapes or values do not share."""
-    digest = hashlib.blake2b(digest_size=16)
-    for name, tensor in sorted(tensors.items()):
-        digest.update(repr((name, tensor.dtype.str, tensor.shape)).encode())
-        digest.update(np.ascontiguousarray(tensor).data)
-    return digest.digest()
-
-
 def _answer(family: Family, kind: str, outputs: Outputs, levels: "NDArray[np.float32] | None") -> dict[str, Any]:
     text, runs = family.written_runs(outputs)
     tensors = {name: np.ascontiguousarray(outputs[name]) for name in family.tensors if name in outputs}
@@ -173,7 +163,6 @@ def _answer(family: Family, kind: str, outputs: Outputs, levels: "NDArray[np.flo
         "kind": kind,
         "text": text,
         "runs": runs,
-        "hash": content_hash(tensors),
         "tensors": {name: [tensor.dtype.str, tensor.shape, tensor.tobytes()] for name, tensor in tensors.items()},
     }
 

@@ -1,6 +1,7 @@
 """The ingress's side of the processes of pictures: shares them between requests, and reads their answers."""
 
 import asyncio
+import hashlib
 import queue
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -181,12 +182,29 @@ class PictureProcess:
             raise PicturesBusy("this server has too little time for it now") from busy
         if error := answer.get("error"):
             raise UnusablePicture(error)
-        tensors = {
-            name: np.frombuffer(body, np.dtype(kind)).reshape(shape)
-            for name, (kind, shape, body) in answer["tensors"].items()
-        }
-        return ReadyPicture(answer["text"], tuple(answer["runs"]), answer["hash"], tensors, answer["kind"])
+        return as_ready(answer)
 
     def end(self) -> None:
         """End the process, for good. Any thread may call."""
         self._sandbox.end()
+
+
+def as_ready(answer: Mapping[str, Any]) -> ReadyPicture:
+    """Return a picture as its process has answered.
+
+    The hash is computed here: a process that was taken over could name another tenant's picture.
+    """
+    tensors = {
+        name: np.frombuffer(body, np.dtype(kind)).reshape(shape)
+        for name, (kind, shape, body) in answer["tensors"].items()
+    }
+    return ReadyPicture(answer["text"], tuple(answer["runs"]), _content_hash(tensors), tensors, answer["kind"])
+
+
+def _content_hash(tensors: Mapping[str, NDArray[Any]]) -> bytes:
+    """Return 16 bytes that tensors of other names, types, shapes or values do not share."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, tensor in sorted(tensors.items()):
+        digest.update(repr((name, tensor.dtype.str, tensor.shape)).encode())
+        digest.update(np.ascontiguousarray(tensor).data)
+    return digest.digest()

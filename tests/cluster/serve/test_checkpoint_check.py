@@ -24,7 +24,7 @@ def folder_of(path: Path, config: Any) -> Path:
     ("config", "reason"),
     [
         ("{", "config.json is not JSON"),
-        ([], "has no model_type"),
+        ([], "config.json is not JSON of an object"),
         ({"model_type": 5}, "has no model_type"),
         ({"model_type": "kimi_k2"}, "has model_type 'kimi_k2', which transformers "),
         (

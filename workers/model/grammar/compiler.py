@@ -41,7 +41,7 @@ class Compiled:
     matcher: LLMatcher | None
     refusal: str = ""
     num_bytes: int = 0
-    budget: MaskBudget = field(default_factory=MaskBudget)
+    budgets: dict[str, MaskBudget] = field(default_factory=dict)  # by tenant: slow masks of one fail no other's
 
 
 class GrammarCache:
@@ -119,7 +119,7 @@ class GrammarCompiler:
             InvalidField: the grammar is malformed or beyond the limits; the message gives the reason.
             Overloaded: too many other grammars come first.
         """
-        return self._state(self._request(grammar).result(), token_ids)
+        return self._state(self._request(grammar).result(), token_ids, "")
 
     async def compiled(
         self, grammar: Grammar, token_ids: Sequence[int] = (), may_refuse: bool = True, tenant: str = ""
@@ -133,8 +133,8 @@ class GrammarCompiler:
         except TimeoutError:
             raise _overloaded() from None
         if len(token_ids) < 100:  # a microsecond or ten for each
-            return self._state(found, token_ids)
-        return await asyncio.to_thread(self._state, found, token_ids)
+            return self._state(found, token_ids, tenant)
+        return await asyncio.to_thread(self._state, found, token_ids, tenant)
 
     @property
     def num_cached(self) -> int:
@@ -165,10 +165,11 @@ class GrammarCompiler:
             self._thread.submit(self._compile_next)
             return request
 
-    def _state(self, compiled: Compiled, token_ids: Sequence[int]) -> GrammarState:
+    def _state(self, compiled: Compiled, token_ids: Sequence[int], tenant: str) -> GrammarState:
         if compiled.matcher is None:
             raise InvalidField(compiled.refusal, "grammar")
-        state = GrammarState(compiled.matcher.deep_copy(), self._vocab_size, compiled.budget)
+        budget = compiled.budgets.setdefault(tenant, MaskBudget())
+        state = GrammarState(compiled.matcher.deep_copy(), self._vocab_size, budget)
         for token_id in token_ids:
             state.accept(token_id)
         return state
@@ -211,7 +212,8 @@ class GrammarCompiler:
         """Return the tokenizer's trie and the vetting process, both ready.
 
         Raises:
-            InvalidField: there is no tokenizer, or a slow one, whose vocabulary does not give the bytes of each token.
+            InvalidField: there is no tokenizer, or a slow one, whose vocabulary gives no bytes of tokens. Or a
+                token that ends answers is also text, which a grammar may need.
         """
         if self._tokenizer is None or self._vetter is None:
             tokenizer = self._load()
@@ -220,9 +222,17 @@ class GrammarCompiler:
             backend.no_truncation()
             eos_token_ids = self._eos_token_ids or [tokenizer.eos_token_id]
             definition = backend.to_str()
+            parsed = LLTokenizer(definition, eos_token=eos_token_ids)
+            for token_id in eos_token_ids:
+                if token_id < parsed.vocab_size and not parsed.is_special_token(token_id):
+                    text = tokenizer.convert_ids_to_tokens(token_id)
+                    why = (
+                        f"structured output needs an end token that is no text, and {text!r} ({token_id}) ends answers"
+                    )
+                    raise InvalidField(why, "grammar")
             self._vetter = Vetter(definition, eos_token_ids)
             self._vetter.start()  # first: it reads the tokenizer at the same time
-            self._tokenizer = LLTokenizer(definition, eos_token=eos_token_ids)
+            self._tokenizer = parsed
         return self._tokenizer, self._vetter
 
     def _load(self) -> PreTrainedTokenizerFast:

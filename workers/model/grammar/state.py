@@ -12,13 +12,13 @@ from torch import Tensor
 from crossdock.workers.model.grammar.matcher import failure
 
 _ALLOWED_SECONDS = 0.01  # for each mask; usual ones take 0.1 ms
-_MOST_OVERDRAFT = 0.5  # seconds that all masks of a grammar may take beyond that
+_MOST_OVERDRAFT = 0.5  # seconds that all masks of a tenant's grammar may take beyond that
 _NO_TOKEN = (1 << 31) - 1
 
 
 @dataclass(slots=True, eq=False)
 class MaskBudget:
-    """The time that one grammar has for its masks, in all its requests together.
+    """The time that a tenant has for the masks of one grammar, in all its requests together.
 
     Each mask is computed between two steps, so its seconds are a pause for every stream of the replica. llguidance
     bounds one mask; this bounds their sum.

@@ -72,7 +72,7 @@ def _tensors(header: bytes, begin: int, size: int) -> list[tuple[int, int]]:
         spans = [(begin + start, begin + stop) for start, stop in places]
         if all(begin <= start <= stop <= size for start, stop in spans):
             return sorted(spans)
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         pass
     return [(0, size)]
 

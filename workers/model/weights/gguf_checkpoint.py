@@ -17,6 +17,7 @@ from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorPr
 
 from crossdock.workers.model.weights.gguf import quiet, save_tokenizer
 from crossdock.workers.model.weights.gguf_blocks import BLOCK_TYPES, Codes
+from crossdock.workers.model.weights.untrusted import check_gguf, naming
 
 _FLOATS = ("F32", "F16", "BF16")
 _SHARD_BYTES = 2 << 30
@@ -30,10 +31,13 @@ def pack_gguf(gguf: Path, target: Path) -> None:
         ValueError: tensors are of types that are not read, or transformers knows no such architecture, or the file is
             of another kind.
     """
-    try:
-        reader = GGUFReader(gguf)
-    except (ValueError, IndexError) as error:
-        raise ValueError(f"model {gguf} is a file that gguf cannot read: {error}") from error
+    check_gguf(gguf)
+    with naming(gguf):
+        _pack(gguf, target)
+
+
+def _pack(gguf: Path, target: Path) -> None:
+    reader = GGUFReader(gguf)
     architecture = reader.fields["general.architecture"].contents()
     if architecture == "clip":
         raise ValueError(f"model {gguf} is an encoder of pictures (mmproj); serve the safetensors form of the model")

@@ -25,7 +25,7 @@ class PackedLinear(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Move the matrix too, as torch's own `to` asks."""
-        self.packed = self.packed.map(fn)
+        self.packed = _moved(self.packed, fn)
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
     def extra_repr(self) -> str:
@@ -49,7 +49,7 @@ class PackedExperts(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Move the matrices too, as torch's own `to` asks."""
-        self.experts = [[matrix.map(fn) for matrix in expert] for expert in self.experts]
+        self.experts = [[_moved(matrix, fn) for matrix in expert] for expert in self.experts]
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
 
@@ -149,6 +149,18 @@ def packed_bytes(model: Any) -> int:
     linears = [each.packed for each in model.modules() if isinstance(each, PackedLinear)]
     experts = [each.experts for each in model.modules() if isinstance(each, PackedExperts)]
     return sum(each.nbytes for each in [*linears, *(matrix for each in experts for one in each for matrix in one)])
+
+
+def _moved(matrix: PackedMatrix, fn: Callable[[Tensor], Tensor]) -> PackedMatrix:
+    """Return a matrix after `fn` of each tensor. TypeError: `fn` changes a dtype, which would round scales or codes."""
+
+    def move(tensor: Tensor) -> Tensor:
+        moved = fn(tensor)
+        if moved.dtype != tensor.dtype:
+            raise TypeError(f"a packed matrix keeps its dtypes; {tensor.dtype} would become {moved.dtype}")
+        return moved
+
+    return matrix.map(move)
 
 
 def _without_bytes(form: PackedForm, rows: int, columns: int) -> PackedMatrix:

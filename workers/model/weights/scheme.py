@@ -1,6 +1,5 @@
 """How the weights of a checkpoint are stored, as its files say: a scheme that is read here, or a refusal. No torch."""
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -8,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from crossdock.kernels.options import CHECKPOINT_METHODS, CodeKind
+from crossdock.workers.model.weights.untrusted import check_pattern, read_config_file, read_json
 
 
 class PackedForm(NamedTuple):
@@ -79,8 +79,8 @@ def scheme_of(config: Mapping[str, Any]) -> Scheme:
         method = "bitsandbytes"
     if isinstance(method, str) and method in _READERS:
         try:
-            return _READERS[method](found)
-        except (TypeError, AttributeError, KeyError, ValueError) as error:
+            return _checked(_READERS[method](found))
+        except (TypeError, AttributeError, LookupError, ArithmeticError, ValueError) as error:
             reason = error if isinstance(error, _NotReadError) else f"its fields are not as expected ({error!r})"
             raise ValueError(f"config.json: quantization_config of {method}: {reason}: {_PLAIN_INSTEAD}") from error
     raise ValueError(
@@ -103,11 +103,14 @@ def quantisation_at(folder: Path) -> Any:
     Raises:
         ValueError: a file is not JSON.
     """
-    found = quantisation(json.loads((folder / "config.json").read_text()))
+    found = quantisation(read_config_file(folder))
     for name, method in _BESIDE.items():
         if found is None and (folder / name).is_file():
-            beside = json.loads((folder / name).read_text())
-            found = {"quant_method": method, **beside.get("quantization", beside)}
+            beside = read_json(folder / name)
+            inner = beside.get("quantization", beside)
+            if not isinstance(inner, dict):
+                raise ValueError(f"{folder / name}: 'quantization' is no object")
+            found = {"quant_method": method, **inner}
     return found
 
 
@@ -140,6 +143,28 @@ def quantisation(config: Mapping[str, Any]) -> Any:
 
 
 KEYS = ("quantization_config", "compression_config")
+_MOST_NAMES = 1 << 13  # of modules, in one configuration
+
+
+def _checked(scheme: Scheme) -> Scheme:
+    """Return a scheme whose numbers and names are such. ValueError: the configuration gives others."""
+    names = [*(target for rule in scheme.rules for target in rule.targets), *scheme.ignored]
+    if len(names) > _MOST_NAMES or not all(isinstance(name, str) for name in names):
+        raise _NotReadError(f"names of modules are texts, at most {_MOST_NAMES}")
+    for name in names:
+        if name.startswith("re:"):
+            check_pattern(name[3:])
+    for form in (rule.form for rule in scheme.rules):
+        for size in (form.group, form.block_rows):
+            if size is not None and (type(size) is not int or not 0 < size < 1 << 31):
+                raise _NotReadError(f"groups and blocks of {size!r:.50} are none")
+    rules = (
+        rule._replace(
+            form=rule.form._replace(has_offsets=bool(rule.form.has_offsets), has_order=bool(rule.form.has_order))
+        )
+        for rule in scheme.rules
+    )
+    return scheme._replace(rules=tuple(rules))
 
 
 class _NotReadError(ValueError):

@@ -1,9 +1,9 @@
 """The tensors in a checkpoint's files: plain ones, and those that together are one packed matrix."""
 
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +16,8 @@ from transformers.modeling_utils import DownloadKwargs, _get_resolved_checkpoint
 from crossdock.kernels.packed import PackedMatrix
 from crossdock.workers.model.weights.file_slice import DTYPES, FLOATS, FileSlice, OpenFile
 from crossdock.workers.model.weights.scheme import PackedForm, Scheme
-from crossdock.workers.model.weights.unpack import LAYOUTS, Layout
+from crossdock.workers.model.weights.unpack import LAYOUTS, MOST_STATE_BYTES, Layout, nf4_state
+from crossdock.workers.model.weights.untrusted import check_index, naming
 
 _SCALES_OF_KV = re.compile(r"\.(k_scale|v_scale|q_scale|output_scale|kv_scale)$")
 """Scales of KV pages, which a replica measures itself."""
@@ -38,7 +39,8 @@ class Files:
     def slice_of(self, file: str, key: str) -> FileSlice:
         """Return a tensor of a file, whose bytes are read when they are asked for."""
         if file not in self._readers:
-            self._readers[file] = self._stack.enter_context(closing(OpenFile(Path(file))))
+            with naming(Path(file), kept=(OSError,)):
+                self._readers[file] = self._stack.enter_context(closing(OpenFile(Path(file))))
         return self._readers[file].slice_of(key)
 
 
@@ -75,8 +77,10 @@ class PackedTensor(StoredTensor):
         self.form, self.pieces, self._layout = form, pieces, LAYOUTS[form.layout]
         shape = self._layout.shape(form, codes.shape)
         if (state := pieces.get("state")) is not None:  # of codes in one line
+            if prod(state.shape) > MOST_STATE_BYTES:
+                raise ValueError(f"its state has more than {MOST_STATE_BYTES} bytes")
             with Files() as files:
-                shape = json.loads(bytes(files.slice_of(state.file, state.key)[...].tolist()))["shape"]
+                shape = nf4_state(files.slice_of(state.file, state.key)[...], codes.shape)["shape"]
         super().__init__(codes.file, codes.key, "BF16", shape)
 
     @property
@@ -86,10 +90,11 @@ class PackedTensor(StoredTensor):
     def matrices(self, files: Files) -> list[PackedMatrix]:
         """Read the matrix, or one for each expert. Rows are outputs. ValueError: the tensors are not as expected."""
         tensors = {name: files.slice_of(piece.file, piece.key)[...] for name, piece in self.pieces.items()}
-        if not self.is_per_expert:
-            return [self._layout.unpack(self.form, tensors)]
-        experts = range(self.shape[0])
-        return [self._layout.unpack(self.form, {name: each[i] for name, each in tensors.items()}) for i in experts]
+        with naming(Path(self.file)):
+            if not self.is_per_expert:
+                return [self._layout.unpack(self.form, tensors)]
+            experts = range(self.shape[0])
+            return [self._layout.unpack(self.form, {name: each[i] for name, each in tensors.items()}) for i in experts]
 
     def opened(self, files: Files, dtype: torch.dtype) -> Any:
         """Return a stand-in for a slice of safetensors that gives the weight in plain floats."""
@@ -155,23 +160,28 @@ def _group(
             tensors.pop(unused, None)
         try:
             tensors[f"{base}{layout.weight}"] = PackedTensor(form, pieces)
-        except (ValueError, IndexError) as error:
+        except (ValueError, LookupError, TypeError) as error:
             report(f"{key} ({error})")
 
 
 def _tensors(config: PretrainedConfig, path: Path) -> Iterator[StoredTensor]:
-    files, _ = _get_resolved_checkpoint_files(
-        pretrained_model_name_or_path=str(path),
-        variant=None,
-        gguf_file=None,
-        use_safetensors=True,
-        download_kwargs=DownloadKwargs(local_files_only=True),
-        user_agent={},
-        is_remote_code=False,
-        transformers_explicit_filename=getattr(config, "transformers_weights", None),
-    )
+    own_name = getattr(config, "transformers_weights", None)
+    if own_name is not None and (not isinstance(own_name, str) or Path(own_name).name != own_name):
+        raise ValueError(f"{path / 'config.json'}: transformers_weights is no name of a file beside it")
+    check_index(path)
+    with naming(path, kept=(OSError,)):
+        files, _ = _get_resolved_checkpoint_files(
+            pretrained_model_name_or_path=str(path),
+            variant=None,
+            gguf_file=None,
+            use_safetensors=True,
+            download_kwargs=DownloadKwargs(local_files_only=True),
+            user_agent={},
+            is_remote_code=False,
+            transformers_explicit_filename=own_name,
+        )
     for file in files or ():
-        with safe_open(file, framework="pt", device="cpu") as reader:
+        with naming(Path(file)), safe_open(file, framework="pt", device="cpu") as reader:
             for key in reader.keys():  # noqa: SIM118  # the reader is no mapping
                 tensor = reader.get_slice(key)
                 yield StoredTensor(file, key, tensor.get_dtype(), tensor.get_shape())

@@ -29,6 +29,7 @@ from transformers.utils import logging
 from crossdock.workers.model.weights.file_slice import DTYPES, FLOATS
 from crossdock.workers.model.weights.scheme import Scheme
 from crossdock.workers.model.weights.stored_tensors import PackedTensor, StoredTensor, stored_in
+from crossdock.workers.model.weights.untrusted import naming
 
 _MOST_NAMED = 3  # tensors of one kind of fault
 
@@ -120,7 +121,7 @@ def check_tensors(
     unread = [f"{key} ({each.dtype})" for key, each in stored.tensors.items() if each.dtype not in DTYPES]
     if unread or stored.faults:
         raise ValueError(_message(path, {"of a dtype that is not read": unread, "of another kind": stored.faults}))
-    with torch.device("meta"):
+    with naming(path / "config.json", kept=(ValueError,)), torch.device("meta"):
         model = model_class.from_config(config, dtype=dtype)
     named = NamedTensors(model, stored.tensors, dtype)
     faults = {"of another kind": list(named.of_other_kinds())}

@@ -5,7 +5,8 @@ To read a further layout: a line in `LAYOUTS`, and forms in scheme.py that name 
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from math import prod
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from crossdock.workers.model.weights.scheme import PackedForm
 
 Pieces: TypeAlias = Mapping[str, Tensor]  # by role: codes, scales and so on
 
+MOST_STATE_BYTES = 1 << 14  # of what bitsandbytes says of a matrix in JSON
 _BAND = 1 << 20  # elements
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # column j of eight is nibble _AWQ_ORDER[j] of their 32 bits
 
@@ -94,12 +96,28 @@ def _unpack_fp4(form: PackedForm, pieces: Pieces) -> PackedMatrix:
     return PackedMatrix("e2m1", codes, scales, None, form.group or 2 * codes.shape[1])
 
 
+def nf4_state(state: Tensor, codes: Sequence[int]) -> dict[str, Any]:
+    """Return what bitsandbytes says of a matrix, which is JSON in a tensor of bytes. `codes`: the shape of its codes.
+
+    Raises:
+        ValueError: it says something else.
+    """
+    try:
+        found = json.loads(bytes(state.tolist()))
+        rows, columns = (int(each) for each in found["shape"])
+    except (ValueError, LookupError, TypeError, RecursionError, OverflowError) as error:
+        raise ValueError(f"its state is not bitsandbytes' ({type(error).__name__})") from error
+    if rows < 1 or columns < 1 or rows * columns != 2 * prod(codes):
+        raise ValueError(f"its state says a shape of [{rows}, {columns}], and there are {prod(codes)} bytes of codes")
+    return dict(found)
+
+
 def _unpack_nf4(form: PackedForm, pieces: Pieces) -> PackedMatrix:
     """Return a matrix of bitsandbytes: codes in one line, the even column in the high half of a byte.
 
     `nested`: the scales are codes too, of a table `nested_table`, in blocks that have a scale in `nested` each.
     """
-    state = json.loads(bytes(pieces["state"].tolist()))
+    state = nf4_state(pieces["state"], pieces["codes"].shape)
     (rows, columns), block = state["shape"], state["blocksize"]
     if block != form.group or columns % block:
         raise ValueError(

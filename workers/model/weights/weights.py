@@ -32,6 +32,7 @@ from crossdock.workers.model.weights.scheme import (
 )
 from crossdock.workers.model.weights.stored_tensors import Files, PackedTensor
 from crossdock.workers.model.weights.tensor_check import NamedTensors, check_tensors
+from crossdock.workers.model.weights.untrusted import naming, read_config_file
 from crossdock.workers.model.weights.weight_probe import check_products
 
 
@@ -42,8 +43,14 @@ def auto_model(config: PretrainedConfig) -> Any:
 
 
 def read_config(path: Path) -> PretrainedConfig:
-    """Return the configuration of a Hugging Face directory, with what a file beside it says of a quantisation."""
-    config: PretrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    """Return the configuration of a Hugging Face directory, with what a file beside it says of a quantisation.
+
+    Raises:
+        ValueError: transformers cannot read it; the message names the file.
+    """
+    read_config_file(path)
+    with naming(path / "config.json", kept=(OSError,)):
+        config: PretrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False)
     if quantisation(config.to_dict()) is None and (found := quantisation_at(path)) is not None:
         config.update({KEYS[0]: found})
     return config
@@ -193,7 +200,8 @@ def model_on_meta(config: PretrainedConfig, position: RankPosition, dtype: torch
         return scheme.form_of(owner if attribute == "weight" else f"{owner}.0.{attribute}")
 
     with torch.device("meta"):
-        module = auto_model(config).from_config(without_quantisation(config), dtype=dtype)
+        with naming(Path(config.name_or_path) / "config.json", kept=(ValueError,)):
+            module = auto_model(config).from_config(without_quantisation(config), dtype=dtype)
         put_forms(module, cut_model(module, position, None), form_of, dtype)
     return module
 

@@ -20,7 +20,7 @@ from crossdock.workers.model.memory.kv_memory import PageBudget
 from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.replica.config import ReplicaSpec, TransferConfig
 from crossdock.workers.replica.ranks.pool_layout import HeldLayers, held_layers
-from crossdock.workers.replica.ranks.rank_loader import RankFailed, driver_of, load_rank, position_of
+from crossdock.workers.replica.ranks.rank_loader import driver_of, failure_of, load_rank, position_of
 from crossdock.workers.replica.ranks.rank_messages import (
     DockOpened,
     DriverMessage,
@@ -83,7 +83,12 @@ class Gang:
         threading.Thread(target=self._accept, name="gang listener", daemon=True).start()
 
     def load(self) -> LoadedModel:
-        """Load the driver's own part while the followers load theirs. RankFailed: a follower could not."""
+        """Load the driver's own part while the followers load theirs.
+
+        Raises:
+            ValueError: the driver or a follower refuses the model.
+            RankFailed: a follower could not load its part.
+        """
         model, self._own_budget = load_rank(
             self.spec,
             self.position,
@@ -153,7 +158,7 @@ class Gang:
             dist.destroy_process_group()
 
     def _wait(self, is_done: Callable[[_Follower], bool], failure: str) -> None:
-        """Wait until `is_done` for every follower. RankFailed: one is not in time, or the gang is lost."""
+        """Wait until `is_done` for every follower. `failure_of`: one is not in time, or the gang is lost."""
 
         def missing() -> list[int]:
             followers = self._followers
@@ -169,7 +174,7 @@ class Gang:
                 late = position_of(self.spec, missing()[0])
                 self._why = f"{late} {failure} within {self.spec.start_timeout_s:.0f} s"
             if self._why is not None:
-                raise RankFailed(self._why)
+                raise failure_of(self._why)
 
     # -- threads: one listens, one reads from each follower ----------------------------------------------------------
 

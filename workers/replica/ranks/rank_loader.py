@@ -1,5 +1,6 @@
 """Loads one rank's part of a model, together with the other ranks of its gang."""
 
+import re
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -25,6 +26,24 @@ _LAST_RESORT = 2.0  # times `rank_timeout_s`
 
 class RankFailed(RuntimeError):
     """A rank of the replica could not start, has ended or hangs; the message is that rank's own where it sent one."""
+
+
+_REFUSAL = re.compile(r"[^:]*: ValueError: (.*)", re.DOTALL)
+
+
+def why_failed(error: Exception) -> str:
+    """Return an error of a rank as text for the others."""
+    kind = "ValueError" if isinstance(error, ValueError) else type(error).__name__
+    return f"{kind}: {error}"
+
+
+def failure_of(why: str) -> Exception:
+    """Return the error of a gang that could not start: a rank's ValueError, which says all to the user, as one.
+
+    `why`: the rank, and what `why_failed` returned there.
+    """
+    refusal = _REFUSAL.fullmatch(why)
+    return RankFailed(why) if refusal is None else ValueError(refusal[1])
 
 
 def position_of(spec: ReplicaSpec, rank: int) -> RankPosition:

@@ -15,7 +15,7 @@ from crossdock.workers.model.runner import Runner
 from crossdock.workers.model.step_messages import StepReceiver
 from crossdock.workers.replica.config import ReplicaSpec
 from crossdock.workers.replica.ranks.pool_layout import held_layers, pool_spec
-from crossdock.workers.replica.ranks.rank_loader import load_rank, position_of
+from crossdock.workers.replica.ranks.rank_loader import load_rank, position_of, why_failed
 from crossdock.workers.replica.ranks.rank_messages import (
     AllocatePool,
     DockOpened,
@@ -72,7 +72,7 @@ def follow(
         _work(spec, rank, model, inbox, link, transfer_host or own)
     except Exception as error:
         with contextlib.suppress(OSError):
-            send(RankFailure(f"{type(error).__name__}: {error}", traceback.format_exc()))
+            send(RankFailure(why_failed(error), traceback.format_exc()))
         raise
 
 

@@ -332,14 +332,18 @@ class _Gauges(Collector):
         """Yield the counts of the encoder, which are 0 for a model of text alone."""
         encoding = self._engine.scheduler.encoding
         totals = encoding.totals
-        yield _counter("crossdock_items_encoded", "Pictures and videos that were encoded.", totals.num_encoded)
+        yield _counter(
+            "crossdock_items_encoded",
+            "Pictures, and groups of frames of videos, that were encoded.",
+            totals.num_encoded,
+        )
         yield _counter("crossdock_encoder_rows", "Rows of embeddings that encoding made.", totals.num_rows)
-        text = "Pictures and videos whose embeddings were in memory when a request reached them."
+        text = "Pictures and groups of frames whose embeddings were in memory when a request reached them."
         yield _counter("crossdock_item_hits", text, totals.num_hits)
-        text = "Pictures and videos whose embeddings another replica has sent, when a chunk read them."
+        text = "Pictures and groups of frames whose embeddings another replica has sent, when a chunk read them."
         yield _counter("crossdock_items_received", text, totals.num_copied)
         lost = encoding.arriving.lost
-        text = "Pictures and videos that other replicas were to encode and that were left to this one, by reason."
+        text = "Pictures and groups of frames that others were to encode and that were left to this replica, by reason."
         family = CounterMetricFamily("crossdock_items_lost", text, labels=["reason"])
         for reason in ("failed", "late", "no room"):
             family.add_metric([reason], lost[reason])

@@ -25,7 +25,7 @@ from crossdock.workers.replica.engine.chunk_log import chunk_logger
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.replica.engine.engine_loader import load_engine
 from crossdock.workers.replica.ranks.gang import Gang
-from crossdock.workers.replica.ranks.rank_loader import RankFailed, driver_of, position_of
+from crossdock.workers.replica.ranks.rank_loader import driver_of, failure_of, position_of, why_failed
 from crossdock.workers.replica.ranks.rank_network import LOOPBACK
 from crossdock.workers.replica.ranks.rank_socket import GangAddress
 from crossdock.workers.replica.serving.engine_thread import EngineThread
@@ -152,7 +152,7 @@ class Replica:
                 engine = Engine(gang.load(), spec.engine, path, gang=gang)
                 ready = engine, warm_up(engine)
             except Exception as error:  # mostly because another rank failed, which reports why
-                why = f"{gang.position}: {type(error).__name__}: {error}"
+                why = f"{gang.position}: {why_failed(error)}"
                 logger.exception("%s failed", gang.position)
                 event_loop.call_soon_threadsafe(event_loop.call_later, _LAST_WORDS_S, self._lost, why)
             else:
@@ -164,7 +164,7 @@ class Replica:
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if failed.done():
             self._end_followers()
-            raise RankFailed(failed.result())
+            raise failure_of(failed.result())
         return loaded.result()
 
     def _start_followers(self, spec: ReplicaSpec, address: GangAddress) -> None:

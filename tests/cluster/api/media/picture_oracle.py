@@ -5,9 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from PIL import Image
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextToText, PreTrainedTokenizerFast
 
@@ -15,7 +13,7 @@ from crossdock.cluster.api.body.pictures import Picture
 from crossdock.cluster.api.media.families import read_family
 from crossdock.cluster.api.media.media import Place
 from crossdock.cluster.api.media.preparation import Preparation, VideoPreparation
-from crossdock.cluster.api.media.processes import ReadyPicture
+from crossdock.cluster.api.media.processes import ReadyPicture, as_ready
 from crossdock.cluster.api.media.video_families import read_video_family
 from tests.cluster.api.media.picture_models import MODELS
 from tests.workers.multimodal import CONFIGS
@@ -120,14 +118,4 @@ class PreparedHere:
     ) -> list[ReadyPicture]:
         asked = [(each, {"data": self._files[each.url], "detail": each.detail}) for each in pictures]
         answers = [self._prepare[each.kind](given) for each, given in asked]
-        return [
-            ReadyPicture(each["text"], tuple(each["runs"]), each["hash"], _arrays(each), each["kind"])
-            for each in answers
-        ]
-
-
-def _arrays(answer: dict[str, Any]) -> dict[str, NDArray[Any]]:
-    return {
-        name: np.frombuffer(body, np.dtype(kind)).reshape(shape)
-        for name, (kind, shape, body) in answer["tensors"].items()
-    }
+        return [as_ready(each) for each in answers]

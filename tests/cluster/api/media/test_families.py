@@ -12,7 +12,7 @@ from crossdock.cluster.api.body.bodies import ChatCompletionRequest
 from crossdock.cluster.api.media.families import NoPictures, read_family
 from crossdock.cluster.api.media.media import place
 from crossdock.cluster.api.media.preparation import Preparation
-from crossdock.cluster.api.media.processes import ReadyPicture
+from crossdock.cluster.api.media.processes import ReadyPicture, as_ready
 from crossdock.cluster.api.text.prompts import PromptEncoder
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.cluster.dispatch.dispatcher import ModelCard
@@ -78,11 +78,18 @@ def test_equal_pictures_have_equal_hashes_and_others_have_not(tmp_path: Path) ->
 
     def hash_of(width: int, height: int, seed: int, **options: Any) -> bytes:
         data = encoded(picture(width, height, seed), **options)
-        found: bytes = prepare({"data": data, "detail": "auto"})["hash"]
-        return found
+        return as_ready(prepare({"data": data, "detail": "auto"})).content_hash
 
     assert hash_of(40, 30, 0) == hash_of(40, 30, 0, compress_level=0)  # other bytes, the same pixels
     assert len({hash_of(40, 30, 0), hash_of(40, 30, 1), hash_of(30, 40, 0)}) == 3
+
+
+def test_hash_is_of_the_pixels_whatever_the_process_of_the_picture_says(tmp_path: Path) -> None:
+    """A process that was taken over could claim the hash of another tenant's picture, and so its embeddings."""
+    prepare = prepared(tmp_path)
+    one, other = (prepare({"data": encoded(picture(40, 30, seed)), "detail": "auto"}) for seed in (0, 1))
+    claimed = as_ready({**other, "hash": as_ready(one).content_hash})
+    assert claimed.content_hash == as_ready(other).content_hash != as_ready(one).content_hash
 
 
 def test_arguments_of_the_configuration_reach_the_image_processor(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize
 from crossdock.cluster.api.body.bodies import ChatCompletionRequest
 from crossdock.cluster.api.media.families import NoPictures
 from crossdock.cluster.api.media.preparation import VideoPreparation
+from crossdock.cluster.api.media.processes import as_ready
 from crossdock.cluster.api.media.video_families import number_in_words, read_video_family
 from crossdock.cluster.api.text.prompts import PromptEncoder
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
@@ -109,7 +110,7 @@ def test_hash_covers_frames_and_their_times(tmp_path: Path) -> None:
     prepare = tried(tmp_path)
     same, slow, other = (video_file(moving(8, seed=seed), fps=fps) for seed, fps in ((0, 4), (0, 8), (1, 4)))
     again = in_container(same, "matroska")
-    hashes = [prepare({"data": data})["hash"] for data in (same, again, slow, other)]
+    hashes = [as_ready(prepare({"data": data})).content_hash for data in (same, again, slow, other)]
     assert hashes[0] == hashes[1]
     assert len(set(hashes)) == 3
 

@@ -179,6 +179,23 @@ def test_masks_beyond_their_budget_end_the_states_of_that_grammar_alone(
     assert other.error is None
 
 
+async def test_slow_masks_of_a_tenant_end_no_state_of_another_with_that_grammar(compiler: GrammarCompiler) -> None:
+    grammar = Grammar("regex", "[a-h]+")
+    slow, again, other = [await compiler.compiled(grammar, tenant=tenant) for tenant in ("one", "one", "two")]
+    slow.budget.spend(1.0)
+    masks = [state.mask() for state in (slow, again, other)]
+    assert [state.error is None for state in (slow, again, other)] == [False, False, True]
+    assert masks[2].sum() > 1
+
+
+def test_grammar_is_refused_where_the_end_token_is_text(tokenizer: PreTrainedTokenizerBase) -> None:
+    """The engine would end the answer at that letter, within the grammar."""
+    compiler = GrammarCompiler(tokenizer, len(tokenizer), [tokenizer.eos_token_id, *tokenizer.encode("a")])
+    with pytest.raises(InvalidField, match="structured output needs an end token that is no text, and 'a'"):
+        compiler.compile(Grammar("regex", "[a-f]+"))
+    compiler.close()
+
+
 def test_quick_masks_pay_back_a_slow_one() -> None:
     budget = MaskBudget()
     budget.spend(0.4)

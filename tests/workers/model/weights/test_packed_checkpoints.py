@@ -227,6 +227,16 @@ def test_parts_that_would_divide_a_group_or_an_order_are_refused(tmp_path: Path)
         PlainWeights().count_bytes(config, position, FLOAT)
 
 
+def test_packed_weights_refuse_another_dtype_which_would_round_their_scales(tmp_path: Path) -> None:
+    write(tmp_path, CASES["awq"])
+    model, _ = read(tmp_path)
+    linear = next(module for module in model.modules() if isinstance(module, PackedLinear))
+    before = linear.packed.scales
+    with pytest.raises(TypeError, match=r"keeps its dtypes; torch\.float\d+ would become torch\.float64"):
+        linear.double()
+    assert linear.to("cpu").packed.scales.equal(before)
+
+
 def part_logits(rank: int, path: Path, tensor_size: int, num_stages: int) -> list[Tensor]:
     """On one rank: return every token's logits, or nothing where the rank has none."""
     position = RankPosition(rank, tensor_size, num_stages)

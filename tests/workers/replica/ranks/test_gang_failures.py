@@ -16,8 +16,8 @@ from crossdock.workers.model.graphs import recording
 from crossdock.workers.replica.config import TransferConfig
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.replica.ranks.gang import Gang
-from crossdock.workers.replica.ranks.rank_loader import RankFailed
-from crossdock.workers.replica.ranks.rank_messages import JoinGang, encode
+from crossdock.workers.replica.ranks.rank_loader import RankFailed, why_failed
+from crossdock.workers.replica.ranks.rank_messages import JoinGang, RankFailure, encode
 from crossdock.workers.replica.ranks.rank_socket import AuthenticationFailed, GangAddress, RankSocket
 from crossdock.workers.replica.serving.follower import follow
 from tests.workers.architectures import build
@@ -133,7 +133,7 @@ def test_rank_that_cannot_start_reports_why(path: Path) -> None:
     guess = GangAddress(address.host, address.port, address.store_port, b"guess")
     with pytest.raises((AuthenticationFailed, ConnectionError, EOFError)):
         RankSocket.connect(guess)
-    with pytest.raises(Exception, match="max_model_len"):
+    with pytest.raises(ValueError, match="max_model_len"):
         victim.gang.load()
     assert "max_model_len (100000) is more than the model's own 256" in victim.lost.get(timeout=20)
     victim.close()
@@ -162,6 +162,18 @@ def test_follower_that_sends_no_message_of_a_rank_ends_the_gang(path: Path) -> N
     link.send(b"\xc1")
     assert "rank 1 (tensor 1 of 2, stage 0 of 1): sent MessagePack data is malformed" in lost.get(timeout=5)
     with pytest.raises(RankFailed, match=r"rank 1 .*: sent MessagePack data is malformed"):
+        gang.open_docks("m", "mixed", TransferConfig(), lambda *_: None)
+    link.close()
+    gang.close()
+
+
+def test_refusal_of_a_follower_is_an_error_of_the_user_without_a_traceback(path: Path) -> None:
+    """Serve shows a ValueError as one line and does not try again."""
+    gang = Gang(spec_of(path, 2, 1), "127.0.0.1", lambda _: None)
+    link = RankSocket.connect(gang.address)
+    link.send(encode(JoinGang(1)))
+    link.send(encode(RankFailure(why_failed(UnicodeError("model: no\nsuch form")), "Traceback")))
+    with pytest.raises(ValueError, match=r"^model: no\nsuch form$"):
         gang.open_docks("m", "mixed", TransferConfig(), lambda *_: None)
     link.close()
     gang.close()
