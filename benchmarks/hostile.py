@@ -6,7 +6,8 @@
 Starts `crossdock serve`, streams one answer after the other from it, and sends the requests of hostile_requests.py one
 at a time, from several clients with --clients. Prints the gaps between the stream's tokens (p50, p99, longest; ms) in
 quiet and beside the requests, the answers by status, the times of another client's GET /health, and the memory
-(MiB) of ingress and replica before and after. Lists answers of 5xx, and memory that stays more than 5 % larger.
+(MiB) of ingress and replica: fresh, after one ordinary request of each kind, and after each group of requests. Lists
+answers of 5xx, and memory that in the end is more than 5 % larger than after the ordinary requests.
 """
 
 import argparse
@@ -25,7 +26,7 @@ from typing import Any
 
 import httpx
 from hostile_memory import STORED, Slow
-from hostile_requests import GROUPS, HostileRequest, hostile_requests
+from hostile_requests import GROUPS, HostileRequest, hostile_requests, ordinary_requests
 from servers import add_server_options, crossdock_command, log_of, serving
 from tables import Row, hardware, table, today, write
 
@@ -186,7 +187,7 @@ def report(
         for one in results
         if not one["status"][:3].isdecimal() or one["status"] >= "5"
     ]
-    first, *_, last = memories.values()
+    _, first, *_, last = memories.values()
     wrong += [
         f"{role}: {last[role] / size:.0%} of its memory" for role, size in first.items() if last[role] > 1.05 * size
     ]
@@ -223,8 +224,11 @@ def main() -> None:
         other = multiprocessing.Process(target=read_health, args=(server.address, asking))
         other.start()
         time.sleep(3)
-        memories, begin = {"before": Row(memory(server.processes))}, time.monotonic()
+        memories = {"fresh": Row(memory(server.processes))}
+        attack(server.address, list(ordinary_requests()))
+        begin = time.monotonic()
         time.sleep(args.quiet)
+        memories["after ordinary requests"] = Row(memory(server.processes))
         quiet, beside, results = (begin, time.monotonic()), [], []
         for number in range(1, args.rounds + 1):
             for group in args.only:

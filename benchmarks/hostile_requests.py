@@ -26,10 +26,19 @@ class HostileRequest:
 def hostile_requests() -> Iterator[HostileRequest]:
     """Yield all requests, group by group."""
     for group, make in GROUPS.items():
-        for name, path, body, *headers in make():
-            content = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
-            sent = {} if content is None else {"content-type": "application/json"}
-            yield HostileRequest(group, name, path, content, {**sent, **(headers[0] if headers else {})})
+        yield from _requests(group, make)
+
+
+def ordinary_requests() -> Iterator[HostileRequest]:
+    """Yield one ordinary request of each kind, so that what they load is not taken for what hostile ones leave."""
+    yield from _requests("ordinary", ordinary)
+
+
+def _requests(group: str, make: "Callable[[], Made]") -> Iterator[HostileRequest]:
+    for name, path, body, *headers in make():
+        content = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+        sent = {} if content is None else {"content-type": "application/json"}
+        yield HostileRequest(group, name, path, content, {**sent, **(headers[0] if headers else {})})
 
 
 Made = Iterator[tuple[Any, ...]]  # name, path, body as bytes or JSON, and perhaps headers
@@ -45,6 +54,27 @@ def chat(*messages: Any, **fields: Any) -> dict[str, Any]:
 
 def user(content: Any) -> dict[str, Any]:
     return {"role": "user", "content": content}
+
+
+def ordinary() -> Made:
+    """Yield one request of each kind that an ingress serves, also those that need modules of their own."""
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
+    pixel = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+    picture = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{pixel}"}}
+    yield "a completion", COMPLETIONS, completion(logprobs=1)
+    yield "a chat", CHATS, chat()
+    yield "a stream", CHATS, chat(stream=True)
+    yield "a call of a tool", CHATS, chat(tools=[tool], tool_choice="required", max_tokens=30)
+    yield "a schema", CHATS, chat(response_format=schema, max_tokens=30)
+    yield "a regular expression", COMPLETIONS, completion(guided_regex="[a-z]{3,9}")
+    yield "a picture", CHATS, chat(user([picture]))
+    yield "a response", "/v1/responses", {"input": "Hi", "max_output_tokens": 4}
+    yield "a message", "/v1/messages", {"model": "SmolLM2-135M-Instruct", "messages": [user("Hi")], "max_tokens": 4}
+    yield "a vector", EMBEDDINGS, {"input": "Hi"}
+    yield "tokens", TOKENIZE, {"prompt": "Hi"}
+    yield "text", DETOKENIZE, {"tokens": [5]}
+    yield "metrics", "/metrics", None
 
 
 def lists() -> Made:

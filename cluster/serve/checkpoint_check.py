@@ -43,7 +43,7 @@ def require_same_model(folder: Path, other: Path) -> None:
     Raises:
         ValueError: a size differs; the message names the field.
     """
-    ours, theirs = (json.loads((each / "config.json").read_text()) for each in (folder, other))
+    ours, theirs = (read_config_file(each) for each in (folder, other))
     for field in ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_key_value_heads"):
         if ours.get(field) != theirs.get(field):
             raise ValueError(

@@ -12,9 +12,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from gguf import GGUFWriter
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from crossdock.cluster.serve.checkpoint_check import check_checkpoint
@@ -73,12 +75,12 @@ def refuses(reader: Callable[[], object], path: Path) -> bool:
     return bool(refusal)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=["awq", "bitsandbytes nf4"])
+def folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     """A packed checkpoint with an index, and its copy, which tests change."""
     good = tmp_path_factory.mktemp("hostile") / "good"
     good.mkdir()
-    write(good, CASES["awq"])
+    write(good, CASES[request.param])
     (good / "model.safetensors").rename(good / "part.safetensors")
     stored = stored_names(good / "part.safetensors")
     (good / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(stored, "part.safetensors")}))
@@ -118,7 +120,7 @@ def test_whole_checkpoint_is_refused_by_no_reader(folder: Path) -> None:
     assert read_all(folder) == 0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(name=st.sampled_from(["config.json", INDEX, "part.safetensors"]), **damage)
 def test_bytes_cut_or_replaced_are_read_or_refused_by_name(
     folder: Path, name: str, at: float, with_: bytes, cuts: bool
@@ -135,7 +137,7 @@ def places_of(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...
     yield path
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data(), name=st.sampled_from(["config.json", "config.json", INDEX]), value=st.sampled_from(VALUES))
 def test_fields_of_another_kind_or_size_are_read_or_refused_by_name(
     folder: Path, data: st.DataObject, name: str, value: Any
@@ -184,6 +186,31 @@ def test_layers_without_number_are_refused_before_any_is_made(folder: Path) -> N
     config = json.loads((folder / "config.json").read_text()) | {"num_hidden_layers": 10**12}
     with changed(folder / "config.json", json.dumps(config).encode()):
         assert read_all(folder) == 3, "all but the fingerprint"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 5000,
+        "x" * 20_000,
+        "5",
+        "{}",
+        *(
+            f'{{"shape": {shape}}}'
+            for shape in ("5", "[1, 2, 3]", '["a", 1]', "[-64, -64]", "[1e999, 1]", f"[{10**30}, 1]")
+        ),
+    ],
+    ids=range(10),
+)
+def test_state_of_nf4_that_is_another_is_a_fault_of_that_matrix(text: str, tmp_path: Path) -> None:
+    write(tmp_path, CASES["bitsandbytes nf4"])
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = min(key for key in tensors if "quant_state" in key)
+    tensors[name] = torch.tensor(list(text.encode()), dtype=torch.uint8)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    faults = stored_in(AutoConfig.from_pretrained(tmp_path), tmp_path, scheme_at(tmp_path)).faults
+    assert len(faults) == 1
+    assert "its state" in faults[0]
 
 
 # -- GGUF ------------------------------------------------------------------------------------------------------------
