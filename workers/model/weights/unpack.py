@@ -97,7 +97,7 @@ def _unpack_fp4(form: PackedForm, pieces: Pieces) -> PackedMatrix:
 
 
 def nf4_state(state: Tensor, codes: Sequence[int]) -> dict[str, Any]:
-    """Return what bitsandbytes says of a matrix, which is JSON in a tensor of bytes. `codes`: the shape of its codes.
+    """Read the description of a matrix by bitsandbytes: JSON in a tensor of bytes. `codes`: the shape of its codes.
 
     Raises:
         ValueError: it says something else.
