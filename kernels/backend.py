@@ -65,6 +65,23 @@ def choose_attention(
     return chosen
 
 
+def require_working(attention: Attention, device: torch.device) -> None:
+    """Compile and run a trivial kernel where `attention` is Triton's on a GPU: a fresh machine may lack a compiler.
+
+    Raises:
+        ValueError: the kernel does not run; the message names what to install.
+    """
+    if attention.name != "triton" or device.type != "cuda":
+        return
+    from crossdock.kernels.gpu.triton_probe import why_no_triton
+
+    if (reason := why_no_triton(device)) is not None:
+        raise ValueError(
+            f"attention_backend triton cannot run on this machine. {reason}. Without Triton, attention_backend torch "
+            f"runs, many times slower"
+        )
+
+
 def _cpp(cpu_kernels: CpuKernels) -> Attention:
     if cpu_kernels == "own":
         return CPP

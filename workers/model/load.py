@@ -10,7 +10,7 @@ from torch import nn
 from transformers import GenerationConfig, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from crossdock.kernels.backend import choose_attention
+from crossdock.kernels.backend import choose_attention, require_working
 from crossdock.workers.model.architecture import attention_names, is_multimodal, text_config
 from crossdock.workers.model.cut.collectives import Collectives
 from crossdock.workers.model.cut.part import ModelPart
@@ -57,6 +57,7 @@ def load_model(
     path = resolve_model(spec.path)
     attention = choose_attention(spec.attention_backend, torch.device(device), spec.kv_cache_dtype, spec.cpu_kernels)
     used_by_others = used_by_all_but_torch() if device != "cpu" else 0
+    require_working(attention, torch.device(device))  # takes memory of the GPU, so it comes second
     config = read_config(path)
     refuse_by_config(config)
     check_asked(spec.quantization, scheme_of(config.to_dict()))
