@@ -1,8 +1,9 @@
 """The process that serves: short turns for its threads, a small search for garbage, no memory left from its start."""
 
-import ctypes
 import gc
 import sys
+
+from crossdock.workers.model.weights.heap import trim_heap
 
 SWITCH_S = 0.001
 """Seconds that a thread may hold the interpreter while others wait for it; Python's default is 5 ms. A step of the
@@ -17,6 +18,5 @@ def prepare_interpreter() -> None:
     """
     gc.collect()
     gc.freeze()
-    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc's
-        trim(0)
+    trim_heap()
     sys.setswitchinterval(SWITCH_S)
