@@ -23,6 +23,7 @@ from crossdock.cluster.serve.other_flags import unread_variables
 from crossdock.cluster.serve.stop_signals import ending_at_once
 from crossdock.cluster.serve.summary import summary
 from crossdock.workers.model.memory.host_memory import free_on_host
+from crossdock.workers.model.weights.scheme import Scheme
 
 
 @takes_flags
@@ -133,28 +134,36 @@ def _prepare_model(config: ClusterConfig, console: Console) -> None:
             load_tokenizer(path, config.model)
         if any(pool.role == "encode" for pool in config.pools):
             _require_pictures(path, config)
+        lines = [f"Model: {path}: {describe_weights(path, scheme)}"]
         for pool in config.pools:
-            folder = _checkpoint_of(pool, path, config)
+            folder = path
+            if pool.checkpoint is not None:
+                folder, own = _checkpoint_of(pool, path, config)
+                lines.append(f"Pool {pool.name}: {folder}: {describe_weights(folder, own)}")
             if pool.num_ranks > 1:
                 from crossdock.workers.model.weights.weights import check_division
 
                 check_division(folder, pool.tensor_parallel_size, pool.pipeline_parallel_size)
-    console.print(f"[dim]Model: {escape(str(path))}: {escape(describe_weights(path, scheme))}[/dim]")
+    for line in lines:
+        console.print(f"[dim]{escape(line)}[/dim]")
 
 
-def _checkpoint_of(pool: PoolConfig, path: Path, config: ClusterConfig) -> Path:
-    """Return the directory of a pool's weights, where it has a checkpoint of its own after checking that."""
+def _checkpoint_of(pool: PoolConfig, path: Path, config: ClusterConfig) -> tuple[Path, Scheme]:
+    """Return the directory of a pool's own weights, and how they are stored.
+
+    Raises:
+        ValueError: they are not of the model in `path`, or not read; the message names the pool.
+    """
     from crossdock.workers.model.weights.checkpoint import resolve_model
 
-    if pool.checkpoint is None:
-        return path
-    folder = resolve_model(pool.checkpoint)
+    quantization = (pool.engine or config.engine).quantization
     try:
-        check_checkpoint(folder, needs_tokenizer=False, quantization=(pool.engine or config.engine).quantization)
+        folder = resolve_model(pool.checkpoint)
+        scheme = check_checkpoint(folder, needs_tokenizer=False, quantization=quantization)
         require_same_model(path, folder)
     except ValueError as error:
         raise ValueError(f"pools: checkpoint of {pool.name!r}: {error}") from None
-    return folder
+    return folder, scheme
 
 
 def _require_pictures(path: Path, config: ClusterConfig) -> None:

@@ -1,6 +1,7 @@
 """A checkpoint that cannot be served is refused from its files, before Ray starts."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -59,3 +60,34 @@ def test_checkpoint_with_tokenizer_passes(model_dir: Path, tmp_path: Path) -> No
     with (tmp_path / "model.safetensors").open("wb") as file:
         file.truncate(1 << 28)
     assert describe_weights(tmp_path, scheme) == "plain floats, 0.25 GiB in files"
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, ""),
+        ({"vocab_size": 64}, "pools: checkpoint of 'small': .* has vocab_size 64 and .* 32; pools serve one model"),
+        (
+            {"quantization_config": {"quant_method": "quark"}},
+            "pools: checkpoint of 'small': .*'quark', which is not read",
+        ),
+    ],
+)
+def test_checkpoint_of_a_pool_is_checked_and_printed_before_ray_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], reason: str
+) -> None:
+    started = []
+    monkeypatch.setattr(lifetime, "serve_forever", lambda *_: started.append(True))
+    quantised = {"quantization_config": {"quant_method": "fp8"}}
+    for name, config in (("plain", {}), ("fp8", quantised | changes)):
+        (tmp_path / name).mkdir()
+        folder_of(tmp_path / name, {"model_type": "llama", "vocab_size": 32} | config)
+        (tmp_path / name / "vocab.json").touch()
+    pools = ["--pools", "large=1,small=1", "--set", f"pools.small.checkpoint={tmp_path / 'fp8'}"]
+    arguments = ["serve", str(tmp_path / "plain"), *pools, "--port", str(free_port())]
+    result = CliRunner().invoke(cli.app, arguments)
+    assert bool(started) == (not reason)
+    if reason:
+        assert (result.exit_code, bool(re.search(reason, result.stderr))) == (2, True), result.stderr
+    else:
+        assert f"Pool small: {tmp_path / 'fp8'}: fp8 (e4m3, a scale for each tensor), 0.00 GiB" in result.stdout
