@@ -59,7 +59,8 @@ API_ROOMS = {  # folder of cluster/api: the folders there that it may import bes
 }
 REPLICA_ROOMS = {  # likewise of workers/replica
     "ranks": set[str](),
-    "engine": {"ranks"},
+    "tiers": {"ranks"},
+    "engine": {"ranks", "tiers"},
     "transfer": {"ranks", "engine"},
     "serving": {"ranks", "engine", "transfer"},
 }
@@ -91,7 +92,17 @@ SCHEDULE_FLOORS = (  # of workers/schedule, the lowest first: its rooms, files, 
     *("shares.py", "slo.py", "cost", "pictures/items.py", "memory", "submission.py", "request.py"),
     *("pacing/pace.py", "pacing/chunking.py", "pacing/chunk_policies.py", "config.py", "order.py", "table.py"),
     *("pictures", "batch.py", "handback.py", "kv.py", "windows.py", "pacing", "admission.py", "recurrent"),
-    *("prefills.py", "drafts", "outputs.py", "ahead.py", "stretch.py", "handoff.py", "awaited.py", "scheduler.py"),
+    *(
+        "prefills.py",
+        "drafts",
+        "outputs.py",
+        "ahead.py",
+        "stretch.py",
+        "handoff.py",
+        "awaited.py",
+        "tiers",
+        "scheduler.py",
+    ),
 )
 THIRD_PARTIES = {  # third party: the rooms or files that may import it
     "ray": [

@@ -149,6 +149,8 @@ PANELS: dict[str, tuple[Flag, ...]] = {
         Flag("engine.max_num_batched_tokens"),
         Flag("engine.max_num_seqs"),
         Flag("engine.kv_cache_memory", ("--kv-cache-memory", "--kv-cache-memory-bytes")),
+        Flag("engine.kv_cache_host_memory"),
+        Flag("engine.kv_cache_files"),
         Flag("engine.kv_cache_dtype"),
         Flag("engine.mm_encoder_cache"),
         Flag("engine.disable_hybrid_kv_cache_manager"),

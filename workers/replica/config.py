@@ -1,9 +1,10 @@
 """The settings of one replica: its model, its engine and its KV transfers. No torch, no ray."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, Self, TypeAlias
 
-from pydantic import BaseModel, ByteSize, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, TypeAdapter, model_validator
 
 from crossdock.kernels.options import AttentionBackend, CpuKernels, KVCacheDtype, Quantization
 from crossdock.workers.model.memory.memory_budget import MemoryBudget
@@ -15,6 +16,7 @@ from crossdock.workers.schedule.drafts.speculative_config import SpeculativeConf
 Device: TypeAlias = Literal["cpu", "cuda"]
 
 _GIB = 1 << 30
+_BYTES = TypeAdapter(ByteSize)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,14 @@ class EngineConfig(SchedulerConfig):
     )
     gpu_memory_utilization: float = Field(
         0.9, gt=0, le=1, description="Share of the GPU's memory that a rank may use in all, if kv_cache_memory is null."
+    )
+    kv_cache_host_memory: ByteSize | None = Field(
+        None, gt=0, description="Memory of the host for KV pages that leave the pool, e.g. 8GiB; null: none."
+    )
+    kv_cache_files: str | None = Field(
+        None,
+        description="Folder for KV pages that leave the pool, and its size, e.g. /var/cache/kv,100GiB; null: none. "
+        "Replicas share it, and find its pages after a restart.",
     )
     mm_encoder_cache: ByteSize = Field(
         ByteSize(256 << 20),
@@ -109,6 +119,35 @@ class EngineConfig(SchedulerConfig):
                 "step before, which must be known"
             )
         return self
+
+    @model_validator(mode="after")
+    def _tiers_hold_prefixes(self) -> "EngineConfig":
+        folder, _ = self.kv_files
+        if (folder or self.kv_cache_host_memory) and not self.enable_prefix_caching:
+            raise ValueError(
+                "kv_cache_host_memory and kv_cache_files must be null without enable_prefix_caching: they hold prefixes"
+            )
+        return self
+
+    @property
+    def kv_files(self) -> tuple[Path | None, int]:
+        """Return the folder of `kv_cache_files` and the bytes that its files may have.
+
+        Raises:
+            ValueError: the value is no folder and size.
+        """
+        if self.kv_cache_files is None:
+            return None, 0
+        folder, _, size = self.kv_cache_files.rpartition(",")
+        try:
+            most_bytes = int(_BYTES.validate_python(size))
+        except ValueError:
+            most_bytes = 0
+        if not folder or most_bytes <= 0:
+            raise ValueError(
+                f"kv_cache_files must be a folder and a size, /var/cache/kv,100GiB, not {self.kv_cache_files!r}"
+            )
+        return Path(folder), most_bytes
 
     def sized(self, defaults: StepSizes, max_model_len: int) -> Self:
         """Return the configuration with the numbers that are left to the device. ValueError: numbers do not fit."""
@@ -181,7 +220,14 @@ class ReplicaSpec:
     device: Device | None = None  # of each rank; None: a GPU where torch finds one, else the CPU
 
     def __post_init__(self) -> None:
-        """Refuse settings that replicas without a decoder cannot have. ValueError: the message names the setting."""
+        """Refuse settings that these replicas cannot have. ValueError: the message names the setting."""
+        has_tiers = self.engine.kv_cache_host_memory or self.engine.kv_cache_files
+        if has_tiers and (self.num_ranks > 1 or self.role == "encode"):
+            kind = "an encode replica" if self.role == "encode" else "a replica of several ranks"
+            raise ValueError(
+                f"kv_cache_host_memory and kv_cache_files must be null for {kind}: only a replica that holds a whole "
+                f"model stores its pages outside the pool"
+            )
         if self.role != "encode":
             return
         wrong = {

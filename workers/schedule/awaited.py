@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from crossdock.workers.schedule import kv
-from crossdock.workers.schedule.memory.prefix_index import PageHash
+from crossdock.workers.schedule.memory.prefix_index import MISSING, PageHash, PrefixHit
 from crossdock.workers.schedule.request import Request, Status
 from crossdock.workers.schedule.table import RequestTable
 
@@ -30,10 +30,9 @@ class AwaitedPrefix:
     request: Request
     owner: str  # of the pages, also of those that were cached before
     hashes: Sequence[PageHash]  # of all pages of the prefix, the last of which is awaited
-    num_cached: int  # pages of it that were cached before
-    num_landed: int  # pages of it that hold their tokens, the cached ones included
+    num_landed: int  # pages of it that hold their tokens; at first those of the prefix hit
     empty: Sequence[EmptyPage]  # by number; groups with a window have those that the token after the prefix sees
-    state: Sequence[int]  # empty pages for the state after the prefix, where layers are recurrent
+    state: Sequence[int]  # empty pages for the state after the prefix, where layers are recurrent and none is cached
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,37 +42,45 @@ class Awaited:
     table: RequestTable
 
     def begin(self, request: Request, num_pages: int, until: float) -> AwaitedPrefix | None:
-        """Allocate what a waiting request lacks of the first `num_pages` pages of its tokens; it waits for them.
+        """Allocate what the pool lacks of the first `num_pages` pages of a request's tokens; the request waits for it.
 
         The request waits no longer than `until`, in seconds on the clock of arrival times. None: the request cannot
-        start now because pages are short, earlier pages for it are still arriving, or all of its tokens are computed.
+        start now because pages are short, earlier pages for it are still arriving, or nothing is missing.
         """
         table, pages = self.table, self.table.pages
         is_arriving = self._owner(request) in table.awaited
         if request.status is not Status.WAITING or is_arriving or not kv.may_share(table, request):
             return None
-        hit = kv.match_prefix(table, request)
-        new = table.needs.to_receive(num_pages * pages.page_size, hit)
-        needed = max(sum(new) + pages.state_pages, table.needs.num_to_start(request.num_tokens, hit))
+        hashes = request.prefix_hashes(num_pages * pages.page_size, pages.page_size)
+        whole = pages.prefixes.parts(hashes)
+        num_missing = [group.count(MISSING) for group in whole.by_group]
+        num_new = sum(num_missing) + (0 if whole.checkpoint else pages.state_pages)
+        needed = num_new + table.needs.num_to_start(request.num_tokens, whole)
         needed += table.room_for_outputs() + table.num_growth_pages(request)
-        if hit.num_pages >= num_pages or not pages.stock.can_allocate(needed, shared=hit.pages):
+        if not num_new or not pages.stock.can_allocate(needed, shared=whole.pages):
             return None
+        num_cached = kv.match_prefix(table, request).num_pages
         request.num_awaited += 1
         owner = self._owner(request)
-        pages.share(owner, hit)
-        pages.leave_out(owner, num_pages * pages.page_size)
-        for group, count in enumerate(new):
-            pages.allocate(owner, count, group)
-        if pages.state_pages:
-            pages.states.allocate(owner, arrives=True)
-        hashes = request.prefix_hashes(num_pages * pages.page_size, pages.page_size)
-        state = pages.states.newest(owner)
-        empty, num_cached = self._empty(owner, hit.num_pages), hit.num_pages
-        prefix = AwaitedPrefix(request, owner, hashes, num_cached, num_cached, empty, state)
-        table.awaited[owner] = until
-        request.awaits_pages_until = until
+        table.awaited[owner] = request.awaits_pages_until = until
         request.expected_cached_tokens = num_pages * pages.page_size
-        return prefix
+        return AwaitedPrefix(request, owner, hashes, num_cached, *self._allocate(owner, whole, num_missing))
+
+    def _allocate(
+        self, owner: str, whole: PrefixHit, num_missing: Sequence[int]
+    ) -> tuple[list[EmptyPage], Sequence[int]]:
+        """Give an owner a prefix with empty pages for what is missing in each group. Returns these, and a state's."""
+        pages = self.table.pages
+        pages.share(owner, whole)
+        empty = [
+            EmptyPage(number, group, page)
+            for group, count in enumerate(num_missing)
+            for number, page in pages.fill_gaps(owner, group, count)
+        ]
+        if not pages.state_pages or whole.checkpoint:
+            return sorted(empty), ()
+        pages.states.allocate(owner, arrives=True)
+        return sorted(empty), pages.states.newest(owner)
 
     def land(self, prefix: AwaitedPrefix, num_pages: int) -> None:
         """Index the first `num_pages` pages of the prefix, which hold their tokens now; with the last, also its state.
@@ -105,12 +112,3 @@ class Awaited:
     def _owner(self, request: Request) -> str:
         """Return the owner of the last prefix that a request has waited for; an earlier one may be in quarantine."""
         return f"{request.owner}+{request.num_awaited}"
-
-    def _empty(self, owner: str, num_cached: int) -> list[EmptyPage]:
-        """Return the pages of an owner after its cached ones."""
-        return sorted(
-            EmptyPage(number, group, page)
-            for group, (first, live) in enumerate(self.table.pages.live_pages_of(owner))
-            for number, page in enumerate(live, first)
-            if number >= num_cached
-        )

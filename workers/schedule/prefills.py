@@ -41,8 +41,7 @@ class PrefillScheduler:
 
     def candidates(self) -> list[Request]:
         """Return the requests with prompt tokens to compute here, in the order in which they get chunks."""
-        table = self.table
-        prefills = [request for request in table.prefills() if not table.awaits_pages(request)]
+        table, prefills = self.table, self.table.prefills()
         if table.config.prefill_order == "response_ratio":
             return order_prefills(prefills, table.now, table.prefilled.tokens, table.config.starvation_s)
         return sorted(prefills, key=lambda request: request.status is Status.WAITING)  # stable: started ones first

@@ -32,6 +32,8 @@ from crossdock.workers.schedule.request import FinishReason, Request, Status, To
 from crossdock.workers.schedule.slo import priority_of
 from crossdock.workers.schedule.submission import InvalidField, Leg
 from crossdock.workers.schedule.table import RequestTable
+from crossdock.workers.schedule.tiers.loading import TierLoading
+from crossdock.workers.schedule.tiers.tier_pages import TierPages
 
 
 class Streams(NamedTuple):
@@ -50,8 +52,8 @@ class Scheduler:
     for requests that no step in flight computes.
 
     Its parts are public: `table` has the requests by status, `forecast` predicts seconds, `handoff` takes prompts and
-    tokens to other replicas and from them, `awaited` takes prefixes from elsewhere, `encoding` plans what pictures
-    need, `verification` adds drafts.
+    tokens to other replicas and from them, `awaited` takes prefixes from elsewhere, `loading` from tiers,
+    `encoding` plans what pictures need, `verification` adds drafts.
 
     With several steps in flight, each takes its share of the streams, and a prompt's next chunk may follow before the
     previous one has ended. A request that samples in a step in flight waits for it, except in `assume_ended`. A
@@ -75,6 +77,7 @@ class Scheduler:
         interval_share: float = 1.0,
         drafting: DraftPolicy | None = None,
         encoding: Encoding | None = None,
+        tiers: TierPages | None = None,
     ) -> None:
         """Create a scheduler without requests.
 
@@ -89,6 +92,7 @@ class Scheduler:
             interval_share: interval of the steps of a full pipeline / seconds that one takes, see `IntervalShare`.
             drafting: how many drafts streams get. Without it none do.
             encoding: the cache of pictures' embeddings. Without it no request may have items.
+            tiers: the pages in tiers below the pool. Without it there are none.
 
         Raises:
             ValueError: a request of `max_model_len` could not be served, or there are recurrent layers and items that
@@ -114,6 +118,7 @@ class Scheduler:
         self.forecast = Forecast(table, cost, overrun, depth, interval_share, encoding)
         self.handoff = Handoff(table)
         self.awaited = Awaited(table)
+        self.loading = TierLoading(table, self.forecast, self.awaited, tiers or TierPages())
         self._states = RecurrentStates(table, self.forecast) if pages.state_pages else NO_STATES
         self._prefills = PrefillScheduler(table, self.forecast, self._states)
         self.verification = Verification(table, self.forecast, drafting, self._states) if drafting is not None else None
@@ -210,7 +215,8 @@ class Scheduler:
         self.encoding.begin_step(self.table.is_starving)
         streams = streams or self._choose_streams()
         decodes = self._grow(streams.chosen)
-        prefills = self._prefills.candidates()
+        self.loading.begin(prefills := self._prefills.candidates())
+        prefills = [request for request in prefills if not self.table.awaits_pages(request)]
         if self.config.mixed_chunks or not decodes or not prefills:
             batch = self._mix(decodes, streams.skipped, prefills)
         else:

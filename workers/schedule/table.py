@@ -300,7 +300,7 @@ class RequestTable:
             self.release_after_flight(request)
 
     def _requeue(self, request: Request, expected_cached_tokens: int, now: float) -> None:
-        request.status, request.queued_at = Status.WAITING, now
+        request.status, request.queued_at, request.is_looked_up = Status.WAITING, now, False
         request.expected_cached_tokens = expected_cached_tokens
         request.num_computed_tokens = request.num_verified_tokens = 0
         self.waiting.insert(0, request)

@@ -301,7 +301,7 @@ class AnyHistory(RuleBasedStateMachine):
             num_pages = min(num_pages, (request.num_tokens - 1) // self.pages.page_size)
             prefix = self.scheduler.awaited.begin(request, num_pages, self.now + seconds)
             if prefix is not None:
-                assert len(prefix.hashes) == num_pages > prefix.num_cached
+                assert len(prefix.hashes) == num_pages > prefix.num_landed or prefix.state
                 self.awaited.append(prefix)
 
     @precondition(lambda self: self.awaited)
@@ -309,7 +309,7 @@ class AnyHistory(RuleBasedStateMachine):
     def fill_a_prefix(self, data: st.DataObject, pages: int, ends: bool, may_be_written: bool) -> None:
         """More pages from elsewhere land, and perhaps no further one will."""
         prefix = data.draw(st.sampled_from(sorted(self.awaited, key=lambda prefix: prefix.owner)))
-        num_landed = min(max(prefix.num_landed, prefix.num_cached + pages), len(prefix.hashes))
+        num_landed = min(prefix.num_landed + pages, len(prefix.hashes))
         size, tokens = self.pages.page_size, prefix.request.token_ids
         for number, _, page in prefix.empty:
             if prefix.num_landed <= number < num_landed:

@@ -26,6 +26,8 @@ from crossdock.workers.replica.ranks.gang import Gang
 from crossdock.workers.replica.ranks.pool_layout import choose_groups, held_layers, pool_spec
 from crossdock.workers.replica.ranks.rank_messages import AllocatePool, RecordSteps
 from crossdock.workers.replica.step_sizes import sized
+from crossdock.workers.replica.tiers.open_tiers import open_tiers
+from crossdock.workers.replica.tiers.tier_store import TierStore
 from crossdock.workers.schedule.ahead import assume_ended
 from crossdock.workers.schedule.batch import Batch
 from crossdock.workers.schedule.cost.cost import StepWork
@@ -71,7 +73,9 @@ class Engine:
     encoder_fit: EncoderCostFit | None = None  # set by `calibrate_encoder`
     intervals: IntervalShare = field(default_factory=lambda: IntervalShare(()))  # set by `calibrate`
     gang: Gang | None = None  # the other ranks, where `model` is one rank's part
+    weights: str = ""  # names the weights, for tiers whose files outlive the engine
     on_scheduled: list[Callable[[Batch], None]] = field(default_factory=list)  # called before a step is executed
+    tiers: TierStore | None = field(init=False)  # below the pool; None: a page that is evicted is gone
     pages: PagePool = field(init=False)
     scheduler: Scheduler = field(init=False)
     pipeline: Pipeline = field(init=False)
@@ -96,22 +100,17 @@ class Engine:
         state_pages = model.state_pages(config.page_size)
         num_pages = self._num_pages(windows, state_pages)
         model.allocate_pool(num_pages, config.page_size)
-        self.pages = PagePool(num_pages, config.page_size, config.enable_prefix_caching, windows, state_pages)
+        self.tiers = open_tiers(model, config, self.weights, num_pages)
+        on_evict = None if self.tiers is None else self.tiers.evicted
+        self.pages = PagePool(num_pages, config.page_size, config.enable_prefix_caching, windows, state_pages, on_evict)
         depth = model.part.position.num_stages
-        encoding: Encoding | None = None
-        if model.encoder is not None:
-            model.encoder.clear()
-            rows = int(config.mm_encoder_cache) // model.encoder.row_bytes
-            keeps_whole = model.encoder.attends_both_ways and self.makes_tokens
-            longest_s = inf if self.makes_tokens or not config.enable_chunked_prefill else LONGEST_SHIPPING_STEP_S
-            num_landing = max(rows // config.page_size, 2) if model.encoder.takes_rows else 0  # the last has no row
-            arriving = ArrivingRows(num_landing, config.page_size)
-            encoding = Encoding(rows, None, keeps_whole, longest_s, arriving)
+        encoding = _new_encoding(model, config)
         self.scheduler = Scheduler(
             *(config, self.pages, model.max_model_len, model.eos_token_ids),
             depth=depth,
             drafting=drafting,
             encoding=encoding,
+            tiers=None if self.tiers is None else self.tiers.tiers,
         )
         self.grammars = GrammarCompiler(self.tokenizer_dir, model.vocab_size, model.eos_token_ids)
         is_ahead = self._runs_ahead()
@@ -274,6 +273,8 @@ class Engine:
 
     def begin_step(self) -> bool:
         """Schedule the next step and begin to execute it. Return whether there was one that can begin now."""
+        if self.tiers is not None:
+            self.tiers.take_in(self.scheduler.loading)
         now, before = self.clock(), self.pipeline.newest
         if before is None or not self.pipeline.is_ahead:
             if self.speculation is None:
@@ -290,6 +291,8 @@ class Engine:
             return self._execute(self.scheduler.schedule(ended), now)
 
     def _execute(self, batch: Batch, now: float) -> bool:
+        if self.tiers is not None:
+            self.tiers.load(self.scheduler.loading.take_begun())
         for listener in self.on_scheduled:
             listener(batch)
         if chunk_logger.isEnabledFor(logging.DEBUG):
@@ -406,6 +409,19 @@ class Engine:
             predicted *= max(self.pipeline.depth * self.intervals.share, 1.0)
         self.scheduler.learn(self.cost_fit.cost, self.cost_fit.overrun, self.intervals.share)
         return predicted
+
+
+def _new_encoding(model: LoadedModel, config: EngineConfig) -> Encoding | None:
+    """Return the cache of a model's embeddings of pictures; None: the model takes none."""
+    if model.encoder is None:
+        return None
+    model.encoder.clear()
+    makes_tokens = not isinstance(model, EncoderModel)
+    rows = int(config.mm_encoder_cache) // model.encoder.row_bytes
+    keeps_whole = model.encoder.attends_both_ways and makes_tokens
+    longest_s = inf if makes_tokens or not config.enable_chunked_prefill else LONGEST_SHIPPING_STEP_S
+    num_landing = max(rows // config.page_size, 2) if model.encoder.takes_rows else 0  # the last has no row
+    return Encoding(rows, None, keeps_whole, longest_s, ArrivingRows(num_landing, config.page_size))
 
 
 def _extremes(token_ids: Sequence[int]) -> tuple[int, ...]:

@@ -4,7 +4,8 @@ import torch
 
 from crossdock.workers.model.encoder_model import load_encoder
 from crossdock.workers.model.load import load_model
-from crossdock.workers.model.weights.checkpoint import resolve_tokenizer
+from crossdock.workers.model.weights.checkpoint import resolve_model, resolve_tokenizer
+from crossdock.workers.model.weights.fingerprint import fingerprint
 from crossdock.workers.replica.config import ReplicaSpec
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.replica.ranks.device import device_of
@@ -24,4 +25,5 @@ def load_engine(spec: ReplicaSpec) -> Engine:
         return Engine(load_encoder(spec.model, device, kv_bytes), config)
     model = load_model(spec.model, device, kv_bytes=kv_bytes, takes_rows=spec.takes_rows)
     tokenizer = resolve_tokenizer(spec.tokenizer, spec.model.path)
-    return Engine(model, spec.engine, tokenizer)
+    weights = fingerprint(resolve_model(spec.model.path)) if spec.engine.kv_cache_files else ""
+    return Engine(model, spec.engine, tokenizer, weights=weights)

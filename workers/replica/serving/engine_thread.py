@@ -47,6 +47,8 @@ class EngineThread(ObservedEngine):
             opener(partial(self._on_event, number), self.transferred) for number, opener in enumerate(openers)
         ]
         self.metrics.watch([side.dock for side in self.sides])
+        if engine.tiers is not None:
+            engine.tiers.on_done.append(lambda: self._inbox.post(self._take_in, is_urgent=True))
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -180,6 +182,8 @@ class EngineThread(ObservedEngine):
         await asyncio.to_thread(self._thread.join)
         for side in self.sides:
             await asyncio.to_thread(side.dock.close)
+        if self.engine.tiers is not None:
+            await asyncio.to_thread(self.engine.tiers.close)
         self._ended()
 
     # -- the engine's thread -----------------------------------------------------------------------------------------
@@ -304,6 +308,10 @@ class EngineThread(ObservedEngine):
     def _on_event(self, number: int, event: Event) -> None:
         """Post an event of the dock of a side. Called on the dock's thread, where `sides` may not be complete yet."""
         self._inbox.post(lambda: self._handle(self.sides[number], event), is_urgent=True)
+
+    def _take_in(self) -> None:
+        if self.engine.tiers is not None:
+            self.engine.tiers.take_in(self.engine.scheduler.loading)
 
     def _handle(self, side: Side, event: Event) -> None:
         if side.ends_requests:

@@ -24,6 +24,11 @@ class EvictionPrice:
         self._num_old = 0.0  # that were used again or evicted
         self._saved_s = 0.0  # by those that were used again
 
+    @property
+    def page_seconds(self) -> float:
+        """Return the seconds to compute a page at the beginning of a prompt; 0 before any cost is known."""
+        return self._page_tokens * self._first_token
+
     def learn(self, cost: StepCost) -> None:
         self._first_token, self._next_token = cost.per_prefill_token, cost.per_attended
 
@@ -72,6 +77,11 @@ class CachedPages:
     def pass_time(self, now: float) -> None:
         """Note the time in seconds: of a step that begins, or has ended."""
         self._now = max(self._now, now)
+
+    @property
+    def page_seconds(self) -> float:
+        """Return the seconds to compute a page again, at least; 0 before any cost is known."""
+        return self._price.page_seconds
 
     def learn(self, cost: StepCost) -> None:
         """Note the seconds that the computation of pages costs."""

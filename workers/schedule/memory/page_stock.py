@@ -4,7 +4,8 @@ A cached page is in the prefix index and has no owner. Pages in quarantine are i
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 from crossdock.workers.schedule.memory.cached_pages import CachedPages, EvictionPrice
 from crossdock.workers.schedule.memory.prefix_index import PageHash, PrefixIndex
@@ -12,11 +13,22 @@ from crossdock.workers.schedule.memory.prefix_index import PageHash, PrefixIndex
 STATES = -1
 """Stands for a group in the pages of states."""
 
+OnEvict: TypeAlias = Callable[[int, PageHash, Sequence[int], float], None]
+"""Called before the content of an evicted page is lost: its group, its hash, the page, or all pages of a checkpoint,
+and the seconds to compute it again; 0: not known."""
+
 
 class PageStock:
     """Counts the owners of each page, and hands out pages without one."""
 
-    def __init__(self, num_pages: int, page_tokens: float, prefixes: PrefixIndex, state_pages: int) -> None:
+    def __init__(
+        self,
+        num_pages: int,
+        page_tokens: float,
+        prefixes: PrefixIndex,
+        state_pages: int,
+        on_evict: OnEvict | None = None,
+    ) -> None:
         """`page_tokens`: see `EvictionPrice`. `state_pages`: how many pages a checkpoint has."""
         self.prefixes = prefixes
         self.cached = CachedPages(EvictionPrice(num_pages, page_tokens))  # indexed and unowned
@@ -26,6 +38,7 @@ class PageStock:
         self._new = range(num_pages)  # free, and never used before
         self._free = deque[int]()  # free, and used before
         self._state_pages = state_pages
+        self._on_evict = on_evict
 
     @property
     def num_available(self) -> int:
@@ -87,9 +100,10 @@ class PageStock:
 
     def clear_cache(self) -> int:
         """Remove every prefix from the index. Returns how many cached pages that freed."""
-        num_cached = len(self.cached)
+        num_cached, on_evict, self._on_evict = len(self.cached), self._on_evict, None
         while self.cached:
             self._free.append(self._evict())
+        self._on_evict = on_evict
         for page in [page for index in self.prefixes.by_group for page in index.values()]:
             self._forget(page)
         for checkpoint in [*self.prefixes.checkpoints.values()]:
@@ -98,10 +112,19 @@ class PageStock:
 
     def _evict(self) -> int:
         page = self.cached.evict()
+        if self._on_evict is not None:
+            self._offer(page, self._on_evict)
         if self._group_of[page] == STATES:  # the other pages of the checkpoint were last used at the same time
             self._free.extend(self.cached.evict() for _ in range(self._state_pages - 1))
         self._forget(page)
         return page
+
+    def _offer(self, page: int, on_evict: OnEvict) -> None:
+        """Offer the content of a cached page for storage."""
+        group, page_hash = self._group_of[page], self.hash_of[page]
+        assert page_hash is not None, "a cached page is indexed"
+        pages = self.prefixes.checkpoints[page_hash] if group == STATES else (page,)
+        on_evict(group, page_hash, pages, self.cached.page_seconds)
 
     def _forget(self, page: int) -> None:
         """Take a page from the index; of a checkpoint all pages."""

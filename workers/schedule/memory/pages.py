@@ -16,9 +16,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from crossdock.workers.schedule.memory.owned_states import OwnedStates
-from crossdock.workers.schedule.memory.page_stock import PageStock
+from crossdock.workers.schedule.memory.page_stock import OnEvict, PageStock
 from crossdock.workers.schedule.memory.prefix_index import (
     HOLE,
+    MISSING,
     PageHash,
     PrefixHit,
     PrefixIndex,
@@ -61,10 +62,12 @@ class PagePool:
         enable_prefix_caching: bool = True,
         windows: Sequence[Window] = (None,),
         state_pages: int = 0,
+        on_evict: OnEvict | None = None,
     ) -> None:
         """Create a pool of free pages of `page_size` tokens each.
 
-        `windows`: of each group of layers. `state_pages`: how many the state of one owner needs.
+        `windows`: of each group of layers. `state_pages`: how many the state of one owner needs. `on_evict`: offers the
+        content of evicted pages to tiers.
 
         Raises:
             ValueError: `num_pages` or `page_size` is below 1.
@@ -79,7 +82,7 @@ class PagePool:
         self.state_pages = state_pages
         groups = max(len(self.windows), 1)  # each needs a page for the same tokens
         self.prefixes = PrefixIndex(self.windows, page_size, has_states=bool(state_pages))
-        self.stock = PageStock(num_pages, page_size / groups, self.prefixes, state_pages)
+        self.stock = PageStock(num_pages, page_size / groups, self.prefixes, state_pages, on_evict)
         self.states = OwnedStates(self.stock, state_pages, enable_prefix_caching)
         self._owned: dict[str, tuple[_Held, ...]] = {}  # of each group
         self._quarantine: dict[str, list[int]] = {}
@@ -162,6 +165,14 @@ class PagePool:
             self._owned[owner] = tuple(_Held(array("i")) for _ in self.windows)
         self._owned[owner][group].pages.extend(pages)
         return pages
+
+    def fill_gaps(self, owner: str, group: int, num_pages: int) -> list[tuple[int, int]]:
+        """Give `owner` a page for a group in the place of each `MISSING` one. Returns these pages by number."""
+        held, new = self._owned[owner][group].pages, self.stock.take(num_pages, group)
+        filled = list(zip([number for number, page in enumerate(held) if page == MISSING], new, strict=True))
+        for number, page in filled:
+            held[number] = page
+        return filled
 
     def slide(self, owner: str, position: int) -> None:
         """Give back the pages that no token of `owner` from `position` on sees. Indexed ones stay in the index."""

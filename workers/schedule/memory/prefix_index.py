@@ -44,6 +44,9 @@ def hash_pages(
 HOLE = -1
 """Stands in a list of pages for a page that no token to come can see."""
 
+MISSING = -2
+"""Stands in a list of pages for a page that is not in the pool yet."""
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionChunk:
@@ -81,7 +84,7 @@ class PrefixHit(NamedTuple):
     @property
     def pages(self) -> list[int]:
         """Return the pages of all groups and of the state, without holes."""
-        return [page for pages in (*self.by_group, self.checkpoint) for page in pages if page != HOLE]
+        return [page for pages in (*self.by_group, self.checkpoint) for page in pages if page >= 0]
 
 
 class PrefixIndex:
@@ -145,6 +148,14 @@ class PrefixIndex:
         firsts = [self._first(group, num_pages, position) for group in range(len(found))]
         by_group = ([HOLE] * first + pages[first:num_pages] for first, pages in zip(firsts, found, strict=True))
         return PrefixHit(num_pages, tuple(by_group), self._checkpoint(hashes, num_pages, needs_state), num_indexed)
+
+    def parts(self, hashes: Sequence[PageHash]) -> PrefixHit:
+        """Return what is indexed of a prefix, `MISSING` in place of each further page that a hit of all would need."""
+        by_group = list[list[int]]()
+        for group, index in enumerate(self.by_group):
+            first = self._first(group, len(hashes))
+            by_group.append([HOLE] * first + [index.get(page_hash, MISSING) for page_hash in hashes[first:]])
+        return PrefixHit(len(hashes), tuple(by_group), self.checkpoints.get(hashes[-1], ()))
 
     def _without_gap(self, found: Sequence[Sequence[int]], num_pages: int, position: int | None) -> int:
         """Return the longest prefix of up to `num_pages` pages for which the groups with windows lack no page."""

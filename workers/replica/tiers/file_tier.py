@@ -1,0 +1,200 @@
+"""A folder of KV pages: one file for each page, which replicas of one host or volume share without a server.
+
+A file is written under a temporary name and renamed, so that others see it whole or not at all. Its header names the
+model and the layout, the page, and a checksum of its bytes: a torn, foreign or changed file is a miss. Any replica may
+delete any file at any time. The files that were used longest ago go first, by their modification time.
+"""
+
+import hashlib
+import logging
+import os
+import struct
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from crossdock.workers.schedule.memory.page_stock import STATES
+from crossdock.workers.schedule.tiers.tier_pages import PageKey
+
+logger = logging.getLogger(__name__)
+
+_HEADER = struct.Struct(">8s16s17s16sQ")  # magic, fingerprint, key, checksum, bytes
+_MAGIC = b"CDKVPG01"  # the last two digits are the version of this format
+_STATES_BYTE = 255  # stands for a checkpoint in the place of a group's number
+_CLOCK_S = 2.0  # within which a folder's time of change may not tell two changes apart
+_LEFTOVER_S = 3600.0  # after which a temporary file has no writer any more
+_ROOM_LEFT = 0.05  # share of the bytes that is freed at once, so that not every page needs a scan
+
+
+class _File(NamedTuple):
+    used: float  # seconds, Unix
+    size: int  # bytes
+    path: str
+
+
+class FileTier:
+    """The pages of one model and layout in a folder. All calls belong to one thread."""
+
+    def __init__(self, folder: Path, most_bytes: int, fingerprint: bytes) -> None:
+        """`most_bytes`: of all files in the folder, also those of other models. `fingerprint`: 16 bytes, of everything
+        that the meaning of a page's bytes depends on.
+
+        Raises:
+            ValueError: the folder cannot be written to.
+        """
+        self._root, self._most_bytes, self._fingerprint = folder, most_bytes, fingerprint
+        self._own = folder / fingerprint.hex()
+        self._count = 0  # temporary files so far
+        self._seen: dict[str, tuple[int, set[PageKey]]] = {}  # by folder: when it last changed, and its pages then
+        try:
+            self._own.mkdir(mode=0o700, parents=True, exist_ok=True)
+            (self._own / ".writable").touch()
+        except OSError as error:
+            raise ValueError(f"kv_cache_files: {folder} must be a folder that can be written to: {error}") from None
+        self.num_bytes = sum(file.size for file in self._files())  # as found by the last scan, and changed here since
+
+    def changes(self) -> tuple[set[PageKey], set[PageKey]]:
+        """Return the pages that have come since the last call, and those that have gone, by whatever replica."""
+        came, gone, now = set[PageKey](), set[PageKey](), time.time()
+        for folder in _entries(self._own):
+            status = folder.stat()
+            changed, before = self._seen.get(folder.name, (0, set[PageKey]()))
+            if changed != status.st_mtime_ns:
+                found = {key for entry in _entries(folder.path) if (key := _key_of(entry.name)) is not None}
+                came, gone = came | (found - before), gone | (before - found)
+                is_old = now - status.st_mtime > _CLOCK_S  # else a further change may bear the same time
+                self._seen[folder.name] = status.st_mtime_ns if is_old else 0, found
+        return came, gone
+
+    def write(self, key: PageKey, parts: Sequence[memoryview]) -> set[PageKey]:
+        """Store a page, and return the pages that were deleted for it. OSError: the page is not stored."""
+        size = _HEADER.size + sum(part.nbytes for part in parts)
+        deleted = self._make_room(size) if self.num_bytes + size > self._most_bytes else set[PageKey]()
+        digest = hashlib.blake2b(digest_size=16)
+        for part in parts:
+            digest.update(part)
+        num_bytes = sum(part.nbytes for part in parts)
+        header = _HEADER.pack(_MAGIC, self._fingerprint, _name_of(key), digest.digest(), num_bytes)
+        path = self._path(key)
+        self._count += 1
+        temporary = path.with_name(f".{os.getpid()}.{self._count}")
+        try:
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+            _write_whole(temporary, [memoryview(header), *parts])
+            temporary.rename(path)
+        except OSError:
+            with suppress(OSError):
+                temporary.unlink()
+            raise
+        self.num_bytes += size
+        return deleted
+
+    def read(self, key: PageKey, into: memoryview) -> bool:
+        """Fill `into` with a page; False: there is no file, or it is not the page that was stored.
+
+        A file that is wrong is deleted. The content of `into` is undefined then.
+        """
+        path, header = self._path(key), bytearray(_HEADER.size)
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return False
+        try:
+            is_whole = _read_whole(descriptor, [memoryview(header), into]) and not os.read(descriptor, 1)
+        except OSError:
+            return False
+        finally:
+            os.close(descriptor)
+        checksum = hashlib.blake2b(into, digest_size=16).digest()
+        wanted = (_MAGIC, self._fingerprint, _name_of(key), checksum, into.nbytes)
+        with suppress(OSError):
+            if not is_whole or _HEADER.unpack(header) != wanted:
+                logger.warning("kv_cache_files: %s is not the page that its name says, and is deleted", path)
+                path.unlink()
+                return False
+            os.utime(path)
+        return True
+
+    def _make_room(self, size: int) -> set[PageKey]:
+        """Delete the files that were used longest ago. Returns the pages among them.
+
+        Raises:
+            OSError: the file is larger than the folder may be.
+        """
+        if size > self._most_bytes:
+            raise OSError(f"a page of {size} bytes is larger than all files may be, {self._most_bytes} bytes")
+        files, deleted = sorted(self._files()), set[PageKey]()
+        self.num_bytes = sum(file.size for file in files)
+        for file in files:
+            if self.num_bytes + size <= self._most_bytes * (1 - _ROOM_LEFT):
+                break
+            with suppress(FileNotFoundError):  # another replica was faster
+                os.unlink(file.path)
+            self.num_bytes -= file.size
+            if file.path.startswith(str(self._own)) and (key := _key_of(os.path.basename(file.path))) is not None:
+                deleted.add(key)
+        return deleted
+
+    def _files(self) -> list[_File]:
+        """Return the pages' files of all models in the folder."""
+        files, now = list[_File](), time.time()
+        for path in [each.path for folder in _entries(self._root) for each in _entries(folder.path)]:
+            for entry in _entries(path):
+                with suppress(FileNotFoundError):  # deleted meanwhile
+                    status = entry.stat(follow_symlinks=False)
+                    if not entry.name.startswith("."):
+                        files.append(_File(status.st_mtime, status.st_size, entry.path))
+                    elif now - status.st_mtime > _LEFTOVER_S:
+                        os.unlink(entry.path)
+        return files
+
+    def _path(self, key: PageKey) -> Path:
+        name = _name_of(key).hex()
+        return self._own / name[-2:] / name
+
+
+def _name_of(key: PageKey) -> bytes:
+    return bytes([_STATES_BYTE if key.group == STATES else key.group]) + key.page_hash
+
+
+def _key_of(name: str) -> PageKey | None:
+    """Return the page that a file's name says; None: it is no page's name."""
+    try:
+        content = bytes.fromhex(name)
+    except ValueError:
+        return None
+    if len(content) != 17:
+        return None
+    return PageKey(STATES if content[0] == _STATES_BYTE else content[0], content[1:])
+
+
+def _entries(path: str | Path) -> list["os.DirEntry[str]"]:
+    """Return the entries of a folder; none of a file, or of a folder that another replica has deleted."""
+    try:
+        with os.scandir(path) as entries:
+            return list(entries)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def _write_whole(path: Path, parts: Sequence[memoryview]) -> None:
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb", buffering=0) as file:
+        for part in parts:
+            while part:
+                part = part[file.write(part) :]
+
+
+def _read_whole(descriptor: int, parts: Sequence[memoryview]) -> bool:
+    """Fill the parts from a file; False: the file is shorter."""
+    left = [part for part in parts if part.nbytes]
+    while left:
+        count = os.readv(descriptor, left)
+        if not count:
+            return False
+        while left and count >= left[0].nbytes:
+            count -= left.pop(0).nbytes
+        if left:
+            left[0] = left[0][count:]
+    return True

@@ -1,0 +1,223 @@
+"""Stores evicted pages in tiers and loads them again, in a thread of its own: no step waits for a file.
+
+The engine's thread copies an evicted page to the host's memory before the page is used again. From there the other
+thread writes files. Work and results travel in two queues, and the engine's thread takes results in between steps.
+"""
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from crossdock.workers.replica.tiers.file_tier import FileTier
+from crossdock.workers.replica.tiers.host_tier import HostTier
+from crossdock.workers.replica.tiers.page_copies import PageCopies
+from crossdock.workers.schedule.memory.prefix_index import PageHash
+from crossdock.workers.schedule.tiers.loading import Load, PageLoad, TierLoading
+from crossdock.workers.schedule.tiers.tier_pages import PageKey, Tier, TierPages
+
+logger = logging.getLogger(__name__)
+
+_HOST_RATE, _FILE_RATE = 5e9, 5e8  # bytes per second, until the first pages are measured
+_STAGING_BYTES = 64 << 20  # of host memory on the way to files, where no memory is given to pages
+_CHANGES_S = 10.0  # from one look for other replicas' files to the next
+
+_Job: TypeAlias = Callable[[], Callable[[TierLoading], None]]
+"""Runs in the other thread, and returns what the engine's thread is to do then."""
+
+Slots: TypeAlias = Sequence[Tensor] | None
+"""The slots in the host's memory that hold a page; None: the page is in a file."""
+
+
+class _Loaded(NamedTuple):
+    """How far a load came: pages and seconds of host and files, and the first page that is lost."""
+
+    by_tier: Sequence[tuple[int, float]]
+    lost: PageLoad | None
+
+
+class TierStore:
+    """The tiers of one engine. Its methods belong to the engine's thread; `on_done` is called in the other one."""
+
+    def __init__(
+        self,
+        pages: Tensor,
+        host_bytes: int,
+        files: FileTier | None,
+        most_pages: int = 1,
+    ) -> None:
+        """`pages`: the pool, [page, page_bytes] uint8. `host_bytes`: for pages in the host's memory; 0: none stays
+        there. `most_pages`: of the largest entry, a state.
+
+        Raises:
+            ValueError: the memory holds fewer pages than one entry.
+        """
+        page_bytes = pages.shape[1]
+        if 0 < host_bytes < most_pages * page_bytes:
+            raise ValueError(f"kv_cache_host_memory ({host_bytes}) must be at least {most_pages * page_bytes} bytes")
+        num_slots = host_bytes // page_bytes or max(_STAGING_BYTES // page_bytes, 2 * most_pages)
+        self._host, self._files, self._copies = HostTier(num_slots, page_bytes, pages.is_cuda), files, PageCopies(pages)
+        self._host_tier = Tier("host", page_bytes / _HOST_RATE, page_bytes / _HOST_RATE) if host_bytes else None
+        self._file_tier = Tier("files", page_bytes / _FILE_RATE, page_bytes / _FILE_RATE) if files is not None else None
+        self.tiers = TierPages([tier for tier in (self._host_tier, self._file_tier) if tier is not None])
+        self.on_done: list[Callable[[], None]] = []  # called when there is a result to take in
+        self._bounce = torch.empty((most_pages, page_bytes), dtype=torch.uint8, pin_memory=pages.is_cuda)
+        self._num_pending = 0  # writes and loads whose result has not been taken in
+        self._writing = set[PageKey]()
+        self._failed_write = ""  # the reason that was logged last
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._done: deque[Callable[[TierLoading], None]] = deque()
+        if self._file_tier is not None and files is not None:
+            self._file_tier.pages.update(dict.fromkeys(files.changes()[0]))
+        self._thread = threading.Thread(target=self._run, name="tiers", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_idle(self) -> bool:
+        """Return whether every write and every load has ended, and its result was taken in."""
+        return not self._num_pending
+
+    # -- the engine's thread -----------------------------------------------------------------------------------------
+
+    def evicted(self, group: int, page_hash: PageHash, pages: Sequence[int], compute_s: float) -> None:
+        """Store the content of evicted pages where that is worth it; see `OnEvict`. Without a free slot it is lost."""
+        self._store(PageKey(group, page_hash), pages, self.tiers.worth_storing(PageKey(group, page_hash), compute_s))
+
+    def load(self, loads: Sequence[Load]) -> None:
+        """Begin to fill the pages of prefixes."""
+        for load in loads:
+            slots = [self._host.use(each.key) if each.key in self._host else None for each in load.pages]
+            self._queue(partial(self._load_all, load, slots))
+
+    def take_in(self, loading: TierLoading) -> None:
+        """Apply what the other thread has done: pages that have landed, and what tiers hold now."""
+        while self._done:
+            self._done.popleft()(loading)
+
+    def close(self) -> None:
+        """End the other thread, after the work that was queued before."""
+        self._jobs.put(None)
+        self._thread.join()
+
+    def _store(self, key: PageKey, pages: Sequence[int], tiers: Sequence[Tier]) -> None:
+        writes = self._file_tier is not None and self._file_tier in tiers and key not in self._writing
+        if key not in self._host:
+            if not tiers or not (writes or self._host_tier in tiers):
+                return
+            started = time.perf_counter()
+            slots, gone = self._host.take(key, len(pages))
+            if not slots:
+                return
+            self._copies.copy_out(pages, slots)
+            if self._host_tier is not None:
+                for other in gone:
+                    self._host_tier.pages.pop(other, None)
+                self._host_tier.stored(key, time.perf_counter() - started)
+        if writes:
+            self._writing.add(key)
+            self._queue(partial(self._write, key, self._host.use(key)))
+
+    def _queue(self, job: _Job) -> None:
+        self._num_pending += 1
+        self._jobs.put(job)
+
+    def _end_write(self, key: PageKey, deleted: set[PageKey], seconds: float, error: str, _: TierLoading) -> None:
+        assert self._file_tier is not None
+        self._num_pending -= 1
+        self._writing.discard(key)
+        self._host.end_use(key)
+        if self._host_tier is None:
+            self._host.drop(key)
+        for other in deleted:
+            self._file_tier.pages.pop(other, None)
+        if error and error != self._failed_write:
+            logger.error("kv_cache_files: a page is not stored: %s", error)
+        self._failed_write = error
+        if not error:
+            self._file_tier.stored(key, seconds)
+
+    def _end_load(self, load: Load, slots: Sequence[Slots], loaded: _Loaded, loading: TierLoading) -> None:
+        self._num_pending -= 1
+        num_pages = len(load.prefix.hashes)
+        for each, held in zip(load.pages, slots, strict=True):
+            if held is not None:
+                self._host.end_use(each.key)
+        if loaded.lost is not None:
+            num_pages = loaded.lost.number
+            loaded.lost.tier.lost(loaded.lost.key)
+        for tier, (count, seconds) in zip((self._host_tier, self._file_tier), loaded.by_tier, strict=True):
+            if tier is not None and count:
+                tier.loaded(count, seconds)
+        loading.finish(load, num_pages)
+
+    # -- the other thread --------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        looked = time.monotonic()
+        while True:
+            try:
+                job = self._jobs.get(timeout=_CHANGES_S if self._files is not None else None)
+            except queue.Empty:
+                job = self._look
+            if job is None:
+                return
+            self._do(job)
+            if self._files is not None and time.monotonic() - looked > _CHANGES_S:
+                looked = time.monotonic()
+                self._do(self._look)
+
+    def _do(self, job: _Job) -> None:
+        self._done.append(job())
+        for listener in self.on_done:
+            listener()
+
+    def _look(self) -> Callable[[TierLoading], None]:
+        """Look for files that other replicas have written or deleted."""
+        assert self._files is not None
+        came, gone = self._files.changes()
+
+        def apply(_: TierLoading) -> None:
+            assert self._file_tier is not None
+            self._file_tier.pages.update(dict.fromkeys(came))
+            for key in gone:
+                self._file_tier.pages.pop(key, None)
+
+        return apply
+
+    def _write(self, key: PageKey, slots: Sequence[Tensor]) -> Callable[[TierLoading], None]:
+        assert self._files is not None
+        self._copies.wait()
+        started, deleted, error = time.perf_counter(), set[PageKey](), ""
+        try:
+            deleted = self._files.write(key, [slot.numpy().data for slot in slots])
+        except OSError as reason:
+            error = f"{type(reason).__name__}: {reason}"
+        return partial(self._end_write, key, deleted, time.perf_counter() - started, error)
+
+    def _load_all(self, load: Load, slots: Sequence[Slots]) -> Callable[[TierLoading], None]:
+        counts, seconds, lost = [0, 0], [0.0, 0.0], None
+        self._copies.wait()
+        for each, held in zip(load.pages, slots, strict=True):
+            started, number = time.perf_counter(), int(held is None)
+            if held is None:
+                held = self._read(each)
+            if held is None:
+                lost = each
+                break
+            self._copies.copy_in(held, each.pages)
+            counts[number] += len(each.pages)
+            seconds[number] += time.perf_counter() - started
+        return partial(self._end_load, load, slots, _Loaded([*zip(counts, seconds, strict=True)], lost))
+
+    def _read(self, wanted: PageLoad) -> Slots:
+        """Return the bytes of a page from its file; None: the page is lost."""
+        slots = self._bounce[: len(wanted.pages)]
+        is_found = self._files is not None and self._files.read(wanted.key, slots.view(-1).numpy().data)
+        return list(slots) if is_found else None

@@ -1,0 +1,100 @@
+"""The pages in tiers below a pool, and whether one more is worth storing: a policy in seconds.
+
+A page is stored when it is evicted, if the seconds to compute it, times the share of evicted pages that were wanted
+again, exceed the seconds to store it and to load it again. All of these are counted or measured.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from math import inf
+from typing import NamedTuple
+
+from crossdock.workers.schedule.memory.prefix_index import PageHash
+
+_MOST_REMEMBERED = 1 << 17  # evicted pages that may still be wanted again: 16 MB of hashes
+_MOST_COUNTED = 4096.0  # evictions in the share of those that were wanted again: older ones count less
+_WEIGHT = 0.1  # of one more measurement in a mean
+
+
+class PageKey(NamedTuple):
+    """Names the content of a page of one group of layers; group `STATES` is a checkpoint, of one page or more."""
+
+    group: int
+    page_hash: PageHash
+
+
+class ReturnShare:
+    """Counts the share of evicted pages that a request wants again, whether or not these were stored."""
+
+    def __init__(self) -> None:
+        self._gone: OrderedDict[PageHash, None] = OrderedDict()  # evicted, oldest first
+        self._num_evicted, self._num_returned = 2.0, 1.0  # as if half of two pages had returned
+
+    @property
+    def share(self) -> float:
+        return self._num_returned / self._num_evicted
+
+    def evicted(self, page_hash: PageHash) -> None:
+        self._gone[page_hash] = None
+        if len(self._gone) > _MOST_REMEMBERED:
+            self._gone.popitem(last=False)
+        self._num_evicted += 1
+        if self._num_evicted > _MOST_COUNTED:
+            self._num_evicted, self._num_returned = self._num_evicted / 2, self._num_returned / 2
+
+    def wanted(self, hashes: Iterable[PageHash]) -> None:
+        """Count the pages that a request lacks in the pool."""
+        for page_hash in hashes:
+            if page_hash in self._gone:
+                del self._gone[page_hash]
+                self._num_returned = min(self._num_returned + 1, self._num_evicted)
+
+
+@dataclass(slots=True)
+class Tier:
+    """The pages of one tier, and the measured seconds of a page on its way there and back."""
+
+    name: str  # host or files
+    store_s: float
+    load_s: float
+    pages: dict[PageKey, None] = field(default_factory=dict)
+    num_stores: int = 0  # pages, since the start
+    num_loads: int = 0
+    num_misses: int = 0  # loads of pages that were lost or wrong
+
+    def stored(self, key: PageKey, seconds: float) -> None:
+        """Note a page that lies here now, and the seconds that storing it took."""
+        self.pages[key] = None
+        self.num_stores += 1
+        self.store_s += (seconds - self.store_s) * _WEIGHT
+
+    def loaded(self, num_pages: int, seconds: float) -> None:
+        """Note that so many pages were loaded, in `seconds` all together."""
+        self.num_loads += num_pages
+        self.load_s += (seconds / num_pages - self.load_s) * _WEIGHT
+
+    def lost(self, key: PageKey) -> None:
+        """Note a page that could not be loaded: it was deleted, or is not what was stored."""
+        self.num_misses += 1
+        self.pages.pop(key, None)
+
+
+@dataclass(slots=True)
+class TierPages:
+    """The tiers below one pool, fastest first."""
+
+    tiers: Sequence[Tier] = ()
+    returns: ReturnShare = field(default_factory=ReturnShare)
+
+    def worth_storing(self, key: PageKey, compute_s: float) -> list[Tier]:
+        """Return the tiers in which an evicted page is worth its bytes, and is not yet.
+
+        `compute_s`: seconds to compute the page again; 0: not known, and every page is stored."""
+        self.returns.evicted(key.page_hash)
+        gained, share = compute_s or inf, self.returns.share
+        return [tier for tier in self.tiers if key not in tier.pages and share * (gained - tier.load_s) > tier.store_s]
+
+    def holder(self, key: PageKey) -> Tier | None:
+        """Return the fastest tier that has a page; None: none has it."""
+        return next((tier for tier in self.tiers if key in tier.pages), None)
