@@ -51,15 +51,17 @@ class Awaited:
         is_arriving = self._owner(request) in table.awaited
         if request.status is not Status.WAITING or is_arriving or not kv.may_share(table, request):
             return None
+        num_cached = kv.match_prefix(table, request).num_pages
+        if num_pages <= num_cached:
+            return None
         hashes = request.prefix_hashes(num_pages * pages.page_size, pages.page_size)
         whole = pages.prefixes.parts(hashes)
         num_missing = [group.count(MISSING) for group in whole.by_group]
         num_new = sum(num_missing) + (0 if whole.checkpoint else pages.state_pages)
         needed = num_new + table.needs.num_to_start(request.num_tokens, whole)
         needed += table.room_for_outputs() + table.num_growth_pages(request)
-        if not num_new or not pages.stock.can_allocate(needed, shared=whole.pages):
+        if not pages.stock.can_allocate(needed, shared=whole.pages):
             return None
-        num_cached = kv.match_prefix(table, request).num_pages
         request.num_awaited += 1
         owner = self._owner(request)
         table.awaited[owner] = request.awaits_pages_until = until

@@ -19,6 +19,7 @@ from crossdock.workers.schedule.pictures.encoding import Encoding
 from crossdock.workers.schedule.pictures.items import Item
 from crossdock.workers.schedule.request import Request, Status
 from crossdock.workers.schedule.submission import InvalidField, Leg, Overloaded, SamplingParams
+from crossdock.workers.schedule.tiers.loading import PrefixLoad
 from tests.workers.schedule.model_free_replica import (
     CLASSES,
     COST,
@@ -29,7 +30,7 @@ from tests.workers.schedule.model_free_replica import (
     reference_output,
     sampled_by,
 )
-from tests.workers.schedule.paged_device import PagedDevice, StatePair
+from tests.workers.schedule.paged_device import PagedDevice, PagedTier, StatePair
 from tests.workers.schedule.pictures.test_encoding import Device, item
 from tests.workers.schedule.step_checks import LONGEST, check_no_part_reads_what_another_writes, check_step
 
@@ -53,6 +54,7 @@ class Mode:
     depth: int  # of the scheduler: pipeline stages, whose steps have different streams
     has_drafts: bool
     pictures: str  # "": no prompt has some; "whole": a chunk never ends inside one; "parts": it may
+    has_tiers: bool  # evicted pages are stored, and loaded again
     room: int  # further pages in the pool: with them, prefixes stay cached for long
 
 
@@ -70,6 +72,7 @@ def modes(draw: st.DrawFn) -> Mode:
         depth,
         has_drafts=draw(st.booleans()) and (most_flights == 1 or depth > 1),
         pictures=draw(st.sampled_from(pictures)),
+        has_tiers=draw(st.booleans()),
         room=draw(st.sampled_from([0, 20])),
     )
 
@@ -135,7 +138,11 @@ class AnyHistory(RuleBasedStateMachine):
         self.needs = PageNeeds(4, mode.windows, budget, mode.state_pages)
         self.embeddings = Device(15 + budget if mode.pictures == "whole" else rows)
         encoding = Encoding(self.embeddings.capacity, encoder_cost, keeps_items_whole=mode.pictures == "whole")
+        self.device = PagedDevice(4, mode.windows)
+        self.tier = PagedTier(self.device)
         self.scheduler = new_scheduler(
+            tiers=self.tier.tiers if mode.has_tiers else None,
+            on_evict=self.tier.evicted if mode.has_tiers else None,
             num_pages=max(pages, self.needs.at_most(LONGEST)) + mode.room,
             windows=mode.windows,
             state_pages=mode.state_pages,
@@ -158,7 +165,7 @@ class AnyHistory(RuleBasedStateMachine):
         self.live: dict[str, Request] = {}
         self.being_read: set[str] = set()  # owners whose pages are being sent
         self.count = 0
-        self.device = PagedDevice(self.pages.page_size, mode.windows)
+        self.loads: list[PrefixLoad] = []
         self.sent: dict[str, list[int]] = {}  # tokens whose state is being sent, by owner
         self.arriving: dict[str, Arrival] = {}  # by owner
         self.awaited: list[AwaitedPrefix] = []
@@ -380,11 +387,28 @@ class AnyHistory(RuleBasedStateMachine):
             self.pages.end_quarantine(prefix.owner)
         self.left.clear()
 
-    @rule(steps=st.integers(1, 6), late_rows=st.sets(st.integers(0, 5), max_size=2))
-    def run_steps(self, steps: int, late_rows: set[int]) -> None:
+    @rule(
+        steps=st.integers(1, 6),
+        late_rows=st.sets(st.integers(0, 5), max_size=2),
+        loaded=st.sampled_from([None, 9, 9, 9, 2]),
+    )
+    def run_steps(self, steps: int, late_rows: set[int], loaded: int | None) -> None:
         self.late_rows = late_rows if self.mode.depth == 1 else set()  # with stages no step begins with unknown tokens
         for _ in range(steps):
+            if self.loads and loaded is not None:
+                self.end_a_load(loaded)
             self.one_step()
+
+    def end_a_load(self, pages: int) -> None:
+        """A tier has filled so many pages of a prompt, and has lost the next one."""
+        load = self.loads.pop(0)
+        num_pages = min(load.prefix.num_landed + pages, len(load.prefix.hashes))
+        for each in load.pages:
+            if each.number < num_pages:
+                self.tier.fill(each.key, each.pages)
+            else:
+                each.tier.lost(each.key)
+        self.scheduler.loading.finish(load, num_pages)
 
     def one_step(self) -> None:
         self.grant()  # as the engine's thread does: an abort before this step may have freed pages
@@ -413,7 +437,7 @@ class AnyHistory(RuleBasedStateMachine):
             batch = begin_step(self.scheduler, self.now)
             self.take_returned()
             assert len(self.scheduler.table.running) <= self.scheduler.config.max_num_seqs
-            waits = self.scheduler.table.held or self.being_read or self.awaited
+            waits = self.scheduler.table.held or self.being_read or self.scheduler.table.awaited
             if batch or not (waits or self.pages.counts().quarantined):
                 assert bool(batch) == self.scheduler.table.has_work, "there is work, so a step must do some"
             return self.launch(batch)
@@ -434,6 +458,7 @@ class AnyHistory(RuleBasedStateMachine):
 
     def launch(self, batch: Batch) -> bool:
         self.take_returned()
+        self.loads += self.scheduler.loading.take_begun()
         check_step(self.scheduler, batch, self.now)
         self.embeddings.run(batch)
         if batch and self.scheduler.encoding is not None:
@@ -493,7 +518,7 @@ class AnyHistory(RuleBasedStateMachine):
         assert counts.free + counts.owned + counts.cached + counts.quarantined == counts.total
         owners = {each.owner for each in [*self.scheduler.table.running, *self.scheduler.table.held]} | self.being_read
         owners |= {part.request.owner for flight in self.flights for part in flight.batch.scheduled}
-        owners |= {prefix.owner for prefix in self.awaited}
+        owners |= set(self.scheduler.table.awaited)
         assert counts.owned == self.pages.num_freed_by(list(owners))
         most = self.needs.at_once(LONGEST) + (1 + self.mode.most_flights) * self.pages.state_pages  # with checkpoints
         for owner in owners:
@@ -527,6 +552,13 @@ class AnyHistory(RuleBasedStateMachine):
         names = [each.id for requests in listed.values() for each in requests]
         assert sorted(names) == sorted(self.live) == sorted(each.id for each in self.scheduler.table.requests())
 
+    def end_arrivals(self) -> None:
+        for prefix in [*self.awaited]:
+            self.end_prefix(prefix, may_be_written=False)
+        while self.loads:
+            load = self.loads.pop()
+            self.scheduler.loading.finish(load, load.prefix.num_landed)
+
     def teardown(self) -> None:
         if not hasattr(self, "scheduler"):
             return
@@ -534,8 +566,7 @@ class AnyHistory(RuleBasedStateMachine):
         while self.live:
             self.one_step()
             self.writers_and_readers_stop()
-            for prefix in [*self.awaited]:
-                self.end_prefix(prefix, may_be_written=False)
+            self.end_arrivals()
             for name, each in list(self.live.items()):
                 if each.status is Status.HELD and each.leg is Leg.SEND:
                     self.finish_sent(each)
@@ -545,8 +576,7 @@ class AnyHistory(RuleBasedStateMachine):
             assert limit, "not everything ends"
         while self.flights:
             self.land()
-        for prefix in [*self.awaited]:
-            self.end_prefix(prefix, may_be_written=True)
+        self.end_arrivals()
         self.writers_and_readers_stop()
         assert self.pages.counts().owned == self.pages.counts().quarantined == 0
         assert not self.scheduler.table.has_work

@@ -9,6 +9,7 @@ from crossdock.workers.schedule.batch import Batch, SampledToken, Scheduled
 from crossdock.workers.schedule.config import SchedulerConfig
 from crossdock.workers.schedule.cost.cost import StepCost, StepWork
 from crossdock.workers.schedule.drafts.drafting import DraftPolicy
+from crossdock.workers.schedule.memory.page_stock import OnEvict
 from crossdock.workers.schedule.memory.pages import PagePool
 from crossdock.workers.schedule.memory.prefix_index import AttentionChunk, Window
 from crossdock.workers.schedule.pictures.encoding import Encoding
@@ -16,6 +17,7 @@ from crossdock.workers.schedule.request import Request, TokenDelta
 from crossdock.workers.schedule.scheduler import Scheduler
 from crossdock.workers.schedule.slo import SloClass
 from crossdock.workers.schedule.submission import Leg, SamplingParams
+from crossdock.workers.schedule.tiers.tier_pages import TierPages
 
 EOS = 0
 COST = StepCost(base=1e-3, per_prefill_token=1e-3, per_attended=1e-7, per_decode=5e-4, per_context=1e-6)
@@ -96,18 +98,21 @@ def new_scheduler(
     drafting: DraftPolicy | None = None,
     state_pages: int = 0,
     encoding: Encoding | None = None,
+    tiers: TierPages | None = None,
+    on_evict: OnEvict | None = None,
     **config: Any,
 ) -> Scheduler:
     """Return a small scheduler: pages of 4 tokens, 8 places, 32 tokens in a step, unless `config` differs."""
     settings = {"max_num_batched_tokens": 32, "max_num_seqs": 8, "page_size": 4} | config
     checked = SchedulerConfig(**settings)
-    pool = PagePool(num_pages, checked.page_size, caching, windows, state_pages)
+    pool = PagePool(num_pages, checked.page_size, caching, windows, state_pages, on_evict)
     return Scheduler(
         *(checked, pool, max_model_len, {EOS}, cost),
         depth=depth,
         interval_share=interval_share,
         drafting=drafting,
         encoding=encoding,
+        tiers=tiers,
     )
 
 

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from crossdock.workers.schedule.batch import Scheduled
-from crossdock.workers.schedule.memory.prefix_index import Window
+from crossdock.workers.schedule.memory.prefix_index import PageHash, Window
+from crossdock.workers.schedule.tiers.tier_pages import PageKey, PageTier, TierPages
 from tests.workers.schedule.model_free_replica import first_seen
 
 StatePair = tuple[list[int], list[int]]  # pages of a state that a part of a step reads and writes
@@ -63,3 +64,32 @@ class PagedDevice:
             assert tokens == part.request.token_ids[: part.start]
         for tokens, ids, (_, written) in zip(before, known, pairs, strict=True):
             self.write_state(written, tokens + ids)
+
+
+@dataclass
+class PagedTier:
+    """A tier below the pages of a device: it has what these held when they were evicted."""
+
+    device: PagedDevice
+    tiers: TierPages = field(default_factory=lambda: TierPages([PageTier("host", store_s=1e-4, load_s=1e-4)]))
+    content: dict[PageKey, list[tuple[dict[int, int], tuple[int, list[int]] | None]]] = field(default_factory=dict)
+
+    def evicted(self, group: int, page_hash: PageHash, pages: Sequence[int], compute_s: float) -> None:
+        key, size = PageKey(group, page_hash), self.device.page_size
+        self.tiers.returns.evicted(page_hash)
+        for tier in self.tiers.worth_storing(key, compute_s):
+            memory = [
+                {at: token for at in range(size) if (token := self.device.memory.get((page, at))) is not None}
+                for page in pages
+            ]
+            self.content[key] = [(held, self.device.states.get(page)) for held, page in zip(memory, pages, strict=True)]
+            tier.stored(key, 1e-4)
+
+    def fill(self, key: PageKey, pages: Sequence[int]) -> None:
+        for page, (memory, state) in zip(pages, self.content[key], strict=True):
+            for at in range(self.device.page_size):
+                self.device.memory.pop((page, at), None)
+            self.device.memory.update({(page, at): token for at, token in memory.items()})
+            self.device.states.pop(page, None)
+            if state is not None:
+                self.device.states[page] = state

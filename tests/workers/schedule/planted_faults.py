@@ -202,7 +202,25 @@ AWAITED = [
         "state counts before it has landed", "awaited", "Awaited.land", "num_pages == len(prefix.hashes)", "True", 5000
     ),
 ]
-FAULTS = (*PAGES, *PREFIXES, *WINDOWS, *STATES, *DRAFTS, *AHEAD, *PREEMPTION, *PICTURES, *ABORTS, *AWAITED)
+TIERS = [
+    Fault(
+        "load counts a page that is lost",
+        "tiers.loading",
+        "TierLoading.finish",
+        "load.prefix, num_pages",
+        "load.prefix, len(load.prefix.hashes)",
+        5000,
+    ),
+    Fault(
+        "page is offered when it is another's",
+        "memory.page_stock",
+        "PageStock.offer",
+        "else (page,)",
+        "else (page ^ 1,)",
+        5000,
+    ),
+]
+FAULTS = (*PAGES, *PREFIXES, *WINDOWS, *STATES, *DRAFTS, *AHEAD, *PREEMPTION, *PICTURES, *ABORTS, *AWAITED, *TIERS)
 
 
 @contextmanager

@@ -47,8 +47,7 @@ class EngineThread(ObservedEngine):
             opener(partial(self._on_event, number), self.transferred) for number, opener in enumerate(openers)
         ]
         self.metrics.watch([side.dock for side in self.sides])
-        if engine.tiers is not None:
-            engine.tiers.on_done.append(lambda: self._inbox.post(self._take_in, is_urgent=True))
+        self.watch_tiers(partial(self._inbox.post, is_urgent=True))
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -182,8 +181,7 @@ class EngineThread(ObservedEngine):
         await asyncio.to_thread(self._thread.join)
         for side in self.sides:
             await asyncio.to_thread(side.dock.close)
-        if self.engine.tiers is not None:
-            await asyncio.to_thread(self.engine.tiers.close)
+        await asyncio.to_thread(self.close_tiers)
         self._ended()
 
     # -- the engine's thread -----------------------------------------------------------------------------------------
@@ -208,12 +206,12 @@ class EngineThread(ObservedEngine):
         step = self._attempt(self.engine.step) if self.engine.has_work and not self._is_gang_lost else None
         self._is_blocked = step is not None and not step.batch
         self._guard(lambda: self._step_sides(step))
+        self.offer_to_tiers()
 
     @property
     def _patience(self) -> float | None:
         """Seconds until there may be something to do although nothing happens; None: no limit."""
-        awaited = self.engine.scheduler.awaited.patience(self.engine.clock())
-        limits = [awaited, *(side.patience for side in self.sides)]
+        limits = [self.engine.scheduler.awaited.patience(self.engine.clock()), *(side.patience for side in self.sides)]
         return min((limit for limit in limits if limit is not None), default=None)
 
     def _guard(self, action: Callable[[], object]) -> None:
@@ -308,10 +306,6 @@ class EngineThread(ObservedEngine):
     def _on_event(self, number: int, event: Event) -> None:
         """Post an event of the dock of a side. Called on the dock's thread, where `sides` may not be complete yet."""
         self._inbox.post(lambda: self._handle(self.sides[number], event), is_urgent=True)
-
-    def _take_in(self) -> None:
-        if self.engine.tiers is not None:
-            self.engine.tiers.take_in(self.engine.scheduler.loading)
 
     def _handle(self, side: Side, event: Event) -> None:
         if side.ends_requests:

@@ -5,8 +5,9 @@ import logging
 import time
 import uuid
 from collections import Counter as Tally
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from crossdock.kvtransfer.events import Figures
@@ -56,6 +57,22 @@ class ObservedEngine:
         if not self.publisher.is_due(now):
             return None, ()
         return self.publisher.live(now, interval), self.publisher.page_changes()
+
+    def watch_tiers(self, post: Callable[[Callable[[], None]], None]) -> None:
+        """Have the results of tiers taken in between two steps. `post` may be called in another thread."""
+        if (tiers := self.engine.tiers) is not None:
+            take_in = partial(tiers.take_in, self.engine.scheduler.loading)
+            tiers.on_done.append(lambda: post(take_in))
+
+    def offer_to_tiers(self) -> None:
+        """Write cached pages to files while there is nothing to compute, so that a restart finds them."""
+        if self.engine.tiers is not None and not self.engine.has_work:
+            self.engine.tiers.offer(self.engine.pages.stock)
+
+    def close_tiers(self) -> None:
+        """End the thread of the tiers."""
+        if self.engine.tiers is not None:
+            self.engine.tiers.close()
 
     def transferred(self, request_id: str, direction: str, figures: Figures, outcome: str) -> None:
         """Note a transfer that has ended: `sent`, `received`, or of `embeddings` that came from another replica."""

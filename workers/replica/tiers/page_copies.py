@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-class PageCopies:
+class PoolCopies:
     """The pool's pages as bytes."""
 
     def __init__(self, pages: Tensor) -> None:

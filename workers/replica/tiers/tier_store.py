@@ -18,15 +18,17 @@ from torch import Tensor
 
 from crossdock.workers.replica.tiers.file_tier import FileTier
 from crossdock.workers.replica.tiers.host_tier import HostTier
-from crossdock.workers.replica.tiers.page_copies import PageCopies
+from crossdock.workers.replica.tiers.page_copies import PoolCopies
+from crossdock.workers.schedule.memory.page_stock import PageStock
 from crossdock.workers.schedule.memory.prefix_index import PageHash
-from crossdock.workers.schedule.tiers.loading import Load, PageLoad, TierLoading
-from crossdock.workers.schedule.tiers.tier_pages import PageKey, Tier, TierPages
+from crossdock.workers.schedule.tiers.loading import PageLoad, PrefixLoad, TierLoading
+from crossdock.workers.schedule.tiers.tier_pages import PageKey, PageTier, TierPages
 
 logger = logging.getLogger(__name__)
 
 _HOST_RATE, _FILE_RATE = 5e9, 5e8  # bytes per second, until the first pages are measured
 _STAGING_BYTES = 64 << 20  # of host memory on the way to files, where no memory is given to pages
+_MOST_OFFERED = 8  # cached pages on their way to files while there is nothing to compute
 _CHANGES_S = 10.0  # from one look for other replicas' files to the next
 
 _Job: TypeAlias = Callable[[], Callable[[TierLoading], None]]
@@ -63,14 +65,19 @@ class TierStore:
         if 0 < host_bytes < most_pages * page_bytes:
             raise ValueError(f"kv_cache_host_memory ({host_bytes}) must be at least {most_pages * page_bytes} bytes")
         num_slots = host_bytes // page_bytes or max(_STAGING_BYTES // page_bytes, 2 * most_pages)
-        self._host, self._files, self._copies = HostTier(num_slots, page_bytes, pages.is_cuda), files, PageCopies(pages)
-        self._host_tier = Tier("host", page_bytes / _HOST_RATE, page_bytes / _HOST_RATE) if host_bytes else None
-        self._file_tier = Tier("files", page_bytes / _FILE_RATE, page_bytes / _FILE_RATE) if files is not None else None
+        self._host, self._files, self._copies = HostTier(num_slots, page_bytes, pages.is_cuda), files, PoolCopies(pages)
+        self._host_tier = PageTier("host", page_bytes / _HOST_RATE, page_bytes / _HOST_RATE) if host_bytes else None
+        self._file_tier = (
+            PageTier("files", page_bytes / _FILE_RATE, page_bytes / _FILE_RATE) if files is not None else None
+        )
         self.tiers = TierPages([tier for tier in (self._host_tier, self._file_tier) if tier is not None])
         self.on_done: list[Callable[[], None]] = []  # called when there is a result to take in
         self._bounce = torch.empty((most_pages, page_bytes), dtype=torch.uint8, pin_memory=pages.is_cuda)
         self._num_pending = 0  # writes and loads whose result has not been taken in
         self._writing = set[PageKey]()
+        self._offers: list[int] | None = (
+            None  # cached pages to look at, the last one first; None: a step has come since
+        )
         self._failed_write = ""  # the reason that was logged last
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._done: deque[Callable[[TierLoading], None]] = deque()
@@ -88,12 +95,32 @@ class TierStore:
 
     def evicted(self, group: int, page_hash: PageHash, pages: Sequence[int], compute_s: float) -> None:
         """Store the content of evicted pages where that is worth it; see `OnEvict`. Without a free slot it is lost."""
+        self.tiers.returns.evicted(page_hash)
         self._store(PageKey(group, page_hash), pages, self.tiers.worth_storing(PageKey(group, page_hash), compute_s))
 
-    def load(self, loads: Sequence[Load]) -> None:
-        """Begin to fill the pages of prefixes."""
+    def offer(self, stock: PageStock) -> None:
+        """Write some of the cached pages to files. Call this while there is nothing to compute, after every result."""
+        if self._file_tier is None:
+            return
+        if self._offers is None:
+            self._offers = stock.cached.newest_first()[::-1]
+        while self._offers and self._num_pending < _MOST_OFFERED:
+            stock.offer(self._offers.pop(), self._write_only)
+
+    def _is_held(self, key: PageKey) -> bool:
+        """Return whether a page is in the host's memory to stay, and not only on its way to a file."""
+        return self._host_tier is not None and key in self._host
+
+    def _write_only(self, group: int, page_hash: PageHash, pages: Sequence[int], compute_s: float) -> None:
+        """Store the content of a page in files; see `OnEvict`. The page is still in the pool, too."""
+        key = PageKey(group, page_hash)
+        self._store(key, pages, [tier for tier in self.tiers.worth_storing(key, compute_s) if tier is self._file_tier])
+
+    def load(self, loads: Sequence[PrefixLoad]) -> None:
+        """Begin to fill the pages of prefixes. Called once for every step."""
+        self._offers = None
         for load in loads:
-            slots = [self._host.use(each.key) if each.key in self._host else None for each in load.pages]
+            slots = [self._host.use(each.key) if self._is_held(each.key) else None for each in load.pages]
             self._queue(partial(self._load_all, load, slots))
 
     def take_in(self, loading: TierLoading) -> None:
@@ -106,7 +133,7 @@ class TierStore:
         self._jobs.put(None)
         self._thread.join()
 
-    def _store(self, key: PageKey, pages: Sequence[int], tiers: Sequence[Tier]) -> None:
+    def _store(self, key: PageKey, pages: Sequence[int], tiers: Sequence[PageTier]) -> None:
         writes = self._file_tier is not None and self._file_tier in tiers and key not in self._writing
         if key not in self._host:
             if not tiers or not (writes or self._host_tier in tiers):
@@ -143,7 +170,7 @@ class TierStore:
         if not error:
             self._file_tier.stored(key, seconds)
 
-    def _end_load(self, load: Load, slots: Sequence[Slots], loaded: _Loaded, loading: TierLoading) -> None:
+    def _end_load(self, load: PrefixLoad, slots: Sequence[Slots], loaded: _Loaded, loading: TierLoading) -> None:
         self._num_pending -= 1
         num_pages = len(load.prefix.hashes)
         for each, held in zip(load.pages, slots, strict=True):
@@ -201,7 +228,7 @@ class TierStore:
             error = f"{type(reason).__name__}: {reason}"
         return partial(self._end_write, key, deleted, time.perf_counter() - started, error)
 
-    def _load_all(self, load: Load, slots: Sequence[Slots]) -> Callable[[TierLoading], None]:
+    def _load_all(self, load: PrefixLoad, slots: Sequence[Slots]) -> Callable[[TierLoading], None]:
         counts, seconds, lost = [0, 0], [0.0, 0.0], None
         self._copies.wait()
         for each, held in zip(load.pages, slots, strict=True):

@@ -74,6 +74,10 @@ class CachedPages:
     def __contains__(self, page: object) -> bool:
         return page in self._pages
 
+    def newest_first(self) -> list[int]:
+        """Return the pages, the last used one first."""
+        return list(reversed(self._pages))
+
     def pass_time(self, now: float) -> None:
         """Note the time in seconds: of a step that begins, or has ended."""
         self._now = max(self._now, now)

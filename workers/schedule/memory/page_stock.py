@@ -113,18 +113,18 @@ class PageStock:
     def _evict(self) -> int:
         page = self.cached.evict()
         if self._on_evict is not None:
-            self._offer(page, self._on_evict)
+            self.offer(page, self._on_evict)
         if self._group_of[page] == STATES:  # the other pages of the checkpoint were last used at the same time
             self._free.extend(self.cached.evict() for _ in range(self._state_pages - 1))
         self._forget(page)
         return page
 
-    def _offer(self, page: int, on_evict: OnEvict) -> None:
-        """Offer the content of a cached page for storage."""
+    def offer(self, page: int, take: OnEvict) -> None:
+        """Offer the content of a page for storage, if the page is cached."""
         group, page_hash = self._group_of[page], self.hash_of[page]
-        assert page_hash is not None, "a cached page is indexed"
-        pages = self.prefixes.checkpoints[page_hash] if group == STATES else (page,)
-        on_evict(group, page_hash, pages, self.cached.page_seconds)
+        if page_hash is not None and not self.num_owners[page]:
+            pages = self.prefixes.checkpoints[page_hash] if group == STATES else (page,)
+            take(group, page_hash, pages, self.cached.page_seconds)
 
     def _forget(self, page: int) -> None:
         """Take a page from the index; of a checkpoint all pages."""

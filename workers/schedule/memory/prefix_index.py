@@ -150,7 +150,7 @@ class PrefixIndex:
         return PrefixHit(num_pages, tuple(by_group), self._checkpoint(hashes, num_pages, needs_state), num_indexed)
 
     def parts(self, hashes: Sequence[PageHash]) -> PrefixHit:
-        """Return what is indexed of a prefix, `MISSING` in place of each further page that a hit of all would need."""
+        """Return the indexed pages of a prefix, and `MISSING` for each further page that a hit of all would need."""
         by_group = list[list[int]]()
         for group, index in enumerate(self.by_group):
             first = self._first(group, len(hashes))

@@ -13,7 +13,7 @@ from crossdock.workers.schedule.memory.prefix_index import MISSING, PageHash, Pr
 from crossdock.workers.schedule.pacing.forecast import Forecast
 from crossdock.workers.schedule.request import Request, Status
 from crossdock.workers.schedule.table import RequestTable
-from crossdock.workers.schedule.tiers.tier_pages import PageKey, Tier, TierPages
+from crossdock.workers.schedule.tiers.tier_pages import PageKey, PageTier, TierPages
 
 _MOST_LOOKS = 8  # waiting prompts that are looked up for one step: its work is bounded
 
@@ -23,11 +23,11 @@ class PageLoad(NamedTuple):
 
     number: int  # of the page in its prefix; of a state, the number of the last page before it
     key: PageKey
-    tier: Tier
+    tier: PageTier
     pages: Sequence[int]  # in the pool
 
 
-class Load(NamedTuple):
+class PrefixLoad(NamedTuple):
     """The pages of one prefix to load, by number."""
 
     prefix: AwaitedPrefix
@@ -43,7 +43,7 @@ class TierLoading:
     forecast: Forecast
     awaited: Awaited
     tiers: TierPages
-    _begun: list[Load] = field(default_factory=list)  # since `take_begun`
+    _begun: list[PrefixLoad] = field(default_factory=list)  # since `take_begun`
     _queued_s: float = 0.0  # predicted, of all loads that have not ended
 
     def begin(self, prefills: Sequence[Request]) -> None:
@@ -59,12 +59,12 @@ class TierLoading:
             if not self._look_up(request):
                 return
 
-    def take_begun(self) -> list[Load]:
+    def take_begun(self) -> list[PrefixLoad]:
         """Return the loads that have begun since the last call. Each must end with `finish`."""
         begun, self._begun = self._begun, []
         return begun
 
-    def finish(self, load: Load, num_pages: int) -> None:
+    def finish(self, load: PrefixLoad, num_pages: int) -> None:
         """End a load: the first `num_pages` pages of its prefix are in the pool, and with all of them its state."""
         self._queued_s = max(self._queued_s - load.seconds, 0.0)
         self.awaited.land(load.prefix, num_pages)
@@ -90,7 +90,7 @@ class TierLoading:
         prefix = self.awaited.begin(request, num_pages, table.now + compute_s) if has_place else None
         request.is_looked_up = prefix is not None
         if prefix is not None:
-            self._begun.append(Load(prefix, self._to_load(prefix), load_s))
+            self._begun.append(PrefixLoad(prefix, self._to_load(prefix), load_s))
             self._queued_s += load_s
         return request.is_looked_up
 
@@ -136,7 +136,7 @@ class TierLoading:
             loads.append(PageLoad(len(prefix.hashes) - 1, key, self._holder(key), prefix.state))
         return loads
 
-    def _holder(self, key: PageKey) -> Tier:
+    def _holder(self, key: PageKey) -> PageTier:
         tier = self.tiers.holder(key)
         assert tier is not None, "no tier has the page"
         return tier

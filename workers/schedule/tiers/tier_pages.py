@@ -52,7 +52,7 @@ class ReturnShare:
 
 
 @dataclass(slots=True)
-class Tier:
+class PageTier:
     """The pages of one tier, and the measured seconds of a page on its way there and back."""
 
     name: str  # host or files
@@ -84,17 +84,16 @@ class Tier:
 class TierPages:
     """The tiers below one pool, fastest first."""
 
-    tiers: Sequence[Tier] = ()
+    tiers: Sequence[PageTier] = ()
     returns: ReturnShare = field(default_factory=ReturnShare)
 
-    def worth_storing(self, key: PageKey, compute_s: float) -> list[Tier]:
-        """Return the tiers in which an evicted page is worth its bytes, and is not yet.
+    def worth_storing(self, key: PageKey, compute_s: float) -> list[PageTier]:
+        """Return the tiers that lack a page and in which the page is worth its bytes.
 
         `compute_s`: seconds to compute the page again; 0: not known, and every page is stored."""
-        self.returns.evicted(key.page_hash)
         gained, share = compute_s or inf, self.returns.share
         return [tier for tier in self.tiers if key not in tier.pages and share * (gained - tier.load_s) > tier.store_s]
 
-    def holder(self, key: PageKey) -> Tier | None:
+    def holder(self, key: PageKey) -> PageTier | None:
         """Return the fastest tier that has a page; None: none has it."""
         return next((tier for tier in self.tiers if key in tier.pages), None)
