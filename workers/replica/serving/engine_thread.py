@@ -297,9 +297,8 @@ class EngineThread(ObservedEngine):
     def _introduce(self, channel: Channel) -> None:
         """Send a new reader the whole prefix index, and the other readers the changes since their last message."""
         live, pages = self.publisher.live(self.engine.clock()), self.publisher.page_changes()
-        everything = self.publisher.all_pages()
         self._loop.call_soon_threadsafe(self._deliver, (), live, pages)
-        self._loop.call_soon_threadsafe(channel.put, (), live, (everything,))
+        self._loop.call_soon_threadsafe(channel.put, (), live, (self.publisher.all_pages(),))
 
     # -- the engine's thread, between two steps ----------------------------------------------------------------------
 
