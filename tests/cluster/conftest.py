@@ -30,10 +30,10 @@ def small_model_dir(tmp_path_factory: pytest.TempPathFactory, tokenizers: "dict[
     tokenizers["byte_level"].save_pretrained(folder)
     settings = {
         "vocab_size": 640,
-        "hidden_size": 384,
-        "intermediate_size": 1024,
-        "num_hidden_layers": 10,
-        "head_dim": 96,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 4,
+        "head_dim": 64,
         "max_position_embeddings": 4096,
     }
     build("llama", settings).save_pretrained(folder)

@@ -4,8 +4,10 @@ Pages travel by NIXL where it is installed; CROSSDOCK_TEST_TRANSPORT=tcp selects
 """
 
 import contextlib
+import itertools
 import json
 import os
+import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -41,6 +43,7 @@ CHUNK = 256  # tokens of a step at most
 DTYPE = "float32"  # by default CPUs with bfloat16 compute in it; then the size of a batch decides between close tokens
 PAIR: tuple[dict[str, Any], ...] = ({"name": "prefill"}, {"name": "decode", "replicas": DECODES})
 _MAX_MODEL_LEN = 4096
+_UNSEEN = itertools.count(400)  # numbers of prompts of which no page is cached
 
 
 def config_of(
@@ -176,14 +179,31 @@ class Stream(TokenStream):
     """A streaming completion."""
 
     def __init__(self, url: str, prompt: list[int], max_tokens: int = 24, name: str = "", **params: Any) -> None:
+        self.prompt = prompt
         body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "logprobs": 0} | params
         super().__init__(url, "/v1/completions", body, name)
 
-    def until_arriving(self) -> tuple[str, int]:
-        """Wait until a decode replica has a part of the prompt; return the replica and the tokens it has."""
-        while (arrived := arriving(self.url, self.request_id)) is None:
-            assert self.is_alive(), "the stream ended before it was caught during its transfer"
-        return arrived
+
+def shipping_stream(url: str, max_tokens: int = 24, stops: psutil.Process | None = None) -> tuple[Stream, str]:
+    """Return a stream whose prompt is on its way, and the decode replica that has a part of it.
+
+    `stops`: a process that is stopped (SIGSTOP) while the prompt is on its way. A stream may end before it is caught,
+    on a fast or a busy machine: then another one is tried.
+    """
+    for _ in range(10):
+        stream = Stream(url, prompt(next(_UNSEEN), 3500), max_tokens)
+        while stream.is_alive():
+            if (replica := arriving(url, stream.request_id)) is None:
+                continue
+            if stops is not None:
+                stops.send_signal(signal.SIGSTOP)
+            if not stream.tokens:
+                return stream, replica
+            break
+        if stops is not None:
+            stops.send_signal(signal.SIGCONT)
+        stream.result()
+    raise AssertionError("ten streams ended before one was caught while its prompt was on its way")
 
 
 def timelines(url: str, request_id: str) -> list[dict[str, Any]]:
@@ -193,13 +213,13 @@ def timelines(url: str, request_id: str) -> list[dict[str, Any]]:
     return found
 
 
-def arriving(url: str, request_id: str) -> tuple[str, int] | None:
-    """Return the decode replica that has some tokens of a request's prompt but not all, and how many."""
+def arriving(url: str, request_id: str) -> str | None:
+    """Return the decode replica that has some tokens of a request's prompt but not all."""
     for timeline in timelines(url, request_id):
         if 0 < timeline["num_computed_tokens"] < timeline["num_prompt_tokens"]:
             replica: str = timeline["replica"]
             if replica in processes("decode"):
-                return replica, timeline["num_computed_tokens"]
+                return replica
     return None
 
 

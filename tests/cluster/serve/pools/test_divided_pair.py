@@ -25,7 +25,7 @@ POOLS: tuple[dict[str, Any], ...] = (
     {"name": "decode", "pipeline_parallel_size": 2, "rank_timeout_s": 3},
     {"name": "mixed"},
 )
-PAGE_BYTES = 10 * 2 * 2 * 96 * 16 * 4  # of all ranks: layers, heads, keys and values, their size, tokens, bytes of one
+PAGE_BYTES = 4 * 2 * 2 * 64 * 16 * 4  # of all ranks: layers, heads, keys and values, their size, tokens, bytes of one
 
 
 @pytest.fixture(scope="module")

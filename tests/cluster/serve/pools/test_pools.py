@@ -155,7 +155,7 @@ def test_client_that_leaves_frees_all_pages(url: str, stage: str) -> None:
 def test_killed_ingress_leaves_no_request_and_no_page_behind(url: str) -> None:
     """Its replicas hear nothing of it any more: some of its streams decode, others wait for pages."""
     (ingress,) = processes("ingress").values()
-    asked = {"model": "smol", "max_tokens": 600, "stream": True, "ignore_eos": True}
+    asked = {"model": "smol", "max_tokens": 200, "stream": True, "ignore_eos": True}
     with ExitStack() as open_streams:
         for number in range(6):
             body = asked | {"prompt": prompt(300 + number, 900)}
@@ -170,50 +170,40 @@ def test_killed_ingress_leaves_no_request_and_no_page_behind(url: str) -> None:
 def test_prefill_replica_killed_during_a_transfer_leaves_its_work_to_decode(url: str, local: Engine) -> None:
     """The next attempt computes the prompt on a decode replica. The one that expected the pages may begin too, before
     it hears of that."""
-    asked = prompt(61, 3500)  # no page of it is cached
-    (wanted,) = expected(local, [asked])
     decodes = list(processes("decode"))
     before = pools.prompt_tokens(url, decodes)
     (victim,) = processes("prefill").values()
-    stream = Stream(url, asked)
-    stream.until_arriving()
+    stream, _ = pools.shipping_stream(url, stops=victim)
     victim.kill()
-    assert stream.result() == wanted
+    assert [stream.result()] == expected(local, [stream.prompt])
     after = pools.prompt_tokens(url, decodes)
-    assert 0 < sum(after.values()) - sum(before.values()) <= len(asked) + 2 * CHUNK, stream.timelines()
+    assert 0 < sum(after.values()) - sum(before.values()) <= len(stream.prompt) + 2 * CHUNK, stream.timelines()
 
 
 def test_decode_replica_killed_in_mid_stream_leaves_its_stream_to_another(url: str, local: Engine) -> None:
     """The other one starts from the pages that prefill still has; no token is repeated or changed."""
-    asked = prompt(62, 2500)
-    (wanted,) = expected(local, [asked], max_tokens=150)
     replicas = pools.everyone()
     before = pools.prompt_tokens(url, replicas)
     decodes = processes("decode")
-    stream = Stream(url, asked, 150)
-    replica, _ = stream.until_arriving()
+    stream, replica = pools.shipping_stream(url, 400)
     eventually(lambda: len(stream.tokens) >= 20 or not stream.is_alive())
-    assert stream.is_alive()
     decodes[replica].kill()
-    assert stream.result() == wanted
+    assert len(stream.tokens) < 400, "the stream ended before its replica was killed"
+    assert [stream.result()] == expected(local, [stream.prompt], max_tokens=400)
     left = [name for name in replicas if name != replica]
     after = pools.prompt_tokens(url, left)
     computed = sum(after[name] - before[name] for name in left)
     timelines = json.dumps(stream.timelines(), indent=1)
-    assert computed < len(asked) + 150 + 2 * CHUNK, timelines  # the prompt is not computed twice
+    assert computed < len(stream.prompt) + 400 + 2 * CHUNK, timelines  # the prompt is not computed twice
 
 
 def test_hung_prefill_replica_is_abandoned_after_the_deadline(url: str, local: Engine) -> None:
     """SIGSTOP: no process knows that it will not continue. After the deadline decode computes the rest itself. When the
     hung one wakes up, its late writes hit quarantined pages."""
-    asked = prompt(65, 3500)
-    (wanted,) = expected(local, [asked])
     (victim,) = processes("prefill").values()
-    stream = Stream(url, asked)
-    stream.until_arriving()
-    victim.send_signal(signal.SIGSTOP)
+    stream, _ = pools.shipping_stream(url, stops=victim)
     try:
-        assert stream.result() == wanted
+        assert [stream.result()] == expected(local, [stream.prompt])
         assert sum(pools.samples(url, 'crossdock_pages{state="quarantined"').values()) > 0
     finally:
         victim.send_signal(signal.SIGCONT)
@@ -258,14 +248,12 @@ def test_replicas_that_drain_end_their_work_and_get_no_other(url: str, local: En
     assert late.result() == wanted[0]
     assert pools.ingress_sample(url, "crossdock_ingress_placed_again_total") == placed_again
 
-    asked, later = prompt(66, 3500), prompt(67, 300)
-    wanted = expected(local, [asked, later])
     decodes = list(processes("decode"))
     before = pools.prompt_tokens(url, decodes)
-    stream = Stream(url, asked)
-    stream.until_arriving()
+    stream, _ = pools.shipping_stream(url)
     pools.scale("prefill", 0)
-    assert stream.result() == wanted[0]
+    result = stream.result()
     assert pools.prompt_tokens(url, decodes) == before
-    assert Stream(url, later).result() == wanted[1]
+    later = prompt(67, 300)
+    assert [result, Stream(url, later).result()] == expected(local, [stream.prompt, later])
     pools.wait_until_whole(url, 1)
