@@ -21,8 +21,10 @@ import sys
 import tempfile
 import threading
 import time
+from bisect import bisect
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
+from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,6 +33,7 @@ import psutil
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "tests" / "seconds.tsv"
 GROUP_S = 240.0  # to import torch, transformers and Ray takes each group some 8 s
+MEETING_S = 40.0  # a group where the lanes meet
 _HELPERS_S = 5.0
 PURE = (
     "tests/router",
@@ -71,17 +74,32 @@ def write_record(seconds: dict[str, Seconds]) -> None:
 
 
 def groups(files: Iterable[str], record: dict[str, Seconds]) -> deque[list[str]]:
-    """Cut the files, in order of their paths, into groups of about GROUP_S. The group that waits most comes first."""
+    """Cut the files, in order of their paths, into groups of about GROUP_S. The group that waits most comes first.
+
+    The group in which the two lanes meet is cut into small ones, so that no lane ends long before the other.
+    """
+    made = sorted(_cut(sorted(files), record, GROUP_S), key=lambda group: _computing(group, record))
+    walls = [sum(_wall(file, record) for file in group) for group in made]
+    meet = bisect(list(accumulate(walls)), sum(walls) / 2)
+    made[meet : meet + 1] = [small for group in made[meet : meet + 1] for small in _cut(group, record, MEETING_S)]
+    return deque(made)
+
+
+def _cut(files: list[str], record: dict[str, Seconds], seconds: float) -> list[list[str]]:
     made: list[list[str]] = []
     filled = 0.0
-    for file in sorted(files):
-        wall = record.get(file, Seconds(1.0, 1.0)).wall
-        if not made or filled + wall / 2 > GROUP_S:
+    for file in files:
+        wall = _wall(file, record)
+        if not made or filled + wall / 2 > seconds:
             made.append([])
             filled = 0.0
         made[-1].append(file)
         filled += wall
-    return deque(sorted(made, key=lambda group: _computing(group, record)))
+    return made
+
+
+def _wall(file: str, record: dict[str, Seconds]) -> float:
+    return record.get(file, Seconds(1.0, 1.0)).wall
 
 
 def _computing(group: list[str], record: dict[str, Seconds]) -> float:

@@ -9,6 +9,7 @@ starts servers as users do.
 
 import contextlib
 import ctypes
+import gc
 import importlib
 import json
 import os
@@ -70,6 +71,8 @@ def serve(listener: socket.socket) -> None:
     ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
     select.select([listener], [], [])  # not sooner: Ray gives its own processes a few seconds to start
     _import_all()
+    gc.collect()
+    gc.freeze()  # else each worker looks at 400,000 objects again, and copies their pages as it does
     signal.signal(signal.SIGCHLD, _reap)
     while True:
         connection, _ = listener.accept()

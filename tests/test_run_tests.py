@@ -42,6 +42,16 @@ def test_groups_hold_every_file_once_and_those_that_wait_come_first(runner: Modu
     assert all(sum(record[file].wall for file in group if file in record) < 1.25 * runner.GROUP_S for group in groups)
 
 
+@pytest.mark.parametrize("number", [1, 7, 100, 101, 115])
+def test_lanes_that_take_groups_from_both_ends_end_together(runner: ModuleType, number: int) -> None:
+    record = {f"tests/{i:03}": runner.Seconds(12.0, i / 10) for i in range(number)}
+    groups, ends = runner.groups(record, record), [0.0, 0.0]
+    while groups:
+        lane = ends.index(min(ends))
+        ends[lane] += sum(record[file].wall for file in (groups.pop if lane else groups.popleft)())
+    assert max(ends) - min(ends) <= 1.5 * runner.MEETING_S
+
+
 @pytest.mark.parametrize(
     ("times", "grown"),
     [

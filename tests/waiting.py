@@ -7,14 +7,17 @@ from typing import TypeVar
 
 T = TypeVar("T")
 _PAUSE_S = 0.01
+_SHARE = 0.02  # of the wait so far: a long wait asks less often, so that it takes little time from what it waits for
+_LONGEST_PAUSE_S = 0.1
 
 
 def eventually(holds: Callable[[], T], what: Callable[[], object] | str = "", seconds: float = 60.0) -> T:
     """Return the first true value of `holds`. `what`: what to say when the deadline passes."""
-    deadline = time.monotonic() + seconds
+    began = time.monotonic()
     while not (value := holds()):
-        assert time.monotonic() < deadline, (what() if callable(what) else what) or "the condition never held"
-        time.sleep(_PAUSE_S)
+        waited = time.monotonic() - began
+        assert waited < seconds, (what() if callable(what) else what) or "the condition never held"
+        time.sleep(min(_PAUSE_S + _SHARE * waited, _LONGEST_PAUSE_S))
     return value
 
 
