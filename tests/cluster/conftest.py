@@ -18,8 +18,8 @@ def tokenizers() -> "dict[str, PreTrainedTokenizerFast]":
 
 @pytest.fixture(scope="session")
 def small_model_dir(tmp_path_factory: pytest.TempPathFactory, tokenizers: "dict[str, PreTrainedTokenizerFast]") -> Path:
-    """A random Llama in float32 with 640 tokens and 17 million parameters: an eighth of the embedded model's. The time
-    of whole deployments should be that of processes that start, not of tokens.
+    """A random Llama in float32 with 640 tokens and 2.7 million parameters, a fiftieth of the embedded model's: the
+    time of whole deployments should be that of processes that start, not of tokens.
 
     Its streams hardly repeat a token. On prompts without meaning the embedded model soon repeats a few tokens, so that
     wrong contents of a page could go unnoticed.
