@@ -208,3 +208,8 @@ def test_import_of_checkpoint_imports_no_torch() -> None:
     module = "crossdock.workers.model.weights.checkpoint"
     check = f"import sys, {module}; sys.exit(bool({{'torch', 'transformers'}} & set(sys.modules)))"
     subprocess.run([sys.executable, "-c", check], check=True)
+
+
+def test_type_of_a_gguf_file_behind_a_hub_name_is_refused_with_what_to_do() -> None:
+    with pytest.raises(ValueError, match="a GGUF file of the hub is not fetched by its type: download it"):
+        resolve_model("org/model-GGUF:Q4_K_M")
