@@ -91,6 +91,11 @@ class TierStore:
         """Return whether every write and every load has ended, and its result was taken in."""
         return not self._num_pending
 
+    def num_bytes(self) -> dict[tuple[str], int]:
+        """Return the bytes of each tier by its name; of files, those of all models and replicas as last counted."""
+        found = {("host",): self._host.num_bytes} if self._host_tier is not None else dict[tuple[str], int]()
+        return found if self._files is None else found | {("files",): self._files.num_bytes}
+
     # -- the engine's thread -----------------------------------------------------------------------------------------
 
     def evicted(self, group: int, page_hash: PageHash, pages: Sequence[int], compute_s: float) -> None:

@@ -1,6 +1,7 @@
 """Pages that leave the pool come back from host memory and files, and tokens stay those of an engine without tiers."""
 
 import random
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,8 +13,10 @@ from pydantic import ByteSize
 from crossdock.workers.model.load import wrap_module
 from crossdock.workers.model.load_options import LoadOptions
 from crossdock.workers.model.model import LoadedModel
-from crossdock.workers.replica.config import EngineConfig
+from crossdock.workers.model.model_spec import ModelSpec
+from crossdock.workers.replica.config import EngineConfig, ReplicaSpec
 from crossdock.workers.replica.engine.engine import Engine
+from crossdock.workers.replica.serving.metrics import EngineMetrics
 from crossdock.workers.schedule.submission import Submission
 from tests.waiting import eventually
 from tests.workers.architectures import SERVED, build
@@ -83,3 +86,83 @@ def test_prompt_whose_pages_were_evicted_is_loaded(tier: str, name: str, tmp_pat
         tokens, cached = answers(tiered, [*PROMPTS, *PROMPTS])
     assert tokens == expected
     assert cached == [0] * len(PROMPTS) + [88] * len(PROMPTS)
+
+
+def test_metrics_count_pages_by_tier(tmp_path: Path) -> None:
+    model = model_of("llama")
+    with engine_on(model, 20, **settings_of("both", tmp_path)) as engine:
+        answers(engine, [PROMPTS[0], PROMPTS[1], PROMPTS[0]])
+        text = EngineMetrics(engine).text(None)
+    found = {line.split()[0]: float(line.split()[1]) for line in text.splitlines() if line.startswith("crossdock_tier")}
+    assert found['crossdock_tier_loaded_pages_total{tier="host"}'] > 0
+    assert found['crossdock_tier_loaded_pages_total{tier="files"}'] == 0
+    for tier in ("host", "files"):
+        assert found[f'crossdock_tier_pages{{tier="{tier}"}}'] > 0
+        assert found[f'crossdock_tier_bytes{{tier="{tier}"}}'] > 0
+
+
+@pytest.mark.parametrize("harm", ["deleted", "spoilt", "folder gone"])
+def test_files_that_are_lost_while_the_engine_runs_are_computed(harm: str, tmp_path: Path) -> None:
+    model = model_of("llama")
+    with engine_on(model, 20) as plain:
+        expected, _ = answers(plain, [*PROMPTS, *PROMPTS])
+    with engine_on(model, 20, **settings_of("kv_cache_files", tmp_path / "kv")) as tiered:
+        first, _ = answers(tiered, PROMPTS)
+        if harm == "folder gone":
+            shutil.rmtree(tmp_path / "kv")
+        for path in [path for path in (tmp_path / "kv").glob("*/*/*") if path.is_file()][::2]:
+            path.unlink() if harm == "deleted" else path.write_bytes(path.read_bytes()[:-1] + b"?")
+        second, cached = answers(tiered, PROMPTS)
+        assert tiered.scheduler.loading.tiers.tiers[0].num_misses > 0
+    assert first + second == expected
+    assert sum(cached) < 88 * len(PROMPTS)
+
+
+def test_engine_that_starts_again_finds_what_an_idle_one_has_written(tmp_path: Path) -> None:
+    """Nothing was evicted: the pages were written while there was nothing to compute."""
+    model = model_of("lfm2 conv")
+    with engine_on(model, 60, **settings_of("kv_cache_files", tmp_path)) as engine:
+        expected, cached = answers(engine, PROMPTS[:1])
+        offer_all(engine)
+    with engine_on(model, 60, **settings_of("kv_cache_files", tmp_path)) as again:
+        tokens, cached = answers(again, PROMPTS[:1])
+    assert (tokens, cached) == (expected, [88])
+
+
+def test_two_engines_share_a_folder(tmp_path: Path) -> None:
+    settings = settings_of("kv_cache_files", tmp_path)
+    with engine_on(model_of("llama"), 20, **settings) as one:
+        expected, _ = answers(one, PROMPTS[:2])
+        offer_all(one)
+        with engine_on(model_of("llama"), 20, **settings) as other:
+            assert answers(other, PROMPTS[:2]) == (expected, [88, 88])
+
+
+def offer_all(engine: Engine) -> None:
+    """Let an engine without work write all its cached pages."""
+    assert engine.tiers is not None
+    before = -1
+    while (count := engine.tiers.tiers.tiers[0].num_stores) > before:
+        before = count
+        engine.tiers.offer(engine.pages.stock)
+        settle(engine)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"kv_cache_files": "/tmp"}, "kv_cache_files must be a folder and a size, /var/cache/kv,100GiB, not '/tmp'"),
+        ({"kv_cache_files": "/tmp,many"}, "kv_cache_files must be a folder and a size"),
+        ({"kv_cache_files": "/tmp,1GiB", "enable_prefix_caching": False}, "must be null without enable_prefix_caching"),
+    ],
+)
+def test_settings_that_make_no_tier_are_refused(settings: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        EngineConfig.model_validate(settings)
+
+
+@pytest.mark.parametrize("fields", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}, {"role": "encode"}])
+def test_replicas_that_cannot_have_tiers_are_refused(fields: dict[str, Any]) -> None:
+    engine = EngineConfig(kv_cache_host_memory=ByteSize(1 << 20))
+    with pytest.raises(ValueError, match="kv_cache_host_memory and kv_cache_files must be null for"):
+        ReplicaSpec(ModelSpec(None), engine, num_threads=1, **fields)
