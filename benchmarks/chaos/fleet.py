@@ -34,7 +34,7 @@ _NO_STEPS = 10**14  # steps after this one are none
 _PR_SET_CHILD_SUBREAPER = 36
 
 
-def tiny_model(folder: Path, tokenizer: Any = None) -> Path:
+def tiny_model(folder: Path, tokenizer: Any = None, num_heads: int = 4) -> Path:
     """Make a random model of two layers. Its answers need no meaning here. `tokenizer`: None is the default model's.
 
     With few tokens to choose from, a step spends its time on what is tested here, not on choosing.
@@ -55,8 +55,8 @@ def tiny_model(folder: Path, tokenizer: Any = None) -> Path:
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_heads // 2,
         max_position_embeddings=4096,
         initializer_range=0.3,
     )

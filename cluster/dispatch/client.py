@@ -14,6 +14,7 @@ from ray.serve.handle import DeploymentHandle
 
 from crossdock.cluster.dispatch import membership
 from crossdock.cluster.dispatch.connections import RemoteMethod
+from crossdock.cluster.dispatch.message_stream import MessageStream
 from crossdock.router.actions import ReplicaBroken, ReplicaDead
 from crossdock.workers.report.advertise import Message
 from crossdock.workers.report.profile import SchedulingProfile
@@ -30,13 +31,21 @@ class ReplicaClient:
         self._handle = handle.options(session_id=replica_id)
         self._actor = ReplicaID(replica_id, handle.deployment_id).to_full_id_str()
         self._ingress = ingress
+        self._stream: MessageStream | None = None  # the last one
         self._unsent: list[_Unsent] = []  # of this turn of the event loop
         self._calling: set[asyncio.Task[None]] = set()
 
     async def messages(self) -> AsyncIterator[Message]:
         with _named_losses():
-            async for message in self._handle.options(stream=True).messages.remote(self._ingress):
-                yield message
+            opening = self._handle.options(stream=True).messages.remote(self._ingress)
+            self._stream = stream = await MessageStream.open(await anext(opening))
+            try:
+                async for message in stream.messages():
+                    yield message
+            finally:
+                stream.close()
+            async for _ in opening:  # ends with the stream: Ray knows whether the process has
+                pass
 
     async def submit(self, submission: Submission) -> int:
         """Submit a request, in one call with others of this turn of the event loop.
@@ -85,11 +94,12 @@ class ReplicaClient:
                 answer.set_exception(result)
 
     async def close(self) -> None:
-        await self._handle.close.remote(self._ingress)
+        if self._stream is not None:
+            self._stream.close()
 
     async def still_reads(self) -> None:
-        with _named_losses():
-            await self._handle.still_reads.remote(self._ingress)
+        if self._stream is not None:
+            self._stream.sign_of_life()
 
     async def call(self, method: RemoteMethod, *arguments: Any) -> Any:
         with _named_losses():

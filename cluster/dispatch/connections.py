@@ -113,16 +113,14 @@ class Attempt:
         return self.life.tokens(name, delta, now)
 
     async def next_actions(self) -> list[Action]:
-        """Wait for the next event, or for the deadline of the request, and return what follows."""
-        if self.events.empty():
-            try:
-                async with asyncio.timeout(self.life.deadline - self.clock.now()):
-                    event = await self.events.get()
-            except TimeoutError:
-                return self.life.tick(self.clock.now())
-        else:
-            event = self.events.get_nowait()
+        """Wait for the next event, and return what follows."""
+        event = await self.events.get()
         return event(self.clock.now())
+
+    def check_deadline(self, now: float) -> None:
+        """Add an event where the deadline of the request has passed and nothing else has happened."""
+        if self.life.deadline <= now and self.events.empty():
+            self.events.put_nowait(self.life.tick)
 
 
 @dataclass(slots=True, eq=False)
@@ -293,9 +291,10 @@ class ReplicaConnections:
             self._lost(connection, loss)
 
     async def _watch_for_silence(self) -> None:
-        """Keep the clock going, give up the stream of every replica that has been silent for too long, and let all
-        replicas know that this ingress lives.
+        """Keep the clock going, check the deadlines of requests, give up the stream of every replica that has been
+        silent for too long, and let all replicas know that this ingress lives.
 
+        A timer for each request would be set anew with each of its tokens: a tenth of the ingress's work.
         Only time on the clock counts: this process may have been stopped, or busy, and the messages may be here.
         """
         notified_at = self._clock.now()
@@ -308,6 +307,8 @@ class ReplicaConnections:
                     if connection.is_open:
                         self.spawn(connection.client.still_reads())
             for connection in [*self._following]:
+                for attempt in connection.attempts.values():
+                    attempt.check_deadline(now)
                 if now - connection.heard_at > self._timeouts.silence_s and connection.following is not None:
                     connection.is_silent = True
                     connection.following.cancel()

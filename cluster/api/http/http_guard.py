@@ -59,8 +59,8 @@ class HttpGuard:
 
     The application behind it receives whole bodies, and is cancelled when the client disconnects. API keys guard every
     path but `open_paths`, which take no body then. The scope's `state` holds `request_id`, `memory` (what the request
-    holds), and where keys are in use `api_key` and `account`. A stream whose errors have a shape of their own sets
-    `error_event`: the function that writes one.
+    holds), `send_part` (which sends a part of a streamed answer past all layers), and where keys are in use `api_key`
+    and `account`. A stream whose errors have a shape of their own sets `error_event`: the function that writes one.
     """
 
     def __init__(
@@ -94,6 +94,7 @@ class HttpGuard:
         state["request_id"] = _request_id(headers)  # a body may give another
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         sender = _AnswerSender(send, state, is_anthropic=f"{path}/".startswith(f"{_MESSAGES}/"))
+        state["send_part"] = send
         state["api_key"] = state["account"] = None
         try:
             async with asyncio.timeout(self._timeout_s) as clock:

@@ -96,6 +96,7 @@ class EventStream(Response):
         async with aclosing(self._rest) as rest:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             await send({"type": "http.response.body", "body": self._first, "more_body": True})
+            send_part = scope["state"]["send_part"]  # each token is one
             async for event in rest:
-                await send({"type": "http.response.body", "body": event, "more_body": True})
+                await send_part({"type": "http.response.body", "body": event, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})

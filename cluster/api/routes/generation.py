@@ -232,13 +232,14 @@ class Generations:
             async for output in outputs:
                 if not output.is_acceptance:
                     held.append(output)
-                if refusable:
-                    refusable.discard(output.index)
-                    if refusable:
-                        continue
-                for ready in held:
-                    yield ready
-                held.clear()
+                refusable.discard(output.index)
+                if not refusable:
+                    break
+            for ready in held:
+                yield ready
+            async for output in outputs:
+                if not output.is_acceptance:
+                    yield output
 
     async def _outputs_of(self, choice: Choice, body: GenerationBody) -> AsyncGenerator[Output, None]:
         """Yield the outputs of one choice up to its end, whether the engine or a stop string ends it.

@@ -112,6 +112,8 @@ class ChatMessage:
         return self._fields(self.pieces(texts, finish_reason))
 
     def _fields(self, pieces: Sequence[Piece]) -> dict[str, Any]:
+        if len(pieces) == 1 and isinstance(pieces[0], ContentText):  # nearly every token
+            return {"content": pieces[0].text}
         contents = [piece.text for piece in pieces if isinstance(piece, ContentText)]
         thoughts = [piece.text for piece in pieces if isinstance(piece, ReasoningText)]
         calls = [self._call(piece) for piece in pieces if isinstance(piece, CallText)]

@@ -92,7 +92,7 @@ class InProcess:
         await self.engine_thread.close_stream("test")
 
     async def still_reads(self) -> None:
-        await self.engine_thread.still_reads("test")
+        self.engine_thread.heard("test")
 
     async def is_dead(self) -> bool:
         return self.is_killed

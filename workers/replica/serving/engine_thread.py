@@ -92,8 +92,8 @@ class EngineThread(ObservedEngine):
         if ingress in self.channels:
             self.channels[ingress].close()
 
-    async def still_reads(self, ingress: str) -> None:
-        """Note that an ingress reads its `messages`. The requests of a silent, so perhaps killed, ingress end."""
+    def heard(self, ingress: str) -> None:
+        """Note that an ingress reads its `messages`. The requests of a silent, so perhaps stopped, ingress end."""
         self._readers.heard(ingress)
 
     def channel(self, ingress: str) -> Channel:

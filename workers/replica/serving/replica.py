@@ -33,6 +33,7 @@ from crossdock.workers.replica.serving.fault import end_if_marked
 from crossdock.workers.replica.serving.follower import follow
 from crossdock.workers.replica.serving.interpreter import prepare_interpreter
 from crossdock.workers.replica.serving.machine import describe_machine, process_age
+from crossdock.workers.replica.serving.outlet import Outlet
 from crossdock.workers.replica.serving.own_node import bind_serve_to_own_node
 from crossdock.workers.replica.serving.readers import Superseded
 from crossdock.workers.replica.transfer.handover import connect
@@ -76,8 +77,10 @@ class Replica:
         self.engine_thread = thread = _start(engine, name, of_pages, spec)
         self._starting = None
         await asyncio.to_thread(prepare_interpreter)
-        # Remote calls: Serve finds the engine thread's own methods here, under the names that `ReplicaClient` calls.
-        self.messages, self.close, self.still_reads = thread.messages, thread.close_stream, thread.still_reads
+        outlet = Outlet(thread, ray.util.get_node_ip_address())
+        await outlet.open()
+        # Remote calls: Serve finds the methods here, under the names that `ReplicaClient` calls.
+        self.messages = outlet.messages
         self.abort, self.progress = thread.abort, thread.progress
         self.assign_role, self.peer_dead = thread.assign_role, thread.peer_dead
         self.timelines, self.live_requests = thread.find_timelines, thread.live_requests

@@ -193,7 +193,7 @@ async def test_reader_without_a_sign_of_life_loses_its_requests(is_alive: bool) 
         await driven.thread.submit("other", work)
         reader.heard_at -= 1.1 * channel.MOST_SILENCE_S
         if is_alive:
-            await driven.thread.still_reads("other")
+            driven.thread.heard("other")
         while await driven.thread.progress("its", 0) is not None:
             await asyncio.sleep(0.001)
         assert ("other" in driven.thread.channels) == is_alive

@@ -1,0 +1,173 @@
+"""How much CPU time does a streamed token cost before and after the engine? Needs no model of any size.
+
+    python benchmarks/front_door.py --streams 1,8,64
+
+Serves a random model of two layers, so that the engine takes little, and streams answers of 128 tokens from as many
+clients at a time as `--streams` says. Prints, by kind of request, the CPU time of each kind of process: microseconds a
+token beside many streams, milliseconds a request of one token. `--vllm VENV` measures vLLM's API server the same way
+(`benchmarks/peers/vllm.sh install` makes the environment). CPU time, unlike seconds, hardly depends on what else runs.
+"""
+
+import argparse
+import asyncio
+import json
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+from servers import RunningServer, add_server_options, crossdock_command, log_of, serving
+from tables import hardware, markdown, today
+from transformers import AutoTokenizer
+
+from crossdock.workers.model.weights.checkpoint import default_model_dir
+
+sys.path.insert(0, str(Path(__file__).parent / "chaos"))
+from fleet import tiny_model
+
+LENGTH = 128  # tokens of an answer
+WORDS = "The quick brown fox jumps over the lazy dog and runs away from the old grey house by the river. "
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
+MESSAGES = [{"role": "user", "content": WORDS}]
+
+
+def chat(length: int) -> tuple[str, dict[str, Any]]:
+    return "/v1/chat/completions", {"messages": MESSAGES, "max_tokens": length, "ignore_eos": True}
+
+
+def completion(length: int) -> tuple[str, dict[str, Any]]:
+    return "/v1/completions", {"prompt": WORDS, "max_tokens": length, "ignore_eos": True}
+
+
+def tools(length: int) -> tuple[str, dict[str, Any]]:
+    path, body = chat(length)
+    return path, {**body, "tools": [TOOL]}
+
+
+def response(length: int) -> tuple[str, dict[str, Any]]:
+    return "/v1/responses", {"input": WORDS, "max_output_tokens": length, "store": False}
+
+
+def message(length: int) -> tuple[str, dict[str, Any]]:
+    return "/v1/messages", {"messages": MESSAGES, "max_tokens": length}
+
+
+KINDS: dict[str, Callable[[int], tuple[str, dict[str, Any]]]] = {
+    "chat": chat,
+    "completion": completion,
+    "tools": tools,
+    "response": response,
+    "message": message,
+}
+PROCESSES = {  # what a process is, by what its command line contains; the first that fits
+    "ingress": ("ServeReplica:crossdock:ingress", "vllm serve", "APIServer"),
+    "engine": ("ServeReplica", "EngineCore"),
+    "controller": ("ServeController",),
+    "GCS": ("gcs_server",),
+    "raylet": ("raylet",),
+}
+
+
+class Client:
+    """One connection that sends requests one after the other, and reads each answer as bytes."""
+
+    def __init__(self, address: str, model: str) -> None:
+        host, _, port = address.removeprefix("http://").partition(":")
+        self._host, self._port, self._model = host, int(port), model
+
+    async def run(self, path: str, body: dict[str, Any], times: int) -> int:
+        """Send a request so many times; return the number of events. Raises RuntimeError unless each is answered."""
+        content = json.dumps({"model": self._model, "stream": True, "temperature": 0, **body}).encode()
+        head = f"POST {path} HTTP/1.1\r\nHost: {self._host}\r\nContent-Type: application/json\r\n"
+        request = f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
+        reader, writer = await asyncio.open_connection(self._host, self._port, limit=1 << 20)
+        num_events = 0
+        for _ in range(times):
+            writer.write(request)
+            answer = await reader.readuntil(b"\r\n0\r\n\r\n")
+            if not answer.startswith(b"HTTP/1.1 200"):
+                raise RuntimeError(answer[:500].decode())
+            num_events += answer.count(b"data: ")
+        writer.close()
+        return num_events
+
+
+class Usage:
+    """CPU time of the processes of a server from now on, by kind of process, in seconds."""
+
+    def __init__(self, server: RunningServer) -> None:
+        self._pids = server.processes
+        self._before = self._times()
+
+    def seconds(self) -> dict[str, float]:
+        return {kind: at_end - self._before[kind] for kind, at_end in self._times().items()}
+
+    def _times(self) -> dict[str, float]:
+        sums: dict[str, float] = defaultdict(float)
+        for pid in self._pids:
+            try:
+                process = psutil.Process(pid)
+                line, times = " ".join(process.cmdline()), process.cpu_times()
+            except psutil.Error:
+                continue
+            kind = next((kind for kind, marks in PROCESSES.items() if any(mark in line for mark in marks)), "other")
+            sums[kind] += times.user + times.system
+        return sums
+
+
+async def measure(server: RunningServer, model: str, args: argparse.Namespace) -> list[list[str]]:
+    rows = []
+    for kind in args.kinds.split(","):
+        for num_streams in map(int, args.streams.split(",")):
+            times = max(1, args.tokens // (num_streams * LENGTH))
+            seconds = await _seconds(server, model, KINDS[kind](LENGTH), num_streams, times)
+            num_tokens = num_streams * times * LENGTH
+            rows.append([kind, f"{num_streams} streams, µs a token", *_cells(seconds, 1e6 / num_tokens)])
+        seconds = await _seconds(server, model, KINDS[kind](1), 8, args.requests // 8)
+        rows.append([kind, "ms a request of one token", *_cells(seconds, 1e3 / (args.requests // 8 * 8))])
+    return rows
+
+
+async def _seconds(
+    server: RunningServer, model: str, request: tuple[str, dict[str, Any]], num_streams: int, times: int
+) -> dict[str, float]:
+    await Client(server.address, model).run(*request, 2)
+    usage = Usage(server)
+    await asyncio.gather(*(Client(server.address, model).run(*request, times) for _ in range(num_streams)))
+    return usage.seconds()
+
+
+def _cells(seconds: dict[str, float], factor: float) -> list[str]:
+    return [f"{seconds.get(kind, 0.0) * factor:.3g}" for kind in (*PROCESSES, "other")]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--streams", default="1,8,64", help="clients at a time, joined by commas")
+    parser.add_argument("--kinds", default="chat", help="kinds of requests: " + ",".join(KINDS))
+    parser.add_argument("--tokens", type=int, default=40_000, help="tokens of a measurement")
+    parser.add_argument("--requests", type=int, default=400, help="requests of one token")
+    parser.add_argument("--vllm", type=Path, help="an environment with vLLM, which is measured too")
+    add_server_options(parser, "front-door", 8190)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer = AutoTokenizer.from_pretrained(default_model_dir())
+        args.model = tiny_model(Path(folder) / "tiny", tokenizer, num_heads=2)  # vLLM has no heads of 16 on CPUs
+        flags = ("--max-num-seqs", "64", "--max-model-len", "2048", "--dtype", "float32")
+        commands = {"Crossdock": crossdock_command(args, *flags)}
+        if args.vllm is not None:
+            script = Path(__file__).parent / "peers" / "vllm.sh"
+            options = ("--port", str(args.port), "--venv", str(args.vllm), "--served-model-name", "tiny", *flags)
+            commands["vLLM"] = [str(script), "serve", str(args.model), *options]
+        for name, command in commands.items():
+            with serving(name, command, args, log_of(args, name)) as server:
+                rows = asyncio.run(measure(server, "tiny", args))
+            print(f"\n{name}; {hardware()}, {today()}\n")
+            print(markdown([["requests", "", *PROCESSES, "other"], *rows]), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""A replica's messages as bytes."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec import DecodeError
+
+from crossdock.workers.report.advertise import LiveProfile, Message, PageChanges, Prompts
+from crossdock.workers.report.frames import LENGTH, frame, read_frame
+from crossdock.workers.schedule.request import FinishReason, TokenDelta, TokenLogprobs
+
+finite = st.floats(allow_nan=False)
+numbers = st.integers(-(2**40), 2**40)
+logprobs = st.builds(
+    TokenLogprobs, numbers, finite, numbers, st.lists(st.tuples(numbers, finite), max_size=2).map(tuple)
+)
+deltas = st.builds(
+    TokenDelta,
+    st.text(max_size=9),
+    st.lists(numbers, max_size=3),
+    first=numbers,
+    epoch=numbers,
+    logprobs=st.none() | st.lists(logprobs, max_size=2),
+    prompt_logprobs=st.none() | st.lists(st.none() | logprobs, max_size=2),
+    finish_reason=st.none() | st.sampled_from(FinishReason),
+    stop_token_id=st.none() | numbers,
+    num_cached_tokens=numbers,
+    error=st.none() | st.text(max_size=9),
+    embedding=st.none() | st.binary(max_size=9),
+)
+profiles = st.builds(
+    LiveProfile,
+    st.text(max_size=9),
+    numbers,
+    st.lists(finite, max_size=4).map(tuple),
+    st.lists(st.builds(Prompts, numbers, numbers, numbers, numbers, finite), max_size=2).map(tuple),
+    places=st.lists(numbers, max_size=3).map(tuple),
+    role=st.none() | st.sampled_from(["mixed", "prefill", "decode"]),
+    step_seconds=finite,
+)
+hashes = st.lists(st.binary(max_size=32), max_size=3)
+changes = st.builds(PageChanges, st.text(max_size=9), numbers, hashes, hashes, is_all=st.booleans())
+messages = st.builds(Message, st.lists(deltas, max_size=3), st.none() | profiles, st.lists(changes, max_size=2))
+
+
+@settings(max_examples=50)
+@given(messages)
+def test_message_that_went_through_a_frame_is_the_same(message: Message) -> None:
+    content = frame(message)
+    assert LENGTH.unpack(content[: LENGTH.size]) == (len(content) - LENGTH.size,)
+    assert read_frame(content[LENGTH.size :]) == message
+
+
+@given(st.binary(max_size=60))
+def test_other_bytes_are_refused(content: bytes) -> None:
+    try:
+        again = read_frame(content)
+    except DecodeError:
+        return
+    assert read_frame(frame(again)[LENGTH.size :]) == again
+
+
+def test_cut_frame_is_refused() -> None:
+    content = frame(Message([TokenDelta("r", [1, 2])]))
+    for end in range(LENGTH.size, len(content)):
+        with pytest.raises(DecodeError):
+            read_frame(content[LENGTH.size : end])

@@ -1,0 +1,109 @@
+"""A replica's messages to its ingresses over plain TCP: Ray's own streams cost both processes a millisecond a message.
+
+Ray still carries the beginning and the end of each stream: a call of `messages` gives the ingress an address with a
+ticket for one connection, and lasts as long as that connection. So Serve counts an open stream as running work, and an
+ingress learns from Ray why a stream has ended.
+"""
+
+import asyncio
+import secrets
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, field
+from typing import cast
+
+from crossdock.workers.replica.serving.engine_thread import EngineThread
+from crossdock.workers.report.advertise import Message
+from crossdock.workers.report.frames import TICKET_BYTES, StreamAddress, frame
+
+_CONNECT_S = 10.0  # for an ingress to connect, and to show its ticket
+_MOST_STRANGERS = 64  # connections without a ticket so far
+
+
+@dataclass(slots=True, eq=False)
+class _Stream:
+    """The stream of one ingress, from its ticket to its end."""
+
+    ingress: str
+    has_begun: asyncio.Event = field(default_factory=asyncio.Event)
+    has_ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Outlet:
+    """Listens at `host`, on any free port, for ingresses with a ticket. Belongs to one event loop."""
+
+    def __init__(self, thread: EngineThread, host: str) -> None:
+        self._thread = thread
+        self._host = host
+        self._expected: dict[bytes, _Stream] = {}  # by ticket
+        self._num_strangers = 0
+        self._server: asyncio.Server | None = None
+
+    async def open(self) -> None:
+        """Begin to listen. Raises OSError if `host` is no address of this machine."""
+        self._server = await asyncio.start_server(self._serve, self._host, 0)
+
+    async def close(self) -> None:
+        """Listen no more. Streams that are open go on."""
+        if self._server is not None:
+            self._server.close()
+
+    async def messages(self, ingress: str) -> AsyncIterator[StreamAddress]:
+        """Yield the address of the messages of an ingress, and end with its connection there."""
+        assert self._server is not None
+        stream, ticket = _Stream(ingress), secrets.token_bytes(TICKET_BYTES)
+        self._expected[ticket] = stream
+        try:
+            yield StreamAddress(self._host, self._server.sockets[0].getsockname()[1], ticket)
+            async with asyncio.timeout(_CONNECT_S):
+                await stream.has_begun.wait()
+            await stream.has_ended.wait()
+        finally:
+            self._expected.pop(ticket, None)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        stream = await self._stream_of(reader)
+        try:
+            if stream is not None:
+                await self._stream(stream.ingress, reader, writer)
+        finally:
+            writer.close()
+            if stream is not None:
+                stream.has_ended.set()
+
+    async def _stream_of(self, reader: asyncio.StreamReader) -> _Stream | None:
+        """Return the stream whose ticket a connection shows; None if it shows none in time."""
+        if self._num_strangers == _MOST_STRANGERS:
+            return None
+        self._num_strangers += 1
+        try:
+            async with asyncio.timeout(_CONNECT_S):
+                stream = self._expected.pop(await reader.readexactly(TICKET_BYTES), None)
+        except (TimeoutError, OSError, asyncio.IncompleteReadError):
+            return None
+        finally:
+            self._num_strangers -= 1
+        if stream is not None:
+            stream.has_begun.set()
+        return stream
+
+    async def _stream(self, ingress: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Send the messages of an ingress until they end, or the ingress closes the connection."""
+        both = asyncio.create_task(self._send(ingress, writer)), asyncio.create_task(self._hear(ingress, reader))
+        try:
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in both:
+                task.cancel()
+            await asyncio.gather(*both, return_exceptions=True)
+
+    async def _send(self, ingress: str, writer: asyncio.StreamWriter) -> None:
+        async with aclosing(cast(AsyncGenerator[Message, None], self._thread.messages(ingress))) as messages:
+            async for message in messages:
+                writer.write(frame(message))
+                await writer.drain()  # meanwhile the channel merges the messages of further steps
+
+    async def _hear(self, ingress: str, reader: asyncio.StreamReader) -> None:
+        with suppress(OSError):
+            while await reader.read(TICKET_BYTES):
+                self._thread.heard(ingress)
