@@ -402,7 +402,7 @@ async def _answers(model: Path, tokenizer: ModelTokenizer, asked: Sequence[Quest
         if reply.status_code != 200:
             raise RuntimeError(f"{question}: {reply.status_code} {reply.text[:500]}")
         found = ANSWERS[question.path]()
-        for line in reply.text.splitlines():
+        for line in reply.text.split("\n"):  # `splitlines` also splits at U+2028, which JSON may contain
             if line.startswith("data: {"):
                 found.add(json.loads(line[6:]))
         return found.value()
