@@ -294,7 +294,7 @@ class ReplicaConnections:
         """Keep the clock going, check the deadlines of requests, give up the stream of every replica that has been
         silent for too long, and let all replicas know that this ingress lives.
 
-        A timer for each request would be set anew with each of its tokens: a tenth of the ingress's work.
+        A timer for each request would be set again with each of its tokens: a tenth of the ingress's work.
         Only time on the clock counts: this process may have been stopped, or busy, and the messages may be here.
         """
         notified_at = self._clock.now()
