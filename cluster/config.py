@@ -205,6 +205,11 @@ class ClusterConfig(BaseModel):
         """Whether the scaler may change sizes of pools or roles of replicas."""
         return self.scaling.flip_roles or any(pool.most > pool.replicas for pool in self.pools)
 
+    @property
+    def _has_holders(self) -> bool:
+        """Return whether a prefix may be at another replica than the one that computes the rest."""
+        return sum(each.most for each in self.pools if each.role != "encode") > 1
+
     def replica_spec(self, pool: PoolConfig) -> ReplicaSpec:
         """Return the spec with which each replica of `pool` is started."""
         engine, model = pool.engine or self.engine, self.model
@@ -218,7 +223,7 @@ class ClusterConfig(BaseModel):
             tokenizer=model.tokenizer or (pool.checkpoint and (model.path or "default")),
             num_threads=pool.num_cpus or max((os.cpu_count() or 1) // num_ranks, 1),
             role=pool.role,
-            transfer=self.transfer if roles & {"prefill", "encode"} else None,
+            transfer=self.transfer if roles & {"prefill", "encode"} or self._has_holders else None,
             takes_rows="encode" in roles and pool.role != "encode",
             mixes_weights=self.router.unlike_weights == "mixed" and pool.role != "encode",
             tensor_parallel_size=pool.tensor_parallel_size,

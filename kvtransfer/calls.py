@@ -7,6 +7,9 @@ ChunkCall ...   after every step                 GrantCall
 FinishCall(result)
   -> Granted, Released                             -> Offered, Committed ..., Arrived
   -> or Failed, Released                           -> or Failed, WriterStopped
+
+Where the decode side asks for a prefix that the other one has, it calls ExpectCall and AskCall. The source answers
+`Asked` with ShipCall, OfferCall and FinishCall, without a chunk between them.
 """
 
 from collections.abc import Sequence
@@ -50,8 +53,27 @@ class ExpectCall(OfEpoch, frozen=True):
     deadline_s: Seconds
 
 
+class AskCall(OfEpoch, frozen=True):
+    """Ask the replica of the dock `peer` for the pages of a prefix, as `AskPrefix`. Call `ExpectCall` before.
+
+    The answer is an offer, or the end of the transfer. Either may be lost, so the caller needs a deadline.
+
+    Raises:
+        IncompatiblePools: the pools cannot exchange pages; the message shows both.
+        ValueError: the blob is of another transport, or of no dock.
+    """
+
+    peer: bytes
+    peers: tuple[bytes, ...]  # of this replica's ranks
+    hashes: tuple[bytes, ...]
+
+
 class OfferCall(OfEpoch, frozen=True):
-    """Notify the target that there are pages for the whole prompt here: it may grant pages now."""
+    """Notify the target that there are pages for the whole prompt here: it may grant pages now.
+
+    `num_tokens`: of a prefix that the target has asked for, those that are here."""
+
+    num_tokens: Count = 0
 
 
 class ChunkCall(Record, frozen=True):
@@ -114,7 +136,16 @@ class PeerDeadCall(Record, frozen=True):
 
 CancelCall: TypeAlias = CancelShipCall | CancelExpectCall
 DockCall: TypeAlias = (
-    ShipCall | ExpectCall | OfferCall | ChunkCall | FinishCall | GrantCall | CancelCall | WaitCall | PeerDeadCall
+    ShipCall
+    | ExpectCall
+    | AskCall
+    | OfferCall
+    | ChunkCall
+    | FinishCall
+    | GrantCall
+    | CancelCall
+    | WaitCall
+    | PeerDeadCall
 )
 
 

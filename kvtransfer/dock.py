@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from crossdock.kvtransfer.calls import (
+    AskCall,
     CancelExpectCall,
     CancelShipCall,
     ChunkCall,
@@ -27,9 +28,9 @@ from crossdock.kvtransfer.calls import (
     WaitCall,
     check_pages,
 )
-from crossdock.kvtransfer.events import Event
+from crossdock.kvtransfer.events import Asked, Event
 from crossdock.kvtransfer.layout import IncompatiblePools, PoolSpec
-from crossdock.kvtransfer.messages import MAX_PAUSE_S, Abort, Grant, MalformedMessage, Wait, decode, encode
+from crossdock.kvtransfer.messages import MAX_PAUSE_S, Abort, AskPrefix, Grant, MalformedMessage, Wait, decode, encode
 from crossdock.kvtransfer.next_write import TargetRank
 from crossdock.kvtransfer.peers import Peers
 from crossdock.kvtransfer.plan import bytes_by_group, plan_writes, source_ranks
@@ -178,6 +179,9 @@ class Dock:
                 if sorted(peer.spec.rank for peer, _ in sources.values()) != list(wanted):
                     raise IncompatiblePools(f"ranks {wanted} write to this one; blobs of {len(peers)} were given")
                 return sources
+            case AskCall(peer=blob):
+                (peer,) = self._peers.unpack([blob])
+                return {peer.name: (peer, ())}
             case PeerDeadCall(blob):
                 peer = Peer.unpack(blob)
                 return {peer.name: (peer, ())}
@@ -230,8 +234,11 @@ class Dock:
                 self._peers.meet((peer for peer, _ in partners.values()), self._busy)
                 sources = {name: (peer.spec.rank, page_bytes) for name, (peer, page_bytes) in partners.items()}
                 outputs = self._receiver.expect(request, epoch, sources, deadline_s, now)
-            case OfferCall(request, epoch):
-                outputs = self._sender.offer(request, epoch)
+            case AskCall(request, epoch, _, peers, hashes):
+                self._peers.meet((peer for peer, _ in partners.values()), self._busy)
+                outputs = [Send(name, AskPrefix(request, epoch, peers, hashes)) for name in partners]
+            case OfferCall(request, epoch, num_tokens):
+                outputs = self._sender.offer(request, epoch, num_tokens)
             case ChunkCall(request, groups, num_tokens):
                 outputs = self._sender.chunk(request, groups, num_tokens, now)
             case FinishCall(request, groups, num_tokens, result, state_pages):
@@ -302,6 +309,8 @@ class Dock:
     def _receive(self, peer: str, data: bytes, now: float) -> list[ProtocolOutput]:
         try:
             message = decode(data)
+            if isinstance(message, AskPrefix):
+                return [Asked(message.request, message.epoch, message.peers, message.hashes)]
             if isinstance(message, Abort) and peer not in self._peers:
                 self._peers.introduce(peer, message.blob, self._busy)
             if isinstance(message, Grant | Abort) or (isinstance(message, Wait) and not message.is_from_source):

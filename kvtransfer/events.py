@@ -73,6 +73,18 @@ class Released(OfTransfer):
 class Offered(OfTransfer):
     """To the target: every source rank has pages for the prompt. May come before `expect`, and more than once."""
 
+    num_tokens: Count = (
+        0  # that are there, of a prefix that the target has asked for; 0: the source computes the prompt
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Asked(OfTransfer):
+    """To the source: a replica asks for the pages of the prefix `hashes`. Ship what is here to `peers`, or cancel."""
+
+    peers: tuple[bytes, ...]
+    hashes: tuple[bytes, ...]
+
 
 @dataclass(frozen=True, slots=True)
 class Committed(OfTransfer):
@@ -107,4 +119,4 @@ class Failed(OfTransfer):
     detail: str = field(compare=False)
 
 
-Event: TypeAlias = Granted | Released | Offered | Committed | Arrived | WriterStopped | Failed
+Event: TypeAlias = Asked | Granted | Released | Offered | Committed | Arrived | WriterStopped | Failed

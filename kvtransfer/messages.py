@@ -11,6 +11,7 @@ MAX_BYTES = 1 << 20
 """Bytes of one message, at most. A grant of 128k tokens has 40 KB for each group of layers without a window; NIXL was
 measured with 256 KiB (docs/nixl.md)."""
 _Id: TypeAlias = Annotated[str, Meta(min_length=1, max_length=512)]
+_PageHash: TypeAlias = Annotated[bytes, Meta(min_length=1, max_length=64)]
 MAX_PAUSE_S = 86_400.0
 _Pause: TypeAlias = Annotated[float, Meta(ge=0.0, le=MAX_PAUSE_S)]  # seconds
 
@@ -28,9 +29,20 @@ class Hello(_Message, frozen=True):
 class Offer(_Message, frozen=True):
     """Source to target: this rank has pages for the whole prompt, and will compute it; grant pages for it.
 
-    It may come before the target expects the request, hence the number of source ranks."""
+    It may come before the target expects the request, hence the number of source ranks. Where the target has asked for
+    a prefix, `num_tokens` are the prefix's tokens that are here; 0: the source computes the prompt."""
 
     num_sources: Count
+    num_tokens: Count = 0
+
+
+class AskPrefix(_Message, frozen=True):
+    """Target to source: send the pages of this prefix that are here, to the ranks whose blobs are `peers`.
+
+    `hashes` name the prefix, page by page, from its first page on. The source computes nothing."""
+
+    peers: tuple[bytes, ...]
+    hashes: tuple[_PageHash, ...]
 
 
 class Grant(_Message, frozen=True):
@@ -91,7 +103,7 @@ class Pages(_Message, frozen=True):
     result: bytes | None = None
 
 
-TransferMessage: TypeAlias = Hello | Offer | Grant | Wait | Abort | Stopped | Pages
+TransferMessage: TypeAlias = Hello | Offer | AskPrefix | Grant | Wait | Abort | Stopped | Pages
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(TransferMessage)
 

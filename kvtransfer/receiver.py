@@ -238,7 +238,7 @@ class Receiver:
         offers = self._offers.setdefault(key, set())
         offers.add(peer)
         if len(offers) == offer.num_sources:
-            self._out.append(Offered(*key))
+            self._out.append(Offered(*key, offer.num_tokens))
         while len(self._offers) > _MAX_OFFERED:
             self._offers.popitem(last=False)
 

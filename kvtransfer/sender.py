@@ -65,6 +65,7 @@ class _Shipment:
     state_pages: tuple[int, ...] = ()  # set by finish
     finished: float | None = None
     is_offered: bool = False
+    num_offered: int = 0  # tokens of a prefix that the targets have asked for; 0: the prompt is computed here
     is_stopping: bool = False
     busy_since: float | None = None  # since when at least one write has been open, without a break
     figures: Figures = field(default_factory=Figures)
@@ -122,11 +123,13 @@ class Sender:
         self._out.extend(Send(peer, Hello(request, epoch)) for peer in deliveries)
         return self._flush()
 
-    def offer(self, request: str, epoch: int) -> list[ProtocolOutput]:
-        """Notify the targets that this rank has pages for the request: they may grant pages now."""
+    def offer(self, request: str, epoch: int, num_tokens: int = 0) -> list[ProtocolOutput]:
+        """Notify the targets that this rank has pages for the request: they may grant pages now.
+
+        `num_tokens`: of a prefix that the targets have asked for, those that are here."""
         shipment = self._shipments.get((request, epoch))
         if shipment and not shipment.is_stopping:
-            shipment.is_offered = True
+            shipment.is_offered, shipment.num_offered = True, num_tokens
             for peer, delivery in shipment.deliveries.items():
                 self._offer(shipment, peer, delivery)
         return self._flush()
@@ -254,7 +257,7 @@ class Sender:
 
     def _offer(self, shipment: _Shipment, peer: str, delivery: _Delivery) -> None:
         if shipment.is_offered and not shipment.is_stopping and delivery.grant is None:
-            offer = Offer(shipment.request, shipment.epoch, delivery.target.num_sources)
+            offer = Offer(shipment.request, shipment.epoch, delivery.target.num_sources, shipment.num_offered)
             self._out.append(Send(peer, offer))
 
     def _grant(self, shipment: _Shipment, peer: str, delivery: _Delivery, grant: Grant, now: float) -> None:

@@ -6,6 +6,7 @@ the reports of every replica, and counts its own bookings only until the replica
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -13,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from crossdock.router import baselines
 from crossdock.router.encoders import with_encoders
+from crossdock.router.fetching import Sources, with_sources
 from crossdock.router.loads import Slots
 from crossdock.router.placement import Candidates, Placement, Query, choose
 from crossdock.router.predict import Prediction, predict
@@ -36,8 +38,8 @@ class RouterConfig(BaseModel):
     )
     shipping: Literal["auto", "always", "never"] = Field(
         "auto",
-        description="One replica computes the prompt, or encodes the pictures, for another: where that is better, "
-        "wherever possible, never.",
+        description="One replica computes the prompt, encodes the pictures, or sends pages of a prefix, for another: "
+        "where that is better, wherever possible, never; always fetches where that is better.",
     )
     unlike_weights: Literal["apart", "mixed"] = Field(
         "apart",
@@ -114,6 +116,14 @@ class Fleet:
         slo, cached, loads = self.classes[self._priority(query.slo_class)], self._cached(query), self.table.loads
         self.num_chosen += 1
         prediction, encoders = self._predict(query, cached, now), None
+        fetches = None
+        if self.config.policy == "seconds" and self.config.shipping != "never" and query.may_ship and cached.any():
+            waits, held = self.table.link_waits(exclude), partial(self._reported, query)
+
+            def again(slots: Slots, fetched: Floats) -> Prediction:
+                return self._predict(query, fetched, now, slots=slots)
+
+            prediction, fetches = with_sources(loads, cached, prediction, again, slo, candidates, waits, held)
         if query.encoding is not None and len(candidates.encoders) and self.config.shipping != "never":
             prediction, encoders = self._with_encoders(query, cached, prediction, candidates, now)
         if self.config.policy == "seconds":
@@ -124,7 +134,7 @@ class Fleet:
             prefill, decode = baselines.place(policy, self.table, candidates, query, cached, self.num_chosen)
         placement = self._placement(query, slo, prediction, prefill, decode, cached)
         if encoders is None or encoders[prefill] < 0:
-            return placement
+            return self._fetched(placement, fetches, prefill) if fetches is not None else placement
         return self._encoded_by(self.table.replica_in(int(encoders[prefill])), placement, query, prediction, prefill)
 
     def book(self, query: Query, placement: Placement) -> None:
@@ -140,6 +150,8 @@ class Fleet:
             seconds = max(placement.encoder_seconds, _INSTANT)
             self._book(placement.encoder, query.encoding, seconds, placement.cached_rows, decodes=False)
             placed.append((placement.encoder, query.encoding.page_hashes))
+        if placement.source in self.table.by_name:
+            self.table.send(self.table.by_name[placement.source], placement.source_seconds)
 
     def taken(self, request_id: str, name: str, sequence: int) -> None:
         """Note that the replica has taken the request: its live profiles after number `sequence` include it."""
@@ -208,12 +220,18 @@ class Fleet:
         others = (each for each in self.table.by_name.values() if not each.is_encoder)
         return [each.name for each in others if each.profile.weights != weights]
 
-    def _predict(self, query: Query, cached: Floats, now: float, *, with_items: bool = True) -> Prediction:
-        """Return the prediction for a request at every replica. `with_items`: each replica encodes the pictures."""
-        priority, ages = self._priority(query.slo_class), self.table.ages(now)
+    def _predict(
+        self, query: Query, cached: Floats, now: float, *, with_items: bool = True, slots: Slots | None = None
+    ) -> Prediction:
+        """Return the prediction for a request at every replica, or at those in `slots`, which have `cached` tokens.
+
+        `with_items`: each replica encodes the pictures."""
+        priority, ages, loads = self._priority(query.slo_class), self.table.ages(now), self.table.loads
+        if slots is not None:
+            ages, loads = ages[slots], loads.at(slots)
         items = query.items if with_items else ()
         tokens = query.num_tokens, query.max_tokens
-        prediction = predict(self.table.loads, *tokens, priority, cached, ages, self.classes, items)
+        prediction = predict(loads, *tokens, priority, cached, ages, self.classes, items)
         if self.config.evictions == "ignored":
             prediction.evicted[:] = 0.0
         return prediction
@@ -246,13 +264,35 @@ class Fleet:
         """Return how many tokens of the prompt each replica has, `[slot]`. At least one token is left to compute: the
         first output token needs its logits."""
         cached = np.zeros(len(self.table.by_slot))
-        size = self.page_size
+        size, holders, tokens = self.page_size, list[int](), list[int]()
         for slots, num_pages in self.prefixes.match(query.page_hashes[: (query.num_tokens - 1) // size]):
             while slots:
                 slot = slots.bit_length() - 1
-                cached[slot] = num_pages * size
-                slots &= ~(1 << slot)
+                holders.append(slot)
+                tokens.append(num_pages * size)
+                slots ^= 1 << slot
+        cached[holders] = tokens
         return cached
+
+    def _reported(self, query: Query, slot: int) -> float:
+        """Return how many tokens of the prompt a replica has reported to have; at least one is left to compute."""
+        hashes = query.page_hashes[: (query.num_tokens - 1) // self.page_size]
+        return self.prefixes.num_reported(slot, hashes) * self.page_size
+
+    def _fetched(self, placement: Placement, fetches: Sources, slot: int) -> Placement:
+        """Return the placement with the source of the replica in `slot`, if there is one, and what each way takes."""
+        placement = replace(placement, alternatives=fetches.alternatives)
+        if fetches.sources[slot] < 0:
+            return placement
+        source = self.table.replica_in(int(fetches.sources[slot]))
+        first, *rest = placement.reason.split()
+        return replace(
+            placement,
+            source=source.name,
+            source_tokens=int(fetches.tokens[slot]),
+            source_seconds=float(fetches.seconds[slot]),
+            reason=" ".join([first, "fetched", *rest]),
+        )
 
     def _encoded_by(
         self, encoder: ReplicaState, placement: Placement, query: Query, prediction: Prediction, slot: int

@@ -99,11 +99,16 @@ def submits_of(placement: Placement, submission: Submission, page_size: int) -> 
     decode, prefill, encoder = placement.decode, placement.prefill, placement.encoder
     if encoder is not None:  # the first token waits for the last row
         submission = replace(submission, rows_within_s=placement.predicted_ttft)
+    computing = submission
+    if placement.alternatives:
+        ways = tuple(placement.alternatives.items())
+        computing = replace(submission, source_tokens=placement.source_tokens, alternatives=ways)
     if prefill is None:
-        submits = [Submit(decode, submission, encoder=encoder)]
+        submits = [Submit(decode, computing, source=placement.source, encoder=encoder)]
     else:
-        receive, send = replace(submission, leg=Leg.RECEIVE), replace(submission, leg=Leg.SEND)
-        submits = [Submit(decode, receive, prefill), Submit(prefill, send, decode, encoder)]
+        receive, send = replace(submission, leg=Leg.RECEIVE), replace(computing, leg=Leg.SEND)
+        sends = Submit(prefill, send, decode, placement.source, encoder)
+        submits = [Submit(decode, receive, prefill), sends]
     if encoder is not None:
         leg = encoding_leg(submission, page_size)
         submits.append(Submit(encoder, leg, prefill or decode, is_encoding=True))

@@ -115,6 +115,10 @@ class Loads(ReplicaFigures[StepCosts, Floats, Floats]):
     columns: Floats  # [column, slot]: all arrays above, in the order of `ReplicaFigures`
     groups: Floats  # [REPORTED or BOOKED, 0 count or 1 seconds, priority, position, slot]: waiting prompts by length
 
+    def at(self, slots: Slots) -> "Loads":
+        """Return the loads of these slots alone, in this order."""
+        return _of(self.columns[:, slots], self.groups[..., slots])
+
     def group_pages(self, num_pages: Floats, slots: Slots | slice = slice(None)) -> Floats:
         """Return how many pages all groups of layers together hold for a request whose tokens fill `num_pages`."""
         full, windows = self.num_full_groups[slots], self.window_pages[slots]
@@ -125,6 +129,7 @@ class Loads(ReplicaFigures[StepCosts, Floats, Floats]):
 _COEFFICIENTS = tuple(column.name for column in fields(StepCosts))  # the first columns
 _NAMES_PER_REPLICA = tuple(column.name for column in fields(ReplicaFigures) if column.type is One)
 _NAMES_PER_CLASS = tuple(column.name for column in fields(ReplicaFigures) if column.type is Each)
+_SINGLE = (*_COEFFICIENTS, *_NAMES_PER_REPLICA)
 _per_replica, _per_class = attrgetter(*_NAMES_PER_REPLICA), attrgetter(*_NAMES_PER_CLASS)
 _NO_LIMIT = 1e12  # tokens: more than any prompt has
 
@@ -132,20 +137,24 @@ _NO_LIMIT = 1e12  # tokens: more than any prompt has
 def blank(num_slots: int, num_classes: int) -> Loads:
     """Return the loads of `num_slots` slots without a replica. Their figures are harmless where all slots are computed
     at once: no division by 0, no wait for room."""
-    single = (*_COEFFICIENTS, *_NAMES_PER_REPLICA)
-    columns = np.zeros((len(single) + len(_NAMES_PER_CLASS) * num_classes, num_slots))
-    arrays: dict[str, Floats] = {name: columns[at] for at, name in enumerate(single)}
-    for number, name in enumerate(_NAMES_PER_CLASS):
-        at = len(single) + number * num_classes
-        arrays[name] = columns[at : at + num_classes]
-    cost = StepCosts(**{name: arrays.pop(name) for name in _COEFFICIENTS})
-    groups = np.zeros((2, 2, num_classes, NUM_GROUPS, num_slots))
-    loads = Loads(cost=cost, **arrays, columns=columns, groups=groups)
+    columns = np.zeros((len(_SINGLE) + len(_NAMES_PER_CLASS) * num_classes, num_slots))
+    loads = _of(columns, np.zeros((2, 2, num_classes, NUM_GROUPS, num_slots)))
     divisors = (loads.page_size, loads.bytes_per_second, loads.prefill_share, loads.own_prefill_share)
     for divisor in (*divisors, loads.interval_share, loads.depth):
         divisor[:] = 1.0
     loads.max_step_tokens[:] = loads.max_prompt_now[:] = _NO_LIMIT
     return loads
+
+
+def _of(columns: Floats, groups: Floats) -> Loads:
+    """Return the loads whose arrays are views of `columns`."""
+    num_classes = groups.shape[2]
+    arrays: dict[str, Floats] = {name: columns[at] for at, name in enumerate(_SINGLE)}
+    for number, name in enumerate(_NAMES_PER_CLASS):
+        at = len(_SINGLE) + number * num_classes
+        arrays[name] = columns[at : at + num_classes]
+    cost = StepCosts(**{name: arrays.pop(name) for name in _COEFFICIENTS})
+    return Loads(cost=cost, **arrays, columns=columns, groups=groups)
 
 
 def row(

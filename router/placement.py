@@ -14,7 +14,7 @@ are wider than most of these effects). The commands are called, in this order, k
 """
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any
@@ -85,6 +85,10 @@ class Placement:
     decode: str
     prefill: str | None = None
     encoder: str | None = None  # the replica that encodes the prompt's items; None: the one that computes the prompt
+    source: str | None = None  # the replica that sends pages of the prefix to the one that computes the prompt
+    source_tokens: int = 0  # of its prefix, at the source
+    source_seconds: float = 0.0  # for which the source's link is busy with the pages
+    alternatives: Mapping[str, float] = field(default_factory=dict)  # predicted TTFT of each, where some have a prefix
     reason: str = ""
     predicted_ttft: float = 0.0  # seconds
     predicted_gap: float = 0.0  # seconds between its tokens, once it decodes

@@ -3,6 +3,7 @@
 The index is bounded. A page it does not know counts as absent, so that an error costs a computation, never a result.
 """
 
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -74,6 +75,12 @@ class Prefixes:
         if pages is not None:
             for page_hash in pages.reported | pages.expected.keys():
                 self._remove(slot, page_hash)
+
+    def num_reported(self, slot: int, hashes: Sequence[PageHash]) -> int:
+        """Return how many of the first pages a replica has reported: these it can send. A prefix loses its end first,
+        so that the search halves."""
+        pages = self._slots.get(slot)
+        return bisect_left(hashes, True, key=lambda each: each not in pages.reported) if pages is not None else 0
 
     def match(self, hashes: Sequence[PageHash]) -> list[tuple[Bits, int]]:
         """Return (replicas, how many of the first pages all of them have), for prefixes of one page and more. The

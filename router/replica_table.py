@@ -129,6 +129,8 @@ class ReplicaTable:
     name_hashes: NDArray[np.uint32] = field(init=False)  # [slot]
     heard_at: Floats = field(init=False)  # [slot]: time of the last message; infinity in an empty slot
     news_at: Floats = field(init=False)  # [slot]: time of the last new live profile
+    sends_until: Floats = field(init=False)  # [slot]: time at which the replica has sent the prefixes asked for so far
+    now: float = 0.0  # time of the last choice
     _all_heard_since: float = inf  # a time since which every replica has been heard
     _group_of: dict[str, int] = field(default_factory=dict)  # by compatibility, of the replicas there are
     _num_groups: int = 0  # that there ever were
@@ -157,7 +159,7 @@ class ReplicaTable:
             self._num_groups += 1
             self._group_of[group] = self._num_groups
         self.groups[slot] = self._group_of[group]
-        self.heard_at[slot] = self.news_at[slot] = now
+        self.heard_at[slot] = self.news_at[slot] = self.sends_until[slot] = now
         self._all_heard_since = min(self._all_heard_since, now)
         self._dirty.add(slot)
         self._stale.add(slot)
@@ -202,6 +204,7 @@ class ReplicaTable:
 
     def refresh(self, now: float) -> None:
         """Bring the rows of all replicas up to date."""
+        self.now = now
         if self._stale or now - self._all_heard_since > self.silence_s:
             self._find_stale(now)
         for slot in self._dirty - self._stale:
@@ -225,6 +228,17 @@ class ReplicaTable:
             ages[list(self._stale)] = 0.0
         return ages
 
+    def link_waits(self, exclude: Collection[str]) -> Floats:
+        """Return the seconds until each replica's link is free of the prefixes that this router has asked for; infinity
+        for silent replicas and those in `exclude`."""
+        waits = np.maximum(self.sends_until - self.now, 0.0)
+        waits[[*self._stale, *(self.by_name[name].slot for name in exclude if name in self.by_name)]] = inf
+        return waits
+
+    def send(self, replica: ReplicaState, seconds: float) -> None:
+        """Count a prefix that a replica is asked for, whose pages take `seconds` on its link."""
+        self.sends_until[replica.slot] = max(self.now, self.sends_until[replica.slot]) + seconds
+
     def _find_stale(self, now: float) -> None:
         stale = set(np.flatnonzero(now - self.heard_at > self.silence_s).tolist())
         stale |= {slot for slot in self._stale if self.replica_in(slot).live is None}
@@ -244,12 +258,13 @@ class ReplicaTable:
     def _allocate(self, capacity: int) -> None:
         """Make arrays for `capacity` slots and the present classes. Every row must be made again."""
         groups, hashes = np.zeros(capacity, dtype=np.int64), np.zeros(capacity, dtype=np.uint32)
-        heard_at, news_at = np.full(capacity, inf), np.zeros(capacity)
+        heard_at, news_at, sends_until = np.full(capacity, inf), np.zeros(capacity), np.zeros(capacity)
         if had := len(self.by_slot):
             groups[:had], hashes[:had] = self.groups, self.name_hashes
-            heard_at[:had], news_at[:had] = self.heard_at, self.news_at
+            heard_at[:had], news_at[:had], sends_until[:had] = self.heard_at, self.news_at, self.sends_until
         self.by_slot += [None] * (capacity - had)
         self.groups, self.name_hashes, self.heard_at, self.news_at = groups, hashes, heard_at, news_at
+        self.sends_until = sends_until
         self.loads = blank(capacity, max(len(self.classes), 1))
         self._dirty.update(replica.slot for replica in self.by_name.values())
         self._forget_roles()

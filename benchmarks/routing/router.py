@@ -103,7 +103,7 @@ def decisions(num_replicas: int, roles: tuple[Role, ...], policy: str, count: in
         pages = hashes[: length // 16] if cached else ()
         query = Query(f"request-{number}", length, pages, rng.choice(["interactive", "standard", "batch"]))
         placement = timed("choose", partial(fleet.choose, query, now))
-        timed("book", partial(fleet.book, query, placement, now))
+        timed("book", partial(fleet.book, query, placement))
         running.append(query.request_id)
         if len(running) > 2 * num_replicas:
             fleet.settle(running.pop(0))

@@ -199,6 +199,8 @@ class Dispatcher:
         if action.peer is not None:
             profile = self._connections[action.peer].profile
             submission = replace(submission, peer=profile.rows_peer if action.is_encoding else profile.peer)
+        if action.source is not None:
+            submission = replace(submission, source=self._connections[action.source].profile.peer)
         if action.encoder is not None:
             submission = replace(submission, encoder=self._connections[action.encoder].profile.peer)
         answering = asyncio.ensure_future(_answer(attempt, connection, submission))

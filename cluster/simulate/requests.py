@@ -7,6 +7,7 @@ from hashlib import blake2b
 
 from crossdock.cluster.bench.metrics import Sample
 from crossdock.cluster.bench.workloads import FollowUp, Job
+from crossdock.cluster.simulate.fetch import SimulatedFetch
 from crossdock.cluster.simulate.replica import TOKEN
 from crossdock.cluster.simulate.rows import SimulatedRows
 from crossdock.cluster.simulate.transfer import SimulatedTransfer
@@ -27,6 +28,7 @@ class SimulatedRequest:
     follow_ups: Sequence[FollowUp]
     transfer: SimulatedTransfer | None = None  # of the current attempt
     rows: SimulatedRows | None = None  # the same, from an encode replica
+    fetch: SimulatedFetch | None = None  # the same, of a prefix
 
     def sent_by(self, replica: str) -> SimulatedTransfer | None:
         """Return the transfer of the current attempt that a replica sends; None: it sends none."""

@@ -15,6 +15,7 @@ from math import inf
 from crossdock.cluster.bench.metrics import Sample
 from crossdock.cluster.bench.workloads import Job
 from crossdock.cluster.simulate.clock import Clock
+from crossdock.cluster.simulate.fetch import SimulatedFetch
 from crossdock.cluster.simulate.fleet import Failure, SimulatedFleet, SimulatedPool
 from crossdock.cluster.simulate.replica import TOKEN, Noise, SimulatedReplica
 from crossdock.cluster.simulate.requests import SimulatedRequest, prompt_of, sampling
@@ -180,14 +181,11 @@ class Simulation:
     def _submit(self, request: SimulatedRequest, action: Submit, now: float) -> None:
         """Send one leg of an attempt to its replica."""
         replica, submission = self.replicas[action.replica], action.submission
-        peer, half, arrived = (
-            self.replicas.get(action.peer or ""),
-            self.fleet.latency_s / 2,
-            partial(self._shipped, request),
-        )
+        peer, half = self.replicas.get(action.peer or ""), self.fleet.latency_s / 2
+        arrived = partial(self._shipped, request)
         owner = submission.id, submission.epoch
         if submission.leg is not Leg.SEND:
-            request.transfer = request.rows = None
+            request.transfer = request.rows = request.fetch = None
         if action.encoder is not None:
             submission = replace(submission, encoder=action.encoder.encode())
         if action.is_encoding:
@@ -198,6 +196,8 @@ class Simulation:
             request.transfer = SimulatedTransfer(*owner, peer, replica, self.clock, self._network, half, arrived)
             # The answer of the decode replica is not waited for: it takes all that the prefill replica takes.
             self._do(request, request.life.taken(replica.name, submission.epoch, _NOT_YET, now), now)
+        if action.source is not None:
+            request.fetch = SimulatedFetch(self.replicas[action.source], replica, self.clock, self._network, half)
         post = partial(replica.post, partial(self._take, request, replica, submission))
         self.clock.at(now + self.fleet.latency_s, post)
 
@@ -221,6 +221,8 @@ class Simulation:
         else:
             if rows is not None and taken.is_encoded_elsewhere:
                 rows.expect(taken, now)
+            if request.fetch is not None and submission.source_tokens:
+                request.fetch.ask(taken, now)
             actions = life.taken(replica.name, attempt, replica.publisher.sequence, now)
         self._do(request, actions, now)
 

@@ -589,7 +589,7 @@ class AnyLife(RuleBasedStateMachine):
                         self.given.append(token)
                     self.is_over = action.finish_reason is not None
                     assert not self.is_over or len(self.given) == self.max_tokens
-                case Submit(replica, submission, peer, _, is_encoding):
+                case Submit(replica, submission, peer, is_encoding=is_encoding):
                     assert replica in self.up
                     assert submission.epoch == self.life.attempt
                     assert list(submission.output_token_ids) == ([] if is_encoding else self.given)

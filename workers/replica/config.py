@@ -210,7 +210,7 @@ class ReplicaSpec:
     num_threads: int  # of each rank
     tokenizer: str | None = None  # directory or hub name; None: the model's
     role: Role = "mixed"
-    transfer: TransferConfig | None = None  # None: no replica of the cluster ships KV pages
+    transfer: TransferConfig | None = None  # None: no replica of the cluster sends KV pages
     takes_rows: bool = False  # whether encode replicas of the cluster send it embeddings
     mixes_weights: bool = False  # whether it exchanges pages with replicas of unlike weights
     tensor_parallel_size: int = 1

@@ -6,7 +6,7 @@ one operation, and a finished timeline never changes again.
 
 from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, NamedTuple
@@ -81,6 +81,7 @@ class Timeline:
     ttft_deadline: float  # seconds after arrival
     predicted_ttft: float | None  # seconds
     request: Request | None  # None once finished: its tokens are not stored
+    alternatives: Mapping[str, float] = field(default_factory=dict)  # of the router: see `Submission`
     transfers: list[dict[str, Any]] = field(default_factory=list)  # as JSON; several if it was placed here again
     chunks: deque[Chunk] = field(default_factory=lambda: deque(maxlen=KEEP_CHUNKS))
     num_chunks: int = 0
@@ -215,6 +216,7 @@ class Timeline:
             "num_accepted_tokens": counts.accepted,
             "predicted_first_token_s": _rounded(self.predicted_ttft),
             "first_token_s": _rounded(self.ttft),
+            "alternatives_s": dict(self.alternatives),
             "num_decode_steps": gaps.number,
             "num_shared_decode_steps": self.shared_gaps[0] if sees_all else None,
             "tpot_s": _rounded(self.tpot),
@@ -296,6 +298,7 @@ class Timelines:
             ttft_deadline=slo.ttft_deadline(seconds_alone),
             predicted_ttft=request.predicted_ttft,
             request=request,
+            alternatives=dict(submission.alternatives),
         )
 
     def stepped(
@@ -337,7 +340,8 @@ class Timelines:
         return Progress(chunks, tokens, sum([len(delta.token_ids) for delta in deltas]), finished)
 
     def transferred(self, request_id: str, direction: str, figures: Figures, outcome: str, now: float) -> None:
-        """Record a transfer of the request's pages that ended at `now`: `sent`, `received`, or its `embeddings`.
+        """Record a transfer of the request's pages that ended at `now`: `sent`, `received`, a `fetched` prefix, or its
+        `embeddings`.
 
         The last message of a transfer may come after the request's own end: all pages were there before.
         """

@@ -84,6 +84,10 @@ class Awaited:
         pages.states.allocate(owner, arrives=True)
         return sorted(empty), pages.states.newest(owner)
 
+    def wait(self, prefix: AwaitedPrefix, until: float) -> None:
+        """Let the request wait until another time."""
+        self.table.awaited[prefix.owner] = prefix.request.awaits_pages_until = until
+
     def land(self, prefix: AwaitedPrefix, num_pages: int) -> None:
         """Index the first `num_pages` pages of the prefix, which hold their tokens now; with the last, also its state.
 

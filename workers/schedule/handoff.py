@@ -42,7 +42,8 @@ class Handoff:
         granted: list[Request] = []
         if not any(request.is_offered for request in table.waiting):
             return granted
-        waiting = [request for request in table.waiting if request.is_offered or request.leg is not Leg.RECEIVE]
+        here = (request for request in table.waiting if not table.awaits_pages(request))
+        waiting = [request for request in here if request.is_offered or request.leg is not Leg.RECEIVE]
         set_aside, startable = 0, (len(table.config.slo_classes), 0)
         for request in order_prefills(waiting, now, table.prefilled.tokens, table.config.starvation_s):
             if request.urgency > startable:

@@ -88,6 +88,7 @@ class Request:
     awaits_rows: bool = False  # its next chunk waits for them
     awaits_pages_until: float = 0.0  # while waiting: time up to which it waits for pages from elsewhere, see awaited.py
     is_looked_up: bool = False  # while waiting: in the tiers below the pool
+    source_tokens: int = 0  # as in `Submission`
     num_awaited: int = 0  # prefixes from elsewhere that it has waited for
     arrival_time: float = 0.0  # seconds, on the scheduler's clock
     priority: int = 0  # of its class; 0 is the most urgent

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from crossdock.workers.schedule import admission, kv, windows
 from crossdock.workers.schedule.awaited import Awaited
 from crossdock.workers.schedule.batch import Batch, SampledToken, Scheduled
+from crossdock.workers.schedule.borrowed import BorrowedPrefixes
 from crossdock.workers.schedule.config import SchedulerConfig
 from crossdock.workers.schedule.cost.cost import StepCost
 from crossdock.workers.schedule.drafts.drafting import DraftPolicy
@@ -52,8 +53,8 @@ class Scheduler:
     for requests that no step in flight computes.
 
     Its parts are public: `table` has the requests by status, `forecast` predicts seconds, `handoff` takes prompts and
-    tokens to other replicas and from them, `awaited` takes prefixes from elsewhere, `loading` from tiers,
-    `encoding` plans what pictures need, `verification` adds drafts.
+    tokens to other replicas and from them, `awaited` takes prefixes from elsewhere, `loading` those of tiers,
+    `borrowed` those of other replicas, `encoding` plans what pictures need, `verification` adds drafts.
 
     With several steps in flight, each takes its share of the streams, and a prompt's next chunk may follow before the
     previous one has ended. A request that samples in a step in flight waits for it, except in `assume_ended`. A
@@ -119,6 +120,7 @@ class Scheduler:
         self.handoff = Handoff(table)
         self.awaited = Awaited(table)
         self.loading = TierLoading(table, self.forecast, self.awaited, tiers or TierPages())
+        self.borrowed = BorrowedPrefixes(table, self.forecast, self.awaited)
         self._states = RecurrentStates(table, self.forecast) if pages.state_pages else NO_STATES
         self._prefills = PrefillScheduler(table, self.forecast, self._states)
         self.verification = Verification(table, self.forecast, drafting, self._states) if drafting is not None else None
@@ -154,7 +156,8 @@ class Scheduler:
         request.priority = priority_of(self.config.slo_classes, request.slo_class)
         request.arrival_work = self.table.prefilled.tokens
         request.queued_at = request.arrival_time - request.waited_s
-        request.expected_cached_tokens = kv.match_prefix(self.table, request).num_pages * self.pages.page_size
+        num_cached = kv.match_prefix(self.table, request).num_pages * self.pages.page_size
+        request.expected_cached_tokens = max(num_cached, request.source_tokens)
         if request.leg is not Leg.RECEIVE and not request.output_token_ids:  # else the first token is made elsewhere
             admission.promise(self.table, self.forecast, request)
         self.table.add(request)

@@ -109,5 +109,8 @@ class Submission:
     may_refuse: bool = True  # False once a replica has accepted the request: no later attempt is refused as too late
     waited_s: float = 0.0  # seconds since the first attempt: the request starves no later for being placed again
     items: Sequence[Item] = NO_ITEMS  # pictures and videos in the prompt, by `start`
+    source: bytes = b""  # address of a replica that has more of the prompt's prefix; empty: no page is fetched
+    source_tokens: int = 0  # of the prefix that it has
+    alternatives: Sequence[tuple[str, float]] = ()  # ways to use a cached prefix, with the router's predicted TTFT, s
     encoder: bytes = b""  # address of the replica that encodes the items, as it advertises it; empty: this one does
     rows_within_s: float = 0.0  # seconds until the first token, as predicted with their embeddings from there

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from crossdock.kvtransfer.calls import (
+    AskCall,
     CancelExpectCall,
     CancelShipCall,
     ChunkCall,
@@ -24,6 +25,8 @@ from crossdock.kvtransfer.calls import (
     ShipCall,
     WaitCall,
 )
+from crossdock.kvtransfer.events import Asked
+from crossdock.kvtransfer.messages import AskPrefix
 from crossdock.kvtransfer.next_write import TargetRank
 from crossdock.kvtransfer.protocol_outputs import ProtocolOutput, Send, Write
 from crossdock.kvtransfer.receiver import Receiver
@@ -84,8 +87,10 @@ class SansIoDock:
                 source = {peer.decode(): (0, self.world.page_bytes)}
                 self.run(self.receiver.expect(request, epoch, source, deadline_s, now))
                 self.lose_dead(peer.decode())
-            case OfferCall(request, epoch):
-                self.run(self.sender.offer(request, epoch))
+            case AskCall(request, epoch, peer, peers, hashes):
+                self.run([Send(peer.decode(), AskPrefix(request, epoch, peers, hashes))])
+            case OfferCall(request, epoch, num_tokens):
+                self.run(self.sender.offer(request, epoch, num_tokens))
             case ChunkCall(request, groups, num_tokens):
                 self.run(self.sender.chunk(request, groups, num_tokens, now))
             case FinishCall(request, groups, num_tokens, result, state_pages):
@@ -115,7 +120,14 @@ class SansIoDock:
         self.run(self.sender.tick(self.world.now))
         self.run(self.receiver.tick(self.world.now))
 
+    @property
+    def blob(self) -> bytes:
+        return blob_of(self.name)
+
     def take(self, peer: str, message: Any) -> None:
+        if isinstance(message, AskPrefix):
+            self.on_event(Asked(message.request, message.epoch, message.peers, message.hashes))
+            return
         side = self.sender if type(message).__name__ in ("Grant", "Abort") else self.receiver
         if type(message).__name__ == "Wait" and not message.is_from_source:
             side = self.sender
@@ -274,7 +286,8 @@ class Client:
 
 class World:
     """Two replicas, what travels between them, and a router. `both_ways`: every other request is prefilled by the
-    decode replica, as between two mixed ones."""
+    decode replica, as between two mixed ones. `is_fetching`: prompts share prefixes, and who computes one asks the
+    other replica for all of it; every third request has no other leg."""
 
     def __init__(
         self,
@@ -284,9 +297,11 @@ class World:
         is_drafting: bool = False,
         windows: Sequence[Window] = (None,),
         state_pages: int = 0,
+        is_fetching: bool = False,
         **settings: Any,
     ) -> None:
         self.now = 0.0
+        self.is_fetching = is_fetching
         self.windows = windows  # of each group of layers
         self.state_pages = state_pages  # of the recurrent state of one request
         self.num_copied = 0  # pages, from replica to replica
@@ -318,7 +333,8 @@ class World:
         """Send a new request of a client to both replicas."""
         name = f"r{len(self.clients)}"
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-        prompt = [(len(self.clients) * 7 + at) % 40 + 1 for at in range(num_tokens)]
+        number = len(self.clients) % 2 if self.is_fetching else len(self.clients) * 7
+        prompt = [(number + at) % 40 + 1 for at in range(num_tokens)]
         client = self.clients[name] = Client(Submission(name, prompt, sampling, slo_class=slo_class), self.now)
         self.place(client)
         return client
@@ -334,10 +350,12 @@ class World:
             "may_refuse": False,
             "waited_s": self.now - client.began,
         }
-        for leg, name, peer in (
-            (Leg.RECEIVE, client.decode, client.prefill),
-            (Leg.SEND, client.prefill, client.decode),
-        ):
+        legs = [(Leg.RECEIVE, client.decode, client.prefill), (Leg.SEND, client.prefill, client.decode)]
+        if self.is_fetching and int(work.id[1:]) % 3 == 0:
+            legs = [(Leg.LOCAL, client.decode, client.prefill)]
+        for leg, name, peer in legs:
+            if self.is_fetching and leg is not Leg.RECEIVE:
+                common |= {"source": blob_of(peer), "source_tokens": len(work.prompt_token_ids) + len(client.output)}
             submission = Submission(
                 work.id,
                 work.prompt_token_ids,

@@ -52,13 +52,15 @@ class Side:
             engine = Engine(wrap_module(build("llama", {}), LoadOptions(kv_cache_dtype=wanted.kv_cache_dtype)), wanted)
         self.engine = engine
         self.ended: list[tuple[str, bool, Figures, str]] = []
+        self.fetched: list[tuple[str, bool, Figures, str]] = []  # fetches of prefixes, at either side
         transfer = TransferConfig(transport=transport, deadline_s=deadline_s, grace_s=0.1)  # type: ignore[arg-type]
 
         arguments = self.engine, model, "test", transfer
 
         def recorded(on_event: Callable[[Event], None], on_figures: OnFigures) -> Handover:
             def record(request_id: str, direction: str, figures: Figures, outcome: str) -> None:
-                self.ended.append((request_id, direction == "sent", figures, outcome))
+                ended = self.fetched if direction in ("fetched", "lent") else self.ended
+                ended.append((request_id, direction in ("sent", "lent"), figures, outcome))
                 on_figures(request_id, direction, figures, outcome)
 
             return connect(*arguments, on_event, record)

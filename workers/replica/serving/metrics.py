@@ -159,7 +159,7 @@ class EngineMetrics:
     def _define_transfer_metrics(self) -> None:
         self._transfers = self._counter(
             "crossdock_transfers",
-            "Ended transfers of KV pages or embeddings; direction `embeddings`: received from an encode replica.",
+            "Ended transfers; direction `embeddings`: from an encode replica; `fetched` and `lent`: of prefixes.",
             "direction",
             "outcome",
         )
@@ -234,7 +234,7 @@ class EngineMetrics:
             self._slo_ttft.labels(timeline.slo.name, "missed").inc()  # late already when it was aborted
 
     def transferred(self, direction: str, figures: Figures, outcome: str) -> None:
-        """Count a transfer that has ended: `sent`, `received`, or `embeddings` that another replica has sent."""
+        """Count a transfer that has ended: `sent`, `received`, a prefix `fetched` or `lent`, or `embeddings`."""
         self._transfers.labels(direction, outcome).inc()
         self._transfer_bytes.labels(direction).inc(figures.num_bytes)
         if direction == "sent" and figures.num_writes:

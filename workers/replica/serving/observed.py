@@ -75,8 +75,8 @@ class ObservedEngine:
             self.engine.tiers.close()
 
     def transferred(self, request_id: str, direction: str, figures: Figures, outcome: str) -> None:
-        """Note a transfer that has ended: `sent`, `received`, or of `embeddings` that came from another replica."""
-        if direction == "sent" and figures.write_seconds:
+        """Note a transfer that has ended: `sent`, `received`, a prefix `fetched` or `lent`, or `embeddings`."""
+        if direction in ("sent", "lent") and figures.write_seconds:
             self.publisher.transferred(figures.num_bytes, figures.write_seconds)
         self.metrics.transferred(direction, figures, outcome)
         self.timelines.transferred(request_id, direction, figures, outcome, self.engine.clock())

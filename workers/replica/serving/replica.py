@@ -16,6 +16,7 @@ import ray
 from ray import serve
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from crossdock.kvtransfer.transport import TransportUnavailable
 from crossdock.workers.model.cut.position import RankPosition
 from crossdock.workers.model.weights.checkpoint import resolve_model, resolve_tokenizer
 from crossdock.workers.model.weights.fingerprint import fingerprint
@@ -231,7 +232,13 @@ def _start(engine: Engine, name: str, of_pages: str, spec: ReplicaSpec) -> Engin
     transfer = spec.transfer.model_copy(update={"host": spec.transfer.host or ray.util.get_node_ip_address()})
     arguments = spec.role, transfer
     rows = [partial(open_landing, engine, name, *arguments)] if engine.scheduler.encoding.arriving.num_pages else []
-    return EngineThread(engine, partial(connect, engine, of_pages, *arguments), *rows)
+    try:
+        return EngineThread(engine, partial(connect, engine, of_pages, *arguments), *rows)
+    except TransportUnavailable as unavailable:
+        if spec.role != "mixed" or rows:
+            raise
+        logger.warning("no prefix is fetched from another replica, or sent to one: %s", unavailable)
+        return EngineThread(engine)
 
 
 def _log_where_serve_does(*, with_chunks: bool) -> None:

@@ -12,6 +12,7 @@ from typing import TypeAlias
 from crossdock.kvtransfer.calls import CancelCall, CancelExpectCall, CancelShipCall
 from crossdock.kvtransfer.events import (
     Arrived,
+    Asked,
     Committed,
     Event,
     Failed,
@@ -55,6 +56,8 @@ class EventMerger:
         Returns the events that are now true of all ranks; and, if the transfer must end, the call that ends it at every
         rank.
         """
+        if isinstance(event, Asked):  # one rank is asked for all
+            return (event,), None
         is_sending = event.sending if isinstance(event, Failed) else isinstance(event, Granted | Released)
         key = is_sending, event.request, event.epoch
         if key in self._over:

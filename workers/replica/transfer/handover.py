@@ -24,6 +24,7 @@ from crossdock.kvtransfer.calls import (
 )
 from crossdock.kvtransfer.events import (
     Arrived,
+    Asked,
     Committed,
     Event,
     Failed,
@@ -34,9 +35,9 @@ from crossdock.kvtransfer.events import (
     WriterStopped,
 )
 from crossdock.kvtransfer.layout import IncompatiblePools
-from crossdock.kvtransfer.records import GroupPages
 from crossdock.workers.replica.config import TransferConfig
 from crossdock.workers.replica.engine.engine import Engine, Step
+from crossdock.workers.replica.transfer.fetches import Fetches, pages_of
 from crossdock.workers.replica.transfer.replica_dock import ReplicaDock, rank_blobs
 from crossdock.workers.replica.transfer.side import OnFigures
 from crossdock.workers.schedule.batch import Batch
@@ -65,15 +66,18 @@ class Handover:
     dock: ReplicaDock
     config: TransferConfig
     on_figures: OnFigures = lambda *_: None
+    fetches: Fetches = field(init=False)
     _transfers: dict[str, _Transfer] = field(default_factory=dict)  # by request id
     _early_offers: OrderedDict[tuple[str, int], None] = field(default_factory=OrderedDict)  # by request id and epoch
     _returned: list[TokenDelta] = field(default_factory=list)  # ends of requests that made way, since the last `step`
 
     def __post_init__(self) -> None:
+        self.fetches = Fetches(self.engine, self.dock, self.config, self.on_figures)
         self.engine.on_scheduled.append(self.scheduled)
 
     def add(self, submission: Submission) -> None:
         """Begin the transfer of a request that the engine has just queued. RuntimeError: place it elsewhere."""
+        self.fetches.ask(submission)
         if submission.leg is Leg.LOCAL:
             return
         begin = ShipCall if submission.leg is Leg.SEND else ExpectCall
@@ -93,7 +97,8 @@ class Handover:
 
     @property
     def patience(self) -> float | None:
-        return self.config.deadline_s / 6 if self._transfers else None
+        limits = (self.config.deadline_s / 6 if self._transfers else None, self.fetches.patience)
+        return min((limit for limit in limits if limit is not None), default=None)
 
     def scheduled(self, batch: Batch) -> None:
         """Offer the prompts that begin with `batch`, before it is computed: the other side grants pages meanwhile."""
@@ -118,10 +123,13 @@ class Handover:
                 self._cancel(request.id, Leg.SEND)
             elif request.num_output_tokens > len(request.output_token_ids):
                 result = msgspec.msgpack.encode(request.token_ids[-1])
-                groups, state = self._pages_of(request), tuple(self.engine.pages.states.newest(request.owner))
+                groups, state = (
+                    pages_of(self.engine, request.owner),
+                    tuple(self.engine.pages.states.newest(request.owner)),
+                )
                 self.dock.call(FinishCall(request.id, groups, request.num_computed_tokens, result, state))
             else:
-                self.dock.call(ChunkCall(request.id, self._pages_of(request), request.num_computed_tokens))
+                self.dock.call(ChunkCall(request.id, pages_of(self.engine, request.owner), request.num_computed_tokens))
             if request.id in self._transfers:
                 self._transfers[request.id].notified = self.engine.clock()
         self.plan()
@@ -131,18 +139,17 @@ class Handover:
 
     def plan(self) -> None:
         """Grant pages to waiting requests, as far as there are any: the other replica may write to them from now on."""
+        self.fetches.plan()
         now = self.engine.clock()
         for request in self.engine.scheduler.handoff.grant(now):
             first = request.num_computed_tokens // self.engine.config.page_size
-            groups, state = self._pages_of(request, first), tuple(self.engine.pages.states.newest(request.owner))
+            groups, state = (
+                pages_of(self.engine, request.owner, first),
+                tuple(self.engine.pages.states.newest(request.owner)),
+            )
             self.dock.call(GrantCall(request.id, request.epoch, first, groups, state))
             self._transfers[request.id].notified = now
         self._take_returned()
-
-    def _pages_of(self, request: Request, first: int = 0) -> tuple[GroupPages, ...]:
-        """Return a request's pages in each group of layers, from page number `first` on."""
-        groups = self.engine.pages.live_pages_of(request.owner)
-        return tuple([GroupPages(max(start, first), tuple(pages[max(first - start, 0) :])) for start, pages in groups])
 
     def _take_returned(self) -> None:
         """Cancel the transfers of requests that made way for more urgent ones, so that their pages come back."""
@@ -159,6 +166,8 @@ class Handover:
 
     def handle(self, event: Event) -> Sequence[TokenDelta]:
         """Apply an event of the dock to the engine. Returns the deltas of requests that ended by it."""
+        if self.fetches.handle(event):
+            return ()
         request = self.engine.scheduler.table.get(event.request)
         if request is not None and request.epoch != event.epoch:
             request = None  # the event is of a placement that is over
@@ -182,7 +191,7 @@ class Handover:
                 return self._released(event, request)
             case WriterStopped():
                 self.engine.pages.end_quarantine(_owner(event))
-            case Granted() | Committed() | Failed():
+            case Asked() | Granted() | Committed() | Failed():
                 pass
         return ()
 

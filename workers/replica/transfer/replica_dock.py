@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 from torch import Tensor
 
-from crossdock.kvtransfer.calls import DockCall, ExpectCall, ShipCall
+from crossdock.kvtransfer.calls import AskCall, DockCall, ExpectCall, ShipCall
 from crossdock.kvtransfer.dock import Dock, DockCounts
 from crossdock.kvtransfer.events import Event
 from crossdock.kvtransfer.layout import PoolSpec
@@ -54,7 +54,7 @@ class ReplicaDock:
             with self._turn:
                 self._merger.begin(isinstance(call, ShipCall), call.request, call.epoch)
         self._own.call(call)  # first: what this dock refuses the others would refuse
-        if self._gang is not None:
+        if self._gang is not None and not isinstance(call, AskCall):  # one rank asks for all
             self._gang.broadcast(call)
 
     def counts(self) -> DockCounts:

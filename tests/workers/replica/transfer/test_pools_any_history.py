@@ -39,16 +39,26 @@ class Pools(AnyPools):
         spare=st.tuples(st.integers(1, 15), st.integers(1, 15)),
         both_ways=st.booleans(),
         is_drafting=st.booleans(),
+        is_fetching=st.booleans(),
         seqs=st.integers(2, 8),
         data=st.data(),
     )
-    def begin(self, spare: tuple[int, int], both_ways: bool, is_drafting: bool, seqs: int, data: st.DataObject) -> None:
+    def begin(
+        self,
+        spare: tuple[int, int],
+        both_ways: bool,
+        is_drafting: bool,
+        is_fetching: bool,
+        seqs: int,
+        data: st.DataObject,
+    ) -> None:
         windows, state_pages = data.draw(st.sampled_from(self.windows)), data.draw(st.sampled_from(self.state_pages))
         is_drafting &= len(windows) == 1
         needs = PageNeeds(PAGE_SIZE, windows, 24, state_pages)
         least = max(needs.at_most(LONGEST), needs.held(LONGEST))
         sizes = (least + each for each in spare)
-        self.world = World(*sizes, both_ways, is_drafting, windows, state_pages, max_num_seqs=seqs, starvation_s=5.0)
+        kind = both_ways, is_drafting, windows, state_pages, is_fetching
+        self.world = World(*sizes, *kind, max_num_seqs=seqs, starvation_s=5.0)
 
     @rule(sizes=st.lists(st.integers(1, 50), min_size=1, max_size=6), slo_class=CLASS, max_tokens=st.integers(1, 12))
     def submit(self, sizes: list[int], slo_class: str, max_tokens: int) -> None:

@@ -1,0 +1,140 @@
+"""Choose from where each replica would fetch pages of a prompt's prefix, in predicted seconds; or that it fetches none.
+
+A replica that has more of the prefix is a source. It computes nothing: it sends its pages over its link. Compared with
+this are the seconds of prefill that the pages save at the replica that computes the rest. Pure functions over arrays of
+replica slots.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from crossdock.router.loads import Loads, Slots
+from crossdock.router.placement import HANDOVER_S, PAIR_CANDIDATES, Candidates, due_s, prompt_costs
+from crossdock.router.predict import Prediction
+from crossdock.workers.schedule.cost.formula import Floats
+from crossdock.workers.schedule.slo import SloClass
+
+FETCH_CANDIDATES = 8
+"""Replicas of least cost that are tried with a fetch. More would cost time at every decision."""
+
+_CHANGED = (*("prefill", "alone", "admission_ttft", "admission_alone"), *("ttft", "prompt_share", "prompt_lateness"))
+"""The figures of a `Prediction` that are others where a replica fetches pages."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """From where each replica would fetch pages."""
+
+    sources: Slots  # [slot]; -1: the replica fetches none
+    tokens: Floats  # [slot]: of the prompt, that the source has
+    seconds: Floats  # [slot]: for which the source's link is busy with the pages
+    alternatives: Mapping[str, float]  # least predicted TTFT, s: at the replica with most of the prefix, with a fetch,
+    # and elsewhere without one
+
+
+def with_sources(
+    loads: Loads,
+    cached: Floats,
+    here: Prediction,
+    predict: Callable[[Slots, Floats], Prediction],
+    slo: SloClass,
+    candidates: Candidates,
+    link_waits: Floats,
+    tokens_at: Callable[[int], float],
+) -> tuple[Prediction, Sources]:
+    """Return the prediction in which replicas fetch pages where that costs least, and from where they do.
+
+    Args:
+        cached: tokens of the prompt that each replica has.
+        here: the prediction without a fetch.
+        predict: returns the prediction at the replicas of some slots, with so many cached tokens each.
+        tokens_at: returns how many tokens of the prompt the replica in a slot has reported. `cached` may have more, of
+            prompts that are on their way to the replica.
+        link_waits: seconds until each replica's link is free; infinity where a replica must not be a source.
+    """
+    chosen: Slots = np.full(len(cached), -1, dtype=np.intp)
+    first = np.concatenate([candidates.alone, candidates.prefills])
+    sources = _best_sources(loads, cached, link_waits)
+    if not len(sources):
+        return here, Sources(chosen, cached, cached, {})
+    held = np.array([tokens_at(int(source)) for source in sources])
+    due = due_s(here, slo, first)
+    costs = prompt_costs(slo, due, here.ttft, here.prefill, here.prompt_lateness)
+    saved = _saved_seconds(loads, cached, np.maximum(held.max() - cached, 0.0))
+    tried = _least(first[saved[first] > 0], costs - (slo.weight + 1) * saved, FETCH_CANDIDATES)
+    before = here.ttft[tried] - here.prefill[tried] / here.prompt_share[tried]
+    travel = _travel_seconds(loads, held[:, None] - cached[tried], sources, tried)
+    # The source sees the question after its running step; the fetching replica sees the offer after its own.
+    waits = HANDOVER_S + loads.step_left[tried] + (loads.step_left + link_waits)[sources, None]
+    may = (held[:, None] > cached[tried]) & (candidates.groups[sources, None] == candidates.groups[tried])
+    share = np.minimum((held[:, None] - cached[tried]) / (held.max() - cached[tried]), 1.0)
+    gain = np.where(may, share * saved[tried] - np.maximum(waits + travel - before, 0.0), 0.0)
+    best, at = gain.argmax(axis=0), np.arange(len(tried))
+    is_worth = gain[best, at] > 0
+    best, at, tried = best[is_worth], at[is_worth], tried[is_worth]
+    if not len(tried):
+        return here, Sources(chosen, cached, cached, _alternatives(here, here.ttft[tried], cached, first))
+    fetched = predict(tried, held[best])
+    before = fetched.ttft - fetched.prefill / fetched.prompt_share
+    ttft = fetched.ttft + np.maximum((waits + travel)[best, at] - before, 0.0)
+    is_better = prompt_costs(slo, due, ttft, fetched.prefill, fetched.prompt_lateness) < costs[tried]
+    chosen[tried[is_better]] = sources[best][is_better]
+    tokens, seconds = cached.copy(), np.zeros(len(cached))
+    tokens[tried], seconds[tried] = held[best], travel[best, at]
+    fetches = Sources(chosen, tokens, seconds, _alternatives(here, ttft, cached, first))
+    return _merged(here, replace(fetched, ttft=ttft), tried, is_better), fetches
+
+
+def _alternatives(here: Prediction, fetched: Floats, cached: Floats, first: Slots) -> dict[str, float]:
+    """Return the least predicted TTFT, in seconds, of each way to use the longest prefix or not to.
+
+    `fetched`: predicted TTFTs with a fetch. `first`: replicas that may make the first token."""
+    is_holder = cached[first] == cached.max()
+    ways = {"holder": here.ttft[first[is_holder]], "fetch": fetched, "compute": here.ttft[first[~is_holder]]}
+    return {way: round(float(seconds.min()), 6) for way, seconds in ways.items() if len(seconds)}
+
+
+def _best_sources(loads: Loads, cached: Floats, link_waits: Floats) -> Slots:
+    """Return the `PAIR_CANDIDATES` replicas that would save an average replica the most seconds."""
+    holders = np.flatnonzero((cached > 0) & np.isfinite(link_waits))
+    if len(holders) <= PAIR_CANDIDATES:
+        return holders
+    tokens = cached[holders]
+    travel = tokens / loads.page_size[holders] * loads.page_bytes[holders] / loads.bytes_per_second[holders]
+    worth = tokens * loads.cost.per_prefill_token[holders].mean() - travel - link_waits[holders]
+    return holders[np.argpartition(-worth, PAIR_CANDIDATES)[:PAIR_CANDIDATES]]
+
+
+def _least(slots: Slots, costs: Floats, most: int) -> Slots:
+    """Return the slots of least cost, at most so many."""
+    return slots if len(slots) <= most else slots[np.argpartition(costs[slots], most)[:most]]
+
+
+def _saved_seconds(loads: Loads, cached: Floats, more: Floats) -> Floats:
+    """Return about how many seconds of a replica's time `more` cached tokens save, without the fixed part of steps."""
+    per_token = loads.cost.per_prefill_token + loads.cost.per_attended * (cached + more / 2)
+    saved: Floats = more * per_token * loads.interval_share
+    return saved
+
+
+def _travel_seconds(loads: Loads, more: Floats, sources: Slots, slots: Slots) -> Floats:
+    """Return the seconds `[source, slot]` that the pages of `more` tokens take on a source's link."""
+    pages = loads.group_pages(np.maximum(more, 0.0) / loads.page_size[slots], slots) + loads.state_pages[slots]
+    travel: Floats = pages * loads.page_bytes[slots] / loads.bytes_per_second[sources, None]
+    return travel
+
+
+def _merged(here: Prediction, fetched: Prediction, tried: Slots, is_better: NDArray[np.bool_]) -> Prediction:
+    """Return the prediction `here`; in the slots of `tried` where `is_better`, the prediction with fetched pages.
+
+    Fetched pages take as much room as computed ones."""
+    if not is_better.any():
+        return here
+    merged = {}
+    for name in _CHANGED:
+        merged[name] = getattr(here, name).copy()
+        merged[name][tried[is_better]] = getattr(fetched, name)[is_better]
+    return replace(here, **merged)

@@ -1,0 +1,122 @@
+"""Prefixes that another replica sends, for requests that wait here for their first chunk: see awaited.py.
+
+A request waits from the question on; pages are taken here only for what the other replica offers. The request waits,
+without news, as long as the missing tokens would take to compute. So a fetch that fails costs no more seconds than it
+could have saved.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from crossdock.workers.schedule import kv
+from crossdock.workers.schedule.awaited import Awaited, AwaitedPrefix
+from crossdock.workers.schedule.memory.prefix_index import PageHash
+from crossdock.workers.schedule.pacing.forecast import Forecast
+from crossdock.workers.schedule.request import Request, Status
+from crossdock.workers.schedule.table import RequestTable
+
+
+@dataclass(slots=True, eq=False)
+class _Fetch:
+    """The fetch of one request's prefix."""
+
+    request: Request
+    num_pages: int  # of the prefix that the other replica has, or is believed to have
+    num_here: int  # of these, that need not come any more
+    longest_s: float  # without news, whatever the prediction
+    until: float = 0.0
+    prefix: AwaitedPrefix | None = None  # None: nothing is granted yet
+
+
+@dataclass(slots=True)
+class BorrowedPrefixes:
+    """The fetches for requests of one table, by a key of the caller's."""
+
+    table: RequestTable
+    forecast: Forecast
+    awaited: Awaited
+    _fetches: dict[str, _Fetch] = field(default_factory=dict)
+    _quarantined: dict[str, str] = field(default_factory=dict)  # owners of pages that may be written to, by key
+
+    def expect(self, key: str, request: Request, now: float, longest_s: float) -> Sequence[PageHash]:
+        """Let a waiting request wait for a prefix that another replica has. Return the hashes of the prefix's pages.
+
+        `longest_s`: seconds without news for which the request waits at most."""
+        size = self.table.pages.page_size
+        hashes = request.prefix_hashes(min(request.source_tokens, request.num_tokens - 1), size)
+        num_here = kv.match_prefix(self.table, request).num_pages
+        fetch = self._fetches[key] = _Fetch(request, len(hashes), num_here, longest_s)
+        self._wait(fetch, now)
+        return hashes
+
+    def grant(self, key: str, num_tokens: int, now: float) -> AwaitedPrefix | None:
+        """Take pages for the first `num_tokens` tokens, which the other replica has.
+
+        None: nothing is missing here, the request waits no more, or there are too few pages."""
+        fetch, num_pages = self._fetches.get(key), num_tokens // self.table.pages.page_size
+        if fetch is None or not self._is_awaited(fetch) or not 0 < num_pages <= fetch.num_pages:
+            return None
+        fetch.prefix = self.awaited.begin(fetch.request, num_pages, fetch.until)
+        if fetch.prefix is not None:
+            fetch.num_pages, fetch.num_here = num_pages, fetch.prefix.num_cached
+            self._wait(fetch, now)
+        return fetch.prefix
+
+    def is_granted(self, key: str) -> bool:
+        """Return whether pages are taken for the prefix."""
+        return key in self._fetches and self._fetches[key].prefix is not None
+
+    def land(self, key: str, num_tokens: int, now: float) -> None:
+        """Note that the first `num_tokens` tokens are here, and the state after them if they are all."""
+        fetch = self._fetches.get(key)
+        if fetch is not None and fetch.prefix is not None:
+            fetch.num_here = num_tokens // self.table.pages.page_size
+            self.awaited.land(fetch.prefix, fetch.num_here)
+            self._wait(fetch, now)
+
+    def end(self, key: str, *, may_be_written: bool) -> bool:
+        """Let the request start with what is here. Return whether it has waited.
+
+        `may_be_written`: the other pages are in quarantine until `stopped`."""
+        fetch = self._fetches.pop(key, None)
+        if fetch is None:
+            return False
+        fetch.request.awaits_pages_until = 0.0
+        if fetch.prefix is not None:
+            self.awaited.end(fetch.prefix, may_be_written)
+            if may_be_written:
+                self._quarantined[key] = fetch.prefix.owner
+        return True
+
+    def stopped(self, key: str) -> None:
+        """Note that the other replica writes to no page of this fetch any more."""
+        owner = self._quarantined.pop(key, None)
+        if owner is not None:
+            self.table.pages.end_quarantine(owner)
+
+    def overdue(self, now: float) -> list[str]:
+        """Return the fetches that no request waits for any more: it has ended, or has waited too long."""
+        return [key for key, fetch in self._fetches.items() if now >= fetch.until or not self._is_awaited(fetch)]
+
+    def patience(self, now: float) -> float | None:
+        """Return the seconds until a request stops waiting; None: no request waits."""
+        return min((max(fetch.until - now, 0.0) for fetch in self._fetches.values()), default=None)
+
+    def patience_of(self, key: str, now: float) -> float | None:
+        """Return the seconds until the request of a fetch stops waiting; None: the fetch has ended."""
+        fetch = self._fetches.get(key)
+        return None if fetch is None else max(fetch.until - now, 0.0)
+
+    def _is_awaited(self, fetch: _Fetch) -> bool:
+        return fetch.request.status is Status.WAITING and fetch.request.awaits_pages_until > 0
+
+    def _wait(self, fetch: _Fetch, now: float) -> None:
+        """Set the time at which the request stops waiting, unless there is news by then."""
+        size, cost, seconds = self.table.pages.page_size, self.forecast.cost, fetch.longest_s
+        if cost is not None and fetch.num_pages > fetch.num_here:
+            tokens = fetch.num_here * size, fetch.num_pages * size
+            computed = cost.prefill_seconds(*tokens, self.table.config.max_num_batched_tokens)
+            seconds = min(self.forecast.interval_share * computed, seconds)
+        fetch.until = fetch.request.awaits_pages_until = now + seconds
+        if fetch.prefix is not None:
+            self.awaited.wait(fetch.prefix, fetch.until)
