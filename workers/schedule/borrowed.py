@@ -56,11 +56,14 @@ class BorrowedPrefixes:
         fetch, num_pages = self._fetches.get(key), num_tokens // self.table.pages.page_size
         if fetch is None or not self._is_awaited(fetch) or not 0 < num_pages <= fetch.num_pages:
             return None
-        fetch.prefix = self.awaited.begin(fetch.request, num_pages, fetch.until)
-        if fetch.prefix is not None:
-            fetch.num_pages, fetch.num_here = num_pages, fetch.prefix.num_cached
+        prefix = self.awaited.begin(fetch.request, num_pages, fetch.until)
+        if prefix is not None and not self._is_one_piece(prefix):
+            self.awaited.end(prefix)
+            return None
+        if prefix is not None:
+            fetch.prefix, fetch.num_pages, fetch.num_here = prefix, num_pages, prefix.num_landed
             self._wait(fetch, now)
-        return fetch.prefix
+        return prefix
 
     def is_granted(self, key: str) -> bool:
         """Return whether pages are taken for the prefix."""
@@ -106,6 +109,13 @@ class BorrowedPrefixes:
         """Return the seconds until the request of a fetch stops waiting; None: the fetch has ended."""
         fetch = self._fetches.get(key)
         return None if fetch is None else max(fetch.until - now, 0.0)
+
+    def _is_one_piece(self, prefix: AwaitedPrefix) -> bool:
+        """Return whether all pages after those that are here are empty: the other replica writes all of them."""
+        pages, empty = self.table.pages, {each.page for each in prefix.empty}
+        groups = pages.live_pages_of(prefix.owner)
+        written = {page for start, live in groups for page in live[max(prefix.num_landed - start, 0) :]}
+        return written == empty and bool(prefix.state) == bool(pages.state_pages)
 
     def _is_awaited(self, fetch: _Fetch) -> bool:
         return fetch.request.status is Status.WAITING and fetch.request.awaits_pages_until > 0

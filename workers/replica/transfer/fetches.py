@@ -120,8 +120,8 @@ class Fetches:
         if prefix is None:
             self._fail(event.request, event.epoch, "declined")
             return
-        groups = pages_of(self.engine, prefix.owner, prefix.num_cached)
-        self.dock.call(GrantCall(event.request, event.epoch, prefix.num_cached, groups, tuple(prefix.state)))
+        groups = pages_of(self.engine, prefix.owner, prefix.num_landed)
+        self.dock.call(GrantCall(event.request, event.epoch, prefix.num_landed, groups, tuple(prefix.state)))
 
     def _lend(self, event: Asked, owner: str) -> None:
         """Send the pages of a prefix that are here. Evicted pages are not sent, and none are computed."""
