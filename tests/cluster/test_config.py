@@ -344,6 +344,9 @@ def test_pools_of_unlike_weights_exchange_pages_where_the_router_mixes_them() ->
 def test_rounded_weights_have_another_name_than_those_of_their_checkpoint() -> None:
     config = load(None, {"pools": [{"name": "a"}, {"name": "b", "engine": INT8}]})
     assert [config.replica_spec(pool).weights_of("x") for pool in config.pools] == ["x", "x int8"]
+    mixed = load(None, {"router.unlike_weights": "mixed"})
+    kept = [each.replica_spec(pool).name_of_kept_pages("x") for each in (config, mixed) for pool in each.pools]
+    assert kept == ["x", "x int8", "x and others"], "no pages of other weights are read from files"
 
 
 @pytest.mark.parametrize("name", ["ingress", "Big Pool"])

@@ -245,6 +245,10 @@ class ReplicaSpec:
         """Return a name for the weights that products read, by the name of the checkpoint."""
         return f"{checkpoint} int8" if self.model.quantization == "int8" else checkpoint
 
+    def name_of_kept_pages(self, checkpoint: str) -> str:
+        """Return a name for the weights of pages in files: where weights are mixed, some are of other replicas."""
+        return f"{self.weights_of(checkpoint)}{' and others' * self.mixes_weights}"
+
     @property
     def num_ranks(self) -> int:
         return self.tensor_parallel_size * self.pipeline_parallel_size

@@ -25,5 +25,6 @@ def load_engine(spec: ReplicaSpec) -> Engine:
         return Engine(load_encoder(spec.model, device, kv_bytes), config)
     model = load_model(spec.model, device, kv_bytes=kv_bytes, takes_rows=spec.takes_rows)
     tokenizer = resolve_tokenizer(spec.tokenizer, spec.model.path)
-    weights = fingerprint(resolve_model(spec.model.path)) if spec.engine.kv_cache_files else ""
+    checkpoint = fingerprint(resolve_model(spec.model.path)) if spec.engine.kv_cache_files else ""
+    weights = checkpoint and spec.name_of_kept_pages(checkpoint)
     return Engine(model, spec.engine, tokenizer, weights=weights)
