@@ -1,0 +1,86 @@
+"""Pages are stored and loaded where that saves seconds, as counted and predicted."""
+
+import pytest
+
+from crossdock.workers.schedule.tiers.tier_pages import PageKey, PageTier, ReturnShare, TierPages
+from tests.workers.schedule.model_free_replica import ModelFreeReplica, chunk_sizes, new_timed_replica
+
+PROMPT = [*range(1, 43)]  # ten full pages of four tokens, and two tokens
+PAGE_S = 4e-3  # to compute, by `COST`
+
+
+def replica_with(load_s: float) -> ModelFreeReplica:
+    """Return a replica whose tier has the pages of `PROMPT`."""
+    tier = PageTier("host", store_s=0.0, load_s=load_s)
+    replica = new_timed_replica(tiers=TierPages([tier]))
+    hashes = replica.add("first", PROMPT).prefix_hashes(len(PROMPT), 4)
+    replica.scheduler.abort("first")
+    tier.pages.update(dict.fromkeys(PageKey(0, each) for each in hashes))
+    return replica
+
+
+def test_prompt_is_loaded_where_that_is_sooner() -> None:
+    replica = replica_with(load_s=PAGE_S / 2)
+    replica.add("a", PROMPT)
+    assert not replica.step().batch
+    (load,) = replica.scheduler.loading.take_begun()
+    assert [each.number for each in load.pages] == [*range(10)]
+    replica.scheduler.loading.finish(load, 10)
+    assert chunk_sizes(replica.run(), "a") == [2]
+
+
+def test_prompt_is_computed_where_that_is_sooner() -> None:
+    replica = replica_with(load_s=PAGE_S * 2)
+    replica.add("a", PROMPT)
+    assert sum(chunk_sizes(replica.run(), "a")) == len(PROMPT)
+    assert not replica.scheduler.loading.take_begun()
+
+
+def test_load_that_would_wait_behind_others_is_not_begun() -> None:
+    replica = replica_with(load_s=PAGE_S * 0.8)
+    replica.add("a", PROMPT)
+    replica.add("b", [*PROMPT[:40], 7, 7])
+    batch = replica.step().batch
+    assert [load.prefix.request.id for load in replica.scheduler.loading.take_begun()] == ["a"]
+    assert [part.request.id for part in batch.scheduled] == ["b"]
+
+
+def test_load_that_takes_too_long_is_computed() -> None:
+    replica = replica_with(load_s=PAGE_S / 2)
+    replica.add("a", PROMPT)
+    replica.step()
+    (load,) = replica.scheduler.loading.take_begun()
+    replica.now = 1.0
+    assert sum(chunk_sizes(replica.run(), "a")) == len(PROMPT)
+    replica.scheduler.loading.finish(load, 10)
+    assert replica.scheduler.pages.counts().owned == 0
+
+
+def test_prompt_without_a_full_page_in_a_tier_is_computed_at_once() -> None:
+    replica = replica_with(load_s=0.0)
+    replica.add("a", [9, *PROMPT])
+    assert replica.step().batch.num_tokens == 1 + len(PROMPT)
+
+
+@pytest.mark.parametrize(("store_s", "is_worth"), [(PAGE_S * 0.3, True), (PAGE_S * 0.5, False)])
+def test_page_is_stored_if_half_of_what_it_saves_exceeds_its_cost(store_s: float, is_worth: bool) -> None:
+    """Before any page was counted, half of all pages are expected to return."""
+    tiers = TierPages([PageTier("files", store_s=store_s, load_s=PAGE_S * 0.2)])
+    assert bool(tiers.worth_storing(PageKey(0, b"page"), PAGE_S)) == is_worth
+
+
+def test_pages_that_no_request_wants_again_are_no_longer_stored() -> None:
+    tiers = TierPages([PageTier("files", store_s=PAGE_S * 0.1, load_s=PAGE_S * 0.1)])
+    for number in range(100):
+        tiers.returns.evicted(number.to_bytes(16, "big"))
+    assert not tiers.worth_storing(PageKey(0, b"page"), PAGE_S)
+    tiers.returns.wanted(number.to_bytes(16, "big") for number in range(50))
+    assert tiers.worth_storing(PageKey(0, b"page"), PAGE_S)
+
+
+def test_page_that_is_wanted_twice_counts_once() -> None:
+    returns = ReturnShare()
+    before = returns.share
+    returns.evicted(b"page")
+    returns.wanted([b"page", b"page", b"another"])
+    assert returns.share == pytest.approx((2 * before + 1) / 3)
