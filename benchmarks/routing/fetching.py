@@ -2,7 +2,7 @@
 
     python benchmarks/routing/fetching.py --seeds 2
 
-First, one prompt whose prefix is on another replica: seconds to its first token when that is computed, and fetched.
+First, one prompt whose prefix is on another replica: predicted seconds to its first token, computed and fetched.
 Then agents and chats on fleets. Each row plays the same requests, with `router.shipping` auto (which fetches), never,
 and with `prefix-affinity`.
 """
@@ -22,12 +22,16 @@ from crossdock.cluster.bench.workloads import Job, Segment
 from crossdock.cluster.simulate.fleet import SimulatedFleet, describe
 from crossdock.cluster.simulate.presets import preset
 from crossdock.cluster.simulate.simulation import Outcome, Simulation
+from crossdock.router.fleet import Fleet
+from crossdock.router.placement import Query
+from crossdock.workers.report.advertise import LiveProfile, PageChanges, Prompts
+from crossdock.workers.schedule.memory.prefix_index import hash_pages
 
 SECONDS = 300.0
 SCALE = 0.05  # of agents' lengths: a session ends at 16,000 tokens, 1,000 pages
 FLEETS = ((4, 32, 1500), (8, 64, 1500), (4, 32, 3000))  # replicas, agents, pages of each
 PRESETS = ("h100-8b", "h100-70b")
-LENGTHS = (512, 2048, 8192, 32_768)  # tokens of a prefix
+LENGTHS = (512, 2048, 8192, 49_152)  # tokens of a prefix
 ROUTERS = {"fetches": {}, "never": {"shipping": "never"}, "prefix-affinity": {"policy": "prefix-affinity"}}
 TTFT_S, TPOT_S = 1.0, 0.05  # of a good request
 
@@ -39,19 +43,18 @@ def fleet(name: str, replicas: int, router: dict[str, str], **changes: int) -> S
 
 
 def one_prompt(name: str, tokens: int) -> tuple[float, float]:
-    """Return the seconds to the first token of a prompt on the replica without its prefix: computed, and fetched.
+    """Return the predicted seconds to the first token of a prompt, computed and fetched.
 
-    The holder is busy with a prompt of 60,000 tokens, so that the other replica is chosen."""
-    found = []
-    for router in ({"shipping": "never"}, {}):
-        jobs = [
-            Job((Segment("prefix", tokens), Segment("a", 32)), 1, due=0.0),
-            Job((Segment("prefix", tokens), Segment("long", 60_000)), 1, due=60.0),
-            Job((Segment("prefix", tokens), Segment("b", 32)), 1, due=60.01),
-        ]
-        outcome = Simulation(fleet(name, 2, router, num_pages=20_000, max_model_len=131_072)).run(jobs, 200.0)
-        found.append(outcome.samples[2].ttft)
-    return found[0], found[1]
+    Its prefix of `tokens` tokens is on another replica, which is busy for 20 s."""
+    profile = preset(name).model_copy(update={"peer": b"a dock", "compatibility": "one"})
+    router, hashes = Fleet(), hash_pages(range(tokens + 32), profile.page_size)
+    places = {"places": (64,) * len(profile.slo_classes), "free_pages": (20_000,) * len(profile.slo_classes)}
+    for replica, prompts in (("holder", (Prompts(0, 6, 4, 400_000, 20.0),)), ("other", ())):
+        router.join(replica, profile, 0.0)
+        router.hear(replica, LiveProfile("first", 1, (), prompts, **places), 0.0)
+    router.hear_pages("holder", PageChanges("first", 1, hashes[: tokens // profile.page_size]))
+    ways = router.choose(Query("prompt", tokens + 32, hashes), 0.0).alternatives
+    return ways["compute"], ways.get("fetch", ways["compute"])
 
 
 def good_share(outcome: Outcome) -> float:
