@@ -63,6 +63,8 @@ def ordinary() -> Made:
     pixel = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
     picture = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{pixel}"}}
     yield "a completion", COMPLETIONS, completion(logprobs=1)
+    yield "a batch of 256 prompts", COMPLETIONS, completion(prompt=["The cat sat on"] * 256, max_tokens=1)
+    yield "a long prompt", COMPLETIONS, completion(prompt="The cat sat on a mat. " * 600)
     yield "a chat", CHATS, chat()
     yield "a stream", CHATS, chat(stream=True)
     yield "a call of a tool", CHATS, chat(tools=[tool], tool_choice="required", max_tokens=30)
@@ -72,6 +74,7 @@ def ordinary() -> Made:
     yield "a response", "/v1/responses", {"input": "Hi", "max_output_tokens": 4}
     yield "a message", "/v1/messages", {"model": "SmolLM2-135M-Instruct", "messages": [user("Hi")], "max_tokens": 4}
     yield "a vector", EMBEDDINGS, {"input": "Hi"}
+    yield "a batch of 2,048 vectors, OpenAI's bound", EMBEDDINGS, {"input": ["The cat sat on"] * 2048}
     yield "tokens", TOKENIZE, {"prompt": "Hi"}
     yield "text", DETOKENIZE, {"tokens": [5]}
     yield "metrics", "/metrics", None
