@@ -1,11 +1,11 @@
 """The tokenizer of the served model, with the chat template that the configuration names."""
 
-import json
 from pathlib import Path
 
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.cluster.config import ModelConfig
 from crossdock.workers.model.weights.checkpoint import resolve_tokenizer
+from crossdock.workers.model.weights.untrusted import read_json
 
 
 def load_tokenizer(path: Path, config: ModelConfig) -> ModelTokenizer:
@@ -42,7 +42,7 @@ def load_tokenizer(path: Path, config: ModelConfig) -> ModelTokenizer:
 def _processor_template(folder: Path) -> str | None:
     """Return the chat template that older checkpoints of models with pictures keep beside their processor."""
     file = folder / "chat_template.json"
-    found = json.loads(file.read_text()).get("chat_template") if file.is_file() else None
+    found = read_json(file).get("chat_template") if file.is_file() else None
     return found if isinstance(found, str) else None
 
 

@@ -30,8 +30,8 @@ class GenerationConfig(BaseModel):
         """Read these fields of a file, and ignore all others. Raises ValueError, which names the file and the field."""
         hint = "model.generation_config: vllm ignores this file"
         try:
-            data = json.loads(path.read_text())
-        except ValueError as error:
+            data = json.loads(path.read_bytes())
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path} is not JSON: {error}; {hint}") from None
         if not isinstance(data, dict):
             raise ValueError(f"{path} is not a JSON object; {hint}")

@@ -50,6 +50,8 @@ class EmbeddingDefaults:
         sizes = config.matryoshka_dimensions
         if sizes is None:
             sizes = shape.get("matryoshka_dimensions")
+            if sizes is not None and not (isinstance(sizes, list) and all(type(each) is int for each in sizes)):
+                raise ValueError(f"{model / 'config.json'}: matryoshka_dimensions must be a list of whole numbers")
         has_any_size = sizes is None and shape.get("is_matryoshka") is True
         pooling, normalizes, refusal = _sentence_transformers(model)
         if config.pooling_type is not None:
@@ -70,7 +72,7 @@ class EmbeddingDefaults:
 def _sentence_transformers(model: Path) -> tuple[Pooling, bool, str]:
     """Return the pooling that a directory of Sentence Transformers names, whether vectors have a length of 1, and why
     this pooling is not possible; empty: it is. Without such a directory: last, and a length of 1."""
-    modules = _read(model / "modules.json", [])
+    modules = [module for module in _read(model / "modules.json", []) if isinstance(module, dict)]
     if not modules:
         return "last", True, ""
     kinds = [str(module.get("type", "")).rpartition(".")[2] for module in modules]
@@ -94,6 +96,10 @@ def _read(path: Path, otherwise: Any = None) -> Any:
     if not path.is_file():
         return {} if otherwise is None else otherwise
     try:
-        return json.loads(path.read_text())
-    except ValueError as error:
+        found = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from None
+    expected = dict if otherwise is None else list
+    if not isinstance(found, expected):
+        raise ValueError(f"{path} is not JSON of {'an object' if expected is dict else 'a list'}")
+    return found

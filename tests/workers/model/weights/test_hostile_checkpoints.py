@@ -7,6 +7,7 @@ import shutil
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
+from crossdock.cluster.api.body.generation_defaults import GenerationDefaults
+from crossdock.cluster.api.body.pooler_config import EmbeddingDefaults
 from crossdock.cluster.serve.checkpoint_check import check_checkpoint
 from crossdock.workers.model.weights.fingerprint import fingerprint
 from crossdock.workers.model.weights.gguf_checkpoint import pack_gguf
@@ -211,6 +214,15 @@ def test_state_of_nf4_that_is_another_is_a_fault_of_that_matrix(text: str, tmp_p
     faults = stored_in(AutoConfig.from_pretrained(tmp_path), tmp_path, scheme_at(tmp_path)).faults
     assert len(faults) == 1
     assert "its state" in faults[0]
+
+
+@pytest.mark.parametrize("content", ["[" * 5000, "5", "[5]", "{", '{"matryoshka_dimensions": 5}', "\xff"])
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "modules.json"])
+def test_files_beside_the_weights_are_read_or_refused_by_name(name: str, content: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / name).write_text(content, "latin-1")
+    for reader in (EmbeddingDefaults.read, GenerationDefaults.read):
+        refuses(partial(reader, tmp_path), tmp_path)
 
 
 # -- GGUF ------------------------------------------------------------------------------------------------------------
