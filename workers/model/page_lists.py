@@ -4,6 +4,7 @@ A table of them has a row for each sequence, as wide as the longest. Beside one 
 streams has 2M entries, of which 1 % are pages. So the host keeps lists, and the device makes the table.
 """
 
+from array import array
 from collections.abc import Sequence
 from functools import cached_property
 
@@ -35,11 +36,11 @@ class PageLists:
         lists = [part.pages for part in parts]
         if num_groups > 1:
             lists = [pages for part in parts for pages in (part.pages, *part.further_pages)]
-        entries = [np.asarray(pages[:num_pages], np.int32) for pages, num_pages in zip(lists, reach, strict=True)]
-        for number, pages in enumerate(lists):
-            if pages[0] == HOLE:
-                entries[number] = _filled(entries[number])
-        return cls(np.concatenate(entries), np.array(reach, np.int64), num_groups)
+        entries = array("i")
+        for pages, num_pages in zip(lists, reach, strict=True):
+            reached = pages[:num_pages]
+            entries.extend(reached if reached[0] != HOLE else _filled(reached))
+        return cls(np.frombuffer(entries, np.int32), np.array(reach, np.int64), num_groups)
 
     @property
     def width(self) -> int:
@@ -86,7 +87,8 @@ def table_of(shape: Sequence[int], entries: Tensor, places: Tensor) -> Tensor:
     return rows.index_copy_(0, places, entries).view(*shape)
 
 
-def _filled(pages: NDArray[np.int32]) -> NDArray[np.int32]:
+def _filled(pages: Sequence[int]) -> list[int]:
     """Return a list whose holes, which are at its beginning, have the number of the first page after them."""
-    first = np.count_nonzero(pages == HOLE)
-    return np.concatenate([np.full(first, pages[first], np.int32), pages[first:]])
+    filled = list(pages)
+    first = filled.count(HOLE)
+    return [filled[first]] * first + filled[first:]

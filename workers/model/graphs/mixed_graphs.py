@@ -26,7 +26,11 @@ from crossdock.workers.model.page_lists import NO_PAGES
 
 logger = logging.getLogger(__name__)
 
-_DECODES = (8, 64, 256)  # far apart: steps wait for the weights, whatever the padding, and every graph holds memory
+DECODES = (8, 32, 64, 96, 128, 192, 256)
+"""Numbers of decodes, closer where padding costs time. Every graph holds memory.
+
+An H100 or H200 waits for the weights below some 200 to 300 rows of decodes and chunks. Beyond, each row takes time."""
+
 _CHUNK_TOKENS = (64, 128, 256, 512)  # with more, computing takes longer than launching
 _CHUNKS = 8  # sequences for chunks in every graph, one of them for padding; few steps have more
 _VERIFIED = 64  # most rows of logits for chunks and drafts: each takes memory beside those of decodes, for all graphs
@@ -52,7 +56,7 @@ class MixedGraphs:
         self._model, self._page_size, width = model, page_size, -(-model.max_model_len // page_size)
         longest = min(max_chunk_tokens, model.max_model_len)
         self._chunk_logits = min(_CHUNKS * (1 + most_drafts), _VERIFIED)  # rows beside those of decodes
-        self._decodes = sorted({min(size, max_num_seqs) for size in _DECODES})
+        self._decodes = sorted({min(size, max_num_seqs) for size in DECODES})
         self._chunk_tokens = sorted({min(size, longest) for size in _CHUNK_TOKENS})
         none, none32 = np.zeros(0, np.int64), np.zeros(0, np.int32)
         nothing = StepInputs(none, none, none, none, np.zeros(1, np.int32), none32, NO_PAGES)

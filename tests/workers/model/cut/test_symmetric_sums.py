@@ -1,6 +1,7 @@
 """Small sums through memory that all GPUs read: every rank uses them or none does, and the sums are right."""
 
 import logging
+from unittest.mock import create_autospec
 
 import pytest
 import torch
@@ -56,16 +57,64 @@ def test_memory_that_cannot_be_shared_after_all_leaves_sums_as_they_were(ranks: 
     ("x", "is_taken"),
     [
         (torch.zeros(64, 4096, dtype=torch.bfloat16), True),  # 512 KiB: 64 decodes of an 8B model
-        (torch.zeros(256, 4096, dtype=torch.bfloat16), False),
+        (torch.zeros(1024, 4096, dtype=torch.bfloat16), True),  # 8 MiB
+        (torch.zeros(1025, 4096, dtype=torch.bfloat16), False),
         (torch.zeros(3, dtype=torch.bfloat16), False),
+        (torch.zeros(8, dtype=torch.bfloat16), True),  # each of four ranks reads 16 bytes of every rank
+        (
+            torch.zeros((1 << 18) + 8, dtype=torch.bfloat16),
+            False,
+        ),  # four ranks cannot share these in pieces of 16 bytes
+        (torch.zeros((1 << 18) + 32, dtype=torch.bfloat16), True),
         (torch.zeros(8, dtype=torch.float16), False),
         (torch.zeros(0), False),
     ],
 )
-def test_only_small_aligned_tensors_of_two_types_are_summed_in_shared_memory(x: torch.Tensor, is_taken: bool) -> None:
+def test_only_aligned_tensors_of_two_types_are_summed_in_shared_memory(x: torch.Tensor, is_taken: bool) -> None:
     sums = object.__new__(module.SymmetricSums)
-    sums._most_bytes = module.MOST_BYTES[2]
+    sums._size, sums.one_shot_bytes, sums.most_bytes = 4, module.ONE_SHOT_BYTES[4], module.TWO_SHOT_BYTES
     assert sums.takes(x) is is_taken
+
+
+class Simulated:
+    """In place of torch's operations: the sums of four ranks whose tensors are one, two and three more than ours."""
+
+    def __init__(self, wrong_from: int = 1 << 40) -> None:
+        self.calls: list[tuple[str, int]] = []
+        self.wrong_from = wrong_from  # bytes
+
+    def total(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        self.calls.append((name, x.nbytes))
+        step = 3 if (x.double() % 3 == 0).all() and len(self.calls) % 2 == 0 else 1  # of the second check, times three
+        return (x.double() * 4 + 6 * step + (x.nbytes >= self.wrong_from)).to(x.dtype)
+
+    def one_shot_all_reduce_copy(self, buffer: torch.Tensor, x: torch.Tensor, *_: str) -> torch.Tensor:
+        return self.total("one", x)
+
+    def two_shot_all_reduce_out(self, x: torch.Tensor, _: str, __: str, out: torch.Tensor) -> None:
+        out.copy_(self.total("two", x))
+
+
+@pytest.mark.parametrize(
+    ("wrong_from", "most"), [(1 << 40, 8 << 20), (1 << 20, 512 << 10), (8 << 20, 512 << 10), (1, None)]
+)
+def test_only_sums_that_were_proven_at_start_are_used(
+    wrong_from: int, most: int | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    simulated, group = Simulated(wrong_from), create_autospec(dist.ProcessGroup, instance=True)
+    group.size.return_value, group.rank.return_value, group.group_name = 4, 0, "ranks"
+    monkeypatch.setattr(module, "_why_not", lambda *_: "")
+    monkeypatch.setattr(module.torch.ops, "symm_mem", simulated)
+    monkeypatch.setattr(module.symmetric_memory, "empty", torch.empty)
+    monkeypatch.setattr(module.symmetric_memory, "rendezvous", lambda *_: None)
+    monkeypatch.delenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", raising=False)
+    with caplog.at_level(logging.INFO, module.logger.name):
+        sums = module.symmetric_sums(group, torch.device("cpu"), True, lambda text: [text] * 4)
+    assert (None if sums is None else sums.most_bytes) == most
+    assert ("is wrong" in caplog.text) == (wrong_from < 1 << 40)
+    if most == 8 << 20:
+        assert [call for call in simulated.calls if call[0] == "one"] == [("one", 128)] * 4
+        assert {num_bytes for name, num_bytes in simulated.calls if name == "two"} == {1 << 20, 8 << 20}
 
 
 def shared(rank: int, size: int) -> list[list[float]]:

@@ -120,6 +120,14 @@ def test_steps_run_to_be_recorded_are_whole() -> None:
     assert seen == [(100, 100)] + [(n, n) for n in (100, 88, 84, 72)]
 
 
+@pytest.mark.parametrize("chunk", [64, 128, 256, 512])
+def test_padding_of_decodes_adds_few_rows_where_a_row_takes_time(chunk: int) -> None:
+    """Below 206 rows an H200 waits for the weights, whatever the padding. Beyond, products take as long as rows say."""
+    for decodes in range(1, mixed.DECODES[-1] + 1):
+        padded = next(size for size in mixed.DECODES if size >= decodes)
+        assert max(padded + chunk, 206) <= 1.26 * max(decodes + chunk, 206)
+
+
 def test_step_that_no_graph_has_room_for_is_not_covered() -> None:
     step = PagedStep(build("llama", {}), TORCH, STEPS[0])
     recorded = MixedGraphs(step.model, PAGE_SIZE, 6, 40, lambda run: run)
