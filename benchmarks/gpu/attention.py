@@ -4,6 +4,7 @@ The pool has the layout of a served model: pages of one layer lie a page of all 
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ from gpu.cases import Bench, Case, Section
 from gpu.rows import Figures
 from gpu.sizes import Lengths, Sizes
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from crossdock.kernels.backend import choose_attention
 from crossdock.kvtransfer.layout import LayerShape, PoolLayout, View
@@ -166,6 +168,7 @@ def prefills(bench: Bench) -> Iterator[Case]:
     for name, lengths in bench.sizes.prefills.items():
         if len(lengths) == 1 and lengths[0][0] == lengths[0][1]:
             yield Case(f"{name}, torch's SDPA", partial(_sdpa_prefill, bench, lengths[0][0]))
+            yield Case(f"{name}, torch's SDPA in cuDNN", partial(_sdpa_prefill, bench, lengths[0][0], is_cudnn=True))
             yield Case(f"{name}, torch's flex attention", partial(_flex_prefill, bench, lengths[0][0]))
 
 
@@ -196,9 +199,11 @@ def _contiguous(bench: Bench, tokens: int) -> list[Tensor]:
     ]
 
 
-def _sdpa_prefill(bench: Bench, tokens: int) -> Figures:
+def _sdpa_prefill(bench: Bench, tokens: int, *, is_cudnn: bool = False) -> Figures:
     q, k, v = _contiguous(bench, tokens)
-    seconds = bench.device.replayed(partial(F.scaled_dot_product_attention, q, k, v, is_causal=True, enable_gqa=True))
+    run = partial(F.scaled_dot_product_attention, q, k, v, is_causal=True, enable_gqa=True)
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if is_cudnn and not bench.sizes.is_dry else nullcontext():
+        seconds = bench.device.replayed(run)
     return {"us": seconds * 1e6, "of_peak": _flop(bench.sizes, [(tokens, tokens)]) / seconds / bench.peak}
 
 

@@ -88,6 +88,9 @@ def engine(bench: Bench) -> Iterator[Case]:
         yield Case(case, partial(_decode, bench, engines, streams, context, False))
     yield Case(f"{name}: prefill {sizes.prompt}", partial(_prefill, bench, engines))
     yield Case(f"{name}: chunks of {sizes.chunk} beside {sizes.streams} decodes", partial(_chunks, bench, engines))
+    for start, tokens in sizes.deep:
+        case = f"{name}: chunk of {tokens} at {start} beside {sizes.streams} decodes"
+        yield Case(case, partial(_deep, bench, engines, start, tokens))
     yield Case("gaps", partial(_gaps, bench, engines, ahead))
     yield Case("throughput, ahead", partial(_throughput, bench, engines, ahead))
     yield Case("throughput, in turn", partial(_throughput, bench, engines, {"async_scheduling": False}))
@@ -146,6 +149,13 @@ def _chunks(bench: Bench, engines: Engines) -> Figures:
     }
 
 
+def _deep(bench: Bench, engines: Engines, start: int, tokens: int) -> Figures:
+    """Measure a step with a chunk deep in a prompt. With contexts in parts, a step of few tokens is a short one."""
+    sizes, engine = bench.sizes, engines.engine(async_scheduling=True)
+    seconds = _seconds(bench, engine, (start, tokens), sizes.streams, sizes.stream_context - 1, 3)
+    return {"ms": seconds * 1e3, "prompt_tokens_per_s": tokens / seconds}
+
+
 def _ids(bench: Bench, count: int, seed: int) -> list[int]:
     most = min(VOCABULARY, next(iter(bench.sizes.models.values()))["vocab_size"])
     ids: list[int] = np.random.default_rng(seed).integers(3, most, count).tolist()
@@ -192,7 +202,8 @@ def _gaps(bench: Bench, engines: Engines, settings: dict[str, Any]) -> Figures:
     if not num_tokens:
         raise ValueError("no prompt was computed beside the streams: their gaps show nothing")
     rate = num_tokens / sizes.gap_seconds
-    return {**found, "p99_ratio": found["loaded_p99_ms"] / found["quiet_p99_ms"], "prompt_tokens_per_s": rate}
+    tpot_ms = 1e3 * engine.config.slo_classes[0].tpot_s
+    return {**found, "of_tpot": found["loaded_p99_ms"] / tpot_ms, "prompt_tokens_per_s": rate}
 
 
 def batch_prompts(bench: Bench) -> list[list[int]]:

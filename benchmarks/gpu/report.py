@@ -26,16 +26,22 @@ def _faster(figures: Figures, rows: Rows) -> float:
     return float(rows.figures("engine", "throughput, ahead").get("tokens_per_s", "nan")) / figures["tokens_per_s"]
 
 
+def _overlapped(figures: Figures, rows: Rows) -> float:
+    """Return the usual gap of streams alone, whose steps overlap with the host, over the least time of their step."""
+    return float(rows.figures("engine", "gaps").get("quiet_p50_ms", "nan")) / float(figures["least_ms"])
+
+
 GOALS = [
-    Goal("a decode step, 64 x 1,024, over its bytes at the measured bandwidth", "engine", f"{MODEL}: decode 64 x 1024",
-         "≤ 1.25", lambda row, _: row["over_least"], lambda value: value <= 1.25),
+    Goal("a decode step, 64 x 1,024, beside the host, over its bytes at the measured bandwidth", "engine",
+         f"{MODEL}: decode 64 x 1024",
+         "≤ 1.4", _overlapped, lambda value: value <= 1.4),
     Goal("a prefill of 8,192, share of the measured peak of products", "engine", f"{MODEL}: prefill 8192",
          "≥ 0.6", lambda row, _: row["of_peak"], lambda value: value >= 0.6),
     Goal("chunks of 2,048 beside 64 decodes, share of the prefill's tokens per second", "engine",
          f"{MODEL}: chunks of 2048 beside 64 decodes",
          "≥ 0.95", lambda row, _: row["of_prefill"], lambda value: value >= 0.95),
-    Goal("p99 gap of 64 streams under prompts of 32,768, over the quiet one", "engine", "gaps",
-         "≤ 2", lambda row, _: row["p99_ratio"], lambda value: value <= 2),
+    Goal("p99 gap of 64 streams under prompts of 32,768, over their class's target", "engine", "gaps",
+         "≤ 1.25", lambda row, _: row["of_tpot"], lambda value: value <= 1.25),
     Goal("pages that differ after NIXL between two processes", "transfer", "NIXL",
          "0", lambda row, _: row["pages_that_differ"], lambda value: value == 0),
     Goal("tokens per second over transformers' continuous batching", "others", "transformers, continuous batching",

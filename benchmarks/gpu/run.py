@@ -1,9 +1,9 @@
 """Is the GPU path correct, and how close is it to what the GPU can do? Four calls of at most eight minutes each.
 
     make gpu-kit                                                          # here: packages that the machine lacks
-    python benchmarks/gpu/run.py kernels --kit .gpu-kit --out gpu.jsonl   # there: references, tests, price of launches
+    python benchmarks/gpu/run.py engine --kit .gpu-kit --out gpu.jsonl    # there: the whole engine, one shape
+    python benchmarks/gpu/run.py kernels --kit .gpu-kit --out gpu.jsonl   # references, tests, launches, kernels by time
     python benchmarks/gpu/run.py attention --kit .gpu-kit --out gpu.jsonl
-    python benchmarks/gpu/run.py engine --kit .gpu-kit --out gpu.jsonl    # the whole engine, one shape
     python benchmarks/gpu/run.py others --kit .gpu-kit --out gpu.jsonl    # other shapes, NIXL, other engines
     python benchmarks/gpu/run.py report --out gpu.jsonl                   # Markdown for RESULTS.md
 
@@ -31,7 +31,7 @@ from gpu.rows import Rows
 from gpu.supervise import supervise
 
 ROOT = Path(__file__).resolve().parents[2]
-CALLS = ("kernels", "attention", "engine", "others")
+CALLS = ("engine", "kernels", "attention", "others")
 _RUN, _DEADLINE = "CROSSDOCK_GPU_RUN", "CROSSDOCK_GPU_DEADLINE"  # the process that measures has them, no other
 
 

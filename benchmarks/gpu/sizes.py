@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 Lengths: TypeAlias = list[tuple[int, int]]
 """(query_len, kv_len) of each sequence of a batch, decodes first."""
 
-_DENSE = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960}
+_DENSE = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 131072}
 _MODELS: dict[str, dict[str, Any]] = {
     "Llama-3.1-8B": {
         "model_type": "llama",
@@ -71,6 +71,7 @@ class Sizes:
     checked: dict[str, Lengths]
     decodes: list[tuple[int, int]]  # streams, context
     prefills: dict[str, Lengths]
+    products: tuple[int, ...]  # rows of products with the weights of the first model's layer
     stored: int  # tokens whose keys and values are stored at once
     strided: list[tuple[int, int]]  # decodes whose pages lie apart and side by side
     steps: dict[str, Lengths]
@@ -78,6 +79,7 @@ class Sizes:
     engine: dict[str, Any]  # settings
     prompt: int  # computed in one step, and in chunks
     chunk: int
+    deep: list[tuple[int, int]]  # (start, tokens) of chunks beside streams
     streams: int  # beside chunks
     stream_context: int
     gap_prompt: int  # tokens of the prompts that arrive while streams run
@@ -111,7 +113,9 @@ REAL = Sizes(
         "prefill 8192": [(8192, 8192)],
         "chunk 2048 at 8192": [(2048, 8192)],
         "chunk 512 at 8192 + 64 decodes": [*[(1, 1024)] * 64, (512, 8192)],
+        **{f"chunk {tokens} at {depth}": [(tokens, depth)] for depth in (32_768, 122_880) for tokens in (64, 512)},
     },
+    products=(1, 64, 256, 8192),
     stored=8192,
     strided=[(64, 1024), (256, 1024), (16, 8192)],
     steps={
@@ -126,6 +130,7 @@ REAL = Sizes(
     engine={"max_num_batched_tokens": 8192, "max_num_seqs": 256, "admission": "queue"},
     prompt=8192,
     chunk=2048,
+    deep=[(depth, tokens) for depth in (8192, 32_768, 122_880) for tokens in (64, 512)],
     streams=64,
     stream_context=1024,
     gap_prompt=32_768,
@@ -153,6 +158,7 @@ DRY = Sizes(
     checked={"decodes": [(1, 20), (1, 1)], "chunk and decodes": [(1, 9), (12, 20)]},
     decodes=[(2, 20)],
     prefills={"prefill 32": [(32, 32)], "chunk 8 + 2 decodes": [(1, 9), (1, 9), (8, 20)]},
+    products=(2,),
     stored=20,
     strided=[(2, 20)],
     steps={"decode 2 x 20": [(1, 20)] * 2, "chunk 8 + 2 decodes": [(1, 9), (1, 9), (8, 20)]},
@@ -166,6 +172,7 @@ DRY = Sizes(
     },
     prompt=32,
     chunk=16,
+    deep=[(48, 8)],
     streams=1,
     stream_context=16,
     gap_prompt=48,
