@@ -7,6 +7,8 @@
 // Vectors are the compilers' own (vector_size), so that the same code serves AVX-512, AVX2 and NEON. Intrinsics are
 // used only where the compilers have no equivalent.
 
+#include "numbers.h"
+
 #include <omp.h>
 
 #include <algorithm>
@@ -17,10 +19,6 @@
 #include <memory>
 #include <type_traits>
 #include <vector>
-
-#if defined(__AVX512F__)
-#include <immintrin.h>
-#endif
 
 namespace {
 
@@ -34,7 +32,6 @@ constexpr int64_t SPAN = 512;
 constexpr float LOWEST = -1e30f;  // finite: differences of it are never NaN
 constexpr float LOG2E = 1.44269504f;
 
-using bf16 = uint16_t;
 using vec = float __attribute__((vector_size(LANES * 4)));
 using ivec = int32_t __attribute__((vector_size(LANES * 4)));
 
@@ -97,20 +94,6 @@ inline float exp2(float x) { return exp2(splat(x))[0]; }
 inline vec tanh(vec x) {
     x = max(min(x, splat(15.0f)), splat(-15.0f));
     return 1.0f - 2.0f / (exp2(x * (2 * LOG2E)) + 1.0f);
-}
-
-inline float to_float(float x) { return x; }
-inline float to_float(bf16 x) {
-    const uint32_t bits = uint32_t(x) << 16;
-    float out;
-    std::memcpy(&out, &bits, 4);
-    return out;
-}
-inline void from_float(float x, float& out) { out = x; }
-inline void from_float(float x, bf16& out) {  // to nearest, ties to even; NaN stays NaN
-    uint32_t bits;
-    std::memcpy(&bits, &x, 4);
-    out = x != x ? bf16(0x7fc0) : bf16((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
 // --- operands of a multiply-add: one 32-bit word per lane, a float or a pair of bf16 --------------------------------
@@ -572,7 +555,7 @@ class Worker {
             }
             scale /= total;
             In* out = static_cast<In*>(a_.out) + ((tile.first + r / group_) * a_.Hq + head) * a_.Dv;
-            for (int64_t d = 0; d < a_.Dv; ++d) from_float(all_.out[r * width_ + d] * scale, out[d]);
+            for (int64_t d = 0; d < a_.Dv; ++d) out[d] = from_float<In>(all_.out[r * width_ + d] * scale);
         }
     }
 

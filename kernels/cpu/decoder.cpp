@@ -4,7 +4,7 @@
 // each operation takes longer than a decode step's arithmetic (45 us a region on the machine this was written on).
 // Every row is computed in the same order whatever the other rows are, so results do not depend on the batch.
 
-#include "packed.h"
+#include "rounded.h"
 
 #include <immintrin.h>
 #include <linux/futex.h>
@@ -22,8 +22,6 @@
 #include <type_traits>
 #include <utility>
 #include <vector>
-
-using bf16 = uint16_t;
 
 namespace {
 
@@ -116,83 +114,6 @@ struct Barrier {
         syscall(SYS_futex, reinterpret_cast<int*>(&phase), operation, value, nullptr, nullptr, 0);
     }
 };
-
-// --- matrix products: out[t, n] = sum_k x[t, k] * w[n, k] -----------------------------------------------------------
-// Weights are packed in panels of 16 outputs, [N/16][K/2][16][2], so that one load feeds 16 lanes with two k each.
-
-// With few rows the weights come from memory, and the hardware alone prefetches them too late. Each tile of several rows
-// asks for its own weights this much ahead: 7.6 ms instead of 8.6 for a step of 8 rows, 11.8 instead of 13.9 for 16 (AMD
-// Zen 5, two threads; 1 KiB gains less, 4 KiB as much). One row alone is slower with it, by 5 %.
-constexpr int AHEAD = 2048;  // bytes
-
-// Panels that a thread multiplies next. While a tile is computed from the caches, it fetches one of them from memory:
-// with 4 to 64 rows, memory and arithmetic take about as long, and without this one waits for the other.
-struct Ahead {
-    const bf16* panel = nullptr;
-    int64_t count = 0;
-
-    const bf16* next(int64_t size) {
-        if (count == 0) return nullptr;
-        --count;
-        return std::exchange(panel, panel + size);
-    }
-};
-
-template <int MB, int NB>
-inline void tile(const bf16* x, int64_t ldx, const bf16* w, int64_t panel, int K, const bf16* fetched, __m512 (&acc)[MB][NB]) {
-    for (int m = 0; m < MB; ++m)
-        for (int n = 0; n < NB; ++n) acc[m][n] = _mm512_setzero_ps();
-    for (int k = 0; k < K; k += 2) {
-        if (fetched) _mm_prefetch(reinterpret_cast<const char*>(fetched + int64_t(k) * 16), _MM_HINT_T1);
-        __m512bh b[NB];
-        for (int n = 0; n < NB; ++n) {
-            const bf16* from = w + n * panel + int64_t(k) * 16;
-            if constexpr (MB > 1) _mm_prefetch(reinterpret_cast<const char*>(from) + AHEAD, _MM_HINT_T0);
-            b[n] = reinterpret_cast<__m512bh>(_mm512_loadu_si512(from));
-        }
-        for (int m = 0; m < MB; ++m) {
-            int32_t pair;
-            std::memcpy(&pair, x + m * ldx + k, 4);
-            __m512bh a = reinterpret_cast<__m512bh>(_mm512_set1_epi32(pair));
-            for (int n = 0; n < NB; ++n) acc[m][n] = _mm512_dpbf16_ps(acc[m][n], a, b[n]);
-        }
-    }
-}
-
-template <int MB, int NB, class Write>
-inline void rows(const bf16* x, int64_t ldx, const bf16* w, int64_t panel, int K, int64_t t, int64_t n, Ahead& ahead, Write& write) {
-    __m512 acc[MB][NB];
-    tile<MB, NB>(x + t * ldx, ldx, w, panel, K, ahead.next(panel), acc);
-    for (int m = 0; m < MB; ++m) write(t + m, n, acc[m]);
-}
-
-template <int NB, class Write>
-void block(const bf16* x, int64_t ldx, const bf16* w, int64_t panel, int K, int64_t t, int64_t end, int64_t n, Ahead ahead, Write& write) {
-    constexpr int MB = 24 / NB;
-    for (; t + MB <= end; t += MB) rows<MB, NB>(x, ldx, w, panel, K, t, n, ahead, write);
-    if constexpr (MB > 8)
-        for (; t + 8 <= end; t += 8) rows<8, NB>(x, ldx, w, panel, K, t, n, ahead, write);
-    for (; t + 4 <= end; t += 4) rows<4, NB>(x, ldx, w, panel, K, t, n, ahead, write);
-    for (; t + 2 <= end; t += 2) rows<2, NB>(x, ldx, w, panel, K, t, n, ahead, write);
-    for (; t < end; ++t) rows<1, NB>(x, ldx, w, panel, K, t, n, ahead, write);
-}
-
-// This thread's share of x[T, K] times panels: consecutive groups of NB panels, each over blocks of rows.
-// `write(t, first panel, acc[NB])` stores NB times 16 outputs of row t.
-template <int NB, class Write>
-void matmul(const bf16* x, int64_t ldx, int64_t T, const bf16* w, int64_t num_panels, int K, int tid, int nt, Write write) {
-    constexpr int64_t ROWS = 96;
-    const int64_t panel = int64_t(K) * 16, groups = num_panels / NB, blocks = (T + ROWS - 1) / ROWS;
-    const int64_t tasks = groups * blocks, first = tasks * tid / nt, last = tasks * (tid + 1) / nt;
-    for (int64_t task = first; task < last; ++task) {
-        int64_t n = task / blocks * NB, t = task % blocks * ROWS;
-        const bool is_last = t + ROWS >= T && task + 1 < last;  // of the blocks of rows that share these panels
-        const Ahead ahead = is_last ? Ahead{w + (n + NB) * panel, NB} : Ahead{};
-        block<NB>(x, ldx, w + n * panel, panel, K, t, std::min(T, t + ROWS), n, ahead, write);
-    }
-    for (int64_t n = groups * NB + tid; n < num_panels; n += nt)  // panels that do not fill a group
-        block<1>(x, ldx, w + n * panel, panel, K, 0, T, n, Ahead{}, write);
-}
 
 // --- norms and rotary embeddings ------------------------------------------------------------------------------------
 
@@ -474,7 +395,9 @@ void crossdock_decode_stack(const Stack* stack, const DecoderBatch* batch, bf16*
     bf16* attended = qkv + T * QKV;
     bf16* activated = attended + T * A;
     Barrier barrier;
-    packed::Rows rows(T, std::max({E, A, I}));  // as packed weights multiply them
+#if defined(__AVX512VNNI__)
+    packed::Rows rows(T, std::max({E, A, I}));
+#endif
 
 #pragma omp parallel num_threads(num_threads)
     {
@@ -485,15 +408,17 @@ void crossdock_decode_stack(const Stack* stack, const DecoderBatch* batch, bf16*
         const int64_t t0 = T * tid / nt, t1 = T * (tid + 1) / nt;
         auto attention = std::make_unique<Attention>(s, b, tid, nt);
         auto prepare = [&](const bf16* x, const packed::Matrix& w) {  // this thread's rows, before all threads need them
-            if (w.kind == packed::PLAIN) return;
-            for (int64_t t = t0; t < t1; ++t) packed::prepare(rows, t, x + t * w.K, w);
+            if (!packed::is_rounded(w)) return;
+#if defined(__AVX512VNNI__)
+            for (int64_t t = t0; t < t1; ++t) rows.round(t, x + t * w.K, w);
             barrier.wait();
+#endif
         };
         auto multiply = [&](auto panels, const bf16* x, const packed::Matrix& w, auto write) {
-            if (w.kind == packed::PLAIN)
-                matmul<decltype(panels)::value>(x, w.K, T, reinterpret_cast<const bf16*>(w.codes), w.N / 16, int(w.K), tid, nt, write);
-            else
-                packed::packed_product<bf16>(rows, T, w, tid, nt, write);
+#if defined(__AVX512VNNI__)
+            if (packed::is_rounded(w)) return packed::multiply_rounded(rows, T, w, tid, nt, write);
+#endif
+            packed::multiply<decltype(panels)::value>(x, T, w, tid, nt, write);
         };
         const std::integral_constant<int, 2> two;
         const std::integral_constant<int, 3> three;
@@ -502,7 +427,7 @@ void crossdock_decode_stack(const Stack* stack, const DecoderBatch* batch, bf16*
             const Layer& layer = s.layers[l];
             for (int64_t t = t0; t < t1; ++t) rms_norm(hidden + t * E, layer.input_norm, float(s.eps), int(E), normed + t * E);
             prepare(normed, layer.qkv);
-            if (layer.qkv.kind == packed::PLAIN) barrier.wait();
+            if (!packed::is_rounded(layer.qkv)) barrier.wait();
 
             auto write_qkv = [&](int64_t t, int64_t n, auto& acc) {
                 constexpr int NB = sizeof(acc) / sizeof(__m512);
@@ -549,7 +474,7 @@ void crossdock_decode_stack(const Stack* stack, const DecoderBatch* batch, bf16*
 
             for (int64_t t = t0; t < t1; ++t) rms_norm(hidden + t * E, layer.post_norm, float(s.eps), int(E), normed + t * E);
             prepare(normed, layer.gate_up);
-            if (layer.gate_up.kind == packed::PLAIN) barrier.wait();
+            if (!packed::is_rounded(layer.gate_up)) barrier.wait();
 
             auto write_activated = [&](int64_t t, int64_t n, auto& acc) {  // panels alternate: gate, up, gate, up
                 __m512 gate = round16(acc[0]), up = round16(acc[1]);
@@ -564,18 +489,6 @@ void crossdock_decode_stack(const Stack* stack, const DecoderBatch* batch, bf16*
             multiply(three, activated, layer.down, add_to_hidden);
             barrier.wait();
         }
-    }
-}
-
-// Computes out [T, N] = x [T, K] times a packed weight.
-void crossdock_linear(const bf16* x, int64_t T, int64_t K, const bf16* w, int64_t N, bf16* out, int num_threads) {
-#pragma omp parallel num_threads(num_threads)
-    {
-        auto write = [&](int64_t t, int64_t n, auto& acc) {
-            constexpr int NB = sizeof(acc) / sizeof(__m512);
-            for (int j = 0; j < NB; ++j) store16(out + t * N + (n + j) * 16, acc[j]);
-        };
-        matmul<3>(x, K, T, w, N / 16, int(K), omp_get_thread_num(), omp_get_num_threads(), write);
     }
 }
 }

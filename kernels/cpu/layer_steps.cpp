@@ -2,32 +2,14 @@
 //
 // Numbers are rounded to the rows' type where transformers' own code rounds. A row's result does not depend on others.
 
+#include "numbers.h"
+
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 
 namespace {
 
-using bf16 = uint16_t;
-
-inline float to_float(float x) { return x; }
-inline float to_float(bf16 x) {
-    const uint32_t bits = uint32_t(x) << 16;
-    float out;
-    std::memcpy(&out, &bits, 4);
-    return out;
-}
-template <class T>
-inline T from_float(float x);
-template <>
-inline float from_float<float>(float x) { return x; }
-template <>
-inline bf16 from_float<bf16>(float x) {  // to nearest, ties to even
-    uint32_t bits;
-    std::memcpy(&bits, &x, 4);
-    const bf16 rounded = bf16((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-    return x != x ? bf16(0x7fc0) : rounded;
-}
 template <class T>
 inline float rounded(float x) { return to_float(from_float<T>(x)); }
 

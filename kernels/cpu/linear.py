@@ -1,6 +1,5 @@
 """Linear layers on a CPU: one weight in the format of each kernel that a `KernelChoice` names."""
 
-import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +20,7 @@ from crossdock.kernels.cpu.packed_linear import (
     PackedPanels,
     PackedProduct,
     in_int8,
+    product,
 )
 from crossdock.kernels.cpu.remembered_seconds import measured_choice
 from crossdock.kernels.options import CpuKernels, Kernel
@@ -109,35 +109,23 @@ def why_not_int8(dtype: torch.dtype, setting: CpuKernels = "auto") -> str | None
 
 
 class OwnLinear:
-    """x [T, K] to [T, N] by decoder.cpp. A row's result does not depend on the other rows.
+    """x [T, K] to [T, N] by packed.cpp. A row's result does not depend on the other rows.
 
     Raises:
-        OSError: decoder.cpp cannot be compiled.
+        OSError: packed.cpp cannot be compiled.
     """
 
     def __init__(self, weight: Tensor, memory: HugePages | None = None) -> None:  # [N, K] bfloat16
-        self._library = cpu_library("decoder")
         self.out_features, self.in_features = weight.shape
         self.packed = _pack(weight, memory or HugePages())
-
-    @property
-    def struct(self) -> MatrixStruct:
-        """The weight for C++, which points into tensors of `self`."""
-        return MatrixStruct(0, self.out_features, self.in_features, 0, False, self.packed.data_ptr(), None, None)
+        self.struct = MatrixStruct(0, *weight.shape, weight.shape[1], False, self.packed.data_ptr(), None, None)
 
     def rows(self, numbers: Tensor) -> Tensor:  # [...] int64, of outputs
         """Return these rows of the weight as it was, [..., K]."""
         return self.packed[numbers // _PANEL, :, numbers % _PANEL].flatten(-2)
 
     def __call__(self, x: Tensor) -> Tensor:
-        x = x.contiguous()
-        out = torch.empty(len(x), self.out_features, dtype=torch.bfloat16)
-        self._library.crossdock_linear(
-            ctypes.c_void_p(x.data_ptr()),
-            *(ctypes.c_int64(len(x)), ctypes.c_int64(self.in_features), ctypes.c_void_p(self.packed.data_ptr())),
-            *(ctypes.c_int64(self.out_features), ctypes.c_void_p(out.data_ptr()), torch.get_num_threads()),
-        )
-        return out
+        return product(self.struct, x)
 
 
 class OneDnnLinear:

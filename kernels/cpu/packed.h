@@ -1,62 +1,47 @@
-// Products of rows with weights stored as small codes and scales (kernels/packed.py): out[t, n] = sum_k x[t, k] w[n, k].
+// Products of rows with weights: out[t, n] = sum_k x[t, k] w[n, k]. A weight [N, K] lies in panels of 16 outputs.
 //
-// A weight [N, K] is packed in panels of 16 outputs. Its codes are decoded a run of columns at a time, for all rows of a
-// block, into numbers of the instruction that multiplies them. Sums of a run are scaled in float32. The order of sums is
-// the same for any number of rows and threads, so a row's result depends on no other row.
+// A weight is plain bfloat16, or small codes and scales (kernels/packed.py). Codes are dequantised to the numbers that an
+// instruction multiplies: to float32 beside rows of float32, and beside rows of bfloat16 to bfloat16, rounded as a plain
+// weight is. With few rows this happens in registers, with many rows once for all of them. So a product is that of the
+// dequantised weight, and its sums have one order for any number of rows and threads: a row's result depends on no other
+// row. Rows rounded to int8 have kernels of their own (rounded.h).
 //
-// Codes are multiplied as they are: in int16 or int8 (int4, int8, e2m1), bfloat16 (e4m3) or float32. Beside integers, rows
-// of bfloat16 are rounded to integers with a scale for each run. To int16 the error is at most 2^-16 of the run's largest
-// number, where bfloat16 itself has 2^-9. An instruction multiplies twice as many int8, but their error is 2^-8: only
-// where a server is told to. Vectors are the compilers' own (vector_size), so that the float32 path serves every CPU.
+// Vectors are the compilers' own (vector_size), so that float32 serves every CPU.
 
 #pragma once
 
+#include "numbers.h"
+
 #include <algorithm>
 #include <cmath>
-#include <cstdint>
-#include <cstring>
-#include <memory>
 #include <type_traits>
+#include <utility>
 #include <vector>
-
-#if defined(__AVX512F__)
-#include <immintrin.h>
-#endif
 
 namespace packed {
 
 #if defined(__AVX512F__)
-constexpr int LANES = 16, MOST_ROWS = 6, MOST_CODED = 8;  // rows that fill the register file with sums of two panels
+constexpr int LANES = 16;
 using vec = __m512;
 #else
-constexpr int LANES = 8, MOST_ROWS = 2, MOST_CODED = 2;
+constexpr int LANES = 8;
 using vec = float __attribute__((vector_size(LANES * 4)));
 #endif
 using ivec = int32_t __attribute__((vector_size(LANES * 4)));
-using bf16 = uint16_t;
+constexpr int PANEL = 16, PARTS = PANEL / LANES;  // vectors of a panel
 
-constexpr int PANEL = 16, PARTS = PANEL / LANES;
-constexpr int MOST_COLUMNS = 128;         // of a run: sums of int16 times int8 stay within int32
-constexpr int MOST_ROUNDED_COLUMNS = 64;  // of a run of rows in int8: an outlier costs only its neighbours precision
-constexpr int64_t BLOCK = 64;             // rows whose sums stay in the first-level cache
+enum Kind : int64_t { PLAIN, INT4, INT8, E2M1, E4M3 };
+constexpr int columns_of(int64_t kind) { return kind == PLAIN ? 2 : kind == INT4 || kind == E2M1 ? 8 : 4; }  // of a word
 
-enum Kind : int64_t { PLAIN, INT4, INT8, E2M1, E4M3 };  // PLAIN: bfloat16 in panels, which decoder.cpp multiplies
-constexpr int columns_of(int64_t kind) { return kind == INT4 || kind == E2M1 ? 8 : 4; }  // whose codes share a word
-
-// A weight in panels. One 32-bit word of a panel's output holds the codes of consecutive columns: of bytes four, in the
-// order 0, 2, 1, 3; of nibbles eight, even columns in the low half. So each half of a word gives every second column.
+// A weight in panels. One 32-bit word of an output holds consecutive columns, the first in its lowest bits.
 struct Matrix {
     int64_t kind, N, K, group, is_rounded;  // is_rounded: rows of bfloat16 may be rounded to int8
     const uint32_t* codes;  // [N/16][K/columns of a word][16]
-    const float* scales;    // [N/16][K/group][16]; of e2m1 halved, as its codes are decoded doubled
+    const float* scales;    // [N/16][K/group][16]
     const float* offsets;   // as scales; null: int4 codes are signed, code - 8
     int64_t num_groups() const { return (K + group - 1) / group; }
-    int64_t run() const {  // columns that are summed before they are scaled
-        const int64_t most = is_rounded ? MOST_ROUNDED_COLUMNS : MOST_COLUMNS;
-        if (group <= most) return group;
-        return group == K || group % most == 0 ? most : PANEL;
-    }
-    int zero() const { return kind == INT8 ? 128 : kind == E2M1 ? 12 : offsets ? 0 : 8; }  // added to a code that has no sign
+    const uint32_t* words(int64_t panel) const { return codes + panel * (K / columns_of(kind)) * PANEL; }
+    const float* grid(const float* values, int64_t panel, int64_t g) const { return values + (panel * num_groups() + g) * PANEL; }
 };
 
 inline vec splat(float x) {
@@ -75,356 +60,406 @@ inline void store(void* p, vec v) { std::memcpy(p, &v, sizeof v); }
 inline vec multiply_add(vec a, vec b, vec c) {
 #if defined(__AVX512F__)
     return _mm512_fmadd_ps(a, b, c);
+#elif defined(__FMA__)
+    return _mm256_fmadd_ps(a, b, c);
 #else
     return a * b + c;
 #endif
 }
-inline vec splat_bits(const uint32_t* p) {
-    return (vec)(ivec{} + int32_t(*p));
-}
-inline float to_float(float x) { return x; }
-inline float to_float(bf16 x) {
-    const uint32_t bits = uint32_t(x) << 16;
-    float out;
-    std::memcpy(&out, &bits, 4);
-    return out;
-}
+inline void prefetch(const void* p) { __builtin_prefetch(p); }
 
-// --- numbers of float32: one column in a word -----------------------------------------------------------------------
+// With few rows the weights come from memory, and the hardware alone prefetches them too late. Each tile of several rows
+// asks for its own weights this much ahead: 7.6 ms instead of 8.6 for a step of 8 rows, 11.8 instead of 13.9 for 16 (AMD
+// Zen 5, two threads; 1 KiB gains less, 4 KiB as much). One row alone is slower with it, by 5 %.
+constexpr int AHEAD = 2048;  // bytes
 
-// Floats with MANTISSA bits after the sign bit and the exponent: magnitudes as float32. BIAS: 127 less their own.
-template <int MANTISSA, int BIAS>
-inline vec small_float(ivec code, int32_t sign_bit) {
-    const ivec magnitude = code & (sign_bit - 1);
-    const ivec normal = (magnitude << (23 - MANTISSA)) + (BIAS << 23);
-    const vec subnormal = __builtin_convertvector(magnitude, vec) * (1.0f / float(1 << (126 - BIAS + MANTISSA)));
-    const ivec bits = magnitude < (1 << MANTISSA) ? (ivec)subnormal : normal;
-    return (vec)(bits | ((code & sign_bit) != 0 ? ivec{} + INT32_MIN : ivec{}));
-}
+// --- numbers of float32: one column at a time -----------------------------------------------------------------------
 
-// Each kind of numbers says how many columns share a word, how to decode the j-th number of a word of codes, to convert
-// a run of a row, and to multiply. `sum` is that of the converted run.
 struct Floats {
-    static constexpr int PER_WORD = 1;
-    using sums = vec;
-
-    static vec start(float, int) { return vec{}; }
+    using element = float;
+    static constexpr int STEP = 1;  // columns of a product
+    static vec row(const float* x) { return splat(*x); }
     static vec dot(vec acc, vec a, vec b) { return multiply_add(a, b, acc); }
-    static vec value(vec acc) { return acc; }
-
-    template <Kind KIND>
-    static vec decoded(vec codes, int j, int zero) {
-        const ivec word = (ivec)codes;
-        const int byte = j % 2 * 16 + j / 2 * 8, nibble = j % 2 * 16 + j / 2 * 4;
-        if constexpr (KIND == INT4) return __builtin_convertvector(((word >> nibble) & 15) - zero, vec);
-        if constexpr (KIND == INT8) return __builtin_convertvector((word << (24 - byte)) >> 24, vec);
-        if constexpr (KIND == E2M1) return small_float<1, 127>((word >> nibble) & 15, 8);
-        return small_float<3, 120>((word >> byte) & 255, 128);
-    }
-
-    template <Kind, class X>
-    static void convert(const X* x, int columns, uint32_t* to, float& scale, float& sum) {
-        scale = 1, sum = 0;
-        for (int k = 0; k < columns; ++k) {
-            const float number = to_float(x[k]);
-            std::memcpy(to + k, &number, 4);
-            sum += number;
-        }
-    }
 };
 
-#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
-inline __m512 load16(const bf16* x) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x))), 16));
+// The values of codes whose lowest four bits are of e2m1; bit 3 is the sign.
+inline vec e2m1(ivec code) {
+#if defined(__AVX512F__)
+    return _mm512_permutexvar_ps((__m512i)code, _mm512_setr_ps(0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0f, -0.5, -1, -1.5, -2, -3, -4, -6));
+#else
+    const ivec magnitude = code & 7, sign = (code & 8) << 28;
+#if defined(__AVX2__)
+    const vec value = _mm256_permutevar8x32_ps(_mm256_setr_ps(0, 0.5, 1, 1.5, 2, 3, 4, 6), (__m256i)magnitude);
+#else
+    const vec small = __builtin_convertvector(magnitude, vec) * 0.5f, normal = (vec)((magnitude << 22) + (126 << 23));
+    const vec value = magnitude < 2 ? small : normal;
+#endif
+    return (vec)((ivec)value | sign);
+#endif
 }
 
-// Rounds 16 columns at a time to integers of at most MOST; `put(k, integers)` stores them. Returns their sum.
-template <class Put>
-inline int rounded(const bf16* x, int columns, float most, float& scale, Put put) {
-    __m512 largest = _mm512_setzero_ps();
-    for (int k = 0; k < columns; k += 16) largest = _mm512_max_ps(largest, _mm512_abs_ps(load16(x + k)));
-    scale = _mm512_reduce_max_ps(largest) / most;
-    const __m512 factor = _mm512_set1_ps(scale > 1e-30f ? 1.0f / scale : 0.0f);
-    __m512i total = _mm512_setzero_si512();
-    for (int k = 0; k < columns; k += 16) {
-        const __m512i integers = _mm512_cvtps_epi32(_mm512_mul_ps(load16(x + k), factor));
-        put(k, integers);
-        total = _mm512_add_epi32(total, integers);
-    }
-    return _mm512_reduce_add_epi32(total);
-}
+// The values of codes of e4m3 in the highest byte: its bits are those of a float whose exponent is 120 less.
+inline vec e4m3(ivec code) { return (vec)((code >> 4) & int32_t(0x87f00000)) * 0x1p120f; }
 
-// --- numbers of int16: two columns in a word ------------------------------------------------------------------------
-
-struct Words {
-    static constexpr int PER_WORD = 2;
-    using sums = __m512i;
-
-    static __m512i start(float, int) { return _mm512_setzero_si512(); }
-    static __m512i dot(__m512i acc, vec a, vec b) {  // not the intrinsic: GCC 12 keeps its sums in memory
-        asm("vpdpwssd %2, %1, %0" : "+v"(acc) : "v"(a), "v"(b));
-        return acc;
-    }
-    static vec value(__m512i acc) { return _mm512_cvtepi32_ps(acc); }
-
-    template <Kind KIND>
-    static vec decoded(vec codes, int j, int zero) {
-        const __m512i word = _mm512_castps_si512(codes);
-        if constexpr (KIND == INT8)
-            return _mm512_castsi512_ps(_mm512_srai_epi16(j == 0 ? _mm512_slli_epi16(word, 8) : word, 8));
-        // The index of the permutation has five bits, of which one is the next nibble's: each value stands twice.
-        const __m256i doubled = _mm256_setr_epi16(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12);
-        const __m256i counted = _mm256_setr_epi16(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-        const __m256i values = KIND == E2M1 ? doubled : _mm256_sub_epi16(counted, _mm256_set1_epi16(int16_t(zero)));
-        return _mm512_castsi512_ps(_mm512_permutexvar_epi16(_mm512_srli_epi16(word, 4 * j), _mm512_broadcast_i64x4(values)));
-    }
-
-    template <Kind>
-    static void convert(const bf16* x, int columns, uint32_t* to, float& scale, float& sum) {
-        sum = float(rounded(x, columns, 32767, scale, [&](int k, __m512i integers) {
-            _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + k / 2), _mm512_cvtepi32_epi16(integers));
-        }));
-    }
-};
-
-// --- numbers of int8: four columns in a word, unsigned codes by signed rows -----------------------------------------
-
-struct Bytes {
-    static constexpr int PER_WORD = 4;
-    using sums = __m512i;
-
-    static __m512i start(float sum, int zero) { return _mm512_set1_epi32(-zero * int(sum)); }
-    static __m512i dot(__m512i acc, vec a, vec b) {
-        asm("vpdpbusd %1, %2, %0" : "+v"(acc) : "v"(a), "v"(b));
-        return acc;
-    }
-    static vec value(__m512i acc) { return _mm512_cvtepi32_ps(acc); }
-
-    template <Kind KIND>
-    static vec decoded(vec codes, int j, int) {
-        const __m512i word = _mm512_castps_si512(codes);
-        if constexpr (KIND == INT8) return _mm512_castsi512_ps(_mm512_xor_si512(word, _mm512_set1_epi8(-128)));
-        const __m512i nibbles = _mm512_and_si512(_mm512_srli_epi16(word, 4 * j), _mm512_set1_epi8(15));
-        if constexpr (KIND == INT4) return _mm512_castsi512_ps(nibbles);
-        const __m128i from_zero = _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0);
-        return _mm512_castsi512_ps(_mm512_shuffle_epi8(_mm512_broadcast_i32x4(from_zero), nibbles));
-    }
-
-    // Columns stand as those of the codes, see Matrix.
-    template <Kind KIND>
-    static void convert(const bf16* x, int columns, uint32_t* to, float& scale, float& sum) {
-        const __m128i order = columns_of(KIND) == 4 ? _mm_setr_epi8(0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15)
-                                                    : _mm_setr_epi8(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15);
-        sum = float(rounded(x, columns, 127, scale, [&](int k, __m512i integers) {
-            _mm_storeu_si128(reinterpret_cast<__m128i*>(to + k / 4), _mm_shuffle_epi8(_mm512_cvtepi32_epi8(integers), order));
-        }));
-    }
-};
-#endif
-
-#if defined(__AVX512BF16__) && defined(__AVX512BW__)
-// --- numbers of bfloat16: two columns in a word, for codes of e4m3 --------------------------------------------------
-
-struct Pairs {
-    static constexpr int PER_WORD = 2;
-    using sums = vec;
-
-    static vec start(float, int) { return _mm512_setzero_ps(); }
-    static vec dot(vec acc, vec a, vec b) { return _mm512_dpbf16_ps(acc, (__m512bh)a, (__m512bh)b); }
-    static vec value(vec acc) { return acc; }
-
-    template <Kind>
-    static vec decoded(vec word, int j, int) {
-        const __m512i codes = _mm512_srli_epi16(_mm512_castps_si512(word), 8 * j);
-        const __m512i magnitude = _mm512_and_si512(codes, _mm512_set1_epi16(127));
-        const __m512i subnormal = _mm512_broadcast_i32x4(
-            _mm_setr_epi16(0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60));  // 0 to 7 times 2^-9
-        const __m512i normal = _mm512_add_epi16(_mm512_slli_epi16(magnitude, 4), _mm512_set1_epi16(120 << 7));
-        const __mmask32 is_small = _mm512_cmplt_epi16_mask(magnitude, _mm512_set1_epi16(8));
-        const __m512i bits = _mm512_mask_permutexvar_epi16(normal, is_small, magnitude, subnormal);
-        const __m512i sign = _mm512_and_si512(_mm512_slli_epi16(codes, 8), _mm512_set1_epi16(INT16_MIN));
-        return _mm512_castsi512_ps(_mm512_or_si512(bits, sign));
-    }
-
-    template <Kind>
-    static void convert(const bf16* x, int columns, uint32_t* to, float& scale, float& sum) {
-        std::memcpy(to, x, columns * sizeof(bf16));
-        scale = 1, sum = 0;
-        for (int k = 0; k < columns; ++k) sum += to_float(x[k]);
-    }
-};
-#endif
-
-// --- rows, and their products ---------------------------------------------------------------------------------------
-
-// Rows as numbers of the instruction, with the scale and the sum of each run of columns. All rows of a run are adjacent.
-struct Rows {
-    int64_t T;
-    std::unique_ptr<uint32_t[]> words;     // [runs][T][columns of a run / PER_WORD]
-    std::unique_ptr<float[]> scales, sums;  // [runs][T]
-
-    Rows(int64_t T, int64_t widest)  // not set to zero: the vectors would be
-        : T(T), words(new uint32_t[T * (widest + MOST_COLUMNS)]), scales(new float[T * widest / PANEL]), sums(new float[T * widest / PANEL]) {}
-
-    template <class Numbers, Kind KIND, class X>
-    void convert(int64_t t, const X* x, const Matrix& w) {
-        const int64_t run = w.run();
-        for (int64_t k = 0, at = t; k < w.K; k += run, at += T)
-            Numbers::template convert<KIND>(x + k, int(std::min(run, w.K - k)), &words[at * run / Numbers::PER_WORD], scales[at], sums[at]);
-    }
-};
-
-constexpr int PANELS = 2, V = PANELS * PARTS;  // panels that are multiplied together, and their vectors
-
-// Codes of two panels from panel n, decoded as they are multiplied. Past the last panel the last is read again.
-template <class Numbers_, Kind KIND>
-struct Coded {
-    using Numbers = Numbers_;
-    static constexpr int COLUMNS = columns_of(KIND), PER_CODE = COLUMNS / Numbers::PER_WORD;
+// A source gives the weights of NB panels from panel n: `enter` a group, `read` the words of columns, and each `number`.
+template <Kind KIND, bool HAS_OFFSETS, int NB>
+struct CodedFloats {
+    using Numbers = Floats;
+    static constexpr int V = NB * PARTS, COLUMNS = columns_of(KIND);
     const Matrix& w;
     const int64_t n;
-    const int zero = w.zero();
+    const uint32_t* codes[NB];
+    vec scales[V] = {}, offsets[V] = {};
+    ivec words[V] = {};
 
-    int64_t panel(int v) const { return std::min(n + v / PARTS, w.N / PANEL - 1); }
-    vec word(int64_t i, int v) const {  // the i-th of a row's words of codes
-        return load(w.codes + (panel(v) * (w.K / COLUMNS) + i) * PANEL + v % PARTS * LANES);
+    CodedFloats(const Matrix& w, int64_t n) : w(w), n(n) {
+        for (int p = 0; p < NB; ++p) codes[p] = w.words(n + p);
     }
-    vec number(vec word, int64_t, int j, int) const { return Numbers::template decoded<KIND>(word, j, zero); }
-    vec grid(const float* values, int64_t group, int v) const {  // scales or offsets of a group
-        return load(values + (panel(v) * w.num_groups() + group) * PANEL + v % PARTS * LANES);
+    int64_t group() const { return w.group; }
+    void enter(int64_t g) {
+        for (int v = 0; v < V; ++v) {
+            scales[v] = load(w.grid(w.scales, n + v / PARTS, g) + v % PARTS * LANES);
+            if constexpr (HAS_OFFSETS) offsets[v] = load(w.grid(w.offsets, n + v / PARTS, g) + v % PARTS * LANES);
+            if constexpr (KIND == INT4 && !HAS_OFFSETS) offsets[v] = scales[v] * -8.0f;
+        }
+    }
+    void read(int64_t k) {
+        for (int v = 0; v < V; ++v) {
+            const uint32_t* from = codes[v / PARTS] + k / COLUMNS * PANEL + v % PARTS * LANES;
+            prefetch(reinterpret_cast<const char*>(from) + AHEAD / 2);
+            words[v] = (ivec)load(from);
+        }
+    }
+    vec code(int j, int v) const {
+        if constexpr (KIND == INT4) return __builtin_convertvector((words[v] >> (4 * j)) & 15, vec);
+        if constexpr (KIND == INT8) return __builtin_convertvector((words[v] << (24 - 8 * j)) >> 24, vec);
+        if constexpr (KIND == E2M1) return e2m1(words[v] >> (4 * j));
+        return e4m3(words[v] << (24 - 8 * j));
+    }
+    vec number(int j, int v) const {
+        if constexpr (HAS_OFFSETS || KIND == INT4) return multiply_add(code(j, v), scales[v], offsets[v]);
+        return code(j, v) * scales[v];
     }
 };
 
-// The same panels, decoded before: for many rows.
-template <class Codes>
-struct Decoded : Codes {
-    static constexpr int PER_CODE = Codes::PER_CODE;
-    float* const numbers;  // [words of a row][PER_CODE][V][LANES]
+// Plain bfloat16, widened.
+template <int NB>
+struct WidenedFloats {
+    using Numbers = Floats;
+    static constexpr int V = NB * PARTS, COLUMNS = 2;
+    const int64_t K;
+    const uint32_t *codes[NB], *words[NB] = {};
 
-    Decoded(const Codes& codes, float* numbers) : Codes(codes), numbers(numbers) {
+    WidenedFloats(const Matrix& w, int64_t n) : K(w.K) {
+        for (int p = 0; p < NB; ++p) codes[p] = w.words(n + p);
+    }
+    int64_t group() const { return K; }
+    void enter(int64_t) {}
+    void read(int64_t k) {
+        for (int p = 0; p < NB; ++p) {
+            words[p] = codes[p] + k / 2 * PANEL;
+            prefetch(reinterpret_cast<const char*>(words[p]) + AHEAD);
+        }
+    }
+    vec number(int j, int v) const {
+        const ivec word = (ivec)load(words[v / PARTS] + v % PARTS * LANES);
+        return (vec)(j == 0 ? word << 16 : word & int32_t(0xffff0000));
+    }
+};
+
+#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+// --- numbers of bfloat16: two columns at a time ---------------------------------------------------------------------
+
+struct Pairs {
+    using element = bf16;
+    static constexpr int STEP = 2;
+    static vec row(const bf16* x) {
+        int32_t pair;
+        std::memcpy(&pair, x, 4);
+        return _mm512_castsi512_ps(_mm512_set1_epi32(pair));
+    }
+    static vec dot(vec acc, vec a, vec b) { return _mm512_dpbf16_ps(acc, (__m512bh)a, (__m512bh)b); }
+};
+
+// Outputs 0 to 7 and 8 to 15 of a panel are dequantised apart, in float32: their lanes are two columns of each output, so
+// that the instruction which rounds both to bfloat16 also puts them side by side.
+template <Kind KIND, bool HAS_OFFSETS, int NB>
+struct CodedPairs {
+    using Numbers = Pairs;
+    static constexpr int V = NB, COLUMNS = columns_of(KIND);
+    // What the codes of `halves` are multiplied by, beside the scale: of int8 256, of e4m3 2^-8.
+    static constexpr float FACTOR = KIND == INT8 ? 1.0f / 256 : KIND == E4M3 ? 256.0f : 1.0f;
+    const Matrix& w;
+    const int64_t n;
+    __m512 scales[V][2] = {}, offsets[V][2] = {}, values;  // values: of the 16 codes
+    __m512i words[V][2] = {};
+    const uint32_t* codes[NB];
+
+    CodedPairs(const Matrix& w, int64_t n) : w(w), n(n) {
+        for (int p = 0; p < NB; ++p) codes[p] = w.words(n + p);
+        const float zero = HAS_OFFSETS ? 0.0f : 8.0f;
+        values = KIND == E2M1 ? _mm512_setr_ps(0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0f, -0.5, -1, -1.5, -2, -3, -4, -6)
+                              : _mm512_sub_ps(_mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), splat(zero));
+    }
+    static __m512i half(int h) {  // the lanes of its outputs, each twice
+        const __m512i first = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
+        return h == 0 ? first : _mm512_add_epi32(first, _mm512_set1_epi32(8));
+    }
+    int64_t group() const { return w.group; }
+    void enter(int64_t g) {
         for (int v = 0; v < V; ++v)
-            for (int64_t i = 0; i < codes.w.K / Codes::COLUMNS; ++i) {
-                const vec word = codes.word(i, v);
-                for (int j = 0; j < PER_CODE; ++j) store(numbers + ((i * PER_CODE + j) * V + v) * LANES, codes.number(word, i, j, v));
+            for (int h = 0; h < 2; ++h) {
+                scales[v][h] = _mm512_permutexvar_ps(half(h), load(w.grid(w.scales, n + v, g))) * FACTOR;
+                if constexpr (HAS_OFFSETS) offsets[v][h] = _mm512_permutexvar_ps(half(h), load(w.grid(w.offsets, n + v, g)));
             }
     }
-    vec word(int64_t, int) const { return vec{}; }
-    vec number(vec, int64_t i, int j, int v) const { return load(numbers + ((i * PER_CODE + j) * V + v) * LANES); }
+    void read(int64_t k) {
+        const __m512i odd = _mm512_set1_epi64(int64_t(4) << 32);
+        for (int v = 0; v < V; ++v) {
+            const uint32_t* from = codes[v] + k / COLUMNS * PANEL;
+            prefetch(reinterpret_cast<const char*>(from) + AHEAD / 2);
+            const __m512i word = _mm512_loadu_si512(from);
+            if constexpr (COLUMNS == 8)  // every second lane shifted to its own column
+                for (int h = 0; h < 2; ++h) words[v][h] = _mm512_srlv_epi32(_mm512_permutexvar_epi32(half(h), word), odd);
+            else
+                words[v][0] = word;
+        }
+    }
+    void halves(int j, int v, __m512 (&out)[2]) const {
+        if constexpr (COLUMNS == 8) {
+            for (int h = 0; h < 2; ++h) out[h] = _mm512_permutexvar_ps(_mm512_srli_epi32(words[v][h], 8 * j), values);
+            return;
+        }
+        // The bytes of two columns of all outputs, as the high bytes of 16 bits each.
+        const __m128i chosen = j == 0 ? _mm_setr_epi8(-1, 0, -1, 1, -1, 4, -1, 5, -1, 8, -1, 9, -1, 12, -1, 13)
+                                      : _mm_setr_epi8(-1, 2, -1, 3, -1, 6, -1, 7, -1, 10, -1, 11, -1, 14, -1, 15);
+        __m512i both = _mm512_shuffle_epi8(words[v][0], _mm512_broadcast_i32x4(chosen));
+        if constexpr (KIND == E4M3)  // as float16: its exponent has one bit more
+            both = _mm512_and_si512(_mm512_srai_epi16(both, 1), _mm512_set1_epi16(int16_t(0xbf80)));
+        const __m256i low = _mm512_castsi512_si256(both), high = _mm512_extracti64x4_epi64(both, 1);
+        if constexpr (KIND == E4M3) {
+            out[0] = _mm512_cvtph_ps(low), out[1] = _mm512_cvtph_ps(high);
+        } else {
+            out[0] = _mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(low)), out[1] = _mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(high));
+        }
+    }
+    vec number(int j, int v) const {
+        __m512 of[2];
+        halves(j, v, of);
+        for (int h = 0; h < 2; ++h) of[h] = HAS_OFFSETS ? _mm512_fmadd_ps(of[h], scales[v][h], offsets[v][h]) : _mm512_mul_ps(of[h], scales[v][h]);
+        return (vec)_mm512_cvtne2ps_pbh(of[1], of[0]);
+    }
+};
+#endif
+
+// Weights that are numbers already, [panel][columns of a product][16]. `fetched`: what comes next, see `Ahead`.
+template <class Numbers_, int NB, bool IS_AHEAD>
+struct Stored {
+    using Numbers = Numbers_;
+    static constexpr int V = NB * PARTS, COLUMNS = Numbers::STEP;
+    const uint32_t* w;
+    const int64_t panel;  // words
+    const uint32_t* fetched;
+    const uint32_t* at = nullptr;
+
+    int64_t group() const { return panel; }  // at least K
+    void enter(int64_t) {}
+    void read(int64_t k) {
+        at = w + k / COLUMNS * PANEL;
+        if (fetched) __builtin_prefetch(fetched + k / COLUMNS * PANEL, 0, 2);
+        for (int p = 0; IS_AHEAD && p < NB; ++p) prefetch(reinterpret_cast<const char*>(at + p * panel) + AHEAD);
+    }
+    vec number(int, int v) const { return load(at + v / PARTS * panel + v % PARTS * LANES); }
 };
 
-// Computes the products of rows [t, t + MB) to sums [MB][V].
-template <int MB, class Codes>
-__attribute__((noinline)) void multiply_rows(const Rows& x, int64_t t, const Codes& codes, vec* sums) {
-    using Numbers = typename Codes::Numbers;
-    constexpr int J = Codes::PER_CODE;
-    const Matrix& w = codes.w;
-    const int64_t columns = w.run(), width = columns / Numbers::PER_WORD;
-    vec out[MB][V] = {};
-    for (int64_t from = 0, at = t; from < w.K; from += columns, at += x.T) {
-        const uint32_t* words = &x.words[at * width];
-        typename Numbers::sums acc[MB][V];
-        for (int m = 0; m < MB; ++m)
-            for (int v = 0; v < V; ++v) acc[m][v] = Numbers::start(x.sums[at + m], codes.zero);
-        const int64_t last = std::min(from + columns, w.K) / Codes::COLUMNS;
-        for (int64_t i = from / Codes::COLUMNS; i < last; ++i, words += J) {
-            vec coded[V];
-            for (int v = 0; v < V; ++v) coded[v] = codes.word(i, v);
-            for (int j = 0; j < J; ++j) {
+// --- tiles ----------------------------------------------------------------------------------------------------------
+
+// Computes the products of MB rows to sums [MB][V]. Only `count` rows exist; the last one is computed in place of others.
+template <int MB, class Source>
+__attribute__((noinline)) void tile(Source w, const typename Source::Numbers::element* x, int64_t K, int count, vec* sums) {
+    using Numbers = typename Source::Numbers;
+    constexpr int V = Source::V, STEPS = Source::COLUMNS / Numbers::STEP;
+    int64_t row[MB];
+    for (int m = 0; m < MB; ++m) row[m] = std::min(m, count - 1) * K;
+    vec acc[MB][V] = {};
+    for (int64_t from = 0, g = 0; from < K; from += w.group(), ++g) {
+        w.enter(g);
+        for (int64_t k = from, end = std::min(K, from + w.group()); k < end; k += Source::COLUMNS) {
+            w.read(k);
+#pragma GCC unroll 8
+            for (int j = 0; j < STEPS; ++j) {
                 vec b[V];
-                for (int v = 0; v < V; ++v) b[v] = codes.number(coded[v], i, j, v);
+                for (int v = 0; v < V; ++v) b[v] = w.number(j, v);
                 for (int m = 0; m < MB; ++m) {
-                    const vec a = splat_bits(words + m * width + j);
+                    const vec a = Numbers::row(x + row[m] + k + j * Numbers::STEP);
                     for (int v = 0; v < V; ++v) acc[m][v] = Numbers::dot(acc[m][v], a, b[v]);
                 }
             }
         }
-        for (int v = 0; v < V; ++v) {
-            const vec scale = codes.grid(w.scales, from / w.group, v);
-            for (int m = 0; m < MB; ++m)
-                out[m][v] = multiply_add(Numbers::value(acc[m][v]) * splat(x.scales[at + m]), scale, out[m][v]);
-        }
-        for (int v = 0; w.offsets && v < V; ++v) {
-            const vec offset = codes.grid(w.offsets, from / w.group, v);
-            for (int m = 0; m < MB; ++m) out[m][v] = multiply_add(splat(x.sums[at + m] * x.scales[at + m]), offset, out[m][v]);
+    }
+    std::memcpy(sums, acc, sizeof acc);
+}
+
+// Writes the numbers of a source to memory, in the order of `Stored`.
+template <class Source>
+__attribute__((noinline)) void write_numbers(Source w, int64_t K, uint32_t* to) {
+    constexpr int STEP = Source::Numbers::STEP;
+    for (int64_t from = 0, g = 0; from < K; from += w.group(), ++g) {
+        w.enter(g);
+        for (int64_t k = from, end = std::min(K, from + w.group()); k < end; k += Source::COLUMNS) {
+            w.read(k);
+#pragma GCC unroll 8
+            for (int j = 0; j < Source::COLUMNS / STEP; ++j)
+                for (int v = 0; v < Source::V; ++v)
+                    store(to + (v / PARTS * (K / STEP) + k / STEP + j) * PANEL + v % PARTS * LANES, w.number(j, v));
         }
     }
-    std::memcpy(sums, out, sizeof out);
 }
 
-template <int MB, class Codes>
-void multiply_all(const Rows& x, int64_t t, int64_t end, const Codes& codes, vec* sums) {
-    for (; t + MB <= end; t += MB, sums += MB * V) multiply_rows<MB>(x, t, codes, sums);
-    if constexpr (MB > 1) multiply_all<(MB > 4 ? 4 : MB / 2)>(x, t, end, codes, sums);
-}
+// Panels that a thread multiplies next. While a tile is computed from the caches, it fetches one of them from memory:
+// with 4 to 64 rows, memory and arithmetic take about as long, and without this one waits for the other.
+struct Ahead {
+    const uint32_t* panel = nullptr;
+    int64_t count = 0;
 
-// Computes the products of rows [t, end), at most BLOCK, with two panels from panel n to sums [end - t][V].
-template <class Numbers, Kind KIND>
-void packed_block(const Rows& x, const Matrix& w, int64_t t, int64_t end, int64_t n, vec* sums) {
-    const Coded<Numbers, KIND> codes{w, n};
-    if (end - t <= MOST_CODED) return multiply_all<MOST_CODED>(x, t, end, codes, sums);
-    static thread_local std::vector<float> memory;
-    memory.resize((w.K * PANELS + 1) * PANEL);
-    float* aligned = memory.data() + (64 - uintptr_t(memory.data()) % 64) % 64 / sizeof(float);
-    multiply_all<MOST_ROWS>(x, t, end, Decoded(codes, aligned), sums);
-}
-
-// The numbers that multiply rows of X by codes of KIND on this CPU.
-template <class X, Kind KIND, bool IS_ROUNDED>
-struct NumbersOf {
-#if defined(__AVX512BF16__) && defined(__AVX512BW__)
-    using ForE4m3 = Pairs;
-#else
-    using ForE4m3 = Floats;
-#endif
-#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
-    using ForIntegers = std::conditional_t<IS_ROUNDED, Bytes, Words>;
-#else
-    using ForIntegers = Floats;
-#endif
-    using type = std::conditional_t<std::is_same_v<X, float>, Floats, std::conditional_t<KIND == E4M3, ForE4m3, ForIntegers>>;
+    const uint32_t* next(int64_t size) {
+        if (count == 0) return nullptr;
+        --count;
+        return std::exchange(panel, panel + size);
+    }
 };
 
-// Calls `act` with the numbers and the kind of a weight, as types.
-template <class X, class Act>
-inline void with_numbers(const Matrix& w, Act act) {
+constexpr int MOST_SUMS = PARTS == 1 ? 24 : 12;  // vectors of sums that the register file holds beside others
+
+// Rows [t, end) with NB panels of numbers from w.
+template <class Numbers, int NB, class Write>
+void block(const typename Numbers::element* x, int64_t K, const uint32_t* w, int64_t t, int64_t end, int64_t n, Ahead ahead, Write& write) {
+    constexpr int V = NB * PARTS, MOST = MOST_SUMS / V;
+    const int64_t panel = K / Numbers::STEP * PANEL;
+    vec sums[MOST][V];
+    auto rows = [&](auto count) {
+        constexpr int MB = decltype(count)::value;
+        for (; t + MB <= end; t += MB) {
+            tile<MB>(Stored<Numbers, NB, (MB > 1)>{w, panel, ahead.next(panel)}, x + t * K, K, MB, *sums);
+            for (int m = 0; m < MB; ++m) write(t + m, n, sums[m]);
+        }
+    };
+    rows(std::integral_constant<int, MOST>());
+    if constexpr (MOST > 8) rows(std::integral_constant<int, 8>());
+    if constexpr (MOST > 4) rows(std::integral_constant<int, 4>());
+    if constexpr (MOST > 2) rows(std::integral_constant<int, 2>());
+    rows(std::integral_constant<int, 1>());
+}
+
+// Rows [t, t + count) with NB panels from panel n, whose numbers are made in registers.
+template <class Source, int MB, int NB, class X, class Write>
+void in_registers(const X* x, const Matrix& w, int64_t t, int count, int64_t n, Write& write) {
+    vec sums[MB][NB * PARTS];
+    tile<MB>(Source(w, n), x + t * w.K, w.K, count, *sums);
+    for (int m = 0; m < count; ++m) write(t + m, n, sums[m]);
+}
+
+// --- sources by kind ------------------------------------------------------------------------------------------------
+
+// Whether rows of bfloat16 are multiplied as they are; else they are widened to float32 before.
+#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+constexpr bool HAS_PAIRS = true;
+#else
+constexpr bool HAS_PAIRS = false;
+#endif
+
+template <class X>
+struct SourcesOf {
+    using Numbers = Floats;
+    template <Kind KIND, bool HAS_OFFSETS, int NB>
+    using Source = std::conditional_t<KIND == PLAIN, WidenedFloats<NB>, CodedFloats<KIND, HAS_OFFSETS, NB>>;
+};
+#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+template <>
+struct SourcesOf<bf16> {
+    using Numbers = Pairs;
+    template <Kind KIND, bool HAS_OFFSETS, int NB>
+    using Source = CodedPairs<KIND, HAS_OFFSETS, NB>;
+};
+#endif
+
+// Calls `act` with a kind and whether it has offsets, as constants.
+template <class Act>
+inline void with_kind(const Matrix& w, Act act) {
     auto of_kind = [&](auto kind) {
-        constexpr Kind KIND = decltype(kind)::value;
-        if (w.is_rounded)
-            act(typename NumbersOf<X, KIND, true>::type{}, kind);
+        if (w.offsets)
+            act(kind, std::true_type{});
         else
-            act(typename NumbersOf<X, KIND, false>::type{}, kind);
+            act(kind, std::false_type{});
     };
     switch (w.kind) {
+        case PLAIN: return act(std::integral_constant<Kind, PLAIN>{}, std::false_type{});
         case INT4: return of_kind(std::integral_constant<Kind, INT4>{});
         case INT8: return of_kind(std::integral_constant<Kind, INT8>{});
-        case E2M1: return of_kind(std::integral_constant<Kind, E2M1>{});
-        default: return of_kind(std::integral_constant<Kind, E4M3>{});
+        case E2M1: return act(std::integral_constant<Kind, E2M1>{}, std::false_type{});
+        default: return act(std::integral_constant<Kind, E4M3>{}, std::false_type{});
     }
 }
 
-// Prepares row t of X for products with w. All rows are prepared before `packed_product`.
-template <class X>
-void prepare(Rows& rows, int64_t t, const X* x, const Matrix& w) {
-    with_numbers<X>(w, [&](auto numbers, auto kind) { rows.convert<decltype(numbers), kind.value>(t, x, w); });
+constexpr int FEW = PARTS == 1 ? 8 : 6;  // rows whose numbers are made in registers
+
+// Writes the numbers of NB panels from panel n, as rows of X are multiplied by.
+template <class X, int NB>
+void numbers_of(const Matrix& w, int64_t n, uint32_t* to) {
+    with_kind(w, [&](auto kind, auto has_offsets) {
+        if constexpr (kind.value != PLAIN || std::is_same_v<X, float>)
+            write_numbers(typename SourcesOf<X>::template Source<kind.value, has_offsets.value, NB>(w, n), w.K, to);
+    });
 }
 
-// This thread's share of the products of T rows. `write(t, first panel, acc)` stores the outputs of a row: 16 for each of
-// two panels, or of one that is left.
+// This thread's share of the products of few rows.
 template <class X, class Write>
-void packed_product(const Rows& rows, int64_t T, const Matrix& w, int tid, int nt, Write write) {
-    const int64_t panels = w.N / PANEL, pairs = (panels + 1) / PANELS, blocks = (T + BLOCK - 1) / BLOCK;
-    const int64_t tasks = pairs * blocks, first = tasks * tid / nt, last = tasks * (tid + 1) / nt;
-    for (int64_t task = first; task < last; ++task) {
-        const int64_t n = task / blocks * PANELS, t = task % blocks * BLOCK, end = std::min(T, t + BLOCK);
-        vec sums[BLOCK][V];
-        with_numbers<X>(w, [&](auto numbers, auto kind) { packed_block<decltype(numbers), kind.value>(rows, w, t, end, n, *sums); });
-        for (int64_t i = t; i < end; ++i) {
-            vec(&two)[V] = sums[i - t];
-            if (n + 1 < panels)
-                write(i, n, two);
-            else
-                write(i, n, reinterpret_cast<vec(&)[PARTS]>(two));
+void multiply_few(const X* x, int64_t T, const Matrix& w, int tid, int nt, Write& write) {
+    with_kind(w, [&](auto kind, auto has_offsets) {
+        constexpr Kind KIND = kind.value;
+        auto rows = [&](auto size, auto most) {  // NB panels at a time, then those that are left
+            constexpr int NB = decltype(size)::value, MB = decltype(most)::value;
+            const int64_t panels = w.N / PANEL, groups = panels / NB;
+            for (int64_t n = groups * tid / nt * NB; n < groups * (tid + 1) / nt * NB; n += NB)
+                in_registers<typename SourcesOf<X>::template Source<KIND, has_offsets.value, NB>, MB, NB>(x, w, 0, int(T), n, write);
+            if (NB > 1 && panels % NB && tid == nt - 1)
+                in_registers<typename SourcesOf<X>::template Source<KIND, has_offsets.value, 1>, MB, 1>(x, w, 0, int(T), panels - 1, write);
+        };
+        const std::integral_constant<int, 2> two;
+        const std::integral_constant<int, PARTS == 1 ? 2 : 1> wide;
+        if constexpr (KIND != PLAIN || std::is_same_v<X, float>) {
+            if (T == 1) return rows(two, std::integral_constant<int, 1>());
+            if (T == 2) return rows(two, two);
+            if (T <= 4) return rows(wide, std::integral_constant<int, 4>());
+            return rows(wide, std::integral_constant<int, FEW>());
         }
+    });
+}
+
+// This thread's share of x [T, K] times a weight: consecutive groups of NB panels, each over blocks of rows.
+// `write(t, first panel, acc)` stores 16 outputs of row t for each of the panels in acc, at most NB.
+template <int NB, class X, class Write>
+void multiply(const X* x, int64_t T, const Matrix& w, int tid, int nt, Write write) {
+    using Numbers = typename SourcesOf<X>::Numbers;
+    constexpr int64_t ROWS = 96;
+    const bool is_stored = w.kind == PLAIN && std::is_same_v<X, bf16>;
+    if (!is_stored && T <= FEW) return multiply_few(x, T, w, tid, nt, write);
+    const int64_t panel = w.K / Numbers::STEP * PANEL, panels = w.N / PANEL;
+    const int64_t groups = panels / NB, blocks = (T + ROWS - 1) / ROWS;
+    static thread_local std::vector<uint32_t> memory;
+    if (!is_stored) memory.resize(panel * NB + PANEL);
+    uint32_t* numbers = memory.data() + (64 - uintptr_t(memory.data()) % 64) % 64 / 4;
+    const int64_t tasks = groups * blocks, first = tasks * tid / nt, last = tasks * (tid + 1) / nt;
+    for (int64_t task = first; task < last; ++task) {
+        const int64_t n = task / blocks * NB, t = task % blocks * ROWS;
+        if (!is_stored && (task == first || t == 0)) numbers_of<X, NB>(w, n, numbers);
+        const bool is_last = t + ROWS >= T && task + 1 < last;  // of the blocks of rows that share these panels
+        const Ahead ahead = is_stored && is_last ? Ahead{w.codes + (n + NB) * panel, NB} : Ahead{};
+        block<Numbers, NB>(x, w.K, is_stored ? w.codes + n * panel : numbers, t, std::min(T, t + ROWS), n, ahead, write);
+    }
+    for (int64_t n = groups * NB + tid; n < panels; n += nt) {  // panels that do not fill a group
+        if (!is_stored) numbers_of<X, 1>(w, n, numbers);
+        block<Numbers, 1>(x, w.K, is_stored ? w.codes + n * panel : numbers, 0, T, n, Ahead{}, write);
     }
 }
 

@@ -41,6 +41,8 @@ def why_not_packed(matrix: PackedMatrix) -> str | None:
         return f"its shape {[rows, columns]} has a size that is no multiple of {_PANEL}"
     if matrix.group % _PANEL and matrix.group < columns:
         return f"its groups of {matrix.group} columns are no multiples of {_PANEL}"
+    if matrix.offsets is not None and matrix.kind not in ("int4", "int8"):
+        return "its codes are floats and have offsets"
     return None
 
 
@@ -74,7 +76,7 @@ class PackedPanels:
 
     form: CodeForm
     codes: Tensor  # [N/16, words of a row, 16, 4] uint8
-    scales: Tensor  # [N/16, groups, 16] float32; of e2m1 halved
+    scales: Tensor  # [N/16, groups, 16] float32
     offsets: Tensor | None  # as scales
     columns: Tensor | None
 
@@ -93,17 +95,10 @@ class PackedPanels:
             whole = grid.float().repeat_interleave(matrix.block_rows, 0)[:rows]
             return whole.view(rows // _PANEL, _PANEL, -1).transpose(1, 2).contiguous()
 
-        codes = matrix.codes.contiguous().view(torch.uint8)
-        if _BITS[matrix.kind] == 4:
-            bytes_of_8 = codes.view(rows, columns // 8, 2, 2)  # two bytes hold four columns
-            halves = (bytes_of_8 & 15, bytes_of_8 >> 4)  # even columns, odd columns
-            words = torch.stack([each[..., 0] | each[..., 1] << 4 for each in halves], 2)
-        else:
-            words = codes.view(rows, columns // 4, 2, 2).transpose(2, 3)
-        panels = words.reshape(rows // _PANEL, _PANEL, -1, 4).transpose(1, 2).contiguous()
-        scales = spread(matrix.scales) * (0.5 if matrix.kind == "e2m1" else 1)
+        words = matrix.codes.contiguous().view(torch.uint8).view(rows // _PANEL, _PANEL, -1, 4)  # a word is 4 bytes
+        panels = words.transpose(1, 2).contiguous()
         offsets = None if matrix.offsets is None else spread(matrix.offsets)
-        return cls(CodeForm.of(matrix), panels, scales, offsets, matrix.columns)
+        return cls(CodeForm.of(matrix), panels, spread(matrix.scales), offsets, matrix.columns)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -163,24 +158,31 @@ def in_int8(weight: Tensor) -> PackedMatrix:
 class PackedProduct:
     """x [T, K] to [T, N] by packed.cpp. A row's result does not depend on the other rows.
 
+    Rows of bfloat16 on CPUs with AVX512-BF16 are multiplied by the weight in bfloat16, other rows by that in float32.
     Where `is_rounded`, rows of bfloat16 are rounded to int8 beside integer codes on CPUs with AVX512-VNNI, with a scale
-    for each group of columns of the weight, at most 128.
+    for each group of columns of the weight, at most 64.
 
     Raises:
         OSError: packed.cpp cannot be compiled.
     """
 
     def __init__(self, panels: PackedPanels, is_rounded: bool = False) -> None:
-        self._library, self.panels, self.struct = cpu_library("packed"), panels, panels.struct(is_rounded)
+        cpu_library("packed")
+        self.panels, self.struct = panels, panels.struct(is_rounded)
 
     def __call__(self, x: Tensor) -> Tensor:
-        x = _in_order(x, self.panels)
-        out = x.new_empty(len(x), self.panels.shape[0])
-        getattr(self._library, f"crossdock_packed_linear_{_SUFFIXES[x.dtype]}")(
-            *(ctypes.byref(self.struct), ctypes.c_void_p(x.data_ptr()), ctypes.c_int64(len(x))),
-            *(ctypes.c_void_p(out.data_ptr()), torch.get_num_threads()),
-        )
-        return out
+        return product(self.struct, _in_order(x, self.panels))
+
+
+def product(weight: MatrixStruct, x: Tensor) -> Tensor:
+    """Return x [T, K] times a weight that `weight` points to, [T, N], by packed.cpp."""
+    x = x.contiguous()
+    out = x.new_empty(len(x), weight.N)
+    getattr(cpu_library("packed"), f"crossdock_packed_linear_{_SUFFIXES[x.dtype]}")(
+        *(ctypes.byref(weight), ctypes.c_void_p(x.data_ptr()), ctypes.c_int64(len(x))),
+        *(ctypes.c_void_p(out.data_ptr()), torch.get_num_threads()),
+    )
+    return out
 
 
 class DequantisedProduct:
@@ -206,4 +208,4 @@ class DequantisedProduct:
 
 
 def _in_order(x: Tensor, panels: PackedPanels) -> Tensor:
-    return (x if panels.columns is None else x[:, panels.columns]).contiguous()
+    return x if panels.columns is None else x[:, panels.columns]

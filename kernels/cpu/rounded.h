@@ -1,0 +1,170 @@
+// Products of rows rounded to int8 with weights of integer codes (AVX512-VNNI).
+//
+// A row is rounded with a scale for each run of columns, at most 64 and within a group of the weight: an outlier costs
+// only its neighbours precision. Integers are multiplied four at a time, and the sum of a run is scaled in float32.
+
+#pragma once
+
+#include "packed.h"
+
+#include <memory>
+
+namespace packed {
+
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+
+// Whether products with a weight are those of rounded rows.
+inline bool is_rounded(const Matrix& w) { return w.is_rounded && w.kind != PLAIN && w.kind != E4M3; }
+
+constexpr int MOST_COLUMNS = 64;        // of a run
+constexpr int MOST_CODED = 8;           // rows for which codes are decoded as they are multiplied
+constexpr int64_t BLOCK = 64;           // rows whose sums stay in the first-level cache
+constexpr int PAIR = 2;                 // panels that are multiplied together
+
+inline int64_t run_of(const Matrix& w) {  // columns that are summed before they are scaled
+    if (w.group <= MOST_COLUMNS) return w.group;
+    return w.group == w.K || w.group % MOST_COLUMNS == 0 ? MOST_COLUMNS : PANEL;
+}
+
+// Codes as unsigned bytes, of four columns in a word: the code of an element is the byte less `zero`.
+inline int zero_of(const Matrix& w) { return w.kind == INT8 ? 128 : w.kind == E2M1 ? 12 : w.offsets ? 0 : 8; }
+
+template <Kind KIND>
+inline __m512i bytes_of(__m512i word, int j) {  // the j-th word of bytes
+    if constexpr (KIND == INT8) return _mm512_xor_si512(word, _mm512_set1_epi8(-128));
+    const __m512i nibbles = _mm512_and_si512(_mm512_srli_epi16(word, 4 * j), _mm512_set1_epi8(15));
+    if constexpr (KIND == INT4) return nibbles;
+    const __m128i from_zero = _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0);  // doubled
+    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(from_zero), nibbles);
+}
+
+inline __m512i dot(__m512i acc, __m512i row, __m512i bytes) {  // not the intrinsic: GCC 12 keeps its sums in memory
+    asm("vpdpbusd %1, %2, %0" : "+v"(acc) : "v"(row), "v"(bytes));
+    return acc;
+}
+
+inline __m512 widened(const bf16* x) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x))), 16));
+}
+
+// Rounded rows, with the scale and the sum of each run. All rows of a run are adjacent.
+struct Rows {
+    int64_t T;
+    std::unique_ptr<int8_t[]> bytes;         // [runs][T][columns of a run]
+    std::unique_ptr<float[]> scales, sums;  // [runs][T]
+
+    Rows(int64_t T, int64_t widest)  // not set to zero: the vectors would be
+        : T(T), bytes(new int8_t[T * (widest + MOST_COLUMNS)]), scales(new float[T * widest / PANEL]), sums(new float[T * widest / PANEL]) {}
+
+    // Rounds row t for products with w. All rows are rounded before `multiply_rounded`.
+    void round(int64_t t, const bf16* x, const Matrix& w) {
+        // Columns stand as in the bytes of codes: of nibbles, first the even ones of eight columns, then the odd ones.
+        const __m128i order = columns_of(w.kind) == 8 ? _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15)
+                                                      : _mm_setr_epi8(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+        const int64_t run = run_of(w);
+        for (int64_t from = 0, at = t; from < w.K; from += run, at += T) {
+            const int64_t columns = std::min(run, w.K - from);
+            __m512 largest = _mm512_setzero_ps();
+            for (int64_t k = 0; k < columns; k += 16) largest = _mm512_max_ps(largest, _mm512_abs_ps(widened(x + from + k)));
+            scales[at] = _mm512_reduce_max_ps(largest) / 127;
+            const __m512 factor = _mm512_set1_ps(scales[at] > 1e-30f ? 1.0f / scales[at] : 0.0f);
+            __m512i total = _mm512_setzero_si512();
+            for (int64_t k = 0; k < columns; k += 16) {
+                const __m512i integers = _mm512_cvtps_epi32(_mm512_mul_ps(widened(x + from + k), factor));
+                _mm_storeu_si128(reinterpret_cast<__m128i*>(&bytes[at * run + k]), _mm_shuffle_epi8(_mm512_cvtepi32_epi8(integers), order));
+                total = _mm512_add_epi32(total, integers);
+            }
+            sums[at] = float(_mm512_reduce_add_epi32(total));
+        }
+    }
+};
+
+// Computes the products of rows [t, t + MB) with two panels from panel n to sums [MB][2]. Past the last panel the last
+// is read again. `decoded`: the bytes of the panels, [words][2][16]; null: they are decoded from the codes.
+template <int MB, Kind KIND, bool IS_DECODED>
+__attribute__((noinline)) void rounded_tile(const Rows& x, int64_t t, const Matrix& w, int64_t n, const uint32_t* decoded, vec* sums) {
+    constexpr int J = columns_of(KIND) / 4;
+    const int64_t run = run_of(w), panel[PAIR] = {n, std::min(n + 1, w.N / PANEL - 1)};
+    const int zero = zero_of(w);
+    vec out[MB][PAIR] = {};
+    for (int64_t from = 0, at = t; from < w.K; from += run, at += x.T) {
+        const int8_t* rows = &x.bytes[at * run];
+        __m512i acc[MB][PAIR];
+        for (int m = 0; m < MB; ++m)
+            for (int v = 0; v < PAIR; ++v) acc[m][v] = _mm512_set1_epi32(-zero * int(x.sums[at + m]));
+        for (int64_t k = from, end = std::min(from + run, w.K); k < end; k += 4 * J, rows += 4 * J) {
+            __m512i word[PAIR];
+            for (int v = 0; !IS_DECODED && v < PAIR; ++v) word[v] = _mm512_loadu_si512(w.words(panel[v]) + k / (4 * J) * PANEL);
+            for (int j = 0; j < J; ++j) {
+                __m512i b[PAIR];
+                for (int v = 0; v < PAIR; ++v)
+                    b[v] = IS_DECODED ? _mm512_loadu_si512(decoded + ((k / 4 + j) * PAIR + v) * PANEL) : bytes_of<KIND>(word[v], j);
+                for (int m = 0; m < MB; ++m) {
+                    int32_t four;
+                    std::memcpy(&four, rows + m * run + 4 * j, 4);
+                    for (int v = 0; v < PAIR; ++v) acc[m][v] = dot(acc[m][v], _mm512_set1_epi32(four), b[v]);
+                }
+            }
+        }
+        for (int v = 0; v < PAIR; ++v) {
+            vec scale = load(w.grid(w.scales, panel[v], from / w.group));
+            if constexpr (KIND == E2M1) scale *= 0.5f;
+            for (int m = 0; m < MB; ++m) out[m][v] = multiply_add(_mm512_cvtepi32_ps(acc[m][v]) * splat(x.scales[at + m]), scale, out[m][v]);
+        }
+        for (int v = 0; w.offsets && v < PAIR; ++v) {
+            const vec offset = load(w.grid(w.offsets, panel[v], from / w.group));
+            for (int m = 0; m < MB; ++m) out[m][v] = multiply_add(splat(x.sums[at + m] * x.scales[at + m]), offset, out[m][v]);
+        }
+    }
+    std::memcpy(sums, out, sizeof out);
+}
+
+template <int MB, Kind KIND, bool IS_DECODED>
+void rounded_tiles(const Rows& x, int64_t t, int64_t end, const Matrix& w, int64_t n, const uint32_t* decoded, vec* sums) {
+    for (; t + MB <= end; t += MB, sums += MB * PAIR) rounded_tile<MB, KIND, IS_DECODED>(x, t, w, n, decoded, sums);
+    if constexpr (MB > 1) rounded_tiles<(MB > 4 ? 4 : MB / 2), KIND, IS_DECODED>(x, t, end, w, n, decoded, sums);
+}
+
+template <Kind KIND>
+void decode(const Matrix& w, int64_t n, uint32_t* to) {
+    constexpr int J = columns_of(KIND) / 4;
+    for (int v = 0; v < PAIR; ++v)
+        for (int64_t i = 0; i < w.K / (4 * J); ++i) {
+            const __m512i word = _mm512_loadu_si512(w.words(std::min(n + v, w.N / PANEL - 1)) + i * PANEL);
+            for (int j = 0; j < J; ++j) _mm512_storeu_si512(to + ((i * J + j) * PAIR + v) * PANEL, bytes_of<KIND>(word, j));
+        }
+}
+
+// This thread's share of the products of T rounded rows. `write(t, first panel, acc)` as for `multiply`.
+template <class Write>
+void multiply_rounded(const Rows& rows, int64_t T, const Matrix& w, int tid, int nt, Write write) {
+    const int64_t panels = w.N / PANEL, pairs = (panels + 1) / PAIR, blocks = (T + BLOCK - 1) / BLOCK;
+    const int64_t tasks = pairs * blocks, first = tasks * tid / nt, last = tasks * (tid + 1) / nt;
+    static thread_local std::vector<uint32_t> memory;
+    memory.resize(w.K / 4 * PAIR * PANEL + PANEL);
+    uint32_t* decoded = memory.data() + (64 - uintptr_t(memory.data()) % 64) % 64 / 4;
+    for (int64_t task = first; task < last; ++task) {
+        const int64_t n = task / blocks * PAIR, t = task % blocks * BLOCK, end = std::min(T, t + BLOCK);
+        vec sums[BLOCK][PAIR];
+        with_kind(w, [&](auto kind, auto) {
+            constexpr Kind KIND = kind.value == INT4 || kind.value == E2M1 ? kind.value : INT8;
+            if (end - t <= MOST_CODED) return rounded_tiles<MOST_CODED, KIND, false>(rows, t, end, w, n, nullptr, *sums);
+            if (task == first || t == 0) decode<KIND>(w, n, decoded);
+            rounded_tiles<6, KIND, true>(rows, t, end, w, n, decoded, *sums);
+        });
+        for (int64_t i = t; i < end; ++i) {
+            if (n + 1 < panels)
+                write(i, n, sums[i - t]);
+            else
+                write(i, n, reinterpret_cast<vec(&)[1]>(sums[i - t]));
+        }
+    }
+}
+
+#else
+
+inline bool is_rounded(const Matrix&) { return false; }
+
+#endif
+
+}  // namespace packed
