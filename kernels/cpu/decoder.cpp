@@ -477,10 +477,13 @@ void crossdock_decode_stack(const Stack* stack, const DecoderBatch* batch, bf16*
             if (!packed::is_rounded(layer.gate_up)) barrier.wait();
 
             auto write_activated = [&](int64_t t, int64_t n, auto& acc) {  // panels alternate: gate, up, gate, up
-                __m512 gate = round16(acc[0]), up = round16(acc[1]);
-                __m512 silu = _mm512_div_ps(
-                    gate, _mm512_add_ps(_mm512_set1_ps(1.0f), exp16(_mm512_sub_ps(_mm512_setzero_ps(), gate))));
-                store16(activated + t * I + n / 2 * 16, _mm512_mul_ps(round16(silu), up));
+                constexpr int NB = sizeof(acc) / sizeof(__m512);
+                for (int j = 0; j + 1 < NB; j += 2) {
+                    __m512 gate = round16(acc[j]), up = round16(acc[j + 1]);
+                    __m512 silu = _mm512_div_ps(
+                        gate, _mm512_add_ps(_mm512_set1_ps(1.0f), exp16(_mm512_sub_ps(_mm512_setzero_ps(), gate))));
+                    store16(activated + t * I + (n + j) / 2 * 16, _mm512_mul_ps(round16(silu), up));
+                }
             };
             multiply(two, normed, layer.gate_up, write_activated);
             barrier.wait();

@@ -1,10 +1,10 @@
 // Products of rows with weights: out[t, n] = sum_k x[t, k] w[n, k]. A weight [N, K] lies in panels of 16 outputs.
 //
-// A weight is plain bfloat16, or small codes and scales (kernels/packed.py). Codes are dequantised to the numbers that an
-// instruction multiplies: to float32 beside rows of float32, and beside rows of bfloat16 to bfloat16, rounded as a plain
-// weight is. With few rows this happens in registers, with many rows once for all of them. So a product is that of the
-// dequantised weight, and its sums have one order for any number of rows and threads: a row's result depends on no other
-// row. Rows rounded to int8 have kernels of their own (rounded.h).
+// A weight is plain bfloat16, or small codes and scales (kernels/packed.py). Codes become the numbers that an instruction
+// multiplies: beside rows of float32 dequantised float32, beside rows of bfloat16 the codes themselves in bfloat16, which
+// holds all of them exactly; then the sum of each group is scaled in float32. With few rows this happens in registers,
+// with many rows once for all of them. Sums have one order for any number of rows and threads: a row's result depends on
+// no other row. Rows rounded to int8 have kernels of their own (rounded.h).
 //
 // Vectors are the compilers' own (vector_size), so that float32 serves every CPU.
 
@@ -33,7 +33,8 @@ constexpr int PANEL = 16, PARTS = PANEL / LANES;  // vectors of a panel
 enum Kind : int64_t { PLAIN, INT4, INT8, E2M1, E4M3 };
 constexpr int columns_of(int64_t kind) { return kind == PLAIN ? 2 : kind == INT4 || kind == E2M1 ? 8 : 4; }  // of a word
 
-// A weight in panels. One 32-bit word of an output holds consecutive columns, the first in its lowest bits.
+// A weight in panels. One 32-bit word of an output holds consecutive columns. Of nibbles, the even columns are in the low
+// half and the odd ones in the high half; all else has the first column in the lowest bits.
 struct Matrix {
     int64_t kind, N, K, group, is_rounded;  // is_rounded: rows of bfloat16 may be rounded to int8
     const uint32_t* codes;  // [N/16][K/columns of a word][16]
@@ -106,6 +107,7 @@ template <Kind KIND, bool HAS_OFFSETS, int NB>
 struct CodedFloats {
     using Numbers = Floats;
     static constexpr int V = NB * PARTS, COLUMNS = columns_of(KIND);
+    static constexpr bool IS_GROUPED = false;  // whether numbers are codes, so that sums of groups are to be scaled
     const Matrix& w;
     const int64_t n;
     const uint32_t* codes[NB];
@@ -131,9 +133,10 @@ struct CodedFloats {
         }
     }
     vec code(int j, int v) const {
-        if constexpr (KIND == INT4) return __builtin_convertvector((words[v] >> (4 * j)) & 15, vec);
+        const int nibble = j % 2 * 16 + j / 2 * 4;
+        if constexpr (KIND == INT4) return __builtin_convertvector((words[v] >> nibble) & 15, vec);
         if constexpr (KIND == INT8) return __builtin_convertvector((words[v] << (24 - 8 * j)) >> 24, vec);
-        if constexpr (KIND == E2M1) return e2m1(words[v] >> (4 * j));
+        if constexpr (KIND == E2M1) return e2m1(words[v] >> nibble);
         return e4m3(words[v] << (24 - 8 * j));
     }
     vec number(int j, int v) const {
@@ -147,6 +150,7 @@ template <int NB>
 struct WidenedFloats {
     using Numbers = Floats;
     static constexpr int V = NB * PARTS, COLUMNS = 2;
+    static constexpr bool IS_GROUPED = false;
     const int64_t K;
     const uint32_t *codes[NB], *words[NB] = {};
 
@@ -181,91 +185,107 @@ struct Pairs {
     static vec dot(vec acc, vec a, vec b) { return _mm512_dpbf16_ps(acc, (__m512bh)a, (__m512bh)b); }
 };
 
-// Outputs 0 to 7 and 8 to 15 of a panel are dequantised apart, in float32: their lanes are two columns of each output, so
-// that the instruction which rounds both to bfloat16 also puts them side by side.
+// The bytes of the bfloat16 number of each code: low and high ones, of codes without their highest bit and with it.
+struct ByteTables {
+    alignas(64) uint8_t positive[2][128], negative[2][128];
+
+    explicit ByteTables(int64_t kind) {
+        for (int code = 0; code < 128; ++code) {
+            const float small = float(code & 7) / 512, normal = std::ldexp(float(8 + (code & 7)), (code >> 3) - 10);
+            const bf16 one = from_float<bf16>(kind == INT8 ? float(code) : code < 8 ? small : normal);
+            const bf16 other = from_float<bf16>(float(code - 128));  // of int8
+            positive[0][code] = uint8_t(one), positive[1][code] = uint8_t(one >> 8);
+            negative[0][code] = uint8_t(other), negative[1][code] = uint8_t(other >> 8);
+        }
+    }
+    static const ByteTables& of(int64_t kind) {
+        static const ByteTables integers(INT8), floats(E4M3);
+        return kind == INT8 ? integers : floats;
+    }
+};
+
+inline __m512i lookup(__m512i codes, const uint8_t (&table)[128]) {  // by the lowest seven bits
+#if defined(__AVX512VBMI__)
+    return _mm512_permutex2var_epi8(_mm512_load_si512(table), codes, _mm512_load_si512(table + 64));
+#else
+    alignas(64) uint8_t each[64];
+    _mm512_store_si512(each, codes);
+    for (uint8_t& code : each) code = table[code & 127];
+    return _mm512_load_si512(each);
+#endif
+}
+
+// Codes as bfloat16: nibbles from a table of 16 numbers, bytes from a table for each of the number's two bytes.
 template <Kind KIND, bool HAS_OFFSETS, int NB>
 struct CodedPairs {
     using Numbers = Pairs;
     static constexpr int V = NB, COLUMNS = columns_of(KIND);
-    // What the codes of `halves` are multiplied by, beside the scale: of int8 256, of e4m3 2^-8.
-    static constexpr float FACTOR = KIND == INT8 ? 1.0f / 256 : KIND == E4M3 ? 256.0f : 1.0f;
+    static constexpr bool IS_GROUPED = true;
     const Matrix& w;
     const int64_t n;
-    __m512 scales[V][2] = {}, offsets[V][2] = {}, values;  // values: of the 16 codes
-    __m512i words[V][2] = {};
     const uint32_t* codes[NB];
+    __m512i words[V][2] = {}, table;
 
     CodedPairs(const Matrix& w, int64_t n) : w(w), n(n) {
         for (int p = 0; p < NB; ++p) codes[p] = w.words(n + p);
-        const float zero = HAS_OFFSETS ? 0.0f : 8.0f;
-        values = KIND == E2M1 ? _mm512_setr_ps(0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0f, -0.5, -1, -1.5, -2, -3, -4, -6)
-                              : _mm512_sub_ps(_mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), splat(zero));
-    }
-    static __m512i half(int h) {  // the lanes of its outputs, each twice
-        const __m512i first = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
-        return h == 0 ? first : _mm512_add_epi32(first, _mm512_set1_epi32(8));
+        // The index of the permutation has five bits, of which one is the next nibble's: each value stands twice.
+        alignas(64) bf16 values[32];
+        const float magnitudes[8] = {0, 0.5, 1, 1.5, 2, 3, 4, 6};
+        for (int i = 0; i < 32; ++i) {
+            const float of_e2m1 = i & 8 ? -magnitudes[i % 8] : magnitudes[i % 8], of_int4 = float(i % 16 - (HAS_OFFSETS ? 0 : 8));
+            values[i] = from_float<bf16>(KIND == E2M1 ? of_e2m1 : of_int4);
+        }
+        table = _mm512_load_si512(values);
     }
     int64_t group() const { return w.group; }
-    void enter(int64_t g) {
-        for (int v = 0; v < V; ++v)
-            for (int h = 0; h < 2; ++h) {
-                scales[v][h] = _mm512_permutexvar_ps(half(h), load(w.grid(w.scales, n + v, g))) * FACTOR;
-                if constexpr (HAS_OFFSETS) offsets[v][h] = _mm512_permutexvar_ps(half(h), load(w.grid(w.offsets, n + v, g)));
-            }
-    }
+    void enter(int64_t) {}
     void read(int64_t k) {
-        const __m512i odd = _mm512_set1_epi64(int64_t(4) << 32);
         for (int v = 0; v < V; ++v) {
             const uint32_t* from = codes[v] + k / COLUMNS * PANEL;
             prefetch(reinterpret_cast<const char*>(from) + AHEAD / 2);
-            const __m512i word = _mm512_loadu_si512(from);
-            if constexpr (COLUMNS == 8)  // every second lane shifted to its own column
-                for (int h = 0; h < 2; ++h) words[v][h] = _mm512_srlv_epi32(_mm512_permutexvar_epi32(half(h), word), odd);
-            else
-                words[v][0] = word;
+            words[v][0] = _mm512_loadu_si512(from);
+            if constexpr (COLUMNS == 4) pairs_of_bytes(words[v]);
         }
     }
-    void halves(int j, int v, __m512 (&out)[2]) const {
-        if constexpr (COLUMNS == 8) {
-            for (int h = 0; h < 2; ++h) out[h] = _mm512_permutexvar_ps(_mm512_srli_epi32(words[v][h], 8 * j), values);
-            return;
-        }
-        // The bytes of two columns of all outputs, as the high bytes of 16 bits each.
-        const __m128i chosen = j == 0 ? _mm_setr_epi8(-1, 0, -1, 1, -1, 4, -1, 5, -1, 8, -1, 9, -1, 12, -1, 13)
-                                      : _mm_setr_epi8(-1, 2, -1, 3, -1, 6, -1, 7, -1, 10, -1, 11, -1, 14, -1, 15);
-        __m512i both = _mm512_shuffle_epi8(words[v][0], _mm512_broadcast_i32x4(chosen));
-        if constexpr (KIND == E4M3)  // as float16: its exponent has one bit more
-            both = _mm512_and_si512(_mm512_srai_epi16(both, 1), _mm512_set1_epi16(int16_t(0xbf80)));
-        const __m256i low = _mm512_castsi512_si256(both), high = _mm512_extracti64x4_epi64(both, 1);
-        if constexpr (KIND == E4M3) {
-            out[0] = _mm512_cvtph_ps(low), out[1] = _mm512_cvtph_ps(high);
+    // Replaces a word of four columns by the numbers of the first two columns and of the last two.
+    static void pairs_of_bytes(__m512i (&word)[2]) {
+        const __m128i apart = _mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15);
+        const __m512i bytes = _mm512_shuffle_epi8(word[0], _mm512_broadcast_i32x4(apart));
+        const ByteTables& of = ByteTables::of(KIND);
+        const __mmask64 is_negative = _mm512_movepi8_mask(bytes);
+        __m512i low = lookup(bytes, of.positive[0]), high = lookup(bytes, of.positive[1]);
+        if constexpr (KIND == INT8) {
+            low = _mm512_mask_mov_epi8(low, is_negative, lookup(bytes, of.negative[0]));
+            high = _mm512_mask_mov_epi8(high, is_negative, lookup(bytes, of.negative[1]));
         } else {
-            out[0] = _mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(low)), out[1] = _mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(high));
+            high = _mm512_mask_add_epi8(high, is_negative, high, _mm512_set1_epi8(-128));
         }
+        word[0] = _mm512_unpacklo_epi8(low, high), word[1] = _mm512_unpackhi_epi8(low, high);
     }
     vec number(int j, int v) const {
-        __m512 of[2];
-        halves(j, v, of);
-        for (int h = 0; h < 2; ++h) of[h] = HAS_OFFSETS ? _mm512_fmadd_ps(of[h], scales[v][h], offsets[v][h]) : _mm512_mul_ps(of[h], scales[v][h]);
-        return (vec)_mm512_cvtne2ps_pbh(of[1], of[0]);
+        if constexpr (COLUMNS == 4) return _mm512_castsi512_ps(words[v][j]);
+        return _mm512_castsi512_ps(_mm512_permutexvar_epi16(_mm512_srli_epi16(words[v][0], 4 * j), table));
     }
 };
 #endif
 
 // Weights that are numbers already, [panel][columns of a product][16]. `fetched`: what comes next, see `Ahead`.
-template <class Numbers_, int NB, bool IS_AHEAD>
+template <class Numbers_, int NB, bool IS_AHEAD, bool IS_GROUPED_>
 struct Stored {
     using Numbers = Numbers_;
     static constexpr int V = NB * PARTS, COLUMNS = Numbers::STEP;
-    const uint32_t* w;
-    const int64_t panel;  // words
+    static constexpr bool IS_GROUPED = IS_GROUPED_;
+    const Matrix& w;
+    const int64_t n;
+    const uint32_t* numbers;
     const uint32_t* fetched;
+    const int64_t panel = w.K / COLUMNS * PANEL;  // words
     const uint32_t* at = nullptr;
 
-    int64_t group() const { return panel; }  // at least K
+    int64_t group() const { return IS_GROUPED ? w.group : w.K; }
     void enter(int64_t) {}
     void read(int64_t k) {
-        at = w + k / COLUMNS * PANEL;
+        at = numbers + k / COLUMNS * PANEL;
         if (fetched) __builtin_prefetch(fetched + k / COLUMNS * PANEL, 0, 2);
         for (int p = 0; IS_AHEAD && p < NB; ++p) prefetch(reinterpret_cast<const char*>(at + p * panel) + AHEAD);
     }
@@ -274,30 +294,59 @@ struct Stored {
 
 // --- tiles ----------------------------------------------------------------------------------------------------------
 
+// Rows of one product, with the sums of each group of their columns where the weight has offsets.
+template <class X>
+struct RowsOf {
+    const X* x;         // [T, K]
+    const float* sums;  // [T, groups]
+};
+
+// Adds the scaled sums of group g to `out`, and what its offsets add.
+template <int MB, int V>
+inline void add_group(const vec (&acc)[MB][V], const Matrix& w, int64_t n, int64_t g, const float* const (&row_sums)[MB], vec (&out)[MB][V]) {
+    for (int v = 0; v < V; ++v) {
+        const vec scale = load(w.grid(w.scales, n + v / PARTS, g) + v % PARTS * LANES);
+        for (int m = 0; m < MB; ++m) out[m][v] = multiply_add(acc[m][v], scale, out[m][v]);
+    }
+    for (int v = 0; w.offsets && v < V; ++v) {
+        const vec offset = load(w.grid(w.offsets, n + v / PARTS, g) + v % PARTS * LANES);
+        for (int m = 0; m < MB; ++m) out[m][v] = multiply_add(splat(row_sums[m][g]), offset, out[m][v]);
+    }
+}
+
 // Computes the products of MB rows to sums [MB][V]. Only `count` rows exist; the last one is computed in place of others.
 template <int MB, class Source>
-__attribute__((noinline)) void tile(Source w, const typename Source::Numbers::element* x, int64_t K, int count, vec* sums) {
+__attribute__((noinline)) void tile(Source source, const Matrix& w, RowsOf<typename Source::Numbers::element> rows, int count, vec* sums) {
     using Numbers = typename Source::Numbers;
     constexpr int V = Source::V, STEPS = Source::COLUMNS / Numbers::STEP;
+    const int64_t K = w.K;
     int64_t row[MB];
-    for (int m = 0; m < MB; ++m) row[m] = std::min(m, count - 1) * K;
-    vec acc[MB][V] = {};
-    for (int64_t from = 0, g = 0; from < K; from += w.group(), ++g) {
-        w.enter(g);
-        for (int64_t k = from, end = std::min(K, from + w.group()); k < end; k += Source::COLUMNS) {
-            w.read(k);
+    const float* row_sums[MB];
+    for (int m = 0; m < MB; ++m) row[m] = std::min(m, count - 1) * K, row_sums[m] = rows.sums + std::min(m, count - 1) * w.num_groups();
+    vec out[MB][V] = {};
+    for (int64_t from = 0, g = 0; from < K; from += source.group(), ++g) {
+        source.enter(g);
+        vec acc[MB][V];
+        for (int m = 0; m < MB; ++m)
+            for (int v = 0; v < V; ++v) acc[m][v] = Source::IS_GROUPED ? vec{} : out[m][v];
+        for (int64_t k = from, end = std::min(K, from + source.group()); k < end; k += Source::COLUMNS) {
+            source.read(k);
 #pragma GCC unroll 8
             for (int j = 0; j < STEPS; ++j) {
                 vec b[V];
-                for (int v = 0; v < V; ++v) b[v] = w.number(j, v);
+                for (int v = 0; v < V; ++v) b[v] = source.number(j, v);
                 for (int m = 0; m < MB; ++m) {
-                    const vec a = Numbers::row(x + row[m] + k + j * Numbers::STEP);
+                    const vec a = Numbers::row(rows.x + row[m] + k + j * Numbers::STEP);
                     for (int v = 0; v < V; ++v) acc[m][v] = Numbers::dot(acc[m][v], a, b[v]);
                 }
             }
         }
+        if constexpr (Source::IS_GROUPED)
+            add_group(acc, w, source.n, g, row_sums, out);
+        else
+            std::memcpy(out, acc, sizeof out);
     }
-    std::memcpy(sums, acc, sizeof acc);
+    std::memcpy(sums, out, sizeof out);
 }
 
 // Writes the numbers of a source to memory, in the order of `Stored`.
@@ -331,16 +380,16 @@ struct Ahead {
 
 constexpr int MOST_SUMS = PARTS == 1 ? 24 : 12;  // vectors of sums that the register file holds beside others
 
-// Rows [t, end) with NB panels of numbers from w.
-template <class Numbers, int NB, class Write>
-void block(const typename Numbers::element* x, int64_t K, const uint32_t* w, int64_t t, int64_t end, int64_t n, Ahead ahead, Write& write) {
+// Rows [t, end) with NB panels of numbers from panel n.
+template <class Numbers, int NB, bool IS_GROUPED, class Write>
+void block(RowsOf<typename Numbers::element> x, const Matrix& w, const uint32_t* numbers, int64_t t, int64_t end, int64_t n, Ahead ahead, Write& write) {
     constexpr int V = NB * PARTS, MOST = MOST_SUMS / V;
-    const int64_t panel = K / Numbers::STEP * PANEL;
     vec sums[MOST][V];
     auto rows = [&](auto count) {
         constexpr int MB = decltype(count)::value;
         for (; t + MB <= end; t += MB) {
-            tile<MB>(Stored<Numbers, NB, (MB > 1)>{w, panel, ahead.next(panel)}, x + t * K, K, MB, *sums);
+            const Stored<Numbers, NB, (MB > 1), IS_GROUPED> stored{w, n, numbers, ahead.next(w.K / Numbers::STEP * PANEL)};
+            tile<MB>(stored, w, {x.x + t * w.K, x.sums + t * w.num_groups()}, MB, *sums);
             for (int m = 0; m < MB; ++m) write(t + m, n, sums[m]);
         }
     };
@@ -349,14 +398,6 @@ void block(const typename Numbers::element* x, int64_t K, const uint32_t* w, int
     if constexpr (MOST > 4) rows(std::integral_constant<int, 4>());
     if constexpr (MOST > 2) rows(std::integral_constant<int, 2>());
     rows(std::integral_constant<int, 1>());
-}
-
-// Rows [t, t + count) with NB panels from panel n, whose numbers are made in registers.
-template <class Source, int MB, int NB, class X, class Write>
-void in_registers(const X* x, const Matrix& w, int64_t t, int count, int64_t n, Write& write) {
-    vec sums[MB][NB * PARTS];
-    tile<MB>(Source(w, n), x + t * w.K, w.K, count, *sums);
-    for (int m = 0; m < count; ++m) write(t + m, n, sums[m]);
 }
 
 // --- sources by kind ------------------------------------------------------------------------------------------------
@@ -412,55 +453,89 @@ void numbers_of(const Matrix& w, int64_t n, uint32_t* to) {
     });
 }
 
-// This thread's share of the products of few rows.
+// Products of `count` rows with panels [n, end), NB at a time, whose numbers are made in registers. Returns the first
+// panel that is left.
+template <class X, Kind KIND, bool HAS_OFFSETS, int NB, int MB, class Write>
+int64_t in_registers(RowsOf<X> x, int64_t count, const Matrix& w, int64_t n, int64_t end, Write& write) {
+    using Source = typename SourcesOf<X>::template Source<KIND, HAS_OFFSETS, NB>;
+    for (; n + NB <= end; n += NB) {
+        vec sums[MB][NB * PARTS];
+        tile<MB>(Source(w, n), w, x, int(count), *sums);
+        for (int64_t m = 0; m < count; ++m) write(m, n, sums[m]);
+    }
+    return n;
+}
+
+// This thread's share of the products of few rows. Threads share pairs of panels.
 template <class X, class Write>
-void multiply_few(const X* x, int64_t T, const Matrix& w, int tid, int nt, Write& write) {
+void multiply_few(RowsOf<X> x, int64_t T, const Matrix& w, int tid, int nt, Write& write) {
+    const int64_t panels = w.N / PANEL, pairs = (panels + 1) / 2;
+    const int64_t first = pairs * tid / nt * 2, end = std::min(pairs * (tid + 1) / nt * 2, panels);
     with_kind(w, [&](auto kind, auto has_offsets) {
-        constexpr Kind KIND = kind.value;
-        auto rows = [&](auto size, auto most) {  // NB panels at a time, then those that are left
+        auto rows = [&](auto size, auto most) {
             constexpr int NB = decltype(size)::value, MB = decltype(most)::value;
-            const int64_t panels = w.N / PANEL, groups = panels / NB;
-            for (int64_t n = groups * tid / nt * NB; n < groups * (tid + 1) / nt * NB; n += NB)
-                in_registers<typename SourcesOf<X>::template Source<KIND, has_offsets.value, NB>, MB, NB>(x, w, 0, int(T), n, write);
-            if (NB > 1 && panels % NB && tid == nt - 1)
-                in_registers<typename SourcesOf<X>::template Source<KIND, has_offsets.value, 1>, MB, 1>(x, w, 0, int(T), panels - 1, write);
+            int64_t n = in_registers<X, kind.value, has_offsets.value, NB, MB>(x, T, w, first, end, write);
+            if constexpr (NB > 2) n = in_registers<X, kind.value, has_offsets.value, 2, MB>(x, T, w, n, end, write);
+            if constexpr (NB > 1) in_registers<X, kind.value, has_offsets.value, 1, MB>(x, T, w, n, end, write);
         };
-        const std::integral_constant<int, 2> two;
+        const std::integral_constant<int, PARTS == 1 ? 4 : 2> widest;  // panels whose sums hide the latency of one row's
         const std::integral_constant<int, PARTS == 1 ? 2 : 1> wide;
-        if constexpr (KIND != PLAIN || std::is_same_v<X, float>) {
-            if (T == 1) return rows(two, std::integral_constant<int, 1>());
-            if (T == 2) return rows(two, two);
+        if constexpr (kind.value != PLAIN || std::is_same_v<X, float>) {
+            if (T == 1) return rows(widest, std::integral_constant<int, 1>());
+            if (T == 2) return rows(widest, std::integral_constant<int, 2>());
             if (T <= 4) return rows(wide, std::integral_constant<int, 4>());
             return rows(wide, std::integral_constant<int, FEW>());
         }
     });
 }
 
+// Returns the sums of the groups of all rows, which offsets are multiplied by, [T, groups].
+inline const float* sums_of_groups(const bf16* x, int64_t T, const Matrix& w) {
+    static thread_local std::vector<float> sums;
+    const int64_t groups = w.num_groups();
+    sums.assign(T * groups, 0.0f);
+    for (int64_t i = 0; i < T * groups; ++i) {
+        const int64_t from = i % groups * w.group, end = std::min(from + w.group, w.K);
+        float sum[PANEL] = {};
+        for (int64_t k = from; k < end; k += PANEL)
+            for (int j = 0; j < PANEL; ++j) sum[j] += to_float(x[i / groups * w.K + k + j]);
+        for (int j = 0; j < PANEL; ++j) sums[i] += sum[j];
+    }
+    return sums.data();
+}
+
 // This thread's share of x [T, K] times a weight: consecutive groups of NB panels, each over blocks of rows.
-// `write(t, first panel, acc)` stores 16 outputs of row t for each of the panels in acc, at most NB.
+// `write(t, first panel, acc)` stores 16 outputs of row t for each of the panels in acc. Panels of pairs stay together.
 template <int NB, class X, class Write>
-void multiply(const X* x, int64_t T, const Matrix& w, int tid, int nt, Write write) {
+void multiply(const X* rows, int64_t T, const Matrix& w, int tid, int nt, Write write) {
     using Numbers = typename SourcesOf<X>::Numbers;
     constexpr int64_t ROWS = 96;
-    const bool is_stored = w.kind == PLAIN && std::is_same_v<X, bf16>;
+    constexpr bool IS_PAIRS = std::is_same_v<X, bf16>;
+    RowsOf<X> x{rows, nullptr};
+    if constexpr (IS_PAIRS)
+        if (w.offsets) x.sums = sums_of_groups(rows, T, w);
+    const bool is_stored = w.kind == PLAIN && IS_PAIRS;
     if (!is_stored && T <= FEW) return multiply_few(x, T, w, tid, nt, write);
     const int64_t panel = w.K / Numbers::STEP * PANEL, panels = w.N / PANEL;
     const int64_t groups = panels / NB, blocks = (T + ROWS - 1) / ROWS;
     static thread_local std::vector<uint32_t> memory;
     if (!is_stored) memory.resize(panel * NB + PANEL);
-    uint32_t* numbers = memory.data() + (64 - uintptr_t(memory.data()) % 64) % 64 / 4;
+    uint32_t* made = memory.data() + (64 - uintptr_t(memory.data()) % 64) % 64 / 4;
+    auto numbers = [&](auto size, int64_t n, int64_t t, int64_t end, bool are_made, Ahead ahead) {
+        constexpr int COUNT = decltype(size)::value;
+        if (is_stored) return block<Numbers, COUNT, false>(x, w, w.codes + n * panel, t, end, n, ahead, write);
+        if (!are_made) numbers_of<X, COUNT>(w, n, made);
+        block<Numbers, COUNT, IS_PAIRS>(x, w, made, t, end, n, Ahead{}, write);
+    };
     const int64_t tasks = groups * blocks, first = tasks * tid / nt, last = tasks * (tid + 1) / nt;
     for (int64_t task = first; task < last; ++task) {
         const int64_t n = task / blocks * NB, t = task % blocks * ROWS;
-        if (!is_stored && (task == first || t == 0)) numbers_of<X, NB>(w, n, numbers);
         const bool is_last = t + ROWS >= T && task + 1 < last;  // of the blocks of rows that share these panels
-        const Ahead ahead = is_stored && is_last ? Ahead{w.codes + (n + NB) * panel, NB} : Ahead{};
-        block<Numbers, NB>(x, w.K, is_stored ? w.codes + n * panel : numbers, t, std::min(T, t + ROWS), n, ahead, write);
+        const Ahead ahead = is_last ? Ahead{w.codes + (n + NB) * panel, NB} : Ahead{};
+        numbers(std::integral_constant<int, NB>(), n, t, std::min(T, t + ROWS), task > first && t > 0, ahead);
     }
-    for (int64_t n = groups * NB + tid; n < panels; n += nt) {  // panels that do not fill a group
-        if (!is_stored) numbers_of<X, 1>(w, n, numbers);
-        block<Numbers, 1>(x, w.K, is_stored ? w.codes + n * panel : numbers, 0, T, n, Ahead{}, write);
-    }
+    for (int64_t n = groups * NB + tid; n < panels; n += nt)  // panels that do not fill a group
+        numbers(std::integral_constant<int, 1>(), n, 0, T, false, Ahead{});
 }
 
 }  // namespace packed

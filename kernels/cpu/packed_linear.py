@@ -95,8 +95,12 @@ class PackedPanels:
             whole = grid.float().repeat_interleave(matrix.block_rows, 0)[:rows]
             return whole.view(rows // _PANEL, _PANEL, -1).transpose(1, 2).contiguous()
 
-        words = matrix.codes.contiguous().view(torch.uint8).view(rows // _PANEL, _PANEL, -1, 4)  # a word is 4 bytes
-        panels = words.transpose(1, 2).contiguous()
+        words = matrix.codes.contiguous().view(torch.uint8)
+        if _BITS[matrix.kind] == 4:
+            bytes_of_8 = words.view(rows, columns // 8, 2, 2)  # two bytes hold four columns
+            halves = (bytes_of_8 & 15, bytes_of_8 >> 4)  # even columns, odd columns
+            words = torch.stack([each[..., 0] | each[..., 1] << 4 for each in halves], 2)
+        panels = words.reshape(rows // _PANEL, _PANEL, -1, 4).transpose(1, 2).contiguous()
         offsets = None if matrix.offsets is None else spread(matrix.offsets)
         return cls(CodeForm.of(matrix), panels, spread(matrix.scales), offsets, matrix.columns)
 

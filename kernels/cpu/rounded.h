@@ -58,8 +58,8 @@ struct Rows {
 
     // Rounds row t for products with w. All rows are rounded before `multiply_rounded`.
     void round(int64_t t, const bf16* x, const Matrix& w) {
-        // Columns stand as in the bytes of codes: of nibbles, first the even ones of eight columns, then the odd ones.
-        const __m128i order = columns_of(w.kind) == 8 ? _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15)
+        // Columns stand as in the bytes of codes, see Matrix.
+        const __m128i order = columns_of(w.kind) == 8 ? _mm_setr_epi8(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15)
                                                       : _mm_setr_epi8(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
         const int64_t run = run_of(w);
         for (int64_t from = 0, at = t; from < w.K; from += run, at += T) {

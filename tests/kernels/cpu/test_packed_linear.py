@@ -12,7 +12,7 @@ from torch import Tensor
 
 from crossdock.kernels.cpu import build, linear, packed_linear
 from crossdock.kernels.cpu.build import cpu_flags
-from crossdock.kernels.cpu.linear import OwnLinear, Weights, linear_cells, usable_packed_kernels
+from crossdock.kernels.cpu.linear import Weights, linear_cells, usable_packed_kernels
 from crossdock.kernels.cpu.packed_linear import (
     CodeForm,
     DequantisedProduct,
@@ -76,25 +76,13 @@ def test_product_is_exact_to_rounding_and_rows_are_independent(
         x = torch.randn(max(ROWS), columns).to(dtype)
         x[3], x[5] = x[3] * 1e3, 0  # other rows do not notice; nothing is divided by zero
         whole = product(x)
-        assert relative_error(whole, x, weight) < (2 * ROUNDED if dtype is torch.bfloat16 else 2**-18)
+        assert relative_error(whole, x, weight) < (ROUNDED if dtype is torch.bfloat16 else 2**-18)
         assert relative_error(DequantisedProduct(PackedPanels.of(weight))(x), x, weight) < (
             2 * ROUNDED if dtype is torch.bfloat16 else 2**-18
         )
         assert not whole[5].any()
         for count in ROWS:
             assert torch.equal(product(x[:count]), whole[:count]), count
-
-
-@pytest.mark.skipif("avx512_bf16" not in cpu_flags(), reason="needs a CPU with AVX512-BF16")
-@pytest.mark.parametrize(("kind", "group", "offsets", "block"), [form for form in FORMS if not form[2]])
-def test_product_in_bfloat16_has_the_bits_of_the_plain_weight_s(
-    kind: Kind, group: int, offsets: bool, block: int
-) -> None:
-    weight = matrix(kind, 80, 144, group, offsets, block)
-    plain, packed = OwnLinear(weight.dequantise(torch.bfloat16)), PackedProduct(PackedPanels.of(weight))
-    x = torch.randn(97, 144).bfloat16()
-    for count in (1, 2, 7, 8, 97):
-        assert torch.equal(packed(x[:count]), plain(x[:count])), count
 
 
 @pytest.mark.parametrize(("kind", "group", "offsets", "block"), FORMS)
@@ -227,7 +215,7 @@ def test_older_cpus_compute_the_same(target: str, tmp_path: Path, monkeypatch: p
         for dtype in (torch.float32, torch.bfloat16):
             x = torch.randn(9, 144).to(dtype)
             got = PackedProduct(PackedPanels.of(weight))(x)
-            assert relative_error(got, x, weight) < (2 * ROUNDED if dtype is torch.bfloat16 else 2**-18), (kind, group)
+            assert relative_error(got, x, weight) < (ROUNDED if dtype is torch.bfloat16 else 2**-18), (kind, group)
             assert torch.equal(PackedProduct(PackedPanels.of(weight))(x[:2]), got[:2])
 
 
