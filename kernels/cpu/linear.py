@@ -55,6 +55,7 @@ def usable_kernels(dtype: torch.dtype, setting: CpuKernels = "auto") -> tuple[Ke
     elif setting in ("auto", "own"):
         try:
             cpu_library("decoder")
+            cpu_library("packed")
         except OSError as error:
             reasons["own"] = str(error)
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]

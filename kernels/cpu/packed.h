@@ -185,37 +185,33 @@ struct Pairs {
     static vec dot(vec acc, vec a, vec b) { return _mm512_dpbf16_ps(acc, (__m512bh)a, (__m512bh)b); }
 };
 
-// The bytes of the bfloat16 number of each code: low and high ones, of codes without their highest bit and with it.
-struct ByteTables {
-    alignas(64) uint8_t positive[2][128], negative[2][128];
+// The magnitudes of codes of a byte as bfloat16. A table has the low bytes of 128 numbers and then the high ones. Of e4m3
+// they are those of the lowest seven bits, of int8 1 to 128: 0 is left out.
+struct Magnitudes {
+    __m512i table[4];
 
-    explicit ByteTables(int64_t kind) {
-        for (int code = 0; code < 128; ++code) {
-            const float small = float(code & 7) / 512, normal = std::ldexp(float(8 + (code & 7)), (code >> 3) - 10);
-            const bf16 one = from_float<bf16>(kind == INT8 ? float(code) : code < 8 ? small : normal);
-            const bf16 other = from_float<bf16>(float(code - 128));  // of int8
-            positive[0][code] = uint8_t(one), positive[1][code] = uint8_t(one >> 8);
-            negative[0][code] = uint8_t(other), negative[1][code] = uint8_t(other >> 8);
+    explicit Magnitudes(Kind kind) {
+        alignas(64) uint8_t bytes[256];
+        for (int i = 0; i < 128; ++i) {
+            const float small = float(i & 7) / 512, normal = std::ldexp(float(8 + (i & 7)), (i >> 3) - 10);
+            const bf16 number = from_float<bf16>(kind == INT8 ? float(i + 1) : i < 8 ? small : normal);
+            bytes[i] = uint8_t(number), bytes[128 + i] = uint8_t(number >> 8);
         }
+        for (int i = 0; i < 4; ++i) table[i] = _mm512_load_si512(bytes + 64 * i);
     }
-    static const ByteTables& of(int64_t kind) {
-        static const ByteTables integers(INT8), floats(E4M3);
-        return kind == INT8 ? integers : floats;
+    __m512i bytes(int high, __m512i index) const {
+#if defined(__AVX512VBMI__)
+        return _mm512_permutex2var_epi8(table[2 * high], index, table[2 * high + 1]);
+#else
+        alignas(64) uint8_t each[64], all[128];
+        _mm512_store_si512(each, index), _mm512_store_si512(all, table[2 * high]), _mm512_store_si512(all + 64, table[2 * high + 1]);
+        for (uint8_t& one : each) one = all[one & 127];
+        return _mm512_load_si512(each);
+#endif
     }
 };
 
-inline __m512i lookup(__m512i codes, const uint8_t (&table)[128]) {  // by the lowest seven bits
-#if defined(__AVX512VBMI__)
-    return _mm512_permutex2var_epi8(_mm512_load_si512(table), codes, _mm512_load_si512(table + 64));
-#else
-    alignas(64) uint8_t each[64];
-    _mm512_store_si512(each, codes);
-    for (uint8_t& code : each) code = table[code & 127];
-    return _mm512_load_si512(each);
-#endif
-}
-
-// Codes as bfloat16: nibbles from a table of 16 numbers, bytes from a table for each of the number's two bytes.
+// Codes as bfloat16, from tables.
 template <Kind KIND, bool HAS_OFFSETS, int NB>
 struct CodedPairs {
     using Numbers = Pairs;
@@ -225,6 +221,7 @@ struct CodedPairs {
     const int64_t n;
     const uint32_t* codes[NB];
     __m512i words[V][2] = {}, table;
+    const Magnitudes magnitudes{KIND};
 
     CodedPairs(const Matrix& w, int64_t n) : w(w), n(n) {
         for (int p = 0; p < NB; ++p) codes[p] = w.words(n + p);
@@ -248,18 +245,16 @@ struct CodedPairs {
         }
     }
     // Replaces a word of four columns by the numbers of the first two columns and of the last two.
-    static void pairs_of_bytes(__m512i (&word)[2]) {
+    void pairs_of_bytes(__m512i (&word)[2]) const {
         const __m128i apart = _mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15);
-        const __m512i bytes = _mm512_shuffle_epi8(word[0], _mm512_broadcast_i32x4(apart));
-        const ByteTables& of = ByteTables::of(KIND);
-        const __mmask64 is_negative = _mm512_movepi8_mask(bytes);
-        __m512i low = lookup(bytes, of.positive[0]), high = lookup(bytes, of.positive[1]);
+        const __m512i bytes = _mm512_shuffle_epi8(word[0], _mm512_broadcast_i32x4(apart)), sign = _mm512_set1_epi8(-128);
+        const __m512i index = KIND == INT8 ? _mm512_add_epi8(_mm512_abs_epi8(bytes), _mm512_set1_epi8(-1)) : bytes;
+        __m512i low = magnitudes.bytes(0, index), high = magnitudes.bytes(1, index);
         if constexpr (KIND == INT8) {
-            low = _mm512_mask_mov_epi8(low, is_negative, lookup(bytes, of.negative[0]));
-            high = _mm512_mask_mov_epi8(high, is_negative, lookup(bytes, of.negative[1]));
-        } else {
-            high = _mm512_mask_add_epi8(high, is_negative, high, _mm512_set1_epi8(-128));
+            const __mmask64 some = _mm512_test_epi8_mask(bytes, bytes);
+            low = _mm512_maskz_mov_epi8(some, low), high = _mm512_maskz_mov_epi8(some, high);
         }
+        high = _mm512_ternarylogic_epi64(high, bytes, sign, 0xf8);  // high | (bytes & sign)
         word[0] = _mm512_unpacklo_epi8(low, high), word[1] = _mm512_unpackhi_epi8(low, high);
     }
     vec number(int j, int v) const {
@@ -442,7 +437,8 @@ inline void with_kind(const Matrix& w, Act act) {
     }
 }
 
-constexpr int FEW = PARTS == 1 ? 8 : 6;  // rows whose numbers are made in registers
+constexpr int FEW = PARTS == 1 ? 8 : 6;         // rows of a tile whose numbers are made in registers
+constexpr int MOST_FEW = PARTS == 1 ? 16 : 6;  // rows for which this is done: twice is still faster than memory
 
 // Writes the numbers of NB panels from panel n, as rows of X are multiplied by.
 template <class X, int NB>
@@ -458,11 +454,13 @@ void numbers_of(const Matrix& w, int64_t n, uint32_t* to) {
 template <class X, Kind KIND, bool HAS_OFFSETS, int NB, int MB, class Write>
 int64_t in_registers(RowsOf<X> x, int64_t count, const Matrix& w, int64_t n, int64_t end, Write& write) {
     using Source = typename SourcesOf<X>::template Source<KIND, HAS_OFFSETS, NB>;
-    for (; n + NB <= end; n += NB) {
-        vec sums[MB][NB * PARTS];
-        tile<MB>(Source(w, n), w, x, int(count), *sums);
-        for (int64_t m = 0; m < count; ++m) write(m, n, sums[m]);
-    }
+    for (; n + NB <= end; n += NB)
+        for (int64_t t = 0; t < count; t += MB) {
+            vec sums[MB][NB * PARTS];
+            const int64_t rows = std::min<int64_t>(MB, count - t);
+            tile<MB>(Source(w, n), w, {x.x + t * w.K, x.sums + t * w.num_groups()}, int(rows), *sums);
+            for (int64_t m = 0; m < rows; ++m) write(t + m, n, sums[m]);
+        }
     return n;
 }
 
@@ -515,7 +513,7 @@ void multiply(const X* rows, int64_t T, const Matrix& w, int tid, int nt, Write 
     if constexpr (IS_PAIRS)
         if (w.offsets) x.sums = sums_of_groups(rows, T, w);
     const bool is_stored = w.kind == PLAIN && IS_PAIRS;
-    if (!is_stored && T <= FEW) return multiply_few(x, T, w, tid, nt, write);
+    if (!is_stored && T <= MOST_FEW) return multiply_few(x, T, w, tid, nt, write);
     const int64_t panel = w.K / Numbers::STEP * PANEL, panels = w.N / PANEL;
     const int64_t groups = panels / NB, blocks = (T + ROWS - 1) / ROWS;
     static thread_local std::vector<uint32_t> memory;

@@ -134,13 +134,10 @@ def _cpu() -> str:
 
 def _code() -> str:
     """Return a name for the kernels as they are now: other code has other seconds."""
-    sources = (
-        Path(__file__).with_name(name).read_bytes()
-        for name in (
-            *("decoder.cpp", "attention.cpp", "layer_steps.cpp", "decoder.py", "layer_steps.py", "linear.py"),
-            *("cpu_attention.py", "stack_choice.py", "packed.h", "packed.cpp", "packed_linear.py"),
-        )
-    )
+    here = Path(__file__).parent
+    names = ("decoder.py", "layer_steps.py", "linear.py", "cpu_attention.py", "stack_choice.py", "packed_linear.py")
+    paths = [*sorted(here.glob("*.cpp")), *sorted(here.glob("*.h")), *(here / name for name in names)]
+    sources = (path.read_bytes() for path in paths)
     return hashlib.sha256(b"".join(sources)).hexdigest()[:16]
 
 
