@@ -158,7 +158,7 @@ def linears(seconds: float, dtype: torch.dtype, chosen_layers: KernelChoice) -> 
     for name, (N, K) in shapes.items():
         # As many copies as the model has layers: a weight that stays in the cache makes all of them too fast.
         count = 1 if name == "head" else LAYERS
-        weights = [torch.randn(N, K, dtype=dtype) for _ in range(count)]
+        weights = [torch.randn(N, K, dtype=torch.bfloat16).to(dtype) for _ in range(count)]
         formats = [[FORMATS[kernel](w) for w in weights] for kernel in kernels]
         for rows in ROWS:
             if name == "head" and rows > 64:

@@ -41,21 +41,30 @@ def padded(rows: int) -> int:
     return -(-rows // _ROW_MULTIPLE) * _ROW_MULTIPLE if rows > _ROW_MULTIPLE else rows
 
 
-def usable_kernels(dtype: torch.dtype, setting: CpuKernels = "auto") -> tuple[Kernel, ...]:
+def fits_bfloat16(weight: Tensor) -> bool:
+    """Report whether bfloat16 holds every number of a weight, as that of a bfloat16 checkpoint in a float32 model."""
+    return weight.dtype is torch.bfloat16 or torch.equal(weight.bfloat16().to(weight.dtype), weight)
+
+
+def usable_kernels(dtype: torch.dtype, setting: CpuKernels = "auto", fits: bool = True) -> tuple[Kernel, ...]:
     """Return the kernels that compute plain linears of `dtype` on this machine and that `cpu_kernels` allows.
+
+    `fits`: bfloat16 holds the numbers of all weights.
 
     Raises:
         ValueError: `cpu_kernels` names a kernel that cannot run; the message gives the reason.
     """
     reasons: dict[Kernel, str] = {"int8": "the weights are plain; quantization int8 rounds them too"}
-    if dtype is not torch.bfloat16:
-        reasons["own"] = f"it computes bfloat16 and the model is {str(dtype).removeprefix('torch.')}"
-    elif "avx512_bf16" not in cpu_flags():
+    if dtype not in (torch.bfloat16, torch.float32):
+        reasons["own"] = f"it computes bfloat16 and float32, and the model is {str(dtype).removeprefix('torch.')}"
+    elif not fits:
+        reasons["own"] = "it keeps weights in bfloat16, which does not hold those of this model"
+    elif dtype is torch.bfloat16 and "avx512_bf16" not in cpu_flags():
         reasons["own"] = "this CPU has no AVX512-BF16"
     elif setting in ("auto", "own"):
         try:
-            cpu_library("decoder")
-            cpu_library("packed")
+            for name in ("packed", "decoder") if dtype is torch.bfloat16 else ("packed",):
+                cpu_library(name)
         except OSError as error:
             reasons["own"] = str(error)
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
@@ -112,18 +121,20 @@ def why_not_int8(dtype: torch.dtype, setting: CpuKernels = "auto") -> str | None
 class OwnLinear:
     """x [T, K] to [T, N] by packed.cpp. A row's result does not depend on the other rows.
 
+    A weight of float32 is kept in bfloat16, and widened as it is multiplied: its numbers must fit.
+
     Raises:
         OSError: packed.cpp cannot be compiled.
     """
 
-    def __init__(self, weight: Tensor, memory: HugePages | None = None) -> None:  # [N, K] bfloat16
-        self.out_features, self.in_features = weight.shape
-        self.packed = _pack(weight, memory or HugePages())
+    def __init__(self, weight: Tensor, memory: HugePages | None = None) -> None:  # [N, K]
+        self._dtype = weight.dtype
+        self.packed = _pack(weight.bfloat16(), memory or HugePages())
         self.struct = MatrixStruct(0, *weight.shape, weight.shape[1], False, self.packed.data_ptr(), None, None)
 
     def rows(self, numbers: Tensor) -> Tensor:  # [...] int64, of outputs
         """Return these rows of the weight as it was, [..., K]."""
-        return self.packed[numbers // _PANEL, :, numbers % _PANEL].flatten(-2)
+        return self.packed[numbers // _PANEL, :, numbers % _PANEL].flatten(-2).to(self._dtype)
 
     def __call__(self, x: Tensor) -> Tensor:
         return product(self.struct, x)
@@ -230,7 +241,7 @@ def linear_cells(
     cells: Cells = {}
     heights = {count: _slice_height(weights, count, _bytes_per_weight(dtype, form)) for count in rows}
     for height in set(heights.values()):
-        one: Tensor | PackedPanels = torch.full((height, weights.in_features), 0.01, dtype=dtype)
+        one: Tensor | PackedPanels = torch.full((height, weights.in_features), 2**-7, dtype=dtype)
         if form is not None:
             one = PackedPanels.of(form.constant(height, weights.in_features))
         size = Weights(height, weights.in_features, 1).num_bytes(dtype, form)

@@ -437,8 +437,10 @@ inline void with_kind(const Matrix& w, Act act) {
     }
 }
 
-constexpr int FEW = PARTS == 1 ? 8 : 6;         // rows of a tile whose numbers are made in registers
-constexpr int MOST_FEW = PARTS == 1 ? 16 : 6;  // rows for which this is done: twice is still faster than memory
+constexpr int FEW = PARTS == 1 ? 8 : 6;  // rows of a tile whose numbers are made in registers
+
+// Rows up to which this is done: for two tiles it is faster than memory, unless numbers take as long as those of int8.
+inline int64_t most_few(const Matrix& w) { return PARTS > 1 || w.kind == INT8 ? FEW : 2 * FEW; }
 
 // Writes the numbers of NB panels from panel n, as rows of X are multiplied by.
 template <class X, int NB>
@@ -513,7 +515,7 @@ void multiply(const X* rows, int64_t T, const Matrix& w, int tid, int nt, Write 
     if constexpr (IS_PAIRS)
         if (w.offsets) x.sums = sums_of_groups(rows, T, w);
     const bool is_stored = w.kind == PLAIN && IS_PAIRS;
-    if (!is_stored && T <= MOST_FEW) return multiply_few(x, T, w, tid, nt, write);
+    if (!is_stored && T <= most_few(w)) return multiply_few(x, T, w, tid, nt, write);
     const int64_t panel = w.K / Numbers::STEP * PANEL, panels = w.N / PANEL;
     const int64_t groups = panels / NB, blocks = (T + ROWS - 1) / ROWS;
     static thread_local std::vector<uint32_t> memory;

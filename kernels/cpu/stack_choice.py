@@ -104,7 +104,7 @@ def _layer(shape: DecoderShape, dtype: torch.dtype, form: CodeForm | None) -> De
     def matrix(out: int, inputs: int) -> Weight:
         if form is not None:
             return form.constant(out, inputs)
-        return torch.full((out, inputs), 0.5 / inputs, dtype=dtype)
+        return torch.full((out, inputs), 0.5 / inputs, dtype=torch.bfloat16).to(dtype)  # as most checkpoints
 
     E, D, I = shape.hidden, shape.head_dim, shape.intermediate  # noqa: E741
     norm = torch.ones(E, dtype=dtype)

@@ -13,6 +13,7 @@ from crossdock.kernels.cpu.linear import (
     ChosenLinear,
     OwnLinear,
     Weights,
+    fits_bfloat16,
     interleave,
     linear_cells,
     padded,
@@ -40,6 +41,26 @@ def test_own_product_is_exact_to_rounding_and_rows_are_independent(N: int, K: in
     assert torch.equal(linear(strided), linear(strided.contiguous()))
 
 
+@pytest.mark.parametrize(("N", "K"), [(16, 2), (48, 64), (80, 576), (960, 30), (1616, 128)])
+def test_own_product_in_float32_is_exact_to_rounding_and_rows_are_independent(N: int, K: int) -> None:
+    weight, x = torch.randn(N, K).bfloat16().float(), torch.randn(211, K)
+    linear = OwnLinear(weight)
+    exact = x.double() @ weight.double().T
+    whole = linear(x)
+    torch.testing.assert_close(whole.double(), exact, rtol=1e-5, atol=1e-6 * K)
+    for M in (1, 2, 3, 5, 7, 16, 17, 96, 97, 200):
+        assert torch.equal(linear(x[:M]), whole[:M]), M
+    assert torch.equal(linear.rows(torch.arange(N)), weight)
+
+
+def test_float32_weight_with_more_digits_than_bfloat16_does_not_fit() -> None:
+    weight = torch.ones(16, 2)
+    assert fits_bfloat16(weight)
+    weight[3, 1] += 2**-9
+    assert not fits_bfloat16(weight)
+    assert fits_bfloat16(weight.bfloat16())
+
+
 @pytest.mark.skipif(not {"avx512_bf16", "avx512_vnni"} <= cpu_flags(), reason="needs a CPU with AVX512-VNNI")
 @pytest.mark.parametrize(("N", "K"), [(16, 16), (48, 64), (80, 576), (960, 48), (1616, 144)])
 def test_int8_product_is_that_of_the_rounded_numbers_and_rows_are_independent(N: int, K: int) -> None:
@@ -63,7 +84,7 @@ def test_int8_product_is_that_of_the_rounded_numbers_and_rows_are_independent(N:
 @torch.inference_mode()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_format_is_exact_to_rounding(dtype: torch.dtype) -> None:
-    weight = torch.randn(160, 96).to(dtype)
+    weight = torch.randn(160, 96).bfloat16().to(dtype)
     for kernel in usable_kernels(dtype):
         linear = FORMATS[kernel](weight)
         for rows in (1, 7, 64, 130):
@@ -98,7 +119,10 @@ def test_kernels_without_their_instructions_are_not_usable(monkeypatch: pytest.M
     monkeypatch.setattr(linears, "cpu_flags", lambda: frozenset({"avx2", "fma"}))
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
     assert usable_kernels(torch.bfloat16) == ("torch",)
-    assert usable_kernels(torch.float32) == ("onednn", "torch")
+    assert usable_kernels(torch.float32) == ("own", "onednn", "torch")
+    assert usable_kernels(torch.float32, fits=False) == ("onednn", "torch")
+    with pytest.raises(ValueError, match="cpu_kernels own: it keeps weights in bfloat16, which does not hold those of"):
+        usable_kernels(torch.float32, "own", fits=False)
     with pytest.raises(ValueError, match="cpu_kernels own: this CPU has no AVX512-BF16; auto"):
         usable_kernels(torch.bfloat16, "own")
     with pytest.raises(ValueError, match="cpu_kernels onednn: oneDNN has no bfloat16 on this CPU; auto"):

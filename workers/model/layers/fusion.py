@@ -18,6 +18,7 @@ from crossdock.kernels.cpu.linear import (
     ChosenLinear,
     OwnLinear,
     Weights,
+    fits_bfloat16,
     linear_choice,
     usable_kernels,
     usable_packed_kernels,
@@ -115,7 +116,7 @@ def fuse(
     head_weight = weight_of(head)
     if head_weight is None or head.bias is not None or head.out_features % 16:
         raise NotFusableError("the model's lm_head is not a plain linear of a multiple of 16 outputs")
-    usable = _usable(weights[0].gate, head_weight, weights[0].input_norm.dtype, cpu_kernels)
+    usable = _usable(weights, head_weight, cpu_kernels)
     try:
         if kernel is not None:
             layers_choice = head_choice = only(kernel)
@@ -151,13 +152,17 @@ Usable: TypeAlias = tuple[Sequence[Kernel], Sequence[Kernel]]
 """The kernels that may compute the layers, and those that may compute the head."""
 
 
-def _usable(layers: Weight, head: Weight, dtype: torch.dtype, setting: CpuKernels) -> Usable:
+def _usable(layers: Sequence[DecoderLayer], head: Weight, setting: CpuKernels) -> Usable:
     """Return the kernels that `setting` allows; all of them for a plain head of packed layers. ValueError: none."""
-    if isinstance(layers, Tensor) and isinstance(head, Tensor):
-        kernels = usable_kernels(dtype, setting)
+    dtype, is_packed = layers[0].input_norm.dtype, isinstance(layers[0].gate, PackedMatrix)
+    names = ("q", "k", "v", "out", "gate", "up", "down")
+    matrices = [head, *(getattr(layer, name) for layer in layers for name in names)]
+    fits = all(fits_bfloat16(each) for each in matrices if isinstance(each, Tensor))
+    if not is_packed and isinstance(head, Tensor):
+        kernels = usable_kernels(dtype, setting, fits)
         return kernels, kernels
-    packed, plain = usable_packed_kernels(dtype, setting), usable_kernels(dtype)
-    return (plain if isinstance(layers, Tensor) else packed), (plain if isinstance(head, Tensor) else packed)
+    packed, plain = usable_packed_kernels(dtype, setting), usable_kernels(dtype, fits=fits)
+    return (packed if is_packed else plain), (plain if isinstance(head, Tensor) else packed)
 
 
 def _choices(
