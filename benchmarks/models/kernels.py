@@ -22,7 +22,7 @@ from crossdock.kernels.attention import AttentionBatch, reference_paged_attentio
 from crossdock.kernels.cpu.choice import KernelChoice
 from crossdock.kernels.cpu.cpu_attention import CpuAttention
 from crossdock.kernels.cpu.decoder import DecoderShape
-from crossdock.kernels.cpu.linear import FORMATS, Weights, linear_choice, usable_kernels
+from crossdock.kernels.cpu.linear import FORMATS, Weights, linear_choice, usable_kernels, usable_packed_kernels
 from crossdock.kernels.cpu.packed_linear import CodeForm
 from crossdock.kernels.cpu.stack_choice import stack_cells, stack_choice
 from crossdock.kernels.options import Kernel
@@ -175,10 +175,14 @@ def linears(seconds: float, dtype: torch.dtype, chosen_layers: KernelChoice) -> 
         print(f"worst ratio of {group}, {shown(dtype)}: {max(found):.2f}")
 
 
-def packed(seconds: float) -> None:
-    """Time all layers of a step from packed weights, beside plain ones, and the floor: their bytes read from memory."""
+def packed(seconds: float, dtype: torch.dtype) -> None:
+    """Time all layers of a step from packed weights, beside plain ones and the floor.
+
+    The floor of a row is the longer of reading the weights from memory and of multiplying as fast as torch's own square
+    product, without attention.
+    """
     forms: dict[str, CodeForm | None] = {
-        "bfloat16": None,
+        f"plain, {shown(dtype)}": None,
         "int8, a scale a row": CodeForm("int8", SHAPE.intermediate, has_offsets=False),
         "int4, groups of 32": CodeForm("int4", 32, has_offsets=False),
         "int4, 128, zero points": CodeForm("int4", 128, has_offsets=True),
@@ -186,17 +190,25 @@ def packed(seconds: float) -> None:
         "mxfp4 (e2m1), 32": CodeForm("e2m1", 32, has_offsets=False),
     }
     rows = [count for count in ROWS if count not in (64, 128, 512)]
-    everything = torch.ones(1 << 26)
+    everything, square = torch.ones(1 << 26), torch.ones(1536, 1536, dtype=dtype)
     bandwidth = everything.nbytes / milliseconds(seconds, everything.sum)[0]  # bytes a ms
-    print(f"\nall layers of a step, ms; the floor reads {1e-6 * bandwidth:.1f} GB/s")
-    print(f"{'weights':24} {'kernel':6} {'floor':>6} " + " ".join(f"{count:>7}" for count in rows))
+    rate = 2 * 1536**3 / milliseconds(seconds, partial(torch.mm, square, square))[0]  # operations a ms
+    print(f"\nall layers of a step in {shown(dtype)}, ms")
+    print(f"memory is read at {1e-6 * bandwidth:.1f} GB/s, products reach {1e-6 * rate:.0f} GFLOP/s")
+    print(f"{'weights':24} {'kernel':6} " + " ".join(f"{count:>7}" for count in rows))
     for name, form in forms.items():
-        floor = sum(each.num_bytes(torch.bfloat16, form) for each in SHAPE.matrices(LAYERS)) / bandwidth
-        kernels: list[Kernel] = ["own"] if form is None else ["own", "torch", "int8"]
-        for kernel in kernels[: 2 if form is not None and form.kind == "e4m3" else 3]:
-            cells = stack_cells(SHAPE, LAYERS, torch.bfloat16, [kernel], rows, form)
+        matrices = SHAPE.matrices(LAYERS)
+        size = sum(each.num_bytes(torch.bfloat16, form) for each in matrices)  # beside float32 rows too, see OwnLinear
+        flops = sum(2 * each.out_features * each.in_features * each.count for each in matrices)
+        floors = [max(size / bandwidth, count * flops / rate) for count in rows]
+        print(f"{name:24} floor  {' '.join(f'{each:7.2f}' for each in floors)}")
+        kernels = usable_kernels(dtype) if form is None else usable_packed_kernels(dtype)
+        if form is not None and form.kind != "e4m3" and dtype is torch.bfloat16:
+            kernels = (*kernels, "int8")
+        for kernel in kernels:
+            cells = stack_cells(SHAPE, LAYERS, dtype, [kernel], rows, form)
             times = [milliseconds(max(seconds, 2e-3 * count), cells[kernel, count][0])[0] for count in rows]
-            print(f"{name:24} {kernel:6} {floor:6.2f} {' '.join(f'{each:7.2f}' for each in times)}", flush=True)
+            print(f"{name:24} {kernel:6} {' '.join(f'{each:7.2f}' for each in times)}", flush=True)
 
 
 def verdict(times: list[float], choice: KernelChoice, rows: int, kernels: Sequence[Kernel]) -> str:
@@ -210,13 +222,14 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--seconds", type=float, default=0.4, help="per measurement")
     parser.add_argument("--only", choices=["attention", "linears", "packed"])
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of packed products")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
     print(f"torch {torch.__version__}, {arguments.threads} threads, {cpu_name()}")
     with torch.inference_mode():
         if arguments.only in (None, "packed"):
-            packed(arguments.seconds)
+            packed(arguments.seconds, getattr(torch, arguments.dtype))
         if arguments.only in (None, "attention"):
             attention(arguments.seconds)
         if arguments.only in (None, "linears"):
