@@ -156,7 +156,7 @@ def test_weight_that_embedding_and_head_share_is_in_memory_once() -> None:
 
 
 def test_kernel_that_cannot_run_is_refused() -> None:
-    with pytest.raises(ValueError, match="cpu_kernels own: it computes bfloat16 and the model is float32; auto"):
+    with pytest.raises(ValueError, match="cpu_kernels own: it keeps weights in bfloat16, which does not hold"):
         wrap_module(build("llama", WIDE), LoadOptions(cpu_kernels="own"))
 
 
