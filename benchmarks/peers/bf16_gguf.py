@@ -1,9 +1,8 @@
-"""Rewrite a GGUF with all matrices in one form, so that llama.cpp is measured on the same weights as the other servers.
+"""Rewrite a GGUF with all matrices in bf16, so that llama.cpp is measured on the same weights as the other servers.
 
-    python benchmarks/peers/bf16_gguf.py IN.gguf OUT.gguf [BF16|Q4_0|Q8_0]       # seconds
+    python benchmarks/peers/bf16_gguf.py IN.gguf OUT.gguf       # seconds
 
-The matrices are the source's, dequantized and rounded to the form: in BF16 they are equal. Vectors stay in fp32. Beside
-Q4_0 the embedding is Q8_0, as llama.cpp's own tool writes it.
+The matrices are equal to the source's, dequantized; vectors stay in fp32.
 """
 
 import sys
@@ -17,11 +16,11 @@ from gguf.quants import dequantize, quantize
 _OWN = {"general.architecture", "general.file_type", "general.quantization_version"}
 
 
-def rewrite(source: str, target: str, form: str = "BF16") -> None:
+def rewrite(source: str, target: str) -> None:
     reader = GGUFReader(source)
     architecture = reader.fields["general.architecture"].contents()
     writer = GGUFWriter(target, architecture)
-    writer.add_file_type(LlamaFileType[f"MOSTLY_{form}"])
+    writer.add_file_type(LlamaFileType.MOSTLY_BF16)
     for name, field in reader.fields.items():
         if name.startswith("GGUF.") or name in _OWN:
             continue
@@ -30,8 +29,7 @@ def rewrite(source: str, target: str, form: str = "BF16") -> None:
     for tensor in reader.tensors:
         values: np.ndarray[Any, np.dtype[np.float32]] = dequantize(tensor.data, tensor.tensor_type)
         # llama.cpp needs vectors (norms, biases) in fp32.
-        name = "F32" if values.ndim == 1 else "Q8_0" if form == "Q4_0" and tensor.name == "token_embd.weight" else form
-        kind = GGMLQuantizationType[name]
+        kind = GGMLQuantizationType.BF16 if values.ndim > 1 else GGMLQuantizationType.F32
         writer.add_tensor(tensor.name, quantize(values, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -40,6 +38,6 @@ def rewrite(source: str, target: str, form: str = "BF16") -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) not in (3, 4):
+    if len(sys.argv) != 3:
         sys.exit(__doc__)
     rewrite(*sys.argv[1:])
