@@ -138,6 +138,7 @@ def test_machine_that_cannot_compile_own_products_uses_a_library(monkeypatch: py
         raise OSError("g++ could not build decoder.cpp: error")
 
     monkeypatch.setattr(linears, "cpu_library", fails)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
     assert usable_kernels(torch.bfloat16) == ("onednn", "torch")
     with pytest.raises(ValueError, match=r"cpu_kernels own: g\+\+ could not build decoder.cpp: error; auto"):
         usable_kernels(torch.bfloat16, "own")

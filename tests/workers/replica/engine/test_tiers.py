@@ -88,6 +88,37 @@ def test_prompt_whose_pages_were_evicted_is_loaded(tier: str, name: str, tmp_pat
     assert cached == [0] * len(PROMPTS) + [88] * len(PROMPTS)
 
 
+@pytest.mark.parametrize(
+    ("options", "settings"),
+    [
+        pytest.param({"kv_cache_dtype": "fp8"}, {}, id="fp8 pages"),
+        pytest.param({}, {"async_scheduling": True}, id="steps ahead"),
+        pytest.param({}, {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}, id="drafts"),
+    ],
+)
+def test_pages_are_loaded_beside_other_settings(
+    options: dict[str, Any], settings: dict[str, Any], tmp_path: Path
+) -> None:
+    """Four prompts at a time in a pool for one: requests are preempted, too."""
+    model = wrap_module(build("llama", {}), LoadOptions(MAX_MODEL_LEN, **options))
+    with engine_on(model, 30, **settings) as plain:
+        expected, _ = answers_together(plain)
+    with engine_on(model, 30, **settings, **settings_of("both", tmp_path)) as tiered:
+        assert answers(tiered, PROMPTS)[0] == expected
+        tokens, num_loaded = answers_together(tiered)
+    assert tokens == expected
+    assert num_loaded > 0
+
+
+def answers_together(engine: Engine) -> tuple[list[list[int]], int]:
+    """Return the tokens after prompts that come at once, and how many pages were loaded."""
+    for number, prompt in enumerate(PROMPTS):
+        engine.add(Submission(f"all {number}", prompt, greedy(5)))
+    found = run(engine)
+    num_loaded = 0 if engine.tiers is None else sum(tier.num_loads for tier in engine.tiers.tiers.tiers)
+    return [tokens_of(found[f"all {number}"]) for number in range(len(PROMPTS))], num_loaded
+
+
 def test_metrics_count_pages_by_tier(tmp_path: Path) -> None:
     model = model_of("llama")
     with engine_on(model, 20, **settings_of("both", tmp_path)) as engine:
