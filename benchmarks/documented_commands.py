@@ -36,6 +36,9 @@ SERVER_PORT = "8000"  # as documented
 OWN_MODEL = r"\./(big-|bigger-|my-)?model|Qwen/Qwen3-0\.6B"
 # Why a command is not run, by the start of the command.
 NOT_RUN = {
+    "sudo ": "installs packages of the system",
+    "python3 -m venv": "is for a machine with a GPU",
+    "pip install": "is for a machine with a GPU",
     "make ": "sets up .venv first; CI runs `make test`, and `make serve` is `crossdock serve`",
     "docker ": "needs Docker",
     "kubectl ": "needs a Kubernetes cluster",

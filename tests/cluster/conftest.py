@@ -30,6 +30,7 @@ def small_model_dir(tmp_path_factory: pytest.TempPathFactory, tokenizers: "dict[
     tokenizers["byte_level"].save_pretrained(folder)
     settings = {
         "vocab_size": 640,
+        "eos_token_id": tokenizers["byte_level"].eos_token_id,  # else a character of text ends answers
         "hidden_size": 256,
         "intermediate_size": 512,
         "num_hidden_layers": 4,

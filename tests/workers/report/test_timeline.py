@@ -110,6 +110,7 @@ def test_timeline_of_a_request_alone_is_complete() -> None:
         "num_accepted_tokens": 0,
         "predicted_first_token_s": None,
         "first_token_s": 3.0,
+        "alternatives_s": {},
         "num_decode_steps": 2,
         "num_shared_decode_steps": 0,
         "tpot_s": 1.0,
