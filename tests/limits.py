@@ -42,11 +42,13 @@ def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> Generator[None
     timer.daemon = True
     timer.start()
     _timers.append(timer)
+    faulthandler.dump_traceback_later(limit * (1 + _GRACE), exit=True)  # a call in C may hold all threads of Python
     return (yield)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_timeout_cancel_timer() -> Generator[None, Any, Any]:
+    faulthandler.cancel_dump_traceback_later()
     while _timers:
         _timers.pop().cancel()
     return (yield)
