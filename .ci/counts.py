@@ -15,9 +15,9 @@ from statistics import mean, median
 
 CODE = ("cluster", "router", "workers", "kvtransfer", "kernels", ".ci")
 BUDGETS = {  # count: the most that there may be
-    "lines of code": 60_000,
-    "lines of tests": 61_000,
-    "lines of benchmarks": 11_000,
+    "lines of code": 57_900,
+    "lines of tests": 60_650,
+    "lines of benchmarks": 11_050,
     "lines of benchmarks/RESULTS.md": 500,
     "Python files in the largest folder": 20,
     "lines of the longest class": 350,
