@@ -71,11 +71,11 @@ class Released(OfTransfer):
 
 @dataclass(frozen=True, slots=True)
 class Offered(OfTransfer):
-    """To the target: every source rank has pages for the prompt. May come before `expect`, and more than once."""
+    """To the target: every source rank has pages for the prompt. May come before `expect`, and more than once.
 
-    num_tokens: Count = (
-        0  # that are there, of a prefix that the target has asked for; 0: the source computes the prompt
-    )
+    `num_tokens`: of a prefix that the target has asked for, those at the source; 0: the source computes the prompt."""
+
+    num_tokens: Count = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,7 +97,7 @@ class ReplicaClient:
         if self._stream is not None:
             self._stream.close()
 
-    async def still_reads(self) -> None:
+    def still_reads(self) -> None:
         if self._stream is not None:
             self._stream.sign_of_life()
 

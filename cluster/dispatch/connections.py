@@ -61,7 +61,7 @@ class EngineClient(Protocol):
     async def close(self) -> None:
         """End the stream of this ingress; its requests are aborted."""
 
-    async def still_reads(self) -> None:
+    def still_reads(self) -> None:
         """Notify the replica that this ingress reads its stream, though it may send nothing else for long."""
 
     async def call(self, method: RemoteMethod, *arguments: Any) -> Any:
@@ -305,7 +305,7 @@ class ReplicaConnections:
                 notified_at = now
                 for connection in self._following:
                     if connection.is_open:
-                        self.spawn(connection.client.still_reads())
+                        connection.client.still_reads()
             for connection in [*self._following]:
                 for attempt in connection.attempts.values():
                     attempt.check_deadline(now)

@@ -91,7 +91,7 @@ class Scaler:
                     async for message in client.messages():
                         if time.monotonic() - notified_at > READS_S:
                             notified_at = time.monotonic()
-                            await client.still_reads()
+                            client.still_reads()
                         if message.live is not None:
                             self._scaling.hear(name, message.live, time.monotonic())
                 except Exception as error:  # of any kind: Serve reports when the replica is gone for good

@@ -42,7 +42,7 @@ class Awaited:
     table: RequestTable
 
     def begin(self, request: Request, num_pages: int, until: float) -> AwaitedPrefix | None:
-        """Allocate what the pool lacks of the first `num_pages` pages of a request's tokens; the request waits for it.
+        """Allocate the pages that the pool lacks among the first `num_pages` of a request; the request waits for them.
 
         The request waits no longer than `until`, in seconds on the clock of arrival times. None: the request cannot
         start now because pages are short, earlier pages for it are still arriving, or nothing is missing.

@@ -91,7 +91,7 @@ class InProcess:
     async def close(self) -> None:
         await self.engine_thread.close_stream("test")
 
-    async def still_reads(self) -> None:
+    def still_reads(self) -> None:
         self.engine_thread.heard("test")
 
     async def is_dead(self) -> bool:

@@ -12,8 +12,8 @@ from crossdock.workers.schedule.request import TokenDelta
 MOST_SILENCE_S = 30.0
 """Seconds after which a reader that gives no sign of life loses its requests.
 
-Ray goes on with a stream whose reader was killed. A living ingress gives a sign every 8 s; one that is stopped for less
-than this goes on with its streams.
+The connection of a reader that was killed ends at once; that of a stopped reader stays open. A living ingress gives a
+sign every 8 s; one that is stopped for less than this goes on with its streams.
 """
 
 _MOST_PAGES = 100_000  # page hashes queued for a reader that is behind

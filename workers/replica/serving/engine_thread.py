@@ -81,7 +81,7 @@ class EngineThread(ObservedEngine):
         try:
             yield Message()
             async for message in channel.messages(HEARTBEAT_S):
-                if channel.is_silent:  # else the stream of a killed reader would hold up this replica's drain
+                if channel.is_silent:  # else the stream of a stopped reader would hold up this replica's drain
                     return
                 yield message
         finally:

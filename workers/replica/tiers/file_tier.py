@@ -69,7 +69,7 @@ class FileTier:
         return came, gone
 
     def write(self, key: PageKey, parts: Sequence[memoryview]) -> set[PageKey]:
-        """Store a page, and return the pages that were deleted for it. OSError: the page is not stored."""
+        """Store a page, and return the pages that were deleted to make room. OSError: the page is not stored."""
         size = _HEADER.size + sum(part.nbytes for part in parts)
         deleted = self._make_room(size) if self.num_bytes + size > self._most_bytes else set[PageKey]()
         digest = hashlib.blake2b(digest_size=16)

@@ -75,9 +75,7 @@ class TierStore:
         self._bounce = torch.empty((most_pages, page_bytes), dtype=torch.uint8, pin_memory=pages.is_cuda)
         self._num_pending = 0  # writes and loads whose result has not been taken in
         self._writing = set[PageKey]()
-        self._offers: list[int] | None = (
-            None  # cached pages to look at, the last one first; None: a step has come since
-        )
+        self._offers: list[int] | None = None  # cached pages to look at, last one first; None: a step has come since
         self._failed_write = ""  # the reason that was logged last
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._done: deque[Callable[[TierLoading], None]] = deque()

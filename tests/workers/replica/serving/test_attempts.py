@@ -186,7 +186,7 @@ async def test_reader_too_far_behind_is_closed_and_its_requests_end(monkeypatch:
 
 @pytest.mark.parametrize("is_alive", [True, False])
 async def test_reader_without_a_sign_of_life_loses_its_requests(is_alive: bool) -> None:
-    """An ingress that was killed says nothing, and Ray goes on with its stream."""
+    """An ingress that is stopped says nothing, and its connection stays open."""
     async with driving() as driven:
         reader = driven.thread.channel("other")
         work = replace(attempt(0), id="its")
