@@ -15,9 +15,9 @@ from statistics import mean, median
 
 CODE = ("cluster", "router", "workers", "kvtransfer", "kernels", ".ci")
 BUDGETS = {  # count: the most that there may be
-    "lines of code": 57_900,
-    "lines of tests": 60_650,
-    "lines of benchmarks": 11_050,
+    "lines of code": 58_625,
+    "lines of tests": 60_925,
+    "lines of benchmarks": 11_146,
     "lines of benchmarks/RESULTS.md": 500,
     "Python files in the largest folder": 20,
     "lines of the longest class": 350,

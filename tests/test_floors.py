@@ -26,11 +26,12 @@ BELOW = {  # room: the rooms it may import besides itself
     "cluster/config_file.py": {"cluster/config.py"},
     "cluster/serve": {"cluster/api", *CONFIG, "cluster/dispatch", "router", *WORKERS},
     "cluster/api": {"cluster/dispatch", "workers/sandbox", "workers/schedule"},
+    "cluster/offline": {"cluster/api", *CONFIG, "cluster/dispatch", "cluster/serve", *WORKERS},
     "cluster/dispatch": {"router", "workers/report", "workers/schedule"},
     "cluster/watch": {"workers/schedule"},
     "cluster/bench": {"cluster/watch", "workers/schedule"},
     "cluster/simulate": {"cluster/bench", "router", "workers/report", "workers/schedule"},
-    "cluster/tune": {"cluster/bench", *CONFIG, *WORKERS},
+    "cluster/tune": {"cluster/bench", *CONFIG, "cluster/offline", *WORKERS},
     "router": {"workers/report", "workers/schedule"},
     "workers/replica": {
         "workers/draft",

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -44,7 +45,7 @@ from crossdock.cluster.api.text.logprobs import LogprobWriter
 from crossdock.cluster.api.text.message_format import MessageFormat
 from crossdock.cluster.api.text.prompts import PromptEncoder
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
-from crossdock.cluster.dispatch.dispatcher import Dispatcher
+from crossdock.cluster.dispatch.dispatcher import Dispatcher, TokenSource
 
 _GENERATES = ("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/messages", "/v1/responses")
 logger = logging.getLogger("ray.serve")
@@ -89,7 +90,9 @@ def build_api(
         responses={"default": {"model": ErrorAnswer, "description": "Refused"}},
     )
     pooling, sampling = embeddings or EmbeddingDefaults(), defaults or GenerationDefaults()
-    _add_endpoints(app, _generating(app, dispatcher, tokenizer, http, tiers, sampling, pooling, ask_stores, media))
+    routes = ModelRoutes(dispatcher, tokenizer, http, tiers, sampling, pooling, ask_stores, media)
+    app.state.stored = routes.responses.at_this_ingress
+    _add_endpoints(app, routes.endpoints())
     _add_endpoints(app, _reporting(ServerStatus(dispatcher, decisions)))
     for path, asset in web_assets().items():
         app.add_api_route(path, partial(_asset, asset), response_model=None, include_in_schema=False)
@@ -149,59 +152,75 @@ def _add_endpoints(app: FastAPI, endpoints: Iterable[_Endpoint]) -> None:
         )
 
 
-def _generating(
-    app: FastAPI,
-    dispatcher: Dispatcher,
-    tokenizer: ModelTokenizer,
-    http: HttpConfig,
-    tiers: Tiers,
-    defaults: GenerationDefaults,
-    pooling: EmbeddingDefaults,
-    ask_stores: AskStores | None,
-    media: Media | None,
-) -> list[_Endpoint]:
-    """Return the endpoints of the model, and the endpoints that clients need beside them."""
-    message_format = _message_format(tokenizer, http)
-    models = Models(dispatcher, http.model_aliases, message_format.families)
-    encoder = PromptEncoder(
-        tokenizer,
-        trusts_templates=http.trust_request_chat_template,
-        variables=http.default_chat_template_kwargs,
-        media=media,
-    )
-    generations = Generations(
-        dispatcher,
-        tokenizer,
-        models,
-        tiers,
-        defaults,
-        max_logprobs=http.max_logprobs,
-        placeholders=None if media is None else media.placeholders,
-    )
-    completions = Completions(generations, encoder, tokenizer, forces_usage=http.force_include_usage)
-    conversations = Conversations(generations, encoder, message_format)
-    chats = Chats(conversations, generations, tokenizer, forces_usage=http.force_include_usage)
-    embeddings = Embeddings(generations, completions, pooling)
-    messages = Messages(conversations, models)
-    responses = _responses(conversations, LogprobWriter(tokenizer, as_ids=False), http, ask_stores)
-    app.state.stored = responses.at_this_ingress
-    tokenization = Tokenization(models, encoder, tokenizer)
-    return [
-        ("POST", "/v1/completions", completions.create, "Continue a prompt, or several"),
-        ("POST", "/v1/chat/completions", chats.create, "Answer a conversation"),
-        ("POST", "/v1/embeddings", embeddings.create, "The vectors of texts"),
-        ("POST", "/v1/responses", responses.create, "Answer a conversation, in the form of OpenAI's Responses API"),
-        ("GET", "/v1/responses/{name}", responses.retrieve, "A stored response"),
-        ("DELETE", "/v1/responses/{name}", responses.delete, "Forget a stored response"),
-        ("POST", "/v1/responses/{name}/cancel", responses.cancel, "End a response in the background"),
-        ("GET", "/v1/responses/{name}/input_items", responses.items, "The items before a stored response"),
-        ("POST", "/v1/messages", messages.create, "Answer a conversation, in the form of Anthropic's API"),
-        ("POST", "/v1/messages/count_tokens", messages.count_tokens, "The number of tokens of a conversation"),
-        ("POST", "/tokenize", tokenization.tokenize, "The tokens of a text or of a conversation"),
-        ("POST", "/detokenize", tokenization.detokenize, "The text of tokens"),
-        ("GET", "/v1/models", models.all, "The served model and its aliases"),
-        ("GET", "/v1/models/{name:path}", models.one, "One of them"),
-    ]
+@dataclass(slots=True, eq=False)
+class ModelRoutes:
+    """The answers of one model, whose tokens come from `source`: over HTTP, and in this process without it."""
+
+    source: TokenSource
+    tokenizer: ModelTokenizer
+    http: HttpConfig
+    tiers: Tiers
+    defaults: GenerationDefaults
+    pooling: EmbeddingDefaults
+    ask_stores: AskStores | None = None
+    media: Media | None = None  # None: the model reads text only
+    models: Models = field(init=False)
+    encoder: PromptEncoder = field(init=False)
+    generations: Generations = field(init=False)
+    completions: Completions = field(init=False)
+    conversations: Conversations = field(init=False)
+    chats: Chats = field(init=False)
+    embeddings: Embeddings = field(init=False)
+    responses: Responses = field(init=False)
+
+    def __post_init__(self) -> None:
+        http, tokenizer, media = self.http, self.tokenizer, self.media
+        message_format = _message_format(tokenizer, http)
+        self.models = Models(self.source, http.model_aliases, message_format.families)
+        self.encoder = PromptEncoder(
+            tokenizer,
+            trusts_templates=http.trust_request_chat_template,
+            variables=http.default_chat_template_kwargs,
+            media=media,
+        )
+        self.generations = Generations(
+            self.source,
+            tokenizer,
+            self.models,
+            self.tiers,
+            self.defaults,
+            max_logprobs=http.max_logprobs,
+            placeholders=None if media is None else media.placeholders,
+        )
+        forces = http.force_include_usage
+        self.completions = Completions(self.generations, self.encoder, tokenizer, forces_usage=forces)
+        self.conversations = Conversations(self.generations, self.encoder, message_format)
+        self.chats = Chats(self.conversations, self.generations, tokenizer, forces_usage=forces)
+        self.embeddings = Embeddings(self.generations, self.completions, self.pooling)
+        writer = LogprobWriter(tokenizer, as_ids=False)
+        self.responses = _responses(self.conversations, writer, http, self.ask_stores)
+
+    def endpoints(self) -> list[_Endpoint]:
+        """Return the endpoints of the model, and the endpoints that clients need beside them."""
+        responses, models = self.responses, self.models
+        messages = Messages(self.conversations, models)
+        tokenization = Tokenization(models, self.encoder, self.tokenizer)
+        return [
+            ("POST", "/v1/completions", self.completions.create, "Continue a prompt, or several"),
+            ("POST", "/v1/chat/completions", self.chats.create, "Answer a conversation"),
+            ("POST", "/v1/embeddings", self.embeddings.create, "The vectors of texts"),
+            ("POST", "/v1/responses", responses.create, "Answer a conversation, in the form of OpenAI's Responses API"),
+            ("GET", "/v1/responses/{name}", responses.retrieve, "A stored response"),
+            ("DELETE", "/v1/responses/{name}", responses.delete, "Forget a stored response"),
+            ("POST", "/v1/responses/{name}/cancel", responses.cancel, "End a response in the background"),
+            ("GET", "/v1/responses/{name}/input_items", responses.items, "The items before a stored response"),
+            ("POST", "/v1/messages", messages.create, "Answer a conversation, in the form of Anthropic's API"),
+            ("POST", "/v1/messages/count_tokens", messages.count_tokens, "The number of tokens of a conversation"),
+            ("POST", "/tokenize", tokenization.tokenize, "The tokens of a text or of a conversation"),
+            ("POST", "/detokenize", tokenization.detokenize, "The text of tokens"),
+            ("GET", "/v1/models", models.all, "The served model and its aliases"),
+            ("GET", "/v1/models/{name:path}", models.one, "One of them"),
+        ]
 
 
 def _reporting(status: ServerStatus) -> list[_Endpoint]:

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from crossdock.cluster.dispatch.connections import (
     Attempt,
@@ -42,7 +42,7 @@ from crossdock.workers.schedule.request import TokenDelta
 from crossdock.workers.schedule.shares import Shares
 from crossdock.workers.schedule.submission import Overloaded, Submission
 
-__all__ = ["Dispatcher", "ModelCard", "ReplicaLost", "SlowReader", "SuspectRequest", "Timeouts"]
+__all__ = ["Dispatcher", "ModelCard", "ReplicaLost", "SlowReader", "SuspectRequest", "Timeouts", "TokenSource"]
 
 logger = logging.getLogger("ray.serve")
 
@@ -59,6 +59,14 @@ class ModelCard:
     max_model_len: int  # tokens
     vocab_size: int
     cache_page_size: int = 0  # tokens of a page that prompts share; 0: they share none
+
+
+class TokenSource(Protocol):
+    """Makes the tokens of submissions: a dispatcher in front of replicas, or an engine of the same process."""
+
+    @property
+    def model(self) -> ModelCard: ...
+    def generate(self, submission: Submission) -> AsyncIterator[TokenDelta]: ...
 
 
 class Dispatcher:

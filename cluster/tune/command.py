@@ -150,10 +150,10 @@ def _find(flags: TuneFlags, sizes: _Grid, console: Console) -> "Findings":
     """
     from crossdock.cluster.bench.progress import progress
     from crossdock.cluster.config_file import load
+    from crossdock.cluster.offline.local_engine import local_engine
     from crossdock.cluster.tune import report
     from crossdock.cluster.tune.advice import advise
     from crossdock.cluster.tune.curves import Curves
-    from crossdock.cluster.tune.local_engine import local_engine
     from crossdock.cluster.tune.sweep import fitting, grid
     from crossdock.workers.replica.engine.calibrate import warm_up
 

@@ -44,14 +44,19 @@ class Embeddings:
         yield to_json({**generation.head("embd", "list"), "usage": usage})[:-1] + b',"data":['
         async for some in slices(outputs, _VECTORS_AT_ONCE):
             for output in some:
-                vector = _vector(output, body, normalizes=normalizes)
-                one = {"object": "embedding", "index": output.index, "embedding": vector}
+                vector = vector_of(output, body.dimensions, normalizes=normalizes)
+                one = {"object": "embedding", "index": output.index, "embedding": _encoded(vector, body)}
                 yield b"," * (output.index > 0) + to_json(one)
         yield b"]}"
 
 
-def _vector(output: Output, body: EmbeddingRequest, *, normalizes: bool) -> Any:
-    """Return a vector in the encoding that the body asks for: cut first, and then made as long as 1.
+def _encoded(vector: np.ndarray[Any, np.dtype[np.float32]], body: EmbeddingRequest) -> Any:
+    """Return a vector in the encoding that the body asks for."""
+    return base64.b64encode(vector.tobytes()).decode() if body.encoding_format == "base64" else vector.tolist()
+
+
+def vector_of(output: Output, dimensions: int | None, *, normalizes: bool) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """Return the vector of an output: cut first, and then made as long as 1.
 
     Raises:
         ApiError: the vector has fewer numbers than the body asks for.
@@ -60,12 +65,11 @@ def _vector(output: Output, body: EmbeddingRequest, *, normalizes: bool) -> Any:
     if output.embedding is None:
         raise ReplicaLost("the replica gave no vector")
     vector = np.frombuffer(output.embedding, "<f4").astype(np.float64)
-    if body.dimensions is not None:
-        if body.dimensions > len(vector):
+    if dimensions is not None:
+        if dimensions > len(vector):
             reason = f"this model's vectors have {len(vector)} numbers"
             raise ApiError(f"Invalid value for 'dimensions': {reason}.", param="dimensions", code="invalid_value")
-        vector = vector[: body.dimensions]
+        vector = vector[:dimensions]
     if normalizes:
         vector = vector / max(float(np.linalg.norm(vector)), 1e-12)
-    numbers = vector.astype("<f4")
-    return base64.b64encode(numbers.tobytes()).decode() if body.encoding_format == "base64" else numbers.tolist()
+    return vector.astype("<f4")

@@ -28,7 +28,7 @@ from crossdock.cluster.api.text.message_format import MessageReading
 from crossdock.cluster.api.text.message_parser import ChatMessage
 from crossdock.cluster.api.text.prompts import output_limit
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer, TextStream
-from crossdock.cluster.dispatch.dispatcher import Dispatcher, ModelCard
+from crossdock.cluster.dispatch.dispatcher import ModelCard, TokenSource
 from crossdock.workers.schedule.pictures.items import salted
 from crossdock.workers.schedule.request import TokenDelta
 from crossdock.workers.schedule.submission import InvalidField, SamplingParams, Submission
@@ -88,7 +88,7 @@ class Generations:
 
     def __init__(
         self,
-        dispatcher: Dispatcher,
+        source: TokenSource,
         tokenizer: ModelTokenizer,
         models: Models,
         tiers: Tiers,
@@ -98,7 +98,7 @@ class Generations:
         placeholders: Mapping[str, int] | None = None,
     ) -> None:
         """`placeholders`: the token that stands for rows of an item, by its kind; None: the model reads text only."""
-        self._dispatcher = dispatcher
+        self._source = source
         self._tokenizer = tokenizer
         self._models = models
         self._tiers = tiers
@@ -246,7 +246,7 @@ class Generations:
 
         The first output may be an acceptance.
         """
-        deltas = cast(AsyncGenerator[TokenDelta, None], self._dispatcher.generate(choice.submission))
+        deltas = cast(AsyncGenerator[TokenDelta, None], self._source.generate(choice.submission))
         async with aclosing(deltas):
             while True:
                 try:

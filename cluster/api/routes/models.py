@@ -7,26 +7,26 @@ from fastapi import Response
 
 from crossdock.cluster.api.errors import ApiError
 from crossdock.cluster.api.http.http_json import Name, json_answer
-from crossdock.cluster.dispatch.dispatcher import Dispatcher, ModelCard
+from crossdock.cluster.dispatch.dispatcher import ModelCard, TokenSource
 
 
 class Models:
-    def __init__(self, dispatcher: Dispatcher, aliases: Sequence[str], families: Mapping[str, str | None]) -> None:
+    def __init__(self, source: TokenSource, aliases: Sequence[str], families: Mapping[str, str | None]) -> None:
         """`families`: of tool calls and of reasoning, see `MessageFormat.families`."""
-        self._dispatcher = dispatcher
+        self._source = source
         self._families = families
         self._aliases = aliases
 
     def card(self, name: str | None) -> ModelCard:
         """Return the card of the model `name`, or of the served one for None. Raises ApiError 404 for another model."""
-        card = self._dispatcher.model
+        card = self._source.model
         if name is not None and name != card.name and name not in self._aliases:
             reason = f"The model '{name[:200]}' does not exist; this server has {', '.join(self._names())}."
             raise ApiError(reason, status=404, param="model", code="model_not_found")
         return card
 
     async def all(self) -> Response:
-        card = self._dispatcher.model
+        card = self._source.model
         models = [self._model(card, name) for name in self._names()]
         return json_answer({"object": "list", "data": models})
 
@@ -35,7 +35,7 @@ class Models:
 
     def _names(self) -> tuple[str, ...]:
         """Return the model's name and its aliases."""
-        return (self._dispatcher.model.name, *self._aliases)
+        return (self._source.model.name, *self._aliases)
 
     def _model(self, card: ModelCard, name: str) -> dict[str, Any]:
         return {

@@ -1,0 +1,79 @@
+"""Settings of an engine in this process: flags of `crossdock serve` as arguments, without those of a server."""
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+from typing import Any
+
+from crossdock.cluster.config import ClusterConfig
+from crossdock.cluster.serve.flags import PANELS, Flag, configuration
+from crossdock.cluster.serve.other_flags import answer
+
+_OF_A_SERVER = {
+    **{f"http.{name}": "it is of a server's port" for name in ("host", "port", "root_path", "keep_alive_s")},
+    **{
+        f"http.{name}": "there are no clients to keep out"
+        for name in ("allowed_origins", "allowed_hosts", "api_keys", "max_queued_requests")
+    },
+    "http.force_include_usage": "there are no streams",
+    "http.vllm_metrics": "there is no /metrics",
+    "engine.admission": "all prompts wait, none is refused",
+    "pools": "one engine runs in this process; tensor_parallel_size and pipeline_parallel_size divide it",
+    "--config": "give its settings as arguments",
+    "--verbose": "use Python's logging",
+}
+_NOT_OF_SERVE = {
+    "disable_log_stats": "there is nothing to set: nothing is logged",
+    "swap_space": "use kv_cache_host_memory",
+    "hf_overrides": "not supported: change the model's config.json",
+    "task": "there is nothing to set: one model makes texts and vectors",
+    "runner": "there is nothing to set: one model makes texts and vectors",
+    "tokenizer_mode": "there is nothing to set: the model's own tokenizer is used",
+    "skip_tokenizer_init": "not supported: answers always have text; prompts may be token ids",
+}
+# Throughput is what counts: no stream waits for a reader, so chunks fill the step. Users' own values win.
+_BATCH = {
+    "engine.default_slo_class": "batch",
+    "engine.chunk_policy": "fixed",
+    "engine.short_lane_share": "0",
+    "engine.admission": "queue",
+}
+
+
+def offline_configuration(model: str | None, settings: Mapping[str, Any]) -> ClusterConfig:
+    """Return the configuration that the arguments mean.
+
+    Raises:
+        ValueError: an argument does not exist, belongs to a server, or has a wrong value; the message names it.
+    """
+    flags = {flag.parameter: flag for panel in PANELS.values() for flag in panel}
+    names = {name: flag for flag in flags.values() for name in _names(flag)}
+    given: dict[str, Any] = dict.fromkeys(flags)
+    given[names["model"].parameter] = model
+    for name, value in settings.items():
+        if value is None:
+            continue
+        flag = names.get(name)
+        if flag is None:
+            raise ValueError(_unknown(name, names))
+        if flag.key in _OF_A_SERVER:
+            raise ValueError(f"{name} is not accepted: {_OF_A_SERVER[flag.key]}")
+        given[flag.parameter] = value
+    chosen = {flag.key for flag in flags.values() if given[flag.parameter] is not None}
+    own = given["set"] or []
+    given["set"] = [*(f"{key}={value}" for key, value in _BATCH.items() if key not in chosen), *own]
+    return configuration(given)
+
+
+def _names(flag: Flag) -> list[str]:
+    """Return the names of a flag as arguments: with underscores, as vLLM's `LLM` has them."""
+    spellings = [flag.parameter] if flag.names is None else [*flag.names, flag.parameter]
+    plain = [spelling.split("/")[0].lstrip("-").replace("-", "_") for spelling in spellings]
+    return [name.lower() for name in plain]
+
+
+def _unknown(name: str, names: Mapping[str, Flag]) -> str:
+    flag = f"--{name.replace('_', '-')}"
+    if (reason := _NOT_OF_SERVE.get(name) or answer(flag)) is not None:
+        return f"{name}: {reason.removeprefix(f'{flag}: ')}"
+    similar = get_close_matches(name, names, 1)
+    return f"{name} is no argument of LLM{f'; did you mean {similar[0]}?' if similar else ''}"
