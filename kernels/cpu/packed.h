@@ -2,7 +2,7 @@
 //
 // A weight is plain bfloat16, or small codes and scales (kernels/packed.py). Codes become the numbers that an instruction
 // multiplies: beside rows of float32 dequantised float32, beside rows of bfloat16 the codes themselves in bfloat16, which
-// holds all of them exactly; then the sum of each group is scaled in float32. With few rows this happens in registers,
+// holds all but the levels of NF4 exactly; then the sum of each group is scaled in float32. With few rows this happens in registers,
 // with many rows once for all of them. Sums have one order for any number of rows and threads: a row's result depends on
 // no other row. Rows rounded to int8 have kernels of their own (rounded.h).
 //
@@ -30,8 +30,9 @@ using vec = float __attribute__((vector_size(LANES * 4)));
 using ivec = int32_t __attribute__((vector_size(LANES * 4)));
 constexpr int PANEL = 16, PARTS = PANEL / LANES;  // vectors of a panel
 
-enum Kind : int64_t { PLAIN, INT4, INT8, E2M1, E4M3 };
-constexpr int columns_of(int64_t kind) { return kind == PLAIN ? 2 : kind == INT4 || kind == E2M1 ? 8 : 4; }  // of a word
+enum Kind : int64_t { PLAIN, INT4, INT8, E2M1, E4M3, NF4 };
+constexpr bool has_nibbles(int64_t kind) { return kind == INT4 || kind == E2M1 || kind == NF4; }
+constexpr int columns_of(int64_t kind) { return kind == PLAIN ? 2 : has_nibbles(kind) ? 8 : 4; }  // of a word
 
 // A weight in panels. One 32-bit word of an output holds consecutive columns. Of nibbles, the even columns are in the low
 // half and the odd ones in the high half; all else has the first column in the lowest bits.
@@ -99,6 +100,26 @@ inline vec e2m1(ivec code) {
 #endif
 }
 
+// The levels of NF4, the quantiles of a normal distribution between -1 and 1 (TABLES of kernels/packed.py).
+alignas(64) constexpr float NF4_LEVELS[16] = {-1.0f, -0.6961928009986877f, -0.5250730514526367f, -0.39491748809814453f,
+    -0.28444138169288635f, -0.18477343022823334f, -0.09105003625154495f, 0.0f, 0.07958029955625534f, 0.16093020141124725f,
+    0.24611230194568634f, 0.33791524171829224f, 0.44070982933044434f, 0.5626170039176941f, 0.7229568362236023f, 1.0f};
+
+// The levels of codes whose lowest four bits are of NF4.
+inline vec nf4(ivec code) {
+#if defined(__AVX512F__)
+    return _mm512_permutexvar_ps((__m512i)code, load(NF4_LEVELS));
+#elif defined(__AVX2__)
+    const __m256 low = _mm256_permutevar8x32_ps(load(NF4_LEVELS), (__m256i)code);
+    const __m256 high = _mm256_permutevar8x32_ps(load(NF4_LEVELS + LANES), (__m256i)code);
+    return _mm256_blendv_ps(low, high, (__m256)(code << 28));
+#else
+    vec value = {};
+    for (int i = 0; i < LANES; ++i) value[i] = NF4_LEVELS[code[i] & 15];
+    return value;
+#endif
+}
+
 // The values of codes of e4m3 in the highest byte: its bits are those of a float whose exponent is 120 less.
 inline vec e4m3(ivec code) { return (vec)((code >> 4) & int32_t(0x87f00000)) * 0x1p120f; }
 
@@ -137,6 +158,7 @@ struct CodedFloats {
         if constexpr (KIND == INT4) return __builtin_convertvector((words[v] >> nibble) & 15, vec);
         if constexpr (KIND == INT8) return __builtin_convertvector((words[v] << (24 - 8 * j)) >> 24, vec);
         if constexpr (KIND == E2M1) return e2m1(words[v] >> nibble);
+        if constexpr (KIND == NF4) return nf4(words[v] >> nibble);
         return e4m3(words[v] << (24 - 8 * j));
     }
     vec number(int j, int v) const {
@@ -230,7 +252,7 @@ struct CodedPairs {
         const float magnitudes[8] = {0, 0.5, 1, 1.5, 2, 3, 4, 6};
         for (int i = 0; i < 32; ++i) {
             const float of_e2m1 = i & 8 ? -magnitudes[i % 8] : magnitudes[i % 8], of_int4 = float(i % 16 - (HAS_OFFSETS ? 0 : 8));
-            values[i] = from_float<bf16>(KIND == E2M1 ? of_e2m1 : of_int4);
+            values[i] = from_float<bf16>(KIND == NF4 ? NF4_LEVELS[i % 16] : KIND == E2M1 ? of_e2m1 : of_int4);
         }
         table = _mm512_load_si512(values);
     }
@@ -433,6 +455,7 @@ inline void with_kind(const Matrix& w, Act act) {
         case INT4: return of_kind(std::integral_constant<Kind, INT4>{});
         case INT8: return of_kind(std::integral_constant<Kind, INT8>{});
         case E2M1: return act(std::integral_constant<Kind, E2M1>{}, std::false_type{});
+        case NF4: return act(std::integral_constant<Kind, NF4>{}, std::false_type{});
         default: return act(std::integral_constant<Kind, E4M3>{}, std::false_type{});
     }
 }

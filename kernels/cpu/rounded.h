@@ -14,7 +14,7 @@ namespace packed {
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
 
 // Whether products with a weight are those of rounded rows.
-inline bool is_rounded(const Matrix& w) { return w.is_rounded && w.kind != PLAIN && w.kind != E4M3; }
+inline bool is_rounded(const Matrix& w) { return w.is_rounded && w.kind != PLAIN && w.kind != E4M3 && w.kind != NF4; }
 
 constexpr int MOST_COLUMNS = 64;        // of a run
 constexpr int MOST_CODED = 8;           // rows for which codes are decoded as they are multiplied

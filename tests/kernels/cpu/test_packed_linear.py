@@ -37,6 +37,7 @@ FORMS: list[tuple[Kind, int, bool, int]] = [  # kind, columns of a group, offset
     ("int8", 10**6, False, 1),
     ("e2m1", 32, False, 1),
     ("e2m1", 16, False, 1),
+    ("nf4", 64, False, 1),
     ("e4m3", 128, False, 128),
     ("e4m3", 10**6, False, 1),
     ("e4m3", 10**6, False, 10**6),
@@ -47,7 +48,7 @@ def matrix(kind: Kind, rows: int, columns: int, group: int, offsets: bool = Fals
     """Return a matrix of random codes: of each kind all codes but NaN."""
     group, block = min(group, columns), min(block, rows)
     grid = -(-rows // block), -(-columns // group)
-    codes = torch.randint(0, 256, (rows, columns // 2 if kind in ("int4", "e2m1") else columns), dtype=torch.uint8)
+    codes = torch.randint(0, 256, (rows, columns // 2 if kind in ("int4", "e2m1", "nf4") else columns), dtype=torch.uint8)
     if kind == "e4m3":
         codes = torch.where(codes & 127 == 127, 0, codes).view(torch.float8_e4m3fn)
     elif kind == "int8":
@@ -94,7 +95,7 @@ def test_plain_weight_is_that_of_the_codes(kind: Kind, group: int, offsets: bool
 
 def test_all_codes_have_their_values_in_rows_of_one_number() -> None:
     """A row with one number that is not zero shows a column of the weight, exactly."""
-    for kind in ("int4", "int8", "e2m1", "e4m3"):
+    for kind in ("int4", "int8", "e2m1", "e4m3", "nf4"):
         weight = matrix(kind, 256, 16, 16)  # type: ignore[arg-type]
         weight = PackedMatrix(weight.kind, weight.codes, torch.ones(256, 1), None, 16)
         for dtype in (torch.float32, torch.bfloat16):
@@ -103,7 +104,7 @@ def test_all_codes_have_their_values_in_rows_of_one_number() -> None:
 
 
 @pytest.mark.skipif(not {"avx512bw", "avx512_vnni"} <= cpu_flags(), reason="needs a CPU with AVX512-VNNI")
-@pytest.mark.parametrize(("kind", "group", "offsets", "block"), [form for form in FORMS if form[0] != "e4m3"])
+@pytest.mark.parametrize(("kind", "group", "offsets", "block"), [form for form in FORMS if form[0] not in ("e4m3", "nf4")])
 def test_rounded_rows_give_the_product_of_the_rounded_numbers(
     kind: Kind, group: int, offsets: bool, block: int
 ) -> None:

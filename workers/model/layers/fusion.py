@@ -278,8 +278,6 @@ def _layer(layer: Any, window: int | None) -> DecoderLayer:
         raise NotFusableError("a projection is no plain linear")
     if len({isinstance(matrix, PackedMatrix) for matrix in given}) > 1:
         raise NotFusableError("some projections of a layer are packed and others plain")
-    if any(isinstance(matrix, PackedMatrix) and matrix.kind == "nf4" for matrix in given):
-        raise NotFusableError("no kernel reads codes in nf4")
     q, k, v, out, gate, up, down = given
     return DecoderLayer(
         input_norm=layer.input_layernorm.weight,
