@@ -42,13 +42,15 @@ FORMS: list[tuple[Kind, int, bool, int]] = [  # kind, columns of a group, offset
     ("e4m3", 10**6, False, 1),
     ("e4m3", 10**6, False, 10**6),
 ]
+INTEGERS = [form for form in FORMS if form[0] not in ("e4m3", "nf4")]
 
 
 def matrix(kind: Kind, rows: int, columns: int, group: int, offsets: bool = False, block: int = 1) -> PackedMatrix:
     """Return a matrix of random codes: of each kind all codes but NaN."""
     group, block = min(group, columns), min(block, rows)
     grid = -(-rows // block), -(-columns // group)
-    codes = torch.randint(0, 256, (rows, columns // 2 if kind in ("int4", "e2m1", "nf4") else columns), dtype=torch.uint8)
+    per_code = 2 if kind in ("int4", "e2m1", "nf4") else 1
+    codes = torch.randint(0, 256, (rows, columns // per_code), dtype=torch.uint8)
     if kind == "e4m3":
         codes = torch.where(codes & 127 == 127, 0, codes).view(torch.float8_e4m3fn)
     elif kind == "int8":
@@ -104,7 +106,7 @@ def test_all_codes_have_their_values_in_rows_of_one_number() -> None:
 
 
 @pytest.mark.skipif(not {"avx512bw", "avx512_vnni"} <= cpu_flags(), reason="needs a CPU with AVX512-VNNI")
-@pytest.mark.parametrize(("kind", "group", "offsets", "block"), [form for form in FORMS if form[0] not in ("e4m3", "nf4")])
+@pytest.mark.parametrize(("kind", "group", "offsets", "block"), INTEGERS)
 def test_rounded_rows_give_the_product_of_the_rounded_numbers(
     kind: Kind, group: int, offsets: bool, block: int
 ) -> None:
