@@ -94,18 +94,7 @@ SCHEDULE_FLOORS = (  # of workers/schedule, the lowest first: its rooms, files, 
     *("shares.py", "slo.py", "cost", "pictures/items.py", "memory", "submission.py", "request.py"),
     *("pacing/pace.py", "pacing/chunking.py", "pacing/chunk_policies.py", "config.py", "order.py", "table.py"),
     *("pictures", "batch.py", "handback.py", "kv.py", "windows.py", "pacing", "admission.py", "recurrent"),
-    *(
-        "prefills.py",
-        "drafts",
-        "outputs.py",
-        "ahead.py",
-        "stretch.py",
-        "handoff.py",
-        "awaited.py",
-        "tiers",
-        "borrowed.py",
-        "scheduler.py",
-    ),
+    *("prefills.py", "drafts", "outputs.py", "ahead.py", "stretch.py", "handoff.py", "prefixes", "scheduler.py"),
 )
 THIRD_PARTIES = {  # third party: the rooms or files that may import it
     "ray": [

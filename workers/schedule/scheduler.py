@@ -13,9 +13,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from crossdock.workers.schedule import admission, kv, windows
-from crossdock.workers.schedule.awaited import Awaited
 from crossdock.workers.schedule.batch import Batch, SampledToken, Scheduled
-from crossdock.workers.schedule.borrowed import BorrowedPrefixes
 from crossdock.workers.schedule.config import SchedulerConfig
 from crossdock.workers.schedule.cost.cost import StepCost
 from crossdock.workers.schedule.drafts.drafting import DraftPolicy
@@ -28,13 +26,15 @@ from crossdock.workers.schedule.pacing.forecast import Forecast
 from crossdock.workers.schedule.pacing.pace import next_due, skip_decodes
 from crossdock.workers.schedule.pictures.encoding import NO_ENCODER_WORK, Encoding
 from crossdock.workers.schedule.prefills import PrefillScheduler
+from crossdock.workers.schedule.prefixes.awaited import Awaited
+from crossdock.workers.schedule.prefixes.borrowed import BorrowedPrefixes
+from crossdock.workers.schedule.prefixes.loading import TierLoading
+from crossdock.workers.schedule.prefixes.tier_pages import TierPages
 from crossdock.workers.schedule.recurrent.states import NO_STATES, RecurrentStates
 from crossdock.workers.schedule.request import FinishReason, Request, Status, TokenDelta
 from crossdock.workers.schedule.slo import priority_of
 from crossdock.workers.schedule.submission import InvalidField, Leg
 from crossdock.workers.schedule.table import RequestTable
-from crossdock.workers.schedule.tiers.loading import TierLoading
-from crossdock.workers.schedule.tiers.tier_pages import TierPages
 
 
 class Streams(NamedTuple):

@@ -45,7 +45,7 @@ class RequestTable:
     prefilled: PrefillTotals = field(default_factory=PrefillTotals)
     num_preemptions: int = 0
     returned: list[Request] = field(default_factory=list)  # since `take_returned`
-    awaited: dict[str, float] = field(default_factory=dict)  # owners of arriving prefixes, and until when one waits
+    awaited: dict[str, Request] = field(default_factory=dict)  # those whose prefixes arrive, by owner of the pages
     kept_back: set[str] = field(default_factory=set)  # waiting requests behind an offered one that lacks pages
     arrived: dict[int, float] = field(default_factory=dict)  # when the last request of a class did, by priority
     mean_output: float = 0.0  # tokens of an output, averaged over recent ones

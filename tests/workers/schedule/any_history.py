@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from crossdock.workers.schedule.ahead import assume_ended
-from crossdock.workers.schedule.awaited import AwaitedPrefix
 from crossdock.workers.schedule.batch import Batch
 from crossdock.workers.schedule.drafts.drafting import DraftPolicy
 from crossdock.workers.schedule.drafts.speculative_config import SpeculativeConfig
@@ -17,9 +16,10 @@ from crossdock.workers.schedule.memory.prefix_index import AttentionChunk, Windo
 from crossdock.workers.schedule.pictures.encoder_cost import EncoderCost
 from crossdock.workers.schedule.pictures.encoding import Encoding
 from crossdock.workers.schedule.pictures.items import Item
+from crossdock.workers.schedule.prefixes.awaited import AwaitedPrefix
+from crossdock.workers.schedule.prefixes.loading import PrefixLoad
 from crossdock.workers.schedule.request import Request, Status
 from crossdock.workers.schedule.submission import InvalidField, Leg, Overloaded, SamplingParams
-from crossdock.workers.schedule.tiers.loading import PrefixLoad
 from tests.workers.schedule.model_free_replica import (
     CLASSES,
     COST,

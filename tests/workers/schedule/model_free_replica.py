@@ -13,11 +13,11 @@ from crossdock.workers.schedule.memory.page_stock import OnEvict
 from crossdock.workers.schedule.memory.pages import PagePool
 from crossdock.workers.schedule.memory.prefix_index import AttentionChunk, Window
 from crossdock.workers.schedule.pictures.encoding import Encoding
+from crossdock.workers.schedule.prefixes.tier_pages import TierPages
 from crossdock.workers.schedule.request import Request, TokenDelta
 from crossdock.workers.schedule.scheduler import Scheduler
 from crossdock.workers.schedule.slo import SloClass
 from crossdock.workers.schedule.submission import Leg, SamplingParams
-from crossdock.workers.schedule.tiers.tier_pages import TierPages
 
 EOS = 0
 COST = StepCost(base=1e-3, per_prefill_token=1e-3, per_attended=1e-7, per_decode=5e-4, per_context=1e-6)

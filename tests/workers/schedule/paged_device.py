@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from crossdock.workers.schedule.batch import Scheduled
 from crossdock.workers.schedule.memory.prefix_index import PageHash, Window
-from crossdock.workers.schedule.tiers.tier_pages import PageKey, PageTier, TierPages
+from crossdock.workers.schedule.prefixes.tier_pages import PageKey, PageTier, TierPages
 from tests.workers.schedule.model_free_replica import first_seen
 
 StatePair = tuple[list[int], list[int]]  # pages of a state that a part of a step reads and writes

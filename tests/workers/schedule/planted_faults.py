@@ -189,23 +189,30 @@ ABORTS = [
     ),
 ]
 AWAITED = [
-    Fault("page that may be written is free", "awaited", "Awaited.end", "if may_be_written and", "if False and"),
+    Fault(
+        "page that may be written is free", "prefixes.awaited", "Awaited.end", "if may_be_written and", "if False and"
+    ),
     Fault(
         "page counts before it has landed",
-        "awaited",
+        "prefixes.awaited",
         "Awaited.land",
         "prefix.hashes[:num_pages]",
         "prefix.hashes",
         5000,
     ),
     Fault(
-        "state counts before it has landed", "awaited", "Awaited.land", "num_pages == len(prefix.hashes)", "True", 5000
+        "state counts before it has landed",
+        "prefixes.awaited",
+        "Awaited.land",
+        "num_pages == len(prefix.hashes)",
+        "True",
+        5000,
     ),
 ]
 TIERS = [
     Fault(
         "load counts a page that is lost",
-        "tiers.loading",
+        "prefixes.loading",
         "TierLoading.finish",
         "load.prefix, num_pages",
         "load.prefix, len(load.prefix.hashes)",

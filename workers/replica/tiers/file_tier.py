@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from crossdock.workers.schedule.memory.page_stock import STATES
-from crossdock.workers.schedule.tiers.tier_pages import PageKey
+from crossdock.workers.schedule.prefixes.tier_pages import PageKey
 
 logger = logging.getLogger(__name__)
 

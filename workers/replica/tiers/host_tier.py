@@ -7,7 +7,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from crossdock.workers.schedule.tiers.tier_pages import PageKey
+from crossdock.workers.schedule.prefixes.tier_pages import PageKey
 
 
 class HostTier:

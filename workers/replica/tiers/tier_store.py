@@ -21,8 +21,8 @@ from crossdock.workers.replica.tiers.host_tier import HostTier
 from crossdock.workers.replica.tiers.page_copies import PoolCopies
 from crossdock.workers.schedule.memory.page_stock import PageStock
 from crossdock.workers.schedule.memory.prefix_index import PageHash
-from crossdock.workers.schedule.tiers.loading import PageLoad, PrefixLoad, TierLoading
-from crossdock.workers.schedule.tiers.tier_pages import PageKey, PageTier, TierPages
+from crossdock.workers.schedule.prefixes.loading import PageLoad, PrefixLoad, TierLoading
+from crossdock.workers.schedule.prefixes.tier_pages import PageKey, PageTier, TierPages
 
 logger = logging.getLogger(__name__)
 

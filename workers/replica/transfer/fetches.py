@@ -37,7 +37,7 @@ from crossdock.workers.replica.config import TransferConfig
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.replica.transfer.replica_dock import ReplicaDock, rank_blobs
 from crossdock.workers.replica.transfer.side import OnFigures
-from crossdock.workers.schedule.borrowed import BorrowedPrefixes
+from crossdock.workers.schedule.prefixes.borrowed import BorrowedPrefixes
 from crossdock.workers.schedule.request import Request
 from crossdock.workers.schedule.submission import Submission
 

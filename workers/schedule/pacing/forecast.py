@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from math import inf
 
 from crossdock.workers.schedule.cost.cost import StepCost, StepWork
 from crossdock.workers.schedule.order import is_starving
@@ -95,6 +96,13 @@ class Forecast:
     def _turn(self, request: Request) -> tuple[int, int]:
         return (-1, 0) if is_starving(request, self.table.now, self.table.config.starvation_s) else request.urgency
 
+    def compute_seconds(self, request: Request, start: int, end: int) -> float:
+        """Return the seconds of this replica's time that tokens [start, end) of a prompt take; without a cost: inf."""
+        if self.cost is None:
+            return inf
+        seconds = self.cost.prefill_seconds(start, end, self.table.config.max_num_batched_tokens)
+        return self.factor(request) * self.interval_share * seconds
+
     def prefill_seconds(self, request: Request) -> float:
         """Return the seconds of this replica's time that the rest of a request's prompt takes; 0 without a cost.
 
@@ -103,8 +111,7 @@ class Forecast:
         if self.cost is None:
             return 0.0
         encoder_seconds = self.encoding.seconds_left(request) if request.items else 0.0
-        seconds = self.factor(request) * self.cost.prefill_seconds(*self._rest(request)) + encoder_seconds
-        return self.interval_share * seconds
+        return self.compute_seconds(request, *self._rest(request)) + self.interval_share * encoder_seconds
 
     def seconds_alone(self, request: Request) -> float:
         """Return the seconds until the rest of a request's prompt is computed on an idle replica; 0 without a cost."""
@@ -114,12 +121,12 @@ class Forecast:
         """Return the seconds of a prompt's last step in the pipeline, beyond the interval between two steps."""
         if self.cost is None or self.interval_share >= 1:
             return 0.0
-        return (1 - self.interval_share) * self.cost.last_step_seconds(*self._rest(request))
+        most = self.table.config.max_num_batched_tokens
+        return (1 - self.interval_share) * self.cost.last_step_seconds(*self._rest(request), most)
 
-    def _rest(self, request: Request) -> tuple[int, int, int]:
-        """Return first and last position of the uncached tokens of a request, and the tokens of a step at most."""
-        end = request.num_tokens
-        return end - request.num_uncached_tokens, end, self.table.config.max_num_batched_tokens
+    def _rest(self, request: Request) -> tuple[int, int]:
+        """Return first and last position of the uncached tokens of a request."""
+        return request.num_tokens - request.num_uncached_tokens, request.num_tokens
 
     def prefill_share(self, priority: int) -> float:
         """Return the share of the time that goes into prompts of a class, beside the streams that run or arrive."""

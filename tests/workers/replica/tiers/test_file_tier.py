@@ -8,7 +8,7 @@ import pytest
 
 from crossdock.workers.replica.tiers.file_tier import FileTier
 from crossdock.workers.schedule.memory.page_stock import STATES
-from crossdock.workers.schedule.tiers.tier_pages import PageKey
+from crossdock.workers.schedule.prefixes.tier_pages import PageKey
 
 FINGERPRINT = bytes(range(16))
 CONTENT = bytes(range(256)) * 8

@@ -2,18 +2,17 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import inf
 from typing import NamedTuple
 
 from crossdock.workers.schedule import kv
 from crossdock.workers.schedule.admission import num_places
-from crossdock.workers.schedule.awaited import Awaited, AwaitedPrefix
 from crossdock.workers.schedule.memory.page_stock import STATES
 from crossdock.workers.schedule.memory.prefix_index import MISSING, PageHash, PrefixIndex
 from crossdock.workers.schedule.pacing.forecast import Forecast
+from crossdock.workers.schedule.prefixes.awaited import Awaited, AwaitedPrefix
+from crossdock.workers.schedule.prefixes.tier_pages import PageKey, PageTier, TierPages
 from crossdock.workers.schedule.request import Request, Status
 from crossdock.workers.schedule.table import RequestTable
-from crossdock.workers.schedule.tiers.tier_pages import PageKey, PageTier, TierPages
 
 _MOST_LOOKS = 8  # waiting prompts that are looked up for one step: its work is bounded
 
@@ -54,8 +53,8 @@ class TierLoading:
         """
         if not any(tier.pages for tier in self.tiers.tiers):
             return
-        looks = [each for each in prefills if each.status is Status.WAITING and not each.is_looked_up]
-        for request in looks[:_MOST_LOOKS]:
+        waiting = [each for each in prefills if each.status is Status.WAITING and not self.table.awaits_pages(each)]
+        for request in [each for each in waiting if not each.is_looked_up][:_MOST_LOOKS]:
             if not self._look_up(request):
                 return
 
@@ -83,7 +82,7 @@ class TierLoading:
         if num_pages <= num_cached:
             return True
         load_s = self._load_seconds(hashes[:num_pages])
-        compute_s = self._compute_seconds(request, num_cached * size, num_pages * size)
+        compute_s = self.forecast.compute_seconds(request, num_cached * size, num_pages * size)
         if compute_s <= self._queued_s + load_s:
             return True
         has_place = num_places(table, request.priority) > 0
@@ -117,14 +116,6 @@ class TierLoading:
         ]
         keys += [] if missing.checkpoint else [PageKey(STATES, hashes[-1])] * pages.state_pages
         return sum(self._holder(key).load_s for key in keys)
-
-    def _compute_seconds(self, request: Request, start: int, end: int) -> float:
-        """Return the predicted seconds to compute tokens [start, end) of a prompt; without a cost there is no limit."""
-        forecast = self.forecast
-        if forecast.cost is None:
-            return inf
-        seconds = forecast.cost.prefill_seconds(start, end, self.table.config.max_num_batched_tokens)
-        return forecast.factor(request) * forecast.interval_share * seconds
 
     def _to_load(self, prefix: AwaitedPrefix) -> list[PageLoad]:
         loads = list[PageLoad]()

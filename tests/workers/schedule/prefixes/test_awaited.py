@@ -1,6 +1,6 @@
 """A prompt whose first pages come from elsewhere: the rest is computed once they have landed, or all of it in time."""
 
-from crossdock.workers.schedule.awaited import AwaitedPrefix
+from crossdock.workers.schedule.prefixes.awaited import AwaitedPrefix
 from tests.workers.schedule.model_free_replica import ModelFreeReplica, chunk_sizes, new_request, new_timed_replica
 
 PROMPT = [*range(1, 43)]  # ten full pages of four tokens, and two tokens

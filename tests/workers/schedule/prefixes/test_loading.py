@@ -2,7 +2,7 @@
 
 import pytest
 
-from crossdock.workers.schedule.tiers.tier_pages import PageKey, PageTier, ReturnShare, TierPages
+from crossdock.workers.schedule.prefixes.tier_pages import PageKey, PageTier, ReturnShare, TierPages
 from tests.workers.schedule.model_free_replica import ModelFreeReplica, chunk_sizes, new_timed_replica
 
 PROMPT = [*range(1, 43)]  # ten full pages of four tokens, and two tokens

@@ -64,7 +64,7 @@ class Awaited:
             return None
         request.num_awaited += 1
         owner = self._owner(request)
-        table.awaited[owner] = request.awaits_pages_until = until
+        table.awaited[owner], request.awaits_pages_until = request, until
         request.expected_cached_tokens = num_pages * pages.page_size
         return AwaitedPrefix(request, owner, hashes, num_cached, *self._allocate(owner, whole, num_missing))
 
@@ -83,10 +83,6 @@ class Awaited:
             return sorted(empty), ()
         pages.states.allocate(owner, arrives=True)
         return sorted(empty), pages.states.newest(owner)
-
-    def wait(self, prefix: AwaitedPrefix, until: float) -> None:
-        """Let the request wait until another time."""
-        self.table.awaited[prefix.owner] = prefix.request.awaits_pages_until = until
 
     def land(self, prefix: AwaitedPrefix, num_pages: int) -> None:
         """Index the first `num_pages` pages of the prefix, which hold their tokens now; with the last, also its state.
@@ -113,7 +109,8 @@ class Awaited:
 
     def patience(self, now: float) -> float | None:
         """Return the seconds until a request waits no longer, whatever has landed; None: no limit."""
-        return min((until - now for until in self.table.awaited.values() if until > now), default=None)
+        times = [request.awaits_pages_until for request in self.table.awaited.values()]
+        return min((until - now for until in times if until > now), default=None)
 
     def _owner(self, request: Request) -> str:
         """Return the owner of the last prefix that a request has waited for; an earlier one may be in quarantine."""

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from crossdock.workers.schedule import kv
-from crossdock.workers.schedule.awaited import Awaited, AwaitedPrefix
 from crossdock.workers.schedule.memory.prefix_index import PageHash
 from crossdock.workers.schedule.pacing.forecast import Forecast
+from crossdock.workers.schedule.prefixes.awaited import Awaited, AwaitedPrefix
 from crossdock.workers.schedule.request import Request, Status
 from crossdock.workers.schedule.table import RequestTable
 
@@ -24,7 +24,6 @@ class _Fetch:
     num_pages: int  # of the prefix that the other replica has, or is believed to have
     num_here: int  # of these, that need not come any more
     longest_s: float  # without news, whatever the prediction
-    until: float = 0.0
     prefix: AwaitedPrefix | None = None  # None: nothing is granted yet
 
 
@@ -54,9 +53,9 @@ class BorrowedPrefixes:
 
         None: nothing is missing here, the request waits no more, or there are too few pages."""
         fetch, num_pages = self._fetches.get(key), num_tokens // self.table.pages.page_size
-        if fetch is None or not self._is_awaited(fetch) or not 0 < num_pages <= fetch.num_pages:
+        if fetch is None or not self._seconds_left(fetch, now) or not 0 < num_pages <= fetch.num_pages:
             return None
-        prefix = self.awaited.begin(fetch.request, num_pages, fetch.until)
+        prefix = self.awaited.begin(fetch.request, num_pages, fetch.request.awaits_pages_until)
         if prefix is not None and not self._is_one_piece(prefix):
             self.awaited.end(prefix)
             return None
@@ -99,16 +98,16 @@ class BorrowedPrefixes:
 
     def overdue(self, now: float) -> list[str]:
         """Return the fetches that no request waits for any more: it has ended, or has waited too long."""
-        return [key for key, fetch in self._fetches.items() if now >= fetch.until or not self._is_awaited(fetch)]
+        return [key for key, fetch in self._fetches.items() if not self._seconds_left(fetch, now)]
 
     def patience(self, now: float) -> float | None:
         """Return the seconds until a request stops waiting; None: no request waits."""
-        return min((max(fetch.until - now, 0.0) for fetch in self._fetches.values()), default=None)
+        return min((self._seconds_left(fetch, now) for fetch in self._fetches.values()), default=None)
 
     def patience_of(self, key: str, now: float) -> float | None:
         """Return the seconds until the request of a fetch stops waiting; None: the fetch has ended."""
         fetch = self._fetches.get(key)
-        return None if fetch is None else max(fetch.until - now, 0.0)
+        return None if fetch is None else self._seconds_left(fetch, now)
 
     def _is_one_piece(self, prefix: AwaitedPrefix) -> bool:
         """Return whether all pages after those that are here are empty: the other replica writes all of them."""
@@ -117,16 +116,15 @@ class BorrowedPrefixes:
         written = {page for start, live in groups for page in live[max(prefix.num_landed - start, 0) :]}
         return written == empty and bool(prefix.state) == bool(pages.state_pages)
 
-    def _is_awaited(self, fetch: _Fetch) -> bool:
-        return fetch.request.status is Status.WAITING and fetch.request.awaits_pages_until > 0
+    def _seconds_left(self, fetch: _Fetch, now: float) -> float:
+        """Return the seconds until the request stops waiting; 0 where it waits no more."""
+        is_waiting = fetch.request.status is Status.WAITING
+        return max(fetch.request.awaits_pages_until - now, 0.0) if is_waiting else 0.0
 
     def _wait(self, fetch: _Fetch, now: float) -> None:
         """Set the time at which the request stops waiting, unless there is news by then."""
-        size, cost, seconds = self.table.pages.page_size, self.forecast.cost, fetch.longest_s
-        if cost is not None and fetch.num_pages > fetch.num_here:
+        size, seconds = self.table.pages.page_size, fetch.longest_s
+        if fetch.num_pages > fetch.num_here:
             tokens = fetch.num_here * size, fetch.num_pages * size
-            computed = cost.prefill_seconds(*tokens, self.table.config.max_num_batched_tokens)
-            seconds = min(self.forecast.interval_share * computed, seconds)
-        fetch.until = fetch.request.awaits_pages_until = now + seconds
-        if fetch.prefix is not None:
-            self.awaited.wait(fetch.prefix, fetch.until)
+            seconds = min(self.forecast.compute_seconds(fetch.request, *tokens), seconds)
+        fetch.request.awaits_pages_until = now + seconds
