@@ -9,19 +9,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from crossdock.router.loads import Loads, Slots
 from crossdock.router.placement import HANDOVER_S, PAIR_CANDIDATES, Candidates, due_s, prompt_costs
-from crossdock.router.predict import Prediction
+from crossdock.router.predict import Prediction, replaced
 from crossdock.workers.schedule.cost.formula import Floats
 from crossdock.workers.schedule.slo import SloClass
 
 FETCH_CANDIDATES = 8
 """Replicas of least cost that are tried with a fetch. More would cost time at every decision."""
-
-_CHANGED = (*("prefill", "alone", "admission_ttft", "admission_alone"), *("ttft", "prompt_share", "prompt_lateness"))
-"""The figures of a `Prediction` that are others where a replica fetches pages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +81,7 @@ def with_sources(
     tokens, seconds = cached.copy(), np.zeros(len(cached))
     tokens[tried], seconds[tried] = held[best], travel[best, at]
     fetches = Sources(chosen, tokens, seconds, _alternatives(here, ttft, cached, first))
-    return _merged(here, replace(fetched, ttft=ttft), tried, is_better), fetches
+    return replaced(here, replace(fetched, ttft=ttft), tried, is_better), fetches
 
 
 def _alternatives(here: Prediction, fetched: Floats, cached: Floats, first: Slots) -> dict[str, float]:
@@ -125,16 +121,3 @@ def _travel_seconds(loads: Loads, more: Floats, sources: Slots, slots: Slots) ->
     pages = loads.group_pages(np.maximum(more, 0.0) / loads.page_size[slots], slots) + loads.state_pages[slots]
     travel: Floats = pages * loads.page_bytes[slots] / loads.bytes_per_second[sources, None]
     return travel
-
-
-def _merged(here: Prediction, fetched: Prediction, tried: Slots, is_better: NDArray[np.bool_]) -> Prediction:
-    """Return the prediction `here`; in the slots of `tried` where `is_better`, the prediction with fetched pages.
-
-    Fetched pages take as much room as computed ones."""
-    if not is_better.any():
-        return here
-    merged = {}
-    for name in _CHANGED:
-        merged[name] = getattr(here, name).copy()
-        merged[name][tried[is_better]] = getattr(fetched, name)[is_better]
-    return replace(here, **merged)

@@ -7,7 +7,7 @@ the reports of every replica, and counts its own bookings only until the replica
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from crossdock.router import baselines
 from crossdock.router.encoders import with_encoders
 from crossdock.router.fetching import Sources, with_sources
+from crossdock.router.loading import with_loads
 from crossdock.router.loads import Slots
 from crossdock.router.placement import Candidates, Placement, Query, choose
 from crossdock.router.predict import Prediction, predict
@@ -56,19 +57,30 @@ class RouterConfig(BaseModel):
 _INSTANT = 1e-9  # seconds of a prompt that costs nothing: a booking of 0 s means that another replica computes it
 
 
+class _Ways(NamedTuple):
+    """The prediction with the best way to each replica's pages of a prompt."""
+
+    prediction: Prediction
+    cached: Floats  # [slot]: tokens of the prompt in its pool, or loaded; not those fetched
+    loading: Slots | None = None  # replicas that load pages from tiers
+    fetches: Sources | None = None
+
+
 @dataclass(slots=True)
 class Fleet:
     """The replicas as one router sees them. All times are seconds on one clock of the caller's."""
 
     config: RouterConfig = field(default_factory=lambda: RouterConfig.model_validate({}))
     prefixes: Prefixes = field(init=False)
+    in_tiers: tuple[Prefixes, Prefixes] = field(init=False)  # below pools: in a replica's fastest tier, and its second
     table: ReplicaTable = field(init=False)
     num_chosen: int = 0
     _placed: dict[str, list[tuple[str, Sequence[PageHash]]]] = field(default_factory=dict)
     """By request: the replicas that have it, and the hashes of the pages that it has there."""
 
     def __post_init__(self) -> None:
-        self.prefixes = Prefixes(self.config.max_prefix_pages)
+        self.prefixes, *in_tiers = [Prefixes(self.config.max_prefix_pages) for _ in range(3)]
+        self.in_tiers = in_tiers[0], in_tiers[1]
         self.table = ReplicaTable(self.config.ttl_s)
 
     # -- replicas ----------------------------------------------------------------------------------------------------
@@ -82,7 +94,8 @@ class Fleet:
         """Remove a replica that takes no new requests. Its bookings end."""
         slot = self.table.leave(name)
         if slot is not None:
-            self.prefixes.forget(slot)
+            for prefixes in (self.prefixes, *self.in_tiers):
+                prefixes.forget(slot)
 
     def hear(self, name: str, live: LiveProfile, now: float) -> None:
         """Take in a replica's live profile. A profile that is not newer than the last one only shows that the replica
@@ -96,6 +109,8 @@ class Fleet:
         replica = self.table.by_name.get(name)
         if replica is not None:
             self.prefixes.hear(replica.slot, changes)
+            for number, prefixes in zip(range(len(changes.stored)), self.in_tiers, strict=False):
+                prefixes.hear(replica.slot, changes.of_tier(number))
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -115,15 +130,8 @@ class Fleet:
         self.table.refresh(now)
         slo, cached, loads = self.classes[self._priority(query.slo_class)], self._cached(query), self.table.loads
         self.num_chosen += 1
-        prediction, encoders = self._predict(query, cached, now), None
-        fetches = None
-        if self.config.policy == "seconds" and self.config.shipping != "never" and query.may_ship and cached.any():
-            waits, held = self.table.link_waits(exclude), partial(self._reported, query)
-
-            def again(slots: Slots, fetched: Floats) -> Prediction:
-                return self._predict(query, fetched, now, slots=slots)
-
-            prediction, fetches = with_sources(loads, cached, prediction, again, slo, candidates, waits, held)
+        ways, encoders = self._with_prefixes(query, cached, now, candidates, exclude), None
+        prediction, cached = ways.prediction, ways.cached
         if query.encoding is not None and len(candidates.encoders) and self.config.shipping != "never":
             prediction, encoders = self._with_encoders(query, cached, prediction, candidates, now)
         if self.config.policy == "seconds":
@@ -134,7 +142,7 @@ class Fleet:
             prefill, decode = baselines.place(policy, self.table, candidates, query, cached, self.num_chosen)
         placement = self._placement(query, slo, prediction, prefill, decode, cached)
         if encoders is None or encoders[prefill] < 0:
-            return self._fetched(placement, fetches, prefill) if fetches is not None else placement
+            return self._brought(placement, ways, prefill)
         return self._encoded_by(self.table.replica_in(int(encoders[prefill])), placement, query, prediction, prefill)
 
     def book(self, query: Query, placement: Placement) -> None:
@@ -260,12 +268,12 @@ class Fleet:
         except ValueError:
             return len(self.classes) - 1  # the replica will refuse it, with the reason
 
-    def _cached(self, query: Query) -> Floats:
-        """Return how many tokens of the prompt each replica has, `[slot]`. At least one token is left to compute: the
-        first output token needs its logits."""
+    def _cached(self, query: Query, in_tiers: Sequence[Prefixes] = ()) -> Floats:
+        """Return how many tokens of the prompt each replica has in its pool, or in one of the tiers, `[slot]`. At least
+        one token is left to compute: the first output token needs its logits."""
         cached = np.zeros(len(self.table.by_slot))
         size, holders, tokens = self.page_size, list[int](), list[int]()
-        for slots, num_pages in self.prefixes.match(query.page_hashes[: (query.num_tokens - 1) // size]):
+        for slots, num_pages in self.prefixes.match(query.page_hashes[: (query.num_tokens - 1) // size], in_tiers):
             while slots:
                 slot = slots.bit_length() - 1
                 holders.append(slot)
@@ -279,20 +287,46 @@ class Fleet:
         hashes = query.page_hashes[: (query.num_tokens - 1) // self.page_size]
         return self.prefixes.num_reported(slot, hashes) * self.page_size
 
-    def _fetched(self, placement: Placement, fetches: Sources, slot: int) -> Placement:
-        """Return the placement with the source of the replica in `slot`, if there is one, and what each way takes."""
-        placement = replace(placement, alternatives=fetches.alternatives)
-        if fetches.sources[slot] < 0:
-            return placement
-        source = self.table.replica_in(int(fetches.sources[slot]))
+    def _with_prefixes(
+        self, query: Query, cached: Floats, now: float, candidates: Candidates, exclude: Collection[str]
+    ) -> "_Ways":
+        """Return the prediction in which replicas load pages from tiers, or fetch them from others, where that is best.
+
+        `cached`: tokens of the prompt in each replica's pool."""
+
+        def again(slots: Slots, held: Floats) -> Prediction:
+            return self._predict(query, held, now, slots=slots)
+
+        ways = _Ways(self._predict(query, cached, now), cached)
+        if any(map(len, self.in_tiers)):
+            first, second = self.in_tiers
+            by_tier = self._cached(query, [first]), self._cached(query, [first, second])
+            ways = _Ways(*with_loads(self.table.loads, cached, by_tier, ways.prediction, again))
+        may_fetch = self.config.policy == "seconds" and self.config.shipping != "never" and query.may_ship
+        if not may_fetch or not cached.any():
+            return ways
+        waits, held = self.table.link_waits(exclude), partial(self._reported, query)
+        slo, loads = self.classes[self._priority(query.slo_class)], self.table.loads
+        fetches = with_sources(loads, ways.cached, ways.prediction, again, slo, candidates, waits, held)
+        return ways._replace(prediction=fetches[0], fetches=fetches[1])
+
+    def _brought(self, placement: Placement, ways: "_Ways", slot: int) -> Placement:
+        """Return the placement with how the replica in `slot` gets pages that it lacks, and each way's seconds."""
+        alternatives = dict(ways.fetches.alternatives) if ways.fetches is not None else {}
+        if ways.loading is not None and len(ways.loading):
+            alternatives["load"] = round(float(ways.prediction.ttft[ways.loading].min()), 6)
+        placement = replace(placement, alternatives=alternatives)
         first, *rest = placement.reason.split()
-        return replace(
-            placement,
-            source=source.name,
-            source_tokens=int(fetches.tokens[slot]),
-            source_seconds=float(fetches.seconds[slot]),
-            reason=" ".join([first, "fetched", *rest]),
-        )
+        if ways.fetches is not None and ways.fetches.sources[slot] >= 0:
+            return replace(
+                placement,
+                source=self.table.replica_in(int(ways.fetches.sources[slot])).name,
+                source_tokens=int(ways.fetches.tokens[slot]),
+                source_seconds=float(ways.fetches.seconds[slot]),
+                reason=" ".join([first, "fetched", *rest]),
+            )
+        is_loaded = ways.loading is not None and slot in ways.loading
+        return replace(placement, reason=" ".join([first, "loaded", *rest])) if is_loaded else placement
 
     def _encoded_by(
         self, encoder: ReplicaState, placement: Placement, query: Query, prediction: Prediction, slot: int

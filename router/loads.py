@@ -69,6 +69,9 @@ class ReplicaFigures(Generic[Costs, One, Each]):
     stream_tokens: One  # of context, whose pages one stream frees at its end
     empty_pages: One  # that a request can take before cached ones are evicted; below 0: bookings will evict as many
     eviction_seconds: One  # of prefill that one evicted page is expected to cost
+    load_first: One  # seconds to load a page from its fastest tier below the pool
+    load_second: One  # the same from its second tier
+    load_queue: One  # seconds until the loads that have begun will have ended
     # Pictures: the coefficients of `EncoderCost`, in seconds; 0 where pictures are not encoded, or take no time.
     encoder_base: One
     encoder_per_row: One
@@ -165,9 +168,7 @@ def row(
     cost, interval_share = profile.cost, profile.interval_share
     if live.cost:
         cost, interval_share = _cost_of(live.cost), live.interval_share
-    encoder = profile.encoder_cost or _NO_ENCODER
-    if live.encoder_cost:
-        encoder = _encoder_cost_of(live.encoder_cost)
+    encoder = _encoder_cost_of(live.encoder_cost) if live.encoder_cost else profile.encoder_cost or _NO_ENCODER
     work = Work.of(live, len(classes))
     for booking in booked:
         work.book(booking)
@@ -219,6 +220,9 @@ def row(
         stream_tokens=future_context / max(num_future, 1.0),
         empty_pages=live.empty_pages - work.booked_pages,
         eviction_seconds=live.eviction_seconds,
+        load_first=live.load_seconds[0] if live.load_seconds else 0.0,
+        load_second=live.load_seconds[-1] if live.load_seconds else 0.0,
+        load_queue=live.load_queue,
         encoder_base=encoder.base,
         encoder_per_row=encoder.per_row,
         encoder_per_square=encoder.per_square,

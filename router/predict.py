@@ -4,11 +4,12 @@ streams would be late, and how long the replica would work. Pure functions over 
 The commands that the constants cite are in placement.py."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
-from crossdock.router.loads import Loads
+from crossdock.router.loads import Loads, Slots
 from crossdock.router.work import EXPECTED_OUTPUT_TOKENS
 from crossdock.workers.report.advertise import MEMORY_S
 from crossdock.workers.schedule.cost.formula import Floats
@@ -95,6 +96,26 @@ def predict(
         decode_lateness=_decode_lateness(loads, slo, gap, output, classes),
         decode_work=output * token * loads.interval_share,
     )
+
+
+_OF_THE_PROMPT = (
+    *("prefill", "alone", "admission_ttft", "admission_alone"),
+    *("ttft", "prompt_share", "prompt_lateness"),
+)
+"""The figures of a `Prediction` that are others where a replica has more of the prompt."""
+
+
+def replaced(here: Prediction, other: Prediction, slots: Slots, is_better: NDArray[np.bool_]) -> Prediction:
+    """Return the prediction `here`; in those of `slots` where `is_better`, that of `other`, which has more pages.
+
+    Pages that were fetched or loaded take as much room as computed ones."""
+    if not is_better.any():
+        return here
+    merged = {}
+    for name in _OF_THE_PROMPT:
+        merged[name] = getattr(here, name).copy()
+        merged[name][slots[is_better]] = getattr(other, name)[is_better]
+    return replace(here, **merged)
 
 
 def seconds_after(loads: Loads, num_tokens: int, position: int, cached: Floats) -> Floats:

@@ -82,14 +82,17 @@ class Prefixes:
         pages = self._slots.get(slot)
         return bisect_left(hashes, True, key=lambda each: each not in pages.reported) if pages is not None else 0
 
-    def match(self, hashes: Sequence[PageHash]) -> list[tuple[Bits, int]]:
+    def match(self, hashes: Sequence[PageHash], besides: Sequence["Prefixes"] = ()) -> list[tuple[Bits, int]]:
         """Return (replicas, how many of the first pages all of them have), for prefixes of one page and more. The
-        longest prefix comes first; each replica comes once."""
+        longest prefix comes first; each replica comes once. `besides`: a page may lie in any of these instead."""
         found: list[tuple[Bits, int]] = []
         left = -1  # every replica
         length = 0
         for page_hash in hashes:
-            still = self._holders.get(page_hash, 0) & left
+            still = self._holders.get(page_hash, 0)
+            for other in besides:
+                still |= other._holders.get(page_hash, 0)
+            still &= left
             if still != left:
                 if length:
                     found.append((left & ~still, length))
@@ -100,7 +103,9 @@ class Prefixes:
         if left > 0:
             found.append((left, length))
         for page_hash in reversed(hashes[:length]):  # so that the end of a prefix is forgotten before its beginning
-            self._holders.move_to_end(page_hash)
+            for each in (self, *besides):
+                if page_hash in each._holders:
+                    each._holders.move_to_end(page_hash)
         found.reverse()
         return found
 

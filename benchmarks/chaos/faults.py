@@ -3,6 +3,7 @@
 import asyncio
 import collections
 import json
+import os
 import random
 import signal
 import threading
@@ -125,6 +126,29 @@ class Chaos:
         for thread in self._pausing:
             thread.join()
 
+    # -- files of tiers ------------------------------------------------------------------------------------------------
+
+    def spoil_files(self) -> bool:
+        """Change, cut, or remove some of the files in which pages lie; False where there are none yet."""
+        folder, _, _ = self.fleet.settings["engine.kv_cache_files"].rpartition(",")
+        files = [path for path in Path(folder).glob("*/*/*") if not path.name.startswith(".")]
+        if not files:
+            return False
+        for path in self.rng.sample(files, min(len(files), self.rng.choice([1, 8, 64]))):
+            kind = self.rng.choice(["changed", "cut", "removed"])
+            with suppress(FileNotFoundError):  # a replica was faster
+                size = path.stat().st_size
+                if kind == "removed":
+                    path.unlink()
+                elif kind == "cut":
+                    os.truncate(path, self.rng.randrange(size))
+                else:
+                    with path.open("r+b") as file:
+                        file.seek(self.rng.randrange(size))
+                        file.write(bytes([self.rng.randrange(256)]))
+                self.counts[f"file of a tier {kind}"] += 1
+        return True
+
     # -- the whole deployment ------------------------------------------------------------------------------------------
 
     @contextmanager
@@ -238,6 +262,7 @@ FAULTS: dict[str, list[tuple[float, Fault]]] = {  # by the name in --faults: fau
     "changes": [(1, Chaos.upgrade), (2, Chaos.drain), (3, Chaos.flip)],
     "upgrades": [(1, Chaos.upgrade)],
     "poison": [(1, Chaos.poison)],
+    "tiers": [(6, Chaos.spoil_files)],
 }
 
 

@@ -20,6 +20,10 @@ streams, and what is left at the end; exits with 1 if anything is wrong.
 | nodes | a node of replicas lost; Ray's GCS killed and restarted |
 | changes | rolling upgrades, drained replicas, flipped roles |
 | upgrades | rolling upgrades alone, one after the other |
+| tiers | files of pages that are changed, cut or removed; host memory and files below pools that are small |
+
+`--requests agents` streams the turns of agents, which repeat the turns before: pages are loaded from tiers, and fetched
+from other replicas.
 
 `--requests conversations` streams chats (with `n`), responses and messages instead: with reasoning, tool calls and
 grammars. What the deltas of each add up to must be what an undisturbed engine wrote: content, reasoning, names and
@@ -77,7 +81,7 @@ def parse() -> argparse.Namespace:
         "--faults", default="kill,ingress,pause,clients,messages", help="kinds, joined by commas; or none"
     )
     parser.add_argument(
-        "--requests", choices=("completions", "conversations", "pictures", "mixed"), default="completions"
+        "--requests", choices=("completions", "agents", "conversations", "pictures", "mixed"), default="completions"
     )
     parser.add_argument("--every", type=float, default=4.0, help="seconds between two faults of processes, on average")
     parser.add_argument("--clients", type=int, default=24, help="streams at a time")
@@ -98,8 +102,8 @@ def parse() -> argparse.Namespace:
     return given
 
 
-def settings(given: argparse.Namespace) -> dict[str, Any]:
-    """Return the settings of the application, by dotted path."""
+def settings(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Return the settings of the application, by dotted path. `folder`: for files."""
     chosen: dict[str, Any] = {
         "engine.kv_cache_memory": "32MiB",
         "engine.admission": "queue",
@@ -111,6 +115,9 @@ def settings(given: argparse.Namespace) -> dict[str, Any]:
         "router.shipping": "always",  # by default the router ships only where that is predicted to be faster
         "transfer.transport": "tcp",
     }
+    if "tiers" in given.faults:  # pools are small, so that pages are evicted
+        tiers = {"host_memory": "1MiB", "files": f"{folder / 'pages'},8MiB", "memory": "3MiB"}
+        chosen |= {f"engine.kv_cache_{name}": value for name, value in tiers.items()}
     return chosen | {key: yaml.safe_load(value) for key, _, value in (text.partition("=") for text in given.set)}
 
 
@@ -161,7 +168,7 @@ def run(given: argparse.Namespace, folder: Path) -> bool:
         unanswered=0.002 * does_answers,
     ).to_environment()
     model, cases = questions(given, folder / "model")
-    chosen = settings(given)
+    chosen = settings(given, folder)
     print(f"{len(cases)} answers known after {time.monotonic() - began:.0f} s", flush=True)
     pools = {"prefill": given.prefill, "decode": given.decode}
     fleet = NodeFleet(folder, model, pools | ({"encode": given.encode} if given.encode else {}), chosen)
@@ -190,9 +197,9 @@ def run(given: argparse.Namespace, folder: Path) -> bool:
 
 def questions(given: argparse.Namespace, folder: Path) -> tuple[Path, Sequence[Any]]:
     """Make a model in a folder. Return the folder, and requests with known answers."""
-    if given.requests == "completions":
+    if given.requests in ("completions", "agents"):
         model = tiny_model(folder)
-        return model, make_cases(model, 400, given.seed)
+        return model, make_cases(model, 400, given.seed, are_turns=given.requests == "agents")
     # Late: they import the tests' small models.
     from conversations import agent_tokenizer, make_agent, make_conversations
     from picture_chats import make_picture_chats, picture_model

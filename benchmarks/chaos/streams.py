@@ -30,6 +30,7 @@ MAX_MODEL_LEN = 1024
 VOCABULARY = 1024  # tokens
 POISON = (101, 103, 107, 109)  # a prompt with these ids side by side kills its replica
 _LENGTHS = (5, 16, 40, 90, 250, 600)  # tokens of prompts
+_TURNS, _INSTRUCTION = 8, 200  # turns of an agent, and the tokens of its instruction
 _OUTPUTS = (8, 8, 16, 16, 24, 40, 64)
 _CLASSES = ("interactive", "standard", "standard", "batch")
 _HOSTILE: tuple[dict[str, Any], ...] = (
@@ -54,13 +55,14 @@ class Case:
     sampling: dict[str, Any]
     expected: list[int]
     path: str = "/v1/completions"
+    is_turn: bool = False  # of a conversation: its beginning is cached, or lies in a tier, or is fetched
 
     def body(self, rng: random.Random) -> dict[str, Any]:
-        """Return the request. Most have a cache of their own, so that their prompts are computed."""
+        """Return the request. Most but turns have a cache of their own, so that their prompts are computed."""
         body = {"model": "tiny", "prompt": self.prompt, "ignore_eos": True, "stream": True, "return_token_ids": True}
         body |= self.sampling
         body["service_tier"] = rng.choice(_CLASSES)
-        if rng.random() < 0.7:
+        if not self.is_turn and rng.random() < 0.7:
             body["cache_salt"] = f"{rng.getrandbits(64):x}"
         return body
 
@@ -89,17 +91,22 @@ class TokenAnswer:
             self.tokens += choice.get("token_ids") or ()
 
 
-def make_cases(model: Path, count: int, seed: int) -> list[Case]:
+def make_cases(model: Path, count: int, seed: int, *, are_turns: bool = False) -> list[Case]:
     """Compute the answers beforehand, on an engine of this process that nothing disturbs.
 
+    `are_turns`: prompts are the turns of agents, each with the turns before it, and begin with one of two instructions.
     A third is sampled with a seed. Cases whose answer depends on the sizes of chunks are left out: two tokens are
     equally likely there to the last digits, and either is right.
     """
     rng = random.Random(f"cases {seed}")
     asked = []
     for number in range(count):
-        length = rng.choice(_LENGTHS)
-        prompt = [(number * 977 + 31 * place * place + 7 * place) % 800 + 200 for place in range(length)]
+        length, talk = rng.choice(_LENGTHS), number
+        if are_turns:
+            talk, length = number // _TURNS, 300 + 80 * (number % _TURNS)
+        prompt = [(talk * 977 + 31 * place * place + 7 * place) % 800 + 200 for place in range(length)]
+        if are_turns:
+            prompt[:_INSTRUCTION] = [(talk % 2 * 53 + 17 * place * place) % 800 + 200 for place in range(_INSTRUCTION)]
         sampling: dict[str, Any] = {"max_tokens": rng.choice(_OUTPUTS), "temperature": 0.0}
         if rng.random() < 1 / 3:
             sampling |= {"temperature": 0.8, "seed": number}
@@ -107,7 +114,9 @@ def make_cases(model: Path, count: int, seed: int) -> list[Case]:
     torch.set_num_threads(1)  # a second thread would spin and take the core from other processes
     answers = [_answers(model, asked, budget) for budget in (512, 96)]
     cases = [
-        Case(*question, answer) for question, answer, other in zip(asked, *answers, strict=True) if answer == other
+        Case(*question, answer, is_turn=are_turns)
+        for question, answer, other in zip(asked, *answers, strict=True)
+        if answer == other
     ]
     if len(cases) < 0.97 * count:
         raise RuntimeError(f"of {count} prompts only {len(cases)} have an answer that does not depend on chunks")

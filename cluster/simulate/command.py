@@ -47,6 +47,10 @@ class SimulateFlags(Amount, SharedFlags):
             "A pool named encode has one such as h100-vl7b-encoder.",
         ),
     ] = None
+    kv_cache_host_memory: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Memory of each replica's host for pages that leave its pool."),
+    ] = None
     noise: Annotated[float | None, typer.Option(help="Relative spread of step times.")] = None
     kill: Annotated[
         list[str] | None, typer.Option(metavar="REPLICA@SECONDS", help="A replica dies: mixed/0@30. Repeatable.")
@@ -115,7 +119,8 @@ def _fleet(flags: SimulateFlags) -> "SimulatedFleet":
     if flags.fleet is None and flags.pools is None:
         raise ValueError("fleet: name a YAML file or give --pools, e.g. --pools mixed=4xh100-8b")
     failures = [_parse_kill(text) for text in flags.kill] if flags.kill else None
-    return load_fleet(flags.fleet, flags.pools, noise=flags.noise, failures=failures)
+    settings = {"noise": flags.noise, "failures": failures}
+    return load_fleet(flags.fleet, flags.pools, flags.kv_cache_host_memory, **settings)
 
 
 def _variants(fleet: "SimulatedFleet", flags: SimulateFlags) -> "list[tuple[str, SimulatedFleet]]":

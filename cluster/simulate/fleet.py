@@ -2,20 +2,22 @@
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from crossdock.cluster.simulate.presets import preset
 from crossdock.router.fleet import RouterConfig
 from crossdock.router.scaling import ScalingConfig
-from crossdock.workers.report.profile import Role, SchedulingProfile
+from crossdock.workers.report.profile import Role, SchedulingProfile, TierSize
 from crossdock.workers.schedule.config import SchedulerConfig
 from crossdock.workers.schedule.drafts.speculative_config import SpeculativeConfig
 from crossdock.workers.schedule.slo import SloClass
+
+_HOST_RATE = 5e9  # bytes per second, where the profile has none: as a server assumes until pages are measured
 
 
 class SimulatedPool(BaseModel):
@@ -36,6 +38,9 @@ class SimulatedPool(BaseModel):
         description="Settings that differ from the profile, or are not in it, e.g. prefill_order."
     )
     enable_prefix_caching: bool = Field(True, description="Share pages between requests with equal beginnings.")
+    kv_cache_host_memory: ByteSize | None = Field(
+        None, description="Memory of the host for pages that leave the pool, e.g. 64GiB; null: as in the profile."
+    )
     speculative_config: SpeculativeConfig | None = Field(None, description="As of a server; null: no drafts.")
     draft_acceptance: float = Field(
         0.5, ge=0, le=1, description="Probability that a draft is accepted if all before it are; drawn by seed."
@@ -83,7 +88,16 @@ class SimulatedPool(BaseModel):
             )
         agreed = {name: getattr(engine, name) for name in shared} | {"role": role}
         agreed["min_chunk_tokens"] = engine.min_chunk_tokens or engine.page_size
+        if (memory := data.get("kv_cache_host_memory")) is not None:
+            agreed["tiers"] = _with_host_memory(profile.tiers, TypeAdapter(ByteSize).validate_python(memory))
         return {**data, "role": role, "engine": engine, "profile": profile.model_copy(update=agreed)}
+
+
+def _with_host_memory(tiers: Sequence[TierSize], num_bytes: int) -> tuple[TierSize, ...]:
+    """Return the tiers with so much memory of the host, at the rate of the profile."""
+    rate = next((tier.bytes_per_second for tier in tiers if tier.name == "host"), _HOST_RATE)
+    host = TierSize(name="host", num_bytes=num_bytes, bytes_per_second=rate)
+    return (host, *(tier for tier in tiers if tier.name != "host"))
 
 
 def _default_class(profile: SchedulingProfile) -> dict[str, str]:
@@ -184,9 +198,11 @@ def _either(roles: Iterable[str]) -> str:
     return " or ".join(repr(role) for role in sorted(roles, reverse=True))
 
 
-def load_fleet(path: Path | None, pools: str | None = None, **settings: Any) -> SimulatedFleet:
-    """Return the fleet that a YAML file describes. `pools` (`NAME=COUNTxPROFILE,…`) and `settings` that are not None
-    take precedence.
+def load_fleet(
+    path: Path | None, pools: str | None = None, host_memory: str | None = None, **settings: Any
+) -> SimulatedFleet:
+    """Return the fleet that a YAML file describes. `pools` (`NAME=COUNTxPROFILE,…`), `host_memory` of each replica that
+    makes tokens, and `settings` that are not None take precedence.
 
     Raises:
         ValueError: names the field and the accepted values.
@@ -196,6 +212,9 @@ def load_fleet(path: Path | None, pools: str | None = None, **settings: Any) -> 
     if pools is not None:
         data["pools"] = [_parse_pool(part) for part in pools.split(",")]
     data |= {name: value for name, value in settings.items() if value is not None}
+    if host_memory is not None and isinstance(data.get("pools"), list):
+        more = {"kv_cache_host_memory": host_memory}
+        data["pools"] = [pool if _is_encoder(pool) else {**pool, **more} for pool in data["pools"]]
     return describe(data, folder)
 
 
@@ -233,8 +252,11 @@ def _with_profile(pool: Any, folder: Path) -> Any:
     """Return the pool with its profile in place of the profile's name."""
     if not isinstance(pool, Mapping) or not isinstance(pool.get("profile"), str):
         return pool
-    is_encoder = pool.get("role", pool.get("name")) == "encode"
-    return {**pool, "profile": read_profile(pool["profile"], folder, is_encoder=is_encoder)}
+    return {**pool, "profile": read_profile(pool["profile"], folder, is_encoder=_is_encoder(pool))}
+
+
+def _is_encoder(pool: Mapping[str, Any]) -> bool:
+    return bool(pool.get("role", pool.get("name")) == "encode")
 
 
 def read_profile(name: str, folder: Path = Path(), *, is_encoder: bool = False) -> SchedulingProfile:

@@ -26,7 +26,7 @@ there costs no more than launching a step.
 
 from dataclasses import dataclass
 
-from crossdock.workers.report.profile import SchedulingProfile
+from crossdock.workers.report.profile import SchedulingProfile, TierSize
 from crossdock.workers.schedule.cost.cost import StepCost
 from crossdock.workers.schedule.pictures.encoder_cost import EncoderCost
 from crossdock.workers.schedule.slo import DEFAULT_CLASSES
@@ -112,6 +112,7 @@ _LAUNCH_S = 1e-3  # of a step, in addition to its kernels
 _ALL_REDUCE_S = 10e-6  # each, in addition to the time of its bytes
 _SAMPLE_S = 5e-6  # per stream
 _RESERVE = 0.1  # of the memory, for activations and graphs
+_HOST = 25e9  # bytes per second from pinned memory of the host: half of what PCIe 5.0 x16 can, since pages are small
 _NETWORK = 25e9  # bytes per second at which a GPU's KV pages travel: 200 Gbit/s of RDMA
 
 _ROWS_MEMORY = 4e9  # bytes of embeddings that an encode replica keeps
@@ -159,6 +160,7 @@ def preset(name: str) -> SchedulingProfile:
         weights=model_name,
         page_bytes=model.token_bytes * _PAGE_SIZE,
         bytes_per_second=_NETWORK * tp,
+        tiers=(TierSize(name="host", num_bytes=0, bytes_per_second=_HOST * tp),),
         tensor_parallel_size=tp,
         cost=_cost(gpu, model, tp),
         encoder_cost=_encoder_cost(gpu, model.encoder) if model.encoder is not None else None,

@@ -16,12 +16,14 @@ import numpy as np
 
 from crossdock.cluster.simulate.clock import Clock
 from crossdock.cluster.simulate.fleet import SimulatedPool
+from crossdock.cluster.simulate.tiers import SimulatedTiers, finish
 from crossdock.workers.report.advertise import Publisher
 from crossdock.workers.schedule.batch import Batch, SampledToken, Scheduled
 from crossdock.workers.schedule.drafts.drafting import DraftPolicy
 from crossdock.workers.schedule.memory.pages import PagePool
 from crossdock.workers.schedule.pictures.arriving_rows import ArrivingRows
 from crossdock.workers.schedule.pictures.encoding import LONGEST_SHIPPING_STEP_S, Encoding
+from crossdock.workers.schedule.prefixes.loading import PrefixLoad
 from crossdock.workers.schedule.scheduler import Scheduler
 from crossdock.workers.schedule.stretch import advance, steady_steps
 
@@ -136,6 +138,7 @@ class SimulatedReplica:
     num_prefilled: int = 0  # prompt tokens computed
     num_decoded: int = 0
     step_s: float = 0.0  # of the last step, without the time before the one before it ended
+    tiers: SimulatedTiers = field(init=False)
     scheduler: Scheduler = field(init=False)
     publisher: Publisher = field(init=False)
     landing: ArrivingRows = field(init=False)  # of embeddings
@@ -150,7 +153,9 @@ class SimulatedReplica:
     def __post_init__(self) -> None:
         profile, speculative = self.pool.profile, self.pool.speculative_config
         sizes, windows, state_pages = (profile.num_pages, profile.page_size), profile.windows, profile.state_pages
-        pages = PagePool(*sizes, self.pool.enable_prefix_caching, windows, state_pages)
+        self.tiers = SimulatedTiers(profile, self.clock)
+        on_evict = self.tiers.evicted if self.tiers.tiers.tiers else None
+        pages = PagePool(*sizes, self.pool.enable_prefix_caching, windows, state_pages, on_evict)
         overrun, depth = max(profile.overrun, self.noise.overrun), profile.pipeline_parallel_size
         self._stages = Stages.of(depth, profile.interval_share)
         num_rows, encoder = profile.encoder_rows or _ROWS, (profile.encoder_cost, profile.keeps_items_whole)
@@ -168,6 +173,7 @@ class SimulatedReplica:
             interval_share=self._stages.interval_share,
             drafting=DraftPolicy(speculative) if speculative is not None else None,
             encoding=encoding,
+            tiers=self.tiers.tiers,
         )
         self._drafts = DrawnDrafts(self.pool.draft_acceptance, self.noise.seed)
         self.publisher = Publisher(self.scheduler, self.name, self.publish_s)
@@ -220,6 +226,7 @@ class SimulatedReplica:
             drafts = {name: [TOKEN] * count for name, count in streams.wanted_drafts.items()}
             batch = self.scheduler.schedule(now, drafts, streams)
             self._take_returned(now)
+            self.tiers.load(self.scheduler.loading.take_begun(), now, self._landed)
             if not batch:
                 return
             if batch.num_decodes < len(batch.scheduled):
@@ -227,6 +234,9 @@ class SimulatedReplica:
             if not self._flights:
                 self._since = now
             self._flights.append(self._begin(batch, now))
+
+    def _landed(self, load: PrefixLoad, now: float) -> None:
+        self.post(partial(finish, self.scheduler.loading, load), now)
 
     def _begin(self, batch: Batch, now: float) -> _Flight:
         cost, step = self.pool.profile.cost, self.num_steps + len(self._flights)

@@ -157,7 +157,7 @@ def test_reader_of_a_pools_changes_has_the_pools_index(rng: random.Random) -> No
             pool.stock.clear_cache()
         if rng.random() < 0.5:
             number += 1
-            changes = PageChanges("one", number, *pool.prefixes.take_changes())
+            changes = PageChanges("one", number, *pool.prefixes.changes.take())
             everything = PageChanges("one", number, pool.prefixes.findable(), is_all=True)
             early.hear(0, changes)
             late.hear(0, changes if rng.random() < 0.8 else everything)

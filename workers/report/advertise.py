@@ -12,6 +12,7 @@ from crossdock.workers.report.profile import Role
 from crossdock.workers.schedule.admission import num_places
 from crossdock.workers.schedule.memory.page_needs import PageNeeds
 from crossdock.workers.schedule.memory.prefix_index import PageHash
+from crossdock.workers.schedule.prefixes.tier_pages import PageTier
 from crossdock.workers.schedule.request import TokenDelta
 from crossdock.workers.schedule.scheduler import Scheduler
 from crossdock.workers.schedule.submission import Leg
@@ -71,6 +72,8 @@ class LiveProfile:
     empty_pages: int = 0  # that can be taken without the eviction of a cached one
     eviction_seconds: float = 0.0  # of prefill that one more evicted page is expected to cost
     encoder_cost: tuple[float, ...] = ()  # base, per row, per square of rows, as learnt so far; empty: the profile's
+    load_seconds: tuple[float, ...] = ()  # of a page, from each tier below the pool, fastest first
+    load_queue: float = 0.0  # seconds until all loads from tiers that have begun will have ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +84,14 @@ class PageChanges:
     number: int  # one more than that of the changes before; a reader that misses one must start again
     added: Sequence[PageHash]  # beginnings of prefixes before their ends
     evicted: Sequence[PageHash] = ()
-    is_all: bool = False  # `added` is the complete index: a reader starts with this
+    is_all: bool = False  # `added` and `stored` are all there are: a reader starts with this
+    stored: Sequence[Sequence[PageHash]] = ()  # in each tier below the pool, fastest first
+    lost: Sequence[Sequence[PageHash]] = ()  # from each tier
+
+    def of_tier(self, number: int) -> "PageChanges":
+        """Return the changes of one tier, as if it were a pool."""
+        lost = self.lost[number] if number < len(self.lost) else ()
+        return PageChanges(self.incarnation, self.number, self.stored[number], lost, self.is_all)
 
 
 @dataclass(slots=True)
@@ -121,6 +131,8 @@ def observe(scheduler: Scheduler, incarnation: str, sequence: int) -> LiveProfil
         empty_pages=scheduler.pages.stock.num_empty,
         eviction_seconds=scheduler.pages.stock.cached.price(),
         encoder_cost=encoding.cost.coefficients if encoding.cost is not None else (),
+        load_seconds=tuple([tier.load_s for tier in scheduler.loading.tiers.tiers]),
+        load_queue=scheduler.loading.queued_s,
     )
 
 
@@ -271,21 +283,26 @@ class Publisher:
         self._bytes_per_second += (rate - self._bytes_per_second) * (_NEWEST_RATE if self._bytes_per_second else 1.0)
 
     def page_changes(self) -> Sequence[PageChanges]:
-        """Return the changes of the prefix index since the last call, if any."""
-        added, evicted = self.scheduler.pages.prefixes.take_changes()
-        if not added and not evicted:
+        """Return the changes of the prefix index and of the tiers since the last call, if any."""
+        added, evicted = self.scheduler.pages.prefixes.changes.take()
+        tiers = [tier.changes.take() for tier in self._tiers]
+        if not any((added, evicted, *(part for both in tiers for part in both))):
             return ()
         self._num_page_changes += 1
-        return (PageChanges(self.incarnation, self._num_page_changes, added, evicted),)
+        stored, lost = [came for came, _ in tiers], [went for _, went in tiers]
+        return (PageChanges(self.incarnation, self._num_page_changes, added, evicted, stored=stored, lost=lost),)
 
     def all_pages(self) -> PageChanges:
         """Return the complete prefix index for a new reader. The next `page_changes` continue from there.
 
         Call this after the other readers were given the result of `page_changes`.
         """
-        return PageChanges(
-            self.incarnation, self._num_page_changes, self.scheduler.pages.prefixes.findable(), is_all=True
-        )
+        stored, index = [tier.findable() for tier in self._tiers], self.scheduler.pages.prefixes
+        return PageChanges(self.incarnation, self._num_page_changes, index.findable(), is_all=True, stored=stored)
+
+    @property
+    def _tiers(self) -> Sequence[PageTier]:
+        return self.scheduler.loading.tiers.tiers
 
     @property
     def _is_busy(self) -> bool:

@@ -17,6 +17,16 @@ Role: TypeAlias = Literal["mixed", "prefill", "decode", "encode"]
 work. An `encode` replica has a model's encoder of pictures alone, and computes embeddings for the others."""
 
 
+class TierSize(BaseModel):
+    """A tier below a replica's pool."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: Literal["host", "files"]
+    num_bytes: int  # of pages; 0: there is no such tier, and the rate is what it would have
+    bytes_per_second: float  # of pages that are loaded
+
+
 class SchedulingProfile(BaseModel):
     """The static part of what a replica advertises: fixed once the replica has started."""
 
@@ -38,6 +48,7 @@ class SchedulingProfile(BaseModel):
     compatibility: str = ""  # equal for replicas that may exchange pages: model, data type, shape of a page
     weights: str = ""  # equal for replicas whose weights are equal, bit for bit, and so their tokens; empty: unknown
     page_bytes: int = 0  # 0: unknown
+    tiers: tuple[TierSize, ...] = ()  # below the pool, fastest first, as measured at the start
     bytes_per_second: float = 1e9  # of page transfers to another replica; until one is measured
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1

@@ -9,8 +9,8 @@ from crossdock.workers.schedule.submission import Leg, Overloaded
 from crossdock.workers.schedule.table import RequestTable
 
 
-def promise(table: RequestTable, forecast: Forecast, request: Request) -> None:
-    """Note when the first token of a new request will come and when it is due.
+def promise(table: RequestTable, forecast: Forecast, request: Request, load_s: float = 0.0) -> None:
+    """Note when the first token of a new request will come and when it is due. `load_s`: until its pages are loaded.
 
     Raises:
         Overloaded: the first token would come too late, and `admission` is `reject`. An idle replica refuses none. No
@@ -18,9 +18,10 @@ def promise(table: RequestTable, forecast: Forecast, request: Request) -> None:
     """
     if forecast.cost is None:
         return
-    request.predicted_ttft, alone = forecast.ttft(request)
+    ttft, alone = forecast.ttft(request)
+    request.predicted_ttft = max(ttft, load_s + alone)  # pages are loaded while other prompts are computed
     slo = table.config.slo_classes[request.priority]
-    request.ttft_deadline = deadline = slo.ttft_deadline(alone)
+    request.ttft_deadline = deadline = slo.ttft_deadline(load_s + alone)
     late = request.predicted_ttft - deadline
     may_refuse = request.may_refuse and request.is_promised and table.config.admission == "reject"
     if late > 0 and may_refuse and table.has_work:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from crossdock.workers.schedule.handback import return_transfers, returnable
-from crossdock.workers.schedule.memory.prefix_index import PrefixHit
+from crossdock.workers.schedule.memory.prefix_index import PageHash, PrefixHit
 from crossdock.workers.schedule.order import first_victim
 from crossdock.workers.schedule.request import Request, Status
 from crossdock.workers.schedule.submission import Leg
@@ -28,6 +28,13 @@ def match_prefix(table: RequestTable, request: Request) -> PrefixHit:
         position = request.num_tokens if None in pages.windows else None  # else no group would tell prompts apart
         return pages.prefixes.match(hashes, needs_state=False, position=position)
     return pages.prefixes.match(hashes)
+
+
+def next_page(table: RequestTable, request: Request) -> PageHash | None:
+    """Return the hash of the first page of a waiting prompt that is not cached; None: no full page is left."""
+    hashes = request.prefix_hashes(request.num_tokens - 1, table.pages.page_size)
+    num_cached = match_prefix(table, request).num_pages
+    return hashes[num_cached] if num_cached < len(hashes) and may_share(table, request) else None
 
 
 def admit(table: RequestTable, request: Request, hit: PrefixHit, set_aside: int = 0) -> bool:

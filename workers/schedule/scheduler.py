@@ -156,10 +156,10 @@ class Scheduler:
         request.priority = priority_of(self.config.slo_classes, request.slo_class)
         request.arrival_work = self.table.prefilled.tokens
         request.queued_at = request.arrival_time - request.waited_s
-        num_cached = kv.match_prefix(self.table, request).num_pages * self.pages.page_size
-        request.expected_cached_tokens = max(num_cached, request.source_tokens)
+        num_pages, load_s = self.loading.predicted(request)
+        request.expected_cached_tokens = max(num_pages * self.pages.page_size, request.source_tokens)
         if request.leg is not Leg.RECEIVE and not request.output_token_ids:  # else the first token is made elsewhere
-            admission.promise(self.table, self.forecast, request)
+            admission.promise(self.table, self.forecast, request, load_s)
         self.table.add(request)
 
     def abort(self, request_id: str) -> Request | None:
@@ -219,7 +219,7 @@ class Scheduler:
         streams = streams or self._choose_streams()
         decodes = self._grow(streams.chosen)
         self.loading.begin(prefills := self._prefills.candidates())
-        prefills = [request for request in prefills if not self.table.awaits_pages(request)]
+        prefills = self.awaited.without_waiting(prefills)
         if self.config.mixed_chunks or not decodes or not prefills:
             batch = self._mix(decodes, streams.skipped, prefills)
         else:

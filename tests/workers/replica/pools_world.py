@@ -25,7 +25,7 @@ from crossdock.kvtransfer.calls import (
     ShipCall,
     WaitCall,
 )
-from crossdock.kvtransfer.events import Asked
+from crossdock.kvtransfer.events import Asked, Figures
 from crossdock.kvtransfer.messages import AskPrefix
 from crossdock.kvtransfer.next_write import TargetRank
 from crossdock.kvtransfer.protocol_outputs import ProtocolOutput, Send, Write
@@ -174,7 +174,7 @@ class PoolReplica:
         self.pages: PagePool = self.scheduler.pages
         self.config, self.model = SimpleNamespace(page_size=PAGE_SIZE), SimpleNamespace(vocab_size=1000)
         self.dock = SansIoDock(self.name, self.world, lambda event: self.inbox.append(lambda: self.handle(event)))
-        self.handover = Handover(self, self.dock, TRANSFER)  # type: ignore[arg-type]
+        self.handover = Handover(self, self.dock, TRANSFER, self.world.transferred)  # type: ignore[arg-type]
 
     # -- what Handover calls of an Engine ----------------------------------------------------------------------------
 
@@ -305,6 +305,7 @@ class World:
         self.windows = windows  # of each group of layers
         self.state_pages = state_pages  # of the recurrent state of one request
         self.num_copied = 0  # pages, from replica to replica
+        self.num_fetched = 0  # prefixes that have arrived
         self.both_ways = both_ways
         self.is_drafting = is_drafting
         self.channels: dict[tuple[str, str], deque[Any]] = {}
@@ -326,6 +327,9 @@ class World:
         self.count += 1
         replica = self.replicas[name] = PoolReplica(name, self, self.sizes[role], self.settings)
         return replica
+
+    def transferred(self, request: str, direction: str, figures: Figures, outcome: str) -> None:
+        self.num_fetched += (direction, outcome) == ("fetched", "arrived")
 
     # -- router ------------------------------------------------------------------------------------------------------
 

@@ -39,7 +39,10 @@ profiles = st.builds(
     step_seconds=finite,
 )
 hashes = st.lists(st.binary(max_size=32), max_size=3)
-changes = st.builds(PageChanges, st.text(max_size=9), numbers, hashes, hashes, is_all=st.booleans())
+tiers = st.lists(hashes, max_size=2)
+changes = st.builds(
+    PageChanges, st.text(max_size=9), numbers, hashes, hashes, is_all=st.booleans(), stored=tiers, lost=tiers
+)
 messages = st.builds(Message, st.lists(deltas, max_size=3), st.none() | profiles, st.lists(changes, max_size=2))
 
 

@@ -41,6 +41,7 @@ WINDOWS: tuple[tuple[Window, ...], ...] = (
 )
 DRAFTS = SpeculativeConfig(method="ngram", num_speculative_tokens=6)
 MOST_ROWS = 15  # of a picture
+RETURNING = ([1] * 36, [2] * 29, [3] * 34, [4] * 33, [5] * 36)  # prefixes
 ITEMS = ([], [(2, 7)], [(0, 5), (6, 12)], [(1, 15)], [(9, 9), (19, 14)], [(4, 4), (8, 8), (16, 4)])
 
 
@@ -55,12 +56,15 @@ class Mode:
     has_drafts: bool
     pictures: str  # "": no prompt has some; "whole": a chunk never ends inside one; "parts": it may
     has_tiers: bool  # evicted pages are stored, and loaded again
+    returns: bool  # prompts begin with one of few long prefixes, which evict each other and come back
     room: int  # further pages in the pool: with them, prefixes stay cached for long
 
 
 @st.composite
-def modes(draw: st.DrawFn) -> Mode:
-    """Draw any mode that a replica can have: drafts begin no step ahead, pictures kept whole have no states."""
+def modes(draw: st.DrawFn, returns: bool = False) -> Mode:
+    """Draw any mode that a replica can have: drafts begin no step ahead, pictures kept whole have no states.
+
+    `returns`: as in `Mode`."""
     most_flights, depth = draw(st.sampled_from([(1, 1), (2, 1), (3, 3)]))
     windows = draw(st.one_of(st.just(NO_WINDOWS), st.sampled_from(WINDOWS)))
     layers = draw(st.sampled_from(["attention", "recurrent", "recurrent", "pictures"]))
@@ -72,8 +76,9 @@ def modes(draw: st.DrawFn) -> Mode:
         depth,
         has_drafts=draw(st.booleans()) and (most_flights == 1 or depth > 1),
         pictures=draw(st.sampled_from(pictures)),
-        has_tiers=draw(st.booleans()),
-        room=draw(st.sampled_from([0, 20])),
+        has_tiers=returns or draw(st.booleans()),
+        returns=returns,
+        room=0 if returns else draw(st.sampled_from([0, 20])),
     )
 
 
@@ -101,8 +106,10 @@ class AnyHistory(RuleBasedStateMachine):
     The device knows only what is in its pages. It writes to them as late as it may: when its step ends.
     """
 
+    modes = modes()
+
     @initialize(
-        mode=modes(),
+        data=st.data(),
         pages=st.one_of(st.just(0), st.integers(10, 30)),  # 0: as few as the longest request needs
         budget=st.integers(12, 40),
         seqs=st.integers(1, 8),
@@ -124,7 +131,7 @@ class AnyHistory(RuleBasedStateMachine):
     )
     def start(
         self,
-        mode: Mode,
+        data: st.DataObject,
         pages: int,
         budget: int,
         seqs: int,
@@ -133,7 +140,8 @@ class AnyHistory(RuleBasedStateMachine):
         encoder_cost: EncoderCost | None,
         config: dict[str, Any],
     ) -> None:
-        self.mode = mode
+        self.mode = mode = data.draw(self.modes)
+        pages = 0 if mode.returns else pages
         budget = budget if config["enable_chunked_prefill"] else max(budget, LONGEST)
         self.needs = PageNeeds(4, mode.windows, budget, mode.state_pages)
         self.embeddings = Device(15 + budget if mode.pictures == "whole" else rows)
@@ -157,7 +165,7 @@ class AnyHistory(RuleBasedStateMachine):
             depth=mode.depth,
             drafting=DraftPolicy(DRAFTS) if mode.has_drafts else None,
             encoding=encoding if mode.pictures else None,
-            **config | {"caching": config["caching"] or mode.room > 0},
+            **config | {"caching": config["caching"] or mode.room > 0 or mode.returns},
         )
         self.handoff = self.scheduler.handoff
         self.pages = self.scheduler.pages
@@ -166,6 +174,7 @@ class AnyHistory(RuleBasedStateMachine):
         self.being_read: set[str] = set()  # owners whose pages are being sent
         self.count = 0
         self.loads: list[PrefixLoad] = []
+        self.num_loaded = 0  # pages
         self.sent: dict[str, list[int]] = {}  # tokens whose state is being sent, by owner
         self.arriving: dict[str, Arrival] = {}  # by owner
         self.awaited: list[AwaitedPrefix] = []
@@ -207,6 +216,8 @@ class AnyHistory(RuleBasedStateMachine):
         others: int,
     ) -> None:
         leg = Leg.LOCAL if self.pages.has_windows else leg
+        if self.mode.returns:
+            prefix, tail = RETURNING[len(prefix) % len(RETURNING)], tail[:3]
         params = SamplingParams(max_tokens=max(max_tokens, leg is not Leg.LOCAL), ignore_eos=ignore_eos)
         for number in range(1 + others):  # alike but for their last token
             prompt = [*prefix, *tail[:-1], (tail[-1] + number) % 50][:39]
@@ -406,6 +417,7 @@ class AnyHistory(RuleBasedStateMachine):
         for each in load.pages:
             if each.number < num_pages:
                 self.tier.fill(each.key, each.pages)
+                self.num_loaded += len(each.pages)
             else:
                 each.tier.lost(each.key)
         self.scheduler.loading.finish(load, num_pages)
@@ -460,6 +472,8 @@ class AnyHistory(RuleBasedStateMachine):
         self.take_returned()
         self.loads += self.scheduler.loading.take_begun()
         check_step(self.scheduler, batch, self.now)
+        computed = [part.request for part in batch.scheduled]
+        assert not [each for each in computed if each.awaits_pages_until > self.now], "pages are computed and loaded"
         self.embeddings.run(batch)
         if batch and self.scheduler.encoding is not None:
             num_rows = self.scheduler.encoding.num_rows
@@ -556,8 +570,7 @@ class AnyHistory(RuleBasedStateMachine):
         for prefix in [*self.awaited]:
             self.end_prefix(prefix, may_be_written=False)
         while self.loads:
-            load = self.loads.pop()
-            self.scheduler.loading.finish(load, load.prefix.num_landed)
+            self.end_a_load(9)
 
     def teardown(self) -> None:
         if not hasattr(self, "scheduler"):

@@ -211,6 +211,27 @@ AWAITED = [
 ]
 TIERS = [
     Fault(
+        "page of a load is counted twice",
+        "prefixes.awaited",
+        "Awaited._allocate",
+        "pages.share(owner, whole)",
+        "pages.share(owner, whole) or pages.stock.share(whole.pages)",
+    ),
+    Fault(
+        "page is computed and loaded",
+        "prefixes.awaited",
+        "Awaited.without_waiting",
+        "[each for each in prefills if not table.awaits_pages(each)]",
+        "prefills",
+    ),
+    Fault(
+        "loads of two epochs are mixed up",
+        "prefixes.awaited",
+        "Awaited._owner",
+        "{request.num_awaited}",
+        "{min(request.num_awaited, 1)}",
+    ),
+    Fault(
         "load counts a page that is lost",
         "prefixes.loading",
         "TierLoading.finish",
@@ -225,6 +246,22 @@ TIERS = [
         "else (page,)",
         "else (page ^ 1,)",
         5000,
+    ),
+]
+FETCHES = [  # found by two replicas that fetch from each other
+    Fault(
+        "page of a fetch is free while another replica writes",
+        "prefixes.borrowed",
+        "BorrowedPrefixes.end",
+        "self.awaited.end(fetch.prefix, may_be_written)",
+        "self.awaited.end(fetch.prefix)",
+    ),
+    Fault(
+        "fetches of two epochs are mixed up",
+        "prefixes.borrowed",
+        "BorrowedPrefixes.stopped",
+        "self._quarantined.pop(key, None)",
+        "self._quarantined.popitem()[1] if self._quarantined else None",
     ),
 ]
 FAULTS = (*PAGES, *PREFIXES, *WINDOWS, *STATES, *DRAFTS, *AHEAD, *PREEMPTION, *PICTURES, *ABORTS, *AWAITED, *TIERS)

@@ -2,12 +2,15 @@
 
 import pytest
 
+from tests.workers.replica.transfer.test_pools_any_history import FetchingPools
 from tests.workers.schedule.any_history import AnyHistory
-from tests.workers.schedule.planted_faults import FAULTS, Fault, histories_to_find
+from tests.workers.schedule.planted_faults import FAULTS, FETCHES, TIERS, Fault, histories_to_find
+from tests.workers.schedule.test_any_history import ReturningHistory
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.what.replace(" ", "-"))
+@pytest.mark.parametrize("fault", [*FAULTS, *FETCHES], ids=lambda fault: fault.what.replace(" ", "-"))
 def test_planted_fault_is_found(fault: Fault) -> None:
-    assert histories_to_find(fault, AnyHistory) is not None
+    machine = ReturningHistory if fault in TIERS else FetchingPools if fault in FETCHES else AnyHistory
+    assert histories_to_find(fault, machine) is not None

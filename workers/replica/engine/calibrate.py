@@ -7,7 +7,7 @@ from statistics import median
 
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.replica.engine.remembered_sweep import remembered_sweep
-from crossdock.workers.report.profile import SchedulingProfile
+from crossdock.workers.report.profile import SchedulingProfile, TierSize
 from crossdock.workers.schedule.batch import NO_STATE, Batch, Scheduled, StatePages
 from crossdock.workers.schedule.cost.cost import StepWork
 from crossdock.workers.schedule.memory.page_needs import PageNeeds
@@ -65,8 +65,18 @@ def warm_up(engine: Engine) -> SchedulingProfile:
         encoder_cost=engine.encoder_fit.cost if engine.encoder_fit is not None else None,
         encoder_rows=engine.scheduler.encoding.capacity,
         keeps_items_whole=engine.scheduler.encoding.keeps_items_whole,
+        tiers=_tiers(engine),
         overrun=fit.overrun,
         interval_share=engine.intervals.share,
+    )
+
+
+def _tiers(engine: Engine) -> tuple[TierSize, ...]:
+    """Return the tiers below the pool."""
+    sizes = {"host": int(engine.config.kv_cache_host_memory or 0), "files": engine.config.kv_files[1]}
+    return tuple(
+        TierSize(name=tier.name, num_bytes=sizes[tier.name], bytes_per_second=engine.page_bytes / tier.load_s)
+        for tier in engine.scheduler.loading.tiers.tiers
     )
 
 

@@ -80,7 +80,7 @@ class TierStore:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._done: deque[Callable[[TierLoading], None]] = deque()
         if self._file_tier is not None and files is not None:
-            self._file_tier.pages.update(dict.fromkeys(files.changes()[0]))
+            self._file_tier.hold(files.changes()[0])
         self._thread = threading.Thread(target=self._run, name="tiers", daemon=True)
         self._thread.start()
 
@@ -147,8 +147,7 @@ class TierStore:
                 return
             self._copies.copy_out(pages, slots)
             if self._host_tier is not None:
-                for other in gone:
-                    self._host_tier.pages.pop(other, None)
+                self._host_tier.drop(gone)
                 self._host_tier.stored(key, time.perf_counter() - started)
         if writes:
             self._writing.add(key)
@@ -165,8 +164,7 @@ class TierStore:
         self._host.end_use(key)
         if self._host_tier is None:
             self._host.drop(key)
-        for other in deleted:
-            self._file_tier.pages.pop(other, None)
+        self._file_tier.drop(deleted)
         if error and error != self._failed_write:
             logger.error("kv_cache_files: a page is not stored: %s", error)
         self._failed_write = error
@@ -215,9 +213,8 @@ class TierStore:
 
         def apply(_: TierLoading) -> None:
             assert self._file_tier is not None
-            self._file_tier.pages.update(dict.fromkeys(came))
-            for key in gone:
-                self._file_tier.pages.pop(key, None)
+            self._file_tier.hold(came)
+            self._file_tier.drop(gone)
 
         return apply
 

@@ -87,6 +87,23 @@ class PrefixHit(NamedTuple):
         return [page for pages in (*self.by_group, self.checkpoint) for page in pages if page >= 0]
 
 
+class HashChanges:
+    """Page hashes that have come and gone since the last look. One that came and went between two looks is in neither
+    list, so that the lists stay shorter than what they tell of, even without a look."""
+
+    def __init__(self) -> None:
+        self._changes: dict[PageHash, bool] = {}  # True: it came, False: it went
+
+    def note(self, page_hash: PageHash, *, came: bool) -> None:
+        if self._changes.pop(page_hash, came) is came:  # else the page is as it was at the last look
+            self._changes[page_hash] = came
+
+    def take(self) -> tuple[list[PageHash], list[PageHash]]:
+        """Return the hashes that came, in order, and those that went."""
+        changes, self._changes = self._changes, {}
+        return [each for each, came in changes.items() if came], [each for each, came in changes.items() if not came]
+
+
 class PrefixIndex:
     """The indexed pages of a pool by the prefix that they end, for each group of layers, and its checkpoints."""
 
@@ -96,31 +113,23 @@ class PrefixIndex:
         self._has_windows = any(window is not None for window in windows)
         self.by_group: tuple[dict[PageHash, int], ...] = tuple({} for _ in windows)
         self.checkpoints: dict[PageHash, Sequence[int]] = {}  # the pages of each
-        self._changes: dict[PageHash, bool] = {}  # since `take_changes`: True is indexed, False removed
+        self.changes = HashChanges()  # of the first group, which has no window if any has none
 
     def add(self, group: int, page_hash: PageHash, page: int) -> None:
         """Index a page of a group that has no page of that hash."""
         self.by_group[group][page_hash] = page
-        self._note(group, page_hash, True)
+        if not group:
+            self.changes.note(page_hash, came=True)
 
     def remove(self, group: int, page_hash: PageHash) -> None:
         """Take the page of a group from the index."""
         del self.by_group[group][page_hash]
-        self._note(group, page_hash, False)
+        if not group:
+            self.changes.note(page_hash, came=False)
 
     def findable(self) -> list[PageHash]:
         """Return the hashes indexed for the first group, in that order: the beginning of a prefix before its end."""
         return list(self.by_group[0])
-
-    def take_changes(self) -> tuple[list[PageHash], list[PageHash]]:
-        """Return the hashes indexed for the first group, in order, and the hashes removed, since the last call.
-
-        A hash that was indexed and removed between two calls is in neither list. So the lists stay shorter than the
-        pool even if this is never called.
-        """
-        changes, self._changes = self._changes, {}
-        added = [page_hash for page_hash, is_indexed in changes.items() if is_indexed]
-        return added, [page_hash for page_hash, is_indexed in changes.items() if not is_indexed]
 
     def match(self, hashes: Sequence[PageHash], needs_state: bool = True, position: int | None = None) -> PrefixHit:
         """Return the longest indexed prefix of `hashes` that every group can continue from.
@@ -199,9 +208,3 @@ class PrefixIndex:
         """Return the first of `num_pages` full pages that the token at `position` sees; None: the token after them."""
         position = num_pages * self._page_size if position is None else position
         return min(first_visible_page(self._windows[group], position, self._page_size), num_pages)
-
-    def _note(self, group: int, page_hash: PageHash, is_indexed: bool) -> None:
-        if group:
-            return  # routers know prefixes by the first group, which has no window if any has none
-        if self._changes.pop(page_hash, is_indexed) is is_indexed:  # else the page is as it was at the last call
-            self._changes[page_hash] = is_indexed

@@ -107,6 +107,19 @@ class Awaited:
         del table.awaited[prefix.owner]
         prefix.request.awaits_pages_until = 0.0
 
+    def without_waiting(self, prefills: Sequence[Request]) -> list[Request]:
+        """Return the prompts that await no pages, neither of their own nor those that come for another prompt."""
+        table, coming = self.table, self.pages_coming(prefills)
+        others = [each for each in prefills if not table.awaits_pages(each)]
+        if not coming:
+            return others
+        return [each for each in others if each.status is Status.RUNNING or kv.next_page(table, each) not in coming]
+
+    def pages_coming(self, prefills: Sequence[Request]) -> set[PageHash | None]:
+        """Return the hash of the first page that comes for each of these prompts."""
+        table = self.table
+        return {kv.next_page(table, each) for each in prefills if table.awaits_pages(each)} - {None}
+
     def patience(self, now: float) -> float | None:
         """Return the seconds until a request waits no longer, whatever has landed; None: no limit."""
         times = [request.awaits_pages_until for request in self.table.awaited.values()]

@@ -8,12 +8,13 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import inf
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-from crossdock.workers.schedule.memory.prefix_index import PageHash
+from crossdock.workers.schedule.memory.prefix_index import HashChanges, PageHash
 
 _MOST_REMEMBERED = 1 << 17  # evicted pages that may still be wanted again: 16 MB of hashes
 _MOST_COUNTED = 4096.0  # evictions in the share of those that were wanted again: older ones count less
+_MOST_REPORTED = 1 << 16  # pages of a tier that a router hears of at once, the newest: 1.6 MB of hashes
 _WEIGHT = 0.1  # of one more measurement in a mean
 
 
@@ -55,17 +56,44 @@ class ReturnShare:
 class PageTier:
     """The pages of one tier, and the measured seconds of a page on its way there and back."""
 
-    name: str  # host or files
+    name: Literal["host", "files"]
     store_s: float
     load_s: float
     pages: dict[PageKey, None] = field(default_factory=dict)
     num_stores: int = 0  # pages, since the start
     num_loads: int = 0
     num_misses: int = 0  # loads of pages that were lost or wrong
+    changes: HashChanges = field(default_factory=HashChanges)  # of the first group of layers, as of a pool
+
+    def hold(self, keys: Iterable[PageKey]) -> None:
+        """Note pages that lie here now, stored by this replica or by another."""
+        for key in keys:
+            if key not in self.pages:
+                self.pages[key] = None
+                if not key.group:
+                    self.changes.note(key.page_hash, came=True)
+
+    def drop(self, keys: Iterable[PageKey]) -> None:
+        """Note pages that do not lie here any more."""
+        for key in keys:
+            if key in self.pages:
+                del self.pages[key]
+                if not key.group:
+                    self.changes.note(key.page_hash, came=False)
+
+    def used(self, key: PageKey) -> None:
+        """Note that a page is loaded, so that others give way before this one. It may have given way already."""
+        if key in self.pages:
+            del self.pages[key]
+            self.pages[key] = None
+
+    def findable(self) -> list[PageHash]:
+        """Return the hashes of the pages of the first group that came last, the newest at the end."""
+        return [key.page_hash for key in self.pages if not key.group][-_MOST_REPORTED:]
 
     def stored(self, key: PageKey, seconds: float) -> None:
         """Note a page that lies here now, and the seconds that storing it took."""
-        self.pages[key] = None
+        self.hold([key])
         self.num_stores += 1
         self.store_s += (seconds - self.store_s) * _WEIGHT
 
@@ -77,7 +105,7 @@ class PageTier:
     def lost(self, key: PageKey) -> None:
         """Note a page that could not be loaded: it was deleted, or is not what was stored."""
         self.num_misses += 1
-        self.pages.pop(key, None)
+        self.drop([key])
 
 
 @dataclass(slots=True)

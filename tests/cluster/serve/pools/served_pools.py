@@ -138,6 +138,14 @@ def prompt(number: int, num_tokens: int) -> list[int]:
     return [(number * 977 + 31 * place * place + 7 * place) % 500 + 100 for place in range(num_tokens)]
 
 
+def events(answer: httpx.Response) -> Iterator[str]:
+    """Yield the JSON of each event. `iter_lines` would also end a line at U+0085, of which some tokens have one."""
+    rest = ""
+    for text in answer.iter_text():
+        *lines, rest = (rest + text).split("\n")
+        yield from (line.removeprefix("data: ") for line in lines if line.startswith("data: {"))
+
+
 class TokenStream(threading.Thread):
     """One streaming request; `tokens` grows as they come."""
 
@@ -153,10 +161,7 @@ class TokenStream(threading.Thread):
     def run(self) -> None:
         headers = {"X-Request-Id": self.request_id}
         with httpx.stream("POST", f"{self.url}{self.path}", json=self.body, headers=headers, timeout=120) as answer:
-            for line in answer.iter_lines():
-                data = line.removeprefix("data: ")
-                if not data.startswith("{"):
-                    continue
+            for data in events(answer):
                 event = json.loads(data)
                 if "error" in event:
                     self.error = event["error"]["message"]

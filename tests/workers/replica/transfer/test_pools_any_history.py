@@ -34,24 +34,18 @@ class Pools(AnyPools):
 
     windows = WINDOWS
     state_pages = (0, 0, 3)
+    spare = st.tuples(st.integers(1, 15), st.integers(1, 15))  # pages beyond the least, of each replica
+    is_fetching = st.booleans()
+    sizes = st.lists(st.integers(1, 50), min_size=1, max_size=6)  # of prompts
 
     @initialize(
-        spare=st.tuples(st.integers(1, 15), st.integers(1, 15)),
         both_ways=st.booleans(),
         is_drafting=st.booleans(),
-        is_fetching=st.booleans(),
         seqs=st.integers(2, 8),
         data=st.data(),
     )
-    def begin(
-        self,
-        spare: tuple[int, int],
-        both_ways: bool,
-        is_drafting: bool,
-        is_fetching: bool,
-        seqs: int,
-        data: st.DataObject,
-    ) -> None:
+    def begin(self, both_ways: bool, is_drafting: bool, seqs: int, data: st.DataObject) -> None:
+        spare, is_fetching = data.draw(self.spare), data.draw(self.is_fetching)
         windows, state_pages = data.draw(st.sampled_from(self.windows)), data.draw(st.sampled_from(self.state_pages))
         is_drafting &= len(windows) == 1
         needs = PageNeeds(PAGE_SIZE, windows, 24, state_pages)
@@ -60,9 +54,9 @@ class Pools(AnyPools):
         kind = both_ways, is_drafting, windows, state_pages, is_fetching
         self.world = World(*sizes, *kind, max_num_seqs=seqs, starvation_s=5.0)
 
-    @rule(sizes=st.lists(st.integers(1, 50), min_size=1, max_size=6), slo_class=CLASS, max_tokens=st.integers(1, 12))
-    def submit(self, sizes: list[int], slo_class: str, max_tokens: int) -> None:
-        for size in sizes:
+    @rule(data=st.data(), slo_class=CLASS, max_tokens=st.integers(1, 12))
+    def submit(self, data: st.DataObject, slo_class: str, max_tokens: int) -> None:
+        for size in data.draw(self.sizes):
             self.world.submit(size, slo_class, max_tokens)
 
     @rule(choices=st.lists(st.integers(0, 99), min_size=1, max_size=30))
@@ -100,6 +94,28 @@ class Pools(AnyPools):
             assert counts.free + counts.owned + counts.cached + counts.quarantined == counts.total
 
 
+class FetchingPools(Pools):
+    """Pools large enough to keep prefixes, which each replica fetches from the other."""
+
+    spare = st.tuples(st.integers(10, 40), st.integers(10, 40))
+    is_fetching = st.just(True)
+    sizes = st.lists(st.integers(20, 50), min_size=1, max_size=3)
+
+    @rule(size=st.integers(30, 50), role=st.sampled_from("PD"))
+    def finish_and_replace(self, size: int, role: str) -> None:
+        """A new replica needs what the other one has computed or received."""
+        for _ in range(2):
+            for _ in range(3):  # of two prefixes, by turns, and every third one without another leg
+                self.world.submit(size, "standard", 2)
+            for _ in range(25):
+                self.world.go_round()
+            self.world.kill(role)
+
+    def teardown(self) -> None:
+        self.finish_and_replace(40, "P")
+        super().teardown()
+
+
 class PlainPools(Pools):
     """Pools of a model without windows."""
 
@@ -118,8 +134,21 @@ TestPools.settings = HISTORIES
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-def test_pools_in_five_thousand_histories_all_end() -> None:
-    run_state_machine_as_test(Pools, settings=settings(HISTORIES, max_examples=5000))
+@pytest.mark.parametrize("machine", [Pools, FetchingPools])
+def test_pools_in_five_thousand_histories_all_end(machine: type[Pools]) -> None:
+    run_state_machine_as_test(machine, settings=settings(HISTORIES, max_examples=5000))
+
+
+def test_pools_that_fetch_mostly_fetch_pages_in_any_history() -> None:
+    fetched = list[int]()
+
+    class Counted(FetchingPools):
+        def teardown(self) -> None:
+            super().teardown()
+            fetched.append(self.world.num_fetched)
+
+    run_state_machine_as_test(Counted, settings=settings(HISTORIES, max_examples=20))
+    assert sum(count > 0 for count in fetched) > len(fetched) / 2, fetched
 
 
 @contextmanager

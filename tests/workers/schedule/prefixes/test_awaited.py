@@ -54,6 +54,15 @@ def test_other_prompts_do_not_wait() -> None:
     assert [part.request.id for part in replica.step().batch.scheduled] == ["b"]
 
 
+def test_prompt_with_the_same_prefix_waits_for_it_too() -> None:
+    replica, prefix = waiting()
+    replica.add("b", [*PROMPT[:32], 9, 9, 9])
+    assert not replica.step().batch
+    replica.scheduler.awaited.land(prefix, 8)
+    replica.scheduler.awaited.end(prefix)
+    assert sorted(part.num_tokens for part in replica.step().batch.scheduled) == [3, 10]
+
+
 def test_pages_that_may_still_be_written_are_quarantined_until_the_writer_stops() -> None:
     replica, prefix = waiting()
     replica.scheduler.awaited.land(prefix, 3)

@@ -6,16 +6,18 @@ from crossdock.workers.schedule.prefixes.tier_pages import PageKey, PageTier, Re
 from tests.workers.schedule.model_free_replica import ModelFreeReplica, chunk_sizes, new_timed_replica
 
 PROMPT = [*range(1, 43)]  # ten full pages of four tokens, and two tokens
+OTHER = [*range(51, 93)]
 PAGE_S = 4e-3  # to compute, by `COST`
 
 
 def replica_with(load_s: float) -> ModelFreeReplica:
-    """Return a replica whose tier has the pages of `PROMPT`."""
+    """Return a replica whose tier has the pages of `PROMPT`, and of `OTHER`."""
     tier = PageTier("host", store_s=0.0, load_s=load_s)
     replica = new_timed_replica(tiers=TierPages([tier]))
-    hashes = replica.add("first", PROMPT).prefix_hashes(len(PROMPT), 4)
-    replica.scheduler.abort("first")
-    tier.pages.update(dict.fromkeys(PageKey(0, each) for each in hashes))
+    for prompt in (PROMPT, OTHER):
+        hashes = replica.add("first", prompt).prefix_hashes(len(prompt), 4)
+        replica.scheduler.abort("first")
+        tier.hold(PageKey(0, each) for each in hashes)
     return replica
 
 
@@ -39,7 +41,7 @@ def test_prompt_is_computed_where_that_is_sooner() -> None:
 def test_load_that_would_wait_behind_others_is_not_begun() -> None:
     replica = replica_with(load_s=PAGE_S * 0.8)
     replica.add("a", PROMPT)
-    replica.add("b", [*PROMPT[:40], 7, 7])
+    replica.add("b", OTHER)
     batch = replica.step().batch
     assert [load.prefix.request.id for load in replica.scheduler.loading.take_begun()] == ["a"]
     assert [part.request.id for part in batch.scheduled] == ["b"]
@@ -54,6 +56,16 @@ def test_load_that_takes_too_long_is_computed() -> None:
     assert sum(chunk_sizes(replica.run(), "a")) == len(PROMPT)
     replica.scheduler.loading.finish(load, 10)
     assert replica.scheduler.pages.counts().owned == 0
+
+
+def test_prompt_with_a_prefix_that_is_loaded_for_another_waits_for_it_too() -> None:
+    replica = replica_with(load_s=PAGE_S / 2)
+    replica.add("a", PROMPT)
+    replica.add("b", [*PROMPT[:40], 7, 7])
+    assert not replica.step().batch
+    (load,) = replica.scheduler.loading.take_begun()
+    replica.scheduler.loading.finish(load, 10)
+    assert sum(sum(chunk_sizes(batches, name)) for batches in [replica.run()] for name in "ab") == 4
 
 
 def test_prompt_without_a_full_page_in_a_tier_is_computed_at_once() -> None:

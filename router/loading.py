@@ -1,0 +1,45 @@
+"""Predict where a replica loads pages of a prompt's prefix from the tiers below its pool, in place of computing them.
+
+The replica decides so itself, by the same comparison: see `TierLoading`.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from crossdock.router.loads import Loads, Slots
+from crossdock.router.predict import Prediction, replaced
+from crossdock.workers.schedule.cost.formula import Floats
+
+
+def with_loads(
+    loads: Loads,
+    cached: Floats,
+    by_tier: Sequence[Floats],
+    here: Prediction,
+    predict: Callable[[Slots, Floats], Prediction],
+) -> tuple[Prediction, Floats, Slots]:
+    """Return the prediction in which replicas load pages where that is sooner than computing them, the tokens of the
+    prompt that each replica has then, and the slots of those that load.
+
+    Args:
+        cached: tokens of the prompt in each replica's pool, `[slot]`.
+        by_tier: the same with the pages in its fastest tier, and with those in its second one, too.
+        here: the prediction without a load.
+        predict: returns the prediction at the replicas of some slots, with so many cached tokens each.
+    """
+    slots: Slots = np.flatnonzero(by_tier[-1] > cached)
+    if not len(slots):
+        return here, cached, slots
+    at, before, seconds = loads.at(slots), cached[slots], loads.load_queue[slots]
+    for tokens, page_s in zip(by_tier, (at.load_first, at.load_second), strict=True):
+        seconds = seconds + at.group_pages((tokens[slots] - before) / at.page_size) * page_s
+        before = tokens[slots]
+    loaded = predict(slots, before)
+    is_sooner = here.prefill[slots] - loaded.prefill > seconds
+    idle = loaded.ttft - loaded.prefill / loaded.prompt_share  # a load begins while the prompt waits for its turn
+    loaded = replace(loaded, ttft=loaded.ttft + np.maximum(seconds - idle, 0.0))
+    tokens = cached.copy()
+    tokens[slots[is_sooner]] = before[is_sooner]
+    return replaced(here, loaded, slots, is_sooner), tokens, slots[is_sooner]

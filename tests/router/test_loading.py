@@ -1,0 +1,79 @@
+"""The router knows which pages lie in tiers below a replica's pool, and what loading them takes."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from crossdock.router.fleet import Fleet
+from crossdock.router.placement import Placement
+from crossdock.workers.report.advertise import PageChanges
+from crossdock.workers.schedule.memory.prefix_index import hash_pages
+from tests.router.replicas import COST, PAGE_SIZE, fleet_of, live, profile, query
+
+PROMPT = list(range(3000))  # of 0.3 s of prefill, and 187 full pages
+HASHES = hash_pages(PROMPT, PAGE_SIZE)
+
+
+def tiered(stored: list[int], load_s: tuple[float, ...], in_pool: int = 0, **fields: Any) -> Fleet:
+    """Return a router of two idle replicas. Of `PROMPT`, `a` has the first pages in its pool, and so many in tiers."""
+    fleet = fleet_of({name: profile(peer=b"") for name in "ab"})
+    fleet.hear("a", live(2, load_seconds=load_s, **fields), 0.0)
+    held = [HASHES[:num_pages] for num_pages in stored]
+    fleet.hear_pages("a", PageChanges("first life", 1, HASHES[:in_pool], stored=held, lost=[[] for _ in held]))
+    return fleet
+
+
+def choose(fleet: Fleet, exclude: str = "") -> Placement:
+    return fleet.choose(query("q", prompt=PROMPT), 0.0, exclude)
+
+
+def test_prompt_goes_where_its_pages_lie_in_a_tier() -> None:
+    found = choose(tiered([187], (1e-4,)))
+    assert (found.decode, found.reason.split()[:2]) == ("a", ["local", "loaded"])
+    assert found.predicted_ttft == pytest.approx(found.alternatives["load"], rel=1e-3)
+    assert found.prefill_seconds < 0.02, "eight tokens are left to compute"
+    assert 0.0187 < found.predicted_ttft < 0.04
+
+
+def test_pages_that_are_slow_to_load_are_computed_anywhere() -> None:
+    found = choose(tiered([187], (3e-3,)))
+    assert "loaded" not in found.reason
+    assert not found.alternatives
+    assert found.predicted_ttft == pytest.approx(choose(tiered([187], (3e-3,)), "a").predicted_ttft)
+
+
+def test_loads_that_have_begun_are_waited_for() -> None:
+    free, busy = (choose(tiered([187], (1e-4,), load_queue=seconds), "b") for seconds in (0.0, 0.1))
+    assert busy.predicted_ttft - free.predicted_ttft == pytest.approx(0.1, abs=1e-6)
+    assert "loaded" not in choose(tiered([187], (1e-4,), load_queue=1.0), "b").reason
+
+
+def test_pages_in_the_pool_and_in_two_tiers_are_one_prefix() -> None:
+    """Each page is counted at the seconds of the fastest place that has it: 80 in memory, 67 in files."""
+    found = choose(tiered([120, 187], (1e-4, 1e-3), in_pool=40))
+    assert found.cached_tokens == 187 * PAGE_SIZE
+    least = 80 * 1e-4 + 67 * 1e-3
+    assert least < found.predicted_ttft < least + 0.02
+
+
+def test_page_that_a_tier_has_lost_is_computed() -> None:
+    fleet = tiered([187], (1e-4,))
+    fleet.hear_pages("a", PageChanges("first life", 2, [], stored=[[]], lost=[HASHES[10:11]]))
+    assert choose(fleet, "b").cached_tokens == 10 * PAGE_SIZE
+
+
+def test_replica_that_has_left_holds_nothing() -> None:
+    fleet = tiered([187], (1e-4,))
+    fleet.leave("a")
+    assert not any(map(len, fleet.in_tiers))
+
+
+@given(num_pages=st.integers(0, 187), in_pool=st.integers(0, 187), load_s=st.floats(1e-6, 1e-2))
+def test_load_is_predicted_exactly_where_it_is_sooner(num_pages: int, in_pool: int, load_s: float) -> None:
+    found = choose(tiered([num_pages], (load_s,), in_pool=in_pool), "b")
+    cached, held = in_pool * PAGE_SIZE, max(in_pool, num_pages) * PAGE_SIZE
+    computed, rest = (COST.prefill_seconds(start, len(PROMPT), 512) for start in (cached, held))
+    seconds = max(num_pages - in_pool, 0) * load_s
+    assert found.predicted_ttft == pytest.approx(min(computed, rest + seconds) if held > cached else computed)
