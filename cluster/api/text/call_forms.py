@@ -119,7 +119,7 @@ class CallScan:
     def _read(self, body: str) -> Sequence[Call]:
         try:
             return self.form.read(body.replace(SIGN, ""), self._schemas)
-        except (ValueError, SyntaxError, RecursionError, MemoryError):
+        except (ValueError, TypeError, ArithmeticError, SyntaxError, RecursionError, MemoryError):
             return ()
 
 
