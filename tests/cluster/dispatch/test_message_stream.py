@@ -98,6 +98,17 @@ async def test_stranger_gets_no_messages(ticket: bytes, monkeypatch: pytest.Monk
         assert "other" not in driven.thread.channels
 
 
+async def test_strangers_that_say_nothing_leave_place_for_an_ingress(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outlet, "_MOST_STRANGERS", 3)
+    async with driving() as driven, opening(driven) as (address, _):
+        strangers = [await MessageStream.open(address._replace(ticket=b"")) for _ in range(5)]
+        stream = await MessageStream.open(address)
+        async with asyncio.timeout(5):  # a stranger has 10 s
+            await anext(stream.messages())
+        for each in (*strangers, stream):
+            each.close()
+
+
 async def test_ticket_is_for_one_connection() -> None:
     async with driving() as driven, opening(driven) as (address, _):
         first = await MessageStream.open(address)

@@ -17,7 +17,7 @@ from crossdock.workers.report.advertise import Message
 from crossdock.workers.report.frames import TICKET_BYTES, StreamAddress, frame
 
 _CONNECT_S = 10.0  # for an ingress to connect, and to show its ticket
-_MOST_STRANGERS = 64  # connections without a ticket so far
+_MOST_STRANGERS = 64  # connections without a ticket so far; the oldest makes way for another one
 
 
 @dataclass(slots=True, eq=False)
@@ -36,7 +36,7 @@ class Outlet:
         self._thread = thread
         self._host = host
         self._expected: dict[bytes, _Stream] = {}  # by ticket
-        self._num_strangers = 0
+        self._strangers: dict[asyncio.StreamWriter, None] = {}  # oldest first
         self._server: asyncio.Server | None = None
 
     async def open(self) -> None:
@@ -62,7 +62,7 @@ class Outlet:
             self._expected.pop(ticket, None)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        stream = await self._stream_of(reader)
+        stream = await self._stream_of(reader, writer)
         try:
             if stream is not None:
                 await self._stream(stream.ingress, reader, writer)
@@ -71,18 +71,20 @@ class Outlet:
             if stream is not None:
                 stream.has_ended.set()
 
-    async def _stream_of(self, reader: asyncio.StreamReader) -> _Stream | None:
+    async def _stream_of(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> _Stream | None:
         """Return the stream whose ticket a connection shows; None if it shows none in time."""
-        if self._num_strangers == _MOST_STRANGERS:
-            return None
-        self._num_strangers += 1
+        if len(self._strangers) == _MOST_STRANGERS:  # an ingress shows its ticket at once: the oldest is none
+            oldest = next(iter(self._strangers))
+            del self._strangers[oldest]
+            oldest.transport.abort()
+        self._strangers[writer] = None
         try:
             async with asyncio.timeout(_CONNECT_S):
                 stream = self._expected.pop(await reader.readexactly(TICKET_BYTES), None)
         except (TimeoutError, OSError, asyncio.IncompleteReadError):
             return None
         finally:
-            self._num_strangers -= 1
+            self._strangers.pop(writer, None)
         if stream is not None:
             stream.has_begun.set()
         return stream

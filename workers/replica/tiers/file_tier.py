@@ -8,6 +8,8 @@ delete any file at any time. The files that were used longest ago go first, by t
 import hashlib
 import logging
 import os
+import re
+import stat
 import struct
 import time
 from collections.abc import Sequence
@@ -25,6 +27,7 @@ _MAGIC = b"CDKVPG01"  # the last two digits are the version of this format
 _STATES_BYTE = 255  # stands for a checkpoint in the place of a group's number
 _CLOCK_S = 2.0  # within which a folder's time of change may not tell two changes apart
 _LEFTOVER_S = 3600.0  # after which a temporary file has no writer any more
+_OURS = tuple(map(re.compile, ("[0-9a-f]{32}", "[0-9a-f]{2}", r"[0-9a-f]{34}|\.\d+\.\d+")))  # names, level by level
 _ROOM_LEFT = 0.05  # share of the bytes that is freed at once, so that not every page needs a scan
 
 
@@ -42,7 +45,7 @@ class FileTier:
         that the meaning of a page's bytes depends on.
 
         Raises:
-            ValueError: the folder cannot be written to.
+            ValueError: the folder cannot be written to, or another user may have.
         """
         self._root, self._most_bytes, self._fingerprint = folder, most_bytes, fingerprint
         self._own = folder / fingerprint.hex()
@@ -53,6 +56,10 @@ class FileTier:
             (self._own / ".writable").touch()
         except OSError as error:
             raise ValueError(f"kv_cache_files: {folder} must be a folder that can be written to: {error}") from None
+        found = self._own.lstat()
+        if found.st_uid not in (0, os.geteuid()) or found.st_mode & stat.S_IWOTH or not stat.S_ISDIR(found.st_mode):
+            reason = f"user {found.st_uid} owns it, its mode is {stat.S_IMODE(found.st_mode):o}"
+            raise ValueError(f"kv_cache_files: {self._own} must be a folder that this user alone writes: {reason}")
         self.num_bytes = sum(file.size for file in self._files())  # as found by the last scan, and changed here since
 
     def changes(self) -> tuple[set[PageKey], set[PageKey]]:
@@ -98,7 +105,7 @@ class FileTier:
         """
         path, header = self._path(key), bytearray(_HEADER.size)
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except OSError:
             return False
         try:
@@ -138,16 +145,18 @@ class FileTier:
         return deleted
 
     def _files(self) -> list[_File]:
-        """Return the pages' files of all models in the folder."""
-        files, now = list[_File](), time.time()
-        for path in [each.path for folder in _entries(self._root) for each in _entries(folder.path)]:
-            for entry in _entries(path):
-                with suppress(FileNotFoundError):  # deleted meanwhile
-                    status = entry.stat(follow_symlinks=False)
-                    if not entry.name.startswith("."):
-                        files.append(_File(status.st_mtime, status.st_size, entry.path))
-                    elif now - status.st_mtime > _LEFTOVER_S:
-                        os.unlink(entry.path)
+        """Return the pages' files of all models in the folder. A file that has no name of ours is another program's."""
+        files, now, paths = list[_File](), time.time(), [str(self._root)]
+        for names in _OURS:
+            entries = [each for path in paths for each in _entries(path) if names.fullmatch(each.name)]
+            paths = [each.path for each in entries if each.is_dir(follow_symlinks=False)]
+        for entry in entries:
+            with suppress(FileNotFoundError):  # deleted meanwhile
+                status = entry.stat(follow_symlinks=False)
+                if not entry.name.startswith("."):
+                    files.append(_File(status.st_mtime, status.st_size, entry.path))
+                elif now - status.st_mtime > _LEFTOVER_S:
+                    os.unlink(entry.path)
         return files
 
     def _path(self, key: PageKey) -> Path:

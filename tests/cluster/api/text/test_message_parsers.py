@@ -76,7 +76,7 @@ NO_CALLS = [
     ("llama3_json", '{"name": "move", "parameters": {"to": '),
     ("llama4_pythonic", "[1, 2] is a list"),
     ("llama4_pythonic", "[move(1)]"),
-    *(("llama4_pythonic", f"[move(to={value})]") for value in ("1j", "b'a'", "{1}", "{[1]}", "...", f"1{'0' * 400}+1j")),
+    *(("llama4_pythonic", f"[move(to={text})]") for text in ("1j", "b'a'", "{1}", "{[1]}", "...", f"1{'0' * 400}+1j")),
     ("gpt_oss", "Text without a header"),
     ("gpt_oss", "<|channel|>commentary to=functions.move<|message|>not JSON<|call|>"),
 ]

@@ -158,3 +158,45 @@ def test_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=r"kv_cache_files: .*/file must be a folder that can be written to"):
         opened(tmp_path / "file")
+
+
+def test_files_of_other_programs_in_the_folder_stay_and_do_not_count(tmp_path: Path) -> None:
+    """The folder may be one in which other things lie, three levels deep as pages do, or behind a link."""
+    others = [tmp_path / name for name in ("work/notes/text", "work/notes/.settings", f"{'a' * 32}/bc/text")]
+    for file in others:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(CONTENT)
+        os.utime(file, (1000, 1000))
+    (tmp_path / ("b" * 32)).symlink_to(tmp_path / ("a" * 32))
+    tier = opened(tmp_path, most_bytes=2 * (len(CONTENT) + 100))
+    assert tier.num_bytes == 0
+    for number in range(5):
+        stored(tier, key_of(number))
+    assert {file: file.read_bytes() for file in others} == dict.fromkeys(others, CONTENT)
+
+
+def test_link_or_pipe_in_place_of_a_page_is_a_miss_and_nothing_waits_for_it(tmp_path: Path) -> None:
+    tier = opened(tmp_path)
+    stored(tier, key_of(1))
+    file = only_file(tmp_path)
+    file.rename(tmp_path / "elsewhere")
+    file.symlink_to(tmp_path / "elsewhere")
+    assert read(tier, key_of(1)) is None
+    file.unlink()
+    os.mkfifo(file)
+    assert read(tier, key_of(1)) is None
+
+
+def test_folder_that_another_user_may_have_written_is_refused(tmp_path: Path) -> None:
+    """Checksums find torn files. They do not find pages that somebody has made."""
+    own = tmp_path / FINGERPRINT.hex()
+    own.mkdir()
+    own.chmod(0o777)
+    with pytest.raises(ValueError, match=r"kv_cache_files: .* its mode is 777"):
+        opened(tmp_path)
+    own.chmod(0o700)
+    opened(tmp_path)
+    own.rename(tmp_path / "elsewhere")
+    own.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match="must be a folder that this user"):
+        opened(tmp_path)
