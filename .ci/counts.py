@@ -15,8 +15,8 @@ from statistics import mean, median
 
 CODE = ("cluster", "router", "workers", "kvtransfer", "kernels", ".ci")
 BUDGETS = {  # count: the most that there may be
-    "lines of code": 58_866,
-    "lines of tests": 61_339,
+    "lines of code": 59_722,
+    "lines of tests": 61_662,
     "lines of benchmarks": 11_146,
     "lines of benchmarks/RESULTS.md": 500,
     "Python files in the largest folder": 20,

@@ -27,6 +27,7 @@ from crossdock.workers.model.inputs import StepInputs
 from crossdock.workers.model.load import wrap_module
 from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.replica.config import EngineConfig
+from crossdock.workers.replica.engine.computing import new_engine
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.replica.engine.step_sampler import StepSampler
 from crossdock.workers.schedule.cost.cost import StepWork
@@ -103,7 +104,7 @@ def make_engine(streams: int, tokens: int, is_ahead: bool) -> Engine:
         "max_num_batched_tokens": 8192,
     }
     clock = Clock()
-    engine = Engine(wrap_module(module), EngineConfig.model_validate(config), clock=clock)
+    engine = new_engine(wrap_module(module), EngineConfig.model_validate(config), clock=clock)
     logits = torch.randn(8192, VOCAB)
 
     table = torch.zeros(streams, 1, dtype=torch.int32)

@@ -32,7 +32,7 @@ from crossdock.workers.model.cut.stage import PipelineStage
 from crossdock.workers.model.weights.checkpoint import resolve_model
 from crossdock.workers.replica.config import EngineConfig, ReplicaSpec
 from crossdock.workers.replica.engine.calibrate import warm_up
-from crossdock.workers.replica.engine.engine import Engine
+from crossdock.workers.replica.engine.computing import new_engine
 from crossdock.workers.replica.ranks.gang import Gang
 from crossdock.workers.replica.serving.follower import follow
 from crossdock.workers.schedule.batch import Batch, SampledToken
@@ -121,7 +121,7 @@ def live(args: argparse.Namespace, settings: dict[str, Any]) -> tuple[list[float
         file = f"{folder}/busy"
         process = multiprocessing.get_context("spawn").Process(target=follower, args=(spec, 0, gang.address, file))
         process.start()
-        engine = Engine(gang.load(), config, gang=gang)
+        engine = new_engine(gang.load(), config, gang=gang)
         cost = warm_up(engine).cost
         submissions = requests(args.requests, args.chats)
         since = time.monotonic()

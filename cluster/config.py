@@ -5,6 +5,7 @@ import types
 import typing
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
+from functools import lru_cache
 from typing import Any, Literal, Self, TypeAlias, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -17,7 +18,8 @@ from crossdock.cluster.api.http.keys import check_keys
 from crossdock.router.fleet import RouterConfig
 from crossdock.router.scaling import ScalingConfig
 from crossdock.workers.model.weights.checkpoint import model_name
-from crossdock.workers.replica.config import Device, EngineConfig, ReplicaSpec, TransferConfig
+from crossdock.workers.replica.config import Device, EmulatedDevice, EngineConfig, ReplicaSpec, TransferConfig
+from crossdock.workers.report.presets import stored_profile
 from crossdock.workers.report.profile import Role
 
 Dtype: TypeAlias = Literal["auto", "bfloat16", "float16", "float32"]
@@ -112,6 +114,11 @@ class PoolConfig(BaseModel):
         None, description="Directory or hub name of the same model in another weight format; null is model.path."
     )
     engine: EngineConfig | None = Field(None, description="Engine settings that differ from the cluster's.")
+    emulated: str | None = Field(
+        None,
+        description="Profile whose seconds the replicas take instead of computing: a preset of crossdock simulate or a "
+        "JSON file, `h100-8b*4` four times as slowly; null: they compute.",
+    )
 
     @property
     def most(self) -> int:
@@ -164,6 +171,20 @@ class PoolConfig(BaseModel):
             )
         return self
 
+    @model_validator(mode="after")
+    def _check_emulated(self) -> Self:
+        """Refuse settings that an emulated device would ignore."""
+        if self.emulated is None:
+            return self
+        given = [
+            *(["tensor_parallel_size or pipeline_parallel_size"] if self.num_ranks > 1 else []),
+            *(["num_gpus"] if self.num_gpus else []),
+            *[name for name in ("dtype", "checkpoint") if getattr(self, name) is not None],
+        ]
+        if given:
+            raise ValueError(f"{', '.join(given)}: of an emulated device the profile says all this; leave it out")
+        return self
+
     @property
     def device(self) -> Device | None:
         """The device of every rank; None: the one that torch finds."""
@@ -206,6 +227,25 @@ class ClusterConfig(BaseModel):
         return self.scaling.flip_roles or any(pool.most > pool.replicas for pool in self.pools)
 
     @property
+    def is_emulated(self) -> bool:
+        """Whether replicas take the seconds of profiles instead of computing."""
+        return any(pool.emulated is not None for pool in self.pools)
+
+    def with_slow_promises(self) -> Self:
+        """Return the configuration with the promises of its classes as many times as slow as its emulated devices."""
+        scale = max(time_scale(pool.emulated or "") for pool in self.pools)
+        if scale == 1:
+            return self
+
+        def slow(engine: EngineConfig) -> EngineConfig:
+            seconds = ({"ttft_s": slo.ttft_s * scale, "tpot_s": slo.tpot_s * scale} for slo in engine.slo_classes)
+            classes = (slo.model_copy(update=each) for slo, each in zip(engine.slo_classes, seconds, strict=True))
+            return engine.model_copy(update={"slo_classes": tuple(classes)})
+
+        pools = [pool.model_copy(update={"engine": pool.engine and slow(pool.engine)}) for pool in self.pools]
+        return self.model_copy(update={"engine": slow(self.engine), "pools": tuple(pools)})
+
+    @property
     def _has_holders(self) -> bool:
         """Return whether a prefix may be at another replica than the one that computes the rest."""
         return sum(each.most for each in self.pools if each.role != "encode") > 1
@@ -229,6 +269,7 @@ class ClusterConfig(BaseModel):
             tensor_parallel_size=pool.tensor_parallel_size,
             pipeline_parallel_size=pool.pipeline_parallel_size,
             rank_timeout_s=pool.rank_timeout_s,
+            emulated=None if pool.emulated is None else emulated_device(pool.emulated),
             device=pool.device,
         )
 
@@ -302,6 +343,28 @@ class ClusterConfig(BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _check_emulated_pools(self) -> Self:
+        """Refuse what no emulated device does, and a fleet of which only a part is emulated."""
+        if not self.is_emulated:
+            return self
+        if missing := [pool.name for pool in self.pools if pool.emulated is None]:
+            raise ValueError(f"pools: emulated is of all pools or of none; {', '.join(missing)} would compute")
+        profiles = {pool.name: emulated_device(pool.emulated or "").profile for pool in self.pools}
+        if len({time_scale(pool.emulated or "") for pool in self.pools}) > 1:
+            raise ValueError("pools: emulated must have the same *N in all: promises are slowed alike")
+        if self.model.dtype != "auto":
+            raise ValueError(
+                f"model.dtype: an emulated device has no use for it, here {self.model.dtype}; leave it out"
+            )
+        for pool in self.pools:
+            if pool.role == "encode" or profiles[pool.name].role == "encode":
+                raise ValueError(f"pools: {pool.name!r}: replicas of the role encode are not emulated; simulate them")
+            for name, default in _COMPUTING.items():
+                if getattr(pool.engine or self.engine, name) != default:
+                    raise ValueError(f"engine.{name}: an emulated device has no use for it; leave it out")
+        return self
+
+    @model_validator(mode="after")
     def _check_pools_share_classes(self) -> Self:
         """Require the same SLO classes everywhere: a request has its class before it has a replica."""
         shared = (self.engine.slo_classes, self.engine.default_slo_class)
@@ -317,6 +380,39 @@ class ClusterConfig(BaseModel):
     def _check_api_keys(self) -> Self:
         check_keys(self.http.api_keys, [slo.name for slo in self.engine.slo_classes], "http.api_keys")
         return self
+
+
+_COMPUTING = {  # settings of engines that change how a model computes or where its pages are, with their defaults
+    "speculative_config": None,
+    "kv_cache_host_memory": None,
+    "kv_cache_files": None,
+    "kv_cache_dtype": "auto",
+    "attention_backend": "auto",
+    "cpu_kernels": "auto",
+    "quantization": None,
+}
+
+
+def time_scale(emulated: str) -> float:
+    """Return how many times as slowly as its profile a device is emulated: N of `PROFILE*N`, else 1."""
+    _, star, text = emulated.partition("*")
+    try:
+        scale = float(text) if star else 1.0
+    except ValueError:
+        scale = 0.0
+    if not 0.01 <= scale <= 1000:
+        raise ValueError(f"emulated: {emulated!r} must be a profile, or PROFILE*N with N of 0.01 to 1000")
+    return scale
+
+
+@lru_cache
+def emulated_device(emulated: str) -> EmulatedDevice:
+    """Return the device of `PROFILE` or `PROFILE*N`. ValueError: there is no such profile, or it cannot be read."""
+    name, scale = emulated.partition("*")[0], time_scale(emulated)
+    try:
+        return EmulatedDevice(emulated, stored_profile(name).slowed(scale))
+    except ValueError as error:
+        raise ValueError(f"emulated: {error}") from None
 
 
 def field_at(path: Sequence[int | str]) -> FieldInfo | None:

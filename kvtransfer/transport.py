@@ -26,6 +26,7 @@ class Memory:
     address: int
     nbytes: int
     cuda_device: int | None = None  # None: ordinary memory
+    bytes_per_second: float | None = None  # of an emulated pool, which is counted and not there
 
     @classmethod
     def of(cls, buffer: bytearray | memoryview) -> "Memory":

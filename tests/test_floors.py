@@ -100,6 +100,7 @@ THIRD_PARTIES = {  # third party: the rooms or files that may import it
     "ray": [
         "cluster/dispatch",
         "cluster/serve",
+        "workers/replica/serving/model_start.py",
         "workers/replica/serving/own_node.py",
         "workers/replica/serving/replica.py",
     ],
@@ -303,7 +304,7 @@ def test_pure_rooms_import_without_torch_ray_and_transformers() -> None:
     without(("torch", "ray", "transformers"), names)
 
 
-def test_driver_and_ingress_import_without_torch_and_transformers() -> None:
-    """Torch would cost each of them 280 MiB and seconds of the start; only replicas need torch."""
-    serve = "crossdock.cluster.serve"
-    without(("torch", "transformers"), [f"{serve}.{name}" for name in ("command", "lifetime", "ingress")])
+def test_driver_ingress_and_emulated_replica_import_without_torch_and_transformers() -> None:
+    """Torch would cost each of them 280 MiB and seconds of the start; only a model's steps need torch."""
+    serve, replica = "crossdock.cluster.serve", "crossdock.workers.replica.serving.replica"
+    without(("torch", "transformers"), [*(f"{serve}.{name}" for name in ("command", "lifetime", "ingress")), replica])

@@ -24,7 +24,7 @@ from crossdock.cluster.dispatch.dispatcher import Dispatcher
 from crossdock.workers.model.load import load_model
 from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.replica.config import EngineConfig
-from crossdock.workers.replica.engine.engine import Engine
+from crossdock.workers.replica.engine.computing import new_engine
 from tests.cluster.dispatch.in_process import InProcess, ready
 from tests.cluster.small_tokenizers import byte_level
 
@@ -389,7 +389,7 @@ async def _answers(model: Path, tokenizer: ModelTokenizer, asked: Sequence[Quest
         admission="queue",
         enable_prefix_caching=False,
     )
-    replica = InProcess(engine=Engine(load_model(ModelSpec(str(model), "float32", MAX_MODEL_LEN)), config, model))
+    replica = InProcess(engine=new_engine(load_model(ModelSpec(str(model), "float32", MAX_MODEL_LEN)), config, model))
     dispatcher = Dispatcher("tiny")
     dispatcher.join("only", replica, replica.profile)
     await ready(dispatcher)

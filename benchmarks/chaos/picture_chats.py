@@ -14,6 +14,7 @@ from streams import MAX_MODEL_LEN, TokenAnswer
 from crossdock.workers.model.load import load_model
 from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.replica.config import EngineConfig
+from crossdock.workers.replica.engine.computing import new_engine
 from crossdock.workers.replica.engine.engine import Engine
 from tests.cluster.api.media.picture_models import picture
 from tests.cluster.serve.pools.picture_server import SIDE, picture_chat, save_picture_model, undisturbed
@@ -84,4 +85,4 @@ def _engine(model: Path, budget: int) -> Engine:
         admission="queue",
         enable_prefix_caching=False,
     )
-    return Engine(load_model(ModelSpec(str(model), "float32", MAX_MODEL_LEN)), config)
+    return new_engine(load_model(ModelSpec(str(model), "float32", MAX_MODEL_LEN)), config)

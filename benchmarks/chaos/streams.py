@@ -22,7 +22,7 @@ from crossdock.cluster.bench.http import HttpResponse
 from crossdock.workers.model.load import load_model
 from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.replica.config import EngineConfig
-from crossdock.workers.replica.engine.engine import Engine
+from crossdock.workers.replica.engine.computing import new_engine
 from crossdock.workers.schedule.submission import SamplingParams, Submission
 
 HUNG_S = 60.0  # without a byte: the stream hangs
@@ -130,7 +130,7 @@ def _answers(model: Path, asked: Sequence[tuple[list[int], dict[str, Any]]], bud
         admission="queue",
         enable_prefix_caching=False,
     )
-    engine = Engine(load_model(ModelSpec(str(model), "float32", MAX_MODEL_LEN)), config)
+    engine = new_engine(load_model(ModelSpec(str(model), "float32", MAX_MODEL_LEN)), config)
     tokens: dict[str, list[int]] = collections.defaultdict(list)
     for number, (prompt, sampling) in enumerate(asked):
         engine.add(Submission(f"{number}", prompt, SamplingParams(ignore_eos=True, **sampling)))

@@ -19,6 +19,7 @@ from crossdock.cluster.dispatch.dispatcher import Dispatcher
 from crossdock.cluster.serve.media import open_media
 from crossdock.workers.model.load import wrap_module
 from crossdock.workers.replica.config import EngineConfig
+from crossdock.workers.replica.engine.computing import new_engine
 from crossdock.workers.replica.engine.engine import Engine
 from tests.cluster.api.engine_api import all_up
 from tests.cluster.api.media.picture_models import MODELS, data_url, encoded, image_part, picture
@@ -54,7 +55,7 @@ async def picture_server(folder: Path, key: str) -> AsyncIterator[PictureServer]
     theirs = MODELS[KIND].save(folder)
     tokenizer = ModelTokenizer(theirs)
     config = EngineConfig(kv_cache_memory=ByteSize(4 << 20), max_num_batched_tokens=32, enable_prefix_caching=False)
-    engine = Engine(wrap_module(_model(folder, theirs)), config)
+    engine = new_engine(wrap_module(_model(folder, theirs)), config)
     http = HttpConfig.model_validate({"api_keys": [key]})
     media = open_media(folder, tokenizer, http)
     assert media is not None

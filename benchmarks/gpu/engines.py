@@ -17,6 +17,7 @@ from gpu.rows import Figures
 
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.calibrate import measure_step, warm_up
+from crossdock.workers.replica.engine.computing import new_engine
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.schedule.submission import SamplingParams, Submission
 
@@ -47,7 +48,7 @@ class Engines:
         if self._engine is None or self._settings != settings:
             self._drop()
             model = self._model()[0]
-            self._engine = Engine(model, EngineConfig(**self._bench.sizes.engine, **settings))
+            self._engine = new_engine(model, EngineConfig(**self._bench.sizes.engine, **settings))
             self._settings, self._is_warm = settings, False
             model.pool.tensor.normal_()
         if is_warm and not self._is_warm:

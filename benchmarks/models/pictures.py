@@ -35,6 +35,7 @@ from crossdock.workers.model.load import wrap_module
 from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.calibrate import warm_up
+from crossdock.workers.replica.engine.computing import new_engine
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.schedule.pictures.encoding import Encoding, ItemStop
 from crossdock.workers.schedule.pictures.items import Item
@@ -176,7 +177,7 @@ def main() -> None:
         max_num_batched_tokens=1024,
         max_num_seqs=16,
     )
-    engine = Engine(model, config)
+    engine = new_engine(model, config)
     warm_up(engine)
     paced = engine.scheduler.encoding
     assert paced is not None

@@ -33,7 +33,7 @@ from transformers import AutoTokenizer
 from crossdock.workers.model.load import load_model
 from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.replica.config import EngineConfig
-from crossdock.workers.replica.engine.engine import Engine
+from crossdock.workers.replica.engine.computing import new_engine
 from crossdock.workers.schedule.submission import SamplingParams, Submission
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -89,7 +89,7 @@ def serve(
         "disable_hybrid_kv_cache_manager": not has_groups,
     }
     spec = ModelSpec(str(args.model), args.dtype, args.prompt_tokens + args.output_tokens)
-    engine = Engine(load_model(spec), EngineConfig.model_validate(settings))
+    engine = new_engine(load_model(spec), EngineConfig.model_validate(settings))
     if bool(engine.model.groups) != has_groups:
         raise SystemExit(f"{args.model} has no layers whose pages could go, or cannot be divided into groups")
     answers = dict[str, list[int]]()

@@ -16,9 +16,9 @@ from rich.table import Table
 from crossdock.cluster.bench.agents import Agents, agent_jobs
 from crossdock.cluster.bench.metrics import hit_rate
 from crossdock.cluster.simulate.fleet import SimulatedFleet, describe
-from crossdock.cluster.simulate.presets import preset
 from crossdock.cluster.simulate.simulation import Simulation
 from crossdock.cluster.simulate.study import Estimate
+from crossdock.workers.report.presets import preset
 
 SECONDS = 400.0
 SCALE = 0.05  # of agents' lengths: a session ends at 16,000 tokens, 1,000 pages

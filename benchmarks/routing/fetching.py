@@ -20,11 +20,11 @@ from crossdock.cluster.bench.agents import Agents, agent_jobs
 from crossdock.cluster.bench.metrics import hit_rate
 from crossdock.cluster.bench.workloads import Job, Segment
 from crossdock.cluster.simulate.fleet import SimulatedFleet, describe
-from crossdock.cluster.simulate.presets import preset
 from crossdock.cluster.simulate.simulation import Outcome, Simulation
 from crossdock.router.fleet import Fleet
 from crossdock.router.placement import Query
 from crossdock.workers.report.advertise import LiveProfile, PageChanges, Prompts
+from crossdock.workers.report.presets import preset
 from crossdock.workers.schedule.memory.prefix_index import hash_pages
 
 SECONDS = 300.0

@@ -36,7 +36,7 @@ def local_engine(spec: "ReplicaSpec") -> Iterator["Engine"]:
 def _gang_engine(spec: "ReplicaSpec") -> Iterator["Engine"]:
     from crossdock.workers.model.weights.checkpoint import resolve_model
     from crossdock.workers.model.weights.weights import check_division
-    from crossdock.workers.replica.engine.engine import Engine
+    from crossdock.workers.replica.engine.computing import new_engine
     from crossdock.workers.replica.ranks.gang import Gang
 
     path = resolve_model(spec.model.path)
@@ -54,7 +54,7 @@ def _gang_engine(spec: "ReplicaSpec") -> Iterator["Engine"]:
         for process in followers:
             process.start()
         _see_only(gpus[driver])
-        yield Engine(_load(gang), spec.engine, path, gang=gang)
+        yield new_engine(_load(gang), spec.engine, path, gang=gang)
     finally:
         gang.close()
         for process in followers:

@@ -30,7 +30,7 @@ def build(args: ClusterConfig) -> serve.Application:
     Where `num_gpus` is null, the pool's ranks have a GPU each if Ray's cluster has any now.
     """
     num_gpus = visible_gpus()
-    args = with_num_gpus(args, lambda _: num_gpus > 0)
+    args = with_num_gpus(args, lambda _: num_gpus > 0).with_slow_promises()
     engines = {pool.name: engine_deployment(args, pool) for pool in args.pools}
     ingress = serve.deployment(
         name="ingress",

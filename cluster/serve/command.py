@@ -122,7 +122,7 @@ def _prepare_model(config: ClusterConfig, console: Console) -> None:
     from crossdock.workers.model.weights.checkpoint import resolve_model
 
     with console.status(f"Preparing {escape(config.model.name)}: the first time it is fetched or converted …"):
-        path = resolve_model(config.model.path)
+        path = resolve_model(config.model.path, needs_weights=not config.is_emulated)
         is_tokenizer_beside = config.model.tokenizer is None
         quantization = config.engine.quantization
         scheme = check_checkpoint(path, needs_tokenizer=is_tokenizer_beside, quantization=quantization)
@@ -134,7 +134,8 @@ def _prepare_model(config: ClusterConfig, console: Console) -> None:
             load_tokenizer(path, config.model)
         if any(pool.role == "encode" for pool in config.pools):
             _require_pictures(path, config)
-        lines = [f"Model: {path}: {describe_weights(path, scheme)}"]
+        weights = "no weights: its devices are emulated" if config.is_emulated else describe_weights(path, scheme)
+        lines = [f"Model: {path}: {weights}"]
         for pool in config.pools:
             folder = path
             if pool.checkpoint is not None:

@@ -245,9 +245,9 @@ PANELS: dict[str, tuple[Flag, ...]] = {
         Flag(
             "--device",
             kind=str,
-            metavar="auto|cpu|cuda",
+            metavar="auto|cpu|cuda|emulated:PROFILE",
             help="Device of all ranks: cuda gives each a GPU (pools.*.num_gpus 1), cpu none; auto: a GPU where there "
-            "are any.",
+            "are any; emulated: steps take the seconds of a profile (pools.*.emulated), such as emulated:h100-8b.",
         ),
         Flag(
             "--verbose",
@@ -307,7 +307,11 @@ def _overrides(values: dict[str, Any]) -> dict[str, object]:
     if "pools" in values:
         values["pools"] = _parse_pools(values["pools"])
     if (device := values.pop("--device", None)) is not None:
-        values["pools.*.num_gpus"] = _gpus_of(device)
+        emulated, _, profile = device.partition(":")
+        if emulated == "emulated":
+            values["pools.*.emulated"] = profile
+        else:
+            values["pools.*.num_gpus"] = _gpus_of(device)
     return values
 
 
@@ -334,7 +338,7 @@ def _gpus_of(device: str) -> int | None:
     """Return the GPUs of each rank that `--device` means; None: by the machine."""
     numbers = {"auto": None, "cpu": 0, "cuda": 1}
     if device not in numbers:
-        raise ValueError(f"--device: {device!r} must be one of {', '.join(numbers)}")
+        raise ValueError(f"--device: {device!r} must be one of {', '.join(numbers)}, emulated:PROFILE")
     return numbers[device]
 
 

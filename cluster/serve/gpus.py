@@ -11,7 +11,9 @@ def with_num_gpus(config: ClusterConfig, has_gpus: Callable[[PoolConfig], bool])
     Without a number Ray would reserve no GPU and hide none: all ranks of a machine would use its first one.
     """
     pools = tuple(
-        pool.model_copy(update={"num_gpus": float(has_gpus(pool))}) if pool.num_gpus is None else pool
+        pool.model_copy(update={"num_gpus": float(pool.emulated is None and has_gpus(pool))})
+        if pool.num_gpus is None
+        else pool
         for pool in config.pools
     )
     return config.model_copy(update={"pools": pools})

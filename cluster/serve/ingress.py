@@ -52,7 +52,7 @@ class Ingress:
         keep_one_heap()
         _keep_torch_out()
         bind_serve_to_own_node()
-        path = resolve_model(config.model.path)
+        path = resolve_model(config.model.path, needs_weights=not config.is_emulated)
         self.dispatcher = Dispatcher(
             config.model.name,
             config.router,

@@ -7,6 +7,7 @@ from pydantic import ByteSize
 
 from crossdock.workers.report.profile import SchedulingProfile
 
+EMULATED = "emulated "  # begins the name of a device that does not compute
 _ROWS = 256  # of the picture for which the speed of encoding is quoted
 _CONTEXT = 1000  # tokens of each stream, and of the prompt, for which speed is quoted
 
@@ -60,6 +61,8 @@ def _machine(machine: Mapping[str, Any], profile: SchedulingProfile, num_replica
     parts = f"attention in {machine['attention']}, {layers}"
     if profile.role == "encode":
         parts = "the encoder of pictures alone"
+    if machine["device"].startswith(EMULATED):
+        return f"{machine['device']}, {each}: nothing is computed, and steps take the seconds of this profile"
     return f"{machine['device']}{instructions}, {each}, {machine['threads']} threads each; {machine['dtype']}, {parts}"
 
 

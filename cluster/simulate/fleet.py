@@ -1,6 +1,5 @@
 """The simulated cluster: pools of replicas, each with a profile, the network between them, and failures."""
 
-import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -9,9 +8,9 @@ from typing import Any, Self
 import yaml
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
-from crossdock.cluster.simulate.presets import preset
 from crossdock.router.fleet import RouterConfig
 from crossdock.router.scaling import ScalingConfig
+from crossdock.workers.report.presets import stored_profile
 from crossdock.workers.report.profile import Role, SchedulingProfile, TierSize
 from crossdock.workers.schedule.config import SchedulerConfig
 from crossdock.workers.schedule.drafts.speculative_config import SpeculativeConfig
@@ -269,18 +268,7 @@ def read_profile(name: str, folder: Path = Path(), *, is_encoder: bool = False) 
     """
     if name.startswith(("http://", "https://")):
         return _fetch_profile(name, is_encoder)
-    path = folder / name
-    if not name.endswith(".json"):
-        return preset(name)
-    try:
-        return SchedulingProfile.model_validate(json.loads(path.read_text()))
-    except OSError as error:
-        raise ValueError(f"profile: {path}: cannot be read: {error.strerror}") from None
-    except ValidationError as error:
-        problem = _explain(error.errors(include_url=False)[0])
-        raise ValueError(f"profile: {path}: {problem}") from None
-    except ValueError as error:
-        raise ValueError(f"profile: {path}: not JSON: {error}") from None
+    return stored_profile(name, folder)
 
 
 def _fetch_profile(url: str, is_encoder: bool) -> SchedulingProfile:

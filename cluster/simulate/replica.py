@@ -6,7 +6,7 @@ that are alike are taken at once (stretch.py). That changes nothing but the time
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from math import exp, inf
@@ -19,6 +19,7 @@ from crossdock.cluster.simulate.fleet import SimulatedPool
 from crossdock.cluster.simulate.tiers import SimulatedTiers, finish
 from crossdock.workers.report.advertise import Publisher
 from crossdock.workers.schedule.batch import Batch, SampledToken, Scheduled
+from crossdock.workers.schedule.cost.stages import Stages
 from crossdock.workers.schedule.drafts.drafting import DraftPolicy
 from crossdock.workers.schedule.memory.pages import PagePool
 from crossdock.workers.schedule.pictures.arriving_rows import ArrivingRows
@@ -82,33 +83,6 @@ class DrawnDrafts:
         is_rejected = self._random.random(len(part.drafts)) >= self.probability
         num_accepted = int(is_rejected.argmax()) if is_rejected.any() else len(part.drafts)
         return SampledToken(TOKEN, accepted=[_SAMPLED] * num_accepted)
-
-
-@dataclass(slots=True)
-class Stages:
-    """The stages of a pipeline, each with its share of every step's seconds. A replica without one has one stage."""
-
-    shares: Sequence[float]
-    _free: list[float] = field(init=False)  # when each stage is
-
-    def __post_init__(self) -> None:
-        self._free = [0.0] * len(self.shares)
-
-    @classmethod
-    def of(cls, depth: int, interval_share: float) -> "Stages":
-        """Return `depth` stages of which the slowest takes the `interval_share` of a step, and the others are alike."""
-        slowest = min(max(interval_share, 1 / depth), 1.0)
-        return cls([slowest] + [(1 - slowest) / (depth - 1)] * (depth - 1) if depth > 1 else [1.0])
-
-    @property
-    def interval_share(self) -> float:
-        return max(self.shares)
-
-    def begin(self, seconds: float, now: float) -> float:
-        """Return when a step that begins now and takes `seconds` alone ends, behind the steps before it."""
-        for stage, share in enumerate(self.shares):
-            now = self._free[stage] = max(now, self._free[stage]) + share * seconds
-        return now
 
 
 @dataclass(slots=True)

@@ -25,7 +25,7 @@ from crossdock.workers.model.load import load_model
 from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine import calibrate
-from crossdock.workers.replica.engine.engine import Engine
+from crossdock.workers.replica.engine.computing import new_engine
 from tests.benchmarks.scripts import script
 from tests.cluster.dispatch.in_process import IN_TURN, InProcess, measured_once, ready
 
@@ -36,7 +36,7 @@ def replica_of(model: Path) -> InProcess:
     config = EngineConfig(
         kv_cache_memory=ByteSize(32 << 20), max_num_batched_tokens=128, max_num_seqs=16, admission="queue"
     )
-    return InProcess(engine=Engine(load_model(ModelSpec(str(model), "float32", 1024)), config, model))
+    return InProcess(engine=new_engine(load_model(ModelSpec(str(model), "float32", 1024)), config, model))
 
 
 class Losses:

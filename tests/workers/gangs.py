@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import ByteSize
 
 from crossdock.workers.replica.config import EngineConfig, ReplicaSpec
+from crossdock.workers.replica.engine.computing import new_engine
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.replica.ranks.gang import Gang
 from crossdock.workers.replica.ranks.rank_loader import driver_of
@@ -62,7 +63,7 @@ def ganged(
     for number, rank in enumerate(followers):
         ranks.start(number, follower, spec, rank, gang.address)
     try:
-        yield Engine(gang.load(), spec.engine, gang=gang)
+        yield new_engine(gang.load(), spec.engine, gang=gang)
     finally:
         gang.close()
         for number in range(len(followers)):

@@ -60,11 +60,6 @@ class Pooler:
     def __init__(self) -> None:
         self._pooled: dict[str, _Pooled] = {}  # by request
 
-    @staticmethod
-    def is_needed(batch: Batch) -> bool:
-        """Return whether a prompt in the batch wants a vector."""
-        return any(part.request.sampling.pooling is not None for part in batch.scheduled)
-
     def add(self, batch: Batch, hidden: Tensor) -> None:
         """Pool the hidden states [T, E] of a step. Call in the order in which steps began."""
         start = 0

@@ -94,11 +94,26 @@ class Runner:
         inputs, rows = step
         return self.compute(inputs, previous_tokens), rows
 
-    def hidden(self, inputs: StepInputs) -> Tensor:
-        """Return the last hidden states [T, E] of the step computed last, valid until the next one.
+    def finish_pooled(
+        self, step: tuple[StepInputs, list[range]], previous_tokens: Tensor | None = None
+    ) -> tuple[tuple[Tensor, list[range]], Tensor]:
+        """Compute a step as `finish` does. Returns its result, and its last hidden states [T, E].
 
-        The model must have a tap, open during that step. Only the driver, on the last stage, has hidden states.
+        Both are valid until the next call. Only the driver, on the last stage, has hidden states.
         """
+        with self.model.tap.opened():
+            computed = self.finish(step, previous_tokens)
+            return computed, self._hidden(step[0])
+
+    def wait(self) -> None:
+        """Wait until the device has computed all steps."""
+        self.model.wait()
+
+    @property
+    def num_stages(self) -> int:
+        return self.model.part.position.num_stages
+
+    def _hidden(self, inputs: StepInputs) -> Tensor:
         graphs = self._graphs_for(inputs)
         found = self.model.tap.hidden if graphs is None else graphs.hidden(inputs)
         assert found is not None, "the engine refuses prompts that want a vector where the model gives none"

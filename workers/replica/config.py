@@ -9,7 +9,7 @@ from pydantic import BaseModel, ByteSize, ConfigDict, Field, TypeAdapter, model_
 from crossdock.kernels.options import AttentionBackend, CpuKernels, KVCacheDtype, Quantization
 from crossdock.workers.model.memory.memory_budget import MemoryBudget
 from crossdock.workers.model.model_spec import ModelSpec
-from crossdock.workers.report.profile import Role
+from crossdock.workers.report.profile import Role, SchedulingProfile
 from crossdock.workers.schedule.config import SchedulerConfig
 from crossdock.workers.schedule.drafts.speculative_config import SpeculativeConfig
 
@@ -202,6 +202,14 @@ class TransferConfig(BaseModel):
 
 
 @dataclass(frozen=True, slots=True)
+class EmulatedDevice:
+    """A device whose steps take the seconds of a profile. Crosses processes."""
+
+    name: str
+    profile: SchedulingProfile
+
+
+@dataclass(frozen=True, slots=True)
 class ReplicaSpec:
     """Everything that a replica is started with, the same for each of its ranks. Crosses processes."""
 
@@ -217,6 +225,7 @@ class ReplicaSpec:
     pipeline_parallel_size: int = 1
     rank_timeout_s: float = 60.0  # a rank that takes longer for its part of one step counts as hung
     start_timeout_s: float = 900.0  # until all ranks have loaded their parts
+    emulated: EmulatedDevice | None = None  # in place of one that computes
     device: Device | None = None  # of each rank; None: a GPU where torch finds one, else the CPU
 
     def __post_init__(self) -> None:

@@ -63,6 +63,17 @@ class SchedulingProfile(BaseModel):
     interval_share: float = 1.0  # interval of the steps of a full pipeline / seconds of one; see `IntervalShare`
     overrun: float = 1.0  # see `StepCostFit`
 
+    def slowed(self, scale: float) -> "SchedulingProfile":
+        """Return the profile of a device that takes `scale` times as long for everything."""
+        encoder = self.encoder_cost
+        return self.model_copy(
+            update={
+                "cost": self.cost.slowed(scale),
+                "encoder_cost": encoder and encoder.slowed(scale),
+                "bytes_per_second": self.bytes_per_second / scale,
+            }
+        )
+
     @property
     def needs(self) -> PageNeeds:
         """Return how the pages of a request are counted."""

@@ -80,6 +80,11 @@ class Batch:
         chunks = self.scheduled[self.num_decodes :]
         return any(part.request.sampling.prompt_logprobs is not None for part in chunks)
 
+    @property
+    def wants_vectors(self) -> bool:
+        """Return whether a prompt in the batch wants a vector."""
+        return any(part.request.sampling.pooling is not None for part in self.scheduled)
+
     def __bool__(self) -> bool:
         return bool(self.scheduled)
 

@@ -14,6 +14,7 @@ from crossdock.router.fleet import RouterConfig
 from crossdock.workers.model.load import wrap_module
 from crossdock.workers.replica.config import EngineConfig, TransferConfig
 from crossdock.workers.replica.engine import calibrate
+from crossdock.workers.replica.engine.computing import new_engine
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.replica.engine.remembered_sweep import Sweep
 from crossdock.workers.replica.serving.engine_thread import EngineThread
@@ -60,7 +61,7 @@ class InProcess:
         """`engine`: None makes one with `config` on a small random model."""
         config = config or EngineConfig(kv_cache_memory=ByteSize(4 << 20))
         if engine is None:
-            engine = Engine(wrap_module(build("llama", {})), config)
+            engine = new_engine(wrap_module(build("llama", {})), config)
             with (
                 patch.object(calibrate, "remembered_sweep", measured_once),
                 patch.object(cost_fit, "_of_sweep", lambda sweep: fitted_once(tuple(sweep))),

@@ -12,7 +12,7 @@ from crossdock.workers.model.encoder_model import drop_decoder, wrap_encoder
 from crossdock.workers.model.load import wrap_module
 from crossdock.workers.model.load_options import LoadOptions
 from crossdock.workers.replica.config import EngineConfig
-from crossdock.workers.replica.engine.engine import Engine
+from crossdock.workers.replica.engine.computing import new_engine
 from crossdock.workers.report.profile import Role
 from crossdock.workers.schedule.submission import SamplingParams, Submission
 from tests.cluster.dispatch.in_process import InProcess, ready
@@ -30,8 +30,8 @@ def replica(role: Role, *, takes_rows: bool = False) -> InProcess:
     module: Any = build_multimodal(FAMILY)
     if role == "encode":
         drop_decoder(module)
-        return InProcess(role=role, engine=Engine(wrap_encoder(module), config))
-    return InProcess(role=role, engine=Engine(wrap_module(module, LoadOptions(takes_rows=takes_rows)), config))
+        return InProcess(role=role, engine=new_engine(wrap_encoder(module), config))
+    return InProcess(role=role, engine=new_engine(wrap_module(module, LoadOptions(takes_rows=takes_rows)), config))
 
 
 async def answers(replicas: dict[str, InProcess]) -> tuple[list[list[int]], Dispatcher]:

@@ -12,6 +12,7 @@ from crossdock.router.fleet import RouterConfig
 from crossdock.workers.model.load import load_model
 from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.replica.config import EngineConfig
+from crossdock.workers.replica.engine.computing import new_engine
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.schedule.submission import SamplingParams, Submission
 from tests.cluster.dispatch.in_process import InProcess, serving
@@ -23,7 +24,7 @@ SHAPE = SIZES | {"vocab_size": 128, "max_position_embeddings": 512}
 
 
 def engine_of(path: Path) -> Engine:
-    return Engine(load_model(ModelSpec(str(path), "float32")), EngineConfig(kv_cache_memory=ByteSize(4 << 20)))
+    return new_engine(load_model(ModelSpec(str(path), "float32")), EngineConfig(kv_cache_memory=ByteSize(4 << 20)))
 
 
 @torch.inference_mode()

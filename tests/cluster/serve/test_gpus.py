@@ -9,6 +9,7 @@ from crossdock.cluster.config_file import load
 from crossdock.cluster.serve import app, lifetime
 from crossdock.cluster.serve.flags import PANELS, configuration
 from crossdock.cluster.serve.gpus import check_gpus_suffice, with_num_gpus
+from crossdock.workers.report.presets import preset
 
 
 def with_flags(**given: Any) -> ClusterConfig:
@@ -120,3 +121,40 @@ def test_device_flag_means_gpus_of_each_rank_in_every_pool(device: str, num_gpus
 def test_unknown_device_is_refused() -> None:
     with pytest.raises(ValueError, match="--device: 'tpu' must be one of auto, cpu, cuda"):
         with_flags(device="tpu")
+
+
+def test_emulated_pools_ask_for_no_gpu_and_their_promises_are_as_slow_as_their_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = with_flags(device="emulated:h100-8b*4", pools="prefill=1,decode=2")
+    for (resolved, application), pool in zip(built(config, 8, monkeypatch), config.pools, strict=True):
+        assert application._bound_deployment.ray_actor_options["num_gpus"] == 0
+        spec = resolved.replica_spec(pool)
+        assert spec.emulated is not None
+        assert spec.emulated.profile.cost == preset("h100-8b").cost.slowed(4)
+        promises = [(slo.ttft_s, slo.tpot_s) for slo in spec.engine.slo_classes]
+        assert promises == [(4 * slo.ttft_s, 4 * slo.tpot_s) for slo in config.engine.slo_classes]
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"emulated": "h900-8b"}, "is neither a file nor"),
+        ({"emulated": "h100-8b*fast"}, r"must be a profile, or PROFILE\*N"),
+        ({"emulated": "h100-8b", "tensor_parallel_size": 2}, "the profile says all this"),
+        ({"emulated": "h100-8b", "num_gpus": 1}, "num_gpus: of an emulated device"),
+        ({"emulated": "h100-8b", "engine": {"kv_cache_dtype": "fp8"}}, "engine.kv_cache_dtype: an emulated device"),
+        ({"emulated": "h100-vl7b-encoder"}, "encode are not emulated"),
+    ],
+)
+def test_setting_that_an_emulated_device_would_ignore_is_refused(given: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        load(None, {"pools": [{"name": "mixed", **given}]})
+
+
+def test_fleet_of_which_a_part_is_emulated_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"emulated is of all pools or of none; decode would compute"):
+        load(None, {"pools": [{"name": "prefill", "emulated": "h100-8b"}, {"name": "decode"}]})
+    slow = {"name": "decode", "emulated": "h100-8b*2"}
+    with pytest.raises(ValueError, match=r"the same \*N in all"):
+        load(None, {"pools": [{"name": "prefill", "emulated": "h100-8b"}, slow]})

@@ -3,7 +3,7 @@
 import pytest
 
 from crossdock.cluster.simulate.fleet import SimulatedFleet
-from crossdock.cluster.simulate.presets import GPUS, MODELS, preset
+from crossdock.workers.report.presets import GPUS, MODELS, preset
 
 
 @pytest.mark.parametrize("gpu", GPUS)

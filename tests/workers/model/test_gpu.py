@@ -17,6 +17,7 @@ from crossdock.workers.model.sampling.row import SampleRow
 from crossdock.workers.model.sampling.sampler import sample
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.calibrate import warm_up
+from crossdock.workers.replica.engine.computing import new_engine
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.schedule.batch import Batch, Scheduled
 from crossdock.workers.schedule.request import Request
@@ -113,7 +114,7 @@ def test_model_that_waits_for_the_gpu_runs_eagerly(caplog: pytest.LogCaptureFixt
     model.module.model.layers[-1].register_forward_hook(
         lambda _module, _inputs, output: output + 0 * output.max().item()
     )
-    engine = Engine(model, EngineConfig(**SETTINGS))
+    engine = new_engine(model, EngineConfig(**SETTINGS))
     assert not engine.pipeline.runner.graphs
     assert "without CUDA graphs: RuntimeError: called a synchronizing CUDA operation" in caplog.text
     assert len(tokens(engine)) == 20
@@ -138,7 +139,7 @@ def test_engine_with_and_without_graphs_gives_same_tokens() -> None:
     answers = []
     for enforce_eager, is_ahead in ((True, False), (False, False), (False, True), (True, True)):
         settings = SETTINGS | {"enforce_eager": enforce_eager, "async_scheduling": is_ahead}
-        engine = Engine(on_gpu(), EngineConfig(**settings))
+        engine = new_engine(on_gpu(), EngineConfig(**settings))
         kinds = [type(graphs) for graphs in engine.pipeline.runner.graphs]
         assert kinds == ([] if enforce_eager else [DecodeGraphs, MixedGraphs])
         warm_up(engine)
@@ -201,7 +202,7 @@ def test_inputs_are_copied_without_waiting(waits: Any) -> None:
 
 @pytest.mark.parametrize("enforce_eager", [True, False])
 def test_step_behind_another_begins_without_waiting(enforce_eager: bool, waits: Any) -> None:
-    engine = Engine(on_gpu(), EngineConfig(**SETTINGS, enforce_eager=enforce_eager))
+    engine = new_engine(on_gpu(), EngineConfig(**SETTINGS, enforce_eager=enforce_eager))
     for number, params in enumerate(PARAMS[:3]):
         params = {"max_tokens": 50, "ignore_eos": True} | params
         engine.add(Submission(f"{number}", [5] * 20, SamplingParams(seed=number, **params)))
@@ -215,7 +216,7 @@ def test_step_behind_another_begins_without_waiting(enforce_eager: bool, waits: 
 
 
 def test_step_that_samples_nothing_has_ended_when_it_returns() -> None:
-    engine = Engine(on_gpu(max_position_embeddings=8192), EngineConfig(**SETTINGS, async_scheduling=False))
+    engine = new_engine(on_gpu(max_position_embeddings=8192), EngineConfig(**SETTINGS, async_scheduling=False))
     engine.add(Submission("long", [5] * 250, SamplingParams(max_tokens=1)))
     step = engine.step()
     assert not step.deltas
@@ -228,7 +229,7 @@ def test_measured_pool_leaves_memory_for_the_largest_step() -> None:
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    engine = Engine(model, config)
+    engine = new_engine(model, config)
     warm_up(engine)
     engine.add(Submission("all", [5] * 4000, SamplingParams(max_tokens=2, prompt_logprobs=1)))
     while engine.has_work:

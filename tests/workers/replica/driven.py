@@ -12,7 +12,7 @@ from pydantic import ByteSize
 from crossdock.workers.model.load import wrap_module
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.calibrate import warm_up
-from crossdock.workers.replica.engine.engine import Engine
+from crossdock.workers.replica.engine.computing import new_engine
 from crossdock.workers.replica.serving.engine_thread import EngineThread
 from crossdock.workers.schedule.slo import SloClass
 from crossdock.workers.schedule.submission import SamplingParams, Submission
@@ -37,7 +37,7 @@ class Driven:
             "slo_classes": CLASSES,
             "admission": "queue",
         }
-        self.engine = Engine(wrap_module(build("llama", {})), EngineConfig.model_validate(settings | config))
+        self.engine = new_engine(wrap_module(build("llama", {})), EngineConfig.model_validate(settings | config))
         if is_warm:
             warm_up(self.engine)
         self.thread = EngineThread(self.engine)

@@ -12,6 +12,7 @@ from crossdock.workers.model.load import wrap_module
 from crossdock.workers.model.load_options import LoadOptions
 from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.replica.config import EngineConfig
+from crossdock.workers.replica.engine.computing import new_engine
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.schedule.request import TokenDelta
 from crossdock.workers.schedule.submission import SamplingParams, Submission
@@ -30,7 +31,7 @@ def tiny_model(max_model_len: int | None = None) -> LoadedModel:
 def engine_on(model: LoadedModel, num_pages: int = 1000, **config: Any) -> Engine:
     """Return an engine whose pool has `num_pages` pages."""
     memory = num_pages * model.layout(config.get("page_size", 16)).page_bytes
-    return Engine(model, EngineConfig(kv_cache_memory=ByteSize(memory), **config))
+    return new_engine(model, EngineConfig(kv_cache_memory=ByteSize(memory), **config))
 
 
 def run(engine: Engine) -> dict[str, list[TokenDelta]]:

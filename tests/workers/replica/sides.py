@@ -17,6 +17,7 @@ from crossdock.kvtransfer.events import Event, Figures
 from crossdock.workers.model.load import wrap_module
 from crossdock.workers.model.load_options import LoadOptions
 from crossdock.workers.replica.config import EngineConfig, TransferConfig
+from crossdock.workers.replica.engine.computing import new_engine
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.replica.serving.engine_thread import EngineThread
 from crossdock.workers.replica.transfer.handover import Handover, connect
@@ -49,7 +50,9 @@ class Side:
         settings = {"max_num_batched_tokens": 80, "max_num_seqs": 8, "kv_cache_memory": ByteSize(4 << 20)} | config
         if engine is None:
             wanted = EngineConfig(**settings)  # type: ignore[arg-type]
-            engine = Engine(wrap_module(build("llama", {}), LoadOptions(kv_cache_dtype=wanted.kv_cache_dtype)), wanted)
+            engine = new_engine(
+                wrap_module(build("llama", {}), LoadOptions(kv_cache_dtype=wanted.kv_cache_dtype)), wanted
+            )
         self.engine = engine
         self.ended: list[tuple[str, bool, Figures, str]] = []
         self.fetched: list[tuple[str, bool, Figures, str]] = []  # fetches of prefixes, at either side

@@ -18,6 +18,7 @@ from crossdock.workers.model.grammar.state import GrammarState, MaskBudget
 from crossdock.workers.model.load import wrap_module
 from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.replica.config import EngineConfig
+from crossdock.workers.replica.engine.computing import new_engine
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.schedule.drafts.speculative_config import SpeculativeConfig
 from crossdock.workers.schedule.drafts.verify import DraftTotals
@@ -72,7 +73,7 @@ def engine_of(num_pages: int = 200, model: str = "llama", **config: Any) -> Engi
     """Return an engine whose pool has `num_pages` pages of 16 tokens."""
     wrapped = wrap_module(module()) if model == "llama" else recurrent_model(model)
     memory = ByteSize(num_pages * wrapped.layout(16).page_bytes)
-    return Engine(wrapped, EngineConfig(kv_cache_memory=memory, admission="queue", **config))
+    return new_engine(wrapped, EngineConfig(kv_cache_memory=memory, admission="queue", **config))
 
 
 def speculating(engine: Engine, drafter: Drafter) -> Engine:

@@ -23,12 +23,13 @@ _PACKED_RECIPE = b"1"  # change this when pack_gguf changes
 _RECIPE = b"4"  # change this when convert_gguf changes: a converted directory is named by the GGUF and the recipe
 
 
-def resolve_model(name: str | None) -> Path:
+def resolve_model(name: str | None, *, needs_weights: bool = True) -> Path:
     """Return the directory of a model.
 
     None, "default" or "smollm2" is the embedded default. A local directory is itself, and a *.gguf becomes a directory
     in the cache. Anything else is a Hugging
-    Face hub name, "org/name" or "org/name@revision", downloaded unless HF_HUB_OFFLINE allows only the hub's cache.
+    Face hub name, "org/name" or "org/name@revision", downloaded unless HF_HUB_OFFLINE allows only the hub's cache;
+    without `needs_weights` only its tokenizer and its configuration are.
 
     Raises:
         ValueError: there is no such model; the message names the place that was searched.
@@ -47,7 +48,7 @@ def resolve_model(name: str | None) -> Path:
         raise ValueError(f"model {path} is a file; give a *.gguf, or the Hugging Face directory that holds config.json")
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         raise ValueError(f"model directory {path} does not exist")
-    return _from_hub(name)
+    return _from_hub(name, needs_weights=needs_weights)
 
 
 def resolve_tokenizer(name: str | None, model: str | None) -> Path:
@@ -153,14 +154,14 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _from_hub(name: str) -> Path:
+def _from_hub(name: str, *, needs_weights: bool) -> Path:
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     hint = f"the embedded default is {DEFAULT_NAMES[0]!r}"
     try:
         # Weights in safetensors only: a .bin beside them is the same again, and unpickling is running code.
-        files = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
+        files = ["*.json", "*.model", "*.jinja", "*.txt", *["*.safetensors"] * needs_weights]
         repository, _, revision = name.partition("@")
         return Path(snapshot_download(repository, revision=revision or None, allow_patterns=files))
     except HFValidationError:

@@ -4,46 +4,27 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from math import inf
-from pathlib import Path
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from crossdock.kvtransfer.layout import PoolSpec
-from crossdock.workers.draft.drafter import new_drafter
-from crossdock.workers.model.encoder_model import EncoderModel
-from crossdock.workers.model.grammar.compiler import GrammarCompiler
-from crossdock.workers.model.grammar.state import GrammarState
-from crossdock.workers.model.memory.kv_memory import count_pages_that_fit
-from crossdock.workers.model.model import LoadedModel
-from crossdock.workers.model.pictures.vision import PromptPictures
-from crossdock.workers.model.runner import Runner
-from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.chunk_log import chunk_logger, log_chunks
+from crossdock.workers.replica.engine.executor import Executor
 from crossdock.workers.replica.engine.pipeline import FinishedStep, Pipeline
-from crossdock.workers.replica.engine.speculation import Speculation
-from crossdock.workers.replica.engine.step_sampler import StepSampler
-from crossdock.workers.replica.ranks.gang import Gang
-from crossdock.workers.replica.ranks.pool_layout import choose_groups, held_layers, pool_spec
-from crossdock.workers.replica.ranks.rank_messages import AllocatePool, RecordSteps
-from crossdock.workers.replica.step_sizes import sized
-from crossdock.workers.replica.tiers.open_tiers import open_tiers
-from crossdock.workers.replica.tiers.tier_store import TierStore
 from crossdock.workers.schedule.ahead import assume_ended
 from crossdock.workers.schedule.batch import Batch
 from crossdock.workers.schedule.cost.cost import StepWork
 from crossdock.workers.schedule.cost.cost_fit import StepCostFit
 from crossdock.workers.schedule.cost.interval_share import IntervalShare
-from crossdock.workers.schedule.drafts.drafting import DraftPolicy
-from crossdock.workers.schedule.memory.page_needs import PageNeeds
-from crossdock.workers.schedule.memory.pages import PagePool
-from crossdock.workers.schedule.memory.prefix_index import Window
-from crossdock.workers.schedule.pictures.arriving_rows import ArrivingRows
 from crossdock.workers.schedule.pictures.encoder_cost import EncoderCostFit
-from crossdock.workers.schedule.pictures.encoding import LONGEST_SHIPPING_STEP_S, Encoding, ItemFailure
+from crossdock.workers.schedule.pictures.encoding import ItemFailure
 from crossdock.workers.schedule.pictures.items import items_in
 from crossdock.workers.schedule.request import FinishReason, Request, TokenDelta
 from crossdock.workers.schedule.scheduler import Scheduler
 from crossdock.workers.schedule.submission import InvalidField, Submission
+
+if TYPE_CHECKING:  # an engine on an emulated device imports no torch
+    from crossdock.workers.model.model import LoadedModel
+    from crossdock.workers.model.pictures.vision import PictureEncoder, PromptPictures
 
 logger = logging.getLogger(__name__)
 
@@ -61,108 +42,43 @@ class Step:
     encoder_seconds: float = 0.0  # of `seconds`, for pictures
 
 
-@dataclass(slots=True, eq=False)
 class Engine:
-    """Serves requests on one model. Calls of `add`, `abort` and `step` must not overlap."""
+    """Serves requests on one executor. Calls of `add`, `abort` and `step` must not overlap."""
 
-    model: LoadedModel
-    config: EngineConfig
-    tokenizer_dir: Path | None = None  # needed for grammars only
-    clock: Callable[[], float] = time.monotonic  # seconds
-    cost_fit: StepCostFit | None = None  # set by `calibrate`
-    encoder_fit: EncoderCostFit | None = None  # set by `calibrate_encoder`
-    intervals: IntervalShare = field(default_factory=lambda: IntervalShare(()))  # set by `calibrate`
-    gang: Gang | None = None  # the other ranks, where `model` is one rank's part
-    weights: str = ""  # names the weights, for tiers whose files outlive the engine
-    on_scheduled: list[Callable[[Batch], None]] = field(default_factory=list)  # called before a step is executed
-    tiers: TierStore | None = field(init=False)  # below the pool; None: a page that is evicted is gone
-    pages: PagePool = field(init=False)
-    scheduler: Scheduler = field(init=False)
-    pipeline: Pipeline = field(init=False)
-    grammars: GrammarCompiler = field(init=False)
-    speculation: Speculation | None = field(init=False, default=None)
-    _sampler: StepSampler = field(init=False)
-
-    def __post_init__(self) -> None:
-        config, model = sized(self.config, self.model), self.model
-        self.config = config
-        speculative = config.speculative_config
-        self._sampler = StepSampler(tuple(model.eos_token_ids))
-        drafting: DraftPolicy | None = None
-        if speculative is not None:
-            self.speculation = Speculation(
-                new_drafter(speculative, model), self._sampler
-            )  # before pages take all memory
-            drafting = DraftPolicy(speculative, self.speculation)
-        if self.gang is None:  # else its ranks have chosen them together
-            self.model = model = choose_groups(model, config)
-        windows = [group.window for group in model.groups] or [None]
-        state_pages = model.state_pages(config.page_size)
-        num_pages = self._num_pages(windows, state_pages)
-        model.allocate_pool(num_pages, config.page_size)
-        self.tiers = open_tiers(model, config, self.weights, num_pages)
-        on_evict = None if self.tiers is None else self.tiers.evicted
-        self.pages = PagePool(num_pages, config.page_size, config.enable_prefix_caching, windows, state_pages, on_evict)
-        depth = model.part.position.num_stages
-        encoding = _new_encoding(model, config)
+    def __init__(self, executor: Executor, clock: Callable[[], float] = time.monotonic) -> None:
+        self.executor = executor
+        self.clock = clock  # seconds
+        self.config = executor.config
+        self.pages, self.gang, self.tiers = executor.pages, executor.gang, executor.tiers
+        self.grammars, self.speculation, self.makes_tokens = (
+            executor.grammars,
+            executor.speculation,
+            executor.makes_tokens,
+        )
+        self.pool_spec = executor.spec_of
+        self.cost_fit: StepCostFit | None = None  # set by `calibrate`
+        self.encoder_fit: EncoderCostFit | None = None  # set by `calibrate_encoder`
+        self.intervals = IntervalShare(())  # set by `calibrate`
+        self.on_scheduled: list[Callable[[Batch], None]] = []  # called before a step is executed
+        self._sampler = executor.sampler
         self.scheduler = Scheduler(
-            *(config, self.pages, model.max_model_len, model.eos_token_ids),
-            depth=depth,
-            drafting=drafting,
-            encoding=encoding,
-            tiers=None if self.tiers is None else self.tiers.tiers,
+            *(executor.config, executor.pages, executor.max_model_len, executor.eos_token_ids),
+            depth=executor.runner.num_stages,
+            drafting=None if executor.speculation is None else executor.speculation.policy,
+            encoding=executor.encoding,
+            tiers=None if executor.tiers is None else executor.tiers.tiers,
         )
-        self.grammars = GrammarCompiler(self.tokenizer_dir, model.vocab_size, model.eos_token_ids)
-        is_ahead = self._runs_ahead()
-        self.pipeline = Pipeline(self._runner(num_pages), self._sampler, self.clock, is_ahead)
-
-    def _runner(self, num_pages: int) -> Runner:
-        """Return the runner of the steps, after every rank has allocated its pool and recorded its part of steps."""
-        config, gang = self.config, self.gang
-        sizes = config.max_num_seqs, config.max_num_batched_tokens
-        broadcast: Callable[[bytes], None] | None = None
-        if gang is not None:
-            broadcast = gang.run_step
-            gang.broadcast(AllocatePool(num_pages))
-            if not config.enforce_eager:
-                gang.broadcast(RecordSteps(*sizes, config.most_drafts))  # ends only if this rank records too
-        if config.enforce_eager:
-            return Runner(self.model, config.page_size, broadcast)
-        return Runner.recorded(self.model, config.page_size, *sizes, broadcast, most_drafts=config.most_drafts)
-
-    def _runs_ahead(self) -> bool:
-        """Return whether steps begin before the tokens of the step before are known.
-
-        Raises:
-            ValueError: `async_scheduling` is on, and the model is divided into stages.
-        """
-        wanted, is_one_stage = self.config.async_scheduling, self.model.part.position.num_stages == 1
-        if wanted and not is_one_stage:
-            raise ValueError("async_scheduling must be false or null for the stages of a pipeline")
-        if self.config.speculative_config is not None:
-            return False  # drafts continue the tokens of the step before
-        return wanted if wanted is not None else is_one_stage and self.model.device.type == "cuda"
-
-    def _num_pages(self, windows: Sequence[Window], state_pages: int) -> int:
-        """Return how many KV pages every rank can hold. ValueError: fewer than one request needs."""
-        budget, page_size = self.config.budget, self.config.page_size
-        room = self.gang.page_budget if self.gang is not None else count_pages_that_fit(self.model, budget, page_size)
-        needs = PageNeeds(page_size, windows, self.config.max_num_batched_tokens, state_pages)
-        budget.check_one_request_fits(
-            room.num_pages, room.page_bytes, needs, self.model.max_model_len, self.model.device.type
-        )
-        return room.num_pages
-
-    def pool_spec(self, name: str) -> PoolSpec:
-        """Return the KV pool as other replicas must know it; `name` names the weights."""
-        held = self.gang.held_by_rank if self.gang is not None else [held_layers(self.model)]
-        rank = self.model.part.position.rank
-        return pool_spec(held, rank, self.model, name, self.config.page_size, self.pages.num_pages)
+        self.pipeline = Pipeline(executor.runner, executor.sampler, clock, executor.is_ahead)
 
     @property
-    def makes_tokens(self) -> bool:
-        """Return whether requests get tokens here. On an encode replica they get rows of embeddings."""
-        return not isinstance(self.model, EncoderModel)
+    def model(self) -> "LoadedModel":
+        """The model that computes the steps. An emulated device has none."""
+        assert self.executor.model is not None
+        return self.executor.model
+
+    @property
+    def _encoder(self) -> "PictureEncoder | None":
+        return None if self.executor.model is None else self.executor.model.encoder
 
     @property
     def page_bytes(self) -> int:
@@ -176,7 +92,7 @@ class Engine:
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
-    def add(self, submission: Submission, arrived: float | None = None, grammar: GrammarState | None = None) -> None:
+    def add(self, submission: Submission, arrived: float | None = None, grammar: Any = None) -> None:
         """Queue a request that arrived at `arrived` on the engine's clock; None: now.
 
         `grammar` is the state of the request's grammar after its output tokens; None: `add` waits for the compile.
@@ -186,38 +102,36 @@ class Engine:
             Overloaded: the time to first token that its class promises cannot be met now.
         """
         for token in _extremes(submission.prompt_token_ids):
-            if not 0 <= token < self.model.vocab_size:
+            if not 0 <= token < self.executor.vocab_size:
                 raise InvalidField(
-                    f"prompt has token id {token}; this model's are 0 to {self.model.vocab_size - 1}", "prompt"
+                    f"prompt has token id {token}; this model's are 0 to {self.executor.vocab_size - 1}", "prompt"
                 )
-        if submission.sampling.pooling is not None and not self.model.tap.is_possible:
-            reason = f"{self.model.config.model_type}: no hidden states can be taken out of this model"
-            raise InvalidField(f"pooling: {reason}", "pooling")
+        self.executor.check(submission.sampling)
         if grammar is None and submission.sampling.grammar is not None:
             grammar = self.grammars.compile(submission.sampling.grammar, submission.output_token_ids)
         request = Request.from_submission(submission, self.clock() if arrived is None else arrived)
         pictures = self._locate(request) if request.items else None
         self.scheduler.add(request)
-        if pictures is not None and self.model.encoder is not None:
-            self.model.encoder.add(request.id, pictures)
+        if pictures is not None and self._encoder is not None:
+            self._encoder.add(request.id, pictures)
         self._sampler.add(request, grammar)
         if self.speculation is not None:
             self.speculation.drafter.add(request.id, request.token_ids)
 
-    def _locate(self, request: Request) -> PromptPictures:
-        if self.model.encoder is None:
-            raise InvalidField(f"prompt has pictures: {self.model.why_text_alone}", "prompt")
-        return self.model.encoder.locate(request)
+    def _locate(self, request: Request) -> "PromptPictures | None":
+        if self.executor.encoding is None:
+            raise InvalidField(f"prompt has pictures: {self.executor.why_text_alone}", "prompt")
+        return None if self._encoder is None else self._encoder.locate(request)
 
     def _forget(self, request_id: str) -> None:
         """Drop the state of a request in sampling, drafting and the encoder."""
         self._sampler.remove(request_id)
-        if self.model.encoder is not None:
-            self.model.encoder.remove(request_id)
+        if self._encoder is not None:
+            self._encoder.remove(request_id)
         if self.speculation is not None:
             self.speculation.drafter.remove(request_id)
 
-    async def compiled(self, submission: Submission) -> GrammarState | None:
+    async def compiled(self, submission: Submission) -> Any:
         """Return the state of the request's grammar after its output tokens; None for a request without one.
 
         May be called at any time, on an event loop. Nothing of the engine waits for the compile.
@@ -309,7 +223,7 @@ class Engine:
         deltas += self.scheduler.update(batch, step.sampled, step.ended)
         for delta in deltas:
             delta.prompt_logprobs = self._sampler.take_prompt_logprobs(delta.request_id)
-            delta.embedding = self._sampler.pooler.take(delta.request_id)
+            delta.embedding = self._sampler.take_vector(delta.request_id)
             if delta.finish_reason is not None:
                 self._forget(delta.request_id)
         predicted = self._learn(step)
@@ -333,8 +247,8 @@ class Engine:
         """End every request with an error, after a step raised. Pages are freed; the engine can go on."""
         self.pipeline.clear()
         self.scheduler.drop_steps_in_flight()
-        if self.model.encoder is not None:
-            self.model.encoder.clear()
+        if self._encoder is not None:
+            self._encoder.clear()
         failed = []
         for request in self.scheduler.table.requests():
             self.abort(request.id)
@@ -409,19 +323,6 @@ class Engine:
             predicted *= max(self.pipeline.depth * self.intervals.share, 1.0)
         self.scheduler.learn(self.cost_fit.cost, self.cost_fit.overrun, self.intervals.share)
         return predicted
-
-
-def _new_encoding(model: LoadedModel, config: EngineConfig) -> Encoding | None:
-    """Return the cache of a model's embeddings of pictures; None: the model takes none."""
-    if model.encoder is None:
-        return None
-    model.encoder.clear()
-    makes_tokens = not isinstance(model, EncoderModel)
-    rows = int(config.mm_encoder_cache) // model.encoder.row_bytes
-    keeps_whole = model.encoder.attends_both_ways and makes_tokens
-    longest_s = inf if makes_tokens or not config.enable_chunked_prefill else LONGEST_SHIPPING_STEP_S
-    num_landing = max(rows // config.page_size, 2) if model.encoder.takes_rows else 0  # the last has no row
-    return Encoding(rows, None, keeps_whole, longest_s, ArrivingRows(num_landing, config.page_size))
 
 
 def _extremes(token_ids: Sequence[int]) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ from crossdock.workers.model.load import load_model
 from crossdock.workers.model.weights.checkpoint import resolve_model, resolve_tokenizer
 from crossdock.workers.model.weights.fingerprint import fingerprint
 from crossdock.workers.replica.config import ReplicaSpec
+from crossdock.workers.replica.engine.computing import new_engine
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.replica.ranks.device import device_of
 
@@ -17,14 +18,16 @@ def load_engine(spec: ReplicaSpec) -> Engine:
     Raises:
         ValueError: the model or its settings cannot be served; the message names the field.
     """
+    if spec.emulated is not None:
+        raise ValueError("pools: emulated: only crossdock serve has emulated devices; leave it out")
     torch.set_num_threads(spec.num_threads)  # Ray sets OMP_NUM_THREADS by its own accounting
     device = device_of(spec)
     kv_bytes = spec.engine.budget.known(device) or 0
     if spec.role == "encode":
         config = spec.engine.model_copy(update={"enforce_eager": True})  # as steps with pictures are anywhere
-        return Engine(load_encoder(spec.model, device, kv_bytes), config)
+        return new_engine(load_encoder(spec.model, device, kv_bytes), config)
     model = load_model(spec.model, device, kv_bytes=kv_bytes, takes_rows=spec.takes_rows)
     tokenizer = resolve_tokenizer(spec.tokenizer, spec.model.path)
     checkpoint = fingerprint(resolve_model(spec.model.path)) if spec.engine.kv_cache_files else ""
     weights = checkpoint and spec.name_of_kept_pages(checkpoint)
-    return Engine(model, spec.engine, tokenizer, weights=weights)
+    return new_engine(model, spec.engine, tokenizer, weights=weights)

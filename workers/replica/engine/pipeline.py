@@ -11,15 +11,9 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from torch import Tensor
-
-from crossdock.workers.model.forward.step_pictures import StepPictures
-from crossdock.workers.model.inputs import StepInputs
-from crossdock.workers.model.runner import Runner
-from crossdock.workers.model.sampling.sampler import PendingTokens
-from crossdock.workers.replica.engine.step_sampler import StepSampler
+from crossdock.workers.replica.engine.executor import Drawn, StepRunner, TokenSampler
 from crossdock.workers.replica.ranks.step_deadline import StepDeadline
 from crossdock.workers.schedule.batch import Batch, SampledToken
 from crossdock.workers.schedule.pictures.encoding import ItemFailure
@@ -31,11 +25,11 @@ class StepInFlight:
 
     batch: Batch
     started: float  # seconds, on the engine's clock
-    result: Callable[[], dict[str, SampledToken]]  # waits for the end of the step
+    result: Callable[[], Mapping[str, SampledToken]]  # waits for the end of the step
     is_alone: bool = True  # no other step was in flight meanwhile: its duration is its cost
     is_usual: bool = True  # computed as others of its size are, see `Runner.is_usual`
-    device_tokens: Tensor | None = None  # [N] sampled ids on the device; None: the next step must wait for the host
-    pictures: StepPictures | None = None
+    device_tokens: Any = None  # [N] sampled ids on the device; None: the next step must wait for the host
+    pictures: Any = None  # `StepPictures`; None: the step has none
     recomputed: set[str] = field(default_factory=set)  # requests whose part began with a wrong token and is void
 
 
@@ -58,8 +52,8 @@ class FinishedStep(NamedTuple):
 class Pipeline:
     """The steps in flight on one model, oldest first."""
 
-    runner: Runner
-    sampler: StepSampler
+    runner: StepRunner
+    sampler: TokenSampler
     clock: Callable[[], float]  # seconds
     is_ahead: bool  # steps begin before the host has the tokens of the step before
     deadline: StepDeadline | None = None  # told of every step; None: calls between ranks have a deadline of their own
@@ -69,7 +63,7 @@ class Pipeline:
     @property
     def depth(self) -> int:
         """How many steps may be in flight."""
-        return 2 if self.is_ahead else self.runner.model.part.position.num_stages
+        return 2 if self.is_ahead else self.runner.num_stages
 
     @property
     def is_empty(self) -> bool:
@@ -125,7 +119,7 @@ class Pipeline:
             *(step.batch, sampled, step.started, ended, interval, step.is_alone, step.is_usual, is_full), *pictures
         )
 
-    def compute(self, batch: Batch) -> dict[str, SampledToken]:
+    def compute(self, batch: Batch) -> Mapping[str, SampledToken]:
         """Execute `batch` from its begin to its end, with no step in flight."""
         assert self.is_empty, "steps end in the order in which they began"
         return self._compute(batch, self.runner.begin(batch))
@@ -146,9 +140,9 @@ class Pipeline:
     def clear(self) -> None:
         """Drop the steps in flight, after one of them failed. Waits until the device no longer computes these."""
         self._steps.clear()
-        self.runner.model.wait()
+        self.runner.wait()
 
-    def _launch(self, batch: Batch, inputs: tuple[StepInputs, list[range]], now: float) -> StepInFlight:
+    def _launch(self, batch: Batch, inputs: tuple[Any, list[range]], now: float) -> StepInFlight:
         """Have the device compute `batch`. Tokens of the step before may be known to the device alone."""
         previous_tokens = self.newest.device_tokens if self.newest is not None else None
         logits, rows = self._logits(batch, inputs, previous_tokens)
@@ -157,7 +151,7 @@ class Pipeline:
             return StepInFlight(batch, now, partial(self._sample, batch, logits, rows))
         return StepInFlight(batch, now, partial(self._read, batch, drawn), device_tokens=drawn.on_device)
 
-    def _read(self, batch: Batch, drawn: PendingTokens) -> dict[str, SampledToken]:
+    def _read(self, batch: Batch, drawn: Drawn) -> Mapping[str, SampledToken]:
         """Wait for the tokens of a launched step. The step behind began without the tokens that only the host can draw:
         in it the parts of these requests are void."""
         ids = [part.request.id for part in batch.scheduled if part.samples]
@@ -166,23 +160,21 @@ class Pipeline:
             later.recomputed, later.device_tokens = {ids[i] for i in late}, None
         return {id_: SampledToken(token_id) for id_, token_id in zip(ids, token_ids, strict=True)}
 
-    def _compute(self, batch: Batch, inputs: tuple[StepInputs, list[range]]) -> dict[str, SampledToken]:
+    def _compute(self, batch: Batch, inputs: tuple[Any, list[range]]) -> Mapping[str, SampledToken]:
         return self._sample(batch, *self._logits(batch, inputs))
 
     def _logits(
-        self, batch: Batch, inputs: tuple[StepInputs, list[range]], previous_tokens: Tensor | None = None
-    ) -> tuple[Tensor, list[range]]:
+        self, batch: Batch, inputs: tuple[Any, list[range]], previous_tokens: Any = None
+    ) -> tuple[Any, list[range]]:
         """Compute a step as `Runner.finish` does, and pool the hidden states of prompts that want a vector."""
-        pooler = self.sampler.pooler
-        if not pooler.is_needed(batch):
+        if not batch.wants_vectors:
             return self.runner.finish(inputs, previous_tokens)
-        with self.runner.model.tap.opened():
-            computed = self.runner.finish(inputs, previous_tokens)
-            pooler.add(batch, self.runner.hidden(inputs[0]))
+        computed, hidden = self.runner.finish_pooled(inputs, previous_tokens)
+        self.sampler.pool(batch, hidden)
         return computed
 
-    def _sample(self, batch: Batch, logits: Tensor, rows: Sequence[range]) -> dict[str, SampledToken]:
+    def _sample(self, batch: Batch, logits: Any, rows: Sequence[range]) -> Mapping[str, SampledToken]:
         sampled = self.sampler.sample(batch, logits, rows)
         # Also where nothing was sampled: the pages may be shipped next, and the step's seconds are learnt from.
-        self.runner.model.wait()
+        self.runner.wait()
         return sampled

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 
 from crossdock.workers.draft.drafter import Drafter
 from crossdock.workers.replica.engine.step_sampler import StepSampler
+from crossdock.workers.schedule.drafts.drafting import DraftPolicy
+from crossdock.workers.schedule.drafts.speculative_config import SpeculativeConfig
 
 
 @dataclass(slots=True)
@@ -14,9 +16,14 @@ class Speculation:
     The drafter knows every request of the engine.
     """
 
+    config: SpeculativeConfig
     drafter: Drafter
     sampler: StepSampler
+    policy: DraftPolicy = field(init=False)
     _forced: Mapping[str, Sequence[int]] = field(default_factory=dict)  # tokens at the newest step, by request
+
+    def __post_init__(self) -> None:
+        self.policy = DraftPolicy(self.config, self)
 
     def seconds(self, num_streams: int, num_tokens: int) -> float:
         """Return the predicted seconds to draft for `num_streams`, the longest draft having `num_tokens`."""

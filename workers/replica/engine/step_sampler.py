@@ -50,6 +50,14 @@ class StepSampler:
         """Return and drop the prompt logprobs of a request; None: not wanted, or returned before."""
         return self._prompt_logprobs.pop(request_id, None)
 
+    def take_vector(self, request_id: str) -> bytes | None:
+        """Return and drop the vector of a request's prompt, [E] float32; None: no vector is wanted."""
+        return self.pooler.take(request_id)
+
+    def pool(self, batch: Batch, hidden: Tensor) -> None:
+        """Pool the hidden states [T, E] of a step. Call in the order in which steps began."""
+        self.pooler.add(batch, hidden)
+
     def draw(self, batch: Batch, logits: Tensor, previous_tokens: Tensor | None = None) -> PendingTokens | None:
         """Begin to draw the tokens of `batch` on the device, without waiting for them.
 

@@ -7,8 +7,10 @@ from dataclasses import replace
 from typing import Any, TypeAlias
 
 from msgspec import msgpack
+from torch import Tensor
 
 from crossdock.kvtransfer.layout import LayerShape, PageGroup, PoolSpec, Shard
+from crossdock.kvtransfer.transport import Memory
 from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.model.weights.fp8_scales import exponents, fingerprint_of
 from crossdock.workers.replica.config import EngineConfig
@@ -21,6 +23,11 @@ HeldLayers: TypeAlias = tuple[tuple[int, ...], ...]
 """The layers with attention a rank holds, a row each: number among those of the model, first KV head, last (exclusive),
 heads of all ranks, key dim, value dim, window and attention chunk (0: none); where pages are e4m3 also the exponents of
 its heads' scales, all of keys, then all of values."""
+
+
+def memory_of(pool: Tensor) -> Memory:
+    """Return the memory of a pool, for its transports."""
+    return Memory(pool.data_ptr(), pool.nbytes, pool.device.index if pool.is_cuda else None)
 
 
 def held_layers(model: LoadedModel) -> HeldLayers:

@@ -6,10 +6,10 @@ import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from typing import Any
 
 from crossdock.kvtransfer.calls import PeerDeadCall
 from crossdock.kvtransfer.events import Event
-from crossdock.workers.model.grammar.state import GrammarState
 from crossdock.workers.replica.engine.engine import Engine, Step
 from crossdock.workers.replica.serving.calls import Calls
 from crossdock.workers.replica.serving.channel import Channel
@@ -312,7 +312,7 @@ class EngineThread(ObservedEngine):
         if not self._is_gang_lost:
             self._end(side.handle(event))
 
-    def _add(self, submission: Submission, arrived: float, grammar: GrammarState | None) -> None:
+    def _add(self, submission: Submission, arrived: float, grammar: Any) -> None:
         if self._readers.has_ended(submission.id, submission.epoch):
             raise Superseded(f"attempt {submission.epoch} at {submission.id} was aborted")
         earlier = self.engine.scheduler.table.get(submission.id)

@@ -14,7 +14,7 @@ from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.model.runner import Runner
 from crossdock.workers.model.step_messages import StepReceiver
 from crossdock.workers.replica.config import ReplicaSpec
-from crossdock.workers.replica.ranks.pool_layout import held_layers, pool_spec
+from crossdock.workers.replica.ranks.pool_layout import held_layers, memory_of, pool_spec
 from crossdock.workers.replica.ranks.rank_loader import load_rank, position_of, why_failed
 from crossdock.workers.replica.ranks.rank_messages import (
     AllocatePool,
@@ -102,7 +102,9 @@ def _work(
             case OpenDock(by_rank, name, role, transfer):
                 layout = pool_spec(by_rank, rank, model, name, page_size, num_pages)
                 transfer = transfer.model_copy(update={"host": transfer_host})  # the driver's may be another node's
-                dock = open_dock(model.pool.tensor, layout, role, transfer, lambda event: link.send(encode(event)))
+                dock = open_dock(
+                    memory_of(model.pool.tensor), layout, role, transfer, lambda event: link.send(encode(event))
+                )
                 link.send(encode(DockOpened(dock.blob)))
             case EndRank():
                 dist.destroy_process_group()

@@ -1,8 +1,6 @@
 """Describe the machine under a replica, and how the replica uses it, for operators."""
 
-import os
 import platform
-import time
 from pathlib import Path
 from typing import Any
 
@@ -50,12 +48,3 @@ def cpu_name() -> str:
         lines = []
     named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(named, "") or platform.machine()
-
-
-def process_age() -> float:
-    """Return the seconds since this process was started, as Linux counts them; 0 where Linux does not."""
-    try:
-        started = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]  # in ticks since the boot
-    except OSError:
-        return 0.0
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(started) / os.sysconf("SC_CLK_TCK")

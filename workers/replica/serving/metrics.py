@@ -320,9 +320,9 @@ class _Gauges(Collector):
         yield _gauge("crossdock_kv_cache_info", "1; the labels are the settings of the KV pages.", labels, {info: 1})
         yield from self._requests(engine.scheduler.table.requests())
         yield from self._cost()
-        if engine.model.kernels and engine.model.device.type == "cpu":
+        if kernels := engine.executor.cpu_kernels:
             text = "Always 1; the label says which kernels compute the matrix products of fused layers."
-            yield _gauge("crossdock_cpu_kernels", text, ("kernels",), {(engine.model.kernels,): 1})
+            yield _gauge("crossdock_cpu_kernels", text, ("kernels",), {(kernels,): 1})
         text = "Requests preempted: their pages went to other requests."
         yield _counter("crossdock_preemptions", text, engine.scheduler.table.num_preemptions)
         yield from self._drafts()

@@ -215,7 +215,7 @@ class Handover:
             self.engine.scheduler.handoff.take_over(request.id, self.engine.clock())
             self.engine.pages.end_quarantine(request.owner)
             return ()
-        token_id = _token(event.result, self.engine.model.vocab_size)
+        token_id = _token(event.result, self.engine.executor.vocab_size)
         self.engine.arrive(request.id, token_id or 0)
         if token_id is not None:
             return ()
@@ -278,6 +278,7 @@ def connect(
     Raises:
         TransportUnavailable: NIXL is asked for, or the pool is a GPU's, and NIXL cannot be used here.
     """
-    spec, pool = engine.pool_spec(model), engine.model.pool.tensor
-    dock = ReplicaDock(pool, spec, role, config, engine.gang, on_event, engine.clock)
+    dock = ReplicaDock(
+        engine.executor.memory, engine.pool_spec(model), role, config, engine.gang, on_event, engine.clock
+    )
     return Handover(engine, dock, config, on_figures)

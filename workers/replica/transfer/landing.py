@@ -16,6 +16,7 @@ from crossdock.kvtransfer.records import GroupPages
 from crossdock.workers.model.encoder_model import VARIANT, row_layer
 from crossdock.workers.replica.config import TransferConfig
 from crossdock.workers.replica.engine.engine import Engine, Step
+from crossdock.workers.replica.ranks.pool_layout import memory_of
 from crossdock.workers.replica.transfer.replica_dock import ReplicaDock, rank_blobs
 from crossdock.workers.replica.transfer.side import OnFigures
 from crossdock.workers.schedule.pictures.arriving_rows import LEAST_PATIENCE_S, ArrivingRows
@@ -138,5 +139,5 @@ def open_landing(
     pool = encoder.open_landing(num_pages, page_size)
     layout = PoolLayout([row_layer(engine.model.config)], page_size, pool.itemsize)
     spec = PoolSpec.whole(layout, f"{model} {VARIANT}", str(pool.dtype).removeprefix("torch."), num_pages)
-    dock = ReplicaDock(pool, spec, f"{role} landing", config, None, on_event, engine.clock)
+    dock = ReplicaDock(memory_of(pool), spec, f"{role} landing", config, None, on_event, engine.clock)
     return Landing(engine, dock, config, on_figures)

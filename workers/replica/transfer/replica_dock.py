@@ -2,21 +2,23 @@
 
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-from torch import Tensor
 
 from crossdock.kvtransfer.calls import AskCall, DockCall, ExpectCall, ShipCall
 from crossdock.kvtransfer.dock import Dock, DockCounts
+from crossdock.kvtransfer.emulated import EmulatedTransport
 from crossdock.kvtransfer.events import Event
 from crossdock.kvtransfer.layout import PoolSpec
 from crossdock.kvtransfer.nixl import NixlTransport
 from crossdock.kvtransfer.tcp import TcpTransport
 from crossdock.kvtransfer.transport import Memory, Transport, TransportUnavailable
 from crossdock.workers.replica.config import TransferConfig
-from crossdock.workers.replica.ranks.gang import Gang
 from crossdock.workers.replica.transfer.event_merger import EventMerger
+
+if TYPE_CHECKING:  # an emulated replica imports no torch
+    from crossdock.workers.replica.ranks.gang import Gang
 
 _LOOPBACK = "127.0.0.1"  # where no address of the node is given
 
@@ -29,20 +31,20 @@ class ReplicaDock:
 
     def __init__(
         self,
-        pool: Tensor,
+        memory: Memory,
         spec: PoolSpec,
         role: str,
         config: TransferConfig,
-        gang: Gang | None,
+        gang: "Gang | None",
         on_event: Callable[[Event], None],
         clock: Callable[[], float],
     ) -> None:
-        """Open `pool` to transfers. TransportUnavailable: as `open_dock`."""
+        """Open the pool at `memory` to transfers. TransportUnavailable: as `open_dock`."""
         self._gang = gang
         self._on_event = on_event
         self._merger = EventMerger(range(len(spec.shards)))
         self._turn = threading.Lock()  # events come on as many threads as there are ranks
-        self._own = open_dock(pool, spec, role, config, lambda event: self._take(spec.rank, event), clock)
+        self._own = open_dock(memory, spec, role, config, lambda event: self._take(spec.rank, event), clock)
         blobs = {spec.rank: self._own.blob}
         if gang is not None:
             blobs |= gang.open_docks(spec.model, role, config, self._take)
@@ -79,7 +81,7 @@ class ReplicaDock:
 
 
 def open_dock(
-    pool: Tensor,
+    memory: Memory,
     spec: PoolSpec,
     role: str,
     config: TransferConfig,
@@ -91,7 +93,6 @@ def open_dock(
     Raises:
         TransportUnavailable: NIXL is asked for, or the pool is a GPU's, and NIXL cannot be used here.
     """
-    memory = Memory(pool.data_ptr(), pool.nbytes, pool.device.index if pool.is_cuda else None)
     options: dict[str, Any] = {"clock": clock} if clock is not None else {}
     transport = choose_transport(config, memory)
     return Dock(transport, memory, spec, role, on_event, grace_seconds=config.grace_s, **options)
@@ -99,6 +100,8 @@ def open_dock(
 
 def choose_transport(config: TransferConfig, memory: Memory) -> Transport:
     """Return the transport that is asked for, or the best there is. TransportUnavailable: none can be used here."""
+    if memory.bytes_per_second is not None:
+        return EmulatedTransport(TcpTransport(config.host or _LOOPBACK), memory.bytes_per_second)
     is_on_gpu = memory.cuda_device is not None
     if config.transport == "tcp" and is_on_gpu:
         raise TransportUnavailable("transfer.transport tcp moves ordinary memory only, not a GPU's; nixl moves both")

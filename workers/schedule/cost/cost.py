@@ -135,6 +135,11 @@ class StepCost(BaseModel, CostFormula[float]):
         found: tuple[float, ...] = _coefficients(self)
         return found
 
+    def slowed(self, scale: float) -> "StepCost":
+        """Return the cost of a device that takes `scale` times as long."""
+        seconds = {name: getattr(self, name) * scale for name in type(self).model_fields if name != "bend_rows"}
+        return self.model_copy(update=seconds)
+
     def seconds(self, work: StepWork) -> float:
         """Return the predicted seconds of a step."""
         seconds = self.device_seconds(work)

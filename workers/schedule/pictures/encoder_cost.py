@@ -36,6 +36,11 @@ class EncoderCost(BaseModel):
         """Return the coefficients in the order of the fields, for live profiles."""
         return self.base, self.per_row, self.per_square
 
+    def slowed(self, scale: float) -> "EncoderCost":
+        """Return the cost of a device that takes `scale` times as long."""
+        base, per_row, per_square = (scale * each for each in self.coefficients)
+        return EncoderCost(base=base, per_row=per_row, per_square=per_square)
+
     def seconds(self, items: Iterable[Item]) -> float:
         """Return the predicted seconds in which `items` are encoded in one batch; 0 without items."""
         added = [self.added_seconds(item.num_rows, item.num_parts) for item in items]

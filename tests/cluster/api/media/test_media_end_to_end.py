@@ -18,7 +18,7 @@ from crossdock.cluster.dispatch.dispatcher import Dispatcher
 from crossdock.cluster.serve.media import open_media
 from crossdock.workers.model.load import wrap_module
 from crossdock.workers.replica.config import EngineConfig
-from crossdock.workers.replica.engine.engine import Engine
+from crossdock.workers.replica.engine.computing import new_engine
 from tests.cluster.api.engine_api import all_up
 from tests.cluster.api.media import video_models
 from tests.cluster.api.media.picture_models import MODELS, data_url, encoded, image_part, picture
@@ -46,7 +46,7 @@ async def answered(kind: str, folder: Path, *pairs: Sequence[dict[str, Any]]) ->
     assert media is not None
     module = built(kind, folder, tokenizer.last_token_id + 1)
     config = EngineConfig(kv_cache_memory=ByteSize(4 << 20), max_num_batched_tokens=32, max_num_seqs=8)
-    dispatcher, replica = Dispatcher("tiny"), InProcess(engine=Engine(wrap_module(module), config))
+    dispatcher, replica = Dispatcher("tiny"), InProcess(engine=new_engine(wrap_module(module), config))
     app = build_api(dispatcher, tokenizer, HTTP, media=media)
     try:
         dispatcher.join("r0", replica, replica.profile)

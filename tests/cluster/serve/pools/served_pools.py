@@ -32,6 +32,7 @@ from crossdock.cluster.serve.app import build
 from crossdock.workers.model.load import load_model
 from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.replica.config import EngineConfig
+from crossdock.workers.replica.engine.computing import new_engine
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.schedule.submission import SamplingParams, Submission
 from tests.cluster.ports import free_port
@@ -107,7 +108,7 @@ def _has_ended() -> bool:
 def local_engine(model: Path) -> Engine:
     """Return the oracle: the same model on one engine, which other tests compare with transformers' own generate."""
     config = EngineConfig(kv_cache_memory=ByteSize(600 << 20), admission="queue", enable_prefix_caching=False)
-    return Engine(load_model(ModelSpec(str(model), DTYPE, max_model_len=_MAX_MODEL_LEN)), config)
+    return new_engine(load_model(ModelSpec(str(model), DTYPE, max_model_len=_MAX_MODEL_LEN)), config)
 
 
 def expected(engine: Engine, prompts: list[list[int]], **params: Any) -> list[list[int]]:

@@ -21,7 +21,7 @@ from crossdock.workers.model.load import wrap_module
 from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.model.runner import Runner
 from crossdock.workers.replica.config import EngineConfig
-from crossdock.workers.replica.engine.engine import Engine
+from crossdock.workers.replica.engine.computing import new_engine
 from crossdock.workers.schedule.batch import Batch, Scheduled
 from crossdock.workers.schedule.cost.cost import StepWork
 from crossdock.workers.schedule.cost.cost_fit import StepCostFit
@@ -206,7 +206,7 @@ def test_engine_with_recorded_chunks_gives_same_tokens(is_ahead: bool) -> None:
 
     answers = []
     for is_recorded in (False, True):
-        engine = Engine(wrap_module(module), config)
+        engine = new_engine(wrap_module(module), config)
         assert not engine.pipeline.runner.graphs, "on a CPU"
         if is_recorded:
             graphs = DecodeGraphs(engine.model, 16, 9, lambda run: run)
@@ -221,7 +221,7 @@ def test_engine_with_recorded_chunks_gives_same_tokens(is_ahead: bool) -> None:
 def test_cost_is_not_learnt_from_steps_that_graphs_lack_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are launched kernel by kernel, and take several times as long as steps of their size that are recorded."""
     config = EngineConfig(max_num_batched_tokens=80, max_num_seqs=20, kv_cache_memory=ByteSize(8 << 20))
-    engine = Engine(wrap_module(build("llama", {})), config)
+    engine = new_engine(wrap_module(build("llama", {})), config)
     graphs = DecodeGraphs(engine.model, 16, 20, lambda run: run)
     engine.pipeline.runner = Runner(
         engine.model, 16, None, [graphs, MixedGraphs(engine.model, 16, 20, 64, lambda run: run)]

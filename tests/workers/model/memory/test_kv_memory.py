@@ -18,7 +18,7 @@ from crossdock.workers.model.memory.kv_memory import (
 from crossdock.workers.model.memory.memory_budget import ON_CPUS, MemoryBudget
 from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.replica.config import EngineConfig, StepSizes
-from crossdock.workers.replica.engine.engine import Engine
+from crossdock.workers.replica.engine.computing import new_engine
 from tests.workers.architectures import build
 from tests.workers.multimodal import build_multimodal
 
@@ -98,7 +98,7 @@ def test_pages_on_gpu_get_what_the_largest_steps_leave(gpu: list[StepInputs]) ->
     assert {len(step.token_ids) for step in gpu} == {300}
     assert not len(model.pool.tensor), "the scratch pages are freed"
     assert not model.pool.pages
-    assert Engine(model, config).pages.num_pages == expected.num_pages
+    assert new_engine(model, config).pages.num_pages == expected.num_pages
     fixed = MemoryBudget(1 << 20)
     gpu.clear()
     assert count_pages_that_fit(model, fixed, 16).num_pages == (1 << 20) // page_bytes
@@ -128,4 +128,4 @@ def test_pages_on_gpu_leave_room_for_pictures() -> None:
 def test_share_too_small_for_one_request_is_refused_with_numbers() -> None:
     config = EngineConfig(gpu_memory_utilization=0.4, max_num_batched_tokens=300, max_num_seqs=9)
     with pytest.raises(ValueError, match=r"gpu_memory_utilization \(0.4\) leaves memory that holds 0 tokens .* needs"):
-        Engine(tiny_model(), config)
+        new_engine(tiny_model(), config)

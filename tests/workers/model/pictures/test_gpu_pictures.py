@@ -9,7 +9,7 @@ from crossdock.workers.model.load import wrap_module
 from crossdock.workers.model.runner import Runner
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.calibrate import warm_up
-from crossdock.workers.replica.engine.engine import Engine
+from crossdock.workers.replica.engine.computing import new_engine
 from crossdock.workers.schedule.submission import SamplingParams, Submission
 from tests.workers.model.pictures.test_vision import logits_of
 from tests.workers.multimodal import FAMILIES, NO_PLACEHOLDERS, PicturePrompt, build_multimodal, one_pass, picture
@@ -43,7 +43,7 @@ def test_engine_on_a_gpu_runs_ahead_beside_graphs_and_leaves_room_for_encoding(f
     for number in range(12):
         prompts[str(number)] = PicturePrompt.of(5 + number, picture(family, number, (2, 3)), 9, seed=number)
     config = EngineConfig(gpu_memory_utilization=0.2, max_num_batched_tokens=128, max_num_seqs=12)
-    engine = Engine(on_gpu(family), config)
+    engine = new_engine(on_gpu(family), config)
     assert engine.pipeline.is_ahead
     warm_up(engine)
     assert engine.encoder_fit is not None
@@ -64,7 +64,7 @@ def test_engine_on_a_gpu_runs_ahead_beside_graphs_and_leaves_room_for_encoding(f
 
 def test_step_with_pictures_on_a_gpu_is_not_what_others_of_its_size_take() -> None:
     """Graphs compute those; decodes after a prompt with pictures are graphs as well."""
-    engine = Engine(
+    engine = new_engine(
         on_gpu("qwen2_vl"), EngineConfig(max_num_batched_tokens=128, max_num_seqs=12, kv_cache_memory=64 << 20)
     )
     runner: Runner = engine.pipeline.runner

@@ -16,6 +16,7 @@ from crossdock.workers.model.load_options import LoadOptions
 from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.replica.config import EngineConfig
+from crossdock.workers.replica.engine.computing import new_engine
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.schedule.request import FinishReason, TokenDelta
 from crossdock.workers.schedule.submission import Grammar, SamplingParams, Submission
@@ -225,7 +226,7 @@ def test_sampled_tokens_under_a_schema_are_json_of_the_schema(smollm2: LoadedMod
         "required": ["name", "age"],
         "additionalProperties": False,
     }
-    engine = Engine(smollm2, EngineConfig(kv_cache_memory=ByteSize(1 << 30)), model_dir)
+    engine = new_engine(smollm2, EngineConfig(kv_cache_memory=ByteSize(1 << 30)), model_dir)
     for seed in range(4):
         params = SamplingParams(
             max_tokens=80, temperature=1.0, seed=seed, grammar=Grammar("json_schema", json.dumps(schema))
@@ -250,7 +251,7 @@ def test_pool_of_e4m3_pages_has_as_many_more(dtype: torch.dtype) -> None:
     """In the same memory; and the pools are advertised as incompatible."""
     models = [wrap_module(build("llama", {}).to(dtype), LoadOptions(kv_cache_dtype=kind)) for kind in ("auto", "fp8")]
     memory = ByteSize(100 * models[0].layout(16).page_bytes)
-    plain, small = (Engine(model, EngineConfig(kv_cache_memory=memory)) for model in models)
+    plain, small = (new_engine(model, EngineConfig(kv_cache_memory=memory)) for model in models)
     assert plain.pages.num_pages == 100
     assert small.pages.num_pages == dtype.itemsize * plain.pages.num_pages
     assert small.pool_spec("m").nbytes == small.model.pool.tensor.nbytes == plain.pool_spec("m").nbytes  # type: ignore[union-attr]

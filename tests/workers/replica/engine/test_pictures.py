@@ -15,6 +15,7 @@ from crossdock.workers.model.load_options import LoadOptions
 from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.calibrate import warm_up
+from crossdock.workers.replica.engine.computing import new_engine
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.schedule.batch import Batch
 from crossdock.workers.schedule.drafts.speculative_config import SpeculativeConfig
@@ -326,7 +327,7 @@ def test_model_of_text_alone_refuses_pictures_with_the_reason() -> None:
 def test_layers_with_windows_give_back_pages_inside_pictures(family: str, windows: dict[str, Any]) -> None:
     """One group of layers with a window, and several groups: a prompt longer than the window, in chunks of 16."""
     prompt = PicturePrompt.of(5, picture(family, 1, (4, 4)), 9, picture(family, 2, (4, 3)), 4)
-    engine = Engine(
+    engine = new_engine(
         wrap_module(build_multimodal(family, **windows)),
         EngineConfig(max_num_batched_tokens=16, max_num_seqs=4, page_size=4, kv_cache_memory=ByteSize(4 << 20)),
     )

@@ -17,6 +17,7 @@ from crossdock.workers.model.sampling import sampler
 from crossdock.workers.model.sampling.row import SampleRow
 from crossdock.workers.model.sampling.sampler import PendingTokens, sample
 from crossdock.workers.replica.config import EngineConfig
+from crossdock.workers.replica.engine.computing import new_engine
 from crossdock.workers.replica.engine.engine import Engine, Step
 from crossdock.workers.schedule.request import TokenDelta
 from crossdock.workers.schedule.slo import SloClass
@@ -51,7 +52,7 @@ def engine(**config: Any) -> Engine:
         "kv_cache_memory": ByteSize(8 << 20),
         "slo_classes": CLASSES,
     }
-    return Engine(wrap_module(build("llama", {})), EngineConfig(**settings | config))
+    return new_engine(wrap_module(build("llama", {})), EngineConfig(**settings | config))
 
 
 def submissions(kinds: list[dict[str, Any]], count: int = 28) -> list[Submission]:
@@ -234,7 +235,7 @@ def test_async_scheduling_with_stages_is_refused() -> None:
     model = wrap_module(build("llama", {}))
     model = replace(model, part=replace(model.part, position=RankPosition(1, num_stages=2)))
     with pytest.raises(ValueError, match="async_scheduling must be false or null"):
-        Engine(model, EngineConfig(async_scheduling=True, kv_cache_memory=ByteSize(8 << 20)))
+        new_engine(model, EngineConfig(async_scheduling=True, kv_cache_memory=ByteSize(8 << 20)))
 
 
 def test_tokens_drawn_and_read_equal_those_sampled(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.model.sampling import sampler
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.calibrate import warm_up
+from crossdock.workers.replica.engine.computing import new_engine
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.schedule.batch import Batch, Scheduled
 from crossdock.workers.schedule.memory.prefix_index import AttentionChunk
@@ -51,7 +52,7 @@ def engine_on(model: LoadedModel, num_pages: int, **config: Any) -> Engine:
     """Return an engine with the memory of so many pages of 8 tokens, as they are where every layer keeps its pages."""
     memory = ByteSize(num_pages * model.layout(8).page_bytes)
     settings = {"page_size": 8, "max_num_batched_tokens": 64, "max_num_seqs": 12} | config
-    return Engine(model, EngineConfig(kv_cache_memory=memory, **settings))
+    return new_engine(model, EngineConfig(kv_cache_memory=memory, **settings))
 
 
 def served(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:

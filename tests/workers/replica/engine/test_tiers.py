@@ -15,6 +15,7 @@ from crossdock.workers.model.load_options import LoadOptions
 from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.replica.config import EngineConfig, ReplicaSpec
+from crossdock.workers.replica.engine.computing import new_engine
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.replica.serving.metrics import EngineMetrics
 from crossdock.workers.schedule.submission import Submission
@@ -38,7 +39,7 @@ def engine_on(model: LoadedModel, num_pages: int, **config: Any) -> Iterator[Eng
     """Yield an engine whose pool has `num_pages` pages; its tiers are closed in the end."""
     settings = {"page_size": PAGE_SIZE, "max_num_batched_tokens": 64, "max_num_seqs": 4, "admission": "queue"} | config
     memory = ByteSize(num_pages * model.layout(PAGE_SIZE).page_bytes)
-    engine = Engine(model, EngineConfig(kv_cache_memory=memory, **settings), weights="tiny")
+    engine = new_engine(model, EngineConfig(kv_cache_memory=memory, **settings), weights="tiny")
     try:
         yield engine
     finally:

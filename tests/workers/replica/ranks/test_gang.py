@@ -14,6 +14,7 @@ from crossdock.workers.model.memory.kv_memory import PageBudget
 from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.calibrate import warm_up
+from crossdock.workers.replica.engine.computing import new_engine
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.replica.engine.step_sampler import StepSampler
 from crossdock.workers.replica.ranks.gang import common_page_budget
@@ -79,7 +80,9 @@ def tokens_and_logits(engine: Engine) -> tuple[list[list[int]], dict[tuple[str, 
 
 def assert_gang_equals_one_rank(ranks: Ranks, path: Path, division: tuple[int, int]) -> None:
     """In fp32, whose sums differ by their order: 2e-3 is what test_model allows between paged and eager attention."""
-    expected, logits = tokens_and_logits(Engine(load_model(ModelSpec(str(path), "float32")), EngineConfig(**SETTINGS)))
+    expected, logits = tokens_and_logits(
+        new_engine(load_model(ModelSpec(str(path), "float32")), EngineConfig(**SETTINGS))
+    )
     assert len(logits) > 500
     with ganged(ranks, path, *division) as engine:
         ours, found = tokens_and_logits(engine)

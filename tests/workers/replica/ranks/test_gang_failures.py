@@ -14,6 +14,7 @@ import torch
 
 from crossdock.workers.model.graphs import recording
 from crossdock.workers.replica.config import TransferConfig
+from crossdock.workers.replica.engine.computing import new_engine
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.replica.ranks.gang import Gang
 from crossdock.workers.replica.ranks.rank_loader import RankFailed, why_failed
@@ -37,7 +38,7 @@ class Victim:
         self.process.start()
 
     def engine(self) -> Engine:
-        return Engine(self.gang.load(), self.spec.engine, gang=self.gang)
+        return new_engine(self.gang.load(), self.spec.engine, gang=self.gang)
 
     def close(self) -> None:
         self.gang.close()

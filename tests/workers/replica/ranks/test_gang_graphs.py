@@ -22,6 +22,7 @@ from crossdock.workers.model.load import load_model
 from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.model.sampling import sampler
 from crossdock.workers.replica.config import EngineConfig, ReplicaSpec
+from crossdock.workers.replica.engine.computing import new_engine
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.replica.ranks.rank_socket import GangAddress
 from crossdock.workers.replica.serving.follower import follow
@@ -111,7 +112,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def expected(path: Path) -> list[list[int]]:
     """Return the tokens of one rank without graphs."""
-    return tokens(Engine(load_model(ModelSpec(str(path), "float32")), EngineConfig(**SETTINGS)))
+    return tokens(new_engine(load_model(ModelSpec(str(path), "float32")), EngineConfig(**SETTINGS)))
 
 
 @pytest.mark.parametrize("is_ahead", [False, True], ids=["in turn", "ahead"])

@@ -13,7 +13,7 @@ from crossdock.workers.model.inputs import StepInputs
 from crossdock.workers.model.runner import Runner
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.calibrate import warm_up
-from crossdock.workers.replica.engine.engine import Engine
+from crossdock.workers.replica.engine.computing import new_engine
 from crossdock.workers.schedule.pictures.encoding_leg import encoding_leg
 from crossdock.workers.schedule.request import FinishReason
 from tests.workers.gangs import ganged
@@ -166,7 +166,7 @@ async def test_pictures_shipped_between_unequal_shards_have_the_tokens_of_transf
 
     with ganged(ranks, path, 2, 1, max_num_batched_tokens=24) as engine:
         config = EngineConfig(max_num_batched_tokens=24, max_num_seqs=8, kv_cache_memory=ByteSize(4 << 20))
-        whole = Side("tcp", engine=Engine(paged_multimodal(family), config))
+        whole = Side("tcp", engine=new_engine(paged_multimodal(family), config))
         async with closing(whole, Side("tcp", engine=engine)) as (prefill, decode):
             for name, prompt in prompts.items():
                 assert await ship(prefill, decode, submission(name, prompt)) == expected[name]

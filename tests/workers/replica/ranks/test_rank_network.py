@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from crossdock.workers.replica.config import TransferConfig
-from crossdock.workers.replica.engine.engine import Engine
+from crossdock.workers.replica.engine.computing import new_engine
 from crossdock.workers.replica.ranks import gang as gang_module
 from crossdock.workers.replica.ranks.gang import Gang
 from crossdock.workers.replica.ranks.rank_messages import JoinGang, encode
@@ -65,7 +65,7 @@ def test_ranks_on_two_nodes_listen_on_their_own_addresses(path: Path) -> None:
     process = PROCESSES.Process(target=follow, args=(spec, 1, gang.address, FOLLOWER), daemon=True)
     process.start()
     try:
-        engine = Engine(gang.load(), spec.engine, gang=gang)
+        engine = new_engine(gang.load(), spec.engine, gang=gang)
         assert hosts(listening() - before) == {DRIVER}
         loaded = listening(process.pid)
         assert hosts(loaded) == {FOLLOWER}

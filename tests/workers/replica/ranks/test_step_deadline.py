@@ -12,6 +12,7 @@ from pydantic import ByteSize
 from crossdock.workers.model.load import wrap_module
 from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.replica.config import EngineConfig
+from crossdock.workers.replica.engine.computing import new_engine
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.replica.ranks.gang import Gang
 from crossdock.workers.replica.ranks.step_deadline import StepDeadline
@@ -25,7 +26,7 @@ SWEEP = [(StepWork.of([(0, tokens)]), 0.01) for tokens in (16, 32, 64)]
 
 def engine() -> Engine:
     config = EngineConfig(max_num_batched_tokens=80, max_num_seqs=8, kv_cache_memory=ByteSize(8 << 20))
-    return Engine(wrap_module(build("llama", {})), config)
+    return new_engine(wrap_module(build("llama", {})), config)
 
 
 def test_time_counts_from_the_last_end_while_steps_are_in_flight() -> None:

@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 from crossdock.workers.model.grammar.compiler import GrammarCompiler
 from crossdock.workers.model.load import wrap_module
 from crossdock.workers.replica.config import EngineConfig
+from crossdock.workers.replica.engine.computing import new_engine
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.replica.serving.channel import Channel
 from crossdock.workers.replica.serving.engine_thread import EngineThread
@@ -30,7 +31,7 @@ def engine(model_dir: Path) -> Iterator[Engine]:
     """An engine around a tiny model with a true tokenizer, and a process that vets grammars."""
     vocab_size = len(AutoTokenizer.from_pretrained(model_dir))
     model = wrap_module(build("llama", {"vocab_size": vocab_size, "max_position_embeddings": 4096}))
-    engine = Engine(model, EngineConfig(kv_cache_memory=ByteSize(64 << 20), admission="queue"), model_dir)
+    engine = new_engine(model, EngineConfig(kv_cache_memory=ByteSize(64 << 20), admission="queue"), model_dir)
     engine.grammars.close()
     engine.grammars = GrammarCompiler(model_dir, vocab_size, patience_s=60.0)  # the machine may be busy
     engine.grammars.warm_up()

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from crossdock.workers.model.load import wrap_module
 from crossdock.workers.replica.config import EngineConfig
+from crossdock.workers.replica.engine.computing import new_engine
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.schedule.batch import Batch
 from crossdock.workers.schedule.memory.prefix_index import AttentionChunk, first_visible_page
@@ -61,7 +62,7 @@ def module_of(name: str) -> PreTrainedModel:
 
 def side(name: str, transport: str = "tcp", deadline_s: float = 5.0, **config: Any) -> Side:
     settings = {"max_num_batched_tokens": 48, "max_num_seqs": 8, "page_size": PAGE_SIZE} | config
-    engine = Engine(wrap_module(module_of(name)), EngineConfig(kv_cache_memory=ByteSize(4 << 20), **settings))
+    engine = new_engine(wrap_module(module_of(name)), EngineConfig(kv_cache_memory=ByteSize(4 << 20), **settings))
     if not settings.get("disable_hybrid_kv_cache_manager"):
         assert engine.pages.windows == FAMILIES[name]
     return Side(transport, deadline_s=deadline_s, engine=engine)

@@ -12,7 +12,7 @@ import pytest
 
 from crossdock.workers.model.load import load_model
 from crossdock.workers.replica.config import ReplicaSpec
-from crossdock.workers.replica.engine.engine import Engine
+from crossdock.workers.replica.engine.computing import new_engine
 from crossdock.workers.replica.ranks.gang import Gang
 from crossdock.workers.replica.ranks.rank_loader import driver_of
 from crossdock.workers.replica.serving.follower import follow
@@ -51,7 +51,7 @@ def prefill(spec: ReplicaSpec, folder: Path, works: Sequence[Submission]) -> lis
     write(folder / "gang", gang.address)
 
     async def main() -> list[list[int]]:
-        side = Side("tcp", engine=Engine(gang.load(), spec.engine, gang=gang))
+        side = Side("tcp", engine=new_engine(gang.load(), spec.engine, gang=gang))
         write(folder / "prefill", side.blob)
         peer = await asyncio.to_thread(read, folder / "decode")
         for work in works:
@@ -106,7 +106,7 @@ async def test_pair_of_unlike_ranks_is_refused_with_both_printed(ranks: Ranks, t
     path = saved(build("qwen3_next", SERVED["qwen3_next"]), tmp_path)
     with ganged(ranks, path, 2, 1, **SETTINGS) as engine:
         spec = spec_of(path, 1, 1, **SETTINGS)
-        alone = Engine(load_model(spec.model), spec.engine)
+        alone = new_engine(load_model(spec.model), spec.engine)
         async with closing(Side("tcp", engine=alone), Side("tcp", engine=engine)) as (whole, divided):
             with pytest.raises(RuntimeError, match=r"(?s)pools differ in state.*layer 0.*layer"):
                 await start(whole, divided, submission([1, 2, 3]))

@@ -13,7 +13,7 @@ from crossdock.kvtransfer.calls import CancelExpectCall, DockCall, GrantCall
 from crossdock.workers.model.encoder_model import drop_decoder, wrap_encoder
 from crossdock.workers.model.load import wrap_module
 from crossdock.workers.replica.config import EngineConfig
-from crossdock.workers.replica.engine.engine import Engine
+from crossdock.workers.replica.engine.computing import new_engine
 from crossdock.workers.replica.serving.observed import ObservedEngine
 from crossdock.workers.schedule.pictures.encoding import ON_THEIR_WAY, EncoderTotals
 from crossdock.workers.schedule.pictures.encoding_leg import encoding_leg
@@ -46,7 +46,7 @@ def engine_side(family: str, transport: str, deadline_s: float = 5.0, **config: 
     """Return a replica that takes rows, in chunks of 24 tokens."""
     settings = {"max_num_batched_tokens": 24, "max_num_seqs": 8, "page_size": PAGE_SIZE} | config
     wanted = EngineConfig.model_validate({"kv_cache_memory": ByteSize(4 << 20)} | settings)
-    engine = Engine(paged_multimodal(family, takes_rows=True), wanted)
+    engine = new_engine(paged_multimodal(family, takes_rows=True), wanted)
     return Side(transport, engine=engine, deadline_s=deadline_s)
 
 
@@ -57,7 +57,7 @@ def encoder_side(family: str, transport: str, deadline_s: float = 5.0) -> Side:
     config = EngineConfig(
         max_num_batched_tokens=16, max_num_seqs=8, page_size=PAGE_SIZE, kv_cache_memory=ByteSize(4 << 20)
     )
-    return Side(transport, engine=Engine(wrap_encoder(module), config), deadline_s=deadline_s)
+    return Side(transport, engine=new_engine(wrap_encoder(module), config), deadline_s=deadline_s)
 
 
 class Trio:

@@ -25,6 +25,9 @@ there costs no more than launching a step.
 """
 
 from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import ValidationError
 
 from crossdock.workers.report.profile import SchedulingProfile, TierSize
 from crossdock.workers.schedule.cost.cost import StepCost
@@ -121,6 +124,27 @@ _ROWS_CACHE = 256 << 20  # the same of the encoder's cache: the default of --mm-
 _PAGE_SIZE = 16
 _MAX_NUM_SEQS = 256
 _MAX_NUM_BATCHED_TOKENS = 8192
+
+
+def stored_profile(name: str, folder: Path = Path()) -> SchedulingProfile:
+    """Return a profile: a JSON file of `crossdock tune --profile` in `folder`, or a preset.
+
+    Raises:
+        ValueError: there is no such profile, or it cannot be read.
+    """
+    path = folder / name
+    if not name.endswith(".json"):
+        return preset(name)
+    try:
+        return SchedulingProfile.model_validate_json(path.read_text())
+    except OSError as error:
+        raise ValueError(f"profile: {path}: cannot be read: {error.strerror}") from None
+    except ValidationError as error:
+        detail = error.errors(include_url=False)[0]
+        where = "".join(f"{part}: " for part in detail["loc"])
+        raise ValueError(f"profile: {path}: {where}{detail['msg']}") from None
+    except ValueError as error:
+        raise ValueError(f"profile: {path}: not JSON: {error}") from None
 
 
 def preset(name: str) -> SchedulingProfile:

@@ -1,0 +1,154 @@
+"""An engine whose steps a model computes: what `Executor` says of a loaded model, or of its encoder of pictures."""
+
+import time
+from collections.abc import Callable, Sequence
+from math import inf
+from pathlib import Path
+
+from crossdock.kvtransfer.layout import PoolSpec
+from crossdock.workers.draft.drafter import new_drafter
+from crossdock.workers.model.encoder_model import EncoderModel
+from crossdock.workers.model.grammar.compiler import GrammarCompiler
+from crossdock.workers.model.memory.kv_memory import count_pages_that_fit
+from crossdock.workers.model.model import LoadedModel
+from crossdock.workers.model.runner import Runner
+from crossdock.workers.replica.config import EngineConfig
+from crossdock.workers.replica.engine.engine import Engine
+from crossdock.workers.replica.engine.executor import Executor
+from crossdock.workers.replica.engine.speculation import Speculation
+from crossdock.workers.replica.engine.step_sampler import StepSampler
+from crossdock.workers.replica.ranks.gang import Gang
+from crossdock.workers.replica.ranks.pool_layout import choose_groups, held_layers, memory_of, pool_spec
+from crossdock.workers.replica.ranks.rank_messages import AllocatePool, RecordSteps
+from crossdock.workers.replica.step_sizes import sized
+from crossdock.workers.replica.tiers.open_tiers import open_tiers
+from crossdock.workers.schedule.memory.page_needs import PageNeeds
+from crossdock.workers.schedule.memory.pages import PagePool
+from crossdock.workers.schedule.memory.prefix_index import Window
+from crossdock.workers.schedule.pictures.arriving_rows import ArrivingRows
+from crossdock.workers.schedule.pictures.encoding import LONGEST_SHIPPING_STEP_S, Encoding
+from crossdock.workers.schedule.submission import InvalidField, SamplingParams
+
+
+def new_engine(
+    model: LoadedModel,
+    config: EngineConfig,
+    tokenizer_dir: Path | None = None,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    gang: Gang | None = None,
+    weights: str = "",
+) -> Engine:
+    """Return an engine on one model, not calibrated yet.
+
+    `tokenizer_dir` is needed for grammars only. `gang`: the other ranks, where `model` is one rank's part. `weights`
+    names the weights, for tiers whose files outlive the engine.
+
+    Raises:
+        ValueError: the model cannot be served with these settings; the message names the field.
+    """
+    return Engine(_executor(model, sized(config, model), tokenizer_dir, gang, weights), clock)
+
+
+def _executor(
+    model: LoadedModel, config: EngineConfig, tokenizer_dir: Path | None, gang: Gang | None, weights: str
+) -> Executor:
+    sampler = StepSampler(tuple(model.eos_token_ids))
+    speculative = config.speculative_config
+    speculation: Speculation | None = None
+    if speculative is not None:  # before pages take all memory
+        speculation = Speculation(speculative, new_drafter(speculative, model), sampler)
+    if gang is None:  # else its ranks have chosen them together
+        model = choose_groups(model, config)
+    windows = [group.window for group in model.groups] or [None]
+    state_pages = model.state_pages(config.page_size)
+    num_pages = _num_pages(model, config, gang, windows, state_pages)
+    model.allocate_pool(num_pages, config.page_size)
+    tiers = open_tiers(model, config, weights, num_pages)
+    on_evict = None if tiers is None else tiers.evicted
+    makes_tokens = not isinstance(model, EncoderModel)
+    return Executor(
+        config,
+        _runner(model, config, gang, num_pages),
+        sampler,
+        GrammarCompiler(tokenizer_dir, model.vocab_size, model.eos_token_ids),
+        PagePool(num_pages, config.page_size, config.enable_prefix_caching, windows, state_pages, on_evict),
+        memory_of(model.pool.tensor),
+        model.max_model_len,
+        model.vocab_size,
+        model.eos_token_ids,
+        is_ahead=_runs_ahead(model, config),
+        model=model,
+        check=lambda sampling: _check(model, sampling),
+        spec_of=lambda name: _pool_spec(model, config, gang, num_pages, name),
+        encoding=_new_encoding(model, config, makes_tokens=makes_tokens),
+        why_text_alone=model.why_text_alone,
+        cpu_kernels=model.kernels if model.device.type == "cpu" else "",
+        makes_tokens=makes_tokens,
+        speculation=speculation,
+        tiers=tiers,
+        gang=gang,
+    )
+
+
+def _runner(model: LoadedModel, config: EngineConfig, gang: Gang | None, num_pages: int) -> Runner:
+    """Return the runner of the steps, after every rank has allocated its pool and recorded its part of steps."""
+    sizes = config.max_num_seqs, config.max_num_batched_tokens
+    broadcast: Callable[[bytes], None] | None = None
+    if gang is not None:
+        broadcast = gang.run_step
+        gang.broadcast(AllocatePool(num_pages))
+        if not config.enforce_eager:
+            gang.broadcast(RecordSteps(*sizes, config.most_drafts))  # ends only if this rank records too
+    if config.enforce_eager:
+        return Runner(model, config.page_size, broadcast)
+    return Runner.recorded(model, config.page_size, *sizes, broadcast, most_drafts=config.most_drafts)
+
+
+def _runs_ahead(model: LoadedModel, config: EngineConfig) -> bool:
+    """Return whether steps begin before the tokens of the step before are known.
+
+    Raises:
+        ValueError: `async_scheduling` is on, and the model is divided into stages.
+    """
+    wanted, is_one_stage = config.async_scheduling, model.part.position.num_stages == 1
+    if wanted and not is_one_stage:
+        raise ValueError("async_scheduling must be false or null for the stages of a pipeline")
+    if config.speculative_config is not None:
+        return False  # drafts continue the tokens of the step before
+    return wanted if wanted is not None else is_one_stage and model.device.type == "cuda"
+
+
+def _num_pages(
+    model: LoadedModel, config: EngineConfig, gang: Gang | None, windows: Sequence[Window], state_pages: int
+) -> int:
+    """Return how many KV pages every rank can hold. ValueError: fewer than one request needs."""
+    budget, page_size = config.budget, config.page_size
+    room = gang.page_budget if gang is not None else count_pages_that_fit(model, budget, page_size)
+    needs = PageNeeds(page_size, windows, config.max_num_batched_tokens, state_pages)
+    budget.check_one_request_fits(room.num_pages, room.page_bytes, needs, model.max_model_len, model.device.type)
+    return room.num_pages
+
+
+def _pool_spec(model: LoadedModel, config: EngineConfig, gang: Gang | None, num_pages: int, name: str) -> PoolSpec:
+    held = gang.held_by_rank if gang is not None else [held_layers(model)]
+    return pool_spec(held, model.part.position.rank, model, name, config.page_size, num_pages)
+
+
+def _check(model: LoadedModel, sampling: SamplingParams) -> None:
+    """Refuse what the model cannot answer. InvalidField: names the field."""
+    if sampling.pooling is not None and not model.tap.is_possible:
+        reason = f"{model.config.model_type}: no hidden states can be taken out of this model"
+        raise InvalidField(f"pooling: {reason}", "pooling")
+
+
+def _new_encoding(model: LoadedModel, config: EngineConfig, *, makes_tokens: bool) -> Encoding | None:
+    """Return the cache of a model's embeddings of pictures; None: the model takes none."""
+    if model.encoder is None:
+        return None
+    model.encoder.clear()
+    rows = int(config.mm_encoder_cache) // model.encoder.row_bytes
+    keeps_whole = model.encoder.attends_both_ways and makes_tokens
+    longest_s = inf if makes_tokens or not config.enable_chunked_prefill else LONGEST_SHIPPING_STEP_S
+    num_landing = max(rows // config.page_size, 2) if model.encoder.takes_rows else 0  # the last has no row
+    return Encoding(rows, None, keeps_whole, longest_s, ArrivingRows(num_landing, config.page_size))

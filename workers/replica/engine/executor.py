@@ -1,0 +1,121 @@
+"""All that an engine runs its steps on: a model (computing.py) or an emulated device (emulated.py). No torch."""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from crossdock.kvtransfer.layout import PoolSpec
+from crossdock.kvtransfer.transport import Memory
+from crossdock.workers.replica.config import EngineConfig
+from crossdock.workers.schedule.batch import Batch, SampledToken
+from crossdock.workers.schedule.memory.pages import PagePool
+from crossdock.workers.schedule.pictures.encoding import Encoding
+from crossdock.workers.schedule.request import Request, TokenLogprobs
+from crossdock.workers.schedule.submission import Grammar, SamplingParams
+
+if TYPE_CHECKING:  # what only a model needs imports torch
+    from crossdock.workers.model.model import LoadedModel
+    from crossdock.workers.replica.engine.speculation import Speculation
+    from crossdock.workers.replica.ranks.gang import Gang
+    from crossdock.workers.replica.tiers.tier_store import TierStore
+
+
+class StepRunner(Protocol):
+    """Computes the steps of a pipeline: `Runner` on a model, `EmulatedRunner` by waiting. Its values are opaque."""
+
+    @property
+    def graphs_text(self) -> str: ...
+
+    @property
+    def num_stages(self) -> int:
+        """How many steps are computed at a time, each by a stage of its own."""
+
+    def begin(self, batch: Batch) -> tuple[Any, list[range]]:
+        """Begin to compute a step. Returns its inputs, and each part's rows of the result."""
+
+    def is_usual(self, inputs: Any) -> bool:
+        """Return whether a step is computed like others of its size, so that its seconds predict theirs."""
+
+    def finish(self, step: tuple[Any, list[range]], previous_tokens: Any = None) -> tuple[Any, list[range]]:
+        """Compute a step that has begun. Returns what the sampler draws from, and each part's rows of that."""
+
+    def finish_pooled(
+        self, step: tuple[Any, list[range]], previous_tokens: Any = None
+    ) -> tuple[tuple[Any, list[range]], Any]:
+        """Compute a step as `finish` does. Returns its result, and the last hidden states of its tokens."""
+
+    def wait(self) -> None:
+        """Wait until all steps are computed."""
+
+
+class Drawn(Protocol):
+    """The tokens of a step, which the device has begun to draw."""
+
+    @property
+    def on_device(self) -> Any:
+        """The tokens on the device; None: the next step must wait for the host."""
+
+    def read(self) -> tuple[list[int], list[int]]:
+        """Wait for the tokens. Returns their ids, and the indices of those that only the host could draw."""
+
+
+class TokenSampler(Protocol):
+    """Draws the tokens of steps: `StepSampler` from logits, `EmulatedSampler` by request and position."""
+
+    def add(self, request: Request, grammar: Any = None) -> None: ...
+
+    def accept(self, request_id: str, token_id: int) -> None: ...
+
+    def remove(self, request_id: str) -> None: ...
+
+    def take_prompt_logprobs(self, request_id: str) -> list[TokenLogprobs | None] | None: ...
+
+    def take_vector(self, request_id: str) -> bytes | None: ...
+
+    def pool(self, batch: Batch, hidden: Any) -> None:
+        """Pool the hidden states of prompts that want a vector."""
+
+    def draw(self, batch: Batch, logits: Any, previous_tokens: Any = None) -> Drawn | None: ...
+
+    def sample(self, batch: Batch, logits: Any, rows: Sequence[range]) -> Mapping[str, SampledToken]: ...
+
+
+class Grammars(Protocol):
+    """Compiles the grammars of requests."""
+
+    def warm_up(self) -> None: ...
+
+    def compile(self, grammar: Grammar, token_ids: Sequence[int] = ()) -> Any:
+        """Return the state of a grammar after `token_ids`. InvalidField: the grammar cannot be served."""
+
+    def close(self) -> None: ...
+
+    async def compiled(
+        self, grammar: Grammar, token_ids: Sequence[int] = (), may_refuse: bool = True, tenant: str = ""
+    ) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Executor:
+    """Everything that an engine gets from its device, complete at construction."""
+
+    config: EngineConfig  # its sizes are known
+    runner: StepRunner
+    sampler: TokenSampler
+    grammars: Grammars
+    pages: PagePool
+    memory: Memory  # of the pages
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: Collection[int]
+    is_ahead: bool  # see `Pipeline`
+    check: Callable[[SamplingParams], None]  # raises InvalidField for what the device cannot answer
+    spec_of: Callable[[str], PoolSpec]  # the KV pool as other replicas must know it, by the name of the weights
+    model: "LoadedModel | None" = None  # None: the device is emulated
+    encoding: Encoding | None = None  # None: prompts are text alone, see `why_text_alone`
+    why_text_alone: str = ""
+    cpu_kernels: str = ""  # which compute the matrix products of fused layers on a CPU; empty: none are named
+    makes_tokens: bool = True  # False: requests get rows of embeddings, on an encode replica
+    speculation: "Speculation | None" = None
+    tiers: "TierStore | None" = None
+    gang: "Gang | None" = None

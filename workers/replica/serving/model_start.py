@@ -1,0 +1,152 @@
+"""The start of a replica whose steps a model computes: load the model, alone or with other ranks, and measure steps."""
+
+import asyncio
+import logging
+import os
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from crossdock.workers.model.cut.position import RankPosition
+from crossdock.workers.model.weights.checkpoint import resolve_model, resolve_tokenizer
+from crossdock.workers.model.weights.fingerprint import fingerprint
+from crossdock.workers.replica.config import ReplicaSpec
+from crossdock.workers.replica.engine.calibrate import warm_up
+from crossdock.workers.replica.engine.computing import new_engine
+from crossdock.workers.replica.engine.engine import Engine
+from crossdock.workers.replica.engine.engine_loader import load_engine
+from crossdock.workers.replica.ranks.gang import Gang
+from crossdock.workers.replica.ranks.rank_loader import driver_of, failure_of, position_of, why_failed
+from crossdock.workers.replica.ranks.rank_network import LOOPBACK
+from crossdock.workers.replica.ranks.rank_socket import GangAddress
+from crossdock.workers.replica.serving.follower import follow
+from crossdock.workers.replica.serving.machine import describe_machine
+from crossdock.workers.replica.serving.started import Started
+from crossdock.workers.replica.transfer.landing import open_landing
+from crossdock.workers.report.profile import SchedulingProfile
+
+logger = logging.getLogger("ray.serve")
+
+_LAST_WORDS_S = 1.0  # for a rank that fails to report why, before the view of the other ranks is taken for the reason
+
+
+class Rank:
+    """A follower in a process of its own. Both end together."""
+
+    def run(self, spec: ReplicaSpec, rank: int, address: GangAddress) -> None:
+        """Follow, on the addresses of the node that this process is on."""
+        node = ray.util.get_node_ip_address()
+        host = LOOPBACK if address.host == LOOPBACK else node
+        follow(spec, rank, address, host, (spec.transfer and spec.transfer.host) or node)
+
+
+class ModelStart:
+    """Starts the engine of a replica, with all its ranks, and watches these until the replica ends."""
+
+    def __init__(self, spec: ReplicaSpec) -> None:
+        self._spec = spec
+        self._ranks: list[Any] = []
+        self._watching: set[asyncio.Task[None]] = set()
+        self._starting: asyncio.Future[str] | None = asyncio.get_running_loop().create_future()  # why it failed
+
+    async def run(self, reached: Callable[[str], None]) -> Started:
+        """Load the model and measure its steps. `reached` is told the end of each phase."""
+        spec = self._spec
+        engine, profile = await (self._load(spec, reached) if spec.num_ranks == 1 else self._load_gang(spec))
+        reached("steps measured")
+        checkpoint = await asyncio.to_thread(lambda: fingerprint(resolve_model(spec.model.path)))
+        machine = await asyncio.to_thread(describe_machine, engine.model, engine.executor.runner.graphs_text)
+        self._starting = None
+        takes_rows = engine.scheduler.encoding.arriving.num_pages > 0
+        return Started(engine, profile, checkpoint, machine, partial(open_landing, engine) if takes_rows else None)
+
+    async def _load(self, spec: ReplicaSpec, reached: Callable[[str], None]) -> tuple[Engine, SchedulingProfile]:
+        engine = await asyncio.to_thread(load_engine, spec)
+        reached("model loaded")
+        return engine, await asyncio.to_thread(warm_up, engine)
+
+    async def _load_gang(self, spec: ReplicaSpec) -> tuple[Engine, SchedulingProfile]:
+        """Start the other ranks in the other bundles of this replica's placement group, and load with them."""
+        event_loop, failed = asyncio.get_running_loop(), self._starting
+        assert failed is not None
+
+        def on_lost(why: str) -> None:
+            event_loop.call_soon_threadsafe(self._lost, why)
+
+        path = await asyncio.to_thread(resolve_tokenizer, spec.tokenizer, spec.model.path)
+        gang = Gang(spec, gang_host(), on_lost)
+        loaded: asyncio.Future[tuple[Engine, SchedulingProfile]] = event_loop.create_future()
+
+        def load() -> None:
+            try:
+                engine = new_engine(gang.load(), spec.engine, path, gang=gang)
+                ready = engine, warm_up(engine)
+            except Exception as error:  # mostly because another rank failed, which reports why
+                why = f"{gang.position}: {why_failed(error)}"
+                logger.exception("%s failed", gang.position)
+                event_loop.call_soon_threadsafe(event_loop.call_later, _LAST_WORDS_S, self._lost, why)
+            else:
+                event_loop.call_soon_threadsafe(loaded.set_result, ready)
+
+        self._start_followers(spec, gang.address)
+        threading.Thread(target=load, name="load", daemon=True).start()
+        either: list[asyncio.Future[Any]] = [loaded, failed]
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if failed.done():
+            self._end_followers()
+            raise failure_of(failed.result())
+        return loaded.result()
+
+    def _start_followers(self, spec: ReplicaSpec, address: GangAddress) -> None:
+        group = ray.util.get_current_placement_group()
+        followers = (rank for rank in range(spec.num_ranks) if rank != driver_of(spec))
+        for bundle, rank in enumerate(followers, 1):  # the driver has bundle 0
+            resources = group.bundle_specs[bundle]
+            actor = (
+                ray.remote(Rank)
+                .options(
+                    num_cpus=int(resources.get("CPU", 0)),
+                    num_gpus=resources.get("GPU", 0),
+                    scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle),
+                )
+                .remote()
+            )
+            self._ranks.append(actor)
+            watching = asyncio.create_task(self._watch(position_of(spec, rank), actor.run.remote(spec, rank, address)))
+            self._watching.add(watching)
+
+    async def _watch(self, position: RankPosition, running: Any) -> None:
+        """Wait for the end of a follower, which never ends alone."""
+        try:
+            await running
+        except Exception as error:
+            await asyncio.sleep(_LAST_WORDS_S)  # the rank's own report comes by its connection
+            self._lost(f"{position}: {type(error).__name__}: {error}")
+
+    def _lost(self, why: str) -> None:
+        """End the replica: a rank is gone. While it starts, its constructor raises; later the process ends on the spot,
+        which its readers see at once and Serve heals."""
+        if self._starting is not None:
+            if not self._starting.done():
+                self._starting.set_result(why)
+            return
+        logger.error("this replica ends: %s", why)
+        for handler in logger.handlers:
+            handler.flush()
+        self._end_followers()
+        os._exit(1)
+
+    def _end_followers(self) -> None:
+        for actor in self._ranks:
+            ray.kill(actor)
+
+
+def gang_host() -> str:
+    """Return the driver's address for its followers: the node's own, or loopback if all ranks are on this node."""
+    table = ray.util.placement_group_table(ray.util.get_current_placement_group())
+    is_on_one_node = len(set(table["bundles_to_node_id"].values())) == 1
+    return LOOPBACK if is_on_one_node else str(ray.util.get_node_ip_address())
