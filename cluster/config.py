@@ -69,6 +69,10 @@ class ModelConfig(BaseModel):
         description="How /v1/embeddings makes a vector of a text; what is not given is the model's.",
     )
 
+    lora_modules: dict[str, str] = Field(
+        default_factory=dict, description="Folders of LoRA adapters by the names that clients ask for."
+    )
+
     @property
     def name(self) -> str:
         """The name by which clients ask for the model."""
@@ -246,6 +250,11 @@ class ClusterConfig(BaseModel):
         return self.model_copy(update={"engine": slow(self.engine), "pools": tuple(pools)})
 
     @property
+    def enables_lora(self) -> bool:
+        """Whether replicas take adapters: all of them that make tokens, or none."""
+        return next(pool.engine or self.engine for pool in self.pools if pool.role != "encode").enable_lora
+
+    @property
     def _has_holders(self) -> bool:
         """Return whether a prefix may be at another replica than the one that computes the rest."""
         return sum(each.most for each in self.pools if each.role != "encode") > 1
@@ -255,7 +264,7 @@ class ClusterConfig(BaseModel):
         engine, model = pool.engine or self.engine, self.model
         roles = {each.role for each in self.pools}
         if pool.role == "encode":  # these settings are of the decoder, which it does not have
-            engine = engine.model_copy(update={"speculative_config": None, "quantization": None})
+            engine = engine.model_copy(update={"speculative_config": None, "quantization": None, "enable_lora": False})
         num_ranks = sum(each.most * each.num_ranks for each in self.pools)
         return ReplicaSpec(
             model=engine.model_spec(pool.checkpoint or model.path, pool.dtype or model.dtype, model.max_model_len),
@@ -374,6 +383,20 @@ class ClusterConfig(BaseModel):
                     f"pools: {pool.name!r} must have the classes of all, engine.slo_classes and "
                     f"engine.default_slo_class; leave both out of its engine"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _check_adapters(self) -> Self:
+        engines = [pool.engine or self.engine for pool in self.pools if pool.role != "encode"]
+        if len({(engine.enable_lora, engine.max_lora_rank) for engine in engines}) > 1:
+            raise ValueError("pools: enable_lora and max_lora_rank must be the same in all: any may get a request")
+        if self.is_emulated and self.enables_lora:
+            raise ValueError("enable_lora: an emulated device computes no adapters; leave it out, or simulate them")
+        if (self.model.lora_modules or self.http.lora_folder) and not self.enables_lora:
+            name = "model.lora_modules" if self.model.lora_modules else "http.lora_folder"
+            raise ValueError(f"{name} needs engine.enable_lora: true (--enable-lora)")
+        if taken := {self.model.name, *self.http.model_aliases} & self.model.lora_modules.keys():
+            raise ValueError(f"model.lora_modules: {taken.pop()!r} is a name of the base model; choose another")
         return self
 
     @model_validator(mode="after")

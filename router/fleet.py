@@ -219,7 +219,9 @@ class Fleet:
             return
         profile, priority = replica.profile, self._priority(query.slo_class)
         pages = profile.needs.at_once(query.num_tokens, cached_tokens // profile.page_size)
-        replica.pending[query.request_id] = Booking(priority, query.num_tokens, seconds, pages, decodes=decodes)
+        replica.pending[query.request_id] = Booking(
+            *(priority, query.num_tokens, seconds, pages), decodes=decodes, adapter=query.adapter
+        )
         self.table.touch(replica)
         self.prefixes.expect(replica.slot, query.page_hashes)
 
@@ -240,6 +242,9 @@ class Fleet:
         items = query.items if with_items else ()
         tokens = query.num_tokens, query.max_tokens
         prediction = predict(loads, *tokens, priority, cached, ages, self.classes, items)
+        if query.adapter:
+            waits = self.table.adapter_waits(query.adapter)
+            prediction.ttft += waits if slots is None else waits[slots]
         if self.config.evictions == "ignored":
             prediction.evicted[:] = 0.0
         return prediction

@@ -34,7 +34,7 @@ def query_of(
     token_ids = [*submission.prompt_token_ids, *output] if output else submission.prompt_token_ids
     hashes: Sequence[PageHash] = ()
     if not submission.sampling.needs_whole_prompt:
-        hashes = hash_pages(token_ids, page_size, submission.cache_salt, items=submission.items)
+        hashes = hash_pages(token_ids, page_size, submission.page_salt, items=submission.items)
     query = Query(
         submission.id,
         len(token_ids),
@@ -45,6 +45,7 @@ def query_of(
         may_refuse=may_refuse,
         is_prompt_alone=submission.sampling.pooling is not None,
         weights=weights,
+        adapter="" if submission.adapter is None else submission.adapter.fingerprint,
         items=_items_of(submission.items),
     )
     return replace(query, encoding=_query_of_rows(submission, query, page_size)) if may_encode_elsewhere else query

@@ -74,6 +74,7 @@ class Query:
     may_refuse: bool = True  # False: its client named no class, or a replica has accepted the request
     is_prompt_alone: bool = False  # it has no output, so that prefill replicas compute all of it
     weights: str = ""  # that made its output so far: only replicas with the same go on with it; empty: all may
+    adapter: str = ""  # fingerprint of the adapter that it needs; empty: none
     items: Sequence[tuple[int, int, int]] = ()  # (end, rows, parts: 1 for a picture) of each unlike item, in order
     encoding: "Query | None" = None  # of the `encoding_leg`, where an encode replica may take that
 

@@ -55,6 +55,11 @@ class ReplicaState:
         reported = sum(live.streams) + sum(live.arriving) + sum(p.count for p in live.prompts) if live else 0
         return reported + len(self.pending)
 
+    def has_adapter(self, adapter: str) -> bool:
+        """Return whether the replica has reported an adapter, or has been given a request that needs the adapter."""
+        is_loaded = self.live is not None and adapter in self.live.adapters
+        return is_loaded or any(booking.adapter == adapter for booking in self.pending.values())
+
     def count_tokens(self) -> tuple[int, int]:
         """Return (uncached prompt tokens that are not computed yet, tokens in the contexts of streams)."""
         waiting, context = 0, 0
@@ -190,6 +195,14 @@ class ReplicaTable:
             self._forget_roles()
         self.news_at[replica.slot] = now
         self._dirty.add(replica.slot)
+
+    def adapter_waits(self, adapter: str) -> Floats:
+        """Return the seconds `[slot]` until each replica has loaded an adapter: 0 where it has, or soon will have."""
+        waits = np.zeros(len(self.by_slot))
+        for replica in self.by_name.values():
+            if replica.live is not None and not replica.has_adapter(adapter):
+                waits[replica.slot] = replica.live.adapter_load_s
+        return waits
 
     def replica_in(self, slot: int) -> ReplicaState:
         replica = self.by_slot[slot]

@@ -31,6 +31,7 @@ class Booking:
     seconds: float  # to compute the uncached prompt here; 0: another replica computes the prompt
     pages: int  # KV pages the request takes here
     decodes: bool  # whether this replica makes the output
+    adapter: str = ""  # fingerprint of the adapter that the request needs; empty: none
     has_first: bool = False  # whether the prompt is computed and the first token is out
 
 

@@ -48,7 +48,7 @@ BELOW = {  # room: the rooms it may import besides itself
     "workers/schedule": set[str](),
     "kvtransfer": set[str](),
     "kernels": set[str](),
-    "kernels/cpu": {"kernels/attention", "kernels/cache", "kernels/options", "kernels/packed"},
+    "kernels/cpu": {"kernels/attention", "kernels/cache", "kernels/low_rank", "kernels/options", "kernels/packed"},
     "kernels/gpu": {"kernels/attention", "kernels/options"},
 }
 API_ROOMS = {  # folder of cluster/api: the folders there that it may import besides itself
@@ -74,6 +74,7 @@ FLOORS_WITHIN: dict[str, list[set[str]]] = {
         {"pictures", "recurrent"},
         {"cut"},
         {"weights"},
+        {"lora"},
         {"load_options.py", "network.py", "kv_pool.py"},
         {"model.py", "shared_rows.py"},
         {"page_lists.py"},
@@ -92,7 +93,15 @@ IMPURE = {  # what pure rooms never import
 }
 SCHEDULE_FLOORS = (  # of workers/schedule, the lowest first: its rooms, files, and files of rooms that others need
     *("shares.py", "slo.py", "cost", "pictures/items.py", "memory", "submission.py", "request.py"),
-    *("pacing/pace.py", "pacing/chunking.py", "pacing/chunk_policies.py", "config.py", "order.py", "table.py"),
+    *(
+        "pacing/pace.py",
+        "pacing/chunking.py",
+        "pacing/chunk_policies.py",
+        "config.py",
+        "order.py",
+        "table.py",
+        "adapter_slots.py",
+    ),
     *("pictures", "batch.py", "handback.py", "kv.py", "windows.py", "pacing", "admission.py", "recurrent"),
     *("prefills.py", "drafts", "outputs.py", "ahead.py", "stretch.py", "handoff.py", "prefixes", "scheduler.py"),
 )

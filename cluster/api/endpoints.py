@@ -29,6 +29,7 @@ from crossdock.cluster.api.http.tiers import Tiers
 from crossdock.cluster.api.http.tracing import Tracing, otlp_exporter
 from crossdock.cluster.api.media.media import Media
 from crossdock.cluster.api.routes.absent_paths import advice
+from crossdock.cluster.api.routes.adapters import AdapterNames
 from crossdock.cluster.api.routes.chats import Chats
 from crossdock.cluster.api.routes.completions import Completions
 from crossdock.cluster.api.routes.conversations import Conversations
@@ -70,6 +71,7 @@ def build_api(
     ask_peers: AskPeers | None = None,
     ask_stores: AskStores | None = None,
     media: Media | None = None,
+    adapters: AdapterNames | None = None,
 ) -> FastAPI:
     """Return the ASGI application. Its `state` answers other ingresses: `lend` their `ask_peers`, `stored` their
     `ask_stores`.
@@ -77,7 +79,7 @@ def build_api(
     `tokenizer` must be that of the model that the dispatcher's replicas serve. `tiers`: their SLO classes; None: the
     default ones. `defaults`: of sampling; None: those of OpenAI's API. `embeddings`: how prompts become vectors; None:
     by their last token. `decisions`: the scaler's; None: there is no scaler. `media`: pictures; None: the model reads
-    text only.
+    text only. `adapters`: that requests may name; None: there are none.
     """
     tiers = tiers or Tiers()
     app = FastAPI(
@@ -90,7 +92,8 @@ def build_api(
         responses={"default": {"model": ErrorAnswer, "description": "Refused"}},
     )
     pooling, sampling = embeddings or EmbeddingDefaults(), defaults or GenerationDefaults()
-    routes = ModelRoutes(dispatcher, tokenizer, http, tiers, sampling, pooling, ask_stores, media)
+    adapters = adapters or AdapterNames()
+    routes = ModelRoutes(dispatcher, tokenizer, http, tiers, sampling, pooling, ask_stores, media, adapters)
     app.state.stored = routes.responses.at_this_ingress
     _add_endpoints(app, routes.endpoints())
     _add_endpoints(app, _reporting(ServerStatus(dispatcher, decisions)))
@@ -100,6 +103,7 @@ def build_api(
     app.add_exception_handler(RequestValidationError, _invalid_query)
     keys = KeyRing(http.api_keys, None if http.api_keys_file is None else Path(http.api_keys_file), tiers.names)
     ledger = Ledger(http.replicas, ask_peers=ask_peers)
+    app.state.adapters = adapters
     app.state.lend = partial(_lend, keys, ledger)
     _add_middleware(app, dispatcher, http, keys, ledger)
     return app
@@ -164,6 +168,7 @@ class ModelRoutes:
     pooling: EmbeddingDefaults
     ask_stores: AskStores | None = None
     media: Media | None = None  # None: the model reads text only
+    adapters: AdapterNames = field(default_factory=AdapterNames)  # that requests may name
     models: Models = field(init=False)
     encoder: PromptEncoder = field(init=False)
     generations: Generations = field(init=False)
@@ -176,7 +181,7 @@ class ModelRoutes:
     def __post_init__(self) -> None:
         http, tokenizer, media = self.http, self.tokenizer, self.media
         message_format = _message_format(tokenizer, http)
-        self.models = Models(self.source, http.model_aliases, message_format.families)
+        self.models = Models(self.source, http.model_aliases, message_format.families, self.adapters.by_name)
         self.encoder = PromptEncoder(
             tokenizer,
             trusts_templates=http.trust_request_chat_template,
@@ -218,7 +223,14 @@ class ModelRoutes:
             ("POST", "/v1/messages/count_tokens", messages.count_tokens, "The number of tokens of a conversation"),
             ("POST", "/tokenize", tokenization.tokenize, "The tokens of a text or of a conversation"),
             ("POST", "/detokenize", tokenization.detokenize, "The text of tokens"),
-            ("GET", "/v1/models", models.all, "The served model and its aliases"),
+            (
+                "POST",
+                "/v1/load_lora_adapter",
+                self.adapters.load,
+                "Name a LoRA adapter, which requests may then ask for",
+            ),
+            ("POST", "/v1/unload_lora_adapter", self.adapters.unload, "Forget the name of a LoRA adapter"),
+            ("GET", "/v1/models", models.all, "The served model, its aliases and its adapters"),
             ("GET", "/v1/models/{name:path}", models.one, "One of them"),
         ]
 

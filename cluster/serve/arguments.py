@@ -18,6 +18,7 @@ _LISTS = (
     "--served-model-name",
     "--api-key",
     "--allowed-media-domains",
+    "--lora-modules",
 )  # several values may follow one of these, as in vLLM
 _FILE = ("--config", "-c")
 _SWITCHES = {"true": True, "false": False}

@@ -124,6 +124,13 @@ PANELS: dict[str, tuple[Flag, ...]] = {
         Flag("model.tokenizer"),
         Flag("model.chat_template"),
         Flag("model.chat_template_content_format"),
+        Flag(
+            "model.lora_modules",
+            kind=list[str],
+            metavar="NAME=PATH",
+            help="LoRA adapter and the name that clients ask for; given again: further ones. Also JSON, as in vLLM.",
+        ),
+        Flag("http.lora_folder"),
         Flag("http.default_chat_template_kwargs"),
         Flag("http.trust_request_chat_template"),
         Flag("http.enable_auto_tool_choice"),
@@ -159,6 +166,9 @@ PANELS: dict[str, tuple[Flag, ...]] = {
         Flag("engine.log_chunks"),
         Flag("engine.async_scheduling"),
         Flag("engine.speculative_config"),
+        Flag("engine.enable_lora"),
+        Flag("engine.max_loras"),
+        Flag("engine.max_lora_rank"),
         Flag("engine.attention_backend"),
         Flag("engine.cpu_kernels"),
         Flag("engine.quantization", ("--quantization", "-q")),
@@ -302,6 +312,8 @@ def _overrides(values: dict[str, Any]) -> dict[str, object]:
     for key in _FLAG_OF:
         if key in values:
             values[key] = [member for each in values[key] for member in _listed(each, _FLAG_OF[key])]
+    if modules := values.get("model.lora_modules"):
+        values["model.lora_modules"] = dict(map(_lora_module, modules))
     if (revision := values.pop("--revision", None)) is not None:
         values["model.path"] = _at_revision(values.get("model.path"), revision)
     if "pools" in values:
@@ -356,6 +368,20 @@ def _listed(text: str, flag: str) -> list[str]:
         return [str(each) for each in json.loads(text)]
     except ValueError:
         raise ValueError(f"{flag}: {text!r} is not JSON") from None
+
+
+def _lora_module(text: str) -> tuple[str, str]:
+    """Return the name and the folder of an adapter, from NAME=PATH or vLLM's JSON."""
+    if text.startswith("{"):
+        try:
+            given = json.loads(text)
+            return str(given["name"]), str(given["path"])
+        except (ValueError, KeyError):
+            raise ValueError(f"--lora-modules: {text!r} is no JSON object with name and path") from None
+    name, equals, path = text.partition("=")
+    if not name or not equals or not path:
+        raise ValueError(f"--lora-modules: {text!r} is not of the form NAME=PATH")
+    return name, path
 
 
 def _at_revision(model: str | None, revision: str) -> str:

@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from ray import serve
@@ -22,6 +23,7 @@ from crossdock.cluster.api.http.limits import Loan
 from crossdock.cluster.api.http.listener import Listener, listen
 from crossdock.cluster.api.http.tiers import Tiers
 from crossdock.cluster.api.media.media import Media
+from crossdock.cluster.api.routes.adapters import AdapterNames
 from crossdock.cluster.api.routes.response_store import StoredResponse
 from crossdock.cluster.api.routes.responses import Action
 from crossdock.cluster.config import ClusterConfig
@@ -29,9 +31,11 @@ from crossdock.cluster.dispatch.client import follow_members
 from crossdock.cluster.dispatch.dispatcher import Dispatcher
 from crossdock.cluster.serve.media import open_media
 from crossdock.cluster.serve.tokenizer import load_tokenizer
+from crossdock.workers.model.lora.adapter_files import read_adapter
 from crossdock.workers.model.weights.checkpoint import resolve_model
 from crossdock.workers.replica.serving.interpreter import prepare_interpreter
 from crossdock.workers.replica.serving.own_node import bind_serve_to_own_node
+from crossdock.workers.schedule.submission import Adapter
 
 logger = logging.getLogger("ray.serve")
 
@@ -76,6 +80,7 @@ class Ingress:
             open_media, path, tokenizer, config.http, self.dispatcher.metrics.registry
         )
         decisions = None if scaler is None else partial(_decisions, scaler)
+        adapters = await asyncio.to_thread(self._adapters_of, config)
         self._api = build_api(
             self.dispatcher,
             tokenizer,
@@ -87,7 +92,12 @@ class Ingress:
             ask_peers=self._ask_peers,
             ask_stores=self._ask_stores,
             media=self._media,
+            adapters=adapters,
         )
+        if config.http.replicas > 1:  # another ingress may have loaded some
+            for known in await self._of_all("adapters", _STORES_S):
+                for adapter in known:
+                    adapters.put(adapter.name, adapter)
         follow_members(engines, self._name, self.dispatcher.join, self.dispatcher.leave)
         with suppress(TimeoutError):  # without this wait an upgrade would route requests to an ingress without replicas
             async with asyncio.timeout(_FIRST_REPLICA_S):
@@ -106,6 +116,31 @@ class Ingress:
                 write_timeout_s=http.write_timeout_s,
                 has_keys=http.needs_key,
             )
+
+    def _adapters_of(self, config: ClusterConfig) -> AdapterNames:
+        """Return the names of the configured adapters. ValueError: one of them cannot be served."""
+        engine, folder = config.engine, config.http.lora_folder
+
+        def read(name: str, path: Path) -> Adapter:
+            return read_adapter(path, engine.max_lora_rank).adapter(name)
+
+        below, names = None if folder is None else Path(folder), (config.model.name, *config.http.model_aliases)
+        found = AdapterNames(read if config.enables_lora else None, below, self._name_at_others, names)
+        for name, path in config.model.lora_modules.items():
+            found.put(name, read(name, Path(path).expanduser().absolute()))
+        return found
+
+    async def put_adapter(self, asker: str, name: str, adapter: Adapter | None) -> None:
+        """Let a name mean an adapter, as at another ingress, `asker`."""
+        if asker != self._name:
+            self._api.state.adapters.put(name, adapter)
+
+    async def adapters(self) -> list[Adapter]:
+        """Return the adapters that have names here, for an ingress that starts."""
+        return list(self._api.state.adapters.by_name.values())
+
+    async def _name_at_others(self, name: str, adapter: Adapter | None) -> None:
+        await self._of_all("put_adapter", _STORES_S, self._name, name, adapter)
 
     def __serve_build_asgi_app__(self) -> Any:
         return _DrainedFirst(self._api, self._drain)

@@ -18,6 +18,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <initializer_list>
 #include <memory>
 #include <type_traits>
 #include <utility>
@@ -157,11 +158,22 @@ struct Stack {
     const Layer* layers;
 };
 
+struct Delta {         // of one matrix: outputs get B A x
+    const bf16 *a, *b;  // [rank, K], [rank, N]
+    int64_t rank;       // 0: the matrix stays as it is
+};
+
+struct LayerDeltas {
+    Delta q, k, v, out, gate, up, down;
+};
+
 struct DecoderBatch {
     int64_t T, S, P;
     const int32_t *query_start, *kv_len, *page_table;
     const int64_t* slots;
-    const bf16 *cos, *sin;  // [T, D]
+    const bf16 *cos, *sin;               // [T, D]
+    const LayerDeltas* const* adapters;  // of each row, all layers; null: no row has one, or this row has none
+    int64_t rank;                        // the largest
 };
 
 }  // extern "C"
@@ -381,6 +393,57 @@ class Attention {
     float max_[MAX_ROWS], sum_[MAX_ROWS];
 };
 
+// --- adapters --------------------------------------------------------------------------------------------------------
+
+inline float dot(const bf16* x, const bf16* y, int64_t K) {
+    __m512 sums[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
+    for (int64_t i = 0; i < K; i += 32) {
+        const __mmask32 here = K - i >= 32 ? ~__mmask32(0) : (__mmask32(1) << (K - i)) - 1;
+        const __m512i a = _mm512_maskz_loadu_epi16(here, x + i), b = _mm512_maskz_loadu_epi16(here, y + i);
+        __m512& sum = sums[i / 32 % 2];
+        sum = _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
+    }
+    const __m512 sum = round16(_mm512_set1_ps(_mm512_reduce_add_ps(_mm512_add_ps(sums[0], sums[1]))));
+    return _mm512_cvtss_f32(sum);
+}
+
+// The products A x of the rows that have adapters, for matrices of one input, and what they add to outputs.
+class Deltas {
+   public:
+    Deltas(const DecoderBatch& b) : b_(b), inner_(b.adapters ? b.T * 3 * b.rank : 0) {}
+    explicit operator bool() const { return b_.adapters != nullptr; }
+
+    // This thread's share of A x for the rows x [T, K]; other threads need it after a barrier.
+    void shrink(const bf16* x, int64_t K, int64_t layer, std::initializer_list<Delta LayerDeltas::*> names, int tid, int nt) {
+        for (int64_t t = 0; t < b_.T; ++t) {
+            if (!b_.adapters[t]) continue;
+            float* inner = inner_.data() + t * 3 * b_.rank;
+            for (Delta LayerDeltas::*name : names) {
+                const Delta& delta = b_.adapters[t][layer].*name;
+                for (int64_t r = delta.rank * tid / nt; r < delta.rank * (tid + 1) / nt; ++r)
+                    inner[r] = dot(x + t * K, delta.a + r * K, K);
+                inner += b_.rank;
+            }
+        }
+    }
+
+    // 16 outputs of row t from `column` on, of a matrix with N outputs that was `number` among the names of `shrink`.
+    __m512 add(__m512 y, int64_t t, int64_t layer, Delta LayerDeltas::*name, int number, int64_t column, int64_t N) const {
+        if (!b_.adapters[t]) return y;
+        const Delta& delta = b_.adapters[t][layer].*name;
+        if (!delta.rank) return y;
+        const float* inner = inner_.data() + (t * 3 + number) * b_.rank;
+        __m512 sum = _mm512_setzero_ps();
+        for (int64_t r = 0; r < delta.rank; ++r)
+            sum = _mm512_fmadd_ps(_mm512_set1_ps(inner[r]), load16(delta.b + r * N + column), sum);
+        return round16(_mm512_add_ps(round16(y), round16(sum)));
+    }
+
+   private:
+    const DecoderBatch& b_;
+    std::vector<float> inner_;  // [T, 3, rank]
+};
+
 }  // namespace
 
 extern "C" {
@@ -395,6 +458,7 @@ void crossdock_decode_stack(const Stack* stack, const DecoderBatch* batch, bf16*
     bf16* attended = qkv + T * QKV;
     bf16* activated = attended + T * A;
     Barrier barrier;
+    Deltas deltas(b);
 #if defined(__AVX512VNNI__)
     packed::Rows rows(T, std::max({E, A, I}));
 #endif
@@ -420,6 +484,11 @@ void crossdock_decode_stack(const Stack* stack, const DecoderBatch* batch, bf16*
 #endif
             packed::multiply<decltype(panels)::value>(x, T, w, tid, nt, write);
         };
+        auto shrink = [&](const bf16* x, int64_t K, int64_t layer, std::initializer_list<Delta LayerDeltas::*> names) {
+            if (!deltas) return;
+            deltas.shrink(x, K, layer, names, tid, nt);
+            barrier.wait();
+        };
         const std::integral_constant<int, 2> two;
         const std::integral_constant<int, 3> three;
 
@@ -433,10 +502,17 @@ void crossdock_decode_stack(const Stack* stack, const DecoderBatch* batch, bf16*
                 constexpr int NB = sizeof(acc) / sizeof(__m512);
                 for (int j = 0; j < NB; ++j) {
                     __m512 v = acc[j];
-                    if (layer.qkv_bias) v = _mm512_add_ps(round16(v), load16(layer.qkv_bias + (n + j) * 16));
+                    const int64_t at = (n + j) * 16, W = s.Hkv * s.D;
+                    if (layer.qkv_bias) v = _mm512_add_ps(round16(v), load16(layer.qkv_bias + at));
+                    if (deltas) {
+                        if (at < A) v = deltas.add(v, t, l, &LayerDeltas::q, 0, at, A);
+                        else if (at < A + W) v = deltas.add(v, t, l, &LayerDeltas::k, 1, at - A, W);
+                        else v = deltas.add(v, t, l, &LayerDeltas::v, 2, at - A - W, W);
+                    }
                     store16(qkv + t * QKV + (n + j) * 16, v);
                 }
             };
+            shrink(normed, E, l, {&LayerDeltas::q, &LayerDeltas::k, &LayerDeltas::v});
             multiply(three, normed, layer.qkv, write_qkv);
             barrier.wait();
 
@@ -461,14 +537,17 @@ void crossdock_decode_stack(const Stack* stack, const DecoderBatch* batch, bf16*
             attention->run(layer, qkv, QKV, attended, A);
             barrier.wait();
 
+            Delta LayerDeltas::*name = &LayerDeltas::out;
             auto add_to_hidden = [&](int64_t t, int64_t n, auto& acc) {
                 constexpr int NB = sizeof(acc) / sizeof(__m512);
                 for (int j = 0; j < NB; ++j) {
                     bf16* at = hidden + t * E + (n + j) * 16;
-                    store16(at, _mm512_add_ps(load16(at), round16(acc[j])));
+                    const __m512 v = deltas ? deltas.add(acc[j], t, l, name, 0, (n + j) * 16, E) : acc[j];
+                    store16(at, _mm512_add_ps(load16(at), round16(v)));
                 }
             };
             prepare(attended, layer.out);
+            shrink(attended, A, l, {name});
             multiply(three, attended, layer.out, add_to_hidden);
             barrier.wait();
 
@@ -480,15 +559,22 @@ void crossdock_decode_stack(const Stack* stack, const DecoderBatch* batch, bf16*
                 constexpr int NB = sizeof(acc) / sizeof(__m512);
                 for (int j = 0; j + 1 < NB; j += 2) {
                     __m512 gate = round16(acc[j]), up = round16(acc[j + 1]);
+                    if (deltas) {
+                        gate = deltas.add(gate, t, l, &LayerDeltas::gate, 0, (n + j) / 2 * 16, I);
+                        up = deltas.add(up, t, l, &LayerDeltas::up, 1, (n + j) / 2 * 16, I);
+                    }
                     __m512 silu = _mm512_div_ps(
                         gate, _mm512_add_ps(_mm512_set1_ps(1.0f), exp16(_mm512_sub_ps(_mm512_setzero_ps(), gate))));
                     store16(activated + t * I + (n + j) / 2 * 16, _mm512_mul_ps(round16(silu), up));
                 }
             };
+            shrink(normed, E, l, {&LayerDeltas::gate, &LayerDeltas::up});
             multiply(two, normed, layer.gate_up, write_activated);
             barrier.wait();
 
+            name = &LayerDeltas::down;
             prepare(activated, layer.down);
+            shrink(activated, I, l, {name});
             multiply(three, activated, layer.down, add_to_hidden);
             barrier.wait();
         }

@@ -19,10 +19,12 @@ from crossdock.kernels.cpu.huge_pages import HugePages
 from crossdock.kernels.cpu.layer_steps import HeadSteps, add_and_norm, finish_heads, silu_and_multiply, steps_library
 from crossdock.kernels.cpu.linear import ONE_CALL, ChosenLinear, OwnLinear, Weights, interleave, padded
 from crossdock.kernels.cpu.packed_linear import MatrixStruct, PackedPanels, PackedProduct, joined
+from crossdock.kernels.cpu.row_deltas import RowDeltas
 from crossdock.kernels.options import Kernel
 from crossdock.kernels.packed import PackedMatrix
 
 Weight: TypeAlias = Tensor | PackedMatrix
+_NO_ADAPTERS = RowDeltas(())
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +110,8 @@ class _DecoderBatch(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("T", "S", "P")),
         *((name, ctypes.c_void_p) for name in ("query_start", "kv_len", "page_table", "slots", "cos", "sin")),
+        ("adapters", ctypes.c_void_p),
+        ("rank", ctypes.c_int64),
     ]
 
 
@@ -165,6 +169,7 @@ class DecoderStack:
         self._shape, self._choice, self._attention = shape, choice, attention
         steps_library()
         memory = HugePages()
+        self.num_layers = len(layers)
         self._products = [_Products.of(layer, choice, memory) for layer in layers]
         self._norms = [(layer.input_norm.clone(), layer.post_norm.clone()) for layer in layers]
         self._heads = [
@@ -183,6 +188,7 @@ class DecoderStack:
         sin: Tensor,  # [T, D]
         pages: Sequence[tuple[Tensor, Tensor]],
         batch: AttentionBatch,
+        adapters: RowDeltas = _NO_ADAPTERS,
     ) -> Tensor:
         """Compute all layers over a flat batch; return [T, E]. Keys and values are stored to `pages`."""
         if pages is not self._pages:
@@ -191,9 +197,9 @@ class DecoderStack:
         assert hidden.dtype == cos.dtype == sin.dtype == pages[0][0].dtype
         is_causal = batch.key_end is None  # the attention of decoder.cpp is
         if self._own is not None and is_causal and self._choice.at(len(hidden)) in self._one_call:
-            self._own.run(hidden, cos, sin, batch)
+            self._own.run(hidden, cos, sin, batch, adapters)
         else:
-            self._run_steps(hidden, cos, sin, batch)
+            self._run_steps(hidden, cos, sin, batch, adapters)
         return hidden
 
     def _bind(self, pages: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -213,30 +219,40 @@ class DecoderStack:
             self._own.bind(pages)
         self._pages = pages
 
-    def _run_steps(self, hidden: Tensor, cos: Tensor, sin: Tensor, batch: AttentionBatch) -> None:
+    def _run_steps(self, hidden: Tensor, cos: Tensor, sin: Tensor, batch: AttentionBatch, adapters: RowDeltas) -> None:
         """Compute all layers over hidden [T, E], in place, a product or a step at a time.
 
         Inputs of products have a padded number of rows; the rows past T are zeros, and their results are not read.
         """
         shape, T = self._shape, len(hidden)
-        rows, query_width = padded(T), shape.num_heads * shape.head_dim
+        rows, query_width, kv_width = padded(T), shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         normed = hidden.new_zeros(rows, shape.hidden)
         attended = hidden.new_zeros(rows, query_width)
         activated = hidden.new_zeros(rows, shape.intermediate)
         addend: Tensor | None = None
-        for products, (input_norm, post_norm), steps, (keys, values), (*_, window) in zip(
-            self._products, self._norms, self._steps, self._pages, self._heads, strict=True
+        for layer, (products, (input_norm, post_norm), steps, (keys, values), (*_, window)) in enumerate(
+            zip(self._products, self._norms, self._steps, self._pages, self._heads, strict=True)
         ):
             add_and_norm(hidden, addend, input_norm, shape.eps, normed)
             qkv = products.qkv(normed)
+            for name, part in zip(
+                ("q", "k", "v"), torch.split(qkv[:T], [query_width, kv_width, kv_width], 1), strict=True
+            ):
+                adapters.add(layer, name, normed[:T], part)
             finish_heads(steps, qkv, cos, sin, batch)
             q = qkv[:T, :query_width].view(T, shape.num_heads, shape.head_dim)
             seen = self._attention(q, keys, values, batch, scale=shape.scale, window=window)  # [T, Hq, D]
             attended[:T] = seen.view(T, query_width)
             addend = products.out(attended)
+            adapters.add(layer, "out", attended[:T], addend[:T])
             add_and_norm(hidden, addend, post_norm, shape.eps, normed)
-            silu_and_multiply(products.gate_up(normed), T, activated)
+            gate_up = products.gate_up(normed)
+            gate, up = gate_up[:T].view(T, -1, 2, 16).unbind(2)
+            adapters.add(layer, "gate", normed[:T], gate)
+            adapters.add(layer, "up", normed[:T], up)
+            silu_and_multiply(gate_up, T, activated)
             addend = products.down(activated)
+            adapters.add(layer, "down", activated[:T], addend[:T])
         if addend is not None:
             hidden += addend[:T]
 
@@ -288,15 +304,17 @@ class _OwnStack:
             *(pages[0][0].shape[2], page_stride, head_stride, self._layers),
         )
 
-    def run(self, hidden: Tensor, cos: Tensor, sin: Tensor, batch: AttentionBatch) -> None:
+    def run(self, hidden: Tensor, cos: Tensor, sin: Tensor, batch: AttentionBatch, adapters: RowDeltas) -> None:
         """Compute all layers over hidden [T, E], in place."""
         shape, T = self._shape, len(hidden)
         width = shape.hidden + shape.intermediate + (2 * shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
         scratch = torch.empty(T * width, dtype=torch.bfloat16)
         table = batch.page_table.contiguous()
+        pointers = adapters.pointers(T) if adapters.groups else None
         arguments = _DecoderBatch(
             *(T, len(batch.kv_len), table.shape[1]),
             *(t.data_ptr() for t in (batch.query_start, batch.kv_len, table, batch.slots, cos, sin)),
+            *((None, 0) if pointers is None else (pointers.ctypes.data, adapters.rank)),
         )
         self._library.crossdock_decode_stack(
             ctypes.byref(self._stack),

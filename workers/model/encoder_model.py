@@ -18,6 +18,7 @@ from crossdock.kvtransfer.layout import LayerShape
 from crossdock.workers.model.architecture import num_deep_layers, text_config
 from crossdock.workers.model.cut.part import ModelPart
 from crossdock.workers.model.cut.position import RankPosition
+from crossdock.workers.model.forward.row_adapters import RowAdapters
 from crossdock.workers.model.forward.step_pictures import PictureRows
 from crossdock.workers.model.kv_pool import KVPool
 from crossdock.workers.model.load import dtype_of, longest_request
@@ -101,6 +102,7 @@ class EncoderModel(LoadedModel):
         rows: Tensor,
         pictures: PictureRows | None = None,
         states: tuple[Tensor, Tensor] | None = None,
+        adapters: RowAdapters | None = None,
     ) -> Tensor:
         """Write the embeddings of a step to its pages, and return logits [N, 1] of zeros.
 

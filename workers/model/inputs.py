@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from crossdock.kernels.attention import AttentionBatch
+from crossdock.workers.model.forward.row_adapters import RowAdapters
 from crossdock.workers.model.forward.step_pictures import PictureRows, StepPictures
 from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.model.page_lists import PageLists, table_of
@@ -36,6 +37,7 @@ class StepInputs:
     state_read: NDArray[np.int32] = field(default_factory=lambda: _NO_STATES)  # [S, n] pages; rows of -1: zeros
     state_write: NDArray[np.int32] = field(default_factory=lambda: _NO_STATES)  # [S, n]; see `StatePages`
     pictures: StepPictures | None = None  # None: all rows are tokens
+    adapters: Sequence[str] = ()  # the fingerprint of each sequence's, or an empty text; (): none has one
 
     @classmethod
     def of(cls, batch: Batch, page_size: int) -> "tuple[StepInputs, list[range]]":
@@ -71,6 +73,7 @@ class StepInputs:
             pages=lists,
             state_read=_state_table([part.state.read for part in batch.scheduled], state_width),
             state_write=_state_table([part.state.write for part in batch.scheduled], state_width),
+            adapters=_adapters(batch),
         )
         return inputs, rows
 
@@ -126,7 +129,8 @@ class StepInputs:
         longest, decodes = (self.max_query_len, int(self.kv_len.max())), self.num_decodes
         pictures = rows_of(model, self.pictures) if self.pictures is not None else None
         chunks = int(self.kv_len[decodes:].max(initial=0))
-        return self.for_rank(model, previous_tokens).run(model, *longest, decodes, pictures, chunks)
+        adapters = None if model.adapters is None else model.adapters.rows(self.adapters, self.query_start)
+        return self.for_rank(model, previous_tokens).run(model, *longest, decodes, pictures, chunks, adapters)
 
     def for_rank(self, model: LoadedModel, previous_tokens: Tensor | None = None) -> "StepTensors":
         """Copy the step to the device of this rank's part of `model`; see `on`.
@@ -161,13 +165,14 @@ class StepTensors(NamedTuple):
         num_decodes: int,
         pictures: PictureRows | None = None,
         max_chunk_kv_len: int | None = None,
+        adapters: RowAdapters | None = None,
     ) -> Tensor:
         batch = AttentionBatch(
             *(self.query_start, self.kv_len, self.page_table, self.slots, max_query_len, max_kv_len, num_decodes),
             max_chunk_kv_len=max_chunk_kv_len,
         )
         states = (self.state_read, self.state_write) if self.state_write.shape[1] else None
-        return model.forward(self.token_ids, self.positions, batch, self.wanted, pictures, states)
+        return model.forward(self.token_ids, self.positions, batch, self.wanted, pictures, states, adapters)
 
 
 _COPIED = tuple(name for name in StepTensors._fields if name != "page_table")
@@ -181,6 +186,13 @@ def _state_table(states: Sequence[Sequence[int]], width: int) -> NDArray[np.int3
             if len(pages):
                 row[:] = pages
     return table
+
+
+def _adapters(batch: Batch) -> Sequence[str]:
+    adapters = [part.request.adapter for part in batch.scheduled]
+    if not any(adapters):
+        return ()
+    return ["" if adapter is None else adapter.fingerprint for adapter in adapters]
 
 
 def _num_rows(part: Scheduled) -> int:

@@ -15,9 +15,11 @@ from crossdock.workers.model.architecture import attention_names, is_multimodal,
 from crossdock.workers.model.cut.collectives import Collectives
 from crossdock.workers.model.cut.part import ModelPart
 from crossdock.workers.model.cut.position import RankPosition
+from crossdock.workers.model.layer_kinds import recurrent_layers
 from crossdock.workers.model.layers.llama4 import attention_chunks, scale_by_position
 from crossdock.workers.model.layers.routed_experts import skip_idle_experts
 from crossdock.workers.model.load_options import LoadOptions
+from crossdock.workers.model.lora.adapters import Adapters, hook_adapters, sites_of
 from crossdock.workers.model.memory.memory_fit import check_fits, used_by_all_but_torch
 from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.model.model_spec import ModelSpec
@@ -85,6 +87,8 @@ def load_model(
         quantization=spec.quantization,
         used_by_others=used_by_others,
         takes_rows=takes_rows,
+        max_lora_rank=spec.max_lora_rank,
+        max_loras=spec.max_loras,
     )
     return wrap_module(module, options)
 
@@ -112,6 +116,7 @@ def wrap_module(module: Any, options: LoadOptions = _DEFAULTS) -> LoadedModel:
     network = Network(module, config, max_model_len, part, attention, chunks, tap)
     scale_by_position(module)
     skip_idle_experts(module)
+    adapters = _adapters(network, options.max_lora_rank, options.max_loras)
     with tap.opened():
         model = probe(network, options, _eos_token_ids(config, options.generation))
         tap.check()
@@ -120,8 +125,29 @@ def wrap_module(module: Any, options: LoadOptions = _DEFAULTS) -> LoadedModel:
         logger.warning("prompts are text alone: %s", reason)
     encoder = None if reason else PictureEncoder(module, config, takes_rows=options.takes_rows)
     return replace(
-        model, variant=variant, encoder=encoder, why_text_alone=reason, used_by_others=options.used_by_others
+        model,
+        variant=variant,
+        encoder=encoder,
+        why_text_alone=reason,
+        used_by_others=options.used_by_others,
+        adapters=adapters,
     )
+
+
+def _adapters(network: Network, max_rank: int, most: int) -> Adapters | None:
+    """Let the linears of a network take adapters up to a rank; None: 0. ValueError: this model takes none."""
+    if not max_rank:
+        return None
+    decoder = text_config(network.config)
+    if recurrent_layers(decoder):
+        raise ValueError(
+            f"enable_lora: {network.config.model_type} has recurrent layers, which compute sequence by sequence; "
+            f"adapters are for models whose layers all have attention or an mlp"
+        )
+    sites = sites_of(network.module, network.part)
+    hook_adapters(network.module, sites)
+    held, num_layers = network.part.held_layers, decoder.num_hidden_layers
+    return Adapters(sites, held, num_layers, network.device, network.dtype, max_rank, most)
 
 
 def longest_request(config: PretrainedConfig, max_model_len: int | None) -> int:

@@ -25,6 +25,8 @@ class LoadOptions:
     quantization: Quantization | None = None
     used_by_others: int = 0  # see `LoadedModel`
     takes_rows: bool = False  # see `PictureEncoder`
+    max_lora_rank: int = 0  # of adapters; 0: the model takes none
+    max_loras: int = 1  # adapters in memory at once
 
     @property
     def weights(self) -> WeightFormat:

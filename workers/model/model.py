@@ -9,9 +9,11 @@ from torch import Tensor
 from crossdock.kernels.attention import AttentionBatch
 from crossdock.kvtransfer.layout import LayerShape, PoolLayout, group_layouts
 from crossdock.workers.model.forward.forward_context import ForwardContext
+from crossdock.workers.model.forward.row_adapters import RowAdapters
 from crossdock.workers.model.forward.state_pages import StateLayout, StepStates
 from crossdock.workers.model.forward.step_pictures import PictureRows
 from crossdock.workers.model.kv_pool import KVPool
+from crossdock.workers.model.lora.adapters import Adapters
 from crossdock.workers.model.network import Network
 from crossdock.workers.model.pictures.vision import PictureEncoder
 from crossdock.workers.schedule.memory.layer_groups import LayerGroup
@@ -20,7 +22,8 @@ from crossdock.workers.schedule.memory.prefix_index import Window
 
 @dataclass(frozen=True, eq=False)
 class LoadedModel(Network):
-    """A network whose layers are known. Only the contents of `pool`, and what `encoder` keeps, change later."""
+    """A network whose layers are known. Only the contents of `pool` and `adapters`, and what `encoder` keeps, change
+    later."""
 
     eos_token_ids: frozenset[int]
     layers: Sequence[LayerShape]  # of each layer with attention here: the KV heads that this rank holds
@@ -36,6 +39,7 @@ class LoadedModel(Network):
     variant: str = ""  # sets it apart from others of the same weights whose keys and values differ
     encoder: PictureEncoder | None = None  # None: prompts are text alone, see `why_text_alone`
     why_text_alone: str = "the model takes text alone"
+    adapters: Adapters | None = None  # None: it takes no adapters
     used_by_others: int = 0  # bytes of the GPU in use when loading began, without those of torch in this process
     pool: KVPool = field(default_factory=KVPool)
 
@@ -89,6 +93,7 @@ class LoadedModel(Network):
         rows: Tensor,
         pictures: PictureRows | None = None,
         states: tuple[Tensor, Tensor] | None = None,
+        adapters: RowAdapters | None = None,
     ) -> Tensor:
         """Compute one flat batch. Keys and values go to the pages named by `batch`.
 
@@ -96,6 +101,7 @@ class LoadedModel(Network):
         positions: [T] int64. rows: [N] int64, the rows of the T whose logits are wanted. Returns [N, vocab] in the
         model's dtype; [0, vocab] on a stage that others follow. `pictures`: rows that are no tokens' embeddings.
         `states`: the pages of the recurrent states that the step reads, and those that it writes, [S, n] int32 each.
+        `adapters`: of its rows.
         """
         if pictures is not None:
             batch = replace(batch, key_end=pictures.key_end)
@@ -110,6 +116,7 @@ class LoadedModel(Network):
             states=self._step_states(batch, states),
             layer_batches=self._layer_batches(batch),
             pictures=pictures,
+            adapters=adapters,
         )
         return self.run(context, token_ids, positions, rows)
 

@@ -70,16 +70,16 @@ class Runner:
         A step with more sequences than CUDA graphs have room for, or with pictures, takes several times as long to
         launch.
         """
-        if inputs.reads_pictures:
+        if inputs.reads_pictures or inputs.adapters:
             return not any(graphs.covers(inputs) for graphs in self.graphs)
         return self._graphs_for(inputs) is not None or not any(graphs.misses(inputs) for graphs in self.graphs)
 
     def _graphs_for(self, inputs: StepInputs) -> DecodeGraphs | MixedGraphs | None:
         """Return the graphs that a step runs as; None: it runs kernel by kernel.
 
-        Recorded steps embed tokens alone, at positions of one axis.
+        Recorded steps embed tokens alone, at positions of one axis, and have the base model's weights.
         """
-        if inputs.reads_pictures:
+        if inputs.reads_pictures or inputs.adapters:
             return None
         return next((graphs for graphs in self.graphs if graphs.covers(inputs)), None)
 

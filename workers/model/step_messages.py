@@ -46,6 +46,7 @@ class StepSender:
         arrays = [getattr(inputs, name) for name in (*_LONG, *_SHORT)]
         arrays += [places, changed, entries, inputs.state_read, inputs.state_write]
         sizes = [self.page_size, lists.num_groups, inputs.state_write.shape[1], _packed(inputs.pictures)]
+        sizes.append([*inputs.adapters])
         data: bytes = msgpack.packb([sizes, *(array.tobytes() for array in arrays)])
         return data
 
@@ -73,7 +74,7 @@ class StepReceiver:
 
     def unpack(self, data: bytes) -> StepInputs:
         """Return the step."""
-        (page_size, num_groups, num_state_pages, pictures), *packed = msgpack.unpackb(data)
+        (page_size, num_groups, num_state_pages, pictures, adapters), *packed = msgpack.unpackb(data)
         token_ids, positions, slots, wanted = (np.frombuffer(array, np.int64) for array in packed[: len(_LONG)])
         query_start, kv_len, places, changed, entries, *states = (
             np.frombuffer(array, np.int32) for array in packed[len(_LONG) :]
@@ -87,7 +88,7 @@ class StepReceiver:
         slots = slots if num_groups == 1 else slots.reshape(-1, num_groups)
         read, written = (pages.reshape(len(kv_len), num_state_pages) for pages in states)
         arrays = token_ids, positions, slots, wanted, query_start, kv_len, lists, read, written
-        return StepInputs(*arrays, _unpacked(pictures))
+        return StepInputs(*arrays, _unpacked(pictures), adapters)
 
 
 def _packed(pictures: StepPictures | None) -> list[bytes] | None:

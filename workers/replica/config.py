@@ -104,6 +104,11 @@ class EngineConfig(SchedulerConfig):
         description="int8: quantise plain weights as they are loaded, on CPUs with AVX512-VNNI; null: as they are. "
         "Other values ask for a checkpoint that is stored so; its own configuration says so too.",
     )
+    enable_lora: bool = Field(False, description="Take LoRA adapters beside the base model, in the same batches.")
+    max_loras: int = Field(
+        8, ge=1, description="Adapters that a replica holds at once; the least recently used one makes way for others."
+    )
+    max_lora_rank: int = Field(16, ge=1, le=512, description="Largest rank of an adapter.")
     log_chunks: bool = Field(
         False, description="Log a line for each chunk: request, tokens, predicted seconds, and why it is no longer."
     )
@@ -181,6 +186,8 @@ class EngineConfig(SchedulerConfig):
         return ModelSpec(
             *(path, dtype, max_model_len, self.attention_backend, self.kv_cache_dtype, self.cpu_kernels),
             quantization=self.quantization,
+            max_lora_rank=self.max_lora_rank if self.enable_lora else 0,
+            max_loras=self.max_loras,
         )
 
 

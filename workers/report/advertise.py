@@ -71,6 +71,8 @@ class LiveProfile:
     gap_share: float = 1.0  # recent seconds per token of streams with drafts, as a share of those without
     empty_pages: int = 0  # that can be taken without the eviction of a cached one
     eviction_seconds: float = 0.0  # of prefill that one more evicted page is expected to cost
+    adapters: tuple[str, ...] = ()  # fingerprints of those in its slots
+    adapter_load_s: float = 0.0  # recent mean seconds to load another one
     encoder_cost: tuple[float, ...] = ()  # base, per row, per square of rows, as learnt so far; empty: the profile's
     load_seconds: tuple[float, ...] = ()  # of a page, from each tier below the pool, fastest first
     load_queue: float = 0.0  # seconds until all loads from tiers that have begun will have ended
@@ -130,6 +132,8 @@ def observe(scheduler: Scheduler, incarnation: str, sequence: int) -> LiveProfil
         gap_share=scheduler.verification.gap_share if scheduler.verification is not None else 1.0,
         empty_pages=scheduler.pages.stock.num_empty,
         eviction_seconds=scheduler.pages.stock.cached.price(),
+        adapters=tuple(scheduler.table.loaded_adapters),
+        adapter_load_s=scheduler.adapters.load_s if scheduler.adapters.num_slots else 0.0,
         encoder_cost=encoding.cost.coefficients if encoding.cost is not None else (),
         load_seconds=tuple([tier.load_s for tier in scheduler.loading.tiers.tiers]),
         load_queue=scheduler.loading.queued_s,

@@ -81,6 +81,7 @@ class Timeline:
     ttft_deadline: float  # seconds after arrival
     predicted_ttft: float | None  # seconds
     request: Request | None  # None once finished: its tokens are not stored
+    adapter: str = ""  # name of the LoRA adapter; empty: none
     alternatives: Mapping[str, float] = field(default_factory=dict)  # of the router: see `Submission`
     transfers: list[dict[str, Any]] = field(default_factory=list)  # as JSON; several if it was placed here again
     chunks: deque[Chunk] = field(default_factory=lambda: deque(maxlen=KEEP_CHUNKS))
@@ -200,6 +201,7 @@ class Timeline:
             "id": self.id,
             "request_id": self.request_id,
             "slo_class": self.slo.name,
+            "adapter": self.adapter or None,
             "leg": self.leg.value,
             "epoch": self.epoch,
             "state": self.state,
@@ -289,6 +291,7 @@ class Timelines:
             id=submission.id,
             request_id=submission.request_id,
             tenant=submission.tenant,
+            adapter="" if submission.adapter is None else submission.adapter.name,
             leg=submission.leg,
             epoch=submission.epoch,
             slo=slo,

@@ -42,7 +42,8 @@ class Handoff:
         granted: list[Request] = []
         if not any(request.is_offered for request in table.waiting):
             return granted
-        here = (request for request in table.waiting if not table.awaits_pages(request))
+        ready = (request for request in table.waiting if not table.lacks_adapter(request))
+        here = (request for request in ready if not table.awaits_pages(request))
         waiting = [request for request in here if request.is_offered or request.leg is not Leg.RECEIVE]
         set_aside, startable = 0, (len(table.config.slo_classes), 0)
         for request in order_prefills(waiting, now, table.prefilled.tokens, table.config.starvation_s):

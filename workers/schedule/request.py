@@ -7,7 +7,7 @@ from enum import Enum
 from crossdock.workers.schedule.memory.prefix_index import PageHash, hash_pages
 from crossdock.workers.schedule.pictures.items import NO_ITEMS, Item
 from crossdock.workers.schedule.slo import DEFAULT_CLASS
-from crossdock.workers.schedule.submission import Leg, SamplingParams, Submission
+from crossdock.workers.schedule.submission import Adapter, Leg, SamplingParams, Submission, salt_with
 
 
 class Status(Enum):
@@ -84,6 +84,7 @@ class Request:
     waited_s: float = 0.0  # seconds that the client had waited at `arrival_time`
     items: Sequence[Item] = NO_ITEMS  # as in `Submission`
     rows_within_s: float = 0.0  # as in `Submission`
+    adapter: Adapter | None = None  # as in `Submission`
     is_encoded_elsewhere: bool = False  # embeddings of the items come from another replica, as long as that is alive
     awaits_rows: bool = False  # its next chunk waits for them
     awaits_pages_until: float = 0.0  # while waiting: time up to which it waits for pages from elsewhere, see awaited.py
@@ -139,7 +140,8 @@ class Request:
     def prefix_hashes(self, num_tokens: int, page_size: int) -> Sequence[PageHash]:
         """Return the hashes of the full pages among the first `num_tokens` tokens; each page is hashed once."""
         if len(self.page_hashes) < self.num_tokens // page_size:
-            self.page_hashes = hash_pages(self.token_ids, page_size, self.cache_salt, self.page_hashes, self.items)
+            salt = salt_with(self.cache_salt, self.adapter)
+            self.page_hashes = hash_pages(self.token_ids, page_size, salt, self.page_hashes, self.items)
         return self.page_hashes[: num_tokens // page_size]
 
     @property

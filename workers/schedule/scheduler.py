@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from crossdock.workers.schedule import admission, kv, windows
+from crossdock.workers.schedule.adapter_slots import AdapterSlots, SlotChange
 from crossdock.workers.schedule.batch import Batch, SampledToken, Scheduled
 from crossdock.workers.schedule.config import SchedulerConfig
 from crossdock.workers.schedule.cost.cost import StepCost
@@ -79,6 +80,7 @@ class Scheduler:
         drafting: DraftPolicy | None = None,
         encoding: Encoding | None = None,
         tiers: TierPages | None = None,
+        max_loras: int = 0,
     ) -> None:
         """Create a scheduler without requests.
 
@@ -94,6 +96,7 @@ class Scheduler:
             drafting: how many drafts streams get. Without it none do.
             encoding: the cache of pictures' embeddings. Without it no request may have items.
             tiers: the pages in tiers below the pool. Without it there are none.
+            max_loras: adapters that the model holds at once. 0: it takes none.
 
         Raises:
             ValueError: a request of `max_model_len` could not be served, or there are recurrent layers and items that
@@ -120,6 +123,7 @@ class Scheduler:
         self.handoff = Handoff(table)
         self.awaited = Awaited(table)
         self.loading = TierLoading(table, self.forecast, self.awaited, tiers or TierPages())
+        self.adapters = AdapterSlots(table, max_loras)
         self.borrowed = BorrowedPrefixes(table, self.forecast, self.awaited)
         self._states = RecurrentStates(table, self.forecast) if pages.state_pages else NO_STATES
         self._prefills = PrefillScheduler(table, self.forecast, self._states)
@@ -148,6 +152,8 @@ class Scheduler:
             )
         if request.items:
             self.encoding.check(request, self.config, self.pages.page_size)
+        if request.adapter is not None and not self.adapters.num_slots:
+            raise InvalidField("this server takes no adapters; start it with --enable-lora", "model")
         if self.table.get(request.id) is not None:
             raise InvalidField(f"request_id {request.id!r} is already being served", "request_id")
         if request.priority_in_class and self.config.prefill_order == "fcfs":
@@ -160,6 +166,8 @@ class Scheduler:
         request.expected_cached_tokens = max(num_pages * self.pages.page_size, request.source_tokens)
         if request.leg is not Leg.RECEIVE and not request.output_token_ids:  # else the first token is made elsewhere
             admission.promise(self.table, self.forecast, request, load_s)
+        if request.adapter is not None:
+            self.adapters.use(request.adapter)
         self.table.add(request)
 
     def abort(self, request_id: str) -> Request | None:
@@ -191,6 +199,14 @@ class Scheduler:
         self.forecast.learn(cost, overrun, interval_share)
         self.pages.stock.cached.learn(cost)
 
+    def adapters_to_load(self, now: float) -> list[SlotChange]:
+        """Return the adapters to load from now on, for the requests that are next to start."""
+        if not self.adapters.num_slots or not any(self.table.lacks_adapter(each) for each in self.table.waiting):
+            return []
+        self.table.begin_step(now)
+        arriving = [each for each in self.table.waiting if each.leg is Leg.RECEIVE]
+        return self.adapters.begin([*arriving, *self._prefills.candidates()])
+
     # -- schedule: what the next step computes -----------------------------------------------------------------------
 
     def choose_streams(self, now: float) -> Streams:
@@ -219,7 +235,7 @@ class Scheduler:
         streams = streams or self._choose_streams()
         decodes = self._grow(streams.chosen)
         self.loading.begin(prefills := self._prefills.candidates())
-        prefills = self.awaited.without_waiting(prefills)
+        prefills = self.awaited.without_waiting(self.adapters.startable(prefills))
         if self.config.mixed_chunks or not decodes or not prefills:
             batch = self._mix(decodes, streams.skipped, prefills)
         else:

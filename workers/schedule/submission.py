@@ -42,6 +42,13 @@ class InvalidField(ValueError):
         return str(self.args[0])
 
 
+def salt_with(salt: str, adapter: "Adapter | None") -> str:
+    """Return the salt of pages that are computed with `adapter`: no salt of a client is one with an adapter."""
+    if adapter is not None:
+        return f"{adapter.fingerprint}\0{salt}"
+    return f"\0{salt}" if "\0" in salt else salt
+
+
 class Leg(Enum):
     """A replica's part of a request. Changes to `LOCAL` when the other replica is lost."""
 
@@ -56,6 +63,15 @@ class Grammar:
 
     kind: str
     source: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """A LoRA adapter as an ingress names it. Replicas read its files."""
+
+    name: str  # that clients ask for
+    path: str  # of the folder with its files
+    fingerprint: str  # a hash of these files: equal for equal weights, whatever name and path are
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,3 +130,9 @@ class Submission:
     alternatives: Sequence[tuple[str, float]] = ()  # ways to use a cached prefix, with the router's predicted TTFT, s
     encoder: bytes = b""  # address of the replica that encodes the items, as it advertises it; empty: this one does
     rows_within_s: float = 0.0  # seconds until the first token, as predicted with their embeddings from there
+    adapter: Adapter | None = None  # that the weights are changed by; None: they are the base model's
+
+    @property
+    def page_salt(self) -> str:
+        """Return the salt of the request's pages: only requests with equal salts and equal weights share pages."""
+        return salt_with(self.cache_salt, self.adapter)

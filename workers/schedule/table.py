@@ -53,6 +53,7 @@ class RequestTable:
     now: float = 0.0  # time of the step that is being scheduled, in seconds
     assumed_ended: Collection[str] = ()  # requests of a step in flight that is assumed to have ended, see ahead.py
     needs_preemption: bool = False  # the last `schedule` did, which cannot be while a step is assumed to end
+    loaded_adapters: dict[str, None] = field(default_factory=dict)  # fingerprints, the least recently used first
     lacks_pages: bool = False  # since the last step was scheduled, a waiting request had too few pages to start
     needs: PageNeeds = field(init=False)
     _by_id: dict[str, Request] = field(default_factory=dict)
@@ -91,6 +92,10 @@ class RequestTable:
     def awaits_pages(self, request: Request) -> bool:
         """Return whether a waiting request waits for pages from elsewhere, see awaited.py."""
         return request.awaits_pages_until > self.now
+
+    def lacks_adapter(self, request: Request) -> bool:
+        """Return whether a request needs an adapter that is in no slot, see adapter_slots.py."""
+        return request.adapter is not None and request.adapter.fingerprint not in self.loaded_adapters
 
     def arriving(self) -> list[Request]:
         """Return the requests whose prompts another replica computes, and whose tokens will be made here."""

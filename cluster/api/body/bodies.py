@@ -196,6 +196,19 @@ class DetokenizeRequest(Body):
     tokens: Annotated[list[TokenId], Field(fail_fast=True)]
 
 
+class LoadAdapterRequest(Body):
+    """The body of /v1/load_lora_adapter, as vLLM has it."""
+
+    lora_name: str = Field("", max_length=bounds.ITEM_NAME_CHARS)
+    lora_path: str = Field("", max_length=bounds.ITEM_NAME_CHARS)
+    load_inplace: bool = False  # the name may mean another adapter already
+
+
+class UnloadAdapterRequest(Body):
+    lora_name: str = Field("", max_length=bounds.ITEM_NAME_CHARS)
+    lora_int_id: int | None = None  # vLLM's own number, which it ignores too
+
+
 def check_tools(tools: Any, param: str = "tools") -> None:
     """Raise ApiError for tools that are too large together: the template writes all of them. `param`: what has them."""
     num_chars = len(to_json(tools)) if tools else 0

@@ -116,6 +116,11 @@ class HttpConfig(BaseModel):
     allowed_local_media_path: str | None = Field(
         None, description="Folder of the ingress's machine below which requests may name pictures by file:// URLs."
     )
+    lora_folder: str | None = Field(
+        None,
+        description="Folder below which /v1/load_lora_adapter may load adapters, of ingresses' and replicas' machines; "
+        "null: adapters are those of lora_modules.",
+    )
     limit_mm_per_prompt: dict[Literal["image", "video", "audio"], Annotated[int, Field(ge=0)]] = Field(
         {"image": 32, "video": 1},
         description='Most pictures and videos of a request: {"image": 8, "video": 2}. Sound is not supported: 0.',
@@ -196,7 +201,7 @@ class HttpConfig(BaseModel):
             raise ValueError(f"{others[0]} is not supported, so its limit must be 0")
         return limits
 
-    @field_validator("allowed_local_media_path")
+    @field_validator("allowed_local_media_path", "lora_folder")
     @classmethod
     def _check_folder(cls, path: str | None) -> str | None:
         if path is not None and (not Path(path).is_absolute() or len(Path(path).parts) < 2):

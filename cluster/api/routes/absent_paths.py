@@ -33,8 +33,6 @@ ABSENT = {  # by the path, or by its beginning up to a slash
     "/v1/assistants": "use /v1/chat/completions",
     "/v1/threads": "use /v1/chat/completions",
     "/v1/conversations": "use 'previous_response_id' of /v1/responses",
-    "/v1/load_lora_adapter": "LoRA adapters are not supported; merge the adapter into the weights",
-    "/v1/unload_lora_adapter": "LoRA adapters are not supported; merge the adapter into the weights",
     "/generate": "use /v1/completions",
     "/inference/v1/generate": "use /v1/completions, with 'prompt' as token ids and 'return_token_ids'",
     "/invocations": "use /v1/chat/completions or /v1/completions",

@@ -31,7 +31,7 @@ from crossdock.cluster.api.text.tokenizer import ModelTokenizer, TextStream
 from crossdock.cluster.dispatch.dispatcher import ModelCard, TokenSource
 from crossdock.workers.schedule.pictures.items import salted
 from crossdock.workers.schedule.request import TokenDelta
-from crossdock.workers.schedule.submission import InvalidField, SamplingParams, Submission
+from crossdock.workers.schedule.submission import Adapter, InvalidField, SamplingParams, Submission
 
 _CHOICES_AT_ONCE = 32  # made between two looks at other requests; about 20 µs each
 
@@ -43,6 +43,7 @@ class Generation:
     body: GenerationBody
     card: ModelCard
     tier: Tier
+    adapter: Adapter | None  # that the request names as its model
     state: State  # of the HTTP request: its id, its API key, and that key's account
     choices: list[Choice] = field(default_factory=list)
 
@@ -118,7 +119,7 @@ class Generations:
         tier = self._tiers.choose(body.service_tier, header, request.state.api_key)
         if request.state.account is not None:
             request.state.account.check()  # a key without tokens is refused before its prompts cost anything
-        return Generation(body, card, tier, request.state)
+        return Generation(body, card, tier, self._models.adapter(body.model), request.state)
 
     async def add_choices(
         self, generation: Generation, prompts: Sequence[Prompt], reading: MessageReading | None = None
@@ -197,6 +198,7 @@ class Generations:
             request_id=state.request_id,
             tenant=generation.tenant,
             items=salted(prompt.items, salt),
+            adapter=generation.adapter,
         )
         skips = body.skip_special_tokens
         stream = TextStream(

@@ -12,6 +12,7 @@ from crossdock.cluster.dispatch.connections import RemoteMethod
 from crossdock.cluster.dispatch.dispatcher import Dispatcher
 from crossdock.router.fleet import RouterConfig
 from crossdock.workers.model.load import wrap_module
+from crossdock.workers.model.load_options import LoadOptions
 from crossdock.workers.replica.config import EngineConfig, TransferConfig
 from crossdock.workers.replica.engine import calibrate
 from crossdock.workers.replica.engine.computing import new_engine
@@ -61,7 +62,8 @@ class InProcess:
         """`engine`: None makes one with `config` on a small random model."""
         config = config or EngineConfig(kv_cache_memory=ByteSize(4 << 20))
         if engine is None:
-            engine = new_engine(wrap_module(build("llama", {})), config)
+            rank = config.max_lora_rank if config.enable_lora else 0
+            engine = new_engine(wrap_module(build("llama", {}), LoadOptions(max_lora_rank=rank)), config)
             with (
                 patch.object(calibrate, "remembered_sweep", measured_once),
                 patch.object(cost_fit, "_of_sweep", lambda sweep: fitted_once(tuple(sweep))),

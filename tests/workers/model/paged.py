@@ -20,8 +20,16 @@ def monolithic(module: PreTrainedModel, ids: Tensor) -> Tensor:
     return logits
 
 
-def through_pages(model: LoadedModel, prompts: list[Tensor], steps: list[list[tuple[int, int, int]]]) -> list[Tensor]:
-    """Return every token's logits, computed in `steps` of (sequence, start, end) parts, one flat forward pass each."""
+def through_pages(
+    model: LoadedModel,
+    prompts: list[Tensor],
+    steps: list[list[tuple[int, int, int]]],
+    adapters: list[str] | None = None,
+) -> list[Tensor]:
+    """Return every token's logits, computed in `steps` of (sequence, start, end) parts, one flat forward pass each.
+
+    `adapters`: the fingerprint of each prompt's, or an empty text.
+    """
     per_sequence = -(-max(map(len, prompts)) // PAGE_SIZE)
     num_kv, width = per_sequence * len(prompts), model.state_pages(PAGE_SIZE)
     model.allocate_pool(num_kv + 2 * width * len(prompts), PAGE_SIZE)
@@ -49,7 +57,11 @@ def through_pages(model: LoadedModel, prompts: list[Tensor], steps: list[list[tu
         owners_of_parts = [s for s, _, _ in parts]
         fresh = torch.tensor([start == 0 for _, start, _ in parts])[:, None]
         states = (old[owners_of_parts].masked_fill(fresh, -1), new[owners_of_parts])
-        flat = model.forward(ids, positions, batch, torch.arange(len(ids)), *((None, states) if width else ()))
+        rows = None
+        if adapters is not None and model.adapters is not None:
+            rows = model.adapters.rows([adapters[s] for s in owners_of_parts], batch.query_start.numpy())
+        given = states if width else None
+        flat = model.forward(ids, positions, batch, torch.arange(len(ids)), None, given, rows)
         old[owners_of_parts], new[owners_of_parts] = new[owners_of_parts], old[owners_of_parts]
         if not model.part.position.is_last_stage:
             continue

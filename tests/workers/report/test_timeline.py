@@ -94,6 +94,7 @@ def test_timeline_of_a_request_alone_is_complete() -> None:
         "id": "a",
         "request_id": "a",
         "slo_class": "standard",
+        "adapter": None,
         "leg": "local",
         "epoch": 0,
         "state": "finished",

@@ -20,6 +20,7 @@ from crossdock.kernels.latent_attention import latent_attention
 from crossdock.kvtransfer.layout import LayerShape
 from crossdock.workers.model.architecture import ATTENTION_NAME
 from crossdock.workers.model.forward.latent import unexpanded
+from crossdock.workers.model.forward.row_adapters import RowAdapters
 from crossdock.workers.model.forward.state_pages import StepStates
 from crossdock.workers.model.forward.step_pictures import PictureRows
 from crossdock.workers.schedule.memory.prefix_index import AttentionChunk, Window
@@ -52,6 +53,7 @@ class ForwardContext:
     probe_calls: list[AttentionCall] = field(default_factory=list)
     pictures: PictureRows | None = None  # rows of the batch that are embeddings of pictures
     attention_chunks: Mapping[int, int] = field(default_factory=dict)  # their tokens, by layer that has them
+    adapters: RowAdapters | None = None  # None: no row of the batch has an adapter
     positions: Tensor | None = None  # [T] of the rows of the flat batch; [3, T] of models with three axes
 
 
@@ -77,6 +79,12 @@ def current_context() -> ForwardContext:
 def context_or_none() -> ForwardContext | None:
     """Return the context of this thread's forward pass; None: the pass is not ours."""
     return getattr(_current, "context", None)
+
+
+def current_adapters() -> RowAdapters | None:
+    """Return the adapters of this thread's forward pass; None: no row has one."""
+    context = context_or_none()
+    return None if context is None else context.adapters
 
 
 def current_pages() -> tuple[Sequence[tuple[Tensor, Tensor]], AttentionBatch]:

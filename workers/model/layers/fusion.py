@@ -7,6 +7,7 @@ the probe finds out.
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -24,10 +25,22 @@ from crossdock.kernels.cpu.linear import (
     usable_packed_kernels,
 )
 from crossdock.kernels.cpu.packed_linear import CodeForm, PackedPanels
+from crossdock.kernels.cpu.row_deltas import RowDeltas, StackDeltas
 from crossdock.kernels.cpu.stack_choice import stack_choice
 from crossdock.kernels.options import CpuKernels, Kernel
 from crossdock.kernels.packed import PackedMatrix
+from crossdock.workers.model.forward.forward_context import current_adapters
+from crossdock.workers.model.forward.row_adapters import AdapterWeights
 
+PROJECTIONS = {  # by the name of the matrix in `DecoderLayer`
+    "q": "self_attn.q_proj",
+    "k": "self_attn.k_proj",
+    "v": "self_attn.v_proj",
+    "out": "self_attn.o_proj",
+    "gate": "mlp.gate_proj",
+    "up": "mlp.up_proj",
+    "down": "mlp.down_proj",
+}
 PageViews = Sequence[tuple[Tensor, Tensor]]
 CurrentPages = Callable[[], tuple[PageViews, AttentionBatch]]
 
@@ -39,16 +52,30 @@ class NotFusableError(Exception):
 class FusedLayers(nn.Module):
     """All decoder layers of a model as one module, the only one in the model's list of layers."""
 
-    def __init__(self, stack: DecoderStack, current_pages: CurrentPages) -> None:
+    def __init__(self, stack: DecoderStack, current_pages: CurrentPages, path: str) -> None:
+        """`path`: of the replaced layers in their model."""
         super().__init__()
         self._stack = stack
+        self._path = path
+        self._deltas: WeakKeyDictionary[AdapterWeights, StackDeltas] = WeakKeyDictionary()
         self._current_pages = current_pages
         self.attention_type = "full_attention"  # some models choose a mask by this; ours is None in any case
 
     def forward(self, hidden_states: Tensor, *, position_embeddings: tuple[Tensor, Tensor], **_: Any) -> Tensor:
         pages, batch = self._current_pages()
         cos, sin = position_embeddings  # [1, T, D] each
-        return self._stack(hidden_states[0], cos[0], sin[0], pages, batch)[None]
+        adapters = current_adapters()
+        deltas = [] if adapters is None else [(self._deltas_of(weights), rows) for weights, rows in adapters.groups]
+        return self._stack(hidden_states[0], cos[0], sin[0], pages, batch, RowDeltas(deltas))[None]
+
+    def _deltas_of(self, weights: AdapterWeights) -> StackDeltas:
+        """Return the matrices of an adapter by layer."""
+        if weights not in self._deltas:
+            names = [f"{self._path}.{layer}" for layer in range(self._stack.num_layers)]
+            own = [{each: weights.pairs.get(f"{name}.{path}") for each, path in PROJECTIONS.items()} for name in names]
+            found = [{each: pair for each, pair in layer.items() if pair is not None} for layer in own]
+            self._deltas[weights] = StackDeltas(found)
+        return self._deltas[weights]
 
 
 class FusedHead(nn.Module):
@@ -123,7 +150,8 @@ def fuse(
         else:
             layers_choice, head_choice = _choices(shape, weights, head_weight, usable, free_bytes)
         stack = DecoderStack(shape, weights, layers_choice, attention)
-        fused, fused_head = FusedLayers(stack, current_pages), FusedHead(head_weight, head_choice)
+        path = next(name for name, part in model.named_modules() if part is layers)
+        fused, fused_head = FusedLayers(stack, current_pages, path), FusedHead(head_weight, head_choice)
     except (OSError, ValueError) as error:  # ValueError: packed weights in forms that kernels do not read
         raise NotFusableError(str(error)) from error
     embedding: Any = getattr(decoder, "embed_tokens", None)

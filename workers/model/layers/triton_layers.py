@@ -8,14 +8,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from crossdock.kernels.backend import has_package
 from crossdock.workers.model.architecture import num_deep_layers
 from crossdock.workers.model.forward.forward_context import current_context
+from crossdock.workers.model.forward.row_adapters import RowAdapters
 from crossdock.workers.model.layers.fused_projections import joined_weight
-from crossdock.workers.model.layers.fusion import NotFusableError, check_attention, check_mlp, decoder_layers, qkv_bias
+from crossdock.workers.model.layers.fusion import (
+    PROJECTIONS,
+    NotFusableError,
+    check_attention,
+    check_mlp,
+    decoder_layers,
+    qkv_bias,
+)
 from crossdock.workers.model.model import LoadedModel
 
 
@@ -34,9 +43,10 @@ class _Layer:
     mlp: nn.Module  # the down projection, or the whole mlp
     window: int | None
     scale: float
+    path: str  # in the model
 
     @classmethod
-    def of(cls, layer: Any, window: int | None) -> "_Layer":
+    def of(cls, layer: Any, window: int | None, path: str) -> "_Layer":
         check_attention(layer)
         attention, mlp = layer.self_attn, layer.mlp
         gate_up, last = None, mlp
@@ -58,7 +68,13 @@ class _Layer:
             last,
             window,
             attention.scaling,
+            path,
         )
+
+    def add(self, adapters: RowAdapters, names: Sequence[str], x: Tensor, y: Tensor, sizes: list[int]) -> None:
+        """Add what adapters change in the joined outputs y [T, sum of sizes] of the projections `names`."""
+        for name, part in zip(names, torch.split(y, sizes, 1), strict=True):
+            adapters.add(f"{self.path}.{PROJECTIONS[name]}", x, part)
 
 
 class TritonLayers(nn.Module):
@@ -92,12 +108,19 @@ class TritonLayers(nn.Module):
                 norms = {"q_norm": layer.q_norm.weight, "k_norm": layer.k_norm.weight}
                 norms["eps"] = layer.q_norm.variance_epsilon
             qkv = F.linear(normed, layer.qkv, layer.qkv_bias)
+            if context.adapters is not None:
+                kv_width = k_pages.shape[1] * k_pages.shape[3]
+                sizes = [qkv.shape[1] - 2 * kv_width, kv_width, kv_width]
+                layer.add(context.adapters, ("q", "k", "v"), normed, qkv, sizes)
             q = finish_heads(qkv, cos, sin, k_pages, v_pages, batch.slots, **norms, **scales)
             seen = attention(q, k_pages, v_pages, batch, scale=layer.scale, window=layer.window, **scales)  # [T, Hq, D]
             addend = layer.out(seen.flatten(1))
             normed = add_and_norm(hidden, addend, layer.post_norm.weight, layer.post_norm.variance_epsilon)
             if layer.gate_up is not None:
-                addend = layer.mlp(silu_and_multiply(F.linear(normed, layer.gate_up)))
+                gate_up = F.linear(normed, layer.gate_up)
+                if context.adapters is not None:
+                    layer.add(context.adapters, ("gate", "up"), normed, gate_up, [gate_up.shape[1] // 2] * 2)
+                addend = layer.mlp(silu_and_multiply(gate_up))
             else:
                 addend = layer.mlp(normed[None])[0]
         return (hidden + addend)[None] if addend is not None else hidden[None]
@@ -121,7 +144,9 @@ def use_triton_layers(model: LoadedModel, windows: Sequence[int | None]) -> Call
     if num_deep_layers(model.config):
         raise NotFusableError("embeddings of pictures are added between layers")
     decoder, layers = decoder_layers(model.module)
-    fused = [_Layer.of(layer, window) for layer, window in zip(layers, windows, strict=True)]
+    path = next(name for name, part in model.module.named_modules() if part is layers)
+    both = enumerate(zip(layers, windows, strict=True))
+    fused = [_Layer.of(layer, window, f"{path}.{number}") for number, (layer, window) in both]
     if any(parameter.dtype != model.dtype for parameter in layers.parameters()):
         raise NotFusableError("the layers' weights are of several dtypes")
     if any(shape.key_dim != shape.value_dim or shape.key_dim % 2 for shape in model.layers):

@@ -70,14 +70,18 @@ def _measured(model: LoadedModel, budget: MemoryBudget, page_size: int) -> int:
 
     transient = _peak(prefill) + _peak(recorded)  # a graph holds its memory, and a step may be both
     model.pool.free()
+    adapters = 0 if model.adapters is None else model.adapters.reserved_bytes
     pictures = bytes_for_pictures(model, budget, _peak)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
-    page_bytes = bytes_for_pages(budget.gpu_memory_utilization, total, free, model.used_by_others, transient + pictures)
+    page_bytes = bytes_for_pages(
+        budget.gpu_memory_utilization, total, free, model.used_by_others, transient + pictures + adapters
+    )
     logger.info(
-        "%s for KV pages: %g of %s, less %s held, %s for the largest steps, %s for pictures and a reserve of %s",
+        "%s for KV pages: %g of %s, less %s held, %s for the largest steps, %s for pictures, %s for adapters and a "
+        "reserve of %s",
         *(size_of(page_bytes), budget.gpu_memory_utilization, size_of(total)),
-        *(size_of(total - free - model.used_by_others), size_of(transient), size_of(pictures)),
+        *(size_of(total - free - model.used_by_others), size_of(transient), size_of(pictures), size_of(adapters)),
         size_of(GPU_RESERVE_BYTES),
     )
     return page_bytes

@@ -13,6 +13,7 @@ from crossdock.workers.model.memory.kv_memory import count_pages_that_fit
 from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.model.runner import Runner
 from crossdock.workers.replica.config import EngineConfig
+from crossdock.workers.replica.engine.adapter_loader import AdapterLoader
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.replica.engine.executor import Executor
 from crossdock.workers.replica.engine.speculation import Speculation
@@ -86,6 +87,7 @@ def _executor(
         cpu_kernels=model.kernels if model.device.type == "cpu" else "",
         makes_tokens=makes_tokens,
         speculation=speculation,
+        adapters=None if model.adapters is None else AdapterLoader(model.adapters, gang),
         tiers=tiers,
         gang=gang,
     )

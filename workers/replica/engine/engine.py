@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from crossdock.workers.replica.engine.chunk_log import chunk_logger, log_chunks
@@ -50,6 +50,7 @@ class Engine:
         self.clock = clock  # seconds
         self.config = executor.config
         self.pages, self.gang, self.tiers = executor.pages, executor.gang, executor.tiers
+        self.adapters = executor.adapters
         self.grammars, self.speculation, self.makes_tokens = (
             executor.grammars,
             executor.speculation,
@@ -67,6 +68,7 @@ class Engine:
             drafting=None if executor.speculation is None else executor.speculation.policy,
             encoding=executor.encoding,
             tiers=None if executor.tiers is None else executor.tiers.tiers,
+            max_loras=0 if executor.adapters is None else executor.config.max_loras,
         )
         self.pipeline = Pipeline(executor.runner, executor.sampler, clock, executor.is_ahead)
 
@@ -181,9 +183,24 @@ class Engine:
 
         A step is any mix of chunks and decodes in one forward pass. See pipeline.py for how many are in flight.
         """
+        failed = self.load_adapters()
         while self.pipeline.has_room and self.begin_step():
             pass
-        return self.finish_step() if not self.pipeline.is_empty else Step(Batch((), 0), (), self.clock())
+        step = self.finish_step() if not self.pipeline.is_empty else Step(Batch((), 0), (), self.clock())
+        return replace(step, deltas=[*failed, *step.deltas]) if failed else step
+
+    def load_adapters(self) -> list[TokenDelta]:
+        """Begin to load the adapters that waiting requests need, and let those start whose adapters are loaded.
+
+        Returns the last deltas of the requests whose adapters cannot be loaded.
+        """
+        if self.adapters is None:
+            return []
+        for request, _ in (failed := self.adapters.take_in(self.scheduler.adapters)):
+            self._forget(request.id)
+        deltas = [self.scheduler.fail(request, reason) for request, reason in failed]
+        self.adapters.begin(self.scheduler.adapters_to_load(self.clock()))
+        return deltas
 
     def begin_step(self) -> bool:
         """Schedule the next step and begin to execute it. Return whether there was one that can begin now."""

@@ -15,6 +15,7 @@ from crossdock.workers.schedule.submission import Grammar, SamplingParams
 
 if TYPE_CHECKING:  # what only a model needs imports torch
     from crossdock.workers.model.model import LoadedModel
+    from crossdock.workers.replica.engine.adapter_loader import AdapterLoader
     from crossdock.workers.replica.engine.speculation import Speculation
     from crossdock.workers.replica.ranks.gang import Gang
     from crossdock.workers.replica.tiers.tier_store import TierStore
@@ -117,5 +118,6 @@ class Executor:
     cpu_kernels: str = ""  # which compute the matrix products of fused layers on a CPU; empty: none are named
     makes_tokens: bool = True  # False: requests get rows of embeddings, on an encode replica
     speculation: "Speculation | None" = None
+    adapters: "AdapterLoader | None" = None  # None: it takes no adapters
     tiers: "TierStore | None" = None
     gang: "Gang | None" = None

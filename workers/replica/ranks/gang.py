@@ -11,7 +11,7 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
@@ -22,6 +22,7 @@ from crossdock.workers.replica.config import ReplicaSpec, TransferConfig
 from crossdock.workers.replica.ranks.pool_layout import HeldLayers, held_layers
 from crossdock.workers.replica.ranks.rank_loader import driver_of, failure_of, load_rank, position_of
 from crossdock.workers.replica.ranks.rank_messages import (
+    AdapterLoaded,
     DockOpened,
     DriverMessage,
     EndRank,
@@ -51,6 +52,7 @@ class _Follower:
     socket: RankSocket
     ready: RankReady | None = None  # once it has loaded its part
     blob: bytes | None = None  # of its dock, once that is open
+    adapters: dict[str, str] = field(default_factory=dict)  # loads that have ended: why each failed, by fingerprint
 
 
 def common_page_budget(budgets: Iterable[PageBudget]) -> PageBudget:
@@ -127,6 +129,19 @@ class Gang:
         self.broadcast(OpenDock(tuple(self.held_by_rank), model, role, transfer))
         self._wait(lambda follower: follower.blob is not None, "did not open its pool to transfers")
         return {rank: follower.blob or b"" for rank, follower in self._followers.items()}
+
+    def wait_for_adapter(self, fingerprint: str) -> str:
+        """Wait until every follower has loaded an adapter. Returns why one of them could not; empty: all have."""
+
+        def missing() -> list[int]:
+            return [rank for rank, each in self._followers.items() if fingerprint not in each.adapters]
+
+        with self._changed:
+            self._changed.wait_for(lambda: self._why is not None or not missing(), self.spec.start_timeout_s)
+            if missing():
+                return self._why or f"{position_of(self.spec, missing()[0])} did not load it"
+            failures = [follower.adapters.pop(fingerprint) for follower in self._followers.values()]
+        return next(filter(None, failures), "")
 
     def broadcast(self, message: DriverMessage) -> None:
         """Send one message to every follower. A follower that is gone is noticed by the thread that reads from it."""
@@ -238,6 +253,8 @@ class Gang:
                 follower.ready = message
             case DockOpened(blob):
                 follower.blob = blob
+            case AdapterLoaded(fingerprint, failure):
+                follower.adapters[fingerprint] = failure
             case RankFailure(reason, traceback):
                 logger.error("%s failed:\n%s", position, traceback)
                 self._lost(f"{position}: {reason}")

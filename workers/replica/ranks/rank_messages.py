@@ -43,6 +43,20 @@ class RunStep(Record, frozen=True):
     inputs: bytes
 
 
+class LoadAdapter(Record, frozen=True):
+    """Load this rank's part of an adapter, beside steps, and report `AdapterLoaded`."""
+
+    name: str
+    path: str
+    fingerprint: str
+
+
+class DropAdapter(Record, frozen=True):
+    """Forget an adapter: no step to come reads it."""
+
+    fingerprint: str
+
+
 class OpenDock(Record, frozen=True):
     """Open the KV pool to transfers."""
 
@@ -56,7 +70,9 @@ class EndRank(Record, frozen=True):
     """End, after everything before this message is done."""
 
 
-DriverMessage: TypeAlias = AllocatePool | RecordSteps | RunStep | OpenDock | EndRank | DockCall
+DriverMessage: TypeAlias = (
+    AllocatePool | RecordSteps | RunStep | LoadAdapter | DropAdapter | OpenDock | EndRank | DockCall
+)
 
 # -- follower to driver ----------------------------------------------------------------------------------------------
 
@@ -87,6 +103,13 @@ class DockOpened(Record, frozen=True):
     blob: bytes
 
 
+class AdapterLoaded(Record, frozen=True):
+    """The rank has loaded its part of an adapter, or could not, for the reason `failure`."""
+
+    fingerprint: str
+    failure: str
+
+
 class RankFailure(Record, frozen=True):
     """The rank ends because of an error."""
 
@@ -101,7 +124,7 @@ class _DockEvent(Record, frozen=True):
     fields: Raw
 
 
-FollowerMessage: TypeAlias = JoinGang | PhaseEnded | RankReady | DockOpened | RankFailure | Event
+FollowerMessage: TypeAlias = JoinGang | PhaseEnded | RankReady | DockOpened | AdapterLoaded | RankFailure | Event
 
 # -- bytes -----------------------------------------------------------------------------------------------------------
 
@@ -114,7 +137,9 @@ def _built(kind: type[Any], value: Any) -> Any:
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=BaseModel.model_dump)
 _driver_decoder = msgspec.msgpack.Decoder(DriverMessage, dec_hook=_built)
-_follower_decoder = msgspec.msgpack.Decoder(JoinGang | PhaseEnded | RankReady | DockOpened | RankFailure | _DockEvent)
+_follower_decoder = msgspec.msgpack.Decoder(
+    JoinGang | PhaseEnded | RankReady | DockOpened | AdapterLoaded | RankFailure | _DockEvent
+)
 _event_decoders = {kind.__name__: msgspec.msgpack.Decoder(kind) for kind in get_args(Event)}
 
 

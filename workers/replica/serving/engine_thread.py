@@ -6,6 +6,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from crossdock.kvtransfer.calls import PeerDeadCall
@@ -47,7 +48,7 @@ class EngineThread(ObservedEngine):
             opener(partial(self._on_event, number), self.transferred) for number, opener in enumerate(openers)
         ]
         self.metrics.watch([side.dock for side in self.sides])
-        self.watch_tiers(partial(self._inbox.post, is_urgent=True))
+        self.watch_loads(partial(self._inbox.post, is_urgent=True))
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -181,7 +182,7 @@ class EngineThread(ObservedEngine):
         await asyncio.to_thread(self._thread.join)
         for side in self.sides:
             await asyncio.to_thread(side.dock.close)
-        await asyncio.to_thread(self.close_tiers)
+        await asyncio.to_thread(self.close_loads)
         self._ended()
 
     # -- the engine's thread -----------------------------------------------------------------------------------------
@@ -198,7 +199,7 @@ class EngineThread(ObservedEngine):
                 self._loop.call_soon_threadsafe(self._ended)
 
     def _turn(self) -> None:
-        for action in self._inbox.due():
+        for action in chain(self._inbox.due(), [lambda: self._end(self.engine.load_adapters())]):
             self._guard(action)
         self._publish()
         for side in self.sides:

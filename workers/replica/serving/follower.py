@@ -17,12 +17,15 @@ from crossdock.workers.replica.config import ReplicaSpec
 from crossdock.workers.replica.ranks.pool_layout import held_layers, memory_of, pool_spec
 from crossdock.workers.replica.ranks.rank_loader import load_rank, position_of, why_failed
 from crossdock.workers.replica.ranks.rank_messages import (
+    AdapterLoaded,
     AllocatePool,
     DockOpened,
     DriverMessage,
+    DropAdapter,
     EndRank,
     FollowerMessage,
     JoinGang,
+    LoadAdapter,
     MalformedRankMessage,
     OpenDock,
     PhaseEnded,
@@ -35,6 +38,7 @@ from crossdock.workers.replica.ranks.rank_messages import (
 )
 from crossdock.workers.replica.ranks.rank_socket import GangAddress, RankSocket
 from crossdock.workers.replica.transfer.replica_dock import open_dock
+from crossdock.workers.schedule.submission import Adapter
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +97,12 @@ def _work(
         match inbox.get():
             case RunStep(inputs):
                 runner.compute(steps.unpack(inputs))
+            case LoadAdapter(adapter_name, path, fingerprint):
+                adapter = Adapter(adapter_name, path, fingerprint)
+                threading.Thread(target=_load_adapter, args=(model, adapter, link), name="adapter", daemon=True).start()
+            case DropAdapter(fingerprint):
+                if model.adapters is not None:
+                    model.adapters.drop(fingerprint)
             case AllocatePool(num_pages):
                 model.allocate_pool(num_pages, page_size)
             case RecordSteps(max_num_seqs, max_num_batched_tokens, most_drafts):
@@ -113,6 +123,18 @@ def _work(
                 assert dock is not None, f"{call} before the dock is open"
                 model.wait()  # pages that are shipped must have been written
                 dock.call(call)
+
+
+def _load_adapter(model: LoadedModel, adapter: Adapter, link: RankSocket) -> None:
+    """Load an adapter, and report how that ended."""
+    failure = ""
+    try:
+        assert model.adapters is not None, "the driver has no adapters either"
+        model.adapters.load(adapter)
+    except Exception as error:
+        failure = f"{error}"
+    with contextlib.suppress(OSError):
+        link.send(encode(AdapterLoaded(adapter.fingerprint, failure)))
 
 
 def _listen(link: RankSocket) -> queue.SimpleQueue[DriverMessage]:

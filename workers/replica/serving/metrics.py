@@ -328,6 +328,17 @@ class _Gauges(Collector):
         yield from self._drafts()
         yield from self._pictures()
         yield from self._tiers()
+        yield from self._adapters()
+
+    def _adapters(self) -> Iterator[Metric]:
+        """Yield the counts of LoRA adapters; there are none where the replica takes none."""
+        slots = self._engine.scheduler.adapters
+        if slots.num_slots:
+            loaded = {(): len(slots.table.loaded_adapters)}
+            yield _gauge("crossdock_adapters", "LoRA adapters in the replica's slots.", (), loaded)
+            yield _counter("crossdock_adapter_loads", "LoRA adapters that were loaded.", slots.num_loads)
+            text = "Recent mean seconds of a load."
+            yield _gauge("crossdock_adapter_load_seconds", text, (), {(): slots.load_s})
 
     def _tiers(self) -> Iterator[Metric]:
         """Yield the counts of the tiers below the pool; there are none without tiers."""

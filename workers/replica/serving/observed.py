@@ -58,8 +58,11 @@ class ObservedEngine:
             return None, ()
         return self.publisher.live(now, interval), self.publisher.page_changes()
 
-    def watch_tiers(self, post: Callable[[Callable[[], None]], None]) -> None:
-        """Have the results of tiers taken in between two steps. `post` may be called in another thread."""
+    def watch_loads(self, post: Callable[[Callable[[], object]], None]) -> None:
+        """Have pages of tiers and adapters taken in between two steps, once they are loaded. `post` may be called in
+        another thread."""
+        if self.engine.adapters is not None:
+            self.engine.adapters.on_done.append(lambda: post(lambda: None))  # every turn takes in what is loaded
         if (tiers := self.engine.tiers) is not None:
             take_in = partial(tiers.take_in, self.engine.scheduler.loading)
             tiers.on_done.append(lambda: post(take_in))
@@ -69,8 +72,10 @@ class ObservedEngine:
         if self.engine.tiers is not None and not self.engine.has_work:
             self.engine.tiers.offer(self.engine.pages.stock)
 
-    def close_tiers(self) -> None:
-        """End the thread of the tiers."""
+    def close_loads(self) -> None:
+        """End the threads of the tiers and of adapters."""
+        if self.engine.adapters is not None:
+            self.engine.adapters.close()
         if self.engine.tiers is not None:
             self.engine.tiers.close()
 

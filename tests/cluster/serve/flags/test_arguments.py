@@ -49,9 +49,11 @@ def test_written_form_becomes_ours(written: str, ours: str) -> None:
 
 def test_flags_of_others_get_one_line_each() -> None:
     with pytest.raises(ValueError, match="--swap-space") as error:
-        translated(["m", "--swap_space", "4", "--enable-lora", "--enable-lora", "--hf-overrides.a.b", "1"], ARITY)
+        translated(
+            ["m", "--swap_space", "4", "--trust-remote-code", "--trust-remote-code", "--hf-overrides.a.b", "1"], ARITY
+        )
     lines = str(error.value).splitlines()
-    assert [line.partition(":")[0] for line in lines] == ["--swap-space", "--enable-lora", "--hf-overrides"]
+    assert [line.partition(":")[0] for line in lines] == ["--swap-space", "--trust-remote-code", "--hf-overrides"]
 
 
 def test_limits_of_pictures_may_have_vllms_sizes_beside_the_count() -> None:
@@ -90,10 +92,10 @@ def test_configuration_of_ours_is_no_file_of_flags(tmp_path: Path) -> None:
 
 def test_flags_in_a_file_that_are_missing_here_get_their_line(tmp_path: Path) -> None:
     file = tmp_path / "vllm.yaml"
-    file.write_text("model: org/y\nenable-lora: true\nspec_tokens: 4\n")
+    file.write_text("model: org/y\ntrust-remote-code: true\nspec_tokens: 4\n")
     result = run("config", "--config", str(file))
     assert result.exit_code == 2
-    assert [line.split()[1] for line in result.stderr.splitlines()] == ["--enable-lora:", "--spec-tokens:"]
+    assert [line.split()[1] for line in result.stderr.splitlines()] == ["--trust-remote-code:", "--spec-tokens:"]
 
 
 @pytest.mark.parametrize(

@@ -150,7 +150,7 @@ def test_no_flag_of_the_table_is_unknown_to_all() -> None:
         (["--prefix-eviction", "value"], "--prefix-eviction: gone, leave it out: the least recently used page"),
         (["--enable-metrics"], "--enable-metrics: not needed: /metrics is always on"),
         (["--trust-remote-code"], "--trust-remote-code: not supported: code that comes with a model"),
-        (["--no-enable-lora"], "--no-enable-lora: not supported: LoRA"),
+        (["--uno-lora-path", "x"], "--uno-lora-path: not supported: LoRA"),
         (["--ssl-keyfile", "a"], "--ssl-keyfile: use a gateway with TLS"),
         (["--speculative-anything-new", "a"], "--speculative-anything-new: not supported: drafts of other kinds"),
     ],

@@ -1,0 +1,109 @@
+"""The LoRA adapters that clients name as their model: those of the start, and POST /v1/load_lora_adapter."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection
+from pathlib import Path
+from typing import TypeAlias
+
+from fastapi import Request, Response
+
+from crossdock.cluster.api.body.bodies import LoadAdapterRequest, UnloadAdapterRequest
+from crossdock.cluster.api.errors import ApiError
+from crossdock.workers.schedule.submission import Adapter
+
+ReadAdapter: TypeAlias = Callable[[str, Path], Adapter]
+"""Looks at the files of an adapter, given its name and folder. ValueError: no replica could serve it."""
+
+Notify: TypeAlias = Callable[[str, Adapter | None], Awaitable[object]]
+"""Tells the other ingresses what a name means from now on; None: nothing."""
+
+_MOST = 4096  # names
+
+
+class AdapterNames:
+    """The names of adapters, at one ingress. Replicas know none: each request brings the folder of its adapter."""
+
+    def __init__(
+        self,
+        read: ReadAdapter | None = None,
+        folder: Path | None = None,
+        notify: Notify | None = None,
+        base_names: Collection[str] = (),
+    ) -> None:
+        """`read` None: replicas take no adapters. `folder`: below which clients may load some; None: nowhere.
+        `base_names`: of the base model, which no adapter may have."""
+        self.by_name: dict[str, Adapter] = {}
+        self._read, self._folder, self._notify, self._base_names = read, folder, notify, base_names
+        self._turn = asyncio.Lock()  # of loads: two with one name would race
+
+    def put(self, name: str, adapter: Adapter | None) -> None:
+        """Let a name mean an adapter from now on, or nothing. Requests that run keep the adapter that they have."""
+        if adapter is None:
+            self.by_name.pop(name, None)
+        else:
+            self.by_name[name] = adapter
+
+    async def load(self, request: Request, body: LoadAdapterRequest) -> Response:
+        """Name an adapter. Statuses and texts are vLLM's."""
+        read, folder = self._allowed(request)
+        if not body.lora_name or not body.lora_path:
+            raise ApiError("Both 'lora_name' and 'lora_path' must be provided.", kind="InvalidUserInput")
+        if body.lora_name in self._base_names:
+            reason = f"'lora_name' {body.lora_name!r} is a name of the base model."
+            raise ApiError(reason, kind="InvalidUserInput", param="lora_name")
+        async with self._turn:
+            if body.lora_name in self.by_name and not body.load_inplace:
+                reason = f"The lora adapter '{body.lora_name}' has already been loaded."
+                raise ApiError(reason, kind="InvalidUserInput", param="lora_name")
+            if len(self.by_name) >= _MOST and body.lora_name not in self.by_name:
+                raise ApiError(f"There are {_MOST} adapters; unload one before.", kind="InvalidUserInput")
+            try:
+                adapter = await asyncio.to_thread(read, body.lora_name, _below(folder, body.lora_path))
+            except FileNotFoundError:
+                reason = f"No adapter is at 'lora_path' {body.lora_path!r}."
+                raise ApiError(reason, status=404, kind="NotFoundError", param="lora_path") from None
+            except (ValueError, OSError) as error:
+                raise ApiError(f"{error}", kind="BadRequestError", param="lora_path") from None
+            await self._put(body.lora_name, adapter)
+        return Response(f"Success: LoRA adapter '{body.lora_name}' added successfully.", media_type="text/plain")
+
+    async def unload(self, request: Request, body: UnloadAdapterRequest) -> Response:
+        """Forget an adapter's name. Requests that run end as they would have."""
+        self._allowed(request)
+        if not body.lora_name:
+            reason = "'lora_name' needs to be provided to unload a LoRA adapter."
+            raise ApiError(reason, kind="InvalidUserInput", param="lora_name")
+        async with self._turn:
+            if body.lora_name not in self.by_name:
+                reason = f"The lora adapter '{body.lora_name}' cannot be found."
+                raise ApiError(reason, status=404, kind="NotFoundError", param="lora_name")
+            await self._put(body.lora_name, None)
+        return Response(f"Success: LoRA adapter '{body.lora_name}' removed successfully.", media_type="text/plain")
+
+    async def _put(self, name: str, adapter: Adapter | None) -> None:
+        self.put(name, adapter)
+        if self._notify is not None:
+            await self._notify(name, adapter)
+
+    def _allowed(self, request: Request) -> tuple[ReadAdapter, Path]:
+        """Return the reader of adapters, and the folder above them. ApiError 403: the client may not load any."""
+        if self._read is None or self._folder is None:
+            reason = "This server loads no adapters while it runs: start it with --enable-lora --lora-folder FOLDER."
+            raise ApiError(reason, status=403, code="adapters_are_fixed")
+        key = request.state.api_key
+        if key is not None and not key.sees_all_requests:
+            reason = "This API key may not load adapters: that needs a key with sees_all_requests."
+            raise ApiError(reason, status=403, code="not_allowed")
+        return self._read, self._folder
+
+
+def _below(folder: Path, path: str) -> Path:
+    """Return the folder that a client means. ValueError: it is not below `folder`; FileNotFoundError: there is none."""
+    if "\0" in path:
+        raise ValueError("'lora_path' has a character 0")
+    whole, found = folder.resolve(), (folder / path).resolve()
+    if not found.is_relative_to(whole):
+        raise ValueError(f"'lora_path' must be below the folder of adapters (--lora-folder), not {path!r:.200}")
+    if not found.is_dir():
+        raise FileNotFoundError(path)
+    return found

@@ -1,0 +1,88 @@
+"""Requests with adapters over engines in this process: on pairs, after a loss, and while adapters come and go."""
+
+import asyncio
+
+import pytest
+from pydantic import ByteSize
+
+from crossdock.cluster.dispatch.dispatcher import Dispatcher
+from crossdock.router.fleet import RouterConfig
+from crossdock.workers.replica.config import EngineConfig
+from crossdock.workers.report.profile import Role
+from crossdock.workers.schedule.submission import Adapter, SamplingParams, Submission
+from tests.cluster.dispatch.in_process import InProcess, serving
+from tests.waiting import until
+from tests.workers.architectures import build
+from tests.workers.lora_oracle import Tuned, tuned
+
+PROMPT = [3 + i % 100 for i in range(30)]
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> list[Tuned]:
+    folder = tmp_path_factory.mktemp("adapters")
+    return [tuned(build("llama", {}), folder / f"{number}", number) for number in range(4)]
+
+
+def replica(role: Role = "mixed", max_loras: int = 2) -> InProcess:
+    memory = ByteSize(4 << 20)
+    return InProcess(EngineConfig(kv_cache_memory=memory, enable_lora=True, max_loras=max_loras), role)
+
+
+def work(name: str, adapter: Adapter | None, num_tokens: int = 40) -> Submission:
+    params = SamplingParams(max_tokens=num_tokens, temperature=0.0, min_tokens=num_tokens)
+    return Submission(name, PROMPT, params, adapter=adapter)
+
+
+async def tokens(dispatcher: Dispatcher, submission: Submission) -> list[int]:
+    return [token async for delta in dispatcher.generate(submission) for token in delta.token_ids]
+
+
+async def test_stream_goes_on_with_its_adapter_after_its_replica_is_lost(adapters: list[Tuned]) -> None:
+    first, second = replica(), replica()
+    async with serving(Dispatcher("tiny"), first=first, second=second) as dispatcher:
+        output: list[int] = []
+        async for delta in dispatcher.generate(work("r", adapters[0].adapter)):
+            output += delta.token_ids
+            if len(output) == 15:
+                victim = first if dispatcher.fleet.num_booked("first") else second
+                victim.is_killed = True
+        assert output == adapters[0].greedy(PROMPT, 40)
+        assert "crossdock_ingress_placed_again_total 1.0" in dispatcher.metrics.text()
+
+
+async def test_both_replicas_of_a_pair_have_the_adapter(adapters: list[Tuned]) -> None:
+    prefill, decode = replica("prefill"), replica("decode")
+    config = RouterConfig(shipping="always")
+    async with serving(Dispatcher("tiny", config), prefill=prefill, decode=decode) as dispatcher:
+        works = [work(f"{number}", one.adapter, 12) for number, one in enumerate(adapters * 2)]
+        found = await asyncio.gather(*(tokens(dispatcher, each) for each in works))
+        assert found == [one.greedy(PROMPT, 12) for one in adapters * 2]
+        loaded = [len(each.engine_thread.engine.scheduler.table.loaded_adapters) for each in (prefill, decode)]
+        assert loaded == [2, 2]
+        await until(lambda: all(not each.engine_thread.engine.scheduler.table.requests() for each in (prefill, decode)))
+
+
+async def test_router_prefers_the_replica_that_has_the_adapter(adapters: list[Tuned]) -> None:
+    both = {"first": replica(), "second": replica()}
+    async with serving(Dispatcher("tiny"), **both) as dispatcher:
+        await asyncio.gather(*(tokens(dispatcher, work(f"{n}", one.adapter, 4)) for n, one in enumerate(adapters[:2])))
+        for number in range(12):
+            await tokens(dispatcher, work(f"again {number}", adapters[number % 2].adapter, 4))
+        loads = sum(each.engine_thread.engine.scheduler.adapters.num_loads for each in both.values())
+        assert loads == 2, "no adapter was loaded at both replicas"
+
+
+async def test_adapters_that_come_and_go_all_the_time_change_no_token(adapters: list[Tuned]) -> None:
+    """One slot and four adapters: each request but the first waits for a load. A replica dies in the middle."""
+    first, second = replica(max_loras=1), replica(max_loras=1)
+    async with serving(Dispatcher("tiny"), first=first, second=second) as dispatcher:
+        chosen = [adapters[number] if number < 4 else None for number in [0, 1, 2, 3, 4] * 4]
+        works = [work(f"{number}", one and one.adapter, 16) for number, one in enumerate(chosen)]
+        running = [asyncio.create_task(tokens(dispatcher, each)) for each in works]
+        await until(lambda: sum(task.done() for task in running) >= 5)
+        first.is_killed = True
+        found = await asyncio.gather(*running)
+        wanted = {one: one.greedy(PROMPT, 16) for one in adapters}
+        base = found[4]
+        assert found == [base if one is None else wanted[one] for one in chosen]

@@ -1,0 +1,109 @@
+"""Logits with adapters, in any mix of rows and by every kernel, beside PEFT's."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from crossdock.workers.model.load import wrap_module
+from crossdock.workers.model.load_options import LoadOptions
+from crossdock.workers.model.model import LoadedModel
+from tests.workers.architectures import build
+from tests.workers.lora_oracle import Tuned, tuned
+from tests.workers.model.layers.test_fusion import FUSED, KERNELS, is_fused, needs_vnni, packed_and_plain, prompts
+from tests.workers.model.paged import monolithic, random_steps, through_pages
+
+CONFIGS: list[dict[str, Any]] = [
+    {"r": 5, "lora_alpha": 5},
+    {"r": 16, "lora_alpha": 8, "target_modules": ["q_proj", "up_proj", "down_proj"]},
+    {"r": 3, "use_rslora": True, "target_modules": ["k_proj", "v_proj", "o_proj", "gate_proj"]},
+]
+
+
+def adapters_of(module: Any, folder: Path) -> list[Tuned]:
+    return [tuned(module, folder / f"{n}", n, size=0.1, **config) for n, config in enumerate(CONFIGS)]
+
+
+def with_adapters(module: Any, adapters: list[Tuned], **options: Any) -> LoadedModel:
+    model = wrap_module(module, LoadOptions(max_lora_rank=16, **options))
+    assert model.adapters is not None
+    for one in adapters:
+        model.adapters.load(one.adapter)
+    return model
+
+
+def mixed(model: LoadedModel, adapters: list[Tuned]) -> list[Tensor]:
+    """Return the logits of all prompts in one batch: the first and the fifth have no adapter."""
+    steps = random_steps([len(prompt) for prompt in prompts()], seed=5)
+    return through_pages(model, prompts(), steps, ["", *(one.adapter.fingerprint for one in adapters)] * 2)
+
+
+def by_peft(module: Any, adapters: list[Tuned]) -> list[Tensor]:
+    models = [module, *(one.model for one in adapters)] * 2
+    return [monolithic(model, prompt).float() for model, prompt in zip(models, prompts(), strict=False)]
+
+
+@pytest.mark.parametrize("name", ["llama groups of 3", "qwen2 biases", "gemma2", "qwen3_moe"])
+def test_logits_in_float32_equal_pefts(name: str, tmp_path: Path) -> None:
+    options = FUSED.get(name) or {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    module = build(name, options if name != "gemma2" else {"query_pre_attn_scalar": 32})
+    attention = {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
+    adapters = adapters_of(module, tmp_path) if "moe" not in name else [tuned(module, tmp_path, 1, **attention)] * 3
+    expected = by_peft(module, adapters)
+    found = mixed(with_adapters(module, adapters), adapters)
+    for ours, theirs in zip(found, expected, strict=False):
+        torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("name", ["llama groups of 3", "qwen2 biases"])
+def test_logits_in_bfloat16_are_as_exact_as_pefts(name: str, kernel: Any, tmp_path: Path) -> None:
+    """The same weights in float32 show how much of a difference is rounding."""
+    module = build(name, FUSED[name])
+    adapters = adapters_of(module, tmp_path)
+    exact, plain = by_peft(module, adapters), monolithic(module, prompts()[1])
+    rounded = [one._replace(model=copy.deepcopy(one.model).to(torch.bfloat16)) for one in adapters]
+    theirs = by_peft(copy.deepcopy(module).to(torch.bfloat16), rounded)
+    model = with_adapters(module.to(torch.bfloat16), adapters, cpu_kernels=kernel)
+    assert is_fused(model)
+    for ours, other, true in zip(mixed(model, adapters), theirs, exact, strict=False):
+        assert (ours - true).norm() <= 1.5 * (other - true).norm()
+    assert (exact[1] - plain).norm() > 10 * (theirs[1] - exact[1]).norm(), "the adapter changes more than rounding does"
+
+
+@pytest.mark.parametrize("kernel", ["own", "torch", pytest.param("int8", marks=needs_vnni)])
+def test_packed_weights_take_adapters(kernel: Any, tmp_path: Path) -> None:
+    module, oracle = packed_and_plain("int4", torch.bfloat16)
+    adapters = adapters_of(oracle, tmp_path)
+    exact = by_peft(oracle, adapters)
+    rounded = [one._replace(model=copy.deepcopy(one.model).to(torch.bfloat16)) for one in adapters]
+    theirs = by_peft(copy.deepcopy(oracle).to(torch.bfloat16), rounded)
+    model = with_adapters(module, adapters, cpu_kernels=kernel)
+    assert is_fused(model)
+    for ours, other, true in zip(mixed(model, adapters), theirs, exact, strict=False):
+        assert (ours - true).norm() <= (5 if kernel == "int8" else 1.5) * (other - true).norm()
+
+
+def test_rows_do_not_depend_on_the_adapters_of_others(tmp_path: Path) -> None:
+    module = build("llama", FUSED["llama groups of 3"])
+    adapters = adapters_of(module, tmp_path)
+    model = with_adapters(module.to(torch.bfloat16), adapters)
+    whole = [[(number, 0, len(prompt))] for number, prompt in enumerate(prompts())]
+    names = ["", *(one.adapter.fingerprint for one in adapters)] * 2
+    alone = through_pages(model, prompts(), whole, names)
+    together = through_pages(model, prompts(), [[part for [part] in whole]], names)
+    for one, other in zip(alone, together, strict=True):
+        torch.testing.assert_close(one, other, atol=0.05, rtol=0.05)
+
+
+def test_module_that_the_model_lacks_is_refused_by_name(tmp_path: Path) -> None:
+    module = build("llama", {})
+    one = tuned(build("llama", {"num_hidden_layers": 5}), tmp_path, 1)
+    with pytest.raises(ValueError, match=r"model\.layers\.4\.\S+ is no linear of this model"):
+        with_adapters(copy.deepcopy(module), [one])
+    other = tuned(build("llama", {"hidden_size": 96}), tmp_path / "other", 1)
+    with pytest.raises(ValueError, match="this model's has 48 and"):
+        with_adapters(module, [other])

@@ -1,0 +1,35 @@
+"""The rows of one forward pass that LoRA adapters change, and what they add to the outputs of a linear."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from crossdock.kernels.low_rank import Pair, Rows, add_low_rank
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class AdapterWeights:
+    """The matrices of an adapter on this rank, by the name of the module that they change."""
+
+    pairs: Mapping[str, Pair]
+
+
+class AdapterRows(NamedTuple):
+    """The rows of one adapter in a flat batch."""
+
+    weights: AdapterWeights
+    rows: Rows
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowAdapters:
+    """The adapters of a flat batch. Rows without an adapter are in no group, and cost nothing."""
+
+    groups: Sequence[AdapterRows]
+
+    def add(self, name: str, x: Tensor, y: Tensor) -> None:
+        """Add what adapters change in the outputs of the module `name`, in place; see `add_low_rank`."""
+        pairs = ((weights.pairs.get(name), rows) for weights, rows in self.groups)
+        add_low_rank(((pair, rows) for pair, rows in pairs if pair is not None), x, y)

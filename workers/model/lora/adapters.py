@@ -1,0 +1,182 @@
+"""The LoRA adapters in a rank's memory, and the rows of a step that each of them changes.
+
+A step with adapters adds `scale * B A x` to the outputs of each linear, for the rows of each adapter in turn. The base
+model's weights may be stored in any format: an adapter only sees inputs and outputs.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from crossdock.workers.model.cut.part import ModelPart, TensorSlice
+from crossdock.workers.model.forward.forward_context import current_adapters
+from crossdock.workers.model.forward.row_adapters import AdapterRows, AdapterWeights, RowAdapters
+from crossdock.workers.model.lora.adapter_files import WEIGHTS, AdapterFiles, Factor, fingerprint, read_adapter
+from crossdock.workers.model.weights.packed_layers import PackedLinear
+from crossdock.workers.schedule.submission import Adapter
+
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+class Site(NamedTuple):
+    """A linear that adapters may change: its size in the whole model, and the part of its weight that is here."""
+
+    out_features: int
+    in_features: int
+    kept: TensorSlice | None  # None: all
+
+
+@dataclass(slots=True, eq=False)
+class Adapters:
+    """The adapters that a rank holds, by fingerprint. `load` may run in another thread than steps."""
+
+    sites: Mapping[str, Site]  # by name of the module
+    held_layers: range  # the numbers of this rank's layers
+    num_layers: int  # of the whole model
+    device: torch.device
+    dtype: torch.dtype
+    max_rank: int
+    most: int = 1  # in memory at once
+    loaded: dict[str, AdapterWeights] = field(default_factory=dict)
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Return the bytes of as many adapters as may be in memory, each of the largest rank in every linear."""
+        sizes = [
+            [site.out_features, site.in_features]
+            if site.kept is None
+            else site.kept.shape_of([site.out_features, site.in_features])
+            for site in self.sites.values()
+        ]
+        return self.most * self.max_rank * self.dtype.itemsize * sum(map(sum, sizes))
+
+    def load(self, adapter: Adapter) -> None:
+        """Read the files of an adapter, and keep this rank's part of its weights.
+
+        Raises:
+            ValueError: the files have changed since the adapter got its fingerprint, or do not fit this model.
+            OSError: the files cannot be read.
+        """
+        files = read_adapter(Path(adapter.path), self.max_rank)
+        if fingerprint(files.folder) != adapter.fingerprint:
+            raise ValueError(f"{files.folder} has other bytes than when adapter {adapter.name!r} was loaded first")
+        content = np.memmap(files.folder / WEIGHTS, np.uint8, "r")
+        here = [name for name in files.factors if self._is_here(files, name)]
+        pairs = {name: self._pair(files, name, content) for name in here}
+        self.loaded[adapter.fingerprint] = AdapterWeights(pairs)
+
+    def drop(self, fingerprint: str) -> None:
+        """Forget an adapter. A step in flight keeps the weights that it reads."""
+        self.loaded.pop(fingerprint, None)
+
+    def rows(self, adapters: Sequence[str], query_start: NDArray[np.int32]) -> RowAdapters | None:
+        """Return the rows of each adapter in a step; None: no row has one.
+
+        adapters: of each of the step's S sequences, a fingerprint or an empty text. query_start: [S+1].
+        """
+        if not any(adapters):
+            return None
+        spans: dict[str, list[tuple[int, int]]] = {}
+        for name, numbers in groupby(range(len(adapters)), key=lambda number: adapters[number]):
+            if name:
+                first, *rest = numbers
+                last = rest[-1] if rest else first
+                spans.setdefault(name, []).append((int(query_start[first]), int(query_start[last + 1])))
+        return RowAdapters([AdapterRows(self.loaded[name], self._rows_of(own)) for name, own in spans.items()])
+
+    def _rows_of(self, spans: Sequence[tuple[int, int]]) -> Tensor | slice:
+        if len(spans) == 1:
+            return slice(*spans[0])
+        return torch.cat([torch.arange(*span) for span in spans]).to(self.device)
+
+    def _is_here(self, files: AdapterFiles, name: str) -> bool:
+        """Return whether this rank has the module. ValueError: the model has no such linear, or one of another size."""
+        site = self.sites.get(name)
+        if site is None:
+            found = _LAYER.search(name)
+            is_elsewhere = found is not None and int(found[1]) in {*range(self.num_layers)} - {*self.held_layers}
+            if is_elsewhere and self._has_like(name):
+                return False
+            raise ValueError(
+                f"{files.folder / WEIGHTS}: {name:.200} is no linear of this model that adapters can change"
+            )
+        a, b = files.factors[name]
+        if (b.rows, a.columns) != (site.out_features, site.in_features):
+            raise ValueError(
+                f"{files.folder / WEIGHTS}: {name} has {a.columns} inputs and {b.rows} outputs; this model's has "
+                f"{site.in_features} and {site.out_features}"
+            )
+        return True
+
+    def _has_like(self, name: str) -> bool:
+        """Return whether a layer here has a module of that name: layers of other stages are known by that alone."""
+        pattern = _LAYER.sub(r".layers.N.", name)
+        return any(_LAYER.sub(r".layers.N.", each) == pattern for each in self.sites)
+
+    def _pair(self, files: AdapterFiles, name: str, content: NDArray[np.uint8]) -> tuple[Tensor, Tensor]:
+        """Return this rank's part of A [rank, K] and of scale * B [N, rank]."""
+        (a, b), kept = (_matrix(factor, content) for factor in files.factors[name]), self.sites[name].kept
+        b = b * files.scales[name]
+        if kept is not None:
+            a, b = (a, kept.read(b, 2)) if kept.dim == 0 else (kept.read(a, 2), b)
+        transposed = b.T.to(
+            self.device, self.dtype
+        ).contiguous()  # kernels read the outputs of one rank after the other
+        return a.to(self.device, self.dtype).contiguous(), transposed.T
+
+
+def _matrix(factor: Factor, content: NDArray[np.uint8]) -> Tensor:
+    """Return a matrix [rows, columns] of a file in float32."""
+    data = torch.from_numpy(content[factor.offset : factor.offset + factor.num_bytes].copy())
+    return data.view(_DTYPES[factor.dtype]).view(factor.rows, factor.columns).float()
+
+
+def sites_of(module: Any, part: ModelPart) -> dict[str, Site]:
+    """Return the linears of the decoder layers that adapters may change, by name.
+
+    Left out are experts, whose rows are those of their tokens alone, and projections that other code than the linear's
+    own reads.
+    """
+    decoder, found = module.get_decoder(), {}
+    prefix = next(name for name, each in module.named_modules() if each is decoder)
+    for name, linear in module.named_modules():
+        layer = _LAYER.match(name, len(prefix))
+        if not isinstance(linear, nn.Linear | PackedLinear) or not name.startswith(prefix) or layer is None:
+            continue
+        if int(layer[1]) not in part.held_layers:
+            continue
+        owner = module.get_submodule(name.rpartition(".")[0])
+        if ".experts." in name or (hasattr(owner, "expand_kv") and name.endswith(".kv_b_proj")):
+            continue
+        shape, kept = [linear.out_features, linear.in_features], part.slices.get(f"{name}.weight")
+        out_features, in_features = shape if kept is None else kept.whole_shape(shape)
+        found[name] = Site(out_features, in_features, kept)
+    return found
+
+
+def hook_adapters(module: Any, sites: Mapping[str, Site]) -> None:
+    """Let each linear of `sites` add what adapters change to its outputs, before ranks add these up."""
+    for name in sites:
+        module.get_submodule(name).register_forward_hook(_Adding(name), prepend=True)
+
+
+class _Adding:
+    """The hook of one linear."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __call__(self, _: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:
+        adapters = current_adapters()
+        if adapters is not None:
+            x = args[0]
+            adapters.add(self._name, x if x.dim() == 2 else x[0], out if out.dim() == 2 else out[0])
