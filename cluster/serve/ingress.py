@@ -94,7 +94,7 @@ class Ingress:
             media=self._media,
             adapters=adapters,
         )
-        if config.http.replicas > 1:  # another ingress may have loaded some
+        if config.http.replicas > 1 and config.http.lora_folder is not None:  # another ingress may have loaded some
             for known in await self._of_all("adapters", _STORES_S):
                 for adapter in known:
                     adapters.put(adapter.name, adapter)

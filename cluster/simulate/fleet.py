@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
+from zlib import crc32
 
 import yaml
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
@@ -15,6 +16,7 @@ from crossdock.workers.report.profile import Role, SchedulingProfile, TierSize
 from crossdock.workers.schedule.config import SchedulerConfig
 from crossdock.workers.schedule.drafts.speculative_config import SpeculativeConfig
 from crossdock.workers.schedule.slo import SloClass
+from crossdock.workers.schedule.submission import Adapter
 
 _HOST_RATE = 5e9  # bytes per second, where the profile has none: as a server assumes until pages are measured
 
@@ -121,6 +123,23 @@ class Failure(BaseModel):
         return self
 
 
+class SimulatedAdapters(BaseModel):
+    """The LoRA adapters that requests name: each request one of them, drawn evenly by its number."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    count: int = Field(0, ge=0, description="How many there are; 0: all requests are for the base model.")
+    slots: int = Field(8, ge=1, description="How many a replica holds at once.")
+    load_s: float = Field(0.5, ge=0, description="Seconds to load one.")
+
+    def of(self, request: str) -> Adapter | None:
+        """Return the adapter of a request; None: there are none."""
+        if not self.count:
+            return None
+        name = f"{crc32(request.encode()) % self.count}"
+        return Adapter(name, "", name)
+
+
 class SimulatedFleet(BaseModel):
     """The simulated cluster: its pools, routers and network, and its failures."""
 
@@ -143,6 +162,9 @@ class SimulatedFleet(BaseModel):
     latency_s: float = Field(0.001, ge=0, description="Seconds from an ingress to a replica and back.")
     noise: float = Field(0.0, ge=0, lt=1, description="Relative spread of step times around their prediction.")
     failures: tuple[Failure, ...] = ()
+    adapters: SimulatedAdapters = Field(
+        default_factory=lambda: SimulatedAdapters.model_validate({}), description="LoRA adapters of the requests."
+    )
 
     @model_validator(mode="before")
     @classmethod

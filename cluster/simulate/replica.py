@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from crossdock.cluster.simulate.clock import Clock
-from crossdock.cluster.simulate.fleet import SimulatedPool
+from crossdock.cluster.simulate.fleet import SimulatedAdapters, SimulatedPool
 from crossdock.cluster.simulate.tiers import SimulatedTiers, finish
 from crossdock.workers.report.advertise import Publisher
 from crossdock.workers.schedule.batch import Batch, SampledToken, Scheduled
@@ -105,6 +105,7 @@ class SimulatedReplica:
     publish_s: float  # from one live profile to the next while requests come and go, at least
     at_once: bool = True  # False: one step after the other, to compare with
     takes_rows: bool = False  # encode replicas may send it embeddings
+    adapters: SimulatedAdapters = field(default_factory=lambda: SimulatedAdapters.model_validate({}))
     since: float = 0.0  # when it came up
     until: float | None = None  # when it died
     busy_s: float = 0.0
@@ -148,6 +149,7 @@ class SimulatedReplica:
             drafting=DraftPolicy(speculative) if speculative is not None else None,
             encoding=encoding,
             tiers=self.tiers.tiers,
+            max_loras=self.adapters.slots if self.adapters.count else 0,
         )
         self._drafts = DrawnDrafts(self.pool.draft_acceptance, self.noise.seed)
         self.publisher = Publisher(self.scheduler, self.name, self.publish_s)
@@ -179,6 +181,7 @@ class SimulatedReplica:
         while True:
             while self._inbox and not self._must_wait(self._inbox[0][1]):
                 self._inbox.popleft()[0](now)
+            self._load_adapters(now)
             self._grant(now)
             if not self._inbox:
                 self._begin_steps(now)
@@ -189,6 +192,16 @@ class SimulatedReplica:
         self._is_between = False
         if self._flights:
             self._plan()
+
+    def _load_adapters(self, now: float) -> None:
+        for change in self.scheduler.adapters_to_load(now):
+            self.clock.at(now + self.adapters.load_s, partial(self._loaded, change.loads.fingerprint))
+
+    def _loaded(self, adapter: str, now: float) -> None:
+        def end(_: float) -> None:
+            self.scheduler.adapters.end(adapter, self.adapters.load_s)
+
+        self.post(end, now)
 
     def _must_wait(self, ends: str | None) -> bool:
         """Return whether a step in flight computes the request that an action ends. Then no other step begins first."""

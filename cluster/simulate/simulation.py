@@ -142,9 +142,8 @@ class Simulation:
     def _submission(self, name: str, job: Job, slo_class: str) -> Submission:
         is_promised = job.service_tier is not None  # as at the API
         tokens, items = prompt_of(job)
-        return Submission(
-            name, tokens, sampling(job.output_tokens), slo_class=slo_class, is_promised=is_promised, items=items
-        )
+        given, adapter = ("", slo_class, 0, is_promised), self.fleet.adapters.of(name)
+        return Submission(name, tokens, sampling(job.output_tokens), *given, items=items, adapter=adapter)
 
     def _do(self, request: SimulatedRequest, actions: Sequence[Action], now: float) -> None:
         """Carry out what the life of a request asks for."""
@@ -356,7 +355,7 @@ class Simulation:
         noise = Noise(self.fleet.noise, (self._outcome.seed, len(self._outcome.replicas)))
         takes_rows = self.fleet.has_encoders and pool.takes_rows
         settings = noise, self.fleet.publish_s, self._at_once, takes_rows
-        replica = SimulatedReplica(name, pool, self.clock, self, *settings, since=now)
+        replica = SimulatedReplica(name, pool, self.clock, self, *settings, adapters=self.fleet.adapters, since=now)
         self.replicas[name] = replica
         self._outcome.replicas.append(replica)
         peers = {"peer": name.encode(), "rows_peer": name.encode() if takes_rows else b""}

@@ -235,24 +235,25 @@ class DecoderStack:
         ):
             add_and_norm(hidden, addend, input_norm, shape.eps, normed)
             qkv = products.qkv(normed)
-            for name, part in zip(
-                ("q", "k", "v"), torch.split(qkv[:T], [query_width, kv_width, kv_width], 1), strict=True
-            ):
-                adapters.add(layer, name, normed[:T], part)
+            if adapters.groups:
+                q, k, v = torch.split(qkv[:T], [query_width, kv_width, kv_width], 1)
+                adapters.add(layer, normed[:T], q=q, k=k, v=v)
             finish_heads(steps, qkv, cos, sin, batch)
             q = qkv[:T, :query_width].view(T, shape.num_heads, shape.head_dim)
             seen = self._attention(q, keys, values, batch, scale=shape.scale, window=window)  # [T, Hq, D]
             attended[:T] = seen.view(T, query_width)
             addend = products.out(attended)
-            adapters.add(layer, "out", attended[:T], addend[:T])
+            if adapters.groups:
+                adapters.add(layer, attended[:T], out=addend[:T])
             add_and_norm(hidden, addend, post_norm, shape.eps, normed)
             gate_up = products.gate_up(normed)
-            gate, up = gate_up[:T].view(T, -1, 2, 16).unbind(2)
-            adapters.add(layer, "gate", normed[:T], gate)
-            adapters.add(layer, "up", normed[:T], up)
+            if adapters.groups:
+                gate, up = gate_up[:T].view(T, -1, 2, 16).unbind(2)
+                adapters.add(layer, normed[:T], gate=gate, up=up)
             silu_and_multiply(gate_up, T, activated)
             addend = products.down(activated)
-            adapters.add(layer, "down", activated[:T], addend[:T])
+            if adapters.groups:
+                adapters.add(layer, activated[:T], down=addend[:T])
         if addend is not None:
             hidden += addend[:T]
 

@@ -51,10 +51,11 @@ class RowDeltas(NamedTuple):
         """Return the largest rank."""
         return max(deltas.rank for deltas, _ in self.groups)
 
-    def add(self, layer: int, name: str, x: Tensor, y: Tensor) -> None:
-        """Add what adapters change in the outputs y of a matrix, in place; see `add_low_rank`."""
-        pairs = ((deltas.layers[layer].get(name), rows) for deltas, rows in self.groups)
-        add_low_rank(((pair, rows) for pair, rows in pairs if pair is not None), x, y)
+    def add(self, layer: int, x: Tensor, **outputs: Tensor) -> None:
+        """Add what adapters change in the outputs of matrices of one input x, by name, in place; see `add_low_rank`."""
+        for name, y in outputs.items():
+            pairs = ((deltas.layers[layer].get(name), rows) for deltas, rows in self.groups)
+            add_low_rank(((pair, rows) for pair, rows in pairs if pair is not None), x, y)
 
     def pointers(self, num_rows: int) -> Any:
         """Return the address of each row's `structures`, [T] int64; 0: the row has no adapter."""

@@ -82,6 +82,27 @@ def test_more_adapters_than_slots_take_turns(tmp_path: Path) -> None:
     assert len(engine.model.adapters.loaded) == 2, "the others have left"
 
 
+def test_starving_request_gets_a_slot_although_requests_for_other_adapters_go_on_coming(tmp_path: Path) -> None:
+    module = build("llama", {})
+    busy, rare = (tuned(module, tmp_path / name, seed) for seed, name in enumerate(["busy", "rare"]))
+    engine = engine_of(module, max_loras=1, max_num_seqs=4, starvation_s=5.0)
+    now = [0.0]
+    engine.clock = lambda: now[0]
+    add(engine, "0", PROMPTS[0], busy.adapter)
+    add(engine, "rare", PROMPTS[0], rare.adapter)
+    output: list[int] = []
+    for number in range(1, 200):
+        now[0] += 0.1
+        if number % 3 == 0:  # before those that came earlier have ended
+            add(engine, f"{number}", PROMPTS[0], busy.adapter)
+        for delta in engine.step().deltas:
+            output += delta.token_ids if delta.request_id == "rare" else []
+        if len(output) == 8:
+            break
+    assert output == rare.greedy(PROMPTS[0], 8)
+    run(engine)
+
+
 def test_equal_prompts_share_pages_under_one_adapter_alone(tmp_path: Path) -> None:
     module = build("llama", {})
     one, other = (tuned(module, tmp_path / name, seed) for seed, name in enumerate(["one", "other"]))
