@@ -11,6 +11,7 @@ from torch import Tensor
 from crossdock.workers.model.load import wrap_module
 from crossdock.workers.model.load_options import LoadOptions
 from crossdock.workers.model.model import LoadedModel
+from tests.sweeps import rest_in_soak
 from tests.workers.architectures import build
 from tests.workers.lora_oracle import Tuned, tuned
 from tests.workers.model.layers.test_fusion import FUSED, KERNELS, is_fused, needs_vnni, packed_and_plain, prompts
@@ -46,7 +47,9 @@ def by_peft(module: Any, adapters: list[Tuned]) -> list[Tensor]:
     return [monolithic(model, prompt).float() for model, prompt in zip(models, prompts(), strict=False)]
 
 
-@pytest.mark.parametrize("name", ["llama groups of 3", "qwen2 biases", "gemma2", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "name", rest_in_soak(["llama groups of 3", "qwen2 biases", "gemma2", "qwen3_moe"], "llama groups of 3", "qwen3_moe")
+)
 def test_logits_in_float32_equal_pefts(name: str, tmp_path: Path) -> None:
     options = FUSED.get(name) or {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     module = build(name, options if name != "gemma2" else {"query_pre_attn_scalar": 32})
@@ -59,7 +62,7 @@ def test_logits_in_float32_equal_pefts(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("name", ["llama groups of 3", "qwen2 biases"])
+@pytest.mark.parametrize("name", rest_in_soak(["llama groups of 3", "qwen2 biases"], "qwen2 biases"))
 def test_logits_in_bfloat16_are_as_exact_as_pefts(name: str, kernel: Any, tmp_path: Path) -> None:
     """The same weights in float32 show how much of a difference is rounding."""
     module = build(name, FUSED[name])

@@ -13,6 +13,7 @@ from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.schedule.request import TokenDelta
 from crossdock.workers.schedule.slo import DEFAULT_CLASS
 from crossdock.workers.schedule.submission import Adapter, InvalidField, Submission
+from tests.sweeps import rest_in_soak
 from tests.workers.architectures import build
 from tests.workers.lora_oracle import greedy_of, tuned
 from tests.workers.replica.engines import engine_on, greedy, run, tokens_of
@@ -50,7 +51,7 @@ def base_tokens(module: Any, prompt: list[int], num_tokens: int = 8) -> list[int
     return greedy_of(logits, prompt, num_tokens, module.config.eos_token_id)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3_text"])
+@pytest.mark.parametrize("architecture", rest_in_soak(["llama", "qwen3", "gemma3_text"], "llama", "gemma3_text"))
 def test_mixed_batch_with_chunks_gives_each_request_its_adapters_tokens(architecture: str, tmp_path: Path) -> None:
     module = build(architecture, SIZES)
     plain = tuned(module, tmp_path / "plain", 1)
