@@ -15,9 +15,9 @@ from statistics import mean, median
 
 CODE = ("cluster", "router", "workers", "kvtransfer", "kernels", ".ci")
 BUDGETS = {  # count: the most that there may be
-    "lines of code": 59_722,
-    "lines of tests": 61_662,
-    "lines of benchmarks": 11_146,
+    "lines of code": 60_962,
+    "lines of tests": 62_493,
+    "lines of benchmarks": 11_254,
     "lines of benchmarks/RESULTS.md": 500,
     "Python files in the largest folder": 20,
     "lines of the longest class": 350,

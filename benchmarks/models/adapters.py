@@ -1,7 +1,7 @@
 """Measure what LoRA adapters cost: streams of the embedded model alone, and with another adapter for each request.
 
-    python benchmarks/models/adapters.py                         # 32 adapters of rank 8, all in slots, 8 streams: 2 minutes
-    python benchmarks/models/adapters.py --slots 8               # requests wait for loads, beside streams
+    python benchmarks/models/adapters.py               # 32 adapters of rank 8, all in slots, 8 streams: 2 minutes
+    python benchmarks/models/adapters.py --slots 8     # requests wait for loads, beside streams
 
 An engine in this process, so that nothing but steps is measured. Adapters are random, over all seven projections.
 Rounds of the base model and rounds with adapters alternate; each round keeps `--streams` streams busy. Prints output
