@@ -14,6 +14,7 @@ from crossdock.workers.schedule.request import TokenDelta
 from crossdock.workers.schedule.slo import DEFAULT_CLASS
 from crossdock.workers.schedule.submission import Adapter, InvalidField, Submission
 from tests.sweeps import rest_in_soak
+from tests.waiting import eventually
 from tests.workers.architectures import build
 from tests.workers.lora_oracle import greedy_of, tuned
 from tests.workers.replica.engines import engine_on, greedy, run, tokens_of
@@ -91,16 +92,23 @@ def test_starving_request_gets_a_slot_although_requests_for_other_adapters_go_on
     engine.clock = lambda: now[0]
     add(engine, "0", PROMPTS[0], busy.adapter)
     add(engine, "rare", PROMPTS[0], rare.adapter)
-    output: list[int] = []
-    for number in range(1, 200):
-        now[0] += 0.1
-        if number % 3 == 0:  # before those that came earlier have ended
-            add(engine, f"{number}", PROMPTS[0], busy.adapter)
-        for delta in engine.step().deltas:
+    output, number = list[int](), 0
+
+    def step() -> bool:
+        nonlocal number, output
+        found = engine.step()
+        for delta in found.deltas:
             output += delta.token_ids if delta.request_id == "rare" else []
-        if len(output) == 8:
-            break
+        if found.batch:  # else nothing but a load is under way
+            now[0] += 0.1
+            number += 1
+            if number % 3 == 0:  # before those that came earlier have ended
+                add(engine, f"{number}", PROMPTS[0], busy.adapter)
+        return len(output) == 8
+
+    eventually(step)
     assert output == rare.greedy(PROMPTS[0], 8)
+    assert number < 100, "requests of the other adapter made way"
     run(engine)
 
 
