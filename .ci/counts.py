@@ -16,7 +16,7 @@ from statistics import mean, median
 CODE = ("cluster", "router", "workers", "kvtransfer", "kernels", ".ci")
 BUDGETS = {  # count: the most that there may be
     "lines of code": 60_962,
-    "lines of tests": 62_493,
+    "lines of tests": 62_501,
     "lines of benchmarks": 11_254,
     "lines of benchmarks/RESULTS.md": 500,
     "Python files in the largest folder": 20,
