@@ -402,6 +402,11 @@ class ClusterConfig(BaseModel):
     @model_validator(mode="after")
     def _check_api_keys(self) -> Self:
         check_keys(self.http.api_keys, [slo.name for slo in self.engine.slo_classes], "http.api_keys")
+        if self.http.has_weights and self.engine.prefill_order == "fcfs":
+            reason = (
+                "tenants have no shares where prompts are computed in order of arrival (engine.prefill_order: fcfs)"
+            )
+            raise ValueError(f"http.tenant_weights, and weight in http.api_keys: {reason}; give response_ratio")
         return self
 
 

@@ -21,6 +21,7 @@ from crossdock.router.placement import Candidates, Placement, Query, choose
 from crossdock.router.predict import Prediction, predict
 from crossdock.router.prefixes import Prefixes
 from crossdock.router.replica_table import ReplicaState, ReplicaTable
+from crossdock.router.tenants import fair_ahead
 from crossdock.router.work import Booking
 from crossdock.workers.report.advertise import LiveProfile, PageChanges
 from crossdock.workers.report.profile import SchedulingProfile
@@ -219,9 +220,9 @@ class Fleet:
             return
         profile, priority = replica.profile, self._priority(query.slo_class)
         pages = profile.needs.at_once(query.num_tokens, cached_tokens // profile.page_size)
-        replica.pending[query.request_id] = Booking(
-            *(priority, query.num_tokens, seconds, pages), decodes=decodes, adapter=query.adapter
-        )
+        paid = query.payer, query.weight
+        booking = Booking(priority, query.num_tokens, seconds, pages, decodes, query.adapter, *paid)
+        replica.pending[query.request_id] = booking
         self.table.touch(replica)
         self.prefixes.expect(replica.slot, query.page_hashes)
 
@@ -237,11 +238,13 @@ class Fleet:
 
         `with_items`: each replica encodes the pictures."""
         priority, ages, loads = self._priority(query.slo_class), self.table.ages(now), self.table.loads
+        replicas: Sequence[ReplicaState | None] = self.table.by_slot
         if slots is not None:
-            ages, loads = ages[slots], loads.at(slots)
+            ages, loads, replicas = ages[slots], loads.at(slots), [replicas[slot] for slot in slots]
         items = query.items if with_items else ()
         tokens = query.num_tokens, query.max_tokens
-        prediction = predict(loads, *tokens, priority, cached, ages, self.classes, items)
+        fair = partial(fair_ahead, replicas, priority, query.payer, query.weight) if query.payer else None
+        prediction = predict(loads, *tokens, priority, cached, ages, self.classes, items, fair)
         if query.adapter:
             waits = self.table.adapter_waits(query.adapter)
             prediction.ttft += waits if slots is None else waits[slots]

@@ -70,6 +70,8 @@ class Query:
     page_hashes: Sequence[PageHash] = ()  # of its full pages that may be shared
     slo_class: str = DEFAULT_CLASS
     max_tokens: int = EXPECTED_OUTPUT_TOKENS  # of its output
+    payer: str = ""  # the tenant whose share it uses; empty: tenants are not told apart
+    weight: float = 1.0  # of that tenant
     may_ship: bool = True  # whether one replica may compute the prompt for another
     may_refuse: bool = True  # False: its client named no class, or a replica has accepted the request
     is_prompt_alone: bool = False  # it has no output, so that prefill replicas compute all of it

@@ -3,7 +3,7 @@ streams would be late, and how long the replica would work. Pure functions over 
 
 The commands that the constants cite are in placement.py."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -55,12 +55,14 @@ def predict(
     age: Floats,
     classes: Sequence[SloClass],
     items: Sequence[tuple[int, int, int]] = (),
+    fair: Callable[[Floats, Floats], Floats] | None = None,
 ) -> Prediction:
     """Return the prediction for a prompt of `num_tokens` and an output of at most `max_tokens`.
 
     `cached`: tokens of the prompt that each replica has in its cache. `age`: seconds since each replica last reported
     something new, which grows without bound while a replica has nothing to do. `items`: (end, rows, parts) of each
-    item that the replica encodes, unless its cached tokens cover the item.
+    item that the replica encodes, unless its cached tokens cover the item. `fair`: of `own` and `done` seconds, what
+    goes before the prompt where tenants have shares, see tenants.py; None: they have none.
     """
     slo = classes[priority]
     rest = num_tokens - cached
@@ -69,7 +71,7 @@ def predict(
     encoder, num_items = _encoder_seconds(loads, items, cached)
     own = _prefill_seconds(loads, num_tokens, rest, cached) + encoder * loads.interval_share
     drain = _drain_seconds(loads, rest, cached)
-    ahead = _backlog_ahead(loads, priority, age, own)
+    ahead = _backlog_ahead(loads, priority, age, own, fair)
     behind = ahead + own
     room_wait = _room_wait(loads, priority, rest)
     # More urgent prompts that come later go first. And the longer this prompt takes, the likelier it is that as many
@@ -153,11 +155,14 @@ def _drain_seconds(loads: Loads, rest: Floats, cached: Floats) -> Floats:
     return drain
 
 
-def _backlog_ahead(loads: Loads, priority: int, age: Floats, own: Floats) -> Floats:
+def _backlog_ahead(
+    loads: Loads, priority: int, age: Floats, own: Floats, fair: Callable[[Floats, Floats], Floats] | None
+) -> Floats:
     """Return the seconds of waiting prompts that go before a prompt of `own` seconds, as `forecast.predicted_ttft` does
     for single prompts. Since a replica last reported, it has worked off some of what it reported."""
     done = np.minimum(age, MAX_UNSEEN_PROGRESS_S) * loads.prefill_share[priority]
     ahead: Floats = np.maximum(loads.urgent_reported[priority] - done, 0.0) + loads.urgent_booked[priority]
+    most = None if fair is None else ahead + fair(own, np.maximum(done - loads.urgent_reported[priority], 0.0))
     width = int(loads.num_groups[priority].max())
     if not width:
         return ahead
@@ -168,7 +173,7 @@ def _backlog_ahead(loads: Loads, priority: int, age: Floats, own: Floats) -> Flo
     among: Floats = np.minimum(seconds * left, counts * own).sum(axis=0)
     among += np.minimum(booked_seconds, booked_counts * own).sum(axis=0)
     ahead += among
-    return ahead
+    return ahead if most is None else np.where(np.isnan(most), ahead, most)
 
 
 def _room_wait(loads: Loads, priority: int, rest: Floats) -> Floats:

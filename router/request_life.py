@@ -57,9 +57,7 @@ class RequestLife:
         self.query: Query | None = None  # of the last attempt; None: what is left of the request has changed since
         self.is_accepted = False  # once: from then on no replica may refuse it
         self.is_over = False
-        self._fleet = fleet
-        self._timeouts = timeouts
-        self._most_placements = most_placements
+        self._fleet, self._timeouts, self._most_placements = fleet, timeouts, most_placements
         self._began = now
         self._num_losses = 0
         self._num_breaks = 0  # those losses that were broken connections
@@ -73,6 +71,7 @@ class RequestLife:
         self._bad_encoders: set[str] = set()  # encode replicas that refused it, or that it was lost at
         self._may_encode_elsewhere = True  # no encode replica has died while it had the request
         self._early: list[tuple[str, TokenDelta]] = []  # by sender; each came before a token that goes before it
+        self._shipped_s = 0.0  # seconds that prefill replicas charged
         self._has_token = False  # in this attempt, from either replica
         self._is_computed = False  # the prompt, in this attempt
         self._watch = ProgressWatch()  # of this attempt
@@ -210,6 +209,7 @@ class RequestLife:
             self._early.append((replica, delta))
             return []
         if delta.finish_reason is FinishReason.SHIPPED:
+            self._shipped_s += delta.charged_s
             return self.shipped(replica, delta.epoch, now)
         if delta.finish_reason is FinishReason.RETURNED:
             self._refusals.clear()
@@ -303,6 +303,7 @@ class RequestLife:
                 return self._end_prefill(True, now)  # the client goes on with what the decode replica computed itself
             return self._lose(ReplicaLost(f"replica {replica} goes on from a token that the client does not have"), now)
         fresh = _without(delta, num_seen)
+        fresh.charged_s += self._shipped_s if delta.finish_reason is not None else 0.0
         self.output += fresh.token_ids
         return [fresh] if fresh.finish_reason is None else [*self._end(replica), fresh]
 

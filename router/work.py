@@ -32,6 +32,8 @@ class Booking:
     pages: int  # KV pages the request takes here
     decodes: bool  # whether this replica makes the output
     adapter: str = ""  # fingerprint of the adapter that the request needs; empty: none
+    payer: str = ""  # the tenant whose share it uses; empty: tenants are not told apart
+    weight: float = 1.0  # of that tenant
     has_first: bool = False  # whether the prompt is computed and the first token is out
 
 

@@ -93,15 +93,8 @@ IMPURE = {  # what pure rooms never import
 }
 SCHEDULE_FLOORS = (  # of workers/schedule, the lowest first: its rooms, files, and files of rooms that others need
     *("shares.py", "slo.py", "cost", "pictures/items.py", "memory", "submission.py", "request.py"),
-    *(
-        "pacing/pace.py",
-        "pacing/chunking.py",
-        "pacing/chunk_policies.py",
-        "config.py",
-        "order.py",
-        "table.py",
-        "adapter_slots.py",
-    ),
+    *("pacing/pace.py", "pacing/chunking.py", "pacing/chunk_policies.py", "pacing/tenants.py"),
+    *("config.py", "order.py", "table.py", "adapter_slots.py"),
     *("pictures", "batch.py", "handback.py", "kv.py", "windows.py", "pacing", "admission.py", "recurrent"),
     *("prefills.py", "drafts", "outputs.py", "ahead.py", "stretch.py", "handoff.py", "prefixes", "scheduler.py"),
 )

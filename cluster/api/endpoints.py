@@ -25,6 +25,7 @@ from crossdock.cluster.api.http.http_guard import HttpGuard
 from crossdock.cluster.api.http.http_json import JsonRoute
 from crossdock.cluster.api.http.keys import KeyRing
 from crossdock.cluster.api.http.limits import AskPeers, Ledger, Loan
+from crossdock.cluster.api.http.payers import Payers
 from crossdock.cluster.api.http.tiers import Tiers
 from crossdock.cluster.api.http.tracing import Tracing, otlp_exporter
 from crossdock.cluster.api.media.media import Media
@@ -124,6 +125,7 @@ def _add_middleware(app: FastAPI, dispatcher: Dispatcher, http: HttpConfig, keys
         keys=keys,
         open_paths={*_OPEN, *web_assets()},
         ledger=ledger,
+        payers=Payers(http.tenant_header, http.tenant_weights),
         hosts=HostNames(http.allowed_hosts) if http.is_local and not http.needs_key else None,
         max_body_bytes=http.max_body_bytes,
         request_timeout_s=http.request_timeout_s,
@@ -276,10 +278,10 @@ def _responses(
     )
 
 
-def _lend(keys: KeyRing, ledger: Ledger, tenant: str, requests: float, tokens: float) -> Loan:
+def _lend(keys: KeyRing, ledger: Ledger, tenant: str, requests: float, tokens: float, seconds: float = 0.0) -> Loan:
     """Lend another ingress the missing amount of a tenant's key. A key that is not in force here lends nothing."""
     key = keys.of_tenant(tenant)
-    return Loan() if key is None else ledger.account(key).lend(requests, tokens)
+    return Loan() if key is None else ledger.account(key).lend(requests, tokens, seconds)
 
 
 async def _asset(asset: WebAsset, request: Request) -> Response:

@@ -58,6 +58,7 @@ class Server:
     def __post_init__(self) -> None:
         bearer = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
         self._endpoint = Endpoint(self.url, {**bearer, **self.headers})
+        self._of_tenants: dict[str, Endpoint] = {}
         self.url = self._endpoint.url
         has_tiers = self.service_tier is not None
         self._dialect = Dialect(chat=self.chat, token_ids=not self.chat, service_tier=has_tiers)
@@ -91,7 +92,7 @@ class Server:
         sample.sent = time.perf_counter()
         try:
             async with asyncio.timeout(self.timeout):
-                exchange = await self._endpoint.exchange("POST", path, content, stream.feed)
+                exchange = await self._endpoint_of(job).exchange("POST", path, content, stream.feed)
             if exchange.response.status != 200:
                 sample.error = f"HTTP {exchange.response.status}: {error_text(exchange.body)}"
                 sample.refused = exchange.response.status == 429
@@ -112,6 +113,13 @@ class Server:
             ids = await self._tokenize(text) if self._dialect.token_ids else []
             self._answers[job.answer] = text, ids
         return sample
+
+    def _endpoint_of(self, job: Job) -> Endpoint:
+        """Return the endpoint with the key of the job's tenant."""
+        if job.tenant is None:
+            return self._endpoint
+        bearer = {"Authorization": f"Bearer {job.tenant}"}
+        return self._of_tenants.setdefault(job.tenant, Endpoint(self.url, {**bearer, **self.headers}))
 
     def _body(self, job: Job) -> tuple[str, dict[str, Any]]:
         dialect = self._dialect

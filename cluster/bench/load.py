@@ -38,6 +38,14 @@ class Amount:
     service_tier: Annotated[
         str | None, typer.Option(help="SLO class of the requests, e.g. interactive; a mix has its own.")
     ] = None
+    tenants: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME=SHARE,…",
+            help="Open loop: tenants, each with so many times the rate: own=1,flood=10. NAME is sent as API key; "
+            "simulated, gold=1x3 also has the weight 3.",
+        ),
+    ] = None
     trace: Annotated[
         Path | None,
         typer.Option(help="Mooncake JSONL, or Azure LLM CSV.", rich_help_panel=_TRACE),

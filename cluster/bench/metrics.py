@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from crossdock.cluster.bench.workloads import Role
-from crossdock.workers.schedule.slo import DEFAULT_CLASSES
+from crossdock.workers.schedule.slo import DEFAULT_CLASS, DEFAULT_CLASSES
 
 Floats = npt.NDArray[np.float64]
 
@@ -35,6 +35,7 @@ class Sample:
     error: str | None = None
     stopped: bool = False  # closed by the client, on purpose
     service_tier: str | None = None  # the SLO class it asked for
+    tenant: str | None = None  # who sent it
     refused: bool = False  # answered 429: the server predicted that it would be late
     unreachable: bool = False  # no connection could be made
 
@@ -202,6 +203,16 @@ def by_class(samples: Sequence[Sample], duration: float, targets: Targets) -> di
     tiered = [s for s in samples if s.service_tier is not None]
     good = sum(meets(s, targets.get(s.service_tier or "", {})) for s in tiered)
     return {"classes": classes, "goodput": _goodput(good, len(tiered), max(duration, 1e-9))}
+
+
+def by_tenant(samples: Sequence[Sample], duration: float, targets: Targets) -> dict[str, Any]:
+    """Return the figures of each tenant, with its goodput under the targets of its requests' classes."""
+    found = {}
+    for name in sorted({s.tenant for s in samples if s.tenant is not None}):
+        own = [s for s in samples if s.tenant == name]
+        good = sum(meets(s, targets.get(s.service_tier or DEFAULT_CLASS, {})) for s in own)
+        found[name] = summarize(own, duration) | {"goodput": _goodput(good, len(own), max(duration, 1e-9))}
+    return found
 
 
 def _goodput(good: int, offered: int, seconds: float) -> dict[str, Any]:

@@ -28,6 +28,7 @@ def table(result: BenchResult) -> Table:
         out.add_row(*_goodput("goodput", summary["goodput"]))
     if "slo" in summary:
         add_classes(out, summary["slo"])
+    add_tenants(out, summary.get("tenants", {}))
     if "server" in summary:
         _add_server(out, summary["server"])
     out.add_section()
@@ -100,6 +101,18 @@ def add_classes(out: Table, slo: dict[str, Any]) -> None:
     out.caption = "A long prompt, too, must meet its class's plain TTFT to be good."
 
 
+def add_tenants(out: Table, tenants: dict[str, Any]) -> None:
+    """Add the rows of each tenant, as `metrics.by_tenant` returns them."""
+    for name, figures in tenants.items():
+        out.add_section()
+        answers = (figures[f"requests_{how}"] for how in ("ok", "refused", "failed"))
+        out.add_row(f"tenant {escape(name)}: ok / refused / failed", " / ".join(map(str, answers)))
+        out.add_row(*_goodput("  good", figures["goodput"]))
+        out.add_row("  TTFT      p50 / p99", _spread(figures["ttft_ms"], "p50", "p99"))
+        if "charged_s" in figures:
+            out.add_row("  charged", f"{figures['charged_s']:.1f} s")
+
+
 def _add_server(out: Table, server: dict[str, Any]) -> None:
     """Add the server's own figures: prediction errors, step times, speed and size of prefill chunks."""
     out.add_section()
@@ -148,6 +161,7 @@ def as_json(result: BenchResult) -> dict[str, Any]:
             {
                 "role": sample.role,
                 "service_tier": sample.service_tier,
+                "tenant": sample.tenant,
                 "refused": sample.refused,
                 "sent": sample.sent - result.origin,
                 "ttft": sample.ttft if sample.ok else None,

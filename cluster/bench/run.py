@@ -7,7 +7,9 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
+from zlib import crc32
 
 from crossdock.cluster.bench import metrics, serverside
 from crossdock.cluster.bench.agents import DEFAULT_AGENTS, Agents, agent_jobs
@@ -17,6 +19,7 @@ from crossdock.cluster.bench.load import Load
 from crossdock.cluster.bench.loops import SendOne, closed_loop, open_loop
 from crossdock.cluster.bench.metrics import DEFAULT_TARGETS, Sample, Targets
 from crossdock.cluster.bench.mix import MIXES, Mix, mix_jobs
+from crossdock.cluster.bench.tenants import TenantLoad, jobs_of_tenants, parse_tenants
 from crossdock.cluster.bench.workloads import (
     SHAPES,
     WORKLOADS,
@@ -70,6 +73,10 @@ class BenchOptions(Load):
             raise ValueError("pictures: only requests of the workload images have some; see also long_pictures")
         if self.interference.long_pictures and self.workload not in _PLANNED:
             raise ValueError(f"long_pictures: the workload {self.workload} has no long prompts; see also pictures")
+        if self.tenants is not None:
+            parse_tenants(self.tenants)
+            if self.request_rate is None and self.workload != "mix":
+                raise ValueError("tenants: each has a rate of its own, so give --request-rate or --mix")
         has_pictures = self.workload == "images" or (self.workload in _PLANNED and self.interference.long_pictures)
         if self.picture_size is not None and not has_pictures:
             raise ValueError(f"picture_size: requests of the workload {self.workload} have no pictures")
@@ -117,6 +124,8 @@ class BenchResult:
 def bench_jobs(options: BenchOptions) -> Iterator[Job]:
     """Return the jobs of a workload; of interference its streams, of short-vs-long its short requests."""
     limit = options.num_requests
+    if options.tenants is not None:
+        return itertools.islice(jobs_of_tenants(options.tenants, partial(_jobs_of_tenant, options)), limit)
     if options.workload == "agents":
         return _agent_jobs(options)
     if options.trace is not None:
@@ -135,6 +144,13 @@ def bench_jobs(options: BenchOptions) -> Iterator[Job]:
     if options.service_tier is not None:
         jobs = (replace(job, service_tier=options.service_tier) for job in jobs)
     return itertools.islice(jobs, limit)
+
+
+def _jobs_of_tenant(options: BenchOptions, tenant: TenantLoad) -> Iterator[Job]:
+    """Return the jobs of one tenant: the same with and without the others."""
+    rate = None if options.request_rate is None else options.request_rate * tenant.share
+    mix, seed = replace(options.mix, rate=options.mix.rate * tenant.share), options.seed ^ crc32(tenant.name.encode())
+    return bench_jobs(replace(options, tenants=None, request_rate=rate, mix=mix, seed=seed))
 
 
 def _agent_jobs(options: BenchOptions) -> Iterator[Job]:
@@ -212,6 +228,7 @@ async def run_bench(options: BenchOptions, on_done: Callable[[Sample], None] = l
     async def send(job: Job) -> Sample:
         nonlocal gone_since
         sample = Sample(job.role, job.output_tokens, job.prompt_tokens, service_tier=job.service_tier)
+        sample.tenant = job.tenant
         samples.append(sample)
         await server.run(job, sample)
         on_done(sample)
@@ -252,7 +269,7 @@ async def _connect(options: BenchOptions) -> Server:
     server = Server(
         url=options.url,
         model=options.model,
-        api_key=options.api_key,
+        api_key=options.api_key or (parse_tenants(options.tenants)[0].name if options.tenants else None),
         headers=options.headers,
         timeout=options.timeout,
         chat=options.chat,
@@ -307,6 +324,8 @@ def _summary(
     summary = metrics.summarize(samples, duration, options.goodput)
     if any(sample.service_tier is not None for sample in samples):
         summary["slo"] = metrics.by_class(samples, duration, options.targets)
+    if options.tenants is not None:
+        summary["tenants"] = metrics.by_tenant(samples, duration, options.targets)
     if options.workload == "interference":
         summary["interference"] = metrics.interference(samples, quiet)
     elif options.workload == "short-vs-long":

@@ -59,6 +59,8 @@ class Job:
     due: float | None = None
     role: Role = "request"
     service_tier: str | None = None  # the SLO class it asks for
+    tenant: str | None = None  # who sends it; None: tenants are not told apart
+    weight: float = 1.0  # of that tenant
     pictures: tuple[DrawnPicture, ...] = ()  # before the prompt's text; such a request is a chat
     answer: str | None = None  # the key under which later prompts repeat its answer
     follow_ups: "tuple[FollowUp, ...]" = field(default=(), repr=False, compare=False)  # sent after its end

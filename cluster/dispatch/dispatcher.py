@@ -133,7 +133,7 @@ class Dispatcher:
         life = RequestLife(submission, self.fleet, self.clock.now(), self._timeouts, self._most_placements)
         self._lives[submission.id] = life
         attempt, actions = Attempt(life, self.clock), deque[Action]([PlaceAgain(None)])
-        tenant, is_queued = submission.tenant, False
+        tenant, is_queued = submission.payer or submission.tenant, False
         try:
             if not self._queue.room(tenant):
                 raise _queue_is_full(self._queue)

@@ -172,13 +172,14 @@ class Ingress:
         """Return the state of every replica that is up: what /v1/replicas answers to an operator."""
         return await self.dispatcher.replicas({}, None)
 
-    async def lend(self, asker: str, tenant: str, requests: float, tokens: float) -> Loan | None:
+    async def lend(self, asker: str, tenant: str, requests: float, tokens: float, seconds: float) -> Loan | None:
         """Lend another ingress, `asker`, its missing amount for a tenant's key; None: `asker` is this ingress."""
-        return None if asker == self._name else self._api.state.lend(tenant, requests, tokens)
+        return None if asker == self._name else self._api.state.lend(tenant, requests, tokens, seconds)
 
-    async def _ask_peers(self, tenant: str, requests: float, tokens: float) -> list[Loan]:
+    async def _ask_peers(self, tenant: str, requests: float, tokens: float, seconds: float) -> list[Loan]:
         """Ask all other ingresses for the missing amount of a tenant's key."""
-        return [loan for loan in await self._of_all("lend", _LOAN_S, self._name, tenant, requests, tokens) if loan]
+        amounts = tenant, requests, tokens, seconds
+        return [loan for loan in await self._of_all("lend", _LOAN_S, self._name, *amounts) if loan]
 
     async def stored(self, asker: str, action: Action, tenant: str, name: str) -> StoredResponse | None:
         """Answer another ingress, `asker`, whose client asks for a stored response; None: it is not stored here."""

@@ -261,7 +261,7 @@ class SimulatedReplica:
         self.num_steps += done
         self.num_decoded += done * len(requests)
         tokens = dict.fromkeys([request.id for request in requests], [TOKEN] * done)
-        flight.batch = advance(self.scheduler.table, flight.batch, tokens, ends)
+        flight.batch = advance(self.scheduler.table, flight.batch, tokens, ends, self.scheduler.forecast.charge)
 
     def _end(self, version: int, now: float) -> None:
         if version != self._version or self.until is not None:

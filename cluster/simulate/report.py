@@ -13,7 +13,7 @@ from rich.table import Table
 
 from crossdock.cluster.bench import metrics
 from crossdock.cluster.bench.metrics import Sample, Targets
-from crossdock.cluster.bench.report import add_classes
+from crossdock.cluster.bench.report import add_classes, add_tenants
 from crossdock.cluster.simulate.replica import SimulatedReplica
 from crossdock.cluster.simulate.simulation import Outcome
 from crossdock.cluster.simulate.study import Estimate, Score
@@ -31,6 +31,7 @@ def figures(outcome: Outcome, targets: Targets) -> dict[str, Any]:
         "duration_s": outcome.duration,
         "prefix_hit_rate": metrics.hit_rate(outcome.samples),
         **metrics.by_class(outcome.samples, outcome.duration, targets),
+        "tenants": _tenants(outcome, targets),
         "pools": {pool.name: _pool(outcome, pool.name) for pool in outcome.fleet.pools},
         "placements": dict(sorted(Counter(placed.reason for placed in outcome.placed).items())),
         "cost": _cost(outcome),
@@ -38,6 +39,15 @@ def figures(outcome: Outcome, targets: Targets) -> dict[str, Any]:
     }
     if errors:
         found["ttft_prediction_error"] = {f"p{q}": float(np.percentile(errors, q)) for q in (50, 90)}
+    return found
+
+
+def _tenants(outcome: Outcome, targets: Targets) -> dict[str, Any]:
+    """Return the figures of each tenant, and the seconds that it was charged at all replicas."""
+    found = metrics.by_tenant(outcome.samples, outcome.duration, targets)
+    charged = [replica.scheduler.table.tenants.charged for replica in outcome.replicas]
+    for name, own in found.items():
+        own["charged_s"] = sum(seconds for each in charged for (payer, _), seconds in each.items() if payer == name)
     return found
 
 
@@ -128,6 +138,7 @@ def table(found: dict[str, Any], wall_s: float) -> Table:
     if found["prefix_hit_rate"] is not None:
         out.add_row("prompt tokens from prefix caches", f"{found['prefix_hit_rate']:.1%}")
     add_classes(out, found)
+    add_tenants(out, found["tenants"])
     out.add_section()
     for name, pool in found["pools"].items():
         if not pool["replicas"]:

@@ -13,7 +13,7 @@ from crossdock.cluster.simulate.rows import SimulatedRows
 from crossdock.cluster.simulate.transfer import SimulatedTransfer
 from crossdock.router.request_life import RequestLife
 from crossdock.workers.schedule.pictures.items import Item
-from crossdock.workers.schedule.submission import SamplingParams
+from crossdock.workers.schedule.submission import Adapter, SamplingParams, Submission
 
 _ROW_SIDE = 28  # pixels on each side that one row of Qwen2-VL's encoder stands for
 _PLACEHOLDER = 2**32 - 2  # a token that no text has
@@ -64,6 +64,22 @@ def prompt_of(job: Job) -> tuple[list[int], list[Item]]:
         items.append(Item(len(ids), rows, rows, "image", content_hash))
         ids += [_PLACEHOLDER] * rows
     return ids + token_ids(job), items
+
+
+def submission_of(name: str, job: Job, slo_class: str, adapter: Adapter | None) -> Submission:
+    """Return a job as an ingress submits it."""
+    tokens, items = prompt_of(job)
+    return Submission(
+        name,
+        tokens,
+        sampling(job.output_tokens),
+        slo_class=slo_class,
+        is_promised=job.service_tier is not None,  # as at the API
+        payer=job.tenant or "",
+        weight=job.weight,
+        items=items,
+        adapter=adapter,
+    )
 
 
 @cache

@@ -18,7 +18,7 @@ from crossdock.cluster.simulate.clock import Clock
 from crossdock.cluster.simulate.fetch import SimulatedFetch
 from crossdock.cluster.simulate.fleet import Failure, SimulatedFleet, SimulatedPool
 from crossdock.cluster.simulate.replica import TOKEN, Noise, SimulatedReplica
-from crossdock.cluster.simulate.requests import SimulatedRequest, prompt_of, sampling
+from crossdock.cluster.simulate.requests import SimulatedRequest, submission_of
 from crossdock.cluster.simulate.rows import SimulatedRows
 from crossdock.cluster.simulate.scaler import Decision, SimulatedScaler
 from crossdock.cluster.simulate.transfer import SimulatedNetwork, SimulatedTransfer, abort
@@ -130,20 +130,14 @@ class Simulation:
     def _send(self, job: Job, now: float) -> None:
         number = len(self._outcome.samples)
         slo_class = job.service_tier or self._default_class
-        submission = self._submission(str(number), job, slo_class)
+        submission = submission_of(str(number), job, slo_class, self.fleet.adapters.of(str(number)))
         num_tokens = len(submission.prompt_token_ids)  # of pictures too
         sample = Sample(job.role, job.output_tokens, num_tokens, now, array("d"), bytearray())
-        sample.service_tier = slo_class
+        sample.service_tier, sample.tenant = slo_class, job.tenant
         self._outcome.samples.append(sample)
         life = RequestLife(submission, self.routers[number % len(self.routers)], now)
         request = self.requests[submission.id] = SimulatedRequest(life, sample, job.follow_ups)
         self._do(request, life.place(now), now)
-
-    def _submission(self, name: str, job: Job, slo_class: str) -> Submission:
-        is_promised = job.service_tier is not None  # as at the API
-        tokens, items = prompt_of(job)
-        given, adapter = ("", slo_class, 0, is_promised), self.fleet.adapters.of(name)
-        return Submission(name, tokens, sampling(job.output_tokens), *given, items=items, adapter=adapter)
 
     def _do(self, request: SimulatedRequest, actions: Sequence[Action], now: float) -> None:
         """Carry out what the life of a request asks for."""

@@ -34,6 +34,7 @@ _TIMEOUT_S = 5.0  # for a response; a busy ingress takes seconds
 _ID = 20  # characters of a request's id, the last ones
 _GIVE_UP_S = 120.0  # without an answer; so long may a small server take to start again
 _BAR = 30  # cells of the KV bar
+_TENANTS = 6  # that are shown, those that were charged most
 
 
 def top(
@@ -175,7 +176,8 @@ class Readings:
         replicas = [_replica(name, pools[name], now, change) for name in order]
         left = max(height - 8 * len(replicas) - 12, 3)
         return Group(
-            _header(url, Text(covers, "green")), *replicas, _classes(now, change), _flights(self._requests, left)
+            *(_header(url, Text(covers, "green")), *replicas, _classes(now, change), *_tenants(change)),
+            _flights(self._requests, left),
         )
 
     def _scrape(self) -> Scrape:
@@ -307,6 +309,16 @@ def _classes(now: Scrape, change: Scrape) -> RenderableType:
             _number(now.total(scrape.UNCACHED_WAITING, **which)),
         )
     return table
+
+
+def _tenants(change: Scrape) -> Iterator[RenderableType]:
+    """Yield a line with the tenants that were charged most, and their shares; none where tenants are not told apart."""
+    charged = change.by(scrape.CHARGED_SECONDS, scrape.TENANT)
+    total = sum(charged.values())
+    most = sorted(charged, key=lambda name: -charged[name])[:_TENANTS]
+    if total:
+        shares = (f"{escape(name)} {_percent(charged[name] / total)} ({charged[name]:.1f} s)" for name in most)
+        yield Text.assemble(("time of tenants  ", "dim"), " · ".join(shares))
 
 
 def _flights(requests: Sequence[Mapping[str, Any]] | None, rows: int) -> RenderableType:

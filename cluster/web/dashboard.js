@@ -6,6 +6,7 @@ import { Timeline, describeStep } from "./timeline.js";
 const KEEP_S = 60;
 const PAGE_STATES = ["owned", "cached", "quarantined", "free"];
 const MOST_REQUESTS = 40;
+const MOST_TENANTS = 8;
 const LONGEST_PAUSE_S = 30;
 const get = (id) => document.getElementById(id);
 
@@ -14,6 +15,7 @@ class Card {
     this.name = name;
     this.incarnation = null;
     this.steps = [];
+    this.charges = []; // of tenants since the replica's start, at the last polls
     this.title = element("h3");
     this.facts = element("span", { className: "faint" });
     this.pages = element("div", { className: "bar" });
@@ -29,11 +31,21 @@ class Card {
   }
 
   update(state) {
-    if (state.incarnation !== this.incarnation) [this.incarnation, this.steps] = [state.incarnation, []];
+    if (state.incarnation !== this.incarnation) [this.incarnation, this.steps, this.charges] = [state.incarnation, [], []];
     const last = this.steps.at(-1)?.number ?? 0;
     this.steps.push(...state.steps.filter((step) => step.number > last));
     this.steps = this.steps.filter((step) => step.started > state.now - KEEP_S);
+    this.charges = [...this.charges.filter((each) => each.now > state.now - KEEP_S), { now: state.now, charged: state.charged_s ?? {} }];
     this.state = state;
+  }
+
+  shares(window) {
+    const { charged } = this.charges.at(-1);
+    const before = this.charges.find((each) => each.now > this.state.now - window).charged;
+    const used = Object.entries(charged).map(([name, seconds]) => [name, seconds - (before[name] ?? 0)]);
+    const total = used.reduce((sum, [, seconds]) => sum + seconds, 0);
+    return used.filter(([, seconds]) => seconds > 0).sort((a, b) => b[1] - a[1]).slice(0, MOST_TENANTS)
+      .map(([name, seconds]) => `${name} ${Math.round((100 * seconds) / total)} %`);
   }
 
   show(window) {
@@ -47,6 +59,8 @@ class Card {
       facts.push(`a step costs ${time(state.cost.base)} + ${(state.cost.per_prefill_token * 1e6).toFixed(0)} µs per prompt token`);
       facts.push(`prediction error ${Math.round(state.step_error * 100)} %`);
     }
+    const shares = this.shares(window);
+    if (shares.length) facts.push(`time of tenants: ${shares.join(", ")}`);
     this.facts.textContent = facts.join(" · ");
     this.pages.hidden = !pages; // a key that sees its own requests alone gets none
     if (pages) this.showPages(pages);

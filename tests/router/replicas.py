@@ -141,9 +141,10 @@ class Replica:
         max_tokens: int = 20,
         leg: Leg = Leg.LOCAL,
         items: Sequence[Item] = NO_ITEMS,
+        **fields: Any,
     ) -> int:
         """Take a request. Return the number of the last live profile that does not include it."""
-        self.engine.add(name, prompt, slo_class, max_tokens, leg, items=items)
+        self.engine.add(name, prompt, slo_class, max_tokens, leg, items=items, **fields)
         return self.publisher.sequence
 
     def add_leg(self, submission: Submission) -> int:

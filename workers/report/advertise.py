@@ -7,6 +7,7 @@ from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import exp, inf
+from typing import NamedTuple
 
 from crossdock.workers.report.profile import Role
 from crossdock.workers.schedule.admission import num_places
@@ -31,6 +32,7 @@ with 0.5, 5 and 50 s, the p90 error of predicted TTFT is 72, 70 and 66 %
 (`crossdock simulate --pools mixed=4xh100-8b --request-rate 100 --mix bursty`, 2026-11-22).
 """
 
+MOST_TENANTS = 16  # in a live profile, those whose prompts take most seconds; about 40 bytes each
 HEARTBEAT_S = 1.0  # silence after which a replica repeats its last report
 _NEWEST_RATE = 0.2  # weight of the newest transfer in the mean rate, which so spans about five transfers
 
@@ -44,6 +46,16 @@ class Prompts:
     count: int
     tokens: int  # left to compute, of all together
     seconds: float  # that these tokens take alone, as predicted by the replica
+
+
+class TenantWork(NamedTuple):
+    """The prompts of one tenant in one class that wait at a replica, and how far ahead of others the tenant is."""
+
+    payer: str
+    priority: int
+    weight: float
+    seconds: float  # that its waiting prompts take, as predicted
+    lead_s: float  # seconds that it has had beyond the waiting tenant that has had least, divided by its weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +88,7 @@ class LiveProfile:
     encoder_cost: tuple[float, ...] = ()  # base, per row, per square of rows, as learnt so far; empty: the profile's
     load_seconds: tuple[float, ...] = ()  # of a page, from each tier below the pool, fastest first
     load_queue: float = 0.0  # seconds until all loads from tiers that have begun will have ended
+    tenants: tuple[TenantWork, ...] = ()  # those with most work; empty: tenants are not told apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +120,7 @@ class Message:
 
 def observe(scheduler: Scheduler, incarnation: str, sequence: int) -> LiveProfile:
     """Return the live profile of a replica with this scheduler, without the figures that are measured over time."""
-    prompts, leaving = _prompts(scheduler)
+    prompts, leaving, tenants = _prompts(scheduler)
     streams, context, remaining = _streams(scheduler)
     arriving = [0] * len(scheduler.config.slo_classes)
     for request in (*scheduler.table.held, *scheduler.table.waiting):
@@ -137,11 +150,13 @@ def observe(scheduler: Scheduler, incarnation: str, sequence: int) -> LiveProfil
         encoder_cost=encoding.cost.coefficients if encoding.cost is not None else (),
         load_seconds=tuple([tier.load_s for tier in scheduler.loading.tiers.tiers]),
         load_queue=scheduler.loading.queued_s,
+        tenants=tenants,
     )
 
 
-def _prompts(scheduler: Scheduler) -> tuple[tuple[Prompts, ...], tuple[int, ...]]:
-    """Return the prompts with tokens left to compute, and how many of them leave, by priority."""
+def _prompts(scheduler: Scheduler) -> tuple[tuple[Prompts, ...], tuple[int, ...], tuple[TenantWork, ...]]:
+    """Return the prompts with tokens left to compute, how many of them leave, by priority, and whose they are."""
+    tenants, works = scheduler.table.tenants, dict[tuple[int, str], TenantWork]()
     groups: dict[tuple[int, int], list[float]] = {}
     leaving = [0] * len(scheduler.config.slo_classes)
     for request in scheduler.table.prefills():
@@ -150,10 +165,15 @@ def _prompts(scheduler: Scheduler) -> tuple[tuple[Prompts, ...], tuple[int, ...]
         group[0] += 1
         group[1] += request.num_uncached_tokens
         group[2] += seconds
+        if tenants.in_use:
+            key = request.priority, request.payer
+            work = works.get(key) or TenantWork(key[1], key[0], request.weight, 0.0, tenants.lead_s(request))
+            works[key] = work._replace(seconds=work.seconds + seconds)
         if request.leg is Leg.SEND or request.sampling.pooling is not None:
             leaving[request.priority] += 1
     prompts = (Prompts(*key, int(count), int(tokens), seconds) for key, (count, tokens, seconds) in groups.items())
-    return tuple(prompts), tuple(leaving)
+    most = sorted(works.values(), key=lambda work: -work.seconds)[:MOST_TENANTS]
+    return tuple(prompts), tuple(leaving), tuple(most)
 
 
 def _streams(scheduler: Scheduler) -> tuple[tuple[int, ...], int, int]:

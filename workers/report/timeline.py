@@ -51,6 +51,7 @@ class Counts(NamedTuple):
     preemptions: int
     drafted: int = 0
     accepted: int = 0  # of the drafted ones
+    charged_s: float = 0.0  # predicted seconds that count for its tenant; 0 where tenants are not told apart
 
 
 class Gaps(NamedTuple):
@@ -134,7 +135,8 @@ class Timeline:
         if request is None:
             return self._final_counts
         made = request.num_cached_tokens, request.num_computed_tokens, request.num_output_tokens
-        return Counts(*made, request.num_preemptions, request.num_drafted_tokens, request.num_accepted_tokens)
+        drafts = request.num_drafted_tokens, request.num_accepted_tokens
+        return Counts(*made, request.num_preemptions, *drafts, request.charged_s)
 
     @property
     def state(self) -> str:
@@ -216,6 +218,7 @@ class Timeline:
             "num_preemptions": counts.preemptions,
             "num_drafted_tokens": counts.drafted,
             "num_accepted_tokens": counts.accepted,
+            "charged_s": _rounded(counts.charged_s) if sees_all else None,  # streams of all share what a step takes
             "predicted_first_token_s": _rounded(self.predicted_ttft),
             "first_token_s": _rounded(self.ttft),
             "alternatives_s": dict(self.alternatives),

@@ -16,7 +16,7 @@ def return_transfers(table: RequestTable, request: Request, needed: int, hits: S
     while not pages.stock.can_allocate(needed - coming, shared=hits):
         if not transfers:
             return
-        victim = first_victim(transfers)
+        victim = first_victim(transfers, table.tenants)
         transfers.remove(victim)
         chosen.append(victim)
         coming += pages.num_freed_by([victim.owner], besides=hits) + table.num_growth_pages(victim)

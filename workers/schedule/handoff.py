@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from crossdock.workers.schedule import kv
 from crossdock.workers.schedule.admission import num_places
-from crossdock.workers.schedule.order import order_prefills
+from crossdock.workers.schedule.order import STARVING, Turn, order_prefills, turn
 from crossdock.workers.schedule.pacing.pace import next_due
 from crossdock.workers.schedule.request import FinishReason, Request, Status
 from crossdock.workers.schedule.submission import Leg
@@ -45,9 +45,11 @@ class Handoff:
         ready = (request for request in table.waiting if not table.lacks_adapter(request))
         here = (request for request in ready if not table.awaits_pages(request))
         waiting = [request for request in here if request.is_offered or request.leg is not Leg.RECEIVE]
-        set_aside, startable = 0, (len(table.config.slo_classes), 0)
-        for request in order_prefills(waiting, now, table.prefilled.tokens, table.config.starvation_s):
-            if request.urgency > startable:
+        table.note_tenants()
+        startable: Turn = (len(table.config.slo_classes), 0.0, 0)
+        set_aside, starvation_s = 0, table.config.starvation_s
+        for request in order_prefills(waiting, now, table.prefilled.tokens, starvation_s, table.tenants):
+            if (own := turn(request, table.tenants)) > startable:
                 table.kept_back.add(request.id)
                 continue
             if num_places(table, request.priority) <= 0:
@@ -61,7 +63,7 @@ class Handoff:
             elif kv.admit(table, request, hit, set_aside):
                 granted.append(request)
                 continue
-            startable = (-1, 0) if table.is_starving(request) else min(startable, request.urgency)
+            startable = STARVING if table.is_starving(request) else min(startable, own)
         if not granted:
             _end_circular_wait(table)
         return granted

@@ -94,12 +94,12 @@ def reach(table: RequestTable, request: Request, num_tokens: int) -> bool:
             return False
         victims = [other for other in table.running if not table.keeps_pages(other)]
         if not table.num_returning_pages() and (transfers := returnable(table, request.priority)):
-            table.give_back(first_victim(transfers))
+            table.give_back(first_victim(transfers, table.tenants))
         if table.num_returning_pages():
             victims = [other for other in victims if other.priority > request.priority]
             if not victims:
                 return False
-        victim = first_victim(victims)
+        victim = first_victim(victims, table.tenants)
         _preempt(table, victim)
         if victim is request:
             return False
@@ -152,7 +152,7 @@ def _make_way(table: RequestTable, request: Request, needed: int, hits: Sequence
         return_transfers(table, request, needed - freed, hits)
         return False
     while not pages.stock.can_allocate(needed, shared=hits):
-        victim = first_victim(victims)
+        victim = first_victim(victims, table.tenants)
         victims.remove(victim)
         needed -= table.num_growth_pages(victim)
         _preempt(table, victim)

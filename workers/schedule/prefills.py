@@ -7,7 +7,7 @@ from math import inf
 from crossdock.workers.schedule import kv, windows
 from crossdock.workers.schedule.admission import is_long, may_be_partial, num_places
 from crossdock.workers.schedule.batch import Scheduled
-from crossdock.workers.schedule.order import order_prefills, prefill_reason
+from crossdock.workers.schedule.order import STARVING, Turn, order_prefills, prefill_reason, turn
 from crossdock.workers.schedule.pacing.chunk_policies import meaning_of
 from crossdock.workers.schedule.pacing.chunking import (
     LEAST_SHARE,
@@ -43,7 +43,9 @@ class PrefillScheduler:
         """Return the requests with prompt tokens to compute here, in the order in which they get chunks."""
         table, prefills = self.table, self.table.prefills()
         if table.config.prefill_order == "response_ratio":
-            return order_prefills(prefills, table.now, table.prefilled.tokens, table.config.starvation_s)
+            table.note_tenants()
+            starvation_s = table.config.starvation_s
+            return order_prefills(prefills, table.now, table.prefilled.tokens, starvation_s, table.tenants)
         return sorted(prefills, key=lambda request: request.status is Status.WAITING)  # stable: started ones first
 
     def schedule(
@@ -57,7 +59,8 @@ class PrefillScheduler:
         config = self.table.config
         budget = self._budget(decodes, skipped, prefills[0])
         if config.prefill_order == "response_ratio" and config.enable_chunked_prefill:
-            short = sum(request.num_uncached_tokens for request in prefills if not is_long(self.table, request))
+            own = (request for request in prefills if request.payer == prefills[0].payer)  # the tenant that is in turn
+            short = sum(request.num_uncached_tokens for request in own if not is_long(self.table, request))
             budget.reserve_lane(config.short_lane_share, short)
         chunks = self._fill(budget, prefills)
         if budget.lane_tokens:  # short prompts did not need the whole lane, or lacked pages or places
@@ -119,13 +122,14 @@ class PrefillScheduler:
         config, encoding = self.table.config, self.forecast.encoding
         chunks: list[Scheduled] = []
         # No less urgent request may start: one lacks a place, or pages.
-        startable: tuple[int, float] = (len(config.slo_classes), 0)
+        startable: Turn = (len(config.slo_classes), 0.0, 0)
         num_misfits = 0  # requests as urgent as `startable` that lack pages
         for request in prefills:
             if budget.is_spent:
                 break
             if request.status is Status.WAITING:
-                if request.urgency > startable or request.id in self.table.kept_back:
+                own = turn(request, self.table.tenants)
+                if own > startable or request.id in self.table.kept_back:
                     continue
                 has_place = num_places(self.table, request.priority) > 0
                 started = has_place and self._start(request, budget)
@@ -133,14 +137,14 @@ class PrefillScheduler:
                     if has_place and request.awaits_rows:  # others need not
                         continue
                     if config.prefill_order == "fcfs":
-                        startable = (-1, 0)
+                        startable = STARVING
                     elif not has_place:
-                        startable = (request.priority, -inf)
+                        startable = (request.priority, -inf, 0)
                     elif started is None:
-                        num_misfits = num_misfits + 1 if request.urgency == startable else 1
+                        num_misfits = num_misfits + 1 if own == startable else 1
                         keeps_back = int(num_misfits >= MOST_MISFITS)
-                        startable = (request.priority, request.priority_in_class - keeps_back)
-                        startable = (-1, 0) if self.table.is_starving(request) else startable
+                        startable = (*own[:2], own[2] - keeps_back)
+                        startable = STARVING if self.table.is_starving(request) else startable
                     continue
             start = request.num_scheduled_tokens
             prompt = self._prompt(request, start)
@@ -208,7 +212,8 @@ class PrefillScheduler:
         table = self.table
         if table.config.prefill_order == "fcfs":
             return "first come"
-        return prefill_reason(request, table.now, table.prefilled.tokens, table.config.starvation_s)
+        starvation_s = table.config.starvation_s
+        return prefill_reason(request, table.now, table.prefilled.tokens, starvation_s, table.tenants)
 
     def _count(self, request: Request, start: int, num_tokens: int, encoder_seconds: float) -> None:
         totals = self.table.prefilled
@@ -216,4 +221,7 @@ class PrefillScheduler:
         totals.tokens_by_priority[request.priority] += num_tokens
         if self.forecast.cost is not None:
             seconds = self.forecast.factor(request) * self.forecast.cost.chunk_seconds(start, num_tokens)
-            totals.seconds += self.forecast.interval_share * (seconds + encoder_seconds)
+            seconds = self.forecast.interval_share * (seconds + encoder_seconds)
+            totals.seconds += seconds
+            if self.table.tenants.in_use:
+                self.table.tenants.charge(request, seconds)

@@ -60,6 +60,7 @@ class TokenDelta:
     num_cached_tokens: int = 0
     error: str | None = None  # with FinishReason.ERROR
     embedding: bytes | None = None  # the pooled hidden states, [E] float32 in little-endian order
+    charged_s: float = 0.0  # with `finish_reason`: what the request was charged on this replica
 
 
 @dataclass(slots=True, eq=False)
@@ -77,6 +78,8 @@ class Request:
     slo_class: str = DEFAULT_CLASS
     priority_in_class: int = 0
     is_promised: bool = True  # as in `Submission`
+    payer: str = ""  # as in `Submission`
+    weight: float = 1.0  # as in `Submission`
     output_token_ids: Sequence[int] = ()  # made on another replica, before the request came here
     leg: Leg = Leg.LOCAL
     epoch: int = 0
@@ -111,6 +114,7 @@ class Request:
     num_in_flight_tokens: int = 0  # the tokens after the computed ones, in steps that have not ended
     num_cached_tokens: int = 0  # computed tokens found in the prefix index at first admission
     num_preemptions: int = 0
+    charged_s: float = 0.0  # predicted seconds that were charged to its tenant
     num_drafted_tokens: int = 0  # that steps have verified
     num_accepted_tokens: int = 0  # of these
     page_hashes: list[PageHash] = field(default_factory=list)  # of the full pages of token_ids, as far as computed

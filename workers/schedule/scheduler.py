@@ -248,6 +248,7 @@ class Scheduler:
             batch = replace(batch, encoder=work)
         for part in batch.scheduled:
             part.request.num_in_flight_tokens += part.num_tokens
+        self.forecast.charge(batch)
         return batch
 
     def _choose_streams(self) -> Streams:
@@ -337,7 +338,7 @@ class Scheduler:
             if request.paced_from is None:
                 request.paced_from = now - tpot * request.num_output_tokens
             if reason is not None:
-                delta.finish_reason = reason
+                delta.finish_reason, delta.charged_s = reason, request.charged_s
                 self._states.keep_last(request)
                 table.end(request, reason)
             elif request.leg is Leg.SEND:

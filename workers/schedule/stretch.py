@@ -1,6 +1,6 @@
 """Many equal decode steps at once, for a simulated clock that knows how long the steps take."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from crossdock.workers.schedule import kv
 from crossdock.workers.schedule.batch import Batch
@@ -36,11 +36,17 @@ def steady_steps(table: RequestTable, cost: StepCost | None, batch: Batch) -> in
     return steps
 
 
-def advance(table: RequestTable, batch: Batch, tokens: Mapping[str, Sequence[int]], ends: Sequence[float]) -> Batch:
+def advance(
+    table: RequestTable,
+    batch: Batch,
+    tokens: Mapping[str, Sequence[int]],
+    ends: Sequence[float],
+    charge: Callable[[Batch], None],
+) -> Batch:
     """Record fewer than `steady_steps` steps, `batch` the first of them, and return the batch of the next step.
 
     The result is the same as that of `schedule` and `update` in turn. `tokens`: what each stream sampled in the steps,
-    none of which ends it. `ends`: when each step ended.
+    none of which ends it. `ends`: when each step ended. `charge`: `Forecast.charge`, for each step that begins.
     """
     if not ends:
         return batch
@@ -60,4 +66,7 @@ def advance(table: RequestTable, batch: Batch, tokens: Mapping[str, Sequence[int
         request.due = due
         parts.append(part._replace(start=request.num_computed_tokens))
     table.now = ends[-1]
+    if table.tenants.in_use:
+        for number in range(1, len(ends) + 1):
+            charge(Batch([part._replace(start=part.start + number) for part in batch.scheduled], len(parts)))
     return Batch(parts, len(parts))

@@ -118,6 +118,8 @@ class Submission:
     is_promised: bool = True  # False: no client asked for the class, and no replica refuses the request as late
     request_id: str = ""  # the client's name for the HTTP request that this is a part of
     tenant: str = ""  # who may ask about the request; a name that does not reveal the API key
+    payer: str = ""  # the tenant whose share of the replicas' time the request uses; empty: tenants are not told apart
+    weight: float = 1.0  # of that tenant: shares are in proportion
     output_token_ids: Sequence[int] = ()  # tokens the client has already, from a replica that was lost
     leg: Leg = Leg.LOCAL
     epoch: int = 0  # number of earlier attempts at this request

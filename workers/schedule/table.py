@@ -8,6 +8,7 @@ from crossdock.workers.schedule.config import SchedulerConfig
 from crossdock.workers.schedule.memory.page_needs import PageNeeds
 from crossdock.workers.schedule.memory.pages import PagePool
 from crossdock.workers.schedule.order import is_starving
+from crossdock.workers.schedule.pacing.tenants import Tenants
 from crossdock.workers.schedule.request import FinishReason, Request, Status
 from crossdock.workers.schedule.submission import Leg
 
@@ -43,6 +44,7 @@ class RequestTable:
     running: list[Request] = field(default_factory=list)  # in order of admission
     held: list[Request] = field(default_factory=list)  # their pages are being transferred, in or out
     prefilled: PrefillTotals = field(default_factory=PrefillTotals)
+    tenants: Tenants = field(init=False)
     num_preemptions: int = 0
     returned: list[Request] = field(default_factory=list)  # since `take_returned`
     awaited: dict[str, Request] = field(default_factory=dict)  # those whose prefixes arrive, by owner of the pages
@@ -63,6 +65,7 @@ class RequestTable:
 
     def __post_init__(self) -> None:
         pages, chunk = self.pages, self.config.max_num_batched_tokens
+        self.tenants = Tenants(self.config.prefill_order != "fcfs")
         self.needs = PageNeeds(pages.page_size, pages.windows, chunk, pages.state_pages, self.num_drafts)
 
     # -- reading -----------------------------------------------------------------------------------------------------
@@ -118,7 +121,7 @@ class RequestTable:
 
     def is_starving(self, request: Request) -> bool:
         """Return whether the request has waited so long that it goes before all classes."""
-        return is_starving(request, self.now, self.config.starvation_s)
+        return is_starving(request, self.now, self.config.starvation_s, self.tenants)
 
     def is_full(self, request: Request) -> bool:
         """Return whether the newest token of a request is the last that it may have."""
@@ -169,8 +172,14 @@ class RequestTable:
         self.now, self._room = now, None
         self.pages.stock.cached.pass_time(now)
 
+    def note_tenants(self) -> None:
+        """Note whose prompts wait, before they are put in order."""
+        if self.tenants.in_use:
+            self.tenants.note(request for request in (*self.waiting, *self.running) if not request.is_decoding)
+
     def add(self, request: Request) -> None:
         """Put a new request at the end of the queue."""
+        self.tenants.in_use |= bool(request.payer)
         self._by_id[request.id] = request
         self.waiting.append(request)
         self.arrived[request.priority] = request.arrival_time

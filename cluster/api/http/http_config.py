@@ -3,9 +3,9 @@
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from crossdock.cluster.api.body.parser_names import AUTO, REASONING_PARSERS, TOOL_PARSERS, family_of
 from crossdock.cluster.api.body.video_reading import VideoReading
@@ -63,6 +63,15 @@ class HttpConfig(BaseModel):
     )
     api_keys_file: str | None = Field(
         None, description="A file with further keys, checked every second: YAML as in api_keys, or one key a line."
+    )
+    tenant_header: str | None = Field(
+        None,
+        pattern=r"^[A-Za-z0-9-]+$",
+        description="A header whose value names the tenant: X-Tenant. Read in requests of keys with names_tenants, and "
+        "where no key is required: only a gateway may reach such a server.",
+    )
+    tenant_weights: dict[str, Annotated[float, Field(gt=0)]] = Field(
+        default_factory=dict, description="Weights of tenants that the header names, by name; others have the key's."
     )
     max_body_bytes: int = Field(20 << 20, ge=1)
     request_memory_bytes: int = Field(
@@ -214,6 +223,18 @@ class HttpConfig(BaseModel):
         if reserved := NOT_TEMPLATE_VARIABLES & variables.keys():
             raise ValueError(f"must not set {', '.join(sorted(reserved))}: requests have fields for these")
         return variables
+
+    @model_validator(mode="after")
+    def _check_tenants(self) -> Self:
+        if self.tenant_header is None and (self.tenant_weights or any(key.names_tenants for key in self.api_keys)):
+            name = "tenant_weights" if self.tenant_weights else "api_keys.names_tenants"
+            raise ValueError(f"{name}: needs tenant_header, the header that names tenants")
+        return self
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether some tenants are to have more time than others."""
+        return bool(self.tenant_weights) or any(key.weight != 1 for key in self.api_keys)
 
     @property
     def needs_key(self) -> bool:

@@ -17,6 +17,7 @@ from crossdock.cluster.api.http.host_names import HostNames
 from crossdock.cluster.api.http.http_json import error_answer
 from crossdock.cluster.api.http.keys import ApiKey, KeyRing, tenant_of
 from crossdock.cluster.api.http.limits import Charge, Ledger
+from crossdock.cluster.api.http.payers import Payer, Payers
 from crossdock.cluster.api.http.request_body import check_no_body, read_body
 from crossdock.cluster.api.http.request_memory import SMALL, RequestMemory
 from crossdock.cluster.dispatch.dispatcher import ReplicaLost, SlowReader, SuspectRequest
@@ -59,8 +60,9 @@ class HttpGuard:
 
     The application behind it receives whole bodies, and is cancelled when the client disconnects. API keys guard every
     path but `open_paths`, which take no body then. The scope's `state` holds `request_id`, `memory` (what the request
-    holds), `send_part` (which sends a part of a streamed answer past all layers), and where keys are in use `api_key`
-    and `account`. A stream whose errors have a shape of their own sets `error_event`: the function that writes one.
+    holds), `payer`, `send_part` (which sends a part of a streamed answer past all layers), and where keys are in use
+    `api_key` and `account`. A stream whose errors have a shape of their own sets `error_event`: the function that
+    writes one.
     """
 
     def __init__(
@@ -74,8 +76,10 @@ class HttpGuard:
         request_timeout_s: float | None,
         memory_bytes: int = 1 << 31,
         hosts: HostNames | None = None,
+        payers: Payers | None = None,
     ) -> None:
         """`memory_bytes`: of all requests together. `hosts`: names that the server answers to; None: any."""
+        self._payers = payers or Payers()
         self._app = app
         self._keys = keys
         self._open_paths = open_paths
@@ -96,12 +100,14 @@ class HttpGuard:
         sender = _AnswerSender(send, state, is_anthropic=f"{path}/".startswith(f"{_MESSAGES}/"))
         state["send_part"] = send
         state["api_key"] = state["account"] = None
+        state["payer"] = Payer()
         try:
             async with asyncio.timeout(self._timeout_s) as clock:
                 _check_credentials(scope["headers"])
                 if self._hosts is not None:
                     self._hosts.check(headers)
                 state["api_key"] = key = self._key(path, headers)
+                state["payer"] = self._payers.of(key, headers)
                 if key is not None:
                     _count_connection(state, key)
                     state["account"] = sender.charge = Charge(self._ledger.account(key))

@@ -28,6 +28,13 @@ class ApiKey(BaseModel):
     key: str = Field(min_length=1, repr=False, description="What clients send as 'Authorization: Bearer …'.")
     classes: tuple[str, ...] | None = Field(None, min_length=1, description="The SLO classes it may use; null: all.")
     default: str | None = Field(None, description="The class of its requests that name none; null: the engine's.")
+    name: str | None = Field(
+        None, pattern=r"^[A-Za-z0-9._-]{1,64}$", description="Its tenant in metrics; null: digits that name no key."
+    )
+    weight: float = Field(1.0, gt=0, description="Keys of one class have the replicas' time in proportion to weights.")
+    names_tenants: bool = Field(
+        False, description="A gateway's key: http.tenant_header of its requests names the tenant in place of the key."
+    )
     sees_all_requests: bool = Field(False, description="It may see the requests of every key, not only its own.")
     cache_group: str | None = Field(
         None, description="Keys of one group share cached prefixes, which response times reveal; null: no sharing."
@@ -38,6 +45,12 @@ class ApiKey(BaseModel):
         ge=1,
         description="Tokens of prompts and outputs; null: any. A request reserves its prompt and, for each output, "
         "max_tokens or, where it states none, 1,024; at its end it gives back what it has not used.",
+    )
+    seconds_per_minute: float | None = Field(
+        None,
+        gt=0,
+        description="Predicted seconds of the replicas' time; null: any. 60 is one replica. A request reserves what "
+        "tokens took recently, and pays at its end what it was charged.",
     )
     max_concurrent_requests: int | None = Field(None, ge=1, description="How many may run at once; null: any number.")
 

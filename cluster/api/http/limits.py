@@ -18,6 +18,7 @@ READS_PER_MINUTE = 600  # GETs of one key: each asks all replicas
 ASK_S = 0.2  # between two questions of an account to the other ingresses, so that refusals stay cheap
 _ROUNDING = 1e-6  # what sums of parts of a limit may lack
 _MINUTE = 60.0
+_NEWEST_PRICE = 0.1  # weight of the newest output in the mean price of a token
 _FIRST_SWEEP = 64  # accounts; the ledger looks for idle ones when their number has doubled since it last did
 
 
@@ -28,10 +29,12 @@ class Loan:
     requests: float = 0.0
     tokens: float = 0.0
     num_running: int = 0
+    seconds: float = 0.0
 
 
-AskPeers = Callable[[str, float, float], Awaitable[list[Loan]]]
-"""Ask all other ingresses, for a tenant, each to give requests and tokens. Those that do not answer are left out."""
+AskPeers = Callable[[str, float, float, float], Awaitable[list[Loan]]]
+"""Ask all other ingresses, for a tenant, each to give requests, tokens and seconds. Those that do not answer are left
+out."""
 
 
 @dataclass(slots=True)
@@ -75,16 +78,18 @@ class Account:
     num_running: int = 0
     requests: Bucket | None = field(init=False)
     tokens: Bucket | None = field(init=False)
+    seconds: Bucket | None = field(init=False)  # of the replicas' time, as predicted
+    price: float = 0.0  # seconds per token of recent requests; 0: none has ended
     reads: Bucket = field(init=False)
     _ask_at: float = field(default=-math.inf, init=False)  # when the other ingresses may be asked again
 
     def __post_init__(self) -> None:
         now = self.clock()
         self.reads = Bucket(self._share_of(READS_PER_MINUTE), now)
-        self.requests, self.tokens = (
-            None if limit is None else Bucket(self._share_of(limit), now)
-            for limit in (self.key.requests_per_minute, self.key.tokens_per_minute)
-        )
+        limits = (self.key.requests_per_minute, self.key.tokens_per_minute)
+        self.requests, self.tokens = (None if each is None else Bucket(self._share_of(each), now) for each in limits)
+        seconds = self.key.seconds_per_minute
+        self.seconds = None if seconds is None else Bucket(seconds / self.share, now)
 
     async def begin(self) -> None:
         """Count one more request, until `end`. Raises ApiError 429 if the key is at one of its limits."""
@@ -103,7 +108,7 @@ class Account:
             return
         running = self.num_running
         if self.share > 1 and running <= most:
-            loans = [] if self.ask_peers is None else await self.ask_peers(self.key.tenant, 0.0, 0.0)
+            loans = [] if self.ask_peers is None else await self.ask_peers(self.key.tenant, 0.0, 0.0, 0.0)
             silent = self.share - 1 - len(loans)
             running = self.num_running + sum(loan.num_running for loan in loans) + silent * (most // self.share)
         if running > most:
@@ -125,7 +130,7 @@ class Account:
     def is_idle(self) -> bool:
         """Whether nothing runs and no limit is used: a new account would be equal."""
         now = self.clock()
-        for bucket in (self.requests, self.tokens, self.reads):
+        for bucket in (self.requests, self.tokens, self.seconds, self.reads):
             if bucket is not None:
                 bucket.fill(now)
                 if bucket.level < bucket.capacity:
@@ -145,21 +150,25 @@ class Account:
             return
         each = amount - bucket.level + bucket.capacity / 2
         if bucket is self.requests:
-            loans = await self.ask_peers(self.key.tenant, each, 0.0)
+            loans = await self.ask_peers(self.key.tenant, each, 0.0, 0.0)
             bucket.level += sum(loan.requests for loan in loans)
-        else:
-            loans = await self.ask_peers(self.key.tenant, 0.0, each)
+        elif bucket is self.tokens:
+            loans = await self.ask_peers(self.key.tenant, 0.0, each, 0.0)
             bucket.level += sum(loan.tokens for loan in loans)
+        else:
+            loans = await self.ask_peers(self.key.tenant, 0.0, 0.0, each)
+            bucket.level += sum(loan.seconds for loan in loans)
         if bucket.level < amount - _ROUNDING:
             self._ask_at = self.clock() + ASK_S
 
-    def lend(self, requests: float, tokens: float) -> Loan:
+    def lend(self, requests: float, tokens: float, seconds: float = 0.0) -> Loan:
         """Lend another ingress its missing amount, as far as this ingress has so much."""
         now = self.clock()
         return Loan(
             self.requests.lend(requests, now) if self.requests is not None else 0.0,
             self.tokens.lend(tokens, now) if self.tokens is not None else 0.0,
             self.num_running,
+            self.seconds.lend(seconds, now) if self.seconds is not None else 0.0,
         )
 
     def check(self) -> None:
@@ -190,6 +199,22 @@ class Account:
         num_tokens = min(num_prompt_tokens + num_output_tokens, max(num_prompt_tokens, own))
         await self._take(self.tokens, num_tokens, limit)
         return num_tokens
+
+    async def reserve_seconds(self, num_tokens: int) -> float:
+        """Take the seconds that so many tokens took recently, at most a minute's. Returns how many.
+
+        Raises ApiError 429 if fewer are left. `Retry-After` is when there are as many.
+        """
+        if self.seconds is None:
+            return 0.0
+        seconds = min(self.price * num_tokens, self.seconds.capacity)
+        await self._take(self.seconds, seconds, f"{self.key.seconds_per_minute:g} seconds per minute")
+        return seconds
+
+    def pay(self, seconds: float, num_tokens: int) -> None:
+        """Learn what tokens take from an output that has ended, with its prompt."""
+        price = seconds / max(num_tokens, 1)
+        self.price += (price - self.price) * (_NEWEST_PRICE if self.price else 1.0)
 
     def charge(self, num_tokens: int) -> None:
         """Take tokens beyond what was reserved, or give back reserved ones (negative) that were not used."""
@@ -230,6 +255,8 @@ class Charge:
     account: Account
     _num_reserved: int = 0  # tokens, not yet used
     _is_running: bool = False
+    _reserved_s: float = 0.0  # taken from the key's seconds, less those that ended outputs were charged
+    _unpaid: int = 0  # tokens of prompts and outputs that have not ended
 
     async def begin(self, is_read: bool) -> None:
         """Count the request, until `end`. `is_read`: it computes nothing. Raises ApiError 429 at a limit of the key."""
@@ -247,15 +274,30 @@ class Charge:
         """Charge the tokens of prompts, and reserve those of their outputs. Raises ApiError 429 if fewer are left."""
         self._num_reserved += await self.account.reserve(num_prompt_tokens, num_output_tokens)
         self._num_reserved -= num_prompt_tokens
+        self._reserved_s += await self.account.reserve_seconds(num_prompt_tokens + num_output_tokens)
+        self._unpaid += num_prompt_tokens
 
     def output(self, num_tokens: int) -> None:
         """Charge tokens that were generated."""
         reserved = max(min(num_tokens, self._num_reserved), 0)
         self._num_reserved -= reserved
+        self._unpaid += num_tokens
         self.account.charge(num_tokens - reserved)
 
+    def spent(self, seconds: float, num_tokens: int) -> None:
+        """Pay the seconds that an ended output was charged, of `num_tokens` tokens with its prompt."""
+        self.account.pay(seconds, num_tokens)
+        self._reserved_s -= seconds
+        self._unpaid = max(self._unpaid - num_tokens, 0)
+
     def end(self) -> None:
-        """End the request: reserved tokens that it did not use are there for others. May be called twice."""
+        """End the request: reserved tokens and seconds that it did not use are there for others. May be called twice.
+
+        An output that ended early pays by its tokens: a client that leaves pays, too.
+        """
+        if self.account.seconds is not None:
+            self.account.seconds.level += self._reserved_s - self.account.price * self._unpaid
+        self._reserved_s, self._unpaid = 0.0, 0
         if self._num_reserved > 0:
             self.account.charge(-self._num_reserved)
         self._num_reserved = 0
@@ -265,8 +307,8 @@ class Charge:
 
     def hand_over(self) -> "Charge":
         """Return a charge that takes this one's place, for work that goes on after the HTTP request."""
-        taken = Charge(self.account, self._num_reserved, self._is_running)
-        self._num_reserved, self._is_running = 0, False
+        taken = Charge(self.account, self._num_reserved, self._is_running, self._reserved_s, self._unpaid)
+        self._num_reserved, self._is_running, self._reserved_s, self._unpaid = 0, False, 0.0, 0
         return taken
 
     def headers(self) -> dict[str, str]:

@@ -197,6 +197,8 @@ class Generations:
             generation.tier.is_promised,
             request_id=state.request_id,
             tenant=generation.tenant,
+            payer=state.payer.name,
+            weight=state.payer.weight,
             items=salted(prompt.items, salt),
             adapter=generation.adapter,
         )

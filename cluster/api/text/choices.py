@@ -119,6 +119,8 @@ class Choice:
         output.num_tokens = self.num_tokens
         if self.account is not None:
             self.account.output(len(output.token_ids))
+            if output.finish_reason is not None and delta.charged_s:
+                self.account.spent(delta.charged_s, len(self.prompt.token_ids) + self.num_tokens)
         return output
 
     def _begin(self, delta: TokenDelta, output: Output) -> None:

@@ -52,6 +52,7 @@ class Deployment:
             self.pages.labels(state).set(count)
         self.kernels = self._gauge(scrape.CPU_KERNELS, scrape.KERNELS)
         self.kernels.labels("own below 8 rows, onednn from there").set(1)
+        self.charged = self._counter(scrape.CHARGED_SECONDS, scrape.TENANT, scrape.CLASS)
         self.in_flight: list[dict[str, Any]] | None = None
 
     def text(self) -> str:
@@ -63,6 +64,8 @@ class Deployment:
             self.steps.labels(kind).inc(count)
             for _ in range(count):
                 self.step_seconds.labels(kind).observe(seconds)
+        self.charged.labels("own", "standard").inc(0.5)
+        self.charged.labels("flood", "standard").inc(1.5)
         self.prompt_tokens.inc(2400)
         self.output_tokens.inc(90)
         self.chunks.observe(128)
@@ -164,6 +167,7 @@ def test_frame_after_two_readings_shows_the_difference() -> None:
     assert screen.count("█") == 9
     #                        class       TTFT p50, p99, met  gap p50, p99, TPOT met  refused, tokens waiting
     assert row(screen, "interactive") == "interactive 50 ms 99 ms 90% 30 ms 40 ms 100% 3 -"
+    assert row(screen, "time of tenants") == "time of tenants flood 75% (1.5 s) · own 25% (0.5 s)"
     assert row(screen, "batch") == "batch 5.5 s 9.9 s - - - - - 98,304"
 
 

@@ -198,6 +198,7 @@ class AnyHistory(RuleBasedStateMachine):
         ignore_eos=st.booleans(),
         slo_class=st.sampled_from(["interactive", "standard", "batch"]),
         priority=st.integers(-1, 1),
+        payer=st.sampled_from(["", "", "a", "b"]),
         leg=st.sampled_from([Leg.LOCAL, Leg.LOCAL, Leg.SEND, Leg.RECEIVE]),
         is_offered=st.booleans(),
         others=st.sampled_from([0, 0, 1, 4]),
@@ -211,6 +212,7 @@ class AnyHistory(RuleBasedStateMachine):
         ignore_eos: bool,
         slo_class: str,
         priority: int,
+        payer: str,
         leg: Leg,
         is_offered: bool,
         others: int,
@@ -223,7 +225,7 @@ class AnyHistory(RuleBasedStateMachine):
             prompt = [*prefix, *tail[:-1], (tail[-1] + number) % 50][:39]
             moves = {"leg": leg, "epoch": int(leg is not Leg.LOCAL)}
             new = Request(f"r{self.count}", prompt, params, salt, slo_class, **moves, arrival_time=self.now)
-            new.items = self.items_of(prompt)
+            new.items, new.payer = self.items_of(prompt), payer
             if self.scheduler.config.prefill_order == "response_ratio":
                 new.priority_in_class = priority
             self.submit(new, is_offered)

@@ -82,7 +82,8 @@ def test_steps_at_once_have_the_result_of_single_steps(
                 replica.now = max(replica.now, coming[-1][0])
             while coming and coming[-1][0] <= replica.now:
                 _, prompt, output, slo_class = coming.pop()
-                replica.add(f"r{len(coming)}", min(prompt, 60), slo_class, output)
+                payer = ("", "a", "b")[len(coming) % 3]
+                replica.add(f"r{len(coming)}", min(prompt, 60), slo_class, output, payer=payer)
             batch = scheduler.schedule(replica.now)
             steps = stretches.steady_steps(scheduler.table, scheduler.forecast.cost, batch) if at_once else 1
             stretch = [replica.now + COST.seconds(batch.work)]
@@ -91,14 +92,14 @@ def test_steps_at_once_have_the_result_of_single_steps(
                 work = work._replace(context=work.context + work.decodes)
                 stretch.append(stretch[-1] + COST.seconds(work))
             tokens = {part.request.id: [9] * (len(stretch) - 1) for part in batch.scheduled}
-            batch = stretches.advance(scheduler.table, batch, tokens, stretch[:-1])
+            batch = stretches.advance(scheduler.table, batch, tokens, stretch[:-1], scheduler.forecast.charge)
             replica.now = stretch[-1]
             ends += stretch
             sampled = dict.fromkeys((request.id for request in scheduler.table.requests()), SampledToken(9))
             scheduler.update(batch, sampled, replica.now)
             if not at_once or len(ends) % 7 == 0 or steps > 1:
                 state = [
-                    (each.id, each.num_tokens, each.num_computed_tokens, each.due, each.status)
+                    (each.id, each.num_tokens, each.num_computed_tokens, each.due, each.status, each.charged_s)
                     for each in scheduler.table.requests()
                 ]
                 seen.append((replica.now, state, scheduler.pages.counts(), set(scheduler.pages.prefixes.findable())))

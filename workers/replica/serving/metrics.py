@@ -325,6 +325,7 @@ class _Gauges(Collector):
             yield _gauge("crossdock_cpu_kernels", text, ("kernels",), {(kernels,): 1})
         text = "Requests preempted: their pages went to other requests."
         yield _counter("crossdock_preemptions", text, engine.scheduler.table.num_preemptions)
+        yield self._charged()
         yield from self._drafts()
         yield from self._pictures()
         yield from self._tiers()
@@ -339,6 +340,15 @@ class _Gauges(Collector):
             yield _counter("crossdock_adapter_loads", "LoRA adapters that were loaded.", slots.num_loads)
             text = "Recent mean seconds of a load."
             yield _gauge("crossdock_adapter_load_seconds", text, (), {(): slots.load_s})
+
+    def _charged(self) -> Metric:
+        """Return the seconds that tenants were charged; without a sample where tenants are not told apart."""
+        text = "Predicted seconds of steps that tenants were charged; `others`: tenants beyond the first 64."
+        family = CounterMetricFamily("crossdock_charged_seconds", text, labels=["tenant", "slo_class"])
+        classes = self._engine.config.slo_classes
+        for (name, priority), seconds in dict(self._engine.scheduler.table.tenants.charged).items():
+            family.add_metric([name, classes[priority].name], seconds)
+        return family
 
     def _tiers(self) -> Iterator[Metric]:
         """Yield the counts of the tiers below the pool; there are none without tiers."""

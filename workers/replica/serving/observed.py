@@ -119,6 +119,7 @@ class ObservedEngine:
             # Pages show how long others' prompts are.
             "pages": asdict(engine.pages.counts()) if tenant is None else None,
             "requests": {status.value: requests[status.value] for status in Status if status is not Status.FINISHED},
+            "charged_s": engine.scheduler.table.tenants.by_name() if tenant is None else None,
             "cost": None if fit is None else fit.cost.model_dump(),
             "overrun": None if fit is None else fit.overrun,
             "interval_share": None if fit is None else engine.intervals.share,

@@ -186,7 +186,9 @@ class Handover:
                 self.on_figures(event.request, "sent", Figures(), event.reason.value)
                 self.engine.abort(request.id)
                 self._end(event.request, event.epoch)
-                return [TokenDelta(request.id, [], epoch=request.epoch, finish_reason=FinishReason.SHIPPED)]
+                end = TokenDelta(request.id, [], epoch=request.epoch, finish_reason=FinishReason.SHIPPED)
+                end.charged_s = request.charged_s
+                return [end]
             case Released():
                 return self._released(event, request)
             case WriterStopped():

@@ -1,11 +1,13 @@
 """Predict seconds: of a prompt's rest, of the share of time that prompts get beside streams, of the first token."""
 
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from math import inf
 
+from crossdock.workers.schedule.batch import Batch
 from crossdock.workers.schedule.cost.cost import StepCost, StepWork
-from crossdock.workers.schedule.order import is_starving
 from crossdock.workers.schedule.pacing.chunk_policies import Beside, meaning_of
 from crossdock.workers.schedule.pacing.chunking import LEAST_SHARE
 from crossdock.workers.schedule.pictures.encoding import Encoding
@@ -19,6 +21,7 @@ def predicted_ttft(
     urgency: tuple[int, int],
     backlog: Iterable[tuple[tuple[int, int], float]],
     prefill_share: float,
+    before: Callable[[float], float] = lambda _: 0.0,
 ) -> float:
     """Return the seconds until the first token of a prompt that takes `own_seconds` alone.
 
@@ -27,12 +30,14 @@ def predicted_ttft(
 
     Args:
         urgency: of its class and in its class, as `Request.urgency`.
-        backlog: (urgency, seconds) of every unfinished prompt.
+        backlog: (urgency, seconds) of every unfinished prompt but those of other tenants in its class.
         prefill_share: share of the time that running streams leave for prompts.
+        before: the seconds that the other tenants get until the prompt's has had so many.
     """
     ahead = sum(
         seconds if other < urgency else min(seconds, own_seconds) for other, seconds in backlog if other <= urgency
     )
+    ahead += before(ahead + own_seconds)
     return (ahead + own_seconds) / max(prefill_share, LEAST_SHARE)
 
 
@@ -68,11 +73,28 @@ class Forecast:
     def ttft(self, request: Request) -> tuple[float, float]:
         """Return the seconds until a new request's first token, now and on an idle replica; (0, 0) without a cost."""
         own, drain = self.prefill_seconds(request), self._drain_seconds(request)
-        ttft = predicted_ttft(own, request.urgency, self._backlog(), self.prefill_share(request.priority))
-        return ttft + drain, own + drain
+        backlog, rivals = list[tuple[tuple[int, int], float]](), list[tuple[Request, float]]()
+        for other, seconds in self._backlog():
+            if self.table.tenants.are_rivals(request, other):
+                rivals.append((other, seconds))
+            else:
+                backlog.append((self._turn(other), seconds))
+        share, before = self.prefill_share(request.priority), partial(self._rivals_before, request, rivals)
+        return predicted_ttft(own, request.urgency, backlog, share, before) + drain, own + drain
 
-    def _backlog(self) -> list[tuple[tuple[int, int], float]]:
-        """Return (urgency, seconds) of every unfinished prompt. Starving prompts go before all others.
+    def _rivals_before(self, request: Request, rivals: Iterable[tuple[Request, float]], own_seconds: float) -> float:
+        """Return the seconds that other tenants' prompts get until a request's tenant has had `own_seconds` more."""
+        first, totals = dict[str, Request](), defaultdict[str, float](float)
+        for other, seconds in rivals:
+            first.setdefault(other.payer, other)
+            totals[other.payer] += seconds
+        tenants = self.table.tenants
+        return sum(
+            min(totals[name], tenants.seconds_before(request, other, own_seconds)) for name, other in first.items()
+        )
+
+    def _backlog(self) -> list[tuple[Request, float]]:
+        """Return every unfinished prompt and its seconds.
 
         Between two steps prompts only arrive, sometimes by the thousand: the seconds of each are computed once.
         """
@@ -85,8 +107,8 @@ class Forecast:
         queued = zip(waiting, self._seconds, strict=True)
         running = (other for other in self.table.running if not other.is_decoding)
         return [
-            *((self._turn(other), seconds) for other, seconds in queued if other.leg is not Leg.RECEIVE),
-            *((self._turn(other), self.prefill_seconds(other)) for other in running),
+            *((other, seconds) for other, seconds in queued if other.leg is not Leg.RECEIVE),
+            *((other, self.prefill_seconds(other)) for other in running),
         ]
 
     def factor(self, request: Request) -> float:
@@ -94,7 +116,25 @@ class Forecast:
         return self.scored_factor if request.sampling.prompt_logprobs is not None else 1.0
 
     def _turn(self, request: Request) -> tuple[int, int]:
-        return (-1, 0) if is_starving(request, self.table.now, self.table.config.starvation_s) else request.urgency
+        return (-1, 0) if self.table.is_starving(request) else request.urgency
+
+    def charge(self, batch: Batch) -> None:
+        """Charge what a step that begins takes beyond its chunks, which were charged as they were chosen.
+
+        Streams share the fixed part, and each pays for its context. In a step without streams, the chunks share the
+        fixed part. In a full pipeline, what counts is the interval between two steps.
+        """
+        tenants, cost = self.table.tenants, self.cost
+        if not batch or not tenants.in_use or cost is None:
+            return
+        scheduled, num_decodes, work = batch.scheduled, batch.num_decodes, batch.work
+        chunks = sum([cost.chunk_seconds(part.start, part.num_tokens) for part in scheduled[num_decodes:]])
+        fixed = max(cost.seconds(work) - chunks - cost.per_context * work.context, 0.0)
+        parts, per_context = (scheduled[:num_decodes], cost.per_context) if num_decodes else (scheduled, 0.0)
+        fixed *= self.interval_share / sum([part.num_tokens for part in parts])
+        per_context *= self.interval_share
+        for part in parts:
+            tenants.charge(part.request, fixed * part.num_tokens + per_context * part.start)
 
     def compute_seconds(self, request: Request, start: int, end: int) -> float:
         """Return the seconds of this replica's time that tokens [start, end) of a prompt take; without a cost: inf."""

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from crossdock.cluster.api.errors import ApiError
 from crossdock.cluster.api.http.keys import ApiKey, KeyRing
 from crossdock.cluster.api.http.limits import ASK_S, READS_PER_MINUTE, Account, Charge, Ledger, Loan
+from crossdock.cluster.api.http.payers import Payers
 
 CLASSES = ("interactive", "batch")
 
@@ -315,6 +316,49 @@ def test_reads_are_limited_for_every_key() -> None:
     refusal(Charge(limited).begin, True)
 
 
+def test_seconds_are_reserved_as_tokens_took_of_late_and_paid_as_charged() -> None:
+    clock = Clock()
+    limited = account(clock, seconds_per_minute=30)
+    first = Charge(limited)
+    done(first.prompt(100, 50))  # no price is known: nothing is reserved
+    first.output(50)
+    first.spent(15.0, 150)
+    first.end()
+    assert limited.seconds is not None
+    assert limited.seconds.level == pytest.approx(15)
+    second = Charge(limited)
+    done(second.prompt(100, 40))
+    assert limited.seconds.level == pytest.approx(1.0), "0.1 s for each token"
+    refused = refusal(Charge(limited).prompt, 20, 10)
+    assert "30 seconds per minute" in str(refused)
+    assert refused.headers["Retry-After"] == "4", "2 s are missing, at half a second per second"
+    second.end()
+    assert limited.seconds.level == pytest.approx(15 - 10), "it left before its end, and pays for its prompt"
+
+
+def test_seconds_of_another_ingress_are_borrowed() -> None:
+    clock = Clock()
+    ingresses = Ingresses(2, clock, seconds_per_minute=60)
+    ingresses[0].pay(10.0, 100)
+    ingresses[1].pay(10.0, 100)
+    assert done(ingresses[0].reserve_seconds(400)) == 30.0, "its own share at most"
+    assert done(ingresses[0].reserve_seconds(200)) == 20.0, "of the other's"
+    refusal(partial(ingresses[0].reserve_seconds, 150))
+
+
+def test_payer_is_the_key_or_whom_a_trusted_header_names() -> None:
+    gateway, own = ApiKey(key="g", name="gate", weight=2, names_tenants=True), ApiKey(key="k", weight=3)
+    payers, headers = Payers("X-Tenant", {"gold": 5.0}), {b"x-tenant": b"gold"}
+    assert payers.of(own, headers) == (own.tenant[:8], 3.0), "a client's key names no tenant"
+    assert payers.of(gateway, headers) == ("gold", 5.0)
+    assert payers.of(gateway, {b"x-tenant": b"other"}) == ("other", 2.0)
+    assert payers.of(gateway, {}) == ("gate", 2.0)
+    assert payers.of(None, headers) == ("gold", 5.0)
+    assert Payers().of(None, headers) == ("", 1.0), "the header is not trusted"
+    with pytest.raises(ApiError, match="X-Tenant"):
+        payers.of(None, {b"x-tenant": b"two words"})
+
+
 class Ingresses:
     """Ledgers of several ingresses, each of which can ask the others."""
 
@@ -324,11 +368,11 @@ class Ingresses:
         self.silent: set[int] = set()
         self.ledgers = [Ledger(count, clock, partial(self.ask, number)) for number in range(count)]
 
-    async def ask(self, asker: int, tenant: str, requests: float, tokens: float) -> list[Loan]:
+    async def ask(self, asker: int, tenant: str, requests: float, tokens: float, seconds: float) -> list[Loan]:
         assert tenant == self.key.tenant
         self.num_asked += 1
         return [
-            ledger.account(self.key).lend(requests, tokens)
+            ledger.account(self.key).lend(requests, tokens, seconds)
             for number, ledger in enumerate(self.ledgers)
             if number != asker and number not in self.silent
         ]

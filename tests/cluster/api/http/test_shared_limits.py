@@ -24,8 +24,8 @@ def ingresses(engine: ScriptedDispatcher, tokenizer: ModelTokenizer) -> Iterator
     apps: list[Any] = []
 
     def build(number: int) -> Any:
-        async def ask_peers(tenant: str, requests: float, tokens: float) -> list[Loan]:
-            return [apps[1 - number].state.lend(tenant, requests, tokens)]
+        async def ask_peers(tenant: str, requests: float, tokens: float, seconds: float) -> list[Loan]:
+            return [apps[1 - number].state.lend(tenant, requests, tokens, seconds)]
 
         config = HttpConfig.model_validate({"api_keys": KEYS, "replicas": 2})
         return build_api(engine, tokenizer, config, ask_peers=ask_peers)  # type: ignore[arg-type]

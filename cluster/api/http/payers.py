@@ -1,0 +1,42 @@
+"""The tenant whose share of the replicas' time a request uses: its API key's, or one that a gateway names."""
+
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from crossdock.cluster.api.errors import ApiError
+from crossdock.cluster.api.http.keys import ApiKey
+
+_NAME = re.compile(r"[A-Za-z0-9._@:/-]{1,64}")
+_DIGITS = 8  # of a key's tenant, where the key has no name
+
+
+class Payer(NamedTuple):
+    """A tenant as metrics show it. Tenants of one SLO class have time in proportion to their weights."""
+
+    name: str = ""  # empty: clients are not told apart
+    weight: float = 1.0
+
+
+class Payers:
+    """Finds the payer of each request."""
+
+    def __init__(self, header: str | None = None, weights: Mapping[str, float] | None = None) -> None:
+        """`header`: whose value names the tenant, where the key may name tenants or no key is required. `weights`: of
+        tenants so named, by name; others have the weight of the key, or 1."""
+        self._header = header
+        self._lower = (header or "").lower().encode()
+        self._weights = weights or {}
+
+    def of(self, key: ApiKey | None, headers: Mapping[bytes, bytes]) -> Payer:
+        """Return the payer of a request. Raises ApiError 400 for a name that metrics could not show."""
+        own = Payer() if key is None else Payer(key.name or key.tenant[:_DIGITS], key.weight)
+        if self._header is None or not (key is None or key.names_tenants):
+            return own
+        name = headers.get(self._lower, b"").decode("latin-1")
+        if not name:
+            return own
+        if _NAME.fullmatch(name) is None:
+            reason = f"The header '{self._header}' must name a tenant: 1 to 64 of A-Z, a-z, 0-9 and ._@:/-"
+            raise ApiError(f"{reason}.", param=self._header, code="invalid_value")
+        return Payer(name, self._weights.get(name, own.weight))

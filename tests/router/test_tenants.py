@@ -1,0 +1,79 @@
+"""The router predicts for a tenant what the replicas' schedulers do: others get their shares first, no more."""
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from crossdock.router.placement import Query
+from crossdock.workers.report.advertise import MOST_TENANTS, Message, observe
+from crossdock.workers.report.frames import LENGTH, frame, read_frame
+from crossdock.workers.schedule.request import Request
+from crossdock.workers.schedule.submission import Overloaded, SamplingParams
+from tests.router.replicas import CLASSES, COST, Replica, fleet_of, place, profile, query
+
+PROMPT = [3 + number % 50 for number in range(400)]
+OWN_S = COST.prefill_seconds(0, 400, profile().max_num_batched_tokens)
+
+
+def flooded(num_prompts: int, **fields: str) -> Replica:
+    replica = Replica(profile(**fields))
+    for number in range(num_prompts):
+        prompt = [60 + number, *PROMPT[1:]]
+        replica.add(f"{number}", prompt, "interactive", payer="flood", is_promised=False)
+    return replica
+
+
+@given(st.randoms(use_true_random=False))
+@settings(deadline=None, max_examples=40)
+def test_ttft_of_a_tenant_is_at_least_what_its_scheduler_predicts(rng: random.Random) -> None:
+    replica = Replica(profile(admission="queue"))
+    weights = {"a": 1.0, "b": rng.choice([1.0, 4.0]), "": 1.0}
+    for number in range(rng.randrange(10)):
+        prompt, payer = [60 + number, *PROMPT[1 : rng.choice([10, 100, 400])]], rng.choice(["a", "b", ""])
+        replica.add(f"{number}", prompt, rng.choice(CLASSES), 50, payer=payer, weight=weights[payer])
+        for _ in range(rng.randrange(4)):
+            replica.step()
+    fleet = fleet_of({"a": replica.profile})
+    replica.report(fleet, "a", 0.0)
+    payer = rng.choice(["a", "b", "new"])
+    sampling, slo_class = SamplingParams(max_tokens=50), rng.choice(CLASSES)
+    request = Request("new", PROMPT, sampling, slo_class=slo_class, payer=payer, weight=weights.get(payer, 2.0))
+    request.priority = CLASSES.index(slo_class)
+    exact, _ = replica.scheduler.forecast.ttft(request)
+    own = Query("new", 400, slo_class=slo_class, max_tokens=50, payer=payer, weight=request.weight)
+    assert fleet.choose(own, 0.0).predicted_ttft >= exact - 1e-9
+
+
+def test_flood_of_another_tenant_doubles_the_wait_and_refuses_nobody_else() -> None:
+    replica = flooded(50)
+    fleet = fleet_of({"a": replica.profile})
+    replica.report(fleet, "a", 0.0)
+
+    def ttft(**fields: Any) -> float:
+        return fleet.choose(query("new", 400, slo_class="interactive", **fields), 0.0).predicted_ttft
+
+    assert ttft(payer="own") == pytest.approx(2 * OWN_S)
+    assert ttft(payer="own", weight=4.0) == pytest.approx(1.25 * OWN_S)
+    with pytest.raises(Overloaded):
+        ttft(payer="flood")
+
+
+def test_flood_that_is_only_booked_counts_too() -> None:
+    replica = Replica(profile(admission="queue"))
+    fleet = fleet_of({"a": replica.profile})
+    for number in range(20):
+        place(fleet, query(f"{number}", 400, payer="flood"), 0.0)
+    assert fleet.choose(query("own", 400, payer="own"), 0.0).predicted_ttft == pytest.approx(2 * OWN_S)
+    assert fleet.choose(query("more", 400, payer="flood"), 0.0).predicted_ttft > 15 * OWN_S
+
+
+def test_live_profile_names_few_tenants_those_with_most_work() -> None:
+    replica = Replica(profile(admission="queue"))
+    for number in range(MOST_TENANTS + 4):
+        replica.add(f"{number}", [60 + number, *PROMPT[1 : 20 + number]], payer=f"t{number}", weight=2.0)
+    live = observe(replica.scheduler, "x", 1)
+    assert {work.payer for work in live.tenants} == {f"t{number}" for number in range(4, MOST_TENANTS + 4)}
+    assert read_frame(frame(Message(live=live))[LENGTH.size :]).live == live
