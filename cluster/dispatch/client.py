@@ -1,10 +1,10 @@
 """The replicas of the application, as its other processes see them: which are up, and how each is called."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import ray
 from ray.exceptions import ActorDiedError, RayActorError
@@ -20,9 +20,6 @@ from crossdock.workers.report.advertise import Message
 from crossdock.workers.report.profile import SchedulingProfile
 from crossdock.workers.schedule.submission import Submission
 
-_Unsent: TypeAlias = tuple[Submission, "asyncio.Future[int]"]
-_MOST_TOKENS = 16_384  # of the prompts in one call: packing them stops the event loop
-
 
 class ReplicaClient:
     """One replica behind a Serve handle, every call pinned to it. Implements `EngineClient`."""
@@ -32,8 +29,6 @@ class ReplicaClient:
         self._actor = ReplicaID(replica_id, handle.deployment_id).to_full_id_str()
         self._ingress = ingress
         self._stream: MessageStream | None = None  # the last one
-        self._unsent: list[_Unsent] = []  # of this turn of the event loop
-        self._calling: set[asyncio.Task[None]] = set()
 
     async def messages(self) -> AsyncIterator[Message]:
         with _named_losses():
@@ -48,50 +43,9 @@ class ReplicaClient:
                 pass
 
     async def submit(self, submission: Submission) -> int:
-        """Submit a request, in one call with others of this turn of the event loop.
-
-        A call costs both processes a millisecond, and a request may have a thousand outputs. A request with a grammar
-        has a call of its own: it is answered when the grammar is compiled.
-        """
-        answer: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        if submission.sampling.grammar is not None:
-            self._send([(submission, answer)])
-        else:
-            if not self._unsent:
-                asyncio.get_running_loop().call_soon(self._send_all)
-            self._unsent.append((submission, answer))
-        return await answer
-
-    def _send_all(self) -> None:
-        unsent, self._unsent = self._unsent, []
-        batch, num_tokens = list[_Unsent](), 0
-        for submission, answer in unsent:
-            num_tokens += len(submission.prompt_token_ids)
-            if batch and num_tokens > _MOST_TOKENS:
-                self._send(batch)
-                batch, num_tokens = [], len(submission.prompt_token_ids)
-            batch.append((submission, answer))
-        self._send(batch)
-
-    def _send(self, batch: "list[_Unsent]") -> None:
-        calling = asyncio.ensure_future(self._call(batch))
-        self._calling.add(calling)
-        calling.add_done_callback(self._calling.discard)
-
-    async def _call(self, batch: "list[_Unsent]") -> None:
-        results: Sequence[int | BaseException]
-        try:
-            with _named_losses():
-                results = await self._handle.submit.remote(self._ingress, [submission for submission, _ in batch])
-        except BaseException as error:
-            results = [error] * len(batch)
-        for (_, answer), result in zip(batch, results, strict=True):
-            if answer.done():  # its reader has left
-                continue
-            if isinstance(result, int):
-                answer.set_result(result)
-            else:
-                answer.set_exception(result)
+        if self._stream is None:
+            raise ReplicaBroken("it has no open connection")
+        return await self._stream.submit(submission)
 
     async def close(self) -> None:
         if self._stream is not None:

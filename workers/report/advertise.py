@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from math import exp, inf
 from typing import NamedTuple
 
+from crossdock.workers.report.answer import Answer
 from crossdock.workers.report.profile import Role
 from crossdock.workers.schedule.admission import num_places
 from crossdock.workers.schedule.memory.page_needs import PageNeeds
@@ -116,6 +117,7 @@ class Message:
     deltas: list[TokenDelta] = field(default_factory=list)
     live: LiveProfile | None = None  # if a new one is due; while the replica is quiet, the last one again
     pages: Sequence[PageChanges] = ()
+    answers: Sequence[Answer] = ()  # to submissions of this reader
 
 
 def observe(scheduler: Scheduler, incarnation: str, sequence: int) -> LiveProfile:

@@ -1,18 +1,20 @@
-"""A replica's messages to an ingress as bytes: each a frame of a length and MessagePack."""
+"""What a replica and an ingress send to each other, as bytes: each a frame of a length and MessagePack.
+
+A replica sends messages. An ingress sends submissions, and an empty frame as a sign of life.
+"""
 
 import struct
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 from msgspec import msgpack
 
 from crossdock.workers.report.advertise import Message
+from crossdock.workers.schedule.submission import Submission
 
 LENGTH = struct.Struct(">I")  # bytes of the frame that follow
 TICKET_BYTES = 32
-SIGN_OF_LIFE = b"\0"  # the only bytes that an ingress sends after its ticket
-
-_decoder = msgpack.Decoder(Message)
-_encoder = msgpack.Encoder()
+SIGN_OF_LIFE = LENGTH.pack(0)
 
 
 class StreamAddress(NamedTuple):
@@ -25,10 +27,41 @@ class StreamAddress(NamedTuple):
 
 def frame(message: Message) -> bytes:
     """Return a message as a frame."""
-    content = _encoder.encode(message)
-    return LENGTH.pack(len(content)) + content
+    return _framed(message)
+
+
+def submission_frame(number: int, submission: Submission) -> bytes:
+    """Return a submission as a frame. `number`: which `Answer` is to it."""
+    return _framed((number, submission))
 
 
 def read_frame(content: bytes) -> Message:
     """Return the message of a frame without its length. Raises msgspec.DecodeError for other bytes."""
-    return _decoder.decode(content)
+    return _messages.decode(content)
+
+
+def read_submission(content: bytes) -> tuple[int, Submission]:
+    """Return the number and the submission of a frame without its length. Raises msgspec.DecodeError, or ValueError."""
+    return _submissions.decode(content)
+
+
+def _framed(value: Any) -> bytes:
+    content = _encoder.encode(value)
+    return LENGTH.pack(len(content)) + content
+
+
+def _of_array(value: Any) -> Any:
+    """Return a tensor of an item as plain data: dtype, shape, bytes."""
+    if isinstance(value, np.ndarray):
+        return value.dtype.str, value.shape, np.ascontiguousarray(value).data
+    raise NotImplementedError(f"{type(value).__name__} has no form in MessagePack")
+
+
+def _to_array(kind: Any, value: Any) -> Any:
+    dtype, shape, content = value
+    return np.frombuffer(content, dtype).reshape(shape)
+
+
+_encoder = msgpack.Encoder(enc_hook=_of_array)
+_messages = msgpack.Decoder(Message)
+_submissions = msgpack.Decoder(tuple[int, Submission], dec_hook=_to_array)

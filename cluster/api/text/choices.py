@@ -15,7 +15,7 @@ from crossdock.workers.schedule.request import FinishReason, TokenDelta, TokenLo
 from crossdock.workers.schedule.submission import Submission
 
 _Item = TypeVar("_Item")
-_BEGUN_AT_ONCE = 4  # streams of one request: each is placed when it begins, 1 ms, and all are submitted in one call
+_BEGUN_AT_ONCE = 4  # streams of one request: each is placed when it begins, 1 ms
 _BEGIN_PAUSE_S = 0.004  # for other requests here, and for the engine beside the replica's event loop
 _ENDED_AT_ONCE = 8  # streams that are aborted together; about 0.2 ms each
 

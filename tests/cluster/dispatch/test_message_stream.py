@@ -1,4 +1,4 @@
-"""The two ends of a replica's messages, between an engine and this process: the outlet and the stream."""
+"""The two ends of a replica's connection, between an engine and this process: the outlet and the stream."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -8,11 +8,11 @@ from typing import cast
 import pytest
 
 from crossdock.cluster.dispatch.message_stream import MessageStream
-from crossdock.router.actions import ReplicaLost
+from crossdock.router.actions import ReplicaBroken, ReplicaLost
 from crossdock.workers.replica.serving import outlet
-from crossdock.workers.replica.serving.outlet import Outlet
-from crossdock.workers.report.frames import TICKET_BYTES, StreamAddress
-from crossdock.workers.schedule.submission import SamplingParams, Submission
+from crossdock.workers.replica.serving.outlet import Outlet, Submit
+from crossdock.workers.report.frames import LENGTH, TICKET_BYTES, StreamAddress
+from crossdock.workers.schedule.submission import InvalidField, Overloaded, SamplingParams, Submission
 from tests.waiting import until
 from tests.workers.replica.driven import Driven, driving
 
@@ -24,9 +24,11 @@ def work(max_tokens: int) -> Submission:
 
 
 @asynccontextmanager
-async def opening(driven: Driven) -> AsyncGenerator[tuple[StreamAddress, "asyncio.Task[None]"], None]:
+async def opening(
+    driven: Driven, submit: Submit | None = None
+) -> AsyncGenerator[tuple[StreamAddress, "asyncio.Task[None]"], None]:
     """Open an outlet for the ingress `other`. Yields the address, and the call that lasts as long as the stream."""
-    own = Outlet(driven.thread, HOST)
+    own = Outlet(driven.thread, HOST, submit or driven.thread.submit)
     await own.open()
     async with aclosing(cast(AsyncGenerator[StreamAddress, None], own.messages("other"))) as call:
         address = await anext(call)
@@ -47,7 +49,7 @@ async def test_ingress_reads_all_tokens_of_its_requests() -> None:
         stream = await MessageStream.open(address)
         messages = stream.messages()
         assert not (await anext(messages)).deltas
-        await driven.thread.submit("other", work(20))
+        submitting = asyncio.create_task(stream.submit(work(20)))
         tokens = list[int]()
         async with asyncio.timeout(30):
             async for message in messages:
@@ -55,6 +57,7 @@ async def test_ingress_reads_all_tokens_of_its_requests() -> None:
                 if any(delta.finish_reason for delta in message.deltas):
                     break
         assert len(tokens) == 20
+        assert await submitting >= 0
         assert not lasting.done()
         stream.close()
         async with asyncio.timeout(30):
@@ -75,6 +78,90 @@ async def test_requests_of_an_ingress_that_is_gone_are_aborted_at_once() -> None
             return await driven.thread.progress("r", 0) is None
 
         await until(is_gone)
+
+
+@asynccontextmanager
+async def reading(stream: MessageStream) -> AsyncGenerator[None, None]:
+    """Read the messages of a stream beside the body."""
+
+    async def read() -> None:
+        async for _ in stream.messages():
+            pass
+
+    task = asyncio.create_task(read())
+    yield
+    stream.close()
+    async with asyncio.timeout(30):
+        await task
+
+
+async def test_each_submission_gets_its_own_answer_whatever_the_order() -> None:
+    refusals = {
+        "full": Overloaded("full", retry_after=2.0),
+        "field": InvalidField("too long", "prompt"),
+        "value": UnicodeError("not so"),
+        "ended": RuntimeError("ended"),
+    }
+    may_answer = {name: asyncio.Event() for name in (*refusals, "taken")}
+
+    async def submit(ingress: str, submission: Submission) -> int | Exception:
+        await may_answer[submission.id].wait()
+        return refusals.get(submission.id, 7)
+
+    async with driving() as driven, opening(driven, submit) as (address, _):
+        stream = await MessageStream.open(address)
+        async with reading(stream):
+            asked = {name: asyncio.create_task(stream.submit(Submission(name, [5]))) for name in may_answer}
+            left = asyncio.create_task(stream.submit(Submission("taken", [5])))
+            await asyncio.sleep(0)
+            left.cancel()  # an answer that nobody waits for disturbs no other
+            found = dict[str, object]()
+            for name in reversed(may_answer):
+                may_answer[name].set()
+                async with asyncio.timeout(30):
+                    (found[name],) = await asyncio.gather(asked[name], return_exceptions=True)
+    assert found["taken"] == 7
+    for name, refusal in refusals.items():
+        assert str(found[name]) == str(refusal)
+    assert isinstance(found["full"], Overloaded)
+    assert found["full"].retry_after == 2.0
+    assert isinstance(found["field"], InvalidField)
+    assert found["field"].field == "prompt"
+    assert type(found["value"]) is ValueError
+    assert type(found["ended"]) is RuntimeError
+
+
+async def test_submission_without_an_answer_ends_with_the_connection() -> None:
+    given_up = asyncio.Event()
+
+    async def submit(ingress: str, submission: Submission) -> int | Exception:
+        try:
+            return await asyncio.get_running_loop().create_future()
+        finally:
+            given_up.set()
+
+    async with driving() as driven, opening(driven, submit) as (address, lasting):
+        stream = await MessageStream.open(address)
+        async with reading(stream):
+            submitting = asyncio.create_task(stream.submit(work(1)))
+            await asyncio.sleep(0)
+        with pytest.raises(ReplicaBroken):
+            await submitting
+        async with asyncio.timeout(30):
+            await given_up.wait()
+            await lasting
+        with pytest.raises(ReplicaBroken):
+            await stream.submit(work(1))
+
+
+async def test_bytes_that_are_no_submission_end_the_connection() -> None:
+    async with driving() as driven, opening(driven) as (address, lasting):
+        reader, writer = await asyncio.open_connection(address.host, address.port)
+        writer.write(address.ticket + LENGTH.pack(3) + b"abc")
+        async with asyncio.timeout(30):
+            await lasting
+        writer.close()
+        del reader
 
 
 async def test_sign_of_life_is_heard() -> None:

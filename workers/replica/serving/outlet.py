@@ -1,4 +1,4 @@
-"""A replica's messages to its ingresses over plain TCP: Ray's own streams cost both processes a millisecond a message.
+"""A replica's messages to its ingresses over plain TCP, and their submissions: a call of Ray costs both a millisecond.
 
 Ray still carries the beginning and the end of each stream: a call of `messages` gives the ingress an address with a
 ticket for one connection, and lasts as long as that connection. So Serve counts an open stream as running work, and an
@@ -6,15 +6,24 @@ ingress learns from Ray why a stream has ended.
 """
 
 import asyncio
+import logging
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import cast
+from typing import TypeAlias, cast
+
+from msgspec import DecodeError
 
 from crossdock.workers.replica.serving.engine_thread import EngineThread
 from crossdock.workers.report.advertise import Message
-from crossdock.workers.report.frames import TICKET_BYTES, StreamAddress, frame
+from crossdock.workers.report.answer import Answer, Refusal
+from crossdock.workers.report.frames import LENGTH, TICKET_BYTES, StreamAddress, frame, read_submission
+from crossdock.workers.schedule.submission import Submission
+
+logger = logging.getLogger("ray.serve")
+
+Submit: TypeAlias = Callable[[str, Submission], Awaitable[int | Exception]]
 
 _CONNECT_S = 10.0  # for an ingress to connect, and to show its ticket
 _MOST_STRANGERS = 64  # connections without a ticket so far; the oldest makes way for another one
@@ -32,9 +41,11 @@ class _Stream:
 class Outlet:
     """Listens at `host`, on any free port, for ingresses with a ticket. Belongs to one event loop."""
 
-    def __init__(self, thread: EngineThread, host: str) -> None:
+    def __init__(self, thread: EngineThread, host: str, submit: Submit) -> None:
+        """`submit`: takes a submission of an ingress; returns what `EngineThread.submit` does, or why it is refused."""
         self._thread = thread
         self._host = host
+        self._submit = submit
         self._expected: dict[bytes, _Stream] = {}  # by ticket
         self._strangers: dict[asyncio.StreamWriter, None] = {}  # oldest first
         self._server: asyncio.Server | None = None
@@ -91,7 +102,8 @@ class Outlet:
 
     async def _stream(self, ingress: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Send the messages of an ingress until they end, or the ingress closes the connection."""
-        both = asyncio.create_task(self._send(ingress, writer)), asyncio.create_task(self._hear(ingress, reader))
+        sending, hearing = self._send(ingress, writer), self._hear(ingress, reader, writer)
+        both = asyncio.create_task(sending), asyncio.create_task(hearing)
         try:
             await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -105,7 +117,32 @@ class Outlet:
                 writer.write(frame(message))
                 await writer.drain()  # meanwhile the channel merges the messages of further steps
 
-    async def _hear(self, ingress: str, reader: asyncio.StreamReader) -> None:
-        with suppress(OSError):
-            while await reader.read(TICKET_BYTES):
+    async def _hear(self, ingress: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Take the submissions of an ingress. Those that have no answer when the connection ends are given up."""
+        answering = set[asyncio.Task[None]]()
+        try:
+            while True:
+                (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+                content = await reader.readexactly(length)
                 self._thread.heard(ingress)
+                if content:
+                    task = asyncio.create_task(self._answer(ingress, *read_submission(content), writer))
+                    answering.add(task)
+                    task.add_done_callback(answering.discard)
+        except (OSError, asyncio.IncompleteReadError):
+            return
+        except DecodeError as error:
+            logger.error("an ingress sent what is no submission: %s", error)
+        finally:
+            for task in answering:
+                task.cancel()
+
+    async def _answer(self, ingress: str, number: int, submission: Submission, writer: asyncio.StreamWriter) -> None:
+        try:
+            result = await self._submit(ingress, submission)
+        except Exception as error:
+            logger.exception("a submission failed")
+            result = error
+        answer = Answer(number, result) if isinstance(result, int) else Answer(number, refusal=Refusal.of(result))
+        if not writer.is_closing():
+            writer.write(frame(Message(answers=[answer])))

@@ -7,7 +7,7 @@ together: Serve starts, heals and ends the replica alone.
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,7 @@ from crossdock.workers.replica.serving.own_node import bind_serve_to_own_node
 from crossdock.workers.replica.serving.readers import Superseded
 from crossdock.workers.replica.serving.started import Started
 from crossdock.workers.replica.transfer.handover import connect
-from crossdock.workers.schedule.submission import InvalidField, Overloaded, Submission
+from crossdock.workers.schedule.submission import Overloaded, Submission
 
 logger = logging.getLogger("ray.serve")
 
@@ -46,7 +46,7 @@ class Replica:
         of_pages = "any weights" if spec.mixes_weights else weights
         self.engine_thread = thread = _start_thread(started, of_pages, spec)
         await asyncio.to_thread(prepare_interpreter)
-        outlet = Outlet(thread, ray.util.get_node_ip_address())
+        outlet = Outlet(thread, ray.util.get_node_ip_address(), self._submit)
         await outlet.open()
         # Remote calls: Serve finds the methods here, under the names that `ReplicaClient` calls.
         self.messages = outlet.messages
@@ -65,24 +65,15 @@ class Replica:
     def _reached(self, phase: str) -> None:
         self._ages[phase] = process_age()
 
-    # -- remote calls that add to the engine thread's own ------------------------------------------------------------
+    # -- submissions, and remote calls that add to the engine thread's own -------------------------------------------
 
-    async def submit(self, ingress: str, submissions: Sequence[Submission]) -> list[int | ValueError | RuntimeError]:
-        """Call `EngineThread.submit` for each, and return the reason where a request is refused.
-
-        Serve would log each raised refusal with its traceback. Most refusals come under load, when there is least time
-        for logs.
-        """
-        return await asyncio.gather(*(self._submit(ingress, submission) for submission in submissions))
-
-    async def _submit(self, ingress: str, submission: Submission) -> int | ValueError | RuntimeError:
+    async def _submit(self, ingress: str, submission: Submission) -> int | Exception:
+        """Call `EngineThread.submit`, and return the reason where the request is refused."""
         end_if_marked(submission.prompt_token_ids, self._fault_token_ids)
         try:
             return await self.engine_thread.submit(ingress, submission)
-        except (Overloaded, InvalidField, Superseded) as refusal:
+        except (Overloaded, ValueError, Superseded) as refusal:
             return refusal
-        except ValueError as refusal:
-            return ValueError(str(refusal))  # plain: a library's own subclass may not survive the journey
 
     async def watched(self, seen: Mapping[str, int], tenant: str | None) -> dict[str, Any]:
         """Return `EngineThread.watched`, with the pool, the profile and the machine of this replica."""
