@@ -1,4 +1,4 @@
-"""What a replica and an ingress send to each other, as bytes: each a frame of a length and MessagePack.
+"""Make bytes of what a replica and an ingress send to each other: frames of a length and MessagePack.
 
 A replica sends messages. An ingress sends submissions, and an empty frame as a sign of life.
 """

@@ -114,7 +114,7 @@ async def test_each_submission_gets_its_own_answer_whatever_the_order() -> None:
             asked = {name: asyncio.create_task(stream.submit(Submission(name, [5]))) for name in may_answer}
             left = asyncio.create_task(stream.submit(Submission("taken", [5])))
             await asyncio.sleep(0)
-            left.cancel()  # an answer that nobody waits for disturbs no other
+            left.cancel()  # an answer without a reader disturbs no other
             found = dict[str, object]()
             for name in reversed(may_answer):
                 may_answer[name].set()
