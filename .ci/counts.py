@@ -15,8 +15,8 @@ from statistics import mean, median
 
 CODE = ("cluster", "router", "workers", "kvtransfer", "kernels", ".ci")
 BUDGETS = {  # count: the most that there may be
-    "lines of code": 61_555,
-    "lines of tests": 62_909,
+    "lines of code": 61_660,
+    "lines of tests": 62_975,
     "lines of benchmarks": 11_254,
     "lines of benchmarks/RESULTS.md": 500,
     "Python files in the largest folder": 20,
