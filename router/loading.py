@@ -37,9 +37,15 @@ def with_loads(
         seconds = seconds + at.group_pages((tokens[slots] - before) / at.page_size) * page_s
         before = tokens[slots]
     loaded = predict(slots, before)
-    is_sooner = here.prefill[slots] - loaded.prefill > seconds
+    computed = here.prefill[slots] - loaded.prefill
+    # Prompts of plain layers are computed from the beginning while they are loaded from the end, until both meet.
+    meets = (at.num_layer_groups == 1) & (at.num_full_groups == 1) & (at.state_pages == 0)
+    is_sooner = computed > np.where(meets, at.load_queue, seconds)
     idle = loaded.ttft - loaded.prefill / loaded.prompt_share  # a load begins while the prompt waits for its turn
-    loaded = replace(loaded, ttft=loaded.ttft + np.maximum(seconds - idle, 0.0))
+    wait = np.maximum(seconds - idle, 0.0)
+    both = np.where(meets, computed * wait / np.maximum(computed + wait, 1e-12), 0.0)
+    wait = np.where(meets, both, wait)
+    loaded = replace(loaded, ttft=loaded.ttft + wait, prefill=loaded.prefill + both)
     tokens = cached.copy()
     tokens[slots[is_sooner]] = before[is_sooner]
     return replaced(here, loaded, slots, is_sooner), tokens, slots[is_sooner]

@@ -16,7 +16,7 @@ import numpy as np
 
 from crossdock.cluster.simulate.clock import Clock
 from crossdock.cluster.simulate.fleet import SimulatedAdapters, SimulatedPool
-from crossdock.cluster.simulate.tiers import SimulatedTiers, finish
+from crossdock.cluster.simulate.tiers import SimulatedTiers
 from crossdock.workers.report.advertise import Publisher
 from crossdock.workers.schedule.batch import Batch, SampledToken, Scheduled
 from crossdock.workers.schedule.cost.stages import Stages
@@ -24,7 +24,6 @@ from crossdock.workers.schedule.drafts.drafting import DraftPolicy
 from crossdock.workers.schedule.memory.pages import PagePool
 from crossdock.workers.schedule.pictures.arriving_rows import ArrivingRows
 from crossdock.workers.schedule.pictures.encoding import LONGEST_SHIPPING_STEP_S, Encoding
-from crossdock.workers.schedule.prefixes.loading import PrefixLoad
 from crossdock.workers.schedule.scheduler import Scheduler
 from crossdock.workers.schedule.stretch import advance, steady_steps
 
@@ -128,7 +127,7 @@ class SimulatedReplica:
     def __post_init__(self) -> None:
         profile, speculative = self.pool.profile, self.pool.speculative_config
         sizes, windows, state_pages = (profile.num_pages, profile.page_size), profile.windows, profile.state_pages
-        self.tiers = SimulatedTiers(profile, self.clock)
+        self.tiers = SimulatedTiers(profile, self.clock, partial(self.post, self._advance_loads))
         on_evict = self.tiers.evicted if self.tiers.tiers.tiers else None
         pages = PagePool(*sizes, self.pool.enable_prefix_caching, windows, state_pages, on_evict)
         overrun, depth = max(profile.overrun, self.noise.overrun), profile.pipeline_parallel_size
@@ -209,11 +208,12 @@ class SimulatedReplica:
 
     def _begin_steps(self, now: float) -> None:
         while len(self._flights) < len(self._stages.shares) and self.scheduler.table.has_work:
+            self._advance_loads(now)
             streams = self.scheduler.choose_streams(now)
             drafts = {name: [TOKEN] * count for name, count in streams.wanted_drafts.items()}
             batch = self.scheduler.schedule(now, drafts, streams)
             self._take_returned(now)
-            self.tiers.load(self.scheduler.loading.take_begun(), now, self._landed)
+            self.tiers.load(self.scheduler.loading.take_begun(), self.scheduler.loading, now)
             if not batch:
                 return
             if batch.num_decodes < len(batch.scheduled):
@@ -222,8 +222,8 @@ class SimulatedReplica:
                 self._since = now
             self._flights.append(self._begin(batch, now))
 
-    def _landed(self, load: PrefixLoad, now: float) -> None:
-        self.post(partial(finish, self.scheduler.loading, load), now)
+    def _advance_loads(self, now: float) -> None:
+        self.tiers.advance(self.scheduler.loading, now)
 
     def _begin(self, batch: Batch, now: float) -> _Flight:
         cost, step = self.pool.profile.cost, self.num_steps + len(self._flights)

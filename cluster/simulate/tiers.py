@@ -3,9 +3,9 @@
 Does in simulated time what `TierStore` does. Stores take no time: on a GPU they run beside the steps.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 from crossdock.cluster.simulate.clock import Clock
 from crossdock.workers.report.profile import SchedulingProfile
@@ -21,9 +21,13 @@ class SimulatedTiers:
 
     profile: SchedulingProfile
     clock: Clock
+    wake: Callable[[float], None]  # lets the replica look again
     tiers: TierPages = field(init=False)
     _room: list[int] = field(default_factory=list)  # pages that each tier can still take
-    _free: float = 0.0  # when the loads that have begun will have ended
+    _loads: deque[PrefixLoad] = field(default_factory=deque)  # that have not ended, in order
+    _first: int | None = None  # of the first load: the page that was taken last; None: none yet
+    _page_ends: float = 0.0  # when the page that is being loaded will be in the pool
+    _planned: float = -1.0  # time of the next look
 
     def __post_init__(self) -> None:
         tiers, num_bytes = list[PageTier](), max(self.profile.page_bytes, 1)
@@ -51,17 +55,46 @@ class SimulatedTiers:
             tier.drop([oldest])
             self._room[number] += self.profile.state_pages if oldest.group == STATES else 1
 
-    def load(self, loads: Sequence[PrefixLoad], now: float, landed: Callable[[PrefixLoad, float], None]) -> None:
-        """Begin loads; `landed` is called when the pages of one are in the pool."""
+    def load(self, loads: Sequence[PrefixLoad], loading: TierLoading, now: float) -> None:
+        """Begin loads behind those that have begun."""
+        if not self._loads:
+            self._page_ends = now
         for load in loads:
             for each in load.pages:
                 each.tier.used(each.key)
-            self._free = max(self._free, now) + load.seconds
-            self.clock.at(self._free, partial(landed, load))
+        self._loads += loads
+        self.advance(loading, now)
 
+    def advance(self, loading: TierLoading, now: float) -> None:
+        """Begin and end what is due by `now`. A step computes pages of a tail that have not begun to load."""
+        while self._loads and self._page_ends <= now:
+            load = self._loads[0]
+            number = load.tail.take_last() if load.tail is not None else 0 if self._first is None else None
+            if number is None:
+                self._loads.popleft()
+                self._end(loading, load)
+            else:
+                self._first = number
+                self._page_ends += load.seconds if load.tail is None else load.tail.page_s
+        self._plan()
 
-def finish(loading: TierLoading, load: PrefixLoad, now: float) -> None:
-    """End a load all of whose pages have landed."""
-    for each in load.pages:
-        each.tier.loaded(len(each.pages), each.tier.load_s * len(each.pages))
-    loading.finish(load, len(load.prefix.hashes))
+    def _end(self, loading: TierLoading, load: PrefixLoad) -> None:
+        first, self._first = self._first, None
+        for each in load.pages:
+            each.tier.loaded(len(each.pages), each.tier.load_s * len(each.pages))
+        if load.tail is None:
+            loading.finish(load, len(load.prefix.hashes))
+        else:
+            loading.meet(load, load.tail.num_pages if first is None else first)
+
+    def _plan(self) -> None:
+        """Look again when the first load will have ended, if no step takes pages of it until then."""
+        if self._loads:
+            load, left = self._loads[0], 0.0
+            if load.tail is not None:
+                left = load.tail.num_pending * load.tail.page_s
+            elif self._first is None:
+                left = load.seconds
+            if (at := self._page_ends + left) != self._planned:
+                self._planned = at
+                self.clock.at(at, self.wake)

@@ -16,9 +16,11 @@ PROMPT = list(range(3000))  # of 0.3 s of prefill, and 187 full pages
 HASHES = hash_pages(PROMPT, PAGE_SIZE)
 
 
-def tiered(stored: list[int], load_s: tuple[float, ...], in_pool: int = 0, **fields: Any) -> Fleet:
+def tiered(
+    stored: list[int], load_s: tuple[float, ...], in_pool: int = 0, profiled: Any = None, **fields: Any
+) -> Fleet:
     """Return a router of two idle replicas. Of `PROMPT`, `a` has the first pages in its pool, and so many in tiers."""
-    fleet = fleet_of({name: profile(peer=b"") for name in "ab"})
+    fleet = fleet_of({name: profile(peer=b"", **profiled or {}) for name in "ab"})
     fleet.hear("a", live(2, load_seconds=load_s, **fields), 0.0)
     held = [HASHES[:num_pages] for num_pages in stored]
     fleet.hear_pages("a", PageChanges("first life", 1, HASHES[:in_pool], stored=held, lost=[[] for _ in held]))
@@ -33,20 +35,22 @@ def test_prompt_goes_where_its_pages_lie_in_a_tier() -> None:
     found = choose(tiered([187], (1e-4,)))
     assert (found.decode, found.reason.split()[:2]) == ("a", ["local", "loaded"])
     assert found.predicted_ttft == pytest.approx(found.alternatives["load"], rel=1e-3)
-    assert found.prefill_seconds < 0.02, "eight tokens are left to compute"
+    assert found.prefill_seconds < 0.04, "few tokens are left to compute"
     assert 0.0187 < found.predicted_ttft < 0.04
 
 
 def test_pages_that_are_slow_to_load_are_computed_anywhere() -> None:
-    found = choose(tiered([187], (3e-3,)))
+    """Layers with windows wait for all of their pages."""
+    windows = {"windows": (None, 64)}
+    found = choose(tiered([187], (3e-3,), profiled=windows))
     assert "loaded" not in found.reason
     assert not found.alternatives
-    assert found.predicted_ttft == pytest.approx(choose(tiered([187], (3e-3,)), "a").predicted_ttft)
+    assert found.predicted_ttft == pytest.approx(choose(tiered([187], (3e-3,), profiled=windows), "a").predicted_ttft)
 
 
 def test_loads_that_have_begun_are_waited_for() -> None:
     free, busy = (choose(tiered([187], (1e-4,), load_queue=seconds), "b") for seconds in (0.0, 0.1))
-    assert busy.predicted_ttft - free.predicted_ttft == pytest.approx(0.1, abs=1e-6)
+    assert 0.05 < busy.predicted_ttft - free.predicted_ttft < 0.1, "some of it is computed meanwhile"
     assert "loaded" not in choose(tiered([187], (1e-4,), load_queue=1.0), "b").reason
 
 
@@ -54,8 +58,9 @@ def test_pages_in_the_pool_and_in_two_tiers_are_one_prefix() -> None:
     """Each page is counted at the seconds of the fastest place that has it: 80 in memory, 67 in files."""
     found = choose(tiered([120, 187], (1e-4, 1e-3), in_pool=40))
     assert found.cached_tokens == 187 * PAGE_SIZE
-    least = 80 * 1e-4 + 67 * 1e-3
-    assert least < found.predicted_ttft < least + 0.02
+    loaded, computed = 80 * 1e-4 + 67 * 1e-3, COST.prefill_seconds(40 * PAGE_SIZE, 187 * PAGE_SIZE, 512)
+    both = loaded * computed / (loaded + computed)
+    assert both < found.predicted_ttft < both + 0.02
 
 
 def test_page_that_a_tier_has_lost_is_computed() -> None:
@@ -71,9 +76,10 @@ def test_replica_that_has_left_holds_nothing() -> None:
 
 
 @given(num_pages=st.integers(0, 187), in_pool=st.integers(0, 187), load_s=st.floats(1e-6, 1e-2))
-def test_load_is_predicted_exactly_where_it_is_sooner(num_pages: int, in_pool: int, load_s: float) -> None:
+def test_load_and_computation_are_predicted_to_meet(num_pages: int, in_pool: int, load_s: float) -> None:
     found = choose(tiered([num_pages], (load_s,), in_pool=in_pool), "b")
     cached, held = in_pool * PAGE_SIZE, max(in_pool, num_pages) * PAGE_SIZE
     computed, rest = (COST.prefill_seconds(start, len(PROMPT), 512) for start in (cached, held))
     seconds = max(num_pages - in_pool, 0) * load_s
-    assert found.predicted_ttft == pytest.approx(min(computed, rest + seconds) if held > cached else computed)
+    both = seconds * (computed - rest) / max(seconds + computed - rest, 1e-12)  # until loading and computing meet
+    assert found.predicted_ttft == pytest.approx(rest + both)

@@ -45,7 +45,9 @@ def admit(table: RequestTable, request: Request, hit: PrefixHit, set_aside: int 
     Room is left for the outputs of all requests, so that none is preempted soon. `hit`: the result of `match_prefix`.
     `set_aside`: pages that requests before this one are about to take.
     """
-    pages, hits = table.pages, hit.pages
+    pages, num_cached = table.pages, hit.num_pages
+    hit = request.tail.with_tail(hit, pages) if request.tail is not None else hit
+    hits = hit.pages
     is_arriving = request.leg is Leg.RECEIVE
     new = (table.needs.to_receive if is_arriving else table.needs.to_start)(request.num_tokens, hit)
     room = table.room_for_outputs()
@@ -62,7 +64,7 @@ def admit(table: RequestTable, request: Request, hit: PrefixHit, set_aside: int 
         pages.allocate(request.owner, num_pages, group)
     if pages.state_pages:
         pages.states.allocate(request.owner, arrives=request.leg is Leg.RECEIVE)
-    request.num_computed_tokens = hit.num_pages * pages.page_size
+    request.num_computed_tokens = num_cached * pages.page_size
     if not request.num_preemptions:
         request.num_cached_tokens = request.num_computed_tokens
     table.start(request)

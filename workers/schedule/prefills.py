@@ -8,6 +8,7 @@ from crossdock.workers.schedule import kv, windows
 from crossdock.workers.schedule.admission import is_long, may_be_partial, num_places
 from crossdock.workers.schedule.batch import Scheduled
 from crossdock.workers.schedule.order import STARVING, Turn, order_prefills, prefill_reason, turn
+from crossdock.workers.schedule.pacing import meeting
 from crossdock.workers.schedule.pacing.chunk_policies import meaning_of
 from crossdock.workers.schedule.pacing.chunking import (
     LEAST_SHARE,
@@ -153,6 +154,7 @@ class PrefillScheduler:
             if self.table.pages.has_windows:
                 num_tokens = windows.chunk_within(self.table, request, start, num_tokens, max(prompt.least, 1))
             num_tokens = self.states.chunk_within(request, start, num_tokens)
+            num_tokens = meeting.chunk_within(self.table, self.forecast, request, start, num_tokens)
             if request.items:
                 num_tokens = encoding.outside_items(request, start, num_tokens, self.table.pages.page_size)
             budget.reason = limit or budget.reason

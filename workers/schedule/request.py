@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
 
+from crossdock.workers.schedule.memory.arriving_tail import ArrivingTail
 from crossdock.workers.schedule.memory.prefix_index import PageHash, hash_pages
 from crossdock.workers.schedule.pictures.items import NO_ITEMS, Item
 from crossdock.workers.schedule.slo import DEFAULT_CLASS
@@ -92,6 +93,7 @@ class Request:
     awaits_rows: bool = False  # its next chunk waits for them
     awaits_pages_until: float = 0.0  # while waiting: time up to which it waits for pages from elsewhere, see awaited.py
     is_looked_up: bool = False  # while waiting: in the tiers below the pool
+    tail: ArrivingTail | None = None  # pages that are loaded while it computes those before
     source_tokens: int = 0  # as in `Submission`
     num_awaited: int = 0  # prefixes from elsewhere that it has waited for
     arrival_time: float = 0.0  # seconds, on the scheduler's clock

@@ -24,6 +24,7 @@ from crossdock.workers.schedule.memory.pages import PagePool
 from crossdock.workers.schedule.outputs import append_sampled, new_delta
 from crossdock.workers.schedule.pacing.chunk_policies import meaning_of
 from crossdock.workers.schedule.pacing.forecast import Forecast
+from crossdock.workers.schedule.pacing.meeting import meet
 from crossdock.workers.schedule.pacing.pace import next_due, skip_decodes
 from crossdock.workers.schedule.pictures.encoding import NO_ENCODER_WORK, Encoding
 from crossdock.workers.schedule.prefills import PrefillScheduler
@@ -325,6 +326,7 @@ class Scheduler:
             request.num_computed_tokens = end
             if end // size > part.start // size:
                 kv.index_full_pages(table, request, part.start)
+            meet(table, request)
             if has_windows:
                 windows.slide(table, request)
             if part.drafts and self.verification is not None:

@@ -93,7 +93,7 @@ class RequestTable:
         return [*waiting, *(request for request in self.running if not request.is_decoding)]
 
     def awaits_pages(self, request: Request) -> bool:
-        """Return whether a waiting request waits for pages from elsewhere, see awaited.py."""
+        """Return whether a request waits for pages from elsewhere, see awaited.py."""
         return request.awaits_pages_until > self.now
 
     def lacks_adapter(self, request: Request) -> bool:
@@ -315,6 +315,7 @@ class RequestTable:
 
     def _requeue(self, request: Request, expected_cached_tokens: int, now: float) -> None:
         request.status, request.queued_at, request.is_looked_up = Status.WAITING, now, False
+        request.tail, request.awaits_pages_until = None, 0.0
         request.expected_cached_tokens = expected_cached_tokens
         request.num_computed_tokens = request.num_verified_tokens = 0
         self.waiting.insert(0, request)

@@ -18,6 +18,7 @@ from crossdock.workers.schedule.pictures.encoding import Encoding
 from crossdock.workers.schedule.pictures.items import Item
 from crossdock.workers.schedule.prefixes.awaited import AwaitedPrefix
 from crossdock.workers.schedule.prefixes.loading import PrefixLoad
+from crossdock.workers.schedule.prefixes.tier_pages import PageTier, TierPages
 from crossdock.workers.schedule.request import Request, Status
 from crossdock.workers.schedule.submission import InvalidField, Leg, Overloaded, SamplingParams
 from tests.workers.schedule.model_free_replica import (
@@ -57,6 +58,7 @@ class Mode:
     pictures: str  # "": no prompt has some; "whole": a chunk never ends inside one; "parts": it may
     has_tiers: bool  # evicted pages are stored, and loaded again
     returns: bool  # prompts begin with one of few long prefixes, which evict each other and come back
+    meets: bool  # a prefix is computed from its beginning while it is loaded from its end
     room: int  # further pages in the pool: with them, prefixes stay cached for long
 
 
@@ -66,8 +68,9 @@ def modes(draw: st.DrawFn, returns: bool = False) -> Mode:
 
     `returns`: as in `Mode`."""
     most_flights, depth = draw(st.sampled_from([(1, 1), (2, 1), (3, 3)]))
-    windows = draw(st.one_of(st.just(NO_WINDOWS), st.sampled_from(WINDOWS)))
-    layers = draw(st.sampled_from(["attention", "recurrent", "recurrent", "pictures"]))
+    meets = returns and draw(st.booleans())
+    windows = NO_WINDOWS if meets else draw(st.one_of(st.just(NO_WINDOWS), st.sampled_from(WINDOWS)))
+    layers = "attention" if meets else draw(st.sampled_from(["attention", "recurrent", "recurrent", "pictures"]))
     pictures = {"attention": [""], "recurrent": ["", "", "parts"], "pictures": ["whole", "parts"]}[layers]
     return Mode(
         windows,
@@ -78,6 +81,7 @@ def modes(draw: st.DrawFn, returns: bool = False) -> Mode:
         pictures=draw(st.sampled_from(pictures)),
         has_tiers=returns or draw(st.booleans()),
         returns=returns,
+        meets=meets,
         room=0 if returns else draw(st.sampled_from([0, 20])),
     )
 
@@ -142,12 +146,15 @@ class AnyHistory(RuleBasedStateMachine):
     ) -> None:
         self.mode = mode = data.draw(self.modes)
         pages = 0 if mode.returns else pages
+        if mode.meets:
+            config |= {"chunk_policy": "adaptive", "enable_chunked_prefill": True}
         budget = budget if config["enable_chunked_prefill"] else max(budget, LONGEST)
         self.needs = PageNeeds(4, mode.windows, budget, mode.state_pages)
         self.embeddings = Device(15 + budget if mode.pictures == "whole" else rows)
         encoding = Encoding(self.embeddings.capacity, encoder_cost, keeps_items_whole=mode.pictures == "whole")
         self.device = PagedDevice(4, mode.windows)
-        self.tier = PagedTier(self.device)
+        load_s = data.draw(st.sampled_from([2e-3, 4e-3, 1e-2])) if mode.meets else 1e-4
+        self.tier = PagedTier(self.device, TierPages([PageTier("host", store_s=1e-4, load_s=load_s)]))
         self.scheduler = new_scheduler(
             tiers=self.tier.tiers if mode.has_tiers else None,
             on_evict=self.tier.evicted if mode.has_tiers else None,
@@ -175,6 +182,8 @@ class AnyHistory(RuleBasedStateMachine):
         self.count = 0
         self.loads: list[PrefixLoad] = []
         self.num_loaded = 0  # pages
+        self.num_met = 0  # tails
+        self.landed_from: dict[str, int] = {}  # of tails, by owner: the first page that has landed
         self.sent: dict[str, list[int]] = {}  # tokens whose state is being sent, by owner
         self.arriving: dict[str, Arrival] = {}  # by owner
         self.awaited: list[AwaitedPrefix] = []
@@ -415,6 +424,9 @@ class AnyHistory(RuleBasedStateMachine):
     def end_a_load(self, pages: int) -> None:
         """A tier has filled so many pages of a prompt, and has lost the next one."""
         load = self.loads.pop(0)
+        if load.tail is not None:
+            self.load_from_the_end(load, pages)
+            return
         num_pages = min(load.prefix.num_landed + pages, len(load.prefix.hashes))
         for each in load.pages:
             if each.number < num_pages:
@@ -423,6 +435,25 @@ class AnyHistory(RuleBasedStateMachine):
             else:
                 each.tier.lost(each.key)
         self.scheduler.loading.finish(load, num_pages)
+
+    def load_from_the_end(self, load: PrefixLoad, pages: int) -> None:
+        """So many further pages of a tail land; with fewer than all, the next one is lost, or the load goes on."""
+        assert load.tail is not None
+        landed, number = self.landed_from.get(load.tail.owner, load.tail.num_pages), None
+        by_number = {each.number: each for each in load.pages}
+        for _ in range(min(pages, 3)):
+            if (number := load.tail.take_last()) is None:
+                break
+            self.tier.fill(by_number[number].key, by_number[number].pages)
+            self.num_loaded, landed = self.num_loaded + 1, number
+        self.landed_from[load.tail.owner] = landed
+        if number is not None and pages != 2:
+            self.loads.insert(0, load)
+            return
+        if number is not None and (lost := load.tail.take_last()) is not None:
+            by_number[lost].tier.lost(by_number[lost].key)
+        self.scheduler.loading.meet(load, landed)
+        self.num_met += 0 < landed < load.tail.num_pages
 
     def one_step(self) -> None:
         self.grant()  # as the engine's thread does: an abort before this step may have freed pages
@@ -476,6 +507,11 @@ class AnyHistory(RuleBasedStateMachine):
         check_step(self.scheduler, batch, self.now)
         computed = [part.request for part in batch.scheduled]
         assert not [each for each in computed if each.awaits_pages_until > self.now], "pages are computed and loaded"
+        for part in batch.scheduled:
+            tail, size = part.request.tail, self.pages.page_size
+            if tail is not None and part.start < tail.num_pages * size:
+                begun = self.landed_from.get(tail.owner, tail.num_pages)
+                assert part.start + part.num_tokens <= begun * size, "pages are computed and loaded"
         self.embeddings.run(batch)
         if batch and self.scheduler.encoding is not None:
             num_rows = self.scheduler.encoding.num_rows

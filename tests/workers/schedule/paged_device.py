@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from crossdock.workers.schedule.batch import Scheduled
 from crossdock.workers.schedule.memory.prefix_index import PageHash, Window
-from crossdock.workers.schedule.prefixes.tier_pages import PageKey, PageTier, TierPages
+from crossdock.workers.schedule.prefixes.tier_pages import PageKey, TierPages
 from tests.workers.schedule.model_free_replica import first_seen
 
 StatePair = tuple[list[int], list[int]]  # pages of a state that a part of a step reads and writes
@@ -71,13 +71,13 @@ class PagedTier:
     """A tier below the pages of a device: it has what these held when they were evicted."""
 
     device: PagedDevice
-    tiers: TierPages = field(default_factory=lambda: TierPages([PageTier("host", store_s=1e-4, load_s=1e-4)]))
+    tiers: TierPages
     content: dict[PageKey, list[tuple[dict[int, int], tuple[int, list[int]] | None]]] = field(default_factory=dict)
 
     def evicted(self, group: int, page_hash: PageHash, pages: Sequence[int], compute_s: float) -> None:
         key, size = PageKey(group, page_hash), self.device.page_size
         self.tiers.returns.evicted(page_hash)
-        for tier in self.tiers.worth_storing(key, compute_s):
+        for tier in self.tiers.worth_storing(key, 0.0):  # every page
             memory = [
                 {at: token for at in range(size) if (token := self.device.memory.get((page, at))) is not None}
                 for page in pages

@@ -211,6 +211,20 @@ AWAITED = [
 ]
 TIERS = [
     Fault(
+        "page that is loaded may still be computed",
+        "memory.arriving_tail",
+        "ArrivingTail.take_last",
+        "self.pending.pop()",
+        "self.pending[-1]",
+    ),
+    Fault(
+        "request goes on behind a page that has not landed",
+        "prefixes.loading",
+        "TierLoading.meet",
+        "tail.landed_from = first",
+        "tail.landed_from = first - 1",
+    ),
+    Fault(
         "page of a load is counted twice",
         "prefixes.awaited",
         "Awaited._allocate",

@@ -33,15 +33,17 @@ class ReturningHistory(AnyHistory):
 
 
 def test_any_history_of_prefixes_that_return_mostly_loads_pages() -> None:
-    loaded = list[int]()
+    loaded, met = list[int](), list[int]()
 
     class Counted(ReturningHistory):
         def teardown(self) -> None:
             super().teardown()
             loaded.append(self.num_loaded)
+            met.append(self.num_met)
 
     run_state_machine_as_test(Counted, settings=settings(HISTORIES, max_examples=60))
     assert sum(count > 0 for count in loaded) > len(loaded) / 2, loaded
+    assert sum(count > 0 for count in met) >= 3, met
 
 
 @pytest.mark.soak

@@ -9,7 +9,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple, TypeAlias
 
@@ -43,6 +43,7 @@ class _Loaded(NamedTuple):
 
     by_tier: Sequence[tuple[int, float]]
     lost: PageLoad | None
+    landed_from: int  # of a tail: the first page that has landed
 
 
 class TierStore:
@@ -183,7 +184,10 @@ class TierStore:
         for tier, (count, seconds) in zip((self._host_tier, self._file_tier), loaded.by_tier, strict=True):
             if tier is not None and count:
                 tier.loaded(count, seconds)
-        loading.finish(load, num_pages)
+        if load.tail is not None:
+            loading.meet(load, loaded.landed_from)
+        else:
+            loading.finish(load, num_pages)
 
     # -- the other thread --------------------------------------------------------------------------------------------
 
@@ -231,7 +235,8 @@ class TierStore:
     def _load_all(self, load: PrefixLoad, slots: Sequence[Slots]) -> Callable[[TierLoading], None]:
         counts, seconds, lost = [0, 0], [0.0, 0.0], None
         self._copies.wait()
-        for each, held in zip(load.pages, slots, strict=True):
+        landed_from = len(load.prefix.hashes)
+        for each, held in _in_order(load, slots):
             started, number = time.perf_counter(), int(held is None)
             if held is None:
                 held = self._read(each)
@@ -241,10 +246,22 @@ class TierStore:
             self._copies.copy_in(held, each.pages)
             counts[number] += len(each.pages)
             seconds[number] += time.perf_counter() - started
-        return partial(self._end_load, load, slots, _Loaded([*zip(counts, seconds, strict=True)], lost))
+            landed_from = each.number
+        return partial(self._end_load, load, slots, _Loaded([*zip(counts, seconds, strict=True)], lost, landed_from))
 
     def _read(self, wanted: PageLoad) -> Slots:
         """Return the bytes of a page from its file; None: the page is lost."""
         slots = self._bounce[: len(wanted.pages)]
         is_found = self._files is not None and self._files.read(wanted.key, slots.view(-1).numpy().data)
         return list(slots) if is_found else None
+
+
+def _in_order(load: PrefixLoad, slots: Sequence[Slots]) -> Iterator[tuple[PageLoad, Slots]]:
+    """Yield the pages to load; of a tail from the last one backward, as long as no step computes them."""
+    pairs = list(zip(load.pages, slots, strict=True))
+    if load.tail is None:
+        yield from pairs
+        return
+    first = load.pages[0].number
+    while (number := load.tail.take_last()) is not None:
+        yield pairs[number - first]

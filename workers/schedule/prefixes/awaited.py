@@ -41,6 +41,10 @@ class Awaited:
 
     table: RequestTable
 
+    def is_arriving(self, request: Request) -> bool:
+        """Return whether the last prefix that a request has waited for may still arrive."""
+        return self._owner(request) in self.table.awaited
+
     def begin(self, request: Request, num_pages: int, until: float) -> AwaitedPrefix | None:
         """Allocate the pages that the pool lacks among the first `num_pages` of a request; the request waits for them.
 
@@ -48,8 +52,7 @@ class Awaited:
         start now because pages are short, earlier pages for it are still arriving, or nothing is missing.
         """
         table, pages = self.table, self.table.pages
-        is_arriving = self._owner(request) in table.awaited
-        if request.status is not Status.WAITING or is_arriving or not kv.may_share(table, request):
+        if request.status is not Status.WAITING or self.is_arriving(request) or not kv.may_share(table, request):
             return None
         num_cached = kv.match_prefix(table, request).num_pages
         if num_pages <= num_cached:

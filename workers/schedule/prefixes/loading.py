@@ -6,14 +6,18 @@ from typing import NamedTuple
 
 from crossdock.workers.schedule import kv
 from crossdock.workers.schedule.admission import num_places
+from crossdock.workers.schedule.memory.arriving_tail import ArrivingTail
 from crossdock.workers.schedule.memory.page_stock import STATES
 from crossdock.workers.schedule.memory.prefix_index import MISSING, PageHash, PrefixIndex
 from crossdock.workers.schedule.pacing.forecast import Forecast
+from crossdock.workers.schedule.pacing.meeting import meet, meeting_page
 from crossdock.workers.schedule.prefixes.awaited import Awaited, AwaitedPrefix
 from crossdock.workers.schedule.prefixes.tier_pages import PageKey, PageTier, TierPages
 from crossdock.workers.schedule.request import Request, Status
+from crossdock.workers.schedule.submission import Leg
 from crossdock.workers.schedule.table import RequestTable
 
+_NEVER_S = 1e6
 _MOST_LOOKS = 8  # waiting prompts that are looked up for one step: its work is bounded
 
 
@@ -27,11 +31,12 @@ class PageLoad(NamedTuple):
 
 
 class PrefixLoad(NamedTuple):
-    """The pages of one prefix to load, by number."""
+    """The pages of one prefix to load, by number; those of a tail from the last one backward, as it gives them."""
 
     prefix: AwaitedPrefix
     pages: Sequence[PageLoad]
     seconds: float  # predicted, once it is its turn
+    tail: ArrivingTail | None = None  # None: the request waits for all pages
 
 
 class _Found(NamedTuple):
@@ -39,9 +44,19 @@ class _Found(NamedTuple):
 
     num_cached: int  # of the first pages, in the pool
     num_pages: int  # in the pool or in tiers
+    meets_at: int  # pages before this one are computed: all, or none, or as many as while the others are loaded
     load_s: float = 0.0  # predicted seconds to load those that the pool lacks, once it is their turn
     compute_s: float = 0.0  # to compute them
-    is_sooner: bool = False  # to load them, behind the loads that have begun
+
+    @property
+    def is_loaded(self) -> bool:
+        """Return whether any page is loaded."""
+        return self.meets_at < self.num_pages
+
+    @property
+    def loaded_s(self) -> float:
+        """Return the predicted seconds to load the pages that are not computed, once it is their turn."""
+        return self.load_s * (self.num_pages - self.meets_at) / max(self.num_pages - self.num_cached, 1)
 
 
 @dataclass(slots=True)
@@ -61,6 +76,9 @@ class TierLoading:
         A prompt is looked up once each time that it waits. Where it lacks pages or a place, so do those behind it: all
         are looked up again before the next step.
         """
+        for request in prefills:
+            if request.tail is not None and 0 < request.awaits_pages_until <= self.table.now:
+                self._give_up(request, request.tail)
         if not self._has_pages:
             return
         waiting = [each for each in prefills if each.status is Status.WAITING and not self.table.awaits_pages(each)]
@@ -74,6 +92,13 @@ class TierLoading:
             if self.table.awaits_pages(request):
                 coming.add(page)
 
+    def _give_up(self, request: Request, tail: ArrivingTail) -> None:
+        """Compute the pages of a tail that has not landed in time."""
+        if tail.num_pending:
+            tail.page_s, request.awaits_pages_until = _NEVER_S, 0.0
+        elif not self.table.keeps_pages(request):
+            self.table.preempt(request)  # all other pages may still be written to
+
     def take_begun(self) -> list[PrefixLoad]:
         """Return the loads that have begun since the last call. Each must end with `finish`."""
         begun, self._begun = self._begun, []
@@ -85,12 +110,26 @@ class TierLoading:
         self.awaited.land(load.prefix, num_pages)
         self.awaited.end(load.prefix)
 
+    def meet(self, load: PrefixLoad, first: int) -> None:
+        """End the load of a tail: its pages from number `first` on are in the pool."""
+        tail, prefix, request = load.tail, load.prefix, load.prefix.request
+        assert tail is not None
+        self.queued_s = max(self.queued_s - load.seconds, 0.0)
+        tail.landed_from = first
+        self.table.pages.index(prefix.owner, prefix.hashes, first)
+        is_awaited = request.tail is tail
+        self.awaited.end(prefix)
+        if is_awaited and request.status is Status.WAITING:
+            request.tail = None  # all pages have landed, or are computed
+        elif is_awaited:
+            meet(self.table, request)
+
     def predicted(self, request: Request) -> tuple[int, float]:
         """Return how many pages of a prompt will be there when it is computed, and the seconds until then."""
         if not self._has_pages or not kv.may_share(self.table, request):
             return kv.match_prefix(self.table, request).num_pages, 0.0
         found = self._find(request)
-        return (found.num_pages, self.queued_s + found.load_s) if found.is_sooner else (found.num_cached, 0.0)
+        return (found.num_pages, self.queued_s + found.loaded_s) if found.is_loaded else (found.num_cached, 0.0)
 
     @property
     def _has_pages(self) -> bool:
@@ -99,20 +138,23 @@ class TierLoading:
     def _look_up(self, request: Request) -> bool:
         """Begin to load what tiers have for a prompt, where that is sooner. Returns False if the prompt lacks room."""
         table, request.is_looked_up = self.table, True
-        if not kv.may_share(table, request):
+        if not kv.may_share(table, request) or self.awaited.is_arriving(request):
             return True
         found = self._find(request)
         hashes = request.prefix_hashes(request.num_tokens - 1, table.pages.page_size)
         self.tiers.returns.wanted(hashes[found.num_cached :])
-        if not found.is_sooner:
+        if not found.is_loaded:
             return True
-        has_place = num_places(table, request.priority) > 0
-        until = table.now + found.compute_s
-        prefix = self.awaited.begin(request, found.num_pages, until) if has_place else None
+        has_place, num_missing = num_places(table, request.priority) > 0, found.num_pages - found.num_cached
+        prefix = self.awaited.begin(request, found.num_pages, table.now + found.compute_s) if has_place else None
         request.is_looked_up = prefix is not None
         if prefix is not None:
-            self._begun.append(PrefixLoad(prefix, self._to_load(prefix), found.load_s))
-            self.queued_s += found.load_s
+            if found.meets_at > found.num_cached and len(prefix.empty) == num_missing:
+                page_s, request.awaits_pages_until = found.load_s / num_missing, 0.0
+                request.tail = ArrivingTail(prefix.owner, found.num_pages, page_s, found.num_cached)
+            load_s = found.loaded_s if request.tail is not None else found.load_s
+            self._begun.append(PrefixLoad(prefix, self._to_load(prefix), load_s, request.tail))
+            self.queued_s += load_s
         return request.is_looked_up
 
     def _find(self, request: Request) -> _Found:
@@ -121,14 +163,34 @@ class TierLoading:
         hashes = request.prefix_hashes(request.num_tokens - 1, size)
         num_pages = self._num_held(hashes)
         if num_pages <= num_cached:
-            return _Found(num_cached, num_cached)
+            return _Found(num_cached, num_cached, num_cached)
         load_s = self._load_seconds(hashes[:num_pages])
         compute_s = self.forecast.compute_seconds(request, num_cached * size, num_pages * size)
-        return _Found(num_cached, num_pages, load_s, compute_s, self.queued_s + load_s < compute_s)
+        meets_at = num_cached if self.queued_s + load_s < compute_s else num_pages
+        if self._may_meet(request):
+            page_s = load_s / (num_pages - num_cached)
+            meets_at = meeting_page(self.forecast, request, num_cached, num_pages, page_s, self.queued_s)
+        return _Found(num_cached, num_pages, meets_at, load_s, compute_s)
+
+    def _may_meet(self, request: Request) -> bool:
+        """Return whether a prompt can be computed from its beginning while its pages are loaded from the end.
+
+        Layers with windows or states, and pictures, need more than the pages before a token: such a prompt waits for
+        all its pages. So does one whose pages are sent, which cannot be preempted."""
+        pages, config = self.table.pages, self.table.config
+        is_plain = pages.windows == (None,) and not pages.state_pages and not request.items and request.leg is Leg.LOCAL
+        return is_plain and config.enable_chunked_prefill and self.forecast.cost is not None
 
     def _num_held(self, hashes: Sequence[PageHash]) -> int:
         """Return how many pages a prefix hit would have if all that tiers hold were in the pool."""
         pages, tiers = self.table.pages, self.tiers
+        if pages.windows == (None,) and not pages.state_pages:  # the usual case: up to the first page that is nowhere
+            places = [tier.pages for tier in tiers.tiers]
+            (pool,) = pages.prefixes.by_group
+            for number, each in enumerate(hashes):
+                if each not in pool and not any(PageKey(0, each) in held for held in places):
+                    return number
+            return len(hashes)
         index = PrefixIndex(pages.windows, pages.page_size, has_states=bool(pages.state_pages))
         for group, (held, pool) in enumerate(zip(index.by_group, pages.prefixes.by_group, strict=True)):
             held.update((each, 0) for each in hashes if each in pool or tiers.holder(PageKey(group, each)))
@@ -161,6 +223,5 @@ class TierLoading:
         return loads
 
     def _holder(self, key: PageKey) -> PageTier:
-        tier = self.tiers.holder(key)
-        assert tier is not None, "no tier has the page"
-        return tier
+        """Return the tier to load a page from. A page that gave way to one evicted since the look-up is lost there."""
+        return self.tiers.holder(key) or self.tiers.tiers[-1]

@@ -4,6 +4,7 @@ import random
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,17 @@ from crossdock.workers.replica.config import EngineConfig, ReplicaSpec
 from crossdock.workers.replica.engine.computing import new_engine
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.replica.serving.metrics import EngineMetrics
+from crossdock.workers.schedule.cost.cost import StepCost
 from crossdock.workers.schedule.submission import Submission
 from tests.waiting import eventually
 from tests.workers.architectures import SERVED, build
+from tests.workers.multimodal import (
+    NO_PLACEHOLDERS,
+    PicturePrompt,
+    build_multimodal,
+    continuation,
+    picture,
+)
 from tests.workers.replica.engines import greedy, run, tokens_of
 
 PAGE_SIZE, MAX_MODEL_LEN = 8, 120
@@ -64,6 +73,41 @@ def settle(engine: Engine) -> None:
     tiers = engine.tiers
     if tiers is not None:
         eventually(lambda: (tiers.take_in(engine.scheduler.loading), tiers.is_idle)[1], "the tiers still write")
+
+
+def test_prompt_is_computed_from_its_beginning_while_it_is_loaded_from_its_end(tmp_path: Path) -> None:
+    """With a cost by which a page takes 8 ms to compute, and as long to load."""
+    model = model_of("llama")
+    with engine_on(model, 20) as plain:
+        expected, _ = answers(plain, [*PROMPTS, *PROMPTS])
+    for tier in ("kv_cache_host_memory", "kv_cache_files"):
+        with engine_on(model, 20, **settings_of(tier, tmp_path)) as tiered:
+            first, _ = answers(tiered, PROMPTS)
+            tiered.scheduler.learn(StepCost(base=0.0, per_prefill_token=1e-3), 1.0)
+            tiered.scheduler.loading.tiers.tiers[0].load_s = 8e-3
+            second, cached = answers(tiered, PROMPTS)
+            assert tiered.pages.counts().owned == 0
+        assert first + second == expected
+        assert sum(0 < count < 88 for count in cached) > 0, cached
+
+
+def test_prompt_with_a_picture_is_loaded_and_another_picture_is_not(tmp_path: Path) -> None:
+    family = "qwen3_vl"
+    prompts = [PicturePrompt.of(5, picture(family, number, (2, 3)), 40, seed=1) for number in (1, 2)]
+    wanted = [continuation(build_multimodal(family), prompt, 5) for prompt in prompts]
+    others = [PicturePrompt.of(90, seed=number) for number in range(10, 14)]
+    model = wrap_module(build_multimodal(family), LoadOptions(MAX_MODEL_LEN))
+    with engine_on(model, 20, **settings_of("both", tmp_path)) as engine:
+        for number, prompt in enumerate([prompts[0], *others, prompts[0], prompts[1]]):
+            sampling = replace(greedy(5), logit_bias=NO_PLACEHOLDERS)
+            engine.add(Submission(f"{number}", prompt.token_ids, sampling, items=prompt.items))
+            deltas = run(engine)[f"{number}"]
+            settle(engine)
+            if prompt in prompts:
+                assert tokens_of(deltas) == wanted[prompts.index(prompt)]
+            loaded = sum(tier.num_loads for tier in engine.scheduler.loading.tiers.tiers)
+            assert (loaded > 0) == (number >= 5)
+            assert number < 6 or deltas[0].num_cached_tokens < 8, "another picture is another prefix"
 
 
 def settings_of(tier: str, folder: Path) -> dict[str, Any]:

@@ -1,19 +1,24 @@
 """Pages are stored and loaded where that saves seconds, as counted and predicted."""
 
+from typing import Any
+
 import pytest
 
+from crossdock.workers.schedule.memory.arriving_tail import ArrivingTail
+from crossdock.workers.schedule.prefixes.loading import PrefixLoad
 from crossdock.workers.schedule.prefixes.tier_pages import PageKey, PageTier, ReturnShare, TierPages
 from tests.workers.schedule.model_free_replica import ModelFreeReplica, chunk_sizes, new_timed_replica
 
 PROMPT = [*range(1, 43)]  # ten full pages of four tokens, and two tokens
 OTHER = [*range(51, 93)]
 PAGE_S = 4e-3  # to compute, by `COST`
+WHOLE = {"enable_chunked_prefill": False, "max_num_batched_tokens": 4000}  # prompts wait for all of their pages
 
 
-def replica_with(load_s: float) -> ModelFreeReplica:
+def replica_with(load_s: float, **config: Any) -> ModelFreeReplica:
     """Return a replica whose tier has the pages of `PROMPT`, and of `OTHER`."""
     tier = PageTier("host", store_s=0.0, load_s=load_s)
-    replica = new_timed_replica(tiers=TierPages([tier]))
+    replica = new_timed_replica(tiers=TierPages([tier]), **config)
     for prompt in (PROMPT, OTHER):
         hashes = replica.add("first", prompt).prefix_hashes(len(prompt), 4)
         replica.scheduler.abort("first")
@@ -22,7 +27,7 @@ def replica_with(load_s: float) -> ModelFreeReplica:
 
 
 def test_prompt_is_loaded_where_that_is_sooner() -> None:
-    replica = replica_with(load_s=PAGE_S / 2)
+    replica = replica_with(load_s=PAGE_S / 100)
     replica.add("a", PROMPT)
     assert not replica.step().batch
     (load,) = replica.scheduler.loading.take_begun()
@@ -32,14 +37,14 @@ def test_prompt_is_loaded_where_that_is_sooner() -> None:
 
 
 def test_prompt_is_computed_where_that_is_sooner() -> None:
-    replica = replica_with(load_s=PAGE_S * 2)
+    replica = replica_with(load_s=PAGE_S * 40)
     replica.add("a", PROMPT)
     assert sum(chunk_sizes(replica.run(), "a")) == len(PROMPT)
     assert not replica.scheduler.loading.take_begun()
 
 
 def test_load_that_would_wait_behind_others_is_not_begun() -> None:
-    replica = replica_with(load_s=PAGE_S * 0.8)
+    replica = replica_with(load_s=PAGE_S * 0.8, **WHOLE)
     replica.add("a", PROMPT)
     replica.add("b", OTHER)
     batch = replica.step().batch
@@ -48,7 +53,7 @@ def test_load_that_would_wait_behind_others_is_not_begun() -> None:
 
 
 def test_load_that_takes_too_long_is_computed() -> None:
-    replica = replica_with(load_s=PAGE_S / 2)
+    replica = replica_with(load_s=PAGE_S / 2, **WHOLE)
     replica.add("a", PROMPT)
     replica.step()
     (load,) = replica.scheduler.loading.take_begun()
@@ -59,13 +64,92 @@ def test_load_that_takes_too_long_is_computed() -> None:
 
 
 def test_prompt_with_a_prefix_that_is_loaded_for_another_waits_for_it_too() -> None:
-    replica = replica_with(load_s=PAGE_S / 2)
+    replica = replica_with(load_s=PAGE_S / 2, **WHOLE)
     replica.add("a", PROMPT)
     replica.add("b", [*PROMPT[:40], 7, 7])
     assert not replica.step().batch
     (load,) = replica.scheduler.loading.take_begun()
     replica.scheduler.loading.finish(load, 10)
     assert sum(sum(chunk_sizes(batches, name)) for batches in [replica.run()] for name in "ab") == 4
+
+
+def begun(load_s: float = PAGE_S) -> tuple[ModelFreeReplica, PrefixLoad, ArrivingTail]:
+    """Return a replica that has begun to load `PROMPT` and to compute its first pages."""
+    replica = replica_with(load_s)
+    replica.add("a", PROMPT)
+    replica.step()
+    (load,) = replica.scheduler.loading.take_begun()
+    assert load.tail is not None
+    return replica, load, load.tail
+
+
+def taken(tail: ArrivingTail, count: int) -> list[int | None]:
+    return [tail.take_last() for _ in range(count)]
+
+
+def test_prompt_is_computed_from_its_beginning_and_loaded_from_its_end_until_both_meet() -> None:
+    replica, load, tail = begun()
+    first = tail.claimed
+    assert 3 <= first <= 5, "loading takes as long as computing"
+    assert taken(tail, 11 - first) == [*range(9, first - 1, -1), None]
+    assert not replica.step().batch
+    replica.scheduler.loading.meet(load, first)
+    assert sum(chunk_sizes(replica.run(), "a")) == 2
+    assert sum(chunk_sizes(replica.batches, "a")) == len(PROMPT) - 4 * (10 - first)
+    assert load.prefix.request.num_cached_tokens == 4 * (10 - first)
+    assert replica.scheduler.pages.counts().owned == 0
+
+
+def test_pages_that_are_loaded_too_late_are_computed() -> None:
+    """Only one is loaded, and nothing is heard of it until all others are computed."""
+    replica, load, tail = begun()
+    assert taken(tail, 1) == [9]
+    while tail.num_pending:
+        replica.step()
+        replica.now += 0.001
+    assert tail.claimed == 9
+    replica.scheduler.loading.meet(load, 9)
+    replica.run()
+    assert sum(chunk_sizes(replica.batches, "a")) == len(PROMPT) - 4
+
+
+def test_page_that_is_lost_is_computed_and_those_behind_it_are_not() -> None:
+    replica, load, tail = begun()
+    assert taken(tail, 3) == [9, 8, 7]
+    replica.scheduler.loading.meet(load, 8)
+    replica.run()
+    assert sum(chunk_sizes(replica.batches, "a")) == len(PROMPT) - 8
+
+
+def test_load_that_hangs_is_given_up_and_its_pages_are_not_reused() -> None:
+    replica, load, tail = begun()
+    assert taken(tail, 2) == [9, 8]
+    replica.now = 1.0
+    while replica.step().batch or replica.now < 2.0:
+        replica.now += 0.1
+    replica.run()
+    assert load.prefix.request.num_preemptions == 1
+    assert sum(chunk_sizes(replica.batches, "a")) == len(PROMPT)
+    assert replica.scheduler.pages.counts().owned == 10, "they may still be written to"
+    replica.scheduler.loading.meet(load, 8)
+    assert replica.scheduler.pages.counts().owned == 0
+
+
+def test_page_that_gives_way_to_those_that_its_load_evicts_is_lost() -> None:
+    """The pool is full of another prompt, and memory has room for few pages."""
+    tier = PageTier("host", store_s=0.0, load_s=PAGE_S / 100)
+    small = {"num_pages": 16, "max_model_len": 60, "on_evict": lambda *_: tier.drop([*tier.pages])}
+    replica = new_timed_replica(tiers=TierPages([tier]), **small)
+    replica.add("other", OTHER)
+    replica.run()
+    request = replica.add("a", PROMPT)
+    tier.hold(PageKey(0, each) for each in request.prefix_hashes(len(PROMPT), 4))
+    replica.step()
+    (load,) = replica.scheduler.loading.take_begun()
+    assert not tier.pages
+    replica.scheduler.loading.finish(load, 0)
+    replica.run()
+    assert sum(chunk_sizes(replica.batches, "a")) == len(PROMPT)
 
 
 def test_prompt_without_a_full_page_in_a_tier_is_computed_at_once() -> None:
