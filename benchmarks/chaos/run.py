@@ -29,6 +29,8 @@ from other replicas.
 grammars. What the deltas of each add up to must be what an undisturbed engine wrote: content, reasoning, names and
 arguments of calls, with ids that do not change within the stream.
 
+`--emulated h100-8b*4 --prefill 12 --decode 20` disturbs a fleet of emulated devices, as large as memory allows.
+
 `--requests pictures --encode 1` streams chats with pictures, which encode replicas encode; `--requests mixed` streams
 conversations and chats with pictures, both from one model.
 
@@ -88,6 +90,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--prefill", type=int, default=2, help="prefill replicas")
     parser.add_argument("--decode", type=int, default=3, help="decode replicas")
     parser.add_argument("--encode", type=int, default=0, help="encode replicas; these need pictures")
+    parser.add_argument("--emulated", metavar="PROFILE", help="replicas take this profile's seconds: h100-8b*4")
     parser.add_argument("--lost", type=float, default=0.005, help="share of transfer messages that are lost")
     parser.add_argument("--late", type=float, default=0.02, help="share of transfer messages that are late")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the application")
@@ -99,6 +102,8 @@ def parse() -> argparse.Namespace:
         parser.error(f"--faults: {', '.join(sorted(unknown))}: there are {', '.join([*FAULTS, *_OTHERS])}")
     if given.encode and given.requests not in ("pictures", "mixed"):
         parser.error("--encode: the models of --requests pictures and mixed alone have an encoder")
+    if given.emulated and (given.requests not in ("completions", "agents") or "tiers" in given.faults):
+        parser.error("--emulated: with --requests completions or agents, and without tiers")
     return given
 
 
@@ -115,6 +120,8 @@ def settings(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "router.shipping": "always",  # by default the router ships only where that is predicted to be faster
         "transfer.transport": "tcp",
     }
+    if given.emulated:
+        chosen |= {"engine.kv_cache_memory": None, "model.dtype": "auto", "pools.*.emulated": given.emulated}
     if "tiers" in given.faults:  # pools are small, so that pages are evicted
         tiers = {"host_memory": "1MiB", "files": f"{folder / 'pages'},8MiB", "memory": "3MiB"}
         chosen |= {f"engine.kv_cache_{name}": value for name, value in tiers.items()}
@@ -199,7 +206,8 @@ def questions(given: argparse.Namespace, folder: Path) -> tuple[Path, Sequence[A
     """Make a model in a folder. Return the folder, and requests with known answers."""
     if given.requests in ("completions", "agents"):
         model = tiny_model(folder)
-        return model, make_cases(model, 400, given.seed, are_turns=given.requests == "agents")
+        turns = given.requests == "agents"
+        return model, make_cases(model, 400, given.seed, are_turns=turns, emulated=given.emulated)
     # Late: they import the tests' small models.
     from conversations import agent_tokenizer, make_agent, make_conversations
     from picture_chats import make_picture_chats, picture_model

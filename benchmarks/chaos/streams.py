@@ -19,10 +19,12 @@ import torch
 from pydantic import ByteSize
 
 from crossdock.cluster.bench.http import HttpResponse
+from crossdock.cluster.config import emulated_device
 from crossdock.workers.model.load import load_model
 from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.computing import new_engine
+from crossdock.workers.replica.engine.emulated import emulated_engine
 from crossdock.workers.schedule.submission import SamplingParams, Submission
 
 HUNG_S = 60.0  # without a byte: the stream hangs
@@ -91,7 +93,9 @@ class TokenAnswer:
             self.tokens += choice.get("token_ids") or ()
 
 
-def make_cases(model: Path, count: int, seed: int, *, are_turns: bool = False) -> list[Case]:
+def make_cases(
+    model: Path, count: int, seed: int, *, are_turns: bool = False, emulated: str | None = None
+) -> list[Case]:
     """Compute the answers beforehand, on an engine of this process that nothing disturbs.
 
     `are_turns`: prompts are the turns of agents, each with the turns before it, and begin with one of two instructions.
@@ -112,7 +116,7 @@ def make_cases(model: Path, count: int, seed: int, *, are_turns: bool = False) -
             sampling |= {"temperature": 0.8, "seed": number}
         asked.append((prompt, sampling))
     torch.set_num_threads(1)  # a second thread would spin and take the core from other processes
-    answers = [_answers(model, asked, budget) for budget in (512, 96)]
+    answers = [_answers(model, asked, budget, emulated) for budget in (512, 96)]
     cases = [
         Case(*question, answer, is_turn=are_turns)
         for question, answer, other in zip(asked, *answers, strict=True)
@@ -123,14 +127,19 @@ def make_cases(model: Path, count: int, seed: int, *, are_turns: bool = False) -
     return cases
 
 
-def _answers(model: Path, asked: Sequence[tuple[list[int], dict[str, Any]]], budget: int) -> list[list[int]]:
+def _answers(
+    model: Path, asked: Sequence[tuple[list[int], dict[str, Any]]], budget: int, emulated: str | None
+) -> list[list[int]]:
     config = EngineConfig(
-        kv_cache_memory=ByteSize(256 << 20),
+        kv_cache_memory=None if emulated else ByteSize(256 << 20),
         max_num_batched_tokens=budget,
         admission="queue",
         enable_prefix_caching=False,
     )
-    engine = new_engine(load_model(ModelSpec(str(model), "float32", MAX_MODEL_LEN)), config)
+    if emulated:
+        engine = emulated_engine(emulated_device(emulated).profile.slowed(1e-6), config, model)
+    else:
+        engine = new_engine(load_model(ModelSpec(str(model), "float32", MAX_MODEL_LEN)), config)
     tokens: dict[str, list[int]] = collections.defaultdict(list)
     for number, (prompt, sampling) in enumerate(asked):
         engine.add(Submission(f"{number}", prompt, SamplingParams(ignore_eos=True, **sampling)))

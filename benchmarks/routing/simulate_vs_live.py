@@ -1,12 +1,14 @@
 """How far is `crossdock simulate` from a live server with the same arrivals?
 
     python benchmarks/routing/simulate_vs_live.py         # the default model, two minutes of arrivals: about 5 minutes
+    python benchmarks/routing/simulate_vs_live.py --rate 20 --ingresses 2 --crossdock-option=--pools=mixed=64 \
+        "--crossdock-option=--device=emulated:h100-8b*40"   # a fleet of emulated devices
 
 Prints a row per figure (good requests, times to first token, times per token): live, simulated, and the deviation.
 
 The simulator gets what every user can give it: the profile that the server advertises at /v1/replicas after a short
 load of other requests; the spread of steps around their prediction, from /metrics; and the seconds that a first token
-spends outside of the replica, measured on requests that are alone. Steps vary by chance, so there are fifteen
+spends outside of the replica, measured on requests that are alone. Steps vary by chance, so there are `--seeds`
 simulations: medians and ranges. A second simulation has the profile as it is after the load: where only the first
 deviates, the costs had changed. Run nothing else beside it.
 """
@@ -27,15 +29,13 @@ import httpx
 from servers import add_server_options, crossdock_command, log_of, serving
 from tables import Row, hardware, markdown, quantiles, today, write
 
-from crossdock.cluster.bench.metrics import DEFAULT_TARGETS, Sample, by_class, spread_ms
+from crossdock.cluster.bench.metrics import Sample, by_class, spread_ms
 from crossdock.cluster.bench.mix import MIXES
 from crossdock.cluster.bench.run import BenchOptions, bench_jobs, run_bench
 from crossdock.cluster.simulate.fleet import SimulatedFleet, load_fleet
 from crossdock.cluster.simulate.simulation import Outcome, Simulation
 from crossdock.cluster.watch.scrape import QUANTILE, STEP_ERROR, Scrape
 from crossdock.workers.model.weights.checkpoint import default_model_dir
-
-SEEDS = 15
 
 
 def load(address: str, args: argparse.Namespace) -> BenchOptions:
@@ -44,15 +44,17 @@ def load(address: str, args: argparse.Namespace) -> BenchOptions:
     return BenchOptions(url=address, workload="mix", mix=mix, duration=args.duration, seed=args.seed)
 
 
-def advertised(address: str) -> SimulatedFleet:
-    """Return the server as its own endpoints describe it now.
+def advertised(address: str, ingresses: int) -> SimulatedFleet:
+    """Return the server as its own endpoints describe it now: as many mixed replicas as it has.
 
     The error at p90 gives the spread of steps: 90 % of a normal distribution are within 1.645 standard deviations.
     """
     scrape = Scrape.parse(httpx.get(f"{address}/metrics", timeout=30).text, 0.0)
     error = scrape.total(STEP_ERROR, **{QUANTILE: "0.9"}) or 0.0
     latency = median(latency_outside(address, f"{number}-{time.time()}") for number in range(9))
-    return load_fleet(None, f"mixed=1x{address}", noise=round(error / 1.645, 3), latency_s=round(latency, 4))
+    count = len(httpx.get(f"{address}/v1/replicas", timeout=30).json()["data"])
+    settings = {"noise": round(error / 1.645, 3), "latency_s": round(latency, 4), "routers": ingresses}
+    return load_fleet(None, f"mixed={count}x{address}", **settings)
 
 
 def latency_outside(address: str, request_id: str) -> float:
@@ -71,18 +73,19 @@ def latency_outside(address: str, request_id: str) -> float:
     return max(seconds - inside, 0.0)
 
 
-def simulate(fleet: SimulatedFleet, options: BenchOptions) -> list[Outcome]:
+def simulate(fleet: SimulatedFleet, options: BenchOptions, seeds: int) -> list[Outcome]:
     """Run the same jobs in simulated time, once per seed."""
     mix = options.mix.within(min(pool.profile.max_model_len for pool in fleet.pools))
     duration = options.duration or 0.0
     jobs = list(takewhile(lambda job: (job.due or 0.0) < duration, bench_jobs(replace(options, mix=mix))))
-    return [Simulation(fleet, seed).run(jobs) for seed in range(SEEDS)]
+    return [Simulation(fleet, seed).run(jobs) for seed in range(seeds)]
 
 
-def figures(samples: Sequence[Sample]) -> Row:
+def figures(samples: Sequence[Sample], fleet: SimulatedFleet) -> Row:
     """Return the figures of the table; times in milliseconds, shares in percent."""
     duration = max(sample.ended for sample in samples) - min(sample.sent for sample in samples)
-    goodput = by_class(samples, duration, DEFAULT_TARGETS)["goodput"]
+    targets = {slo.name: {"ttft": slo.ttft_s, "tpot": slo.tpot_s} for slo in fleet.classes}
+    goodput = by_class(samples, duration, targets)["goodput"]
     row = {
         "requests": len(samples),
         "prompt tokens": sum(sample.prompt_tokens for sample in samples),
@@ -121,6 +124,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--duration", type=float, default=120.0, help="seconds of arrivals")
     parser.add_argument("--warmup", type=float, default=30.0, help="seconds of other arrivals before")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seeds", type=int, default=15, help="simulations")
+    parser.add_argument("--ingresses", type=int, default=1, help="http.replicas of the server")
     add_server_options(parser, "simulate", 8415)
     return parser.parse_args()
 
@@ -128,15 +133,16 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     args.model = args.model or default_model_dir()
-    with serving("crossdock", crossdock_command(args), args, log_of(args, "crossdock")) as server:
+    command = crossdock_command(args, "--set", f"http.replicas={args.ingresses}")
+    with serving("crossdock", command, args, log_of(args, "crossdock")) as server:
         options = load(server.address, args)
         asyncio.run(run_bench(replace(options, duration=args.warmup, seed=args.seed + 1000)))
-        before = advertised(server.address)
+        before = advertised(server.address, args.ingresses)
         result = asyncio.run(run_bench(options))
-        after = advertised(server.address)
-    outcomes = [simulate(fleet, options) for fleet in (before, after)]
-    live = figures(result.samples)
-    simulated = [[figures(outcome.samples) for outcome in runs] for runs in outcomes]
+        after = advertised(server.address, args.ingresses)
+    outcomes = [simulate(fleet, options, args.seeds) for fleet in (before, after)]
+    live = figures(result.samples, before)
+    simulated = [[figures(outcome.samples, before) for outcome in runs] for runs in outcomes]
     busy = median(outcome.replicas[0].busy_s / outcome.duration for outcome in outcomes[0])
     caption = (
         f"{args.model.name}; {hardware()}; {today()}; {args.rate:g} arrivals per second for "

@@ -6,6 +6,7 @@ from typing import Any
 from pydantic import ByteSize
 
 from crossdock.workers.report.profile import SchedulingProfile
+from crossdock.workers.schedule.pacing.pace import promises_beyond
 
 EMULATED = "emulated "  # begins the name of a device that does not compute
 _ROWS = 256  # of the picture for which the speed of encoding is quoted
@@ -111,4 +112,10 @@ def _speed(profile: SchedulingProfile) -> str:
         f"{most_streams(profile, slo.tpot_s, context)} at {1000 * slo.tpot_s:g} ms a token ({slo.name})"
         for slo in profile.slo_classes
     )
-    return f"a prompt of {context:,} tokens takes {prompt:.2f} s; streams of {context:,} tokens at once: {carried}"
+    late = "".join(
+        f"; the promise of {name} is beyond this machine, whose tokens take {1000 * least:.0f} ms or more"
+        for name, least in promises_beyond(profile.cost, profile.slo_classes).items()
+    )
+    return (
+        f"a prompt of {context:,} tokens takes {prompt:.2f} s; streams of {context:,} tokens at once: {carried}{late}"
+    )

@@ -30,6 +30,7 @@ BACKLOG_SECONDS = "crossdock_backlog_seconds"  # by CLASS
 REFUSED = "crossdock_ingress_requests_refused_total"  # answers with 429, by CLASS
 SLO_TTFT = "crossdock_slo_ttft_total"  # requests by CLASS and OUTCOME: met or missed
 SLO_TPOT = "crossdock_slo_tpot_total"  # likewise
+BEYOND = "crossdock_promise_beyond_seconds"  # least seconds of a token, of CLASS that promises less
 TTFT_SECONDS = "crossdock_time_to_first_token_seconds"  # histogram, by CLASS
 GAP_SECONDS = "crossdock_inter_token_seconds"  # histogram, by CLASS
 CHARGED_SECONDS = "crossdock_charged_seconds_total"  # predicted, by TENANT and CLASS

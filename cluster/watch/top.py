@@ -300,7 +300,7 @@ def _classes(now: Scrape, change: Scrape) -> RenderableType:
     for name in sorted({name for metric in listed for name in now.by(metric, scrape.CLASS)}, key=_class_order):
         which = {scrape.CLASS: name} if name else {}
         table.add_row(
-            name or "all",
+            f"{name or 'all'}{_beyond(now, which)}",
             *(_seconds(change.quantile(scrape.TTFT_SECONDS, quantile, **which)) for quantile in (0.5, 0.99)),
             met(scrape.SLO_TTFT, which),
             *(_seconds(change.quantile(scrape.GAP_SECONDS, quantile, **which)) for quantile in (0.5, 0.99)),
@@ -319,6 +319,12 @@ def _tenants(change: Scrape) -> Iterator[RenderableType]:
     if total:
         shares = (f"{escape(name)} {_percent(charged[name] / total)} ({charged[name]:.1f} s)" for name in most)
         yield Text.assemble(("time of tenants  ", "dim"), " · ".join(shares))
+
+
+def _beyond(now: Scrape, which: Mapping[str, str]) -> str:
+    """Return the mark of a class whose promise is beyond the machine; else nothing."""
+    least = max(now.by(scrape.BEYOND, scrape.REPLICA, **which).values(), default=0.0) if which else 0.0
+    return f" (beyond: {_seconds(least)} a token)" if least else ""
 
 
 def _flights(requests: Sequence[Mapping[str, Any]] | None, rows: int) -> RenderableType:

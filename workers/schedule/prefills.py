@@ -7,6 +7,7 @@ from math import inf
 from crossdock.workers.schedule import kv, windows
 from crossdock.workers.schedule.admission import is_long, may_be_partial, num_places
 from crossdock.workers.schedule.batch import Scheduled
+from crossdock.workers.schedule.cost.cost import StepWork
 from crossdock.workers.schedule.order import STARVING, Turn, order_prefills, prefill_reason, turn
 from crossdock.workers.schedule.pacing import meeting
 from crossdock.workers.schedule.pacing.chunk_policies import meaning_of
@@ -16,6 +17,7 @@ from crossdock.workers.schedule.pacing.chunking import (
     ChunkBudget,
     adaptive_chunk_budget,
     fixed_chunk_budget,
+    floor_beside,
     longest_step,
 )
 from crossdock.workers.schedule.pacing.forecast import Forecast
@@ -78,15 +80,18 @@ class PrefillScheduler:
         else:
             streams = [each for each in table.running if each.is_decoding and each.id not in skipped]
             arriving = [self.forecast.second_token_due(each, table.now) for each in table.arriving()]
+            contexts, overrun = [part.start for part in decodes], self.forecast.overrun_when_full
+            tpots = {table.tpot_s(each) for each in streams}
+            work = StepWork(decodes=len(contexts), context=sum(contexts))
             budget = adaptive_chunk_budget(
                 config.max_num_batched_tokens,
-                config.chunk_floor,
-                [part.start for part in decodes],
+                floor_beside(cost, work, list(tpots), overrun, config.chunk_floor),
+                contexts,
                 min([stream.due for stream in streams] + arriving, default=inf) - table.now,
                 config.idle_step_share * table.tightest_ttft_s(),
                 cost,
                 min([stream.priority for stream in streams], default=len(config.slo_classes)),
-                self.forecast.overrun_when_full,
+                overrun,
             )
             if streams and self._is_deadline_near(first):
                 slack = min([self._lent_due(stream, first) for stream in streams] + arriving) - table.now

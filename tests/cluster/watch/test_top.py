@@ -53,6 +53,7 @@ class Deployment:
         self.kernels = self._gauge(scrape.CPU_KERNELS, scrape.KERNELS)
         self.kernels.labels("own below 8 rows, onednn from there").set(1)
         self.charged = self._counter(scrape.CHARGED_SECONDS, scrape.TENANT, scrape.CLASS)
+        self.beyond = self._gauge(scrape.BEYOND, scrape.CLASS)
         self.in_flight: list[dict[str, Any]] | None = None
 
     def text(self) -> str:
@@ -169,6 +170,15 @@ def test_frame_after_two_readings_shows_the_difference() -> None:
     assert row(screen, "interactive") == "interactive 50 ms 99 ms 90% 30 ms 40 ms 100% 3 -"
     assert row(screen, "time of tenants") == "time of tenants flood 75% (1.5 s) · own 25% (0.5 s)"
     assert row(screen, "batch") == "batch 5.5 s 9.9 s - - - - - 98,304"
+
+
+def test_frame_marks_class_whose_promise_is_beyond_the_machine() -> None:
+    deployment = Deployment()
+    deployment.work()
+    deployment.beyond.labels("interactive").set(0.0564)
+    readings, _, _ = watching(deployment.text())
+    readings.poll()
+    assert "interactive (beyond: 56 ms a token)" in shown(readings)
 
 
 def test_frame_has_rows_for_drafts_and_pictures_where_the_server_has_some() -> None:

@@ -14,6 +14,7 @@ from crossdock.workers.replica.transfer.replica_dock import ReplicaDock
 from crossdock.workers.report.timeline import Progress, Timeline, prompt_length_bucket
 from crossdock.workers.report.vllm_names import OF_REPLICAS, exposition
 from crossdock.workers.schedule.drafts.verify import DraftTotals
+from crossdock.workers.schedule.pacing.pace import promises_beyond
 from crossdock.workers.schedule.request import Request, Status
 from crossdock.workers.schedule.submission import Leg
 
@@ -453,6 +454,9 @@ class _Gauges(Collector):
             ("coefficient",),
             cost,
         )
+        beyond = promises_beyond(fit.cost, self._engine.config.slo_classes).items()
+        text = "Least seconds of a token, of the classes that promise less: beyond this machine."
+        yield _gauge("crossdock_promise_beyond_seconds", text, ("slo_class",), {(name,): s for name, s in beyond})
         yield _gauge(
             "crossdock_step_interval_share",
             "Interval at which steps end while there is enough to do, as a share of what each takes; "

@@ -26,6 +26,7 @@ from crossdock.workers.replica.serving.own_node import bind_serve_to_own_node
 from crossdock.workers.replica.serving.readers import Superseded
 from crossdock.workers.replica.serving.started import Started
 from crossdock.workers.replica.transfer.handover import connect
+from crossdock.workers.schedule.pacing.pace import promises_beyond
 from crossdock.workers.schedule.submission import Overloaded, Submission
 
 logger = logging.getLogger("ray.serve")
@@ -55,6 +56,11 @@ class Replica:
         self.timelines, self.live_requests = thread.find_timelines, thread.live_requests
         self.metrics_text = thread.metrics_text
         compatibility = engine.pool_spec(of_pages).compatibility
+        for name, least in promises_beyond(started.profile.cost, engine.config.slo_classes).items():
+            text = (
+                "the promise of class %s is beyond this machine: a token takes at least %.0f ms; prompts get half of it"
+            )
+            logger.warning(text, name, 1000 * least)
         self._reached("ready")
         ages = {phase: round(age, 2) for phase, age in sorted(self._ages.items(), key=lambda item: item[1])}
         logger.info("started: %s", ", ".join(f"{phase} after {age:.1f} s" for phase, age in ages.items()))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from crossdock.workers.schedule.cost.cost import StepCost, StepWork
-from crossdock.workers.schedule.pacing.chunking import free_tokens, longest_step
+from crossdock.workers.schedule.pacing.chunking import floor_beside, free_tokens, longest_step
 from crossdock.workers.schedule.pacing.pace import LONGEST_GAP
 
 ChunkPolicy: TypeAlias = Literal["adaptive", "fixed"]
@@ -34,6 +34,7 @@ def adaptive_share(cost: StepCost, beside: Beside, floor: int) -> float:
     """Return the share in steps of `adaptive_chunk_budget`. The streams are as early as `LONGEST_GAP` allows."""
     seconds = longest_step(LONGEST_GAP * beside.tpot, beside.overrun)
     tokens = cost.chunk_within(seconds, 0, beside.streams)
+    floor = floor_beside(cost, beside.streams, (beside.tpot,), beside.overrun, floor)
     if floor:
         tokens = max(tokens, free_tokens(cost, beside.streams, 0, floor))
     return share_of_chunk(cost, beside.streams, tokens) if tokens >= beside.page_size else 0.0

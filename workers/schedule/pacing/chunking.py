@@ -38,6 +38,12 @@ Only a bound: it keeps predicted times finite, at 50 times the work ahead, altho
 0.1 give the same results (`crossdock simulate --pools mixed=1xl4-8b --request-rate 3`, 2026-11-22).
 """
 
+KNEE = 2.0
+"""Seconds of a step, as a multiple of those of its decodes alone, where these alone take as long as a class promises.
+
+Then no chunk is small enough. Half of the time goes to prompts, which so finish in few steps.
+"""
+
 FLOOR = "floor"  # begins the reason of a budget that was exceeded because a step computes at least so many tokens
 
 _NO_PRIORITY = 1 << 30  # less urgent than every class
@@ -141,6 +147,20 @@ class Candidate(NamedTuple):
     encoder_seconds: float = 0.0  # that the step takes for pictures in the chunk, beside what `StepCost` says
     has_floor: bool = True  # the chunk may use the budget's floor; False: only what time is left
     least: int = 0  # tokens of the shortest chunk, where chunks do not just end on page boundaries
+
+
+def floor_beside(cost: StepCost, streams: StepWork, tpots: Sequence[float], overrun: float, floor: int) -> int:
+    """Return the prompt tokens that a step computes however tight the slack is: `floor`, wherever promises can be kept.
+
+    Where decodes alone take as long as a promise, the floor is what fits in `KNEE` times their seconds, and in the
+    promises that can be kept. `tpots`: promised seconds per token of all streams.
+    """
+    alone = cost.seconds(streams)
+    kept = [tpot for tpot in tpots if tpot > alone]
+    if not floor or len(kept) == len(tpots):
+        return floor
+    seconds = min(KNEE * alone, longest_step(min(kept, default=inf), overrun))
+    return max(cost.tokens_within(seconds, 0, streams), floor)
 
 
 def free_tokens(cost: StepCost, work: StepWork, start: int, floor: int) -> int:

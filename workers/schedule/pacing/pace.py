@@ -5,6 +5,7 @@ from math import inf
 
 from crossdock.workers.schedule.cost.cost import StepCost
 from crossdock.workers.schedule.request import Request
+from crossdock.workers.schedule.slo import SloClass
 
 LONGEST_GAP = 1.25
 """Longest planned gap between two tokens of a stream, as a multiple of its class's `tpot_s`.
@@ -20,6 +21,12 @@ near. The stream lends only what it is ahead of its class's mean, so it keeps it
 
 _ROUNDING = 0.99  # share of tpot_s: `advance` adds step times one by one, whose float sums differ in the last digits
 _NO_END = 1 << 40
+
+
+def promises_beyond(cost: StepCost, classes: Sequence[SloClass]) -> dict[str, float]:
+    """Return the least seconds of a token, for each class that promises less than even a stream alone can have."""
+    least = cost.decode_step_seconds(1, 0)
+    return {slo.name: least for slo in classes if least >= slo.tpot_s}
 
 
 def next_due(due: float, now: float, tpot: float) -> float:

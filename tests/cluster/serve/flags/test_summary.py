@@ -54,6 +54,13 @@ def test_one_replica_is_summarised_in_four_lines() -> None:
     ]
 
 
+def test_promise_that_not_even_one_stream_can_have_is_said_to_be_beyond_the_machine() -> None:
+    slow = COST.slowed(3)
+    (speed,) = [line for line in summary([replica(cost=slow)]) if line.startswith("Speed")]
+    assert "0 at 50 ms a token (interactive)" in speed
+    assert speed.endswith("; the promise of interactive is beyond this machine, whose tokens take 63 ms or more")
+
+
 def test_pools_are_summarised_one_by_one_and_all_ranks_count_as_memory() -> None:
     members = [replica("prefill"), replica("prefill"), replica("decode", tensor_parallel_size=2)]
     lines = summary(members, used=10 * GIB, free=20 * GIB)

@@ -8,11 +8,13 @@ from hypothesis import strategies as st
 from crossdock.workers.schedule.cost.cost import StepCost, StepWork
 from crossdock.workers.schedule.pacing.chunking import (
     FREE_SHARE,
+    KNEE,
     SLACK_SHARE,
     Candidate,
     ChunkBudget,
     adaptive_chunk_budget,
     chunk_tokens,
+    floor_beside,
 )
 
 COST = StepCost(base=6e-3, per_prefill_token=5e-4, per_attended=5e-8, per_decode=8e-4, per_context=1.5e-7)
@@ -172,3 +174,26 @@ def test_floor_is_for_prompts_as_urgent_as_the_streams() -> None:
     assert budget.chunk(Candidate(100_000, 120_000, 0, False), 0, 16) == 32
     assert budget.chunk(Candidate(100_000, 120_000, 1, False), 0, 16) == 32
     assert budget.chunk(Candidate(100_000, 120_000, 2, False), 0, 16) == 0, "batch waits: no other class is late for it"
+
+
+def test_floor_beside_streams_whose_promise_can_be_kept_is_the_given_one() -> None:
+    streams = StepWork(decodes=8, context=800)
+    alone = COST.seconds(streams)
+    assert floor_beside(COST, streams, (1.01 * alone, 9.0), 1.0, 16) == 16
+    assert floor_beside(COST, streams, (), 1.0, 16) == 16
+    assert floor_beside(COST, streams, (0.5 * alone,), 1.0, 0) == 0
+
+
+def test_floor_beside_streams_whose_promise_is_beyond_the_machine_takes_as_long_as_they_do() -> None:
+    streams = StepWork(decodes=8, context=800)
+    alone = COST.seconds(streams)
+    floor = floor_beside(COST, streams, (alone,), 1.0, 16)
+    assert KNEE * alone * 0.95 < COST.seconds(streams.plus_chunk(0, floor)) <= KNEE * alone
+
+
+def test_floor_beside_unlike_promises_breaks_none_that_can_be_kept() -> None:
+    streams = StepWork(decodes=8, context=800)
+    alone = COST.seconds(streams)
+    floor = floor_beside(COST, streams, (0.5 * alone, 1.5 * alone), 1.1, 1)
+    step = COST.seconds(streams.plus_chunk(0, floor))
+    assert alone < step <= SLACK_SHARE * 1.5 * alone / 1.1
