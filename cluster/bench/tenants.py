@@ -7,7 +7,7 @@ from heapq import merge
 
 from crossdock.cluster.bench.workloads import Job
 
-_FORM = re.compile(r"(?P<name>[^=,]+)=(?P<share>[0-9.]+)(x(?P<weight>[0-9.]+))?")
+_FORM = re.compile(r"(?P<name>[^=,]+)=(?P<share>\d+(\.\d+)?)(x(?P<weight>\d+(\.\d+)?))?")
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,13 +42,14 @@ class EngineApi:
         keys: Any = (),
         router: RouterConfig | None = None,
         most_queued: int = MOST_QUEUED,
+        tenant_header: str | None = None,
         **engine: Any,
     ) -> None:
         settings = {"kv_cache_memory": ByteSize(4 << 20), "slo_classes": CLASSES, "enable_prefix_caching": False}
         config = EngineConfig.model_validate(settings | engine)
         self.replicas = [InProcess(config) for _ in range(num_replicas)]
         self.dispatcher = Dispatcher("tiny", router, most_queued=most_queued)
-        http = HttpConfig.model_validate({"api_keys": keys})
+        http = HttpConfig.model_validate({"api_keys": keys, "tenant_header": tenant_header})
         self.app = build_api(self.dispatcher, tokenizer, http, Tiers(config.slo_classes, config.default_slo_class))
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://localhost")
 
@@ -65,7 +66,7 @@ class EngineApi:
             await replica.engine_thread.close()
 
     async def ask(self, tier: str | None = "urgent", tokens: int = 200, **fields: Any) -> httpx.Response:
-        headers = {f"x-{name}": fields.pop(name) for name in ("request-id", "slo-class") if name in fields}
+        headers = {f"x-{name}": fields.pop(name) for name in ("request-id", "slo-class", "tenant") if name in fields}
         if "key" in fields:
             headers["authorization"] = f"Bearer {fields.pop('key')}"
         body = {"prompt": [5] * tokens, "max_tokens": 3, "ignore_eos": True, "service_tier": tier, **fields}

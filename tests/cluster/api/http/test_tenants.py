@@ -197,3 +197,24 @@ async def test_cached_prefix_without_keys_is_found_with_the_same_salt_alone(toke
             answer = await api.ask("standard", cache_salt=salt)
             found.append(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 0)
         assert found == [False, True, False, True, True]
+
+
+async def test_seconds_of_tenants_are_shown_to_operators_and_limit_a_key(tokenizer: ModelTokenizer) -> None:
+    limited = {"key": "mine", "name": "searching", "seconds_per_minute": 1e-3}
+    gateway = {"key": "gate", "names_tenants": True, "sees_all_requests": True}
+    async with EngineApi(tokenizer, keys=[limited, gateway], tenant_header="X-Tenant") as api:
+        assert (await api.ask("standard", key="mine", **{"request-id": "of-mine"})).status_code == 200
+        assert (await api.ask("standard", key="gate", tenant="acme")).status_code == 200
+        error = refused(await api.ask("standard", key="mine"), 429)
+        assert "0.001 seconds per minute" in error["message"]
+        metrics = (await api.http.get("/metrics")).text
+        charged = dict(re.findall(r'crossdock_charged_seconds_total{.*?tenant="(\w+)".*?} (\S+)', metrics))
+        assert charged.keys() == {"searching", "acme"}
+        assert min(map(float, charged.values())) > 0
+        shown = [
+            (await api.http.get("/v1/requests/of-mine", headers={"authorization": f"Bearer {key}"})).json()
+            for key in ("gate", "mine")
+        ]
+        of_all, own = (answer["requests"][0]["charged_s"] for answer in shown)
+        assert of_all == pytest.approx(float(charged["searching"]), abs=1e-5)
+        assert own is None, "it shows how many streams shared the steps"
