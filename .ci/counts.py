@@ -16,7 +16,7 @@ from statistics import mean, median
 CODE = ("cluster", "router", "workers", "kvtransfer", "kernels", ".ci")
 BUDGETS = {  # count: the most that there may be
     "lines of code": 61_942,
-    "lines of tests": 63_156,
+    "lines of tests": 63_246,
     "lines of benchmarks": 11_502,
     "lines of benchmarks/RESULTS.md": 500,
     "Python files in the largest folder": 20,
