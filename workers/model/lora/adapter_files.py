@@ -6,6 +6,7 @@ import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
+from io import BytesIO
 from math import prod, sqrt
 from pathlib import Path
 from typing import Any
@@ -59,11 +60,11 @@ class AdapterFiles:
         return Adapter(name, str(self.folder), fingerprint(self.folder))
 
 
-def fingerprint(folder: Path) -> str:
-    """Return a hash of all bytes of an adapter's files."""
+def fingerprint(folder: Path, weights: bytes | None = None) -> str:
+    """Return a hash of all bytes of an adapter's files. `weights`: those of its tensors, where they have been read."""
     digest = hashlib.blake2b((folder / CONFIG).read_bytes(), digest_size=16)
-    with (folder / WEIGHTS).open("rb") as weights:
-        while block := weights.read(1 << 20):
+    with BytesIO(weights) if weights is not None else (folder / WEIGHTS).open("rb") as content:
+        while block := content.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
 
@@ -155,8 +156,9 @@ def _factors(file: Path) -> dict[str, tuple[Factor, Factor]]:
     for module, pair in found.items():
         if len(pair) < 2:
             raise ValueError(f"{file} has one of the two tensors of {module}")
-    if not found:
-        raise ValueError(f"{file} has no tensor")
+    ends = [factor.offset + factor.num_bytes for pair in found.values() for factor in pair.values()]
+    if max(ends, default=0) != file.stat().st_size:
+        raise ValueError(f"{file} has no tensor, or bytes after the last one")
     return {module: (pair["A"], pair["B"]) for module, pair in found.items()}
 
 

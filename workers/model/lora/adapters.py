@@ -67,9 +67,10 @@ class Adapters:
             OSError: the files cannot be read.
         """
         files = read_adapter(Path(adapter.path), self.max_rank)
-        if fingerprint(files.folder) != adapter.fingerprint:
+        weights = (files.folder / WEIGHTS).read_bytes()  # once: a file may change, and a mapped one may shrink
+        if fingerprint(files.folder, weights) != adapter.fingerprint:
             raise ValueError(f"{files.folder} has other bytes than when adapter {adapter.name!r} was loaded first")
-        content = np.memmap(files.folder / WEIGHTS, np.uint8, "r")
+        content = np.frombuffer(weights, np.uint8)
         here = [name for name in files.factors if self._is_here(files, name)]
         pairs = {name: self._pair(files, name, content) for name in here}
         self.loaded[adapter.fingerprint] = AdapterWeights(pairs)
