@@ -314,6 +314,7 @@ def _overrides(values: dict[str, Any]) -> dict[str, object]:
             values[key] = [member for each in values[key] for member in _listed(each, _FLAG_OF[key])]
     if modules := values.get("model.lora_modules"):
         values["model.lora_modules"] = dict(map(_lora_module, modules))
+        values.setdefault("engine.enable_lora", True)  # as SGLang does
     if (revision := values.pop("--revision", None)) is not None:
         values["model.path"] = _at_revision(values.get("model.path"), revision)
     if "pools" in values:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ray import serve
+from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
 from crossdock.cluster.api.body.generation_defaults import GenerationDefaults
@@ -94,10 +95,8 @@ class Ingress:
             media=self._media,
             adapters=adapters,
         )
-        if config.http.replicas > 1 and config.http.lora_folder is not None:  # another ingress may have loaded some
-            for known in await self._of_all("adapters", _STORES_S):
-                for adapter in known:
-                    adapters.put(adapter.name, adapter)
+        if config.http.replicas > 1 and config.http.lora_folder is not None:
+            await self._learn_adapters(adapters)
         follow_members(engines, self._name, self.dispatcher.join, self.dispatcher.leave)
         with suppress(TimeoutError):  # without this wait an upgrade would route requests to an ingress without replicas
             async with asyncio.timeout(_FIRST_REPLICA_S):
@@ -129,6 +128,13 @@ class Ingress:
         for name, path in config.model.lora_modules.items():
             found.put(name, read(name, Path(path).expanduser().absolute()))
         return found
+
+    async def _learn_adapters(self, names: AdapterNames) -> None:
+        """Take over the adapters that clients have loaded at other ingresses."""
+        with suppress(DeploymentUnavailableError):  # this ingress is the first
+            for known in await self._of_all("adapters", _STORES_S):
+                for adapter in known:
+                    names.put(adapter.name, adapter)
 
     async def put_adapter(self, asker: str, name: str, adapter: Adapter | None) -> None:
         """Let a name mean an adapter, as at another ingress, `asker`."""
