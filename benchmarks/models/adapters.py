@@ -43,14 +43,18 @@ def random_adapter(engine: Engine, folder: Path, rank: int, seed: int) -> Adapte
 
 def run_round(
     engine: Engine, adapters: list[Adapter | None], *, streams: int, tokens: int, number: int
-) -> tuple[float, list[float]]:
-    """Serve one request for each of `adapters`, so many at a time. Returns output tokens/s and gaps in seconds."""
+) -> tuple[float, float, list[float]]:
+    """Serve one request for each of `adapters`, so many at a time.
+
+    Returns output tokens per second, tokens per second of CPU time, and gaps in seconds.
+    """
     sampling = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
     waiting = [
         Submission(f"{number}-{at}", [(at * 31 + i * 7) % 4000 + 50 for i in range(64)], sampling, adapter=adapter)
         for at, adapter in enumerate(adapters)
     ]
     last, gaps, num_live, num_tokens, started = {}, list[float](), 0, 0, time.perf_counter()
+    cpu = time.process_time()
     while waiting or num_live:
         while waiting and num_live < streams:
             engine.add(waiting.pop(0))
@@ -64,7 +68,7 @@ def run_round(
                 gaps.append(now - last[delta.request_id])
             last[delta.request_id] = now
             num_live -= delta.finish_reason is not None
-    return num_tokens / (time.perf_counter() - started), gaps
+    return num_tokens / (time.perf_counter() - started), num_tokens / (time.process_time() - cpu), gaps
 
 
 def main() -> None:
@@ -80,7 +84,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         own = [random_adapter(engine, Path(folder) / f"{n}", given.rank, n) for n in range(given.adapters)]
         kinds: dict[str, list[Adapter | None]] = {"base": [None] * given.adapters, "adapters": [*own]}
-        found: dict[str, list[tuple[float, list[float]]]] = {name: [] for name in kinds}
+        found: dict[str, list[tuple[float, float, list[float]]]] = {name: [] for name in kinds}
         for number in range(given.rounds + 1):
             for name, adapters in kinds.items():
                 sizes = {"streams": given.streams, "tokens": given.tokens}
@@ -88,19 +92,20 @@ def main() -> None:
                 if number:  # the first round loads adapters and fills caches
                     found[name].append(one)
         for name, rounds in found.items():
-            gaps = sorted(gap for _, each in rounds for gap in each)
-            rates = ", ".join(f"{rate:.0f}" for rate, _ in rounds)
+            gaps = sorted(gap for *_, each in rounds for gap in each)
+            rates = ", ".join(f"{rate:.0f}" for rate, *_ in rounds)
             p99 = gaps[int(0.99 * len(gaps))]
             print(
                 f"{name}: {rates} tokens/s; gaps p50 {1e3 * gaps[len(gaps) // 2]:.1f}, p99 {1e3 * p99:.1f}, "
                 f"max {1e3 * gaps[-1]:.1f} ms"
             )
-        ratios = [with_[0] / base[0] for base, with_ in zip(found["base"], found["adapters"], strict=True)]
+        pairs = list(zip(found["base"], found["adapters"], strict=True))
+        for at, what in enumerate(("tokens/s", "tokens/CPU s")):
+            ratios = [with_[at] / base[at] for base, with_ in pairs]  # type: ignore[operator]
+            print(f"ratio of {what}: {statistics.median(ratios):.2f} ({', '.join(f'{each:.2f}' for each in ratios)})")
         slots, fit = engine.scheduler.adapters, engine.cost_fit
-        print(
-            f"ratio {statistics.median(ratios):.2f} ({', '.join(f'{each:.2f}' for each in ratios)}); {slots.num_loads} "
-            f"loads of {1e3 * slots.load_s:.0f} ms; step error p50 {fit.error(0.5) if fit else 0:.1%}"
-        )
+        error = fit.error(0.5) if fit else 0.0
+        print(f"{slots.num_loads} loads of {1e3 * slots.load_s:.0f} ms; step error p50 {error:.1%}")
     if engine.adapters is not None:
         engine.adapters.close()
 
