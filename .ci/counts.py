@@ -15,9 +15,9 @@ from statistics import mean, median
 
 CODE = ("cluster", "router", "workers", "kvtransfer", "kernels", ".ci")
 BUDGETS = {  # count: the most that there may be
-    "lines of code": 61_942,
+    "lines of code": 61_952,
     "lines of tests": 63_246,
-    "lines of benchmarks": 11_502,
+    "lines of benchmarks": 11_507,
     "lines of benchmarks/RESULTS.md": 500,
     "Python files in the largest folder": 20,
     "lines of the longest class": 350,
