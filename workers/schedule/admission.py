@@ -39,6 +39,12 @@ def num_places(table: RequestTable, priority: int) -> int:
     return config.max_num_seqs - len(taken) - reserved_slots(config.slo_classes, config.max_num_seqs, taken, priority)
 
 
+def has_place(table: RequestTable, request: Request) -> bool:
+    """Return whether a request may hold pages now, without the places kept for other classes and tenants."""
+    kept = table.tenants.kept_places(request, table.running, table.config.max_num_seqs)
+    return num_places(table, request.priority) > kept
+
+
 def reserved_slots(classes: Sequence[SloClass], max_num_seqs: int, taken: Sequence[int], priority: int) -> int:
     """Return how many free places are reserved for classes more urgent than `priority`.
 

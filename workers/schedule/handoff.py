@@ -10,7 +10,7 @@ gives the last such prompt back to the router.
 from dataclasses import dataclass
 
 from crossdock.workers.schedule import kv
-from crossdock.workers.schedule.admission import num_places
+from crossdock.workers.schedule.admission import has_place
 from crossdock.workers.schedule.order import STARVING, Turn, order_prefills, turn
 from crossdock.workers.schedule.pacing.pace import next_due
 from crossdock.workers.schedule.request import FinishReason, Request, Status
@@ -52,7 +52,7 @@ class Handoff:
             if (own := turn(request, table.tenants)) > startable:
                 table.kept_back.add(request.id)
                 continue
-            if num_places(table, request.priority) <= 0:
+            if not has_place(table, request):
                 continue
             hit = kv.match_prefix(table, request)
             if not request.is_offered:  # computed here: the next step starts it if there are pages

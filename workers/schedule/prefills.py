@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from math import inf
 
 from crossdock.workers.schedule import kv, windows
-from crossdock.workers.schedule.admission import is_long, may_be_partial, num_places
+from crossdock.workers.schedule.admission import has_place, is_long, may_be_partial, num_places
 from crossdock.workers.schedule.batch import Scheduled
 from crossdock.workers.schedule.cost.cost import StepWork
 from crossdock.workers.schedule.order import STARVING, Turn, order_prefills, prefill_reason, turn
@@ -129,6 +129,7 @@ class PrefillScheduler:
         chunks: list[Scheduled] = []
         # No less urgent request may start: one lacks a place, or pages.
         startable: Turn = (len(config.slo_classes), 0.0, 0)
+        without_place = set[tuple[int, str]]()  # tenants that must leave the last places of a class to others
         num_misfits = 0  # requests as urgent as `startable` that lack pages
         for request in prefills:
             if budget.is_spent:
@@ -137,14 +138,19 @@ class PrefillScheduler:
                 own = turn(request, self.table.tenants)
                 if own > startable or request.id in self.table.kept_back:
                     continue
-                has_place = num_places(self.table, request.priority) > 0
-                started = has_place and self._start(request, budget)
+                if (request.priority, request.payer) in without_place:
+                    continue
+                has_room = num_places(self.table, request.priority) > 0
+                if has_room and not has_place(self.table, request):
+                    without_place.add((request.priority, request.payer))
+                    continue
+                started = has_room and self._start(request, budget)
                 if not started:
-                    if has_place and request.awaits_rows:  # others need not
+                    if has_room and request.awaits_rows:  # others need not
                         continue
                     if config.prefill_order == "fcfs":
                         startable = STARVING
-                    elif not has_place:
+                    elif not has_room:
                         startable = (request.priority, -inf, 0)
                     elif started is None:
                         num_misfits = num_misfits + 1 if own == startable else 1

@@ -175,7 +175,8 @@ class RequestTable:
     def note_tenants(self) -> None:
         """Note whose prompts wait, before they are put in order."""
         if self.tenants.in_use:
-            self.tenants.note(request for request in (*self.waiting, *self.running) if not request.is_decoding)
+            prompts = (request for request in (*self.waiting, *self.running) if not request.is_decoding)
+            self.tenants.note(prompts, self.now)
 
     def add(self, request: Request) -> None:
         """Put a new request at the end of the queue."""

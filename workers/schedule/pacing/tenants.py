@@ -13,6 +13,8 @@ from crossdock.workers.schedule.request import Request
 
 MOST_NAMED = 64  # tenants that totals name; the seconds of all further ones are those of `OTHERS`
 OTHERS = "others"
+MEMORY_S = 60.0  # since its last prompt, for which a tenant counts as there: the pause of a person who reads
+_KEPT_SHARE = 1 / 16  # of a replica's places: for tenants that come back, who would wait for another's stream to end
 _ROUNDING = 1e-9  # seconds
 
 
@@ -22,9 +24,10 @@ class _Turns:
 
     times: dict[str, float] = field(default_factory=dict)
     waiting: set[str] = field(default_factory=set)  # tenants with prompts that are not computed
+    seen: dict[str, float] = field(default_factory=dict)  # when each tenant last had one, within `MEMORY_S`
     least: float = 0.0  # of the tenants that wait; the last one while none does
 
-    def note(self, waiting: set[str]) -> None:
+    def note(self, waiting: set[str], now: float) -> None:
         """Note which tenants wait now. Those that did not are lifted to the least of the others."""
         times = self.times
         stayed = waiting & self.waiting or self.waiting
@@ -37,6 +40,9 @@ class _Turns:
         if waiting:
             self.least = min([self.times[name] for name in waiting])
         self.waiting = waiting
+        if waiting or self.seen:
+            seen = self.seen | dict.fromkeys(waiting, now)
+            self.seen = {name: at for name, at in seen.items() if now - at < MEMORY_S}
 
 
 @dataclass(slots=True)
@@ -60,13 +66,13 @@ class Tenants:
             found[name] += seconds
         return dict(found)
 
-    def note(self, requests: Iterable[Request]) -> None:
+    def note(self, requests: Iterable[Request], now: float) -> None:
         """Note whose prompts wait before a step is scheduled. `requests`: those with tokens left to compute."""
         waiting = defaultdict[int, set[str]](set)
         for request in requests:
             waiting[request.priority].add(request.payer)
         for priority in waiting.keys() | self._turns.keys():
-            self._turns[priority].note(waiting[priority])
+            self._turns[priority].note(waiting[priority], now)
 
     def time(self, request: Request) -> float:
         """Return the virtual time of a request's tenant: the lower goes first among the requests of a class."""
@@ -89,6 +95,18 @@ class Tenants:
     def are_rivals(self, request: Request, other: Request) -> bool:
         """Return whether two requests of one class have different tenants, whose turns alternate."""
         return self.are_ordered and request.priority == other.priority and request.payer != other.payer
+
+    def kept_places(self, request: Request, running: Iterable[Request], num_places: int) -> int:
+        """Return how many free places a request must leave to other tenants of its class, which sent some recently.
+
+        A tenant that has fewer than its equal share need leave none. One tenant alone may take all.
+        """
+        seen = self._turns[request.priority].seen if self.in_use and self.are_ordered else {}
+        if len(seen.keys() | {request.payer}) < 2:
+            return 0
+        holders = [other.payer for other in running if other.priority == request.priority]
+        is_below = holders.count(request.payer) * len(seen) < len(holders)
+        return 0 if is_below else int(_KEPT_SHARE * num_places)
 
     def seconds_before(self, request: Request, other: Request, own_seconds: float) -> float:
         """Return the most seconds that another tenant gets until a request's tenant has had `own_seconds` more."""

@@ -222,3 +222,25 @@ def test_more_tenants_than_can_be_named_are_counted_together() -> None:
         tenants.charge(request, 2.0)
     assert len(tenants.charged) == MOST_NAMED + 1
     assert tenants.charged[OTHERS, 0] == 10.0
+
+
+def test_places_are_left_to_a_tenant_that_comes_back_within_a_minute() -> None:
+    """Else its prompt would wait until one of the other tenant's streams ends."""
+
+    def first_token(pause_s: float) -> float:
+        replica = new_timed_replica(max_num_seqs=32, num_pages=8000)
+        replica.add("before", 10, payer="own")
+        replica.run()
+        replica.now += pause_s
+        for number in range(60):
+            replica.add(f"flood {number}", 10, max_tokens=400, payer="flood")
+        for _ in range(20):
+            replica.step()
+        began, own = replica.now, replica.add("own", 10, payer="own")
+        assert own.priority == 1
+        while "own" not in replica.token_times:
+            replica.step()
+        return replica.token_times["own"][0] - began
+
+    assert first_token(1.0) < 0.2
+    assert first_token(100.0) > 2.0, "one tenant alone has all places"
