@@ -38,6 +38,24 @@ def choices(fleet: Fleet, number: int = 60, now: float = 0.0, num_tokens: int = 
     return Counter(fleet.choose(query(f"{at}", num_tokens), now).decode for at in range(number))
 
 
+def test_request_goes_where_its_adapter_is_unless_the_backlog_there_takes_longer_than_a_load() -> None:
+    fleet = fleet_of({"a": profile(), "b": profile()})
+    fleet.hear("a", live(2, adapters=("sql",), adapter_load_s=0.3), 0.0)
+    fleet.hear("b", live(2, adapters=("chat",), adapter_load_s=0.3), 0.0)
+    chosen = {
+        (adapter, at): fleet.choose(query(f"{at}", adapter=adapter), 0.0)
+        for adapter in ("sql", "chat")
+        for at in range(20)
+    }
+    assert {(adapter, placement.decode) for (adapter, _), placement in chosen.items()} == {("sql", "a"), ("chat", "b")}
+    other = fleet.choose(query("new", adapter="new"), 0.0)
+    assert other.predicted_ttft == pytest.approx(chosen["sql", 0].predicted_ttft + 0.3), "the load counts"
+    place(fleet, query("new", adapter="new"))
+    assert fleet.choose(query("again", adapter="new"), 0.0).decode == other.decode, "it will be loaded there"
+    fleet.hear("a", live(3, adapters=("sql",), adapter_load_s=0.3, prompts=(Prompts(0, 4, 9, 4000, 9.0),)), 0.0)
+    assert fleet.choose(query("late", adapter="sql"), 0.0).decode == "b"
+
+
 # -- bookings ----------------------------------------------------------------------------------------------------------
 
 

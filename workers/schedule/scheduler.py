@@ -201,12 +201,16 @@ class Scheduler:
         self.pages.stock.cached.learn(cost)
 
     def adapters_to_load(self, now: float) -> list[SlotChange]:
-        """Return the adapters to load from now on, for the requests that are next to start."""
+        """Return the adapters to load from now on, for the requests that are next to start.
+
+        Prompts that other replicas compute already come first: these replicas wait with their slots for a grant.
+        """
         if not self.adapters.num_slots or not any(self.table.lacks_adapter(each) for each in self.table.waiting):
             return []
         self.table.begin_step(now)
         arriving = [each for each in self.table.waiting if each.leg is Leg.RECEIVE]
-        return self.adapters.begin([*arriving, *self._prefills.candidates()])
+        offered, others = ([each for each in arriving if each.is_offered is which] for which in (True, False))
+        return self.adapters.begin([*offered, *self._prefills.candidates(), *others])
 
     # -- schedule: what the next step computes -----------------------------------------------------------------------
 

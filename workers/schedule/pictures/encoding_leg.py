@@ -20,4 +20,5 @@ def encoding_leg(submission: Submission, page_size: int) -> Submission:
         leg=Leg.SEND,
         items=items,
         encoder=b"",
+        adapter=None,  # it changes no embedding of a picture
     )

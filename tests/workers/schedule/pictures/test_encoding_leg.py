@@ -13,7 +13,7 @@ from crossdock.workers.schedule.pictures.encoder_cost import EncoderCost
 from crossdock.workers.schedule.pictures.encoding import Encoding
 from crossdock.workers.schedule.pictures.encoding_leg import encoding_leg
 from crossdock.workers.schedule.pictures.items import Item, row_prompt
-from crossdock.workers.schedule.submission import Leg, SamplingParams, Submission
+from crossdock.workers.schedule.submission import Adapter, Leg, SamplingParams, Submission
 from tests.workers.schedule.model_free_replica import COST, ModelFreeReplica, new_scheduler
 
 
@@ -31,14 +31,15 @@ def test_leg_is_a_prompt_in_which_each_item_begins_on_a_page() -> None:
         may_refuse=False,
         items=items,
         encoder=b"encoder",
+        adapter=Adapter("sql", "adapters/sql", "f" * 32),
     )
     leg = encoding_leg(whole, 4)
-    assert (leg.prompt_token_ids, leg.output_token_ids, leg.encoder) == ((0,) * 13, (), b"")
+    assert (leg.prompt_token_ids, leg.output_token_ids, leg.encoder, leg.adapter) == ((0,) * 13, (), b"", None)
     assert leg.leg is Leg.SEND
     assert [(item.start, item.length, item.num_rows) for item in leg.items] == [(0, 6, 6), (8, 4, 4)]
     assert [(item.kind, item.content_hash) for item in leg.items] == [("image", b"a" * 16), ("video", b"b" * 16)]
     assert leg.sampling == SamplingParams(max_tokens=2, ignore_eos=True), "pages of a request that ends are not sent"
-    changed = {"prompt_token_ids", "output_token_ids", "sampling", "leg", "items", "encoder"}
+    changed = {"prompt_token_ids", "output_token_ids", "sampling", "leg", "items", "encoder", "adapter"}
     for field in fields(Submission):
         if field.name not in changed:
             assert getattr(leg, field.name) == getattr(whole, field.name)
