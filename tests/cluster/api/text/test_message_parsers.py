@@ -246,6 +246,7 @@ def test_marker_that_is_written_with_other_tokens_is_text() -> None:
         ({}, "[1]", [1]),
         ({}, "a b", "a b"),
         (5, "NaN", "NaN"),
+        ({"anyOf": 5, "enum": 5}, "5", 5),
     ],
 )
 def test_raw_value_has_the_type_of_its_schema(schema: Any, raw: str, value: Any) -> None:
