@@ -86,6 +86,22 @@ def test_log_probabilities_of_an_answer_count_before_it_begins(
     assert len(engine.submissions) == 1
 
 
+@pytest.mark.parametrize(("text", "is_in_chunks"), [("é" * 130_000, False), ("a" * 600_000, True)])
+def test_text_of_a_body_counts_beside_its_bytes(
+    engine: ScriptedDispatcher, tokenizer: ModelTokenizer, text: str, is_in_chunks: bool
+) -> None:
+    """Text that is not ASCII takes four bytes a character; a body in chunks has told no length before."""
+    content = json.dumps({"prompt": "Hi", "max_tokens": 1, "user": text}, ensure_ascii=False).encode()
+    with serving(engine, tokenizer, HttpConfig(request_memory_bytes=MIB)) as http:
+
+        def post(content: bytes) -> httpx.Response:
+            parts = iter((content[:1000], content[1000:])) if is_in_chunks else content
+            return http.post("/v1/completions", content=parts, headers={"content-type": "application/json"})
+
+        refused(post(content), 429, code="request_memory")
+        assert post(content.replace(text[: len(text) // 2].encode(), b"")).status_code == 200
+
+
 async def test_body_that_was_announced_keeps_its_room_as_others_come() -> None:
     shares = Shares(10 * MIB)
     first, second, other = RequestMemory(shares, "a"), RequestMemory(shares, "a"), RequestMemory(shares, "b")
