@@ -206,10 +206,10 @@ class TcpTransport:
             self._pause_accepting(error)
             return
         self._has_warned = False
-        if sum(not connection.peer for connection in self._incoming) >= _MAX_STRANGERS:
+        strangers = [connection for connection in self._incoming if not connection.peer]
+        if len(strangers) >= _MAX_STRANGERS:  # a peer sends the secret at once: the oldest is none
             self.num_strangers += 1
-            sock.close()
-            return
+            self._close(min(strangers, key=lambda connection: connection.since))
         connection = TcpConnection(sock, "", iter(()), since=time.monotonic())
         connection.parser = self._frames(connection)
         try:

@@ -124,17 +124,22 @@ def test_connection_without_the_secret_is_closed_and_counted(sides: tuple[Side, 
     assert (left.transport.num_strangers, left.events) == (1, [])
 
 
-def test_silent_connections_beyond_the_limit_are_closed(sides: tuple[Side, Side]) -> None:
+def test_silent_connections_beyond_the_limit_leave_place_for_a_peer(
+    sides: tuple[Side, Side],
+) -> None:
     left, right = sides
     silent = [left.dial() for _ in range(70)]
     poll(left)
     assert left.transport.num_strangers == 6
-    for stranger in silent:
-        stranger.close()
-    poll(left)
     right.connect(left)
     right.transport.send("left", b"hello")
     poll(left, right, until=Received)
+    for number, stranger in enumerate(silent):
+        stranger.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            assert (stranger.recv(1), number < 7) == (b"", True)
+        stranger.close()
+    poll(left)
 
 
 @pytest.mark.parametrize(
