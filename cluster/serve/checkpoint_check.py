@@ -1,13 +1,18 @@
 """Check a checkpoint by its files alone, before Ray starts and without torch."""
 
+from collections.abc import Mapping
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from crossdock.workers.model.weights.scheme import PLAIN, Scheme, check_asked, scheme_at
 from crossdock.workers.model.weights.untrusted import check_index, read_config_file
 
 _TOKENIZERS = ("tokenizer*", "vocab.*", "*.model", "*.tiktoken", "tekken.json")  # files of which one is enough
+
+_SIZES = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_key_value_heads")
+_MEANINGS = ("num_attention_heads", "head_dim", "intermediate_size", "rope_theta", "rms_norm_eps")  # if in both
 
 
 def check_checkpoint(folder: Path, *, needs_tokenizer: bool = True, quantization: str | None = None) -> Scheme:
@@ -41,15 +46,21 @@ def require_same_model(folder: Path, other: Path) -> None:
     """Check that two checkpoints are one model in two formats, as far as config.json says.
 
     Raises:
-        ValueError: a size differs; the message names the field.
+        ValueError: a size, or what a vector means, differs; the message names the field.
     """
-    ours, theirs = (read_config_file(each) for each in (folder, other))
-    for field in ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_key_value_heads"):
+    ours, theirs = (_decoder(read_config_file(each)) for each in (folder, other))
+    for field in (*_SIZES, *(field for field in _MEANINGS if field in ours and field in theirs)):
         if ours.get(field) != theirs.get(field):
             raise ValueError(
                 f"{other} has {field} {theirs.get(field)!r} and {folder} {ours.get(field)!r}; pools serve one model, "
                 f"in formats of their own"
             )
+
+
+def _decoder(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a configuration, those of its decoder in place of its own."""
+    inner = [config.get(name) for name in ("text_config", "llm_config")]
+    return {**config, **{field: value for each in inner if isinstance(each, dict) for field, value in each.items()}}
 
 
 def describe_weights(folder: Path, scheme: Scheme) -> str:

@@ -66,6 +66,8 @@ def test_checkpoint_with_tokenizer_passes(model_dir: Path, tmp_path: Path) -> No
     ("changes", "reason"),
     [
         ({}, ""),
+        ({"text_config": {"hidden_size": 8}}, "pools: checkpoint of 'small': .* has hidden_size 8 and .* None"),
+        ({"rope_theta": 1e6}, "pools: checkpoint of 'small': .* has rope_theta 1000000.0 and .* 10000.0"),
         ({"vocab_size": 64}, "pools: checkpoint of 'small': .* has vocab_size 64 and .* 32; pools serve one model"),
         (
             {"quantization_config": {"quant_method": "quark"}},
@@ -81,7 +83,7 @@ def test_checkpoint_of_a_pool_is_checked_and_printed_before_ray_starts(
     quantised = {"quantization_config": {"quant_method": "fp8"}}
     for name, config in (("plain", {}), ("fp8", quantised | changes)):
         (tmp_path / name).mkdir()
-        folder_of(tmp_path / name, {"model_type": "llama", "vocab_size": 32} | config)
+        folder_of(tmp_path / name, {"model_type": "llama", "vocab_size": 32, "rope_theta": 1e4} | config)
         (tmp_path / name / "vocab.json").touch()
     pools = ["--pools", "large=1,small=1", "--set", f"pools.small.checkpoint={tmp_path / 'fp8'}"]
     arguments = ["serve", str(tmp_path / "plain"), *pools, "--port", str(free_port())]
