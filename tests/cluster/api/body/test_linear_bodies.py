@@ -7,10 +7,16 @@ from typing import Any
 
 import pytest
 
-from crossdock.cluster.api.body.bodies import ChatCompletionRequest, CompletionRequest, DetokenizeRequest
+from crossdock.cluster.api.body.bodies import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
 from crossdock.cluster.api.body.constraints import STRUCTURED_OUTPUTS, response_format, structured_outputs
+from crossdock.cluster.api.body.embedding_body import EmbeddingRequest
 from crossdock.cluster.api.body.messages import template_messages
-from crossdock.cluster.api.body.messages_body import MessagesRequest
+from crossdock.cluster.api.body.messages_body import CountTokensRequest, MessagesRequest
 from crossdock.cluster.api.body.response_items import chat_messages, input_items
 from crossdock.cluster.api.body.responses_body import ResponsesRequest
 from crossdock.cluster.api.body.stop_strings import StopStrings, StopTable
@@ -19,7 +25,8 @@ from crossdock.cluster.api.text.reasoning_grammar import ReasoningGrammar
 from crossdock.workers.schedule.submission import Grammar
 from tests.cluster.api.linear_time import CHARACTERS, LONG, assert_linear
 
-BODIES = [CompletionRequest, ChatCompletionRequest, DetokenizeRequest, MessagesRequest, ResponsesRequest]
+CONVERSATIONS = [ChatCompletionRequest, MessagesRequest, CountTokensRequest, ResponsesRequest]
+BODIES = [*CONVERSATIONS, CompletionRequest, TokenizeRequest, DetokenizeRequest, EmbeddingRequest]
 PAIRS = ["".join(pair) for pair in permutations(["[", "]", "{", "}", '"', ",", ":", "\\", "0", "::=", "/"], 2)]
 UNITS = [*CHARACTERS, *PAIRS, "::=", "[],", '{"a":', '"",', "start:", "a ::= ", "/a", '\\"']
 
