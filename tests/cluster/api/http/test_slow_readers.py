@@ -6,6 +6,7 @@ import socket
 from collections.abc import AsyncGenerator, Iterator
 from dataclasses import replace
 from itertools import count
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,7 +16,8 @@ from crossdock.cluster.api.http.listener import listen
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.cluster.dispatch import connections
 from crossdock.cluster.dispatch.dispatcher import Dispatcher, SlowReader
-from crossdock.workers.schedule.request import TokenDelta
+from crossdock.cluster.dispatch.loop_clock import LoopClock
+from crossdock.workers.schedule.request import TokenDelta, TokenLogprobs
 from crossdock.workers.schedule.submission import SamplingParams, Submission
 from tests.cluster.api.scripted_api import ScriptedDispatcher
 from tests.cluster.dispatch.in_process import InProcess, ready, tokens
@@ -109,3 +111,12 @@ async def test_client_that_leaves_too_many_values_unread_loses_its_request_and_o
     assert await replica.owned_pages() == 0
     await dispatcher.close()
     await replica.engine_thread.close()
+
+
+def test_unread_delta_counts_its_tokens_and_every_log_probability_in_it() -> None:
+    sampling = SamplingParams(max_tokens=9, logprobs=2, logprob_token_ids=(1, 2, 3), prompt_logprobs=4)
+    attempt = connections.Attempt(SimpleNamespace(submission=Submission("r", [3] * 30, sampling)), LoopClock())  # type: ignore[arg-type]
+    each = TokenLogprobs(5, -1.0, 1)
+    attempt.add("a", TokenDelta("r", [5]))  # the next delta does not count
+    attempt.add("a", TokenDelta("r", [5, 6], logprobs=[each] * 2, prompt_logprobs=[None, each, each]))
+    assert attempt.num_unread == 2 * (1 + 3) + 3 * (1 + 4)
