@@ -11,7 +11,9 @@ from crossdock.cluster.api.body.bodies import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
+    LoadAdapterRequest,
     TokenizeRequest,
+    UnloadAdapterRequest,
 )
 from crossdock.cluster.api.body.constraints import STRUCTURED_OUTPUTS, response_format, structured_outputs
 from crossdock.cluster.api.body.embedding_body import EmbeddingRequest
@@ -26,7 +28,8 @@ from crossdock.workers.schedule.submission import Grammar
 from tests.cluster.api.linear_time import CHARACTERS, LONG, assert_linear
 
 CONVERSATIONS = [ChatCompletionRequest, MessagesRequest, CountTokensRequest, ResponsesRequest]
-BODIES = [*CONVERSATIONS, CompletionRequest, TokenizeRequest, DetokenizeRequest, EmbeddingRequest]
+OTHERS = [CompletionRequest, TokenizeRequest, DetokenizeRequest, EmbeddingRequest]
+BODIES = [*CONVERSATIONS, *OTHERS, LoadAdapterRequest, UnloadAdapterRequest]
 PAIRS = ["".join(pair) for pair in permutations(["[", "]", "{", "}", '"', ",", ":", "\\", "0", "::=", "/"], 2)]
 UNITS = [*CHARACTERS, *PAIRS, "::=", "[],", '{"a":', '"",', "start:", "a ::= ", "/a", '\\"']
 
