@@ -22,6 +22,7 @@ from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.model.weights.checkpoint import default_model_dir
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.calibrate import warm_up
+from crossdock.workers.replica.engine.computing import new_engine
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.replica.tiers.file_tier import FileTier
 from crossdock.workers.schedule.prefixes.loading import TierLoading
@@ -64,7 +65,7 @@ def main() -> int:
     prompt = [(977 * place * place + 31 * place) % 40_000 + 100 for place in range(args.tokens)]
     with tempfile.TemporaryDirectory() as folder:
         memory, files = ByteSize(1 << 30), f"{Path(folder)},4GiB"
-        engine = Engine(model, EngineConfig(kv_cache_memory=memory, kv_cache_files=files), weights="default")
+        engine = new_engine(model, EngineConfig(kv_cache_memory=memory, kv_cache_files=files), weights="default")
         warm_up(engine)
         first_token(engine, "warm", prompt[::-1])
         computed = first_token(engine, "computed", prompt)

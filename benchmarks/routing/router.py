@@ -13,6 +13,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -73,8 +74,10 @@ def microseconds(seconds: list[float]) -> str:
     return f"{1e6 * statistics.median(ordered):6.0f} / {1e6 * ordered[int(0.99 * len(ordered))]:6.0f} µs"
 
 
-def decisions(num_replicas: int, roles: tuple[Role, ...], policy: str, count: int, cached: bool) -> str:
-    """Return the time of a choice, a booking and an update from a replica, while all replicas send updates."""
+def decisions(num_replicas: int, roles: tuple[Role, ...], policy: str, count: int, cached: str) -> str:
+    """Return the time of a choice, a booking and an update from a replica, while all replicas send updates.
+
+    `cached`: where replicas have prefixes: "pools", "tiers" below them too, or "" for nowhere."""
     rng = random.Random(1)
     fleet = Fleet(RouterConfig.model_validate({"policy": policy}))
     names = [f"replica-{number}" for number in range(num_replicas)]
@@ -84,7 +87,8 @@ def decisions(num_replicas: int, roles: tuple[Role, ...], policy: str, count: in
         fleet.join(name, profile(rng.choice([1.0, 2.0, 4.0]), roles[number % len(roles)]), 0.0)
         fleet.hear(name, live(1, rng), 0.0)
         if cached:
-            fleet.hear_pages(name, PageChanges("a", 1, hashes[: rng.randrange(len(hashes))]))
+            stored = [hashes[: rng.randrange(len(hashes))]] if cached == "tiers" else []
+            fleet.hear_pages(name, PageChanges("a", 1, hashes[: rng.randrange(len(hashes))], stored=stored))
     times: dict[str, list[float]] = {"choose": [], "book": [], "hear": []}
 
     def timed(name: str, call: Callable[[], Any]) -> Any:
@@ -97,7 +101,7 @@ def decisions(num_replicas: int, roles: tuple[Role, ...], policy: str, count: in
     for number in range(count):
         now = number * 1e-3
         for _ in range(4):
-            update = live(number + 2, rng)
+            update = replace(live(number + 2, rng), load_seconds=(1e-3,) if cached == "tiers" else ())
             timed("hear", partial(fleet.hear, rng.choice(names), update, now))
         length = rng.choice(PROMPTS)
         pages = hashes[: length // 16] if cached else ()
@@ -134,16 +138,17 @@ def main() -> None:
     print(hardware())
     print("\n| replicas | policy | choose p50 / p99 | book | hear |\n|---|---|---|---|---|")
     for num_replicas in args.replicas:
-        kinds: list[tuple[str, tuple[Role, ...], bool]] = [
-            ("mixed", ("mixed",), False),
-            ("mixed, prefixes cached", ("mixed",), True),
-            ("prefill, decode and mixed", ("prefill", "decode", "mixed"), False),
+        kinds: list[tuple[str, tuple[Role, ...], str]] = [
+            ("mixed", ("mixed",), ""),
+            ("mixed, prefixes cached", ("mixed",), "pools"),
+            ("mixed, prefixes cached and in tiers", ("mixed",), "tiers"),
+            ("prefill, decode and mixed", ("prefill", "decode", "mixed"), ""),
         ]
         for kind, roles, cached in kinds if num_replicas > 2 else kinds[:1]:
             row = decisions(num_replicas, roles, "seconds", args.count, cached)
             print(f"| {num_replicas:,} {kind} | seconds | {row} |", flush=True)
     for policy in ("least-requests", "block-cost"):
-        row = decisions(max(args.replicas), ("mixed",), policy, args.count // 10, False)
+        row = decisions(max(args.replicas), ("mixed",), policy, args.count // 10, "")
         print(f"| {max(args.replicas):,} mixed | {policy} | {row} |", flush=True)
     print("\n| waiting | streams | live profile, p50 / p99 | size |\n|---|---|---|---|")
     for waiting, running in ((0, 1), (8, 64), (200, 200)):
