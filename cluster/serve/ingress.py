@@ -131,10 +131,13 @@ class Ingress:
 
     async def _learn_adapters(self, names: AdapterNames) -> None:
         """Take over the adapters that clients have loaded at other ingresses."""
-        with suppress(DeploymentUnavailableError):  # this ingress is the first
-            for known in await self._of_all("adapters", _STORES_S):
-                for adapter in known:
-                    names.put(adapter.name, adapter)
+        asking = asyncio.create_task(self._of_all("adapters", _STORES_S))
+        await asyncio.wait([asking])
+        error = asking.exception()
+        if error is not None and not isinstance(error, DeploymentUnavailableError):  # else this ingress is the first
+            logger.warning("adapters that other ingresses have loaded are not known here: %s", error)
+        for adapter in [] if error is not None else [each for known in asking.result() for each in known]:
+            names.put(adapter.name, adapter)
 
     async def put_adapter(self, asker: str, name: str, adapter: Adapter | None) -> None:
         """Let a name mean an adapter, as at another ingress, `asker`."""
