@@ -45,7 +45,7 @@ class Handoff:
         ready = (request for request in table.waiting if not table.lacks_adapter(request))
         here = (request for request in ready if not table.awaits_pages(request))
         waiting = [request for request in here if request.is_offered or request.leg is not Leg.RECEIVE]
-        table.note_tenants()
+        table.note_tenants(table.prefills())
         startable: Turn = (len(table.config.slo_classes), 0.0, 0)
         set_aside, starvation_s = 0, table.config.starvation_s
         for request in order_prefills(waiting, now, table.prefilled.tokens, starvation_s, table.tenants):

@@ -46,7 +46,7 @@ class PrefillScheduler:
         """Return the requests with prompt tokens to compute here, in the order in which they get chunks."""
         table, prefills = self.table, self.table.prefills()
         if table.config.prefill_order == "response_ratio":
-            table.note_tenants()
+            table.note_tenants(prefills)
             starvation_s = table.config.starvation_s
             return order_prefills(prefills, table.now, table.prefilled.tokens, starvation_s, table.tenants)
         return sorted(prefills, key=lambda request: request.status is Status.WAITING)  # stable: started ones first

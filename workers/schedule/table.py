@@ -1,7 +1,7 @@
 """Every request that has not ended, by status, and its pages. Requests change status here and nowhere else."""
 
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from crossdock.workers.schedule.config import SchedulerConfig
@@ -172,11 +172,11 @@ class RequestTable:
         self.now, self._room = now, None
         self.pages.stock.cached.pass_time(now)
 
-    def note_tenants(self) -> None:
-        """Note whose prompts wait, before they are put in order."""
+    def note_tenants(self, prefills: Sequence[Request]) -> None:
+        """Note whose prompts wait, before they are put in order. `prefills`: as `prefills` returns them."""
         if self.tenants.in_use:
-            prompts = (request for request in (*self.waiting, *self.running) if not request.is_decoding)
-            self.tenants.note(prompts, self.now)
+            arriving = [request for request in self.waiting if request.leg is Leg.RECEIVE]
+            self.tenants.note((*prefills, *arriving), self.now)
 
     def add(self, request: Request) -> None:
         """Put a new request at the end of the queue."""

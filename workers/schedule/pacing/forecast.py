@@ -133,8 +133,16 @@ class Forecast:
         parts, per_context = (scheduled[:num_decodes], cost.per_context) if num_decodes else (scheduled, 0.0)
         fixed *= self.interval_share / sum([part.num_tokens for part in parts])
         per_context *= self.interval_share
-        for part in parts:
-            tenants.charge(part.request, fixed * part.num_tokens + per_context * part.start)
+        spent, one_of = defaultdict[tuple[int, str], float](float), dict[tuple[int, str], Request]()
+        for part in parts:  # short: this runs for every token of every stream
+            request = part.request
+            seconds = fixed * part.num_tokens + per_context * part.start
+            request.charged_s += seconds
+            key = request.priority, request.payer
+            spent[key] += seconds
+            one_of[key] = request
+        for key, request in one_of.items():
+            tenants.spend(request, spent[key])
 
     def compute_seconds(self, request: Request, start: int, end: int) -> float:
         """Return the seconds of this replica's time that tokens [start, end) of a prompt take; without a cost: inf."""

@@ -116,6 +116,10 @@ class Tenants:
     def charge(self, request: Request, seconds: float) -> None:
         """Charge predicted seconds to a request and its tenant."""
         request.charged_s += seconds
+        self.spend(request, seconds)
+
+    def spend(self, request: Request, seconds: float) -> None:
+        """Charge the tenant of a request, of which other requests may have spent a part."""
         turns, name = self._turns[request.priority], request.payer
         turns.times[name] = max(turns.times.get(name, 0.0), turns.least) + seconds / request.weight
         if name not in self._named:
