@@ -15,7 +15,7 @@ from statistics import mean, median
 
 CODE = ("cluster", "router", "workers", "kvtransfer", "kernels", ".ci")
 BUDGETS = {  # count: the most that there may be
-    "lines of code": 62_002,
+    "lines of code": 62_014,
     "lines of tests": 63_353,
     "lines of benchmarks": 11_513,
     "lines of benchmarks/RESULTS.md": 500,
