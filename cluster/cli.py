@@ -68,6 +68,12 @@ SUBCOMMANDS = {
         "Talk to a served model in the terminal. Text from a pipe is one message.",
         "In an answer Ctrl-C stops it. [cyan]crossdock chat 'Why is the sky blue?'[/cyan] asks once.",
     ),
+    "run-batch": Subcommand(
+        "crossdock.cluster.offline.run_batch",
+        "run_batch",
+        "Answer a file of requests, as OpenAI's batches have them, by a model in this process or by a server.",
+        "[cyan]crossdock run-batch -i in.jsonl -o out.jsonl --model Qwen/Qwen3-0.6B[/cyan]",
+    ),
     "bench": Subcommand(
         "crossdock.cluster.bench.command",
         "bench",

@@ -14,6 +14,11 @@ from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
+from crossdock.cluster.api.batches.folder import BatchFolder
+from crossdock.cluster.api.batches.line_answers import Creates, LineAnswers
+from crossdock.cluster.api.batches.pace import Pace
+from crossdock.cluster.api.batches.routes import Batches, BatchFiles
+from crossdock.cluster.api.batches.worker import BatchWorker
 from crossdock.cluster.api.body.generation_defaults import GenerationDefaults
 from crossdock.cluster.api.body.json_body import invalid_field
 from crossdock.cluster.api.body.pooler_config import EmbeddingDefaults
@@ -40,6 +45,7 @@ from crossdock.cluster.api.routes.messages import Messages
 from crossdock.cluster.api.routes.models import Models
 from crossdock.cluster.api.routes.response_store import ResponseStore
 from crossdock.cluster.api.routes.responses import AskStores, Responses
+from crossdock.cluster.api.routes.scores import Scores
 from crossdock.cluster.api.routes.status import Decisions, ServerStatus
 from crossdock.cluster.api.routes.tokenization import Tokenization
 from crossdock.cluster.api.routes.web_assets import ASSET_HEADERS, WebAsset, web_assets
@@ -48,14 +54,20 @@ from crossdock.cluster.api.text.message_format import MessageFormat
 from crossdock.cluster.api.text.prompts import PromptEncoder
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.cluster.dispatch.dispatcher import Dispatcher, TokenSource
+from crossdock.workers.schedule.shares import Shares
 
-_GENERATES = ("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/messages", "/v1/responses")
+_GENERATES = (
+    *("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/messages", "/v1/responses"),
+    *("/v1/score", "/v1/rerank"),
+)
 logger = logging.getLogger("ray.serve")
 
 _OPEN = ("/health", "/ready", "/metrics", "/version", "/openapi.json")  # need no key: they show no client's requests
 _ANTHROPIC_ERRORS: dict[int | str, dict[str, Any]] = {
     "default": {"model": AnthropicErrorAnswer, "description": "Refused"}
 }
+_RERANK = ("/v1/rerank", "/rerank", "/v2/rerank")  # the paths of Jina and Cohere that vLLM has
+_WITHOUT_JSON = ("/cancel", "/v1/files")  # ends of paths whose POST has no body, or a form
 _Endpoint: TypeAlias = tuple[str, str, Callable[..., Any], str]  # method, path, what answers, summary
 _KEY = Security(HTTPBearer(auto_error=False, scheme_name="key"))  # for the description; `HttpGuard` checks the key
 
@@ -106,6 +118,20 @@ def build_api(
     ledger = Ledger(http.replicas, ask_peers=ask_peers)
     app.state.adapters = adapters
     app.state.lend = partial(_lend, keys, ledger)
+    app.state.batches = None
+    if http.batch_folder is not None:
+        lines = Pace(dispatcher, lambda: len(dispatcher.fleet))
+        answers = ModelRoutes(lines, tokenizer, http, tiers, sampling, pooling, None, media, adapters).creates()
+        shares = Shares(http.request_memory_bytes)
+        folder = BatchFolder(Path(http.batch_folder))
+        folder.check()
+        worker = BatchWorker(
+            folder,
+            LineAnswers(answers, keys, ledger, shares, tiers.names[-1]),
+            lines,
+        )
+        app.state.batches = worker
+        _add_endpoints(app, _batches(worker))
     _add_middleware(app, dispatcher, http, keys, ledger)
     return app
 
@@ -128,6 +154,7 @@ def _add_middleware(app: FastAPI, dispatcher: Dispatcher, http: HttpConfig, keys
         payers=Payers(http.tenant_header, http.tenant_weights),
         hosts=HostNames(http.allowed_hosts) if http.is_local and not http.needs_key else None,
         max_body_bytes=http.max_body_bytes,
+        max_file_bytes=0 if http.batch_folder is None else int(http.batch_file_bytes),
         request_timeout_s=http.request_timeout_s,
         memory_bytes=http.request_memory_bytes,
     )
@@ -154,7 +181,7 @@ def _add_endpoints(app: FastAPI, endpoints: Iterable[_Endpoint]) -> None:
             response_model=None,
             dependencies=[] if path in _OPEN else [_KEY],
             responses=_ANTHROPIC_ERRORS if path.startswith("/v1/messages") else None,
-            route_class_override=JsonRoute if method == "POST" and not path.endswith("/cancel") else None,
+            route_class_override=JsonRoute if method == "POST" and not path.endswith(_WITHOUT_JSON) else None,
         )
 
 
@@ -179,6 +206,7 @@ class ModelRoutes:
     chats: Chats = field(init=False)
     embeddings: Embeddings = field(init=False)
     responses: Responses = field(init=False)
+    scores: Scores = field(init=False)
 
     def __post_init__(self) -> None:
         http, tokenizer, media = self.http, self.tokenizer, self.media
@@ -204,8 +232,19 @@ class ModelRoutes:
         self.conversations = Conversations(self.generations, self.encoder, message_format)
         self.chats = Chats(self.conversations, self.generations, tokenizer, forces_usage=forces)
         self.embeddings = Embeddings(self.generations, self.completions, self.pooling)
+        self.scores = Scores(self.generations, self.completions, self.encoder, tokenizer, self.pooling)
         writer = LogprobWriter(tokenizer, as_ids=False)
         self.responses = _responses(self.conversations, writer, http, self.ask_stores)
+
+    def creates(self) -> Creates:
+        """Return the functions that answer a request and its body, by the paths that lines of a batch may name."""
+        return {
+            "/v1/chat/completions": self.chats.create,
+            "/v1/completions": self.completions.create,
+            "/v1/embeddings": self.embeddings.create,
+            "/v1/score": self.scores.score,
+            "/v1/rerank": self.scores.rerank,
+        }
 
     def endpoints(self) -> list[_Endpoint]:
         """Return the endpoints of the model, and the endpoints that clients need beside them."""
@@ -216,6 +255,8 @@ class ModelRoutes:
             ("POST", "/v1/completions", self.completions.create, "Continue a prompt, or several"),
             ("POST", "/v1/chat/completions", self.chats.create, "Answer a conversation"),
             ("POST", "/v1/embeddings", self.embeddings.create, "The vectors of texts"),
+            *(("POST", path, self.scores.score, "How well texts fit texts") for path in ("/v1/score", "/score")),
+            *(("POST", path, self.scores.rerank, "Documents by how well they fit a query") for path in _RERANK),
             ("POST", "/v1/responses", responses.create, "Answer a conversation, in the form of OpenAI's Responses API"),
             ("GET", "/v1/responses/{name}", responses.retrieve, "A stored response"),
             ("DELETE", "/v1/responses/{name}", responses.delete, "Forget a stored response"),
@@ -235,6 +276,22 @@ class ModelRoutes:
             ("GET", "/v1/models", models.all, "The served model, its aliases and its adapters"),
             ("GET", "/v1/models/{name:path}", models.one, "One of them"),
         ]
+
+
+def _batches(worker: BatchWorker) -> list[_Endpoint]:
+    """Return the endpoints of files and batches."""
+    files, batches = BatchFiles(worker.folder), Batches(worker.folder, worker.wake)
+    return [
+        ("POST", "/v1/files", files.create, "Store a file of requests"),
+        ("GET", "/v1/files", files.all, "The files, the newest first"),
+        ("GET", "/v1/files/{name}", files.one, "One of them"),
+        ("GET", "/v1/files/{name}/content", files.content, "The content of a file"),
+        ("DELETE", "/v1/files/{name}", files.delete, "Delete a file"),
+        ("POST", "/v1/batches", batches.create, "Run the requests of a file beside those of others"),
+        ("GET", "/v1/batches", batches.all, "The batches, the newest first"),
+        ("GET", "/v1/batches/{name}", batches.one, "One of them, and how far it is"),
+        ("POST", "/v1/batches/{name}/cancel", batches.cancel, "End a batch"),
+    ]
 
 
 def _reporting(status: ServerStatus) -> list[_Endpoint]:

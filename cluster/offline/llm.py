@@ -14,6 +14,7 @@ from crossdock.cluster.api.body.bodies import ChatCompletionRequest, CompletionR
 from crossdock.cluster.api.body.embedding_body import EmbeddingRequest
 from crossdock.cluster.api.body.generation_defaults import GenerationDefaults
 from crossdock.cluster.api.body.pooler_config import EmbeddingDefaults
+from crossdock.cluster.api.body.score_body import ScoreRequest
 from crossdock.cluster.api.bounds import OUTPUTS
 from crossdock.cluster.api.endpoints import ModelRoutes
 from crossdock.cluster.api.errors import ApiError
@@ -24,7 +25,14 @@ from crossdock.cluster.api.routes.own_requests import own_request
 from crossdock.cluster.api.text.choices import Output, Prompt
 from crossdock.cluster.offline.local_engine import local_engine
 from crossdock.cluster.offline.local_replica import LocalReplica
-from crossdock.cluster.offline.outputs import EmbeddingOutput, EmbeddingRequestOutput, OutputWriter, RequestOutput
+from crossdock.cluster.offline.outputs import (
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    OutputWriter,
+    RequestOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
+)
 from crossdock.cluster.offline.sampling_params import OfflineCompletion, PromptParams
 from crossdock.cluster.offline.settings import offline_configuration
 from crossdock.cluster.serve.media import open_media
@@ -80,8 +88,8 @@ class LLM:
             self._stack = stack.pop_all()
         self.engine = engine
         self._writer = OutputWriter(tokenizer)
-        self._most_in_flight = _AHEAD * engine.config.max_num_seqs
-        self._memory = Shares(_NO_BOUND)
+        self.most_in_flight = _AHEAD * engine.config.max_num_seqs
+        self.memory = Shares(_NO_BOUND)
         self._finalizer = weakref.finalize(self, self._stack.close)
 
     def close(self) -> None:
@@ -172,6 +180,22 @@ class LLM:
 
         return self.run(self._all(len(given), one, use_tqdm))
 
+    def score(
+        self, data_1: str | list[str], data_2: str | list[str], *, use_tqdm: _Progress = True, **fields: Any
+    ) -> list[ScoringRequestOutput]:
+        """Return how well texts fit texts: one and many, or as many on both sides. `fields`: of /v1/score."""
+        whole = _refused(lambda: ScoreRequest.of({**fields, "text_1": data_1, "text_2": data_2}))
+        pairs = _refused(whole.pairs)
+
+        async def one(number: int) -> ScoringRequestOutput:
+            left, right = pairs[number]
+            request = own_request(uuid.uuid4().hex, self.memory)
+            body = whole.model_copy(update={"text_1": left, "text_2": right})
+            _, (score,) = await self.routes.scores.scores(request, body)
+            return ScoringRequestOutput(request.state.request_id, ScoringOutput(score))
+
+        return self.run(self._all(len(pairs), one, use_tqdm))
+
     def get_tokenizer(self) -> Any:
         """Return the model's tokenizer: `encode` makes token ids of a text, `decode` a text of token ids."""
         return self.routes.tokenizer
@@ -205,7 +229,7 @@ class LLM:
         return await self._all(len(bodies), one, use_tqdm)
 
     async def _outputs(self, body: CompletionRequest, prompt: Prompt) -> tuple[Generation, list[Output]]:
-        request = own_request(uuid.uuid4().hex, self._memory)
+        request = own_request(uuid.uuid4().hex, self.memory)
         generation = self.routes.generations.begin(request, body)
         await self.routes.generations.add_choices(generation, [prompt])
         outputs = await self.routes.generations.whole_outputs(generation)
@@ -214,7 +238,7 @@ class LLM:
 
     async def _all(self, num: int, one: Callable[[int], Awaitable[_Result]], use_tqdm: _Progress) -> list[_Result]:
         """Return the results of `one` for each number below `num`. The first error ends the others."""
-        room = asyncio.Semaphore(self._most_in_flight)
+        room = asyncio.Semaphore(self.most_in_flight)
         bar = _bar(use_tqdm, num)
 
         async def run(number: int) -> _Result:

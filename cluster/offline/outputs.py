@@ -66,6 +66,20 @@ class EmbeddingRequestOutput:
     finished: bool = True
 
 
+@dataclass(slots=True)
+class ScoringOutput:
+    score: float
+
+
+@dataclass(slots=True)
+class ScoringRequestOutput:
+    """A pair of texts and its score."""
+
+    request_id: str
+    outputs: ScoringOutput
+    finished: bool = True
+
+
 class OutputWriter:
     """Makes the objects of one model, whose tokenizer writes the tokens of log-probabilities."""
 

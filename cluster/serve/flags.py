@@ -233,6 +233,7 @@ PANELS: dict[str, tuple[Flag, ...]] = {
         Flag("http.media_io_kwargs", kind=str, metavar="JSON"),
         Flag("http.max_queued_requests", ("--max-queued-requests", "--max-num-queued-reqs")),
         Flag("http.vllm_metrics"),
+        Flag("http.batch_folder"),
     ),
     "Cluster and file": (
         Flag(

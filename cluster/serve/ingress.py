@@ -102,6 +102,8 @@ class Ingress:
             async with asyncio.timeout(_FIRST_REPLICA_S):
                 while not self.dispatcher.ready():
                     await asyncio.sleep(0.02)
+        if self._api.state.batches is not None:
+            self._api.state.batches.start()
         prepare_interpreter()
         if config.http.is_open_to_others:
             logger.warning(OPEN_TO_OTHERS, config.http.host, config.http.port)
@@ -171,6 +173,8 @@ class Ingress:
         were answered.
         """
         self._drain_s = seconds
+        if self._api.state.batches is not None:
+            await self._api.state.batches.close()
         return self._listener is None or await self._listener.close(seconds)
 
     async def ingress_metrics(self) -> tuple[str, str]:

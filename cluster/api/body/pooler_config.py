@@ -30,6 +30,11 @@ class PoolerConfig(BaseModel):
     matryoshka_dimensions: tuple[int, ...] | None = Field(
         None, description="Sizes that a request's `dimensions` may ask for; null: those of the model's config.json."
     )
+    classifier_from_token: tuple[str, str] | None = Field(
+        None,
+        description='The words for no and yes of a model that judges pairs: ["no", "yes"] for Qwen3-Reranker. Scores '
+        "are then the probability of yes; null: cosines of vectors.",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +46,7 @@ class EmbeddingDefaults:
     has_any_size: bool = False  # the beginning of a vector, however short, is one too
     sizes: Sequence[int] = ()  # else those that are, besides the whole vector
     refusal: str = ""  # why requests that name no pooling are refused
+    classifier: Sequence[str] = ()  # words for no and yes of a model that judges pairs of texts
 
     @classmethod
     def read(cls, model: Path, config: PoolerConfig | None = None) -> Self:
@@ -58,7 +64,9 @@ class EmbeddingDefaults:
             pooling, refusal = ("mean" if config.pooling_type == "MEAN" else "last"), ""
         if config.use_activation is not None:
             normalizes = config.use_activation
-        return cls(pooling, normalizes, has_any_size, tuple(sizes or ()), refusal)
+        return cls(
+            pooling, normalizes, has_any_size, tuple(sizes or ()), refusal, tuple(config.classifier_from_token or ())
+        )
 
     def check_size(self, size: int) -> None:
         """Raise ApiError for a size that the model's vectors were not made for, as vLLM does."""

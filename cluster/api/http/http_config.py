@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, field_validator, model_validator
 
 from crossdock.cluster.api.body.parser_names import AUTO, REASONING_PARSERS, TOOL_PARSERS, family_of
 from crossdock.cluster.api.body.video_reading import VideoReading
@@ -110,6 +110,11 @@ class HttpConfig(BaseModel):
         64 << 20, ge=0, description="Memory of an ingress for responses that /v1/responses stores; 0: none is stored."
     )
     response_ttl_s: float = Field(3600.0, gt=0, description="How long a stored response can be fetched and continued.")
+    batch_folder: str | None = Field(
+        None,
+        description="Folder for /v1/files and /v1/batches, on a volume that all ingresses share; null: no batches.",
+    )
+    batch_file_bytes: ByteSize = Field(ByteSize(200 << 20), gt=0, description="Largest file of a batch, e.g. 200MiB.")
     force_include_usage: bool = Field(False, description="Streams end with their usage, also where none is asked for.")
     default_chat_template_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="Variables of the chat template in every chat; a request's win over them."

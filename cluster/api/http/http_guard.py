@@ -18,7 +18,7 @@ from crossdock.cluster.api.http.http_json import error_answer
 from crossdock.cluster.api.http.keys import ApiKey, KeyRing, tenant_of
 from crossdock.cluster.api.http.limits import Charge, Ledger
 from crossdock.cluster.api.http.payers import Payer, Payers
-from crossdock.cluster.api.http.request_body import check_no_body, read_body
+from crossdock.cluster.api.http.request_body import check_no_body, read_body, streamed_body
 from crossdock.cluster.api.http.request_memory import SMALL, RequestMemory
 from crossdock.cluster.dispatch.dispatcher import ReplicaLost, SlowReader, SuspectRequest
 from crossdock.workers.schedule.shares import Shares
@@ -27,7 +27,8 @@ from crossdock.workers.schedule.submission import Overloaded
 logger = logging.getLogger("ray.serve")
 
 _MESSAGES = "/v1/messages"  # below this path, errors have Anthropic's shape
-_STORED = "/v1/responses/"  # below this path, nothing is computed
+FILES = "/v1/files"  # a POST here brings a file
+_COMPUTES_NOTHING = ("/v1/responses/", FILES, "/v1/batches")
 _NO_RETRY = {"x-should-retry": "false"}  # OpenAI's clients obey it
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
@@ -77,8 +78,10 @@ class HttpGuard:
         memory_bytes: int = 1 << 31,
         hosts: HostNames | None = None,
         payers: Payers | None = None,
+        max_file_bytes: int = 0,
     ) -> None:
-        """`memory_bytes`: of all requests together. `hosts`: names that the server answers to; None: any."""
+        """`memory_bytes`: of all requests together. `hosts`: names that the server answers to; None: any.
+        `max_file_bytes`: of a file's upload, which is read in parts; 0: there are no such uploads."""
         self._payers = payers or Payers()
         self._app = app
         self._keys = keys
@@ -86,6 +89,7 @@ class HttpGuard:
         self._ledger = ledger
         self._hosts = hosts
         self._shares = Shares(memory_bytes)  # of memory, for each tenant
+        self._max_file_bytes = max_file_bytes
         self._max_body_bytes = max_body_bytes
         self._timeout_s = request_timeout_s
 
@@ -111,11 +115,14 @@ class HttpGuard:
                 if key is not None:
                     _count_connection(state, key)
                     state["account"] = sender.charge = Charge(self._ledger.account(key))
-                    computes = scope["method"] == "POST" and not path.startswith(_STORED)
+                    computes = scope["method"] == "POST" and not path.startswith(_COMPUTES_NOTHING)
                     await sender.charge.begin(is_read=not computes)
                 elif not self._keys.is_open:
                     check_no_body(headers)
                 state["memory"] = sender.memory = RequestMemory(self._shares, tenant_of(key))
+                if self._max_file_bytes and (scope["method"], path) == ("POST", FILES):
+                    await self._app(scope, streamed_body(headers, receive, self._max_file_bytes), sender.send)
+                    return
                 body = await read_body(headers, receive, self._max_body_bytes, sender.memory)
                 if body is None:
                     return

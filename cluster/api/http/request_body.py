@@ -68,6 +68,33 @@ async def read_body(
     return give
 
 
+def streamed_body(headers: dict[bytes, bytes], receive: Receive, max_bytes: int) -> Receive:
+    """Return a channel that gives a body in parts as they come: of a file, which goes to disk. Errors as `read_body`'s.
+
+    Raises:
+        ApiError: 413 the announced length is over the limit; so does the channel, once as much has come.
+    """
+    length = headers.get(b"content-length", b"")
+    size = 0
+
+    def check(num_bytes: int) -> None:
+        if num_bytes > max_bytes:
+            reason = f"The file and its form are larger than {max_bytes} bytes (http.batch_file_bytes)."
+            raise ApiError(reason, status=413, code="request_too_large", headers=_CLOSE)
+
+    check(int(length[:_LENGTH_DIGITS]) if length.isdigit() else 0)
+    began = asyncio.get_running_loop().time()
+
+    async def give() -> Message:
+        nonlocal size
+        message = await _next(receive, began + min(LONGEST_S, SILENCE_S + size / LEAST_BYTES_PER_S))
+        size += len(message.get("body", b""))
+        check(size)
+        return message
+
+    return give
+
+
 async def _next(receive: Receive, deadline: float) -> Message:
     """Return the next part of a body. Raises ApiError 408 if it comes too late, or the body as a whole does."""
     now = asyncio.get_running_loop().time()

@@ -6,6 +6,7 @@ from fastapi import Request
 
 from crossdock.cluster.api.http.keys import ApiKey, tenant_of
 from crossdock.cluster.api.http.limits import Charge
+from crossdock.cluster.api.http.payers import Payers
 from crossdock.cluster.api.http.request_memory import RequestMemory
 from crossdock.cluster.api.http.tiers import SLO_CLASS_HEADER
 from crossdock.workers.schedule.shares import Shares
@@ -30,6 +31,6 @@ def own_request(
     """
     names = {"x-request-id": request_id} | ({} if slo_class is None else {SLO_CLASS_HEADER.lower(): slo_class})
     state: dict[str, Any] = {"request_id": request_id, "api_key": key, "account": account}
-    state["memory"] = RequestMemory(shares, tenant_of(key))
+    state |= {"memory": RequestMemory(shares, tenant_of(key)), "payer": Payers().of(key, {})}
     headers = [(name.encode(), value.encode()) for name, value in names.items()]
     return Request({"type": "http", "method": "POST", "path": "/", "headers": headers, "state": state})

@@ -32,7 +32,8 @@ CLASSES = (
 
 
 class EngineApi:
-    """An asynchronous context, in which the replicas are up. `engine`: fields of `EngineConfig`."""
+    """An asynchronous context, in which the replicas are up. `http`: fields of `HttpConfig`, `engine`: of
+    `EngineConfig`."""
 
     def __init__(
         self,
@@ -43,14 +44,16 @@ class EngineApi:
         router: RouterConfig | None = None,
         most_queued: int = MOST_QUEUED,
         tenant_header: str | None = None,
+        http: Any = None,
         **engine: Any,
     ) -> None:
-        settings = {"kv_cache_memory": ByteSize(4 << 20), "slo_classes": CLASSES, "enable_prefix_caching": False}
-        config = EngineConfig.model_validate(settings | engine)
+        defaults = {"kv_cache_memory": ByteSize(4 << 20), "slo_classes": CLASSES, "enable_prefix_caching": False}
+        config = EngineConfig.model_validate(defaults | engine)
         self.replicas = [InProcess(config) for _ in range(num_replicas)]
         self.dispatcher = Dispatcher("tiny", router, most_queued=most_queued)
-        http = HttpConfig.model_validate({"api_keys": keys, "tenant_header": tenant_header})
-        self.app = build_api(self.dispatcher, tokenizer, http, Tiers(config.slo_classes, config.default_slo_class))
+        fields = {"api_keys": keys, "tenant_header": tenant_header, **(http or {})}
+        settings = HttpConfig.model_validate(fields)
+        self.app = build_api(self.dispatcher, tokenizer, settings, Tiers(config.slo_classes, config.default_slo_class))
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://localhost")
 
     async def __aenter__(self) -> Self:

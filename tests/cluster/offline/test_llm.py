@@ -150,7 +150,7 @@ def test_wrong_request_raises_value_error_that_names_the_field(llm: LLM, make: A
         ({"port": 8000}, "port is not accepted: it is of a server's port"),
         ({"pools": "mixed=2"}, "pools is not accepted"),
         ({"hf_overrides": {}}, "hf_overrides: not supported"),
-        ({"enable_lora": True}, "enable_lora: not supported"),
+        ({"enable_lora": True}, "enable_lora is not accepted: a server has adapters"),
         ({"max_model_length": 5}, "did you mean max_model_len"),
         ({"dtype": "int3"}, "dtype"),
     ],

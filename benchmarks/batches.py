@@ -1,0 +1,119 @@
+"""Measure what a batch costs interactive streams beside it, and what is left of its pace.
+
+    python benchmarks/batches.py --lines 2000
+
+Serves the embedded model with a folder for batches. Runs a batch alone, then the same lines beside four interactive
+streams (one answer after the other, `X-SLO-Class: interactive`), and the streams alone. Prints the batch's output
+tokens a second in both runs, their ratio to what it gets alone minus the streams' tokens, and the p50 and p99 of the
+streams' gaps, whose promise is 50 ms.
+"""
+
+import argparse
+import asyncio
+import json
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from typing import Any
+
+import httpx
+import numpy as np
+from servers import add_server_options, crossdock_command, log_of, serving
+
+from crossdock.workers.model.weights.checkpoint import default_model_dir
+
+OUTPUT, STREAMS = 24, 4  # tokens of a line, streams
+TEXT = "Name a river, a city and a colour. Question number {}."
+
+
+def lines(count: int) -> bytes:
+    made = [
+        {
+            "custom_id": f"c{number}",
+            "method": "POST",
+            "url": "/v1/completions",
+            "body": {"prompt": TEXT.format(number), "max_tokens": OUTPUT, "ignore_eos": True, "seed": number},
+        }
+        for number in range(count)
+    ]
+    return b"".join(json.dumps(each).encode() + b"\n" for each in made)
+
+
+async def run_batch(http: httpx.AsyncClient, content: bytes) -> float:
+    """Run a batch to its end, and return its output tokens a second."""
+    form: Any = {"data": {"purpose": "batch"}, "files": {"file": ("in.jsonl", content)}}
+    file = (await http.post("/v1/files", **form)).json()["id"]
+    body = {"input_file_id": file, "endpoint": "/v1/completions", "completion_window": "24h"}
+    began = time.perf_counter()
+    name = (await http.post("/v1/batches", json=body)).json()["id"]
+    while (batch := (await http.get(f"/v1/batches/{name}")).json())["status"] != "completed":
+        if batch["status"] in ("failed", "expired", "cancelled"):
+            raise RuntimeError(f"the batch is {batch['status']}: {batch['errors']}")
+        await asyncio.sleep(0.25)
+    counts = batch["request_counts"]
+    if counts["failed"] or counts["completed"] != counts["total"]:
+        raise RuntimeError(f"lines failed: {counts}")
+    return counts["total"] * OUTPUT / (time.perf_counter() - began)
+
+
+async def stream(http: httpx.AsyncClient, number: int, gaps: list[float]) -> None:
+    """Read one answer after the other until cancelled, and note the seconds between two events of text."""
+    count = 0
+    while True:
+        count += 1
+        body = {"prompt": f"Stream {number}, story {count}:", "max_tokens": 128, "ignore_eos": True, "stream": True}
+        head, before = {"X-SLO-Class": "interactive"}, 0.0
+        async with http.stream("POST", "/v1/completions", json=body, headers=head) as answer:
+            async for line in answer.aiter_lines():
+                if line.startswith("data: {"):
+                    now = time.perf_counter()
+                    if before:
+                        gaps.append(now - before)
+                    before = now
+
+
+async def streams(http: httpx.AsyncClient, work: Any) -> tuple[list[float], float, Any]:
+    """Run streams beside `work`. Returns their gaps, their tokens a second, and the result of the work."""
+    gaps: list[float] = []
+    began = time.perf_counter()
+    tasks = [asyncio.create_task(stream(http, number, gaps)) for number in range(STREAMS)]
+    try:
+        result = await work
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    return gaps, len(gaps) / (time.perf_counter() - began), result
+
+
+async def measure(address: str, count: int, alone_s: float) -> None:
+    async with httpx.AsyncClient(base_url=address, timeout=None) as http:
+        with suppress(httpx.HTTPError):
+            await run_batch(http, lines(32))  # warms up
+        alone = await run_batch(http, lines(count))
+        gaps_alone, _, _ = await streams(http, asyncio.sleep(alone_s))
+        gaps, taken, beside = await streams(http, run_batch(http, lines(count)))
+    for name, found in (("alone", gaps_alone), ("beside the batch", gaps)):
+        p50, p99 = np.percentile(found, [50, 99]) * 1e3
+        print(f"{STREAMS} streams {name}: gaps p50 {p50:.0f} ms, p99 {p99:.0f} ms ({len(found)} tokens)")
+    print(f"batch of {count} lines: alone {alone:.0f} tokens/s, beside {STREAMS} streams {beside:.0f} tokens/s")
+    share = beside / max(alone - taken, 1e-9)
+    print(f"streams took {taken:.0f} tokens/s; the batch has {share:.2f} of what it gets alone minus that")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lines", type=int, default=2000)
+    parser.add_argument("--alone", type=float, default=20.0, help="seconds of the streams alone")
+    add_server_options(parser, "batches", 31990)
+    args = parser.parse_args()
+    args.model = default_model_dir()
+    with tempfile.TemporaryDirectory() as folder:
+        command = crossdock_command(args, "--batch-folder", folder, "--max-model-len", "2048")
+        with serving("crossdock", command, args, log_of(args, "crossdock")) as server:
+            asyncio.run(measure(server.address, args.lines, args.alone))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

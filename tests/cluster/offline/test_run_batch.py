@@ -1,0 +1,105 @@
+"""`crossdock run-batch`: the answers are those of the class, and wrong files end the command with their line."""
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from crossdock.cluster.cli import app
+from crossdock.cluster.offline import run_batch as run_batch_module
+
+CHATS = "/v1/chat/completions"
+
+
+def line(custom_id: str, url: str = CHATS, **body: Any) -> str:
+    return json.dumps({"custom_id": custom_id, "method": "POST", "url": url, "body": body}) + "\n"
+
+
+def run(tmp_path: Path, content: str, *flags: str) -> tuple[int, str, dict[str, Any]]:
+    """Return the status, the output and the records by custom id."""
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text(content)
+    found = CliRunner().invoke(app, ["run-batch", "-i", str(source), "-o", str(target), *flags])
+    records = [json.loads(each) for each in target.read_text().splitlines()] if target.exists() else []
+    assert {path.name for path in tmp_path.iterdir()} <= {"in.jsonl", "out.jsonl"} or found.exit_code
+    return found.exit_code, found.output, {each["custom_id"]: each["response"] for each in records}
+
+
+def test_model_in_this_process_answers_all_lines(tmp_path: Path, small_model_dir: Path) -> None:
+    chat = {"messages": [{"role": "user", "content": "Hi"}], "temperature": 0, "max_tokens": 4}
+    content = (
+        "".join(line(f"c{i}", **chat) for i in range(5))
+        + line("text", "/v1/completions", prompt=[5, 6], max_tokens=3, ignore_eos=True)
+        + line("vector", "/v1/embeddings", input="a")
+        + line("score", "/v1/score", text_1="a", text_2=["a", "b"])
+        + line("wrong", **chat | {"temperature": 9})
+    )
+    flags = ["--model", str(small_model_dir), "--dtype", "float32", "--max-model-len", "256", "--max_num_seqs", "4"]
+    status, output, found = run(tmp_path, content, *flags, "--kv-cache-memory", "16MiB", "--device", "cpu")
+    assert status == 0, output
+    assert "9 requests, 1 of them refused" in output
+    texts = {json.dumps(found[f"c{i}"]["body"]["choices"][0]["message"]) for i in range(5)}
+    assert len(texts) == 1
+    assert found["text"]["body"]["usage"]["completion_tokens"] == 3
+    assert len(found["vector"]["body"]["data"][0]["embedding"]) == 256
+    assert found["score"]["body"]["data"][0]["score"] == pytest.approx(1.0)
+    assert found["wrong"]["body"]["error"]["param"] == "temperature"
+
+
+class Busy(BaseHTTPRequestHandler):
+    """Answers each request when it comes for the second time."""
+
+    seen: set[str]
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        name = self.headers["X-Request-Id"]
+        status = 200 if name in self.seen and self.headers["Authorization"] == "Bearer key" else 429
+        self.seen.add(name)
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_args: Any) -> None: ...
+
+
+@pytest.fixture
+def busy() -> Iterator[str]:
+    Busy.seen = set()
+    with ThreadingHTTPServer(("127.0.0.1", 0), Busy) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}/v1"
+        server.shutdown()
+        thread.join(60)
+
+
+def test_busy_server_is_asked_again_for_each_line(tmp_path: Path, busy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_batch_module, "_RETRY_S", (0.001, 0.01))
+    content = "".join(line(f"c{i}", i=i) for i in range(30))
+    status, output, found = run(tmp_path, content, "--url", busy, "--server-key", "key", "--max-concurrent", "4")
+    assert status == 0, output
+    assert {name: each["body"] for name, each in found.items()} == {f"c{i}": {"i": i} for i in range(30)}
+
+
+@pytest.mark.parametrize(
+    ("content", "flags", "words"),
+    [
+        (line("a") + "{", (), "line 2: This line is not valid JSON"),
+        (line("a", "/v1/files"), (), "'url' must be one of"),
+        (line("a"), ("--url", "http://127.0.0.1:9", "--dtype", "float32"), "cannot be given"),
+        (line("a"), ("--port", "9000"), "port is not accepted"),
+    ],
+)
+def test_wrong_file_or_flag_ends_the_command_with_the_reason(
+    tmp_path: Path, content: str, flags: tuple[str, ...], words: str
+) -> None:
+    status, output, found = run(tmp_path, content, *flags)
+    assert (status, found) == (2, {})
+    assert words in output
