@@ -14,7 +14,10 @@ _OF_A_SERVER = {
         f"http.{name}": "there are no clients to keep out"
         for name in ("allowed_origins", "allowed_hosts", "api_keys", "max_queued_requests")
     },
-    **dict.fromkeys((*("model.lora_modules", "http.lora_folder", "engine.enable_lora", "engine.max_loras"), "engine.max_lora_rank"), "a server has adapters (`crossdock serve --lora-modules`); merge one into the weights for this class"),
+    **dict.fromkeys(
+        ("model.lora_modules", "http.lora_folder", "engine.enable_lora", "engine.max_loras", "engine.max_lora_rank"),
+        "a server has adapters (`crossdock serve --lora-modules`); merge one into the weights",
+    ),
     "http.force_include_usage": "there are no streams",
     "http.vllm_metrics": "there is no /metrics",
     "http.batch_folder": "`crossdock run-batch` runs a file of requests",
