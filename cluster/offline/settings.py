@@ -8,7 +8,7 @@ from crossdock.cluster.config import ClusterConfig
 from crossdock.cluster.serve.flags import PANELS, Flag, configuration
 from crossdock.cluster.serve.other_flags import answer
 
-_OF_A_SERVER = {
+OF_A_SERVER = {
     **{f"http.{name}": "it is of a server's port" for name in ("host", "port", "root_path", "keep_alive_s")},
     **{
         f"http.{name}": "there are no clients to keep out"
@@ -60,8 +60,8 @@ def offline_configuration(model: str | None, settings: Mapping[str, Any]) -> Clu
         flag = names.get(name)
         if flag is None:
             raise ValueError(_unknown(name, names))
-        if flag.key in _OF_A_SERVER:
-            raise ValueError(f"{name} is not accepted: {_OF_A_SERVER[flag.key]}")
+        if flag.key in OF_A_SERVER:
+            raise ValueError(f"{name} is not accepted: {OF_A_SERVER[flag.key]}")
         given[flag.parameter] = value
     chosen = {flag.key for flag in flags.values() if given[flag.parameter] is not None}
     own = given["set"] or []
