@@ -17,6 +17,7 @@ from ray import serve
 from ray.serve.config import HTTPOptions
 from transformers import AutoModelForCausalLM
 
+from crossdock import LLM, SamplingParams
 from crossdock.cluster.config_file import load
 from crossdock.cluster.serve.app import APP_NAME, build
 from tests.cluster.ports import free_port
@@ -40,6 +41,7 @@ def url(ray_cluster: None, small_model_dir: Path, adapter_folder: Path) -> Itera
             "model.dtype": "float32",
             "http.port": port,
             "http.replicas": 2,
+            "http.batch_folder": str(tmp_path_factory.mktemp("batches")),
             "http.metrics_hold_s": 0,
             "engine.max_num_batched_tokens": 256,
             "engine.max_num_seqs": 16,
@@ -161,6 +163,26 @@ def test_seeded_request_with_n_and_batch_gives_the_same_distinct_texts_again(cli
     first = ask()
     assert len(set(first)) == 4
     assert ask() == first
+
+
+def test_batch_at_two_ingresses_gives_the_outputs_of_a_model_in_this_process(
+    client: openai.OpenAI, small_model_dir: Path
+) -> None:
+    bodies = [{"prompt": [5, 6, number], "max_tokens": 6, "seed": number, "ignore_eos": True} for number in range(12)]
+    url = "/v1/completions"
+    lines = [{"custom_id": str(n), "method": "POST", "url": url, "body": body} for n, body in enumerate(bodies)]
+    file = client.files.create(file=("in.jsonl", "\n".join(map(json.dumps, lines)).encode()), purpose="batch")
+    name = client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h").id
+    eventually(lambda: client.batches.retrieve(name).status == "completed")
+    output = client.batches.retrieve(name).output_file_id
+    assert output is not None
+    records = [json.loads(line) for line in client.files.content(output).text.splitlines()]
+    found = {int(each["custom_id"]): each["response"]["body"]["choices"][0]["text"] for each in records}
+    assert len(records) == len(found) == 12
+    with LLM(str(small_model_dir), dtype="float32", max_num_seqs=4, kv_cache_memory="64MiB", device="cpu") as llm:
+        params = [SamplingParams(max_tokens=6, seed=body["seed"], ignore_eos=True) for body in bodies]
+        wanted = llm.generate([body["prompt"] for body in bodies], params, use_tqdm=False)
+    assert [found[number] for number in range(12)] == [one.outputs[0].text for one in wanted]
 
 
 def test_json_schema_is_obeyed(client: openai.OpenAI) -> None:
