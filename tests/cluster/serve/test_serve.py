@@ -31,7 +31,9 @@ def adapter_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def url(ray_cluster: None, small_model_dir: Path, adapter_folder: Path) -> Iterator[str]:
+def url(
+    ray_cluster: None, small_model_dir: Path, adapter_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[str]:
     port = free_port()
     config = load(
         None,
