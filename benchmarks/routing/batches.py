@@ -1,6 +1,6 @@
 """Measure what a batch costs interactive streams beside it, and what is left of its pace.
 
-    python benchmarks/batches.py --lines 2000
+    python benchmarks/routing/batches.py --lines 2000
 
 Serves the embedded model with a folder for batches. Runs a batch alone, then the same lines beside four interactive
 streams (one answer after the other, `X-SLO-Class: interactive`), and the streams alone. Prints the batch's output
@@ -15,10 +15,13 @@ import sys
 import tempfile
 import time
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for servers
 from servers import add_server_options, crossdock_command, log_of, serving
 
 from crossdock.workers.model.weights.checkpoint import default_model_dir
