@@ -213,9 +213,9 @@ TIERS = [
     Fault(
         "page that is loaded may still be computed",
         "memory.arriving_tail",
-        "ArrivingTail.take_last",
-        "self.pending.pop()",
-        "self.pending[-1]",
+        "ArrivingTail.claim",
+        "self.pending.popleft() + 1",
+        "self.pending.popleft() + 2",
     ),
     Fault(
         "request goes on behind a page that has not landed",
