@@ -233,10 +233,10 @@ TIERS = [
     ),
     Fault(
         "page is computed and loaded",
-        "prefixes.awaited",
-        "Awaited.without_waiting",
-        "[each for each in prefills if not table.awaits_pages(each)]",
-        "prefills",
+        "scheduler",
+        "Scheduler.schedule",
+        "prefills = self.awaited.without_waiting(prefills)",
+        "pass",
     ),
     Fault(
         "loads of two epochs are mixed up",
