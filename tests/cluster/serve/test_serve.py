@@ -26,14 +26,7 @@ from tests.waiting import eventually
 
 
 @pytest.fixture(scope="module")
-def adapter_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("adapters")
-
-
-@pytest.fixture(scope="module")
-def url(
-    ray_cluster: None, small_model_dir: Path, adapter_folder: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[str]:
+def url(ray_cluster: None, small_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     port = free_port()
     config = load(
         None,
@@ -47,8 +40,6 @@ def url(
             "http.metrics_hold_s": 0,
             "engine.max_num_batched_tokens": 256,
             "engine.max_num_seqs": 16,
-            "engine.enable_lora": True,
-            "http.lora_folder": str(adapter_folder),
         },
     )
     serve.start(http_options=HTTPOptions(host="127.0.0.1", port=port))
@@ -81,29 +72,6 @@ def wait_until_idle(url: str) -> None:
         lambda: not metric(url, 'crossdock_pages{state="owned"') and not metric(url, "crossdock_requests_active"),
         "pages are still owned",
     )
-
-
-def test_adapter_loaded_at_one_ingress_is_served_by_both(url: str, small_model_dir: Path, adapter_folder: Path) -> None:
-    """Its tokens are PEFT's, beside a stream of the base model; after the unload both answer 404."""
-    from tests.workers.lora_oracle import tuned
-
-    module = AutoModelForCausalLM.from_pretrained(small_model_dir, dtype=torch.float32)
-    one, prompt = tuned(module, adapter_folder / "one", 1), [5 + i % 90 for i in range(40)]
-
-    def answer(model: str) -> httpx.Response:
-        body = {"model": model, "prompt": prompt, "max_tokens": 8, "min_tokens": 8, "temperature": 0}
-        return httpx.post(f"{url}/v1/completions", json=body | {"return_token_ids": True}, timeout=60)
-
-    assert answer("one").status_code == 404
-    loaded = httpx.post(f"{url}/v1/load_lora_adapter", json={"lora_name": "one", "lora_path": "one"}, timeout=60)
-    assert loaded.status_code == 200, loaded.text
-    wanted = one.greedy(prompt, 8)
-    for _ in range(6):  # requests go to both ingresses
-        assert answer("one").json()["choices"][0]["token_ids"] == wanted
-    assert answer("smol").json()["choices"][0]["token_ids"] != wanted
-    assert metric(url, "crossdock_adapter_loads_total") == 1
-    assert httpx.post(f"{url}/v1/unload_lora_adapter", json={"lora_name": "one"}, timeout=60).status_code == 200
-    assert [answer("one").status_code for _ in range(6)] == [404] * 6
 
 
 def test_poisonous_grammars_are_refused_while_a_stream_goes_on(url: str, client: openai.OpenAI) -> None:
