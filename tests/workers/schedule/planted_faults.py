@@ -235,8 +235,8 @@ TIERS = [
         "page is computed and loaded",
         "scheduler",
         "Scheduler.schedule",
-        "prefills = self.awaited.without_waiting(prefills)",
-        "pass",
+        "self.awaited.without_waiting(self.adapters.startable(prefills))",
+        "self.adapters.startable(prefills)",
     ),
     Fault(
         "loads of two epochs are mixed up",
