@@ -232,13 +232,6 @@ TIERS = [
         "pages.share(owner, whole) or pages.stock.share(whole.pages)",
     ),
     Fault(
-        "page is computed and loaded",
-        "scheduler",
-        "Scheduler.schedule",
-        "self.awaited.without_waiting(self.adapters.startable(prefills))",
-        "self.adapters.startable(prefills)",
-    ),
-    Fault(
         "loads of two epochs are mixed up",
         "prefixes.awaited",
         "Awaited._owner",
