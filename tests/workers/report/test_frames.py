@@ -109,7 +109,8 @@ def test_other_bytes_are_refused(content: bytes) -> None:
         again = read_frame(content)
     except DecodeError:
         return
-    assert read_frame(frame(again)[LENGTH.size :]) == again
+    whole = frame(again)
+    assert frame(read_frame(whole[LENGTH.size :])) == whole  # not the messages: NaN does not equal itself
 
 
 def test_cut_frame_is_refused() -> None:
