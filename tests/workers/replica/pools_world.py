@@ -172,7 +172,7 @@ class PoolReplica:
             **settings,
         )
         self.pages: PagePool = self.scheduler.pages
-        self.config, self.model = SimpleNamespace(page_size=PAGE_SIZE), SimpleNamespace(vocab_size=1000)
+        self.config, self.executor = SimpleNamespace(page_size=PAGE_SIZE), SimpleNamespace(vocab_size=1000)
         self.dock = SansIoDock(self.name, self.world, lambda event: self.inbox.append(lambda: self.handle(event)))
         self.handover = Handover(self, self.dock, TRANSFER, self.world.transferred)  # type: ignore[arg-type]
 
