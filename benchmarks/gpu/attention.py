@@ -29,6 +29,7 @@ class _Recorder:
 
     def __init__(self, device: str) -> None:
         self.device = torch.device(device)
+        self.adapters = None
         self.given: Any = None
 
     def forward(self, *given: Any) -> Tensor:

@@ -60,5 +60,5 @@ def open_media(
             media.close()
         if not isinstance(reason, NoPictures):
             raise
-        logger.info("requests can have no pictures: %s", reason)
+        logger.info("requests can have no pictures: %s", str(reason))  # the error holds the frames of its callers
         return None

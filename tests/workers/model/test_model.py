@@ -2,12 +2,13 @@
 
 import dataclasses
 import importlib.util
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from crossdock.kernels.attention import AttentionBatch, reference_store_kv
+from crossdock.kernels.attention import reference_store_kv
 from crossdock.kernels.backend import TORCH, choose_attention
 from crossdock.workers.model.load import wrap_module
 from crossdock.workers.model.load_options import LoadOptions
@@ -79,8 +80,8 @@ def test_positions_reset_in_every_chunk_change_logits() -> None:
     model = wrap_module(module)
 
     class Reset(LoadedModel):
-        def forward(self, token_ids: Tensor, positions: Tensor, batch: AttentionBatch, rows: Tensor) -> Tensor:
-            return super().forward(token_ids, positions - positions[0], batch, rows)
+        def forward(self, token_ids: Tensor, positions: Tensor, *rest: Any) -> Tensor:
+            return super().forward(token_ids, positions - positions[0], *rest)
 
     broken = Reset(**vars(model))
     got = through_pages(broken, [prompt], [[(0, 0, 16)], [(0, 16, 64)]])[0]

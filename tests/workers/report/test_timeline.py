@@ -122,6 +122,7 @@ def test_timeline_of_a_request_alone_is_complete() -> None:
         "finish_reason": "length",
         "ended_s": 5.0,
         "freed_bytes": None,
+        "charged_s": 0.0,
         "transfers": [],
     }
     json.dumps(found)

@@ -152,6 +152,7 @@ LABELS = {  # label: its values, which the configuration and the code know, and 
     "kv_cache_dtype": "[a-z0-9]+",
     "enable_prefix_caching": "True|False",
     "prefill_shared": "[a-z_]+",
+    "tenant": "[0-9a-f]{8}|others",
 }
 
 

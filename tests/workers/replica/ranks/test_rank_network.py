@@ -17,7 +17,7 @@ from crossdock.workers.replica.ranks.rank_messages import JoinGang, encode
 from crossdock.workers.replica.ranks.rank_network import GangStore
 from crossdock.workers.replica.ranks.rank_socket import RankSocket
 from crossdock.workers.replica.serving.follower import follow
-from crossdock.workers.replica.serving.replica import gang_host
+from crossdock.workers.replica.serving.model_start import gang_host
 from tests.workers.architectures import build
 from tests.workers.gangs import spec_of
 from tests.workers.ranks import PROCESSES, saved
