@@ -17,7 +17,7 @@ CODE = ("cluster", "router", "workers", "kvtransfer", "kernels", ".ci")
 BUDGETS = {  # count: the most that there may be
     "lines of code": 63_578,
     "lines of tests": 64_191,
-    "lines of benchmarks": 11_635,
+    "lines of benchmarks": 11_636,
     "lines of benchmarks/RESULTS.md": 500,
     "Python files in the largest folder": 20,
     "lines of the longest class": 350,
