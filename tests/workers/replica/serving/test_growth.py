@@ -18,7 +18,7 @@ BOUNDED = (  # the end of a path, and the most entries
     ("cost_fit._errors", 4096),
     ("cost_fit._overruns", 4096),
     (".pages.stock._free", 512),  # of all pages there are
-    (".pages.prefixes._changes", 512),  # until the next message to the routers
+    (".pages.prefixes.changes._changes", 512),  # until the next message to the routers
 )
 _numbers = count()
 
