@@ -23,7 +23,7 @@ _NF4 = (
 )
 TABLES = {"e2m1": (*_E2M1, *(-value for value in _E2M1)), "nf4": _NF4}
 """The values of codes that are no numbers themselves. Of nf4: the levels of bitsandbytes, from QLoRA's appendix E."""
-_IN_NIBBLES = ("int4", "e2m1", "nf4")
+IN_NIBBLES: tuple[Kind, ...] = ("int4", "e2m1", "nf4")  # two codes share a byte
 _PANEL_BYTES = 16 << 20  # of float32, that are dequantised at a time
 _DTYPES = {
     "int4": torch.uint8,
@@ -73,7 +73,7 @@ class PackedMatrix:
     def shape(self) -> tuple[int, int]:
         """N and K, of the weight."""
         rows, columns = self.codes.shape
-        return rows, columns * (2 if self.kind in _IN_NIBBLES else 1)
+        return rows, columns * (2 if self.kind in IN_NIBBLES else 1)
 
     @property
     def nbytes(self) -> int:
@@ -111,7 +111,7 @@ class PackedMatrix:
         if unit < size and (start % unit or (end % unit and end != size)):
             text = f"{unit} {'rows' if dim == 0 else 'columns'}"
             raise ValueError(f"scales are for {text} each, which {start} to {end} of {size} would cut")
-        per_code = 2 if dim == 1 and self.kind in _IN_NIBBLES else 1
+        per_code = 2 if dim == 1 and self.kind in IN_NIBBLES else 1
         if start % per_code or end % per_code:
             raise ValueError(f"two columns share a byte, which {start} to {end} would cut")
         units = (0, 1) if unit >= size else (start // unit, -(-end // unit))
@@ -132,7 +132,7 @@ class PackedMatrix:
 
     def _values(self, codes: Tensor, wide: torch.dtype) -> Tensor:
         """Return the values of codes, [n, K]."""
-        if self.kind not in _IN_NIBBLES:
+        if self.kind not in IN_NIBBLES:
             return codes.to(wide, copy=True)
         nibbles = torch.stack([codes & 15, codes >> 4], -1).flatten(1)
         if self.kind == "int4":

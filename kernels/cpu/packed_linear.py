@@ -11,14 +11,14 @@ from torch import Tensor
 
 from crossdock.kernels.cpu.build import cpu_library
 from crossdock.kernels.cpu.huge_pages import HugePages
-from crossdock.kernels.packed import Kind, PackedMatrix
+from crossdock.kernels.packed import IN_NIBBLES, Kind, PackedMatrix
 
 INT8_MAX = 127
 _PANEL = 16  # outputs
 _KINDS: tuple[Kind, ...] = ("int4", "int8", "e2m1", "e4m3", "nf4")  # from 1 on, in the order of packed.h
-_BITS = {"int4": 4, "int8": 8, "e2m1": 4, "e4m3": 8, "nf4": 4}  # of a code
+_BITS = {kind: 4 if kind in IN_NIBBLES else 8 for kind in _KINDS}  # of a code
 _CODES = {  # dtype of the tensor of codes, columns in an element
-    **dict.fromkeys(("int4", "e2m1", "nf4"), (torch.uint8, 2)),
+    **dict.fromkeys(IN_NIBBLES, (torch.uint8, 2)),
     "int8": (torch.int8, 1),
     "e4m3": (torch.float8_e4m3fn, 1),
 }

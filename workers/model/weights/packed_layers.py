@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from crossdock.kernels.packed import PackedMatrix, join_rows, packed_product
+from crossdock.kernels.packed import IN_NIBBLES, PackedMatrix, join_rows, packed_product
 from crossdock.workers.model.cut.part import ModelPart, TensorSlice
 from crossdock.workers.model.cut.position import CannotCut
 from crossdock.workers.model.weights.scheme import PackedForm
@@ -169,6 +169,6 @@ def _without_bytes(form: PackedForm, rows: int, columns: int) -> PackedMatrix:
     grid = torch.empty(-(-rows // block_rows), -(-columns // group), device="meta")
     grid = grid.bfloat16() if form.scale_bytes == 2 else grid
     dtype = {"int8": torch.int8, "e4m3": torch.float8_e4m3fn}.get(form.kind, torch.uint8)
-    codes = torch.empty(rows, columns // (2 if form.kind in ("int4", "e2m1", "nf4") else 1), dtype=dtype, device="meta")
+    codes = torch.empty(rows, columns // (2 if form.kind in IN_NIBBLES else 1), dtype=dtype, device="meta")
     order = torch.empty(columns, dtype=torch.int64, device="meta") if form.has_order else None
     return PackedMatrix(form.kind, codes, grid, grid if form.has_offsets else None, group, block_rows, order)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from crossdock.kernels.packed import PackedMatrix
+from crossdock.kernels.packed import IN_NIBBLES, PackedMatrix
 from crossdock.workers.model.weights.scheme import PackedForm
 
 Pieces: TypeAlias = Mapping[str, Tensor]  # by role: codes, scales and so on
@@ -202,7 +202,7 @@ def _floats(scales: Tensor) -> Tensor:
 
 
 def _per_byte(form: PackedForm) -> int:
-    return 2 if form.kind in ("int4", "e2m1", "nf4") else 1
+    return 2 if form.kind in IN_NIBBLES else 1
 
 
 def _of_codes(_form: PackedForm, codes: Sequence[int]) -> list[int]:
