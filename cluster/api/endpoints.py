@@ -225,6 +225,7 @@ class ModelRoutes:
             self.tiers,
             self.defaults,
             max_logprobs=http.max_logprobs,
+            logprobs_mode=http.logprobs_mode,
             placeholders=None if media is None else media.placeholders,
         )
         forces = http.force_include_usage

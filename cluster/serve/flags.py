@@ -199,6 +199,7 @@ PANELS: dict[str, tuple[Flag, ...]] = {
         Flag("http.host"),
         Flag("http.port"),
         Flag("http.max_logprobs"),
+        Flag("http.logprobs_mode"),
         Flag("http.root_path"),
         Flag("http.keep_alive_s"),
         Flag(

@@ -3,9 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Literal
 
 from crossdock.workers.schedule.pictures.items import NO_ITEMS, Item
 from crossdock.workers.schedule.slo import DEFAULT_CLASS
+
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
 
 
 class Overloaded(RuntimeError):
@@ -92,6 +95,7 @@ class SamplingParams:
     logprobs: int | None = None  # alternatives beside the chosen token; 0 is the chosen token alone
     logprob_token_ids: tuple[int, ...] = ()  # the alternatives, instead of the likeliest; needs `logprobs`
     prompt_logprobs: int | None = None  # likewise, for the tokens of the prompt
+    logprobs_mode: LogprobsMode = "raw_logprobs"  # processed: after everything that decides the drawn token
     stop_token_ids: tuple[int, ...] = ()
     min_tokens: int = 0
     ignore_eos: bool = False

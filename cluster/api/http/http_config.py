@@ -10,6 +10,7 @@ from pydantic import BaseModel, ByteSize, ConfigDict, Field, field_validator, mo
 from crossdock.cluster.api.body.parser_names import AUTO, REASONING_PARSERS, TOOL_PARSERS, family_of
 from crossdock.cluster.api.body.video_reading import VideoReading
 from crossdock.cluster.api.http.keys import ApiKey
+from crossdock.workers.schedule.submission import LogprobsMode
 
 OPEN_TO_OTHERS = (
     "No API key is set: every client that reaches %s port %d can use this server. "
@@ -105,6 +106,11 @@ class HttpConfig(BaseModel):
     model_aliases: tuple[str, ...] = Field((), description="Further names that the served model answers to.")
     max_logprobs: int = Field(
         20, ge=-1, description="Most alternatives a request may ask for, per token; -1: the whole vocabulary."
+    )
+    logprobs_mode: LogprobsMode = Field(
+        "raw_logprobs",
+        description="What answers give as logprobs: of the model's logits (raw), or of those that a token is drawn "
+        "from, after penalties, masks, temperature, top-k and top-p (processed); or these logits themselves.",
     )
     response_store_bytes: int = Field(
         64 << 20, ge=0, description="Memory of an ingress for responses that /v1/responses stores; 0: none is stored."

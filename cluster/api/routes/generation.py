@@ -31,7 +31,7 @@ from crossdock.cluster.api.text.tokenizer import ModelTokenizer, TextStream
 from crossdock.cluster.dispatch.dispatcher import ModelCard, TokenSource
 from crossdock.workers.schedule.pictures.items import salted
 from crossdock.workers.schedule.request import TokenDelta
-from crossdock.workers.schedule.submission import Adapter, InvalidField, SamplingParams, Submission
+from crossdock.workers.schedule.submission import Adapter, InvalidField, LogprobsMode, SamplingParams, Submission
 
 _CHOICES_AT_ONCE = 32  # made between two looks at other requests; about 20 µs each
 
@@ -96,6 +96,7 @@ class Generations:
         defaults: GenerationDefaults,
         *,
         max_logprobs: int,
+        logprobs_mode: LogprobsMode = "raw_logprobs",
         placeholders: Mapping[str, int] | None = None,
     ) -> None:
         """`placeholders`: the token that stands for rows of an item, by its kind; None: the model reads text only."""
@@ -105,6 +106,7 @@ class Generations:
         self._tiers = tiers
         self._defaults = defaults
         self._max_logprobs = max_logprobs
+        self._logprobs_mode = logprobs_mode
         self._placeholders = dict(placeholders or {})
 
     def begin(self, request: Request, body: GenerationBody) -> Generation:
@@ -145,7 +147,8 @@ class Generations:
         if reading is not None:
             sampling = replace(sampling, grammar=reading.grammar)
         shown = None if reading is None else reading.shown
-        sampling = replace(sampling, bad_words=await encode_bad_words(body.bad_words, self._tokenizer))
+        bad_words = await encode_bad_words(body.bad_words, self._tokenizer)
+        sampling = replace(sampling, bad_words=bad_words, logprobs_mode=self._logprobs_mode)
         num_prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
         num_logprobs = body.count_logprobs(sampling, num_prompt_tokens, sum(limits))
         state.memory.hold(TOKEN_BYTES * num_prompt_tokens + LOGPROB_BYTES * num_logprobs)

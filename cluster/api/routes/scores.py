@@ -98,6 +98,7 @@ class Scores:
             reason = "'truncate_prompt_tokens' is not supported: it would cut the template that holds both texts."
             raise ApiError(reason, param="truncate_prompt_tokens", code="unsupported_parameter")
         words = {"max_tokens": 1, "temperature": 0.0, "logprobs": 0, "logprob_token_ids": self._words, "n": 1}
+        words["repetition_penalty"] = 1.0  # not the model's own, which processed logprobs would have
         generation = self._generations.begin(request, CompletionRequest.of({"prompt": "", **words, **passed}))
         prompts = [
             await self._encoder.encode_chat(

@@ -46,6 +46,18 @@ def test_path_that_is_none_is_refused(path: str) -> None:
         HttpConfig(root_path=path)
 
 
+def test_mode_of_logprobs_reaches_the_engine_from_every_endpoint(
+    engine: ScriptedDispatcher, tokenizer: ModelTokenizer
+) -> None:
+    with serving(engine, tokenizer, HttpConfig(logprobs_mode="processed_logits")) as http:
+        http.post("/v1/completions", json={"prompt": "a", "logprobs": 1})
+        http.post("/v1/chat/completions", json=CHAT | {"logprobs": True})
+        http.post("/v1/responses", json={"input": "a"})
+    assert [each.sampling.logprobs_mode for each in engine.submissions] == ["processed_logits"] * 3
+    with pytest.raises(ValueError, match="logprobs_mode"):
+        HttpConfig.model_validate({"logprobs_mode": "logits"})
+
+
 def test_pages_of_allowed_origins_may_call_the_api(engine: ScriptedDispatcher, tokenizer: ModelTokenizer) -> None:
     """A browser asks with OPTIONS first, without a key, and needs the header in the answer, also in an error."""
     config = HttpConfig.model_validate({"allowed_origins": ["https://chat.example"], "api_keys": ["k"]})

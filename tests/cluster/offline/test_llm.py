@@ -73,6 +73,31 @@ def test_logprobs_of_prompt_and_output_are_transformers(llm: LLM, small_model_di
     assert output.cumulative_logprob == pytest.approx(total)
 
 
+def test_processed_logits_of_drafted_tokens_are_transformers(small_model_dir: Path) -> None:
+    """Tokens of a prompt have the logits as they are; those of the output are over the temperature, and cut."""
+    drafts = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}'
+    settings = {"logprobs_mode": "processed_logits", "speculative_config": drafts, "max_num_seqs": 4, **SIZES}
+    with LLM(str(small_model_dir), **settings) as llm:
+        params = SamplingParams(temperature=0.5, top_k=2, seed=3, max_tokens=24, logprobs=3, prompt_logprobs=1)
+        (one,) = llm.generate([5, 9, 60, 8] * 5, params, use_tqdm=False)
+        verification = llm.engine.scheduler.verification
+        assert verification is not None
+        assert verification.totals.num_drafts > 0
+    (output,) = one.outputs
+    tokens = [*one.prompt_token_ids, *output.token_ids]
+    with torch.inference_mode():
+        wanted = reference(small_model_dir)(torch.tensor([tokens])).logits[0]
+    assert one.prompt_logprobs is not None
+    assert output.logprobs is not None
+    for position, entry in enumerate([*one.prompt_logprobs[1:], *output.logprobs]):
+        assert entry is not None
+        scale = 1 if position < len(one.prompt_token_ids) - 1 else 2
+        assert entry[tokens[position + 1]].logprob == pytest.approx(
+            float(wanted[position, tokens[position + 1]]) * scale, abs=4e-3
+        )
+        assert sum(each.logprob > -1e9 for each in entry.values()) <= 2, "top_k cuts the third"
+
+
 def test_parameters_for_each_prompt_stop_strings_and_n_hold(llm: LLM) -> None:
     whole = llm.generate("The quick", GREEDY, use_tqdm=False)[0].outputs[0].text
     stop = whole[3:5]

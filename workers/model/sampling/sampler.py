@@ -13,17 +13,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from crossdock.workers.model.sampling import heads
 from crossdock.workers.model.sampling.devices import blocks_of, copy_to
 from crossdock.workers.model.sampling.edits import edited_scores
-from crossdock.workers.model.sampling.filters import TailCuts, kept_floor, row_sums, temperatures_of
+from crossdock.workers.model.sampling.filters import temperatures_of
 from crossdock.workers.model.sampling.logprobs import sampled_logprobs
 from crossdock.workers.model.sampling.noise import hashed_ids, negative_gumbel, row_keys
 from crossdock.workers.model.sampling.row import SampleRow
 from crossdock.workers.schedule.batch import SampledToken
-
-# How much of a row is sorted, in turns, until the kept set lies inside. Milliseconds for one row of 49152 on a Zen 4
-# core (torch 2.13): topk(256) 0.16, topk(4096) 0.66, full sort 3.5.
-HEAD_WIDTHS: tuple[int, ...] = (256, 4096)
 
 SORTED_AT_ONCE = 64
 """Rows whose head is not narrow are drawn so many at a time: sorting 128k tokens takes 5.8 MB a row.
@@ -37,7 +34,8 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
     """Draw one token a row from `logits` [N, V], float or bfloat16, which stay unchanged.
 
     In vLLM's order: logit bias, penalties, masks, temperature, min-p, top-k, top-p. Log-probabilities are of the logits
-    as given, before all of these. A row's answer is the same bit for bit whichever rows are sampled with it.
+    as given, before all of these, unless a row's `logprobs_mode` is another. A row's answer is the same bit for bit
+    whichever rows are sampled with it.
 
     On a GPU the host waits once, for the tokens. It waits more often only for log-probabilities, and for rows whose
     kept set is larger than the first head.
@@ -58,7 +56,7 @@ class PendingTokens:
     def __init__(self, logits: Tensor, rows: Sequence[SampleRow], previous_tokens: Tensor | None = None) -> None:
         """Begin to draw from `logits` [N, V], which may change afterwards. `previous_tokens`: see `edited_scores`."""
         self._scores, self._rows = edited_scores(logits, rows, True, previous_tokens), rows
-        width = min(HEAD_WIDTHS[-1], logits.shape[-1])
+        width = min(heads.WIDTHS[-1], logits.shape[-1])
         self.on_device = _draw(self._scores, rows, width) if rows else logits.new_empty(0, dtype=torch.int64)
         """Token ids [N] on the device, below 0 where the host must draw from more of the row."""
         self._on_host, self._event = self.on_device, None
@@ -81,7 +79,7 @@ class PendingTokens:
 def _draw_all(logits: Tensor, rows: Sequence[SampleRow]) -> list[int]:
     """Return token ids [N]."""
     scores = edited_scores(logits, rows)
-    first, *wider = (*(width for width in HEAD_WIDTHS if width < scores.shape[-1]), scores.shape[-1])
+    first, *wider = heads.widths_of(scores.shape[-1])
     token_ids: list[int] = _draw(scores, rows, first).tolist()
     _draw_open(token_ids, scores, rows, wider)
     return token_ids
@@ -133,17 +131,10 @@ def _draw_uncut(scores: Tensor, rows: Sequence[SampleRow]) -> Tensor:
 
 def _draw_cut(scores: Tensor, rows: Sequence[SampleRow], width: int) -> Tensor:
     """Draw token ids [N] from the part of each distribution that min-p, top-k and top-p keep; `_OPEN` where this part
-    may be more than the `width` highest scores.
-
-    A row looks at as much of its head as its own kept set needs, so that its token never depends on other rows.
-    """
-    device, vocab_size = scores.device, scores.shape[-1]
-    hashed, keys = hashed_ids(vocab_size, device), row_keys(rows, device)
-    temperatures, cuts = temperatures_of(rows, device), TailCuts.of(rows, device)
-    sums = row_sums(scores, rows, temperatures)
-    head, ids = scores.sort(descending=True) if width == vocab_size else scores.topk(width)  # [N, width] each
-    head = head / temperatures
-    floor, is_settled = kept_floor(head, sums, cuts, is_all=width == vocab_size)
+    may be more than the `width` highest scores."""
+    device = scores.device
+    hashed, keys = hashed_ids(scores.shape[-1], device), row_keys(rows, device)
+    head, ids, floor, is_settled = heads.cut_head(scores, rows, temperatures_of(rows, device), width)
     finish = (head - negative_gumbel(hashed[ids], keys)).masked_fill_(head < floor, -torch.inf)
     winner = finish.argmax(-1, keepdim=True)
     return ids.gather(-1, winner).squeeze(-1).masked_fill_(~is_settled, _OPEN)

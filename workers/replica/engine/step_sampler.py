@@ -154,4 +154,5 @@ class StepSampler:
             found = self._prompt_logprobs.setdefault(part.request.id, [None])
             known = part.request.prompt_token_ids[part.start + 1 : part.start + part.num_tokens + 1]
             if known and len(found) == part.start + 1:  # else computed before a preemption
-                found += logprobs_of(logits[row.start : row.start + len(known)], known, top)
+                own, mode = logits[row.start : row.start + len(known)], part.request.sampling.logprobs_mode
+                found += logprobs_of(own, known, top, as_logits=mode.endswith("logits"))

@@ -59,6 +59,7 @@ VALUES = {  # an example of a value, as vLLM or SGLang take it; others take none
     "--long-prefill-token-threshold": "256",
     "--lora-modules": "sql=adapters/sql",
     "--max-logprobs": "5",
+    "--logprobs-mode": "processed_logprobs",
     "--max-lora-rank": "32",
     "--max-loras": "4",
     "--max-model-len": "32k",

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from crossdock.workers.model.sampling.row import SampleRow
 from crossdock.workers.model.sampling.sampler import sample
@@ -22,6 +23,19 @@ def random_logits(num_rows: int, vocab_size: int = VOCAB, seed: int = 0, spread:
 
 def make_row(position: int = 5, prompt: int = 2, allowed: Tensor | None = None, **params: Any) -> SampleRow:
     return SampleRow(SamplingParams(**params), list(range(position)), prompt, EOS, allowed)
+
+
+def oracle(logits: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Tensor:
+    """Return one row [V] through transformers' processors, in vLLM's order; the cut tokens are -inf."""
+    scores = logits[None].float()
+    scores = TemperatureLogitsWarper(temperature)(None, scores)
+    if min_p:
+        scores = MinPLogitsWarper(min_p)(None, scores)
+    if top_k:
+        scores = TopKLogitsWarper(top_k)(None, scores)
+    if top_p < 1:
+        scores = TopPLogitsWarper(top_p)(None, scores)
+    return scores[0]
 
 
 def draw(logits: Tensor, rows: Sequence[SampleRow]) -> list[int]:

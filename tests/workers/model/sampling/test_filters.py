@@ -8,39 +8,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from crossdock.workers.model.sampling import sampler
-from crossdock.workers.model.sampling.filters import TailCuts, kept_floor, row_sums, temperatures_of
+from crossdock.workers.model.sampling import heads, sampler
 
-from .rows import VOCAB, chi_square, draw, draw_many, make_row, random_logits
-
-
-def oracle(logits: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Tensor:
-    """Return one row [V] through transformers' processors, in vLLM's order; the cut tokens are -inf."""
-    scores = logits[None].float()
-    scores = TemperatureLogitsWarper(temperature)(None, scores)
-    if min_p:
-        scores = MinPLogitsWarper(min_p)(None, scores)
-    if top_k:
-        scores = TopKLogitsWarper(top_k)(None, scores)
-    if top_p < 1:
-        scores = TopPLogitsWarper(top_p)(None, scores)
-    return scores[0]
+from .rows import VOCAB, chi_square, draw, draw_many, make_row, oracle, random_logits
 
 
 def kept_set(logits: Tensor, **params: Any) -> set[int]:
-    """Return the tokens that can be drawn from one row [V], by the floor that the sampler computes."""
-    rows = [make_row(**params)]
-    scores, device = logits[None].float(), logits.device
-    temperatures, cuts = temperatures_of(rows, device), TailCuts.of(rows, device)
-    sums = row_sums(scores, rows, temperatures)
-    for width in (*(w for w in sampler.HEAD_WIDTHS if w < len(logits)), len(logits)):
-        head = scores.topk(width).values / temperatures
-        floor, is_settled = kept_floor(head, sums, cuts, is_all=width == len(logits))
-        if is_settled:
-            return set((scores / temperatures >= floor)[0].nonzero().flatten().tolist())
-    raise AssertionError("the whole row settles")
+    """Return the tokens that can be drawn from one row [V]."""
+    return set((heads.kept_scores(logits[None], [make_row(**params)])[0] > -torch.inf).nonzero().flatten().tolist())
 
 
 @pytest.mark.parametrize(
@@ -135,7 +111,7 @@ def test_heads_of_any_width_give_same_tokens(monkeypatch: pytest.MonkeyPatch) ->
     rows = [make_row(position=i, seed=i, **cuts[i % len(cuts)]) for i in range(len(logits))]
     tokens = draw(logits, rows)
     for widths in ((), (1,), (4, 16, 64), (1024,)):
-        monkeypatch.setattr(sampler, "HEAD_WIDTHS", widths)
+        monkeypatch.setattr(heads, "WIDTHS", widths)
         assert draw(logits, rows) == tokens
 
 

@@ -29,6 +29,7 @@ PARAMS = st.builds(
     logit_bias=st.sampled_from([(), (), ((5, 4.0), (6, -4.0))]),
     allowed_token_ids=st.sampled_from([(), (), (), (1, 2, 3, 600)]),
     logprobs=st.sampled_from([None, None, 0, 4, 20]),
+    logprobs_mode=st.sampled_from(["raw_logprobs", "processed_logprobs", "processed_logits"]),
     min_tokens=st.sampled_from([0, 0, 50]),
     seed=st.integers(0, 2**64 - 1),
 )

@@ -1,4 +1,4 @@
-"""Log-probabilities are those of the logits as given, for the rows that ask."""
+"""Log-probabilities are those of the logits as given, or of the mode that a row names, for the rows that ask."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from crossdock.workers.model.sampling import logprobs
 from crossdock.workers.model.sampling.logprobs import logprobs_of
 from crossdock.workers.model.sampling.sampler import sample
 
-from .rows import make_row, random_logits
+from .rows import make_row, oracle, random_logits
 
 
 def test_logprobs_are_of_logits_as_given() -> None:
@@ -22,6 +22,45 @@ def test_logprobs_are_of_logits_as_given() -> None:
         assert token.logprobs.rank == 1 + (logits[i] > logits[i, 9]).sum().item()
         assert [t for t, _ in token.logprobs.top] == logits[i].topk(3).indices.tolist()
         assert [p for _, p in token.logprobs.top] == pytest.approx(expected[i].topk(3).values.tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "cuts",
+    [
+        {},
+        {"temperature": 0.7, "top_k": 40},
+        {"temperature": 1.6, "top_p": 0.9},
+        {"top_k": 1},
+        {"top_p": 0.8, "min_p": 0.01},
+    ],
+    ids=str,
+)
+def test_processed_logprobs_are_of_what_a_token_is_drawn_from(cuts: dict[str, float]) -> None:
+    """vLLM's meaning: bias and masks first, then temperature and the cuts, where tokens that are cut have -inf."""
+    logits, allowed = random_logits(3, 1000, spread=2.0), torch.arange(1000) % 7 > 0
+    edited = logits.clone()
+    edited[:, 9] += 3.0
+    edited[:, ~allowed] = -torch.inf
+    wanted = torch.stack([oracle(row, **cuts) for row in edited])
+    for mode, scores in (("processed_logprobs", wanted.double().log_softmax(-1)), ("processed_logits", wanted)):
+        row = make_row(logprobs=1000, logprobs_mode=mode, logit_bias=((9, 3.0),), allowed=allowed, **cuts)
+        for expected, found in zip(scores, sample(logits, [row] * 3), strict=True):
+            assert found.logprobs is not None
+            assert found.logprobs.logprob == pytest.approx(expected[found.token_id].item(), abs=1e-5)
+            assert dict(found.logprobs.top) == pytest.approx(dict(enumerate(expected.tolist())), abs=1e-5)
+
+
+def test_modes_of_a_greedy_row_differ_by_its_edits_and_not_by_its_cuts() -> None:
+    """As in vLLM, temperature 0 leaves scale and tail as they are."""
+    logits = random_logits(1, 100)
+    edited = logits[0].clone()
+    edited[9] -= 50.0
+    raw, row = logits[0], {"temperature": 0.0, "top_k": 3, "logit_bias": ((9, -50.0),), "logprobs": 100}
+    wanted = {"raw_logits": raw, "processed_logits": edited, "raw_logprobs": raw.log_softmax(-1)}
+    for mode, expected in {**wanted, "processed_logprobs": edited.log_softmax(-1)}.items():
+        (found,) = sample(logits, [make_row(logprobs_mode=mode, **row)])
+        assert found.logprobs is not None
+        assert dict(found.logprobs.top) == pytest.approx(dict(enumerate(expected.tolist())), abs=1e-5)
 
 
 def test_only_rows_that_ask_get_logprobs_and_as_many() -> None:

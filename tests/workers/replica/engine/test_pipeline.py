@@ -13,7 +13,7 @@ from torch import Tensor
 from crossdock.workers.model.cut.position import RankPosition
 from crossdock.workers.model.load import wrap_module
 from crossdock.workers.model.runner import Runner
-from crossdock.workers.model.sampling import sampler
+from crossdock.workers.model.sampling import heads
 from crossdock.workers.model.sampling.row import SampleRow
 from crossdock.workers.model.sampling.sampler import PendingTokens, sample
 from crossdock.workers.replica.config import EngineConfig
@@ -94,7 +94,7 @@ def served_in_turn(has_all_kinds: bool, memory: int) -> dict[str, list[TokenDelt
 
 
 @pytest.mark.parametrize(
-    ("has_all_kinds", "memory", "heads"),
+    ("has_all_kinds", "memory", "widths"),
     [
         pytest.param(False, 400_000, (4, 8), id="plain-preempting-a head is too little"),
         pytest.param(True, 400_000, (256, 4096), id="all-preempting-a head is enough"),
@@ -102,11 +102,11 @@ def served_in_turn(has_all_kinds: bool, memory: int) -> dict[str, list[TokenDelt
     ],
 )
 def test_steps_ahead_give_the_deltas_of_steps_in_turn(
-    has_all_kinds: bool, memory: int, heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    has_all_kinds: bool, memory: int, widths: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where the device does not find a token itself, since its sorted head of the logits is too short."""
     in_turn = served_in_turn(has_all_kinds, memory)
-    monkeypatch.setattr(sampler, "HEAD_WIDTHS", heads)
+    monkeypatch.setattr(heads, "WIDTHS", widths)
     works = submissions(KINDS + NOT_PLAIN * has_all_kinds)
     running_ahead = engine(async_scheduling=True, kv_cache_memory=ByteSize(memory))
     ahead, _ = served(running_ahead, works)
@@ -239,7 +239,7 @@ def test_async_scheduling_with_stages_is_refused() -> None:
 
 
 def test_tokens_drawn_and_read_equal_those_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampler, "HEAD_WIDTHS", (8, 16))
+    monkeypatch.setattr(heads, "WIDTHS", (8, 16))
     logits = torch.randn(21, 300, generator=torch.Generator().manual_seed(0))
 
     def rows() -> list[SampleRow]:

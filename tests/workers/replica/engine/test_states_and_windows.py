@@ -9,7 +9,7 @@ from pydantic import ByteSize
 
 from crossdock.workers.model.load import wrap_module
 from crossdock.workers.model.model import LoadedModel
-from crossdock.workers.model.sampling import sampler
+from crossdock.workers.model.sampling import heads
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.calibrate import warm_up
 from crossdock.workers.replica.engine.computing import new_engine
@@ -159,7 +159,7 @@ def test_sampled_tokens_are_the_same_where_steps_begin_before_the_tokens_are_kno
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The host must draw some tokens: the parts of the next step that began without them are void."""
-    monkeypatch.setattr(sampler, "HEAD_WIDTHS", (8, 16))
+    monkeypatch.setattr(heads, "WIDTHS", (8, 16))
     plain_undo, undone = RecurrentStates.undo, []
 
     def undo(self: RecurrentStates, part: Scheduled) -> None:

@@ -20,7 +20,7 @@ from crossdock.workers.model.graphs.recording import Record
 from crossdock.workers.model.inputs import StepInputs
 from crossdock.workers.model.load import load_model
 from crossdock.workers.model.model_spec import ModelSpec
-from crossdock.workers.model.sampling import sampler
+from crossdock.workers.model.sampling import heads
 from crossdock.workers.replica.config import EngineConfig, ReplicaSpec
 from crossdock.workers.replica.engine.computing import new_engine
 from crossdock.workers.replica.engine.engine import Engine
@@ -135,7 +135,7 @@ def test_steps_ahead_give_the_tokens_of_steps_in_turn(
     ranks: Ranks, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Compare all kinds of sampling, without graphs. Some tokens only the driver finds, after the next step began."""
-    monkeypatch.setattr(sampler, "HEAD_WIDTHS", (4, 8))
+    monkeypatch.setattr(heads, "WIDTHS", (4, 8))
     works, answers, num_ahead = submissions(KINDS + NOT_PLAIN, 20), [], 0
     from_driver = Collectives.from_driver
 
