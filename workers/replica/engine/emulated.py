@@ -6,7 +6,7 @@ No torch, no weights, no KV memory. All the rest is real: scheduler, pages by nu
 import time
 import zlib
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from math import inf
@@ -88,13 +88,13 @@ class EmulatedRunner:
 class _Drawn(NamedTuple):
     """The tokens of a step that runs ahead."""
 
-    on_device: Sequence[int]
+    on_device: Mapping[str, SampledToken]
     ends: float
     sleep_until: Callable[[float], None]
 
-    def read(self) -> tuple[list[int], list[int]]:
+    def read(self, void: Collection[str] = ()) -> tuple[Mapping[str, SampledToken], Collection[str]]:
         self.sleep_until(self.ends)
-        return list(self.on_device), []
+        return self.on_device, ()
 
 
 @dataclass(slots=True)
@@ -128,15 +128,19 @@ class EmulatedSampler:
     def pool(self, batch: Batch, hidden: Any) -> None:
         pass
 
+    def reads_tokens(self, batch: Batch) -> bool:
+        return False
+
     def draw(self, batch: Batch, logits: _Step, previous_tokens: Any = None) -> _Drawn:
         """Return the tokens of a step, which `read` waits for."""
-        parts = [part for part in batch.scheduled if part.samples]
-        tokens = [self._token(part.request.id, part.start + part.num_tokens) for part in parts]
-        return _Drawn(tokens, logits.ends, self._sleep_until)
+        return _Drawn(self._tokens(batch), logits.ends, self._sleep_until)
 
     def sample(self, batch: Batch, logits: _Step, rows: Sequence[range]) -> dict[str, SampledToken]:
         """Wait for the end of a step. Returns its tokens by request."""
         self._sleep_until(logits.ends)
+        return self._tokens(batch)
+
+    def _tokens(self, batch: Batch) -> dict[str, SampledToken]:
         return {
             part.request.id: SampledToken(self._token(part.request.id, part.start + part.num_tokens))
             for part in batch.scheduled

@@ -238,6 +238,7 @@ class Engine:
         batch, seconds = step.batch, step.ended - step.started
         deltas = self._fail_pictures(batch, step.picture_failures) if step.picture_failures else []
         deltas += self.scheduler.update(batch, step.sampled, step.ended)
+        self.pipeline.draw_waiting()
         for delta in deltas:
             delta.prompt_logprobs = self._sampler.take_prompt_logprobs(delta.request_id)
             delta.embedding = self._sampler.take_vector(delta.request_id)

@@ -56,8 +56,10 @@ class Drawn(Protocol):
     def on_device(self) -> Any:
         """The tokens on the device; None: the next step must wait for the host."""
 
-    def read(self) -> tuple[list[int], list[int]]:
-        """Wait for the tokens. Returns their ids, and the indices of those that only the host could draw."""
+    def read(self, void: Collection[str] = ()) -> tuple[Mapping[str, SampledToken], Collection[str]]:
+        """Wait for the tokens. Returns them by request, and the requests whose token only the host could draw.
+
+        `void`: the requests whose part of the step began with a wrong token, and does not count."""
 
 
 class TokenSampler(Protocol):
@@ -75,6 +77,9 @@ class TokenSampler(Protocol):
 
     def pool(self, batch: Batch, hidden: Any) -> None:
         """Pool the hidden states of prompts that want a vector."""
+
+    def reads_tokens(self, batch: Batch) -> bool:
+        """Return whether tokens of the step before must be on the host before `batch` is drawn."""
 
     def draw(self, batch: Batch, logits: Any, previous_tokens: Any = None) -> Drawn | None: ...
 

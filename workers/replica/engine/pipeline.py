@@ -4,11 +4,12 @@
 - Pipelined: as many steps as there are pipeline stages. The other stages compute a step from `begin` on, this rank,
   which is on the last stage, in `finish`.
 - Ahead: up to two steps. The device computes from `begin` on; the second step reads the tokens of the first on the
-  device, and `finish` waits until the host has them.
+  device, and `finish` waits until the host has them. Where a row's mask depends on the token before, as a grammar's
+  does, the device computes the second step meanwhile, and its tokens are drawn as soon as the first are on the host.
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -29,8 +30,9 @@ class StepInFlight:
     is_alone: bool = True  # no other step was in flight meanwhile: its duration is its cost
     is_usual: bool = True  # computed as others of its size are, see `Runner.is_usual`
     device_tokens: Any = None  # [N] sampled ids on the device; None: the next step must wait for the host
+    draw: Callable[[], None] | None = None  # draws the tokens, once those of the step before are on the host
     pictures: Any = None  # `StepPictures`; None: the step has none
-    recomputed: set[str] = field(default_factory=set)  # requests whose part began with a wrong token and is void
+    recomputed: Collection[str] = ()  # requests whose part began with a wrong token and is void
 
 
 class FinishedStep(NamedTuple):
@@ -119,6 +121,13 @@ class Pipeline:
             *(step.batch, sampled, step.started, ended, interval, step.is_alone, step.is_usual, is_full), *pictures
         )
 
+    def draw_waiting(self) -> None:
+        """Draw the tokens of a step that waited for those of the step before. The requests have these now."""
+        for step in self._steps:
+            if step.draw is not None:
+                draw, step.draw = step.draw, None
+                draw()
+
     def compute(self, batch: Batch) -> Mapping[str, SampledToken]:
         """Execute `batch` from its begin to its end, with no step in flight."""
         assert self.is_empty, "steps end in the order in which they began"
@@ -146,19 +155,27 @@ class Pipeline:
         """Have the device compute `batch`. Tokens of the step before may be known to the device alone."""
         previous_tokens = self.newest.device_tokens if self.newest is not None else None
         logits, rows = self._logits(batch, inputs, previous_tokens)
-        drawn = self.sampler.draw(batch, logits, previous_tokens)
-        if drawn is None:
-            return StepInFlight(batch, now, partial(self._sample, batch, logits, rows))
-        return StepInFlight(batch, now, partial(self._read, batch, drawn), device_tokens=drawn.on_device)
+        step = StepInFlight(batch, now, partial(self._sample, batch, logits, rows))
+        if previous_tokens is not None and self.sampler.reads_tokens(batch):
+            step.draw = partial(self._draw, step, logits)
+        else:
+            self._draw(step, logits, previous_tokens)
+        return step
 
-    def _read(self, batch: Batch, drawn: Drawn) -> Mapping[str, SampledToken]:
+    def _draw(self, step: StepInFlight, logits: Any, previous_tokens: Any = None) -> None:
+        """Have the device draw the tokens of a launched step, unless the host has to."""
+        drawn = self.sampler.draw(step.batch, logits, previous_tokens)
+        if drawn is not None:
+            step.result = partial(self._read, step, drawn)
+            step.device_tokens = None if step.recomputed else drawn.on_device
+
+    def _read(self, step: StepInFlight, drawn: Drawn) -> Mapping[str, SampledToken]:
         """Wait for the tokens of a launched step. The step behind began without the tokens that only the host can draw:
         in it the parts of these requests are void."""
-        ids = [part.request.id for part in batch.scheduled if part.samples]
-        token_ids, late = drawn.read()
+        sampled, late = drawn.read(step.recomputed)
         for later in self._steps if late else ():
-            later.recomputed, later.device_tokens = {ids[i] for i in late}, None
-        return {id_: SampledToken(token_id) for id_, token_id in zip(ids, token_ids, strict=True)}
+            later.recomputed, later.device_tokens = late, None
+        return sampled
 
     def _compute(self, batch: Batch, inputs: tuple[Any, list[range]]) -> Mapping[str, SampledToken]:
         return self._sample(batch, *self._logits(batch, inputs))

@@ -1,9 +1,10 @@
 """The tokens of a step: logits in, one `SampledToken` per request out, under each request's sampling parameters and
 grammar."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +16,32 @@ from crossdock.workers.model.sampling.row import SampleRow
 from crossdock.workers.model.sampling.sampler import PendingTokens, sample
 from crossdock.workers.schedule.batch import Batch, SampledToken, Scheduled
 from crossdock.workers.schedule.request import Request, Status, TokenLogprobs
+from crossdock.workers.schedule.submission import SamplingParams
+
+_ENDED = SampleRow(SamplingParams(temperature=0.0), (), 0)  # in place of a request that ended while it was computed
+
+
+class _DrawnStep(NamedTuple):
+    """The tokens of a step, which the device has begun to draw."""
+
+    parts: Sequence[Scheduled]  # that sample
+    tokens: PendingTokens
+    accept: Callable[[Scheduled, Sequence[SampledToken]], SampledToken]
+
+    @property
+    def on_device(self) -> Tensor:
+        """The token ids [N] on the device."""
+        return self.tokens.on_device
+
+    def read(self, void: Collection[str] = ()) -> tuple[dict[str, SampledToken], set[str]]:
+        """Wait for the tokens, and advance the grammars of their requests. See `Drawn.read`."""
+        token_ids, late = self.tokens.read()
+        sampled = {
+            part.request.id: self.accept(part, [SampledToken(token_id)])
+            for part, token_id in zip(self.parts, token_ids, strict=True)
+            if part.request.status is not Status.FINISHED and part.request.id not in void
+        }
+        return sampled, {self.parts[i].request.id for i in late}
 
 
 @dataclass(slots=True, eq=False)
@@ -58,18 +85,25 @@ class StepSampler:
         """Pool the hidden states [T, E] of a step. Call in the order in which steps began."""
         self.pooler.add(batch, hidden)
 
-    def draw(self, batch: Batch, logits: Tensor, previous_tokens: Tensor | None = None) -> PendingTokens | None:
+    def draw(self, batch: Batch, logits: Tensor, previous_tokens: Tensor | None = None) -> _DrawnStep | None:
         """Begin to draw the tokens of `batch` on the device, without waiting for them.
 
         `logits`: [N, vocab]. `previous_tokens` [N'], on the device, are those of the step before, if it is in flight.
-        Returns None where the host has to sample: for logprobs, and for grammars and bad words of several tokens, for
-        which it needs the token before.
+        Where `reads_tokens`, requests have their tokens of the step before. A request may have ended with it.
+        Returns None where the host has to sample: for logprobs.
         """
-        rows = [self._rows[part.request.id] for part in batch.scheduled]
-        if not all(row.is_plain for row in rows):
+        if any(row.reports for row in self._rows_of(batch)):
             return None
-        sampling = [row for part, row in zip(batch.scheduled, rows, strict=True) if part.samples]
-        return PendingTokens(logits, sampling, previous_tokens)
+        parts = [part for part in batch.scheduled if part.samples]
+        rows = [_ENDED if part.request.status is Status.FINISHED else self._sample_rows(part)[0] for part in parts]
+        return _DrawnStep(parts, PendingTokens(logits, rows, previous_tokens), self._accept)
+
+    def reads_tokens(self, batch: Batch) -> bool:
+        """Return whether masks of `batch` depend on tokens of the step before, which then must be on the host."""
+        return any(row.reads_tokens for row in self._rows_of(batch))
+
+    def _rows_of(self, batch: Batch) -> list[SampleRow]:
+        return [self._rows.get(part.request.id, _ENDED) for part in batch.scheduled]
 
     def sample(self, batch: Batch, logits: Tensor, rows: Sequence[range]) -> dict[str, SampledToken]:
         """Return the sampled token of each request, by id, and collect the logprobs of prompts.

@@ -173,7 +173,7 @@ def test_bad_word_of_one_token_is_never_drawn() -> None:
     logits[:, [4, 9]] += 20
     params: dict[str, Any] = {"bad_words": ((4,), (9,))}
     assert not {4, 9} & set(draw(logits, [make_row(seed=i, **params) for i in range(200)]))
-    assert make_row(**params).is_plain, "no token before it matters"
+    assert not make_row(**params).reads_tokens, "no token before it matters"
 
 
 def test_bad_word_of_several_tokens_loses_its_last_one_after_the_others() -> None:
@@ -181,7 +181,7 @@ def test_bad_word_of_several_tokens_loses_its_last_one_after_the_others() -> Non
     logits = torch.zeros(1, 50)
     logits[0, [30, 20]] = torch.tensor([9.0, 8.0])
     params = SamplingParams(temperature=0.0, bad_words=((5, 6, 30), (6, 31)))
-    assert not SampleRow(params, [], 0).is_plain
+    assert SampleRow(params, [], 0).reads_tokens
     for prompt, output, drawn in (
         ([1], [5, 6], 20),
         ([1], [6], 30),

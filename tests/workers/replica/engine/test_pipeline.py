@@ -1,5 +1,6 @@
 """Steps that begin ahead of the tokens of the step before give what they would have given after them."""
 
+import random
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -21,9 +22,21 @@ from crossdock.workers.replica.engine.computing import new_engine
 from crossdock.workers.replica.engine.engine import Engine, Step
 from crossdock.workers.schedule.request import TokenDelta
 from crossdock.workers.schedule.slo import SloClass
-from crossdock.workers.schedule.submission import SamplingParams, Submission
+from crossdock.workers.schedule.submission import Grammar, SamplingParams, Submission
 from tests.workers.architectures import build
 from tests.workers.replica.driven import driving
+from tests.workers.replica.speculating import (
+    NUM_REQUESTS,
+    History,
+    check_request,
+    engine_of,
+    grammar_of,
+    least_pages,
+    serve,
+)
+from tests.workers.replica.speculating import (
+    expected as expected_of,
+)
 
 KINDS: list[dict[str, Any]] = [
     {"temperature": 0.0},
@@ -37,7 +50,7 @@ KINDS: list[dict[str, Any]] = [
     {"presence_penalty": 0.5, "frequency_penalty": 0.2, "temperature": 0.0},
     {"frequency_penalty": 0.7, "repetition_penalty": 1.1, "min_tokens": 12, "top_p": 0.9},
 ]
-NOT_PLAIN: list[dict[str, Any]] = [
+MORE_KINDS: list[dict[str, Any]] = [
     {"bad_words": ((5, 6), (7, 8, 9))},
     {"logprobs": 2},
     {"prompt_logprobs": 1, "temperature": 0.0},
@@ -88,7 +101,7 @@ def served(engine: Engine, works: list[Submission]) -> tuple[dict[str, list[Toke
 @cache
 def served_in_turn(has_all_kinds: bool, memory: int) -> dict[str, list[TokenDelta]]:
     in_turn = engine(async_scheduling=False, kv_cache_memory=ByteSize(memory))
-    answers, _ = served(in_turn, submissions(KINDS + NOT_PLAIN * has_all_kinds))
+    answers, _ = served(in_turn, submissions(KINDS + MORE_KINDS * has_all_kinds))
     assert bool(in_turn.scheduler.table.num_preemptions) is (memory < 1 << 20)
     return answers
 
@@ -107,7 +120,7 @@ def test_steps_ahead_give_the_deltas_of_steps_in_turn(
     """Also where the device does not find a token itself, since its sorted head of the logits is too short."""
     in_turn = served_in_turn(has_all_kinds, memory)
     monkeypatch.setattr(heads, "WIDTHS", widths)
-    works = submissions(KINDS + NOT_PLAIN * has_all_kinds)
+    works = submissions(KINDS + MORE_KINDS * has_all_kinds)
     running_ahead = engine(async_scheduling=True, kv_cache_memory=ByteSize(memory))
     ahead, _ = served(running_ahead, works)
     assert bool(running_ahead.scheduler.table.num_preemptions) is (memory < 1 << 20)
@@ -160,7 +173,32 @@ def test_step_ahead_begins_before_the_tokens_of_the_step_before_are_read(order: 
     ahead.add(Submission("a", [5, 6], SamplingParams(max_tokens=5, ignore_eos=True, bad_words=((7, 8),))))
     while ahead.has_work:
         ahead.step()
-    assert "".join(order) == "b" * 5, "a request that needs its last token on the host waits for it"
+    assert "".join(order) == "b" + "br" * 4 + "r", "the device computes while the host reads the token before"
+    order.clear()
+    grammar = Submission("a", [5, 6], SamplingParams(max_tokens=5, grammar=Grammar("regex", "[ab]{9}")))
+    ahead = engine_of(async_scheduling=True)  # its vocabulary has all bytes
+    ahead.add(grammar, grammar=grammar_of(grammar))
+    while ahead.has_work:
+        ahead.step()
+    assert "".join(order) == "b" + "br" * 4 + "r", "a grammar's mask is made while the device computes"
+    order.clear()
+    ahead.add(Submission("a", [5, 6], SamplingParams(max_tokens=5, ignore_eos=True, logprobs=1)))
+    while ahead.has_work:
+        ahead.step()
+    assert "".join(order) == "b" * 5, "a request that wants log-probabilities waits for the host"
+
+
+@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(4, 100))])
+def test_history_served_ahead_gives_the_deltas_of_steps_in_turn(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All kinds of requests, grammars too; requests that come, end and are aborted at any time; few pages or many."""
+    draw, reference = random.Random(seed), expected_of(seed)
+    monkeypatch.setattr(heads, "WIDTHS", draw.choice([(4, 8), (256, 4096)]))
+    pages = draw.choice([0, 2, 6, 92]) + least_pages("llama")
+    ahead = engine_of(pages, async_scheduling=True, max_num_batched_tokens=draw.choice([24, 80]))
+    found, aborted = serve(ahead, History.random(seed, NUM_REQUESTS))
+    for name, deltas in reference.items():
+        check_request(found[name], deltas, name in aborted)
+    assert ahead.pages.counts().owned == 0
 
 
 def test_steps_ahead_take_the_time_between_their_ends() -> None:

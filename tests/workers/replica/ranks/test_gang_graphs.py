@@ -30,7 +30,7 @@ from crossdock.workers.schedule.submission import SamplingParams, Submission
 from tests.workers.architectures import build
 from tests.workers.gangs import SETTINGS, ganged
 from tests.workers.ranks import Ranks, saved
-from tests.workers.replica.engine.test_pipeline import CLASSES, KINDS, NOT_PLAIN, served, submissions
+from tests.workers.replica.engine.test_pipeline import CLASSES, KINDS, MORE_KINDS, served, submissions
 from tests.workers.replica.engines import run, tokens_of
 
 NUM_DECODE_GRAPHS, NUM_GRAPHS = 4, 6  # for 1, 2, 4 and 8 sequences; and for 64 and 80 tokens of chunks beside decodes
@@ -136,7 +136,7 @@ def test_steps_ahead_give_the_tokens_of_steps_in_turn(
 ) -> None:
     """Compare all kinds of sampling, without graphs. Some tokens only the driver finds, after the next step began."""
     monkeypatch.setattr(heads, "WIDTHS", (4, 8))
-    works, answers, num_ahead = submissions(KINDS + NOT_PLAIN, 20), [], 0
+    works, answers, num_ahead = submissions(KINDS + MORE_KINDS, 20), [], 0
     from_driver = Collectives.from_driver
 
     def counted(collectives: Collectives, x: Tensor) -> Tensor:
