@@ -123,6 +123,7 @@ class Fleet:
             LookupError: there is no replica left to choose.
         """
         exclude = {*exclude, *self._with_other_weights(query.weights)} if query.weights else exclude
+        exclude = {*exclude, *self._paused()} if self.table.paused else exclude
         may_ship = self.config.shipping != "never" and query.may_ship and query.num_tokens >= self.page_size
         may_ship = may_ship and not query.is_prompt_alone
         candidates = self.table.candidates(
@@ -230,6 +231,11 @@ class Fleet:
         """Return the replicas that would give a request other tokens. Encode replicas make none."""
         others = (each for each in self.table.by_name.values() if not each.is_encoder)
         return [each.name for each in others if each.profile.weights != weights]
+
+    def _paused(self) -> Collection[str]:
+        """Return the paused replicas, unless all are: then requests wait at them."""
+        paused, others = self.table.paused, self.table.by_name.values()
+        return paused if any(each.name not in paused and not each.is_encoder for each in others) else set()
 
     def _predict(
         self, query: Query, cached: Floats, now: float, *, with_items: bool = True, slots: Slots | None = None

@@ -129,6 +129,7 @@ class ReplicaTable:
     classes: Sequence[SloClass] = ()
     by_name: dict[str, ReplicaState] = field(default_factory=dict)
     by_slot: list[ReplicaState | None] = field(default_factory=list)
+    paused: set[str] = field(default_factory=set)  # names of replicas that compute nothing for now
     loads: Loads = field(init=False)
     groups: NDArray[np.int64] = field(init=False)  # [slot]: pages travel only within a group
     name_hashes: NDArray[np.uint32] = field(init=False)  # [slot]
@@ -176,6 +177,7 @@ class ReplicaTable:
         if replica is None:
             return None
         self.by_slot[replica.slot] = None
+        self.paused.discard(name)
         group = _group(name, replica.profile)
         if not any(_group(other.name, other.profile) == group for other in self.by_name.values()):
             del self._group_of[group]
@@ -191,6 +193,7 @@ class ReplicaTable:
             return
         role = replica.role
         replica.report(live)
+        (self.paused.add if live.is_paused else self.paused.discard)(replica.name)
         if replica.role != role:
             self._forget_roles()
         self.news_at[replica.slot] = now

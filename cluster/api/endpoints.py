@@ -45,6 +45,7 @@ from crossdock.cluster.api.routes.messages import Messages
 from crossdock.cluster.api.routes.models import Models
 from crossdock.cluster.api.routes.response_store import ResponseStore
 from crossdock.cluster.api.routes.responses import AskStores, Responses
+from crossdock.cluster.api.routes.rollouts import RolloutControl
 from crossdock.cluster.api.routes.scores import Scores
 from crossdock.cluster.api.routes.status import Decisions, ServerStatus
 from crossdock.cluster.api.routes.tokenization import Tokenization
@@ -54,6 +55,7 @@ from crossdock.cluster.api.text.message_format import MessageFormat
 from crossdock.cluster.api.text.prompts import PromptEncoder
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.cluster.dispatch.dispatcher import Dispatcher, TokenSource
+from crossdock.cluster.dispatch.rollouts import Rollouts
 from crossdock.workers.schedule.shares import Shares
 
 _GENERATES = (
@@ -67,7 +69,8 @@ _ANTHROPIC_ERRORS: dict[int | str, dict[str, Any]] = {
     "default": {"model": AnthropicErrorAnswer, "description": "Refused"}
 }
 _RERANK = ("/v1/rerank", "/rerank", "/v2/rerank")  # the paths of Jina and Cohere that vLLM has
-_WITHOUT_JSON = ("/cancel", "/v1/files")  # ends of paths whose POST has no body, or a form
+_CONTROLS = ("/pause", "/resume")
+_WITHOUT_JSON = ("/cancel", "/v1/files", *_CONTROLS)  # ends of paths whose POST has no body, or a form
 _Endpoint: TypeAlias = tuple[str, str, Callable[..., Any], str]  # method, path, what answers, summary
 _KEY = Security(HTTPBearer(auto_error=False, scheme_name="key"))  # for the description; `HttpGuard` checks the key
 
@@ -85,6 +88,7 @@ def build_api(
     ask_stores: AskStores | None = None,
     media: Media | None = None,
     adapters: AdapterNames | None = None,
+    rollouts: Rollouts | None = None,
 ) -> FastAPI:
     """Return the ASGI application. Its `state` answers other ingresses: `lend` their `ask_peers`, `stored` their
     `ask_stores`.
@@ -92,7 +96,8 @@ def build_api(
     `tokenizer` must be that of the model that the dispatcher's replicas serve. `tiers`: their SLO classes; None: the
     default ones. `defaults`: of sampling; None: those of OpenAI's API. `embeddings`: how prompts become vectors; None:
     by their last token. `decisions`: the scaler's; None: there is no scaler. `media`: pictures; None: the model reads
-    text only. `adapters`: that requests may name; None: there are none.
+    text only. `adapters`: that requests may name; None: there are none. `rollouts`: what trainers may ask of the whole
+    application; None: their paths are not served.
     """
     tiers = tiers or Tiers()
     app = FastAPI(
@@ -110,6 +115,7 @@ def build_api(
     app.state.stored = routes.responses.at_this_ingress
     _add_endpoints(app, routes.endpoints())
     _add_endpoints(app, _reporting(ServerStatus(dispatcher, decisions)))
+    _add_endpoints(app, [] if rollouts is None else _of_trainers(RolloutControl(rollouts)))
     for path, asset in web_assets().items():
         app.add_api_route(path, partial(_asset, asset), response_model=None, include_in_schema=False)
     app.add_exception_handler(HTTPException, _no_such_route)
@@ -292,6 +298,15 @@ def _batches(worker: BatchWorker) -> list[_Endpoint]:
         ("GET", "/v1/batches", batches.all, "The batches, the newest first"),
         ("GET", "/v1/batches/{name}", batches.one, "One of them, and how far it is"),
         ("POST", "/v1/batches/{name}/cancel", batches.cancel, "End a batch"),
+    ]
+
+
+def _of_trainers(control: RolloutControl) -> list[_Endpoint]:
+    """Return the endpoints with which trainers stop generation and replace weights."""
+    return [
+        ("POST", "/pause", control.pause, "Stop generation; requests that come meanwhile wait"),
+        ("POST", "/resume", control.resume, "Go on"),
+        ("GET", "/is_paused", control.is_paused, "Whether generation is stopped"),
     ]
 
 

@@ -30,8 +30,10 @@ RemoteMethod: TypeAlias = Literal[
     "assign_role",
     "live_requests",
     "metrics_text",
+    "pause",
     "peer_dead",
     "progress",
+    "resume",
     "timelines",
     "watched",
 ]
@@ -234,6 +236,12 @@ class ReplicaConnections:
                 self.spawn(_abort(connection))
             connection.aborting.append((request_id, attempt.number))
         self._close_if_done(connection)
+
+    def wake(self) -> None:
+        """Have every attempt look again whether its request is to go on."""
+        for connection in self._following:
+            for attempt in connection.attempts.values():
+                attempt.events.put_nowait(lambda now: [])
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Run `work` outside the HTTP request that needs it: Serve would cancel its calls when that client leaves."""

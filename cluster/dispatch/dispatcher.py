@@ -17,6 +17,7 @@ from crossdock.cluster.dispatch.connections import (
     ReplicaConnections,
     SlowReader,
 )
+from crossdock.cluster.dispatch.gate import MOST_WAIT_S, Gate, PauseMode
 from crossdock.cluster.dispatch.ingress_metrics import IngressMetrics, merge_metrics
 from crossdock.cluster.dispatch.loop_clock import LoopClock
 from crossdock.cluster.dispatch.shared_answer import SharedAnswer
@@ -38,7 +39,7 @@ from crossdock.router.actions import (
 from crossdock.router.fleet import Fleet, RouterConfig
 from crossdock.router.request_life import MOST_PLACEMENTS, RequestLife
 from crossdock.workers.report.profile import SchedulingProfile
-from crossdock.workers.schedule.request import TokenDelta
+from crossdock.workers.schedule.request import FinishReason, TokenDelta
 from crossdock.workers.schedule.shares import Shares
 from crossdock.workers.schedule.submission import Overloaded, Submission
 
@@ -83,11 +84,13 @@ class Dispatcher:
         most_queued: int = MOST_QUEUED,
         vllm_metrics: bool = False,
         metrics_hold_s: float = 1.0,
+        most_paused_s: float = MOST_WAIT_S,
     ) -> None:
         """`ingress_texts` fetches the metrics of all ingresses, by name; None: this is the only one.
 
         `most_queued`: requests that may wait for their first token; further ones are refused. `vllm_metrics`: whether
         metrics are shown under vLLM's names too. `metrics_hold_s`: how long their text is given to all who ask.
+        `most_paused_s`: how long a request may wait while generation is paused.
         """
         self._model_name = model_name
         self._created = int(time.time())
@@ -101,6 +104,7 @@ class Dispatcher:
         self.clock = LoopClock()  # of all that replicas and requests are waited for
         self._connections = ReplicaConnections(self.fleet, self._timeouts, self.clock)
         self._suspects = SuspectTurns(timeouts.suspect_s)
+        self.gate = Gate(most_paused_s)
         self._lives: dict[str, RequestLife] = {}  # by request, those in flight
         self._ingress_texts = ingress_texts or self._own_text
         self._metrics_text: SharedAnswer[str] = SharedAnswer(self._scrape, self._connections.spawn, metrics_hold_s)
@@ -131,7 +135,6 @@ class Dispatcher:
         """
         watch = self.metrics.start(submission)
         life = RequestLife(submission, self.fleet, self.clock.now(), self._timeouts, self._most_placements)
-        self._lives[submission.id] = life
         attempt, actions = Attempt(life, self.clock), deque[Action]([PlaceAgain(None)])
         tenant, is_queued = submission.payer or submission.tenant, False
         try:
@@ -139,7 +142,9 @@ class Dispatcher:
                 raise _queue_is_full(self._queue)
             self._queue.take(tenant, 1)
             is_queued = True
-            while True:
+            await self.gate.enter(submission.id)
+            self._lives[submission.id] = life
+            while submission.id not in self.gate.cut:
                 action = actions.popleft() if actions else None
                 match action:
                     case None:
@@ -170,6 +175,8 @@ class Dispatcher:
                         self._connections.spawn(_ask(attempt, attempt.connections[name]))
                     case Fail(error):
                         raise error
+            watch.finish_reason = FinishReason.ABORT
+            yield TokenDelta(submission.id, [], first=len(life.output), finish_reason=FinishReason.ABORT)
         except BaseException as error:
             watch.failed(error)
             raise
@@ -182,6 +189,7 @@ class Dispatcher:
     def _close(self, life: RequestLife, attempt: Attempt, actions: Collection[Action]) -> None:
         """End a life. `actions`: its last ones, such as leaving a replica."""
         self._lives.pop(life.submission.id, None)
+        self.gate.leave(life.submission.id)
         self._suspects.leave(life.submission.id)
         for left in (*actions, *life.close()):
             if isinstance(left, Detach):
@@ -189,6 +197,7 @@ class Dispatcher:
 
     async def _place(self, life: RequestLife, loss: ReplicaLost | None) -> tuple[Attempt, list[Action]]:
         """Begin the next attempt, where a suspect request has its turn and a replica is up, or soon will be."""
+        await self.gate.place()
         if loss is not None:
             self.metrics.placed_again.inc()
             logger.warning("request %s goes on elsewhere: %s", life.submission.id, loss)
@@ -223,6 +232,43 @@ class Dispatcher:
     def deadlines(self) -> dict[str, float]:
         """Return, by request in flight, the time of its next check without an event, in seconds on `clock`."""
         return {request_id: life.deadline for request_id, life in self._lives.items()}
+
+    # -- operators ---------------------------------------------------------------------------------------------------
+
+    async def hold(self, mode: PauseMode) -> None:
+        """Let no request of this ingress begin until `release`. Returns once those that run have ended; in mode `keep`
+        at once. A caller that is cancelled meanwhile leaves an open gate open."""
+        was_open = self.gate.is_open
+        self.gate.close(mode)
+        self._connections.wake()
+        try:
+            if mode != "keep":
+                await self.gate.wait_until_empty()
+        except asyncio.CancelledError:
+            if was_open:
+                self.gate.open()
+            raise
+
+    def release(self) -> None:
+        """Let requests of this ingress begin and go on."""
+        self.gate.open()
+
+    async def tell_all(self, method: RemoteMethod, *arguments: Any) -> dict[str, Any]:
+        """Call a method of every replica, however long each takes. Returns the answers by name.
+
+        Raises:
+            Exception: what the first replica that failed has raised. Replicas that were lost meanwhile do not count.
+        """
+        connections = self._connections.opened()
+        calls = (connection.client.call(method, *arguments) for connection in connections)
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        found: dict[str, Any] = {}
+        for connection, answer in zip(connections, answers, strict=True):
+            if isinstance(answer, BaseException) and not isinstance(answer, ReplicaLost):
+                raise answer
+            if not isinstance(answer, BaseException):
+                found[connection.name] = answer
+        return found
 
     # -- questions ---------------------------------------------------------------------------------------------------
 

@@ -30,6 +30,8 @@ from crossdock.cluster.api.routes.responses import Action
 from crossdock.cluster.config import ClusterConfig
 from crossdock.cluster.dispatch.client import follow_members
 from crossdock.cluster.dispatch.dispatcher import Dispatcher
+from crossdock.cluster.dispatch.gate import PauseMode
+from crossdock.cluster.dispatch.rollouts import Rollouts
 from crossdock.cluster.serve.media import open_media
 from crossdock.cluster.serve.tokenizer import load_tokenizer
 from crossdock.workers.model.lora.adapter_files import read_adapter
@@ -94,6 +96,7 @@ class Ingress:
             ask_stores=self._ask_stores,
             media=self._media,
             adapters=adapters,
+            rollouts=self._rollouts(config),
         )
         if config.http.replicas > 1 and config.http.lora_folder is not None:
             await self._learn_adapters(adapters)
@@ -130,6 +133,19 @@ class Ingress:
         for name, path in config.model.lora_modules.items():
             found.put(name, read(name, Path(path).expanduser().absolute()))
         return found
+
+    def _rollouts(self, config: ClusterConfig) -> Rollouts | None:
+        """Return the operators' calls; None where their paths are not enabled."""
+        ask = self._of_all if config.http.replicas > 1 else None
+        return Rollouts(self.dispatcher, ask) if config.http.rollouts else None
+
+    async def hold(self, mode: PauseMode) -> None:
+        """Let no request begin here, as an operator asked of one of the ingresses; see `Dispatcher.hold`."""
+        await self.dispatcher.hold(mode)
+
+    async def release(self) -> None:
+        """Go on after `hold`."""
+        self.dispatcher.release()
 
     async def _learn_adapters(self, names: AdapterNames) -> None:
         """Take over the adapters that clients have loaded at other ingresses."""

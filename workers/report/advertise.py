@@ -90,6 +90,7 @@ class LiveProfile:
     load_seconds: tuple[float, ...] = ()  # of a page, from each tier below the pool, fastest first
     load_queue: float = 0.0  # seconds until all loads from tiers that have begun will have ended
     tenants: tuple[TenantWork, ...] = ()  # those with most work; empty: tenants are not told apart
+    is_paused: bool = False  # it computes nothing until its operator lets it go on
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +154,7 @@ def observe(scheduler: Scheduler, incarnation: str, sequence: int) -> LiveProfil
         load_seconds=tuple([tier.load_s for tier in scheduler.loading.tiers.tiers]),
         load_queue=scheduler.loading.queued_s,
         tenants=tenants,
+        is_paused=scheduler.is_paused,
     )
 
 
@@ -301,7 +303,12 @@ class Publisher:
 
     def assign_role(self, role: Role) -> None:
         """Change the role; a live profile is due at once."""
-        self.role, self._was_busy = role, not self._is_busy
+        self.role = role
+        self.renew()
+
+    def renew(self) -> None:
+        """Make a live profile due at once: what routers must know has changed."""
+        self._was_busy = not self._is_busy
 
     def transferred(self, num_bytes: int, seconds: float) -> None:
         """Note a transfer of pages to another replica."""

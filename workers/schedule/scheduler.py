@@ -132,6 +132,7 @@ class Scheduler:
         if cost is not None:
             pages.stock.cached.learn(cost)
         self._computed_chunks = False  # in the last step; used without mixed_chunks
+        self.is_paused = False  # no step begins; requests keep their tokens and pages
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -184,6 +185,10 @@ class Scheduler:
         delta.finish_reason, delta.error = FinishReason.ERROR, error
         self.table.end(request, FinishReason.ERROR)
         return delta
+
+    def pause(self, *, is_paused: bool) -> None:
+        """Begin no step from now on, or go on. Requests keep their tokens and pages, and new ones queue."""
+        self.is_paused = is_paused
 
     def drop_steps_in_flight(self) -> None:
         """Forget the steps in flight, which will have no update: every request is where it was before them.

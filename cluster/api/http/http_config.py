@@ -141,6 +141,11 @@ class HttpConfig(BaseModel):
         description="Folder below which /v1/load_lora_adapter may load adapters, of ingresses' and replicas' machines; "
         "null: adapters are those of lora_modules.",
     )
+    rollouts: bool = Field(
+        False,
+        description="Serve the paths with which trainers stop generation and replace weights, those of vLLM's "
+        "development mode.",
+    )
     limit_mm_per_prompt: dict[Literal["image", "video", "audio"], Annotated[int, Field(ge=0)]] = Field(
         {"image": 32, "video": 1},
         description='Most pictures and videos of a request: {"image": 8, "video": 2}. Sound is not supported: 0.',

@@ -21,6 +21,7 @@ from crossdock.cluster.api.http.payers import Payer, Payers
 from crossdock.cluster.api.http.request_body import check_no_body, read_body, streamed_body
 from crossdock.cluster.api.http.request_memory import SMALL, RequestMemory
 from crossdock.cluster.dispatch.dispatcher import ReplicaLost, SlowReader, SuspectRequest
+from crossdock.cluster.dispatch.gate import GenerationPaused
 from crossdock.workers.schedule.shares import Shares
 from crossdock.workers.schedule.submission import Overloaded
 
@@ -43,6 +44,8 @@ def as_api_error(error: BaseException) -> ApiError:
             return ApiError(
                 str(error), status=429, kind="rate_limit_error", code="rate_limit_exceeded", headers=headers
             )
+        case GenerationPaused():
+            return ApiError(f"{error}. Try again.", status=503, kind="server_error", code="generation_paused")
         case ReplicaLost():
             # The error's own message may quote a remote traceback.
             reason = "The model is not available now: its replica is starting or was lost. Try again."

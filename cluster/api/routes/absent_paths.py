@@ -5,7 +5,8 @@ from difflib import get_close_matches
 
 _LONGEST = 100  # characters of a path that are compared with served ones
 _TEXT = "this server's models write text"
-_WEIGHTS = "weights never change while a server runs; start another"
+_ROLLOUTS = "the operator enables the paths of trainers with --enable-rollouts (http.rollouts)"
+_SLEEP = "replicas do not give up memory while they run; end the server"
 _CACHED = "cached pages go when others need their place; 'cache_salt' separates caches"
 ABSENT = {  # by the path, or by its beginning up to a slash
     "/v1/responses": "responses are created, fetched, continued, cancelled and deleted here, and nothing else",
@@ -48,11 +49,12 @@ ABSENT = {  # by the path, or by its beginning up to a slash
     "/reset_mm_cache": _CACHED,
     "/reset_encoder_cache": _CACHED,
     "/flush_cache": _CACHED,
-    "/sleep": _WEIGHTS,
-    "/wake_up": _WEIGHTS,
-    "/is_sleeping": _WEIGHTS,
-    "/update_weights": _WEIGHTS,
-    "/update_weights_from_disk": _WEIGHTS,
+    "/sleep": _SLEEP,
+    "/wake_up": _SLEEP,
+    "/is_sleeping": _SLEEP,
+    **dict.fromkeys(("/pause", "/resume", "/is_paused"), _ROLLOUTS),
+    "/pause_generation": "use /pause?mode=keep",
+    "/continue_generation": "use /resume",
     "/collective_rpc": "there are no calls into the ranks",
     "/start_profile": "use 'crossdock tune', py-spy or torch's profiler",
     "/stop_profile": "use 'crossdock tune', py-spy or torch's profiler",

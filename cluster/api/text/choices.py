@@ -88,12 +88,12 @@ class Choice:
 
         Raises:
             RuntimeError: the engine ended the request with an error.
-            ReplicaLost: the replica aborted the request.
+            ReplicaLost: the request was aborted, and its answer would lack what is known of the prompt alone.
         """
         if delta.finish_reason is FinishReason.ERROR:
             raise RuntimeError(delta.error)
-        if delta.finish_reason is FinishReason.ABORT:
-            raise ReplicaLost("the replica aborted the request")
+        if delta.finish_reason is FinishReason.ABORT and not self.has_begun and self._needs_first:
+            raise ReplicaLost("the request was aborted before its first token")
         output = Output(self.index)
         if not self.has_begun:
             self._begin(delta, output)
@@ -122,6 +122,13 @@ class Choice:
             if output.finish_reason is not None and delta.charged_s:
                 self.account.spent(delta.charged_s, len(self.prompt.token_ids) + self.num_tokens)
         return output
+
+    @property
+    def _needs_first(self) -> bool:
+        """Return whether the answer shows what only the first delta tells: of the prompt, or its vector."""
+        sampling = self.submission.sampling
+        needs_prompt = self.is_prompt_only or self.prompt.echo is not None or sampling.prompt_logprobs is not None
+        return needs_prompt or sampling.pooling is not None
 
     def _begin(self, delta: TokenDelta, output: Output) -> None:
         self.has_begun = True

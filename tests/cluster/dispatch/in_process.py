@@ -18,6 +18,7 @@ from crossdock.workers.replica.engine import calibrate
 from crossdock.workers.replica.engine.computing import new_engine
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.replica.engine.remembered_sweep import Sweep
+from crossdock.workers.replica.serving.controls import Controls
 from crossdock.workers.replica.serving.engine_thread import EngineThread
 from crossdock.workers.replica.transfer.handover import connect
 from crossdock.workers.replica.transfer.landing import open_landing
@@ -75,6 +76,8 @@ class InProcess:
         rows = [partial(open_landing, *arguments)] if engine.scheduler.encoding.arriving.num_pages else []
         pages = [partial(connect, *arguments)] if role != "mixed" or rows else []
         self.engine_thread = EngineThread(engine, *pages, *rows)
+        controls = Controls(self.engine_thread)
+        self.pause, self.resume = controls.pause, controls.resume
         self.profile = self.profile.model_copy(update={"role": role, **self.engine_thread.addresses})
         self.is_killed = False
 

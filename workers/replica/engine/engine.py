@@ -90,7 +90,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.table.has_work or not self.pipeline.is_empty
+        return not self.pipeline.is_empty or (self.scheduler.table.has_work and not self.scheduler.is_paused)
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -178,6 +178,14 @@ class Engine:
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
+    def pause(self) -> None:
+        """Begin no step until `resume`. Once the steps in flight have ended, requests and pages stay as they are."""
+        self.scheduler.pause(is_paused=True)
+
+    def resume(self) -> None:
+        """Go on after `pause`, with the same tokens."""
+        self.scheduler.pause(is_paused=False)
+
     def step(self) -> Step:
         """Schedule, execute, update: begin as many steps as may be in flight, then end the oldest.
 
@@ -204,6 +212,8 @@ class Engine:
 
     def begin_step(self) -> bool:
         """Schedule the next step and begin to execute it. Return whether there was one that can begin now."""
+        if self.scheduler.is_paused:
+            return False
         if self.tiers is not None:
             self.tiers.take_in(self.scheduler.loading)
         now, before = self.clock(), self.pipeline.newest

@@ -22,7 +22,7 @@ from crossdock.workers.replica.transfer.side import Side, SideOpener
 from crossdock.workers.report.advertise import HEARTBEAT_S, LiveProfile, Message, PageChanges
 from crossdock.workers.report.profile import Role
 from crossdock.workers.report.timeline import Progress, Timeline
-from crossdock.workers.schedule.request import Request, Status, TokenDelta
+from crossdock.workers.schedule.request import Request, TokenDelta
 from crossdock.workers.schedule.submission import Overloaded, Submission
 
 logger = logging.getLogger(__name__)
@@ -140,19 +140,6 @@ class EngineThread(ObservedEngine):
         """
         self._end_attempts(attempts)
 
-    async def progress(self, request_id: str, epoch: int) -> list[int | str] | None:
-        """Return how far an attempt is: numbers, one of which differs whenever the attempt has moved. None: not here.
-
-        A waiting attempt moves whenever this replica computes anything.
-        """
-        request = self.engine.scheduler.table.get(request_id)
-        if request is None or request.epoch != epoch:
-            return None
-        own = [request.status.value, request.num_computed_tokens, request.num_tokens, request.num_preemptions]
-        own.append(self.engine.scheduler.encoding.arriving.num_arrived(request.owner))
-        waits = request.status is not Status.HELD and not request.is_decoding
-        return [*own, self.num_computed] if waits else own
-
     # -- for all of them ---------------------------------------------------------------------------------------------
 
     async def assign_role(self, role: Role) -> None:
@@ -256,8 +243,11 @@ class EngineThread(ObservedEngine):
 
     def _finish_steps_of(self, request_ids: Sequence[str]) -> None:
         """Finish the steps in flight if one of them computes any of these requests, which may be about to end."""
-        if not any(self.engine.is_in_flight(request_id) for request_id in request_ids):
-            return
+        if any(self.engine.is_in_flight(request_id) for request_id in request_ids):
+            self.finish_steps()
+
+    def finish_steps(self) -> None:
+        """Finish the steps in flight. Belongs to the engine's thread."""
         while not self.engine.pipeline.is_empty and not self._is_gang_lost:
             step = self._attempt(self.engine.finish_step)
             if step is not None:

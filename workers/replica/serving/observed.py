@@ -90,6 +90,21 @@ class ObservedEngine:
         """Return the timelines of all requests that a client's request led to here; see `Timelines.find`."""
         return self.timelines.find(request_id, tenant, self.engine.clock())
 
+    async def progress(self, request_id: str, epoch: int) -> list[int | str] | None:
+        """Return how far an attempt is: numbers, one of which differs whenever the attempt has moved. None: not here.
+
+        A waiting attempt moves whenever this replica computes anything, and every one while this replica is paused.
+        """
+        request = self.engine.scheduler.table.get(request_id)
+        if request is None or request.epoch != epoch:
+            return None
+        own = [request.status.value, request.num_computed_tokens, request.num_tokens, request.num_preemptions]
+        own.append(self.engine.scheduler.encoding.arriving.num_arrived(request.owner))
+        if self.engine.scheduler.is_paused:  # not stuck
+            own.append(int(1000 * self.engine.clock()))
+        waits = request.status is not Status.HELD and not request.is_decoding
+        return [*own, self.num_computed] if waits else own
+
     async def live_requests(self, tenant: str | None) -> list[dict[str, Any]]:
         """Return the requests that have not ended here; see `Timelines.live`."""
         return self.timelines.live(tenant, self.engine.clock())

@@ -17,6 +17,7 @@ from ray import serve
 from crossdock.kvtransfer.transport import TransportUnavailable
 from crossdock.workers.replica.config import ReplicaSpec
 from crossdock.workers.replica.engine.chunk_log import chunk_logger
+from crossdock.workers.replica.serving.controls import Controls
 from crossdock.workers.replica.serving.emulated_start import start_emulated
 from crossdock.workers.replica.serving.engine_thread import EngineThread
 from crossdock.workers.replica.serving.fault import end_if_marked
@@ -53,6 +54,8 @@ class Replica:
         self.messages = outlet.messages
         self.abort, self.progress = thread.abort, thread.progress
         self.assign_role, self.peer_dead = thread.assign_role, thread.peer_dead
+        controls = Controls(thread)
+        self.pause, self.resume = controls.pause, controls.resume
         self.timelines, self.live_requests = thread.find_timelines, thread.live_requests
         self.metrics_text = thread.metrics_text
         compatibility = engine.pool_spec(of_pages).compatibility

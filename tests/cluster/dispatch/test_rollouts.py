@@ -1,0 +1,140 @@
+"""Generation that is paused, over engines in this process: running requests, and those that come meanwhile."""
+
+import asyncio
+from contextlib import suppress
+
+import pytest
+
+from crossdock.cluster.dispatch.dispatcher import Dispatcher
+from crossdock.cluster.dispatch.gate import PauseMode
+from crossdock.cluster.dispatch.rollouts import Rollouts
+from crossdock.router.fleet import RouterConfig
+from crossdock.workers.schedule.request import FinishReason, TokenDelta
+from crossdock.workers.schedule.submission import SamplingParams, Submission
+from tests.cluster.dispatch.in_process import InProcess, serving, tokens
+from tests.waiting import until
+
+PROMPT = [3 + i % 100 for i in range(30)]
+LONG = 200  # tokens of a stream that is stopped on the way
+
+
+class Stream:
+    """A greedy request that is read by a task."""
+
+    def __init__(self, dispatcher: Dispatcher, name: str, max_tokens: int = LONG) -> None:
+        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+        self.deltas: list[TokenDelta] = []
+        self.task = asyncio.create_task(self._read(dispatcher, Submission(name, PROMPT, params)))
+
+    async def _read(self, dispatcher: Dispatcher, submission: Submission) -> None:
+        async for delta in dispatcher.generate(submission):
+            self.deltas.append(delta)
+
+    @property
+    def output(self) -> list[int]:
+        return [token for delta in self.deltas for token in delta.token_ids]
+
+    @property
+    def end(self) -> FinishReason | None:
+        return self.deltas[-1].finish_reason if self.deltas else None
+
+
+async def computed(replicas: list[InProcess]) -> int:
+    """Return the tokens that replicas have computed, between two of their steps."""
+    for replica in replicas:
+        await replica.engine_thread.call(lambda: None)
+    return sum(replica.engine_thread.num_computed for replica in replicas)
+
+
+@pytest.mark.parametrize("roles", [("mixed", "mixed"), ("prefill", "decode")])
+async def test_paused_streams_keep_their_pages_and_go_on_with_the_same_tokens(roles: tuple[str, str]) -> None:
+    """Also those of pairs, whose pages may be on the way; and requests that come meanwhile wait for their turn."""
+    replicas = [InProcess(role=role) for role in roles]  # type: ignore[arg-type]
+    dispatcher = Dispatcher("tiny", RouterConfig(shipping="always"))
+    async with serving(dispatcher, first=replicas[0], second=replicas[1]):
+        wanted = await tokens(dispatcher, "alone", LONG)
+        rollouts = Rollouts(dispatcher)
+        streams = [Stream(dispatcher, f"{number}") for number in range(4)]
+        await until(lambda: all(len(stream.output) > 5 for stream in streams[:2]))
+        streams += [Stream(dispatcher, f"late {number}") for number in range(2)]  # may be on their way
+        await rollouts.pause("keep")
+        before = await computed(replicas)
+        waiting = Stream(dispatcher, "waiting")
+        await until(lambda: dispatcher.num_queued >= 1)
+        assert await computed(replicas) == before
+        assert not waiting.deltas
+        assert not any(stream.task.done() for stream in streams)
+        assert await replicas[1].owned_pages() > 0
+        assert rollouts.is_paused
+        await rollouts.resume()
+        await asyncio.gather(*(stream.task for stream in (*streams, waiting)))
+        assert [stream.output for stream in (*streams, waiting)] == [wanted] * 7
+        await until(lambda: all(not each.engine_thread.engine.scheduler.table.requests() for each in replicas))
+
+
+@pytest.mark.parametrize("mode", ["wait", "abort"])
+async def test_running_requests_end_before_generation_is_paused(mode: PauseMode) -> None:
+    replica = InProcess()
+    async with serving(Dispatcher("tiny"), only=replica) as dispatcher:
+        rollouts = Rollouts(dispatcher)
+        running = [Stream(dispatcher, f"{number}", 40 if mode == "wait" else LONG) for number in range(3)]
+        await until(lambda: all(stream.output for stream in running))
+        pausing = asyncio.create_task(rollouts.pause(mode))
+        await until(lambda: rollouts.is_paused)
+        late = Stream(dispatcher, "late", 5)
+        await pausing
+        assert {stream.end for stream in running} == {FinishReason.LENGTH if mode == "wait" else FinishReason.ABORT}
+        assert [len(stream.output) == 40 for stream in running] == [mode == "wait"] * 3
+        assert await replica.owned_pages() == 0
+        assert not late.deltas
+        await rollouts.resume()
+        await late.task
+        assert len(late.output) == 5
+
+
+async def test_pause_whose_caller_leaves_is_undone() -> None:
+    async with serving(Dispatcher("tiny"), only=InProcess()) as dispatcher:
+        rollouts = Rollouts(dispatcher)
+        running = Stream(dispatcher, "r")
+        await until(lambda: bool(running.output))
+        pausing = asyncio.create_task(rollouts.pause("wait"))
+        await until(lambda: rollouts.is_paused)
+        pausing.cancel()
+        with suppress(asyncio.CancelledError):
+            await pausing
+        assert not rollouts.is_paused
+        await running.task
+        assert len(await tokens(dispatcher, "next", 5)) == 5
+
+
+async def test_request_on_a_paused_replica_counts_as_moving() -> None:
+    """Else its life would take it for stuck, and place it elsewhere."""
+    replica = InProcess()
+    async with serving(Dispatcher("tiny"), only=replica) as dispatcher:
+        rollouts, stream = Rollouts(dispatcher), Stream(dispatcher, "r")
+        await until(lambda: bool(stream.output))
+        await rollouts.pause("keep")
+        first, clock = await replica.call("progress", "r", 0), replica.engine_thread.engine.clock
+        later = clock() + 0.002
+        await until(lambda: clock() > later)
+        assert await replica.call("progress", "r", 0) != first
+        await rollouts.resume()
+        await stream.task
+
+
+async def test_paused_replica_gets_no_request_while_another_is_not() -> None:
+    first, second = InProcess(), InProcess()
+    async with serving(Dispatcher("tiny"), first=first, second=second) as dispatcher:
+        await first.pause()
+        await until(lambda: dispatcher.fleet.table.paused == {"first"})
+        for number in range(3):
+            await tokens(dispatcher, f"{number}", 3)
+        assert await computed([first]) == 0
+        await second.pause()
+        await until(lambda: len(dispatcher.fleet.table.paused) == 2)
+        stream = Stream(dispatcher, "waits", 3)
+        await until(lambda: dispatcher.fleet.num_booked("first") + dispatcher.fleet.num_booked("second") == 1)
+        for replica in (first, second):
+            await replica.resume()
+        await stream.task
+        assert len(stream.output) == 3
