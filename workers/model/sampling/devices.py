@@ -1,6 +1,7 @@
 """The differences between devices: how many rows are worked on together, and copies to a GPU without waiting."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,3 +22,22 @@ def blocks_of(scores: Tensor) -> Iterator[slice]:
 def copy_to(device: torch.device, tensor: Tensor) -> Tensor:
     """Return a CPU's tensor on `device`, without waiting for work that the device still does."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+class HostCopy:
+    """Tensors of a device on their way to the host, which does other work meanwhile."""
+
+    def __init__(self, *tensors: Tensor) -> None:
+        self._tensors, self._event = tensors, None
+        if any(tensor.device.type == "cuda" for tensor in tensors):
+            self._tensors = tuple(torch.empty_like(each, device="cpu", pin_memory=True) for each in tensors)
+            for mine, theirs in zip(self._tensors, tensors, strict=True):
+                mine.copy_(theirs, non_blocking=True)
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()
+
+    def read(self) -> list[Any]:
+        """Wait for the device; return each tensor as a list."""
+        if self._event is not None:
+            self._event.synchronize()
+        return [tensor.tolist() for tensor in self._tensors]

@@ -35,12 +35,13 @@ def cut_head(
     return head, ids, *kept_floor(head, sums, cuts, is_all)
 
 
-def kept_scores(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
+def kept_scores(logits: Tensor, rows: Sequence[SampleRow], previous_tokens: Tensor | None = None) -> Tensor:
     """Return the scores [N, V] float32 whose softmax the rows' tokens are drawn from; tokens that are cut have -inf.
 
-    As in vLLM, a row of temperature 0 is edited alone: the logits keep their scale and their tail.
+    As in vLLM, a row of temperature 0 is edited alone: the logits keep their scale and their tail. On a GPU the host
+    waits for rows that are cut. `previous_tokens`: see `edited_scores`.
     """
-    scores = edited_scores(logits, rows, copy=True)
+    scores = edited_scores(logits, rows, True, previous_tokens)
     warm = [i for i, row in enumerate(rows) if row.params.temperature >= GREEDY_BELOW]
     temperatures = torch.ones(len(rows), 1)
     temperatures[warm, 0] = torch.tensor([rows[i].params.temperature for i in warm])

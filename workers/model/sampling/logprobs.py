@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from crossdock.workers.model.sampling.devices import HostCopy, copy_to
 from crossdock.workers.model.sampling.heads import kept_scores
 from crossdock.workers.model.sampling.row import SampleRow
 from crossdock.workers.schedule.request import TokenLogprobs
@@ -13,71 +14,98 @@ from crossdock.workers.schedule.submission import LogprobsMode
 LOGITS_AT_ONCE = 1 << 22  # logits held as float32 at once while a prompt is scored: 16 MiB
 
 
-def logprobs_of(
-    logits: Tensor,
-    token_ids: Sequence[int] | Tensor,
-    top_n: int,
-    listed_ids: Sequence[int] = (),
-    *,
-    as_logits: bool = False,
-) -> list[TokenLogprobs]:
-    """Return, per row of `logits` [N, V], the log-probability and rank of its token, and the `top_n` likeliest tokens.
+class PendingLogprobs:
+    """Log-probabilities of tokens, computed on the device while the host does other work.
 
-    With `listed_ids`, these tokens in their order take the place of the likeliest ones. `as_logits`: logits take the
-    place of log-probabilities.
     Works through a few rows at a time: a long prompt's logits as float32 would not fit beside the model.
     """
-    num_rows, vocab_size = logits.shape
-    chosen_ids = torch.as_tensor(token_ids, dtype=torch.int64, device=logits.device)[:, None]
-    answer: list[TokenLogprobs] = []
-    step = max(1, LOGITS_AT_ONCE // vocab_size)
-    for start in range(0, num_rows, step):
-        logprobs = logits[start : start + step].float()
-        logprobs = logprobs if as_logits else logprobs.log_softmax(-1)
-        ids = chosen_ids[start : start + step]
-        chosen = logprobs.gather(-1, ids)
-        ranks = (logprobs > chosen).sum(-1) + 1
-        if listed_ids:
-            top_ids = torch.tensor(listed_ids, device=logits.device).expand(len(logprobs), -1)
-            tops = logprobs.gather(-1, top_ids)
-        else:
-            top_ids, tops = _likeliest(logprobs, min(top_n, vocab_size))
-        answer += [
+
+    def __init__(
+        self,
+        logits: Tensor,
+        token_ids: Sequence[int] | Tensor,
+        top_n: int,
+        listed_ids: Sequence[int] = (),
+        *,
+        as_logits: bool = False,
+    ) -> None:
+        """Begin with the log-probability and rank of each row's token, and its `top_n` likeliest tokens.
+
+        `logits`: [N, V]. With `listed_ids`, these tokens in their order take the place of the likeliest ones.
+        `as_logits`: logits take the place of log-probabilities.
+        """
+        num_rows, vocab_size = logits.shape
+        known = token_ids if isinstance(token_ids, Tensor) else torch.tensor(token_ids, dtype=torch.int64)
+        chosen_ids = (copy_to(logits.device, known) if known.device != logits.device else known)[:, None]
+        listed = copy_to(logits.device, torch.tensor(listed_ids)) if listed_ids else None
+        self._blocks: list[HostCopy] = []
+        step = max(1, LOGITS_AT_ONCE // vocab_size)
+        for start in range(0, num_rows, step):
+            logprobs = logits[start : start + step].float()
+            logprobs = logprobs if as_logits else logprobs.log_softmax(-1)
+            ids = chosen_ids[start : start + step]
+            chosen = logprobs.gather(-1, ids)
+            ranks = (logprobs > chosen).sum(-1) + 1
+            if listed is not None:
+                top_ids = listed.expand(len(logprobs), -1)
+                tops = logprobs.gather(-1, top_ids)
+            else:
+                top_ids, tops = _likeliest(logprobs, min(top_n, vocab_size))
+            self._blocks.append(HostCopy(ids.squeeze(-1), chosen.squeeze(-1), ranks, top_ids, tops))
+
+    def read(self) -> list[TokenLogprobs]:
+        """Wait for the device; return the answer of each row."""
+        return [
             TokenLogprobs(token_id, logprob, rank, tuple(zip(row_ids, row_tops, strict=True)))
-            for token_id, logprob, rank, row_ids, row_tops in zip(
-                ids.squeeze(-1).tolist(),
-                chosen.squeeze(-1).tolist(),
-                ranks.tolist(),
-                top_ids.tolist(),
-                tops.tolist(),
-                strict=True,
-            )
+            for block in self._blocks
+            for token_id, logprob, rank, row_ids, row_tops in zip(*block.read(), strict=True)
         ]
-    return answer
 
 
-def sampled_logprobs(logits: Tensor, token_ids: Sequence[int], rows: Sequence[SampleRow]) -> dict[int, TokenLogprobs]:
-    """Return the log-probabilities of the rows that asked for them, by row index.
+class SampledLogprobs:
+    """The log-probabilities of the rows that ask for them, computed on the device while the host does other work.
 
     Rows that want the same alternatives are computed together, so that no other row decides which of several equally
     likely alternatives a row lists.
     """
-    by_wish: dict[tuple[LogprobsMode, int, tuple[int, ...]], list[int]] = {}
-    for i, row in enumerate(rows):
-        params = row.params
-        if params.logprobs is not None:
-            by_wish.setdefault((params.logprobs_mode, params.logprobs, params.logprob_token_ids), []).append(i)
-    answer: dict[int, TokenLogprobs] = {}
-    at_once = max(1, LOGITS_AT_ONCE // logits.shape[-1])
-    for (mode, top_n, listed_ids), group in by_wish.items():
-        for some in (group[start : start + at_once] for start in range(0, len(group), at_once)):
-            scores = logits[some]
-            if mode.startswith("processed"):
-                scores = kept_scores(scores, [rows[i] for i in some])
-            chosen = [token_ids[i] for i in some]
-            found = logprobs_of(scores, chosen, top_n, listed_ids, as_logits=mode.endswith("logits"))
-            answer.update(zip(some, found, strict=True))
-    return answer
+
+    def __init__(
+        self, logits: Tensor, token_ids: Tensor, rows: Sequence[SampleRow], previous_tokens: Tensor | None = None
+    ) -> None:
+        """Begin. `logits`: [N, V]; `token_ids`: [N], below 0 where a token is not known yet."""
+        self._rows = rows
+        self._asking = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
+        self._groups: list[tuple[list[int], PendingLogprobs]] = []
+        if self._asking:
+            at = copy_to(logits.device, torch.tensor(self._asking))
+            known = copy_to(logits.device, token_ids) if token_ids.device != logits.device else token_ids
+            self._logits = logits[at]
+            self._groups = self._begin(known[at].clamp(min=0), previous_tokens)
+
+    def read(self, token_ids: Sequence[int] | None = None) -> dict[int, TokenLogprobs]:
+        """Wait for the device; return the answers by row. `token_ids` [N]: the tokens, if some were not known."""
+        if token_ids is not None and self._asking:
+            self._groups = self._begin(torch.tensor([token_ids[i] for i in self._asking]), None)
+        return {i: answer for group, found in self._groups for i, answer in zip(group, found.read(), strict=True)}
+
+    def _begin(self, token_ids: Tensor, previous_tokens: Tensor | None) -> list[tuple[list[int], PendingLogprobs]]:
+        """Begin with the tokens of the rows that ask, alike ones together, some rows at a time."""
+        by_wish: dict[tuple[LogprobsMode, int, tuple[int, ...]], list[int]] = {}
+        for place, i in enumerate(self._asking):
+            params = self._rows[i].params
+            wish = params.logprobs_mode, params.logprobs or 0, params.logprob_token_ids
+            by_wish.setdefault(wish, []).append(place)
+        begun, at_once = [], max(1, LOGITS_AT_ONCE // self._logits.shape[-1])
+        for (mode, top_n, listed_ids), group in by_wish.items():
+            for some in (group[start : start + at_once] for start in range(0, len(group), at_once)):
+                at = torch.tensor(some)
+                scores, own = self._logits[copy_to(self._logits.device, at)], [self._asking[place] for place in some]
+                if mode.startswith("processed"):
+                    scores = kept_scores(scores, [self._rows[i] for i in own], previous_tokens)
+                chosen = token_ids[copy_to(token_ids.device, at)]
+                found = PendingLogprobs(scores, chosen, top_n, listed_ids, as_logits=mode.endswith("logits"))
+                begun.append((own, found))
+        return begun
 
 
 def _likeliest(logprobs: Tensor, top_n: int) -> tuple[Tensor, Tensor]:

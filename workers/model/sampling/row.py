@@ -75,7 +75,6 @@ class SampleRow:
     is_filtered: bool = field(init=False)  # by top-k, top-p or min-p
     is_penalized: bool = field(init=False)
     reads_tokens: bool = field(init=False)  # its masks depend on the tokens before, which then must be on the host
-    reports: bool = field(init=False)  # more than the token is wanted
     _may_be_edited: bool = field(init=False)  # in some step, by its parameters
     _kept: _Kept = field(default_factory=_Kept, repr=False)
 
@@ -85,7 +84,6 @@ class SampleRow:
         self.is_filtered = params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
         penalties = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
         self.is_penalized = penalties != (1.0, 0.0, 0.0)
-        self.reports = params.logprobs is not None or params.prompt_logprobs is not None
         self.reads_tokens = params.grammar is not None or self._has_long_bad_words
         masks = params.logit_bias, params.allowed_token_ids, params.bad_words, params.min_tokens
         self._may_be_edited = self.is_penalized or any(masks)

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from crossdock.workers.model.sampling import heads
-from crossdock.workers.model.sampling.devices import blocks_of, copy_to
+from crossdock.workers.model.sampling.devices import HostCopy, blocks_of, copy_to
 from crossdock.workers.model.sampling.edits import edited_scores
 from crossdock.workers.model.sampling.filters import temperatures_of
-from crossdock.workers.model.sampling.logprobs import sampled_logprobs
+from crossdock.workers.model.sampling.logprobs import SampledLogprobs
 from crossdock.workers.model.sampling.noise import hashed_ids, negative_gumbel, row_keys
 from crossdock.workers.model.sampling.row import SampleRow
 from crossdock.workers.schedule.batch import SampledToken
@@ -44,14 +44,12 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
     if not rows:
         return []
     token_ids = _draw_all(logits, rows)
-    logprobs = sampled_logprobs(logits, token_ids, rows)
-    if not logprobs:
-        return [SampledToken(token_id) for token_id in token_ids]
+    logprobs = SampledLogprobs(logits, torch.tensor(token_ids), rows).read()
     return [SampledToken(token_id, logprobs.get(i)) for i, token_id in enumerate(token_ids)]
 
 
 class PendingTokens:
-    """Tokens of plain rows, drawn on the device while the host does other work. They equal those of `sample`."""
+    """Tokens that are drawn on the device while the host does other work. They equal those of `sample`."""
 
     def __init__(self, logits: Tensor, rows: Sequence[SampleRow], previous_tokens: Tensor | None = None) -> None:
         """Begin to draw from `logits` [N, V], which may change afterwards. `previous_tokens`: see `edited_scores`."""
@@ -59,21 +57,16 @@ class PendingTokens:
         width = min(heads.WIDTHS[-1], logits.shape[-1])
         self.on_device = _draw(self._scores, rows, width) if rows else logits.new_empty(0, dtype=torch.int64)
         """Token ids [N] on the device, below 0 where the host must draw from more of the row."""
-        self._on_host, self._event = self.on_device, None
-        if logits.device.type == "cuda":
-            self._on_host = torch.empty(len(rows), dtype=torch.int64, pin_memory=True)
-            self._on_host.copy_(self.on_device, non_blocking=True)
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record()
+        self._on_host = HostCopy(self.on_device)
+        self._logprobs = SampledLogprobs(logits, self.on_device, rows, previous_tokens)
 
-    def read(self) -> tuple[list[int], list[int]]:
-        """Wait for the device; return the token ids [N], and the indices of rows whose token is known only now."""
-        if self._event is not None:
-            self._event.synchronize()
-        token_ids: list[int] = self._on_host.tolist()
+    def read(self) -> tuple[list[SampledToken], list[int]]:
+        """Wait for the device; return the tokens [N], and the indices of rows whose token is known only now."""
+        token_ids: list[int] = self._on_host.read()[0]
         late = [i for i, token_id in enumerate(token_ids) if token_id == _OPEN]
         _draw_open(token_ids, self._scores, self._rows, [self._scores.shape[-1]])
-        return token_ids, late
+        logprobs = self._logprobs.read(token_ids if late else None)
+        return [SampledToken(token_id, logprobs.get(i)) for i, token_id in enumerate(token_ids)], late
 
 
 def _draw_all(logits: Tensor, rows: Sequence[SampleRow]) -> list[int]:

@@ -131,7 +131,7 @@ class EmulatedSampler:
     def reads_tokens(self, batch: Batch) -> bool:
         return False
 
-    def draw(self, batch: Batch, logits: _Step, previous_tokens: Any = None) -> _Drawn:
+    def draw(self, batch: Batch, logits: _Step, rows: Sequence[range], previous_tokens: Any = None) -> _Drawn:
         """Return the tokens of a step, which `read` waits for."""
         return _Drawn(self._tokens(batch), logits.ends, self._sleep_until)
 

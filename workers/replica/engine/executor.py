@@ -54,7 +54,7 @@ class Drawn(Protocol):
 
     @property
     def on_device(self) -> Any:
-        """The tokens on the device; None: the next step must wait for the host."""
+        """The tokens on the device."""
 
     def read(self, void: Collection[str] = ()) -> tuple[Mapping[str, SampledToken], Collection[str]]:
         """Wait for the tokens. Returns them by request, and the requests whose token only the host could draw.
@@ -81,7 +81,7 @@ class TokenSampler(Protocol):
     def reads_tokens(self, batch: Batch) -> bool:
         """Return whether tokens of the step before must be on the host before `batch` is drawn."""
 
-    def draw(self, batch: Batch, logits: Any, previous_tokens: Any = None) -> Drawn | None: ...
+    def draw(self, batch: Batch, logits: Any, rows: Sequence[range], previous_tokens: Any = None) -> Drawn: ...
 
     def sample(self, batch: Batch, logits: Any, rows: Sequence[range]) -> Mapping[str, SampledToken]: ...
 

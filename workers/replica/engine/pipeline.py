@@ -35,6 +35,10 @@ class StepInFlight:
     recomputed: Collection[str] = ()  # requests whose part began with a wrong token and is void
 
 
+def _undrawn() -> Mapping[str, SampledToken]:
+    raise AssertionError("a step ends after its tokens are drawn")
+
+
 class FinishedStep(NamedTuple):
     """A step that has ended; times are seconds on the engine's clock."""
 
@@ -155,19 +159,18 @@ class Pipeline:
         """Have the device compute `batch`. Tokens of the step before may be known to the device alone."""
         previous_tokens = self.newest.device_tokens if self.newest is not None else None
         logits, rows = self._logits(batch, inputs, previous_tokens)
-        step = StepInFlight(batch, now, partial(self._sample, batch, logits, rows))
+        step = StepInFlight(batch, now, _undrawn)
         if previous_tokens is not None and self.sampler.reads_tokens(batch):
-            step.draw = partial(self._draw, step, logits)
+            step.draw = partial(self._draw, step, logits, rows)
         else:
-            self._draw(step, logits, previous_tokens)
+            self._draw(step, logits, rows, previous_tokens)
         return step
 
-    def _draw(self, step: StepInFlight, logits: Any, previous_tokens: Any = None) -> None:
-        """Have the device draw the tokens of a launched step, unless the host has to."""
-        drawn = self.sampler.draw(step.batch, logits, previous_tokens)
-        if drawn is not None:
-            step.result = partial(self._read, step, drawn)
-            step.device_tokens = None if step.recomputed else drawn.on_device
+    def _draw(self, step: StepInFlight, logits: Any, rows: Sequence[range], previous_tokens: Any = None) -> None:
+        """Have the device draw the tokens of a launched step."""
+        drawn = self.sampler.draw(step.batch, logits, rows, previous_tokens)
+        step.result = partial(self._read, step, drawn)
+        step.device_tokens = None if step.recomputed else drawn.on_device
 
     def _read(self, step: StepInFlight, drawn: Drawn) -> Mapping[str, SampledToken]:
         """Wait for the tokens of a launched step. The step behind began without the tokens that only the host can draw:

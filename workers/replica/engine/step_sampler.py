@@ -11,7 +11,8 @@ from torch import Tensor
 
 from crossdock.workers.model.grammar.state import GrammarState
 from crossdock.workers.model.pooling import Pooler
-from crossdock.workers.model.sampling.logprobs import logprobs_of
+from crossdock.workers.model.sampling.devices import copy_to
+from crossdock.workers.model.sampling.logprobs import PendingLogprobs
 from crossdock.workers.model.sampling.row import SampleRow
 from crossdock.workers.model.sampling.sampler import PendingTokens, sample
 from crossdock.workers.schedule.batch import Batch, SampledToken, Scheduled
@@ -21,12 +22,17 @@ from crossdock.workers.schedule.submission import SamplingParams
 _ENDED = SampleRow(SamplingParams(temperature=0.0), (), 0)  # in place of a request that ended while it was computed
 
 
+_PromptPart = tuple[Scheduled, PendingLogprobs]  # a part whose prompt's log-probabilities are wanted
+
+
 class _DrawnStep(NamedTuple):
     """The tokens of a step, which the device has begun to draw."""
 
     parts: Sequence[Scheduled]  # that sample
     tokens: PendingTokens
+    prompts: Sequence[_PromptPart]
     accept: Callable[[Scheduled, Sequence[SampledToken]], SampledToken]
+    keep: Callable[[Sequence[_PromptPart]], None]
 
     @property
     def on_device(self) -> Tensor:
@@ -35,10 +41,11 @@ class _DrawnStep(NamedTuple):
 
     def read(self, void: Collection[str] = ()) -> tuple[dict[str, SampledToken], set[str]]:
         """Wait for the tokens, and advance the grammars of their requests. See `Drawn.read`."""
-        token_ids, late = self.tokens.read()
+        tokens, late = self.tokens.read()
+        self.keep(self.prompts)
         sampled = {
-            part.request.id: self.accept(part, [SampledToken(token_id)])
-            for part, token_id in zip(self.parts, token_ids, strict=True)
+            part.request.id: self.accept(part, [token])
+            for part, token in zip(self.parts, tokens, strict=True)
             if part.request.status is not Status.FINISHED and part.request.id not in void
         }
         return sampled, {self.parts[i].request.id for i in late}
@@ -85,18 +92,23 @@ class StepSampler:
         """Pool the hidden states [T, E] of a step. Call in the order in which steps began."""
         self.pooler.add(batch, hidden)
 
-    def draw(self, batch: Batch, logits: Tensor, previous_tokens: Tensor | None = None) -> _DrawnStep | None:
-        """Begin to draw the tokens of `batch` on the device, without waiting for them.
+    def draw(
+        self, batch: Batch, logits: Tensor, rows: Sequence[range], previous_tokens: Tensor | None = None
+    ) -> _DrawnStep:
+        """Begin to draw the tokens of `batch` on the device, without waiting for them. See `sample`.
 
-        `logits`: [N, vocab]. `previous_tokens` [N'], on the device, are those of the step before, if it is in flight.
+        `previous_tokens` [N'], on the device, are those of the step before, if it is in flight.
         Where `reads_tokens`, requests have their tokens of the step before. A request may have ended with it.
-        Returns None where the host has to sample: for logprobs.
         """
-        if any(row.reports for row in self._rows_of(batch)):
-            return None
-        parts = [part for part in batch.scheduled if part.samples]
-        rows = [_ENDED if part.request.status is Status.FINISHED else self._sample_rows(part)[0] for part in parts]
-        return _DrawnStep(parts, PendingTokens(logits, rows, previous_tokens), self._accept)
+        prompts = self._begin_prompts(batch, logits, rows)
+        sampling = [(part, row) for part, row in zip(batch.scheduled, rows, strict=True) if part.samples]
+        parts = [part for part, _ in sampling]
+        if len(parts) < len(logits):
+            last = torch.tensor([row.stop - 1 for _, row in sampling], dtype=torch.int64)
+            logits = logits[copy_to(logits.device, last)]
+        own = [_ENDED if part.request.status is Status.FINISHED else self._sample_rows(part)[0] for part in parts]
+        tokens = PendingTokens(logits, own, previous_tokens)
+        return _DrawnStep(parts, tokens, prompts, self._accept, self._keep)
 
     def reads_tokens(self, batch: Batch) -> bool:
         """Return whether masks of `batch` depend on tokens of the step before, which then must be on the host."""
@@ -110,7 +122,7 @@ class StepSampler:
 
         `logits`: [N, vocab]; `rows`: for each part of `batch`, which of the N are its own.
         """
-        self._collect_prompt_logprobs(batch, logits, rows)
+        self._keep(self._begin_prompts(batch, logits, rows))
         wanted, sample_rows = list[int](), list[SampleRow]()  # of the logits
         parts: list[tuple[Scheduled, int]] = []  # with the number of their rows; 0: one row, that of a plain stream
         for part, row in zip(batch.scheduled, rows, strict=True):
@@ -179,14 +191,22 @@ class StepSampler:
             accepted.append(newest)
         return SampledToken(newest.token_id, newest.logprobs, ends, error, accepted)
 
-    def _collect_prompt_logprobs(self, batch: Batch, logits: Tensor, rows: Sequence[range]) -> None:
-        """Collect the prompt's logprobs: token i + 1 from the logits of token i. The first token has no logprob."""
+    def _begin_prompts(self, batch: Batch, logits: Tensor, rows: Sequence[range]) -> list[_PromptPart]:
+        """Begin to compute prompts' logprobs: of token i + 1 from the logits of token i. The first one has none."""
+        begun = []
         for part, row in zip(batch.scheduled, rows, strict=True):
-            top = part.request.sampling.prompt_logprobs
-            if top is None or part.start >= part.request.num_prompt_tokens or part.request.num_output_tokens:
+            top, request = part.request.sampling.prompt_logprobs, part.request
+            if top is None or part.start >= request.num_prompt_tokens or request.num_output_tokens:
                 continue
-            found = self._prompt_logprobs.setdefault(part.request.id, [None])
-            known = part.request.prompt_token_ids[part.start + 1 : part.start + part.num_tokens + 1]
-            if known and len(found) == part.start + 1:  # else computed before a preemption
-                own, mode = logits[row.start : row.start + len(known)], part.request.sampling.logprobs_mode
-                found += logprobs_of(own, known, top, as_logits=mode.endswith("logits"))
+            known = request.prompt_token_ids[part.start + 1 : part.start + part.num_tokens + 1]
+            own, mode = logits[row.start : row.start + len(known)], request.sampling.logprobs_mode
+            begun.append((part, PendingLogprobs(own, known, top, as_logits=mode.endswith("logits"))))
+        return begun
+
+    def _keep(self, prompts: Sequence[_PromptPart]) -> None:
+        """Wait for the logprobs of prompts. Those from before a preemption count; those of ended requests do not."""
+        for part, pending in prompts:
+            if part.request.id in self._rows and part.request.status is not Status.FINISHED:
+                found = self._prompt_logprobs.setdefault(part.request.id, [None])
+                if len(found) == part.start + 1:
+                    found += pending.read()

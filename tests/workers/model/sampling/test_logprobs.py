@@ -1,13 +1,20 @@
 """Log-probabilities are those of the logits as given, or of the mode that a row names, for the rows that ask."""
 
+from typing import Any
+
 import pytest
 import torch
 
 from crossdock.workers.model.sampling import logprobs
-from crossdock.workers.model.sampling.logprobs import logprobs_of
+from crossdock.workers.model.sampling.logprobs import PendingLogprobs
 from crossdock.workers.model.sampling.sampler import sample
+from crossdock.workers.schedule.request import TokenLogprobs
 
 from .rows import make_row, oracle, random_logits
+
+
+def answers_of(logits: torch.Tensor, token_ids: Any, top_n: int) -> list[TokenLogprobs]:
+    return PendingLogprobs(logits, token_ids, top_n).read()
 
 
 def test_logprobs_are_of_logits_as_given() -> None:
@@ -72,17 +79,17 @@ def test_only_rows_that_ask_get_logprobs_and_as_many() -> None:
 def test_logprobs_of_prompt_in_chunks_equal_those_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = random_logits(7, 100).bfloat16()
     token_ids = [0, 1, 2, 3, 4, 5, 99]
-    whole = logprobs_of(logits, token_ids, 4)
+    whole = answers_of(logits, token_ids, 4)
     monkeypatch.setattr(logprobs, "LOGITS_AT_ONCE", 250)
-    assert logprobs_of(logits, token_ids, 4) == whole
+    assert answers_of(logits, token_ids, 4) == whole
     assert [answer.token_id for answer in whole] == token_ids
-    assert logprobs_of(logits, torch.tensor(token_ids), 4) == whole
-    assert logprobs_of(logits[:0], [], 4) == []
-    assert len(logprobs_of(logits[:1], [0], 1000)[0].top) == 100
+    assert answers_of(logits, torch.tensor(token_ids), 4) == whole
+    assert answers_of(logits[:0], [], 4) == []
+    assert len(answers_of(logits[:1], [0], 1000)[0].top) == 100
 
 
 def test_rank_of_equal_logits_is_that_of_the_first() -> None:
-    answers = logprobs_of(torch.tensor([[1.0, 2.0, 2.0, 0.0]] * 4), [0, 1, 2, 3], 2)
+    answers = answers_of(torch.tensor([[1.0, 2.0, 2.0, 0.0]] * 4), [0, 1, 2, 3], 2)
     assert [answer.rank for answer in answers] == [3, 1, 1, 4]
     assert answers[0].top == ((1, answers[1].logprob), (2, answers[2].logprob))
 

@@ -53,6 +53,7 @@ KINDS: list[dict[str, Any]] = [
 MORE_KINDS: list[dict[str, Any]] = [
     {"bad_words": ((5, 6), (7, 8, 9))},
     {"logprobs": 2},
+    {"logprobs": 1, "logprobs_mode": "processed_logprobs", "presence_penalty": 0.7, "top_p": 0.9},
     {"prompt_logprobs": 1, "temperature": 0.0},
 ]
 CLASSES = (SloClass(name="standard", ttft_s=1e3, tpot_s=1e3), SloClass(name="batch", ttft_s=1e3, tpot_s=1e3))
@@ -134,6 +135,8 @@ def test_steps_ahead_give_the_deltas_of_steps_in_turn(
             assert [entry.token_id for entry in ours.logprobs or ()] == [
                 entry.token_id for entry in theirs.logprobs or ()
             ]
+            values = [entry.logprob for entry in theirs.logprobs or ()]
+            assert [entry.logprob for entry in ours.logprobs or ()] == pytest.approx(values, abs=1e-4)
             assert len(ours.prompt_logprobs or ()) == len(theirs.prompt_logprobs or ())
 
 
@@ -185,7 +188,7 @@ def test_step_ahead_begins_before_the_tokens_of_the_step_before_are_read(order: 
     ahead.add(Submission("a", [5, 6], SamplingParams(max_tokens=5, ignore_eos=True, logprobs=1)))
     while ahead.has_work:
         ahead.step()
-    assert "".join(order) == "b" * 5, "a request that wants log-probabilities waits for the host"
+    assert "".join(order) == "b" + "br" * 4 + "r", "so are log-probabilities"
 
 
 @pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(4, 100))])
@@ -288,8 +291,8 @@ def test_tokens_drawn_and_read_equal_those_sampled(monkeypatch: pytest.MonkeyPat
     given: Tensor = logits.clone()
     drawn = PendingTokens(given, rows())
     given.fill_(0)
-    token_ids, late = drawn.read()
-    assert token_ids == expected
+    tokens, late = drawn.read()
+    assert [token.token_id for token in tokens] == expected
     assert late == [i for i, token_id in enumerate(drawn.on_device.tolist()) if token_id < 0]
     assert 0 < len(late) < len(expected)
     assert PendingTokens(logits[:0], []).read() == ([], [])
