@@ -3,17 +3,17 @@
 import os
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
 from functools import lru_cache
 from typing import Any, Literal, Self, TypeAlias, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 from crossdock.cluster.api.body.generation_defaults import GenerationConfig
 from crossdock.cluster.api.body.pooler_config import PoolerConfig
-from crossdock.cluster.api.http.http_config import HttpConfig
+from crossdock.cluster.api.http.http_config import HttpConfig, ModelHttpConfig
 from crossdock.cluster.api.http.keys import check_keys
 from crossdock.router.fleet import RouterConfig
 from crossdock.router.scaling import ScalingConfig
@@ -22,6 +22,7 @@ from crossdock.workers.replica.config import Device, EmulatedDevice, EngineConfi
 from crossdock.workers.report.presets import stored_profile
 from crossdock.workers.report.profile import Role
 
+DEVICES = ("CPU", "GPU")  # Ray's names of what replicas reserve
 Dtype: TypeAlias = Literal["auto", "bfloat16", "float16", "float32"]
 
 
@@ -93,7 +94,11 @@ class PoolConfig(BaseModel):
     role: Role = Field(
         "mixed", description="mixed, prefill, decode or encode; by default its name if that is one of them."
     )
-    replicas: int = Field(1, ge=1, description="Number of replicas; the minimum, if max_replicas is set.")
+    replicas: int = Field(
+        1,
+        ge=1,
+        description="Number of replicas; the minimum, if max_replicas is set.",
+    )
     max_replicas: int | None = Field(None, ge=1, description="Number that the pool may grow to; null: none.")
     num_cpus: int = Field(0, ge=0, description="Cores of each rank; 0 reserves none and uses all.")
     num_gpus: float | None = Field(
@@ -130,6 +135,12 @@ class PoolConfig(BaseModel):
         return self.max_replicas or self.replicas
 
     @property
+    def devices(self) -> dict[str, float]:
+        """The devices that a replica reserves, by Ray's names."""
+        each = dict(zip(DEVICES, (float(self.num_cpus), self.num_gpus or 0.0), strict=True))
+        return {name: number * self.num_ranks for name, number in each.items()}
+
+    @property
     def num_ranks(self) -> int:
         """The number of ranks in each replica."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
@@ -142,6 +153,8 @@ class PoolConfig(BaseModel):
 
     @model_validator(mode="after")
     def _check_bounds(self) -> Self:
+        if self.most == 0:
+            raise ValueError("replicas (0) needs max_replicas, the number that requests may start")
         if self.most < self.replicas:
             raise ValueError(f"max_replicas ({self.most}) must be at least replicas ({self.replicas})")
         return self
@@ -212,6 +225,21 @@ class PoolConfig(BaseModel):
         return data
 
 
+class ServedModel(BaseModel):
+    """One of several models: the sections of a file that serves it alone, with what differs from the others."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str = Field(
+        pattern=r"^[a-z][a-z0-9-]*$",
+        description="Clients' name, unless model.served_name is another; the names of its deployments begin with it.",
+    )
+    model: ModelConfig = Field(default_factory=lambda: ModelConfig.model_validate({}))
+    engine: EngineConfig | None = Field(None, description="Engine settings that differ from the cluster's.")
+    pools: tuple[PoolConfig, ...] = (PoolConfig.model_validate({}),)
+    http: ModelHttpConfig | None = Field(None, description="Settings of http that are of a model, where they differ.")
+
+
 class ClusterConfig(BaseModel):
     """The root of the tree: every setting of a cluster."""
 
@@ -220,15 +248,56 @@ class ClusterConfig(BaseModel):
     model: ModelConfig = Field(default_factory=lambda: ModelConfig.model_validate({}))
     engine: EngineConfig = Field(default_factory=lambda: EngineConfig.model_validate({}))
     pools: tuple[PoolConfig, ...] = (PoolConfig.model_validate({}),)
+    models: tuple[ServedModel, ...] = Field((), description="Several models, in place of model and pools.")
     router: RouterConfig = Field(default_factory=lambda: RouterConfig.model_validate({}))
     scaling: ScalingConfig = Field(default_factory=lambda: ScalingConfig.model_validate({}))
     transfer: TransferConfig = Field(default_factory=lambda: TransferConfig.model_validate({}))
     http: HttpConfig = Field(default_factory=lambda: HttpConfig.model_validate({}))
 
+    _num_other_ranks: int = PrivateAttr(0)  # of other models on the same machine
+
+    @property
+    def each_model(self) -> tuple[Self, ...]:
+        """The configuration of each model alone. Where there are several, names of pools begin with the model's."""
+        if not self.models:
+            return (self,)
+        alone = [self._alone(member) for member in self.models]
+        for each in alone:
+            each._num_other_ranks = sum(other._num_ranks for other in alone if other is not each)
+        return tuple(alone)
+
+    def _alone(self, member: ServedModel) -> Self:
+        served = member.model.model_copy(update={"served_name": member.model.served_name or member.name})
+        pools = [pool.model_copy(update={"name": f"{member.name}-{pool.name}"}) for pool in member.pools]
+        own = {} if member.http is None else {name: getattr(member.http, name) for name in ModelHttpConfig.model_fields}
+        parts = {"router": self.router, "scaling": self.scaling, "transfer": self.transfer}
+        http = self.http.model_copy(update=own)
+        engine = member.engine or self.engine
+        try:
+            return self.model_validate({"model": served, "pools": pools, "engine": engine, "http": http, **parts})
+        except ValidationError as error:
+            reason = error.errors(include_url=False)[0]["msg"].removeprefix("Value error, ")
+            raise ValueError(f"models: {member.name!r}: {reason}") from None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names by which clients ask for the model and its configured adapters."""
+        return (self.model.name, *self.http.model_aliases, *self.model.lora_modules)
+
     @property
     def is_elastic(self) -> bool:
         """Whether the scaler may change sizes of pools or roles of replicas."""
-        return self.scaling.flip_roles or any(pool.most > pool.replicas for pool in self.pools)
+        pools = [pool for each in self.each_model for pool in each.pools]
+        return self.scaling.flip_roles or any(pool.most > pool.replicas for pool in pools)
+
+    @property
+    def starts_on_request(self) -> bool:
+        """Whether the model may be without replicas until a request comes."""
+        return all(pool.replicas == 0 for pool in self.pools)
+
+    @property
+    def _num_ranks(self) -> int:
+        return sum(pool.most * pool.num_ranks for pool in self.pools)
 
     @property
     def is_emulated(self) -> bool:
@@ -265,7 +334,7 @@ class ClusterConfig(BaseModel):
         roles = {each.role for each in self.pools}
         if pool.role == "encode":  # these settings are of the decoder, which it does not have
             engine = engine.model_copy(update={"speculative_config": None, "quantization": None, "enable_lora": False})
-        num_ranks = sum(each.most * each.num_ranks for each in self.pools)
+        num_ranks = self._num_ranks + self._num_other_ranks
         return ReplicaSpec(
             model=engine.model_spec(pool.checkpoint or model.path, pool.dtype or model.dtype, model.max_model_len),
             engine=engine,
@@ -285,19 +354,51 @@ class ClusterConfig(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _inherit_engine(cls, data: Any) -> Any:
-        """Complete each pool's `engine`, which names only the settings that differ from the cluster's."""
+        """Complete the `engine` of each model and each pool, and `http` of a model: they name only what differs."""
         if not isinstance(data, Mapping):
             return data
-        engine, pools = data.get("engine"), data.get("pools")
-        if not isinstance(engine, Mapping) or not isinstance(pools, list | tuple):
-            return data
-        return {**data, "pools": [_with_engine(pool, engine) for pool in pools]}
+        data = _with_outer(data, ("models",), "http", ModelHttpConfig.model_fields.keys() - {"model_aliases"})
+        data = _with_outer(data, ("models", "pools"), "engine")
+        models = data.get("models")
+        if isinstance(models, list | tuple):
+            engine = {"engine": data.get("engine")}
+            whole = [{**engine, **each} if isinstance(each, Mapping) else each for each in models]
+            data = {**data, "models": [_with_outer(each, ("pools",), "engine") for each in whole]}
+        return data
+
+    @model_validator(mode="after")
+    def _check_models(self) -> Self:
+        """Refuse models that cannot be told apart, and settings of a model at a place where no model has them."""
+        if not self.models:
+            return self
+        names = [name for each in self.each_model for name in each.names]
+        own = [member.name for member in self.models]
+        if twice := [name for name in names if names.count(name) > 1] + [name for name in own if own.count(name) > 1]:
+            raise ValueError(f"models: {twice[0]!r} names two of them; each needs names of its own")
+        deployments = [pool.name for each in self.each_model for pool in each.pools]
+        if twice := [name for name in deployments if deployments.count(name) > 1]:
+            raise ValueError(f"models: two pools would be deployed as {twice[0]!r} (MODEL-POOL); rename one")
+        given = {"model": self.model, "pools": self.pools, "http.model_aliases": self.http.model_aliases}
+        defaults = {"model": ModelConfig.model_validate({}), "pools": (PoolConfig.model_validate({}),)}
+        for name, value in given.items():
+            if value != defaults.get(name, ()):
+                raise ValueError(f"{name}: there are several models; set models.NAME.{name} of one of them")
+        if self.http.rollouts:
+            raise ValueError("http.rollouts: trainers replace the weights of one model; serve it without `models`")
+        classes = {tuple(slo.name for slo in each.engine.slo_classes) for each in self.each_model}
+        if len(classes) > 1:
+            raise ValueError("models: engine.slo_classes must have the same names in all, for keys and clients")
+        return self
 
     @model_validator(mode="after")
     def _check_pools_work_together(self) -> Self:
         names = [pool.name for pool in self.pools]
         if not names:
             raise ValueError("pools: at least one is needed")
+        if len({pool.replicas > 0 for pool in self.pools}) > 1:
+            raise ValueError("pools: replicas is 0 in all or in none, as a request starts all that it needs")
+        if not self.pools[0].replicas and any(pool.role == "encode" for pool in self.pools):
+            raise ValueError("pools: replicas must be 1 or more where one has the role encode, which does not scale")
         for name in names:
             if names.count(name) > 1:
                 raise ValueError(f"pools: two are named {name!r}; give each its own name")
@@ -476,7 +577,19 @@ def _model_in(annotation: Any) -> type[BaseModel] | None:
     return None
 
 
-def _with_engine(pool: Any, engine: Mapping[str, Any]) -> Any:
-    if isinstance(pool, Mapping) and isinstance(pool.get("engine"), Mapping):
-        return {**pool, "engine": {**engine, **pool["engine"]}}
-    return pool
+def _with_outer(data: Any, lists: Sequence[str], section: str, inherited: Collection[str] | None = None) -> Any:
+    """Return the data whose members of `lists` have, in a section that they name, the outer settings too.
+
+    `inherited`: the settings that members take over; None: all.
+    """
+    if not isinstance(data, Mapping) or not isinstance(outer := data.get(section), Mapping):
+        return data
+    outer = {name: value for name, value in outer.items() if inherited is None or name in inherited}
+
+    def complete(member: Any) -> Any:
+        if isinstance(member, Mapping) and isinstance(member.get(section), Mapping):
+            return {**member, section: {**outer, **member[section]}}
+        return member
+
+    found = {name: data[name] for name in lists if isinstance(data.get(name), list | tuple)}
+    return {**data, **{name: [complete(member) for member in members] for name, members in found.items()}}

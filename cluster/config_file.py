@@ -70,6 +70,11 @@ def _read(path: Path) -> dict[str, Any]:
 def _override(data: dict[str, Any], key: str, value: object) -> None:
     """Set the setting with the dotted name `key`; create missing mappings on the way."""
     path = key.split(".")
+    if path[0] == "pools" and isinstance(data.get("models"), list):
+        for member in data["models"]:
+            if isinstance(member, dict):
+                _override(member, key, copy.deepcopy(value))
+        return
     if path[0] == "pools" and len(path) > 1 and "pools" not in data:
         data["pools"] = [{"name": "mixed"}]
     _assign(data, path, value, key)

@@ -5,12 +5,13 @@ backlog of prompts within their times to first token is added. Where the share o
 demand is that share. One rule serves pools of every role, and the ratio between prefill and decode follows from it.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import ceil
+from math import ceil, inf
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from crossdock.router.division import Claim, divide
 from crossdock.workers.report.advertise import LiveProfile
 from crossdock.workers.report.profile import Role, SchedulingProfile
 from crossdock.workers.schedule.cost.cost import StepCost
@@ -18,6 +19,8 @@ from crossdock.workers.schedule.cost.cost import StepCost
 SHRINK_MARGIN = 0.85
 """Share of the target utilisation that the smaller pool must stay below before a pool shrinks, so that it does not grow
 again at once. `pytest tests/router/test_scaling.py -k steady_load` shows that no pool moves back and forth."""
+
+_ASKED_S = 3.0  # after its last question a request that waits for a model is taken to have left
 
 
 class ScalingConfig(BaseModel):
@@ -31,6 +34,12 @@ class ScalingConfig(BaseModel):
     down_delay_s: float = Field(
         300.0, ge=0, description="How long demand must have been low before a pool gives up one replica."
     )
+    zero_after_s: float = Field(
+        600.0, gt=0, description="How long a model must have had no work before its last replica ends (replicas: 0)."
+    )
+    devices: dict[str, float] | None = Field(
+        None, description="Devices that several models divide, {GPU: 8} or {CPU: 32}; null: those of Ray's cluster."
+    )
     flip_roles: bool = Field(
         False, description="Assign prefill replicas to decode, or the reverse, when the mix of requests shifts."
     )
@@ -43,6 +52,8 @@ class Bounds:
     role: Role
     least: int
     most: int
+    model: str = ""  # that its replicas serve
+    each: Mapping[str, float] = field(default_factory=dict)  # devices of a replica, by Ray's name
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,8 +172,8 @@ _PAIRS: tuple[tuple[Role, Role], ...] = (("prefill", "decode"), ("decode", "pref
 class Scaling:
     """Decides sizes and roles from live profiles. All times are seconds on one clock of the caller's.
 
-    Where one replica is not known yet, or not any more, no pool shrinks and no role changes: the demand on that replica
-    would be missing.
+    Where one replica is not known yet, or not any more, no pool of its model shrinks and no role changes: the demand on
+    that replica would be missing.
     """
 
     config: ScalingConfig
@@ -170,10 +181,13 @@ class Scaling:
     targets: dict[str, int] = field(default_factory=dict)
     """Replicas, by pool: as they are when this begins, and then as last decided. A pool that is missing has as many as
     have joined."""
+    room: Mapping[str, float] | None = None  # devices that the pools divide, by Ray's name; None: as many as they want
     _members: dict[str, _Member] = field(default_factory=dict)
     _high_since: dict[str, float] = field(default_factory=dict)  # by pool
     _low_since: dict[str, float] = field(default_factory=dict)  # by pool
-    _short_since: dict[str, float] = field(default_factory=dict)  # by role
+    _asked_at: dict[str, float] = field(default_factory=dict)  # by model: when a request last waited for a replica
+    _idle_since: dict[str, float] = field(default_factory=dict)  # by model
+    _short_since: dict[str, float] = field(default_factory=dict)  # by model and role
 
     def join(self, name: str, pool: str, profile: SchedulingProfile) -> None:
         """Add a replica that is up. Its work is unknown until its first live profile."""
@@ -208,68 +222,149 @@ class Scaling:
         for member in self._members.values():
             member.is_known |= member.first is not None and member.first is not member.last
         needs = self._needs()
-        actions: list[Resize | Flip] = []
-        for pool, bounds in self.pools.items():
-            actions += self._resize(pool, bounds, needs.get(bounds.role, _NO_NEED), now)
+        for model in self._models:
+            work = any(need.load.demand > 0 for (each, _), need in needs.items() if each == model)
+            is_up = any(self._model_of(member) == model for member in self._members.values())
+            idle = is_up and not work and self._is_complete(model) and not self._is_asked(model, now)
+            _since(self._idle_since, model, idle, now)
+        actions: list[Resize | Flip] = [*self._resized(needs, now)]
         if self.config.flip_roles:
-            for short, spare in _PAIRS:
-                actions += self._flip(short, spare, needs, now)
+            for model in self._models:
+                for short, spare in _PAIRS:
+                    actions += self._flip(model, short, spare, needs, now)
         for member in self._members.values():
             member.first = member.last
         return actions
 
-    def _needs(self) -> dict[Role, _Need]:
-        """Return the load of each role that a replica has, and how many replicas it needs."""
-        loads: dict[Role, RoleLoad] = {}
+    def _needs(self) -> dict[tuple[str, Role], _Need]:
+        """Return the load of each model's role that a replica has, and how many replicas it needs."""
+        loads: dict[tuple[str, Role], RoleLoad] = {}
         for member in self._members.values():
-            loads[member.role] = member.add_to(loads.get(member.role, RoleLoad()))
+            key = self._model_of(member), member.role
+            loads[key] = member.add_to(loads.get(key, RoleLoad()))
         most = self.config.utilisation
         return {
-            role: _Need(load, ceil(load.demand / most), ceil(load.demand / (SHRINK_MARGIN * most)))
-            for role, load in loads.items()
+            key: _Need(load, ceil(load.demand / most), ceil(load.demand / (SHRINK_MARGIN * most)))
+            for key, load in loads.items()
         }
 
-    def _resize(self, pool: str, bounds: Bounds, need: _Need, now: float) -> Iterable[Resize]:
-        if bounds.least == bounds.most:
-            return
-        num_here = sum(1 for member in self._members.values() if member.pool == pool)
-        target = self.targets.setdefault(pool, min(max(bounds.least, num_here), bounds.most))
-        away = num_here - need.load.replicas  # with other roles, less those of other pools that have this role
-        high = min(max(need.wanted + away, bounds.least), bounds.most)
-        low = min(max(need.enough + away, bounds.least), bounds.most)
-        high_since = _since(self._high_since, pool, high > target, now)
-        low_since = _since(self._low_since, pool, low < target and self._is_complete, now)
-        if high_since is not None and now - high_since >= self.config.up_delay_s:
-            target, reason = high, f"demand for {need.wanted}"
-        elif low_since is not None and now - low_since >= self.config.down_delay_s:
-            target, reason = target - 1, f"{low} are enough"
-        else:
-            return
-        self._high_since.pop(pool, None)
-        self._low_since.pop(pool, None)
-        before, self.targets[pool] = self.targets[pool], target
-        yield Resize(pool, target, reason, before, need.load)
+    def _model_of(self, member: _Member) -> str:
+        bounds = self.pools.get(member.pool)
+        return "" if bounds is None else bounds.model
+
+    def ask(self, model: str, now: float) -> None:
+        """Note that a request waits for a model that has no replica."""
+        self._asked_at[model] = now
 
     @property
-    def _is_complete(self) -> bool:
-        """Whether a live profile of every replica is known."""
-        return all(member.is_known for member in self._members.values())
+    def _models(self) -> Sequence[str]:
+        return list(dict.fromkeys(bounds.model for bounds in self.pools.values()))
 
-    def _flip(self, short: Role, spare: Role, needs: Mapping[Role, _Need], now: float) -> Iterable[Flip]:
-        """Assign one replica of role `spare` the role `short`, if the pools of `short` cannot grow."""
-        spares = [name for name, member in self._members.items() if member.role == spare]
-        need, other = needs.get(short, _NO_NEED), needs.get(spare, _NO_NEED)
+    def _is_asked(self, model: str, now: float) -> bool:
+        return now - self._asked_at.get(model, -inf) <= _ASKED_S + self.config.interval_s
+
+    def _idle_s(self, model: str, now: float) -> float:
+        """Return for how long a model has had no work."""
+        return now - self._idle_since.get(model, now)
+
+    def _may_sleep(self, model: str) -> bool:
+        """Return whether the model may be without replicas."""
+        return all(bounds.least == 0 for bounds in self.pools.values() if bounds.model == model)
+
+    def _resized(self, needs: Mapping[tuple[str, Role], _Need], now: float) -> Iterable[Resize]:
+        """Yield the new sizes: those that make room come before those that take it."""
+        claims, reasons = dict[str, Claim](), dict[str, str]()
+        for pool, bounds in self.pools.items():
+            need = needs.get((bounds.model, bounds.role), _NO_NEED)
+            claims[pool], reasons[pool] = self._claim(pool, bounds, need, now)
+        if self.room is None:
+            sizes = {pool: max(claim.size, claim.wanted) for pool, claim in claims.items()}
+        else:
+            sizes = divide(claims, self.room)
+        for model in filter(self._may_sleep, self._models):
+            own = [pool for pool, bounds in self.pools.items() if bounds.model == model]
+            if not all(sizes[pool] for pool in own):  # its pools end and start together
+                sizes |= dict.fromkeys(own, 0)
+        shrunk = {
+            pool: self._shrunk(pool, claims[pool], needs, now) for pool in sizes if sizes[pool] == claims[pool].size
+        }
+        sizes |= {pool: size for pool, (size, _) in shrunk.items()}
+        reasons |= {pool: reason for pool, (_, reason) in shrunk.items() if reason}
+        for pool in sorted(sizes, key=lambda pool: sizes[pool] - claims[pool].size):
+            before = claims[pool].size
+            if sizes[pool] == before:
+                continue
+            self._high_since.pop(pool, None)
+            self._low_since.pop(pool, None)
+            self.targets[pool] = sizes[pool]
+            given = sizes[pool] < before and pool not in shrunk
+            load = needs.get((self.pools[pool].model, self.pools[pool].role), _NO_NEED).load
+            yield Resize(pool, sizes[pool], "others need it more" if given else reasons[pool], before, load)
+
+    def _claim(self, pool: str, bounds: Bounds, need: _Need, now: float) -> tuple[Claim, str]:
+        """Return the replicas that a pool claims, and why."""
+        target, away = self._target(pool, bounds), self._away(pool, need)
+        sleeps, model = self._may_sleep(bounds.model), bounds.model
+        if bounds.least == bounds.most:
+            return Claim(target, target, target, need.load.demand, bounds.each), ""
+        if sleeps and target == 0:
+            wanted = int(self._is_asked(model, now))
+            return Claim(0, 0, wanted, float(wanted), bounds.each), "a request waits"
+        high = min(max(need.wanted + away, bounds.least), bounds.most)
+        high_since = _since(self._high_since, pool, high > target, now)
+        is_due = high_since is not None and now - high_since >= self.config.up_delay_s
+        gives = sleeps and self._idle_s(model, now) >= self.config.up_delay_s  # its place, to models with work
+        least = bounds.least if not sleeps or gives else 1
+        wanted = high if is_due else min(high, target)
+        return Claim(target, least, wanted, need.load.demand, bounds.each), f"demand for {need.wanted}"
+
+    def _shrunk(self, pool: str, claim: Claim, needs: Mapping[tuple[str, Role], _Need], now: float) -> tuple[int, str]:
+        """Return the size of a pool that no other pool needs, and why it is smaller than before."""
+        bounds, target = self.pools[pool], claim.size
+        if bounds.least == bounds.most or target == 0:
+            return target, ""
+        sleeps = self._may_sleep(bounds.model)
+        if sleeps and self._idle_s(bounds.model, now) >= self.config.zero_after_s:
+            return 0, f"no work for {self.config.zero_after_s:g} s"
+        need = needs.get((bounds.model, bounds.role), _NO_NEED)
+        low = min(max(need.enough + self._away(pool, need), bounds.least, int(sleeps)), bounds.most)
+        low_since = _since(self._low_since, pool, low < target and self._is_complete(bounds.model), now)
+        if low_since is None or now - low_since < self.config.down_delay_s:
+            return target, ""
+        return target - 1, f"{low} are enough"
+
+    def _target(self, pool: str, bounds: Bounds) -> int:
+        return self.targets.setdefault(pool, min(max(bounds.least, self._num_here(pool)), bounds.most))
+
+    def _num_here(self, pool: str) -> int:
+        return sum(1 for member in self._members.values() if member.pool == pool)
+
+    def _away(self, pool: str, need: _Need) -> int:
+        """Return the pool's replicas with other roles, less those of other pools that have this role."""
+        return self._num_here(pool) - need.load.replicas
+
+    def _is_complete(self, model: str) -> bool:
+        """Return whether a live profile of every replica of the model is known."""
+        return all(member.is_known for member in self._members.values() if self._model_of(member) == model)
+
+    def _flip(
+        self, model: str, short: Role, spare: Role, needs: Mapping[tuple[str, Role], _Need], now: float
+    ) -> Iterable[Flip]:
+        """Assign one replica of role `spare` the role `short`, if the model's pools of `short` cannot grow."""
+        members = [(name, each) for name, each in self._members.items() if self._model_of(each) == model]
+        spares = [name for name, member in members if member.role == spare]
+        need, other = needs.get((model, short), _NO_NEED), needs.get((model, spare), _NO_NEED)
         have = need.load.replicas
         may_grow = any(
-            bounds.role == short and self.targets.get(pool, bounds.least) < bounds.most
+            (bounds.model, bounds.role) == (model, short) and self.targets.get(pool, bounds.least) < bounds.most
             for pool, bounds in self.pools.items()
         )
         is_short = need.wanted > have and not may_grow
-        has_spare = len(spares) > max(other.enough, 1) and self._is_complete
-        since = _since(self._short_since, short, is_short and has_spare, now)
+        has_spare = len(spares) > max(other.enough, 1) and self._is_complete(model)
+        since = _since(self._short_since, f"{model}/{short}", is_short and has_spare, now)
         if since is None or now - since < self.config.up_delay_s:
             return
-        del self._short_since[short]
+        del self._short_since[f"{model}/{short}"]
         # A replica that returns to the role of its pool goes first, then the least busy one.
         name = min(spares, key=lambda name: (self._home_role(name) != short, self._members[name].demand, name))
         reason = f"demand for {need.wanted} {short}, {have} there"

@@ -1,12 +1,12 @@
 """The API's paths: the endpoint that answers each, and the guards around them."""
 
 import logging
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from fastapi import FastAPI, Request, Response, Security
 from fastapi.exceptions import RequestValidationError
@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from crossdock.cluster.api.batches.folder import BatchFolder
-from crossdock.cluster.api.batches.line_answers import Creates, LineAnswers
+from crossdock.cluster.api.batches.line_answers import LineAnswers
 from crossdock.cluster.api.batches.pace import Pace
 from crossdock.cluster.api.batches.routes import Batches, BatchFiles
 from crossdock.cluster.api.batches.worker import BatchWorker
@@ -36,25 +36,14 @@ from crossdock.cluster.api.http.tracing import Tracing, otlp_exporter
 from crossdock.cluster.api.media.media import Media
 from crossdock.cluster.api.routes.absent_paths import advice
 from crossdock.cluster.api.routes.adapters import AdapterNames
-from crossdock.cluster.api.routes.chats import Chats
-from crossdock.cluster.api.routes.completions import Completions
-from crossdock.cluster.api.routes.conversations import Conversations
-from crossdock.cluster.api.routes.embeddings import Embeddings
-from crossdock.cluster.api.routes.generation import Generations
-from crossdock.cluster.api.routes.messages import Messages
-from crossdock.cluster.api.routes.models import Models
-from crossdock.cluster.api.routes.response_store import ResponseStore
-from crossdock.cluster.api.routes.responses import AskStores, Responses
+from crossdock.cluster.api.routes.model_routes import Endpoint, ModelChoice, ModelRoutes
+from crossdock.cluster.api.routes.responses import AskStores
 from crossdock.cluster.api.routes.rollouts import RolloutControl
-from crossdock.cluster.api.routes.scores import Scores
 from crossdock.cluster.api.routes.status import Decisions, ServerStatus
-from crossdock.cluster.api.routes.tokenization import Tokenization
 from crossdock.cluster.api.routes.web_assets import ASSET_HEADERS, WebAsset, web_assets
-from crossdock.cluster.api.text.logprobs import LogprobWriter
-from crossdock.cluster.api.text.message_format import MessageFormat
-from crossdock.cluster.api.text.prompts import PromptEncoder
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
-from crossdock.cluster.dispatch.dispatcher import Dispatcher, TokenSource
+from crossdock.cluster.dispatch.dispatcher import Dispatcher
+from crossdock.cluster.dispatch.dispatchers import Dispatchers
 from crossdock.cluster.dispatch.rollouts import Rollouts
 from crossdock.workers.schedule.shares import Shares
 
@@ -68,10 +57,8 @@ _OPEN = ("/health", "/ready", "/metrics", "/version", "/openapi.json")  # need n
 _ANTHROPIC_ERRORS: dict[int | str, dict[str, Any]] = {
     "default": {"model": AnthropicErrorAnswer, "description": "Refused"}
 }
-_RERANK = ("/v1/rerank", "/rerank", "/v2/rerank")  # the paths of Jina and Cohere that vLLM has
 _CONTROLS = ("/pause", "/resume")
 _WITHOUT_JSON = ("/cancel", "/v1/files", *_CONTROLS)  # ends of paths whose POST has no body, or a form
-_Endpoint: TypeAlias = tuple[str, str, Callable[..., Any], str]  # method, path, what answers, summary
 _KEY = Security(HTTPBearer(auto_error=False, scheme_name="key"))  # for the description; `HttpGuard` checks the key
 
 
@@ -90,16 +77,32 @@ def build_api(
     adapters: AdapterNames | None = None,
     rollouts: Rollouts | None = None,
 ) -> FastAPI:
-    """Return the ASGI application. Its `state` answers other ingresses: `lend` their `ask_peers`, `stored` their
-    `ask_stores`.
+    """Return the ASGI application of one model, see `build_api_of`.
 
     `tokenizer` must be that of the model that the dispatcher's replicas serve. `tiers`: their SLO classes; None: the
     default ones. `defaults`: of sampling; None: those of OpenAI's API. `embeddings`: how prompts become vectors; None:
-    by their last token. `decisions`: the scaler's; None: there is no scaler. `media`: pictures; None: the model reads
-    text only. `adapters`: that requests may name; None: there are none. `rollouts`: what trainers may ask of the whole
-    application; None: their paths are not served.
+    by their last token. `media`: pictures; None: the model reads text only. `adapters`: that requests may name; None:
+    there are none.
     """
-    tiers = tiers or Tiers()
+    pooling, sampling = embeddings or EmbeddingDefaults(), defaults or GenerationDefaults()
+    parts = tiers or Tiers(), sampling, pooling, ask_stores, media, adapters or AdapterNames()
+    routes = ModelRoutes(dispatcher, tokenizer, http, *parts)
+    return build_api_of([routes], dispatcher, http, decisions=decisions, ask_peers=ask_peers, rollouts=rollouts)
+
+
+def build_api_of(
+    models: Sequence[ModelRoutes],
+    fleets: Dispatcher | Dispatchers,
+    http: HttpConfig,
+    *,
+    decisions: Decisions | None = None,
+    ask_peers: AskPeers | None = None,
+    rollouts: Rollouts | None = None,
+) -> FastAPI:
+    """Return the ASGI application of all models. Its `state` answers other ingresses: `lend` their `ask_peers`,
+    `stored` their `ask_stores`. `decisions`: the scaler's; None: there is no scaler. `rollouts`: what
+    trainers may ask of the whole application; None: their paths are not served.
+    """
     app = FastAPI(
         title="Crossdock",
         version=version("crossdock"),
@@ -109,12 +112,10 @@ def build_api(
         default_response_class=Response,
         responses={"default": {"model": ErrorAnswer, "description": "Refused"}},
     )
-    pooling, sampling = embeddings or EmbeddingDefaults(), defaults or GenerationDefaults()
-    adapters = adapters or AdapterNames()
-    routes = ModelRoutes(dispatcher, tokenizer, http, tiers, sampling, pooling, ask_stores, media, adapters)
-    app.state.stored = routes.responses.at_this_ingress
-    _add_endpoints(app, routes.endpoints())
-    _add_endpoints(app, _reporting(ServerStatus(dispatcher, decisions)))
+    tiers = models[0].tiers  # those of others have the same names
+    app.state.stored = models[0].responses.at_this_ingress
+    _add_endpoints(app, ModelChoice(models).endpoints())
+    _add_endpoints(app, _reporting(ServerStatus(fleets, decisions)))
     _add_endpoints(app, [] if rollouts is None else _of_trainers(RolloutControl(rollouts)))
     for path, asset in web_assets().items():
         app.add_api_route(path, partial(_asset, asset), response_model=None, include_in_schema=False)
@@ -122,34 +123,33 @@ def build_api(
     app.add_exception_handler(RequestValidationError, _invalid_query)
     keys = KeyRing(http.api_keys, None if http.api_keys_file is None else Path(http.api_keys_file), tiers.names)
     ledger = Ledger(http.replicas, ask_peers=ask_peers)
-    app.state.adapters = adapters
+    app.state.adapters = {routes.name: routes.adapters for routes in models}
     app.state.lend = partial(_lend, keys, ledger)
     app.state.batches = None
     if http.batch_folder is not None:
-        lines = Pace(dispatcher, lambda: len(dispatcher.fleet))
-        answers = ModelRoutes(lines, tokenizer, http, tiers, sampling, pooling, None, media, adapters).creates()
+        pace = Pace(models[0].source, lambda: fleets.num_replicas)
+        lines = [replace(routes, source=pace.of(routes.source), ask_stores=None) for routes in models]
+        answers = ModelChoice(lines).creates()
         shares = Shares(http.request_memory_bytes)
         folder = BatchFolder(Path(http.batch_folder))
         folder.check()
-        worker = BatchWorker(
-            folder,
-            LineAnswers(answers, keys, ledger, shares, tiers.names[-1]),
-            lines,
-        )
+        worker = BatchWorker(folder, LineAnswers(answers, keys, ledger, shares, tiers.names[-1]), pace)
         app.state.batches = worker
         _add_endpoints(app, _batches(worker))
-    _add_middleware(app, dispatcher, http, keys, ledger)
+    _add_middleware(app, fleets, http, keys, ledger)
     return app
 
 
-def _add_middleware(app: FastAPI, dispatcher: Dispatcher, http: HttpConfig, keys: KeyRing, ledger: Ledger) -> None:
+def _add_middleware(
+    app: FastAPI, fleets: Dispatcher | Dispatchers, http: HttpConfig, keys: KeyRing, ledger: Ledger
+) -> None:
     """Put the guards around the endpoints. The last one added is the first that a request meets."""
     if http.otlp_endpoint is not None:
         app.add_middleware(
             Tracing,
             exporter=otlp_exporter(http.otlp_endpoint),
             sample_ratio=http.trace_sample_ratio,
-            timelines=dispatcher.timelines,
+            timelines=fleets.timelines,
             paths=_GENERATES,
         )
     app.add_middleware(
@@ -177,7 +177,7 @@ def _add_middleware(app: FastAPI, dispatcher: Dispatcher, http: HttpConfig, keys
     app.add_middleware(HeadRequests)
 
 
-def _add_endpoints(app: FastAPI, endpoints: Iterable[_Endpoint]) -> None:
+def _add_endpoints(app: FastAPI, endpoints: Iterable[Endpoint]) -> None:
     for method, path, endpoint, summary in endpoints:
         app.router.add_api_route(
             path,
@@ -191,101 +191,7 @@ def _add_endpoints(app: FastAPI, endpoints: Iterable[_Endpoint]) -> None:
         )
 
 
-@dataclass(slots=True, eq=False)
-class ModelRoutes:
-    """The answers of one model, whose tokens come from `source`: over HTTP, and in this process without it."""
-
-    source: TokenSource
-    tokenizer: ModelTokenizer
-    http: HttpConfig
-    tiers: Tiers
-    defaults: GenerationDefaults
-    pooling: EmbeddingDefaults
-    ask_stores: AskStores | None = None
-    media: Media | None = None  # None: the model reads text only
-    adapters: AdapterNames = field(default_factory=AdapterNames)  # that requests may name
-    models: Models = field(init=False)
-    encoder: PromptEncoder = field(init=False)
-    generations: Generations = field(init=False)
-    completions: Completions = field(init=False)
-    conversations: Conversations = field(init=False)
-    chats: Chats = field(init=False)
-    embeddings: Embeddings = field(init=False)
-    responses: Responses = field(init=False)
-    scores: Scores = field(init=False)
-
-    def __post_init__(self) -> None:
-        http, tokenizer, media = self.http, self.tokenizer, self.media
-        message_format = _message_format(tokenizer, http)
-        self.models = Models(self.source, http.model_aliases, message_format.families, self.adapters.by_name)
-        self.encoder = PromptEncoder(
-            tokenizer,
-            trusts_templates=http.trust_request_chat_template,
-            variables=http.default_chat_template_kwargs,
-            media=media,
-        )
-        self.generations = Generations(
-            self.source,
-            tokenizer,
-            self.models,
-            self.tiers,
-            self.defaults,
-            max_logprobs=http.max_logprobs,
-            logprobs_mode=http.logprobs_mode,
-            placeholders=None if media is None else media.placeholders,
-        )
-        forces = http.force_include_usage
-        self.completions = Completions(self.generations, self.encoder, tokenizer, forces_usage=forces)
-        self.conversations = Conversations(self.generations, self.encoder, message_format)
-        self.chats = Chats(self.conversations, self.generations, tokenizer, forces_usage=forces)
-        self.embeddings = Embeddings(self.generations, self.completions, self.pooling)
-        self.scores = Scores(self.generations, self.completions, self.encoder, tokenizer, self.pooling)
-        writer = LogprobWriter(tokenizer, as_ids=False)
-        self.responses = _responses(self.conversations, writer, http, self.ask_stores)
-
-    def creates(self) -> Creates:
-        """Return the functions that answer a request and its body, by the paths that lines of a batch may name."""
-        return {
-            "/v1/chat/completions": self.chats.create,
-            "/v1/completions": self.completions.create,
-            "/v1/embeddings": self.embeddings.create,
-            "/v1/score": self.scores.score,
-            "/v1/rerank": self.scores.rerank,
-        }
-
-    def endpoints(self) -> list[_Endpoint]:
-        """Return the endpoints of the model, and the endpoints that clients need beside them."""
-        responses, models = self.responses, self.models
-        messages = Messages(self.conversations, models)
-        tokenization = Tokenization(models, self.encoder, self.tokenizer)
-        return [
-            ("POST", "/v1/completions", self.completions.create, "Continue a prompt, or several"),
-            ("POST", "/v1/chat/completions", self.chats.create, "Answer a conversation"),
-            ("POST", "/v1/embeddings", self.embeddings.create, "The vectors of texts"),
-            *(("POST", path, self.scores.score, "How well texts fit texts") for path in ("/v1/score", "/score")),
-            *(("POST", path, self.scores.rerank, "Documents by how well they fit a query") for path in _RERANK),
-            ("POST", "/v1/responses", responses.create, "Answer a conversation, in the form of OpenAI's Responses API"),
-            ("GET", "/v1/responses/{name}", responses.retrieve, "A stored response"),
-            ("DELETE", "/v1/responses/{name}", responses.delete, "Forget a stored response"),
-            ("POST", "/v1/responses/{name}/cancel", responses.cancel, "End a response in the background"),
-            ("GET", "/v1/responses/{name}/input_items", responses.items, "The items before a stored response"),
-            ("POST", "/v1/messages", messages.create, "Answer a conversation, in the form of Anthropic's API"),
-            ("POST", "/v1/messages/count_tokens", messages.count_tokens, "The number of tokens of a conversation"),
-            ("POST", "/tokenize", tokenization.tokenize, "The tokens of a text or of a conversation"),
-            ("POST", "/detokenize", tokenization.detokenize, "The text of tokens"),
-            (
-                "POST",
-                "/v1/load_lora_adapter",
-                self.adapters.load,
-                "Name a LoRA adapter, which requests may then ask for",
-            ),
-            ("POST", "/v1/unload_lora_adapter", self.adapters.unload, "Forget the name of a LoRA adapter"),
-            ("GET", "/v1/models", models.all, "The served model, its aliases and its adapters"),
-            ("GET", "/v1/models/{name:path}", models.one, "One of them"),
-        ]
-
-
-def _batches(worker: BatchWorker) -> list[_Endpoint]:
+def _batches(worker: BatchWorker) -> list[Endpoint]:
     """Return the endpoints of files and batches."""
     files, batches = BatchFiles(worker.folder), Batches(worker.folder, worker.wake)
     return [
@@ -301,7 +207,7 @@ def _batches(worker: BatchWorker) -> list[_Endpoint]:
     ]
 
 
-def _of_trainers(control: RolloutControl) -> list[_Endpoint]:
+def _of_trainers(control: RolloutControl) -> list[Endpoint]:
     """Return the endpoints with which trainers stop generation and replace weights."""
     return [
         ("POST", "/pause", control.pause, "Stop generation; requests that come meanwhile wait"),
@@ -310,7 +216,7 @@ def _of_trainers(control: RolloutControl) -> list[_Endpoint]:
     ]
 
 
-def _reporting(status: ServerStatus) -> list[_Endpoint]:
+def _reporting(status: ServerStatus) -> list[Endpoint]:
     """Return the endpoints that report what the server does."""
     return [
         ("GET", "/v1/requests", status.requests, "Requests in flight"),
@@ -322,33 +228,6 @@ def _reporting(status: ServerStatus) -> list[_Endpoint]:
         ("GET", "/metrics", status.metrics, "Prometheus metrics of the whole deployment"),
         ("GET", "/version", status.version, "The version of Crossdock"),
     ]
-
-
-def _message_format(tokenizer: ModelTokenizer, http: HttpConfig) -> MessageFormat:
-    message_format = MessageFormat(
-        tokenizer,
-        tool_parser=http.tool_call_parser,
-        reasoning_parser=http.reasoning_parser,
-        reads_unforced_calls=http.enable_auto_tool_choice,
-    )
-    logger.info(
-        "families of messages, found or configured: %s",
-        ", ".join(f"{name} {family}" for name, family in message_format.families.items()),
-    )
-    return message_format
-
-
-def _responses(
-    conversations: Conversations, writer: LogprobWriter, http: HttpConfig, ask_stores: AskStores | None
-) -> Responses:
-    has_store = http.response_store_bytes > 0
-    return Responses(
-        conversations,
-        writer,
-        ResponseStore(http.response_store_bytes, http.response_ttl_s) if has_store else None,
-        ask_stores if http.replicas > 1 else None,
-        timeout_s=http.request_timeout_s,
-    )
 
 
 def _lend(keys: KeyRing, ledger: Ledger, tenant: str, requests: float, tokens: float, seconds: float = 0.0) -> Loan:

@@ -81,14 +81,15 @@ class Dispatcher:
         timeouts: Timeouts = DEFAULT_TIMEOUTS,
         most_placements: int = MOST_PLACEMENTS,
         *,
-        most_queued: int = MOST_QUEUED,
+        most_queued: int | Shares = MOST_QUEUED,
         vllm_metrics: bool = False,
         metrics_hold_s: float = 1.0,
         most_paused_s: float = MOST_WAIT_S,
     ) -> None:
         """`ingress_texts` fetches the metrics of all ingresses, by name; None: this is the only one.
 
-        `most_queued`: requests that may wait for their first token; further ones are refused. `vllm_metrics`: whether
+        `most_queued`: requests that may wait for their first token; further ones are refused. Shares: those of all
+        models. `vllm_metrics`: whether
         metrics are shown under vLLM's names too. `metrics_hold_s`: how long their text is given to all who ask.
         `most_paused_s`: how long a request may wait while generation is paused.
         """
@@ -97,7 +98,9 @@ class Dispatcher:
         self._card: ModelCard | None = None
         self._timeouts = timeouts
         self._most_placements = most_placements
-        self._queue = Shares(most_queued)  # of tenants: their requests in flight that have no token so far
+        self._queue = (
+            Shares(most_queued) if isinstance(most_queued, int) else most_queued
+        )  # of tenants: their requests in flight that have no token so far
         self.fleet = Fleet(router or RouterConfig.model_validate({}))  # the replicas that are up
         self._vllm_model = model_name if vllm_metrics else None
         self.metrics = IngressMetrics(self._vllm_model)
@@ -110,6 +113,7 @@ class Dispatcher:
         self._metrics_text: SharedAnswer[str] = SharedAnswer(self._scrape, self._connections.spawn, metrics_hold_s)
         self.leave = self._connections.leave
         self.close = self._connections.close
+        self.spawn = self._connections.spawn
 
     def join(self, name: str, client: EngineClient, profile: SchedulingProfile) -> None:
         """Serve requests on a replica that is up. `profile`: its advertised profile."""
@@ -229,6 +233,11 @@ class Dispatcher:
         return self._queue.num_used
 
     @property
+    def num_replicas(self) -> int:
+        """Return how many replicas are up."""
+        return len(self.fleet)
+
+    @property
     def deadlines(self) -> dict[str, float]:
         """Return, by request in flight, the time of its next check without an event, in seconds on `clock`."""
         return {request_id: life.deadline for request_id, life in self._lives.items()}
@@ -307,8 +316,11 @@ class Dispatcher:
         return await self._metrics_text.get()
 
     async def _scrape(self) -> str:
-        texts = await self._ask_all("metrics_text", self._vllm_model)
-        return merge_metrics(texts, "replica") + merge_metrics(await self._ingress_texts(), "ingress")
+        return await self.replica_metrics() + merge_metrics(await self._ingress_texts(), "ingress")
+
+    async def replica_metrics(self) -> str:
+        """Return every replica's samples, labelled `replica`."""
+        return merge_metrics(await self._ask_all("metrics_text", self._vllm_model), "replica")
 
     async def _collect(self, method: RemoteMethod, *arguments: Any) -> list[dict[str, Any]]:
         """Return the entries of every replica's answer, each with the name of the replica, in order of arrival."""
@@ -334,6 +346,10 @@ class Dispatcher:
             for connection, answer in zip(connections, answers, strict=True)
             if not isinstance(answer, BaseException)
         }
+
+    def ingress_text(self) -> str:
+        """Return the metrics of this ingress."""
+        return self.metrics.text()
 
     async def _own_text(self) -> dict[str, str]:
         return {"0": self.metrics.text()}

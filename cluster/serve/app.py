@@ -30,8 +30,9 @@ def build(args: ClusterConfig) -> serve.Application:
     Where `num_gpus` is null, the pool's ranks have a GPU each if Ray's cluster has any now.
     """
     num_gpus = visible_gpus()
-    args = with_num_gpus(args, lambda _: num_gpus > 0).with_slow_promises()
-    engines = {pool.name: engine_deployment(args, pool) for pool in args.pools}
+    models = [with_num_gpus(each, lambda _: num_gpus > 0).with_slow_promises() for each in args.each_model]
+    pools = [(each, pool) for each in models for pool in each.pools]
+    engines = {pool.name: engine_deployment(each, pool) for each, pool in pools}
     ingress = serve.deployment(
         name="ingress",
         num_replicas=args.http.replicas,
@@ -41,10 +42,10 @@ def build(args: ClusterConfig) -> serve.Application:
         graceful_shutdown_wait_loop_s=0.1,
     )(INGRESS)
     if not args.is_elastic:
-        return ingress.bind(args, engines)
+        return ingress.bind(models, engines)
     scaler = serve.deployment(name="scaler", num_replicas=1, ray_actor_options={"num_cpus": 0})(SCALER)
-    scaled = {pool.name: engines[pool.name] for pool in args.pools if pool.role != "encode"}
-    return ingress.bind(args, engines, scaler.bind(args, scaled))
+    scaled = {pool.name: engines[pool.name] for _, pool in pools if pool.role != "encode"}
+    return ingress.bind(models, engines, scaler.bind(models, scaled))
 
 
 def visible_gpus() -> float:
@@ -57,7 +58,7 @@ def engine_deployment(config: ClusterConfig, pool: PoolConfig) -> serve.Applicat
     spec = config.replica_spec(pool)
     deployment = serve.deployment(
         name=pool.name,
-        num_replicas=pool.replicas,
+        num_replicas=max(pool.replicas, 1),
         max_ongoing_requests=_NEVER_QUEUE,
         ray_actor_options={
             "num_cpus": pool.num_cpus,
@@ -72,6 +73,7 @@ def engine_deployment(config: ClusterConfig, pool: PoolConfig) -> serve.Applicat
         graceful_shutdown_wait_loop_s=0.1,
         **(_placement_group(pool) if pool.num_ranks > 1 else {}),
     )(REPLICA)
+    deployment._deployment_config.num_replicas = pool.replicas  # Serve runs none, but has no public way to begin so
     return deployment.bind(spec)
 
 

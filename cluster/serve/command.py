@@ -37,7 +37,8 @@ def serve(**flags: Any) -> None:
             config = configuration(flags)
             if _is_local():
                 _require_free(config.http.host, config.http.port)
-                _prepare_model(config, console)
+                for each in config.each_model:
+                    _prepare_model(each, console)
         if config.http.is_open_to_others:
             _warn(OPEN_TO_OTHERS % (config.http.host, config.http.port))
         console.print(f"[dim]Starting: {_describe_pools(config)} …[/dim]")
@@ -182,7 +183,8 @@ def _require_pictures(path: Path, config: ClusterConfig) -> None:
 def _describe_pools(config: ClusterConfig) -> str:
     return ", ".join(
         f"{pool.replicas} {pool.name}" + (f" of {pool.num_ranks} ranks" if pool.num_ranks > 1 else "")
-        for pool in config.pools
+        for each in config.each_model
+        for pool in each.pools
     )
 
 
@@ -194,8 +196,11 @@ def _is_local() -> bool:
 def _announce(config: ClusterConfig, console: Console) -> None:
     host = "127.0.0.1" if config.http.host in ("0.0.0.0", "::") else config.http.host
     url = f"http://[{host}]:{config.http.port}" if ":" in host else f"http://{host}:{config.http.port}"
-    console.print(f"[bold green]Crossdock[/bold green] serves [bold]{escape(config.model.name)}[/bold] at {url}/v1")
-    body = '{"messages": [{"role": "user", "content": "What is the capital of France?"}]}'
+    names = [each.model.name for each in config.each_model]
+    served = escape(", ".join(names))
+    console.print(f"[bold green]Crossdock[/bold green] serves [bold]{served}[/bold] at {url}/v1")
+    model = f'"model": "{names[0]}", ' if config.models else ""
+    body = f'{{{model}"messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}'
     key = " -H 'Authorization: Bearer KEY'" if config.http.needs_key else ""
     ask = f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'"
     console.print(f"[dim]Ask: {escape(ask)}[/dim]")

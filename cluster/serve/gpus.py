@@ -1,6 +1,6 @@
 """How many GPUs each rank asks Ray for, where the configuration leaves that open, and whether there are so many."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from crossdock.cluster.config import ClusterConfig, PoolConfig
 
@@ -19,27 +19,57 @@ def with_num_gpus(config: ClusterConfig, has_gpus: Callable[[PoolConfig], bool])
     return config.model_copy(update={"pools": pools})
 
 
-def check_gpus_suffice(config: ClusterConfig, num_gpus: float) -> None:
+def check_gpus_suffice(models: Sequence[ClusterConfig], num_gpus: float) -> None:
     """Check that a machine with `num_gpus` GPUs has one for every rank. Every pool's own number must be set.
+
+    Of several models, each must be able to grow while the others have their least replicas.
 
     Raises:
         ValueError: the pools need more; the message names their settings.
     """
-    needed = [(pool.num_gpus or 0) * pool.num_ranks * pool.most for pool in config.pools]
-    if sum(needed) <= num_gpus:
-        return
-    wanted = ", ".join(_describe(pool) for pool in config.pools if pool.num_gpus)
-    raise ValueError(
-        f"pools: {sum(needed):g} GPUs are needed, and this machine has {num_gpus:g} ({wanted}). Lower one of "
-        f"these; --device cpu runs on CPUs, and replicas of one rank can share a GPU by pools.NAME.num_gpus below 1 "
-        f"and engine.gpu_memory_utilization"
-    )
+    for grown in models:
+        needed = {
+            _describe(pool, each is grown): (pool.num_gpus or 0) * pool.num_ranks * _replicas(pool, each is grown)
+            for each in models
+            for pool in each.pools
+        }
+        if sum(needed.values()) > num_gpus:
+            wanted = ", ".join(text for text, number in needed.items() if number)
+            raise ValueError(
+                f"pools: {sum(needed.values()):g} GPUs are needed, and this machine has {num_gpus:g} ({wanted}). Lower "
+                f"one of these; --device cpu runs on CPUs, and replicas of one rank can share a GPU by "
+                f"pools.NAME.num_gpus below 1 and engine.gpu_memory_utilization"
+            )
 
 
-def _describe(pool: PoolConfig) -> str:
+def check_cores_suffice(models: Sequence[ClusterConfig], num_cores: int) -> None:
+    """Check that a machine has the cores that several models reserve, as `check_gpus_suffice` does for GPUs.
+
+    Raises:
+        ValueError: the pools need more; the message names their settings.
+    """
+    for grown in models:
+        needed = [
+            (f"pools.{pool.name}.num_cpus", pool.num_cpus * pool.num_ranks * _replicas(pool, each is grown))
+            for each in models
+            for pool in each.pools
+        ]
+        if (total := sum(number for _, number in needed)) > num_cores:
+            wanted = ", ".join(f"{name}: {number} in all" for name, number in needed if number)
+            raise ValueError(
+                f"models: {total} cores are needed, and this machine has {num_cores} ({wanted}); lower one of these, "
+                f"or replicas or max_replicas; num_cpus 0 reserves none"
+            )
+
+
+def _replicas(pool: PoolConfig, is_grown: bool) -> int:
+    return pool.most if is_grown else pool.replicas
+
+
+def _describe(pool: PoolConfig, is_grown: bool) -> str:
     name = f"pools.{pool.name}"
     factors = {
-        "max_replicas" if pool.max_replicas else "replicas": pool.most,
+        "max_replicas" if pool.max_replicas and is_grown else "replicas": _replicas(pool, is_grown),
         "tensor_parallel_size": pool.tensor_parallel_size,
         "pipeline_parallel_size": pool.pipeline_parallel_size,
         "num_gpus": pool.num_gpus,

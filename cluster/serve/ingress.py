@@ -5,7 +5,7 @@ import logging
 import os
 import sys
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -17,19 +17,21 @@ from ray.serve.handle import DeploymentHandle
 
 from crossdock.cluster.api.body.generation_defaults import GenerationDefaults
 from crossdock.cluster.api.body.pooler_config import EmbeddingDefaults
-from crossdock.cluster.api.endpoints import build_api
+from crossdock.cluster.api.endpoints import build_api_of
 from crossdock.cluster.api.heap import keep_one_heap
-from crossdock.cluster.api.http.http_config import OPEN_TO_OTHERS
+from crossdock.cluster.api.http.http_config import OPEN_TO_OTHERS, HttpConfig
 from crossdock.cluster.api.http.limits import Loan
 from crossdock.cluster.api.http.listener import Listener, listen
 from crossdock.cluster.api.http.tiers import Tiers
 from crossdock.cluster.api.media.media import Media
 from crossdock.cluster.api.routes.adapters import AdapterNames
+from crossdock.cluster.api.routes.model_routes import ModelRoutes
 from crossdock.cluster.api.routes.response_store import StoredResponse
 from crossdock.cluster.api.routes.responses import Action
 from crossdock.cluster.config import ClusterConfig
 from crossdock.cluster.dispatch.client import follow_members
 from crossdock.cluster.dispatch.dispatcher import Dispatcher
+from crossdock.cluster.dispatch.dispatchers import Dispatchers
 from crossdock.cluster.dispatch.gate import PauseMode
 from crossdock.cluster.dispatch.rollouts import Rollouts
 from crossdock.cluster.serve.media import open_media
@@ -38,6 +40,7 @@ from crossdock.workers.model.lora.adapter_files import read_adapter
 from crossdock.workers.model.weights.checkpoint import resolve_model
 from crossdock.workers.replica.serving.interpreter import prepare_interpreter
 from crossdock.workers.replica.serving.own_node import bind_serve_to_own_node
+from crossdock.workers.schedule.shares import Shares
 from crossdock.workers.schedule.submission import Adapter
 
 logger = logging.getLogger("ray.serve")
@@ -50,68 +53,55 @@ _STORES_S = 2.0  # … and so long for a response that another ingress may have 
 
 
 class Ingress:
-    """HTTP in, tokens out: one dispatcher over all pools, and the OpenAI API in front of it."""
+    """HTTP in, tokens out: one dispatcher over all pools of each model, and the OpenAI API in front of it."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, config: ClusterConfig, engines: dict[str, DeploymentHandle], scaler: DeploymentHandle | None = None
+        self,
+        models: Sequence[ClusterConfig],
+        engines: dict[str, DeploymentHandle],
+        scaler: DeploymentHandle | None = None,
     ) -> None:
-        """Start serving. Serve runs every deployment that an ingress is bound to, so `scaler` too."""
+        """Start serving. Serve runs every deployment that an ingress is bound to, so `scaler` too.
+
+        `models`: the configuration of each. Their `http` differs in settings of a model alone.
+        """
         keep_one_heap()
         _keep_torch_out()
         bind_serve_to_own_node()
-        path = resolve_model(config.model.path, needs_weights=not config.is_emulated)
-        self.dispatcher = Dispatcher(
-            config.model.name,
-            config.router,
-            self._all_ingress_metrics,
-            most_queued=config.http.max_queued_requests,
-            vllm_metrics=config.http.vllm_metrics,
-            metrics_hold_s=config.http.metrics_hold_s,
-        )
+        http = models[0].http
         self._name = uuid.uuid4().hex
-        self._drain_s = config.http.drain_timeout_s
+        self._drain_s = http.drain_timeout_s
         self._listener: Listener | None = None
-        self._media: Media | None = None
+        self._media: list[Media] = []
         context = serve.get_replica_context()
         self._every_ingress = serve.get_deployment_handle(context.deployment, context.app_name)
         self._every_ingress._init()
-        tokenizer = await asyncio.to_thread(load_tokenizer, path, config.model)
-        tiers = Tiers(config.engine.slo_classes, config.engine.default_slo_class)
-        model = config.model
-        defaults = GenerationDefaults.read(path, model.generation_config, model.override_generation_config)
-        self._media = await asyncio.to_thread(
-            open_media, path, tokenizer, config.http, self.dispatcher.metrics.registry
-        )
+        queue = Shares(http.max_queued_requests)
+        self._dispatchers = {each.model.name: self._dispatcher(each, queue) for each in models}
+        self.fleets = self._fleets(http)
+        routes: list[ModelRoutes] = []
+        for each in models:
+            routes.append(await self._routes(each, routes))
         decisions = None if scaler is None else partial(_decisions, scaler)
-        adapters = await asyncio.to_thread(self._adapters_of, config)
-        self._api = build_api(
-            self.dispatcher,
-            tokenizer,
-            config.http,
-            tiers,
-            defaults=defaults,
-            embeddings=EmbeddingDefaults.read(path, model.pooler_config),
-            decisions=decisions,
-            ask_peers=self._ask_peers,
-            ask_stores=self._ask_stores,
-            media=self._media,
-            adapters=adapters,
-            rollouts=self._rollouts(config),
+        rollouts = self._rollouts(http)
+        self._api = build_api_of(
+            routes, self.fleets, http, decisions=decisions, ask_peers=self._ask_peers, rollouts=rollouts
         )
-        if config.http.replicas > 1 and config.http.lora_folder is not None:
-            await self._learn_adapters(adapters)
-        follow_members(engines, self._name, self.dispatcher.join, self.dispatcher.leave)
+        if http.replicas > 1 and http.lora_folder is not None:
+            await self._learn_adapters()
+        for each, dispatcher in zip(models, self._dispatchers.values(), strict=True):
+            own = {pool.name: engines[pool.name] for pool in each.pools}
+            follow_members(own, self._name, dispatcher.join, dispatcher.leave)
         with suppress(TimeoutError):  # without this wait an upgrade would route requests to an ingress without replicas
             async with asyncio.timeout(_FIRST_REPLICA_S):
-                while not self.dispatcher.ready():
+                while not all(each.starts_on_request or self._dispatchers[each.model.name].ready() for each in models):
                     await asyncio.sleep(0.02)
         if self._api.state.batches is not None:
             self._api.state.batches.start()
         prepare_interpreter()
-        if config.http.is_open_to_others:
-            logger.warning(OPEN_TO_OTHERS, config.http.host, config.http.port)
-        if config.http.direct:
-            http = config.http
+        if http.is_open_to_others:
+            logger.warning(OPEN_TO_OTHERS, http.host, http.port)
+        if http.direct:
             self._listener = await listen(
                 self._api,
                 http.host,
@@ -121,6 +111,43 @@ class Ingress:
                 has_keys=http.needs_key,
             )
 
+    def _dispatcher(self, config: ClusterConfig, queue: Shares) -> Dispatcher:
+        return Dispatcher(
+            config.model.name,
+            config.router,
+            self._all_ingress_metrics,
+            most_queued=queue,
+            vllm_metrics=config.http.vllm_metrics,
+            metrics_hold_s=config.http.metrics_hold_s,
+        )
+
+    def _fleets(self, http: HttpConfig) -> Dispatcher | Dispatchers:
+        """Return the dispatchers as operators ask them; of one model its dispatcher itself."""
+        if len(self._dispatchers) > 1:
+            return Dispatchers(self._dispatchers, self._all_ingress_metrics, http.metrics_hold_s)
+        return next(iter(self._dispatchers.values()))
+
+    async def _routes(self, config: ClusterConfig, others: Sequence[ModelRoutes]) -> ModelRoutes:
+        """Return the routes of a model. `others`: those of the models before."""
+        model, engine, dispatcher = config.model, config.engine, self._dispatchers[config.model.name]
+        path = resolve_model(model.path, needs_weights=not config.is_emulated)
+        tokenizer = await asyncio.to_thread(load_tokenizer, path, model)
+        media = await asyncio.to_thread(open_media, path, tokenizer, config.http, dispatcher.metrics.registry)
+        self._media += [] if media is None else [media]
+        return ModelRoutes(
+            dispatcher,
+            tokenizer,
+            config.http,
+            Tiers(engine.slo_classes, engine.default_slo_class),
+            GenerationDefaults.read(path, model.generation_config, model.override_generation_config),
+            EmbeddingDefaults.read(path, model.pooler_config),
+            self._ask_stores,
+            media,
+            await asyncio.to_thread(self._adapters_of, config),
+            model.name,
+            others[0] if others else None,
+        )
+
     def _adapters_of(self, config: ClusterConfig) -> AdapterNames:
         """Return the names of the configured adapters. ValueError: one of them cannot be served."""
         engine, folder = config.engine, config.http.lora_folder
@@ -128,55 +155,62 @@ class Ingress:
         def read(name: str, path: Path) -> Adapter:
             return read_adapter(path, engine.max_lora_rank).adapter(name)
 
-        below, names = None if folder is None else Path(folder), (config.model.name, *config.http.model_aliases)
-        found = AdapterNames(read if config.enables_lora else None, below, self._name_at_others, names)
+        below, notify = None if folder is None else Path(folder), partial(self._name_at_others, config.model.name)
+        names = (config.model.name, *config.http.model_aliases)
+        found = AdapterNames(read if config.enables_lora else None, below, notify, names)
         for name, path in config.model.lora_modules.items():
             found.put(name, read(name, Path(path).expanduser().absolute()))
         return found
 
-    def _rollouts(self, config: ClusterConfig) -> Rollouts | None:
-        """Return the operators' calls; None where their paths are not enabled."""
-        ask = self._of_all if config.http.replicas > 1 else None
-        return Rollouts(self.dispatcher, ask) if config.http.rollouts else None
+    def _rollouts(self, http: HttpConfig) -> Rollouts | None:
+        """Return the operators' calls; None where their paths are not enabled, as always where models are several."""
+        ask = self._of_all if http.replicas > 1 else None
+        return Rollouts(self._dispatcher_of_one, ask) if http.rollouts else None
+
+    @property
+    def _dispatcher_of_one(self) -> Dispatcher:
+        (dispatcher,) = self._dispatchers.values()
+        return dispatcher
 
     async def hold(self, mode: PauseMode) -> None:
         """Let no request begin here, as an operator asked of one of the ingresses; see `Dispatcher.hold`."""
-        await self.dispatcher.hold(mode)
+        await self._dispatcher_of_one.hold(mode)
 
     async def release(self) -> None:
         """Go on after `hold`."""
-        self.dispatcher.release()
+        self._dispatcher_of_one.release()
 
-    async def _learn_adapters(self, names: AdapterNames) -> None:
+    async def _learn_adapters(self) -> None:
         """Take over the adapters that clients have loaded at other ingresses."""
         asking = asyncio.create_task(self._of_all("adapters", _STORES_S))
         await asyncio.wait([asking])
         error = asking.exception()
         if error is not None and not isinstance(error, DeploymentUnavailableError):  # else this ingress is the first
             logger.warning("adapters that other ingresses have loaded are not known here: %s", error)
-        for adapter in [] if error is not None else [each for known in asking.result() for each in known]:
-            names.put(adapter.name, adapter)
+        for model, adapter in [] if error is not None else [each for known in asking.result() for each in known]:
+            self._api.state.adapters[model].put(adapter.name, adapter)
 
-    async def put_adapter(self, asker: str, name: str, adapter: Adapter | None) -> None:
-        """Let a name mean an adapter, as at another ingress, `asker`."""
+    async def put_adapter(self, asker: str, model: str, name: str, adapter: Adapter | None) -> None:
+        """Let a name mean an adapter of a model, as at another ingress, `asker`."""
         if asker != self._name:
-            self._api.state.adapters.put(name, adapter)
+            self._api.state.adapters[model].put(name, adapter)
 
-    async def adapters(self) -> list[Adapter]:
-        """Return the adapters that have names here, for an ingress that starts."""
-        return list(self._api.state.adapters.by_name.values())
+    async def adapters(self) -> list[tuple[str, Adapter]]:
+        """Return each model's adapters that have names here, for an ingress that starts."""
+        names = self._api.state.adapters.items()
+        return [(model, adapter) for model, known in names for adapter in known.by_name.values()]
 
-    async def _name_at_others(self, name: str, adapter: Adapter | None) -> None:
-        await self._of_all("put_adapter", _STORES_S, self._name, name, adapter)
+    async def _name_at_others(self, model: str, name: str, adapter: Adapter | None) -> None:
+        await self._of_all("put_adapter", _STORES_S, self._name, model, name, adapter)
 
     def __serve_build_asgi_app__(self) -> Any:
         return _DrainedFirst(self._api, self._drain)
 
     async def __del__(self) -> None:  # Serve awaits it when the replica stops, after the end of the API's lifespan
-        await self.dispatcher.close()
+        await self.fleets.close()
         await self.drain(_LAST_WORDS_S)
-        if self._media is not None:
-            self._media.close()
+        for media in self._media:
+            media.close()
 
     async def _drain(self) -> None:
         await self.drain(self._drain_s)
@@ -195,11 +229,11 @@ class Ingress:
 
     async def ingress_metrics(self) -> tuple[str, str]:
         """Return this ingress's name and metrics: its part of a scrape that another ingress answers."""
-        return self._name, self.dispatcher.metrics.text()
+        return self._name, self.fleets.ingress_text()
 
     async def replicas(self) -> list[dict[str, Any]]:
         """Return the state of every replica that is up: what /v1/replicas answers to an operator."""
-        return await self.dispatcher.replicas({}, None)
+        return await self.fleets.replicas({}, None)
 
     async def lend(self, asker: str, tenant: str, requests: float, tokens: float, seconds: float) -> Loan | None:
         """Lend another ingress, `asker`, its missing amount for a tenant's key; None: `asker` is this ingress."""

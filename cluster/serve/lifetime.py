@@ -20,7 +20,7 @@ from ray.serve.schema import ApplicationStatus, LoggingConfig
 
 from crossdock.cluster.config import ClusterConfig
 from crossdock.cluster.serve.app import APP_NAME, build, visible_gpus
-from crossdock.cluster.serve.gpus import check_gpus_suffice, with_num_gpus
+from crossdock.cluster.serve.gpus import check_cores_suffice, check_gpus_suffice, with_num_gpus
 from crossdock.cluster.serve.ray_environment import ENVIRONMENT, ON_ONE_MACHINE
 from crossdock.cluster.serve.ray_processes import without_unused_processes
 from crossdock.cluster.serve.start_failure import start_reason
@@ -59,7 +59,7 @@ def serve_forever(
         stop.check()
         if not os.environ.get("RAY_ADDRESS"):
             config = _on_one_node(config)
-            _require_gpus(config)
+            _require_devices(config)
         location = ProxyLocation.Disabled if config.http.direct else ProxyLocation.EveryNode
         starting(STARTING[1])
         http = config.http
@@ -109,12 +109,13 @@ def start_ray(config: ClusterConfig) -> None:
         ray.init()
         return
     ray_constants.ENABLE_RAY_CLUSTER = False  # Ray's processes read the variable; this one did so before it was set
-    cpus = max(os.cpu_count() or 1, 1 + sum(pool.num_cpus * pool.num_ranks * pool.most for pool in config.pools))
+    wanted = 1 + sum(pool.num_cpus * pool.num_ranks * pool.most for each in config.each_model for pool in each.pools)
+    cores = os.cpu_count() or 1
     with without_unused_processes():
         ray.init(
             address="local",
             _node_ip_address=_LOOPBACK,
-            num_cpus=int(cpus),
+            num_cpus=cores if config.models else max(cores, wanted),  # several models divide what there is
             include_dashboard=False,
             object_store_memory=80 << 20,  # tokens travel in messages, not in the object store
             log_to_driver=False,
@@ -137,11 +138,13 @@ def _on_one_node(config: ClusterConfig) -> ClusterConfig:
     return config.model_copy(update={"http": http, "transfer": transfer})
 
 
-def _require_gpus(config: ClusterConfig) -> None:
-    """Raise StartFailed if this machine has too few GPUs for all ranks."""
+def _require_devices(config: ClusterConfig) -> None:
+    """Raise StartFailed if this machine has too few GPUs for all ranks, or too few cores for several models."""
     num_gpus = visible_gpus()
     try:
-        check_gpus_suffice(with_num_gpus(config, lambda _: num_gpus > 0), num_gpus)
+        if config.models:
+            check_cores_suffice(config.each_model, os.cpu_count() or 1)
+        check_gpus_suffice([with_num_gpus(each, lambda _: num_gpus > 0) for each in config.each_model], num_gpus)
     except ValueError as error:
         raise StartFailed(str(error)) from None
 

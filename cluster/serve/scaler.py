@@ -8,6 +8,7 @@ import logging
 import time
 import uuid
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -18,7 +19,7 @@ from ray.serve._private.common import DeploymentID
 from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 from ray.serve.handle import DeploymentHandle
 
-from crossdock.cluster.config import ClusterConfig
+from crossdock.cluster.config import DEVICES, ClusterConfig
 from crossdock.cluster.dispatch.client import ReplicaClient, follow_members
 from crossdock.cluster.dispatch.connections import READS_S
 from crossdock.router.scaling import Bounds, Flip, Resize, Scaling
@@ -39,15 +40,23 @@ class Scaler:
     """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, config: ClusterConfig, engines: dict[str, DeploymentHandle]
+        self, models: Sequence[ClusterConfig], engines: dict[str, DeploymentHandle]
     ) -> None:
-        """`engines`: of the pools whose sizes and roles may change."""
+        """`models`: the configuration of each. `engines`: of the pools whose sizes and roles may change."""
         bind_serve_to_own_node()
         self._app = serve.get_replica_context().app_name
-        self._interval_s = config.scaling.interval_s
-        pools = (pool for pool in config.pools if pool.name in engines)
-        bounds = {pool.name: Bounds(pool.role, pool.replicas, pool.most) for pool in pools}
-        self._scaling = Scaling(config.scaling, bounds)
+        self._interval_s = models[0].scaling.interval_s
+        bounds = {
+            pool.name: Bounds(pool.role, pool.replicas, pool.most, each.model.name, pool.devices)
+            for each in models
+            for pool in each.pools
+            if pool.name in engines
+        }
+        self._scaling = Scaling(models[0].scaling, bounds)
+        self._devices = models[0].scaling.devices
+        fixed = [pool for each in models for pool in each.pools if pool.name not in engines]
+        self._taken = {name: sum(pool.replicas * pool.devices[name] for pool in fixed) for name in DEVICES}
+        self._divides = len(models) > 1
         self._decisions: deque[dict[str, Any]] = deque(maxlen=_NUM_DECISIONS)
         self._clients: dict[str, ReplicaClient] = {}
         self._following: dict[str, asyncio.Task[None]] = {}
@@ -105,6 +114,9 @@ class Scaler:
         self._scaling.targets.update(await self._sizes())
         while True:
             await asyncio.sleep(self._interval_s)
+            if self._divides:
+                has = ray.cluster_resources() if self._devices is None else self._devices  # nodes come and go
+                self._scaling.room = {name: has.get(name, 0.0) - self._taken[name] for name in DEVICES}
             for action in self._scaling.decide(time.monotonic()):
                 decision = {"at": time.time(), **asdict(action), "error": None}
                 self._decisions.append(decision)

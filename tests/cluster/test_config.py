@@ -93,7 +93,7 @@ def test_tree_is_frozen() -> None:
             {"engine.prefix_eviction": "value"},
             "engine.prefix_eviction: gone, leave it out: the least recently used page",
         ),
-        ({"zzz": 3}, "zzz: no such setting; there are model, engine, pools, router, scaling, transfer, http"),
+        ({"zzz": 3}, "zzz: no such setting; there are model, engine, pools, models, router, scaling, transfer, http"),
         ({"pools.0.engine.page_siz": 3}, "pools.0.engine.page_siz: no such setting; did you mean page_size?"),
         ({"engine.max_num_seqs": -1}, "engine.max_num_seqs: must be greater than or equal to 0, not -1"),
         ({"engine.kv_cache_memory": "2 zorks"}, "engine.kv_cache_memory: could not interpret byte unit: zorks"),
@@ -358,3 +358,66 @@ def test_reserved_or_malformed_pool_name_is_refused(name: str) -> None:
 def test_model_name_is_served_name_or_path_without_revision() -> None:
     assert ModelConfig.model_validate({"path": "org/model@v1"}).name == "org/model"
     assert ModelConfig.model_validate({"path": "org/model", "served_name": "mine"}).name == "mine"
+
+
+MODELS = """
+engine: {max_num_seqs: 8, page_size: 32}
+http: {tool_call_parser: none, max_logprobs: 5}
+models:
+  - name: small
+    pools: [{name: mixed, max_replicas: 2, engine: {max_num_seqs: 4}}]
+  - name: large
+    model: {served_name: Org/Large, max_model_len: 100}
+    engine: {page_size: 64}
+    http: {model_aliases: [big], reasoning_parser: none}
+    pools: [{name: prefill}, {name: decode}]
+"""
+
+
+def test_each_of_several_models_is_a_configuration_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "models.yaml").write_text(MODELS)
+    config = load(tmp_path / "models.yaml", {"pools.*.num_cpus": 1})
+    small, large = config.each_model
+    assert [each.names for each in (small, large)] == [("small",), ("Org/Large", "big")]
+    assert [pool.name for pool in small.pools + large.pools] == ["small-mixed", "large-prefill", "large-decode"]
+    assert {pool.num_cpus for pool in small.pools + large.pools} == {1}
+    assert (small.is_elastic, large.is_elastic, config.is_elastic) == (True, False, True)
+    engines = small.engine, small.pools[0].engine or small.engine, large.engine
+    assert [(each.max_num_seqs, each.page_size) for each in engines] == [(8, 32), (4, 32), (8, 64)]
+    parsers = [(each.http.tool_call_parser, each.http.reasoning_parser) for each in (small, large)]
+    assert parsers == [("none", "auto"), ("none", "none")]
+    assert small.http.max_logprobs == large.http.max_logprobs == 5
+    assert large.replica_spec(large.pools[0]).model.max_model_len == 100
+    (tmp_path / "printed.yaml").write_text(to_yaml(config))
+    assert load(tmp_path / "printed.yaml") == config
+
+
+def test_configuration_of_one_model_is_that_model() -> None:
+    config = load(None, {"model.served_name": "one"})
+    assert config.each_model == (config,)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"model.dtype": "float32"}, r"model: there are several models; set models.NAME.model"),
+        ({"http.model_aliases": ["x"]}, r"http.model_aliases: there are several models"),
+        ({"models.small.model": {"served_name": "big"}}, "models: 'big' names two of them"),
+        ({"models.large.name": "small"}, "models: 'small' names two of them"),
+        ({"models.large.pools.decode.role": "prefill"}, "models: 'large': pools: all have the role 'prefill'"),
+        ({"models.small.nmae": 1}, r"models.0.nmae: no such setting; did you mean name"),
+        (
+            {
+                "models.small.engine": {
+                    "slo_classes": [{"name": "x", "ttft_s": 1, "tpot_s": 1}],
+                    "default_slo_class": "x",
+                }
+            },
+            "models: engine.slo_classes must have the same names in all",
+        ),
+    ],
+)
+def test_models_that_do_not_go_together_are_refused(tmp_path: Path, overrides: dict[str, object], message: str) -> None:
+    (tmp_path / "models.yaml").write_text(MODELS)
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path / "models.yaml", overrides)

@@ -1,18 +1,12 @@
 """Answers the lines of batches as if their owners had sent them, in the least urgent class."""
 
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
-
-from fastapi import Request, Response
-
 from crossdock.cluster.api.batches.lines import Line, answered
 from crossdock.cluster.api.errors import ApiError
 from crossdock.cluster.api.http.keys import KeyRing
 from crossdock.cluster.api.http.limits import Charge, Ledger
+from crossdock.cluster.api.routes.model_routes import Creates
 from crossdock.cluster.api.routes.own_requests import own_request
 from crossdock.workers.schedule.shares import Shares
-
-Creates = Mapping[str, Callable[[Request, Any], Awaitable[Response]]]  # by path, what answers a request and its body
 
 
 class LineAnswers:

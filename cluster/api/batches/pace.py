@@ -4,6 +4,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
+from copy import copy
 from typing import cast
 
 from crossdock.cluster.dispatch.dispatcher import ModelCard, TokenSource
@@ -29,6 +30,12 @@ class Pace:
         self._num_entered = 0  # lines in flight
         self._first_tokens = deque[float](maxlen=_RATES)  # when they came, seconds
         self._changed = asyncio.Event()
+
+    def of(self, source: TokenSource) -> "Pace":
+        """Return this pace as the source of another model's tokens: lines of all models wait in one queue."""
+        other = copy(self)
+        other._source = source
+        return other
 
     @property
     def model(self) -> ModelCard:

@@ -202,6 +202,7 @@ class LoadAdapterRequest(Body):
     lora_name: str = Field("", max_length=bounds.ITEM_NAME_CHARS)
     lora_path: str = Field("", max_length=bounds.ITEM_NAME_CHARS)
     load_inplace: bool = False  # the name may mean another adapter already
+    base_model_name: str | None = Field(None, max_length=bounds.ITEM_NAME_CHARS)  # where several models take adapters
 
 
 class UnloadAdapterRequest(Body):

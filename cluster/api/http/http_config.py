@@ -31,7 +31,71 @@ NOT_TEMPLATE_VARIABLES = frozenset(  # requests have fields of their own for the
 )
 
 
-class HttpConfig(BaseModel):
+class ModelHttpConfig(BaseModel):
+    """Describe one model to the API: its names, how its messages are read, and their pictures."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model_aliases: tuple[str, ...] = Field((), description="Further names that the served model answers to.")
+    default_chat_template_kwargs: dict[str, Any] = Field(
+        default_factory=dict, description="Variables of the chat template in every chat; a request's win over them."
+    )
+    limit_mm_per_prompt: dict[Literal["image", "video", "audio"], Annotated[int, Field(ge=0)]] = Field(
+        {"image": 32, "video": 1},
+        description='Most pictures and videos of a request: {"image": 8, "video": 2}. Sound is not supported: 0.',
+    )
+    mm_processor_kwargs: dict[str, Any] = Field(
+        default_factory=dict, description='Arguments of the image processor: {"max_pixels": 1003520}.'
+    )
+    media_io_kwargs: dict[Literal["video"], VideoReading] = Field(
+        default_factory=dict, description='How videos are read: {"video": {"num_frames": 32, "fps": 2}}.'
+    )
+    enable_auto_tool_choice: bool = Field(
+        True, description="Read the calls that the model writes by itself. Without it they stay text."
+    )
+    tool_call_parser: str = Field(
+        AUTO, description="How the model writes tool calls: auto (by its chat template), none, or vLLM's name."
+    )
+    reasoning_parser: str = Field(
+        AUTO, description="How the model marks its reasoning: auto (by its chat template), none, or vLLM's name."
+    )
+
+    @field_validator("tool_call_parser")
+    @classmethod
+    def _check_tool_parser(cls, name: str) -> str:
+        family_of(name, TOOL_PARSERS)
+        return name
+
+    @field_validator("reasoning_parser")
+    @classmethod
+    def _check_reasoning_parser(cls, name: str) -> str:
+        family_of(name, REASONING_PARSERS)
+        return name
+
+    @field_validator("limit_mm_per_prompt", mode="before")
+    @classmethod
+    def _only_counts(cls, limits: Any) -> Any:
+        """Return numbers. vLLM's other form gives the size of a picture beside its `count`, to measure memory alone."""
+        if not isinstance(limits, Mapping):
+            return limits
+        return {kind: limit.get("count") if isinstance(limit, Mapping) else limit for kind, limit in limits.items()}
+
+    @field_validator("limit_mm_per_prompt")
+    @classmethod
+    def _check_kinds(cls, limits: dict[str, int]) -> dict[str, int]:
+        if others := [kind for kind, limit in limits.items() if kind == "audio" and limit]:
+            raise ValueError(f"{others[0]} is not supported, so its limit must be 0")
+        return limits
+
+    @field_validator("default_chat_template_kwargs")
+    @classmethod
+    def _check_variables(cls, variables: dict[str, Any]) -> dict[str, Any]:
+        if reserved := NOT_TEMPLATE_VARIABLES & variables.keys():
+            raise ValueError(f"must not set {', '.join(sorted(reserved))}: requests have fields for these")
+        return variables
+
+
+class HttpConfig(ModelHttpConfig):
     """How the API is reached, and by whom."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)  # some fields are secret
@@ -103,7 +167,6 @@ class HttpConfig(BaseModel):
         ge=0,
         description="An ingress answers /metrics with the same text for so long: every replica writes its part.",
     )
-    model_aliases: tuple[str, ...] = Field((), description="Further names that the served model answers to.")
     max_logprobs: int = Field(
         20, ge=-1, description="Most alternatives a request may ask for, per token; -1: the whole vocabulary."
     )
@@ -122,9 +185,6 @@ class HttpConfig(BaseModel):
     )
     batch_file_bytes: ByteSize = Field(ByteSize(200 << 20), gt=0, description="Largest file of a batch, e.g. 200MiB.")
     force_include_usage: bool = Field(False, description="Streams end with their usage, also where none is asked for.")
-    default_chat_template_kwargs: dict[str, Any] = Field(
-        default_factory=dict, description="Variables of the chat template in every chat; a request's win over them."
-    )
     trust_request_chat_template: bool = Field(
         False, description="Accept chat templates in requests. A template is a program: trust every client first."
     )
@@ -146,16 +206,6 @@ class HttpConfig(BaseModel):
         description="Serve the paths with which trainers stop generation and replace weights, those of vLLM's "
         "development mode.",
     )
-    limit_mm_per_prompt: dict[Literal["image", "video", "audio"], Annotated[int, Field(ge=0)]] = Field(
-        {"image": 32, "video": 1},
-        description='Most pictures and videos of a request: {"image": 8, "video": 2}. Sound is not supported: 0.',
-    )
-    mm_processor_kwargs: dict[str, Any] = Field(
-        default_factory=dict, description='Arguments of the image processor: {"max_pixels": 1003520}.'
-    )
-    media_io_kwargs: dict[Literal["video"], VideoReading] = Field(
-        default_factory=dict, description='How videos are read: {"video": {"num_frames": 32, "fps": 2}}.'
-    )
     media_max_bytes: int = Field(20 << 20, ge=1, description="Largest file of a picture or a video.")
     media_max_pixels: int = Field(
         32 << 20, ge=1, description="Most pixels of a picture, or of a frame of a video, before it is decoded."
@@ -173,28 +223,6 @@ class HttpConfig(BaseModel):
         "get 429. One API key, and one request, may have half of it.",
     )
 
-    enable_auto_tool_choice: bool = Field(
-        True, description="Read the calls that the model writes by itself. Without it they stay text."
-    )
-    tool_call_parser: str = Field(
-        AUTO, description="How the model writes tool calls: auto (by its chat template), none, or vLLM's name."
-    )
-    reasoning_parser: str = Field(
-        AUTO, description="How the model marks its reasoning: auto (by its chat template), none, or vLLM's name."
-    )
-
-    @field_validator("tool_call_parser")
-    @classmethod
-    def _check_tool_parser(cls, name: str) -> str:
-        family_of(name, TOOL_PARSERS)
-        return name
-
-    @field_validator("reasoning_parser")
-    @classmethod
-    def _check_reasoning_parser(cls, name: str) -> str:
-        family_of(name, REASONING_PARSERS)
-        return name
-
     @field_validator("allowed_media_domains")
     @classmethod
     def _check_domains(cls, domains: tuple[str, ...]) -> tuple[str, ...]:
@@ -211,34 +239,12 @@ class HttpConfig(BaseModel):
                 raise ValueError(f"{host!r} is not the name of a host without a port, such as llm.example")
         return tuple(host.lower() for host in hosts)
 
-    @field_validator("limit_mm_per_prompt", mode="before")
-    @classmethod
-    def _only_counts(cls, limits: Any) -> Any:
-        """Return numbers. vLLM's other form gives the size of a picture beside its `count`, to measure memory alone."""
-        if not isinstance(limits, Mapping):
-            return limits
-        return {kind: limit.get("count") if isinstance(limit, Mapping) else limit for kind, limit in limits.items()}
-
-    @field_validator("limit_mm_per_prompt")
-    @classmethod
-    def _check_kinds(cls, limits: dict[str, int]) -> dict[str, int]:
-        if others := [kind for kind, limit in limits.items() if kind == "audio" and limit]:
-            raise ValueError(f"{others[0]} is not supported, so its limit must be 0")
-        return limits
-
     @field_validator("allowed_local_media_path", "lora_folder")
     @classmethod
     def _check_folder(cls, path: str | None) -> str | None:
         if path is not None and (not Path(path).is_absolute() or len(Path(path).parts) < 2):
             raise ValueError("must be an absolute path, and not that of the root")
         return path
-
-    @field_validator("default_chat_template_kwargs")
-    @classmethod
-    def _check_variables(cls, variables: dict[str, Any]) -> dict[str, Any]:
-        if reserved := NOT_TEMPLATE_VARIABLES & variables.keys():
-            raise ValueError(f"must not set {', '.join(sorted(reserved))}: requests have fields for these")
-        return variables
 
     @model_validator(mode="after")
     def _check_tenants(self) -> Self:

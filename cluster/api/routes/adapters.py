@@ -36,6 +36,11 @@ class AdapterNames:
         self._read, self._folder, self._notify, self._base_names = read, folder, notify, base_names
         self._turn = asyncio.Lock()  # of loads: two with one name would race
 
+    @property
+    def are_taken(self) -> bool:
+        """Whether replicas take adapters."""
+        return self._read is not None
+
     def put(self, name: str, adapter: Adapter | None) -> None:
         """Let a name mean an adapter from now on, or nothing. Requests that run keep the adapter that they have."""
         if adapter is None:

@@ -1,13 +1,11 @@
 """GET /v1/models: the served model, how its messages are read, its adapters, and the further names of all these."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
-from fastapi import Response
-
 from crossdock.cluster.api.errors import ApiError
-from crossdock.cluster.api.http.http_json import Name, json_answer
-from crossdock.cluster.dispatch.dispatcher import ModelCard, TokenSource
+from crossdock.cluster.dispatch.dispatcher import ModelCard, ReplicaLost, TokenSource
 from crossdock.workers.schedule.submission import Adapter
 
 
@@ -18,8 +16,11 @@ class Models:
         aliases: Sequence[str],
         families: Mapping[str, str | None],
         adapters: Mapping[str, Adapter],
+        name: str = "",
     ) -> None:
-        """`families`: of tool calls and of reasoning, see `MessageFormat.families`. `adapters`: by name, as of now."""
+        """`families`: of tool calls and of reasoning, see `MessageFormat.families`. `adapters`: by name, as of now.
+        `name`: known before a replica is up; empty: that of the source."""
+        self._name = name
         self._adapters = adapters
         self._source = source
         self._families = families
@@ -31,37 +32,52 @@ class Models:
         Raises ApiError 404 for another model.
         """
         card = self._source.model
-        if name is not None and name not in self._names():
-            reason = f"The model '{name[:200]}' does not exist; this server has {', '.join(self._names())}."
-            raise ApiError(reason, status=404, param="model", code="model_not_found")
+        if name is not None and name not in self.names:
+            raise no_such_model(name, ", ".join(self.names))
         return card
 
     def adapter(self, name: str | None) -> Adapter | None:
         """Return the adapter of that name; None: the name is one of the base model's."""
-        is_base = name is None or name == self._source.model.name or name in self._aliases
+        is_base = name is None or name == self._base or name in self._aliases
         return None if is_base or name is None else self._adapters.get(name)
 
-    async def all(self) -> Response:
-        card = self._source.model
-        models = [self._model(card, name) for name in self._names()]
-        return json_answer({"object": "list", "data": models})
+    def all(self) -> list[dict[str, Any]]:
+        """Describe the model, under each of its names, and its adapters."""
+        return [self._model(name) for name in self.names]
 
-    async def one(self, name: Name) -> Response:
-        return json_answer(self._model(self.card(name), name))
+    def one(self, name: str) -> dict[str, Any]:
+        """Describe the model or adapter of that name. Raises ApiError 404."""
+        if name not in self.names:
+            raise no_such_model(name, ", ".join(self.names))
+        return self._model(name)
 
-    def _names(self) -> tuple[str, ...]:
-        """Return the model's name, its aliases, and its adapters."""
-        return (self._source.model.name, *self._aliases, *self._adapters)
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The model's name, its aliases, and its adapters."""
+        return (self._base, *self._aliases, *self._adapters)
 
-    def _model(self, card: ModelCard, name: str) -> dict[str, Any]:
+    @property
+    def _base(self) -> str:
+        return self._name or self._source.model.name
+
+    def _model(self, name: str) -> dict[str, Any]:
+        card: ModelCard | None = None
+        with suppress(ReplicaLost):  # a model of several that has no replica now
+            card = self._source.model
         adapter = self.adapter(name)
         return {
             "id": name,
             "object": "model",
-            "created": card.created,
+            "created": 0 if card is None else card.created,
             "owned_by": "crossdock",
-            "root": card.name if adapter is None else adapter.path,
-            "parent": None if adapter is None else card.name,
-            "max_model_len": card.max_model_len,
+            "root": self._base if adapter is None else adapter.path,
+            "parent": None if adapter is None else self._base,
+            "max_model_len": None if card is None else card.max_model_len,
             **self._families,
         }
+
+
+def no_such_model(name: str, served: str) -> ApiError:
+    """Return the error for a model that is not served. `served`: the names that are."""
+    reason = f"The model '{name[:200]}' does not exist; this server has {served}."
+    return ApiError(reason, status=404, param="model", code="model_not_found")

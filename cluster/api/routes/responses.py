@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
+from copy import copy
 from typing import Annotated, Any, Literal, TypeAlias
 
 from fastapi import Query, Request, Response
@@ -57,6 +58,12 @@ class Responses:
         self._timeout_s = timeout_s
         self._background: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._places = Shares(_MOST_IN_BACKGROUND)
+
+    def of(self, conversations: Conversations, writer: LogprobWriter) -> "Responses":
+        """Return the responses of another model, which share this one's store and work in the background."""
+        other = copy(self)
+        other._conversations, other._writer = conversations, writer
+        return other
 
     async def create(self, request: Request, body: ResponsesRequest) -> Response:
         given = await self._resolved(request, body.input)

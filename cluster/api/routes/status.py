@@ -11,6 +11,7 @@ from crossdock.cluster.api.errors import ApiError
 from crossdock.cluster.api.http.http_json import Name, json_answer, long_json_answer
 from crossdock.cluster.api.http.keys import ApiKey
 from crossdock.cluster.dispatch.dispatcher import Dispatcher
+from crossdock.cluster.dispatch.dispatchers import Dispatchers
 
 # The pattern is for the description only: `_step_number` reports what is wrong in words of its own.
 _SeenStep = Annotated[str, Field(json_schema_extra={"pattern": "^[0-9a-f]{32}:[0-9]{1,15}$"})]
@@ -25,7 +26,7 @@ _LOADS = ("load", "spare_load", "streams", "reason")  # fields of a decision tha
 
 
 class ServerStatus:
-    def __init__(self, dispatcher: Dispatcher, decisions: Decisions | None = None) -> None:
+    def __init__(self, dispatcher: Dispatcher | Dispatchers, decisions: Decisions | None = None) -> None:
         self._dispatcher = dispatcher
         self._decisions = decisions
 

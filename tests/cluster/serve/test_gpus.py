@@ -8,7 +8,7 @@ from crossdock.cluster.config import ClusterConfig
 from crossdock.cluster.config_file import load
 from crossdock.cluster.serve import app, lifetime
 from crossdock.cluster.serve.flags import PANELS, configuration
-from crossdock.cluster.serve.gpus import check_gpus_suffice, with_num_gpus
+from crossdock.cluster.serve.gpus import check_cores_suffice, check_gpus_suffice, with_num_gpus
 from crossdock.workers.report.presets import preset
 
 
@@ -88,15 +88,15 @@ def test_number_that_ranks_cannot_use_is_refused(pool: dict[str, Any], message: 
 def test_machine_with_too_few_gpus_names_the_settings(pools: list[Any], num_gpus: int, named: str) -> None:
     config = with_num_gpus(load(None, {"pools": pools}), lambda _: num_gpus > 0)
     with pytest.raises(ValueError, match=f"this machine has {num_gpus}") as error:
-        check_gpus_suffice(config, num_gpus)
+        check_gpus_suffice([config], num_gpus)
     assert named in str(error.value)
 
 
 def test_server_on_machine_with_too_few_gpus_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lifetime, "visible_gpus", lambda: 1.0)
-    lifetime._require_gpus(load())
+    lifetime._require_devices(load())
     with pytest.raises(lifetime.StartFailed, match="tensor_parallel_size 4"):
-        lifetime._require_gpus(load(None, {"pools.*.tensor_parallel_size": 4}))
+        lifetime._require_devices(load(None, {"pools.*.tensor_parallel_size": 4}))
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_server_on_machine_with_too_few_gpus_does_not_start(monkeypatch: pytest.
     ],
 )
 def test_machine_with_enough_gpus_is_accepted(pools: list[Any], num_gpus: int) -> None:
-    check_gpus_suffice(with_num_gpus(load(None, {"pools": pools}), lambda _: num_gpus > 0), num_gpus)
+    check_gpus_suffice([with_num_gpus(load(None, {"pools": pools}), lambda _: num_gpus > 0)], num_gpus)
 
 
 @pytest.mark.parametrize(("device", "num_gpus"), [("auto", None), ("cpu", 0), ("cuda", 1)])
@@ -158,3 +158,16 @@ def test_fleet_of_which_a_part_is_emulated_is_refused() -> None:
     slow = {"name": "decode", "emulated": "h100-8b*2"}
     with pytest.raises(ValueError, match=r"the same \*N in all"):
         load(None, {"pools": [{"name": "prefill", "emulated": "h100-8b"}, slow]})
+
+
+def test_devices_that_several_models_need_are_checked_together_and_named() -> None:
+    """One model may grow while the others have their least; both at their most need not fit."""
+    members = [{"name": name, "pools": [{"name": "mixed", "max_replicas": 3, "num_gpus": 1}]} for name in ("a", "b")]
+    models = load(None, {"models": members}).each_model
+    check_gpus_suffice(models, 4)
+    with pytest.raises(ValueError, match=r"4 GPUs are needed, and this machine has 3 \(pools.a-mixed.max_replicas 3"):
+        check_gpus_suffice(models, 3)
+    cores = load(None, {"models": members, "models.*.pools.*.num_cpus": 2}).each_model
+    check_cores_suffice(cores, 8)
+    with pytest.raises(ValueError, match=r"8 cores are needed, and this machine has 7 \(pools.a-mixed.num_cpus: 6 in"):
+        check_cores_suffice(cores, 7)
