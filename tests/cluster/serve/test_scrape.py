@@ -36,7 +36,7 @@ class Scraped(ingress.Ingress):
     """An ingress without replicas and without a port."""
 
     def __init__(self, answers: Any) -> None:
-        self.dispatcher = Dispatcher("tiny")
+        self.fleets = Dispatcher("tiny")
         self._name = "own"
         self._every_ingress = Broadcasts(answers)  # type: ignore[assignment]
 
