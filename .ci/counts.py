@@ -15,8 +15,8 @@ from statistics import mean, median
 
 CODE = ("cluster", "router", "workers", "kvtransfer", "kernels", ".ci")
 BUDGETS = {  # count: the most that there may be
-    "lines of code": 64_123,
-    "lines of tests": 64_500,
+    "lines of code": 64_776,
+    "lines of tests": 64_933,
     "lines of benchmarks": 11_636,
     "lines of benchmarks/RESULTS.md": 500,
     "Python files in the largest folder": 20,
