@@ -1,13 +1,14 @@
 """Which server answers coding agents soonest with little KV memory: ours, on one replica or two, or vLLM?
 
     python benchmarks/agents.py                                             # one replica: 3 minutes
-    python benchmarks/agents.py --settings two two-unpriced                 # a core for each of two replicas
+    python benchmarks/agents.py --settings two two-files two-host           # a core for each of two replicas
     python benchmarks/agents.py --settings one vllm --repeats 2 --venvs VENVS   # after peers/vllm.sh install
 
 The load is `crossdock bench -w agents`: sessions of many turns, each of which repeats all before it. All settings get
 the same sessions and the same KV memory, `--kv-tokens` in all; two replicas have half each. `unpriced`: the router does
-not count evictions of a request. Agents wait for answers, so a slow server gets fewer turns: look at the turns as well
-as at the times.
+not count evictions of a request. `files`: pages that leave a pool go to files, and take no more memory; `host`: they go
+to the host's memory, `--host-tokens` in all. Agents wait for answers, so a slow server gets fewer turns: look at the
+turns as well as at the times.
 
 Settings run one at a time, each on a server of its own, and alternate in every repeat. Run nothing else beside them.
 """
@@ -16,6 +17,7 @@ import argparse
 import asyncio
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from servers import OtherLoad, RunningServer, add_server_options, crossdock_command, log_of, serving
@@ -33,6 +35,8 @@ SETTINGS: dict[str, tuple[int, tuple[str, ...]]] = {  # replicas, and flags
     "one": (1, ()),
     "two": (2, ()),
     "two-unpriced": (2, ("--set", "router.evictions=ignored")),
+    "two-host": (2, ("--kv-cache-host-memory", "{host}")),
+    "two-files": (2, ("--kv-cache-files", "{files},8GiB")),
     "vllm": (1, ()),
 }
 VLLM_PAGE = 32  # tokens: its attention on CPUs takes multiples of 32 alone; ours has 16
@@ -56,7 +60,9 @@ def command(name: str, args: argparse.Namespace) -> list[str]:
     count, flags = SETTINGS[name]
     size = str(args.kv_tokens * token_bytes(args.model) // count)
     pools = ["--pools", f"mixed={count}"] if count > 1 else []
-    return crossdock_command(args, "--kv-cache-memory", size, *flags, *pools)
+    host = str(args.host_tokens * token_bytes(args.model) // count)
+    tiers = [flag.format(host=host, files=args.files) for flag in flags]
+    return crossdock_command(args, "--kv-cache-memory", size, *tiers, *pools)
 
 
 def measure(server: RunningServer, args: argparse.Namespace) -> Row:
@@ -92,6 +98,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=["one"])
     parser.add_argument("--agents", type=int, default=24, help="sessions at a time (default: %(default)s)")
     parser.add_argument("--kv-tokens", type=int, default=20_480, help="tokens of KV memory (default: %(default)s)")
+    parser.add_argument("--host-tokens", type=int, default=81_920, help="of `host` beside it (default: %(default)s)")
     parser.add_argument("--turns", type=float, default=43.0, help="median turns of a session (default: %(default)s)")
     parser.add_argument("--speed", type=float, default=3.0, help="divides all pauses (default: %(default)s)")
     parser.add_argument("--duration", type=float, default=150.0, help="seconds of a run (default: %(default)s)")
@@ -104,20 +111,29 @@ def parse_args() -> argparse.Namespace:
     return args
 
 
-def main() -> None:
-    args = parse_args()
+def passes_of(args: argparse.Namespace) -> dict[str, list[Row]]:
+    """Measure all settings in turn, `--repeats` times. Return the figures of each setting."""
     passes: dict[str, list[Row]] = {}
     for repeat in range(args.repeats):
         for name in args.settings:
             print(f"[{repeat + 1}/{args.repeats}] {name}: starting", flush=True)
             try:
-                with serving(name, command(name, args), args, log_of(args, name)) as server:
+                with (
+                    TemporaryDirectory(prefix="agents-") as args.files,
+                    serving(name, command(name, args), args, log_of(args, name)) as server,
+                ):
                     row = measure(server, args)
             except (RuntimeError, OSError, TimeoutError, BenchError) as error:
                 print(f"  {error or 'the run did not end'}", file=sys.stderr, flush=True)
                 continue
             passes.setdefault(name, []).append(row)
             print("  " + ", ".join(f"{key} {value:.4g}" for key, value in row.items()), flush=True)
+    return passes
+
+
+def main() -> None:
+    args = parse_args()
+    passes = passes_of(args)
     results = {name: medians(rows) for name, rows in passes.items()}
     text = f"{args.model.name}; {hardware()}; {today()}; medians of {args.repeats}; {args.agents} agents, "
     text += f"{args.kv_tokens:,} tokens of KV memory, {args.duration:.0f} s; times in ms."

@@ -51,7 +51,7 @@ def with_encoders(
     encoders = _best(loads, query, leg, slo, candidates.encoders)
     if not len(encoders) or not may.any():
         return here, chosen
-    due = due_s(here, slo, np.concatenate([candidates.alone, candidates.prefills]))
+    due = due_s(here, slo, candidates.first)
     ttft = np.array([_ttft(loads, query, cached, cached_rows, text, leg, encoder) for encoder in encoders])
     work = text.prefill + (leg.prefill + EVICTION_WEIGHT * leg.evicted)[encoders, None]
     costs = prompt_costs(slo, due, ttft, work, text.prompt_lateness)

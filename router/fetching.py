@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from crossdock.router.loading import least, saved_seconds
 from crossdock.router.loads import Loads, Slots
 from crossdock.router.placement import HANDOVER_S, PAIR_CANDIDATES, Candidates, due_s, prompt_costs
 from crossdock.router.predict import Prediction, replaced
@@ -52,15 +53,14 @@ def with_sources(
         link_waits: seconds until each replica's link is free; infinity where a replica must not be a source.
     """
     chosen: Slots = np.full(len(cached), -1, dtype=np.intp)
-    first = np.concatenate([candidates.alone, candidates.prefills])
-    sources = _best_sources(loads, cached, link_waits)
+    first, sources = candidates.first, _best_sources(loads, cached, link_waits)
     if not len(sources):
         return here, Sources(chosen, cached, cached, {})
     held = np.array([tokens_at(int(source)) for source in sources])
     due = due_s(here, slo, first)
     costs = prompt_costs(slo, due, here.ttft, here.prefill, here.prompt_lateness)
-    saved = _saved_seconds(loads, cached, np.maximum(held.max() - cached, 0.0))
-    tried = _least(first[saved[first] > 0], costs - (slo.weight + 1) * saved, FETCH_CANDIDATES)
+    saved = saved_seconds(loads, cached, np.maximum(held.max() - cached, 0.0))
+    tried = least(first[saved[first] > 0], costs - (slo.weight + 1) * saved, FETCH_CANDIDATES)
     before = here.ttft[tried] - here.prefill[tried] / here.prompt_share[tried]
     travel = _travel_seconds(loads, held[:, None] - cached[tried], sources, tried)
     # The source sees the question after its running step; the fetching replica sees the offer after its own.
@@ -102,18 +102,6 @@ def _best_sources(loads: Loads, cached: Floats, link_waits: Floats) -> Slots:
     travel = tokens / loads.page_size[holders] * loads.page_bytes[holders] / loads.bytes_per_second[holders]
     worth = tokens * loads.cost.per_prefill_token[holders].mean() - travel - link_waits[holders]
     return holders[np.argpartition(-worth, PAIR_CANDIDATES)[:PAIR_CANDIDATES]]
-
-
-def _least(slots: Slots, costs: Floats, most: int) -> Slots:
-    """Return the slots of least cost, at most so many."""
-    return slots if len(slots) <= most else slots[np.argpartition(costs[slots], most)[:most]]
-
-
-def _saved_seconds(loads: Loads, cached: Floats, more: Floats) -> Floats:
-    """Return about how many seconds of a replica's time `more` cached tokens save, without the fixed part of steps."""
-    per_token = loads.cost.per_prefill_token + loads.cost.per_attended * (cached + more / 2)
-    saved: Floats = more * per_token * loads.interval_share
-    return saved
 
 
 def _travel_seconds(loads: Loads, more: Floats, sources: Slots, slots: Slots) -> Floats:

@@ -130,9 +130,9 @@ class Fleet:
             may_ship, self.config.shipping == "always", exclude, is_prompt_alone=query.is_prompt_alone
         )
         self.table.refresh(now)
-        slo, cached, loads = self.classes[self._priority(query.slo_class)], self._cached(query), self.table.loads
+        slo, loads = self.classes[self._priority(query.slo_class)], self.table.loads
         self.num_chosen += 1
-        ways, encoders = self._with_prefixes(query, cached, now, candidates, exclude), None
+        ways, encoders = self._with_prefixes(query, now, candidates, exclude), None
         prediction, cached = ways.prediction, ways.cached
         if query.encoding is not None and len(candidates.encoders) and self.config.shipping != "never":
             prediction, encoders = self._with_encoders(query, cached, prediction, candidates, now)
@@ -238,11 +238,18 @@ class Fleet:
         return paused if any(each.name not in paused and not each.is_encoder for each in others) else set()
 
     def _predict(
-        self, query: Query, cached: Floats, now: float, *, with_items: bool = True, slots: Slots | None = None
+        self,
+        query: Query,
+        cached: Floats,
+        now: float,
+        *,
+        with_items: bool = True,
+        slots: Slots | None = None,
+        in_pool: Floats | None = None,
     ) -> Prediction:
         """Return the prediction for a request at every replica, or at those in `slots`, which have `cached` tokens.
 
-        `with_items`: each replica encodes the pictures."""
+        `with_items`: each replica encodes the pictures. `in_pool`: see `predict`."""
         priority, ages, loads = self._priority(query.slo_class), self.table.ages(now), self.table.loads
         replicas: Sequence[ReplicaState | None] = self.table.by_slot
         if slots is not None:
@@ -250,7 +257,7 @@ class Fleet:
         items = query.items if with_items else ()
         tokens = query.num_tokens, query.max_tokens
         fair = partial(fair_ahead, replicas, priority, query.payer, query.weight) if query.payer else None
-        prediction = predict(loads, *tokens, priority, cached, ages, self.classes, items, fair)
+        prediction = predict(loads, *tokens, priority, cached, ages, self.classes, items, fair, in_pool)
         if query.adapter:
             waits = self.table.adapter_waits(query.adapter)
             prediction.ttft += waits if slots is None else waits[slots]
@@ -282,45 +289,48 @@ class Fleet:
         except ValueError:
             return len(self.classes) - 1  # the replica will refuse it, with the reason
 
-    def _cached(self, query: Query, in_tiers: Sequence[Prefixes] = ()) -> Floats:
-        """Return how many tokens of the prompt each replica has in its pool, or in one of the tiers, `[slot]`. At least
-        one token is left to compute: the first output token needs its logits."""
-        cached = np.zeros(len(self.table.by_slot))
-        size, holders, tokens = self.page_size, list[int](), list[int]()
-        for slots, num_pages in self.prefixes.match(query.page_hashes[: (query.num_tokens - 1) // size], in_tiers):
-            while slots:
-                slot = slots.bit_length() - 1
-                holders.append(slot)
-                tokens.append(num_pages * size)
-                slots ^= 1 << slot
-        cached[holders] = tokens
-        return cached
+    def _held(self, query: Query, tiers: Sequence[Prefixes] = ()) -> list[Floats]:
+        """Return how many tokens of the prompt each replica has in its pool, `[slot]`; the same with the first of its
+        tiers, and so on. At least one token is left to compute: the first output token needs its logits."""
+        size, by_place = self.page_size, list[Floats]()
+        for found in self.prefixes.match(query.page_hashes[: (query.num_tokens - 1) // size], tiers):
+            cached, holders, tokens = np.zeros(len(self.table.by_slot)), list[int](), list[int]()
+            for slots, num_pages in found:
+                while slots:
+                    slot = slots.bit_length() - 1
+                    holders.append(slot)
+                    tokens.append(num_pages * size)
+                    slots ^= 1 << slot
+            cached[holders] = tokens
+            by_place.append(cached)
+        return by_place
+
+    def _cached(self, query: Query) -> Floats:
+        """Return how many tokens of the prompt each replica has in its pool, `[slot]`; see `_held`."""
+        return self._held(query)[0]
 
     def _reported(self, query: Query, slot: int) -> float:
         """Return how many tokens of the prompt a replica has reported to have; at least one is left to compute."""
         hashes = query.page_hashes[: (query.num_tokens - 1) // self.page_size]
         return self.prefixes.num_reported(slot, hashes) * self.page_size
 
-    def _with_prefixes(
-        self, query: Query, cached: Floats, now: float, candidates: Candidates, exclude: Collection[str]
-    ) -> "_Ways":
-        """Return the prediction in which replicas load pages from tiers, or fetch them from others, where that is best.
-
-        `cached`: tokens of the prompt in each replica's pool."""
+    def _with_prefixes(self, query: Query, now: float, candidates: Candidates, exclude: Collection[str]) -> "_Ways":
+        """Return the prediction in which replicas load pages from tiers, or fetch them from others, where that is
+        best."""
+        fastest, second = self.in_tiers
+        cached, *by_tier = self._held(query, (fastest, second) if len(second) else (fastest,) if len(fastest) else ())
 
         def again(slots: Slots, held: Floats) -> Prediction:
-            return self._predict(query, held, now, slots=slots)
+            return self._predict(query, held, now, slots=slots, in_pool=cached[slots])
 
         ways = _Ways(self._predict(query, cached, now), cached)
-        if any(map(len, self.in_tiers)):
-            first, second = self.in_tiers
-            by_tier = self._cached(query, [first]), self._cached(query, [first, second])
-            ways = _Ways(*with_loads(self.table.loads, cached, by_tier, ways.prediction, again))
+        slo, loads = self.classes[self._priority(query.slo_class)], self.table.loads
+        if by_tier:
+            ways = _Ways(*with_loads(loads, cached, by_tier, ways.prediction, again, slo, candidates))
         may_fetch = self.config.policy == "seconds" and self.config.shipping != "never" and query.may_ship
         if not may_fetch or not cached.any():
             return ways
         waits, held = self.table.link_waits(exclude), partial(self._reported, query)
-        slo, loads = self.classes[self._priority(query.slo_class)], self.table.loads
         fetches = with_sources(loads, ways.cached, ways.prediction, again, slo, candidates, waits, held)
         return ways._replace(prediction=fetches[0], fetches=fetches[1])
 

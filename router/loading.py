@@ -9,8 +9,13 @@ from dataclasses import replace
 import numpy as np
 
 from crossdock.router.loads import Loads, Slots
+from crossdock.router.placement import Candidates, due_s, prompt_costs
 from crossdock.router.predict import Prediction, replaced
 from crossdock.workers.schedule.cost.formula import Floats
+from crossdock.workers.schedule.slo import SloClass
+
+LOAD_CANDIDATES = 8
+"""Replicas of least cost that are tried with a load. More would cost time at every decision."""
 
 
 def with_loads(
@@ -19,21 +24,27 @@ def with_loads(
     by_tier: Sequence[Floats],
     here: Prediction,
     predict: Callable[[Slots, Floats], Prediction],
+    slo: SloClass,
+    candidates: Candidates,
 ) -> tuple[Prediction, Floats, Slots]:
     """Return the prediction in which replicas load pages where that is sooner than computing them, the tokens of the
     prompt that each replica has then, and the slots of those that load.
 
     Args:
         cached: tokens of the prompt in each replica's pool, `[slot]`.
-        by_tier: the same with the pages in its fastest tier, and with those in its second one, too.
+        by_tier: the same with the pages in its fastest tier, and where there is another, with those in that, too.
         here: the prediction without a load.
         predict: returns the prediction at the replicas of some slots, with so many cached tokens each.
     """
-    slots: Slots = np.flatnonzero(by_tier[-1] > cached)
+    more, first = by_tier[-1] - cached, candidates.first
+    slots: Slots = first[more[first] > 0]
+    if len(slots) > LOAD_CANDIDATES:
+        costs = prompt_costs(slo, due_s(here, slo, first), here.ttft, here.prefill, here.prompt_lateness)
+        slots = least(slots, costs - (slo.weight + 1) * saved_seconds(loads, cached, more), LOAD_CANDIDATES)
     if not len(slots):
         return here, cached, slots
     at, before, seconds = loads.at(slots), cached[slots], loads.load_queue[slots]
-    for tokens, page_s in zip(by_tier, (at.load_first, at.load_second), strict=True):
+    for tokens, page_s in zip(by_tier, (at.load_first, at.load_second), strict=False):
         seconds = seconds + at.group_pages((tokens[slots] - before) / at.page_size) * page_s
         before = tokens[slots]
     loaded = predict(slots, before)
@@ -49,3 +60,15 @@ def with_loads(
     tokens = cached.copy()
     tokens[slots[is_sooner]] = before[is_sooner]
     return replaced(here, loaded, slots, is_sooner), tokens, slots[is_sooner]
+
+
+def least(slots: Slots, costs: Floats, most: int) -> Slots:
+    """Return the slots of least cost, at most so many."""
+    return slots if len(slots) <= most else slots[np.argpartition(costs[slots], most)[:most]]
+
+
+def saved_seconds(loads: Loads, cached: Floats, more: Floats) -> Floats:
+    """Return about how many seconds of a replica's time `more` cached tokens save, without the fixed part of steps."""
+    per_token = loads.cost.per_prefill_token + loads.cost.per_attended * (cached + more / 2)
+    saved: Floats = more * per_token * loads.interval_share
+    return saved

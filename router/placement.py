@@ -123,6 +123,11 @@ class Candidates:
     name_hashes: NDArray[np.uint32]  # of every slot: all routers break ties alike
     encoders: Slots = field(default_factory=lambda: np.empty(0, dtype=np.intp))  # for the pictures alone
 
+    @property
+    def first(self) -> Slots:
+        """Return the slots that may make the first token."""
+        return np.concatenate([self.alone, self.prefills]) if len(self.prefills) else self.alone
+
 
 def choose(
     loads: Loads, query: Query, cached: Floats, prediction: Prediction, slo: SloClass, candidates: Candidates
@@ -133,7 +138,7 @@ def choose(
         Overloaded: no replica can keep the promise, and every replica refuses late requests.
     """
     alone, prefills = candidates.alone, candidates.prefills
-    first = np.concatenate([alone, prefills]) if len(prefills) else alone  # replicas that may make the first token
+    first = candidates.first
     prompt_cost, output_cost = _costs(query, prediction, slo, first)
     spread = _tie_spread(query.request_id, candidates.name_hashes)
     best: SlotPair | None = None

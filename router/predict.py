@@ -56,13 +56,15 @@ def predict(
     classes: Sequence[SloClass],
     items: Sequence[tuple[int, int, int]] = (),
     fair: Callable[[Floats, Floats], Floats] | None = None,
+    in_pool: Floats | None = None,
 ) -> Prediction:
     """Return the prediction for a prompt of `num_tokens` and an output of at most `max_tokens`.
 
     `cached`: tokens of the prompt that each replica has in its cache. `age`: seconds since each replica last reported
     something new, which grows without bound while a replica has nothing to do. `items`: (end, rows, parts) of each
     item that the replica encodes, unless its cached tokens cover the item. `fair`: of `own` and `done` seconds, what
-    goes before the prompt where tenants have shares, see tenants.py; None: they have none.
+    goes before the prompt where tenants have shares, see tenants.py; None: they have none. `in_pool`: of the cached
+    tokens, those that are there already: the others are loaded or fetched, and need room; None: all are there.
     """
     slo = classes[priority]
     rest = num_tokens - cached
@@ -73,7 +75,7 @@ def predict(
     drain = _drain_seconds(loads, rest, cached)
     ahead = _backlog_ahead(loads, priority, age, own, fair)
     behind = ahead + own
-    room_wait = _room_wait(loads, priority, rest)
+    room_wait = _room_wait(loads, priority, rest if in_pool is None else num_tokens - in_pool)
     # More urgent prompts that come later go first. And the longer this prompt takes, the likelier it is that as many
     # streams will run meanwhile as did recently.
     excess = loads.recent_excess_share * np.exp(age / -MEMORY_S) * (behind / (behind + RECENT_SHARE_BACKLOG_S))

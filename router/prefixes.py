@@ -82,31 +82,35 @@ class Prefixes:
         pages = self._slots.get(slot)
         return bisect_left(hashes, True, key=lambda each: each not in pages.reported) if pages is not None else 0
 
-    def match(self, hashes: Sequence[PageHash], besides: Sequence["Prefixes"] = ()) -> list[tuple[Bits, int]]:
+    def match(self, hashes: Sequence[PageHash], below: Sequence["Prefixes"] = ()) -> list[list[tuple[Bits, int]]]:
         """Return (replicas, how many of the first pages all of them have), for prefixes of one page and more. The
-        longest prefix comes first; each replica comes once. `besides`: a page may lie in any of these instead."""
-        found: list[tuple[Bits, int]] = []
-        left = -1  # every replica
-        length = 0
+        longest prefix comes first; each replica comes once.
+
+        `below`: the pages in tiers. The second list is of pages here or in the first tier, and so on."""
+        places = [self._holders, *(other._holders for other in below)]
+        found: list[list[tuple[Bits, int]]] = [[] for _ in places]
+        left = [-1] * len(places)  # every replica
+        levels, deepest, length = [*enumerate(places)], len(places) - 1, 0
         for page_hash in hashes:
-            still = self._holders.get(page_hash, 0)
-            for other in besides:
-                still |= other._holders.get(page_hash, 0)
-            still &= left
-            if still != left:
-                if length:
-                    found.append((left & ~still, length))
-                left = still
-                if not left:
-                    break
+            holders = 0
+            for level, place in levels:
+                holders |= place.get(page_hash, 0)
+                still = holders & left[level]
+                if still != left[level]:
+                    if length:
+                        found[level].append((left[level] & ~still, length))
+                    left[level] = still
+            if not left[deepest]:
+                break
             length += 1
-        if left > 0:
-            found.append((left, length))
+        for each, still in zip(found, left, strict=True):
+            if still > 0:
+                each.append((still, length))
+            each.reverse()
         for page_hash in reversed(hashes[:length]):  # so that the end of a prefix is forgotten before its beginning
-            for each in (self, *besides):
-                if page_hash in each._holders:
-                    each._holders.move_to_end(page_hash)
-        found.reverse()
+            for place in places:
+                if page_hash in place:
+                    place.move_to_end(page_hash)
         return found
 
     def _add(self, slot: int, hashes: Sequence[PageHash]) -> None:

@@ -1,5 +1,6 @@
 """The router knows which pages lie in tiers below a replica's pool, and what loading them takes."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import strategies as st
 
 from crossdock.router.fleet import Fleet
 from crossdock.router.placement import Placement
-from crossdock.workers.report.advertise import PageChanges
+from crossdock.workers.report.advertise import PageChanges, Prompts
 from crossdock.workers.schedule.memory.prefix_index import hash_pages
 from tests.router.replicas import COST, PAGE_SIZE, fleet_of, live, profile, query
 
@@ -73,6 +74,24 @@ def test_replica_that_has_left_holds_nothing() -> None:
     fleet = tiered([187], (1e-4,))
     fleet.leave("a")
     assert not any(map(len, fleet.in_tiers))
+
+
+@pytest.mark.parametrize("is_fetched", [False, True], ids=["loaded", "fetched"])
+def test_pages_that_come_need_as_much_room_as_computed_ones(is_fetched: bool) -> None:
+    """Ten streams leave no page free: about one of them ends in 0.6 s. The prompt has 187 pages, of 0.3 s of prefill."""
+    full = {"streams": (10, 0, 0), "context_tokens": 30_000, "remaining_tokens": 10_000}
+    fleet = fleet_of({name: profile(bytes_per_second=1e10) for name in "ab"})
+    waits = []
+    for sequence, free in ((2, 4000), (4, 0)):
+        for name in "ab":
+            is_busy = name == ("a" if is_fetched else "b")
+            prompts = (Prompts(0, 6, 4, 40_000, 20.0),) * is_busy
+            report = live(sequence, load_seconds=(1e-5,), prompts=prompts, **full)
+            fleet.hear(name, replace(report, free_pages=(free,) * 3), 0.0)
+        held = HASHES if is_fetched else []
+        fleet.hear_pages("a", PageChanges("first life", sequence, held, stored=[[] if is_fetched else HASHES]))
+        waits.append(choose(fleet).predicted_ttft)
+    assert waits[0] < 0.1 < waits[1]
 
 
 @given(num_pages=st.integers(0, 187), in_pool=st.integers(0, 187), load_s=st.floats(1e-6, 1e-2))

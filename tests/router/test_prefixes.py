@@ -16,7 +16,7 @@ SLOTS = 5
 def lengths(prefixes: Prefixes, hashes: list[PageHash]) -> dict[int, int]:
     """Return by slot how many pages of the prefix the replica has, as `match` reports it."""
     found: dict[int, int] = {}
-    for bits, length in prefixes.match(hashes):
+    for bits, length in prefixes.match(hashes)[0]:
         for slot in range(bits.bit_length()):
             if bits >> slot & 1:
                 assert slot not in found, "each replica once"
