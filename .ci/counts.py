@@ -15,9 +15,9 @@ from statistics import mean, median
 
 CODE = ("cluster", "router", "workers", "kvtransfer", "kernels", ".ci")
 BUDGETS = {  # count: the most that there may be
-    "lines of code": 64_776,
-    "lines of tests": 64_933,
-    "lines of benchmarks": 11_636,
+    "lines of code": 64_808,
+    "lines of tests": 64_952,
+    "lines of benchmarks": 11_704,
     "lines of benchmarks/RESULTS.md": 500,
     "Python files in the largest folder": 20,
     "lines of the longest class": 350,
