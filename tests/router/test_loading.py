@@ -78,7 +78,7 @@ def test_replica_that_has_left_holds_nothing() -> None:
 
 @pytest.mark.parametrize("is_fetched", [False, True], ids=["loaded", "fetched"])
 def test_pages_that_come_need_as_much_room_as_computed_ones(is_fetched: bool) -> None:
-    """Ten streams leave no page free: about one of them ends in 0.6 s. The prompt has 187 pages, of 0.3 s of prefill."""
+    """Ten streams leave no page free. The prompt has 187 pages, of 0.3 s of prefill."""
     full = {"streams": (10, 0, 0), "context_tokens": 30_000, "remaining_tokens": 10_000}
     fleet = fleet_of({name: profile(bytes_per_second=1e10) for name in "ab"})
     waits = []
