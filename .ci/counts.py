@@ -15,9 +15,9 @@ from statistics import mean, median
 
 CODE = ("cluster", "router", "workers", "kvtransfer", "kernels", ".ci")
 BUDGETS = {  # count: the most that there may be
-    "lines of code": 64_808,
-    "lines of tests": 64_952,
-    "lines of benchmarks": 11_704,
+    "lines of code": 64_858,
+    "lines of tests": 65_096,
+    "lines of benchmarks": 11_775,
     "lines of benchmarks/RESULTS.md": 500,
     "Python files in the largest folder": 20,
     "lines of the longest class": 350,

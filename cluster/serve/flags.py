@@ -171,6 +171,7 @@ PANELS: dict[str, tuple[Flag, ...]] = {
         Flag("engine.max_lora_rank"),
         Flag("engine.attention_backend"),
         Flag("engine.cpu_kernels"),
+        Flag("engine.batch_invariant"),
         Flag("engine.quantization", ("--quantization", "-q")),
         Flag("engine.page_size", ("--page-size", "--block-size")),
     ),

@@ -54,7 +54,7 @@ def load_model(
         ValueError: the architecture would not be computed right through our attention, or there is not enough memory.
             Or `max_model_len` is more than the model was made for, or `attention_backend` cannot run on `device` with
             pages of `kv_cache_dtype`, or `cpu_kernels` with the model's dtype on this CPU; or `quantization` cannot be
-            applied to this model here.
+            applied to this model here, or the model cannot be `batch_invariant`.
     """
     path = resolve_model(spec.path)
     attention = choose_attention(spec.attention_backend, torch.device(device), spec.kv_cache_dtype, spec.cpu_kernels)
@@ -83,6 +83,7 @@ def load_model(
         attention=attention,
         kv_cache_dtype=spec.kv_cache_dtype,
         cpu_kernels=spec.cpu_kernels,
+        batch_invariant=spec.batch_invariant,
         kv_bytes=kv_bytes,
         quantization=spec.quantization,
         used_by_others=used_by_others,
@@ -124,6 +125,10 @@ def wrap_module(module: Any, options: LoadOptions = _DEFAULTS) -> LoadedModel:
     if reason and is_multimodal(config):
         logger.warning("prompts are text alone: %s", reason)
     encoder = None if reason else PictureEncoder(module, config, takes_rows=options.takes_rows)
+    if encoder is not None and options.batch_invariant:
+        raise ValueError(
+            f"batch_invariant: {config.model_type} reads pictures, and those of a step are encoded together"
+        )
     return replace(
         model,
         variant=variant,

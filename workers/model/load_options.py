@@ -21,6 +21,7 @@ class LoadOptions:
     attention: Attention | None = None  # None: the best on the module's device
     kv_cache_dtype: KVCacheDtype = "auto"  # auto: the model's own
     cpu_kernels: CpuKernels = "auto"
+    batch_invariant: bool = False  # refuse a model whose bits depend on the batch
     kv_bytes: int | None = None  # of memory that must stay free for pages; None: no need to check
     quantization: Quantization | None = None
     used_by_others: int = 0  # see `LoadedModel`

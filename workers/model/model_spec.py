@@ -15,6 +15,7 @@ class ModelSpec:
     attention_backend: AttentionBackend = "auto"
     kv_cache_dtype: KVCacheDtype = "auto"  # of KV pages; auto: the model's
     cpu_kernels: CpuKernels = "auto"  # that compute products and prompts' attention; auto: the fastest here
+    batch_invariant: bool = False  # a model whose bits depend on the batch is refused
     max_lora_rank: int = 0  # of adapters; 0: the model takes none
     max_loras: int = 0  # adapters in memory at once
     quantization: Quantization | None = None  # int8: when they are loaded; others: as stored; None: any

@@ -86,6 +86,8 @@ def probe(network: Network, options: LoadOptions, eos_token_ids: frozenset[int] 
             `options` ask on this device.
     """
     _check_weights(network, options)
+    if options.batch_invariant and (reason := _why_variant(network)):
+        raise ValueError(f"batch_invariant: {reason}")
     states = _keep_states(network) if recurrent_layers(text_config(network.config)) else None
     sequences = ProbeBatch.for_model(network)
     context = ForwardContext(network.attention, probe_lengths=PROBE_LENGTHS)
@@ -118,6 +120,17 @@ def probe(network: Network, options: LoadOptions, eos_token_ids: frozenset[int] 
     return _with_faster_layers(model, scales, calls, check, options)
 
 
+def _why_variant(network: Network) -> str | None:
+    """Return why the bits of a row depend on the batch, whatever computes the layers; None: they need not."""
+    if network.device.type != "cpu":
+        return "products on GPUs are cuBLAS', which adds in another order for another number of rows; CPUs can"
+    if network.attention.name != "cpp":
+        return f"attention runs in {network.attention.name}; our C++ adds in one order, over pages of the model's dtype"
+    if recurrent_layers(text_config(network.config)):
+        return f"{network.config.model_type} has recurrent layers, which compute a chunk in one piece"
+    return None
+
+
 def _check_weights(network: Network, options: LoadOptions) -> None:
     """Check that weights can be stored as `options` ask. ValueError: weights cannot."""
     weights = options.weights
@@ -145,7 +158,7 @@ def _with_faster_layers(
     if on_triton:
         kernels = use_triton_layers_if_equal(model, calls, check)
     scaled = replace(model, scales=scales)
-    if may_fuse(model, options.cpu_kernels):
+    if may_fuse(model, options.cpu_kernels) or options.batch_invariant:
         kernels = fuse_layers_if_equal(scaled, check, options)
     return replace(scaled, kernels=kernels)
 

@@ -99,6 +99,11 @@ class EngineConfig(SchedulerConfig):
         description="Kernels of matrix products and of prompts' attention on CPUs; auto: measured at the first start; "
         "int8: for packed weights, rounds rows to int8.",
     )
+    batch_invariant: bool = Field(
+        False,
+        description="A request's tokens and logprobs are the same bits alone and in any batch, chunks, prefix or "
+        "preemption; a model that cannot is refused. CPUs alone, by cpu_kernels own; costs speed.",
+    )
     quantization: Quantization | None = Field(
         None,
         description="int8: quantise plain weights as they are loaded, on CPUs with AVX512-VNNI; null: as they are. "
@@ -123,6 +128,22 @@ class EngineConfig(SchedulerConfig):
                 "async_scheduling must be false or null with speculative_config: drafts continue the tokens of the "
                 "step before, which must be known"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _batches_change_no_bits(self) -> "EngineConfig":
+        if not self.batch_invariant:
+            return self
+        wrong = {
+            "cpu_kernels": (
+                self.cpu_kernels,
+                "auto, own or int8: other products add in an order that the batch decides",
+            ),
+            "enable_lora": (self.enable_lora, "false: the products of adapters are computed by their rows of a step"),
+        }
+        for name, (value, needed) in wrong.items():
+            if value not in ("auto", "own", "int8", False):
+                raise ValueError(f"{name} is {value!r}; with batch_invariant it must be {needed}")
         return self
 
     @model_validator(mode="after")
@@ -183,8 +204,10 @@ class EngineConfig(SchedulerConfig):
 
     def model_spec(self, path: str | None, dtype: str = "auto", max_model_len: int | None = None) -> ModelSpec:
         """Return the spec of a model that runs with these settings; arguments as in `ModelSpec`."""
+        kernels = "own" if self.batch_invariant and self.cpu_kernels == "auto" else self.cpu_kernels
         return ModelSpec(
-            *(path, dtype, max_model_len, self.attention_backend, self.kv_cache_dtype, self.cpu_kernels),
+            *(path, dtype, max_model_len, self.attention_backend, self.kv_cache_dtype, kernels),
+            batch_invariant=self.batch_invariant,
             quantization=self.quantization,
             max_lora_rank=self.max_lora_rank if self.enable_lora else 0,
             max_loras=self.max_loras,

@@ -190,6 +190,7 @@ def _usable(layers: Sequence[DecoderLayer], head: Weight, setting: CpuKernels) -
         kernels = usable_kernels(dtype, setting, fits)
         return kernels, kernels
     packed, plain = usable_packed_kernels(dtype, setting), usable_kernels(dtype, fits=fits)
+    plain = ("own",) if setting == "own" and "own" in plain else plain
     return (packed if is_packed else plain), (plain if isinstance(head, Tensor) else packed)
 
 

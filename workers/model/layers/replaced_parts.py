@@ -131,18 +131,25 @@ def fuse_layers_if_equal(model: LoadedModel, check: LogitsCheck, options: LoadOp
     Weights of another format may differ as much as that format says.
 
     Raises:
-        ValueError: such weights need fused layers, and these cannot be fused, or logits differ too much.
+        ValueError: such weights, or `batch_invariant`, need fused layers, and these cannot be fused, or logits differ
+            too much.
     """
     weights = options.weights
+    needed_by = f"quantization {weights.name}" if weights.kernel is not None else ""
+    needed_by = "batch_invariant" if options.batch_invariant else needed_by
     try:
         if model.part.position.size > 1:
             raise NotFusableError("each rank has only a part of them")
         free = None if options.kv_bytes is None else free_memory() - options.kv_bytes
         sliding, attention = _sliding(model.windows), model.attention.paged_attention
+        if num_deep_layers(model.config):
+            raise NotFusableError("embeddings of pictures are added between layers")
         fusion = fuse(model.module, sliding, current_pages, attention, options.cpu_kernels, free, weights.kernel)
+        if options.batch_invariant and set(fusion.layers.kernels + fusion.head.kernels) - {"own", "int8"}:
+            raise NotFusableError(f"products run by {fusion}; own adds in one order")
     except NotFusableError as reason:
-        if weights.kernel is not None:
-            raise ValueError(f"quantization {weights.name}: {reason}") from reason
+        if needed_by:
+            raise ValueError(f"{needed_by}: {reason}") from reason
         logger.info("decoder layers run in transformers' own code: %s", reason)
         return ""
     model.allocate_pool(len(PROBE_LENGTHS), max(PROBE_LENGTHS))
@@ -151,10 +158,8 @@ def fuse_layers_if_equal(model: LoadedModel, check: LogitsCheck, options: LoadOp
     model.pool.free()
     error = check.error(fused)
     if not error <= (weights.tolerance or check.tolerance):
-        if weights.kernel is not None:
-            raise ValueError(
-                f"quantization {weights.name}: logits differ from those of the given weights by {error:.1%} in norm"
-            )
+        if needed_by:
+            raise ValueError(f"{needed_by}: fused, logits differ from the model's own by {error:.1%} in norm")
         logger.info("decoder layers run in transformers' own code: fused, their logits differ by %.1f %%", 100 * error)
         fusion.undo()
         return ""
