@@ -19,6 +19,7 @@ from triton.compiler import ASTSource
 
 from crossdock.kernels.gpu import triton_attention as attention
 from crossdock.kernels.gpu import triton_layer_steps as steps
+from crossdock.kernels.gpu import triton_sampling as sampling
 from crossdock.kernels.gpu.triton_scan import STEP_TENSORS
 
 KINDS = {
@@ -133,6 +134,13 @@ def check_layer_steps() -> None:
         check(kernel, {"HAS_SCALES": False} | constants, num_warps, other="*bf16")
 
 
+def check_sampling() -> None:
+    names = {"scores": "*bf16", "temperatures": "*fp32", "keys": "*i32", "best": "*fp32", "ids": "*i64"}
+    KINDS.update(names)
+    check(sampling.draw_kernel, {"PART": sampling.PART, "BLOCK": sampling.BLOCK})
+
+
 if __name__ == "__main__":
     check_attention()
     check_layer_steps()
+    check_sampling()

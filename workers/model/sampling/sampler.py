@@ -9,6 +9,8 @@ nearly tie, and a token that enters or leaves the kept set changes the result on
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -53,7 +55,7 @@ class PendingTokens:
 
     def __init__(self, logits: Tensor, rows: Sequence[SampleRow], previous_tokens: Tensor | None = None) -> None:
         """Begin to draw from `logits` [N, V], which may change afterwards. `previous_tokens`: see `edited_scores`."""
-        self._scores, self._rows = edited_scores(logits, rows, True, previous_tokens), rows
+        self._scores, self._rows = _scores_of(logits, rows, True, previous_tokens), rows
         width = min(heads.WIDTHS[-1], logits.shape[-1])
         self.on_device = _draw(self._scores, rows, width) if rows else logits.new_empty(0, dtype=torch.int64)
         """Token ids [N] on the device, below 0 where the host must draw from more of the row."""
@@ -69,9 +71,18 @@ class PendingTokens:
         return [SampledToken(token_id, logprobs.get(i)) for i, token_id in enumerate(token_ids)], late
 
 
+def _scores_of(
+    logits: Tensor, rows: Sequence[SampleRow], copy: bool = False, previous_tokens: Tensor | None = None
+) -> Tensor:
+    """Return `edited_scores`; the logits themselves where no row is edited, and none may be sorted later."""
+    if any(row.is_edited or row.is_filtered for row in rows):
+        return edited_scores(logits, rows, copy, previous_tokens)
+    return logits
+
+
 def _draw_all(logits: Tensor, rows: Sequence[SampleRow]) -> list[int]:
     """Return token ids [N]."""
-    scores = edited_scores(logits, rows)
+    scores = _scores_of(logits, rows)
     first, *wider = heads.widths_of(scores.shape[-1])
     token_ids: list[int] = _draw(scores, rows, first).tolist()
     _draw_open(token_ids, scores, rows, wider)
@@ -97,9 +108,12 @@ def _draw(scores: Tensor, rows: Sequence[SampleRow], width: int) -> Tensor:
     uncut = [i for i, row in enumerate(rows) if not row.is_greedy and not row.is_filtered]
     if len(cut) == len(rows):
         return _draw_cut(scores, rows, width)
-    if len(uncut) == len(rows):
+    if uncut and _has_kernel(scores.device):
+        token_ids, uncut = _draw_in_one_pass(scores, rows), []
+    elif len(uncut) == len(rows):
         return _draw_uncut(scores, rows)
-    token_ids = scores.argmax(-1)
+    else:
+        token_ids = scores.argmax(-1)
     if cut:
         at = copy_to(scores.device, torch.tensor(cut))
         token_ids[at] = _draw_cut(scores[at], [rows[i] for i in cut], width)
@@ -107,6 +121,19 @@ def _draw(scores: Tensor, rows: Sequence[SampleRow], width: int) -> Tensor:
         at = copy_to(scores.device, torch.tensor(uncut))
         token_ids[at] = _draw_uncut(scores[at], [rows[i] for i in uncut])
     return token_ids
+
+
+@lru_cache
+def _has_kernel(device: torch.device) -> bool:
+    return device.type == "cuda" and find_spec("triton") is not None
+
+
+def _draw_in_one_pass(scores: Tensor, rows: Sequence[SampleRow]) -> Tensor:
+    """Return token ids [N]: `_draw_uncut`, and greedy rows, in one kernel that reads the scores once."""
+    from crossdock.kernels.gpu.triton_sampling import draw_tokens  # Triton is not on every machine
+
+    temperatures = torch.tensor([[0.0 if row.is_greedy else row.params.temperature] for row in rows])
+    return draw_tokens(scores, copy_to(scores.device, temperatures), row_keys(rows, scores.device))
 
 
 def _draw_uncut(scores: Tensor, rows: Sequence[SampleRow]) -> Tensor:
