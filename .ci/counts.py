@@ -15,8 +15,8 @@ from statistics import mean, median
 
 CODE = ("cluster", "router", "workers", "kvtransfer", "kernels", ".ci")
 BUDGETS = {  # count: the most that there may be
-    "lines of code": 64_961,
-    "lines of tests": 65_194,
+    "lines of code": 64_995,
+    "lines of tests": 65_259,
     "lines of benchmarks": 11_775,
     "lines of benchmarks/RESULTS.md": 500,
     "Python files in the largest folder": 20,

@@ -133,7 +133,8 @@ def build_api_of(
         shares = Shares(http.request_memory_bytes)
         folder = BatchFolder(Path(http.batch_folder))
         folder.check()
-        worker = BatchWorker(folder, LineAnswers(answers, keys, ledger, shares, tiers.names[-1]), pace)
+        payers = Payers(http.tenant_header, http.tenant_weights)
+        worker = BatchWorker(folder, LineAnswers(answers, keys, ledger, payers, shares, tiers.names[-1]), pace)
         app.state.batches = worker
         _add_endpoints(app, _batches(worker))
     _add_middleware(app, fleets, http, keys, ledger)

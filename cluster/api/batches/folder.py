@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from crossdock.cluster.api.errors import ApiError, shown
 
@@ -24,8 +24,16 @@ INPUT, OUTPUT, ERRORS = "input.jsonl", "output.jsonl", "errors.jsonl"
 TERMINAL = ("completed", "failed", "expired", "cancelled")
 _NAMES = {"file": re.compile(r"file-[0-9a-f]{32}"), "batch": re.compile(r"batch_[0-9a-f]{32}")}
 _OPEN = "all"  # folder of all clients, where no keys are in use
+_BEGUN_S = 3600  # no process takes as long to put a file or a batch into its place
 _MOST_OBJECTS = 1000  # files, and likewise batches, of one tenant
 _CANCEL, _LOCK, _STATE = "cancel", "lock", "batch.json"
+
+
+class Owner(NamedTuple):
+    """The sender of a batch."""
+
+    tenant: str  # that has the API key; empty: no keys are in use
+    payer: str = ""  # that a gateway's header named, see `Payers`
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +51,10 @@ class BatchFolder:
         except OSError as error:
             reason = f"{self.root} must be a folder in which files can be written and locked: {error.strerror}"
             raise ValueError(f"http.batch_folder: {reason}") from None
+        for left in self.root.glob("*/*/.*"):  # what a process that was killed had begun
+            with suppress(OSError):
+                if time.time() - left.stat().st_mtime > _BEGUN_S:
+                    shutil.rmtree(left)
 
     # -- files -------------------------------------------------------------------------------------------------------
 
@@ -99,10 +111,10 @@ class BatchFolder:
 
     # -- batches -----------------------------------------------------------------------------------------------------
 
-    def create_batch(self, tenant: str, fields: dict[str, Any], lifetime_s: int) -> Any:
+    def create_batch(self, owner: Owner, fields: dict[str, Any], lifetime_s: int) -> Any:
         """Create a batch that waits to be run, and return its object. ApiError 404: there is no such input file."""
-        data = self.content(tenant, fields["input_file_id"])
-        folder = self._kind(tenant, "batches")
+        data = self.content(owner.tenant, fields["input_file_id"])
+        folder = self._kind(owner.tenant, "batches")
         _check_room(folder, "batches")
         name, now = f"batch_{uuid.uuid4().hex}", int(time.time())
         new = folder / f".{uuid.uuid4().hex}"
@@ -120,10 +132,11 @@ class BatchFolder:
             **dict.fromkeys(f"{state}_at" for state in ("in_progress", "finalizing", "cancelling", *TERMINAL)),
             "request_counts": {"total": 0, "completed": 0, "failed": 0},
             **fields,
+            "payer": owner.payer,
         }
         _write(new / _STATE, batch)
         new.rename(folder / name)
-        return batch
+        return _with_cancel(batch, folder / name)
 
     def batch(self, tenant: str, batch_id: str) -> Any:
         """Return the object of a batch. ApiError 404: the tenant has no such batch."""
@@ -227,7 +240,8 @@ def _newest_first(folder: Path, name: str) -> list[Any]:
 
 def _with_cancel(batch: Any, place: Path) -> Any:
     """Return the object of a batch as clients see it. An ingress may not have noticed yet that it is cancelled."""
-    batch.pop("ends_as", None)
+    for name in ("ends_as", "payer"):
+        batch.pop(name, None)
     if batch["status"] in TERMINAL or not (place / _CANCEL).exists():
         return batch
     return {**batch, "status": "cancelling", "cancelling_at": int((place / _CANCEL).stat().st_mtime)}

@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.formparsers import MultiPartException
 from starlette.requests import ClientDisconnect
 
-from crossdock.cluster.api.batches.folder import BatchFolder
+from crossdock.cluster.api.batches.folder import BatchFolder, Owner
 from crossdock.cluster.api.batches.lines import ENDPOINTS
 from crossdock.cluster.api.body.json_body import Body
 from crossdock.cluster.api.body.other_fields import RefusedField
@@ -120,7 +120,8 @@ class Batches:
             "metadata": body.metadata,
         }
         seconds = body.lifetime_s()
-        found = await asyncio.to_thread(self._folder.create_batch, _tenant(request), fields, seconds)
+        owner = Owner(_tenant(request), request.state.payer.name)
+        found = await asyncio.to_thread(self._folder.create_batch, owner, fields, seconds)
         self._wake()
         return json_answer(found)
 

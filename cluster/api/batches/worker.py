@@ -10,7 +10,7 @@ from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 
-from crossdock.cluster.api.batches.folder import ERRORS, INPUT, OUTPUT, TERMINAL, BatchFolder, OwnedBatch
+from crossdock.cluster.api.batches.folder import ERRORS, INPUT, OUTPUT, TERMINAL, BatchFolder, OwnedBatch, Owner
 from crossdock.cluster.api.batches.lines import (
     MOST_LINES,
     Line,
@@ -25,12 +25,13 @@ from crossdock.cluster.api.errors import ApiError
 
 logger = logging.getLogger("ray.serve")
 
-Answer = Callable[[Line, str, str], Awaitable[tuple[int, bytes]]]
-"""Returns the status and the body for a line, a tenant and the id of the request. Raises ApiError 429 or 503."""
+Answer = Callable[[Line, Owner, str], Awaitable[tuple[int, bytes]]]
+"""Returns the status and the body for a line, its owner and the id of the request. Raises ApiError 429 or 503."""
 
 _LOOK_S = 1.0  # between two looks for batches to run, and at whether a running one is cancelled
 _MOST_RUNNING = 8  # batches of this ingress at once; the others wait for one to end, or for another ingress
 _MOST_PROBLEMS = 100  # lines at fault that a failed batch names
+_FAILED_S = (10.0, 600.0)  # shortest and longest wait before a batch that failed here, as by a full disk, is run again
 _RETRY_S = (1.0, 30.0)  # shortest and longest wait before a line that the server could not take is sent again
 
 
@@ -42,6 +43,7 @@ class BatchWorker:
         self._answer = answer
         self._pace = pace
         self._running: dict[Path, asyncio.Task[None]] = {}
+        self._failed: dict[Path, tuple[float, float]] = {}  # when a batch is run again, and how long it waited
         self._looking: asyncio.Task[None] | None = None
         self._awake = asyncio.Event()
 
@@ -70,7 +72,9 @@ class BatchWorker:
                 logger.error("batches cannot be read: %s", error)
                 waiting = []
             for tenant, place in waiting:
-                if place not in self._running and len(self._running) < _MOST_RUNNING:
+                due, _ = self._failed.get(place, (0.0, 0.0))
+                is_free = place not in self._running and len(self._running) < _MOST_RUNNING
+                if is_free and asyncio.get_running_loop().time() >= due:
                     task = self._running[place] = asyncio.create_task(self._run(tenant, place))
                     task.add_done_callback(partial(self._ended, place))
             with suppress(TimeoutError):
@@ -79,8 +83,11 @@ class BatchWorker:
 
     def _ended(self, place: Path, task: asyncio.Task[None]) -> None:
         del self._running[place]
+        _, waited = self._failed.pop(place, (0.0, 0.0))
         if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("batch %s failed; it is tried again", place.name, exc_info=error)
+            wait = min(max(2 * waited, _FAILED_S[0]), _FAILED_S[1])
+            self._failed[place] = asyncio.get_running_loop().time() + wait, wait
+            logger.error("batch %s failed; it is run again in %.0f s", place.name, wait, exc_info=error)
 
     async def _run(self, tenant: str, place: Path) -> None:
         with self.folder.owned(place) as batch:
@@ -96,7 +103,7 @@ class _Run:
     def __init__(self, folder: BatchFolder, batch: OwnedBatch, tenant: str, answer: Answer, pace: Pace) -> None:
         self._folder = folder
         self._batch = batch
-        self._tenant = tenant
+        self._owner = Owner(tenant, batch.state.get("payer", ""))
         self._answer = answer
         self._pace = pace
         self._why_ended = ""  # "expired" or "cancelled", once no further line is begun
@@ -211,7 +218,7 @@ class _Run:
         try:
             while True:
                 try:
-                    status, body = await self._answer(line, self._tenant, request_id)
+                    status, body = await self._answer(line, self._owner, request_id)
                     break
                 except ApiError as error:
                     asked = float(error.headers.get("Retry-After", 0))
@@ -244,7 +251,9 @@ class _Run:
             if results.counts[name]:
                 with (batch.place / name).open("rb") as file:
                     filename = f"{batch.state['id']}_{name}"
-                    found = self._folder.create_file(self._tenant, file, filename, "batch_output", batch.file_id(name))
+                    found = self._folder.create_file(
+                        self._owner.tenant, file, filename, "batch_output", batch.file_id(name)
+                    )
                     made[field] = found["id"]
         batch.enter(batch.state.pop("ends_as"), **made)
         batch.clear()

@@ -30,11 +30,12 @@ class Payers:
 
     def of(self, key: ApiKey | None, headers: Mapping[bytes, bytes]) -> Payer:
         """Return the payer of a request. Raises ApiError 400 for a name that metrics could not show."""
+        return self.named(key, headers.get(self._lower, b"").decode("latin-1"))
+
+    def named(self, key: ApiKey | None, name: str) -> Payer:
+        """Return the payer that the header's value names, where the key may name tenants. ApiError as in `of`."""
         own = Payer() if key is None else Payer(key.name or key.tenant[:_DIGITS], key.weight)
-        if self._header is None or not (key is None or key.names_tenants):
-            return own
-        name = headers.get(self._lower, b"").decode("latin-1")
-        if not name:
+        if self._header is None or not (key is None or key.names_tenants) or not name:
             return own
         if _NAME.fullmatch(name) is None:
             reason = f"The header '{self._header}' must name a tenant: 1 to 64 of A-Z, a-z, 0-9 and ._@:/-"

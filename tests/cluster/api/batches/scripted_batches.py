@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from crossdock.cluster.api.batches.folder import TERMINAL, BatchFolder
+from crossdock.cluster.api.batches.folder import TERMINAL, BatchFolder, Owner
 from crossdock.cluster.api.batches.lines import Line
 from crossdock.cluster.api.batches.pace import Pace
 from crossdock.cluster.api.batches.worker import BatchWorker
@@ -38,7 +38,7 @@ class Scripted:
         self.seconds = seconds
         self.asked = Counter[str]()
 
-    async def __call__(self, line: Line, tenant: str, request_id: str) -> tuple[int, bytes]:
+    async def __call__(self, line: Line, owner: Owner, request_id: str) -> tuple[int, bytes]:
         self.asked[line.custom_id] += 1
         await asyncio.sleep(self.seconds)
         return (400, b'{"error":{}}') if line.body.get("wrong") else (200, json.dumps(line.body).encode())
@@ -54,11 +54,11 @@ def created(folder: BatchFolder, content: bytes, tenant: str = "", lifetime_s: i
     """Store a file and create its batch. Returns the id of the batch."""
     file = folder.create_file(tenant, io.BytesIO(content), "in.jsonl", "batch")
     fields = {"input_file_id": file["id"], "endpoint": CHATS, "completion_window": "24h", "metadata": None}
-    name: str = folder.create_batch(tenant, fields, lifetime_s)["id"]
+    name: str = folder.create_batch(Owner(tenant), fields, lifetime_s)["id"]
     return name
 
 
-def worker(folder: BatchFolder, answer: Callable[[Line, str, str], Awaitable[tuple[int, bytes]]]) -> BatchWorker:
+def worker(folder: BatchFolder, answer: Callable[[Line, Owner, str], Awaitable[tuple[int, bytes]]]) -> BatchWorker:
     return BatchWorker(folder, answer, Pace(NoSource(), lambda: 2))
 
 

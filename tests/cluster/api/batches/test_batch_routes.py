@@ -1,6 +1,7 @@
 """/v1/files and /v1/batches before real engines, through OpenAI's client."""
 
 import json
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -123,6 +124,21 @@ async def test_keys_see_their_own_files_and_batches_only(tokenizer: ModelTokeniz
             with pytest.raises(openai.NotFoundError):
                 await asking
         assert [each async for each in two.files.list()] == [each async for each in two.batches.list()] == []
+
+
+async def test_batch_uses_the_share_of_the_tenant_that_a_gateway_named(
+    tokenizer: ModelTokenizer, tmp_path: Path
+) -> None:
+    gateway = {"key": "gate", "names_tenants": True, "sees_all_requests": True}
+    async with serving(tokenizer, tmp_path, keys=[gateway], tenant_header="X-Tenant") as api:
+        user = client(api, "gate").with_options(default_headers={"X-Tenant": "acme"})
+        line = request("a", "/v1/completions", BODIES["/v1/completions"])
+        file = await user.files.create(file=("in.jsonl", line), purpose="batch")
+        batch = await user.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
+        assert (await ended(user, batch.id)).request_counts.completed == 1
+        metrics = (await api.http.get("/metrics")).text
+        assert set(re.findall(r'crossdock_charged_seconds_total{.*?tenant="(\w+)"', metrics)) == {"acme"}
+        assert "payer" not in (await user.batches.retrieve(batch.id)).model_dump()
 
 
 @pytest.mark.parametrize(

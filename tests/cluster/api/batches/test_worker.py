@@ -3,6 +3,7 @@
 import asyncio
 import io
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -13,9 +14,10 @@ from typing import Any
 import pytest
 
 from crossdock.cluster.api.batches import worker as worker_module
-from crossdock.cluster.api.batches.folder import BatchFolder
+from crossdock.cluster.api.batches.folder import BatchFolder, Owner
 from crossdock.cluster.api.batches.lines import MOST_LINE_BYTES, Line
 from crossdock.cluster.api.batches.pace import Pace
+from crossdock.cluster.api.batches.results import Results
 from crossdock.cluster.api.errors import ApiError
 from crossdock.workers.schedule.request import TokenDelta
 from crossdock.workers.schedule.submission import Submission
@@ -172,6 +174,48 @@ async def test_record_that_a_dead_process_began_is_made_again(folder: BatchFolde
     assert all_ids(records(folder, batch)) == Counter(["c0", "c1", "c2"])
 
 
+async def test_batch_that_fails_is_not_run_again_at_once(
+    folder: BatchFolder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A batch created later runs meanwhile. The first one runs again when its time comes, or another process looks."""
+    monkeypatch.setattr(worker_module, "_LOOK_S", 0.001)
+    monkeypatch.setattr(worker_module, "_FAILED_S", (600.0, 600.0))
+    failing, places, is_full = created(folder, lines(2)), list[Path](), True
+
+    class FullDisk(Results):
+        def __init__(self, place: Path) -> None:
+            if place.name == failing:
+                places.append(place)
+                if is_full:
+                    raise OSError("no space left")
+            super().__init__(place)
+
+    monkeypatch.setattr(worker_module, "Results", FullDisk)
+    serving = worker(folder, Scripted())
+    serving.start()
+    await until(lambda: bool(places))
+    other = await ended(folder, created(folder, lines(2)))
+    assert (other["status"], len(places)) == ("completed", 1)
+    await serving.close()
+    is_full = False
+    assert (await run(folder, failing))["status"] == "completed"
+    assert len(places) == 2
+    assert sum("is run again in" in record.msg for record in caplog.records) == 1
+
+
+def test_what_a_killed_process_began_is_deleted_at_the_next_start(folder: BatchFolder) -> None:
+    created(folder, lines(1), "one")
+    old, new = (folder.root / "one" / "files" / f".{age}" for age in ("old", "new"))
+    for place in (old, new):
+        place.mkdir()
+        (place / "data").write_bytes(b"part")
+    os.utime(old, (0, 0))
+    folder.check()
+    assert not old.exists()
+    assert new.exists()
+    assert len(folder.files("one")) == 1
+
+
 async def test_two_workers_of_one_folder_answer_each_line_once(folder: BatchFolder) -> None:
     names = [created(folder, lines(20)) for _ in range(3)]
     answers = [Scripted(0.001), Scripted(0.001)]
@@ -191,7 +235,7 @@ async def test_line_that_the_server_cannot_take_now_is_tried_again(
     monkeypatch.setattr(worker_module, "_RETRY_S", (0.001, 0.01))
     asked = Counter[str]()
 
-    async def answer(line: Line, tenant: str, request_id: str) -> tuple[int, bytes]:
+    async def answer(line: Line, owner: Owner, request_id: str) -> tuple[int, bytes]:
         asked[line.custom_id] += 1
         if asked[line.custom_id] < 4:
             raise ApiError("later", status=503 if asked[line.custom_id] % 2 else 429, headers={"Retry-After": "1"})

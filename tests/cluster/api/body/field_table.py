@@ -19,6 +19,7 @@ from crossdock.cluster.api.body.json_body import Body
 from crossdock.cluster.api.body.messages_body import MessagesRequest
 from crossdock.cluster.api.body.other_fields import NO_EFFECT, REFUSED
 from crossdock.cluster.api.body.responses_body import ResponsesRequest
+from crossdock.cluster.api.body.score_body import RerankRequest, ScoreRequest
 
 PAGE = Path(__file__).parents[4] / "docs" / "fields.md"
 BEGIN = "<!-- The tables below are made by `python -m tests.cluster.api.body.field_table`. -->\n"
@@ -72,6 +73,10 @@ def tables() -> str:
             ),
             "\n## /v1/embeddings\n",
             *_states(EmbeddingRequest),
+            "\n## /v1/score\n",
+            *_states(ScoreRequest),
+            "\n## /v1/rerank\n",
+            *_states(RerankRequest),
             "\n## /v1/responses\n",
             *_states(ResponsesRequest),
             "\n## /v1/messages\n",
