@@ -8,7 +8,7 @@ import socket
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -166,15 +166,21 @@ def users_of(library: str, server: subprocess.Popen[str]) -> list[str]:
     return found
 
 
-def test_serve_answers_chat_and_lets_a_stream_end_after_sigterm(model_dir: Path, tmp_path: Path) -> None:
+def test_serve_answers_chat_and_after_sigterm_lets_streams_end_until_sigint(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of its processes listen on loopback alone, and Ray's ask for a token."""
+    monkeypatch.delenv("RAY_AUTH_MODE")
+    (tmp_path / "token").write_text(secrets.token_hex(32))
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "token"))
     with serving(tmp_path / "log") as (server, url):
         log = (tmp_path / "log").read_text()
         for line in ("Machine: ", "Memory: ", "KV pages: ", "Speed: a prompt of 1,000 tokens takes", "Ask: curl "):
             assert f"\n{line}" in log
         assert "8,192 tokens" in log
         assert not {word for word in ("INFO", "WARNING", "Warning", "ray", "RAY_") if word in log.replace("array", "")}
-        assert {chat(url, seed=seed) for seed in range(10)} == {"The capital of France is Paris."}
-        assert len({chat(url, seed=seed, temperature=1) for seed in range(10)}) > 1
+        assert {chat(url, seed=seed) for seed in range(3)} == {"The capital of France is Paris."}
+        assert len({chat(url, seed=seed, temperature=1) for seed in range(4)}) > 1
         answer = subprocess.run(
             [COMMAND, "chat", "What is the capital of France?", "--url", url],
             capture_output=True,
@@ -186,22 +192,41 @@ def test_serve_answers_chat_and_lets_a_stream_end_after_sigterm(model_dir: Path,
         assert replica.startswith("ray::ServeReplica:crossdock:mixed")
         unused = ("dashboard.py", "log_monitor.py", "autoscaler/_private/monitor.py")
         assert not [name for name in unused if has_process(name)(psutil.Process(server.pid))]
-        last, done = stream_and_stop(server, url, signal.SIGTERM, 200)
+        assert_listens_on_loopback_alone(server, url)
+        with ExitStack() as streams:
+            short, long = (streams.enter_context(streamed(url, count)) for count in (50, 8000))
+            first, endless = events(short), events(long)
+            next(first), next(endless)
+            server.send_signal(signal.SIGTERM)
+            *_, last, done = first
+            server.send_signal(signal.SIGINT)
+            *_, cut, _ = endless
         assert server.wait(timeout=60) == 0  # 5 s on two quiet cores
     assert '"finish_reason":"length"' in last, "the running stream ended whole"
     assert done == "data: [DONE]"
+    assert '"code":"service_unavailable"' in cut
     assert (tmp_path / "log").read_text().removeprefix(log) == "Stopping …\n"
 
 
-def stream_and_stop(server: subprocess.Popen[str], url: str, number: signal.Signals, max_tokens: int) -> list[str]:
-    """Send the signal after the first event of a stream. Return the last two lines of the stream."""
+def streamed(url: str, max_tokens: int) -> AbstractContextManager[httpx.Response]:
     body: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "ignore_eos": True, "stream": True}
-    body["max_tokens"] = max_tokens
-    with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=60) as answer:
-        lines = (line for line in answer.iter_lines() if line.startswith("data: "))
-        next(lines)
-        server.send_signal(number)
-        return [*lines][-2:]
+    return httpx.stream("POST", f"{url}/v1/chat/completions", json={**body, "max_tokens": max_tokens}, timeout=60)
+
+
+def events(answer: httpx.Response) -> Iterator[str]:
+    return (line for line in answer.iter_lines() if line.startswith("data: "))
+
+
+def assert_listens_on_loopback_alone(server: subprocess.Popen[str], url: str) -> None:
+    """And check that all of Ray's processes ask for a token."""
+    found = listening(server)
+    names = {name.partition(":")[0] for names in found.values() for name in names}
+    assert {"gcs_server", "raylet"} <= names, "the processes were looked at"
+    port = url.rpartition(":")[2]
+    assert any(name.endswith(f":{port}") for name in found["127.0.0.1"]), "the API"
+    assert found.keys() <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}, found
+    modes = {process.environ().get("RAY_AUTH_MODE") for process in psutil.Process(server.pid).children()}
+    assert modes == {"token"}
 
 
 def has_process(name: str) -> Callable[[psutil.Process], bool]:
@@ -219,7 +244,7 @@ def has_process(name: str) -> Callable[[psutil.Process], bool]:
     ("moment", "number"),
     [
         pytest.param(lambda server: "_raylet" in str(server.memory_maps()), signal.SIGINT, id="imports"),
-        pytest.param(has_process("gcs_server"), signal.SIGTERM, id="Ray starts"),
+        pytest.param(has_process("gcs_server"), signal.SIGTERM, id="Ray starts", marks=pytest.mark.soak),
         pytest.param(has_process("raylet"), signal.SIGINT, id="Ray connects", marks=pytest.mark.soak),
         pytest.param(has_process("ServeController"), signal.SIGTERM, id="Serve starts", marks=pytest.mark.soak),
         pytest.param(has_process("ray::ServeReplica:crossdock:mixed"), signal.SIGINT, id="model loads"),
@@ -264,27 +289,16 @@ def listening(server: subprocess.Popen[str]) -> dict[str, set[str]]:
     return found
 
 
-def test_serve_listens_on_loopback_alone_and_as_background_job_stops_at_once_on_sigint(
-    small_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A replica of two ranks: its gang, the ingress, and all of Ray's processes, which ask for a token.
-
-    A script's background job starts with SIGINT ignored, and so does this one. It does not wait for a stream.
-    """
-    monkeypatch.delenv("RAY_AUTH_MODE")
-    (tmp_path / "token").write_text(secrets.token_hex(32))
-    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "token"))
+@pytest.mark.soak  # the test of a chat looks at a server of one rank, test_rank_network at the ranks of a gang
+def test_serve_of_two_ranks_as_background_job_stops_at_once_on_sigint(small_model_dir: Path, tmp_path: Path) -> None:
+    """A script's background job starts with SIGINT ignored, and so does this one. It does not wait for a stream."""
     flags = ["--max-num-batched-tokens", "128", "--kv-cache-memory", "64MiB", "--max-num-seqs", "4"]
     flags += ["--tensor-parallel-size", "2"]
     with serving(tmp_path / "log", str(small_model_dir), *flags) as (server, url):
-        found = listening(server)
-        names = {name.partition(":")[0] for names in found.values() for name in names}
-        assert {"gcs_server", "raylet"} <= names, "the processes were looked at"
-        port = url.rpartition(":")[2]
-        assert any(name.endswith(f":{port}") for name in found["127.0.0.1"]), "the API"
-        assert found.keys() <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}, found
-        modes = {process.environ().get("RAY_AUTH_MODE") for process in psutil.Process(server.pid).children()}
-        assert modes == {"token"}
-        last, _ = stream_and_stop(server, url, signal.SIGINT, 3500)
+        with streamed(url, 3500) as answer:
+            lines = events(answer)
+            next(lines)
+            server.send_signal(signal.SIGINT)
+            *_, last, _ = lines
         assert server.wait(timeout=60) == 0
     assert '"code":"service_unavailable"' in last
