@@ -50,7 +50,6 @@ ALLOWED = Counter(  # file: waits that were there before this check. May shrink,
         "tests/workers/replica/serving/test_engine_thread.py": 1,
         "tests/workers/replica/serving/test_grammar_requests.py": 1,
         "tests/workers/replica/transfer/test_handover.py": 2,
-        "tests/workers/replica/transfer/test_landing.py": 1,
     }
 )
 

@@ -15,9 +15,9 @@ from statistics import mean, median
 
 CODE = ("cluster", "router", "workers", "kvtransfer", "kernels", ".ci")
 BUDGETS = {  # count: the most that there may be
-    "lines of code": 64_995,
-    "lines of tests": 65_259,
-    "lines of benchmarks": 11_775,
+    "lines of code": 63_538,
+    "lines of tests": 62_345,
+    "lines of benchmarks": 11_765,
     "lines of benchmarks/RESULTS.md": 500,
     "Python files in the largest folder": 20,
     "lines of the longest class": 350,

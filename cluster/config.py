@@ -20,7 +20,7 @@ from crossdock.router.scaling import ScalingConfig
 from crossdock.workers.model.weights.checkpoint import model_name
 from crossdock.workers.replica.config import Device, EmulatedDevice, EngineConfig, ReplicaSpec, TransferConfig
 from crossdock.workers.report.presets import stored_profile
-from crossdock.workers.report.profile import Role
+from crossdock.workers.report.profile import NO_ENCODE_POOLS, Role
 
 DEVICES = ("CPU", "GPU")  # Ray's names of what replicas reserve
 Dtype: TypeAlias = Literal["auto", "bfloat16", "float16", "float32"]
@@ -84,16 +84,13 @@ class PoolConfig(BaseModel):
     """Replicas of one kind.
 
     With a `prefill` and a `decode` pool, prompts are computed in one pool. Their KV pages are transferred to the other
-    pool, which generates. A mixed replica does both in the same steps. Replicas of an `encode` pool hold the model's
-    encoder of pictures alone. They transfer embeddings to the replicas that compute prompts.
+    pool, which generates. A mixed replica does both in the same steps.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str = Field("mixed", pattern=r"^[a-z][a-z0-9-]*$", description="Name of the Serve deployment.")
-    role: Role = Field(
-        "mixed", description="mixed, prefill, decode or encode; by default its name if that is one of them."
-    )
+    role: Role = Field("mixed", description="mixed, prefill or decode; by default its name if that is one of them.")
     replicas: int = Field(
         1,
         ge=1,
@@ -173,22 +170,6 @@ class PoolConfig(BaseModel):
         )
 
     @model_validator(mode="after")
-    def _check_encoder(self) -> Self:
-        if self.role != "encode":
-            return self
-        if self.num_ranks > 1:
-            raise ValueError(
-                f"tensor_parallel_size and pipeline_parallel_size must be 1 in a pool of the role encode, here "
-                f"{self.num_ranks} ranks: the encoder of pictures is not divided"
-            )
-        if self.most > self.replicas:
-            raise ValueError(
-                f"max_replicas ({self.max_replicas}) must not be set in a pool of the role encode: the scaler does not "
-                f"change such pools; set replicas"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _check_emulated(self) -> Self:
         """Refuse settings that an emulated device would ignore."""
         if self.emulated is None:
@@ -212,7 +193,11 @@ class PoolConfig(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _derive_role_from_name(cls, data: Any) -> Any:
-        if not isinstance(data, Mapping) or "role" in data or not isinstance(name := data.get("name"), str):
+        if not isinstance(data, Mapping) or not isinstance(name := data.get("name", "mixed"), str):
+            return data
+        if data.get("role", name) == "encode":
+            raise ValueError(NO_ENCODE_POOLS)
+        if "role" in data or "name" not in data:
             return data
         roles = [role for role in get_args(Role) if role != "mixed"]
         if name in roles:
@@ -321,19 +306,16 @@ class ClusterConfig(BaseModel):
     @property
     def enables_lora(self) -> bool:
         """Whether replicas take adapters: all of them that make tokens, or none."""
-        return next(pool.engine or self.engine for pool in self.pools if pool.role != "encode").enable_lora
+        return (self.pools[0].engine or self.engine).enable_lora
 
     @property
     def _has_holders(self) -> bool:
         """Return whether a prefix may be at another replica than the one that computes the rest."""
-        return sum(each.most for each in self.pools if each.role != "encode") > 1
+        return sum(each.most for each in self.pools) > 1
 
     def replica_spec(self, pool: PoolConfig) -> ReplicaSpec:
         """Return the spec with which each replica of `pool` is started."""
         engine, model = pool.engine or self.engine, self.model
-        roles = {each.role for each in self.pools}
-        if pool.role == "encode":  # these settings are of the decoder, which it does not have
-            engine = engine.model_copy(update={"speculative_config": None, "quantization": None, "enable_lora": False})
         num_ranks = self._num_ranks + self._num_other_ranks
         return ReplicaSpec(
             model=engine.model_spec(pool.checkpoint or model.path, pool.dtype or model.dtype, model.max_model_len),
@@ -341,9 +323,8 @@ class ClusterConfig(BaseModel):
             tokenizer=model.tokenizer or (pool.checkpoint and (model.path or "default")),
             num_threads=pool.num_cpus or max((os.cpu_count() or 1) // num_ranks, 1),
             role=pool.role,
-            transfer=self.transfer if roles & {"prefill", "encode"} or self._has_holders else None,
-            takes_rows="encode" in roles and pool.role != "encode",
-            mixes_weights=self.router.unlike_weights == "mixed" and pool.role != "encode",
+            transfer=self.transfer if self._has_holders else None,
+            mixes_weights=self.router.unlike_weights == "mixed",
             tensor_parallel_size=pool.tensor_parallel_size,
             pipeline_parallel_size=pool.pipeline_parallel_size,
             rank_timeout_s=pool.rank_timeout_s,
@@ -397,34 +378,24 @@ class ClusterConfig(BaseModel):
             raise ValueError("pools: at least one is needed")
         if len({pool.replicas > 0 for pool in self.pools}) > 1:
             raise ValueError("pools: replicas is 0 in all or in none, as a request starts all that it needs")
-        if not self.pools[0].replicas and any(pool.role == "encode" for pool in self.pools):
-            raise ValueError("pools: replicas must be 1 or more where one has the role encode, which does not scale")
         for name in names:
             if names.count(name) > 1:
                 raise ValueError(f"pools: two are named {name!r}; give each its own name")
         roles = {pool.role for pool in self.pools}
-        computing = roles - {"encode"}
-        if not computing:
-            raise ValueError("pools: all have the role 'encode'; add a pool that computes prompts, such as 'mixed'")
-        if computing == {"prefill"} or computing == {"decode"}:
-            others = "" if computing == roles else " beside 'encode'"
-            raise ValueError(
-                f"pools: all{others} have the role {computing.pop()!r}; give one of them the other, or 'mixed'"
-            )
+        if roles in ({"prefill"}, {"decode"}):
+            raise ValueError(f"pools: all have the role {roles.pop()!r}; give one of them the other, or 'mixed'")
         sizes = {(pool.engine or self.engine).page_size for pool in self.pools}
-        if roles & {"prefill", "encode"} and len(sizes) > 1:
+        if "prefill" in roles and len(sizes) > 1:
             raise ValueError(f"pools: page_size must be the same in all, to ship pages; there are {sorted(sizes)}")
         return self
 
     @model_validator(mode="after")
     def _check_pairs_have_equal_weights(self) -> Self:
-        """Refuse prefill, decode and encode pools that would exchange nothing, as their weights are unlike."""
+        """Refuse prefill and decode pools that would exchange nothing, as their weights are unlike."""
         weights = {
             pool.name: (pool.checkpoint or self.model.path, (pool.engine or self.engine).quantization == "int8")
             for pool in self.pools
         }
-        if "encode" in {pool.role for pool in self.pools} and len({path for path, _ in weights.values()}) > 1:
-            raise ValueError("pools: checkpoint must be the same in all where one has the role encode; leave it out")
         partner = {"prefill": "decode", "decode": "prefill"}
         for pool in self.pools:
             others = [each for each in self.pools if each.role in (partner.get(pool.role), "mixed")]
@@ -439,27 +410,14 @@ class ClusterConfig(BaseModel):
         return self
 
     @model_validator(mode="after")
-    def _check_embeddings_are_wanted(self) -> Self:
-        """Refuse a pool that encodes pictures where no replica would ever get embeddings from it."""
-        if all(pool.role != "encode" for pool in self.pools):
-            return self
-        if self.model.path is None:
-            raise ValueError(
-                "pools: the embedded model reads text alone; a pool of the role encode needs another MODEL"
-            )
-        limits = self.http.limit_mm_per_prompt
-        if not limits.get("image", 1) and not limits.get("video", 0):
-            raise ValueError("pools: http.limit_mm_per_prompt takes no pictures; leave out the pool of the role encode")
-        return self
-
-    @model_validator(mode="after")
     def _check_emulated_pools(self) -> Self:
         """Refuse what no emulated device does, and a fleet of which only a part is emulated."""
         if not self.is_emulated:
             return self
         if missing := [pool.name for pool in self.pools if pool.emulated is None]:
             raise ValueError(f"pools: emulated is of all pools or of none; {', '.join(missing)} would compute")
-        profiles = {pool.name: emulated_device(pool.emulated or "").profile for pool in self.pools}
+        for pool in self.pools:
+            emulated_device(pool.emulated or "")  # raises where there is no such profile
         if len({time_scale(pool.emulated or "") for pool in self.pools}) > 1:
             raise ValueError("pools: emulated must have the same *N in all: promises are slowed alike")
         if self.model.dtype != "auto":
@@ -467,8 +425,6 @@ class ClusterConfig(BaseModel):
                 f"model.dtype: an emulated device has no use for it, here {self.model.dtype}; leave it out"
             )
         for pool in self.pools:
-            if pool.role == "encode" or profiles[pool.name].role == "encode":
-                raise ValueError(f"pools: {pool.name!r}: replicas of the role encode are not emulated; simulate them")
             for name, default in _COMPUTING.items():
                 if getattr(pool.engine or self.engine, name) != default:
                     raise ValueError(f"engine.{name}: an emulated device has no use for it; leave it out")
@@ -488,7 +444,7 @@ class ClusterConfig(BaseModel):
 
     @model_validator(mode="after")
     def _check_adapters(self) -> Self:
-        engines = [pool.engine or self.engine for pool in self.pools if pool.role != "encode"]
+        engines = [pool.engine or self.engine for pool in self.pools]
         if len({(engine.enable_lora, engine.max_lora_rank) for engine in engines}) > 1:
             raise ValueError("pools: enable_lora and max_lora_rank must be the same in all: any may get a request")
         if self.is_emulated and self.enables_lora:

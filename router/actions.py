@@ -56,8 +56,6 @@ class Submit:
     submission: Submission
     peer: str | None = None  # the replica of the other leg
     source: str | None = None  # the replica that sends pages of the prompt's prefix to `replica`
-    encoder: str | None = None  # the replica that encodes the items, where another one than `replica` does
-    is_encoding: bool = False  # the submission is an `encoding_leg`: `peer` is the replica that takes the embeddings
 
 
 @dataclass(frozen=True, slots=True)

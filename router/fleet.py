@@ -13,7 +13,6 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from crossdock.router import baselines
-from crossdock.router.encoders import with_encoders
 from crossdock.router.fetching import Sources, with_sources
 from crossdock.router.loading import with_loads
 from crossdock.router.loads import Slots
@@ -40,7 +39,7 @@ class RouterConfig(BaseModel):
     )
     shipping: Literal["auto", "always", "never"] = Field(
         "auto",
-        description="One replica computes the prompt, encodes the pictures, or sends pages of a prefix, for another: "
+        description="One replica computes the prompt, or sends pages of a prefix, for another: "
         "where that is better, wherever possible, never; always fetches where that is better.",
     )
     unlike_weights: Literal["apart", "mixed"] = Field(
@@ -132,10 +131,8 @@ class Fleet:
         self.table.refresh(now)
         slo, loads = self.classes[self._priority(query.slo_class)], self.table.loads
         self.num_chosen += 1
-        ways, encoders = self._with_prefixes(query, now, candidates, exclude), None
+        ways = self._with_prefixes(query, now, candidates, exclude)
         prediction, cached = ways.prediction, ways.cached
-        if query.encoding is not None and len(candidates.encoders) and self.config.shipping != "never":
-            prediction, encoders = self._with_encoders(query, cached, prediction, candidates, now)
         if self.config.policy == "seconds":
             pair = choose(loads, query, cached, prediction, slo, candidates)
             prefill, decode = pair.prefill, pair.decode
@@ -143,9 +140,7 @@ class Fleet:
             policy = baselines.POLICIES[self.config.policy]
             prefill, decode = baselines.place(policy, self.table, candidates, query, cached, self.num_chosen)
         placement = self._placement(query, slo, prediction, prefill, decode, cached)
-        if encoders is None or encoders[prefill] < 0:
-            return self._brought(placement, ways, prefill)
-        return self._encoded_by(self.table.replica_in(int(encoders[prefill])), placement, query, prediction, prefill)
+        return self._brought(placement, ways, prefill)
 
     def book(self, query: Query, placement: Placement) -> None:
         """Count a request as given to the replicas of `placement`, to which it is on its way."""
@@ -156,10 +151,6 @@ class Fleet:
             decodes = name == placement.decode and not query.is_prompt_alone
             self._book(name, query, seconds, placement.cached_tokens, decodes=decodes)
             placed.append((name, query.page_hashes))
-        if placement.encoder is not None and query.encoding is not None:
-            seconds = max(placement.encoder_seconds, _INSTANT)
-            self._book(placement.encoder, query.encoding, seconds, placement.cached_rows, decodes=False)
-            placed.append((placement.encoder, query.encoding.page_hashes))
         if placement.source in self.table.by_name:
             self.table.send(self.table.by_name[placement.source], placement.source_seconds)
 
@@ -198,11 +189,6 @@ class Fleet:
         """Tokens per page hash. Replicas whose pages have another size have no prefix hits."""
         return next((replica.profile.page_size for replica in self.table.by_name.values()), 1)
 
-    @property
-    def has_encoders(self) -> bool:
-        """Whether there are encode replicas."""
-        return len(self.table.slots_of("encode")) > 0
-
     def num_booked(self, name: str) -> int:
         """Return the requests that this router has on a replica."""
         return self.table.by_name[name].num_booked
@@ -228,60 +214,33 @@ class Fleet:
         self.prefixes.expect(replica.slot, query.page_hashes)
 
     def _with_other_weights(self, weights: str) -> list[str]:
-        """Return the replicas that would give a request other tokens. Encode replicas make none."""
-        others = (each for each in self.table.by_name.values() if not each.is_encoder)
-        return [each.name for each in others if each.profile.weights != weights]
+        """Return the replicas that would give a request other tokens."""
+        return [each.name for each in self.table.by_name.values() if each.profile.weights != weights]
 
     def _paused(self) -> Collection[str]:
         """Return the paused replicas, unless all are: then requests wait at them."""
-        paused, others = self.table.paused, self.table.by_name.values()
-        return paused if any(each.name not in paused and not each.is_encoder for each in others) else set()
+        paused = self.table.paused
+        return paused if any(name not in paused for name in self.table.by_name) else set()
 
     def _predict(
-        self,
-        query: Query,
-        cached: Floats,
-        now: float,
-        *,
-        with_items: bool = True,
-        slots: Slots | None = None,
-        in_pool: Floats | None = None,
+        self, query: Query, cached: Floats, now: float, *, slots: Slots | None = None, in_pool: Floats | None = None
     ) -> Prediction:
         """Return the prediction for a request at every replica, or at those in `slots`, which have `cached` tokens.
 
-        `with_items`: each replica encodes the pictures. `in_pool`: see `predict`."""
+        `in_pool`: see `predict`."""
         priority, ages, loads = self._priority(query.slo_class), self.table.ages(now), self.table.loads
         replicas: Sequence[ReplicaState | None] = self.table.by_slot
         if slots is not None:
             ages, loads, replicas = ages[slots], loads.at(slots), [replicas[slot] for slot in slots]
-        items = query.items if with_items else ()
         tokens = query.num_tokens, query.max_tokens
         fair = partial(fair_ahead, replicas, priority, query.payer, query.weight) if query.payer else None
-        prediction = predict(loads, *tokens, priority, cached, ages, self.classes, items, fair, in_pool)
+        prediction = predict(loads, *tokens, priority, cached, ages, self.classes, query.items, fair, in_pool)
         if query.adapter:
             waits = self.table.adapter_waits(query.adapter)
             prediction.ttft += waits if slots is None else waits[slots]
         if self.config.evictions == "ignored":
             prediction.evicted[:] = 0.0
         return prediction
-
-    def _with_encoders(
-        self, query: Query, cached: Floats, here: Prediction, candidates: Candidates, now: float
-    ) -> tuple[Prediction, Slots]:
-        """Return the prediction in which encode replicas encode the pictures where that costs least, and their slots.
-
-        Other policies than `seconds` use the encode replicas in turn.
-        """
-        assert query.encoding is not None
-        text = self._predict(query, cached, now, with_items=False)
-        cached_rows = self._cached(query.encoding)
-        leg = self._predict(query.encoding, cached_rows, now)
-        must = self.config.shipping == "always"
-        if self.config.policy != "seconds":
-            turn = self.num_chosen % len(candidates.encoders)
-            must, candidates = True, replace(candidates, encoders=candidates.encoders[[turn]])
-        slo = self.classes[self._priority(query.slo_class)]
-        return with_encoders(self.table.loads, query, cached, cached_rows, (here, text, leg), slo, candidates, must)
 
     def _priority(self, slo_class: str) -> int:
         try:
@@ -351,20 +310,6 @@ class Fleet:
             )
         is_loaded = ways.loading is not None and slot in ways.loading
         return replace(placement, reason=" ".join([first, "loaded", *rest])) if is_loaded else placement
-
-    def _encoded_by(
-        self, encoder: ReplicaState, placement: Placement, query: Query, prediction: Prediction, slot: int
-    ) -> Placement:
-        """Return the placement with the replica that encodes the pictures of the one in `slot`."""
-        assert query.encoding is not None
-        first, *rest = placement.reason.split()
-        return replace(
-            placement,
-            encoder=encoder.name,
-            reason=" ".join([first, "encoder", *rest]) if self.config.policy == "seconds" else placement.reason,
-            cached_rows=int(self._cached(query.encoding)[encoder.slot]),
-            encoder_seconds=float(prediction.encoder_work[slot]),
-        )
 
     def _placement(
         self, query: Query, slo: SloClass, prediction: Prediction, prefill: int, decode: int, cached: Floats

@@ -7,7 +7,6 @@ from crossdock.router.actions import ReplicaLost, Submit
 from crossdock.router.fleet import Fleet
 from crossdock.router.placement import Placement, Query
 from crossdock.workers.schedule.memory.prefix_index import PageHash, hash_pages
-from crossdock.workers.schedule.pictures.encoding_leg import encoding_leg
 from crossdock.workers.schedule.pictures.items import Item
 from crossdock.workers.schedule.submission import Leg, Overloaded, Submission
 
@@ -23,7 +22,6 @@ def query_of(
     page_size: int,
     *,
     may_ship: bool,
-    may_encode_elsewhere: bool,
     may_refuse: bool,
     weights: str = "",
 ) -> Query:
@@ -35,7 +33,7 @@ def query_of(
     hashes: Sequence[PageHash] = ()
     if not submission.sampling.needs_whole_prompt:
         hashes = hash_pages(token_ids, page_size, submission.page_salt, items=submission.items)
-    query = Query(
+    return Query(
         submission.id,
         len(token_ids),
         hashes,
@@ -50,7 +48,6 @@ def query_of(
         adapter="" if submission.adapter is None else submission.adapter.fingerprint,
         items=_items_of(submission.items),
     )
-    return replace(query, encoding=_query_of_rows(submission, query, page_size)) if may_encode_elsewhere else query
 
 
 def choose_replicas(
@@ -59,7 +56,6 @@ def choose_replicas(
     now: float,
     refusals: Mapping[str, Exception],
     lost: Collection[str],
-    bad_encoders: Collection[str],
     *,
     is_accepted: bool,
 ) -> Placement:
@@ -73,9 +69,9 @@ def choose_replicas(
     overloaded = [refusal for refusal in refusals.values() if isinstance(refusal, Overloaded)]
     try:
         try:
-            return fleet.choose(query, now, {*refusals, *lost, *bad_encoders})
+            return fleet.choose(query, now, {*refusals, *lost})
         except LookupError:
-            return fleet.choose(query, now, {*refusals, *bad_encoders})
+            return fleet.choose(query, now, {*refusals})
     except Overloaded as refusal:
         overloaded.append(refusal)
     except LookupError:
@@ -97,43 +93,16 @@ def submit_again(
     return replace(submission, epoch=attempt, output_token_ids=output_ids, may_refuse=may_refuse, waited_s=waited_s)
 
 
-def submits_of(placement: Placement, submission: Submission, page_size: int) -> list[Submit]:
+def submits_of(placement: Placement, submission: Submission) -> list[Submit]:
     """Return the legs of one attempt. Legs that receive come before the legs that send to them."""
-    decode, prefill, encoder = placement.decode, placement.prefill, placement.encoder
-    if encoder is not None:  # the first token waits for the last row
-        submission = replace(submission, rows_within_s=placement.predicted_ttft)
-    computing = submission
+    decode, prefill, computing = placement.decode, placement.prefill, submission
     if placement.alternatives:
         ways = tuple(placement.alternatives.items())
         computing = replace(submission, source_tokens=placement.source_tokens, alternatives=ways)
     if prefill is None:
-        submits = [Submit(decode, computing, source=placement.source, encoder=encoder)]
-    else:
-        receive, send = replace(submission, leg=Leg.RECEIVE), replace(computing, leg=Leg.SEND)
-        sends = Submit(prefill, send, decode, placement.source, encoder)
-        submits = [Submit(decode, receive, prefill), sends]
-    if encoder is not None:
-        leg = encoding_leg(submission, page_size)
-        submits.append(Submit(encoder, leg, prefill or decode, is_encoding=True))
-    return submits
-
-
-def _query_of_rows(submission: Submission, query: Query, page_size: int) -> Query | None:
-    """Describe the leg of an encode replica; None without pictures."""
-    if not submission.items:
-        return None
-    leg = encoding_leg(submission, page_size)
-    return Query(
-        submission.id,
-        len(leg.prompt_token_ids),
-        hash_pages(leg.prompt_token_ids, page_size, leg.cache_salt, items=leg.items),
-        submission.slo_class,
-        payer=query.payer,
-        weight=query.weight,
-        may_refuse=query.may_refuse,
-        is_prompt_alone=True,
-        items=_items_of(leg.items),
-    )
+        return [Submit(decode, computing, source=placement.source)]
+    receive, send = replace(submission, leg=Leg.RECEIVE), replace(computing, leg=Leg.SEND)
+    return [Submit(decode, receive, prefill), Submit(prefill, send, decode, placement.source)]
 
 
 def _items_of(items: Sequence[Item]) -> list[tuple[int, int, int]]:

@@ -76,7 +76,6 @@ class ReplicaFigures(Generic[Costs, One, Each]):
     encoder_base: One
     encoder_per_row: One
     encoder_per_square: One
-    takes_rows: One  # 1: encode replicas may send it embeddings
     # Room, by priority.
     free_pages: Each
     free_places: Each  # requests that may still start; below 0: as many that wait cannot
@@ -226,7 +225,6 @@ def row(
         encoder_base=encoder.base,
         encoder_per_row=encoder.per_row,
         encoder_per_square=encoder.per_square,
-        takes_rows=bool(profile.rows_peer),
         free_pages=free_pages,
         free_places=free_places,
         max_prompt_now=max_prompt_now,

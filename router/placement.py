@@ -78,7 +78,6 @@ class Query:
     weights: str = ""  # that made its output so far: only replicas with the same go on with it; empty: all may
     adapter: str = ""  # fingerprint of the adapter that it needs; empty: none
     items: Sequence[tuple[int, int, int]] = ()  # (end, rows, parts: 1 for a picture) of each unlike item, in order
-    encoding: "Query | None" = None  # of the `encoding_leg`, where an encode replica may take that
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +86,6 @@ class Placement:
 
     decode: str
     prefill: str | None = None
-    encoder: str | None = None  # the replica that encodes the prompt's items; None: the one that computes the prompt
     source: str | None = None  # the replica that sends pages of the prefix to the one that computes the prompt
     source_tokens: int = 0  # of its prefix, at the source
     source_seconds: float = 0.0  # for which the source's link is busy with the pages
@@ -98,8 +96,6 @@ class Placement:
     late: float = 0.0  # seconds by which it and other requests would miss their promises, weighted by class
     cached_tokens: int = 0  # of its prompt, at the replica that computes the rest
     prefill_seconds: float = 0.0  # of that replica's time that the rest takes
-    cached_rows: int = 0  # of its items' embeddings, at the encoder
-    encoder_seconds: float = 0.0  # of the encoder's time that the other rows take
     weights: str = ""  # of the decode replica, where a stream is bound to them; see `SchedulingProfile`
 
 
@@ -121,7 +117,6 @@ class Candidates:
     decodes: Slots  # for the output alone
     groups: NDArray[np.int64]  # of every slot: pages travel only within a group
     name_hashes: NDArray[np.uint32]  # of every slot: all routers break ties alike
-    encoders: Slots = field(default_factory=lambda: np.empty(0, dtype=np.intp))  # for the pictures alone
 
     @property
     def first(self) -> Slots:
@@ -169,8 +164,7 @@ def _costs(query: Query, prediction: Prediction, slo: SloClass, first: Slots) ->
     """Return the costs, in weighted seconds `[slot]`, of computing the prompt and of making the output."""
     due = due_s(prediction, slo, first)
     output = min(query.max_tokens, EXPECTED_OUTPUT_TOKENS)
-    work = prediction.prefill + prediction.encoder_work
-    prompt = prompt_costs(slo, due, prediction.ttft, work, prediction.prompt_lateness)
+    prompt = prompt_costs(slo, due, prediction.ttft, prediction.prefill, prediction.prompt_lateness)
     pace = slo.weight * DECODE_WEIGHT * output * prediction.gap
     decode: Floats = pace + prediction.decode_work + LATE_WEIGHT * prediction.decode_lateness
     return prompt, decode

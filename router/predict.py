@@ -32,7 +32,6 @@ class Prediction:
     """One request at every replica, as if that replica did all the work. Arrays `[slot]`, in seconds."""
 
     prefill: Floats  # of the replica's time for the uncached part of its prompt, with the pictures that it encodes
-    encoder_work: Floats  # of an encode replica's time for the pictures of its prompt; 0: this replica encodes them
     alone: Floats  # to its first token if the replica has nothing else to do
     admission_ttft: Floats  # to its first token, as the replica's own admission computes that
     admission_alone: Floats  # the same if the replica has nothing else to do
@@ -86,7 +85,6 @@ def predict(
     gap = loads.future_gap + loads.token_share * token
     return Prediction(
         prefill=own,
-        encoder_work=np.zeros(len(rest)),
         alone=own + drain,
         admission_ttft=behind / loads.prefill_share[priority] + drain,
         admission_alone=own + drain,
@@ -120,12 +118,6 @@ def replaced(here: Prediction, other: Prediction, slots: Slots, is_better: NDArr
         merged[name] = getattr(here, name).copy()
         merged[name][slots[is_better]] = getattr(other, name)[is_better]
     return replace(here, **merged)
-
-
-def seconds_after(loads: Loads, num_tokens: int, position: int, cached: Floats) -> Floats:
-    """Return the seconds of every replica's time for the uncached tokens of a prompt from `position` on."""
-    rest = np.minimum(num_tokens - cached, num_tokens - position)
-    return _prefill_seconds(loads, num_tokens - position, rest, num_tokens - rest)
 
 
 def _encoder_seconds(loads: Loads, items: Sequence[tuple[int, int, int]], cached: Floats) -> tuple[Floats, Floats]:

@@ -40,11 +40,6 @@ class ReplicaState:
         return (self.live and self.live.role) or self.profile.role
 
     @property
-    def is_encoder(self) -> bool:
-        """Whether this replica encodes pictures alone. This never changes."""
-        return self.profile.role == "encode"
-
-    @property
     def num_booked(self) -> int:
         return len(self.pending) + len(self.included)
 
@@ -228,10 +223,10 @@ class ReplicaTable:
             if replica is not None:
                 row(replica.profile, replica.live, replica.pending.values(), self.classes).write(self.loads, slot)
         self._dirty.clear()
-        busiest = {kind: self._busiest(kind) for kind in (False, True)} if self._stale else {}
+        busiest = self._busiest() if self._stale else None
         for slot in self._stale:
             replica = self.replica_in(slot)
-            live = max((replica.live, busiest[replica.is_encoder]), key=_work)
+            live = max((replica.live, busiest), key=_work)
             booked = [*replica.pending.values(), *replica.included.values()]
             live = live and replace(live, cost=(), encoder_cost=())
             row(replica.profile, live, booked, self.classes).write(self.loads, slot)
@@ -262,13 +257,9 @@ class ReplicaTable:
         self._stale = stale
         self._all_heard_since = float(self.heard_at.min())
 
-    def _busiest(self, is_encoder: bool) -> LiveProfile | None:
-        """Return the live profile of the busiest replica that is not stale, among encode replicas or the others."""
-        fresh = (
-            replica.live
-            for replica in self.by_name.values()
-            if replica.slot not in self._stale and replica.is_encoder == is_encoder
-        )
+    def _busiest(self) -> LiveProfile | None:
+        """Return the live profile of the busiest replica that is not stale."""
+        fresh = (replica.live for replica in self.by_name.values() if replica.slot not in self._stale)
         return max(fresh, key=_work, default=None)
 
     def _allocate(self, capacity: int) -> None:
@@ -307,7 +298,7 @@ class ReplicaTable:
     def slots_of(self, role: str) -> Slots:
         """Return the slots of all replicas of a role, in order."""
         if not self._by_role:
-            for each in ("mixed", "prefill", "decode", "encode"):
+            for each in ("mixed", "prefill", "decode"):
                 slots = [replica.slot for replica in self.by_name.values() if replica.role == each]
                 self._by_role[each] = np.array(sorted(slots), dtype=np.intp)
         return self._by_role[role]
@@ -315,12 +306,10 @@ class ReplicaTable:
     def _find_candidates(
         self, may_ship: bool, must_ship: bool, is_prompt_alone: bool, exclude: Collection[str]
     ) -> Candidates:
-        roles = ("mixed", "prefill", "decode", "encode")
-        mixed, prefills, decodes, encoders = (self.slots_of(role) for role in roles)
+        mixed, prefills, decodes = (self.slots_of(role) for role in ("mixed", "prefill", "decode"))
         if exclude:
             out = [replica.slot for name in exclude if (replica := self.by_name.get(name)) is not None]
-            all_slots = (mixed, prefills, decodes, encoders)
-            mixed, prefills, decodes, encoders = (slots[~np.isin(slots, out)] for slots in all_slots)
+            mixed, prefills, decodes = (slots[~np.isin(slots, out)] for slots in (mixed, prefills, decodes))
         first, last = (prefills, decodes) if is_prompt_alone else (decodes, prefills)
         alone = np.concatenate([mixed, first]) if len(mixed) or len(first) else last
         if not len(alone):
@@ -332,7 +321,7 @@ class ReplicaTable:
             paired = prefills[np.isin(self.groups[prefills], self.groups[far])]
             if len(paired):
                 alone, near = alone[:0], paired
-        return Candidates(alone, near, far, self.groups, self.name_hashes, encoders)
+        return Candidates(alone, near, far, self.groups, self.name_hashes)
 
     def _forget_roles(self) -> None:
         self._by_role.clear()

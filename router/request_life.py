@@ -4,8 +4,7 @@ Sans-IO: answers of replicas, tokens, losses and the time go in; submissions, ab
 The dispatcher drives this with real replicas, the simulator with simulated ones.
 
 A request is tried in attempts, each with a number of its own. An attempt goes to one replica, or to two: a prefill
-replica computes the prompt and the first token, a decode replica receives the KV pages and makes the other tokens. An
-encode replica may join them for the pictures. Without it the attempt goes on: who computes the prompt encodes them too.
+replica computes the prompt and the first token, a decode replica receives the KV pages and makes the other tokens.
 """
 
 from dataclasses import replace
@@ -67,9 +66,6 @@ class RequestLife:
         self._working: list[str] = []  # replicas of this attempt that are not detached, the decode replica first
         self._unanswered: list[str] = []  # those of them that have neither taken nor refused their leg
         self._prefill: str | None = None  # the prefill replica of this attempt, until it has shipped or is lost
-        self._encoder: str | None = None  # the encode replica of this attempt, until it has shipped or is lost
-        self._bad_encoders: set[str] = set()  # encode replicas that refused it, or that it was lost at
-        self._may_encode_elsewhere = True  # no encode replica has died while it had the request
         self._early: list[tuple[str, TokenDelta]] = []  # by sender; each came before a token that goes before it
         self._shipped_s = 0.0  # seconds that prefill replicas charged
         self._has_token = False  # in this attempt, from either replica
@@ -95,18 +91,14 @@ class RequestLife:
         if self.is_over:
             return []
         if self.query is None:
-            may_ship = self._num_losses < self._most_placements - 2
             self.query = query_of(
                 *(self.submission, self.output, self._fleet.page_size),
-                may_ship=may_ship,
-                may_encode_elsewhere=may_ship and self._fleet.has_encoders,
+                may_ship=self._num_losses < self._most_placements - 2,
                 may_refuse=self.submission.is_promised and not self.is_accepted,
                 weights=self.weights,
             )
-        if not self._may_encode_elsewhere:
-            self.query = replace(self.query, encoding=None)
         try:
-            others = self._refusals, self._lost, self._bad_encoders
+            others = self._refusals, self._lost
             placement = choose_replicas(self._fleet, self.query, now, *others, is_accepted=self.is_accepted)
         except (Overloaded, ReplicaLost) as error:
             return self._fail(error)
@@ -121,8 +113,8 @@ class RequestLife:
         if self.attempt:
             may_refuse = not self.is_accepted
             submission = submit_again(submission, self.attempt, self.output, now - self._began, may_refuse=may_refuse)
-        self._prefill, self._encoder = placement.prefill, placement.encoder
-        submits = submits_of(placement, submission, self._fleet.page_size)
+        self._prefill = placement.prefill
+        submits = submits_of(placement, submission)
         self._working = [submit.replica for submit in submits]
         self._unanswered = [*self._working]
         return [*submits]
@@ -146,18 +138,14 @@ class RequestLife:
         """
         if attempt != self.attempt or replica not in self._unanswered:
             return []
-        if replica == self._encoder:
-            self._bad_encoders.add(replica)
-        elif isinstance(error, ValueError) and not self.is_accepted:
+        if isinstance(error, ValueError) and not self.is_accepted:
             return self._fail(error, replica)
-        else:
-            self._refusals[replica] = error
+        self._refusals[replica] = error
         return self._place_again(None, now, replica if isinstance(error, Overloaded | ValueError) else None)
 
     def lost(self, replica: str, attempt: int, error: ReplicaLost, now: float) -> list[Action]:
         """A replica does not answer any more. Without its prefill replica an attempt goes on: the decode replica has
-        the pages, or computes those that have not arrived. Without its encode replica it goes on too, once that has
-        taken its leg; the death of one counts by itself, and no other encode replica gets the request then.
+        the pages, or computes those that have not arrived.
 
         Where the connection broke before the attempt had a token, the request may be the reason: the attempt ends, and
         after `MOST_DEATHS` the request does.
@@ -165,10 +153,6 @@ class RequestLife:
         if attempt != self.attempt or replica not in self._working:
             return []
         is_suspicious = isinstance(error, ReplicaBroken) and not self._has_token
-        if replica == self._encoder:
-            self._may_encode_elsewhere &= not is_suspicious
-            is_unanswered = replica in self._unanswered
-            return self.refused(replica, attempt, error, now) if is_unanswered else self._end_sender(replica, now)
         if is_suspicious:
             self._num_deaths += 1
             if self._num_deaths == MOST_DEATHS:
@@ -180,10 +164,8 @@ class RequestLife:
         return self._lose(error, now, replica)
 
     def shipped(self, replica: str, attempt: int, now: float) -> list[Action]:
-        """Note that the prefill or encode replica has sent all pages, or need not any more: its leg is over."""
-        if attempt != self.attempt or replica not in (self._prefill, self._encoder):
-            return []
-        return self._end_encoder(False, now) if replica == self._encoder else self._end_prefill(False, now)
+        """Note that the prefill replica has sent all pages, or need not any more: its leg is over."""
+        return self._end_prefill(False, now) if attempt == self.attempt and replica == self._prefill else []
 
     def close(self) -> list[Action]:
         """The client is gone. Does nothing where the request has ended."""
@@ -195,8 +177,6 @@ class RequestLife:
         """A replica has sent tokens, or the end of its leg. Returns those that the client does not have, in order."""
         if delta.epoch != self.attempt or replica not in self._working:
             return []
-        if replica == self._encoder:  # its one token means nothing
-            return self._end_encoder(False, now) if delta.finish_reason else []
         if self._is_computed and delta.first == len(self.output) and not delta.finish_reason and not self._early:
             self.deadline = now + self._patience  # nearly every token: short for its sake
             if self._watch.asked:
@@ -221,11 +201,10 @@ class RequestLife:
             self._fleet.first_token(self.submission.id)
         self._watch.asked.clear()
         self.deadline = now + self._patience
-        actions = self._end_encoder(True, now) if self._encoder is not None else []  # all rows were read, or in caches
         if delta.first > len(self.output):
             self._early.append((replica, delta))
-            return [*actions, *self._check_gap(now)]
-        return [*actions, *self._emit(replica, delta, now), *self._check_gap(now)]
+            return self._check_gap(now)
+        return [*self._emit(replica, delta, now), *self._check_gap(now)]
 
     # -- time --------------------------------------------------------------------------------------------------------
 
@@ -233,8 +212,6 @@ class RequestLife:
         """Act where `deadline` has passed. Between two attempts this does nothing: the driver has to call `place`."""
         if now < self.deadline or not self._working:
             return []
-        if self._unanswered == [self._encoder]:
-            return self._end_sender(self._unanswered[0], now)
         if self._unanswered:
             for replica in self._unanswered:
                 why = f"replica {replica} did not take the request within {self._timeouts.silence_s:.3g} s"
@@ -247,7 +224,7 @@ class RequestLife:
             return self._lose(ReplicaLost(why), now, decode)
         if silent:
             self.deadline = now + self._patience
-            return [action for replica in silent for action in self._end_sender(replica, now)]
+            return self._end_prefill(True, now) if self._prefill in silent else []
         self._watch.asked.extend(self._working)
         self.deadline = now + self._timeouts.answer_s
         return [Ask(replica, self.attempt) for replica in self._working]
@@ -261,11 +238,11 @@ class RequestLife:
             return []
         actions: list[Action] = []
         is_missing = self._watch.answered(replica, numbers, now)
-        if is_missing and replica not in (self._prefill, self._encoder):
+        if is_missing and replica != self._prefill:
             why = f"replica {replica} does not have {self.submission.id} any more"
             return self._lose(ReplicaLost(why), now, replica)
         if is_missing:
-            actions += self._end_sender(replica, now)
+            actions += self._end_prefill(True, now)
         elif numbers is None:  # its last message may be on the way
             self._patience = self._timeouts.patience_s
         if self._watch.asked or not self._working:
@@ -325,26 +302,6 @@ class RequestLife:
         prefill, self._prefill = self._prefill, None
         return [self._detach(prefill, is_running), *self._check_gap(now)]
 
-    def _end_encoder(self, is_running: bool, now: float) -> list[Action]:
-        """Go on without the encode replica: it has shipped all rows, or the pictures are encoded without it."""
-        assert self._encoder is not None
-        encoder, self._encoder = self._encoder, None
-        detach = self._detach(encoder, is_running)
-        if encoder not in self._unanswered:
-            return [detach]
-        self._unanswered.remove(encoder)
-        return [detach, *([] if self._unanswered else self._accept(now))]
-
-    def _end_sender(self, replica: str, now: float) -> list[Action]:
-        """Go on without a replica that is silent, or does not have the request: the others need it no more, or do its
-        work themselves."""
-        if replica not in (self._prefill, self._encoder):  # it went with the one before it
-            return []
-        if replica == self._prefill:
-            return self._end_prefill(True, now)
-        self._bad_encoders.add(replica)
-        return self._end_encoder(True, now)
-
     def _detach(self, replica: str, is_running: bool) -> Detach:
         self._working.remove(replica)
         if replica in self._watch.asked:  # its answer is not awaited any more
@@ -382,7 +339,7 @@ class RequestLife:
             return []
         self._fleet.settle(self.submission.id)
         detached: list[Action] = [Detach(replica, self.attempt, replica != ended) for replica in self._working]
-        self._working, self._unanswered, self._early, self._prefill, self._encoder = [], [], [], None, None
+        self._working, self._unanswered, self._early, self._prefill = [], [], [], None
         self._watch.asked.clear()
         return detached
 

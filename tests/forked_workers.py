@@ -32,7 +32,6 @@ IMPORTED = (
     "crossdock.workers.replica.engine.calibrate",
     "crossdock.workers.replica.serving.engine_thread",
     "crossdock.workers.replica.transfer.handover",
-    "crossdock.workers.replica.transfer.landing",
     "fastapi",
     "uvicorn",
 )

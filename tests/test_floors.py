@@ -85,7 +85,6 @@ FLOORS_WITHIN: dict[str, list[set[str]]] = {
         {"layers"},
         {"probe.py"},
         {"load.py"},
-        {"encoder_model.py"},
     ],
 }
 PURE = ("router", "workers/report", "workers/schedule")  # data and time come in, data goes out

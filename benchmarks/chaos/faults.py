@@ -49,10 +49,9 @@ class Chaos:
     # -- what may happen now -------------------------------------------------------------------------------------------
 
     def is_spare(self, pool: str, count: int = 1) -> bool:
-        """Return whether the pool can lose so many replicas now and still serve. An encode pool can lose all: other
-        replicas encode."""
-        listed, most = self.fleet.listed()[pool] - (pool in self._paused), count - (pool == "encode")
-        return listed > most and len(self.fleet.processes(pool)) > most
+        """Return whether the pool can lose so many replicas now and still serve."""
+        listed = self.fleet.listed()[pool] - (pool in self._paused)
+        return listed > count and len(self.fleet.processes(pool)) > count
 
     def is_ingress_spare(self) -> bool:
         return "ingress" not in self._paused and self.fleet.num_listeners() == INGRESSES
@@ -243,7 +242,6 @@ FAULTS: dict[str, list[tuple[float, Fault]]] = {  # by the name in --faults: fau
     "kill": [
         (3, lambda chaos: chaos.kill("prefill")),
         (4, lambda chaos: chaos.kill("decode")),
-        (3, lambda chaos: chaos.kill("encode")),
         (1, Chaos.kill_pair),
     ],
     "ingress": [
@@ -254,7 +252,6 @@ FAULTS: dict[str, list[tuple[float, Fault]]] = {  # by the name in --faults: fau
     "pause": [
         (4, lambda chaos: chaos.pause("prefill", chaos.rng.choice(SHORT_PAUSES_S))),
         (4, lambda chaos: chaos.pause("decode", chaos.rng.choice(SHORT_PAUSES_S))),
-        (2, lambda chaos: chaos.pause("encode", chaos.rng.choice(SHORT_PAUSES_S + LONG_PAUSES_S))),
         (1, lambda chaos: chaos.pause("prefill", chaos.rng.choice(LONG_PAUSES_S))),
         (1, lambda chaos: chaos.pause("decode", chaos.rng.choice(LONG_PAUSES_S))),
     ],

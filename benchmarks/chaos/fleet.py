@@ -77,7 +77,7 @@ class NodeFleet:
         memory = {"object_store_memory": 80 << 20}
         head = {"num_cpus": 0, "labels": {"pool": "front"}, "include_dashboard": False, **memory}
         self.cluster = Cluster(initialize_head=True, head_node_args=head, shutdown_at_exit=False)
-        self.nodes = {name: self._add(name.split("-")[0]) for name in self._nodes_of(pools)}
+        self.nodes = {name: self._add(name.split("-")[0]) for name in ("prefill-0", "decode-0", "decode-1")}
         ray.init(address=self.cluster.address, log_to_driver=False, configure_logging=False)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -87,10 +87,6 @@ class NodeFleet:
         serve.start(proxy_location=ProxyLocation.Disabled)
         self.deploy(self.budget)
         self.wait_until_whole()
-
-    @staticmethod
-    def _nodes_of(pools: dict[str, int]) -> list[str]:
-        return ["prefill-0", "decode-0", "decode-1", *(["encode-0"] if "encode" in pools else [])]
 
     def lose_node(self, rng: random.Random) -> None:
         """End the raylet and all processes of one node of replicas at once; another node takes its place."""

@@ -1,4 +1,4 @@
-"""Chats with pictures whose answers are known, for a deployment with encode replicas."""
+"""Chats with pictures whose answers are known."""
 
 import asyncio
 import random

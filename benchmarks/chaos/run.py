@@ -9,7 +9,7 @@ streams, and what is left at the end; exits with 1 if anything is wrong.
 
 | kind | faults |
 |---|---|
-| kill | `kill -9` of a prefill replica, a decode replica, one of each, or an encode replica |
+| kill | `kill -9` of a prefill replica, a decode replica, or one of each |
 | ingress | `kill -9` of an ingress, whose streams are cut; an ingress stopped (SIGSTOP), whose streams must survive |
 | pause | replicas stopped for less and for more than the 10 s after which they count as lost |
 | clients | clients that vanish, and clients that read slowly |
@@ -31,8 +31,8 @@ arguments of calls, with ids that do not change within the stream.
 
 `--emulated h100-8b*4 --prefill 12 --decode 20` disturbs a fleet of emulated devices, as large as memory allows.
 
-`--requests pictures --encode 1` streams chats with pictures, which encode replicas encode; `--requests mixed` streams
-conversations and chats with pictures, both from one model.
+`--requests pictures` streams chats with pictures; `--requests mixed` streams conversations and chats with
+pictures, both from one model.
 
 Overload is a matter of settings: `--clients 48 --set engine.kv_cache_memory=768KiB` fills both pools, and with
 `--set engine.admission=reject` and short promises requests are refused.
@@ -89,7 +89,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--clients", type=int, default=24, help="streams at a time")
     parser.add_argument("--prefill", type=int, default=2, help="prefill replicas")
     parser.add_argument("--decode", type=int, default=3, help="decode replicas")
-    parser.add_argument("--encode", type=int, default=0, help="encode replicas; these need pictures")
     parser.add_argument("--emulated", metavar="PROFILE", help="replicas take this profile's seconds: h100-8b*4")
     parser.add_argument("--lost", type=float, default=0.005, help="share of transfer messages that are lost")
     parser.add_argument("--late", type=float, default=0.02, help="share of transfer messages that are late")
@@ -100,8 +99,6 @@ def parse() -> argparse.Namespace:
     given.faults = [] if given.faults == "none" else given.faults.split(",")
     if unknown := set(given.faults) - {*FAULTS, *_OTHERS}:
         parser.error(f"--faults: {', '.join(sorted(unknown))}: there are {', '.join([*FAULTS, *_OTHERS])}")
-    if given.encode and given.requests not in ("pictures", "mixed"):
-        parser.error("--encode: the models of --requests pictures and mixed alone have an encoder")
     if given.emulated and (given.requests not in ("completions", "agents") or "tiers" in given.faults):
         parser.error("--emulated: with --requests completions or agents, and without tiers")
     return given
@@ -178,7 +175,7 @@ def run(given: argparse.Namespace, folder: Path) -> bool:
     chosen = settings(given, folder)
     print(f"{len(cases)} answers known after {time.monotonic() - began:.0f} s", flush=True)
     pools = {"prefill": given.prefill, "decode": given.decode}
-    fleet = NodeFleet(folder, model, pools | ({"encode": given.encode} if given.encode else {}), chosen)
+    fleet = NodeFleet(folder, model, pools, chosen)
     try:
         print(f"whole after {time.monotonic() - began:.0f} s", flush=True)
         does_clients, does_hostile = "clients" in given.faults, "hostile" in given.faults

@@ -170,7 +170,7 @@ class ReplicaConnections:
         end = self._clock.now() + seconds
 
         def counts(profile: SchedulingProfile) -> bool:
-            return _computes(profile) and weights in ("", profile.weights)
+            return weights in ("", profile.weights)
 
         while any(counts(profile) for _, profile in self._members.values()):
             if any(not each.is_leaving for each in self.opened() if counts(each.profile)):
@@ -181,8 +181,8 @@ class ReplicaConnections:
 
     @property
     def is_ready(self) -> bool:
-        """Whether a replica that computes prompts has an open stream."""
-        return any(_computes(connection.profile) for connection in self.opened())
+        """Whether a replica has an open stream."""
+        return bool(self.opened())
 
     # -- members -----------------------------------------------------------------------------------------------------
 
@@ -370,11 +370,11 @@ class ReplicaConnections:
     def _report_death(self, profile: SchedulingProfile) -> None:
         """Notify every replica that a process has ended. It may hold pages for that writer on behalf of a request that
         was aborted before, which no other message would free."""
-        for peer in (profile.peer, profile.rows_peer):
-            if peer and peer not in self._dead:
-                self._dead.append(peer)
-                for connection in self.opened():
-                    self.spawn(connection.client.call("peer_dead", peer))
+        peer = profile.peer
+        if peer and peer not in self._dead:
+            self._dead.append(peer)
+            for connection in self.opened():
+                self.spawn(connection.client.call("peer_dead", peer))
 
     async def _confirm_death(self, client: EngineClient, profile: SchedulingProfile) -> None:
         """Report the death of a lost replica that Serve lists no more, once that is known.
@@ -393,11 +393,6 @@ class ReplicaConnections:
         await asyncio.sleep(self._timeouts.rejoin_s)
         if name in self._members and name not in self._connections:
             self._open(name)
-
-
-def _computes(profile: SchedulingProfile) -> bool:
-    """Return whether a replica computes prompts, as all do but those that encode pictures alone."""
-    return profile.role != "encode"
 
 
 async def _abort(connection: ReplicaConnection) -> None:

@@ -117,9 +117,8 @@ class Dispatcher:
 
     def join(self, name: str, client: EngineClient, profile: SchedulingProfile) -> None:
         """Serve requests on a replica that is up. `profile`: its advertised profile."""
-        if profile.role != "encode":  # such a replica knows the encoder of the model alone
-            shared = profile.page_size if profile.caches_prefixes else 0
-            self._card = ModelCard(self._model_name, self._created, profile.max_model_len, profile.vocab_size, shared)
+        shared = profile.page_size if profile.caches_prefixes else 0
+        self._card = ModelCard(self._model_name, self._created, profile.max_model_len, profile.vocab_size, shared)
         self._connections.join(name, client, profile)
 
     # -- requests ----------------------------------------------------------------------------------------------------
@@ -211,19 +210,16 @@ class Dispatcher:
         await self._connections.wait_until_one_is_open(self._timeouts.answer_s, life.weights)
         actions = life.place(self.clock.now())
         if life.placement is not None and not life.is_over:
-            self.metrics.placed(life.submission, life.placement)
+            self.metrics.placed(life.placement)
         return Attempt(life, self.clock, life.attempt), actions
 
     def _submit(self, attempt: Attempt, action: Submit) -> None:
         """Submit a leg of an attempt; the answer will be an event of the attempt."""
         connection, submission = self._connections.attach(attempt, action.replica), action.submission
         if action.peer is not None:
-            profile = self._connections[action.peer].profile
-            submission = replace(submission, peer=profile.rows_peer if action.is_encoding else profile.peer)
+            submission = replace(submission, peer=self._connections[action.peer].profile.peer)
         if action.source is not None:
             submission = replace(submission, source=self._connections[action.source].profile.peer)
-        if action.encoder is not None:
-            submission = replace(submission, encoder=self._connections[action.encoder].profile.peer)
         answering = asyncio.ensure_future(_answer(attempt, connection, submission))
         attempt.submitting[connection.name] = answering
 
@@ -325,12 +321,7 @@ class Dispatcher:
     async def _collect(self, method: RemoteMethod, *arguments: Any) -> list[dict[str, Any]]:
         """Return the entries of every replica's answer, each with the name of the replica, in order of arrival."""
         answers = await self._ask_all(method, *arguments)
-        encoders = {each.name for each in self._connections.opened() if each.profile.role == "encode"}
-        entries = [
-            {"replica": name, **entry, **({"leg": "encode"} if name in encoders else {})}
-            for name, answer in answers.items()
-            for entry in answer
-        ]
+        entries = [{"replica": name, **entry} for name, answer in answers.items() for entry in answer]
         return sorted(entries, key=lambda entry: entry["arrived"])
 
     async def _ask_all(self, method: RemoteMethod, *arguments: Any) -> dict[str, Any]:

@@ -35,11 +35,6 @@ class IngressMetrics:
         self.started = counter("crossdock_ingress_requests_started", "Requests taken.")
         self.refused = counter("crossdock_ingress_requests_refused", "Requests answered 429.", ["slo_class"])
         self.placements = counter("crossdock_router_decisions", "Placements, by the reason for the choice.", ["reason"])
-        self.encodings = counter(
-            "crossdock_router_encodings",
-            "Placements of requests with pictures, by the role of the replica that encodes them.",
-            ["role"],
-        )
         self.ttft_error = histogram(
             "crossdock_router_ttft_relative_error",
             "|predicted - actual| / actual time to the first token, of requests placed once.",
@@ -92,12 +87,9 @@ class IngressMetrics:
         now = time.monotonic()
         return RequestWatch(self, submission, self.gap.labels(submission.slo_class), started=now, last=now)
 
-    def placed(self, submission: Submission, placement: Placement) -> None:
+    def placed(self, placement: Placement) -> None:
         """Count a placement."""
         self.placements.labels(placement.reason).inc()
-        if submission.items:
-            role = "encode" if placement.encoder is not None else "mixed" if placement.prefill is None else "prefill"
-            self.encodings.labels(role).inc()
 
     def text(self) -> str:
         return exposition(self.registry, OF_INGRESSES, self._vllm_model)

@@ -133,8 +133,6 @@ def _prepare_model(config: ClusterConfig, console: Console) -> None:
             from crossdock.cluster.serve.tokenizer import load_tokenizer
 
             load_tokenizer(path, config.model)
-        if any(pool.role == "encode" for pool in config.pools):
-            _require_pictures(path, config)
         weights = "no weights: its devices are emulated" if config.is_emulated else describe_weights(path, scheme)
         lines = [f"Model: {path}: {weights}"]
         for pool in config.pools:
@@ -166,18 +164,6 @@ def _checkpoint_of(pool: PoolConfig, path: Path, config: ClusterConfig) -> tuple
     except ValueError as error:
         raise ValueError(f"pools: checkpoint of {pool.name!r}: {error}") from None
     return folder, scheme
-
-
-def _require_pictures(path: Path, config: ClusterConfig) -> None:
-    """Raise ValueError where a pool would encode pictures of a model that takes none."""
-    from crossdock.cluster.api.media.families import NoPictures, read_family
-    from crossdock.cluster.serve.tokenizer import load_tokenizer
-
-    tokens = load_tokenizer(path, config.model).added_tokens()
-    try:
-        read_family(path, {token_id: text for text, token_id in tokens.items()})
-    except NoPictures as reason:
-        raise ValueError(f"pools: a pool of the role encode needs a model that takes pictures: {reason}") from None
 
 
 def _describe_pools(config: ClusterConfig) -> str:

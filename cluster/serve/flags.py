@@ -243,8 +243,7 @@ PANELS: dict[str, tuple[Flag, ...]] = {
             "pools",
             kind=str,
             metavar="NAME=REPLICAS[xtpN][xppN],…",
-            help="Pools of replicas, by name, and their ranks: mixed=2, or prefill=2xtp1,decode=1xtp2; or "
-            "encode=1,mixed=2, where one replica encodes pictures alone.",
+            help="Pools of replicas, by name, and their ranks: mixed=2, or prefill=2xtp1,decode=1xtp2.",
         ),
         Flag(
             "pools.*.tensor_parallel_size",

@@ -9,7 +9,6 @@ from crossdock.workers.report.profile import SchedulingProfile
 from crossdock.workers.schedule.pacing.pace import promises_beyond
 
 EMULATED = "emulated "  # begins the name of a device that does not compute
-_ROWS = 256  # of the picture for which the speed of encoding is quoted
 _CONTEXT = 1000  # tokens of each stream, and of the prompt, for which speed is quoted
 
 
@@ -28,12 +27,8 @@ def summary(replicas: Sequence[Mapping[str, Any]], used: int | None = None, free
         profile, machine = SchedulingProfile.model_validate(members[0]["profile"]), members[0]["machine"]
         title = f"{name}: " if len(pools) > 1 else ""
         lines.append(f"Machine: {title}{_machine(machine, profile, len(members))}")
-        if profile.role == "encode":
-            lines.append(f"Embeddings: {title}{_rows(profile)}")
-            lines.append(f"Speed: {title}{_encoding_speed(profile)}")
-        else:
-            lines.append(f"KV pages: {title}{_pages(machine, profile)}")
-            lines.append(f"Speed: {title}{_speed(profile)}")
+        lines.append(f"KV pages: {title}{_pages(machine, profile)}")
+        lines.append(f"Speed: {title}{_speed(profile)}")
     if used is not None and free is not None and lines:
         lines.insert(1, f"Memory: {_memory(replicas, used, free)}")
     return lines
@@ -60,8 +55,6 @@ def _machine(machine: Mapping[str, Any], profile: SchedulingProfile, num_replica
     each = f"{num_replicas} replica{'s' * (num_replicas > 1)}" + (f" of {ranks} ranks" if ranks > 1 else "")
     layers = f"products in {machine['kernels']}" if machine["kernels"] else "transformers' own layers"
     parts = f"attention in {machine['attention']}, {layers}"
-    if profile.role == "encode":
-        parts = "the encoder of pictures alone"
     if machine["device"].startswith(EMULATED):
         return f"{machine['device']}, {each}: nothing is computed, and steps take the seconds of this profile"
     return f"{machine['device']}{instructions}, {each}, {machine['threads']} threads each; {machine['dtype']}, {parts}"
@@ -84,18 +77,6 @@ def _memory(replicas: Sequence[Mapping[str, Any]], used: int, free: int) -> str:
 def _pages(machine: Mapping[str, Any], profile: SchedulingProfile) -> str:
     num_tokens = _most_tokens(profile, profile.max_model_len)
     return f"{num_tokens:,} tokens in {machine['kv_dtype']}; the longest context is {profile.max_model_len:,} tokens"
-
-
-def _rows(profile: SchedulingProfile) -> str:
-    num_rows = profile.num_pages * profile.page_size
-    return f"{num_rows:,} rows; the pictures of a prompt have at most {profile.max_model_len:,}"
-
-
-def _encoding_speed(profile: SchedulingProfile) -> str:
-    cost, rows = profile.encoder_cost, min(_ROWS, profile.max_model_len)
-    if cost is None:
-        return "not measured"
-    return f"a picture of {rows:,} rows takes {cost.base + cost.added_seconds(rows):.2f} s"
 
 
 def _most_tokens(profile: SchedulingProfile, context: int) -> int:

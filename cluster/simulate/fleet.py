@@ -1,7 +1,7 @@
 """The simulated cluster: pools of replicas, each with a profile, the network between them, and failures."""
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 from zlib import crc32
@@ -12,7 +12,7 @@ from pydantic import BaseModel, ByteSize, ConfigDict, Field, TypeAdapter, Valida
 from crossdock.router.fleet import RouterConfig
 from crossdock.router.scaling import ScalingConfig
 from crossdock.workers.report.presets import stored_profile
-from crossdock.workers.report.profile import Role, SchedulingProfile, TierSize
+from crossdock.workers.report.profile import NO_ENCODE_POOLS, Role, SchedulingProfile, TierSize
 from crossdock.workers.schedule.config import SchedulerConfig
 from crossdock.workers.schedule.drafts.speculative_config import SpeculativeConfig
 from crossdock.workers.schedule.slo import SloClass
@@ -28,7 +28,7 @@ class SimulatedPool(BaseModel):
 
     name: str = Field(pattern=r"^[a-z][a-z0-9-]*$", description="Name of the pool.")
     role: Role = Field(
-        "mixed", description="mixed, prefill, decode or encode; a pool named after one of the last three has that role."
+        "mixed", description="mixed, prefill or decode; a pool named after one of the last two has that role."
     )
     replicas: int = Field(1, ge=0, description="How many run from the start, and the least when the pool shrinks.")
     max_replicas: int | None = Field(None, ge=1, description="Number that the pool may grow to; null: none.")
@@ -53,17 +53,8 @@ class SimulatedPool(BaseModel):
         """The number of replicas that the pool may grow to."""
         return self.max_replicas or self.replicas
 
-    @property
-    def takes_rows(self) -> bool:
-        """Whether encode replicas may send embeddings to this pool's replicas."""
-        return self.role != "encode" and self.profile.encoder_cost is not None
-
     @model_validator(mode="after")
     def _check_bounds(self) -> Self:
-        if self.role == "encode" and self.speculative_config is not None:
-            raise ValueError("speculative_config: replicas of role encode make no tokens; leave it out")
-        if self.role == "encode" and self.most > self.replicas:
-            raise ValueError("max_replicas: as on a server, no scaler changes a pool of role encode; set replicas")
         if self.most < self.replicas:
             raise ValueError(f"max_replicas ({self.most}) must be at least replicas ({self.replicas})")
         return self
@@ -80,13 +71,8 @@ class SimulatedPool(BaseModel):
         if given.get("page_size", profile.page_size) != profile.page_size:
             raise ValueError(f"engine.page_size is the profile's, {profile.page_size}; leave it out")
         engine = SchedulerConfig.model_validate({**_default_class(profile), **shared, **given})
-        named = data.get("name") if data.get("name") in ("prefill", "decode", "encode") else profile.role
+        named = data.get("name") if data.get("name") in ("prefill", "decode") else profile.role
         role = data.get("role", named)
-        if (role == "encode") != (profile.role == "encode"):
-            raise ValueError(
-                f"profile: the pool has the role {role!r} and the profile is that of a replica of role "
-                f"{profile.role!r}; pools of role encode, and no others, have profiles such as h100-vl7b-encoder"
-            )
         agreed = {name: getattr(engine, name) for name in shared} | {"role": role}
         agreed["min_chunk_tokens"] = engine.min_chunk_tokens or engine.page_size
         if (memory := data.get("kv_cache_host_memory")) is not None:
@@ -183,13 +169,13 @@ class SimulatedFleet(BaseModel):
         if not names or len(set(names)) < len(names):
             raise ValueError(f"pools must have different names, one at least; they are {', '.join(names) or 'none'}")
         roles = {pool.role for pool in self.pools if pool.replicas}
-        if roles and roles <= {"prefill", "encode"}:
-            raise ValueError(f"pools: all have the role {_either(roles)}; give one of them the role decode or mixed")
+        if roles == {"prefill"}:
+            raise ValueError("pools: all have the role 'prefill'; give one of them the role decode or mixed")
         for field in ("page_size", "slo_classes"):
             if len({getattr(pool.engine, field) for pool in self.pools}) > 1:
                 raise ValueError(f"pools: {field} must be the same in all")
         is_shipping = any(pool.role == "prefill" for pool in self.pools) or self.scaling.flip_roles
-        if is_shipping and len({pool.profile.windows for pool in self.pools if pool.role != "encode"}) > 1:
+        if is_shipping and len({pool.profile.windows for pool in self.pools}) > 1:
             raise ValueError(
                 "pools: the profiles have unlike groups of layers (windows), between which no pages are shipped; "
                 "measure all with the same --disable-hybrid-kv-cache-manager"
@@ -201,11 +187,6 @@ class SimulatedFleet(BaseModel):
         return self
 
     @property
-    def has_encoders(self) -> bool:
-        """Whether a pool encodes pictures for the others."""
-        return any(pool.role == "encode" for pool in self.pools)
-
-    @property
     def is_elastic(self) -> bool:
         """Whether sizes of pools or roles of replicas may change."""
         return self.scaling.flip_roles or any(pool.most > pool.replicas for pool in self.pools)
@@ -215,15 +196,11 @@ class SimulatedFleet(BaseModel):
         return self.pools[0].engine.slo_classes
 
 
-def _either(roles: Iterable[str]) -> str:
-    return " or ".join(repr(role) for role in sorted(roles, reverse=True))
-
-
 def load_fleet(
     path: Path | None, pools: str | None = None, host_memory: str | None = None, **settings: Any
 ) -> SimulatedFleet:
-    """Return the fleet that a YAML file describes. `pools` (`NAME=COUNTxPROFILE,…`), `host_memory` of each replica that
-    makes tokens, and `settings` that are not None take precedence.
+    """Return the fleet that a YAML file describes. `pools` (`NAME=COUNTxPROFILE,…`), `host_memory` of each replica,
+    and `settings` that are not None take precedence.
 
     Raises:
         ValueError: names the field and the accepted values.
@@ -234,8 +211,7 @@ def load_fleet(
         data["pools"] = [_parse_pool(part) for part in pools.split(",")]
     data |= {name: value for name, value in settings.items() if value is not None}
     if host_memory is not None and isinstance(data.get("pools"), list):
-        more = {"kv_cache_host_memory": host_memory}
-        data["pools"] = [pool if _is_encoder(pool) else {**pool, **more} for pool in data["pools"]]
+        data["pools"] = [{**pool, "kv_cache_host_memory": host_memory} for pool in data["pools"]]
     return describe(data, folder)
 
 
@@ -273,27 +249,23 @@ def _with_profile(pool: Any, folder: Path) -> Any:
     """Return the pool with its profile in place of the profile's name."""
     if not isinstance(pool, Mapping) or not isinstance(pool.get("profile"), str):
         return pool
-    return {**pool, "profile": read_profile(pool["profile"], folder, is_encoder=_is_encoder(pool))}
+    if pool.get("role", pool.get("name")) == "encode":
+        raise ValueError(f"pools: {NO_ENCODE_POOLS}")
+    return {**pool, "profile": read_profile(pool["profile"], folder)}
 
 
-def _is_encoder(pool: Mapping[str, Any]) -> bool:
-    return bool(pool.get("role", pool.get("name")) == "encode")
-
-
-def read_profile(name: str, folder: Path = Path(), *, is_encoder: bool = False) -> SchedulingProfile:
+def read_profile(name: str, folder: Path = Path()) -> SchedulingProfile:
     """Return a profile: a JSON file of `crossdock tune --profile`, that of a server's first replica, or a preset.
-
-    `is_encoder`: of replicas on a server, the first of role encode is meant; else, the first of another role.
 
     Raises:
         ValueError: there is no such profile, or it cannot be read.
     """
     if name.startswith(("http://", "https://")):
-        return _fetch_profile(name, is_encoder)
+        return _fetch_profile(name)
     return stored_profile(name, folder)
 
 
-def _fetch_profile(url: str, is_encoder: bool) -> SchedulingProfile:
+def _fetch_profile(url: str) -> SchedulingProfile:
     import httpx  # here: no other profile needs it
 
     headers = {"authorization": f"Bearer {key}"} if (key := os.environ.get("OPENAI_API_KEY")) else {}
@@ -301,14 +273,13 @@ def _fetch_profile(url: str, is_encoder: bool) -> SchedulingProfile:
         answer = httpx.get(url.rstrip("/").removesuffix("/v1") + "/v1/replicas", headers=headers, timeout=10)
         answer.raise_for_status()
         replicas = answer.json()["data"]
-        found = next(each for each in replicas if (each["profile"].get("role") == "encode") is is_encoder)
+        found = replicas[0]
         learnt = {name: found[name] for name in ("cost", "overrun", "interval_share") if found.get(name)}
         return SchedulingProfile.model_validate(found["profile"] | learnt)
     except httpx.HTTPError as error:
         raise ValueError(f"profile: {url}: {error}") from None
-    except (ValueError, LookupError, TypeError, StopIteration):
-        what = "replica of role encode" if is_encoder else "replica"
-        raise ValueError(f"profile: {url} names no {what} at /v1/replicas; is it a Crossdock server?") from None
+    except (ValueError, LookupError, TypeError):
+        raise ValueError(f"profile: {url} names no replica at /v1/replicas; is it a Crossdock server?") from None
 
 
 def _explain(detail: Any) -> str:

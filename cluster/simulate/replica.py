@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from math import exp, inf
+from math import exp
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -22,8 +22,7 @@ from crossdock.workers.schedule.batch import Batch, SampledToken, Scheduled
 from crossdock.workers.schedule.cost.stages import Stages
 from crossdock.workers.schedule.drafts.drafting import DraftPolicy
 from crossdock.workers.schedule.memory.pages import PagePool
-from crossdock.workers.schedule.pictures.arriving_rows import ArrivingRows
-from crossdock.workers.schedule.pictures.encoding import LONGEST_SHIPPING_STEP_S, Encoding
+from crossdock.workers.schedule.pictures.encoding import Encoding
 from crossdock.workers.schedule.scheduler import Scheduler
 from crossdock.workers.schedule.stretch import advance, steady_steps
 
@@ -103,7 +102,6 @@ class SimulatedReplica:
     noise: Noise
     publish_s: float  # from one live profile to the next while requests come and go, at least
     at_once: bool = True  # False: one step after the other, to compare with
-    takes_rows: bool = False  # encode replicas may send it embeddings
     adapters: SimulatedAdapters = field(default_factory=lambda: SimulatedAdapters.model_validate({}))
     since: float = 0.0  # when it came up
     until: float | None = None  # when it died
@@ -115,7 +113,6 @@ class SimulatedReplica:
     tiers: SimulatedTiers = field(init=False)
     scheduler: Scheduler = field(init=False)
     publisher: Publisher = field(init=False)
-    landing: ArrivingRows = field(init=False)  # of embeddings
     _inbox: deque[tuple[Action, str | None]] = field(default_factory=deque)  # with the request that an action ends
     _is_between: bool = False  # two steps
     _flights: deque[_Flight] = field(default_factory=deque)  # oldest first
@@ -133,10 +130,7 @@ class SimulatedReplica:
         overrun, depth = max(profile.overrun, self.noise.overrun), profile.pipeline_parallel_size
         self._stages = Stages.of(depth, profile.interval_share)
         num_rows, encoder = profile.encoder_rows or _ROWS, (profile.encoder_cost, profile.keeps_items_whole)
-        longest_s = LONGEST_SHIPPING_STEP_S if self.pool.role == "encode" else inf
-        num_landing = max(num_rows // profile.page_size, 2) if self.takes_rows else 0
-        self.landing = ArrivingRows(num_landing, profile.page_size)
-        encoding = Encoding(num_rows, *encoder, longest_s, self.landing)
+        encoding = Encoding(num_rows, *encoder)
         self.scheduler = Scheduler(
             self.pool.engine,
             pages,
@@ -283,10 +277,6 @@ class SimulatedReplica:
     def _grant(self, now: float) -> None:
         for request in self.scheduler.handoff.grant(now):
             self.observer.granted(self, request, now)
-        if self.takes_rows:
-            calls = self.landing.plan(now, self.scheduler.encoding.has)
-            if calls.grants or calls.cancels:
-                self.observer.rows_planned(self, calls, now)
         self._take_returned(now)
 
     def _take_returned(self, now: float) -> None:

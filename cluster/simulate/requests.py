@@ -9,7 +9,6 @@ from crossdock.cluster.bench.metrics import Sample
 from crossdock.cluster.bench.workloads import FollowUp, Job
 from crossdock.cluster.simulate.fetch import SimulatedFetch
 from crossdock.cluster.simulate.replica import TOKEN
-from crossdock.cluster.simulate.rows import SimulatedRows
 from crossdock.cluster.simulate.transfer import SimulatedTransfer
 from crossdock.router.request_life import RequestLife
 from crossdock.workers.schedule.pictures.items import Item
@@ -27,13 +26,11 @@ class SimulatedRequest:
     sample: Sample
     follow_ups: Sequence[FollowUp]
     transfer: SimulatedTransfer | None = None  # of the current attempt
-    rows: SimulatedRows | None = None  # the same, from an encode replica
     fetch: SimulatedFetch | None = None  # the same, of a prefix
 
     def sent_by(self, replica: str) -> SimulatedTransfer | None:
         """Return the transfer of the current attempt that a replica sends; None: it sends none."""
-        sent = (each for each in (self.rows, self.transfer) if each is not None and each.sender.name == replica)
-        return next(sent, None)
+        return self.transfer if self.transfer is not None and self.transfer.sender.name == replica else None
 
 
 def token_ids(job: Job) -> list[int]:

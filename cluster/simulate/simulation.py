@@ -8,7 +8,7 @@ becomes suspect.
 import gc
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from math import inf
 
@@ -19,7 +19,6 @@ from crossdock.cluster.simulate.fetch import SimulatedFetch
 from crossdock.cluster.simulate.fleet import Failure, SimulatedFleet, SimulatedPool
 from crossdock.cluster.simulate.replica import TOKEN, Noise, SimulatedReplica
 from crossdock.cluster.simulate.requests import SimulatedRequest, submission_of
-from crossdock.cluster.simulate.rows import SimulatedRows
 from crossdock.cluster.simulate.scaler import Decision, SimulatedScaler
 from crossdock.cluster.simulate.transfer import SimulatedNetwork, SimulatedTransfer, abort
 from crossdock.router.actions import Action, Detach, Fail, PlaceAgain, ReplicaLost, Submit
@@ -27,7 +26,6 @@ from crossdock.router.fleet import Fleet
 from crossdock.router.request_life import RequestLife
 from crossdock.workers.report.advertise import HEARTBEAT_S, LiveProfile
 from crossdock.workers.schedule.batch import Batch
-from crossdock.workers.schedule.pictures.arriving_rows import LandingCalls
 from crossdock.workers.schedule.request import Request, TokenDelta
 from crossdock.workers.schedule.submission import Leg, Overloaded, Submission
 
@@ -178,12 +176,7 @@ class Simulation:
         arrived = partial(self._shipped, request)
         owner = submission.id, submission.epoch
         if submission.leg is not Leg.SEND:
-            request.transfer = request.rows = request.fetch = None
-        if action.encoder is not None:
-            submission = replace(submission, encoder=action.encoder.encode())
-        if action.is_encoding:
-            assert peer is not None
-            request.rows = SimulatedRows(*owner, replica, peer, self.clock, self._network, half, arrived)
+            request.transfer = request.fetch = None
         if submission.leg is Leg.RECEIVE:
             assert peer is not None
             request.transfer = SimulatedTransfer(*owner, peer, replica, self.clock, self._network, half, arrived)
@@ -196,24 +189,16 @@ class Simulation:
 
     def _take(self, request: SimulatedRequest, replica: SimulatedReplica, submission: Submission, now: float) -> None:
         """Between two steps of the replica: it takes its leg of an attempt, or refuses."""
-        life, attempt, rows = request.life, submission.epoch, request.rows
+        life, attempt = request.life, submission.epoch
         if life.is_over or life.attempt != attempt or life.query is None:
             return  # given up: the replica of the other leg has refused, or has died
-        query = life.query
-        if rows is not None and rows.sender is replica:
-            if rows.is_over:
-                return
-            assert query.encoding is not None
-            query = query.encoding
         taken = Request.from_submission(submission, now)
-        taken.page_hashes = list(query.page_hashes)
+        taken.page_hashes = list(life.query.page_hashes)
         try:
             replica.scheduler.add(taken)
         except (Overloaded, ValueError) as refusal:
             actions = life.refused(replica.name, attempt, refusal, now)
         else:
-            if rows is not None and taken.is_encoded_elsewhere:
-                rows.expect(taken, now)
             if request.fetch is not None and submission.source_tokens:
                 request.fetch.ask(taken, now)
             actions = life.taken(replica.name, attempt, replica.publisher.sequence, now)
@@ -301,20 +286,6 @@ class Simulation:
         if request is not None and request.transfer is not None and request.transfer.receiver is replica:
             request.transfer.grant(granted, now)
 
-    def rows_planned(self, replica: SimulatedReplica, calls: LandingCalls, now: float) -> None:
-        """Note that there are pages for embeddings of another replica, or that some are not needed."""
-        for taken in calls.cancels:
-            if (rows := self._rows_to(replica, taken)) is not None:
-                rows.refuse(now)
-        for taken, first_page, _ in calls.grants:
-            if (rows := self._rows_to(replica, taken)) is not None:
-                rows.land(first_page, now)
-
-    def _rows_to(self, replica: SimulatedReplica, taken: Request) -> SimulatedRows | None:
-        request = self.requests.get(taken.id)
-        rows = request.rows if request is not None else None
-        return rows if rows is not None and rows.receiver is replica and rows.attempt == taken.epoch else None
-
     def published(self, replica: SimulatedReplica, now: float) -> None:
         """Report a replica's live profile to the routers and the scaler."""
         live, pages = replica.publisher.live(now, replica.step_s), replica.publisher.page_changes()
@@ -347,13 +318,11 @@ class Simulation:
         name = f"{pool.name}/{self._started[pool.name]}"
         self._started[pool.name] += 1
         noise = Noise(self.fleet.noise, (self._outcome.seed, len(self._outcome.replicas)))
-        takes_rows = self.fleet.has_encoders and pool.takes_rows
-        settings = noise, self.fleet.publish_s, self._at_once, takes_rows
+        settings = noise, self.fleet.publish_s, self._at_once
         replica = SimulatedReplica(name, pool, self.clock, self, *settings, adapters=self.fleet.adapters, since=now)
         self.replicas[name] = replica
         self._outcome.replicas.append(replica)
-        peers = {"peer": name.encode(), "rows_peer": name.encode() if takes_rows else b""}
-        profile = pool.profile.model_copy(update=peers)
+        profile = pool.profile.model_copy(update={"peer": name.encode()})
         for router in self.routers:
             router.join(name, profile, now)
             router.hear_pages(name, replica.publisher.all_pages())
@@ -372,7 +341,7 @@ class Simulation:
         if replica is None:
             return
         placements = [request.life.placement for request in self.requests.values()]
-        if any(each is not None and name in (each.decode, each.prefill, each.encoder) for each in placements):
+        if any(each is not None and name in (each.decode, each.prefill) for each in placements):
             self.clock.at(now + HEARTBEAT_S, partial(self._end_idle, name))
             return
         del self.replicas[name]

@@ -98,10 +98,8 @@ def ratios(fleet: SimulatedFleet, most: int = 16) -> Iterator[tuple[str, Simulat
     prefill and decode in up to `most` ways.
 
     Raises:
-        ValueError: there are fewer than two replicas, or some of role encode.
+        ValueError: there are fewer than two replicas.
     """
-    if fleet.has_encoders:
-        raise ValueError("sweep: replicas of role encode cannot be split into prefill and decode; leave their pool out")
     total = sum(pool.replicas for pool in fleet.pools)
     if total < 2:
         raise ValueError(f"sweep: there is nothing to split in {total} replicas")

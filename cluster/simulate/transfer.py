@@ -58,11 +58,6 @@ class SimulatedTransfer:
     def owner(self) -> str:
         return Request.owner_name(self.request_id, self.attempt)
 
-    @property
-    def _page_owner(self) -> SimulatedReplica:
-        """The replica whose pages are like those that travel."""
-        return self.receiver
-
     def offer(self, now: float) -> None:
         """The sender has pages for the prompt. Does nothing where that is known."""
         if not self._is_offered and not self.is_over:
@@ -123,7 +118,7 @@ class SimulatedTransfer:
         if end <= begin and not self._is_complete:
             return
         self._sent = max(begin, end)
-        profile = self._page_owner.pool.profile
+        profile = self.receiver.pool.profile
         num_pages = sum(max(self._sent - max(begin, first), 0) for first in self._firsts)
         num_pages += profile.state_pages if self._is_complete else 0
         num_bytes = num_pages * profile.page_bytes  # of all its ranks

@@ -193,10 +193,6 @@ def _pool(cluster: "ClusterConfig", flags: TuneFlags) -> "PoolConfig":
     pool = by_name.get(flags.pool or cluster.pools[0].name)
     if pool is None:
         raise ValueError(f"pool: there is no {flags.pool!r}; there are {', '.join(by_name)}")
-    if pool.role == "encode":
-        raise ValueError(
-            f"pool: {pool.name!r} encodes pictures alone, and tune measures prompts and streams; name another"
-        )
     if pool.role == "prefill" and flags.streams is not None:
         raise ValueError(f"streams: none run in pool {pool.name!r}, whose role is prefill; leave it out")
     return pool

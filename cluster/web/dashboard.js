@@ -54,8 +54,7 @@ class Card {
     this.title.textContent = `${state.pool} ${this.name.slice(-6)}`;
     const facts = [profile.role, `${requests.running} running`, `${requests.waiting} waiting`];
     if (requests.held) facts.push(`${requests.held} waiting for a transfer of pages`);
-    this.isEncoder = profile.role === "encode";
-    if (state.cost && !this.isEncoder) {
+    if (state.cost) {
       facts.push(`a step costs ${time(state.cost.base)} + ${(state.cost.per_prefill_token * 1e6).toFixed(0)} µs per prompt token`);
       facts.push(`prediction error ${Math.round(state.step_error * 100)} %`);
     }
@@ -77,7 +76,7 @@ class Card {
       return part;
     }));
     const shares = PAGE_STATES.map((name) => `${whole(pages[name])} ${name}`).join(", ");
-    this.pages.title = `${this.isEncoder ? "Pages of embeddings" : "KV pages"}: ${shares}`;
+    this.pages.title = `KV pages: ${shares}`;
     this.pages.setAttribute("aria-label", this.pages.title);
   }
 }

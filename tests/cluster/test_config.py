@@ -233,9 +233,7 @@ def test_pool_has_its_given_role_or_else_that_of_its_name() -> None:
     assert load().pools[0].role == "mixed"
 
 
-@pytest.mark.parametrize(
-    ("name", "role"), [("prefil", "prefill"), ("decoder", "decode"), ("prefill-h100", "prefill"), ("encode2", "encode")]
-)
+@pytest.mark.parametrize(("name", "role"), [("prefil", "prefill"), ("decoder", "decode"), ("prefill-h100", "prefill")])
 def test_pool_whose_name_looks_like_a_role_needs_one(name: str, role: str) -> None:
     reason = f"pools.0: name '{name}' gives no role: write '{role}', or set the role of this pool"
     with pytest.raises(ValueError, match=reason):
@@ -247,54 +245,16 @@ def test_pool_with_a_short_name_of_its_own_is_mixed() -> None:
     assert [load(None, {"pools": [{"name": name}]}).pools[0].role for name in ("code", "big", "node")] == ["mixed"] * 3
 
 
-PICTURES: dict[str, object] = {"model.path": "org/pictures", "engine.max_num_seqs": 32}
+def test_mixed_pool_of_one_replica_has_no_transfers_and_others_have() -> None:
+    for pools, has_transfer in (([], False), ([{"name": "mixed", "replicas": 2}], True)):
+        config = load(None, {"pools": pools} if pools else {})
+        assert (config.replica_spec(config.pools[0]).transfer == config.transfer) == has_transfer
 
 
-def test_pool_named_encode_ships_embeddings_to_all_pools_that_compute() -> None:
-    pools = [{"name": "encode"}, {"name": "prefill"}, {"name": "decode"}, {"name": "vision", "role": "encode"}]
-    config = load(None, PICTURES | {"pools": pools})
-    specs = [config.replica_spec(pool) for pool in config.pools]
-    assert [spec.role for spec in specs] == ["encode", "prefill", "decode", "encode"]
-    assert [spec.takes_rows for spec in specs] == [False, True, True, False]
-    assert all(spec.transfer == config.transfer for spec in specs)
-
-
-def test_mixed_pool_beside_encode_has_transfers_and_alone_has_none() -> None:
-    config = load(None, PICTURES | {"pools": [{"name": "encode"}, {"name": "mixed"}]})
-    assert [config.replica_spec(pool).transfer for pool in config.pools] == [config.transfer] * 2
-    alone = load(None, PICTURES)
-    assert (alone.replica_spec(alone.pools[0]).transfer, alone.replica_spec(alone.pools[0]).takes_rows) == (None, False)
-
-
-def test_encode_pool_has_no_settings_of_the_decoder() -> None:
-    drafts = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}
-    engine = {"engine.speculative_config": drafts, "engine.quantization": "int8"}
-    config = load(None, PICTURES | {"pools": [{"name": "encode"}, {"name": "mixed"}]} | engine)
-    encode, mixed = (config.replica_spec(pool) for pool in config.pools)
-    assert (encode.engine.speculative_config, encode.model.quantization) == (None, None)
-    assert mixed.engine.speculative_config is not None
-    assert mixed.model.quantization == "int8"
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"pools": [{"name": "encode"}]}, "pools: all have the role 'encode'; add a pool that computes prompts"),
-        ({"pools": [{"name": "encode"}, {"name": "decode"}]}, "pools: all beside 'encode' have the role 'decode'"),
-        ({"pools": [{"name": "encode"}, {"name": "prefill"}]}, "pools: all beside 'encode' have the role 'prefill'"),
-        ({"pools.encode.engine": {"page_size": 32}}, "pools: page_size must be the same in all, to ship pages"),
-        (
-            {"pools.encode.tensor_parallel_size": 2},
-            "pools.0: tensor_parallel_size and pipeline_parallel_size must be 1",
-        ),
-        ({"pools.encode.max_replicas": 3}, r"pools.0: max_replicas \(3\) must not be set in a pool of the role encode"),
-        ({"model.path": None}, "pools: the embedded model reads text alone"),
-        ({"http.limit_mm_per_prompt": {"image": 0}}, "pools: http.limit_mm_per_prompt takes no pictures"),
-    ],
-)
-def test_encode_pool_without_use_is_refused(changes: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        load(None, PICTURES | {"pools": [{"name": "encode"}, {"name": "mixed"}]} | changes)
+@pytest.mark.parametrize("pool", [{"name": "encode"}, {"name": "vision", "role": "encode"}])
+def test_encode_pool_is_refused_with_what_to_use(pool: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=r"there are no encode pools: .* use a role of mixed, prefill or decode"):
+        load(None, {"pools": [pool, {"name": "mixed"}]})
 
 
 @pytest.mark.parametrize(
@@ -319,7 +279,6 @@ INT8 = {"quantization": "int8"}
         ([{"name": "prefill"}, {"name": "decode", "engine": INT8}], "'prefill' has other weights than all pools that"),
         ([{"name": "prefill"}, {"name": "decode", "checkpoint": "/fp8"}], "set router.unlike_weights: mixed"),
         ([{"name": "a"}, {"name": "prefill"}, {"name": "decode", "engine": INT8}], "'decode' has other weights"),
-        ([{"name": "a", "checkpoint": "/fp8"}, {"name": "encode"}], "checkpoint must be the same in all where one has"),
     ],
 )
 def test_pools_that_exchange_nothing_for_their_weights_are_refused(

@@ -13,7 +13,6 @@ from crossdock.workers.schedule.cost.cost import StepCost
 from crossdock.workers.schedule.memory.prefix_index import hash_pages
 from crossdock.workers.schedule.pictures.encoder_cost import EncoderCost
 from crossdock.workers.schedule.pictures.encoding import Encoding
-from crossdock.workers.schedule.pictures.encoding_leg import encoding_leg
 from crossdock.workers.schedule.pictures.items import NO_ITEMS, Item
 from crossdock.workers.schedule.scheduler import Scheduler
 from crossdock.workers.schedule.slo import DEFAULT_CLASSES
@@ -46,18 +45,6 @@ def profile(slowness: float = 1.0, role: Role = "mixed", **fields: Any) -> Sched
     return SchedulingProfile(**defaults | fields)
 
 
-def encoder_profile(slowness: float = 1.0, **fields: Any) -> SchedulingProfile:
-    """Return the profile of an encode replica: its tokens are rows of embeddings, and cost nearly nothing."""
-    slow = EncoderCost.model_validate({name: slowness * each for name, each in ENCODER.model_dump().items()})
-    defaults: dict[str, Any] = {
-        "cost": StepCost(base=1e-3, per_prefill_token=1e-7),
-        "encoder_cost": slow,
-        "page_bytes": 50_000,
-        "compatibility": "embeddings of model A",
-    }
-    return profile(role="encode", **defaults | fields)
-
-
 def with_pictures(name: str, rows: Sequence[int], num_text: int = 100, **fields: Any) -> Submission:
     """Return a submission of pictures with so many rows each, unlike any other's, and `num_text` tokens after them."""
     items, start = list[Item](), 0
@@ -69,7 +56,7 @@ def with_pictures(name: str, rows: Sequence[int], num_text: int = 100, **fields:
 
 def picture_query(submission: Submission, may_refuse: bool = False) -> Query:
     """Return the query of a submission before it has an output."""
-    return query_of(submission, (), PAGE_SIZE, may_ship=True, may_encode_elsewhere=True, may_refuse=may_refuse)
+    return query_of(submission, (), PAGE_SIZE, may_ship=True, may_refuse=may_refuse)
 
 
 def live(sequence: int = 1, incarnation: str = "first life", **fields: Any) -> LiveProfile:
@@ -146,11 +133,6 @@ class Replica:
         """Take a request. Return the number of the last live profile that does not include it."""
         self.engine.add(name, prompt, slo_class, max_tokens, leg, items=items, **fields)
         return self.publisher.sequence
-
-    def add_leg(self, submission: Submission) -> int:
-        """Take the `encoding_leg` of a submission, as `add` does."""
-        leg = encoding_leg(submission, PAGE_SIZE)
-        return self.add(leg.id, leg.prompt_token_ids, leg.slo_class, 2, leg.leg, leg.items)
 
     def step(self) -> list[str]:
         """Run one step. Return the requests that got a token."""

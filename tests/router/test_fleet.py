@@ -2,7 +2,6 @@
 
 import random
 from collections import Counter
-from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -22,7 +21,6 @@ from tests.router.replicas import (
     ENCODER,
     PAGE_SIZE,
     Replica,
-    encoder_profile,
     fleet_of,
     live,
     picture_query,
@@ -142,16 +140,13 @@ class History:
         self.fleet, self.now = Fleet(RouterConfig(ttl_s=1.0)), 0.0
         self.replicas: dict[str, Replica] = {}
         self.running: dict[str, Placement] = {}
-        self.num_lives = self.num_encoded = 0
+        self.num_lives = 0
 
     def join(self, name: str) -> None:
         self.num_lives += 1
         role = self.rng.choice(["mixed", "mixed", "prefill", "decode"])
-        slowness, peer = self.rng.choice([1.0, 3.0]), self.rng.choice([b"", b"rows"])
-        if name.startswith("e"):
-            replica = Replica(encoder_profile(slowness))
-        else:
-            replica = Replica(profile(slowness, role, encoder_cost=ENCODER, rows_peer=peer))  # type: ignore[arg-type]
+        slowness = self.rng.choice([1.0, 3.0])
+        replica = Replica(profile(slowness, role, encoder_cost=ENCODER))  # type: ignore[arg-type]
         replica.publisher.incarnation = f"{self.num_lives}"
         self.replicas[name] = replica
         self.fleet.join(name, replica.profile, self.now)
@@ -162,7 +157,7 @@ class History:
         name = self.rng.choice(sorted(self.replicas))
         match self.rng.randrange(8):
             case 0:
-                self.join(f"{self.rng.choice('rre')}{self.rng.randrange(10)}")  # perhaps it is up: it has restarted
+                self.join(f"r{self.rng.randrange(10)}")  # perhaps it is up: it has restarted
             case 1 if name != "r0":
                 self.fleet.leave(name)
                 del self.replicas[name]
@@ -195,9 +190,6 @@ class History:
         assert chosen.decode in self.replicas
         assert chosen.prefill is None or chosen.prefill in self.replicas
         assert chosen.predicted_ttft > 0
-        assert chosen.encoder is None or (rows and chosen.encoder in self.replicas)
-        assert not any(name is not None and name.startswith("e") for name in (chosen.decode, chosen.prefill))
-        self.num_encoded += chosen.encoder is not None
         if self.rng.random() > 0.9:
             return  # the request is lost on its way
         first = chosen.prefill or chosen.decode
@@ -209,10 +201,6 @@ class History:
             return
         if self.rng.random() < 0.8:
             self.fleet.taken(request.request_id, first, sequence)
-        if chosen.encoder is not None and self.rng.random() < 0.8:
-            with suppress(Overloaded):
-                sequence = self.replicas[chosen.encoder].add_leg(replace(submission, slo_class="standard"))
-                self.fleet.taken(request.request_id, chosen.encoder, sequence)
 
 
 @given(st.randoms(use_true_random=False))

@@ -41,7 +41,7 @@ from crossdock.workers.schedule.pictures.items import Item
 from crossdock.workers.schedule.request import FinishReason, Request, TokenDelta, TokenLogprobs
 from crossdock.workers.schedule.submission import Leg, Overloaded, SamplingParams, Submission
 from crossdock.workers.schedule.table import RequestTable
-from tests.router.replicas import ENCODER, encoder_profile, live, profile
+from tests.router.replicas import ENCODER, live, profile
 
 LOSS = ReplicaLost("out of reach")
 DEATH = ReplicaDead("its process has ended")
@@ -76,7 +76,7 @@ class CheckedFleet(Fleet):
 
 
 def router(names: Sequence[str], **config: Any) -> CheckedFleet:
-    """Return a router over idle replicas: p… for prefill, d… for decode, v… and w… encode, others for all."""
+    """Return a router over idle replicas: p… for prefill, d… for decode, others for all."""
     fleet = CheckedFleet(RouterConfig.model_validate({"policy": "round-robin"} | config))
     for name in names:
         join(fleet, name)
@@ -85,8 +85,7 @@ def router(names: Sequence[str], **config: Any) -> CheckedFleet:
 
 def join(fleet: Fleet, name: str, now: float = 0.0) -> None:
     role: Any = {"p": "prefill", "d": "decode"}.get(name[0], "mixed")
-    joined = encoder_profile() if name[0] in "vw" else profile(role=role, encoder_cost=ENCODER, rows_peer=b"rows")
-    fleet.join(name, joined, now)
+    fleet.join(name, profile(role=role, encoder_cost=ENCODER), now)
     fleet.hear(name, live(), now)
 
 
@@ -518,7 +517,6 @@ class Part:
     submission: Submission
     peer: str | None
     output: list[int]  # as this replica knows it
-    is_encoding: bool
     state: str = "sent"  # then "holds", and in the end "gone": refused, ended, forgotten, aborted or dead
     is_taken: bool = False  # the life knows that it holds the leg
     has_pages: bool = False  # of the prompt, and the first token, from the prefill replica
@@ -528,30 +526,24 @@ class Part:
 class AnyLife(RuleBasedStateMachine):
     """Replicas take, refuse, work, return, forget, die and come back; messages come late, twice or never.
 
-    Of unlike replicas each samples tokens of its own, which depend on all tokens before. The client may leave. Where
-    there are encode replicas, v and w, the prompt has a picture; nothing that happens to them ends an attempt that
-    they have begun with, and one that failed is never used again.
+    Of unlike replicas each samples tokens of its own, which depend on all tokens before. The client may leave.
     """
 
     @initialize(
         names=st.sampled_from(["a", "abc", "pd", "pda", "ppddab", "pqdeab"]),
-        encoders=st.sampled_from(["", "v", "vw"]),
         policy=st.sampled_from(["round-robin", "seconds"]),
         shipping=st.sampled_from(["always", "auto"]),
         max_tokens=st.integers(1, 6),
         are_unlike=st.booleans(),
     )
-    def start(self, names: str, encoders: str, policy: str, shipping: str, max_tokens: int, are_unlike: bool) -> None:
+    def start(self, names: str, policy: str, shipping: str, max_tokens: int, are_unlike: bool) -> None:
         self.are_unlike = are_unlike
-        self.names = sorted({*names, *encoders})
-        self.bad_encoders: set[str] = set()
-        self.may_encode_elsewhere = True
+        self.names = sorted({*names})
         self.fleet = router(self.names, policy=policy, shipping=shipping)
         self.up = set(self.names)
         self.max_tokens, self.now = max_tokens, 0.0
         params = SamplingParams(max_tokens=max_tokens)
-        items = [Item(8, 24, 24, "image", b"picture".ljust(16))] if encoders else []
-        self.life = RequestLife(Submission("r", PROMPT, params, items=items), self.fleet, self.now)
+        self.life = RequestLife(Submission("r", PROMPT, params), self.fleet, self.now)
         self.parts: dict[tuple[str, int], Part] = {}
         self.wires: dict[str, deque[TokenDelta]] = {name: deque() for name in self.names}
         self.delivered: list[tuple[str, TokenDelta]] = []
@@ -559,20 +551,6 @@ class AnyLife(RuleBasedStateMachine):
         self.num_losses = self.num_deaths = self.num_returned = 0
         self.must_place, self.is_accepted, self.is_over = True, False, False
         self.asked: set[str] = set()
-        self.encoder_of: dict[str, str] = {}  # by the replica that gets the embeddings, while legs are submitted
-
-    def check_encoder(self, submit: Submit) -> None:
-        """Check the legs of an attempt with an encode replica: the one that computes the prompt is submitted before."""
-        if submit.encoder is not None:
-            assert self.may_encode_elsewhere
-            assert submit.encoder not in self.bad_encoders
-            assert submit.submission.leg is not Leg.RECEIVE
-            self.encoder_of[submit.replica] = submit.encoder
-        if submit.is_encoding:
-            assert submit.peer is not None
-            assert self.encoder_of.pop(submit.peer) == submit.replica
-            length = len(submit.submission.prompt_token_ids)  # 24 rows take two pages of 16, and one token follows them
-            assert (submit.submission.leg, length) == (Leg.SEND, 33)
 
     def sample(self, output: Sequence[int], replica: str) -> int:
         return abs(hash((*output, ord(replica) if self.are_unlike else 0))) % 1000
@@ -589,14 +567,13 @@ class AnyLife(RuleBasedStateMachine):
                         self.given.append(token)
                     self.is_over = action.finish_reason is not None
                     assert not self.is_over or len(self.given) == self.max_tokens
-                case Submit(replica, submission, peer, is_encoding=is_encoding):
+                case Submit(replica, submission, peer):
                     assert replica in self.up
                     assert submission.epoch == self.life.attempt
-                    assert list(submission.output_token_ids) == ([] if is_encoding else self.given)
-                    self.check_encoder(action)
+                    assert list(submission.output_token_ids) == self.given
                     assert submission.may_refuse == (not self.is_accepted)
                     assert (replica, submission.epoch) not in self.parts
-                    self.parts[replica, submission.epoch] = Part(submission, peer, [*self.given], is_encoding)
+                    self.parts[replica, submission.epoch] = Part(submission, peer, [*self.given])
                     query = self.fleet.queries[-1]
                     assert query.num_tokens == len(PROMPT) + len(self.given)
                     assert query.max_tokens == self.max_tokens - len(self.given)
@@ -651,8 +628,6 @@ class AnyLife(RuleBasedStateMachine):
         part.state = "gone" if answer in ("busy", "wrong") else "holds"
         errors = {"busy": BUSY, "silent": LOSS, "wrong": ValueError("too long")}
         part.is_taken = answer == "taken"
-        if part.is_encoding and answer in errors and not part.is_detached:
-            self.bad_encoders.add(key[0])
         if answer == "unheard":
             pass  # the answer is lost
         elif answer == "taken":
@@ -679,12 +654,6 @@ class AnyLife(RuleBasedStateMachine):
         """A replica makes up to `count` tokens, as far as its leg goes. `arrives`: the pages, if it sends any."""
         (replica, attempt), part = key, self.parts[key]
         leg, wire = part.submission.leg, self.wires[replica]
-        if part.is_encoding:
-            part.state = "gone"
-            wire.append(TokenDelta("r", [0], 0, attempt))
-            ending = FinishReason.SHIPPED if arrives else FinishReason.ERROR
-            wire.append(TokenDelta("r", [], epoch=attempt, finish_reason=ending))
-            return
         if leg is Leg.RECEIVE and not part.has_pages:
             assert part.peer is not None
             if self.parts[part.peer, attempt].state != "gone":
@@ -713,7 +682,7 @@ class AnyLife(RuleBasedStateMachine):
         """A replica makes way for a more urgent request."""
         replica, attempt = key = data.draw(st.sampled_from(self.in_state("holds")))
         self.parts[key].state = "gone"
-        self.num_returned += not self.parts[key].is_encoding
+        self.num_returned += 1
         first = len(self.parts[key].output)
         self.wires[replica].append(TokenDelta("r", [], first, attempt, finish_reason=FinishReason.RETURNED))
 
@@ -729,9 +698,7 @@ class AnyLife(RuleBasedStateMachine):
             name = data.draw(st.sampled_from(waiting))
             sent = self.wires[name].popleft()
             self.delivered.append((name, sent))
-            was_placed = not self.must_place
             self.do(self.life.tokens(name, sent, self.now))
-            assert name not in "vw" or not (was_placed and self.must_place)
 
     @precondition(lambda self: self.delivered)
     @rule(data=st.data())
@@ -742,29 +709,17 @@ class AnyLife(RuleBasedStateMachine):
     @precondition(lambda self: self.up)
     @rule(data=st.data(), chance=st.integers(1, 4), loss=st.sampled_from([LOSS, DEATH]))
     def lose(self, data: st.DataObject, chance: int, loss: ReplicaLost) -> None:
-        if chance == 3:
-            self.lose_one(data.draw(st.sampled_from(sorted(self.up))), loss)
-
-    @precondition(lambda self: any(part.is_encoding for part in self.current().values()))
-    @rule(loss=st.sampled_from([LOSS, DEATH]))
-    def lose_encoder(self, loss: ReplicaLost) -> None:
-        self.lose_one(next(name for name, part in self.current().items() if part.is_encoding), loss)
-
-    def lose_one(self, name: str, loss: ReplicaLost) -> None:
+        if chance != 3:
+            return
+        name = data.draw(st.sampled_from(sorted(self.up)))
         self.up.discard(name)
         self.fleet.leave(name)
         self.wires[name].clear()
         for (replica, _), part in self.parts.items():
             if replica == name:
                 part.state = "gone"
-        self.num_deaths += loss is DEATH and name not in "vw"
-        held, was_placed = self.current().get(name), not self.must_place
-        if held is not None and held.is_encoding:
-            self.bad_encoders.add(name)
-            has_token = any(other.output != self.given for other in self.current().values()) or self.given
-            self.may_encode_elsewhere &= loss is not DEATH or bool(has_token)
+        self.num_deaths += loss is DEATH
         self.do(self.life.lost(name, self.life.attempt, loss, self.now))
-        assert held is None or not (held.is_encoding and held.is_taken) or not (was_placed and self.must_place)
 
     @rule()
     def come_back(self) -> None:

@@ -283,18 +283,3 @@ def test_replica_does_not_flip_where_a_pool_can_grow() -> None:
     pools.load["prefill"] = 2.0
     assert all(isinstance(action, Resize) for action in pools.run(50))
     assert pools.size("prefill") == 4
-
-
-def test_encode_pool_follows_its_own_demand_and_never_changes_roles() -> None:
-    fixed = {"prefill": Bounds("prefill", 3, 3), "decode": Bounds("decode", 3, 3)}
-    pools = Pools(FLIPPING, encode=Bounds("encode", 1, 4), **fixed)
-    pools.load["encode"], pools.load["prefill"], pools.streams["decode"] = 1.0, 2.4, 5
-    changed = pools.run(100)
-    assert {action.pool for action in changed if isinstance(action, Resize)} == {"encode"}
-    assert 1 < pools.size("encode") < 4
-    assert {(action.role_before, action.role) for action in changed if isinstance(action, Flip)} == {
-        ("decode", "prefill")
-    }
-    pools.load["encode"] = 0.0
-    pools.run(500)
-    assert (pools.size("encode"), pools.count("encode")) == (1, 1)

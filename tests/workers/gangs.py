@@ -28,7 +28,6 @@ def spec_of(
     max_model_len: int | None = None,
     start_timeout_s: float = 60.0,
     rank_timeout_s: float = 20.0,
-    takes_rows: bool = False,
     **config: Any,
 ) -> ReplicaSpec:
     """Return the spec of a replica in fp32; `config`: engine settings beside SETTINGS."""
@@ -41,7 +40,6 @@ def spec_of(
         pipeline_parallel_size=num_stages,
         rank_timeout_s=rank_timeout_s,
         start_timeout_s=start_timeout_s,
-        takes_rows=takes_rows,
     )
 
 

@@ -173,9 +173,9 @@ def build_multimodal(family: str, **text: Any) -> PreTrainedModel:
     return module
 
 
-def paged_multimodal(family: str, takes_rows: bool = False, **text: Any) -> LoadedModel:
-    """Return a model of a family behind our attention. `takes_rows`: see `PictureEncoder`."""
-    return wrap_module(build_multimodal(family, **text), LoadOptions(takes_rows=takes_rows))
+def paged_multimodal(family: str, **text: Any) -> LoadedModel:
+    """Return a model of a family behind our attention."""
+    return wrap_module(build_multimodal(family, **text), LoadOptions())
 
 
 def picture(family: str, seed: int, size: tuple[int, int] = (2, 2)) -> tuple[list[int], Item]:

@@ -41,13 +41,12 @@ def load_model(
     links: Collectives | None = None,
     kv_bytes: int | None = None,
     loaded: Callable[[], None] = lambda: None,
-    takes_rows: bool = False,
 ) -> LoadedModel:
     """Load a Hugging Face directory. Collective: every rank of a gang must call it.
 
     `links` connect to the other ranks of a gang, of which this one loads its part. `kv_bytes` must fit into memory
     beside the weights; None checks nothing. `loaded` is called when the weights are in memory, before the logits are
-    checked. `takes_rows`: see `PictureEncoder`.
+    checked.
 
     Raises:
         CannotCut: the model cannot be divided among so many ranks.
@@ -87,7 +86,6 @@ def load_model(
         kv_bytes=kv_bytes,
         quantization=spec.quantization,
         used_by_others=used_by_others,
-        takes_rows=takes_rows,
         max_lora_rank=spec.max_lora_rank,
         max_loras=spec.max_loras,
     )
@@ -124,7 +122,7 @@ def wrap_module(module: Any, options: LoadOptions = _DEFAULTS) -> LoadedModel:
     reason = why_text_alone(config, attention)
     if reason and is_multimodal(config):
         logger.warning("prompts are text alone: %s", reason)
-    encoder = None if reason else PictureEncoder(module, config, takes_rows=options.takes_rows)
+    encoder = None if reason else PictureEncoder(module, config)
     if encoder is not None and options.batch_invariant:
         raise ValueError(
             f"batch_invariant: {config.model_type} reads pictures, and those of a step are encoded together"

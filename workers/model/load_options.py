@@ -25,7 +25,6 @@ class LoadOptions:
     kv_bytes: int | None = None  # of memory that must stay free for pages; None: no need to check
     quantization: Quantization | None = None
     used_by_others: int = 0  # see `LoadedModel`
-    takes_rows: bool = False  # see `PictureEncoder`
     max_lora_rank: int = 0  # of adapters; 0: the model takes none
     max_loras: int = 1  # adapters in memory at once
 

@@ -249,7 +249,6 @@ class ReplicaSpec:
     tokenizer: str | None = None  # directory or hub name; None: the model's
     role: Role = "mixed"
     transfer: TransferConfig | None = None  # None: no replica of the cluster sends KV pages
-    takes_rows: bool = False  # whether encode replicas of the cluster send it embeddings
     mixes_weights: bool = False  # whether it exchanges pages with replicas of unlike weights
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
@@ -261,23 +260,10 @@ class ReplicaSpec:
     def __post_init__(self) -> None:
         """Refuse settings that these replicas cannot have. ValueError: the message names the setting."""
         has_tiers = self.engine.kv_cache_host_memory or self.engine.kv_cache_files
-        if has_tiers and (self.num_ranks > 1 or self.role == "encode"):
-            kind = "an encode replica" if self.role == "encode" else "a replica of several ranks"
+        if has_tiers and self.num_ranks > 1:
             raise ValueError(
-                f"kv_cache_host_memory and kv_cache_files must be null for {kind}: only a replica that holds a whole "
-                f"model stores its pages outside the pool"
-            )
-        if self.role != "encode":
-            return
-        wrong = {
-            f"several ranks (there are {self.num_ranks})": self.num_ranks > 1,
-            "speculative_config: it makes no tokens": self.engine.speculative_config is not None,
-            "quantization: this is of the decoder": self.model.quantization is not None,
-        }
-        if reasons := [reason for reason, is_wrong in wrong.items() if is_wrong]:
-            raise ValueError(
-                f"pools: an encode replica has a model's encoder of pictures alone, and cannot have "
-                f"{'; '.join(reasons)}; set them otherwise in that pool"
+                "kv_cache_host_memory and kv_cache_files must be null for a replica of several ranks: only a replica "
+                "that holds a whole model stores its pages outside the pool"
             )
 
     def weights_of(self, checkpoint: str) -> str:

@@ -20,8 +20,7 @@ An encoder of pictures with P parameters, `layers` of width `hidden` and p patch
     per_row     = 2 · P · p / (FLOPS · GEMM share)
     per_square  = 4 · layers · hidden · p² / (FLOPS · attention share)
 
-on one GPU. A replica that encodes for others ends with `-encoder`. Its pages hold rows of embeddings, and moving them
-there costs no more than launching a step.
+on one GPU.
 """
 
 from dataclasses import dataclass
@@ -118,8 +117,7 @@ _RESERVE = 0.1  # of the memory, for activations and graphs
 _HOST = 25e9  # bytes per second from pinned memory of the host: half of what PCIe 5.0 x16 can, since pages are small
 _NETWORK = 25e9  # bytes per second at which a GPU's KV pages travel: 200 Gbit/s of RDMA
 
-_ROWS_MEMORY = 4e9  # bytes of embeddings that an encode replica keeps
-_ROWS_CACHE = 256 << 20  # the same of the encoder's cache: the default of --mm-encoder-cache
+_ROWS_CACHE = 256 << 20  # bytes of embeddings that a replica keeps: the default of --mm-encoder-cache
 
 _PAGE_SIZE = 16
 _MAX_NUM_SEQS = 256
@@ -148,20 +146,18 @@ def stored_profile(name: str, folder: Path = Path()) -> SchedulingProfile:
 
 
 def preset(name: str) -> SchedulingProfile:
-    """Return the estimated profile of a replica, e.g. `h100-8b`, `a100-70b-tp4` or `h100-vl7b-encoder`. Without `-tpN`
-    the replica has the least power of two of GPUs that leaves a third of their memory to KV pages.
+    """Return the estimated profile of a replica, e.g. `h100-8b` or `a100-70b-tp4`. Without `-tpN` the replica
+    has the least power of two of GPUs that leaves a third of their memory to KV pages.
 
     Raises:
         ValueError: there is no such GPU or model, or it does not fit.
     """
     gpu_name, _, rest = name.partition("-")
-    if rest.endswith("-encoder"):
-        return _encoder_preset(name, gpu_name, rest.removesuffix("-encoder"))
     model_name, _, tp_text = rest.partition("-tp")
     if gpu_name not in GPUS or model_name not in MODELS or (tp_text and tp_text not in ("1", "2", "4", "8")):
         raise ValueError(
             f"profile: {name!r} is neither a file nor GPU-MODEL[-tpN] with a GPU of {', '.join(GPUS)}, a model of "
-            f"{', '.join(MODELS)} and N of 1, 2, 4, 8; nor one of an encode replica, such as h100-vl7b-encoder"
+            f"{', '.join(MODELS)} and N of 1, 2, 4, 8"
         )
     gpu, model = GPUS[gpu_name], MODELS[model_name]
     sizes = [int(tp_text)] if tp_text else [1, 2, 4, 8]
@@ -189,33 +185,6 @@ def preset(name: str) -> SchedulingProfile:
         cost=_cost(gpu, model, tp),
         encoder_cost=_encoder_cost(gpu, model.encoder) if model.encoder is not None else None,
         encoder_rows=_ROWS_CACHE // model.encoder.row_bytes if model.encoder is not None else 0,
-    )
-
-
-def _encoder_preset(name: str, gpu_name: str, model_name: str) -> SchedulingProfile:
-    """Return the profile of an encode replica, on one GPU."""
-    gpu, model = GPUS.get(gpu_name), MODELS.get(model_name)
-    if gpu is None or model is None or model.encoder is None:
-        known = ", ".join(known for known, each in MODELS.items() if each.encoder is not None)
-        raise ValueError(
-            f"profile: {name!r} is not GPU-MODEL-encoder with a GPU of {', '.join(GPUS)} and a model of {known}"
-        )
-    page_bytes = model.encoder.row_bytes * _PAGE_SIZE
-    return SchedulingProfile(
-        max_model_len=model.max_model_len,
-        vocab_size=model.vocab_size,
-        page_size=_PAGE_SIZE,
-        num_pages=int(_ROWS_MEMORY / page_bytes),
-        max_num_batched_tokens=_MAX_NUM_BATCHED_TOKENS,
-        max_num_seqs=_MAX_NUM_SEQS,
-        slo_classes=DEFAULT_CLASSES,
-        role="encode",
-        compatibility=f"{model_name} embeddings",
-        page_bytes=page_bytes,
-        bytes_per_second=_NETWORK,
-        cost=StepCost(base=_LAUNCH_S, per_prefill_token=0.0, per_attended=0.0, per_decode=0.0, per_context=0.0),
-        encoder_cost=_encoder_cost(gpu, model.encoder),
-        encoder_rows=_ROWS_CACHE // model.encoder.row_bytes,
     )
 
 

@@ -12,9 +12,13 @@ from crossdock.workers.schedule.pacing.chunk_policies import ChunkPolicy
 from crossdock.workers.schedule.pictures.encoder_cost import EncoderCost
 from crossdock.workers.schedule.slo import SloClass
 
-Role: TypeAlias = Literal["mixed", "prefill", "decode", "encode"]
-"""The work that a replica is assigned to. A value that can change between the first three: such a replica can do all
-work. An `encode` replica has a model's encoder of pictures alone, and computes embeddings for the others."""
+Role: TypeAlias = Literal["mixed", "prefill", "decode"]
+"""The work that a replica is assigned to. A value that can change: every replica can do all work."""
+
+NO_ENCODE_POOLS = (
+    "there are no encode pools: the replica that computes a prompt encodes its pictures; use a role of mixed, prefill "
+    "or decode, and give the GPU to one of those"
+)
 
 
 class TierSize(BaseModel):
@@ -55,7 +59,6 @@ class SchedulingProfile(BaseModel):
     caches_prefixes: bool = True
     kernels: str = ""  # which compute the matrix products of fused layers on a CPU; empty: transformers' own code does
     peer: bytes = b""  # address for KV transfers; empty: the replica makes none
-    rows_peer: bytes = b""  # address at which it takes embeddings of pictures from `encode` replicas; empty: it encodes
     cost: StepCost  # as measured at the start
     encoder_cost: EncoderCost | None = None  # of pictures, as measured at the start; None: prompts are text alone
     encoder_rows: int = 0  # of embeddings, that the replica keeps

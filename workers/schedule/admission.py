@@ -60,17 +60,13 @@ def reserved_slots(classes: Sequence[SloClass], max_num_seqs: int, taken: Sequen
 def may_be_partial(table: RequestTable, request: Request) -> bool:
     """Return whether one more prompt of its urgency may be partly computed.
 
-    Less urgent prompts do not count, nor those of other tenants in its class. Prompts that wait for embeddings do not
-    count either.
+    Less urgent prompts do not count, nor those of other tenants in its class.
     """
     config = table.config
     partial = [
         other
         for other in table.running
-        if not other.is_decoding
-        and not other.awaits_rows
-        and other.urgency <= request.urgency
-        and not table.tenants.are_rivals(request, other)
+        if not other.is_decoding and other.urgency <= request.urgency and not table.tenants.are_rivals(request, other)
     ]
     num_long = sum(is_long(table, other) for other in partial)
     if is_long(table, request) and num_long >= config.max_long_partial_prefills:

@@ -146,8 +146,6 @@ class PrefillScheduler:
                     continue
                 started = has_room and self._start(request, budget)
                 if not started:
-                    if has_room and request.awaits_rows:  # others need not
-                        continue
                     if config.prefill_order == "fcfs":
                         startable = STARVING
                     elif not has_room:
@@ -160,8 +158,7 @@ class PrefillScheduler:
                     continue
             start = request.num_scheduled_tokens
             prompt = self._prompt(request, start)
-            num_tokens, limit = chunk = self._chunk(request, prompt, budget)
-            request.awaits_rows = chunk.awaits_rows
+            num_tokens, limit = self._chunk(request, prompt, budget)
             if self.table.pages.has_windows:
                 num_tokens = windows.chunk_within(self.table, request, start, num_tokens, max(prompt.least, 1))
             num_tokens = self.states.chunk_within(request, start, num_tokens)
@@ -182,8 +179,7 @@ class PrefillScheduler:
         table = self.table
         hit = kv.match_prefix(table, request)
         request.expected_cached_tokens = start = hit.num_pages * table.pages.page_size
-        num_tokens, limit = chunk = self._chunk(request, self._prompt(request, start), budget)
-        request.awaits_rows = chunk.awaits_rows
+        num_tokens, limit = self._chunk(request, self._prompt(request, start), budget)
         if not num_tokens:
             budget.reason = limit or budget.reason
             return False

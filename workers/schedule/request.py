@@ -87,10 +87,7 @@ class Request:
     may_refuse: bool = True
     waited_s: float = 0.0  # seconds that the client had waited at `arrival_time`
     items: Sequence[Item] = NO_ITEMS  # as in `Submission`
-    rows_within_s: float = 0.0  # as in `Submission`
     adapter: Adapter | None = None  # as in `Submission`
-    is_encoded_elsewhere: bool = False  # embeddings of the items come from another replica, as long as that is alive
-    awaits_rows: bool = False  # its next chunk waits for them
     awaits_pages_until: float = 0.0  # while waiting: time up to which it waits for pages from elsewhere, see awaited.py
     is_looked_up: bool = False  # while waiting: in the tiers below the pool
     tail: ArrivingTail | None = None  # pages that are loaded while it computes those before
@@ -131,7 +128,7 @@ class Request:
         """Create the request of a submission that arrives at `now`."""
         shared = {name: getattr(submission, name) for name in _OF_SUBMISSION}
         shared["prompt_token_ids"] = list(submission.prompt_token_ids)
-        return cls(**shared, is_encoded_elsewhere=bool(submission.encoder), arrival_time=now)
+        return cls(**shared, arrival_time=now)
 
     @property
     def urgency(self) -> tuple[int, int]:

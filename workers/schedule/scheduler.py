@@ -312,7 +312,6 @@ class Scheduler:
         deltas, size, table, classes = [], self.pages.page_size, self.table, self.config.slo_classes
         self.pages.stock.cached.pass_time(now)
         has_states, has_windows = bool(self.pages.state_pages), self.pages.has_windows
-        self.encoding.end_work(batch.encoder)
         for part in batch.scheduled:
             request = part.request
             request.num_in_flight_tokens -= part.num_tokens

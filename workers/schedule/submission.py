@@ -134,8 +134,6 @@ class Submission:
     source: bytes = b""  # address of a replica that has more of the prompt's prefix; empty: no page is fetched
     source_tokens: int = 0  # of the prefix that it has
     alternatives: Sequence[tuple[str, float]] = ()  # ways to use a cached prefix, with the router's predicted TTFT, s
-    encoder: bytes = b""  # address of the replica that encodes the items, as it advertises it; empty: this one does
-    rows_within_s: float = 0.0  # seconds until the first token, as predicted with their embeddings from there
     adapter: Adapter | None = None  # that the weights are changed by; None: they are the base model's
 
     @property

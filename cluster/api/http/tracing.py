@@ -31,7 +31,7 @@ SETTLE_S = (0.2, 1.0, 5.0)  # waits until replicas have ended their parts, which
 LAST_S = 3.0  # at the end: wait for spans not yet made, and again for spans not yet exported
 _MOST_ASKED = 32  # requests at once that clients' traces have chosen; each asks every replica, up to three times
 _NS = 1_000_000_000
-_SPANS = {"local": "serve", "send": "prefill", "receive": "decode", "encode": "encode"}  # by leg
+_SPANS = {"local": "serve", "send": "prefill", "receive": "decode"}  # by leg
 _CLIENT_LEFT = 499  # as proxies report it; here also a request over its time limit
 
 Timelines = Callable[[str, str | None], Awaitable[Sequence[Mapping[str, Any]]]]

@@ -21,7 +21,6 @@ from crossdock.workers.replica.engine.remembered_sweep import Sweep
 from crossdock.workers.replica.serving.controls import Controls
 from crossdock.workers.replica.serving.engine_thread import EngineThread
 from crossdock.workers.replica.transfer.handover import connect
-from crossdock.workers.replica.transfer.landing import open_landing
 from crossdock.workers.report.advertise import Message
 from crossdock.workers.report.profile import Role
 from crossdock.workers.schedule.cost import cost_fit
@@ -73,9 +72,8 @@ class InProcess:
         else:
             self.profile = calibrate.warm_up(engine)
         arguments = engine, "tiny", role, TransferConfig(transport="tcp")
-        rows = [partial(open_landing, *arguments)] if engine.scheduler.encoding.arriving.num_pages else []
-        pages = [partial(connect, *arguments)] if role != "mixed" or rows else []
-        self.engine_thread = EngineThread(engine, *pages, *rows)
+        pages = [partial(connect, *arguments)] if role != "mixed" else []
+        self.engine_thread = EngineThread(engine, *pages)
         controls = Controls(self.engine_thread)
         self.pause, self.resume = controls.pause, controls.resume
         self.profile = self.profile.model_copy(update={"role": role, **self.engine_thread.addresses})
@@ -111,7 +109,7 @@ class InProcess:
         return await self.engine_thread.find_timelines(request_id, tenant)
 
     async def watched(self, seen: Mapping[str, int], tenant: str | None) -> dict[str, Any]:
-        profile = self.profile.model_dump(exclude={"peer", "rows_peer"}, mode="json")
+        profile = self.profile.model_dump(exclude={"peer"}, mode="json")
         return {"pool": "mixed", "profile": profile, **self.engine_thread.watched(seen, tenant)}
 
     async def owns_nothing(self) -> bool:

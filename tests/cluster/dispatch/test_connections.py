@@ -11,7 +11,6 @@ from crossdock.cluster.dispatch.dispatcher import Dispatcher, ReplicaLost, Timeo
 from crossdock.cluster.dispatch.loop_clock import LoopClock
 from crossdock.router.actions import ReplicaDead
 from crossdock.workers.report.advertise import Message
-from crossdock.workers.report.profile import Role
 from crossdock.workers.schedule.request import TokenDelta
 from tests.cluster.dispatch.in_process import InProcess, ready, serving, tokens
 from tests.waiting import until
@@ -41,9 +40,9 @@ async def test_replica_is_notified_again_and_again_that_its_stream_is_read(monke
 class Mortal(InProcess):
     """A replica that can die of an error, and remembers which deaths it was notified of."""
 
-    def __init__(self, peer: bytes, rows_peer: bytes = b"", role: Role = "mixed") -> None:
+    def __init__(self, peer: bytes) -> None:
         super().__init__()
-        self.profile = self.profile.model_copy(update={"peer": peer, "rows_peer": rows_peer, "role": role})
+        self.profile = self.profile.model_copy(update={"peer": peer})
         self.deaths: list[bytes] = []
         self.num_probes = 0
         self.has_ended = False
@@ -91,34 +90,6 @@ async def test_death_of_a_replica_is_reported_to_all_others() -> None:
     clients[1].has_ended = True
     await until(lambda: clients[3].deaths == [b"0", b"1"])
     for client in clients:
-        await client.engine_thread.close()
-
-
-async def test_death_of_a_replica_that_takes_embeddings_is_reported_at_both_of_its_addresses() -> None:
-    """An encode replica knows only the second one, at which it writes."""
-    first, encoder = Mortal(b"pages", b"rows"), Mortal(b"encoder", role="encode")
-    async with serving(Dispatcher("tiny"), first=first, encoder=encoder):
-        first.die()
-        await until(lambda: len(encoder.deaths) == 2)
-        assert encoder.deaths == [b"pages", b"rows"]
-
-
-async def test_encode_replicas_alone_serve_nothing() -> None:
-    """They are no reason to report the server ready, and tell clients nothing about the model."""
-    dispatcher = Dispatcher("tiny", timeouts=Timeouts(answer_s=60.0))
-    encoder, mixed = Mortal(b"encoder", role="encode"), InProcess()
-    dispatcher.join("encoder", encoder, encoder.profile.model_copy(update={"max_model_len": 7}))
-    await ready(dispatcher)
-    assert not dispatcher.ready()
-    with pytest.raises(ReplicaLost, match="no replica has been up yet"):
-        dispatcher.model  # noqa: B018
-    dispatcher.join("mixed", mixed, mixed.profile)
-    await ready(dispatcher, 2)
-    dispatcher.join("encoder", encoder, encoder.profile)
-    assert dispatcher.ready()
-    assert dispatcher.model.max_model_len == mixed.profile.max_model_len
-    await dispatcher.close()
-    for client in (encoder, mixed):
         await client.engine_thread.close()
 
 

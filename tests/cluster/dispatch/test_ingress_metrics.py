@@ -2,26 +2,17 @@
 
 from crossdock.cluster.dispatch.ingress_metrics import IngressMetrics, merge_metrics
 from crossdock.router.placement import Placement
-from crossdock.workers.schedule.pictures.items import Item
-from crossdock.workers.schedule.submission import SamplingParams, Submission
 
 
-def test_placements_of_requests_with_pictures_count_by_who_encodes() -> None:
+def test_placements_count_by_their_reason() -> None:
     metrics = IngressMetrics()
-    picture = Submission("p", [1, 2, 3], SamplingParams(), items=[Item(1, 1, 1, "image", b"hash", {})])
-    placements = [
-        (picture, Placement("m", reason="local")),
-        (picture, Placement("d", "p", reason="shipped")),
-        (picture, Placement("d", "p", "e", reason="shipped")),
-        (picture, Placement("m", encoder="e", reason="local")),
-        (Submission("t", [1, 2, 3], SamplingParams()), Placement("m", reason="local")),
-    ]
-    for submission, placement in placements:
-        metrics.placed(submission, placement)
-    text = metrics.text()
-    for role, count in (("mixed", 1), ("prefill", 1), ("encode", 2)):
-        assert f'crossdock_router_encodings_total{{role="{role}"}} {count}.0' in text
-    assert 'crossdock_router_decisions_total{reason="local"} 3.0' in text
+    for placement in (
+        Placement("m", reason="local"),
+        Placement("d", "p", reason="shipped"),
+        Placement("m", reason="local"),
+    ):
+        metrics.placed(placement)
+    assert 'crossdock_router_decisions_total{reason="local"} 2.0' in metrics.text()
 
 
 def test_merged_metrics_describe_each_family_once() -> None:

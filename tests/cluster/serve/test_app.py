@@ -14,14 +14,6 @@ def test_import_path_names_a_class(path: str) -> None:
     assert isinstance(getattr(import_module(module), name), type)
 
 
-def test_scaler_of_application_follows_all_pools_but_those_that_encode() -> None:
-    pools = [{"name": "encode"}, {"name": "vision", "role": "encode"}, {"name": "mixed", "max_replicas": 2}]
-    ingress = app.build(load(None, {"model.path": "org/pictures", "pools": pools}))._bound_deployment
-    _, engines, scaler = ingress.init_args
-    assert [*engines] == ["encode", "vision", "mixed"]
-    assert [*scaler._bound_deployment.init_args[1]] == ["mixed"]
-
-
 def test_node_labels_bind_the_nodes_of_all_ranks() -> None:
     """A group whose first bundle alone is bound may be placed where its driver, which is bound too, cannot run."""
     labels = {"ray.io/accelerator-type": "H100"}

@@ -144,7 +144,6 @@ def test_emulated_pools_ask_for_no_gpu_and_their_promises_are_as_slow_as_their_s
         ({"emulated": "h100-8b", "tensor_parallel_size": 2}, "the profile says all this"),
         ({"emulated": "h100-8b", "num_gpus": 1}, "num_gpus: of an emulated device"),
         ({"emulated": "h100-8b", "engine": {"kv_cache_dtype": "fp8"}}, "engine.kv_cache_dtype: an emulated device"),
-        ({"emulated": "h100-vl7b-encoder"}, "encode are not emulated"),
     ],
 )
 def test_setting_that_an_emulated_device_would_ignore_is_refused(given: dict[str, Any], reason: str) -> None:

@@ -45,17 +45,6 @@ def profile(**changes: Any) -> SchedulingProfile:
     return SchedulingProfile.model_validate(plain | changes)
 
 
-def encoder_profile(**changes: Any) -> SchedulingProfile:
-    """Return the profile of an encode replica: a step of 1/64 s, and as much for each 64 rows of pictures."""
-    settings = {
-        "role": "encode",
-        "cost": StepCost(base=1 / 64, per_prefill_token=0.0),
-        "encoder_cost": ENCODER,
-        "page_bytes": 1024,
-    }
-    return profile(**settings | changes)
-
-
 def fleet(*pools: dict[str, Any], **settings: Any) -> SimulatedFleet:
     plain = {"name": "mixed", "replicas": 1, "profile": profile()}
     described = [plain | pool for pool in pools] or [plain]
@@ -93,8 +82,6 @@ def assert_all_ended(simulation: Simulation, outcome: Outcome, jobs: Sequence[Jo
             assert sample.output_tokens == each.output_tokens
     for replica in outcome.replicas:
         if replica.until is None:
-            if replica.landing is not None:
-                assert (replica.landing.num_free, replica.landing.num_transfers) == (replica.landing.num_pages, 0)
             counts = replica.scheduler.pages.counts()
             assert counts.owned == counts.quarantined == 0
             assert counts.free + counts.cached == counts.total

@@ -37,21 +37,11 @@ def test_preset_of_h100_with_8b_equals_manual_computation() -> None:
     assert two.base == pytest.approx(5.9925e-3 / 2 + 1e-3 + 64 * 10e-6, rel=1e-3)
 
 
-def test_preset_of_an_encode_replica_equals_manual_computation() -> None:
+def test_preset_of_an_encoder_equals_manual_computation() -> None:
     """1.35 GB over 0.8 x 3.35 TB/s and 1 ms; 4 patches a row, each 1.35 GFLOP, over 0.6 x 989 TFLOP/s."""
-    encoder, whole = preset("h100-vl7b-encoder"), preset("h100-vl7b")
+    whole = preset("h100-vl7b")
     assert whole.encoder_cost is not None
-    assert encoder.encoder_cost == whole.encoder_cost
     assert whole.encoder_cost.base == pytest.approx(0.5037e-3 + 1e-3, rel=1e-3)
     assert whole.encoder_cost.per_row == pytest.approx(4 * 1.35e9 / 593.4e12, rel=1e-3)
     assert whole.encoder_cost.added_seconds(37**2) == pytest.approx(12.46e-3 + 12.42e-3, rel=1e-2)
-    assert encoder.role == "encode"
-    assert encoder.page_bytes == 16 * 2 * 3584
-    assert encoder.page_size == whole.page_size
-    assert encoder.encoder_rows == (256 << 20) // 7168
-
-
-@pytest.mark.parametrize("name", ["h100-8b-encoder", "h100-vl-encoder", "x-vl7b-encoder"])
-def test_encode_replica_needs_a_model_with_pictures(name: str) -> None:
-    with pytest.raises(ValueError, match="GPU-MODEL-encoder"):
-        preset(name)
+    assert whole.encoder_rows == (256 << 20) // 7168

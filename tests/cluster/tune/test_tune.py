@@ -407,7 +407,6 @@ def test_command_writes_its_files(model: str, small_cluster: Path, model_dir: Pa
     ("pools", "args", "complaint"),
     [
         ("prefill, decode", [], "pool: the file has prefill, decode, which may differ; name one with --pool"),
-        ("encode, mixed", ["--pool", "encode"], "pool: 'encode' encodes pictures alone"),
         ("prefill, decode", ["--pool", "prefill", "--streams", "4"], "streams: none run in pool 'prefill'"),
     ],
 )

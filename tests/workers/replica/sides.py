@@ -6,7 +6,6 @@ import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from functools import partial
 from typing import TypeVar
 
 import pytest
@@ -21,8 +20,7 @@ from crossdock.workers.replica.engine.computing import new_engine
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.replica.serving.engine_thread import EngineThread
 from crossdock.workers.replica.transfer.handover import Handover, connect
-from crossdock.workers.replica.transfer.landing import Landing, open_landing
-from crossdock.workers.replica.transfer.side import OnFigures, SideOpener
+from crossdock.workers.replica.transfer.side import OnFigures
 from crossdock.workers.schedule.request import FinishReason, TokenDelta
 from crossdock.workers.schedule.submission import Leg, SamplingParams, Submission
 from tests.workers.architectures import build
@@ -68,10 +66,7 @@ class Side:
 
             return connect(*arguments, on_event, record)
 
-        openers: list[SideOpener] = [recorded]
-        if engine.scheduler.encoding.arriving.num_pages:
-            openers.append(partial(open_landing, *arguments))
-        self.thread = EngineThread(self.engine, *openers)
+        self.thread = EngineThread(self.engine, recorded)
         self.channel = self.thread.channel("test")
         self.deltas: dict[str, asyncio.Queue[TokenDelta]] = {}
         self.pump = asyncio.create_task(self._pump())
@@ -79,11 +74,6 @@ class Side:
     @property
     def handover(self) -> Handover:
         [found] = [side for side in self.thread.sides if isinstance(side, Handover)]
-        return found
-
-    @property
-    def landing(self) -> Landing:
-        [found] = [side for side in self.thread.sides if isinstance(side, Landing)]
         return found
 
     @property
@@ -129,16 +119,10 @@ class Side:
         for _ in range(500):
             counts = await self.on_engine(self.engine.pages.counts)
             num_open = sum(side.dock.counts().num_open for side in self.thread.sides)
-            if counts.owned == counts.quarantined == num_open == 0 and self.has_landing_pages:
+            if counts.owned == counts.quarantined == num_open == 0:
                 return True
             await asyncio.sleep(0.01)
         return False
-
-    @property
-    def has_landing_pages(self) -> bool:
-        """Whether all landing pages are free, where there are some."""
-        rows = self.engine.scheduler.encoding.arriving
-        return rows.num_free == rows.num_pages and not rows.num_transfers
 
     async def close(self) -> None:
         await self.thread.close()

@@ -16,9 +16,8 @@ _SMALL = 2  # size of a picture of which many fit into one call
 def bytes_for_pictures(model: LoadedModel, budget: MemoryBudget, peak: Callable[[Callable[[], object]], int]) -> int:
     """Return the bytes that pictures may take on this rank beside steps of text. `peak`: measures a call.
 
-    The rank that encodes keeps up to `mm_encoder_cache` of embeddings. Embeddings from encode replicas land in as much
-    memory again. Every rank may have the rows of a step twice: as collected or received, and in the inputs of the
-    first layer.
+    The rank that encodes keeps up to `mm_encoder_cache` of embeddings. Every rank may have the rows of a step twice: as
+    collected or received, and in the inputs of the first layer.
     """
     encoder = model.encoder
     if encoder is None:
@@ -27,7 +26,7 @@ def bytes_for_pictures(model: LoadedModel, budget: MemoryBudget, peak: Callable[
     if not model.part.position.is_driver:
         return rows_of_step
     largest = max(peak(partial(encoder.measure, items)) for items in largest_calls(model, encoder, budget))
-    return rows_of_step + (1 + encoder.takes_rows) * budget.mm_encoder_cache + largest
+    return rows_of_step + budget.mm_encoder_cache + largest
 
 
 def largest_calls(model: LoadedModel, encoder: PictureEncoder, budget: MemoryBudget) -> list[list[Item]]:

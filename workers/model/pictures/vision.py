@@ -29,7 +29,6 @@ from crossdock.workers.model.pictures.encoder_calls import (
     layers_of,
 )
 from crossdock.workers.schedule.batch import Batch
-from crossdock.workers.schedule.pictures.arriving_rows import LandedItem
 from crossdock.workers.schedule.pictures.encoding import ItemFailure
 from crossdock.workers.schedule.pictures.families import PictureFamily, picture_family
 from crossdock.workers.schedule.pictures.items import LEVELS, Item
@@ -75,8 +74,6 @@ class PictureEncoder:
     config: PretrainedConfig
     clock: Callable[[], float] = time.perf_counter
     most_rows: int | None = None  # encoded by one call, unless one item has more; None: no matter how many
-    takes_rows: bool = False  # whether other replicas will send rows, in landing pages of as many bytes as the cache
-    landing: Tensor | None = None  # [page, row, (1 + L) * E], where rows of other replicas land; None: none send any
     _embeddings: dict[bytes, Tensor] = field(default_factory=dict)  # [1 + L, rows, E], by content
     _failed: dict[bytes, ItemFailure] = field(default_factory=dict)  # by content; the embeddings are zeros
     _prompts: dict[str, PromptPictures] = field(default_factory=dict)  # by request, of those with items
@@ -243,8 +240,6 @@ class PictureEncoder:
         for content_hash in pictures.work.evicted:
             self._embeddings.pop(content_hash, None)
             self._failed.pop(content_hash, None)
-        for landed in pictures.work.landed:
-            self._embeddings[landed.content_hash] = self._landed_rows(landed)
         if pictures.work.items:
             pictures.timer = timed(device, self.clock, partial(self.encode, pictures.work.items))
         if not pictures.is_read:
@@ -259,18 +254,6 @@ class PictureEncoder:
     def embeddings_of(self, item: Item) -> Tensor:
         """Return the embeddings [1 + L, rows, E] of an item that is in memory."""
         return self._embeddings[item.content_hash]
-
-    def open_landing(self, num_pages: int, page_size: int) -> Tensor:
-        """Return memory [page, row, (1 + L) * E] for rows that other replicas send, without contents."""
-        width = self.row_bytes // self._parameter.itemsize
-        self.landing = self._parameter.new_empty(num_pages, page_size, width)
-        return self.landing
-
-    def _landed_rows(self, landed: LandedItem) -> Tensor:
-        """Return a copy [1 + L, rows, E] of embeddings that another replica has sent."""
-        assert self.landing is not None, "no replica sends embeddings here"
-        rows = self.landing[list(landed.pages)].flatten(0, 1)[: landed.num_rows]
-        return rows.view(landed.num_rows, 1 + self.num_deep, -1).transpose(0, 1).contiguous()
 
     def encode(self, items: Sequence[Item]) -> None:
         """Compute and keep the embeddings of `items`. One that cannot be encoded fails its own requests alone.

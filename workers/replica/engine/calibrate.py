@@ -83,7 +83,7 @@ def _tiers(engine: Engine) -> tuple[TierSize, ...]:
 def _run_whole_picture(engine: Engine) -> None:
     """Run a picture whose rows see later rows, if the model has any: their chunks have a kernel variant on GPUs."""
     encoder, config = engine.model.encoder, engine.model.config
-    if not engine.makes_tokens or encoder is None or not encoder.attends_both_ways:
+    if encoder is None or not encoder.attends_both_ways:
         return
     item = encoder.example(2)
     prompt, sampling = [config.image_token_id] * item.num_rows + [0], SamplingParams(max_tokens=1, temperature=0.0)
@@ -152,10 +152,8 @@ def _check(engine: Engine) -> list[tuple[StepWork, float]]:
 def _scored_factor(engine: Engine) -> float:
     """Return the factor by which a chunk takes longer when the log-probabilities of its tokens are wanted.
 
-    Every token then needs logits, and their order. Rows of pictures have no logits.
+    Every token then needs logits, and their order.
     """
-    if not engine.makes_tokens:
-        return 1.0
     longest = min(engine.model.max_model_len, engine.pages.num_pages * engine.config.page_size)
     chunk = 0, min(64, engine.config.max_num_batched_tokens, longest)
     plain, scored = measure_step(engine, chunk, 0, 0), measure_step(engine, chunk, 0, 0, num_alternatives=20)

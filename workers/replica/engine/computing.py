@@ -1,13 +1,11 @@
-"""An engine whose steps a model computes: what `Executor` says of a loaded model, or of its encoder of pictures."""
+"""An engine whose steps a model computes: what `Executor` says of a loaded model."""
 
 import time
 from collections.abc import Callable, Sequence
-from math import inf
 from pathlib import Path
 
 from crossdock.kvtransfer.layout import PoolSpec
 from crossdock.workers.draft.drafter import new_drafter
-from crossdock.workers.model.encoder_model import EncoderModel
 from crossdock.workers.model.grammar.compiler import GrammarCompiler
 from crossdock.workers.model.memory.kv_memory import count_pages_that_fit
 from crossdock.workers.model.model import LoadedModel
@@ -26,8 +24,7 @@ from crossdock.workers.replica.tiers.open_tiers import open_tiers
 from crossdock.workers.schedule.memory.page_needs import PageNeeds
 from crossdock.workers.schedule.memory.pages import PagePool
 from crossdock.workers.schedule.memory.prefix_index import Window
-from crossdock.workers.schedule.pictures.arriving_rows import ArrivingRows
-from crossdock.workers.schedule.pictures.encoding import LONGEST_SHIPPING_STEP_S, Encoding
+from crossdock.workers.schedule.pictures.encoding import Encoding
 from crossdock.workers.schedule.submission import InvalidField, SamplingParams
 
 
@@ -67,7 +64,6 @@ def _executor(
     model.allocate_pool(num_pages, config.page_size)
     tiers = open_tiers(model, config, weights, num_pages)
     on_evict = None if tiers is None else tiers.evicted
-    makes_tokens = not isinstance(model, EncoderModel)
     return Executor(
         config,
         _runner(model, config, gang, num_pages),
@@ -82,10 +78,9 @@ def _executor(
         model=model,
         check=lambda sampling: _check(model, sampling),
         spec_of=lambda name: _pool_spec(model, config, gang, num_pages, name),
-        encoding=_new_encoding(model, config, makes_tokens=makes_tokens),
+        encoding=_new_encoding(model, config),
         why_text_alone=model.why_text_alone,
         cpu_kernels=model.kernels if model.device.type == "cpu" else "",
-        makes_tokens=makes_tokens,
         speculation=speculation,
         adapters=None if model.adapters is None else AdapterLoader(model.adapters, gang),
         tiers=tiers,
@@ -144,13 +139,10 @@ def _check(model: LoadedModel, sampling: SamplingParams) -> None:
         raise InvalidField(f"pooling: {reason}", "pooling")
 
 
-def _new_encoding(model: LoadedModel, config: EngineConfig, *, makes_tokens: bool) -> Encoding | None:
+def _new_encoding(model: LoadedModel, config: EngineConfig) -> Encoding | None:
     """Return the cache of a model's embeddings of pictures; None: the model takes none."""
     if model.encoder is None:
         return None
     model.encoder.clear()
     rows = int(config.mm_encoder_cache) // model.encoder.row_bytes
-    keeps_whole = model.encoder.attends_both_ways and makes_tokens
-    longest_s = inf if makes_tokens or not config.enable_chunked_prefill else LONGEST_SHIPPING_STEP_S
-    num_landing = max(rows // config.page_size, 2) if model.encoder.takes_rows else 0  # the last has no row
-    return Encoding(rows, None, keeps_whole, longest_s, ArrivingRows(num_landing, config.page_size))
+    return Encoding(rows, None, model.encoder.attends_both_ways)

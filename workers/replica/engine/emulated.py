@@ -9,7 +9,6 @@ from array import array
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
-from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -294,7 +293,7 @@ def _pool_spec(profile: SchedulingProfile, page_size: int, page_bytes: int, num_
 def _encoding(profile: SchedulingProfile, config: EngineConfig) -> Encoding | None:
     if profile.encoder_cost is None:
         return None
-    return Encoding(profile.encoder_rows, None, profile.keeps_items_whole, inf)
+    return Encoding(profile.encoder_rows, None, profile.keeps_items_whole)
 
 
 def _vocab_size(folder: Path) -> int:

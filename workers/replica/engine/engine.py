@@ -51,11 +51,7 @@ class Engine:
         self.config = executor.config
         self.pages, self.gang, self.tiers = executor.pages, executor.gang, executor.tiers
         self.adapters = executor.adapters
-        self.grammars, self.speculation, self.makes_tokens = (
-            executor.grammars,
-            executor.speculation,
-            executor.makes_tokens,
-        )
+        self.grammars, self.speculation = executor.grammars, executor.speculation
         self.pool_spec = executor.spec_of
         self.cost_fit: StepCostFit | None = None  # set by `calibrate`
         self.encoder_fit: EncoderCostFit | None = None  # set by `calibrate_encoder`

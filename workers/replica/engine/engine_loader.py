@@ -1,8 +1,7 @@
-"""Loads the engine of a replica of one rank: a whole model, or a model's encoder of pictures alone."""
+"""Loads the engine of a replica of one rank."""
 
 import torch
 
-from crossdock.workers.model.encoder_model import load_encoder
 from crossdock.workers.model.load import load_model
 from crossdock.workers.model.weights.checkpoint import resolve_model, resolve_tokenizer
 from crossdock.workers.model.weights.fingerprint import fingerprint
@@ -23,10 +22,7 @@ def load_engine(spec: ReplicaSpec) -> Engine:
     torch.set_num_threads(spec.num_threads)  # Ray sets OMP_NUM_THREADS by its own accounting
     device = device_of(spec)
     kv_bytes = spec.engine.budget.known(device) or 0
-    if spec.role == "encode":
-        config = spec.engine.model_copy(update={"enforce_eager": True})  # as steps with pictures are anywhere
-        return new_engine(load_encoder(spec.model, device, kv_bytes), config)
-    model = load_model(spec.model, device, kv_bytes=kv_bytes, takes_rows=spec.takes_rows)
+    model = load_model(spec.model, device, kv_bytes=kv_bytes)
     tokenizer = resolve_tokenizer(spec.tokenizer, spec.model.path)
     checkpoint = fingerprint(resolve_model(spec.model.path)) if spec.engine.kv_cache_files else ""
     weights = checkpoint and spec.name_of_kept_pages(checkpoint)

@@ -121,7 +121,6 @@ class Executor:
     encoding: Encoding | None = None  # None: prompts are text alone, see `why_text_alone`
     why_text_alone: str = ""
     cpu_kernels: str = ""  # which compute the matrix products of fused layers on a CPU; empty: none are named
-    makes_tokens: bool = True  # False: requests get rows of embeddings, on an encode replica
     speculation: "Speculation | None" = None
     adapters: "AdapterLoader | None" = None  # None: it takes no adapters
     tiers: "TierStore | None" = None

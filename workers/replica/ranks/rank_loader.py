@@ -90,7 +90,7 @@ def load_rank(
         links.wait_for_all()  # reading has no deadline, the check that follows has
 
     known = spec.engine.budget.known(device)
-    model = load_model(spec.model, device, links, known or 0, loaded, spec.takes_rows)
+    model = load_model(spec.model, device, links, known or 0, loaded)
     phases.done("logits checked")
     model = choose_groups_of_ranks(model, spec.engine, store, position.size)
     model = agree_on_states(model, spec.engine, store, position.size)

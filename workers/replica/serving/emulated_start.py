@@ -21,4 +21,4 @@ def start_emulated(spec: ReplicaSpec, device: EmulatedDevice) -> Started:
         "weights": 0,
         "pool": 0,
     }
-    return Started(engine, advertised(engine, device.profile), device.profile.weights or "emulated", machine, None)
+    return Started(engine, advertised(engine, device.profile), device.profile.weights or "emulated", machine)

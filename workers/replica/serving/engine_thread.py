@@ -143,13 +143,7 @@ class EngineThread(ObservedEngine):
     # -- for all of them ---------------------------------------------------------------------------------------------
 
     async def assign_role(self, role: Role) -> None:
-        """Change this replica's role without a restart. Running requests go on; routers are notified at once.
-
-        Raises:
-            ValueError: the role is `encode`, or this is an encode replica, whose model has no decoder.
-        """
-        if (role == "encode") == self.engine.makes_tokens:
-            raise ValueError(f"role cannot become {role}: no replica changes its role to or from encode")
+        """Change this replica's role without a restart. Running requests go on; routers are notified at once."""
 
         def change() -> None:
             self.publisher.assign_role(role)

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from crossdock.kernels.cpu.build import cpu_flags
-from crossdock.workers.model.encoder_model import EncoderModel
 from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.model.weights.weights import measure_part
 
@@ -22,10 +21,6 @@ def describe_machine(model: LoadedModel, graphs: str = "") -> dict[str, Any]:
     bytes of the KV pages.
     """
     is_cpu = model.device.type == "cpu"
-    if isinstance(model, EncoderModel):
-        weights = model.weight_bytes
-    else:
-        weights = measure_part(model.config, model.part.position, model.dtype)
     return {
         "device": cpu_name() if is_cpu else torch.cuda.get_device_name(model.device),
         "instructions": next((name for name in _NOTABLE if name in cpu_flags()), "") if is_cpu else "",
@@ -35,7 +30,7 @@ def describe_machine(model: LoadedModel, graphs: str = "") -> dict[str, Any]:
         "attention": model.attention.name,
         "kernels": model.kernels,
         "graphs": graphs,
-        "weights": weights,
+        "weights": measure_part(model.config, model.part.position, model.dtype),
         "pool": model.pool.tensor.nbytes,
     }
 

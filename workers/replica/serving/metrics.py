@@ -36,15 +36,10 @@ _SHARED = {True: "true", False: "false"}  # values of the label prefill_shared
 
 
 class EngineMetrics:
-    """The metrics of one engine, on a registry of their own. Its gauges are read at every scrape.
-
-    An encode replica counts steps, pictures, rows, pages and transfers. Its legs are parts of requests that other
-    replicas count, and its rows are no tokens: these metrics stay 0, so that sums over replicas mean what they say.
-    """
+    """The metrics of one engine, on a registry of their own. Its gauges are read at every scrape."""
 
     def __init__(self, engine: Engine) -> None:
         self.registry = CollectorRegistry()
-        self._makes_tokens = engine.makes_tokens
         self._token_bytes = engine.page_bytes * engine.pages.num_groups // engine.config.page_size
         self._define_step_metrics()
         self._define_chunk_metrics()
@@ -150,9 +145,6 @@ class EngineMetrics:
             "Requests this replica refused (429): the first token would be late.",
             "slo_class",
         )
-        self._cached_rows = self._counter(
-            "crossdock_cached_rows", "Rows of embeddings that an encode replica found in its pages."
-        )
         self._cancelled_bytes = self._counter(
             "crossdock_cancelled_kv_bytes", "KV bytes computed for requests that were aborted."
         )
@@ -160,13 +152,11 @@ class EngineMetrics:
     def _define_transfer_metrics(self) -> None:
         self._transfers = self._counter(
             "crossdock_transfers",
-            "Ended transfers; direction `embeddings`: from an encode replica; `fetched` and `lent`: of prefixes.",
+            "Ended transfers; direction `fetched` and `lent`: of prefixes.",
             "direction",
             "outcome",
         )
-        self._transfer_bytes = self._counter(
-            "crossdock_transfer_bytes", "Bytes of KV pages and of embeddings moved.", "direction"
-        )
+        self._transfer_bytes = self._counter("crossdock_transfer_bytes", "Bytes of KV pages moved.", "direction")
         self._transfer_seconds = self._histogram(
             "crossdock_transfer_seconds", "Seconds of one sent transfer, by phase.", _TRANSFER, "phase"
         )
@@ -190,9 +180,8 @@ class EngineMetrics:
         seconds.observe(step.seconds)
         if step.predicted:
             predicted.observe(step.predicted)
-        if self._makes_tokens:
-            self._step_tokens.observe(batch.num_tokens)
-        if chunks and self._makes_tokens:
+        self._step_tokens.observe(batch.num_tokens)
+        if chunks:
             self._step_prompt_tokens.observe(sum(part.num_tokens for part in chunks))
         if batch.num_decodes:
             self._step_decodes[kind].observe(batch.num_decodes)
@@ -205,9 +194,6 @@ class EngineMetrics:
 
     def progressed(self, progress: Progress) -> None:
         """Count the chunks, tokens and ends of requests that a step brought."""
-        if not self._makes_tokens:
-            self._cached_rows.inc(sum(chunk.start for timeline, chunk in progress.chunks if timeline.num_chunks == 1))
-            return
         for timeline, chunk in progress.chunks:
             self._chunks.observe(chunk.num_tokens)
             self._prompt_tokens.inc(chunk.num_tokens)
@@ -226,8 +212,6 @@ class EngineMetrics:
 
     def aborted(self, timeline: Timeline) -> None:
         """Count a request that was aborted, and the KV bytes that were computed for it."""
-        if not self._makes_tokens:
-            return
         self._end(timeline)
         counts = timeline.counts()
         self._cancelled_bytes.inc(max(counts.computed - counts.cached, 0) * self._token_bytes)
@@ -235,7 +219,7 @@ class EngineMetrics:
             self._slo_ttft.labels(timeline.slo.name, "missed").inc()  # late already when it was aborted
 
     def transferred(self, direction: str, figures: Figures, outcome: str) -> None:
-        """Count a transfer that has ended: `sent`, `received`, a prefix `fetched` or `lent`, or `embeddings`."""
+        """Count a transfer that has ended: `sent`, `received`, or a prefix `fetched` or `lent`."""
         self._transfers.labels(direction, outcome).inc()
         self._transfer_bytes.labels(direction).inc(figures.num_bytes)
         if direction == "sent" and figures.num_writes:
@@ -381,17 +365,6 @@ class _Gauges(Collector):
         yield _counter("crossdock_encoder_rows", "Rows of embeddings that encoding made.", totals.num_rows)
         text = "Pictures and groups of frames whose embeddings were in memory when a request reached them."
         yield _counter("crossdock_item_hits", text, totals.num_hits)
-        text = "Pictures and groups of frames whose embeddings another replica has sent, when a chunk read them."
-        yield _counter("crossdock_items_received", text, totals.num_copied)
-        lost = encoding.arriving.lost
-        text = "Pictures and groups of frames that others were to encode and that were left to this replica, by reason."
-        family = CounterMetricFamily("crossdock_items_lost", text, labels=["reason"])
-        for reason in ("failed", "late", "no room"):
-            family.add_metric([reason], lost[reason])
-        yield family
-        owned = encoding.arriving.num_pages - encoding.arriving.num_free
-        text = "Pages in which embeddings of other replicas arrive or lie until they are read."
-        yield _gauge("crossdock_landing_pages_owned", text, (), {(): owned})
         yield _gauge("crossdock_item_rows", "Rows of embeddings in memory.", (), {(): encoding.num_rows})
 
     def _drafts(self) -> Iterator[Metric]:
@@ -428,7 +401,7 @@ class _Gauges(Collector):
         for request in requests:
             if request.is_decoding or request.status is Status.HELD or request.leg is Leg.RECEIVE:
                 continue
-            tokens[request.slo_class] += request.num_uncached_tokens if self._engine.makes_tokens else 0
+            tokens[request.slo_class] += request.num_uncached_tokens
             seconds[request.slo_class] += self._engine.scheduler.forecast.prefill_seconds(request)
         yield _gauge(
             "crossdock_uncached_tokens_waiting",
@@ -438,7 +411,7 @@ class _Gauges(Collector):
         )
         yield _gauge(
             "crossdock_backlog_seconds",
-            "Predicted seconds to compute the waiting prompt tokens, or on an encode replica the waiting pictures.",
+            "Predicted seconds to compute the waiting prompt tokens.",
             ("slo_class",),
             {(name,): value for name, value in seconds.items()},
         )

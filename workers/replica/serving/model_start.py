@@ -5,7 +5,6 @@ import logging
 import os
 import threading
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import ray
@@ -26,7 +25,6 @@ from crossdock.workers.replica.ranks.rank_socket import GangAddress
 from crossdock.workers.replica.serving.follower import follow
 from crossdock.workers.replica.serving.machine import describe_machine
 from crossdock.workers.replica.serving.started import Started
-from crossdock.workers.replica.transfer.landing import open_landing
 from crossdock.workers.report.profile import SchedulingProfile
 
 logger = logging.getLogger("ray.serve")
@@ -61,8 +59,7 @@ class ModelStart:
         checkpoint = await asyncio.to_thread(lambda: fingerprint(resolve_model(spec.model.path)))
         machine = await asyncio.to_thread(describe_machine, engine.model, engine.executor.runner.graphs_text)
         self._starting = None
-        takes_rows = engine.scheduler.encoding.arriving.num_pages > 0
-        return Started(engine, profile, checkpoint, machine, partial(open_landing, engine) if takes_rows else None)
+        return Started(engine, profile, checkpoint, machine)
 
     async def _load(self, spec: ReplicaSpec, reached: Callable[[str], None]) -> tuple[Engine, SchedulingProfile]:
         engine = await asyncio.to_thread(load_engine, spec)

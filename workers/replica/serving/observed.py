@@ -99,7 +99,6 @@ class ObservedEngine:
         if request is None or request.epoch != epoch:
             return None
         own = [request.status.value, request.num_computed_tokens, request.num_tokens, request.num_preemptions]
-        own.append(self.engine.scheduler.encoding.arriving.num_arrived(request.owner))
         if self.engine.scheduler.is_paused:  # not stuck
             own.append(int(1000 * self.engine.clock()))
         waits = request.status is not Status.HELD and not request.is_decoding
@@ -110,11 +109,8 @@ class ObservedEngine:
         return self.timelines.live(tenant, self.engine.clock())
 
     async def metrics_text(self, vllm_model: str | None = None) -> str:
-        """Return the metrics of this replica in Prometheus' text format; arguments as in `EngineMetrics.text`.
-
-        An encode replica has none under vLLM's names, whose sums would count rows of pictures as tokens of prompts.
-        """
-        return self.metrics.text(vllm_model if self.engine.makes_tokens else None)
+        """Return the metrics of this replica in Prometheus' text format; arguments as in `EngineMetrics.text`."""
+        return self.metrics.text(vllm_model)
 
     def watched(self, seen: Mapping[str, int], tenant: str | None) -> dict[str, Any]:
         """Return the replica's state and its steps after those already `seen`, by incarnation: JSON for a dashboard.

@@ -86,7 +86,7 @@ class Replica:
 
     async def watched(self, seen: Mapping[str, int], tenant: str | None) -> dict[str, Any]:
         """Return `EngineThread.watched`, with the pool, the profile and the machine of this replica."""
-        profile = self.profile.model_dump(exclude={"peer", "rows_peer"}, mode="json")
+        profile = self.profile.model_dump(exclude={"peer"}, mode="json")
         pool = serve.get_replica_context().deployment
         return {"pool": pool, "profile": profile, "machine": self._machine, **self.engine_thread.watched(seen, tenant)}
 
@@ -124,11 +124,10 @@ def _start_thread(started: Started, of_pages: str, spec: ReplicaSpec) -> EngineT
         return EngineThread(engine)
     transfer = spec.transfer.model_copy(update={"host": spec.transfer.host or ray.util.get_node_ip_address()})
     arguments = spec.role, transfer
-    rows = [] if started.open_landing is None else [partial(started.open_landing, started.checkpoint, *arguments)]
     try:
-        return EngineThread(engine, partial(connect, engine, of_pages, *arguments), *rows)
+        return EngineThread(engine, partial(connect, engine, of_pages, *arguments))
     except TransportUnavailable as unavailable:
-        if spec.role != "mixed" or rows:
+        if spec.role != "mixed":
             raise
         logger.warning("no prefix is fetched from another replica, or sent to one: %s", unavailable)
         return EngineThread(engine)

@@ -1,11 +1,9 @@
 """An engine that is ready to serve, and what its replica says about it. No torch."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from crossdock.workers.replica.engine.engine import Engine
-from crossdock.workers.replica.transfer.side import Side
 from crossdock.workers.report.profile import SchedulingProfile
 
 
@@ -17,4 +15,3 @@ class Started:
     profile: SchedulingProfile
     checkpoint: str  # names the weights' files
     machine: dict[str, Any]  # see `describe_machine`
-    open_landing: Callable[..., Side] | None  # of embeddings from encode replicas; None: it takes none

@@ -1,4 +1,4 @@
-"""The part that an engine's thread knows of a kind of transfers: of KV pages (handover), or of embeddings (landing)."""
+"""The part that an engine's thread knows of a kind of transfers: of KV pages (handover)."""
 
 from collections.abc import Callable, Sequence
 from typing import ClassVar, Protocol, TypeAlias
@@ -10,7 +10,7 @@ from crossdock.workers.schedule.request import Request, TokenDelta
 from crossdock.workers.schedule.submission import Submission
 
 OnFigures: TypeAlias = Callable[[str, str, Figures, str], None]
-"""Called at a transfer's end: request id, `sent`, `received` or `embeddings`, figures, outcome."""
+"""Called at a transfer's end: request id, `sent` or `received`, figures, outcome."""
 
 SideOpener: TypeAlias = Callable[[Callable[[Event], None], OnFigures], "Side"]
 """Opens the dock of a side, given what to call with the dock's events, on the dock's threads, and `OnFigures`."""

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from crossdock.workers.schedule.pacing.chunking import Candidate, ChunkBudget
-from crossdock.workers.schedule.pictures.encoding import ON_THEIR_WAY, Encoding
+from crossdock.workers.schedule.pictures.encoding import Encoding
 from crossdock.workers.schedule.request import Request
 
 
@@ -13,26 +13,21 @@ class PromptChunk(NamedTuple):
     num_tokens: int
     limit: str = ""  # why the chunk is not longer, if an item is the reason
 
-    @property
-    def awaits_rows(self) -> bool:
-        """Return whether there is no chunk because embeddings are on their way."""
-        return self.limit == ON_THEIR_WAY and not self.num_tokens
-
 
 def chunk_with_items(
     encoding: Encoding, request: Request, prompt: Candidate, budget: ChunkBudget, threshold: int, page_size: int
 ) -> PromptChunk:
     """Return the chunk of a prompt with items, with the items that must be encoded for it.
 
-    An item is taken if its rows fit, and then a token of it. Else the chunk ends on the page boundary before the item,
-    as it does while the embeddings are on their way. Where items are kept whole, no chunk ends inside one.
+    An item is taken if its rows fit, and then a token of it. Else the chunk ends on the page boundary before the item.
+    Where items are kept whole, no chunk ends inside one.
     """
     start, limit = prompt.start, ""
     num_tokens = encoding.outside_items(request, start, budget.chunk(prompt, threshold, page_size), page_size)
     for stop in encoding.stops(request, start, page_size):
         if stop.start >= start + num_tokens:
             break
-        if stop.may_pass:
+        if stop.has_room:
             passing = prompt._replace(encoder_seconds=stop.seconds, has_floor=stop.has_floor)
             longer = encoding.outside_items(request, start, budget.chunk(passing, threshold, page_size), page_size)
             if start + longer > max(stop.start, start):

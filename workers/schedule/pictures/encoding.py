@@ -3,8 +3,6 @@
 A picture is encoded in the step of the first chunk that reads it, and never before. Its embeddings stay as long as a
 request is inside the picture. After that they are evicted when room is needed, the least recently used first. Only a
 more urgent request takes the room of a picture that others are inside: their rest of the picture is encoded again.
-
-Rows that another replica sends are copied in place of encoding, see arriving_rows.py.
 """
 
 from collections import OrderedDict
@@ -14,31 +12,21 @@ from math import inf
 from typing import NamedTuple
 
 from crossdock.workers.schedule.config import SchedulerConfig
-from crossdock.workers.schedule.pictures.arriving_rows import ArrivingRows, LandedItem
 from crossdock.workers.schedule.pictures.encoder_cost import EncoderCost
 from crossdock.workers.schedule.pictures.items import Item, items_in
 from crossdock.workers.schedule.pictures.whole_items import check_fit, least_tokens, most_tokens
 from crossdock.workers.schedule.request import Request, Status
 from crossdock.workers.schedule.submission import InvalidField
 
-LONGEST_SHIPPING_STEP_S = 0.02
-"""Seconds that several items of a step may take together on a replica whose rows another one waits for.
-
-Rows leave when their step ends. The other replica computes their chunks while the next item is encoded, instead of
-after all. A shorter time would divide batches of items that a GPU encodes faster together.
-"""
-
 
 class EncoderWork(NamedTuple):
-    """Lists the work of a step before its forward pass: forget embeddings, copy rows, encode items in one batch."""
+    """Lists the work of a step before its forward pass: forget embeddings, then encode items in one batch."""
 
     evicted: Sequence[bytes] = ()  # content hashes
     items: Sequence[Item] = ()
-    landed: Sequence[LandedItem] = ()  # rows that another replica has sent
 
 
 NO_ENCODER_WORK = EncoderWork()
-ON_THEIR_WAY = "encoder: an item's embeddings are on their way"
 
 
 class ItemFailure(NamedTuple):
@@ -54,8 +42,7 @@ class ItemStop(NamedTuple):
     start: int  # of the item
     before: int  # tokens of the chunk that ends before the item; 0 or less: there is none
     limit: str  # why the chunk ends before the item, if it does
-    may_pass: bool  # the item may be encoded in this step, if a token of it then fits
-    has_room: bool  # in the cache
+    has_room: bool  # in the cache: the item may be encoded in this step, if a token of it then fits
     seconds: float  # that the step then takes for items
     has_floor: bool  # it may also take time that streams do not leave: it could encode no less
 
@@ -68,7 +55,6 @@ class EncoderTotals:
     num_rows: int = 0  # of these
     num_hits: int = 0  # items that a request read from the cache when it reached them
     num_evicted: int = 0
-    num_copied: int = 0  # items whose embeddings another replica has sent
 
 
 @dataclass(slots=True)
@@ -82,8 +68,6 @@ class Encoding:
     capacity: int
     cost: EncoderCost | None = None  # None: encoding is free, as far as the scheduler knows
     keeps_items_whole: bool = False  # chunks may not end inside an item, see whole_items.py
-    longest_s: float = inf  # that several items of a step may take together; see `LONGEST_SHIPPING_STEP_S`
-    arriving: ArrivingRows = field(default_factory=ArrivingRows)  # embeddings that other replicas send
     totals: EncoderTotals = field(default_factory=EncoderTotals)
     _rows: OrderedDict[bytes, int] = field(default_factory=OrderedDict)  # rows by content, least recently used first
     _num_rows: int = 0
@@ -92,7 +76,6 @@ class Encoding:
     _is_starving: Callable[[Request], bool] = lambda _: False  # as given to `begin_step`
     _evicted: list[bytes] = field(default_factory=list)  # for the next step, as `_planned`
     _planned: dict[bytes, Item] = field(default_factory=dict)
-    _copies: dict[bytes, LandedItem] = field(default_factory=dict)  # as `_planned`
     _first_without_room: str = ""  # request id: the first in this step that stands still, because others hold the rows
 
     # -- reading ---------------------------------------------------------------------------------------------------
@@ -111,11 +94,11 @@ class Encoding:
         return self.cost.seconds(items) if self.cost is not None else 0.0
 
     def seconds_left(self, request: Request) -> float:
-        """Return the seconds of the encoder that the rest of a prompt needs here; 0 while another replica encodes."""
-        if not request.items or (request.is_encoded_elsewhere and self.arriving.num_pages):
+        """Return the seconds of the encoder that the rest of a prompt needs."""
+        if not request.items:
             return 0.0
         end = request.num_tokens
-        return self.seconds(self._to_encode(self._missing(request, end - request.num_uncached_tokens, end)))
+        return self.seconds(self._missing(request, end - request.num_uncached_tokens, end))
 
     def least_tokens(self, request: Request, start: int, page_size: int) -> int:
         """Return the tokens of the shortest chunk from `start` on; 0: every chunk may end on a page boundary."""
@@ -171,8 +154,7 @@ class Encoding:
     def stops(self, request: Request, start: int, page_size: int) -> Iterator[ItemStop]:
         """Yield where a chunk from `start` on may have to stop: before each item that needs something, in order.
 
-        Each stop assumes that the chunk passes all stops before it. Where an item lacks room, or its embeddings are on
-        their way, no further stop follows.
+        Each stop assumes that the chunk passes all stops before it. Where an item lacks room, no further stop follows.
 
         Once a request stands still for lack of room, later requests of this step get none: small items would keep a
         large one out for ever. Only requests inside an item go on, so that they give their room back. No request waits
@@ -192,17 +174,13 @@ class Encoding:
             room -= item.num_rows
             if has_room and item.content_hash in self._rows:  # it stays: items before it cannot have its rows
                 continue
-            if item.content_hash not in self._rows and self._is_awaited(request, item):
-                yield ItemStop(item.start, before, ON_THEIR_WAY, False, True, 0.0, False)
-                return
             passed.append(item)
             seconds = self._added(passed)
             reason = f"takes {seconds * 1e3:.0f} ms" if has_room else "finds no room in the cache"
             limit = f"encoder: an item of {item.num_rows} rows {reason}"
             is_least = not self._planned and (not passed_seconds or before <= 0)
             has_floor = is_least or seconds <= passed_seconds  # it adds none, or the step can encode no less
-            may_pass = has_room and not self._can_wait(passed, before)
-            yield ItemStop(item.start, before, limit, may_pass, has_room, seconds, has_floor)
+            yield ItemStop(item.start, before, limit, has_room, seconds, has_floor)
             passed_seconds = seconds
 
     def stand_still(self, request: Request) -> None:
@@ -214,15 +192,6 @@ class Encoding:
         if self.keeps_items_whole:
             return most_tokens(request.items, start, item.start, page_size)
         return item.start // page_size * page_size - start
-
-    def _can_wait(self, items: Sequence[Item], before: int) -> bool:
-        """Return whether the last of `items` is left to the next step, so that the rows of the others leave sooner.
-
-        `before`: tokens of the chunk that ends before that item.
-        """
-        others = [*self._planned.values(), *items[:-1]]
-        makes_progress = before > 0 or len(items) == 1
-        return bool(others) and makes_progress and self.seconds([*others, items[-1]]) > self.longest_s
 
     def take(self, request: Request, start: int, num_tokens: int) -> float:
         """Plan the items of a chunk, and keep their embeddings. Return the seconds that this adds to the step."""
@@ -239,34 +208,18 @@ class Encoding:
             self._make_room(item.num_rows, request)
             self._rows[item.content_hash] = item.num_rows
             self._num_rows += item.num_rows
-            self._plan(request, item)
+            self._planned[item.content_hash] = item
+            self.totals.num_encoded += 1
+            self.totals.num_rows += item.num_rows
         return seconds
-
-    def _plan(self, request: Request, item: Item) -> None:
-        """Plan to copy the rows of an item that have arrived, or to encode it."""
-        landed = self.arriving.find(item.content_hash)
-        if landed is not None:
-            self._copies[item.content_hash] = landed
-            self.arriving.begin_read(landed)
-            self.totals.num_copied += 1
-            return
-        self._planned[item.content_hash] = item
-        self.totals.num_encoded += 1
-        self.totals.num_rows += item.num_rows
-        self.arriving.refuse(request.owner)
 
     def take_work(self) -> EncoderWork:
         """Take the encoder's work that the next step does before its forward pass. Steps do their work in order."""
-        if not self._evicted and not self._planned and not self._copies:
+        if not self._evicted and not self._planned:
             return NO_ENCODER_WORK
-        work = EncoderWork(tuple(self._evicted), tuple(self._planned.values()), tuple(self._copies.values()))
-        self._evicted, self._planned, self._copies = [], {}, {}
+        work = EncoderWork(tuple(self._evicted), tuple(self._planned.values()))
+        self._evicted, self._planned = [], {}
         return work
-
-    def end_work(self, work: EncoderWork) -> None:
-        """Note that the step which did `work` has ended."""
-        for landed in work.landed:
-            self.arriving.end_read(landed)
 
     def forget(self, content_hash: bytes) -> None:
         """Forget the embeddings of an item that could not be encoded: the next request that reads it tries again."""
@@ -278,9 +231,8 @@ class Encoding:
         self._rows.clear()
         self._readers.clear()
         self._in_step.clear()
-        self._num_rows, self._evicted, self._planned, self._copies = 0, [], {}, {}
+        self._num_rows, self._evicted, self._planned = 0, [], {}
         self._first_without_room = ""
-        self.arriving.drop_reads()
 
     def _missing(self, request: Request, start: int, end: int) -> list[Item]:
         """Return the items in `[start, end)` whose embeddings are not in memory, each content once."""
@@ -293,17 +245,7 @@ class Encoding:
     def _added(self, items: Sequence[Item]) -> float:
         """Return the seconds that `items` add to the step, beside the items that it already encodes."""
         planned = list(self._planned.values())
-        return self.seconds([*planned, *self._to_encode(items)]) - self.seconds(planned)
-
-    def _to_encode(self, items: Sequence[Item]) -> Sequence[Item]:
-        """Return the items among `items` whose rows have not arrived from another replica."""
-        return [item for item in items if self.arriving.find(item.content_hash) is None]
-
-    def _is_awaited(self, request: Request, item: Item) -> bool:
-        """Return whether another replica sends the rows of an item, and they have not all arrived."""
-        if not request.is_encoded_elsewhere:
-            return False
-        return self.arriving.find(item.content_hash) is None and self.arriving.awaits(request, item)
+        return self.seconds([*planned, *items]) - self.seconds(planned)
 
     def _kept_from(self, request: Request) -> set[bytes]:
         """Return the contents whose rows a request cannot take: this step or an equally urgent request reads them.
@@ -338,9 +280,7 @@ class Encoding:
         self._readers.pop(content_hash, None)
         self._num_rows -= self._rows.pop(content_hash)
         self.totals.num_evicted += 1
-        if (landed := self._copies.pop(content_hash, None)) is not None:
-            self.arriving.end_read(landed)
-        elif self._planned.pop(content_hash, None) is None:
+        if self._planned.pop(content_hash, None) is None:
             self._evicted.append(content_hash)
 
 

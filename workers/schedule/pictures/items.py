@@ -90,19 +90,6 @@ def items_in(items: Sequence[Item], start: int, end: int) -> Iterator[Item]:
     return (item for item in items if item.start < end and item.end > start)
 
 
-def row_prompt(items: Sequence[Item], page_size: int) -> tuple[list[Item], int]:
-    """Lay out the rows of items as a prompt. Return the items with one token for each row, and the prompt's tokens.
-
-    Each item begins on a page, so that all its pages leave with the step that encodes it. A token of no item follows
-    on a page of its own: one token of a prompt is always computed, and the pages of all items can be prefix hits.
-    """
-    start, found = 0, list[Item]()
-    for item in items:
-        found.append(replace(item, start=start, length=item.num_rows))
-        start += -(-item.num_rows // page_size) * page_size
-    return found, start + 1
-
-
 def page_keys(items: Sequence[Item], first: int, page_size: int, num_pages: int) -> Iterator[bytes]:
     """Yield for each page a key of its items, whose content the placeholder tokens do not show.
 

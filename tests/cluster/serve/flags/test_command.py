@@ -83,7 +83,7 @@ def test_serve_without_key_on_every_address_warns(served: Served, flags: list[st
     ("args", "reason"),
     [
         (["org/absent"], "'org/absent' is neither a directory nor in the hub's cache"),
-        (["--pools", "encode=1,mixed=1"], "needs a model that takes pictures: this model reads text only"),
+        (["--pools", "encode=1,mixed=1"], "there are no encode pools: the replica that computes a prompt encodes"),
         (["--generation-config", "absent"], "'absent' must be auto (the model's own), vllm (none), or a directory"),
     ],
 )

@@ -72,17 +72,6 @@ def test_pools_are_summarised_one_by_one_and_all_ranks_count_as_memory() -> None
     assert sum(line.startswith("Memory") for line in lines) == 1
 
 
-def test_encode_pool_is_summarised_by_its_pictures() -> None:
-    cost = {"base": 0.01, "per_row": 0.001, "per_square": 0.0}
-    lines = summary([replica("encode", role="encode", encoder_cost=cost), replica("mixed")])
-    assert lines[:3] == [
-        "Machine: encode: Acme 9000 (avx512_bf16), 1 replica, 2 threads each; bfloat16, the encoder of pictures alone",
-        "Embeddings: encode: 80,000 rows; the pictures of a prompt have at most 8,192",
-        "Speed: encode: a picture of 256 rows takes 0.27 s",
-    ]
-    assert lines[4].startswith("KV pages: mixed: ")
-
-
 def test_replicas_on_other_machines_are_summarised_without_memory() -> None:
     assert not any(line.startswith("Memory") for line in summary([replica()]))
     assert summary([]) == []

@@ -51,8 +51,6 @@ def test_pictures_take_the_cache_the_largest_call_and_the_rows_of_a_step() -> No
     assert row == (1 + 2) * 128 * 4, "the input, and what is added after two layers, in float32"
     assert bytes_for_pictures(model, budget, peak) == (1 << 20) + (9 << 20) + 2 * 100 * row
     assert next(peaks, None) is None
-    model, peaks = paged_multimodal("qwen3_vl", takes_rows=True), iter([5 << 20, 9 << 20])
-    assert bytes_for_pictures(model, budget, peak) == (2 << 20) + (9 << 20) + 2 * 100 * row, "landing pages too"
     receiver = replace(model, part=ModelPart(RankPosition(1, 2)))
     assert bytes_for_pictures(receiver, budget, peak) == 2 * 100 * row, "a rank that receives rows"
     assert bytes_for_pictures(replace(model, encoder=None), budget, peak) == 0

@@ -1,4 +1,4 @@
-"""Weights that would give wrong results are refused by name: whole models, parts of ranks and encoders of pictures."""
+"""Weights that would give wrong results are refused by name: whole models and parts of ranks."""
 
 import json
 from collections.abc import Callable
@@ -14,14 +14,12 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from crossdock.workers.model.cut.position import RankPosition
-from crossdock.workers.model.encoder_model import load_encoder
 from crossdock.workers.model.load import load_model
 from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.model.weights.plain import PlainWeights
 from crossdock.workers.model.weights.scheme import check_asked, scheme_of
 from crossdock.workers.model.weights.weights import check_division
 from tests.workers.architectures import SERVED, build
-from tests.workers.multimodal import build_multimodal
 
 BF16 = torch.bfloat16
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_hidden_layers": 2}
@@ -185,16 +183,6 @@ def test_tensors_that_change_no_token_are_allowed(plain: tuple[Path, Tensors]) -
         assert read(saved(path, tensors, num_nextn_predict_layers=1), position) is not None
     with pytest.raises(ValueError, match=r"without a place in the model: model\.layers\.2\.mlp"):
         read(saved(path, tensors, num_nextn_predict_layers=0))
-
-
-def test_encoder_with_a_tensor_of_another_kind_is_refused(tmp_path: Path) -> None:
-    build_multimodal("qwen3_vl").save_pretrained(tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    name = next(key for key in tensors if "visual" in key and key.endswith("weight"))
-    assert load_encoder(ModelSpec(str(tmp_path), "float32"))
-    tensors[name] = tensors[name].to(torch.int8)
-    with pytest.raises(ValueError, match=r"\(I8, expected floats\)"):
-        load_encoder(ModelSpec(str(saved(tmp_path, tensors)), "float32"))
 
 
 @pytest.mark.parametrize("scale_dtype", [torch.float32, torch.uint8])

@@ -5,11 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from crossdock.workers.model.encoder_model import drop_decoder, wrap_encoder
-from crossdock.workers.model.load import wrap_module
 from crossdock.workers.replica.engine.remembered_sweep import Sweep, remembered_sweep
 from crossdock.workers.schedule.cost.cost import StepWork
-from tests.workers.multimodal import PLAIN, build_multimodal
 from tests.workers.replica.engines import engine_on, tiny_model
 
 CHUNK, DECODES = StepWork.of([(0, 64)]), StepWork.of([], [32] * 4)
@@ -50,15 +47,6 @@ def test_other_model_or_other_settings_measure_their_own() -> None:
     assert remembered_sweep(engine_on(tiny_model(80), num_pages=8), lambda: other, never) == other
     assert remembered_sweep(engine_on(tiny_model(64), num_pages=9), lambda: other, never) == other
     assert remembered_sweep(engine_on(tiny_model(64), num_pages=8, max_num_seqs=2), lambda: other, never) == other
-
-
-def test_encoder_alone_measures_its_own_beside_the_whole_model() -> None:
-    """Both have the same configuration, and here the same number of pages."""
-    other = [(CHUNK, 0.2), (DECODES, 0.1)]
-    remembered_sweep(engine_on(wrap_module(build_multimodal("llava", **PLAIN)), num_pages=40), lambda: EARLIER, never)
-    module = build_multimodal("llava", **PLAIN)
-    drop_decoder(module)
-    assert remembered_sweep(engine_on(wrap_encoder(module), num_pages=40), lambda: other, never) == other
 
 
 @pytest.mark.parametrize("content", ["", "{}", '{"key": "another", "value": []}'])

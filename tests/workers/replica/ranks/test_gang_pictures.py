@@ -1,7 +1,5 @@
 """Requests with pictures on replicas of several ranks: transformers' tokens, whatever happens to them."""
 
-import asyncio
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,6 @@ from crossdock.workers.model.runner import Runner
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.calibrate import warm_up
 from crossdock.workers.replica.engine.computing import new_engine
-from crossdock.workers.schedule.pictures.encoding_leg import encoding_leg
 from crossdock.workers.schedule.request import FinishReason
 from tests.workers.gangs import ganged
 from tests.workers.multimodal import (
@@ -31,7 +28,6 @@ from tests.workers.replica.engine.test_pictures import NUM_TOKENS, broken, expec
 from tests.workers.replica.engines import run, tokens_of
 from tests.workers.replica.ranks.test_gang_graphs import follow_recording, stand_in
 from tests.workers.replica.sides import Side, closing, ship
-from tests.workers.replica.transfer.test_landing import encoder_side
 
 CHUNKS: dict[str, Any] = {"max_num_batched_tokens": 16, "max_num_seqs": 8, "page_size": 8}
 
@@ -172,32 +168,3 @@ async def test_pictures_shipped_between_unequal_shards_have_the_tokens_of_transf
                 assert await ship(prefill, decode, submission(name, prompt)) == expected[name]
             encodings = [each.engine.scheduler.encoding for each in (prefill, decode)]
             assert [encoding.totals.num_encoded for encoding in encodings if encoding is not None] == [3, 0]
-
-
-async def test_gang_takes_embeddings_of_an_encode_replica(ranks: Ranks, tmp_path: Path) -> None:
-    """The driver lands them, and encodes what a lost replica has not sent."""
-    family = "qwen3_vl"
-    path, works, expected = saved(build_multimodal(family), tmp_path), prompts_of(family), expected_of(family)
-
-    settings = {"max_num_batched_tokens": 24, "max_num_seqs": 8, "page_size": 8}
-    with ganged(ranks, path, 2, 2, takes_rows=True, **settings) as engine:
-        encoder, first = encoder_side(family, "tcp"), Side("tcp", engine=engine)
-        encodings = [each.engine.scheduler.encoding for each in (encoder, first)]
-        async with closing(encoder, first):
-            for name, prompt in works.items():
-                work = submission(name, prompt)
-                if not prompt.items:
-                    assert await first.generate(work) == expected[name]
-                    continue
-                leg = replace(encoding_leg(work, 8), peer=first.landing.dock.blob)
-                sending = asyncio.create_task(encoder.thread.submit("test", leg))
-                assert await first.generate(replace(work, encoder=encoder.blob)) == expected[name]
-                await sending
-            assert [each.totals.num_encoded for each in encodings if each is not None] == [3, 0]
-            await first.on_engine(engine.pages.stock.clear_cache)
-            last = submission("last", PicturePrompt.of(5, picture(family, 7), 9))
-            await first.thread.peer_dead(encoder.blob)
-            found = await first.generate(replace(last, encoder=encoder.blob))
-            module = build_multimodal(family)
-            assert found == continuation(module, PicturePrompt.of(5, picture(family, 7), 9), NUM_TOKENS)
-            assert [each.totals.num_encoded for each in encodings if each is not None] == [3, 1]
