@@ -72,8 +72,7 @@ class InProcess:
         else:
             self.profile = calibrate.warm_up(engine)
         arguments = engine, "tiny", role, TransferConfig(transport="tcp")
-        pages = [partial(connect, *arguments)] if role != "mixed" else []
-        self.engine_thread = EngineThread(engine, *pages)
+        self.engine_thread = EngineThread(engine, partial(connect, *arguments) if role != "mixed" else None)
         controls = Controls(self.engine_thread)
         self.pause, self.resume = controls.pause, controls.resume
         self.profile = self.profile.model_copy(update={"role": role, **self.engine_thread.addresses})

@@ -19,8 +19,8 @@ from crossdock.workers.replica.config import EngineConfig, TransferConfig
 from crossdock.workers.replica.engine.computing import new_engine
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.replica.serving.engine_thread import EngineThread
+from crossdock.workers.replica.transfer.fetches import OnFigures
 from crossdock.workers.replica.transfer.handover import Handover, connect
-from crossdock.workers.replica.transfer.side import OnFigures
 from crossdock.workers.schedule.request import FinishReason, TokenDelta
 from crossdock.workers.schedule.submission import Leg, SamplingParams, Submission
 from tests.workers.architectures import build
@@ -73,7 +73,7 @@ class Side:
 
     @property
     def handover(self) -> Handover:
-        [found] = [side for side in self.thread.sides if isinstance(side, Handover)]
+        [found] = self.thread.handovers
         return found
 
     @property
@@ -118,7 +118,7 @@ class Side:
         """Return whether nothing is owned, quarantined or being transferred, now or within five seconds."""
         for _ in range(500):
             counts = await self.on_engine(self.engine.pages.counts)
-            num_open = sum(side.dock.counts().num_open for side in self.thread.sides)
+            num_open = sum(side.dock.counts().num_open for side in self.thread.handovers)
             if counts.owned == counts.quarantined == num_open == 0:
                 return True
             await asyncio.sleep(0.01)

@@ -17,8 +17,8 @@ from crossdock.workers.replica.serving.channel import Channel
 from crossdock.workers.replica.serving.inbox import Inbox
 from crossdock.workers.replica.serving.observed import ObservedEngine, log_ended, request_logger
 from crossdock.workers.replica.serving.readers import AttemptKey, Readers, Superseded
+from crossdock.workers.replica.transfer.handover import Handover, HandoverOpener
 from crossdock.workers.replica.transfer.replica_dock import rank_blobs
-from crossdock.workers.replica.transfer.side import Side, SideOpener
 from crossdock.workers.report.advertise import HEARTBEAT_S, LiveProfile, Message, PageChanges
 from crossdock.workers.report.profile import Role
 from crossdock.workers.report.timeline import Progress, Timeline
@@ -32,8 +32,8 @@ _MOST_FAILURES = 3  # one after the other outside of steps, before the replica e
 class EngineThread(ObservedEngine):
     """Steps an engine for as long as it has work. All public methods belong to the event loop that constructed it."""
 
-    def __init__(self, engine: Engine, *openers: SideOpener) -> None:
-        """`openers`: of the transfers with other replicas; none: all work is local."""
+    def __init__(self, engine: Engine, opener: HandoverOpener | None = None) -> None:
+        """`opener`: of the transfers with other replicas; None: all work is local."""
         super().__init__(engine)
         self._readers = Readers()
         self._num_failures = 0  # outside of steps, since the last step
@@ -44,22 +44,20 @@ class EngineThread(ObservedEngine):
         self.call = self._calls.call
         self._is_gang_lost = False  # then nothing may be computed or ended any more
         self._is_blocked = False  # every request waits for pages on their way in or out: no step can do anything
-        self.sides = [
-            opener(partial(self._on_event, number), self.transferred) for number, opener in enumerate(openers)
-        ]
-        self.metrics.watch([side.dock for side in self.sides])
+        self.handovers: list[Handover] = [] if opener is None else [opener(self._on_event, self.transferred)]
+        self.metrics.watch([each.dock for each in self.handovers])
         self.watch_loads(partial(self._inbox.post, is_urgent=True))
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
     @property
     def is_alive(self) -> bool:
-        return self._thread.is_alive() and all(side.dock.is_alive for side in self.sides)
+        return self._thread.is_alive() and all(each.dock.is_alive for each in self.handovers)
 
     @property
     def addresses(self) -> dict[str, bytes]:
         """Return the fields of the replica's profile at which other replicas reach its docks."""
-        return {side.address: side.dock.blob for side in self.sides}
+        return {"peer": self.handovers[0].dock.blob} if self.handovers else {}
 
     @property
     def num_posted(self) -> int:
@@ -153,16 +151,16 @@ class EngineThread(ObservedEngine):
 
     async def peer_dead(self, peer: bytes) -> None:
         """Fail the transfers with another replica, named by its blob: its process has ended."""
-        for side in self.sides:
+        for each in self.handovers:
             for blob in rank_blobs(peer):
-                side.dock.call(PeerDeadCall(blob))
+                each.dock.call(PeerDeadCall(blob))
 
     async def close(self) -> None:
         """Stop after the running step. Open channels end."""
         self._inbox.close()
         await asyncio.to_thread(self._thread.join)
-        for side in self.sides:
-            await asyncio.to_thread(side.dock.close)
+        for each in self.handovers:
+            await asyncio.to_thread(each.dock.close)
         await asyncio.to_thread(self.close_loads)
         self._ended()
 
@@ -183,17 +181,20 @@ class EngineThread(ObservedEngine):
         for action in chain(self._inbox.due(), [lambda: self._end(self.engine.load_adapters())]):
             self._guard(action)
         self._publish()
-        for side in self.sides:
-            self._guard(side.plan)  # before the step, or a new request waits for the end of two
+        for each in self.handovers:
+            self._guard(each.plan)  # before the step, or a new request waits for the end of two
         step = self._attempt(self.engine.step) if self.engine.has_work and not self._is_gang_lost else None
         self._is_blocked = step is not None and not step.batch
-        self._guard(lambda: self._step_sides(step))
+        self._guard(lambda: self._step_handovers(step))
         self.offer_to_tiers()
 
     @property
     def _patience(self) -> float | None:
         """Seconds until there may be something to do although nothing happens; None: no limit."""
-        limits = [self.engine.scheduler.awaited.patience(self.engine.clock()), *(side.patience for side in self.sides)]
+        limits = [
+            self.engine.scheduler.awaited.patience(self.engine.clock()),
+            *(each.patience for each in self.handovers),
+        ]
         return min((limit for limit in limits if limit is not None), default=None)
 
     def _guard(self, action: Callable[[], object]) -> None:
@@ -245,16 +246,16 @@ class EngineThread(ObservedEngine):
         while not self.engine.pipeline.is_empty and not self._is_gang_lost:
             step = self._attempt(self.engine.finish_step)
             if step is not None:
-                self._step_sides(step)
+                self._step_handovers(step)
 
-    def _step_sides(self, step: Step | None) -> None:
-        for side in self.sides:
-            self._end(side.step(step))
+    def _step_handovers(self, step: Step | None) -> None:
+        for each in self.handovers:
+            self._end(each.step(step))
 
     def _notify_aborted(self, requests: Sequence[Request]) -> None:
         for request in requests:
-            for side in self.sides:
-                side.aborted(request)
+            for each in self.handovers:
+                each.aborted(request)
 
     def _end(self, deltas: Sequence[TokenDelta]) -> None:
         """Report requests that ended between two steps."""
@@ -287,15 +288,14 @@ class EngineThread(ObservedEngine):
 
     # -- the engine's thread, between two steps ----------------------------------------------------------------------
 
-    def _on_event(self, number: int, event: Event) -> None:
-        """Post an event of the dock of a side. Called on the dock's thread, where `sides` may not be complete yet."""
-        self._inbox.post(lambda: self._handle(self.sides[number], event), is_urgent=True)
+    def _on_event(self, event: Event) -> None:
+        """Post an event of the dock. Called on the dock's thread, perhaps before `handovers` is set."""
+        self._inbox.post(lambda: self._handle(event), is_urgent=True)
 
-    def _handle(self, side: Side, event: Event) -> None:
-        if side.ends_requests:
-            self._finish_steps_of([event.request])
+    def _handle(self, event: Event) -> None:
+        self._finish_steps_of([event.request])  # its end may be what the event brings
         if not self._is_gang_lost:
-            self._end(side.handle(event))
+            self._end(self.handovers[0].handle(event))
 
     def _add(self, submission: Submission, arrived: float, grammar: Any) -> None:
         if self._readers.has_ended(submission.id, submission.epoch):
@@ -311,8 +311,8 @@ class EngineThread(ObservedEngine):
         request = self.engine.scheduler.table.get(submission.id)
         assert request is not None
         try:
-            for side in self.sides:
-                side.add(submission)
+            for each in self.handovers:
+                each.add(submission)
             self.timelines.add(submission, request, arrived, self.engine.scheduler.forecast.seconds_alone(request))
         except Exception:
             self.engine.abort(submission.id)  # a request without a timeline would fail the steps that compute it

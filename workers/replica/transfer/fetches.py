@@ -8,6 +8,7 @@ here ends a request: what does not arrive is computed.
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from crossdock.kvtransfer.calls import (
     AskCall,
@@ -36,10 +37,12 @@ from crossdock.kvtransfer.records import GroupPages
 from crossdock.workers.replica.config import TransferConfig
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.replica.transfer.replica_dock import ReplicaDock, rank_blobs
-from crossdock.workers.replica.transfer.side import OnFigures
 from crossdock.workers.schedule.prefixes.borrowed import BorrowedPrefixes
 from crossdock.workers.schedule.request import Request
 from crossdock.workers.schedule.submission import Submission
+
+OnFigures: TypeAlias = Callable[[str, str, Figures, str], None]
+"""Called at a transfer's end: request id, `sent`, `received`, `fetched` or `lent`, figures, outcome."""
 
 logger = logging.getLogger(__name__)
 _SUFFIX = "/prefix"  # of a fetch's name: the request's own pages may travel at the same time, in either direction

@@ -7,7 +7,7 @@ handover maps the dock's events to calls of the engine, and the engine's steps t
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import TypeAlias
 
 import msgspec
 
@@ -37,9 +37,8 @@ from crossdock.kvtransfer.events import (
 from crossdock.kvtransfer.layout import IncompatiblePools
 from crossdock.workers.replica.config import TransferConfig
 from crossdock.workers.replica.engine.engine import Engine, Step
-from crossdock.workers.replica.transfer.fetches import Fetches, pages_of
+from crossdock.workers.replica.transfer.fetches import Fetches, OnFigures, pages_of
 from crossdock.workers.replica.transfer.replica_dock import ReplicaDock, rank_blobs
-from crossdock.workers.replica.transfer.side import OnFigures
 from crossdock.workers.schedule.batch import Batch
 from crossdock.workers.schedule.request import FinishReason, Request, Status, TokenDelta
 from crossdock.workers.schedule.submission import Leg, Submission
@@ -58,10 +57,8 @@ class _Transfer:
 
 @dataclass(slots=True, eq=False)
 class Handover:
-    """The transfers of KV pages of one engine."""
+    """The transfers of KV pages of one engine. Its calls must not overlap with the engine's own."""
 
-    ends_requests: ClassVar[bool] = True
-    address: ClassVar[str] = "peer"
     engine: Engine
     dock: ReplicaDock
     config: TransferConfig
@@ -93,10 +90,12 @@ class Handover:
             self.engine.scheduler.handoff.offer(submission.id)
 
     def aborted(self, request: Request) -> None:
+        """End the transfer of a request that was aborted here."""
         self._cancel(request.id, request.leg)
 
     @property
     def patience(self) -> float | None:
+        """Seconds until `plan` and `step` should be called again although nothing happens; None: no limit."""
         limits = (self.config.deadline_s / 6 if self._transfers else None, self.fetches.patience)
         return min((limit for limit in limits if limit is not None), default=None)
 
@@ -263,6 +262,10 @@ def _token(result: bytes, vocab_size: int) -> int | None:
 
 def _owner(event: Event) -> str:
     return Request.owner_name(event.request, event.epoch)
+
+
+HandoverOpener: TypeAlias = Callable[[Callable[[Event], None], OnFigures], Handover]
+"""Opens a handover, given what to call with the dock's events, on the dock's threads, and `OnFigures`."""
 
 
 def connect(
