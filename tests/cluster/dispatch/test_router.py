@@ -1,8 +1,10 @@
-"""Two ingresses and several replicas, in processes of their own: both ingresses find a cached prefix, and no request is
-lost while replicas come, die and are drained."""
+"""Two ingresses and several replicas, in processes of their own: both ingresses find a cached prefix, a replica fetches
+that of a busy one, and no request is lost while replicas come, die and are drained."""
 
+import itertools
 import json
 import os
+import signal
 import threading
 import time
 from collections import Counter
@@ -12,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 from ray import serve
 
@@ -22,6 +25,9 @@ from tests.waiting import eventually
 
 POISON = [499, 3, 499, 3, 498]  # tokens that end every replica that gets them
 REPLICAS = 3
+PREFIX, TAIL = 3000, 400  # tokens
+BURST = 6  # prompts with one prefix: more than its holder can begin with at once
+_UNSEEN = itertools.count(900)  # numbers of prompts of which no page is cached
 
 
 @pytest.fixture(scope="module")
@@ -117,6 +123,58 @@ def test_prediction_error_of_each_request_is_measured(url: str) -> None:
     for number in range(3):
         complete(url, prompt(200 + number, 300))
     assert metric(url, "crossdock_router_ttft_relative_error_count") == before + 3
+
+
+def cached_at(url: str) -> tuple[list[int], str]:
+    """Return a prefix that one replica has cached, and the replica's name."""
+    prefix = prompt(next(_UNSEEN), PREFIX)
+    stream = Stream(url, prefix, 1)
+    stream.result()
+    (timeline,) = stream.timelines()
+    return prefix, timeline["replica"]
+
+
+def burst(url: str, prefix: list[int]) -> list[Stream]:
+    """Return streams of prompts that begin with a prefix, all sent at once."""
+    return [Stream(url, prefix + prompt(next(_UNSEEN), TAIL)) for _ in range(BURST)]
+
+
+def fetches(streams: list[Stream]) -> list[str]:
+    """Return the outcomes of the fetches for some streams."""
+    found = [each for stream in streams for part in stream.timelines() for each in part["transfers"]]
+    return [each["outcome"] for each in found if each["direction"] == "fetched"]
+
+
+def test_prefix_of_a_busy_replica_is_fetched_and_no_token_changes(url: str, local: Engine) -> None:
+    streams = list[Stream]()
+
+    def has_fetched() -> bool:
+        """Whether a fetch has arrived. A holder may be done too soon for one on a fast machine."""
+        prefix, _ = cached_at(url)
+        latest = burst(url, prefix)
+        outputs = [stream.result() for stream in latest]
+        assert outputs == expected(local, [stream.prompt for stream in latest])
+        streams.extend(latest)
+        return "arrived" in fetches(streams)
+
+    eventually(has_fetched, lambda: f"no fetch arrived: {fetches(streams)}", 120)
+    assert sum(pools.samples(url, 'crossdock_transfers_total{direction="fetched",outcome="arrived"').values()) > 0
+
+
+def test_source_that_is_killed_while_its_prefix_is_fetched_changes_no_token(url: str, local: Engine) -> None:
+    """Its own requests are placed again, and what it did not send is computed."""
+    prefix, holder = cached_at(url)
+    source: psutil.Process = processes("mixed")[holder]
+    source.send_signal(signal.SIGSTOP)  # else the fetch may be over before the source is killed
+    streams = burst(url, prefix)
+    others = {*processes("mixed")} - {holder}
+    eventually(lambda: any(part["replica"] in others for each in streams for part in each.timelines()))
+    source.kill()
+    assert [stream.result() for stream in streams] == expected(local, [stream.prompt for stream in streams])
+    outcomes = fetches(streams)
+    assert outcomes, "no replica has asked for the prefix"
+    assert "arrived" not in outcomes
+    pools.wait_until_whole(url, REPLICAS)
 
 
 def test_poison_is_refused_after_two_replicas_and_streams_beside_it_go_on(url: str, local: Engine) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from tests.cluster.serve.pools import served_pools as pools
 from tests.waiting import eventually
@@ -77,6 +78,7 @@ def test_pool_grows_under_load_and_shrinks_without_failing_a_request(ray_cluster
     assert not failed
 
 
+@pytest.mark.soak  # the test above has the scaler on a real Ray, test_pools a role that changes under load
 def test_scaler_assigns_an_idle_decode_replica_to_prefill_under_prompts(
     ray_cluster: None, small_model_dir: Path
 ) -> None:

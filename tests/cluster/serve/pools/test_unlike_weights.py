@@ -85,6 +85,7 @@ def test_stream_of_a_killed_replica_goes_on_with_its_own_weights(url: str, oracl
     assert len(weights) == len({name for _, name in weights}) == 2, "equal in a pool, and unlike in two"
 
 
+@pytest.mark.soak  # test_upgrade has the upgrade, the test above streams that keep their format
 def test_upgrade_to_another_format_changes_no_running_stream(url: str, oracles: dict[str, Any]) -> None:
     """The plain pool becomes FP8 while streams run; each ends in the format in which it began."""
     _, fp8 = oracles["folders"]
