@@ -93,8 +93,8 @@ class PoolConfig(BaseModel):
     role: Role = Field("mixed", description="mixed, prefill or decode; by default its name if that is one of them.")
     replicas: int = Field(
         1,
-        ge=1,
-        description="Number of replicas; the minimum, if max_replicas is set.",
+        ge=0,
+        description="Number of replicas; the minimum, if max_replicas is set; 0: the first request starts one.",
     )
     max_replicas: int | None = Field(None, ge=1, description="Number that the pool may grow to; null: none.")
     num_cpus: int = Field(0, ge=0, description="Cores of each rank; 0 reserves none and uses all.")

@@ -8,7 +8,7 @@ moment. *E2E*: from sending to the end of the response.
 
 from collections.abc import Iterable, MutableSequence, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +36,7 @@ class Sample:
     stopped: bool = False  # closed by the client, on purpose
     service_tier: str | None = None  # the SLO class it asked for
     tenant: str | None = None  # who sent it
+    model: str = ""  # of several that are simulated
     refused: bool = False  # answered 429: the server predicted that it would be late
     unreachable: bool = False  # no connection could be made
 
@@ -205,11 +206,13 @@ def by_class(samples: Sequence[Sample], duration: float, targets: Targets) -> di
     return {"classes": classes, "goodput": _goodput(good, len(tiered), max(duration, 1e-9))}
 
 
-def by_tenant(samples: Sequence[Sample], duration: float, targets: Targets) -> dict[str, Any]:
-    """Return the figures of each tenant, with its goodput under the targets of its requests' classes."""
+def by_tenant(
+    samples: Sequence[Sample], duration: float, targets: Targets, field: Literal["tenant", "model"] = "tenant"
+) -> dict[str, Any]:
+    """Return the figures of each tenant or model, with its goodput under the targets of its requests' classes."""
     found = {}
-    for name in sorted({s.tenant for s in samples if s.tenant is not None}):
-        own = [s for s in samples if s.tenant == name]
+    for name in sorted({getattr(s, field) for s in samples} - {None, ""}):
+        own = [s for s in samples if getattr(s, field) == name]
         good = sum(meets(s, targets.get(s.service_tier or DEFAULT_CLASS, {})) for s in own)
         found[name] = summarize(own, duration) | {"goodput": _goodput(good, len(own), max(duration, 1e-9))}
     return found

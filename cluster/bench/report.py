@@ -101,12 +101,12 @@ def add_classes(out: Table, slo: dict[str, Any]) -> None:
     out.caption = "A long prompt, too, must meet its class's plain TTFT to be good."
 
 
-def add_tenants(out: Table, tenants: dict[str, Any]) -> None:
-    """Add the rows of each tenant, as `metrics.by_tenant` returns them."""
+def add_tenants(out: Table, tenants: dict[str, Any], kind: str = "tenant") -> None:
+    """Add the rows of each tenant or model, as `metrics.by_tenant` returns them."""
     for name, figures in tenants.items():
         out.add_section()
         answers = (figures[f"requests_{how}"] for how in ("ok", "refused", "failed"))
-        out.add_row(f"tenant {escape(name)}: ok / refused / failed", " / ".join(map(str, answers)))
+        out.add_row(f"{kind} {escape(name)}: ok / refused / failed", " / ".join(map(str, answers)))
         out.add_row(*_goodput("  good", figures["goodput"]))
         out.add_row("  TTFT      p50 / p99", _spread(figures["ttft_ms"], "p50", "p99"))
         if "charged_s" in figures:

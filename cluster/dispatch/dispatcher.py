@@ -38,7 +38,7 @@ from crossdock.router.actions import (
 )
 from crossdock.router.fleet import Fleet, RouterConfig
 from crossdock.router.request_life import MOST_PLACEMENTS, RequestLife
-from crossdock.workers.report.profile import SchedulingProfile
+from crossdock.workers.report.profile import Role, SchedulingProfile
 from crossdock.workers.schedule.request import FinishReason, TokenDelta
 from crossdock.workers.schedule.shares import Shares
 from crossdock.workers.schedule.submission import Overloaded, Submission
@@ -291,6 +291,10 @@ class Dispatcher:
     def ready(self) -> bool:
         """Return whether a replica is up that computes prompts."""
         return self._connections.is_ready
+
+    def has_roles(self, roles: Collection[Role]) -> bool:
+        """Return whether a replica of each of these roles is up."""
+        return {*roles} <= {each.profile.role for each in self._connections.opened()}
 
     async def timelines(self, request_id: str, tenant: str | None) -> list[dict[str, Any]]:
         """Return the timelines of all that the client's request `request_id` led to, on all replicas, oldest first.

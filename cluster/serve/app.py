@@ -58,7 +58,7 @@ def engine_deployment(config: ClusterConfig, pool: PoolConfig) -> serve.Applicat
     spec = config.replica_spec(pool)
     deployment = serve.deployment(
         name=pool.name,
-        num_replicas=max(pool.replicas, 1),
+        num_replicas=max(pool.replicas, 1),  # Serve cannot begin with none: the scaler ends this one
         max_ongoing_requests=_NEVER_QUEUE,
         ray_actor_options={
             "num_cpus": pool.num_cpus,
@@ -73,7 +73,6 @@ def engine_deployment(config: ClusterConfig, pool: PoolConfig) -> serve.Applicat
         graceful_shutdown_wait_loop_s=0.1,
         **(_placement_group(pool) if pool.num_ranks > 1 else {}),
     )(REPLICA)
-    deployment._deployment_config.num_replicas = pool.replicas  # Serve runs none, but has no public way to begin so
     return deployment.bind(spec)
 
 

@@ -30,6 +30,7 @@ from crossdock.cluster.api.routes.response_store import StoredResponse
 from crossdock.cluster.api.routes.responses import Action
 from crossdock.cluster.config import ClusterConfig
 from crossdock.cluster.dispatch.client import follow_members
+from crossdock.cluster.dispatch.cold_start import ColdStart
 from crossdock.cluster.dispatch.dispatcher import Dispatcher
 from crossdock.cluster.dispatch.dispatchers import Dispatchers
 from crossdock.cluster.dispatch.gate import PauseMode
@@ -81,7 +82,7 @@ class Ingress:
         self.fleets = self._fleets(http)
         routes: list[ModelRoutes] = []
         for each in models:
-            routes.append(await self._routes(each, routes))
+            routes.append(await self._routes(each, routes, scaler))
         decisions = None if scaler is None else partial(_decisions, scaler)
         rollouts = self._rollouts(http)
         self._api = build_api_of(
@@ -127,7 +128,9 @@ class Ingress:
             return Dispatchers(self._dispatchers, self._all_ingress_metrics, http.metrics_hold_s)
         return next(iter(self._dispatchers.values()))
 
-    async def _routes(self, config: ClusterConfig, others: Sequence[ModelRoutes]) -> ModelRoutes:
+    async def _routes(
+        self, config: ClusterConfig, others: Sequence[ModelRoutes], scaler: DeploymentHandle | None
+    ) -> ModelRoutes:
         """Return the routes of a model. `others`: those of the models before."""
         model, engine, dispatcher = config.model, config.engine, self._dispatchers[config.model.name]
         path = resolve_model(model.path, needs_weights=not config.is_emulated)
@@ -145,8 +148,20 @@ class Ingress:
             media,
             await asyncio.to_thread(self._adapters_of, config),
             model.name,
+            self._cold_start(config, scaler) if scaler is not None and config.starts_on_request else None,
             others[0] if others else None,
         )
+
+    def _cold_start(self, config: ClusterConfig, scaler: DeploymentHandle) -> ColdStart:
+        """Return the start of a model that may have no replica."""
+        name, dispatcher = config.model.name, self._dispatchers[config.model.name]
+        is_up = partial(dispatcher.has_roles, {pool.role for pool in config.pools})
+
+        async def ask() -> float:
+            async with asyncio.timeout(_SCRAPE_S):
+                return float(await scaler.start.remote(name))
+
+        return ColdStart(name, is_up, ask, dispatcher.spawn)
 
     def _adapters_of(self, config: ClusterConfig) -> AdapterNames:
         """Return the names of the configured adapters. ValueError: one of them cannot be served."""

@@ -9,6 +9,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -22,7 +23,9 @@ from ray.serve.handle import DeploymentHandle
 from crossdock.cluster.config import DEVICES, ClusterConfig
 from crossdock.cluster.dispatch.client import ReplicaClient, follow_members
 from crossdock.cluster.dispatch.connections import READS_S
+from crossdock.cluster.serve.known_starts import first_guess, known_starts, remember_start, start_key
 from crossdock.router.scaling import Bounds, Flip, Resize, Scaling
+from crossdock.router.starts import Starts
 from crossdock.workers.replica.serving.own_node import bind_serve_to_own_node
 from crossdock.workers.report.profile import SchedulingProfile
 
@@ -60,6 +63,15 @@ class Scaler:
         self._decisions: deque[dict[str, Any]] = deque(maxlen=_NUM_DECISIONS)
         self._clients: dict[str, ReplicaClient] = {}
         self._following: dict[str, asyncio.Task[None]] = {}
+        lazy = {each.model.name: each for each in models if each.starts_on_request}
+        self._start_keys = {name: start_key(each) for name, each in lazy.items()}
+        known = await asyncio.to_thread(known_starts)
+        learnt = {name: known[key] for name, key in self._start_keys.items() if key in known}
+        guesses = {
+            name: await asyncio.to_thread(first_guess, each) for name, each in lazy.items() if name not in learnt
+        }
+        self._starts = Starts(guesses, learnt)
+        self._awake = asyncio.Event()
         self._controller: Any = ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
         name = f"scaler-{uuid.uuid4().hex}"
         for pool, handle in engines.items():
@@ -76,6 +88,13 @@ class Scaler:
         if self._running.done():
             self._running.result()
 
+    def start(self, model: str) -> float:
+        """Have a replica of a model start: a request waits. Returns the predicted seconds until it is up."""
+        now = time.monotonic()
+        self._scaling.ask(model, now)
+        self._awake.set()
+        return self._starts.remaining(model, now)
+
     def decisions(self) -> list[dict[str, Any]]:
         """Return the newest decisions since this scaler started, oldest first: fields of `Resize` or `Flip`, and with
         them `at` (Unix seconds) and `error` (null: applied)."""
@@ -84,6 +103,10 @@ class Scaler:
     def _join(self, pool: str, name: str, client: ReplicaClient, profile: SchedulingProfile) -> None:
         self._clients[name] = client
         self._scaling.join(name, pool, profile)
+        model = self._scaling.pools[pool].model
+        if (seconds := self._starts.end(model, time.monotonic())) is not None:
+            logger.info("the first replica of %s was up after %.1f s", model, seconds)
+            remember_start(self._start_keys[model], self._starts.learnt[model])
         self._following[name] = asyncio.create_task(self._follow(name, client))
 
     def _leave(self, name: str) -> None:
@@ -112,8 +135,12 @@ class Scaler:
 
     async def _run(self) -> None:
         self._scaling.targets.update(await self._sizes())
+        await self._end_unasked()
         while True:
-            await asyncio.sleep(self._interval_s)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._interval_s):
+                    await self._awake.wait()
+            self._awake.clear()
             if self._divides:
                 has = ray.cluster_resources() if self._devices is None else self._devices  # nodes come and go
                 self._scaling.room = {name: has.get(name, 0.0) - self._taken[name] for name in DEVICES}
@@ -127,6 +154,16 @@ class Scaler:
                     decision["error"] = str(error) or type(error).__name__
                     if isinstance(action, Resize):
                         self._scaling.undo(action)
+
+    async def _end_unasked(self) -> None:
+        """End the replicas that Serve starts of models that no request has asked for."""
+        details = await self._controller.get_serve_instance_details.remote()
+        deployments = details["applications"][self._app]["deployments"]
+        for pool, bounds in self._scaling.pools.items():
+            states = [each["state"] for each in deployments.get(pool, {}).get("replicas", ())]
+            if bounds.model in self._start_keys and "RUNNING" not in states:
+                self._scaling.targets[pool] = 0
+                await self._controller.update_deployment_replicas.remote(DeploymentID(pool, self._app), 0)
 
     async def _sizes(self) -> dict[str, int]:
         """Return how many replicas each pool should have now, as Serve was last told: this may be a restarted scaler,
@@ -142,3 +179,5 @@ class Scaler:
         else:
             deployment = DeploymentID(action.pool, self._app)
             await self._controller.update_deployment_replicas.remote(deployment, action.replicas)
+            if action.replicas_before == 0:
+                self._starts.begin(self._scaling.pools[action.pool].model, time.monotonic())

@@ -30,6 +30,7 @@ class SimulatedPool(BaseModel):
     role: Role = Field(
         "mixed", description="mixed, prefill or decode; a pool named after one of the last two has that role."
     )
+    model: str = Field("", description="The one of `models` that its replicas serve; empty: there is one model.")
     replicas: int = Field(1, ge=0, description="How many run from the start, and the least when the pool shrinks.")
     max_replicas: int | None = Field(None, ge=1, description="Number that the pool may grow to; null: none.")
     profile: SchedulingProfile = Field(
@@ -52,6 +53,11 @@ class SimulatedPool(BaseModel):
     def most(self) -> int:
         """The number of replicas that the pool may grow to."""
         return self.max_replicas or self.replicas
+
+    @property
+    def gpus(self) -> int:
+        """The GPUs of a replica: one for each rank."""
+        return self.profile.tensor_parallel_size * self.profile.pipeline_parallel_size
 
     @model_validator(mode="after")
     def _check_bounds(self) -> Self:
@@ -126,6 +132,23 @@ class SimulatedAdapters(BaseModel):
         return Adapter(name, "", name)
 
 
+class SimulatedModel(BaseModel):
+    """One of several models, and its part of the requests."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str = Field(description="As pools name it.")
+    share: dict[float, float] = Field(
+        min_length=1,
+        description="Its part of the requests, from so many seconds on, beside those of other models: {0: 1, 60: 9}.",
+    )
+
+    def weight(self, now: float) -> float:
+        """Return its part of the requests now."""
+        begun = [at for at in self.share if at <= now]
+        return self.share[max(begun)] if begun else 0.0
+
+
 class SimulatedFleet(BaseModel):
     """The simulated cluster: its pools, routers and network, and its failures."""
 
@@ -147,6 +170,8 @@ class SimulatedFleet(BaseModel):
     publish_s: float = Field(0.05, ge=0, description="Least seconds between two reports of a replica to routers.")
     latency_s: float = Field(0.001, ge=0, description="Seconds from an ingress to a replica and back.")
     noise: float = Field(0.0, ge=0, lt=1, description="Relative spread of step times around their prediction.")
+    models: tuple[SimulatedModel, ...] = Field((), description="Several models, each with pools of its own.")
+    gpus: int | None = Field(None, ge=1, description="GPUs that several models divide; null: as many as pools ask for.")
     failures: tuple[Failure, ...] = ()
     adapters: SimulatedAdapters = Field(
         default_factory=lambda: SimulatedAdapters.model_validate({}), description="LoRA adapters of the requests."
@@ -168,9 +193,13 @@ class SimulatedFleet(BaseModel):
         names = [pool.name for pool in self.pools]
         if not names or len(set(names)) < len(names):
             raise ValueError(f"pools must have different names, one at least; they are {', '.join(names) or 'none'}")
-        roles = {pool.role for pool in self.pools if pool.replicas}
-        if roles == {"prefill"}:
-            raise ValueError("pools: all have the role 'prefill'; give one of them the role decode or mixed")
+        if {pool.model for pool in self.pools} != ({model.name for model in self.models} or {""}):
+            raise ValueError("models: each must have pools, and each pool must name one of them as its model")
+        for model in {pool.model for pool in self.pools}:
+            if {pool.role for pool in self.pools if pool.replicas and pool.model == model} == {"prefill"}:
+                raise ValueError("pools: all have the role 'prefill'; give one of them the role decode or mixed")
+        if self.gpus is not None and sum(pool.gpus * pool.replicas for pool in self.pools) > self.gpus:
+            raise ValueError(f"gpus: the pools have more than {self.gpus} from the start; lower their replicas")
         for field in ("page_size", "slo_classes"):
             if len({getattr(pool.engine, field) for pool in self.pools}) > 1:
                 raise ValueError(f"pools: {field} must be the same in all")
@@ -185,6 +214,16 @@ class SimulatedFleet(BaseModel):
             if pool not in names:
                 raise ValueError(f"failures: there is no pool {pool!r}; there are {', '.join(names)}")
         return self
+
+    def model_of(self, request: str, now: float) -> str:
+        """Return the model that a request is for, drawn by its number; empty: there is one."""
+        weights = [model.weight(now) for model in self.models]
+        drawn = crc32(b"model" + request.encode()) / 2**32 * sum(weights)
+        for model, weight in zip(self.models, weights, strict=True):
+            drawn -= weight
+            if drawn < 0:
+                return model.name
+        return self.models[-1].name if self.models else ""
 
     @property
     def is_elastic(self) -> bool:

@@ -105,6 +105,7 @@ class SimulatedReplica:
     adapters: SimulatedAdapters = field(default_factory=lambda: SimulatedAdapters.model_validate({}))
     since: float = 0.0  # when it came up
     until: float | None = None  # when it died
+    takes_requests: bool = True  # False: the scaler has given it up
     busy_s: float = 0.0
     num_steps: int = 0
     num_prefilled: int = 0  # prompt tokens computed

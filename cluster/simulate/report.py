@@ -32,6 +32,7 @@ def figures(outcome: Outcome, targets: Targets) -> dict[str, Any]:
         "prefix_hit_rate": metrics.hit_rate(outcome.samples),
         **metrics.by_class(outcome.samples, outcome.duration, targets),
         "tenants": _tenants(outcome, targets),
+        "models": metrics.by_tenant(outcome.samples, outcome.duration, targets, "model"),
         "pools": {pool.name: _pool(outcome, pool.name) for pool in outcome.fleet.pools},
         "placements": dict(sorted(Counter(placed.reason for placed in outcome.placed).items())),
         "cost": _cost(outcome),
@@ -139,6 +140,7 @@ def table(found: dict[str, Any], wall_s: float) -> Table:
         out.add_row("prompt tokens from prefix caches", f"{found['prefix_hit_rate']:.1%}")
     add_classes(out, found)
     add_tenants(out, found["tenants"])
+    add_tenants(out, found["models"], "model")
     out.add_section()
     for name, pool in found["pools"].items():
         if not pool["replicas"]:

@@ -32,14 +32,21 @@ class SimulatedScaler:
     _num_starts: int = 0
 
     def __post_init__(self) -> None:
-        bounds = {pool.name: Bounds(pool.role, pool.replicas, pool.most) for pool in self.fleet.pools}
-        self.scaling = Scaling(self.fleet.scaling, bounds, {pool.name: pool.replicas for pool in self.fleet.pools})
+        bounds = {
+            pool.name: Bounds(pool.role, pool.replicas, pool.most, pool.model, {"GPU": pool.gpus})
+            for pool in self.fleet.pools
+        }
+        sizes = {pool.name: pool.replicas for pool in self.fleet.pools}
+        room = None if self.fleet.gpus is None else {"GPU": float(self.fleet.gpus)}
+        self.scaling = Scaling(self.fleet.scaling, bounds, sizes, room)
 
     def run(self) -> None:
         """Look at the demand from now on."""
         self.cluster.clock.at(self.cluster.clock.now + self.fleet.scaling.interval_s, self._decide)
 
     def _decide(self, now: float) -> None:
+        for model in self.cluster.held:
+            self.scaling.ask(model, now)
         for action in self.scaling.decide(now):
             self.decisions.append(Decision(now, action))
             if isinstance(action, Flip):
@@ -70,6 +77,10 @@ class SimulatedScaler:
 
     def _started(self, pool: SimulatedPool, number: int, now: float) -> None:
         starting = self._starting[pool.name]
-        if number in starting:
+        used = sum(each.pool.gpus for each in self.cluster.replicas.values())
+        if number in starting and self.fleet.gpus is not None and used + pool.gpus > self.fleet.gpus:
+            again = partial(self._started, pool, number)  # replicas that were given up still finish their streams
+            self.cluster.clock.at(now + self.fleet.scaling.interval_s, again)
+        elif number in starting:
             starting.remove(number)
             self.cluster.start(pool, now)

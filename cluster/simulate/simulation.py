@@ -61,7 +61,9 @@ class Simulation:
         """`at_once` False simulates every step by itself: much slower, with the same result."""
         self.fleet = fleet
         self.clock = Clock()
-        self.routers = [Fleet(fleet.router) for _ in range(fleet.routers)]
+        models = [model.name for model in fleet.models] or [""]
+        self.routers = {model: [Fleet(fleet.router) for _ in range(fleet.routers)] for model in models}
+        self.held: dict[str, list[SimulatedRequest]] = {}  # by model without replicas: the requests that wait for one
         self.replicas: dict[str, SimulatedReplica] = {}  # that are alive
         self.requests: dict[str, SimulatedRequest] = {}  # by id, those that have not ended
         self._scaler = SimulatedScaler(fleet, self) if fleet.is_elastic else None
@@ -129,13 +131,26 @@ class Simulation:
         number = len(self._outcome.samples)
         slo_class = job.service_tier or self._default_class
         submission = submission_of(str(number), job, slo_class, self.fleet.adapters.of(str(number)))
+        model = self.fleet.model_of(str(number), now)
+        routers = self.routers[model]
         num_tokens = len(submission.prompt_token_ids)  # of pictures too
         sample = Sample(job.role, job.output_tokens, num_tokens, now, array("d"), bytearray())
-        sample.service_tier, sample.tenant = slo_class, job.tenant
+        sample.service_tier, sample.tenant, sample.model = slo_class, job.tenant, model
         self._outcome.samples.append(sample)
-        life = RequestLife(submission, self.routers[number % len(self.routers)], now)
+        life = RequestLife(submission, routers[number % len(routers)], now)
         request = self.requests[submission.id] = SimulatedRequest(life, sample, job.follow_ups)
-        self._do(request, life.place(now), now)
+        if self._is_up(model):
+            self._do(request, life.place(now), now)
+        else:
+            self.held.setdefault(model, []).append(request)
+
+    def _is_up(self, model: str) -> bool:
+        """Return whether a model that may be without replicas has one of each role; others always count as up."""
+        pools = [pool for pool in self.fleet.pools if pool.model == model]
+        if self._scaler is None or any(pool.replicas for pool in pools):
+            return True
+        roles = {each.pool.role for each in self.replicas.values() if each.pool.model == model and each.takes_requests}
+        return roles == {pool.role for pool in pools}
 
     def _do(self, request: SimulatedRequest, actions: Sequence[Action], now: float) -> None:
         """Carry out what the life of a request asks for."""
@@ -290,7 +305,7 @@ class Simulation:
         """Report a replica's live profile to the routers and the scaler."""
         live, pages = replica.publisher.live(now, replica.step_s), replica.publisher.page_changes()
         self._reports[replica.name] = live, now
-        for router in self.routers:
+        for router in self.routers[replica.pool.model]:
             router.hear(replica.name, live, now)
             for changes in pages:
                 router.hear_pages(replica.name, changes)
@@ -302,7 +317,7 @@ class Simulation:
         for name in self.replicas:
             live, at = self._reports[name]
             if now - at >= HEARTBEAT_S:
-                for router in self.routers:
+                for router in self.routers[self.replicas[name].pool.model]:
                     router.hear(name, live, now)
         if self.clock.is_due:  # else no event will ever follow
             self.clock.at(now + HEARTBEAT_S, self._beat)
@@ -323,16 +338,21 @@ class Simulation:
         self.replicas[name] = replica
         self._outcome.replicas.append(replica)
         profile = pool.profile.model_copy(update={"peer": name.encode()})
-        for router in self.routers:
+        for router in self.routers[pool.model]:
             router.join(name, profile, now)
             router.hear_pages(name, replica.publisher.all_pages())
         if self._scaler is not None:
             self._scaler.scaling.join(name, pool.name, pool.profile)
         self.published(replica, now)
+        if pool.model in self.held and self._is_up(pool.model):
+            for request in self.held.pop(pool.model):
+                self._do(request, request.life.place(now), now)
 
     def retire(self, name: str, now: float) -> None:
         """Send a replica no new requests, and end it when its running ones have ended."""
-        for router in self.routers:
+        replica = self.replicas[name]
+        replica.takes_requests = False
+        for router in self.routers[replica.pool.model]:
             router.leave(name)
         self._end_idle(name, now)
 
@@ -361,7 +381,7 @@ class Simulation:
         replica.die(now)
         if self._scaler is not None:
             self._scaler.scaling.leave(name)
-        for router in self.routers:
+        for router in self.routers[replica.pool.model]:
             router.leave(name)
         loss = ReplicaLost(f"replica {name} has died")
         for request in list(self.requests.values()):

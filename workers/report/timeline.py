@@ -83,6 +83,7 @@ class Timeline:
     predicted_ttft: float | None  # seconds
     request: Request | None  # None once finished: its tokens are not stored
     adapter: str = ""  # name of the LoRA adapter; empty: none
+    start_s: float = 0.0  # seconds that it waited for its model to start, before it arrived here
     alternatives: Mapping[str, float] = field(default_factory=dict)  # of the router: see `Submission`
     transfers: list[dict[str, Any]] = field(default_factory=list)  # as JSON; several if it was placed here again
     chunks: deque[Chunk] = field(default_factory=lambda: deque(maxlen=KEEP_CHUNKS))
@@ -212,6 +213,7 @@ class Timeline:
             "num_cached_tokens": counts.cached,
             "num_computed_tokens": counts.computed,
             "num_output_tokens": counts.output,
+            "model_start_s": _rounded(self.start_s),
             "queued_s": _rounded(queued),
             "waiting_s": _rounded(now - self.progressed) if is_live else None,
             "num_chunks": self.num_chunks,
@@ -304,6 +306,7 @@ class Timelines:
             ttft_deadline=slo.ttft_deadline(seconds_alone),
             predicted_ttft=request.predicted_ttft,
             request=request,
+            start_s=submission.start_s,
             alternatives=dict(submission.alternatives),
         )
 

@@ -130,6 +130,7 @@ class Submission:
     peer: bytes = b""  # address of the replica that does the other leg, as it advertises it
     may_refuse: bool = True  # False once a replica has accepted the request: no later attempt is refused as too late
     waited_s: float = 0.0  # seconds since the first attempt: the request starves no later for being placed again
+    start_s: float = 0.0  # seconds that it waited at the ingress until a replica of its model was up
     items: Sequence[Item] = NO_ITEMS  # pictures and videos in the prompt, by `start`
     source: bytes = b""  # address of a replica that has more of the prompt's prefix; empty: no page is fetched
     source_tokens: int = 0  # of the prefix that it has

@@ -20,6 +20,7 @@ from crossdock.cluster.api.http.limits import Charge, Ledger
 from crossdock.cluster.api.http.payers import Payer, Payers
 from crossdock.cluster.api.http.request_body import check_no_body, read_body, streamed_body
 from crossdock.cluster.api.http.request_memory import SMALL, RequestMemory
+from crossdock.cluster.dispatch.cold_start import ModelStarting
 from crossdock.cluster.dispatch.dispatcher import ReplicaLost, SlowReader, SuspectRequest
 from crossdock.cluster.dispatch.gate import GenerationPaused
 from crossdock.workers.schedule.shares import Shares
@@ -46,6 +47,9 @@ def as_api_error(error: BaseException) -> ApiError:
             )
         case GenerationPaused():
             return ApiError(f"{error}. Try again.", status=503, kind="server_error", code="generation_paused")
+        case ModelStarting():
+            headers = {"Retry-After": str(max(1, math.ceil(error.retry_after)))}
+            return ApiError(str(error), status=503, kind="server_error", code="model_starting", headers=headers)
         case ReplicaLost():
             # The error's own message may quote a remote traceback.
             reason = "The model is not available now: its replica is starting or was lost. Try again."

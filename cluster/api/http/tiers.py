@@ -24,6 +24,7 @@ class Tiers:
 
     def __init__(self, classes: Sequence[SloClass] = DEFAULT_CLASSES, default: str = DEFAULT_CLASS) -> None:
         self.names = [slo.name for slo in classes]
+        self._ttft_s = {slo.name: slo.ttft_s for slo in classes}
         self._default = default
 
     def choose(self, service_tier: str | None, header: str | None, key: ApiKey | None) -> Tier:
@@ -51,6 +52,10 @@ class Tiers:
             param = "service_tier" if by_header is None else SLO_CLASS_HEADER
             raise ApiError(reason, status=403, kind="permission_error", param=param, code="slo_class_not_allowed")
         return Tier(name, is_asked_for or (key is not None and key.default is not None))
+
+    def patience_s(self, tier: Tier) -> float | None:
+        """Return how long a request may wait for its model to start; None: it asked for no class, so it waits."""
+        return self._ttft_s[tier.slo_class] if tier.is_promised else None
 
     def _names_class(self, service_tier: str | None) -> bool:
         return service_tier is not None and (service_tier in self.names or service_tier not in _SERVER_DECIDES)

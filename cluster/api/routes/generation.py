@@ -204,6 +204,7 @@ class Generations:
             weight=state.payer.weight,
             items=salted(prompt.items, salt),
             adapter=generation.adapter,
+            start_s=getattr(state, "start_s", 0.0),
         )
         skips = body.skip_special_tokens
         stream = TextStream(

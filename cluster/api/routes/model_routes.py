@@ -14,7 +14,7 @@ from crossdock.cluster.api.body.pooler_config import EmbeddingDefaults
 from crossdock.cluster.api.errors import ApiError
 from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.http.http_json import Name, json_answer
-from crossdock.cluster.api.http.tiers import Tiers
+from crossdock.cluster.api.http.tiers import SLO_CLASS_HEADER, Tiers
 from crossdock.cluster.api.media.media import Media
 from crossdock.cluster.api.routes.adapters import AdapterNames
 from crossdock.cluster.api.routes.chats import Chats
@@ -32,6 +32,7 @@ from crossdock.cluster.api.text.logprobs import LogprobWriter
 from crossdock.cluster.api.text.message_format import MessageFormat
 from crossdock.cluster.api.text.prompts import PromptEncoder
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
+from crossdock.cluster.dispatch.cold_start import MOST_WAIT_S, ColdStart
 from crossdock.cluster.dispatch.dispatcher import TokenSource
 
 logger = logging.getLogger("ray.serve")
@@ -57,6 +58,7 @@ class ModelRoutes:
     media: Media | None = None  # None: the model reads text only
     adapters: AdapterNames = field(default_factory=AdapterNames)  # that requests may name
     name: str = ""  # the clients' name of the model; empty: the source's
+    cold_start: ColdStart | None = None  # None: the model always has replicas
     beside: "ModelRoutes | None" = None  # of another model, with which this one shares stored responses
     models: Models = field(init=False)
     encoder: PromptEncoder = field(init=False)
@@ -100,6 +102,14 @@ class ModelRoutes:
             self.responses = _responses(self.conversations, writer, http, self.ask_stores)
         else:
             self.responses = self.beside.responses.of(self.conversations, writer)
+
+    async def until_up(self, request: Request, body: Any) -> None:
+        """Wait for a replica of a model that may have none. Raises ModelStarting where the class cannot wait."""
+        if self.cold_start is None:
+            return
+        header, tier = request.headers.get(SLO_CLASS_HEADER), getattr(body, "service_tier", None)
+        asked = self.tiers.choose("default" if tier == "standard_only" else tier, header, request.state.api_key)
+        request.state.start_s = await self.cold_start.wait(self.tiers.patience_s(asked) or MOST_WAIT_S)
 
     def creates(self) -> Creates:
         """Return the functions that answer a request and its body, by the paths that lines of a batch may name."""
@@ -188,12 +198,13 @@ class ModelChoice:
 
     def _chosen(self, functions: Sequence[Callable[..., Awaitable[Response]]]) -> Callable[..., Awaitable[Response]]:
         """Return the function that answers a request by that of its model. `functions`: one for each model."""
-        if len(self._models) == 1:
+        if len(self._models) == 1 and self._models[0].cold_start is None:
             return functions[0]
 
         @wraps(functions[0])
         async def chosen(request: Request, body: Any) -> Response:
             routes = self._routes(body.model)
+            await routes.until_up(request, body)
             return await functions[self._models.index(routes)](request, body)
 
         return chosen

@@ -86,8 +86,8 @@ def assert_all_ended(simulation: Simulation, outcome: Outcome, jobs: Sequence[Jo
             assert counts.owned == counts.quarantined == 0
             assert counts.free + counts.cached == counts.total
             assert not replica.scheduler.table.requests()
-    for router in simulation.routers:
-        assert all(router.num_booked(name) == 0 for name in simulation.replicas)
+    for name, replica in simulation.replicas.items():
+        assert all(router.num_booked(name) == 0 for router in simulation.routers[replica.pool.model])
 
 
 Broken: TypeAlias = list[tuple[float, str, int, int]]

@@ -60,7 +60,7 @@ def test_gap_of_streams_in_a_pipeline_is_predicted(depth: int, interval_share: f
     predicted: list[float] = []
 
     def look(now: float) -> None:
-        predicted.append(simulation.routers[0].choose(Query("new", 16), now).predicted_gap)
+        predicted.append(simulation.routers[""][0].choose(Query("new", 16), now).predicted_gap)
 
     simulation.clock.at(1.5, look)
     jobs = [job(f"{number}", 16, 200) for number in range(num_streams)]

@@ -58,7 +58,7 @@ def built(engines: dict[str, ScriptedDispatcher], tokenizer: ModelTokenizer, fol
         own = server.model_copy(update={"model_aliases": ("alias",) if name == TWO else (), "tool_call_parser": "none"})
         parts = Tiers(), GenerationDefaults(), EmbeddingDefaults(), None, None
         names = AdapterNames(read, folder, None, (name,)), name
-        routes.append(ModelRoutes(engine, tokenizer, own, *parts, *names, routes[0] if routes else None))  # type: ignore[arg-type]
+        routes.append(ModelRoutes(engine, tokenizer, own, *parts, *names, beside=routes[0] if routes else None))  # type: ignore[arg-type]
 
     async def texts() -> dict[str, str]:
         return {"ingress": fleets.ingress_text()}
