@@ -23,9 +23,10 @@ from ray.serve.handle import DeploymentHandle
 from crossdock.cluster.config import DEVICES, ClusterConfig
 from crossdock.cluster.dispatch.client import ReplicaClient, follow_members
 from crossdock.cluster.dispatch.connections import READS_S
-from crossdock.cluster.serve.known_starts import first_guess, known_starts, remember_start, start_key
 from crossdock.router.scaling import Bounds, Flip, Resize, Scaling
 from crossdock.router.starts import Starts
+from crossdock.workers.model.weights.checkpoint import resolve_model
+from crossdock.workers.replica.serving.known_starts import first_guess, known_starts, remember_start
 from crossdock.workers.replica.serving.own_node import bind_serve_to_own_node
 from crossdock.workers.report.profile import SchedulingProfile
 
@@ -64,12 +65,10 @@ class Scaler:
         self._clients: dict[str, ReplicaClient] = {}
         self._following: dict[str, asyncio.Task[None]] = {}
         lazy = {each.model.name: each for each in models if each.starts_on_request}
-        self._start_keys = {name: start_key(each) for name, each in lazy.items()}
+        self._start_keys = {name: _start_key(each) for name, each in lazy.items()}
         known = await asyncio.to_thread(known_starts)
         learnt = {name: known[key] for name, key in self._start_keys.items() if key in known}
-        guesses = {
-            name: await asyncio.to_thread(first_guess, each) for name, each in lazy.items() if name not in learnt
-        }
+        guesses = {name: await asyncio.to_thread(_guess, each) for name, each in lazy.items() if name not in learnt}
         self._starts = Starts(guesses, learnt)
         self._awake = asyncio.Event()
         self._controller: Any = ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
@@ -181,3 +180,15 @@ class Scaler:
             await self._controller.update_deployment_replicas.remote(deployment, action.replicas)
             if action.replicas_before == 0:
                 self._starts.begin(self._scaling.pools[action.pool].model, time.monotonic())
+
+
+def _start_key(config: ClusterConfig) -> str:
+    """Return the name under which the start of a model is kept: what its seconds depend on."""
+    return ", ".join(
+        f"{pool.checkpoint or config.model.path} {pool.num_ranks} {pool.emulated}" for pool in config.pools
+    )
+
+
+def _guess(config: ClusterConfig) -> float:
+    folder = None if config.is_emulated else resolve_model(config.model.path, needs_weights=False)
+    return first_guess(folder)

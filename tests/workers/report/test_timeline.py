@@ -103,6 +103,7 @@ def test_timeline_of_a_request_alone_is_complete() -> None:
         "num_cached_tokens": 0,
         "num_computed_tokens": 42,
         "num_output_tokens": 3,
+        "model_start_s": 0.0,
         "queued_s": 0.0,
         "waiting_s": None,
         "num_chunks": 3,

@@ -81,16 +81,22 @@ def deployment(
     model: Path, pools: tuple[dict[str, Any], ...] = PAIR, settings: dict[str, Any] | None = None
 ) -> Iterator[str]:
     """Deploy replicas of `model`, and yield the URL of the API once all are up. `settings`: further ones, dotted."""
-    port = free_port()
-    config = config_of(model, port, pools, settings)
+    config = config_of(model, free_port(), pools, settings)
+    with deployed(config, sum(pool.get("replicas", 1) for pool in pools)) as url:
+        yield url
+
+
+@contextmanager
+def deployed(config: ClusterConfig, replicas: int) -> Iterator[str]:
+    """Deploy a configuration, and yield the URL of the API once so many replicas are up."""
     serve.start(proxy_location=ProxyLocation.Disabled)
     # Serve notices that a replica was killed when it checks its health: after a second, instead of up to ten.
     with patch.object(serve, "deployment", partial(serve.deployment, health_check_period_s=1.0)):
         app = build(config)
     try:
         serve.run(app, name=APP, external_scaler_enabled=True)
-        url = f"http://127.0.0.1:{port}"
-        wait_until_whole(url, sum(pool.get("replicas", 1) for pool in pools))
+        url = f"http://127.0.0.1:{config.http.port}"
+        wait_until_whole(url, replicas)
         yield url
     finally:
         serve.shutdown()  # not the application alone: the next module starts Serve with a proxy

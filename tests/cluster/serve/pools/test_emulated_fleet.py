@@ -1,4 +1,5 @@
-"""A fleet of emulated devices behind two ingresses: real replicas, and tokens that do not depend on the replica."""
+"""A fleet of emulated devices behind two ingresses: real replicas, and tokens that do not depend on the replica. Beside
+them another model: one is lost or not there, and the other does not notice."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -6,21 +7,42 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.cluster.serve.pools.served_pools import TokenStream, deployment, processes, prompt, wait_until_whole
+from crossdock.cluster.config_file import load
+from crossdock.kernels.cache import cache_dir
+from tests.cluster.ports import free_port
+from tests.cluster.serve.pools.served_pools import (
+    TokenStream,
+    deployed,
+    processes,
+    prompt,
+    timelines,
+    wait_until_whole,
+)
 from tests.waiting import eventually
 
 FLEET = ({"name": "prefill", "emulated": "l4-8b"}, {"name": "decode", "replicas": 2, "emulated": "l4-8b"})
-SETTINGS = {"model.dtype": "auto", "engine.kv_cache_memory": None, "http.replicas": 2}
+LATER = {"name": "mixed", "emulated": "l4-8b", "replicas": 0, "max_replicas": 1}
+SCALING = {"interval_s": 0.2, "devices": {"CPU": 8}}
 
 
 @pytest.fixture(scope="module")
 def url(ray_cluster: None, small_model_dir: Path) -> Iterator[str]:
-    with deployment(small_model_dir, FLEET, SETTINGS) as url:
+    """The model `smol` has a fleet, `later` has a replica from its first request on."""
+    member, port = {"path": str(small_model_dir), "max_model_len": 4096}, free_port()
+    models = [
+        {"name": "smol", "model": member, "pools": FLEET},
+        {"name": "later", "model": member, "pools": [LATER]},
+    ]
+    http = {"port": port, "direct": True, "metrics_hold_s": 0, "replicas": 2}
+    engine = {"admission": "queue", "max_num_batched_tokens": 256, "max_num_seqs": 8}
+    settings = {"models": models, "scaling": SCALING, "http": http, "engine": engine, "router.shipping": "always"}
+    with deployed(load(None, settings), 3) as url:
         yield url
 
 
-def stream(url: str) -> TokenStream:
-    return TokenStream(url, "/v1/completions", {"prompt": prompt(1, 600), "max_tokens": 60, "seed": 7})
+def stream(url: str, model: str = "smol", num_tokens: int = 600, name: str = "") -> TokenStream:
+    body = {"model": model, "prompt": prompt(1, num_tokens), "max_tokens": 60, "seed": 7}
+    return TokenStream(url, "/v1/completions", body, name)
 
 
 def test_killed_emulated_replica_leaves_its_stream_the_tokens_of_an_undisturbed_one(url: str) -> None:
@@ -29,9 +51,9 @@ def test_killed_emulated_replica_leaves_its_stream_the_tokens_of_an_undisturbed_
     assert len(whole) == 60
     disturbed = stream(url)
     eventually(lambda: len(disturbed.tokens) > 5, "no stream")
-    decoding = {each["replica"] for each in disturbed.timelines()} & {*processes("decode")}
+    decoding = {each["replica"] for each in disturbed.timelines()} & {*processes("smol-decode")}
     for replica in decoding:
-        processes("decode")[replica].kill()
+        processes("smol-decode")[replica].kill()
     assert len(disturbed.tokens) < 60, "the replica was killed in mid-stream"
     assert disturbed.result() == whole
     assert len(decoding) == 1
@@ -44,3 +66,30 @@ def test_replicas_say_that_their_devices_are_emulated(url: str) -> None:
     body = {"model": "smol", "prompt": "a", "max_tokens": 1, "logprobs": 1}
     refused = httpx.post(f"{url}/v1/completions", json=body)
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "logprobs")
+
+
+def test_request_for_model_without_replica_starts_one_and_waits_unless_its_class_cannot(url: str) -> None:
+    assert not processes("later-mixed")
+    body = {"model": "later", "prompt": "a", "max_tokens": 1, "service_tier": "interactive"}
+    refused = httpx.post(f"{url}/v1/completions", json=body, timeout=30)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "model_starting")
+    assert int(refused.headers["retry-after"]) >= 1
+    assert len(stream(url, "later", name="waits").result()) == 60
+    (timeline,) = timelines(url, "waits")
+    assert timeline["model_start_s"] > 0
+    assert timeline["model"] == "later"
+    assert [each["reason"] for each in httpx.get(f"{url}/v1/scaling").json()["data"]] == ["a request waits"]
+    assert (cache_dir() / "starts.json").is_file(), "the next start is predicted from this one"
+
+
+def test_loss_of_one_models_replica_leaves_the_other_models_stream_undisturbed(url: str) -> None:
+    whole = stream(url).result()
+    httpx.post(f"{url}/v1/completions", json={"model": "later", "prompt": "a", "max_tokens": 1}, timeout=60)
+    disturbed = stream(url, name="undisturbed")
+    eventually(lambda: len(disturbed.tokens) > 5, "no stream")
+    (victim,) = processes("later-mixed").values()
+    victim.kill()
+    assert disturbed.is_alive(), "the replica was killed in mid-stream"
+    assert disturbed.result() == whole
+    assert {each["epoch"] for each in timelines(url, "undisturbed")} == {0}, "the stream was placed once"
+    assert len(stream(url, "later").result()) == 60, "Serve starts another replica, for which requests wait"

@@ -3,19 +3,11 @@
 import time
 from pathlib import Path
 
-from crossdock.cluster.config import ClusterConfig
 from crossdock.kernels.cache import cache_dir, read_cached, write_cached
-from crossdock.workers.model.weights.checkpoint import resolve_model
 
 _VERSION = "1"  # of the file's form
 _PROCESS_S = 8.0  # a replica's process without its weights: Ray, imports, measured steps (2 Zen 4 cores, 2026-11-24)
 _SAMPLE_BYTES = 64 << 20
-
-
-def start_key(config: ClusterConfig) -> str:
-    """Return the name under which the start of a model is kept: what its seconds depend on."""
-    pools = (f"{pool.checkpoint or config.model.path} {pool.num_ranks} {pool.emulated}" for pool in config.pools)
-    return ", ".join(pools)
 
 
 def known_starts() -> dict[str, float]:
@@ -31,12 +23,13 @@ def remember_start(key: str, seconds: float) -> None:
         return
 
 
-def first_guess(config: ClusterConfig) -> float:
-    """Return the seconds of a start that was never seen: a process, and its weights at the speed of this disk."""
-    if config.is_emulated:
-        return _PROCESS_S
-    files = [*resolve_model(config.model.path, needs_weights=False).glob("*.safetensors")]
-    if not files:  # they are fetched by the replica
+def first_guess(folder: Path | None) -> float:
+    """Return the seconds of a start that was never seen: a process, and the weights in `folder` at the disk's speed.
+
+    None: there are no weights to read.
+    """
+    files = [] if folder is None else [*folder.glob("*.safetensors")]
+    if not files:
         return _PROCESS_S
     with max(files, key=lambda file: file.stat().st_size).open("rb", buffering=0) as file:
         begun = time.perf_counter()
