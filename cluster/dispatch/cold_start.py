@@ -1,11 +1,14 @@
 """Requests for a model without replicas: the scaler is asked for one, and each request waits as long as it may."""
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from crossdock.cluster.dispatch.shared_answer import SharedAnswer
 from crossdock.router.actions import ReplicaLost
+
+logger = logging.getLogger("ray.serve")
 
 MOST_WAIT_S = 600.0  # of a request that asked for no class: a model of many GPUs starts in minutes
 _ASK_S = 1.0  # between two questions to the scaler, however many requests wait
@@ -42,9 +45,12 @@ class ColdStart:
             ModelStarting: a replica is not up in `patience_s`, or is not predicted to be.
         """
         clock = asyncio.get_running_loop().time
-        begun = clock()
+        begun, remaining = clock(), 0.0
         while not self._is_up():
-            remaining = await self._remaining.get()
+            try:
+                remaining = await self._remaining.get()
+            except Exception as error:  # the scaler is lost, and Serve starts another
+                logger.warning("the scaler could not be asked to start %s: %s", self._name, error)
             if clock() - begun + remaining > patience_s:
                 raise ModelStarting(self._name, remaining)
             await asyncio.sleep(_LOOK_S)

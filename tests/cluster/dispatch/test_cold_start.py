@@ -6,15 +6,18 @@ import pytest
 
 from crossdock.cluster.api.http.http_guard import as_api_error
 from crossdock.cluster.dispatch.cold_start import ColdStart, ModelStarting
+from tests.waiting import until
 
 
 class Model:
     def __init__(self, remaining: float) -> None:
-        self.remaining, self.is_up, self.num_asked = remaining, False, 0
+        self.remaining, self.is_up, self.num_asked, self.fails = remaining, False, 0, False
         self.start = ColdStart("m", lambda: self.is_up, self.ask, asyncio.create_task)
 
     async def ask(self) -> float:
         self.num_asked += 1
+        if self.fails:
+            raise RuntimeError("the scaler was killed")
         return self.remaining
 
 
@@ -37,3 +40,12 @@ async def test_request_that_cannot_wait_for_the_start_is_told_when_to_come_back(
     error = as_api_error(refused.value)
     assert (error.status, error.code, error.headers["Retry-After"]) == (503, "model_starting", "13")
     assert model.num_asked == 1, "the start goes on nevertheless"
+
+
+async def test_request_waits_on_while_the_scaler_is_lost() -> None:
+    model = Model(0.0)
+    model.fails = True
+    waiting = asyncio.create_task(model.start.wait(600.0))
+    await until(lambda: model.num_asked > 0)
+    model.is_up = True
+    assert await waiting > 0
