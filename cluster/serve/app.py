@@ -44,8 +44,7 @@ def build(args: ClusterConfig) -> serve.Application:
     if not args.is_elastic:
         return ingress.bind(models, engines)
     scaler = serve.deployment(name="scaler", num_replicas=1, ray_actor_options={"num_cpus": 0})(SCALER)
-    scaled = {pool.name: engines[pool.name] for _, pool in pools}
-    return ingress.bind(models, engines, scaler.bind(models, scaled))
+    return ingress.bind(models, engines, scaler.bind(models, engines))
 
 
 def visible_gpus() -> float:

@@ -46,7 +46,7 @@ class Scaler:
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, models: Sequence[ClusterConfig], engines: dict[str, DeploymentHandle]
     ) -> None:
-        """`models`: the configuration of each. `engines`: of the pools whose sizes and roles may change."""
+        """`models`: the configuration of each. `engines`: of their pools."""
         bind_serve_to_own_node()
         self._app = serve.get_replica_context().app_name
         self._interval_s = models[0].scaling.interval_s
@@ -54,12 +54,9 @@ class Scaler:
             pool.name: Bounds(pool.role, pool.replicas, pool.most, each.model.name, pool.devices)
             for each in models
             for pool in each.pools
-            if pool.name in engines
         }
         self._scaling = Scaling(models[0].scaling, bounds)
         self._devices = models[0].scaling.devices
-        fixed = [pool for each in models for pool in each.pools if pool.name not in engines]
-        self._taken = {name: sum(pool.replicas * pool.devices[name] for pool in fixed) for name in DEVICES}
         self._divides = len(models) > 1
         self._decisions: deque[dict[str, Any]] = deque(maxlen=_NUM_DECISIONS)
         self._clients: dict[str, ReplicaClient] = {}
@@ -142,7 +139,7 @@ class Scaler:
             self._awake.clear()
             if self._divides:
                 has = ray.cluster_resources() if self._devices is None else self._devices  # nodes come and go
-                self._scaling.room = {name: has.get(name, 0.0) - self._taken[name] for name in DEVICES}
+                self._scaling.room = {name: has.get(name, 0.0) for name in DEVICES}
             for action in self._scaling.decide(time.monotonic()):
                 decision = {"at": time.time(), **asdict(action), "error": None}
                 self._decisions.append(decision)
