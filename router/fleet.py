@@ -122,7 +122,8 @@ class Fleet:
             LookupError: there is no replica left to choose.
         """
         exclude = {*exclude, *self._with_other_weights(query.weights)} if query.weights else exclude
-        exclude = {*exclude, *self._paused()} if self.table.paused else exclude
+        if self.table.paused or self.table.outdated:
+            exclude = {*exclude, *self.table.outdated, *self._paused()}
         may_ship = self.config.shipping != "never" and query.may_ship and query.num_tokens >= self.page_size
         may_ship = may_ship and not query.is_prompt_alone
         candidates = self.table.candidates(
@@ -219,8 +220,8 @@ class Fleet:
 
     def _paused(self) -> Collection[str]:
         """Return the paused replicas, unless all are: then requests wait at them."""
-        paused = self.table.paused
-        return paused if any(name not in paused for name in self.table.by_name) else set()
+        paused, out = self.table.paused, self.table.paused | self.table.outdated
+        return paused if any(name not in out for name in self.table.by_name) else set()
 
     def _predict(
         self, query: Query, cached: Floats, now: float, *, slots: Slots | None = None, in_pool: Floats | None = None

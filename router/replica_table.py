@@ -15,6 +15,7 @@ from crossdock.workers.report.advertise import LiveProfile
 from crossdock.workers.report.profile import Role, SchedulingProfile
 from crossdock.workers.schedule.cost.formula import Floats
 from crossdock.workers.schedule.slo import SloClass
+from crossdock.workers.schedule.weight_version import WeightVersion
 
 _FIRST_CAPACITY = 8  # slots; doubled when they run out
 
@@ -125,6 +126,8 @@ class ReplicaTable:
     by_name: dict[str, ReplicaState] = field(default_factory=dict)
     by_slot: list[ReplicaState | None] = field(default_factory=list)
     paused: set[str] = field(default_factory=set)  # names of replicas that compute nothing for now
+    newest: WeightVersion = WeightVersion()  # noqa: RUF009  # of all that replicas have ever reported
+    outdated: set[str] = field(default_factory=set)  # names of replicas with older weights
     loads: Loads = field(init=False)
     groups: NDArray[np.int64] = field(init=False)  # [slot]: pages travel only within a group
     name_hashes: NDArray[np.uint32] = field(init=False)  # [slot]
@@ -164,6 +167,8 @@ class ReplicaTable:
         self._all_heard_since = min(self._all_heard_since, now)
         self._dirty.add(slot)
         self._stale.add(slot)
+        if self.newest.number:
+            self.outdated.add(name)  # until it reports
         self._forget_roles()
 
     def leave(self, name: str) -> int | None:
@@ -173,6 +178,7 @@ class ReplicaTable:
             return None
         self.by_slot[replica.slot] = None
         self.paused.discard(name)
+        self.outdated.discard(name)
         group = _group(name, replica.profile)
         if not any(_group(other.name, other.profile) == group for other in self.by_name.values()):
             del self._group_of[group]
@@ -189,6 +195,9 @@ class ReplicaTable:
         role = replica.role
         replica.report(live)
         (self.paused.add if live.is_paused else self.paused.discard)(replica.name)
+        if live.weights.number > self.newest.number:
+            self.newest, self.outdated = live.weights, set(self.by_name)
+        (self.outdated.add if live.weights.number < self.newest.number else self.outdated.discard)(replica.name)
         if replica.role != role:
             self._forget_roles()
         self.news_at[replica.slot] = now

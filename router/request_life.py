@@ -90,6 +90,8 @@ class RequestLife:
         """Choose the replicas of the next attempt, book the request there, and submit. Fails where none is left."""
         if self.is_over:
             return []
+        if (newest := self._fleet.table.newest.id) != self.submission.weights:
+            self.submission, self.query, self._refusals = replace(self.submission, weights=newest), None, {}
         if self.query is None:
             self.query = query_of(
                 *(self.submission, self.output, self._fleet.page_size),
@@ -103,10 +105,8 @@ class RequestLife:
         except (Overloaded, ReplicaLost) as error:
             return self._fail(error)
         self._fleet.book(self.query, placement)
-        self.placement = placement
-        self.attempt += 1
-        self._has_token = self._is_computed = False
-        self._watch = ProgressWatch()
+        self.placement, self.attempt = placement, self.attempt + 1
+        self._has_token, self._is_computed, self._watch = False, False, ProgressWatch()
         self._patience = max(self._timeouts.patience_s, 2 * placement.predicted_ttft)
         self.deadline = now + self._timeouts.silence_s
         submission = self.submission

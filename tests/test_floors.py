@@ -82,9 +82,9 @@ FLOORS_WITHIN: dict[str, list[set[str]]] = {
         {"inputs.py"},
         {"step_messages.py", "graphs"},
         {"logits_check.py", "memory", "runner.py"},
-        {"layers"},
+        {"layers", "weight_group.py"},
         {"probe.py"},
-        {"load.py"},
+        {"load.py", "new_weights.py"},
     ],
 }
 PURE = ("router", "workers/report", "workers/schedule")  # data and time come in, data goes out
@@ -92,7 +92,7 @@ IMPURE = {  # what pure rooms never import
     *("torch", "transformers", "ray", "time", "datetime", "random", "uuid", "os", "asyncio", "threading", "socket"),
 }
 SCHEDULE_FLOORS = (  # of workers/schedule, the lowest first: its rooms, files, and files of rooms that others need
-    *("shares.py", "slo.py", "cost", "pictures/items.py", "memory", "submission.py", "request.py"),
+    *("shares.py", "slo.py", "cost", "pictures/items.py", "memory", "weight_version.py", "submission.py", "request.py"),
     *("pacing/pace.py", "pacing/chunking.py", "pacing/chunk_policies.py", "pacing/tenants.py"),
     *("config.py", "order.py", "table.py", "adapter_slots.py"),
     *("pictures", "batch.py", "handback.py", "kv.py", "windows.py", "pacing", "admission.py", "recurrent"),

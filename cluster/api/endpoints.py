@@ -57,8 +57,13 @@ _OPEN = ("/health", "/ready", "/metrics", "/version", "/openapi.json")  # need n
 _ANTHROPIC_ERRORS: dict[int | str, dict[str, Any]] = {
     "default": {"model": AnthropicErrorAnswer, "description": "Refused"}
 }
-_CONTROLS = ("/pause", "/resume")
-_WITHOUT_JSON = ("/cancel", "/v1/files", *_CONTROLS)  # ends of paths whose POST has no body, or a form
+_CONTROLS = ("/pause", "/resume", "/reset_prefix_cache", "/flush_cache")
+_WITHOUT_JSON = (
+    "/cancel",
+    "/v1/files",
+    *_CONTROLS,
+    "_weight_update",
+)  # ends of POST paths without JSON, or with little
 _KEY = Security(HTTPBearer(auto_error=False, scheme_name="key"))  # for the description; `HttpGuard` checks the key
 
 
@@ -116,7 +121,9 @@ def build_api_of(
     app.state.stored = models[0].responses.at_this_ingress
     _add_endpoints(app, ModelChoice(models).endpoints())
     _add_endpoints(app, _reporting(ServerStatus(fleets, decisions)))
-    _add_endpoints(app, [] if rollouts is None else _of_trainers(RolloutControl(rollouts)))
+    if rollouts is not None:
+        checkpoints = None if http.weights_folder is None else Path(http.weights_folder)
+        _add_endpoints(app, _of_trainers(RolloutControl(rollouts, checkpoints)))
     for path, asset in web_assets().items():
         app.add_api_route(path, partial(_asset, asset), response_model=None, include_in_schema=False)
     app.add_exception_handler(HTTPException, _no_such_route)
@@ -214,6 +221,16 @@ def _of_trainers(control: RolloutControl) -> list[Endpoint]:
         ("POST", "/pause", control.pause, "Stop generation; requests that come meanwhile wait"),
         ("POST", "/resume", control.resume, "Go on"),
         ("GET", "/is_paused", control.is_paused, "Whether generation is stopped"),
+        ("POST", "/reset_prefix_cache", control.reset_cache, "Forget all cached prefixes"),
+        ("POST", "/flush_cache", control.reset_cache, "The same, by SGLang's name"),
+        ("GET", "/get_world_size", control.world_size, "The number of ranks of all replicas"),
+        ("GET", "/server_info", control.server_info, "What trainers read of the configuration"),
+        ("POST", "/init_weight_transfer_engine", control.init_transfer, "Join a trainer's process group"),
+        ("POST", "/start_weight_update", control.start_update, "Begin an update of weights"),
+        ("POST", "/update_weights", control.receive, "Receive tensors from the trainer's group"),
+        ("POST", "/finish_weight_update", control.finish_update, "Compute with the tensors that were received"),
+        ("POST", "/update_weights_from_disk", control.update_from_disk, "Compute with the weights of a checkpoint"),
+        ("GET", "/weight_info", control.weight_info, "The version of the weights"),
     ]
 
 

@@ -28,11 +28,17 @@ _MOST_PROBES = 300  # of a replica that was lost and has left, until Ray knows t
 RemoteMethod: TypeAlias = Literal[
     "abort",
     "assign_role",
+    "call_weights",
+    "catch_up",
     "live_requests",
     "metrics_text",
+    "num_ranks",
     "pause",
     "peer_dead",
     "progress",
+    "put_weights",
+    "read_objects",
+    "reset_cache",
     "resume",
     "timelines",
     "watched",
@@ -236,6 +242,16 @@ class ReplicaConnections:
                 self.spawn(_abort(connection))
             connection.aborting.append((request_id, attempt.number))
         self._close_if_done(connection)
+
+    async def call(self, connection: ReplicaConnection, method: RemoteMethod, *arguments: Any) -> Any:
+        """Call a method of a replica, however long it takes. ReplicaLost: its stream has ended meanwhile."""
+        calling, following = self.spawn(connection.client.call(method, *arguments)), connection.following
+        assert following is not None
+        await asyncio.wait([calling, following], return_when=asyncio.FIRST_COMPLETED)
+        if calling.done():
+            return calling.result()
+        calling.cancel()
+        raise ReplicaLost(f"replica {connection.name} was lost during {method}")
 
     def wake(self) -> None:
         """Have every attempt look again whether its request is to go on."""

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
@@ -254,18 +254,26 @@ class Dispatcher:
                 self.gate.open()
             raise
 
-    def release(self) -> None:
-        """Let requests of this ingress begin and go on."""
+    async def release(self, number: int = 0) -> None:
+        """Let requests of this ingress begin and go on, once replicas have reported the update `number` of weights."""
+        end = self.clock.now() + self._timeouts.answer_s
+        while self.fleet.table.newest.number < number and self.clock.now() < end:
+            await asyncio.sleep(0.01)
         self.gate.open()
 
-    async def tell_all(self, method: RemoteMethod, *arguments: Any) -> dict[str, Any]:
+    async def tell_all(
+        self, method: RemoteMethod, *arguments: Any, by_name: Mapping[str, Sequence[Any]] | None = None
+    ) -> dict[str, Any]:
         """Call a method of every replica, however long each takes. Returns the answers by name.
+
+        `by_name`: the arguments for each replica, and no others are called; None: `arguments` for all.
 
         Raises:
             Exception: what the first replica that failed has raised. Replicas that were lost meanwhile do not count.
         """
-        connections = self._connections.opened()
-        calls = (connection.client.call(method, *arguments) for connection in connections)
+        connections = [each for each in self._connections.opened() if by_name is None or each.name in by_name]
+        given = [arguments if by_name is None else by_name[each.name] for each in connections]
+        calls = (self._connections.call(one, method, *each) for one, each in zip(connections, given, strict=True))
         answers = await asyncio.gather(*calls, return_exceptions=True)
         found: dict[str, Any] = {}
         for connection, answer in zip(connections, answers, strict=True):

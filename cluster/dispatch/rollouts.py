@@ -1,13 +1,20 @@
-"""Stops and resumes generation of the whole application, from any ingress."""
+"""Stops and resumes generation of the whole application, and replaces its weights, from any ingress."""
 
 import asyncio
+import logging
+import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeAlias
 
 from crossdock.cluster.dispatch.dispatcher import Dispatcher
 from crossdock.cluster.dispatch.gate import PauseMode
+from crossdock.router.actions import ReplicaLost
+from crossdock.workers.schedule.weight_version import WeightVersion
+
+logger = logging.getLogger("ray.serve")
 
 HOLD_S = 1800.0  # for running requests to end
+_CATCH_UP_S = 1.0  # between two looks for replicas with old weights
 AskIngresses: TypeAlias = Callable[..., Awaitable[Sequence[Any]]]
 """Calls a method of every ingress, given its name, seconds and arguments. Returns the answers of those that live."""
 
@@ -15,39 +22,155 @@ AskIngresses: TypeAlias = Callable[..., Awaitable[Sequence[Any]]]
 class Rollouts:
     """The operators' calls that reach all ingresses and all replicas. One per ingress; belongs to its event loop."""
 
-    def __init__(self, dispatcher: Dispatcher, ask_ingresses: AskIngresses | None = None) -> None:
-        """`ask_ingresses` None: this is the only one."""
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        ask_ingresses: AskIngresses | None = None,
+        server_info: Callable[[], dict[str, Any]] = dict,
+    ) -> None:
+        """`ask_ingresses` None: this is the only one. `server_info`: vLLM's fields that trainers read."""
+        self.server_info = server_info
         self._dispatcher, self._ask_ingresses = dispatcher, ask_ingresses
         self._turn = asyncio.Lock()
+        self._catching_up: asyncio.Task[None] | None = None
 
     @property
     def is_paused(self) -> bool:
         return not self._dispatcher.gate.is_open
 
+    @property
+    def weights(self) -> WeightVersion:
+        """The newest weights that replicas have reported."""
+        return self._dispatcher.fleet.table.newest
+
     async def pause(self, mode: PauseMode) -> None:
         """Stop generation everywhere; requests that come meanwhile wait. Returns once no replica computes a step."""
         async with self._turn:
-            try:
-                await self._everywhere("hold", mode)
-                await self._dispatcher.tell_all("pause")
-            except asyncio.CancelledError:
-                await asyncio.shield(self._resume())
-                raise
+            await self._pause(mode)
 
     async def resume(self) -> None:
         """Go on: requests that were stopped with the same tokens, and those that wait."""
         async with self._turn:
             await self._resume()
 
-    async def _resume(self) -> None:
-        await self._dispatcher.tell_all("resume")
-        await self._everywhere("release")
+    async def reset_cache(self) -> None:
+        """Have all replicas forget their cached prefixes."""
+        await self._dispatcher.tell_all("reset_cache")
 
-    async def _everywhere(self, method: str, *arguments: Any) -> None:
+    # -- weights -----------------------------------------------------------------------------------------------------
+
+    async def world_size(self) -> int:
+        """Return how many ranks all replicas have together."""
+        return sum((await self._dispatcher.tell_all("num_ranks")).values())
+
+    async def join_group(self, init_info: Any) -> None:
+        """Have every rank of every replica join the process group that a trainer opens: one place after the other."""
+        async with self._turn:
+            first, arguments = 0, dict[str, Sequence[Any]]()
+            for name, count in sorted((await self._dispatcher.tell_all("num_ranks")).items()):
+                arguments[name] = "join", {"init_info": init_info, "first": first}
+                first += count
+            await self._dispatcher.tell_all("call_weights", by_name=arguments)
+
+    async def start_update(self) -> None:
+        """Begin an update by tensors. ValueError: the weights of a replica cannot be replaced, with the reason."""
+        async with self._turn:
+            await self._dispatcher.tell_all("call_weights", "start", {})
+
+    async def receive(self, update_info: Any) -> None:
+        """Have every rank receive the tensors that a trainer sends to its group meanwhile."""
+        async with self._turn:
+            await self._dispatcher.tell_all("call_weights", "receive", {"update_info": update_info})
+
+    async def finish_update(self, name: str, mode: PauseMode) -> WeightVersion:
+        """Have replicas compute with the tensors that were received. See `update`."""
+        return await self.update("", name, mode)
+
+    async def update(
+        self, folder: str, name: str, mode: PauseMode, tensors: Sequence[Any] | None = None
+    ) -> WeightVersion:
+        """Have all replicas compute with other weights. Where one cannot read them, all keep theirs.
+
+        They are read beside steps. Then generation stops as `mode` says, unless it is paused already, the weights are
+        put in place, and generation goes on.
+
+        Args:
+            folder: a checkpoint, which all machines of replicas see; empty: tensors that were sent.
+            name: of the weights, for clients; empty: the number of the update.
+            tensors: whole ones by name, in Ray's object store, as its only element; None: a group has received them.
+
+        Raises:
+            ValueError: with the reason for which weights cannot be replaced, or files or tensors are not right.
+            ReplicaLost: no replica has the new weights.
+        """
+        async with self._turn:
+            if folder or tensors is not None:
+                await self._dispatcher.tell_all("call_weights", "start", {})
+            argument = {"folder": folder}
+            if tensors is None:
+                ids = await self._dispatcher.tell_all("call_weights", "read", argument)
+            else:
+                ids = await self._dispatcher.tell_all("read_objects", tensors)
+            if folder and len(set(ids.values())) > 1:
+                raise ValueError(f"replicas found unlike files in {folder}: {ids}")
+            number = self.weights.number + 1
+            weights_id = next(iter(ids.values()), "") if folder else uuid.uuid4().hex
+            return await self._put(WeightVersion(number, weights_id, name or str(number), folder), mode)
+
+    async def _put(self, weights: WeightVersion, mode: PauseMode) -> WeightVersion:
+        was_paused = self.is_paused
+        in_flight = "keep" if was_paused or mode == "keep" else "end"
+        if not was_paused:
+            await self._pause(mode)
+        try:
+            done = await self._dispatcher.tell_all("put_weights", tuple(weights), in_flight)
+        finally:
+            if not was_paused:
+                await self._resume(weights.number)
+        if not any(done.values()):
+            raise ReplicaLost("no replica has the new weights: each was lost meanwhile")
+        return weights
+
+    def start(self) -> None:
+        """Let replicas that have older weights than others, because they restarted, catch up from now on."""
+        self._catching_up = asyncio.create_task(self._catch_up())
+
+    def stop(self) -> None:
+        """End what `start` began."""
+        if self._catching_up is not None:
+            self._catching_up.cancel()
+
+    async def _catch_up(self) -> None:
+        while True:
+            await asyncio.sleep(_CATCH_UP_S)
+            table, newest = self._dispatcher.fleet.table, self.weights
+            behind = [name for name in table.outdated if table.by_name[name].live is not None]
+            if newest.folder and behind and not self._turn.locked():
+                arguments = {name: (tuple(newest),) for name in behind}
+                try:
+                    await self._dispatcher.tell_all("catch_up", by_name=arguments)
+                except Exception as error:
+                    logger.warning("a replica keeps old weights, and gets no requests: %s", error)
+
+    # -- everywhere --------------------------------------------------------------------------------------------------
+
+    async def _pause(self, mode: PauseMode) -> None:
+        try:
+            await self._everywhere("hold", mode)
+            await self._dispatcher.tell_all("pause")
+        except BaseException:
+            await asyncio.shield(self._resume())
+            raise
+
+    async def _resume(self, number: int = 0) -> None:
+        await self._dispatcher.tell_all("resume")
+        await self._everywhere("release", number)
+
+    async def _everywhere(self, method: str, argument: Any) -> None:
         if self._ask_ingresses is not None:
-            if not await self._ask_ingresses(method, HOLD_S, *arguments):
+            if not await self._ask_ingresses(method, HOLD_S, argument):
                 raise RuntimeError(f"the ingresses have not all answered within {HOLD_S:.0f} s")
         elif method == "hold":
-            await self._dispatcher.hold(*arguments)
+            await self._dispatcher.hold(argument)
         else:
-            self._dispatcher.release()
+            await self._dispatcher.release(argument)

@@ -20,7 +20,7 @@ OF_A_SERVER = {
     ),
     "http.force_include_usage": "there are no streams",
     "http.vllm_metrics": "there is no /metrics",
-    "http.rollouts": "weights change in a server alone",
+    **dict.fromkeys(("http.rollouts", "http.weights_folder"), "weights change in a server alone"),
     "http.batch_folder": "`crossdock run-batch` runs a file of requests",
     "engine.admission": "all prompts wait, none is refused",
     "pools": "one engine runs in this process; tensor_parallel_size and pipeline_parallel_size divide it",

@@ -236,6 +236,7 @@ PANELS: dict[str, tuple[Flag, ...]] = {
         Flag("http.max_queued_requests", ("--max-queued-requests", "--max-num-queued-reqs")),
         Flag("http.vllm_metrics"),
         Flag("http.batch_folder"),
+        Flag("http.weights_folder"),
         Flag("http.rollouts", ("--enable-rollouts/--no-enable-rollouts",)),
     ),
     "Cluster and file": (

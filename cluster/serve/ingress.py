@@ -36,6 +36,7 @@ from crossdock.cluster.dispatch.dispatchers import Dispatchers
 from crossdock.cluster.dispatch.gate import PauseMode
 from crossdock.cluster.dispatch.rollouts import Rollouts
 from crossdock.cluster.serve.media import open_media
+from crossdock.cluster.serve.rollouts import server_info
 from crossdock.cluster.serve.tokenizer import load_tokenizer
 from crossdock.workers.model.lora.adapter_files import read_adapter
 from crossdock.workers.model.weights.checkpoint import resolve_model
@@ -84,7 +85,7 @@ class Ingress:
         for each in models:
             routes.append(await self._routes(each, routes, scaler))
         decisions = None if scaler is None else partial(_decisions, scaler)
-        rollouts = self._rollouts(http)
+        rollouts = self._rollouts = self._new_rollouts(models[0])  # None: trainers' paths are not enabled
         self._api = build_api_of(
             routes, self.fleets, http, decisions=decisions, ask_peers=self._ask_peers, rollouts=rollouts
         )
@@ -99,6 +100,8 @@ class Ingress:
                     await asyncio.sleep(0.02)
         if self._api.state.batches is not None:
             self._api.state.batches.start()
+        if self._rollouts is not None:
+            self._rollouts.start()
         prepare_interpreter()
         if http.is_open_to_others:
             logger.warning(OPEN_TO_OTHERS, http.host, http.port)
@@ -177,10 +180,13 @@ class Ingress:
             found.put(name, read(name, Path(path).expanduser().absolute()))
         return found
 
-    def _rollouts(self, http: HttpConfig) -> Rollouts | None:
+    def _new_rollouts(self, config: ClusterConfig) -> Rollouts | None:
         """Return the operators' calls; None where their paths are not enabled, as always where models are several."""
-        ask = self._of_all if http.replicas > 1 else None
-        return Rollouts(self._dispatcher_of_one, ask) if http.rollouts else None
+        if not config.http.rollouts:
+            return None
+        dispatcher = self._dispatcher_of_one
+        ask = self._of_all if config.http.replicas > 1 else None
+        return Rollouts(dispatcher, ask, partial(server_info, config, dispatcher.fleet))
 
     @property
     def _dispatcher_of_one(self) -> Dispatcher:
@@ -191,9 +197,15 @@ class Ingress:
         """Let no request begin here, as an operator asked of one of the ingresses; see `Dispatcher.hold`."""
         await self._dispatcher_of_one.hold(mode)
 
-    async def release(self) -> None:
-        """Go on after `hold`."""
-        self._dispatcher_of_one.release()
+    async def release(self, number: int) -> None:
+        """Go on after `hold`, with the weights of update `number` or later ones."""
+        await self._dispatcher_of_one.release(number)
+
+    async def push_weights(self, tensors: list[Any], name: str, mode: PauseMode) -> str:
+        """Have all replicas compute with tensors of Ray's object store, see `rollouts.push_weights`."""
+        if self._rollouts is None:
+            raise ValueError("http.rollouts must be true (--enable-rollouts) for weights to be replaced")
+        return (await self._rollouts.update("", name, mode, tensors)).name
 
     async def _learn_adapters(self) -> None:
         """Take over the adapters that clients have loaded at other ingresses."""
@@ -222,6 +234,8 @@ class Ingress:
         return _DrainedFirst(self._api, self._drain)
 
     async def __del__(self) -> None:  # Serve awaits it when the replica stops, after the end of the API's lifespan
+        if self._rollouts is not None:
+            self._rollouts.stop()
         await self.fleets.close()
         await self.drain(_LAST_WORDS_S)
         for media in self._media:

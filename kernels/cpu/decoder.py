@@ -181,6 +181,15 @@ class DecoderStack:
         self._steps: list[HeadSteps] = []
         self._pages: Sequence[tuple[Tensor, Tensor]] = ()
 
+    @property
+    def windows(self) -> Sequence[int | None]:
+        """Return the window of each layer."""
+        return [window for *_, window in self._heads]
+
+    def with_weights(self, layers: Sequence[DecoderLayer]) -> "DecoderStack":
+        """Return a stack of the same shape and kernels with the weights of other layers."""
+        return DecoderStack(self._shape, layers, self._choice, self._attention)
+
     def __call__(
         self,
         hidden: Tensor,  # [T, E]

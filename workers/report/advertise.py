@@ -18,6 +18,7 @@ from crossdock.workers.schedule.prefixes.tier_pages import PageTier
 from crossdock.workers.schedule.request import TokenDelta
 from crossdock.workers.schedule.scheduler import Scheduler
 from crossdock.workers.schedule.submission import Leg
+from crossdock.workers.schedule.weight_version import WeightVersion
 
 LENGTHS = tuple(4.0**power for power in range(-3, 4))
 """Seconds that divide prompts by length, 16 ms to 64 s: a prompt delays another by at most the shorter of the two.
@@ -90,6 +91,7 @@ class LiveProfile:
     load_seconds: tuple[float, ...] = ()  # of a page, from each tier below the pool, fastest first
     load_queue: float = 0.0  # seconds until all loads from tiers that have begun will have ended
     tenants: tuple[TenantWork, ...] = ()  # those with most work; empty: tenants are not told apart
+    weights: WeightVersion = WeightVersion()  # noqa: RUF009  # immutable
     is_paused: bool = False  # it computes nothing until its operator lets it go on
 
 
@@ -154,6 +156,7 @@ def observe(scheduler: Scheduler, incarnation: str, sequence: int) -> LiveProfil
         load_seconds=tuple([tier.load_s for tier in scheduler.loading.tiers.tiers]),
         load_queue=scheduler.loading.queued_s,
         tenants=tenants,
+        weights=scheduler.weights,
         is_paused=scheduler.is_paused,
     )
 

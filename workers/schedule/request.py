@@ -62,6 +62,7 @@ class TokenDelta:
     error: str | None = None  # with FinishReason.ERROR
     embedding: bytes | None = None  # the pooled hidden states, [E] float32 in little-endian order
     charged_s: float = 0.0  # with `finish_reason`: what the request was charged on this replica
+    weights: str = ""  # name of the weights that made the tokens, where an update has replaced those of the start
 
 
 @dataclass(slots=True, eq=False)
@@ -88,6 +89,7 @@ class Request:
     waited_s: float = 0.0  # seconds that the client had waited at `arrival_time`
     items: Sequence[Item] = NO_ITEMS  # as in `Submission`
     adapter: Adapter | None = None  # as in `Submission`
+    weights: str = ""  # as in `Submission`
     awaits_pages_until: float = 0.0  # while waiting: time up to which it waits for pages from elsewhere, see awaited.py
     is_looked_up: bool = False  # while waiting: in the tiers below the pool
     tail: ArrivingTail | None = None  # pages that are loaded while it computes those before
@@ -143,7 +145,7 @@ class Request:
     def prefix_hashes(self, num_tokens: int, page_size: int) -> Sequence[PageHash]:
         """Return the hashes of the full pages among the first `num_tokens` tokens; each page is hashed once."""
         if len(self.page_hashes) < self.num_tokens // page_size:
-            salt = salt_with(self.cache_salt, self.adapter)
+            salt = salt_with(self.cache_salt, self.adapter, self.weights)
             self.page_hashes = hash_pages(self.token_ids, page_size, salt, self.page_hashes, self.items)
         return self.page_hashes[: num_tokens // page_size]
 

@@ -37,6 +37,7 @@ from crossdock.workers.schedule.request import FinishReason, Request, Status, To
 from crossdock.workers.schedule.slo import priority_of
 from crossdock.workers.schedule.submission import InvalidField, Leg
 from crossdock.workers.schedule.table import RequestTable
+from crossdock.workers.schedule.weight_version import WeightVersion
 
 
 class Streams(NamedTuple):
@@ -132,6 +133,7 @@ class Scheduler:
         if cost is not None:
             pages.stock.cached.learn(cost)
         self._computed_chunks = False  # in the last step; used without mixed_chunks
+        self.weights = WeightVersion()  # that steps compute with
         self.is_paused = False  # no step begins; requests keep their tokens and pages
 
     # -- requests ----------------------------------------------------------------------------------------------------
@@ -189,6 +191,11 @@ class Scheduler:
     def pause(self, *, is_paused: bool) -> None:
         """Begin no step from now on, or go on. Requests keep their tokens and pages, and new ones queue."""
         self.is_paused = is_paused
+
+    def change_weights(self, weights: WeightVersion) -> None:
+        """Note that the next step computes with other weights. Cached pages go: no request will look for them."""
+        self.weights = weights
+        self.pages.stock.clear_cache()
 
     def drop_steps_in_flight(self) -> None:
         """Forget the steps in flight, which will have no update: every request is where it was before them.

@@ -7,6 +7,7 @@ from typing import Literal
 
 from crossdock.workers.schedule.pictures.items import NO_ITEMS, Item
 from crossdock.workers.schedule.slo import DEFAULT_CLASS
+from crossdock.workers.schedule.weight_version import salt_of_weights
 
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
 
@@ -45,11 +46,14 @@ class InvalidField(ValueError):
         return str(self.args[0])
 
 
-def salt_with(salt: str, adapter: "Adapter | None") -> str:
-    """Return the salt of pages that are computed with `adapter`: no salt of a client is one with an adapter."""
+def salt_with(salt: str, adapter: "Adapter | None", weights: str = "") -> str:
+    """Return the salt of pages that are computed with `adapter`, and after the update of that id with its `weights`.
+
+    No salt of a client is one with an adapter.
+    """
     if adapter is not None:
-        return f"{adapter.fingerprint}\0{salt}"
-    return f"\0{salt}" if "\0" in salt else salt
+        return salt_of_weights(f"{adapter.fingerprint}\0{salt}", weights)
+    return salt_of_weights(f"\0{salt}" if "\0" in salt else salt, weights)
 
 
 class Leg(Enum):
@@ -136,8 +140,9 @@ class Submission:
     source_tokens: int = 0  # of the prefix that it has
     alternatives: Sequence[tuple[str, float]] = ()  # ways to use a cached prefix, with the router's predicted TTFT, s
     adapter: Adapter | None = None  # that the weights are changed by; None: they are the base model's
+    weights: str = ""  # id of the update with whose weights alone a replica may take the request
 
     @property
     def page_salt(self) -> str:
         """Return the salt of the request's pages: only requests with equal salts and equal weights share pages."""
-        return salt_with(self.cache_salt, self.adapter)
+        return salt_with(self.cache_salt, self.adapter, self.weights)

@@ -206,6 +206,11 @@ class HttpConfig(ModelHttpConfig):
         description="Serve the paths with which trainers stop generation and replace weights, those of vLLM's "
         "development mode.",
     )
+    weights_folder: str | None = Field(
+        None,
+        description="Folder below which /update_weights_from_disk may read checkpoints, of replicas' machines; null: "
+        "none.",
+    )
     media_max_bytes: int = Field(20 << 20, ge=1, description="Largest file of a picture or a video.")
     media_max_pixels: int = Field(
         32 << 20, ge=1, description="Most pixels of a picture, or of a frame of a video, before it is decoded."
@@ -239,7 +244,7 @@ class HttpConfig(ModelHttpConfig):
                 raise ValueError(f"{host!r} is not the name of a host without a port, such as llm.example")
         return tuple(host.lower() for host in hosts)
 
-    @field_validator("allowed_local_media_path", "lora_folder")
+    @field_validator("allowed_local_media_path", "lora_folder", "weights_folder")
     @classmethod
     def _check_folder(cls, path: str | None) -> str | None:
         if path is not None and (not Path(path).is_absolute() or len(Path(path).parts) < 2):

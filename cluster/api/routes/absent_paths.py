@@ -8,6 +8,11 @@ _TEXT = "this server's models write text"
 _ROLLOUTS = "the operator enables the paths of trainers with --enable-rollouts (http.rollouts)"
 _SLEEP = "replicas do not give up memory while they run; end the server"
 _CACHED = "cached pages go when others need their place; 'cache_salt' separates caches"
+_OF_TRAINERS = (
+    *("/pause", "/resume", "/is_paused", "/reset_prefix_cache", "/flush_cache", "/get_world_size", "/server_info"),
+    *("/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update"),
+    *("/update_weights_from_disk", "/weight_info"),
+)
 ABSENT = {  # by the path, or by its beginning up to a slash
     "/v1/responses": "responses are created, fetched, continued, cancelled and deleted here, and nothing else",
     "/v1/messages": "of Anthropic's API, /v1/messages and /v1/messages/count_tokens are served",
@@ -37,7 +42,6 @@ ABSENT = {  # by the path, or by its beginning up to a slash
     "/health_generate": "use /ready, which says whether a replica can serve",
     "/load": "use /v1/requests, /v1/replicas or /metrics",
     "/get_load": "use /v1/requests, /v1/replicas or /metrics",
-    "/server_info": "use /v1/replicas",
     "/get_server_info": "use /v1/replicas",
     "/model_info": "use /v1/models",
     "/get_model_info": "use /v1/models",
@@ -45,16 +49,19 @@ ABSENT = {  # by the path, or by its beginning up to a slash
     "/playground": "'crossdock simulate' runs the same scheduler on any load",
     "/docs": "use /openapi.json",
     "/redoc": "use /openapi.json",
-    "/reset_prefix_cache": _CACHED,
     "/reset_mm_cache": _CACHED,
     "/reset_encoder_cache": _CACHED,
-    "/flush_cache": _CACHED,
     "/sleep": _SLEEP,
     "/wake_up": _SLEEP,
     "/is_sleeping": _SLEEP,
-    **dict.fromkeys(("/pause", "/resume", "/is_paused"), _ROLLOUTS),
+    **dict.fromkeys(_OF_TRAINERS, _ROLLOUTS),
     "/pause_generation": "use /pause?mode=keep",
     "/continue_generation": "use /resume",
+    "/init_weights_update_group": "use /init_weight_transfer_engine",
+    "/update_weights_from_distributed": "use /update_weights",
+    "/update_weights_from_tensor": "use crossdock.cluster.serve.rollouts.push_weights, from Python",
+    "/update_weight_version": "give 'weight_version' to /finish_weight_update",
+    "/weight_checker": "use /weight_info",
     "/collective_rpc": "there are no calls into the ranks",
     "/start_profile": "use 'crossdock tune', py-spy or torch's profiler",
     "/stop_profile": "use 'crossdock tune', py-spy or torch's profiler",

@@ -63,7 +63,7 @@ class AdapterNames:
             if len(self.by_name) >= _MOST and body.lora_name not in self.by_name:
                 raise ApiError(f"There are {_MOST} adapters; unload one before.", kind="InvalidUserInput")
             try:
-                adapter = await asyncio.to_thread(read, body.lora_name, _below(folder, body.lora_path))
+                adapter = await asyncio.to_thread(read, body.lora_name, below(folder, body.lora_path))
             except FileNotFoundError:
                 reason = f"No adapter is at 'lora_path' {body.lora_path!r}."
                 raise ApiError(reason, status=404, kind="NotFoundError", param="lora_path") from None
@@ -102,13 +102,16 @@ class AdapterNames:
         return self._read, self._folder
 
 
-def _below(folder: Path, path: str) -> Path:
-    """Return the folder that a client means. ValueError: it is not below `folder`; FileNotFoundError: there is none."""
+def below(folder: Path, path: str, param: str = "lora_path", kind: str = "adapters (--lora-folder)") -> Path:
+    """Return the folder that a client means. ValueError: it is not below `folder`; FileNotFoundError: there is none.
+
+    `param` names the path, and `kind` the folder, in the errors.
+    """
     if "\0" in path:
-        raise ValueError("'lora_path' has a character 0")
+        raise ValueError(f"'{param}' has a character 0")
     whole, found = folder.resolve(), (folder / path).resolve()
     if not found.is_relative_to(whole):
-        raise ValueError(f"'lora_path' must be below the folder of adapters (--lora-folder), not {path!r:.200}")
+        raise ValueError(f"'{param}' must be below the folder of {kind}, not {path!r:.200}")
     if not found.is_dir():
         raise FileNotFoundError(path)
     return found

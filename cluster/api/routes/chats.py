@@ -69,6 +69,7 @@ class Chats:
             **await self._extras(body, writer, output),
             "finish_reason": message.finish_reason(output.finish_reason),
             "stop_reason": output.stop_reason,
+            **output.weight_versions,
         }
 
     async def _extras(self, body: ChatCompletionRequest, writer: LogprobWriter, output: Output) -> dict[str, Any]:
@@ -107,7 +108,7 @@ class Chats:
                     yield event
                 if output.finish_reason is not None:
                     reason = message.finish_reason(output.finish_reason)
-                    reasons = {"finish_reason": reason, "stop_reason": output.stop_reason}
+                    reasons = {"finish_reason": reason, "stop_reason": output.stop_reason, **output.weight_versions}
                     last: dict[str, Any] = {"index": output.index, "delta": {}, "logprobs": None, **reasons}
                     yield events.choice(last, usage)
         if body.includes_usage:

@@ -139,6 +139,7 @@ class Completions:
             result["logprobs"] = await writer.completion(output.positions, output.offsets)
         result["finish_reason"] = output.finish_reason
         result["stop_reason"] = output.stop_reason
+        result |= output.weight_versions
         if body.prompt_logprobs is not None:
             result["prompt_logprobs"] = await writer.prompt(output.prompt_logprobs or ())
         if body.return_token_ids:

@@ -1,23 +1,52 @@
-"""Endpoints for trainers: pause and resume generation, with the paths and answers of vLLM."""
+"""Endpoints for trainers: pause and resume generation, replace weights. Paths and answers are vLLM's."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
 
 from fastapi import Request, Response
 
+from crossdock.cluster.api.body.json_body import Body
 from crossdock.cluster.api.errors import ApiError
 from crossdock.cluster.api.http.http_json import json_answer
+from crossdock.cluster.api.routes.adapters import below
 from crossdock.cluster.dispatch.gate import PauseMode
 from crossdock.cluster.dispatch.rollouts import Rollouts
+
+
+class InitTransfer(Body):
+    init_info: dict[str, Any]
+
+
+class UpdateWeights(Body):
+    update_info: dict[str, Any]
+
+
+class FinishUpdate(Body):
+    weight_version: str | None = None
+
+
+class UpdateFromDisk(Body):
+    """The body of SGLang's path."""
+
+    model_path: str
+    weight_version: str | None = None
+    abort_all_requests: bool = False
 
 
 class RolloutControl:
     """Served where the operator has enabled the paths. With API keys, a key must see all requests."""
 
-    def __init__(self, rollouts: Rollouts) -> None:
-        self._rollouts = rollouts
+    def __init__(self, rollouts: Rollouts, folder: Path | None) -> None:
+        """`folder`: below which checkpoints may be read; None: nowhere."""
+        self._rollouts, self._folder = rollouts, folder
 
     async def pause(self, request: Request, mode: PauseMode = "abort", clear_cache: bool = True) -> Response:
         """End running requests (abort), let them end (wait), or stop them where they are (keep)."""
         check_operator(request)
         await self._rollouts.pause(mode)
+        if clear_cache and mode != "keep":
+            await self._rollouts.reset_cache()
         return json_answer({"status": "paused"})
 
     async def resume(self, request: Request) -> Response:
@@ -28,6 +57,78 @@ class RolloutControl:
     async def is_paused(self, request: Request) -> Response:
         check_operator(request)
         return json_answer({"is_paused": self._rollouts.is_paused})
+
+    async def reset_cache(self, request: Request) -> Response:
+        check_operator(request)
+        await self._rollouts.reset_cache()
+        return json_answer({"success": True})
+
+    async def world_size(self, request: Request) -> Response:
+        """Count the ranks of all replicas: a trainer's group has one place for each."""
+        check_operator(request)
+        return json_answer({"world_size": await self._rollouts.world_size()})
+
+    async def server_info(self, request: Request, config_format: str = "json") -> Response:
+        check_operator(request)
+        return json_answer({"vllm_config": self._rollouts.server_info()})
+
+    async def init_transfer(self, request: Request, body: InitTransfer) -> Response:
+        """Have all ranks join the trainer's process group; the answer comes once they have."""
+        check_operator(request)
+        await _refusing(self._rollouts.join_group(body.init_info), "init_info")
+        return json_answer({"message": "Weight transfer initialized"})
+
+    async def start_update(self, request: Request) -> Response:
+        check_operator(request)
+        await _refusing(self._rollouts.start_update(), None)
+        return json_answer({"message": "Weight update started"})
+
+    async def receive(self, request: Request, body: UpdateWeights) -> Response:
+        """Receive the named tensors, which the trainer sends to its group meanwhile."""
+        check_operator(request)
+        await _refusing(self._rollouts.receive(body.update_info), "update_info")
+        return json_answer({"message": "Weights updated"})
+
+    async def finish_update(self, request: Request, mode: PauseMode = "wait") -> Response:
+        """Compute with the tensors that were received. `mode`: of requests that run, unless generation is paused."""
+        check_operator(request)
+        given = FinishUpdate.parse(content) if (content := await request.body()) else FinishUpdate()
+        weights = await _refusing(self._rollouts.finish_update(given.weight_version or "", mode), "weight_version")
+        return json_answer({"message": "Weight update finished", "weight_version": weights.name})
+
+    async def update_from_disk(self, request: Request, body: UpdateFromDisk, mode: PauseMode = "wait") -> Response:
+        """Compute with the weights of a checkpoint below the operator's folder."""
+        check_operator(request)
+        if self._folder is None:
+            reason = "This server reads no weights while it runs: start it with --weights-folder FOLDER."
+            raise ApiError(reason, status=403, code="weights_are_fixed")
+        try:
+            folder = await asyncio.to_thread(
+                below, self._folder, body.model_path, "model_path", "checkpoints (--weights-folder)"
+            )
+        except FileNotFoundError:
+            reason = f"No checkpoint is at 'model_path' {body.model_path!r}."
+            raise ApiError(reason, status=404, kind="NotFoundError", param="model_path") from None
+        except ValueError as error:
+            raise ApiError(f"{error}", param="model_path", code="invalid_value") from None
+        mode = "abort" if body.abort_all_requests else mode
+        update = self._rollouts.update(str(folder), body.weight_version or "", mode)
+        weights = await _refusing(update, "model_path")
+        return json_answer({"success": True, "message": "Weights updated", "weight_version": weights.name})
+
+    async def weight_info(self, request: Request) -> Response:
+        check_operator(request)
+        weights = self._rollouts.weights
+        return json_answer({"weight_version": weights.name, "number": weights.number, "id": weights.id})
+
+
+async def _refusing(work: Any, param: str | None) -> Any:
+    """Await work. Raises ApiError with the reason where weights cannot be replaced."""
+    try:
+        return await work
+    except ValueError as error:
+        reason = str(error.args[0]) if error.args else str(error)
+        raise ApiError(reason, param=param, code="weights_not_replaced") from None
 
 
 def check_operator(request: Request) -> None:

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from crossdock.cluster.api.http.limits import Charge
 from crossdock.cluster.api.slices import slices
@@ -36,10 +36,19 @@ class Output:
     finish_reason: str | None = None
     num_tokens: int = 0  # of the choice, up to the end of this part
     stop_reason: int | str | None = None  # the stop string or stop token id that ended the choice (vLLM's field)
+    versions: Sequence[tuple[str, int]] = ()  # at the end of the choice, see `Choice`
 
     @property
     def text(self) -> str:
         return "".join(self.texts)
+
+    @property
+    def weight_versions(self) -> dict[str, Any]:
+        """Return vLLM's field of which weights made which tokens; nothing for the weights of the start."""
+        ends = [*(start for _, start in self.versions[1:]), self.num_tokens]
+        both = zip(self.versions, ends, strict=False)
+        spans = [{"version": name, "start": start, "end": end} for (name, start), end in both]
+        return {"weight_versions": spans} if spans else {}
 
     @property
     def is_acceptance(self) -> bool:
@@ -56,6 +65,7 @@ class Output:
         self.finish_reason = more.finish_reason
         self.num_tokens = more.num_tokens
         self.stop_reason = more.stop_reason
+        self.versions = more.versions
 
 
 @dataclass(slots=True)
@@ -82,6 +92,7 @@ class Choice:
     num_tokens: int = 0
     num_cached_tokens: int = 0
     has_begun: bool = False
+    versions: list[tuple[str, int]] = field(default_factory=list)  # names of weights, each from an output token on
 
     def read(self, delta: TokenDelta) -> Output:
         """Return the output that `delta` adds to the choice.
@@ -95,6 +106,8 @@ class Choice:
         if delta.finish_reason is FinishReason.ABORT and not self.has_begun and self._needs_first:
             raise ReplicaLost("the request was aborted before its first token")
         output = Output(self.index)
+        if delta.token_ids and delta.weights and (not self.versions or self.versions[-1][0] != delta.weights):
+            self.versions.append((delta.weights, self.num_tokens))
         if not self.has_begun:
             self._begin(delta, output)
         if self.is_prompt_only:
@@ -117,6 +130,8 @@ class Choice:
                 self._finish(delta, output)
         self.num_tokens += len(output.token_ids)
         output.num_tokens = self.num_tokens
+        if output.finish_reason is not None:
+            output.versions = self.versions
         if self.account is not None:
             self.account.output(len(output.token_ids))
             if output.finish_reason is not None and delta.charged_s:

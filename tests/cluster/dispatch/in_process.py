@@ -73,8 +73,8 @@ class InProcess:
             self.profile = calibrate.warm_up(engine)
         arguments = engine, "tiny", role, TransferConfig(transport="tcp")
         self.engine_thread = EngineThread(engine, partial(connect, *arguments) if role != "mixed" else None)
-        controls = Controls(self.engine_thread)
-        self.pause, self.resume = controls.pause, controls.resume
+        self.controls = Controls(self.engine_thread)
+        self.pause, self.resume = self.controls.pause, self.controls.resume
         self.profile = self.profile.model_copy(update={"role": role, **self.engine_thread.addresses})
         self.is_killed = False
 
@@ -101,8 +101,9 @@ class InProcess:
         return self.is_killed
 
     async def call(self, method: RemoteMethod, *arguments: Any) -> Any:
-        """Call a method of this class, or else the engine thread's of that name."""
-        return await (getattr(self, method, None) or getattr(self.engine_thread, method))(*arguments)
+        """Call a method of this class, or else the engine thread's or the controls' of that name."""
+        owner = next(each for each in (self, self.engine_thread, self.controls) if hasattr(each, method))
+        return await getattr(owner, method)(*arguments)
 
     async def timelines(self, request_id: str, tenant: str | None) -> list[dict[str, Any]]:
         return await self.engine_thread.find_timelines(request_id, tenant)

@@ -22,7 +22,7 @@ class Stream:
     """A greedy request that is read by a task."""
 
     def __init__(self, dispatcher: Dispatcher, name: str, max_tokens: int = LONG) -> None:
-        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, min_tokens=max_tokens)
         self.deltas: list[TokenDelta] = []
         self.task = asyncio.create_task(self._read(dispatcher, Submission(name, PROMPT, params)))
 
@@ -52,7 +52,7 @@ async def test_paused_streams_keep_their_pages_and_go_on_with_the_same_tokens(ro
     replicas = [InProcess(role=role) for role in roles]  # type: ignore[arg-type]
     dispatcher = Dispatcher("tiny", RouterConfig(shipping="always"))
     async with serving(dispatcher, first=replicas[0], second=replicas[1]):
-        wanted = await tokens(dispatcher, "alone", LONG)
+        await (alone := Stream(dispatcher, "alone")).task
         rollouts = Rollouts(dispatcher)
         streams = [Stream(dispatcher, f"{number}") for number in range(4)]
         await until(lambda: all(len(stream.output) > 5 for stream in streams[:2]))
@@ -68,7 +68,7 @@ async def test_paused_streams_keep_their_pages_and_go_on_with_the_same_tokens(ro
         assert rollouts.is_paused
         await rollouts.resume()
         await asyncio.gather(*(stream.task for stream in (*streams, waiting)))
-        assert [stream.output for stream in (*streams, waiting)] == [wanted] * 7
+        assert [stream.output for stream in (*streams, waiting)] == [alone.output] * 7
         await until(lambda: all(not each.engine_thread.engine.scheduler.table.requests() for each in replicas))
 
 

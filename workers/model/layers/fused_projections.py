@@ -32,16 +32,15 @@ def join_projections(module: nn.Module) -> Callable[[], None]:
     return undo
 
 
-def joined_weight(*linears: Any) -> Tensor | None:
-    """Return the one weight [sum of N, E] that the weights of joined `linears` are views of; None: not joined."""
-    first, num_rows = linears[0].weight, 0
-    for linear in linears:
-        weight = linear.weight
+def joined_tensor(*parts: Tensor) -> Tensor | None:
+    """Return the one tensor [sum of N, …] that the weights or biases of joined linears are views of; None: not one."""
+    first, num_rows = parts[0], 0
+    for weight in parts:
         is_next = weight.storage_offset() == first.storage_offset() + num_rows * first.stride(0)
         if not is_next or weight.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
             return None
         num_rows += len(weight)
-    whole: Tensor = first.detach().as_strided((num_rows, first.shape[1]), first.stride())
+    whole: Tensor = first.detach().as_strided((num_rows, *first.shape[1:]), first.stride())
     return whole
 
 
@@ -63,6 +62,8 @@ class _JoinedLinears:
         self._parts: Sequence[Tensor] = ()
         for number, (linear, weight) in enumerate(zip(linears, torch.split(self._weight, self._sizes), strict=True)):
             linear.weight = nn.Parameter(weight, requires_grad=False)
+            if self._bias is not None:
+                linear.bias = nn.Parameter(torch.split(self._bias, self._sizes)[number], requires_grad=False)
             linear.forward = partial(self._part, number)
 
     def _part(self, number: int, x: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ the probe finds out.
 
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -68,6 +68,14 @@ class FusedLayers(nn.Module):
         deltas = [] if adapters is None else [(self._deltas_of(weights), rows) for weights, rows in adapters.groups]
         return self._stack(hidden_states[0], cos[0], sin[0], pages, batch, RowDeltas(deltas))[None]
 
+    def with_weights(self, layers: nn.ModuleList) -> DecoderStack:
+        """Return a stack of the same kernels with the weights of other layers."""
+        return self._stack.with_weights([_layer(*each) for each in zip(layers, self._stack.windows, strict=True)])
+
+    def take(self, stack: DecoderStack) -> None:
+        """Compute with another stack from now on."""
+        self._stack = stack
+
     def _deltas_of(self, weights: AdapterWeights) -> StackDeltas:
         """Return the matrices of an adapter by layer."""
         if weights not in self._deltas:
@@ -83,7 +91,16 @@ class FusedHead(nn.Module):
 
     def __init__(self, weight: Weight, choice: KernelChoice) -> None:
         super().__init__()
-        self.linear = ChosenLinear(weight if isinstance(weight, Tensor) else PackedPanels.of(weight), choice)
+        self._choice = choice
+        self.take(self.with_weight(weight))
+
+    def with_weight(self, weight: Weight) -> ChosenLinear:
+        """Return a projection of the same kernels with another weight."""
+        return ChosenLinear(weight if isinstance(weight, Tensor) else PackedPanels.of(weight), self._choice)
+
+    def take(self, linear: ChosenLinear) -> None:
+        """Compute with another projection from now on."""
+        self.linear = linear
 
     def forward(self, hidden: Tensor) -> Tensor:  # [1, N, E]
         return self.linear(hidden[0])[None]
@@ -166,6 +183,28 @@ def fuse(
             decoder.embed_tokens = embedding
 
     return Fusion(undo, layers_choice, head_choice)
+
+
+def fused_weights(module: nn.Module, plain: nn.Module) -> Callable[[], None]:
+    """Pack the weights of a plain module of the same model for the fused layers and head of `module`, if it has any.
+
+    Returns a function that has these compute with what was packed.
+    """
+    fused = [part for part in module.modules() if isinstance(part, FusedLayers)]
+    if not fused:
+        return lambda: None
+    (decoder, _), (_, layers), head = decoder_layers(module), decoder_layers(plain), cast(Any, module).lm_head
+    weight = weight_of(cast(Any, plain).lm_head)
+    assert weight is not None
+    stack, linear = fused[0].with_weights(layers), head.with_weight(weight)
+
+    def put() -> None:
+        fused[0].take(stack)
+        head.take(linear)
+        if isinstance(decoder.embed_tokens, PackedEmbedding):
+            decoder.embed_tokens = PackedEmbedding(linear.formats["own"])
+
+    return put
 
 
 def weight_of(linear: Any) -> Weight | None:

@@ -16,7 +16,7 @@ from crossdock.kernels.backend import has_package
 from crossdock.workers.model.architecture import num_deep_layers
 from crossdock.workers.model.forward.forward_context import current_context
 from crossdock.workers.model.forward.row_adapters import RowAdapters
-from crossdock.workers.model.layers.fused_projections import joined_weight
+from crossdock.workers.model.layers.fused_projections import joined_tensor
 from crossdock.workers.model.layers.fusion import (
     PROJECTIONS,
     NotFusableError,
@@ -59,7 +59,7 @@ class _Layer:
         return cls(
             layer.input_layernorm,
             _joined(attention.q_proj, attention.k_proj, attention.v_proj),
-            qkv_bias(attention),
+            _joined_bias(attention),
             getattr(attention, "q_norm", None),
             getattr(attention, "k_norm", None),
             attention.o_proj,
@@ -80,9 +80,10 @@ class _Layer:
 class TritonLayers(nn.Module):
     """All decoder layers of a model as one module, the only one in the model's list of layers."""
 
-    def __init__(self, layers: Sequence[_Layer]) -> None:
+    def __init__(self, layers: Sequence[_Layer], replaced: nn.ModuleList) -> None:
         super().__init__()
         self._layers = layers
+        self.replaced = (replaced,)  # whose weights are read; no child, so that names of parameters stay as they are
         self.attention_type = "full_attention"  # some models choose a mask by this; ours is None in any case
 
     def forward(self, hidden_states: Tensor, *, position_embeddings: tuple[Tensor, Tensor], **_: Any) -> Tensor:
@@ -151,7 +152,7 @@ def use_triton_layers(model: LoadedModel, windows: Sequence[int | None]) -> Call
         raise NotFusableError("the layers' weights are of several dtypes")
     if any(shape.key_dim != shape.value_dim or shape.key_dim % 2 for shape in model.layers):
         raise NotFusableError("keys and values have unlike widths")
-    decoder.layers = nn.ModuleList([TritonLayers(fused)])
+    decoder.layers = nn.ModuleList([TritonLayers(fused, layers)])
 
     def undo() -> None:
         decoder.layers = layers
@@ -159,8 +160,18 @@ def use_triton_layers(model: LoadedModel, windows: Sequence[int | None]) -> Call
     return undo
 
 
+def _joined_bias(attention: Any) -> Tensor | None:
+    """Return the bias of the three input projections as one tensor that theirs are views of."""
+    if qkv_bias(attention) is None:
+        return None
+    joined = joined_tensor(*(linear.bias for linear in (attention.q_proj, attention.k_proj, attention.v_proj)))
+    if joined is None:
+        raise NotFusableError("biases of one input are not joined")
+    return joined
+
+
 def _joined(*linears: Any) -> Tensor:
-    weight = joined_weight(*linears)
+    weight = joined_tensor(*(linear.weight for linear in linears))
     if weight is None:
         raise NotFusableError("projections of one input are not joined")
     return weight

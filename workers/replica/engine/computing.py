@@ -9,6 +9,7 @@ from crossdock.workers.draft.drafter import new_drafter
 from crossdock.workers.model.grammar.compiler import GrammarCompiler
 from crossdock.workers.model.memory.kv_memory import count_pages_that_fit
 from crossdock.workers.model.model import LoadedModel
+from crossdock.workers.model.new_weights import NewWeights
 from crossdock.workers.model.runner import Runner
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.adapter_loader import AdapterLoader
@@ -16,6 +17,7 @@ from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.replica.engine.executor import Executor
 from crossdock.workers.replica.engine.speculation import Speculation
 from crossdock.workers.replica.engine.step_sampler import StepSampler
+from crossdock.workers.replica.engine.weight_update import WeightUpdate
 from crossdock.workers.replica.ranks.gang import Gang
 from crossdock.workers.replica.ranks.pool_layout import choose_groups, held_layers, memory_of, pool_spec
 from crossdock.workers.replica.ranks.rank_messages import AllocatePool, RecordSteps
@@ -83,6 +85,7 @@ def _executor(
         cpu_kernels=model.kernels if model.device.type == "cpu" else "",
         speculation=speculation,
         adapters=None if model.adapters is None else AdapterLoader(model.adapters, gang),
+        new_weights=WeightUpdate(NewWeights(model), gang),
         tiers=tiers,
         gang=gang,
     )

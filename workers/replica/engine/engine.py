@@ -42,6 +42,10 @@ class Step:
     encoder_seconds: float = 0.0  # of `seconds`, for pictures
 
 
+class OtherWeights(RuntimeError):
+    """The request is for other weights than this replica's: the router places it again."""
+
+
 class Engine:
     """Serves requests on one executor. Calls of `add`, `abort` and `step` must not overlap."""
 
@@ -98,7 +102,10 @@ class Engine:
         Raises:
             InvalidField: the request can never be served.
             Overloaded: the time to first token that its class promises cannot be met now.
+            OtherWeights: an update has replaced the weights that the request was placed for, or will.
         """
+        if submission.weights != self.scheduler.weights.id:
+            raise OtherWeights(f"the request is for weights {submission.weights!r}, not {self.scheduler.weights.id!r}")
         for token in _extremes(submission.prompt_token_ids):
             if not 0 <= token < self.executor.vocab_size:
                 raise InvalidField(
@@ -248,6 +255,7 @@ class Engine:
         for delta in deltas:
             delta.prompt_logprobs = self._sampler.take_prompt_logprobs(delta.request_id)
             delta.embedding = self._sampler.take_vector(delta.request_id)
+            delta.weights = self.scheduler.weights.name if self.scheduler.weights.number else ""
             if delta.finish_reason is not None:
                 self._forget(delta.request_id)
         predicted = self._learn(step)

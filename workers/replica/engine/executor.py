@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # what only a model needs imports torch
     from crossdock.workers.model.model import LoadedModel
     from crossdock.workers.replica.engine.adapter_loader import AdapterLoader
     from crossdock.workers.replica.engine.speculation import Speculation
+    from crossdock.workers.replica.engine.weight_update import WeightUpdate
     from crossdock.workers.replica.ranks.gang import Gang
     from crossdock.workers.replica.tiers.tier_store import TierStore
 
@@ -123,5 +124,6 @@ class Executor:
     cpu_kernels: str = ""  # which compute the matrix products of fused layers on a CPU; empty: none are named
     speculation: "Speculation | None" = None
     adapters: "AdapterLoader | None" = None  # None: it takes no adapters
+    new_weights: "WeightUpdate | None" = None  # None: the device is emulated, and has no weights
     tiers: "TierStore | None" = None
     gang: "Gang | None" = None

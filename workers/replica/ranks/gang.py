@@ -23,6 +23,7 @@ from crossdock.workers.replica.ranks.pool_layout import HeldLayers, held_layers
 from crossdock.workers.replica.ranks.rank_loader import driver_of, failure_of, load_rank, position_of
 from crossdock.workers.replica.ranks.rank_messages import (
     AdapterLoaded,
+    CallWeights,
     DockOpened,
     DriverMessage,
     EndRank,
@@ -34,6 +35,8 @@ from crossdock.workers.replica.ranks.rank_messages import (
     RankFailure,
     RankReady,
     RunStep,
+    WeightMethod,
+    WeightsCalled,
     decode_follower_message,
     encode,
 )
@@ -52,6 +55,7 @@ class _Follower:
     socket: RankSocket
     ready: RankReady | None = None  # once it has loaded its part
     blob: bytes | None = None  # of its dock, once that is open
+    weights: str | None = None  # why the last call to its new weights failed; empty: it did not; None: it goes on
     adapters: dict[str, str] = field(default_factory=dict)  # loads that have ended: why each failed, by fingerprint
 
 
@@ -142,6 +146,21 @@ class Gang:
                 return self._why or f"{position_of(self.spec, missing()[0])} did not load it"
             failures = [follower.adapters.pop(fingerprint) for follower in self._followers.values()]
         return next(filter(None, failures), "")
+
+    def call_weights(self, method: WeightMethod, argument: str) -> Callable[[], str]:
+        """Have every follower call its new weights. Returns a function that waits for all of them, and returns why one
+        failed; empty: none did. One call goes on at a time."""
+        for follower in self._followers.values():
+            follower.weights = None
+        self.broadcast(CallWeights(method, argument))
+
+        def wait() -> str:
+            followers = self._followers.values()
+            with self._changed:
+                self._changed.wait_for(lambda: self._why is not None or all(f.weights is not None for f in followers))
+            return self._why or next((each.weights for each in followers if each.weights), "")
+
+        return wait
 
     def broadcast(self, message: DriverMessage) -> None:
         """Send one message to every follower. A follower that is gone is noticed by the thread that reads from it."""
@@ -255,6 +274,8 @@ class Gang:
                 follower.blob = blob
             case AdapterLoaded(fingerprint, failure):
                 follower.adapters[fingerprint] = failure
+            case WeightsCalled(failure):
+                follower.weights = failure
             case RankFailure(reason, traceback):
                 logger.error("%s failed:\n%s", position, traceback)
                 self._lost(f"{position}: {reason}")

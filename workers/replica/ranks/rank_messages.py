@@ -3,7 +3,7 @@
 The driver sends steps and the calls of its dock to every follower. A follower reports its start and its dock's events.
 """
 
-from typing import Any, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import msgspec
 from msgspec import Raw
@@ -57,6 +57,20 @@ class DropAdapter(Record, frozen=True):
     fingerprint: str
 
 
+WeightMethod: TypeAlias = Literal["start", "join", "receive", "read", "leave"]
+
+
+class CallWeights(Record, frozen=True):
+    """Call a method of the rank's new weights beside steps, and report `WeightsCalled`. `argument`: as JSON."""
+
+    method: WeightMethod
+    argument: str
+
+
+class PutWeights(Record, frozen=True):
+    """Compute with the weights that were read from the next step on."""
+
+
 class OpenDock(Record, frozen=True):
     """Open the KV pool to transfers."""
 
@@ -71,7 +85,16 @@ class EndRank(Record, frozen=True):
 
 
 DriverMessage: TypeAlias = (
-    AllocatePool | RecordSteps | RunStep | LoadAdapter | DropAdapter | OpenDock | EndRank | DockCall
+    AllocatePool
+    | RecordSteps
+    | RunStep
+    | LoadAdapter
+    | DropAdapter
+    | CallWeights
+    | PutWeights
+    | OpenDock
+    | EndRank
+    | DockCall
 )
 
 # -- follower to driver ----------------------------------------------------------------------------------------------
@@ -110,6 +133,12 @@ class AdapterLoaded(Record, frozen=True):
     failure: str
 
 
+class WeightsCalled(Record, frozen=True):
+    """The call to the rank's new weights has ended, or could not be done, for the reason `failure`."""
+
+    failure: str
+
+
 class RankFailure(Record, frozen=True):
     """The rank ends because of an error."""
 
@@ -124,7 +153,9 @@ class _DockEvent(Record, frozen=True):
     fields: Raw
 
 
-FollowerMessage: TypeAlias = JoinGang | PhaseEnded | RankReady | DockOpened | AdapterLoaded | RankFailure | Event
+FollowerMessage: TypeAlias = (
+    JoinGang | PhaseEnded | RankReady | DockOpened | AdapterLoaded | WeightsCalled | RankFailure | Event
+)
 
 # -- bytes -----------------------------------------------------------------------------------------------------------
 
@@ -138,7 +169,7 @@ def _built(kind: type[Any], value: Any) -> Any:
 _encoder = msgspec.msgpack.Encoder(enc_hook=BaseModel.model_dump)
 _driver_decoder = msgspec.msgpack.Decoder(DriverMessage, dec_hook=_built)
 _follower_decoder = msgspec.msgpack.Decoder(
-    JoinGang | PhaseEnded | RankReady | DockOpened | AdapterLoaded | RankFailure | _DockEvent
+    JoinGang | PhaseEnded | RankReady | DockOpened | AdapterLoaded | WeightsCalled | RankFailure | _DockEvent
 )
 _event_decoders = {kind.__name__: msgspec.msgpack.Decoder(kind) for kind in get_args(Event)}
 

@@ -1,30 +1,115 @@
-"""The calls of an operator to a replica, beside requests: stop between two steps, go on."""
+"""The calls of an operator to a replica, beside requests: stop between two steps, go on, replace weights."""
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
 
 from crossdock.workers.replica.serving.engine_thread import EngineThread
+from crossdock.workers.schedule.weight_version import WeightVersion
+
+if TYPE_CHECKING:  # an engine on an emulated device imports no torch
+    from crossdock.workers.replica.engine.weight_update import Arrays
+    from crossdock.workers.replica.ranks.rank_messages import WeightMethod
+
+logger = logging.getLogger(__name__)
 
 
 class Controls:
     """The calls of operators to one engine's thread. Belongs to the event loop of the thread's constructor."""
 
-    def __init__(self, thread: EngineThread) -> None:
-        self._thread, self._engine = thread, thread.engine
+    def __init__(self, thread: EngineThread, num_ranks: int = 1) -> None:
+        self._thread, self._engine, self._num_ranks = thread, thread.engine, num_ranks
+        self._update = thread.engine.executor.new_weights
+        self._turn = asyncio.Lock()  # of calls that read weights
 
     async def pause(self) -> None:
         """End the running step, and begin no other until `resume`. Requests keep their tokens and pages, and new ones
         queue. Transfers of pages go on. Routers are notified at once."""
-
-        def stop() -> None:
-            self._engine.pause()
-            self._thread.finish_steps()
-            self._thread.publisher.renew()
-
-        await self._thread.call(stop)
+        await self._thread.call(self._stop)
 
     async def resume(self) -> None:
         """Go on with the requests that are here. Does nothing where the engine is not paused."""
+        await self._thread.call(self._go_on)
 
-        def go_on() -> None:
-            self._engine.resume()
-            self._thread.publisher.renew()
+    async def reset_cache(self) -> None:
+        """Forget all cached prefixes. Pages of running requests stay."""
 
-        await self._thread.call(go_on)
+        def clear() -> None:
+            self._engine.pages.stock.clear_cache()
+
+        await self._thread.call(clear)
+
+    async def num_ranks(self) -> int:
+        """Return how many ranks this replica has."""
+        return self._num_ranks
+
+    async def call_weights(self, method: "WeightMethod", argument: Mapping[str, Any]) -> str:
+        """Call the new weights of every rank beside steps, see `NewWeights.call`. Returns the id of a folder's weights.
+
+        Raises:
+            ValueError: with the reason why that failed.
+        """
+        async with self._turn:
+            if self._update is None:
+                return str(argument.get("folder", ""))
+            return await asyncio.to_thread(self._update.call, method, argument)
+
+    async def read_arrays(self, arrays: "Arrays") -> str:
+        """Read whole tensors on every rank beside steps. ValueError: with the reason why that failed."""
+        async with self._turn:
+            if self._update is not None:
+                await asyncio.to_thread(self._update.read_arrays, arrays)
+        return ""
+
+    async def catch_up(self, version: tuple[int, str, str, str]) -> None:
+        """Read and put in place the newest weights of other replicas, after a restart. ValueError: they are gone."""
+        weights = WeightVersion(*version)
+        if self._turn.locked() or self._engine.scheduler.weights.number >= weights.number:
+            return
+        found = await self.call_weights("read", {"folder": weights.folder})
+        if found != weights.id:
+            raise ValueError(f"{weights.folder} has other weights than those of update {weights.number}")
+        await self.put_weights(version, "end")
+
+    async def put_weights(self, version: tuple[int, str, str, str], in_flight: Literal["keep", "end"]) -> bool:
+        """Compute with the weights that were read, from the next step on.
+
+        `version`: the fields of `WeightVersion`. `in_flight`: requests that run go on, over pages of the old weights,
+        or end. Where a rank fails, this replica ends: no request may be computed with a part of the weights. Returns
+        False where this replica has these weights or later ones already, or has read none.
+        """
+        weights = WeightVersion(*version)
+        if self._engine.scheduler.weights.number >= weights.number:
+            return False
+        if self._update is not None and not self._update.is_read:
+            return False
+
+        def put() -> None:
+            was_paused = self._engine.scheduler.is_paused
+            self._stop()
+            if in_flight == "end":
+                self._thread.end_all("an update has replaced the weights")
+            try:
+                if self._update is not None:
+                    self._update.put()
+            except Exception:
+                logger.exception("new weights could not be put in place: this replica ends")
+                self._thread.end()
+                raise
+            self._engine.scheduler.change_weights(weights)
+            if not was_paused:
+                self._go_on()
+
+        await self._thread.call(put)
+        logger.info("weights %r (update %d) are in place", weights.name, weights.number)
+        return True
+
+    def _stop(self) -> None:
+        self._engine.pause()
+        self._thread.finish_steps()
+        self._thread.publisher.renew()
+
+    def _go_on(self) -> None:
+        self._engine.resume()
+        self._thread.publisher.renew()

@@ -164,6 +164,10 @@ class EngineThread(ObservedEngine):
         await asyncio.to_thread(self.close_loads)
         self._ended()
 
+    def end(self) -> None:
+        """Let the engine's thread end after what it does now: this replica cannot serve any more."""
+        self._inbox.close()
+
     # -- the engine's thread -----------------------------------------------------------------------------------------
 
     def _run(self) -> None:
@@ -232,7 +236,11 @@ class EngineThread(ObservedEngine):
             self._inbox.close()
             return
         logger.error("the engine failed; its requests end with an error", exc_info=error)
-        failed = self.engine.fail_all(f"{type(error).__name__}: {error}")
+        self.end_all(f"{type(error).__name__}: {error}")
+
+    def end_all(self, error: str) -> None:
+        """End every request with an error. Belongs to the engine's thread."""
+        failed = self.engine.fail_all(error)
         self._end([delta for _, delta in failed])
         self._notify_aborted([request for request, _ in failed])
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from crossdock.kvtransfer.dock import Dock
 from crossdock.workers.model.model import LoadedModel
+from crossdock.workers.model.new_weights import NewWeights
 from crossdock.workers.model.runner import Runner
 from crossdock.workers.model.step_messages import StepReceiver
 from crossdock.workers.replica.config import ReplicaSpec
@@ -19,6 +20,7 @@ from crossdock.workers.replica.ranks.rank_loader import load_rank, position_of, 
 from crossdock.workers.replica.ranks.rank_messages import (
     AdapterLoaded,
     AllocatePool,
+    CallWeights,
     DockOpened,
     DriverMessage,
     DropAdapter,
@@ -29,10 +31,13 @@ from crossdock.workers.replica.ranks.rank_messages import (
     MalformedRankMessage,
     OpenDock,
     PhaseEnded,
+    PutWeights,
     RankFailure,
     RankReady,
     RecordSteps,
     RunStep,
+    WeightMethod,
+    WeightsCalled,
     decode_driver_message,
     encode,
 )
@@ -92,7 +97,7 @@ def _work(
     num_pages = 0
     dock: Dock | None = None
     page_size = spec.engine.page_size
-    steps, runner = StepReceiver(), Runner(model, page_size)
+    steps, runner, weights = StepReceiver(), Runner(model, page_size), NewWeights(model)
     while True:
         match inbox.get():
             case RunStep(inputs):
@@ -103,6 +108,10 @@ def _work(
             case DropAdapter(fingerprint):
                 if model.adapters is not None:
                     model.adapters.drop(fingerprint)
+            case CallWeights(method, argument):
+                threading.Thread(target=_call_weights, args=(weights, method, argument, link), daemon=True).start()
+            case PutWeights():
+                weights.put()
             case AllocatePool(num_pages):
                 model.allocate_pool(num_pages, page_size)
             case RecordSteps(max_num_seqs, max_num_batched_tokens, most_drafts):
@@ -135,6 +144,17 @@ def _load_adapter(model: LoadedModel, adapter: Adapter, link: RankSocket) -> Non
         failure = f"{error}"
     with contextlib.suppress(OSError):
         link.send(encode(AdapterLoaded(adapter.fingerprint, failure)))
+
+
+def _call_weights(weights: NewWeights, method: WeightMethod, argument: str, link: RankSocket) -> None:
+    """Call the rank's new weights, and report how that ended."""
+    failure = ""
+    try:
+        weights.call(method, argument)
+    except Exception as error:
+        failure = f"{error}" or type(error).__name__
+    with contextlib.suppress(OSError):
+        link.send(encode(WeightsCalled(failure)))
 
 
 def _listen(link: RankSocket) -> queue.SimpleQueue[DriverMessage]:

@@ -17,6 +17,7 @@ from ray import serve
 from crossdock.kvtransfer.transport import TransportUnavailable
 from crossdock.workers.replica.config import ReplicaSpec
 from crossdock.workers.replica.engine.chunk_log import chunk_logger
+from crossdock.workers.replica.engine.engine import OtherWeights
 from crossdock.workers.replica.serving.controls import Controls
 from crossdock.workers.replica.serving.emulated_start import start_emulated
 from crossdock.workers.replica.serving.engine_thread import EngineThread
@@ -54,8 +55,10 @@ class Replica:
         self.messages = outlet.messages
         self.abort, self.progress = thread.abort, thread.progress
         self.assign_role, self.peer_dead = thread.assign_role, thread.peer_dead
-        controls = Controls(thread)
-        self.pause, self.resume = controls.pause, controls.resume
+        controls = self._controls = Controls(thread, spec.num_ranks)
+        self.pause, self.resume, self.reset_cache = controls.pause, controls.resume, controls.reset_cache
+        self.num_ranks, self.call_weights = controls.num_ranks, controls.call_weights
+        self.put_weights, self.catch_up = controls.put_weights, controls.catch_up
         self.timelines, self.live_requests = thread.find_timelines, thread.live_requests
         self.metrics_text = thread.metrics_text
         compatibility = engine.pool_spec(of_pages).compatibility
@@ -69,6 +72,7 @@ class Replica:
         logger.info("started: %s", ", ".join(f"{phase} after {age:.1f} s" for phase, age in ages.items()))
         self._machine = started.machine | {"start_s": ages}
         update = {"role": spec.role, "compatibility": compatibility, "weights": weights, **thread.addresses}
+        update["dtype"] = "" if engine.executor.model is None else str(engine.model.dtype).removeprefix("torch.")
         self.profile = started.profile.model_copy(update=update)
 
     def _reached(self, phase: str) -> None:
@@ -81,7 +85,7 @@ class Replica:
         end_if_marked(submission.prompt_token_ids, self._fault_token_ids)
         try:
             return await self.engine_thread.submit(ingress, submission)
-        except (Overloaded, ValueError, Superseded) as refusal:
+        except (Overloaded, ValueError, Superseded, OtherWeights) as refusal:
             return refusal
 
     async def watched(self, seen: Mapping[str, int], tenant: str | None) -> dict[str, Any]:
@@ -89,6 +93,11 @@ class Replica:
         profile = self.profile.model_dump(exclude={"peer"}, mode="json")
         pool = serve.get_replica_context().deployment
         return {"pool": pool, "profile": profile, "machine": self._machine, **self.engine_thread.watched(seen, tenant)}
+
+    async def read_objects(self, tensors: list[Any]) -> str:
+        """Read new weights from Ray's object store: a mapping of checkpoint names to arrays. ValueError as `read`."""
+        found = await tensors[0]
+        return await self._controls.read_arrays(found)
 
     # -- calls of Serve ----------------------------------------------------------------------------------------------
 

@@ -1,10 +1,12 @@
-"""The paths of trainers: pause and resume with vLLM's bodies, who may call them, and the answers of paused requests."""
+"""The paths of trainers: bodies and answers as vLLM's clients know them, who may call them, and what answers show."""
 
 import asyncio
+from pathlib import Path
 
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from tests.cluster.api.engine_api import EngineApi
 from tests.waiting import until
+from tests.workers.model.test_new_weights import saved
 
 STREAM = {"prompt": [5 + i for i in range(9)], "max_tokens": 150, "ignore_eos": True, "temperature": 0}
 
@@ -47,3 +49,28 @@ async def test_paths_of_trainers_need_the_switch_and_a_key_that_sees_all(tokeniz
             headers = {"authorization": f"Bearer {key}"}
             for method, path in (("POST", "/pause"), ("GET", "/is_paused"), ("POST", "/resume")):
                 assert (await api.http.request(method, path, headers=headers)).status_code == status
+
+
+async def test_answers_name_the_weights_that_made_them(tokenizer: ModelTokenizer, tmp_path: Path) -> None:
+    saved(tmp_path / "step", 1)
+    saved(tmp_path / "wide", 1, intermediate_size=80)
+    async with EngineApi(tokenizer, http={"rollouts": True, "weights_folder": str(tmp_path)}) as api:
+        body = STREAM | {"max_tokens": 4}
+        assert "weight_versions" not in (await api.http.post("/v1/completions", json=body)).json()["choices"][0]
+        assert (await api.http.get("/weight_info")).json()["weight_version"] == "default"
+        assert (await api.http.get("/get_world_size")).json() == {"world_size": 1}
+        update = {"model_path": "step", "weight_version": "policy 7"}
+        answer = await api.http.post("/update_weights_from_disk", json=update)
+        assert answer.json() == {"success": True, "message": "Weights updated", "weight_version": "policy 7"}
+        [choice] = (await api.http.post("/v1/completions", json=body)).json()["choices"]
+        assert choice["weight_versions"] == [{"version": "policy 7", "start": 0, "end": 4}]
+        assert (await api.http.get("/weight_info")).json()["weight_version"] == "policy 7"
+        for path, status in (("gone", 404), ("../step", 400), ("wide", 400)):
+            refused = await api.http.post("/update_weights_from_disk", json={"model_path": path})
+            assert refused.status_code == status
+            assert refused.json()["error"]["param"] == "model_path"
+        assert (await api.http.post("/start_weight_update", json={})).json() == {"message": "Weight update started"}
+        info = {"update_info": {"names": [], "dtype_names": [], "shapes": []}}
+        refused = await api.http.post("/update_weights", json=info)
+        assert "call /init_weight_transfer_engine first" in refused.json()["error"]["message"]
+        assert (await api.http.post("/reset_prefix_cache")).json() == {"success": True}

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from crossdock.workers.model.layers.fused_projections import join_projections, joined_weight
+from crossdock.workers.model.layers.fused_projections import join_projections, joined_tensor
 from crossdock.workers.model.load import wrap_module
 from tests.workers.architectures import SERVED, build
 from tests.workers.model.paged import monolithic, random_steps, through_pages
@@ -83,13 +83,13 @@ def test_joined_projections_in_any_order_equal_separate_ones(bias: bool) -> None
 def test_weight_of_joined_projections_is_whole_and_not_a_copy() -> None:
     module = Three()
     whole = torch.cat([module.q_proj.weight, module.k_proj.weight, module.v_proj.weight])
-    assert joined_weight(module.q_proj, module.k_proj, module.v_proj) is None
+    assert joined_tensor(module.q_proj.weight, module.k_proj.weight, module.v_proj.weight) is None
     join_projections(module)
-    weight = joined_weight(module.q_proj, module.k_proj, module.v_proj)
+    weight = joined_tensor(module.q_proj.weight, module.k_proj.weight, module.v_proj.weight)
     assert weight is not None
     assert torch.equal(weight, whole)
     assert weight.data_ptr() == module.q_proj.weight.data_ptr()
-    assert joined_weight(module.q_proj, module.v_proj) is None
+    assert joined_tensor(module.q_proj.weight, module.v_proj.weight) is None
 
 
 def test_projections_that_differ_are_not_joined() -> None:

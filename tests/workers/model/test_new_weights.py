@@ -1,0 +1,106 @@
+"""Weights that are replaced: afterwards the model computes what a fresh load of the same weights computes."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from crossdock.kernels.cpu.build import cpu_flags
+from crossdock.workers.model.layers.fused_projections import join_projections
+from crossdock.workers.model.load import load_model, wrap_module
+from crossdock.workers.model.model import LoadedModel
+from crossdock.workers.model.model_spec import ModelSpec
+from crossdock.workers.model.new_weights import NewWeights
+from crossdock.workers.schedule.submission import Submission
+from tests.workers.architectures import SERVED, build
+from tests.workers.replica.engines import engine_on, greedy, run
+
+PROMPT = [3 + i * 7 % 100 for i in range(40)]
+FUSED = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32, "num_attention_heads": 4}
+TIED = FUSED | {"tie_word_embeddings": True}
+
+
+def saved(folder: Path, seed: int, name: str = "llama", **settings: Any) -> Path:
+    """Save a random model, whose weights differ by seed."""
+    module = build(name, settings)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
+    module.save_pretrained(folder)
+    return folder
+
+
+def logprobs(model: LoadedModel) -> list[float]:
+    """Return the log-probabilities of the tokens of a prompt."""
+    engine = engine_on(model)
+    engine.add(Submission("a", PROMPT, greedy(1, prompt_logprobs=0)))
+    [delta] = run(engine)["a"]
+    found = [each.logprob for each in delta.prompt_logprobs or () if each is not None]
+    assert len(found) == len(PROMPT) - 1
+    return found
+
+
+def spec(path: Path, **settings: Any) -> ModelSpec:
+    return ModelSpec(str(path), **({"dtype": "float32"} | settings))
+
+
+CASES: list[Any] = [
+    ("llama", {}, {}),
+    ("llama", FUSED, {"dtype": "bfloat16"}),
+    ("llama", TIED, {"dtype": "bfloat16"}),
+    ("llama", TIED, {"dtype": "bfloat16", "quantization": "int8"}),
+    ("llama", FUSED, {"dtype": "bfloat16", "cpu_kernels": "torch"}),
+    ("qwen2", FUSED, {"dtype": "bfloat16"}),
+    ("gemma2", {}, {}),
+    pytest.param("qwen3_moe", {}, {}, marks=pytest.mark.soak),
+    pytest.param("deepseek_v3", SERVED["deepseek_v3"], {}, marks=pytest.mark.soak),
+]
+
+
+@pytest.mark.parametrize(("name", "settings", "use"), CASES)
+def test_replaced_weights_compute_what_a_fresh_load_of_them_computes(
+    tmp_path: Path, name: str, settings: dict[str, Any], use: dict[str, Any]
+) -> None:
+    if use.get("quantization") and "avx512_vnni" not in cpu_flags():
+        pytest.skip("needs AVX512-VNNI, for products of int8")
+    old, new = (saved(tmp_path / f"{seed}", seed, name, **settings) for seed in (1, 2))
+    model, fresh = load_model(spec(old, **use)), load_model(spec(new, **use))
+    before, wanted = logprobs(model), logprobs(fresh)
+    assert before != pytest.approx(wanted, abs=0.05)
+    weights = NewWeights(model)
+    weights.read(new)
+    assert logprobs(model) == before, "what is read changes nothing yet"
+    weights.put()
+    assert logprobs(model) == pytest.approx(wanted, abs=1e-3)
+    assert model.kernels == fresh.kernels
+    tensors = dict(load_model(spec(old)).module.state_dict()) if not model.kernels else None
+    if tensors is not None:
+        weights.read_tensors(tensors)
+        weights.put()
+        assert logprobs(model) == pytest.approx(before, abs=1e-3)
+
+
+def test_joined_projections_compute_with_replaced_weights_and_biases(tmp_path: Path) -> None:
+    """As GPUs have them: the weights that steps read are views of larger ones."""
+    new = saved(tmp_path / "new", 2, "qwen2")
+    model = wrap_module(build("qwen2", {}))
+    join_projections(model.module)
+    weights = NewWeights(model)
+    weights.read(new)
+    weights.put()
+    assert logprobs(model) == pytest.approx(logprobs(load_model(spec(new))), abs=1e-4)
+
+
+def test_files_of_another_model_are_refused_and_change_nothing(tmp_path: Path) -> None:
+    model = load_model(spec(saved(tmp_path / "old", 1)))
+    before, weights = logprobs(model), NewWeights(model)
+    with pytest.raises(ValueError, match="of another shape"):
+        weights.read(saved(tmp_path / "wide", 2, intermediate_size=80))
+    deep = saved(tmp_path / "deep", 2, num_hidden_layers=3)
+    with pytest.raises(ValueError, match="missing"):
+        weights.read(deep)
+    with pytest.raises(AssertionError, match="no weights have been read"):
+        weights.put()
+    assert logprobs(model) == before

@@ -1,0 +1,153 @@
+"""Other weights of the same model: read beside steps, and put in the place of the present ones between two steps.
+
+The files of a checkpoint go through the same steps as at the start: names, merges, dtypes, and a rank's cut. Then each
+copy that steps read is replaced: parameters in place, and what kernels have packed by the same kernels again.
+"""
+
+import copy
+import json
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from crossdock.workers.model.layers.fusion import fused_weights
+from crossdock.workers.model.layers.triton_layers import TritonLayers
+from crossdock.workers.model.model import LoadedModel
+from crossdock.workers.model.weight_group import WeightGroup, announced
+from crossdock.workers.model.weights.heap import trim_heap
+from crossdock.workers.model.weights.plain import PlainWeights
+from crossdock.workers.model.weights.scheme import PLAIN, scheme_at, scheme_of
+
+
+class NewWeights:
+    """The next weights of one rank's part of a model. `read` may run in another thread than steps."""
+
+    def __init__(self, model: LoadedModel) -> None:
+        self._model = model
+        self._put: Callable[[], None] | None = None  # of weights that have been read
+        self._group: WeightGroup | None = None  # of a trainer that sends tensors
+        self._received: dict[str, Tensor] = {}
+
+    @property
+    def is_read(self) -> bool:
+        return self._put is not None
+
+    def call(self, method: str, argument: str) -> None:
+        """Do what the driver asks of every rank: `start` an update, `join` a trainer's group, `receive` tensors, `read`
+        these or a folder, `leave` the group. `argument`: as JSON.
+
+        Raises:
+            ValueError: the weights cannot be replaced, or the argument or the tensors are not right.
+        """
+        given = json.loads(argument)
+        if method in ("start", "leave"):
+            self.drop()
+        if method == "start" and (reason := self.why_not()):
+            raise ValueError(f"weights cannot be replaced: {reason}")
+        if method in ("join", "leave"):
+            self._group = None
+        if method == "join":
+            self._group = WeightGroup(given["init_info"], given["first"] + self._rank, self._model.device)
+        if method == "receive":
+            if self._group is None:
+                raise ValueError("there is no group to receive from: call /init_weight_transfer_engine first")
+            self._received |= self._group.receive(announced(given["update_info"]))
+        if method == "read":
+            if given["folder"]:
+                self.read(Path(given["folder"]))
+            else:
+                self.read_tensors(self._received)
+
+    @property
+    def _rank(self) -> int:
+        return self._model.part.position.rank
+
+    def why_not(self) -> str:
+        """Return why this model's weights cannot be replaced; empty: they can."""
+        if scheme_of(self._model.config.to_dict()) is not PLAIN:
+            return "the served checkpoint is quantised, and trainers have no weights of that form"
+        if self._model.scales:
+            return "kv_cache_dtype fp8: the scales of pages were measured with the weights of the start"
+        if self._model.encoder is not None:
+            return "the model encodes pictures, and embeddings of the weights of the start would be used again"
+        return ""
+
+    def read(self, folder: Path) -> None:
+        """Read this rank's part of a checkpoint in plain safetensors. The files may change afterwards.
+
+        Raises:
+            ValueError: the weights cannot be replaced, or the files are not all weights of this model.
+        """
+        self._put = None
+        if reason := self.why_not():
+            raise ValueError(f"weights cannot be replaced: {reason}")
+        if scheme_at(folder) is not PLAIN:
+            raise ValueError(f"{folder} is quantised: give plain weights in safetensors")
+        model = self._model
+        plain, _ = PlainWeights().read(copy.deepcopy(model.config), folder, model.dtype, model.part.collectives)
+        plain.requires_grad_(False)
+        self._put = _prepared(model.module, plain)
+
+    def read_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Read this rank's part of whole tensors, by their names in a checkpoint; as `read` otherwise."""
+        with tempfile.TemporaryDirectory(prefix="crossdock-weights-") as folder:
+            self.write(tensors, Path(folder))
+            self.read(Path(folder))
+
+    def write(self, tensors: Mapping[str, Tensor], folder: Path) -> None:
+        """Write tensors as a checkpoint of this model in a directory."""
+        self._model.config.save_pretrained(folder)
+        own = {name: tensor.cpu().contiguous().clone() for name, tensor in tensors.items()}  # tied ones: each
+        save_file(own, folder / "model.safetensors", {"format": "pt"})
+
+    @torch.inference_mode()
+    def put(self) -> None:
+        """Compute with the weights that were read from the next step on. Belongs between two steps."""
+        assert self._put is not None, "no weights have been read"
+        self._put()
+        self.drop()
+        trim_heap()
+
+    def drop(self) -> None:
+        """Forget what was received and read."""
+        self._put, self._received = None, {}
+
+
+@torch.inference_mode()
+def _prepared(module: nn.Module, plain: nn.Module) -> Callable[[], None]:
+    """Return a function that puts the weights of `plain` into `module`, and needs neither files nor `plain` any more.
+
+    Raises:
+        ValueError: a tensor is missing, or of another shape.
+    """
+    source, held = plain.state_dict(), _tensors(module)
+    wrong = [name for name, tensor in held.items() if name not in source or source[name].shape != tensor.shape]
+    if wrong:
+        raise ValueError(f"no weights of the right shape for {', '.join(wrong[:3])}{', …' * (len(wrong) > 3)}")
+    copies: dict[int, Tensor] = {}  # by memory: tied tensors are one
+    pairs = [
+        (tensor, copies.setdefault(source[name].data_ptr(), source[name].clone())) for name, tensor in held.items()
+    ]
+    put_fused = fused_weights(module, plain)
+
+    def put() -> None:
+        for tensor, new in pairs:
+            tensor.copy_(new)
+        put_fused()
+
+    return put
+
+
+def _tensors(module: Any) -> dict[str, Tensor]:
+    """Return the tensors that steps read in place, by their names in a plain module."""
+    found = dict(module.state_dict())
+    for path, part in module.named_modules():
+        if isinstance(part, TritonLayers):
+            layers = path.rpartition(".")[0]
+            found |= {f"{layers}.{name}": tensor for name, tensor in part.replaced[0].state_dict().items()}
+    return found

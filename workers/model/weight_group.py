@@ -1,0 +1,100 @@
+"""Tensors that a trainer broadcasts to all ranks of all replicas, in a process group of torch that it opens."""
+
+import socket
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_JOIN_S = 300.0  # for all ranks to come; a trainer waits longer
+_RECEIVE_S = 1800.0  # for one broadcast, as TRL's trainer waits for a whole update
+_BUFFER_BYTES = 1 << 30  # of packed tensors, vLLM's default
+
+
+class Announced(NamedTuple):
+    """A tensor that the trainer is about to send."""
+
+    name: str  # in a checkpoint
+    dtype: torch.dtype
+    shape: Sequence[int]
+
+    @property
+    def num_bytes(self) -> int:
+        return int(torch.Size(self.shape).numel()) * self.dtype.itemsize
+
+
+def announced(update: Any) -> list[Announced]:
+    """Return the tensors of vLLM's `update_info`. ValueError: it does not say name, dtype and shape of each."""
+    try:
+        names, dtypes, shapes = (update[key] for key in ("names", "dtype_names", "shapes"))
+        kinds = [getattr(torch, name) for name in dtypes]
+        found = [Announced(*each) for each in zip(names, kinds, shapes, strict=True)]
+        assert all(isinstance(kind, torch.dtype) for kind in kinds)
+    except (KeyError, TypeError, ValueError, AttributeError, AssertionError) as error:
+        raise ValueError(f"update_info needs names, dtype_names and shapes of equal length: {error!r}") from None
+    return found
+
+
+class WeightGroup:
+    """One rank's place in the trainer's group. The trainer is rank 0, and sends whole tensors."""
+
+    def __init__(self, info: Any, own: int, device: torch.device) -> None:
+        """Join. `info`: vLLM's `init_info`; `own`: this rank among those of all replicas.
+
+        Raises:
+            ValueError: `info` lacks a field. RuntimeError: the trainer or another rank does not come in time.
+        """
+        try:
+            address, port = str(info["master_address"]), int(info["master_port"])
+            rank, size = int(info["rank_offset"]) + own, int(info["world_size"])
+        except (KeyError, TypeError, ValueError) as error:
+            needed = "master_address, master_port, rank_offset and world_size"
+            raise ValueError(f"init_info needs {needed}: {error!r}") from None
+        if not 0 < rank < size:
+            raise ValueError(f"init_info: world_size is {size}; rank {rank} of this replica is not below it")
+        self._buffer_bytes = int(info.get("packed_buffer_size_bytes", _BUFFER_BYTES)) if info.get("packed") else 0
+        self._device = device
+        wait = timedelta(seconds=_JOIN_S)
+        store: Any = dist.TCPStore(address, port, size, False, wait, wait_for_workers=False)  # type: ignore[attr-defined]
+        if device.type == "cuda":
+            nccl: Any = dist.ProcessGroupNCCL
+            self._group: Any = nccl(store, rank, size, nccl.Options())
+        else:
+            gloo: Any = dist.ProcessGroupGloo
+            options = gloo._Options()
+            options._timeout = timedelta(seconds=_RECEIVE_S)
+            options._devices = [gloo.create_device(hostname=_own_address(address, port))]
+            self._group = gloo(store, rank, size, options)
+
+    def receive(self, tensors: Sequence[Announced]) -> Iterator[tuple[str, Tensor]]:
+        """Yield each tensor with its name, on the host, in the order in which the trainer sends them."""
+        for some in _buffers(tensors, self._buffer_bytes):
+            sizes = [each.num_bytes for each in some]
+            buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
+            whole = buffer if self._buffer_bytes else buffer.view(some[0].dtype)
+            self._group.broadcast(whole, 0).wait()
+            for each, part in zip(some, torch.split(buffer.cpu(), sizes), strict=True):
+                yield each.name, part.clone().view(each.dtype).view(*each.shape)
+
+
+def _own_address(address: str, port: int) -> str:
+    """Return the address of this machine that leads to another one."""
+    family, *_, target = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(target)  # sends nothing
+        return str(probe.getsockname()[0])
+
+
+def _buffers(tensors: Sequence[Announced], most_bytes: int) -> Iterator[list[Announced]]:
+    """Yield the tensors that come as one: each alone, or so many that they have more than `most_bytes`."""
+    some: list[Announced] = []
+    for each in tensors:
+        some.append(each)
+        if sum(one.num_bytes for one in some) > most_bytes or not most_bytes:
+            yield some
+            some = []
+    if some:
+        yield some

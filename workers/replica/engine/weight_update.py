@@ -1,0 +1,62 @@
+"""New weights on all ranks of one replica."""
+
+import json
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+
+from crossdock.workers.model.new_weights import NewWeights
+from crossdock.workers.model.weights.fingerprint import fingerprint
+from crossdock.workers.replica.ranks.gang import Gang
+from crossdock.workers.replica.ranks.rank_messages import PutWeights, WeightMethod
+
+Arrays: TypeAlias = Mapping[str, tuple[str, tuple[int, ...], Any]]
+"""Whole tensors by their names in a checkpoint: name of the dtype, shape, and the bytes as an array of numpy."""
+
+
+class WeightUpdate:
+    """The driver's new weights and those of its followers. `call` may run in another thread than steps."""
+
+    def __init__(self, own: NewWeights, gang: Gang | None) -> None:
+        self._own, self._gang = own, gang
+
+    @property
+    def is_read(self) -> bool:
+        """Whether there are weights to put in place."""
+        return self._own.is_read
+
+    def call(self, method: WeightMethod, argument: Mapping[str, Any]) -> str:
+        """Call the new weights of every rank, beside steps. Returns the id of the weights in a folder.
+
+        Raises:
+            ValueError: a rank's call failed, with its reason.
+        """
+        text, failure = json.dumps(argument), ""
+        wait = None if self._gang is None else self._gang.call_weights(method, text)
+        try:
+            self._own.call(method, text)
+        except Exception as error:  # files and tensors of others: a library may raise anything
+            failure = f"{error}" or type(error).__name__
+        others = "" if wait is None else wait()
+        if failure := failure or others:
+            raise ValueError(failure)
+        return fingerprint(Path(argument["folder"])) if argument.get("folder") else ""
+
+    def read_arrays(self, arrays: Arrays) -> None:
+        """Have every rank read whole tensors, from a directory of this machine. ValueError as in `call`."""
+        tensors = {
+            name: torch.from_numpy(array.copy()).view(getattr(torch, dtype)).view(*shape)
+            for name, (dtype, shape, array) in arrays.items()
+        }
+        with tempfile.TemporaryDirectory(prefix="crossdock-weights-") as folder:
+            self._own.write(tensors, Path(folder))
+            self.call("read", {"folder": folder})
+
+    def put(self) -> None:
+        """Compute with the weights that were read from the next step on. No step may be in flight."""
+        if self._gang is not None:
+            self._gang.broadcast(PutWeights())
+        self._own.put()

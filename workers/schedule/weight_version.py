@@ -1,0 +1,18 @@
+"""The weights that a replica computes with, as an update named them."""
+
+from typing import NamedTuple
+
+
+class WeightVersion(NamedTuple):
+    """The last update of weights. The first one of these replaces the weights of the start, which have none."""
+
+    number: int = 0  # of the update; a replica with a lower one than others is out of date
+    id: str = ""  # equal for equal weights alone: part of the salt of pages, and of what placements agree on
+    name: str = "default"  # for clients, as vLLM names the weights of the start
+    folder: str = ""  # with these weights, for a replica that restarts; empty: they were pushed
+
+
+def salt_of_weights(salt: str, weights: str) -> str:
+    """Return the salt of pages that are computed with an update's weights. No salt without one looks like it: the
+    part before a character 0 is empty there, or the digits of an adapter's fingerprint."""
+    return f"weights {weights}\0{salt}" if weights else salt
