@@ -68,7 +68,7 @@ def load_model(
         if links is not None:
             position, num_sharing = links.position, links.ranks_on_this_host()
         check_fits(config, position, dtype, kv_bytes, device, num_sharing, weight_format=weights)
-    module, part = weights.read(config, path, dtype, links)
+    module, part = weights.read(config, path, dtype, links, device)
     try:
         generation: GenerationConfig | None = GenerationConfig.from_pretrained(path)
     except OSError:

@@ -27,11 +27,12 @@ class PlainWeights:
         """Return None: everything computes such weights."""
 
     def read(
-        self, config: PretrainedConfig, path: Path, dtype: torch.dtype, links: Collectives | None
+        self, config: PretrainedConfig, path: Path, dtype: torch.dtype, links: Collectives | None, device: str = "cpu"
     ) -> tuple[Any, ModelPart | None]:
         if links is None or links.position.size == 1:
-            return load_weights(config, path, dtype)
-        return load_weights(config, path, dtype, partial(cut_model, position=links.position, collectives=links))
+            return load_weights(config, path, dtype, device=device)
+        cut = partial(cut_model, position=links.position, collectives=links)
+        return load_weights(config, path, dtype, cut, device=device)
 
     def count_bytes(self, config: PretrainedConfig, position: RankPosition, dtype: torch.dtype) -> WeightBytes:
         held = measure_part(config, position, dtype)

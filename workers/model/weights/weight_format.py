@@ -52,9 +52,11 @@ class WeightFormat(Protocol):
         """Return why `use` cannot compute products from such weights; None: it can."""
 
     def read(
-        self, config: PretrainedConfig, path: Path, dtype: torch.dtype, links: Collectives | None
+        self, config: PretrainedConfig, path: Path, dtype: torch.dtype, links: Collectives | None, device: str = "cpu"
     ) -> tuple[Any, ModelPart | None]:
         """Read the weights in `path`, or the part that the rank of `links` holds, and return which part that is.
+
+        Plain tensors are read to `device`, each by itself; a checkpoint with packed matrices comes to the host.
 
         Raises:
             CannotCut: the model cannot be divided among so many ranks.

@@ -56,8 +56,9 @@ def _error(linear: Any, stored: StoredTensor, files: Files, dtype: torch.dtype, 
     x = (_INPUT_SIZE * torch.randn(_NUM_INPUTS, len(columns), generator=generator)).to(dtype)
     expected = x.double() @ stored.rows(files, rows[sample])[:, columns].T
     if linear.bias is not None:
-        expected += linear.bias.double()[sample]
-    found = linear.forward(x)[:, sample].double()
+        expected += linear.bias[sample.to(linear.bias.device)].double().cpu()
+    device = x.device if isinstance(linear, PackedLinear) else linear.weight.device
+    found = linear.forward(x.to(device)).cpu()[:, sample].double()
     return float((found - expected).norm() / expected.norm().clamp_min(1e-30))
 
 

@@ -63,11 +63,13 @@ def load_weights(
     dtype: torch.dtype,
     cut: Callable[[Any], ModelPart] | None = None,
     needs_all: bool = True,
+    device: str = "cpu",
 ) -> tuple[Any, ModelPart | None]:
     """Load the weights in `path`. Returns transformers' model, and the part of it that `cut` returned.
 
     `cut` gets the model while it is on the meta device, and leaves what is to be loaded; None: all. Without
-    `needs_all`, the checkpoint may lack weights of what `cut` takes away.
+    `needs_all`, the checkpoint may lack weights of what `cut` takes away. Plain tensors go to `device` one by one,
+    so that the host never holds a GPU's weights; a checkpoint with packed matrices comes to the host.
 
     Raises:
         CannotCut: `cut` cannot divide the model so.
@@ -77,6 +79,8 @@ def load_weights(
     scheme = scheme_at(path)
     plain_config = config if scheme is PLAIN else without_quantisation(config)
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention_names(config)}
+    if device != "cpu" and scheme is PLAIN:
+        options["device_map"] = {"": device}
     try:
         named = check_tensors(auto_model(config), plain_config, path, dtype, scheme, needs_all)
         if cut is None and scheme is PLAIN:

@@ -1,13 +1,19 @@
 """Loading one rank's part: slice by slice, never more than the rank keeps."""
 
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from transformers import AutoConfig
 
 from crossdock.workers.model.cut.collectives import Collectives
+from crossdock.workers.model.cut.cut_model import cut_model
 from crossdock.workers.model.cut.position import RankPosition
+from crossdock.workers.model.weights import weights
 from crossdock.workers.model.weights.plain import PlainWeights
+from crossdock.workers.model.weights.weights import load_weights
 from tests.workers.architectures import build
 from tests.workers.ranks import Ranks, saved
 
@@ -36,3 +42,16 @@ def test_rank_while_loading_never_holds_more_than_its_share(ranks: Ranks, tmp_pa
     for peak, share in ranks.run(2, peak_of_loading, saved(module, tmp_path)):
         assert share < 0.51 * whole
         assert peak < 1.2 * share, "a whole tensor was read for a part"
+
+
+@pytest.mark.parametrize("cut", [None, partial(cut_model, position=RankPosition(), collectives=None)])
+def test_tensors_are_read_to_the_device_that_is_named(
+    cut: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No GPU is needed to see it: `meta` is a device, too, on which no product can be checked."""
+    monkeypatch.setattr(weights, "check_products", lambda *_: None)
+    path = saved(build("llama", {}), tmp_path)
+    config = AutoConfig.from_pretrained(path)
+    for device in ("meta", "cpu"):
+        module, _part = load_weights(config, path, torch.float32, cut, device=device)
+        assert {parameter.device.type for parameter in module.parameters()} == {device}
