@@ -16,8 +16,8 @@ from statistics import mean, median
 CODE = ("cluster", "router", "workers", "kvtransfer", "kernels", ".ci")
 BUDGETS = {  # count: the most that there may be
     "lines of code": 64_755,
-    "lines of tests": 63_037,
-    "lines of benchmarks": 11_764,
+    "lines of tests": 63_113,
+    "lines of benchmarks": 11_842,
     "lines of benchmarks/RESULTS.md": 500,
     "Python files in the largest folder": 20,
     "lines of the longest class": 350,

@@ -1,0 +1,78 @@
+"""Measure how long new weights take to be read and put in place, by source: seconds for each GB.
+
+Usage: python benchmarks/weights.py [MODEL]. One rank on this machine's CPU, in its own dtype; no requests run.
+"""
+
+import sys
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from crossdock.workers.model.load import load_model
+from crossdock.workers.model.model_spec import ModelSpec
+from crossdock.workers.model.new_weights import NewWeights
+from crossdock.workers.model.weights.checkpoint import resolve_model
+from crossdock.workers.replica.engine.weight_update import WeightUpdate
+from crossdock.workers.replica.ranks.rank_network import listen_on
+
+
+def main() -> None:
+    path = resolve_model(sys.argv[1] if len(sys.argv) > 1 else None)
+    model = load_model(ModelSpec(str(path)))
+    update = WeightUpdate(NewWeights(model), None)
+    source = load_model(ModelSpec(str(path), attention_backend="torch")).module
+    tensors = [(name, tensor.detach()) for name, tensor in source.named_parameters()]
+    size = sum(tensor.nbytes for _, tensor in tensors)
+    print(f"{path.name}: {size / 1e9:.3f} GB, {model.dtype}, products by {model.kernels or 'transformers'}")
+
+    def from_folder() -> None:
+        update.call("read", {"folder": str(path)})
+
+    def from_objects() -> None:
+        arrays = {
+            name: (
+                str(each.dtype).removeprefix("torch."),
+                tuple(each.shape),
+                each.reshape(-1).view(torch.uint8).numpy(),
+            )
+            for name, each in tensors
+        }
+        update.read_arrays(arrays)
+
+    def from_group() -> None:
+        sending = threading.Thread(target=lambda: [group.broadcast(each, 0).wait() for _, each in tensors])
+        sending.start()
+        update.call("start", {})
+        dtypes = [str(each.dtype).removeprefix("torch.") for _, each in tensors]
+        info = {"names": [name for name, _ in tensors], "dtype_names": dtypes}
+        update.call("receive", {"update_info": info | {"shapes": [list(each.shape) for _, each in tensors]}})
+        sending.join()
+        update.call("read", {"folder": ""})
+
+    with listen_on("127.0.0.1") as listener:
+        port = listener.getsockname()[1]
+    joining = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2}
+    join = threading.Thread(target=lambda: update.call("join", {"init_info": joining, "first": 0}))
+    join.start()
+    store = dist.TCPStore("127.0.0.1", port, 2, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    group: Any = dist.ProcessGroupGloo(store, 0, 2, timedelta(minutes=5))
+    join.join()
+    for name, read in (("folder", from_folder), ("objects", from_objects), ("gloo", from_group)):
+        seconds, in_place = [], []
+        for _ in range(5):
+            began = time.perf_counter()
+            read()
+            is_read = time.perf_counter()
+            update.put()
+            seconds.append(is_read - began)
+            in_place.append(time.perf_counter() - is_read)
+        best, stop = min(seconds), min(in_place)
+        print(f"{name}: read {best:.2f} s ({best / size * 1e9:.2f} s/GB), between two steps {1000 * stop:.1f} ms")
+
+
+if __name__ == "__main__":
+    main()
