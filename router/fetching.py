@@ -77,6 +77,7 @@ def with_sources(
     before = fetched.ttft - fetched.prefill / fetched.prompt_share
     ttft = fetched.ttft + np.maximum((waits + travel)[best, at] - before, 0.0)
     is_better = prompt_costs(slo, due, ttft, fetched.prefill, fetched.prompt_lateness) < costs[tried]
+    is_better &= fetched.room_wait <= 0  # a replica that lacks room declines the offered pages
     chosen[tried[is_better]] = sources[best][is_better]
     tokens, seconds = cached.copy(), np.zeros(len(cached))
     tokens[tried], seconds[tried] = held[best], travel[best, at]

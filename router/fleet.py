@@ -141,7 +141,7 @@ class Fleet:
             policy = baselines.POLICIES[self.config.policy]
             prefill, decode = baselines.place(policy, self.table, candidates, query, cached, self.num_chosen)
         placement = self._placement(query, slo, prediction, prefill, decode, cached)
-        return self._brought(placement, ways, prefill)
+        return self._brought(placement, ways, prefill, candidates.prefills)
 
     def book(self, query: Query, placement: Placement) -> None:
         """Count a request as given to the replicas of `placement`, to which it is on its way."""
@@ -294,11 +294,15 @@ class Fleet:
         fetches = with_sources(loads, ways.cached, ways.prediction, again, slo, candidates, waits, held)
         return ways._replace(prediction=fetches[0], fetches=fetches[1])
 
-    def _brought(self, placement: Placement, ways: "_Ways", slot: int) -> Placement:
-        """Return the placement with how the replica in `slot` gets pages that it lacks, and each way's seconds."""
+    def _brought(self, placement: Placement, ways: "_Ways", slot: int, prefills: Slots) -> Placement:
+        """Return the placement with how the replica in `slot` gets pages that it lacks, and each way's seconds.
+
+        `prefills`: the replicas that may compute the prompt for another."""
         alternatives = dict(ways.fetches.alternatives) if ways.fetches is not None else {}
         if ways.loading is not None and len(ways.loading):
             alternatives["load"] = round(float(ways.prediction.ttft[ways.loading].min()), 6)
+        if alternatives and len(prefills):
+            alternatives["ship"] = round(float(ways.prediction.ttft[prefills].min()), 6)
         placement = replace(placement, alternatives=alternatives)
         first, *rest = placement.reason.split()
         if ways.fetches is not None and ways.fetches.sources[slot] >= 0:

@@ -112,6 +112,7 @@ def test_prefill_replica_fetches_from_a_decode_replica() -> None:
     fleet.hear_pages("d", PageChanges("first life", 1, hash_pages(PROMPT, PAGE_SIZE)))
     found = choose(fleet)
     assert (found.prefill, found.decode, found.source) == ("p", "d", "d")
+    assert found.alternatives["ship"] == pytest.approx(found.predicted_ttft, rel=1e-3)
     receive, send = submits_of(found, Submission("q", PROMPT))
     assert (receive.submission.leg, receive.source, receive.submission.source_tokens) == (Leg.RECEIVE, None, 0)
     assert (send.submission.leg, send.source, send.submission.source_tokens) == (Leg.SEND, "d", 187 * PAGE_SIZE)

@@ -90,7 +90,9 @@ def test_pages_that_come_need_as_much_room_as_computed_ones(is_fetched: bool) ->
             fleet.hear(name, replace(report, free_pages=(free,) * 3), 0.0)
         held = HASHES if is_fetched else []
         fleet.hear_pages("a", PageChanges("first life", sequence, held, stored=[[] if is_fetched else HASHES]))
-        waits.append(choose(fleet).predicted_ttft)
+        found = choose(fleet)
+        assert (found.source is None) is (free == 0 or not is_fetched), "pages are not offered where there is no room"
+        waits.append(found.predicted_ttft)
     assert waits[0] < 0.1 < waits[1]
 
 
