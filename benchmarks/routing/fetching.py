@@ -33,7 +33,7 @@ from crossdock.workers.report.advertise import LiveProfile, PageChanges, Prompts
 from crossdock.workers.report.presets import preset
 from crossdock.workers.schedule.memory.prefix_index import PageHash, hash_pages
 
-SECONDS = 100.0
+SECONDS = 300.0
 LENGTH = 16_000  # tokens at which a session ends: 1,000 pages
 SYSTEM_PAGES = 80  # of a session's beginning, which others share
 PRESETS = ("h100-8b", "h100-70b")
@@ -102,8 +102,8 @@ def one_prompt(name: str, tokens: int) -> tuple[float, float]:
 
 
 def agents(seed: int, count: float) -> Sequence[Job]:
-    """Return so many agents with short pauses, whose sessions end at 16,000 tokens."""
-    return agent_jobs(Agents(speed=4.0).within(LENGTH), seed, int(count))
+    """Return so many agents, whose sessions end at 16,000 tokens."""
+    return agent_jobs(Agents().within(LENGTH), seed, int(count))
 
 
 def chats(seed: int, rate: float) -> Iterator[Job]:
@@ -116,8 +116,8 @@ def chats(seed: int, rate: float) -> Iterator[Job]:
 LIKE, UNLIKE = ("h100-8b",) * 4, ("h100-8b", "h100-8b", "a100-8b", "l4-8b")
 SMALL = {"num_pages": 1500, "max_model_len": LENGTH}
 LOADS: dict[str, tuple[Callable[[int, float], Any], Sequence[float], Sequence[str], str, dict[str, int]]] = {
-    "agents": (agents, (50, 100, 150), LIKE, "8GiB", SMALL),
-    "agents, unlike GPUs": (agents, (40, 80, 120), UNLIKE, "8GiB", SMALL),
+    "agents": (agents, (24, 48, 72), LIKE, "8GiB", SMALL),
+    "agents, unlike GPUs": (agents, (16, 32, 48), UNLIKE, "8GiB", SMALL),
     "chats a second": (chats, (60, 90, 120), LIKE, "8GiB", {"num_pages": 20_000}),
 }
 
