@@ -74,10 +74,11 @@ class Backlogs:
 def test_two_tenants_with_backlog_differ_by_bounded_seconds(
     first: list[tuple[int, int]], second: list[tuple[int, int]], weights: tuple[float, float], config: dict[str, Any]
 ) -> None:
-    replica = new_timed_replica(**config)
+    """There are more places than prompts of a step can fill: a tenant that had all would get no more seconds."""
+    replica = new_timed_replica(max_num_seqs=48, **config)
     backlogs = Backlogs(replica, {"a": (weights[0], first), "b": (weights[1], second)})
     longest_step = COST.seconds(StepWork.of([(600, STEP)]))
-    streams = 16 * OUTPUT * COST.decode_step_seconds(1, 600)  # all places decode to their ends
+    streams = 24 * OUTPUT * COST.decode_step_seconds(1, 600)  # all places decode to their ends
     batches: list[Batch] = []
     for num_steps in (60, 180):
         batches += backlogs.run(num_steps)
