@@ -32,12 +32,15 @@ def predicted_ttft(
         urgency: of its class and in its class, as `Request.urgency`.
         backlog: (urgency, seconds) of every unfinished prompt but those of other tenants in its class.
         prefill_share: share of the time that running streams leave for prompts.
-        before: the seconds that the other tenants get until the prompt's has had so many.
+        before: the seconds that the other tenants of its class get until the prompt's has had so many in that class.
     """
-    ahead = sum(
-        seconds if other < urgency else min(seconds, own_seconds) for other, seconds in backlog if other <= urgency
-    )
-    ahead += before(ahead + own_seconds)
+    ahead = own_turns = 0.0
+    for other, seconds in backlog:
+        if other <= urgency:
+            seconds = seconds if other < urgency else min(seconds, own_seconds)
+            ahead += seconds
+            own_turns += seconds if other[0] == urgency[0] else 0.0
+    ahead += before(own_turns + own_seconds)
     return (ahead + own_seconds) / max(prefill_share, LEAST_SHARE)
 
 
