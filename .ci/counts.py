@@ -15,8 +15,8 @@ from statistics import mean, median
 
 CODE = ("cluster", "router", "workers", "kvtransfer", "kernels", ".ci")
 BUDGETS = {  # count: the most that there may be
-    "lines of code": 64_763,
-    "lines of tests": 63_130,
+    "lines of code": 64_902,
+    "lines of tests": 63_216,
     "lines of benchmarks": 11_842,
     "lines of benchmarks/RESULTS.md": 500,
     "Python files in the largest folder": 20,

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import GenerationConfig, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from crossdock.kernels.backend import choose_attention, require_working
+from crossdock.kernels.backend import choose_attention, has_package, require_working
 from crossdock.workers.model.architecture import attention_names, is_multimodal, text_config
 from crossdock.workers.model.cut.collectives import Collectives
 from crossdock.workers.model.cut.part import ModelPart
@@ -150,7 +150,8 @@ def _adapters(network: Network, max_rank: int, most: int) -> Adapters | None:
     sites = sites_of(network.module, network.part)
     hook_adapters(network.module, sites)
     held, num_layers = network.part.held_layers, decoder.num_hidden_layers
-    return Adapters(sites, held, num_layers, network.device, network.dtype, max_rank, most)
+    in_triton = network.attention.is_beside_triton and has_package("triton")
+    return Adapters(sites, held, num_layers, network.device, network.dtype, max_rank, most, in_triton)
 
 
 def longest_request(config: PretrainedConfig, max_model_len: int | None) -> int:

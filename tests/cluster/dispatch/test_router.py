@@ -78,21 +78,28 @@ def served_by(url: str, name: str) -> dict[str, Any]:
 
 
 def test_prefix_is_found_by_either_ingress(url: str) -> None:
-    """Cached pages are reported to both; predicted seconds decide, also at the ingress that did not place the first."""
-    homes = {}
+    """Cached pages are reported to both; predicted seconds decide, also at the ingress that did not place the first.
+
+    A holder that learnt on a busy machine that it is slow may be left for one that fetches its pages.
+    """
+    homes, num_at_home = {}, 0
     for number in range(4):
-        complete(url, prompt(number, 600), name=f"first-{number}")
+        complete(url, prompt(number, PREFIX), name=f"first-{number}")
         homes[number] = served_by(url, f"first-{number}")["replica"]
     time.sleep(0.5)
     cached = metric(url, 'crossdock_router_decisions_total{reason="local cached"')
     for number in range(4):
         for again in range(4):
             name = f"again-{number}-{again}"
-            complete(url, [*prompt(number, 600), again], name=name)
+            complete(url, [*prompt(number, PREFIX), again], name=name)
             timeline = served_by(url, name)
-            assert timeline["replica"] == homes[number]
-            assert timeline["num_cached_tokens"] == 592
-    assert metric(url, 'crossdock_router_decisions_total{reason="local cached"') == cached + 16
+            if timeline["replica"] == homes[number]:
+                num_at_home += 1
+                assert timeline["num_cached_tokens"] == PREFIX // 16 * 16
+            else:
+                assert [each["outcome"] for each in timeline["transfers"]] == ["arrived"]
+    assert num_at_home > 8
+    assert metric(url, 'crossdock_router_decisions_total{reason="local cached"') >= cached + num_at_home
 
 
 def test_prefix_of_another_tenant_is_not_found(url: str) -> None:

@@ -19,14 +19,15 @@ from triton.compiler import ASTSource
 
 from crossdock.kernels.gpu import triton_attention as attention
 from crossdock.kernels.gpu import triton_layer_steps as steps
+from crossdock.kernels.gpu import triton_low_rank as low_rank
 from crossdock.kernels.gpu import triton_sampling as sampling
 from crossdock.kernels.gpu.triton_scan import STEP_TENSORS
 
 KINDS = {
     **dict.fromkeys(("out", "q", "k", "v", "k_pages", "v_pages", "sinks"), "*bf16"),
     **dict.fromkeys(("query_start", "kv_lens", "key_end", "page_table", "shares"), "*i32"),
-    **dict.fromkeys(("part_out", "part_lse", "k_scale", "v_scale"), "*fp32"),
-    "slots": "*i64",
+    **dict.fromkeys(("part_out", "part_lse", "k_scale", "v_scale", "inner"), "*fp32"),
+    **dict.fromkeys(("slots", "tables"), "*i64"),
     "scale": "fp32",
     "eps": "fp32",
     "T": "i32",
@@ -35,7 +36,7 @@ CAPABILITY = int(sys.argv[1])
 SHARED = {80: 163, 89: 99, 90: 227, 100: 227, 120: 99}[CAPABILITY] << 10  # bytes that one program may take
 SPILLED = 0 if CAPABILITY in {80, 90} else 128  # bytes of a thread: the tiles are chosen for Hopper
 HAS_E4M3 = CAPABILITY >= 89
-UNSPECIALISED = {"S", "D", "P", "T", "parts", "table_row", "scale", "eps"}
+UNSPECIALISED = {"S", "D", "P", "T", "parts", "table_row", "scale", "eps", "linear", "num_linears", "num_shares"}
 
 
 def check(
@@ -140,7 +141,17 @@ def check_sampling() -> None:
     check(sampling.draw_kernel, {"PART": sampling.PART, "BLOCK": sampling.BLOCK})
 
 
+def check_low_rank() -> None:
+    KINDS.update({"x": "*bf16", "y": "*bf16", "rows": "*i32", "owners": "*i32"})
+    for width in (16, 64):
+        sizes = {"BLOCK_T": low_rank._ROWS, "BLOCK_R": width}
+        inputs, outputs = {"SHARE": low_rank._SHARE, "BLOCK_K": low_rank._INPUTS}, {"BLOCK_N": low_rank._OUTPUTS}
+        check(low_rank._shrink_kernel, sizes | inputs)
+        check(low_rank._expand_kernel, sizes | outputs)
+
+
 if __name__ == "__main__":
     check_attention()
     check_layer_steps()
     check_sampling()
+    check_low_rank()

@@ -1,12 +1,15 @@
 """The rows of one forward pass that LoRA adapters change, and what they add to the outputs of a linear."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
 from crossdock.kernels.low_rank import Pair, Rows, add_low_rank
+
+if TYPE_CHECKING:  # Triton is not installed everywhere
+    from crossdock.kernels.gpu.triton_low_rank import LowRankRows
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -14,6 +17,7 @@ class AdapterWeights:
     """The matrices of an adapter on this rank, by the name of the module that they change."""
 
     pairs: Mapping[str, Pair]
+    table: Tensor  # addresses and ranks, as `LowRankRows` takes them
 
 
 class AdapterRows(NamedTuple):
@@ -28,8 +32,13 @@ class RowAdapters:
     """The adapters of a flat batch. Rows without an adapter are in no group, and cost nothing."""
 
     groups: Sequence[AdapterRows]
+    numbers: Mapping[str, int] = field(default_factory=dict)  # of modules, in each adapter's table
+    in_triton: "LowRankRows | None" = None  # None: products of torch, one adapter after the other
 
     def add(self, name: str, x: Tensor, y: Tensor) -> None:
         """Add what adapters change in the outputs of the module `name`, in place; see `add_low_rank`."""
+        if self.in_triton is not None:
+            self.in_triton.add(self.numbers[name], x, y)
+            return
         pairs = ((weights.pairs.get(name), rows) for weights, rows in self.groups)
         add_low_rank(((pair, rows) for pair, rows in pairs if pair is not None), x, y)

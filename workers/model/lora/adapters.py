@@ -46,6 +46,7 @@ class Adapters:
     dtype: torch.dtype
     max_rank: int
     most: int = 1  # in memory at once
+    in_triton: bool = False  # steps compute them in Triton; else in torch, or as part of a kernel of a CPU
     loaded: dict[str, AdapterWeights] = field(default_factory=dict)
 
     @property
@@ -73,7 +74,16 @@ class Adapters:
         content = np.frombuffer(weights, np.uint8)
         here = [name for name in files.factors if self._is_here(files, name)]
         pairs = {name: self._pair(files, name, content) for name in here}
-        self.loaded[adapter.fingerprint] = AdapterWeights(pairs)
+        table = torch.zeros(len(self.sites), 3, dtype=torch.int64)
+        for number, name in enumerate(self.sites):
+            if name in pairs:
+                a, b = pairs[name]
+                table[number] = torch.tensor([a.data_ptr(), b.data_ptr(), len(a)])
+        self.loaded[adapter.fingerprint] = AdapterWeights(pairs, table)
+
+    @property
+    def _numbers(self) -> dict[str, int]:
+        return {name: number for number, name in enumerate(self.sites)}
 
     def drop(self, fingerprint: str) -> None:
         """Forget an adapter. A step in flight keeps the weights that it reads."""
@@ -92,7 +102,14 @@ class Adapters:
                 first, *rest = numbers
                 last = rest[-1] if rest else first
                 spans.setdefault(name, []).append((int(query_start[first]), int(query_start[last + 1])))
-        return RowAdapters([AdapterRows(self.loaded[name], self._rows_of(own)) for name, own in spans.items()])
+        groups = [AdapterRows(self.loaded[name], self._rows_of(own)) for name, own in spans.items()]
+        if not self.in_triton:
+            return RowAdapters(groups)
+        from crossdock.kernels.gpu.triton_low_rank import LowRankRows  # late: Triton is not installed everywhere
+
+        tables = torch.stack([weights.table for weights, _ in groups])
+        rows = [np.concatenate([np.arange(*span) for span in own]) for own in spans.values()]
+        return RowAdapters(groups, self._numbers, LowRankRows(tables, rows, self.device))
 
     def _rows_of(self, spans: Sequence[tuple[int, int]]) -> Tensor | slice:
         if len(spans) == 1:

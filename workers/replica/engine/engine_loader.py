@@ -1,5 +1,7 @@
 """Loads the engine of a replica of one rank."""
 
+from collections.abc import Callable
+
 import torch
 
 from crossdock.workers.model.load import load_model
@@ -11,8 +13,10 @@ from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.replica.ranks.device import device_of
 
 
-def load_engine(spec: ReplicaSpec) -> Engine:
+def load_engine(spec: ReplicaSpec, loaded: Callable[[], None] = lambda: None) -> Engine:
     """Load the model of a replica of one rank, and return its engine, not calibrated yet.
+
+    `loaded` is called when the weights are in memory.
 
     Raises:
         ValueError: the model or its settings cannot be served; the message names the field.
@@ -22,7 +26,7 @@ def load_engine(spec: ReplicaSpec) -> Engine:
     torch.set_num_threads(spec.num_threads)  # Ray sets OMP_NUM_THREADS by its own accounting
     device = device_of(spec)
     kv_bytes = spec.engine.budget.known(device) or 0
-    model = load_model(spec.model, device, kv_bytes=kv_bytes)
+    model = load_model(spec.model, device, kv_bytes=kv_bytes, loaded=loaded)
     tokenizer = resolve_tokenizer(spec.tokenizer, spec.model.path)
     checkpoint = fingerprint(resolve_model(spec.model.path)) if spec.engine.kv_cache_files else ""
     weights = checkpoint and spec.name_of_kept_pages(checkpoint)

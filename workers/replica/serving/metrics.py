@@ -241,6 +241,13 @@ class EngineMetrics:
         )
         dropped.set_function(lambda: sum(each.num_unknown + each.num_malformed for each in (d.counts() for d in docks)))
 
+    def started(self, ages: Mapping[str, float]) -> None:
+        """Show the seconds of each phase of the start. `ages`: those of the process when each phase ended, in order."""
+        text = "Seconds that each phase of this replica's start took."
+        gauge = Gauge("crossdock_start_seconds", text, ["phase"], registry=self.registry)
+        for (phase, age), before in zip(ages.items(), [0.0, *ages.values()], strict=False):
+            gauge.labels(phase).set(age - before)
+
     def refused(self, slo_class: str) -> None:
         """Count a request that was refused for its time to first token."""
         self._refused.labels(slo_class).inc()

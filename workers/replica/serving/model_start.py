@@ -5,6 +5,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import ray
@@ -54,19 +55,19 @@ class ModelStart:
     async def run(self, reached: Callable[[str], None]) -> Started:
         """Load the model and measure its steps. `reached` is told the end of each phase."""
         spec = self._spec
-        engine, profile = await (self._load(spec, reached) if spec.num_ranks == 1 else self._load_gang(spec))
-        reached("steps measured")
+        engine, profile = await (self._load(spec, reached) if spec.num_ranks == 1 else self._load_gang(spec, reached))
+        reached("steps")
         checkpoint = await asyncio.to_thread(lambda: fingerprint(resolve_model(spec.model.path)))
         machine = await asyncio.to_thread(describe_machine, engine.model, engine.executor.runner.graphs_text)
         self._starting = None
         return Started(engine, profile, checkpoint, machine)
 
     async def _load(self, spec: ReplicaSpec, reached: Callable[[str], None]) -> tuple[Engine, SchedulingProfile]:
-        engine = await asyncio.to_thread(load_engine, spec)
-        reached("model loaded")
+        engine = await asyncio.to_thread(load_engine, spec, partial(reached, "weights"))
+        reached("kernels")
         return engine, await asyncio.to_thread(warm_up, engine)
 
-    async def _load_gang(self, spec: ReplicaSpec) -> tuple[Engine, SchedulingProfile]:
+    async def _load_gang(self, spec: ReplicaSpec, reached: Callable[[str], None]) -> tuple[Engine, SchedulingProfile]:
         """Start the other ranks in the other bundles of this replica's placement group, and load with them."""
         event_loop, failed = asyncio.get_running_loop(), self._starting
         assert failed is not None
@@ -81,6 +82,7 @@ class ModelStart:
         def load() -> None:
             try:
                 engine = new_engine(gang.load(), spec.engine, path, gang=gang)
+                reached("kernels")
                 ready = engine, warm_up(engine)
             except Exception as error:  # mostly because another rank failed, which reports why
                 why = f"{gang.position}: {why_failed(error)}"

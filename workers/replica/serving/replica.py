@@ -39,6 +39,7 @@ class Replica:
 
     async def __init__(self, spec: ReplicaSpec) -> None:  # type: ignore[misc]  # Serve awaits it
         self._ages: dict[str, float] = {}  # s of this process when each phase of its start ended
+        self._reached("process")
         _log_where_serve_does(with_chunks=spec.engine.log_chunks)
         bind_serve_to_own_node()
         self._fault_token_ids = spec.engine.fault_token_ids
@@ -70,6 +71,7 @@ class Replica:
         self._reached("ready")
         ages = {phase: round(age, 2) for phase, age in sorted(self._ages.items(), key=lambda item: item[1])}
         logger.info("started: %s", ", ".join(f"{phase} after {age:.1f} s" for phase, age in ages.items()))
+        thread.metrics.started(ages)
         self._machine = started.machine | {"start_s": ages}
         update = {"role": spec.role, "compatibility": compatibility, "weights": weights, **thread.addresses}
         update["dtype"] = "" if engine.executor.model is None else str(engine.model.dtype).removeprefix("torch.")
@@ -118,7 +120,7 @@ async def _started(spec: ReplicaSpec, reached: Callable[[str], None]) -> tuple[o
         return None, start_emulated(spec, spec.emulated)
     from crossdock.workers.replica.serving.model_start import ModelStart  # imports torch
 
-    reached("libraries imported")
+    reached("libraries")
     start = ModelStart(spec)
     return start, await start.run(reached)
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from crossdock.kernels.backend import triton_is_interpreted
 from crossdock.workers.model.load import wrap_module
 from crossdock.workers.model.load_options import LoadOptions
 from crossdock.workers.model.model import LoadedModel
@@ -16,6 +17,8 @@ from tests.workers.architectures import build
 from tests.workers.lora_oracle import Tuned, tuned
 from tests.workers.model.layers.test_fusion import FUSED, KERNELS, is_fused, needs_vnni, packed_and_plain, prompts
 from tests.workers.model.paged import monolithic, random_steps, through_pages
+
+needs_triton = pytest.mark.skipif(not triton_is_interpreted(), reason="needs Triton, interpreted: pip install triton")
 
 CONFIGS: list[dict[str, Any]] = [
     {"r": 5, "lora_alpha": 5},
@@ -58,6 +61,20 @@ def test_logits_in_float32_equal_pefts(name: str, tmp_path: Path) -> None:
     expected = by_peft(module, adapters)
     found = mixed(with_adapters(module, adapters), adapters)
     for ours, theirs in zip(found, expected, strict=False):
+        torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=1e-3)
+
+
+@needs_triton
+def test_triton_computes_logits_of_peft(tmp_path: Path) -> None:
+    module = build("gemma2", {"query_pre_attn_scalar": 32, "num_hidden_layers": 2})
+    adapters = adapters_of(module, tmp_path)
+    expected = by_peft(module, adapters)
+    model = with_adapters(module, adapters)
+    assert model.adapters is not None
+    model.adapters.in_triton = True
+    whole = [(number, 0, len(prompt)) for number, prompt in enumerate(prompts())]
+    names = ["", *(one.adapter.fingerprint for one in adapters)] * 2
+    for ours, theirs in zip(through_pages(model, prompts(), [whole], names), expected, strict=False):
         torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=1e-3)
 
 

@@ -1,0 +1,51 @@
+"""Low-rank products in Triton against float64: interpreted on CPUs, compiled where there is a GPU."""
+
+import importlib.util
+import os
+
+import numpy as np
+import pytest
+import torch
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("needs Triton: pip install triton", allow_module_level=True)
+
+from crossdock.kernels.gpu.triton_low_rank import LowRankRows
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    if (request.param == "cpu") != ("TRITON_INTERPRET" in os.environ):
+        pytest.skip("Triton interprets where there is no GPU, and compiles where there is one")
+    return torch.device(request.param)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float16, 2e-3)])
+def test_rows_of_many_adapters_match_float64(
+    dtype: torch.dtype, tolerance: float, device: torch.device, seed: int
+) -> None:
+    """The third adapter leaves this linear alone, rows of the second are scattered, and some rows have no adapter.
+
+    Not in bfloat16, whose products the interpreter does not compute.
+    """
+    rng, (T, K, N, ranks) = torch.Generator().manual_seed(seed), (64, 1100, 200, (5, 20, 0))
+    rows = [np.arange(3, 25), np.array([1, 60, 30]), np.arange(40, 50)]
+    x, y = torch.randn(T, K, generator=rng).to(dtype), torch.randn(T, 2 * N, generator=rng).to(dtype)
+    pairs = [tuple(torch.randn(r, n, generator=rng).to(dtype) / 8 for n in (K, N)) for r in ranks]
+    exact = y.double()
+    for (a, b), own in zip(pairs, rows, strict=True):
+        exact[own, N:] += x[own].double() @ a.double().T @ b.double()
+    held = [(a.to(device), b.to(device)) for a, b in pairs]
+    tables = torch.zeros(3, 4, 3, dtype=torch.int64)
+    for number, (a, b) in enumerate(held):
+        tables[number, 2] = torch.tensor([a.data_ptr() if len(a) else 0, b.data_ptr() if len(a) else 0, len(a)])
+    found = y.to(device, copy=True)
+    LowRankRows(tables, rows, device).add(2, x.to(device), found[:, N:])
+    assert torch.equal(found[:, :N].cpu(), y[:, :N])
+    changed = np.concatenate(rows[:2])
+    untouched = np.setdiff1d(np.arange(T), changed)
+    assert torch.equal(found[untouched].cpu(), y[untouched])
+    scale = exact[changed].abs().mean()
+    assert (found.cpu().double() - exact)[changed].abs().max() <= tolerance * 20 * scale
