@@ -152,7 +152,8 @@ def main() -> None:
     args = parser.parse_args()
     args.model = default_model_dir()
     flags = ["--pools", "mixed=2", "--max-model-len", "1024", "--enable-rollouts", "--dtype", "float32"]
-    command = crossdock_command(args, *flags, "--logprobs-mode", "processed_logprobs")
+    exact = ["--cpu-kernels", "torch", "--logprobs-mode", "processed_logprobs"]  # others keep what bfloat16 holds
+    command = crossdock_command(args, *flags, *exact)
     with serving("crossdock", command, args, log_of(args, "crossdock")) as server:
         trainer = [args.trl / "bin" / "python", __file__, "--url", server.address, "--model", str(args.model)]
         subprocess.run([*trainer, "--steps", str(args.steps)], check=True)

@@ -186,6 +186,11 @@ class DecoderStack:
         """Return the window of each layer."""
         return [window for *_, window in self._heads]
 
+    @property
+    def kernels(self) -> Sequence[Kernel]:
+        """Return the kernels that compute products."""
+        return self._choice.kernels
+
     def with_weights(self, layers: Sequence[DecoderLayer]) -> "DecoderStack":
         """Return a stack of the same shape and kernels with the weights of other layers."""
         return DecoderStack(self._shape, layers, self._choice, self._attention)

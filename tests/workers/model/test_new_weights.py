@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from crossdock.kernels.cpu.build import cpu_flags
 from crossdock.workers.model.layers.fused_projections import join_projections
@@ -91,6 +92,23 @@ def test_joined_projections_compute_with_replaced_weights_and_biases(tmp_path: P
     weights.read(new)
     weights.put()
     assert logprobs(model) == pytest.approx(logprobs(load_model(spec(new))), abs=1e-4)
+
+
+def test_float32_weights_that_kernels_would_round_are_refused(tmp_path: Path) -> None:
+    """A float32 model whose weights bfloat16 holds is computed from these; a trainer's next ones are not so."""
+    old = saved(tmp_path / "old", 1, **FUSED)
+    module = AutoModelForCausalLM.from_pretrained(old)
+    module.bfloat16().float().save_pretrained(old)
+    model, new = load_model(spec(old, cpu_kernels="own")), saved(tmp_path / "new", 2, **FUSED)
+    before, weights = logprobs(model), NewWeights(model)
+    with pytest.raises(ValueError, match="start with --cpu-kernels torch"):
+        weights.read(new)
+    assert logprobs(model) == before
+    exact = load_model(spec(old, cpu_kernels="torch"))
+    weights = NewWeights(exact)
+    weights.read(new)
+    weights.put()
+    assert logprobs(exact) == pytest.approx(logprobs(load_model(spec(new, cpu_kernels="torch"))), abs=1e-5)
 
 
 def test_files_of_another_model_are_refused_and_change_nothing(tmp_path: Path) -> None:

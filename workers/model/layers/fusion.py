@@ -69,8 +69,10 @@ class FusedLayers(nn.Module):
         return self._stack(hidden_states[0], cos[0], sin[0], pages, batch, RowDeltas(deltas))[None]
 
     def with_weights(self, layers: nn.ModuleList) -> DecoderStack:
-        """Return a stack of the same kernels with the weights of other layers."""
-        return self._stack.with_weights([_layer(*each) for each in zip(layers, self._stack.windows, strict=True)])
+        """Return a stack of the same kernels with the weights of other layers. ValueError: the kernels would round."""
+        new = [_layer(*each) for each in zip(layers, self._stack.windows, strict=True)]
+        _refuse_rounding(self._stack.kernels, _matrices(new))
+        return self._stack.with_weights(new)
 
     def take(self, stack: DecoderStack) -> None:
         """Compute with another stack from now on."""
@@ -95,7 +97,8 @@ class FusedHead(nn.Module):
         self.take(self.with_weight(weight))
 
     def with_weight(self, weight: Weight) -> ChosenLinear:
-        """Return a projection of the same kernels with another weight."""
+        """Return a projection of the same kernels with another weight. ValueError: the kernels would round it."""
+        _refuse_rounding(self._choice.kernels, [weight])
         return ChosenLinear(weight if isinstance(weight, Tensor) else PackedPanels.of(weight), self._choice)
 
     def take(self, linear: ChosenLinear) -> None:
@@ -189,6 +192,9 @@ def fused_weights(module: nn.Module, plain: nn.Module) -> Callable[[], None]:
     """Pack the weights of a plain module of the same model for the fused layers and head of `module`, if it has any.
 
     Returns a function that has these compute with what was packed.
+
+    Raises:
+        ValueError: the kernels would round the weights.
     """
     fused = [part for part in module.modules() if isinstance(part, FusedLayers)]
     if not fused:
@@ -222,15 +228,31 @@ Usable: TypeAlias = tuple[Sequence[Kernel], Sequence[Kernel]]
 def _usable(layers: Sequence[DecoderLayer], head: Weight, setting: CpuKernels) -> Usable:
     """Return the kernels that `setting` allows; all of them for a plain head of packed layers. ValueError: none."""
     dtype, is_packed = layers[0].input_norm.dtype, isinstance(layers[0].gate, PackedMatrix)
-    names = ("q", "k", "v", "out", "gate", "up", "down")
-    matrices = [head, *(getattr(layer, name) for layer in layers for name in names)]
-    fits = all(fits_bfloat16(each) for each in matrices if isinstance(each, Tensor))
+    fits = _fit([head, *_matrices(layers)])
     if not is_packed and isinstance(head, Tensor):
         kernels = usable_kernels(dtype, setting, fits)
         return kernels, kernels
     packed, plain = usable_packed_kernels(dtype, setting), usable_kernels(dtype, fits=fits)
     plain = ("own",) if setting == "own" and "own" in plain else plain
     return (packed if is_packed else plain), (plain if isinstance(head, Tensor) else packed)
+
+
+def _matrices(layers: Sequence[DecoderLayer]) -> list[Weight]:
+    names = ("q", "k", "v", "out", "gate", "up", "down")
+    return [getattr(layer, name) for layer in layers for name in names]
+
+
+def _fit(matrices: Sequence[Weight]) -> bool:
+    """Report whether bfloat16 holds the numbers of all plain matrices."""
+    return all(fits_bfloat16(each) for each in matrices if isinstance(each, Tensor))
+
+
+def _refuse_rounding(kernels: Sequence[Kernel], matrices: Sequence[Weight]) -> None:
+    if "own" in kernels and not _fit(matrices):
+        raise ValueError(
+            "bfloat16 does not hold the numbers of these float32 weights, and the kernels of this replica, which were "
+            "chosen for weights that it held, would round them: start with --cpu-kernels torch, or --dtype bfloat16"
+        )
 
 
 def _choices(
