@@ -169,7 +169,7 @@ def test_prefix_of_a_busy_replica_is_fetched_and_no_token_changes(url: str, loca
 
 
 def test_source_that_is_killed_while_its_prefix_is_fetched_changes_no_token(url: str, local: Engine) -> None:
-    """Its own requests are placed again, and what it did not send is computed."""
+    """Its own requests are placed again, and what it did not send is computed. The third may then fetch that."""
     prefix, holder = cached_at(url)
     source: psutil.Process = processes("mixed")[holder]
     source.send_signal(signal.SIGSTOP)  # else the fetch may be over before the source is killed
@@ -179,8 +179,7 @@ def test_source_that_is_killed_while_its_prefix_is_fetched_changes_no_token(url:
     source.kill()
     assert [stream.result() for stream in streams] == expected(local, [stream.prompt for stream in streams])
     outcomes = fetches(streams)
-    assert outcomes, "no replica has asked for the prefix"
-    assert "arrived" not in outcomes
+    assert set(outcomes) - {"arrived"}, f"no fetch from the killed one has failed: {outcomes}"
     pools.wait_until_whole(url, REPLICAS)
 
 
