@@ -2,7 +2,6 @@
 
 import importlib.util
 import mmap
-import os
 import random
 from itertools import product
 from typing import Any
@@ -40,14 +39,6 @@ WIDE: list[dict[str, Any]] = [
     {"fp8": True, "q_heads": 8, "kv_heads": 1, "attention_chunk": 48},
 ]
 """Shapes that decodes, chunks and rows that see later keys have."""
-
-
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> str:
-    """The device that the kernels run on: interpreted on a CPU, compiled on a GPU."""
-    if (request.param == "cpu") != ("TRITON_INTERPRET" in os.environ):
-        pytest.skip("Triton interprets where there is no GPU, and compiles where there is one")
-    return str(request.param)
 
 
 @pytest.fixture

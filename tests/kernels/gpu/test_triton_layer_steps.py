@@ -5,7 +5,6 @@ interpreter truncates to bfloat16, which is twice that.
 """
 
 import importlib.util
-import os
 from typing import Any
 
 import pytest
@@ -23,14 +22,6 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 EPS = 1e-5
-
-
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> str:
-    """The device that the kernels run on: interpreted on a CPU, compiled on a GPU."""
-    if (request.param == "cpu") != ("TRITON_INTERPRET" in os.environ):
-        pytest.skip("Triton interprets where there is no GPU, and compiles where there is one")
-    return str(request.param)
 
 
 def check(ours: Tensor, exact: Tensor, scale: Tensor, roundings: int) -> None:

@@ -93,13 +93,12 @@ class FusedHead(nn.Module):
 
     def __init__(self, weight: Weight, choice: KernelChoice) -> None:
         super().__init__()
-        self._choice = choice
+        self.choice = choice
         self.take(self.with_weight(weight))
 
     def with_weight(self, weight: Weight) -> ChosenLinear:
-        """Return a projection of the same kernels with another weight. ValueError: the kernels would round it."""
-        _refuse_rounding(self._choice.kernels, [weight])
-        return ChosenLinear(weight if isinstance(weight, Tensor) else PackedPanels.of(weight), self._choice)
+        """Return a projection of the same kernels with another weight."""
+        return ChosenLinear(weight if isinstance(weight, Tensor) else PackedPanels.of(weight), self.choice)
 
     def take(self, linear: ChosenLinear) -> None:
         """Compute with another projection from now on."""
@@ -202,6 +201,7 @@ def fused_weights(module: nn.Module, plain: nn.Module) -> Callable[[], None]:
     (decoder, _), (_, layers), head = decoder_layers(module), decoder_layers(plain), cast(Any, module).lm_head
     weight = weight_of(cast(Any, plain).lm_head)
     assert weight is not None
+    _refuse_rounding(head.choice.kernels, [weight])
     stack, linear = fused[0].with_weights(layers), head.with_weight(weight)
 
     def put() -> None:

@@ -20,8 +20,9 @@ def blocks_of(scores: Tensor) -> Iterator[slice]:
 
 
 def copy_to(device: torch.device, tensor: Tensor) -> Tensor:
-    """Return a CPU's tensor on `device`, without waiting for work that the device still does."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+    """Return a tensor on `device`, without waiting for work that the device still does."""
+    is_there = device.type != "cuda" or tensor.device.type == "cuda"
+    return tensor if is_there else tensor.pin_memory().to(device, non_blocking=True)
 
 
 class HostCopy:

@@ -36,7 +36,7 @@ class PendingLogprobs:
         """
         num_rows, vocab_size = logits.shape
         known = token_ids if isinstance(token_ids, Tensor) else torch.tensor(token_ids, dtype=torch.int64)
-        chosen_ids = (copy_to(logits.device, known) if known.device != logits.device else known)[:, None]
+        chosen_ids = copy_to(logits.device, known)[:, None]
         listed = copy_to(logits.device, torch.tensor(listed_ids)) if listed_ids else None
         self._blocks: list[HostCopy] = []
         step = max(1, LOGITS_AT_ONCE // vocab_size)
@@ -78,9 +78,8 @@ class SampledLogprobs:
         self._groups: list[tuple[list[int], PendingLogprobs]] = []
         if self._asking:
             at = copy_to(logits.device, torch.tensor(self._asking))
-            known = copy_to(logits.device, token_ids) if token_ids.device != logits.device else token_ids
             self._logits = logits[at]
-            self._groups = self._begin(known[at].clamp(min=0), previous_tokens)
+            self._groups = self._begin(copy_to(logits.device, token_ids)[at].clamp(min=0), previous_tokens)
 
     def read(self, token_ids: Sequence[int] | None = None) -> dict[int, TokenLogprobs]:
         """Wait for the device; return the answers by row. `token_ids` [N]: the tokens, if some were not known."""

@@ -43,7 +43,7 @@ class FinishedStep(NamedTuple):
     """A step that has ended; times are seconds on the engine's clock."""
 
     batch: Batch
-    sampled: dict[str, SampledToken]
+    sampled: Mapping[str, SampledToken]
     started: float
     ended: float
     interval: float  # seconds since it began or the step before it ended, whichever was later
@@ -111,10 +111,9 @@ class Pipeline:
         is_full = len(self._steps) == self.depth > 1 and not self.is_ahead and self._steps[0].started < self._ended
         is_full = is_full and not any(each.batch.encoder.items for each in self._steps)
         step = self._steps.popleft()
-        result = step.result()
+        sampled = step.result()
         if self.deadline is not None:
             self.deadline.end()
-        sampled = {id_: token for id_, token in result.items() if id_ not in step.recomputed}
         ended = self.clock()
         if self.is_ahead:
             for later in self._steps:
