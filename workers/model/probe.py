@@ -33,6 +33,7 @@ from crossdock.workers.model.layers.replaced_parts import (
     fuse_layers_if_equal,
     join_projections_if_equal,
     may_fuse,
+    use_codes,
     use_triton_layers_if_equal,
 )
 from crossdock.workers.model.layers.triton_layers import may_use_triton_steps
@@ -116,7 +117,7 @@ def probe(network: Network, options: LoadOptions, eos_token_ids: frozenset[int] 
     scales = _find_scales(network) if options.kv_cache_dtype == "fp8" else ()
     if states is not None:
         logger.info("decoder layers run in transformers' own code: some keep a recurrent state")
-        return replace(model, scales=scales)
+        return replace(model, scales=scales, kernels=use_codes(model, check, options.cpu_kernels))
     return _with_faster_layers(model, scales, calls, check, options)
 
 
@@ -160,6 +161,7 @@ def _with_faster_layers(
     scaled = replace(model, scales=scales)
     if may_fuse(model, options.cpu_kernels) or options.batch_invariant:
         kernels = fuse_layers_if_equal(scaled, check, options)
+    kernels = kernels or use_codes(model, check, options.cpu_kernels)
     return replace(scaled, kernels=kernels)
 
 

@@ -18,6 +18,7 @@ from crossdock.workers.model.forward.forward_context import (
     page_size_for,
 )
 from crossdock.workers.model.forward.latent import NoLatentsError, cache_latents
+from crossdock.workers.model.layers.coded_products import compute_from_codes
 from crossdock.workers.model.layers.fused_projections import join_projections
 from crossdock.workers.model.layers.fusion import NotFusableError, fuse, is_packed
 from crossdock.workers.model.layers.triton_layers import use_triton_layers
@@ -26,6 +27,7 @@ from crossdock.workers.model.logits_check import PROBE_LENGTHS, LogitsCheck
 from crossdock.workers.model.memory.memory_fit import free_memory
 from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.model.network import Network
+from crossdock.workers.model.weights.scheme import quantisation
 from crossdock.workers.schedule.memory.prefix_index import AttentionChunk, Window
 
 logger = logging.getLogger(__name__)
@@ -166,6 +168,27 @@ def fuse_layers_if_equal(model: LoadedModel, check: LogitsCheck, options: LoadOp
     logger.info("decoder layers are fused; products by %s", fusion)
     _leave_file(model.module)
     return str(fusion)
+
+
+def use_codes(model: Network, check: LogitsCheck, cpu_kernels: CpuKernels) -> str:
+    """Compute packed weights that are not fused from their codes. Returns the kernels, as text; empty: no codes.
+
+    Collective: every rank of a gang must call it.
+
+    Raises:
+        ValueError: `cpu_kernels` names a kernel that cannot run here, or the logits differ.
+    """
+    if model.device.type != "cpu" or quantisation(model.config.to_dict()) is None:
+        return ""
+    kernels = compute_from_codes(model.module, model.dtype, cpu_kernels)
+    ours = check.sequences.run(model, ForwardContext(model.attention, probe_lengths=PROBE_LENGTHS))
+    if not check.passes(ours):
+        raise ValueError(
+            f"{model.config.model_type}: computed from codes by {kernels}, logits differ from those of the dequantised "
+            f"weights by {check.error(ours):.1%} in norm"
+        )
+    logger.info("packed weights are computed from their codes; products by %s", kernels or "dequantised weights")
+    return kernels
 
 
 def _sliding(windows: Sequence[Window]) -> list[int | None]:

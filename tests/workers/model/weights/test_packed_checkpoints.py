@@ -13,6 +13,7 @@ from transformers import AutoConfig
 
 from crossdock.workers.model.cut.collectives import Collectives
 from crossdock.workers.model.cut.position import CannotCut, RankPosition
+from crossdock.workers.model.layers.coded_products import CodedLinear
 from crossdock.workers.model.load import load_model
 from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.model.weights.packed_layers import PackedExperts, PackedLinear, packed_bytes
@@ -49,7 +50,9 @@ def held_bytes(module: Any) -> int:
 
 def assert_logits_equal(path: Path, module: Any) -> None:
     """Check logits at every chunk boundary beside those of transformers' model of the dequantised weights."""
-    found = through_pages(load_model(ModelSpec(str(path), "float32")), prompts(), random_steps(LENGTHS, seed=7))
+    model = load_model(ModelSpec(str(path), "float32"))
+    assert model.kernels, "products read the codes"
+    found = through_pages(model, prompts(), random_steps(LENGTHS, seed=7))
     for prompt, ours in zip(prompts(), found, strict=True):
         theirs = monolithic(module.eval(), prompt)
         torch.testing.assert_close(ours, theirs, atol=2e-3, rtol=2e-3)
@@ -87,7 +90,7 @@ def test_latents_are_cached_although_their_up_projections_are_packed(tmp_path: P
     module = write(tmp_path, CASES["fp8 uneven blocks"], "deepseek_v3", SERVED["deepseek_v3"])
     model = load_model(ModelSpec(str(tmp_path), "float32"))
     assert {shape.value_dim for shape in model.layers} == {0}
-    assert any(isinstance(each, PackedLinear) for each in model.module.modules())
+    assert any(isinstance(each, CodedLinear) for each in model.module.modules())
     assert_logits_equal(tmp_path, module)
 
 
@@ -241,6 +244,7 @@ def part_logits(rank: int, path: Path, tensor_size: int, num_stages: int) -> lis
     """On one rank: return every token's logits, or nothing where the rank has none."""
     position = RankPosition(rank, tensor_size, num_stages)
     model = load_model(ModelSpec(str(path), "float32"), links=Collectives(position, 60.0))
+    assert model.kernels, "products read the codes"
     torch.manual_seed(0)  # the same pages everywhere
     logits = through_pages(model, prompts(), random_steps(LENGTHS, seed=7))
     return logits if position.is_last_stage else []

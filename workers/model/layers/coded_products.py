@@ -1,0 +1,113 @@
+"""Products from codes on CPUs, where layers run in transformers' own code: packed linears and experts, rank by rank."""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from crossdock.kernels.cpu.huge_pages import HugePages
+from crossdock.kernels.cpu.linear import ChosenLinear, Weights, linear_choice, usable_packed_kernels
+from crossdock.kernels.cpu.packed_linear import CodeForm, PackedPanels, joined, why_not_packed
+from crossdock.kernels.options import CpuKernels
+from crossdock.kernels.packed import PackedMatrix
+from crossdock.workers.model.weights.heap import trim_heap
+from crossdock.workers.model.weights.packed_layers import PackedExperts, PackedLinear
+
+Parts: TypeAlias = Sequence[PackedMatrix]
+"""Matrices whose rows lie one after the other in one weight."""
+
+
+class CodedLinear(nn.Module):
+    """A linear over codes in panels: x [..., K] to [..., N]."""
+
+    product: ChosenLinear
+    bias: Tensor | None
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = _multiplied(x, self.product)
+        return out if self.bias is None else out + self.bias
+
+
+class CodedExperts(nn.Module):
+    """The weights of experts over codes in panels, in the place of their parameter."""
+
+    products: Sequence[ChosenLinear]
+
+    def __getitem__(self, expert: Any) -> "CodedWeight":
+        return CodedWeight(self.products[int(expert)])
+
+
+class CodedWeight:
+    """The weight of one expert, [N, K] of `F.linear` or [K, N] of `@`. Its codes are read by these products alone."""
+
+    def __init__(self, product: ChosenLinear) -> None:
+        self.product = product
+
+    @classmethod
+    def __torch_function__(cls, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Tensor:
+        if func not in _PRODUCTS or kwargs or len(args) != 2 or not isinstance(args[0], Tensor):
+            raise TypeError(f"an expert's packed weight is read by products alone, not by {func}")
+        return _multiplied(args[0], args[1].product)
+
+
+_PRODUCTS = (F.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__)
+
+
+def compute_from_codes(module: nn.Module, dtype: torch.dtype, setting: CpuKernels) -> str:
+    """Let the packed linears and experts of a CPU model compute from their codes. Returns the kernels, as text.
+
+    The codes move to panels one matrix after the other, so that memory holds them once. Matrices that have no panels
+    stay as they are, and are dequantised for each product.
+    """
+    kernels = usable_packed_kernels(dtype, setting)
+    parts = list(module.modules())
+    linears: list[Any] = [each for each in parts if isinstance(each, PackedLinear) and _have_panels([each.packed])]
+    experts: list[Any] = [
+        each for each in parts if isinstance(each, PackedExperts) and all(map(_have_panels, each.experts))
+    ]
+    weights = [[each.packed] for each in linears] + [matrices for each in experts for matrices in each.experts]
+    if not kernels or not weights:
+        return ""
+    choices = {
+        (shape, form): linear_choice("packed weights", Weights(*shape, count), dtype, kernels, form)
+        for (shape, form), count in Counter(map(_kind_of, weights)).items()
+    }
+    memory = HugePages()
+
+    def product_of(matrices: Parts) -> ChosenLinear:
+        panels = joined([PackedPanels.of(each) for each in matrices])
+        return ChosenLinear(panels, choices[_kind_of(matrices)], memory)
+
+    for linear in linears:
+        _turn(linear, CodedLinear, "packed", product=product_of([linear.packed]))
+    for each in experts:
+        _turn(each, CodedExperts, "experts", products=[product_of(one) for one in each.experts])
+    return ", or ".join(dict.fromkeys(map(str, choices.values())))
+
+
+def _turn(module: Any, kind: type[nn.Module], old: str, **new: Any) -> None:
+    """Make a module one of another kind, which keeps its hooks, and free the memory of its attribute `old`."""
+    vars(module).pop(old)
+    module.__class__ = kind
+    vars(module).update(new)
+    trim_heap()
+
+
+def _have_panels(matrices: Parts) -> bool:
+    """Report whether matrices can be one weight in panels."""
+    is_joined = len({CodeForm.of(each) for each in matrices}) == 1
+    is_joined &= len(matrices) == 1 or all(each.columns is None for each in matrices)
+    return is_joined and all(why_not_packed(each) is None for each in matrices)
+
+
+def _kind_of(matrices: Parts) -> tuple[tuple[int, int], CodeForm]:
+    """Return the shape and the form of the weight of `matrices`: all that its seconds depend on."""
+    rows = sum(each.shape[0] for each in matrices)
+    return (rows, matrices[0].shape[1]), CodeForm.of(matrices[0])
+
+
+def _multiplied(x: Tensor, product: ChosenLinear) -> Tensor:
+    return product(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
