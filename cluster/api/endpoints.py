@@ -57,7 +57,7 @@ _OPEN = ("/health", "/ready", "/metrics", "/version", "/openapi.json")  # need n
 _ANTHROPIC_ERRORS: dict[int | str, dict[str, Any]] = {
     "default": {"model": AnthropicErrorAnswer, "description": "Refused"}
 }
-_CONTROLS = ("/pause", "/resume", "/reset_prefix_cache", "/flush_cache")
+_CONTROLS = ("/sleep", "/wake_up", "/pause", "/resume", "/reset_prefix_cache", "/flush_cache")
 _WITHOUT_JSON = (
     "/cancel",
     "/v1/files",
@@ -221,6 +221,9 @@ def _of_trainers(control: RolloutControl) -> list[Endpoint]:
         ("POST", "/pause", control.pause, "Stop generation; requests that come meanwhile wait"),
         ("POST", "/resume", control.resume, "Go on"),
         ("GET", "/is_paused", control.is_paused, "Whether generation is stopped"),
+        ("POST", "/sleep", control.sleep, "Give up the memory of pages, or of pages and weights"),
+        ("POST", "/wake_up", control.wake_up, "Take the memory again, and go on"),
+        ("GET", "/is_sleeping", control.is_sleeping, "Whether memory is given up"),
         ("POST", "/reset_prefix_cache", control.reset_cache, "Forget all cached prefixes"),
         ("POST", "/flush_cache", control.reset_cache, "The same, by SGLang's name"),
         ("GET", "/get_world_size", control.world_size, "The number of ranks of all replicas"),

@@ -30,8 +30,10 @@ RemoteMethod: TypeAlias = Literal[
     "assign_role",
     "call_weights",
     "catch_up",
+    "given_up",
     "live_requests",
     "metrics_text",
+    "may_sleep",
     "num_ranks",
     "pause",
     "peer_dead",
@@ -40,7 +42,9 @@ RemoteMethod: TypeAlias = Literal[
     "read_objects",
     "reset_cache",
     "resume",
+    "sleep",
     "timelines",
+    "wake_up",
     "watched",
 ]
 """The methods of `Replica` that are called with plain data and return plain data."""

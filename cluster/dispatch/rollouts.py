@@ -49,9 +49,40 @@ class Rollouts:
             await self._pause(mode)
 
     async def resume(self) -> None:
-        """Go on: requests that were stopped with the same tokens, and those that wait."""
+        """Go on: requests that were stopped with the same tokens, and those that wait. ValueError: replicas sleep."""
         async with self._turn:
+            if await self.is_sleeping():
+                raise ValueError("replicas sleep: use /wake_up")
             await self._resume()
+
+    # -- memory ------------------------------------------------------------------------------------------------------
+
+    async def sleep(self, level: int, mode: PauseMode) -> None:
+        """Stop generation everywhere, and have all replicas give up pages (level 1), or pages and weights (level 2).
+
+        Raises:
+            ValueError: a replica cannot; the message names the reason. Then none sleeps.
+        """
+        async with self._turn:
+            await self._dispatcher.tell_all("may_sleep", level, mode)
+            await self._pause(mode)
+            await self._dispatcher.tell_all("sleep", level)
+
+    async def wake_up(self, tags: Sequence[str]) -> None:
+        """Have all replicas take again what `tags` name, and go on once they lack nothing.
+
+        Raises:
+            ValueError: a tag is unknown, or weights cannot be read again; generation stays stopped.
+        """
+        async with self._turn:
+            was_asleep = await self.is_sleeping()
+            lacking = await self._dispatcher.tell_all("wake_up", tags)
+            if was_asleep and not any(lacking.values()):
+                await self._resume()
+
+    async def is_sleeping(self) -> bool:
+        """Return whether a replica lacks pages or weights."""
+        return any((await self._dispatcher.tell_all("given_up")).values())
 
     async def reset_cache(self) -> None:
         """Have all replicas forget their cached prefixes."""

@@ -195,6 +195,10 @@ class DecoderStack:
         """Return a stack of the same shape and kernels with the weights of other layers."""
         return DecoderStack(self._shape, layers, self._choice, self._attention)
 
+    def drop(self) -> None:
+        """Give up the weights. Only `with_weights` may be called then."""
+        self._products, self._own = [], None
+
     def __call__(
         self,
         hidden: Tensor,  # [T, E]

@@ -44,6 +44,17 @@ class HugePages:
         return tensor
 
 
+def give_back(tensor: Tensor) -> None:
+    """Give the memory of a tensor on a CPU back to Linux, but the ends that share a page with others.
+
+    The address stays, so views and registrations of it do. Linux gives zeros when the memory is used again.
+    """
+    start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    end = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    if end > start and _LIBC.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_DONTNEED):
+        raise OSError(f"Linux does not take back {end - start} bytes")
+
+
 class MemoryTaker:
     """Takes the memory of a large tensor from Linux before steps need the memory. The contents do not change.
 

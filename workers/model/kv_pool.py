@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from crossdock.kernels.cpu.huge_pages import HugePages, MemoryTaker
+from crossdock.kernels.cpu.huge_pages import HugePages, MemoryTaker, give_back
 from crossdock.kvtransfer.layout import PoolLayout, View
 
 
@@ -55,6 +55,17 @@ class KVPool:
         if self._taker is not None:
             self._taker.end()
             self._taker = None
+
+    def sleep(self) -> None:
+        """Give the memory back to Linux until `wake`. Views and registrations stay; contents are lost. On a CPU."""
+        assert self._taker is not None, "pages of a GPU do not sleep"
+        self._taker.end()
+        self._taker = None
+        give_back(self.tensor)
+
+    def wake(self) -> None:
+        """Take the memory again, all zeros."""
+        self._taker = MemoryTaker(self.tensor)
 
     def wait_for_memory(self) -> None:
         """Wait until this process has the memory of its pool. Until then a step that reaches new pages takes longer."""

@@ -15,7 +15,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from crossdock.workers.model.layers.fusion import fused_weights
+from crossdock.kernels.cpu.huge_pages import give_back
+from crossdock.workers.model.layers.fusion import drop_fused, fused_weights
 from crossdock.workers.model.layers.triton_layers import TritonLayers
 from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.model.weight_group import WeightGroup, announced
@@ -32,6 +33,7 @@ class NewWeights:
         self._put: Callable[[], None] | None = None  # of weights that have been read
         self._group: WeightGroup | None = None  # of a trainer that sends tensors
         self._received: dict[str, Tensor] = {}
+        self.are_given_up = False  # the present weights: no step may read them
 
     @property
     def is_read(self) -> bool:
@@ -110,8 +112,18 @@ class NewWeights:
         """Compute with the weights that were read from the next step on. Belongs between two steps."""
         assert self._put is not None, "no weights have been read"
         self._put()
+        self.are_given_up = False
         self.drop()
         trim_heap()
+
+    def give_up(self) -> None:
+        """Give the memory of the present weights back to Linux, until others are put in place. On a CPU."""
+        for tensor in _tensors(self._model.module).values():
+            if tensor.is_contiguous():
+                give_back(tensor)
+        drop_fused(self._model.module)
+        trim_heap()
+        self.are_given_up = True
 
     def drop(self) -> None:
         """Forget what was received and read."""

@@ -6,12 +6,11 @@ from difflib import get_close_matches
 _LONGEST = 100  # characters of a path that are compared with served ones
 _TEXT = "this server's models write text"
 _ROLLOUTS = "the operator enables the paths of trainers with --enable-rollouts (http.rollouts)"
-_SLEEP = "replicas do not give up memory while they run; end the server"
 _CACHED = "cached pages go when others need their place; 'cache_salt' separates caches"
 _OF_TRAINERS = (
     *("/pause", "/resume", "/is_paused", "/reset_prefix_cache", "/flush_cache", "/get_world_size", "/server_info"),
     *("/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update"),
-    *("/update_weights_from_disk", "/weight_info"),
+    *("/update_weights_from_disk", "/weight_info", "/sleep", "/wake_up", "/is_sleeping"),
 )
 ABSENT = {  # by the path, or by its beginning up to a slash
     "/v1/responses": "responses are created, fetched, continued, cancelled and deleted here, and nothing else",
@@ -51,9 +50,6 @@ ABSENT = {  # by the path, or by its beginning up to a slash
     "/redoc": "use /openapi.json",
     "/reset_mm_cache": _CACHED,
     "/reset_encoder_cache": _CACHED,
-    "/sleep": _SLEEP,
-    "/wake_up": _SLEEP,
-    "/is_sleeping": _SLEEP,
     **dict.fromkeys(_OF_TRAINERS, _ROLLOUTS),
     "/pause_generation": "use /pause?mode=keep",
     "/continue_generation": "use /resume",

@@ -51,12 +51,28 @@ class RolloutControl:
 
     async def resume(self, request: Request) -> Response:
         check_operator(request)
-        await self._rollouts.resume()
+        await _refusing(self._rollouts.resume(), None, "asleep")
         return json_answer({"status": "resumed"})
 
     async def is_paused(self, request: Request) -> Response:
         check_operator(request)
         return json_answer({"is_paused": self._rollouts.is_paused})
+
+    async def sleep(self, request: Request, level: int = 1, mode: PauseMode = "abort") -> Response:
+        """Give up the memory of pages (level 1), or of pages and weights (level 2), until `wake_up`."""
+        check_operator(request)
+        await _refusing(self._rollouts.sleep(level, mode), "mode" if mode == "keep" else "level", "cannot_sleep")
+        return Response(status_code=200)
+
+    async def wake_up(self, request: Request) -> Response:
+        """Take the memory again: all of it, or what the query's `tags` name, once or several times."""
+        check_operator(request)
+        await _refusing(self._rollouts.wake_up(request.query_params.getlist("tags")), "tags", "cannot_wake_up")
+        return Response(status_code=200)
+
+    async def is_sleeping(self, request: Request) -> Response:
+        check_operator(request)
+        return json_answer({"is_sleeping": await self._rollouts.is_sleeping()})
 
     async def reset_cache(self, request: Request) -> Response:
         check_operator(request)
@@ -122,13 +138,13 @@ class RolloutControl:
         return json_answer({"weight_version": weights.name, "number": weights.number, "id": weights.id})
 
 
-async def _refusing(work: Any, param: str | None) -> Any:
-    """Await work. Raises ApiError with the reason where weights cannot be replaced."""
+async def _refusing(work: Any, param: str | None, code: str = "weights_not_replaced") -> Any:
+    """Await work. Raises ApiError with the reason where replicas refuse."""
     try:
         return await work
     except ValueError as error:
         reason = str(error.args[0]) if error.args else str(error)
-        raise ApiError(reason, param=param, code="weights_not_replaced") from None
+        raise ApiError(reason, param=param, code=code) from None
 
 
 def check_operator(request: Request) -> None:

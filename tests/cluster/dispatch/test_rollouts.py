@@ -138,3 +138,34 @@ async def test_paused_replica_gets_no_request_while_another_is_not() -> None:
             await replica.resume()
         await stream.task
         assert len(stream.output) == 3
+
+
+@pytest.mark.parametrize("mode", ["wait", "abort"])
+async def test_request_that_comes_while_replicas_sleep_has_the_tokens_of_an_awake_one(mode: PauseMode) -> None:
+    replicas = [InProcess(role="prefill"), InProcess(role="decode")]
+    dispatcher = Dispatcher("tiny", RouterConfig(shipping="always"))
+    async with serving(dispatcher, first=replicas[0], second=replicas[1]):
+        wanted = await tokens(dispatcher, "alone", 20)
+        rollouts = Rollouts(dispatcher)
+        assert not await rollouts.is_sleeping()
+        for level, refused, reason in (
+            (2, mode, "level must be 1"),
+            (7, mode, "level is 7"),
+            (1, "keep", "mode must be abort or wait"),
+        ):
+            with pytest.raises(ValueError, match=reason):
+                await rollouts.sleep(level, refused)
+        assert not rollouts.is_paused
+        await rollouts.sleep(1, mode)
+        assert await rollouts.is_sleeping()
+        with pytest.raises(ValueError, match="/wake_up"):
+            await rollouts.resume()
+        waiting = Stream(dispatcher, "waiting", 20)
+        await until(lambda: dispatcher.num_queued >= 1)
+        await rollouts.wake_up(["weights"])
+        assert await rollouts.is_sleeping()
+        assert not waiting.deltas
+        await rollouts.wake_up([])
+        await waiting.task
+        assert waiting.output == wanted
+        assert not await rollouts.is_sleeping()

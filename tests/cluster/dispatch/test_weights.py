@@ -1,6 +1,8 @@
 """Weights that are replaced under requests, over engines in this process: whose tokens an answer has."""
 
 import asyncio
+import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -170,16 +172,32 @@ def test_real_deployment_updates_from_a_folder_and_from_ray(
             [choice] = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()["choices"]
             return choice["token_ids"], choice.get("weight_versions")
 
+        def after_sleep(level: int) -> list[int]:
+            """Return the answer to a request that comes while replicas sleep."""
+            assert httpx.post(f"{url}/sleep?level={level}", timeout=60).status_code == 200
+            assert httpx.get(f"{url}/is_sleeping").json() == {"is_sleeping": True}
+            with ThreadPoolExecutor(1) as thread:
+                waiting = thread.submit(answer)
+                in_flight = re.compile(r"^crossdock_ingress_requests(\{.*\})? [1-9]", re.MULTILINE)
+                eventually(lambda: in_flight.search(httpx.get(f"{url}/metrics").text), "no request waits", 60)
+                assert httpx.post(f"{url}/wake_up", timeout=60).status_code == 200
+                return waiting.result()[0]
+
         assert answer() == (old, None)
+        assert after_sleep(2) == old
         update = {"model_path": "new", "weight_version": "a"}
         done = httpx.post(f"{url}/update_weights_from_disk", json=update, timeout=60)
         assert done.status_code == 200, done.text
         for _ in range(4):
             assert answer() == (new, [{"version": "a", "start": 0, "end": 8}])
+        assert after_sleep(2) == new
         assert push_weights(before.items()) == "2"
         for _ in range(4):
             assert answer() == (old, [{"version": "2", "start": 0, "end": 8}])
         assert httpx.get(f"{url}/server_info").json()["vllm_config"]["model_config"]["dtype"] == "torch.float32"
+        refused = httpx.post(f"{url}/sleep?level=2", timeout=60)
+        assert (refused.status_code, "a trainer has pushed them" in refused.text) == (400, True)
+        assert after_sleep(1) == old
         wrong = httpx.post(f"{url}/update_weights_from_disk", json={"model_path": "../x"}, timeout=60)
         assert wrong.status_code == 400
         assert httpx.post(f"{url}/pause?mode=keep", timeout=60).json() == {"status": "paused"}

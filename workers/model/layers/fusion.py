@@ -78,6 +78,10 @@ class FusedLayers(nn.Module):
         """Compute with another stack from now on."""
         self._stack = stack
 
+    def drop(self) -> None:
+        """Give up the weights, until `take`."""
+        self._stack.drop()
+
     def _deltas_of(self, weights: AdapterWeights) -> StackDeltas:
         """Return the matrices of an adapter by layer."""
         if weights not in self._deltas:
@@ -111,12 +115,12 @@ class FusedHead(nn.Module):
 class PackedEmbedding(nn.Module):
     """The embedding of a model whose output projection has the same weight: read from there, not in memory twice."""
 
-    def __init__(self, packed: OwnLinear) -> None:
+    def __init__(self, linear: ChosenLinear) -> None:
         super().__init__()
-        self._packed = packed
+        self._linear = linear
 
     def forward(self, token_ids: Tensor) -> Tensor:  # [1, T] to [1, T, E]
-        return self._packed.rows(token_ids)
+        return cast(OwnLinear, self._linear.formats["own"]).rows(token_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,8 +180,8 @@ def fuse(
     embedding: Any = getattr(decoder, "embed_tokens", None)
     is_tied = type(embedding) is nn.Embedding and embedding.weight is getattr(head, "weight", None)
     decoder.layers, model.lm_head = nn.ModuleList([fused]), fused_head
-    if is_tied and isinstance(packed := fused_head.linear.formats.get("own"), OwnLinear):
-        decoder.embed_tokens = PackedEmbedding(packed)
+    if is_tied and isinstance(fused_head.linear.formats.get("own"), OwnLinear):
+        decoder.embed_tokens = PackedEmbedding(fused_head.linear)
 
     def undo() -> None:
         decoder.layers, model.lm_head = layers, head
@@ -208,9 +212,18 @@ def fused_weights(module: nn.Module, plain: nn.Module) -> Callable[[], None]:
         fused[0].take(stack)
         head.take(linear)
         if isinstance(decoder.embed_tokens, PackedEmbedding):
-            decoder.embed_tokens = PackedEmbedding(linear.formats["own"])
+            decoder.embed_tokens = PackedEmbedding(linear)
 
     return put
+
+
+def drop_fused(module: nn.Module) -> None:
+    """Give up the weights of fused layers and their head, until those of `fused_weights` are put in place."""
+    for part in module.modules():
+        if isinstance(part, FusedLayers):
+            part.drop()
+        if isinstance(part, FusedHead):
+            part.linear.formats.clear()
 
 
 def weight_of(linear: Any) -> Weight | None:

@@ -28,6 +28,21 @@ class WeightUpdate:
         """Whether there are weights to put in place."""
         return self._own.is_read
 
+    @property
+    def are_given_up(self) -> bool:
+        """Whether the present weights are given up, so that no step may be computed."""
+        return self._own.are_given_up
+
+    def why_not(self) -> str:
+        """Return why weights cannot be read again or replaced; empty: they can."""
+        return self._own.why_not()
+
+    def give_up(self) -> None:
+        """Give the memory of all ranks' weights back, until `put`. Belongs between two steps."""
+        if self._gang is not None:
+            self._gang.change_memory("give weights")
+        self._own.give_up()
+
     def call(self, method: WeightMethod, argument: Mapping[str, Any]) -> str:
         """Call the new weights of every rank, beside steps. Returns the id of the weights in a folder.
 

@@ -24,12 +24,14 @@ from crossdock.workers.replica.ranks.rank_loader import driver_of, failure_of, l
 from crossdock.workers.replica.ranks.rank_messages import (
     AdapterLoaded,
     CallWeights,
+    ChangeMemory,
     DockOpened,
     DriverMessage,
     EndRank,
     FollowerMessage,
     JoinGang,
     MalformedRankMessage,
+    MemoryChange,
     OpenDock,
     PhaseEnded,
     RankFailure,
@@ -168,6 +170,10 @@ class Gang:
         for follower in self._followers.values():
             with contextlib.suppress(OSError):
                 follower.socket.send(data)
+
+    def change_memory(self, what: MemoryChange) -> None:
+        """Have every follower give memory back, or take the memory again."""
+        self.broadcast(ChangeMemory(what))
 
     def step_deadline(self) -> StepDeadline:
         """Return a deadline for steps from now on: if no step ends for `rank_timeout_s`, the gang ends."""

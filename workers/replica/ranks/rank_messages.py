@@ -80,6 +80,15 @@ class OpenDock(Record, frozen=True):
     transfer: TransferConfig
 
 
+MemoryChange: TypeAlias = Literal["give pages", "take pages", "give weights"]
+
+
+class ChangeMemory(Record, frozen=True):
+    """Give the memory of the KV pool back or take the memory again, or give back that of weights until `PutWeights`."""
+
+    what: MemoryChange
+
+
 class EndRank(Record, frozen=True):
     """End, after everything before this message is done."""
 
@@ -93,6 +102,7 @@ DriverMessage: TypeAlias = (
     | CallWeights
     | PutWeights
     | OpenDock
+    | ChangeMemory
     | EndRank
     | DockCall
 )

@@ -2,9 +2,11 @@
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from crossdock.workers.replica.engine.sleep import Sleep
 from crossdock.workers.replica.serving.engine_thread import EngineThread
 from crossdock.workers.schedule.weight_version import WeightVersion
 
@@ -18,8 +20,12 @@ logger = logging.getLogger(__name__)
 class Controls:
     """The calls of operators to one engine's thread. Belongs to the event loop of the thread's constructor."""
 
-    def __init__(self, thread: EngineThread, num_ranks: int = 1) -> None:
+    def __init__(
+        self, thread: EngineThread, num_ranks: int = 1, folder: Path | None = None, checkpoint: str = ""
+    ) -> None:
+        """`folder`: the weights of the start, None if they are in no file; `checkpoint`: their fingerprint."""
         self._thread, self._engine, self._num_ranks = thread, thread.engine, num_ranks
+        self._sleep = Sleep(thread.engine, folder, checkpoint)
         self._update = thread.engine.executor.new_weights
         self._turn = asyncio.Lock()  # of calls that read weights
 
@@ -104,6 +110,26 @@ class Controls:
         await self._thread.call(put)
         logger.info("weights %r (update %d) are in place", weights.name, weights.number)
         return True
+
+    async def may_sleep(self, level: int, mode: str) -> None:
+        """Raise ValueError where this replica cannot sleep so; the message gives the reason."""
+        self._sleep.check(level, mode)
+
+    async def sleep(self, level: int) -> None:
+        """Give up memory, see `Sleep.sleep`. The engine is paused. ValueError: it has requests."""
+        async with self._turn:
+            await self._thread.call(lambda: self._sleep.sleep(level))
+
+    async def wake_up(self, tags: Sequence[str]) -> list[str]:
+        """Take memory again, and stay paused. Returns the tags of what is still missing. ValueError as `Sleep.read`."""
+        async with self._turn:
+            await asyncio.to_thread(self._sleep.read, tags)
+            await self._thread.call(lambda: self._sleep.wake(tags))
+        return self._sleep.lacks
+
+    async def given_up(self) -> list[str]:
+        """Return the tags of what is given up; none: this replica is awake."""
+        return self._sleep.lacks
 
     def _stop(self) -> None:
         self._engine.pause()

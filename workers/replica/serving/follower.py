@@ -21,6 +21,7 @@ from crossdock.workers.replica.ranks.rank_messages import (
     AdapterLoaded,
     AllocatePool,
     CallWeights,
+    ChangeMemory,
     DockOpened,
     DriverMessage,
     DropAdapter,
@@ -125,6 +126,8 @@ def _work(
                     memory_of(model.pool.tensor), layout, role, transfer, lambda event: link.send(encode(event))
                 )
                 link.send(encode(DockOpened(dock.blob)))
+            case ChangeMemory(what):
+                {"give pages": model.pool.sleep, "take pages": model.pool.wake, "give weights": weights.give_up}[what]()
             case EndRank():
                 dist.destroy_process_group()
                 return

@@ -57,10 +57,11 @@ class ModelStart:
         spec = self._spec
         engine, profile = await (self._load(spec, reached) if spec.num_ranks == 1 else self._load_gang(spec, reached))
         reached("steps")
-        checkpoint = await asyncio.to_thread(lambda: fingerprint(resolve_model(spec.model.path)))
+        folder = await asyncio.to_thread(resolve_model, spec.model.path)
+        checkpoint = await asyncio.to_thread(fingerprint, folder)
         machine = await asyncio.to_thread(describe_machine, engine.model, engine.executor.runner.graphs_text)
         self._starting = None
-        return Started(engine, profile, checkpoint, machine)
+        return Started(engine, profile, checkpoint, machine, folder)
 
     async def _load(self, spec: ReplicaSpec, reached: Callable[[str], None]) -> tuple[Engine, SchedulingProfile]:
         engine = await asyncio.to_thread(load_engine, spec, partial(reached, "weights"))

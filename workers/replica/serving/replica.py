@@ -56,10 +56,12 @@ class Replica:
         self.messages = outlet.messages
         self.abort, self.progress = thread.abort, thread.progress
         self.assign_role, self.peer_dead = thread.assign_role, thread.peer_dead
-        controls = self._controls = Controls(thread, spec.num_ranks)
+        controls = self._controls = Controls(thread, spec.num_ranks, started.folder, started.checkpoint)
         self.pause, self.resume, self.reset_cache = controls.pause, controls.resume, controls.reset_cache
         self.num_ranks, self.call_weights = controls.num_ranks, controls.call_weights
         self.put_weights, self.catch_up = controls.put_weights, controls.catch_up
+        self.may_sleep, self.given_up = controls.may_sleep, controls.given_up
+        self.sleep, self.wake_up = controls.sleep, controls.wake_up
         self.timelines, self.live_requests = thread.find_timelines, thread.live_requests
         self.metrics_text = thread.metrics_text
         compatibility = engine.pool_spec(of_pages).compatibility

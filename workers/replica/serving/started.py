@@ -1,6 +1,7 @@
 """An engine that is ready to serve, and what its replica says about it. No torch."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from crossdock.workers.replica.engine.engine import Engine
@@ -15,3 +16,4 @@ class Started:
     profile: SchedulingProfile
     checkpoint: str  # names the weights' files
     machine: dict[str, Any]  # see `describe_machine`
+    folder: Path | None = None  # of these files; None: the device is emulated

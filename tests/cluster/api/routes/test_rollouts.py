@@ -74,3 +74,23 @@ async def test_answers_name_the_weights_that_made_them(tokenizer: ModelTokenizer
         refused = await api.http.post("/update_weights", json=info)
         assert "call /init_weight_transfer_engine first" in refused.json()["error"]["message"]
         assert (await api.http.post("/reset_prefix_cache")).json() == {"success": True}
+
+
+async def test_sleep_and_wake_up_answer_as_vllm_does(tokenizer: ModelTokenizer) -> None:
+    async with EngineApi(tokenizer, http={"rollouts": True}) as api:
+        body = STREAM | {"max_tokens": 8}
+        wanted = (await api.http.post("/v1/completions", json=body)).json()["choices"]
+        for path in ("/sleep?level=2", "/sleep?level=1&mode=keep", "/sleep?level=x", "/wake_up?tags=pages"):
+            refused = await api.http.post(path)
+            assert refused.status_code == 400
+            assert refused.json()["error"]["param"] in path
+        assert (await api.http.get("/is_sleeping")).json() == {"is_sleeping": False}
+        answer = await api.http.post("/sleep")
+        assert (answer.status_code, answer.content) == (200, b"")
+        assert (await api.http.get("/is_sleeping")).json() == {"is_sleeping": True}
+        assert (await api.http.post("/resume")).status_code == 400
+        waiting = asyncio.create_task(api.http.post("/v1/completions", json=body))
+        await until(lambda: api.dispatcher.num_queued == 1)
+        assert (await api.http.post("/wake_up?tags=weights&tags=kv_cache")).status_code == 200
+        assert (await waiting).json()["choices"] == wanted
+        assert (await api.http.get("/is_sleeping")).json() == {"is_sleeping": False}

@@ -12,7 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from crossdock.workers.model.weights.fingerprint import fingerprint
 from crossdock.workers.replica.engine.engine import Engine
+from crossdock.workers.replica.engine.sleep import Sleep
 from crossdock.workers.replica.engine.weight_update import WeightUpdate
 from crossdock.workers.schedule.submission import Submission
 from tests.cluster.ports import free_port
@@ -83,6 +85,11 @@ def test_gang_computes_with_weights_of_files_and_of_a_trainer(
         assert tokens(engine) == wanted[0]
         update.put()
         assert tokens(engine) == wanted[1]
+        sleep = Sleep(engine, folders[0], fingerprint(folders[0]))
+        sleep.sleep(2)  # all ranks: one that kept the weights of the update, or its pages, would compute other tokens
+        sleep.read([])
+        sleep.wake([])
+        assert tokens(engine) == wanted[0]
         _push(update, list(modules[2].named_parameters()), division[0] * division[1])
         update.put()
         assert tokens(engine) == wanted[2]

@@ -1,0 +1,138 @@
+"""A replica that sleeps gives its memory back, and its tokens after waking are those before."""
+
+import ctypes
+import gc
+import mmap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ByteSize
+from torch import Tensor, nn
+
+from crossdock.workers.model.load import load_model
+from crossdock.workers.model.model_spec import ModelSpec
+from crossdock.workers.model.weights.fingerprint import fingerprint
+from crossdock.workers.replica.config import EngineConfig
+from crossdock.workers.replica.engine.computing import new_engine
+from crossdock.workers.replica.engine.engine import Engine
+from crossdock.workers.replica.engine.sleep import Sleep
+from crossdock.workers.schedule.submission import Submission
+from crossdock.workers.schedule.weight_version import WeightVersion
+from tests.workers.model.layers.test_fusion import needs_onednn, needs_own, needs_vnni
+from tests.workers.model.test_new_weights import saved
+from tests.workers.replica.engines import engine_on, greedy, run, tiny_model, tokens_of
+
+PROMPTS = [[7, 3, 9, 11, 5], [20 + i for i in range(60)]]
+SIZES = {"hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 4, "num_key_value_heads": 2}
+POOL = 4 << 20  # bytes
+_LIBC = ctypes.CDLL(None)
+
+
+def tokens(engine: Engine) -> list[list[int]]:
+    weights = engine.scheduler.weights.id
+    for number, prompt in enumerate(PROMPTS):
+        engine.add(Submission(f"{number}", prompt, greedy(8), weights=weights))
+    found = run(engine)
+    return [tokens_of(found[f"{number}"]) for number in range(len(PROMPTS))]
+
+
+def resident() -> int:
+    """Return the bytes of all tensors of this process that are in memory, each memory once."""
+    found, seen = 0, set[int]()
+    for each in gc.get_objects():
+        if type(each) not in (Tensor, nn.Parameter) or each.device.type != "cpu":
+            continue
+        if each.is_mkldnn:
+            found += each.numel() * each.itemsize
+        elif each.layout is torch.strided and (storage := each.untyped_storage()).data_ptr() not in seen:
+            seen.add(storage.data_ptr())
+            found += _in_memory(storage.data_ptr(), storage.nbytes())
+    return found
+
+
+def _in_memory(address: int, size: int) -> int:
+    start = address // mmap.PAGESIZE * mmap.PAGESIZE
+    num_pages = -(-(address + size - start) // mmap.PAGESIZE)
+    states = (ctypes.c_ubyte * num_pages)()
+    if not size or _LIBC.mincore(ctypes.c_void_p(start), ctypes.c_size_t(num_pages * mmap.PAGESIZE), states):
+        return 0
+    return sum(state & 1 for state in states) * mmap.PAGESIZE
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dtype": "float32", "cpu_kernels": "torch"},
+        pytest.param({"dtype": "float32", "cpu_kernels": "onednn"}, marks=needs_onednn),
+        pytest.param({"dtype": "bfloat16", "cpu_kernels": "own"}, marks=needs_own),
+        pytest.param({"dtype": "bfloat16", "quantization": "int8"}, marks=needs_vnni),
+    ],
+    ids=["torch", "onednn", "own", "int8"],
+)
+def test_memory_falls_while_asleep_and_tokens_after_it_are_those_of_the_last_weights(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    path, other = (saved(tmp_path / f"{seed}", seed, head_dim=64, **SIZES) for seed in (1, 2))
+    config = EngineConfig(kv_cache_memory=ByteSize(POOL))
+    engine, fresh = (new_engine(load_model(ModelSpec(str(each), **options)), config) for each in (path, other))
+    least = 2 * (2 * 256 * 256 + 3 * 256 * 768)  # bytes, of int8: each layer's matrices, of two
+    before, sleep = tokens(engine), Sleep(engine, path, fingerprint(path))
+    engine.model.pool.wait_for_memory()
+    awake = resident()
+    sleep.sleep(1)
+    assert sleep.lacks == ["kv_cache"]
+    assert awake - resident() > 0.9 * POOL
+    sleep.sleep(2)
+    assert sleep.lacks == ["weights", "kv_cache"]
+    assert awake - resident() > 0.9 * POOL + 0.9 * least
+    for tags in (["weights"], ["weights", "kv_cache"]):
+        sleep.read(tags)
+        sleep.wake(tags)
+        assert sleep.lacks == ["kv_cache"] * (len(tags) == 1)
+    assert engine.pages.counts().cached == 0
+    assert tokens(engine) == before
+    sleep.sleep(2)
+    update = engine.executor.new_weights
+    assert update is not None
+    update.call("read", {"folder": str(other)})
+    update.put()
+    engine.scheduler.change_weights(WeightVersion(1, fingerprint(other), "", str(other)))
+    assert sleep.lacks == ["kv_cache"], "an update puts weights in place"
+    sleep.sleep(2)
+    sleep.read([])
+    sleep.wake([])
+    assert tokens(engine) == tokens(fresh) != before
+
+
+def test_sleep_that_is_impossible_is_refused_by_name() -> None:
+    engine = engine_on(tiny_model(64), num_pages=16)
+    sleep = Sleep(engine, None, "")
+    for level, mode, reason in (
+        (3, "wait", "level is 3; it must be 1"),
+        (2, "wait", "level must be 1: the weights cannot be read again: they are in no file"),
+        (1, "keep", "mode must be abort or wait"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            sleep.check(level, mode)
+    with pytest.raises(ValueError, match="tags has 'weight'; it may have weights, kv_cache"):
+        sleep.read(["weight"])
+    engine.add(Submission("kept", PROMPTS[0], greedy(8)))
+    with pytest.raises(ValueError, match="mode must be abort or wait"):
+        sleep.sleep(1)
+    assert sleep.lacks == []
+
+
+def test_weights_that_are_in_no_file_as_they_were_stay_given_up(tmp_path: Path) -> None:
+    path = saved(tmp_path / "model", 1)
+    engine = new_engine(load_model(ModelSpec(str(path), dtype="float32")), EngineConfig(kv_cache_memory=ByteSize(POOL)))
+    sleep = Sleep(engine, path, fingerprint(path))
+    sleep.sleep(2)
+    saved(path, 2)
+    with pytest.raises(ValueError, match="has other weights than before"):
+        sleep.read([])
+    assert sleep.lacks == ["weights", "kv_cache"]
+    engine.scheduler.change_weights(WeightVersion(1, "pushed", "1", ""))
+    with pytest.raises(ValueError, match="a trainer has pushed them"):
+        sleep.check(2)

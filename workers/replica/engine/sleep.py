@@ -1,0 +1,97 @@
+"""The sleep of a replica: it gives its memory back and computes nothing, until an operator wakes it."""
+
+from collections.abc import Collection
+from pathlib import Path
+
+from crossdock.workers.replica.engine.engine import Engine
+
+TAGS = ("weights", "kv_cache")
+
+
+class Sleep:
+    """The memory that an engine and its other ranks have given up. The engine is paused meanwhile."""
+
+    def __init__(self, engine: Engine, folder: Path | None, checkpoint: str) -> None:
+        """`folder`: the weights of the start, None if they are in no file; `checkpoint`: their fingerprint."""
+        self._engine, self._start = engine, (folder, checkpoint)
+        self._update = engine.executor.new_weights
+        self._has_pages = True
+
+    @property
+    def lacks(self) -> list[str]:
+        """Return the tags of what is to be taken again before a step; none: the engine is awake."""
+        lacks_weights = self._update is not None and self._update.are_given_up
+        return ["weights"] * lacks_weights + ["kv_cache"] * (not self._has_pages)
+
+    def check(self, level: int, mode: str = "wait") -> None:
+        """Raise ValueError where this replica cannot sleep so; the message names the field and the reason."""
+        model = self._engine.executor.model
+        if level not in (1, 2):
+            raise ValueError(f"level is {level}; it must be 1 (pages) or 2 (pages and weights)")
+        if mode == "keep":
+            raise ValueError("mode must be abort or wait: requests that are kept need their pages")
+        if model is None or self._update is None:
+            raise ValueError("level: an emulated device has no memory to give back")
+        if model.device.type != "cpu":
+            raise ValueError("level: replicas on GPUs do not sleep yet: steps recorded as graphs keep their addresses")
+        if level == 2 and (reason := self._why_not_read()):
+            raise ValueError(f"level must be 1: the weights cannot be read again: {reason}")
+
+    def sleep(self, level: int) -> None:
+        """Give up the pages, and at level 2 the weights. Belongs to the engine's thread, between two steps."""
+        if self._engine.scheduler.table.requests():
+            raise ValueError("mode must be abort or wait: requests that are kept need their pages")
+        self.check(level)
+        if self._has_pages:
+            self._give_up_pages()
+        if level == 2 and self._update is not None and not self._update.are_given_up:
+            self._update.give_up()
+
+    def read(self, tags: Collection[str]) -> None:
+        """Read the weights if `tags` name them and they are missing. May run in any thread, before `wake`.
+
+        Raises:
+            ValueError: a tag is none of `TAGS`; or the files are gone, or are others: the engine sleeps on.
+        """
+        if unknown := {*tags} - {*TAGS}:
+            raise ValueError(f"tags has {sorted(unknown)[0]!r}; it may have {', '.join(TAGS)}")
+        if "weights" in (tags or TAGS) and self._update is not None and self._update.are_given_up:
+            folder, checkpoint = self._files
+            if self._update.call("read", {"folder": str(folder)}) != checkpoint:
+                raise ValueError(f"tags: {folder} has other weights than before: replace them with an update")
+
+    def wake(self, tags: Collection[str]) -> None:
+        """Take again what `tags` name, none for all, after `read`. Belongs to the engine's thread."""
+        if self._update is not None and self._update.are_given_up and self._update.is_read:
+            self._update.put()
+        if "kv_cache" in (tags or TAGS) and not self._has_pages:
+            if self._engine.gang is not None:
+                self._engine.gang.change_memory("take pages")
+            self._engine.model.pool.wake()
+            self._has_pages = True
+
+    @property
+    def _files(self) -> tuple[Path | None, str]:
+        """The folder of the present weights, None if they are in none, and its fingerprint."""
+        weights = self._engine.scheduler.weights
+        if not weights.number:
+            return self._start
+        return (Path(weights.folder) if weights.folder else None), weights.id
+
+    def _why_not_read(self) -> str:
+        folder, _ = self._files
+        if folder is None:
+            return "a trainer has pushed them, so they are in no file" if self._start[0] else "they are in no file"
+        assert self._update is not None
+        return self._update.why_not()
+
+    def _give_up_pages(self) -> None:
+        engine, model = self._engine, self._engine.model
+        engine.pages.stock.clear_cache()
+        engine.scheduler.encoding.clear()
+        if model.encoder is not None:
+            model.encoder.clear()
+        if engine.gang is not None:
+            engine.gang.change_memory("give pages")
+        model.pool.sleep()
+        self._has_pages = False
