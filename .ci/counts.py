@@ -15,8 +15,8 @@ from statistics import mean, median
 
 CODE = ("cluster", "router", "workers", "kvtransfer", "kernels", ".ci")
 BUDGETS = {  # count: the most that there may be
-    "lines of code": 65_329,
-    "lines of tests": 63_431,
+    "lines of code": 65_374,
+    "lines of tests": 63_443,
     "lines of benchmarks": 11_843,
     "lines of benchmarks/RESULTS.md": 500,
     "Python files in the largest folder": 20,

@@ -1,4 +1,4 @@
-"""How many GPUs each rank asks Ray for, where the configuration leaves that open, and whether there are so many."""
+"""How many GPUs each rank asks Ray for, and whether a machine has what all pools need: GPUs, cores, memory."""
 
 from collections.abc import Callable, Sequence
 
@@ -60,6 +60,41 @@ def check_cores_suffice(models: Sequence[ClusterConfig], num_cores: int) -> None
                 f"models: {total} cores are needed, and this machine has {num_cores} ({wanted}); lower one of these, "
                 f"or replicas or max_replicas; num_cpus 0 reserves none"
             )
+
+
+def check_memory_suffices(models: Sequence[ClusterConfig], weights: Callable[[str | None], int], free: int) -> None:
+    """Check that `free` bytes of a host hold what several models need on CPUs, as `check_gpus_suffice` does for GPUs.
+
+    `weights` returns the bytes of a checkpoint's files, by its path. Every pool's `num_gpus` must be set.
+
+    Raises:
+        ValueError: they need more; the message names the settings.
+    """
+    for grown in models:
+        needed = {
+            f"pools.{pool.name}": _replicas(pool, each is grown) * _bytes_on_cpu(each, pool, weights)
+            for each in models
+            for pool in each.pools
+        }
+        if (total := sum(needed.values())) > free:
+            wanted = ", ".join(f"{name}: {_gib(number)} in all" for name, number in needed.items() if number)
+            raise ValueError(
+                f"models: {_gib(total)} of memory are needed for weights and KV pages, and {_gib(free)} are free "
+                f"({wanted}); lower engine.kv_cache_memory, replicas or max_replicas of one of these"
+            )
+
+
+def _bytes_on_cpu(config: ClusterConfig, pool: PoolConfig, weights: Callable[[str | None], int]) -> int:
+    """Return the bytes that one replica takes of the host's memory: weights as in their files, and KV pages."""
+    if pool.num_gpus or pool.emulated is not None:
+        return 0
+    engine = pool.engine or config.engine
+    stored = weights(pool.checkpoint or config.model.path)
+    return stored // (2 if engine.quantization == "int8" else 1) + pool.num_ranks * (engine.budget.known("cpu") or 0)
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / (1 << 30):.1f} GiB"
 
 
 def _replicas(pool: PoolConfig, is_grown: bool) -> int:

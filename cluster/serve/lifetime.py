@@ -20,11 +20,13 @@ from ray.serve.schema import ApplicationStatus, LoggingConfig
 
 from crossdock.cluster.config import ClusterConfig
 from crossdock.cluster.serve.app import APP_NAME, build, visible_gpus
-from crossdock.cluster.serve.gpus import check_cores_suffice, check_gpus_suffice, with_num_gpus
+from crossdock.cluster.serve.checkpoint_check import bytes_of_files
+from crossdock.cluster.serve.gpus import check_cores_suffice, check_gpus_suffice, check_memory_suffices, with_num_gpus
 from crossdock.cluster.serve.ray_environment import ENVIRONMENT, ON_ONE_MACHINE
 from crossdock.cluster.serve.ray_processes import without_unused_processes
 from crossdock.cluster.serve.start_failure import start_reason
 from crossdock.cluster.serve.stop_signals import StopRequest, StopSignal, ignore_signals
+from crossdock.workers.model.memory.host_memory import free_on_host
 
 STARTING = ("Ray", "Serve", "replicas: model and warm-up")  # the phases of the start, in order
 _DESCRIBE_S = 10.0  # the replicas have so long to describe themselves
@@ -139,12 +141,14 @@ def _on_one_node(config: ClusterConfig) -> ClusterConfig:
 
 
 def _require_devices(config: ClusterConfig) -> None:
-    """Raise StartFailed if this machine has too few GPUs for all ranks, or too few cores for several models."""
+    """Raise StartFailed if this machine has too few GPUs, or too few cores or bytes for several models."""
     num_gpus = visible_gpus()
+    models = [with_num_gpus(each, lambda _: num_gpus > 0) for each in config.each_model]
     try:
         if config.models:
-            check_cores_suffice(config.each_model, os.cpu_count() or 1)
-        check_gpus_suffice([with_num_gpus(each, lambda _: num_gpus > 0) for each in config.each_model], num_gpus)
+            check_cores_suffice(models, os.cpu_count() or 1)
+            check_memory_suffices(models, bytes_of_files, free_on_host())
+        check_gpus_suffice(models, num_gpus)
     except ValueError as error:
         raise StartFailed(str(error)) from None
 

@@ -343,7 +343,7 @@ def _flights(requests: Sequence[Mapping[str, Any]] | None, rows: int) -> Rendera
         computed, prompt = request.get("num_computed_tokens", 0), request.get("num_prompt_tokens", 0)
         table.add_row(
             escape(str(request.get("request_id") or request.get("id", "-"))[-_ID:]),
-            str(request.get("slo_class", "-")),
+            " · ".join(escape(f"{request[name]}") for name in ("slo_class", "model") if name in request) or "-",
             str(request.get("state", "-")),
             ProgressBar(prompt, computed) if _is_prefilling(request) else "",
             _number(computed),

@@ -113,7 +113,8 @@ function showRequests(requests) {
     bar.setAttribute("role", "img");
     bar.setAttribute("aria-label", `${Math.round(100 * share)} % of ${whole(request.num_prompt_tokens)} tokens`);
     const name = element("span", { title: request.request_id }, request.request_id.slice(0, 24));
-    return row(name, request.slo_class, request.state, bar, request.num_chunks, time(request.waiting_s), time(request.first_token_s),
+    const kind = [request.slo_class, request.model].filter(Boolean).join(" · ");
+    return row(name, kind, request.state, bar, request.num_chunks, time(request.waiting_s), time(request.first_token_s),
       request.num_output_tokens, time(request.gap_max_s));
   });
   if (requests.length > MOST_REQUESTS) rows.push(row(`and ${requests.length - MOST_REQUESTS} more`));

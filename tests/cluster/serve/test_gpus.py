@@ -8,7 +8,7 @@ from crossdock.cluster.config import ClusterConfig
 from crossdock.cluster.config_file import load
 from crossdock.cluster.serve import app, lifetime
 from crossdock.cluster.serve.flags import PANELS, configuration
-from crossdock.cluster.serve.gpus import check_cores_suffice, check_gpus_suffice, with_num_gpus
+from crossdock.cluster.serve.gpus import check_cores_suffice, check_gpus_suffice, check_memory_suffices, with_num_gpus
 from crossdock.workers.report.presets import preset
 
 
@@ -170,3 +170,15 @@ def test_devices_that_several_models_need_are_checked_together_and_named() -> No
     check_cores_suffice(cores, 8)
     with pytest.raises(ValueError, match=r"8 cores are needed, and this machine has 7 \(pools.a-mixed.num_cpus: 6 in"):
         check_cores_suffice(cores, 7)
+
+
+def test_memory_that_several_models_need_on_one_host_is_checked_together_and_named() -> None:
+    pools = [{"name": "mixed", "max_replicas": 2, "num_gpus": 0}]
+    members = [{"name": "small", "pools": pools}, {"name": "large", "model": {"path": "x/large"}, "pools": pools}]
+    models = load(None, {"models": members, "engine.kv_cache_memory": "1GiB"}).each_model
+    sizes = {"x/large": 3 << 30, None: 1 << 30}
+    check_memory_suffices(models, lambda path: sizes[path], 10 << 30)  # two of 4 GiB beside one of 2 GiB
+    with pytest.raises(ValueError, match=r"10.0 GiB of memory.* 9.0 GiB are free \(pools.small-mixed: 2.0 GiB in all"):
+        check_memory_suffices(models, lambda path: sizes[path], 9 << 30)
+    on_gpus = load(None, {"models": members, "models.*.pools.*.num_gpus": 1}).each_model
+    check_memory_suffices(on_gpus, lambda path: sizes[path], 0)
