@@ -23,7 +23,7 @@ from triton.runtime import interpreter
 
 from crossdock.kernels.backend import choose_attention
 from crossdock.workers.model.forward.forward_context import ForwardContext, batch_of_one_page_each
-from crossdock.workers.model.layers import replaced_parts
+from crossdock.workers.model.layers import grouped_experts, replaced_parts
 from crossdock.workers.model.load import wrap_module
 from crossdock.workers.model.load_options import LoadOptions
 from crossdock.workers.model.model import LoadedModel
@@ -98,13 +98,17 @@ def _has_unknown_size(name: str, args: Any) -> bool:
     return name == "repeat_interleave" and isinstance(args[-1], Tensor)
 
 
-def tiny(name: str, num_layers: int, is_fused: bool) -> LoadedModel:
-    """Return a random model in float32 that is loaded as on a GPU, with or without Triton's steps."""
+def tiny(name: str, num_layers: int, is_fused: bool, has_own_experts: bool = False) -> LoadedModel:
+    """Return a random model in float32 that is loaded as on a GPU, with or without Triton's steps.
+
+    `has_own_experts`: as on a GPU before Hopper.
+    """
     config = AutoConfig.for_model(name, **_TINY | MODELS[name], num_hidden_layers=num_layers)
     torch.manual_seed(0)
     module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     attention = choose_attention("triton", torch.device("cpu"))
-    may_use = replaced_parts.use_triton_layers
+    may_use, waits_for_none = replaced_parts.use_triton_layers, grouped_experts._waits_for_none
+    grouped_experts._waits_for_none = lambda *_: not has_own_experts
     if not is_fused:
 
         def refuse(*_: Any) -> Any:
@@ -115,6 +119,7 @@ def tiny(name: str, num_layers: int, is_fused: bool) -> LoadedModel:
         model = wrap_module(module, LoadOptions(attention=attention))
     finally:
         replaced_parts.use_triton_layers = may_use
+        grouped_experts._waits_for_none = waits_for_none
     assert bool(model.kernels) is is_fused
     return model
 
@@ -131,18 +136,19 @@ def trace(model: LoadedModel, lengths: list[int]) -> Launches:
     return launches
 
 
-def per_layer(name: str, is_fused: bool) -> Counter[str]:
+def per_layer(name: str, is_fused: bool, has_own_experts: bool = False) -> Counter[str]:
     """Return the launches of one layer of a decode step of three sequences, by name."""
-    few, many = (trace(tiny(name, num_layers, is_fused), [1, 1, 1]).counts for num_layers in (1, 3))
+    few, many = (trace(tiny(name, num_layers, is_fused, has_own_experts), [1, 1, 1]).counts for num_layers in (1, 3))
     assert all((many[key] - few[key]) % 2 == 0 for key in many)
     return Counter({key: (many[key] - few[key]) // 2 for key in many if many[key] > few[key]})
 
 
 def main() -> None:
-    print(f"{'launches per layer':20}{'transformers, joined':>22}{'with Triton steps':>20}")
+    print(f"{'launches per layer':20}{'transformers, joined':>22}{'with Triton steps':>20}{'and own experts':>18}")
     for name in MODELS:
-        before, after = (per_layer(name, is_fused).total() for is_fused in (False, True))
-        print(f"{name:20}{before:22}{after:20}")
+        kinds = ((False, False), (True, False), (True, True))
+        before, after, own = (per_layer(name, *kind).total() for kind in kinds)
+        print(f"{name:20}{before:22}{after:20}{own:18}")
 
 
 if __name__ == "__main__":

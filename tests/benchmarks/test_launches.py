@@ -22,15 +22,20 @@ def test_layer_with_triton_steps_launches_ten_kernels(launches: ModuleType) -> N
 
 
 @pytest.mark.parametrize(
-    ("name", "lengths", "is_fused"),
-    [("qwen3_moe", [1, 1, 1], True), ("qwen3_moe", [9, 4], False), ("mixtral", [9, 4], True)],
+    ("name", "lengths", "is_fused", "product"),
+    [
+        ("qwen3_moe", [1, 1, 1], True, "_grouped_mm"),
+        ("qwen3_moe", [9, 4], False, "_experts_kernel"),
+        ("mixtral", [9, 4], True, "_experts_kernel"),
+    ],
 )
-def test_experts_run_through_grouped_products_without_waiting(
-    launches: ModuleType, name: str, lengths: list[int], is_fused: bool
+def test_experts_run_through_two_grouped_products_without_waiting(
+    launches: ModuleType, name: str, lengths: list[int], is_fused: bool, product: str
 ) -> None:
-    seen = launches.trace(launches.tiny(name, 1, is_fused), lengths)
+    seen = launches.trace(launches.tiny(name, 1, is_fused, product == "_experts_kernel"), lengths)
     assert not seen.waits
-    assert seen.counts["_grouped_mm"] == 2
+    assert seen.counts[product] == 2
+    assert seen.counts.keys().isdisjoint({"_grouped_mm", "_experts_kernel"} - {product})
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch, about the operators that are called

@@ -34,6 +34,7 @@ from crossdock.workers.model.layers.replaced_parts import (
     join_projections_if_equal,
     may_fuse,
     use_codes,
+    use_own_experts_if_equal,
     use_triton_layers_if_equal,
 )
 from crossdock.workers.model.layers.triton_layers import may_use_triton_steps
@@ -115,6 +116,7 @@ def probe(network: Network, options: LoadOptions, eos_token_ids: frozenset[int] 
         _check_states(model, check)
     # By transformers' own layers, before any of them is replaced.
     scales = _find_scales(network) if options.kv_cache_dtype == "fp8" else ()
+    use_own_experts_if_equal(model, check)
     if states is not None:
         logger.info("decoder layers run in transformers' own code: some keep a recurrent state")
         return replace(model, scales=scales, kernels=use_codes(model, check, options.cpu_kernels))

@@ -1,4 +1,4 @@
-"""Compile the Triton kernels for the GPUs of one compute capability, such as 90. Compiling needs no GPU.
+"""Compile the Triton kernels for GPUs of compute capabilities such as 80 90, the arguments. Compiling needs no GPU.
 
 Prints what each kernel needs. Refuses kernels that spill registers beyond a bound, or take more shared memory than such
 GPUs have. test_triton_launches.py runs this as a process of its own: in the process of a test, Triton interprets
@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from triton import compile as compile_kernel
@@ -18,6 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from crossdock.kernels.gpu import triton_attention as attention
+from crossdock.kernels.gpu import triton_experts as experts
 from crossdock.kernels.gpu import triton_layer_steps as steps
 from crossdock.kernels.gpu import triton_low_rank as low_rank
 from crossdock.kernels.gpu import triton_sampling as sampling
@@ -32,49 +34,57 @@ KINDS = {
     "eps": "fp32",
     "T": "i32",
 }
-CAPABILITY = int(sys.argv[1])
-SHARED = {80: 163, 89: 99, 90: 227, 100: 227, 120: 99}[CAPABILITY] << 10  # bytes that one program may take
-SPILLED = 0 if CAPABILITY in {80, 90} else 128  # bytes of a thread: the tiles are chosen for Hopper
-HAS_E4M3 = CAPABILITY >= 89
+SHARED = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}  # bytes that a program may take
+SPILLED = {80: 0, 89: 128, 90: 0, 100: 128, 120: 128}  # bytes of a thread: the tiles are chosen for Hopper
 UNSPECIALISED = {"S", "D", "P", "T", "parts", "table_row", "scale", "eps", "linear", "num_linears", "num_shares"}
 
 
-def check(
-    kernel: Any, constants: Mapping[str, Any], num_warps: int = 4, num_stages: int = 3, other: str = "i32"
-) -> str:
-    """Compile a kernel whose arguments without a kind are of kind `other`, and return its PTX."""
-    kinds = dict(KINDS)
-    if constants.get("HAS_SCALES"):
-        kinds |= {"k_pages": "*fp8e4nv", "v_pages": "*fp8e4nv"}
-    else:
-        constants = {**constants, "k_scale": None, "v_scale": None}
-    names = kernel.arg_names
-    constants = {name: value for name, value in constants.items() if name in names}
-    kinds |= {name: "i32" for name in names if name.endswith(("_page", "_page_head"))}
-    signature = {name: "constexpr" if name in constants else kinds.get(name, other) for name in names}
-    of_16 = {
-        (i,): [["tt.divisibility", 16]]
-        for i, name in enumerate(names)
-        if name not in {*constants, *UNSPECIALISED, *STEP_TENSORS}
-    }
-    compiled = compile_kernel(
-        ASTSource(kernel, signature, {(names.index(name),): value for name, value in constants.items()}, of_16),
-        target=GPUTarget("cuda", CAPABILITY, 32),
-        options={"num_warps": num_warps, "num_stages": num_stages},
-    )
-    pathlib.Path("kernel.cubin").write_bytes(compiled.asm["cubin"])
-    command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", "kernel.cubin"]
-    used = subprocess.check_output(command, text=True)
-    registers, spilled = (int(re.search(rf"{name}:(\d+)", used)[1]) for name in ("REG", "STACK"))
-    name, shared = kernel.fn.__name__, compiled.metadata.shared
-    needs = f"{registers} registers, {spilled} bytes spilled, {shared / 1024:.1f} KiB shared"
-    print(f"sm_{CAPABILITY} {name}: {needs}")  # noqa: T201, shown by a test that fails
-    assert spilled <= SPILLED, f"{name} {constants} spills: {used}"
-    assert shared <= SHARED, f"{name} {constants}: {shared} bytes"
-    return str(compiled.asm["ptx"])
+@dataclass(frozen=True)
+class Gpu:
+    """GPUs of one compute capability, 90 for 9.0."""
+
+    capability: int
+
+    @property
+    def has_e4m3(self) -> bool:
+        return self.capability >= 89
+
+    def check(
+        self, kernel: Any, constants: Mapping[str, Any], num_warps: int = 4, num_stages: int = 3, other: str = "i32"
+    ) -> str:
+        """Compile a kernel whose arguments without a kind are of kind `other`, and return its PTX."""
+        kinds = dict(KINDS)
+        if constants.get("HAS_SCALES"):
+            kinds |= {"k_pages": "*fp8e4nv", "v_pages": "*fp8e4nv"}
+        else:
+            constants = {**constants, "k_scale": None, "v_scale": None}
+        names = kernel.arg_names
+        constants = {name: value for name, value in constants.items() if name in names}
+        kinds |= {name: "i32" for name in names if name.endswith(("_page", "_page_head"))}
+        signature = {name: "constexpr" if name in constants else kinds.get(name, other) for name in names}
+        of_16 = {
+            (i,): [["tt.divisibility", 16]]
+            for i, name in enumerate(names)
+            if name not in {*constants, *UNSPECIALISED, *STEP_TENSORS}
+        }
+        compiled = compile_kernel(
+            ASTSource(kernel, signature, {(names.index(name),): value for name, value in constants.items()}, of_16),
+            target=GPUTarget("cuda", self.capability, 32),
+            options={"num_warps": num_warps, "num_stages": num_stages},
+        )
+        pathlib.Path("kernel.cubin").write_bytes(compiled.asm["cubin"])
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", "kernel.cubin"]
+        used = subprocess.check_output(command, text=True)
+        registers, spilled = (int(re.search(rf"{name}:(\d+)", used)[1]) for name in ("REG", "STACK"))
+        name, shared = kernel.fn.__name__, compiled.metadata.shared
+        needs = f"{registers} registers, {spilled} bytes spilled, {shared / 1024:.1f} KiB shared"
+        print(f"sm_{self.capability} {name}: {needs}")  # noqa: T201, shown by a test that fails
+        assert spilled <= SPILLED[self.capability], f"{name} {constants} spills: {used}"
+        assert shared <= SHARED[self.capability], f"{name} {constants}: {shared} bytes"
+        return str(compiled.asm["ptx"])
 
 
-def check_attention() -> None:
+def check_attention(gpu: Gpu) -> None:
     plain = {"PAGE": 16, "WINDOW": 0, "ATTENTION_CHUNK": 0, "SOFTCAP": 0.0}
     plain["MIN_TILES"] = 16
     plain |= dict.fromkeys(("HAS_SINKS", "HAS_SCALES", "HAS_ENDS", "LATENT"), False)
@@ -87,23 +97,23 @@ def check_attention() -> None:
         (True, 256, 2, {"HAS_ENDS": True, "WINDOW": 1024}),
         (True, 256, 8, {"HAS_SCALES": True, "ATTENTION_CHUNK": 8192}),
     ]:
-        if features.get("HAS_SCALES") and not HAS_E4M3:
+        if features.get("HAS_SCALES") and not gpu.has_e4m3:
             continue
         tiles = attention.tiles_for(dim, dim, 2, has_chunks)
         constants = {"GROUP": group, "BLOCK_N": tiles.tokens, "ROWS": tiles.rows, **attention.block_widths(dim, dim)}
         kernel = attention.chunk_kernel if has_chunks else attention.decode_kernel
-        ptx = check(kernel, plain | constants | features, tiles.num_warps, tiles.num_stages)
-        assert CAPABILITY != 90 or has_chunks == ("wgmma.mma_async" in ptx)
+        ptx = gpu.check(kernel, plain | constants | features, tiles.num_warps, tiles.num_stages)
+        assert gpu.capability != 90 or has_chunks == ("wgmma.mma_async" in ptx)
     for tiles, kernel, has_scales in (  # of DeepSeek-V3
-        (attention.LATENT_DECODE_TILES, attention.decode_kernel, HAS_E4M3),
+        (attention.LATENT_DECODE_TILES, attention.decode_kernel, gpu.has_e4m3),
         (attention.LATENT_CHUNK_TILES, attention.chunk_kernel, False),
     ):
         constants = {"GROUP": 16, "BLOCK_N": tiles.tokens, "ROWS": tiles.rows, "HAS_SCALES": has_scales, "LATENT": True}
-        check(kernel, plain | constants | attention.block_widths(576, 512, True), tiles.num_warps, tiles.num_stages)
+        gpu.check(kernel, plain | constants | attention.block_widths(576, 512, True), tiles.num_warps, tiles.num_stages)
     shares = {"MIN_TILES": 4, "BLOCK_N": 64, "WINDOW": 128, "ATTENTION_CHUNK": 0, "BLOCK_S": 256}
-    check(attention.share_kernel, shares)
+    gpu.check(attention.share_kernel, shares)
     joins = {"GROUP": 4, "V_DIM": 128, "BLOCK_V": 128, "BLOCK_P": 8, "BLOCK_G": 4, "HAS_SINKS": True}
-    check(attention.join_kernel, joins)
+    gpu.check(attention.join_kernel, joins)
     joins = {
         **plain,
         "GROUP": 4,
@@ -114,15 +124,16 @@ def check_attention() -> None:
         "HAS_ENDS": True,
         "SOME": 32,
     }
-    check(attention.chunk_join_kernel, joins)
-    check(
-        attention.store_kernel, {"PAGE": 16, "BLOCK_T": 16, "HAS_SCALES": HAS_E4M3, **attention.block_widths(128, 128)}
+    gpu.check(attention.chunk_join_kernel, joins)
+    gpu.check(
+        attention.store_kernel,
+        {"PAGE": 16, "BLOCK_T": 16, "HAS_SCALES": gpu.has_e4m3, **attention.block_widths(128, 128)},
     )
 
 
-def check_layer_steps() -> None:
+def check_layer_steps(gpu: Gpu) -> None:
     heads = {"Q_HEADS": 32, "KV_HEADS": 8, "PAGE": 16, "HALF": 64, "BLOCK_HALF": 64, "BLOCK_T": 8}
-    norms = {"HAS_NORMS": True, "HAS_SCALES": True}
+    norms = {"HAS_NORMS": True, "HAS_SCALES": gpu.has_e4m3}
     for kernel, num_warps, constants in [
         (steps._add_and_norm_kernel, 8, {"SIZE": 4096, "BLOCK": 4096, "HAS_ADDEND": True}),
         (steps._add_and_norm_kernel, 16, {"SIZE": 8192, "BLOCK": 8192, "HAS_ADDEND": False, "addend": None}),
@@ -132,26 +143,37 @@ def check_layer_steps() -> None:
         (steps._finish_heads_kernel, 4, heads | norms),
         (steps._finish_heads_kernel, 4, heads | {"HALF": 48} | norms),
     ]:
-        check(kernel, {"HAS_SCALES": False} | constants, num_warps, other="*bf16")
+        gpu.check(kernel, {"HAS_SCALES": False} | constants, num_warps, other="*bf16")
 
 
-def check_sampling() -> None:
+def check_sampling(gpu: Gpu) -> None:
     names = {"scores": "*bf16", "temperatures": "*fp32", "keys": "*i32", "best": "*fp32", "ids": "*i64"}
     KINDS.update(names)
-    check(sampling.draw_kernel, {"PART": sampling.PART, "BLOCK": sampling.BLOCK})
+    gpu.check(sampling.draw_kernel, {"PART": sampling.PART, "BLOCK": sampling.BLOCK})
 
 
-def check_low_rank() -> None:
+def check_low_rank(gpu: Gpu) -> None:
     KINDS.update({"x": "*bf16", "y": "*bf16", "rows": "*i32", "owners": "*i32"})
     for width in (16, 64):
         sizes = {"BLOCK_T": low_rank._ROWS, "BLOCK_R": width}
         inputs, outputs = {"SHARE": low_rank._SHARE, "BLOCK_K": low_rank._INPUTS}, {"BLOCK_N": low_rank._OUTPUTS}
-        check(low_rank._shrink_kernel, sizes | inputs)
-        check(low_rank._expand_kernel, sizes | outputs)
+        gpu.check(low_rank._shrink_kernel, sizes | inputs)
+        gpu.check(low_rank._expand_kernel, sizes | outputs)
+
+
+def check_experts(gpu: Gpu) -> None:
+    """Products of Qwen3-30B-A3B's experts; the second, of gpt-oss, has biases and the other order of weights."""
+    KINDS.update({"x": "*bf16", "weight": "*bf16", "bias": "*bf16", "scales": "*bf16", "order": "*i64", "ends": "*i32"})
+    sizes = {"BLOCK_N": experts._OUTPUTS, "BLOCK_K": experts._INPUTS}
+    for tile in (experts.FEW, experts.MANY):
+        shape = sizes | {"BLOCK_M": tile.rows}
+        gate_up = {"E": 128, "BLOCK_E": 128, "K": 2048, "N": 1536, "PAIRS": 8, "w_k": 1, "bias": None, "scales": None}
+        down = {"E": 32, "BLOCK_E": 32, "K": 2880, "N": 2880, "PAIRS": 1, "w_n": 1}
+        gpu.check(experts._experts_kernel, shape | gate_up, tile.num_warps)
+        gpu.check(experts._experts_kernel, shape | down, tile.num_warps)
 
 
 if __name__ == "__main__":
-    check_attention()
-    check_layer_steps()
-    check_sampling()
-    check_low_rank()
+    for argument in sys.argv[1:]:
+        for check_some in (check_attention, check_layer_steps, check_sampling, check_low_rank, check_experts):
+            check_some(Gpu(int(argument)))

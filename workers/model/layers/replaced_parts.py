@@ -21,6 +21,7 @@ from crossdock.workers.model.forward.latent import NoLatentsError, cache_latents
 from crossdock.workers.model.layers.coded_products import compute_from_codes
 from crossdock.workers.model.layers.fused_projections import join_projections
 from crossdock.workers.model.layers.fusion import NotFusableError, fuse, is_packed
+from crossdock.workers.model.layers.grouped_experts import needs_own_experts, use_own_experts
 from crossdock.workers.model.layers.triton_layers import use_triton_layers
 from crossdock.workers.model.load_options import LoadOptions
 from crossdock.workers.model.logits_check import PROBE_LENGTHS, LogitsCheck
@@ -61,6 +62,25 @@ def cache_latents_if_equal(
         network = replace(network, part=replace(network.part, heads=heads))
     logger.info("latents are cached, of %d elements a token and layer", context.probe_calls[0].shape.key_dim)
     return network, context.probe_calls
+
+
+def use_own_experts_if_equal(model: Network, check: LogitsCheck) -> None:
+    """Compute experts by our grouped products where torch's would wait for the router, if that gives the same logits.
+
+    Collective: every rank of a gang must call it.
+    """
+    if not needs_own_experts(model):
+        return
+    undo, refusal = use_own_experts(model), ""
+    try:
+        ours = check.sequences.run(model, ForwardContext(model.attention, probe_lengths=PROBE_LENGTHS))
+        if not (error := check.error(ours)) <= check.tolerance:
+            refusal = f"in Triton, their logits differ by {error:.1%}"
+    except Exception as failure:  # a compiler may raise anything
+        refusal = f"in Triton, they fail: {type(failure).__name__}: {' '.join(str(failure).split())}"
+    if refusal:
+        logger.warning("experts are computed one by one, without CUDA graphs: %s", refusal)
+        undo()
 
 
 def join_projections_if_equal(model: Network, check: LogitsCheck) -> None:

@@ -1,0 +1,110 @@
+"""Products of experts in Triton: each row of a step by the weights of the expert it is routed to, in one launch.
+
+The host never learns how many rows an expert has: the grid has room for any routing, and programs without rows return
+at once. So a step with experts can be a CUDA graph on every GPU that Triton compiles for. Sums are float32.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_INPUTS = 64  # of a row that a program multiplies at once
+_OUTPUTS = 128  # of a row that one program computes
+
+
+class Tile(NamedTuple):
+    """How many rows of one expert a program computes, and its warps."""
+
+    rows: int
+    num_warps: int
+
+
+FEW, MANY = Tile(16, 4), Tile(64, 8)
+"""The tile for few rows of an expert, the least that tensor cores multiply, and the tile for more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """Pairs of a row and an expert, ordered by expert. `k` pairs of each row, S pairs in all."""
+
+    order: Tensor  # [S] int64; pair p is of row p // k
+    ends: Tensor  # [E] int32; the pairs of expert e end before place ends[e] of `order`
+    k: int
+
+    @classmethod
+    def of(cls, chosen: Tensor, num_experts: int) -> "Routing":
+        """Order the experts [T, k] that the rows of a step are routed to. The host does not wait."""
+        experts, order = chosen.flatten().sort(stable=True)
+        each = torch.arange(num_experts, dtype=experts.dtype, device=experts.device)
+        return cls(order, torch.searchsorted(experts, each, right=True, out_int32=True), chosen.shape[1])
+
+    def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, scales: Tensor | None = None) -> Tensor:
+        """Return the product of each pair with the weight of its expert, [S, N].
+
+        Without `scales`, x [T, K] are the rows, and the products lie in the order of experts. With `scales` [S], of
+        each pair, x [S, K] lie in that order, and the products, times their scales, in the order of pairs. weight:
+        [E, N, K], with adjacent N or K. bias: [E, N].
+        """
+        (E, N, K), S = weight.shape, len(self.order)
+        dtype = x.dtype if scales is None else torch.promote_types(x.dtype, scales.dtype)
+        out = torch.empty(S, N, dtype=dtype, device=x.device)
+        assert x.stride(1) == 1
+        assert bias is None or bias.is_contiguous()
+        tile = FEW if FEW.rows * E >= S else MANY
+        most = (S + min(S, E) * (tile.rows - 1)) // tile.rows  # blocks of rows, however pairs are routed
+        _experts_kernel[triton.cdiv(N, _OUTPUTS), most](
+            *(x, weight, bias, scales, out, self.order, self.ends, x.stride(0), *weight.stride()),
+            E=E,
+            K=K,
+            N=N,
+            PAIRS=self.k if scales is None else 1,
+            BLOCK_E=triton.next_power_of_2(E),
+            BLOCK_M=tile.rows,
+            BLOCK_N=_OUTPUTS,
+            BLOCK_K=_INPUTS,
+            num_warps=tile.num_warps,
+        )
+        return out
+
+
+@triton.jit
+def _experts_kernel(
+    x, weight, bias, scales, out, order, ends, x_row, w_expert, w_n, w_k,
+    E: tl.constexpr, K: tl.constexpr, N: tl.constexpr, PAIRS: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Multiply a block of pairs of one expert by a block of columns of its weight."""
+    block, e = tl.program_id(1), tl.arange(0, BLOCK_E)
+    end = tl.load(ends + e, mask=e < E, other=0)
+    begin = tl.load(ends + e - 1, mask=(e > 0) & (e < E), other=0)
+    num_blocks = (end - begin + BLOCK_M - 1) // BLOCK_M
+    after = tl.cumsum(num_blocks, 0)
+    if block >= tl.sum(num_blocks, 0):
+        return
+    expert = tl.sum((after <= block).to(tl.int32), 0)  # the first whose blocks end after this one
+    own = block - tl.sum(tl.where(e < expert, num_blocks, 0), 0)
+    first = tl.sum(tl.where(e == expert, begin, 0), 0)
+    place = first + own * BLOCK_M + tl.arange(0, BLOCK_M)
+    live = place < tl.sum(tl.where(e == expert, end, 0), 0)
+    pair = tl.load(order + place, mask=live, other=0)
+    row = pair // PAIRS if scales is None else place.to(tl.int64)
+    n, k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    left, right = x + row[:, None] * x_row, weight + expert.to(tl.int64) * w_expert + n[None, :] * w_n
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in range(0, K, BLOCK_K):
+        column = start + k
+        a = tl.load(left + column[None, :], mask=live[:, None] & (column < K)[None, :], other=0.0)
+        b = tl.load(right + column[:, None] * w_k, mask=(column < K)[:, None] & (n < N)[None, :], other=0.0)
+        total = tl.dot(a, b, total, input_precision="ieee")
+    if bias is not None:
+        total += tl.load(bias + expert * N + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    to = place.to(tl.int64)
+    if scales is not None:
+        scale = tl.load(scales + pair, mask=live, other=0.0).to(tl.float32)
+        total, to = total.to(x.dtype.element_ty).to(tl.float32) * scale[:, None], pair
+    at, mask = out + to[:, None] * N + n[None, :], live[:, None] & (n < N)[None, :]
+    tl.store(at, total.to(out.dtype.element_ty), mask=mask)
