@@ -15,8 +15,8 @@ from statistics import mean, median
 
 CODE = ("cluster", "router", "workers", "kvtransfer", "kernels", ".ci")
 BUDGETS = {  # count: the most that there may be
-    "lines of code": 65_582,
-    "lines of tests": 63_574,
+    "lines of code": 65_602,
+    "lines of tests": 63_591,
     "lines of benchmarks": 11_849,
     "lines of benchmarks/RESULTS.md": 500,
     "Python files in the largest folder": 20,

@@ -2,7 +2,7 @@
 
 from bisect import bisect
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from crossdock.workers.report.advertise import LENGTHS, LiveProfile
@@ -148,11 +148,11 @@ class Work:
         streams = StepWork(decodes=num_joining / depth, context=self.context / depth)
         tpot = min([slo.tpot_s for slo, count in zip(classes, self.joining, strict=True) if count])
         overrun = profile.overrun * max(depth * interval_share, 1.0)
-        beside = Beside(streams, tpot, overrun, profile.max_num_batched_tokens, profile.page_size)
+        beside = Beside(streams, tpot, overrun, profile.max_num_batched_tokens, profile.page_size, is_urgent=True)
         share = meaning_of(profile.chunk_policy).share
         shares = [share(cost, beside, profile.min_chunk_tokens)] * (first_nonzero(self.joining) + 1)
         if len(shares) < len(classes):  # less urgent than every stream: no chunk is certain
-            shares += [share(cost, beside, 0)] * (len(classes) - len(shares))
+            shares += [share(cost, replace(beside, is_urgent=False), 0)] * (len(classes) - len(shares))
         return shares
 
 

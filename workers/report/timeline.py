@@ -83,6 +83,7 @@ class Timeline:
     predicted_ttft: float | None  # seconds
     request: Request | None  # None once finished: its tokens are not stored
     adapter: str = ""  # name of the LoRA adapter; empty: none
+    weights: list[str] = field(default_factory=list)  # names of the updates whose weights made its tokens, in order
     start_s: float = 0.0  # seconds that it waited for its model to start, before it arrived here
     alternatives: Mapping[str, float] = field(default_factory=dict)  # of the router: see `Submission`
     transfers: list[dict[str, Any]] = field(default_factory=list)  # as JSON; several if it was placed here again
@@ -205,6 +206,7 @@ class Timeline:
             "request_id": self.request_id,
             "slo_class": self.slo.name,
             "adapter": self.adapter or None,
+            "weight_versions": list(self.weights),
             "leg": self.leg.value,
             "epoch": self.epoch,
             "state": self.state,
@@ -341,6 +343,8 @@ class Timelines:
         for delta in deltas:
             timeline = self._live[delta.request_id]
             if delta.token_ids:
+                if delta.weights and timeline.weights[-1:] != [delta.weights]:
+                    timeline.weights.append(delta.weights)
                 timeline.tokens(len(delta.token_ids), ended, self._last_chunks)
                 tokens.append(timeline)
             if delta.finish_reason is not None:

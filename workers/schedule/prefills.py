@@ -22,7 +22,7 @@ from crossdock.workers.schedule.pacing.chunking import (
 )
 from crossdock.workers.schedule.pacing.forecast import Forecast
 from crossdock.workers.schedule.pacing.item_chunks import PromptChunk, chunk_with_items
-from crossdock.workers.schedule.pacing.pace import lent_due
+from crossdock.workers.schedule.pacing.pace import lent_due, longest_gap
 from crossdock.workers.schedule.recurrent.states import NO_STATES, NoStates, RecurrentStates
 from crossdock.workers.schedule.request import Request, Status
 from crossdock.workers.schedule.table import RequestTable
@@ -82,15 +82,19 @@ class PrefillScheduler:
             arriving = [self.forecast.second_token_due(each, table.now) for each in table.arriving()]
             contexts, overrun = [part.start for part in decodes], self.forecast.overrun_when_full
             tpots = {table.tpot_s(each) for each in streams}
+            most_urgent = min([stream.priority for stream in streams], default=len(config.slo_classes))
+            slack = min([stream.due for stream in streams] + arriving, default=inf) - table.now
+            if tpots:
+                slack = min(slack, longest_gap(min(tpots), is_urgent=first.priority <= most_urgent))
             work = StepWork(decodes=len(contexts), context=sum(contexts))
             budget = adaptive_chunk_budget(
                 config.max_num_batched_tokens,
                 floor_beside(cost, work, list(tpots), overrun, config.chunk_floor),
                 contexts,
-                min([stream.due for stream in streams] + arriving, default=inf) - table.now,
+                slack,
                 config.idle_step_share * table.tightest_ttft_s(),
                 cost,
-                min([stream.priority for stream in streams], default=len(config.slo_classes)),
+                most_urgent,
                 overrun,
             )
             if streams and self._is_deadline_near(first):

@@ -32,6 +32,7 @@ NO_EFFECT: Mapping[str, str] = {
     "prediction": "it makes OpenAI's answers faster, not different",
     "prompt_cache_options": "cached pages stay until their place is needed",
     "return_mm_kwargs": "for vLLM's render endpoints alone",
+    "return_weight_versions": "answers have them wherever an update has replaced the weights of the start",
     "routed_experts_prompt_start": "answers have no data on experts",
     "safety_identifier": "nothing is kept about end users",
     "session_id": "the router finds the replica that has the conversation in its cache",
@@ -65,7 +66,6 @@ REFUSED: Mapping[str, RefusedField] = {
         "send the token ids of 'return_token_ids' to /detokenize, or use 'echo' of completions", (False,)
     ),
     "return_token_offsets": RefusedField("for vLLM's render endpoints; use 'text_offset' of 'logprobs'", (False,)),
-    "return_weight_versions": RefusedField("weights never change while a server runs", (False,)),
     "store": RefusedField("completions and chats are not stored; use /v1/responses", (False,)),
     "stream_interval": RefusedField("every event has the tokens of one step", (1,)),
     "structured_outputs.disable_additional_properties": RefusedField(

@@ -161,7 +161,7 @@ def _reasons(begun: BegunChat, output: Output, blocks: _Blocks) -> dict[str, Any
         reason = "tool_use"
     else:
         reason = "end_turn" if sequence is None else "stop_sequence"
-    return {"stop_reason": reason, "stop_sequence": sequence}
+    return {"stop_reason": reason, "stop_sequence": sequence, **output.weight_versions}
 
 
 def _usage(begun: BegunChat) -> dict[str, Any]:

@@ -54,11 +54,11 @@ class ResponseAnswer:
                         events.append(self._delta("response.function_call_arguments.delta", text))
         return events
 
-    def end(self, usage: dict[str, Any], *, is_cut: bool) -> list[Event]:
-        """Return the last events of an answer. `is_cut`: the limit of tokens ended it."""
+    def end(self, fields: dict[str, Any], *, is_cut: bool) -> list[Event]:
+        """Return the last events of an answer. `fields`: known at the end. `is_cut`: the limit of tokens ended it."""
         status = "incomplete" if is_cut else "completed"
         events = self._closed(status)
-        self._head |= {"status": status, "usage": usage}
+        self._head |= {"status": status, **fields}
         if is_cut:
             self._head["incomplete_details"] = {"reason": "max_output_tokens"}
         else:

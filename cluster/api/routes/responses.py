@@ -275,7 +275,8 @@ class Responses:
             logprobs = (await self._writer.chat(positions, begun.chat.num_top()))["content"]
         events = answer.add(part.pieces, logprobs)
         if output.finish_reason is not None:
-            events += answer.end(_usage(begun), is_cut=output.finish_reason == "length")
+            fields = {"usage": _usage(begun), **output.weight_versions}
+            events += answer.end(fields, is_cut=output.finish_reason == "length")
         return events
 
     def _head(self, body: ResponsesRequest, begun: BegunChat) -> dict[str, Any]:

@@ -194,6 +194,13 @@ def test_real_deployment_updates_from_a_folder_and_from_ray(
         assert push_weights(before.items()) == "2"
         for _ in range(4):
             assert answer() == (old, [{"version": "2", "start": 0, "end": 8}])
+        chat = {"model": "smol", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
+        for path, body in (("messages", chat), ("responses", {"input": "Hi", "max_output_tokens": 4})):
+            answer = httpx.post(f"{url}/v1/{path}", json=body, timeout=60).json()
+            end = answer["usage"]["output_tokens"]
+            assert answer["weight_versions"] == [{"version": "2", "start": 0, "end": end}]
+            events = httpx.post(f"{url}/v1/{path}", json=body | {"stream": True}, timeout=60).text
+            assert events.count('"weight_versions":[{"version":"2","start":0') == 1, path
         assert httpx.get(f"{url}/server_info").json()["vllm_config"]["model_config"]["dtype"] == "torch.float32"
         refused = httpx.post(f"{url}/sleep?level=2", timeout=60)
         assert (refused.status_code, "a trainer has pushed them" in refused.text) == (400, True)

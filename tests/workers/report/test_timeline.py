@@ -95,6 +95,7 @@ def test_timeline_of_a_request_alone_is_complete() -> None:
         "request_id": "a",
         "slo_class": "standard",
         "adapter": None,
+        "weight_versions": [],
         "leg": "local",
         "epoch": 0,
         "state": "finished",

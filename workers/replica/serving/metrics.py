@@ -310,6 +310,9 @@ class _Gauges(Collector):
         info = (str(config.page_size), str(counts.total), config.kv_cache_dtype, str(config.enable_prefix_caching))
         labels = ("page_size", "num_pages", "kv_cache_dtype", "enable_prefix_caching")
         yield _gauge("crossdock_kv_cache_info", "1; the labels are the settings of the KV pages.", labels, {info: 1})
+        text = "Number of the last update of weights; 0: those of the start. The label names them."
+        weights = engine.scheduler.weights
+        yield _gauge("crossdock_weight_version", text, ("version",), {(weights.name,): weights.number})
         yield from self._requests(engine.scheduler.table.requests())
         yield from self._cost()
         if kernels := engine.executor.cpu_kernels:

@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 
 from crossdock.workers.schedule.cost.cost import StepCost, StepWork
 from crossdock.workers.schedule.pacing.chunking import floor_beside, free_tokens, longest_step
-from crossdock.workers.schedule.pacing.pace import LONGEST_GAP
+from crossdock.workers.schedule.pacing.pace import longest_gap
 
 ChunkPolicy: TypeAlias = Literal["adaptive", "fixed"]
 
@@ -23,6 +23,7 @@ class Beside:
     overrun: float  # factor by which some steps take longer than predicted
     max_tokens: float  # of a step, decodes included
     page_size: int  # tokens of the smallest possible chunk
+    is_urgent: bool  # the prompt is as urgent as the tightest stream
 
 
 Share: TypeAlias = Callable[[StepCost, Beside, int], float]
@@ -31,8 +32,8 @@ that a step computes however little time is left; 0: none."""
 
 
 def adaptive_share(cost: StepCost, beside: Beside, floor: int) -> float:
-    """Return the share in steps of `adaptive_chunk_budget`. The streams are as early as `LONGEST_GAP` allows."""
-    seconds = longest_step(LONGEST_GAP * beside.tpot, beside.overrun)
+    """Return the share in steps of `adaptive_chunk_budget`. The streams are as early as `longest_gap` allows."""
+    seconds = longest_step(longest_gap(beside.tpot, is_urgent=beside.is_urgent), beside.overrun)
     tokens = cost.chunk_within(seconds, 0, beside.streams)
     floor = floor_beside(cost, beside.streams, (beside.tpot,), beside.overrun, floor)
     if floor:

@@ -190,8 +190,9 @@ class Forecast:
         work = StepWork(decodes=num_streams, context=context)
         priorities = [each.priority for each in (*streams, *arriving)]
         tpot, page = min(config.slo_classes[each].tpot_s for each in priorities), self.table.pages.page_size
-        beside = Beside(work, tpot, self.overrun_when_full, config.max_num_batched_tokens, page)
-        floor = config.chunk_floor if priority <= min(priorities) else 0
+        is_urgent = priority <= min(priorities)
+        beside = Beside(work, tpot, self.overrun_when_full, config.max_num_batched_tokens, page, is_urgent)
+        floor = config.chunk_floor if is_urgent else 0
         return meaning_of(config.chunk_policy).share(cost, beside, floor)
 
     def second_token_due(self, request: Request, now: float) -> float:

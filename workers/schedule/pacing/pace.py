@@ -39,6 +39,12 @@ def next_due(due: float, now: float, tpot: float) -> float:
     return kept if kept < latest else latest
 
 
+def longest_gap(tpot: float, *, is_urgent: bool) -> float:
+    """Return the longest gap (s) that a chunk may plan beside a stream of `tpot`. `is_urgent`: its prompt is as urgent
+    as the stream; less urgent prompts use no lead, so that batches cost interactive streams at most their promise."""
+    return (LONGEST_GAP if is_urgent else 1.0) * tpot
+
+
 def lent_due(stream: Request, tpot: float) -> float:
     """Return when a stream's next token is due if the stream lends what it is ahead of a token every `tpot` seconds."""
     if stream.paced_from is None:

@@ -4,6 +4,7 @@ import asyncio
 from pathlib import Path
 
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
+from crossdock.workers.replica.serving.metrics import EngineMetrics
 from tests.cluster.api.engine_api import EngineApi
 from tests.waiting import until
 from tests.workers.model.test_new_weights import saved
@@ -64,6 +65,13 @@ async def test_answers_name_the_weights_that_made_them(tokenizer: ModelTokenizer
         assert answer.json() == {"success": True, "message": "Weights updated", "weight_version": "policy 7"}
         [choice] = (await api.http.post("/v1/completions", json=body)).json()["choices"]
         assert choice["weight_versions"] == [{"version": "policy 7", "start": 0, "end": 4}]
+        events = (await api.http.post("/v1/completions", json=body | {"stream": True})).text
+        assert events.count('"version":"policy 7","start":0,"end":4') == 1
+        name = events.split('"id":"')[1].split('"')[0]
+        timelines = (await api.http.get(f"/v1/requests/{name}")).json()["requests"]
+        assert [each["weight_versions"] for each in timelines] == [["policy 7"]]
+        metrics = EngineMetrics(api.replicas[0].engine_thread.engine).registry
+        assert metrics.get_sample_value("crossdock_weight_version", {"version": "policy 7"}) == 1
         assert (await api.http.get("/weight_info")).json()["weight_version"] == "policy 7"
         for path, status in (("gone", 404), ("../step", 400), ("wide", 400)):
             refused = await api.http.post("/update_weights_from_disk", json={"model_path": path})
