@@ -107,6 +107,7 @@ def test_scrape_has_all_metrics_of_dashboard_and_alerts(url: str) -> None:
         "crossdock_drafts_total",
         "crossdock_draft_tokens_accepted_at_total",
         "crossdock_promise_beyond_seconds",
+        "crossdock_weight_version",
         "crossdock_start_seconds",
         "crossdock_step_cost_seconds",
         "crossdock_step_interval_share",
