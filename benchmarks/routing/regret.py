@@ -1,17 +1,19 @@
 """Measure the regret of the router's choices in simulation: what an oracle that knows the true seconds would gain.
 
-    python benchmarks/routing/regret.py --requests 12
+    python benchmarks/routing/regret.py --requests 40 --worst 10
 
-For some requests of each workload, plays all of it again with the request at every other replica, with and without a
-fetch, and all else as before. The regret is its time to first token less the least of all these. Steps take
-random times (`--noise`), which no router knows before. Exits with 1 if a workload's mean regret is 5 % or more of its
-mean time to first token.
+At some requests of each workload the simulation forks: in each child the request goes to one of the replicas, with or
+without a fetch, with all else as it was, until its first token. The regret is its time to first token less the least of
+all these. Steps take random times (`--noise`), which no router knows before. Exits with 1 if a workload's mean regret
+is 5 % or more of its mean time to first token.
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import inf
 from statistics import fmean
 from typing import ClassVar
 from unittest.mock import patch
@@ -34,23 +36,71 @@ MOST_SHARE = 0.05  # of the mean time to first token
 
 
 @dataclass(slots=True)
-class ForcedFleet(Fleet):
-    """A router that places one request where it is told to."""
+class Decision:
+    """One choice of the router, and what it and every other choice took."""
 
-    request: ClassVar[str] = ""
-    replica: ClassVar[str] = ""
-    shipping: ClassVar[str] = ""
+    request: int
+    chosen: str = ""
+    others: dict[str, tuple[float, float]] = field(default_factory=dict)  # predicted and true TTFT of each, in seconds
+    true: float = inf  # seconds, of the chosen one
+
+    @property
+    def regret(self) -> float:
+        """Return the seconds that the best choice would have saved."""
+        return self.true - min([self.true, *(true for _, true in self.others.values())])
+
+
+@dataclass(slots=True)
+class ForkingFleet(Fleet):
+    """A router that tries each replica for some requests, in a child process for each."""
+
+    decisions: ClassVar[dict[str, Decision]] = {}  # by request
+    clock: ClassVar[simulation.Clock]
+    _report: int = -1  # in a child: where to write the seconds of its request
+    _request: str = ""
+    _sent: float = 0.0
 
     def choose(self, query: Query, now: float, exclude: Collection[str] = ()) -> Placement:
-        """Return where a request should go."""
-        if query.request_id != self.request or exclude:
-            return Fleet.choose(self, query, now, exclude)
-        config = self.config
-        self.config = config.model_copy(update={"shipping": self.shipping})
+        """Return where a request should go, in a child where its parent wants the request."""
+        placement = Fleet.choose(self, query, now, exclude)
+        decision = self.decisions.get(query.request_id)
+        if self._report >= 0 or decision is None or decision.chosen:
+            return placement
+        decision.chosen = _described(placement)
+        for replica in sorted(self.table.by_name):
+            for shipping in ("never", "auto"):
+                other = self._at(replica, shipping, query, now)
+                if _described(other) in decision.others:
+                    continue
+                reader, writer = os.pipe()
+                if not os.fork():
+                    self._report, self._request, self._sent = writer, query.request_id, now
+                    return other
+                os.close(writer)
+                with os.fdopen(reader) as pipe:
+                    decision.others[_described(other)] = other.predicted_ttft, float(pipe.read() or inf)
+                os.wait()
+        return placement
+
+    def first_token(self, request_id: str) -> None:
+        """End a child whose request has its first token."""
+        if request_id == self._request:
+            os.write(self._report, str(self.clock.now - self._sent).encode())
+            os._exit(0)
+        Fleet.first_token(self, request_id)
+
+    def _at(self, replica: str, shipping: str, query: Query, now: float) -> Placement:
+        """Return the placement of a request on one replica."""
+        config, self.config = self.config, self.config.model_copy(update={"shipping": shipping})
         try:
-            return Fleet.choose(self, query, now, [name for name in self.table.by_name if name != self.replica])
+            return Fleet.choose(self, query, now, [name for name in self.table.by_name if name != replica])
         finally:
             self.config = config
+
+
+def _described(placement: Placement) -> str:
+    ways = [word for word in placement.reason.split() if word in ("fetched", "loaded")]
+    return " ".join([placement.decode, f"{placement.cached_tokens} cached", *ways])
 
 
 def agents(seed: int) -> Sequence[Job]:
@@ -82,47 +132,44 @@ WORKLOADS: dict[str, Callable[[int], Sequence[Job] | Iterator[Job]]] = {
 }
 
 
-def play(workload: str, noise: float, request: str = "", replica: str = "", shipping: str = "") -> list[float]:
-    """Return the times to first token, in order of arrival. `request` is placed on `replica`."""
+def play(workload: str, noise: float, requests: Sequence[int] = ()) -> tuple[list[float], list[Decision]]:
+    """Return the times to first token, in order of arrival, and the decisions about some requests."""
     size = {"num_pages": 1500, "max_model_len": 16_000}
     pool = {"name": "mixed", "replicas": REPLICAS, "profile": preset("h100-8b").model_copy(update=size)}
     fleet = describe({"pools": [pool | {"kv_cache_host_memory": "8GiB"}], "noise": noise})
-    ForcedFleet.request, ForcedFleet.replica, ForcedFleet.shipping = request, replica, shipping
-    with patch.object(simulation, "Fleet", ForcedFleet):
-        outcome = simulation.Simulation(fleet).run(WORKLOADS[workload](0), SECONDS)
-    return [sample.ttft if sample.times else float("inf") for sample in outcome.samples]
-
-
-def regrets(workload: str, noise: float, count: int) -> tuple[float, list[float]]:
-    """Return the mean time to first token, and the regrets of `count` requests, in seconds."""
-    times = play(workload, noise)
-    chosen = np.random.default_rng(1).choice(len(times) // 2, count, replace=False) + len(times) // 4
-    found = []
-    for number in map(int, chosen):
-        others = [
-            play(workload, noise, str(number), f"mixed/{replica}", shipping)[number]
-            for replica in range(REPLICAS)
-            for shipping in ("auto", "never")
-        ]
-        found.append(times[number] - min(times[number], *others))
-    return fmean(times), found
+    decisions = ForkingFleet.decisions = {str(number): Decision(number) for number in requests}
+    with patch.object(simulation, "Fleet", ForkingFleet):
+        simulated = simulation.Simulation(fleet)
+        ForkingFleet.clock = simulated.clock
+        outcome = simulated.run(WORKLOADS[workload](0), SECONDS)
+    times = [sample.ttft if sample.times else inf for sample in outcome.samples]
+    for decision in decisions.values():
+        decision.true = times[decision.request]
+    return times, list(decisions.values())
 
 
 def main() -> int:
-    """Print a table."""
+    """Print a table, and the worst decisions."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=12, help="of each workload (default: %(default)s)")
+    parser.add_argument("--requests", type=int, default=40, help="of each workload (default: %(default)s)")
+    parser.add_argument("--worst", type=int, default=0, help="decisions to print (default: %(default)s)")
     parser.add_argument("--noise", type=float, default=0.05, help="relative spread of steps (default: %(default)s)")
     parser.add_argument("--workloads", default=",".join(WORKLOADS), help="joined by commas (default: %(default)s)")
     args = parser.parse_args()
-    out, worst = Table("workload", "TTFT mean, ms", "regret mean, ms", "share, %", "worst, ms"), 0.0
+    out, worst, console = Table("workload", "TTFT mean, ms", "regret mean, ms", "share, %", "worst, ms"), 0.0, Console()
     for workload in args.workloads.split(","):
-        mean, found = regrets(workload, args.noise, args.requests)
-        share = fmean(found) / mean
-        worst = max(worst, share)
-        cells = (1000 * mean, 1000 * fmean(found), 100 * share, 1000 * max(found))
+        times, _ = play(workload, args.noise)
+        chosen = np.random.default_rng(1).choice(len(times), min(args.requests, len(times)), replace=False)
+        _, decisions = play(workload, args.noise, [int(number) for number in chosen])
+        mean, regret = fmean(times), fmean(decision.regret for decision in decisions)
+        worst = max(worst, regret / mean)
+        cells = (1000 * mean, 1000 * regret, 100 * regret / mean, 1000 * max(each.regret for each in decisions))
         out.add_row(workload, *(f"{cell:.1f}" for cell in cells))
-    Console(width=100).print(out)
+        for each in sorted(decisions, key=lambda each: -each.regret)[: args.worst]:
+            console.print(f"{workload} {each.request}: {each.chosen} took {1000 * each.true:.1f} ms")
+            for way, (predicted, true) in each.others.items():
+                console.print(f"    {way}: predicted {1000 * predicted:.1f}, true {1000 * true:.1f} ms")
+    console.print(out)
     return int(worst >= MOST_SHARE)
 
 
