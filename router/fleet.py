@@ -209,7 +209,7 @@ class Fleet:
         profile, priority = replica.profile, self._priority(query.slo_class)
         pages = profile.needs.at_once(query.num_tokens, cached_tokens // profile.page_size)
         paid = query.payer, query.weight
-        booking = Booking(priority, query.num_tokens, seconds, pages, decodes, query.adapter, *paid)
+        booking = Booking(priority, query.num_tokens, seconds, pages, decodes, query.adapter, *paid, at=self.table.now)
         replica.pending[query.request_id] = booking
         self.table.touch(replica)
         self.prefixes.expect(replica.slot, query.page_hashes)

@@ -5,7 +5,7 @@ reads. `row` builds a replica's entry in named steps: backlog, streams, room, sh
 Adding a figure means one field in `ReplicaFigures`, and one line in `row`.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from operator import attrgetter
@@ -55,6 +55,7 @@ class ReplicaFigures(Generic[Costs, One, Each]):
     # What runs.
     refuses_late: One  # 1: the replica has work, and its admission refuses what would be late
     step_left: One  # seconds until the running step ends, on average
+    first_booked: One  # seconds from its last report until the first prompt was booked that no report includes
     step_streams: One  # that decode in a step, with the streams of now
     min_chunk: One  # tokens of a prompt that a step holds, at least
     recent_excess_share: One  # share of its time that streams took recently, beyond the share they take now
@@ -160,14 +161,15 @@ def _of(columns: Floats, groups: Floats) -> Loads:
 
 
 def row(
-    profile: SchedulingProfile, live: LiveProfile | None, booked: Iterable[Booking], classes: Sequence[SloClass]
+    profile: SchedulingProfile,
+    live: LiveProfile | None,
+    booked: Collection[Booking],
+    classes: Sequence[SloClass],
+    reported_at: float = 0.0,
 ) -> Row:
-    """Make the row of one replica. `booked`: requests placed on this replica that `live` does not include."""
+    """Make the row of one replica, which reported `live` at `reported_at`. `booked`: what `live` does not include."""
     live = live or _IDLE
-    cost, interval_share = profile.cost, profile.interval_share
-    if live.cost:
-        cost, interval_share = _cost_of(live.cost), live.interval_share
-    encoder = _encoder_cost_of(live.encoder_cost) if live.encoder_cost else profile.encoder_cost or _NO_ENCODER
+    cost, interval_share, encoder = _costs(profile, live)
     work = Work.of(live, len(classes))
     for booking in booked:
         work.book(booking)
@@ -188,8 +190,7 @@ def row(
     shares = work.prefill_shares(profile, cost, interval_share, classes)
     fits_streams, step_tokens = meaning_of(profile.chunk_policy).fits_streams, profile.max_num_batched_tokens
     min_chunk = max(step_tokens - num_streams, 1.0)
-    if fits_streams:
-        min_chunk = min(free_tokens(cost, step, 0, profile.min_chunk_tokens), min_chunk)
+    min_chunk = min(free_tokens(cost, step, 0, profile.min_chunk_tokens), min_chunk) if fits_streams else min_chunk
     return Row(
         cost=cost,
         interval_share=interval_share,
@@ -204,7 +205,8 @@ def row(
         page_bytes=profile.page_bytes,
         bytes_per_second=live.bytes_per_second or profile.bytes_per_second,
         refuses_late=profile.admission == "reject" and bool(num_streams or num_arriving or groups),
-        step_left=live.step_seconds / 2,
+        step_left=_step_seconds(work, live, gap, min_chunk * cost.per_prefill_token) / 2,
+        first_booked=min([each.at for each in booked], default=reported_at) - reported_at,
         step_streams=step.decodes,
         min_chunk=min_chunk,
         recent_excess_share=max(live.stream_share - (1 - shares[0]), 0.0),
@@ -237,6 +239,22 @@ def row(
         future_streams=future_streams,
         groups=groups,
     )
+
+
+def _costs(profile: SchedulingProfile, live: LiveProfile) -> tuple[StepCost, float, EncoderCost]:
+    """Return the costs of steps and of pictures, and the interval share between: learnt ones, or those of the start."""
+    encoder = _encoder_cost_of(live.encoder_cost) if live.encoder_cost else profile.encoder_cost or _NO_ENCODER
+    if live.cost:
+        return _cost_of(live.cost), live.interval_share, encoder
+    return profile.cost, profile.interval_share, encoder
+
+
+def _step_seconds(work: Work, live: LiveProfile, gap: float, chunk_s: float) -> float:
+    """Return the expected seconds of the step that runs now: it has a chunk of `chunk_s` at most where prompts wait."""
+    prompts_s = sum([seconds for _, seconds in (*work.reported.values(), *work.booked.values())])
+    if prompts_s and (live.step_seconds or work.booked):
+        return gap + min(prompts_s, chunk_s)
+    return min(live.step_seconds, gap)
 
 
 _cost_of = lru_cache(maxsize=4096)(StepCost.of)  # rows are made far more often than costs are learnt

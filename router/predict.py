@@ -79,7 +79,7 @@ def predict(
     # streams will run meanwhile as did recently.
     excess = loads.recent_excess_share * np.exp(age / -MEMORY_S) * (behind / (behind + RECENT_SHARE_BACKLOG_S))
     share = np.maximum(loads.own_prefill_share[priority] - excess, LEAST_SHARE)
-    ttft = np.maximum(ahead / share, room_wait) + own / share + loads.step_left + drain
+    ttft = np.maximum(np.maximum(ahead / share, loads.step_left), room_wait) + own / share + drain
     output = min(max_tokens, EXPECTED_OUTPUT_TOKENS)
     token = loads.per_joining_decode + loads.cost.per_context * num_tokens
     gap = loads.future_gap + loads.token_share * token
@@ -155,18 +155,23 @@ def _backlog_ahead(
     """Return the seconds of waiting prompts that go before a prompt of `own` seconds, as `forecast.predicted_ttft` does
     for single prompts. Since a replica last reported, it has worked off some of what it reported."""
     done = np.minimum(age, MAX_UNSEEN_PROGRESS_S) * loads.prefill_share[priority]
-    ahead: Floats = np.maximum(loads.urgent_reported[priority] - done, 0.0) + loads.urgent_booked[priority]
-    most = None if fair is None else ahead + fair(own, np.maximum(done - loads.urgent_reported[priority], 0.0))
+    urgent, urgent_booked = loads.urgent_reported[priority], loads.urgent_booked[priority]
+    ahead: Floats = np.maximum(urgent - done, 0.0)
+    most = None if fair is None else ahead + urgent_booked + fair(own, np.maximum(done - urgent, 0.0))
     width = int(loads.num_groups[priority].max())
-    if not width:
-        return ahead
     # Prompts of the same class share the time: each delays this one by this one's own length at most.
     (counts, seconds), (booked_counts, booked_seconds) = loads.groups[:, :, priority, :width]
-    left = 1 - (done - loads.urgent_reported[priority]) / np.maximum(seconds.sum(axis=0), 1e-9)
+    total = seconds.sum(axis=0)
+    left = np.minimum(np.maximum(1 - (done - urgent) / np.maximum(total, 1e-9), 0.0), 1.0)
+    ahead += np.minimum(seconds * left, counts * own).sum(axis=0)
+    # Booked prompts are computed after those, and not before the step ended that ran as the first one was booked.
+    since = np.minimum(age - loads.first_booked, MAX_UNSEEN_PROGRESS_S) - loads.step_left
+    done = np.minimum(done - urgent - total, since * loads.prefill_share[priority])
+    done = np.maximum(done, 0.0)
+    ahead += np.maximum(urgent_booked - done, 0.0)
+    left = 1 - (done - urgent_booked) / np.maximum(booked_seconds.sum(axis=0), 1e-9)
     left = np.minimum(np.maximum(left, 0.0), 1.0)
-    among: Floats = np.minimum(seconds * left, counts * own).sum(axis=0)
-    among += np.minimum(booked_seconds, booked_counts * own).sum(axis=0)
-    ahead += among
+    ahead += np.minimum(booked_seconds * left, booked_counts * own).sum(axis=0)
     return ahead if most is None else np.where(np.isnan(most), ahead, most)
 
 

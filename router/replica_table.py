@@ -230,7 +230,8 @@ class ReplicaTable:
         for slot in self._dirty - self._stale:
             replica = self.by_slot[slot]
             if replica is not None:
-                row(replica.profile, replica.live, replica.pending.values(), self.classes).write(self.loads, slot)
+                since, pending = float(self.news_at[slot]), replica.pending.values()
+                row(replica.profile, replica.live, pending, self.classes, since).write(self.loads, slot)
         self._dirty.clear()
         busiest = self._busiest() if self._stale else None
         for slot in self._stale:

@@ -35,6 +35,7 @@ class Booking:
     payer: str = ""  # the tenant whose share it uses; empty: tenants are not told apart
     weight: float = 1.0  # of that tenant
     has_first: bool = False  # whether the prompt is computed and the first token is out
+    at: float = 0.0  # when it was placed, in seconds
 
 
 _Prompts: TypeAlias = dict[tuple[int, int], tuple[float, float]]

@@ -78,6 +78,29 @@ def test_ttft_on_an_idle_replica_is_what_the_scheduler_takes(cached: int, num_to
     assert found.predicted_ttft == pytest.approx(replica.now - started, rel=0.02)
 
 
+def test_ttft_behind_a_booked_prompt_falls_while_that_is_computed() -> None:
+    fleet = fleet_of({"a": profile()})
+    alone = predicted_ttft(fleet, query("alone", 5000))
+    placement = place(fleet, query("first", 5000))
+    half = placement.prefill_seconds / 2
+    left = [predicted_ttft(fleet, query("new", 5000), now) - alone for now in (0.0, half, 3 * half)]
+    step = COST.chunk_step_seconds(0, 512)
+    assert left[0] == pytest.approx(2 * half)
+    assert half <= left[1] <= half + step
+    assert 0 <= left[2] <= step
+
+
+def test_ttft_beside_streams_alone_waits_for_no_chunk() -> None:
+    """The last step had a chunk and took 0.1 s; those that follow only decode."""
+    fleet = fleet_of({"a": profile()})
+    beside = live(2, streams=(0, 4, 0), context_tokens=400, remaining_tokens=400)
+    fleet.hear("a", beside, 0.0)
+    before = predicted_ttft(fleet, query("new"))
+    fleet.hear("a", replace(beside, sequence=3, step_seconds=0.1), 0.0)
+    after = predicted_ttft(fleet, query("new"))
+    assert after - before == pytest.approx(COST.decode_step_seconds(4, 400) / 2)
+
+
 def test_ttft_grows_by_the_recent_share_of_more_urgent_prompts() -> None:
     fleet = fleet_of({"a": profile()})
     alone = predicted_ttft(fleet, query("new", 1000))

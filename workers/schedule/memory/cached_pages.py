@@ -2,13 +2,14 @@
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from math import inf
 
 from crossdock.workers.schedule.cost.cost import StepCost
 
 
 class EvictionPrice:
-    """Learns what the eviction of one more page costs: the seconds of prefill that it saves, times the chance that it
-    is used again.
+    """Learns what the eviction of one more page costs: the seconds to compute it again, or to load it from a tier,
+    times the chance that it is used again.
 
     A page is *old* once it is unused for half of the time after which pages are evicted. Old pages are used again or
     evicted. The price is the seconds saved by old pages that are used again, divided by the number of old pages.
@@ -19,6 +20,7 @@ class EvictionPrice:
         self._page_tokens = page_tokens
         self._most = 2.0 * num_pages  # pages that are remembered
         self._first_token, self._next_token = 0.0, 0.0  # seconds of a token, and how much longer the next one takes
+        self._load_s = inf  # of a page, from a tier that keeps evicted ones
         self._eviction_age = 0.0  # mean seconds from the last use to the eviction
         self._num_evicted = 0.0  # in that mean
         self._num_old = 0.0  # that were used again or evicted
@@ -29,14 +31,14 @@ class EvictionPrice:
         """Return the seconds to compute a page at the beginning of a prompt; 0 before any cost is known."""
         return self._page_tokens * self._first_token
 
-    def learn(self, cost: StepCost) -> None:
-        self._first_token, self._next_token = cost.per_prefill_token, cost.per_attended
+    def learn(self, cost: StepCost, load_s: float = inf) -> None:
+        self._first_token, self._next_token, self._load_s = cost.per_prefill_token, cost.per_attended, load_s
 
     def used(self, number: int, age: float) -> None:
         """Count page `number` of a prefix, which is used again after `age` seconds."""
         if self._eviction_age and 2 * age >= self._eviction_age:
             tokens = self._page_tokens
-            self._saved_s += tokens * (self._first_token + self._next_token * tokens * number)
+            self._saved_s += min(tokens * (self._first_token + self._next_token * tokens * number), self._load_s)
             self._count()
 
     def evicted(self, age: float) -> None:
@@ -87,9 +89,9 @@ class CachedPages:
         """Return the seconds to compute a page again, at least; 0 before any cost is known."""
         return self._price.page_seconds
 
-    def learn(self, cost: StepCost) -> None:
-        """Note the seconds that the computation of pages costs."""
-        self._price.learn(cost)
+    def learn(self, cost: StepCost, load_s: float = inf) -> None:
+        """Note the seconds that the computation of pages costs, and those to load one from a tier below the pool."""
+        self._price.learn(cost, load_s)
 
     def add(self, pages: Sequence[int]) -> None:
         """Keep indexed pages that have lost their last owner, a request. Pages at the end of its prefix come first.

@@ -115,6 +115,11 @@ class TierPages:
     tiers: Sequence[PageTier] = ()
     returns: ReturnShare = field(default_factory=ReturnShare)
 
+    @property
+    def page_s(self) -> float:
+        """Return the seconds to load a page from the fastest tier; infinity without tiers."""
+        return min([tier.load_s for tier in self.tiers], default=inf)
+
     def worth_storing(self, key: PageKey, compute_s: float) -> list[PageTier]:
         """Return the tiers that lack a page and in which the page is worth its bytes.
 

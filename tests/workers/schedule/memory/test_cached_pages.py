@@ -71,6 +71,15 @@ def test_price_is_the_share_of_old_pages_that_are_used_again_times_their_seconds
     assert pool.stock.cached.price() == pytest.approx(SIZE * 1e-3 * num_used / (num_used + num_evicted), rel=0.5)
 
 
+@pytest.mark.parametrize(("load_s", "again_s"), [(inf, SIZE * 1e-3), (2e-3, 2e-3), (1.0, SIZE * 1e-3)])
+def test_price_above_a_tier_is_at_most_the_seconds_to_load_a_page(load_s: float, again_s: float) -> None:
+    price = EvictionPrice(100, SIZE)
+    price.learn(StepCost(base=0.0, per_prefill_token=1e-3), load_s)
+    price.evicted(10.0)
+    price.used(0, 6.0)
+    assert price.at(1.0) == pytest.approx(again_s / 2)  # one of two old pages was used again
+
+
 def test_price_is_zero_before_any_eviction_and_falls_with_the_age_of_the_oldest() -> None:
     price = EvictionPrice(100, SIZE)
     price.learn(COST)
