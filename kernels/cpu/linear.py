@@ -252,7 +252,8 @@ def linear_cells(
             for count in rows
             if heights[count] == height
         }
-        copies = [formats_of(one, kernels) for _ in range(max(used.values()))]
+        memory = HugePages()  # one for all: a small matrix alone on a page of 2 MiB would take eight times its bytes
+        copies = [formats_of(one, kernels, memory) for _ in range(max(used.values()))]
         for kernel in kernels:
             linears = [formats[kernel] for formats in copies]
             for count, number in used.items():

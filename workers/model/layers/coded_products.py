@@ -68,12 +68,13 @@ def compute_from_codes(module: nn.Module, dtype: torch.dtype, setting: CpuKernel
     experts: list[Any] = [
         each for each in parts if isinstance(each, PackedExperts) and all(map(_have_panels, each.experts))
     ]
-    weights = [[each.packed] for each in linears] + [matrices for each in experts for matrices in each.experts]
-    if not kernels or not weights:
+    counts = Counter(_kind_of([each.packed]) for each in linears)
+    counts.update(_kind_of(matrices) for each in experts for matrices in each.experts)
+    if not kernels or not counts:
         return ""
     choices = {
         (shape, form): linear_choice("packed weights", Weights(*shape, count), dtype, kernels, form)
-        for (shape, form), count in Counter(map(_kind_of, weights)).items()
+        for (shape, form), count in counts.items()
     }
     memory = HugePages()
 

@@ -1,6 +1,7 @@
 """A GGUF file as a Hugging Face directory whose matrices stay packed."""
 
 import json
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -21,7 +22,13 @@ from crossdock.workers.model.weights.untrusted import check_gguf, naming
 
 _FLOATS = ("F32", "F16", "BF16")
 _SHARD_BYTES = 2 << 30
-Forms = dict[tuple[str, int, bool], list[str]]  # (kind, group, has offsets): modules
+Forms = dict[tuple[str, int, bool], list[str]]  # (kind, group, has offsets): modules, with wildcards for experts
+
+_EXPERTS = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)_exps\.weight")
+_SIZES = {"expert_feed_forward_length": "moe_intermediate_size"}
+_SIZES |= {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"}
+_WITH_EXPERTS = ("qwen2moe", "qwen3moe")
+"""Architectures whose experts are read, [E, N, K] in one tensor. `_SIZES` are sizes that transformers leaves out."""
 
 
 def pack_gguf(gguf: Path, target: Path) -> None:
@@ -47,13 +54,16 @@ def _pack(gguf: Path, target: Path) -> None:
             f"--merge, and serve the one file"
         )
     names = {tensor.name for tensor in reader.tensors}
-    _refuse_unread(gguf, reader)
+    _refuse_unread(gguf, reader, architecture in _WITH_EXPERTS)
     target.mkdir()
     with quiet():
         config: Any = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
         config.update({"tie_word_embeddings": "output.weight" not in names, "dtype": "bfloat16"})
         if (eps := getattr(config, "rms_norm_eps", None)) is not None:
             config.update({"rms_norm_eps": float(f"{eps:.6g}")})  # a float32 in GGUF
+        for key, name in _SIZES.items():
+            if (size := reader.fields.get(f"{architecture}.{key}")) is not None:
+                config.update({name: size.contents()})
         pre_tokenizer = reader.fields.get("tokenizer.ggml.pre")
         name = "" if pre_tokenizer is None else pre_tokenizer.contents()
         save_tokenizer(gguf, target, name, config.max_position_embeddings)
@@ -74,7 +84,7 @@ def _pack(gguf: Path, target: Path) -> None:
     (target / "config.json").write_text(json.dumps(values, indent=2, default=str) + "\n")
 
 
-def _refuse_unread(gguf: Path, reader: GGUFReader) -> None:
+def _refuse_unread(gguf: Path, reader: GGUFReader, has_experts: bool) -> None:
     read = (*_FLOATS, *BLOCK_TYPES)
     for tensor in reader.tensors:
         if tensor.tensor_type.name not in read:
@@ -82,8 +92,11 @@ def _refuse_unread(gguf: Path, reader: GGUFReader) -> None:
                 f"model: {gguf}: {tensor.name} is of type {tensor.tensor_type.name}, which is not read; read are "
                 f"{', '.join(read)}"
             )
-        if len(tensor.shape) > 2:
-            raise ValueError(f"model: {gguf}: {tensor.name}: experts in GGUF are not read; serve a safetensors form")
+        if len(tensor.shape) > 2 and not (has_experts and _EXPERTS.fullmatch(tensor.name)):
+            raise ValueError(
+                f"model: {gguf}: {tensor.name}: experts in GGUF are read of {' and '.join(_WITH_EXPERTS)} alone; serve "
+                f"a safetensors form"
+            )
 
 
 def _tensors(
@@ -91,6 +104,9 @@ def _tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a checkpoint by name, and note in `forms` how those of a module are packed."""
     for tensor in reader.tensors:
+        if experts := _EXPERTS.fullmatch(tensor.name):
+            yield from _experts(tensor, f"model.layers.{experts[1]}.mlp.experts", experts[2], forms)
+            continue
         if tensor.name not in places:  # such as frequencies of positions
             continue
         name, kind = places[tensor.name], tensor.tensor_type.name
@@ -109,6 +125,20 @@ def _tensors(
         codes = block.unpack(tensor.data.reshape(rows, columns // block.block, -1)[order])
         forms[block.kind, block.group, codes.offsets is not None].append(module)
         yield from _packed(module, codes, block.kind)
+
+
+def _experts(tensor: Any, path: str, name: str, forms: Forms) -> Iterator[tuple[str, Tensor]]:
+    """Yield the matrices [N, K] of experts, each under the name that safetensors forms of the model have."""
+    block = BLOCK_TYPES.get(tensor.tensor_type.name)
+    for number, data in enumerate(tensor.data):
+        module = f"{path}.{number}.{name}_proj"
+        if block is None:
+            yield f"{module}.weight", _floats(dequantize(data, tensor.tensor_type))
+            continue
+        codes = block.unpack(data.reshape(len(data), int(tensor.shape[0]) // block.block, -1))
+        yield from _packed(module, codes, block.kind)
+    if block is not None:  # "gate_*" is also the one parameter that the model makes of gates and ups
+        forms[block.kind, block.group, codes.offsets is not None].append(f"{path}.*.{name}_*")
 
 
 def _packed(module: str, found: Codes, kind: str) -> Iterator[tuple[str, Tensor]]:

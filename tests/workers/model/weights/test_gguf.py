@@ -2,21 +2,27 @@
 
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
-from gguf.quants import dequantize
+from gguf import GGML_QUANT_SIZES, MODEL_ARCH, GGMLQuantizationType, GGUFWriter, get_tensor_name_map
+from gguf.quants import dequantize, quantize
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
+from crossdock.workers.model.cut.position import RankPosition
+from crossdock.workers.model.weights import gguf_checkpoint
 from crossdock.workers.model.weights.checkpoint import model_name, resolve_model
 from crossdock.workers.model.weights.gguf_blocks import BLOCK_TYPES
 from crossdock.workers.model.weights.gguf_checkpoint import pack_gguf
-from crossdock.workers.model.weights.packed_layers import PackedLinear
+from crossdock.workers.model.weights.packed_layers import PackedLinear, packed_bytes
 from crossdock.workers.model.weights.plain import PlainWeights
 from crossdock.workers.model.weights.weights import read_config
+from tests.workers.architectures import build
+from tests.workers.model.weights.test_packed_checkpoints import assert_logits_equal, held_bytes
+from tests.workers.quantised import SIZES
 
 
 @pytest.mark.parametrize("name", BLOCK_TYPES)
@@ -69,6 +75,62 @@ def test_file_is_read_packed_and_equals_the_plain_model_of_the_same_file(
     assert len(others) == 2 * 30 + 2
     for name, parameter in others.items():
         torch.testing.assert_close(parameter, plain[name].float(), rtol=2**-8, atol=0)
+
+
+NORMED = {"norm_topk_prob": True}  # as llama.cpp computes Qwen3-MoE, whatever the file says
+
+
+def write_experts(file: Path, kind: str) -> Any:
+    """Write a Qwen3-MoE whose experts are in blocks of a type, and return transformers' model of the same weights."""
+    module = build(
+        "qwen3_moe", SIZES | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96} | NORMED
+    )
+    config, state = module.config, module.state_dict()
+    names = get_tensor_name_map(MODEL_ARCH.QWEN3MOE, config.num_hidden_layers)
+    writer = GGUFWriter(file, "qwen3moe")
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    writer.add_expert_count(config.num_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_vocab_size(config.vocab_size)
+    for name, tensor in state.items():
+        if ".experts." not in name:
+            writer.add_tensor(f"{names.get_name(name.removesuffix('.weight'))}.weight", tensor.numpy())
+            continue
+        layer, is_down = name.split(".")[2], name.endswith("down_proj")
+        parts = {"down": tensor} if is_down else dict(zip(("gate", "up"), tensor.chunk(2, 1), strict=True))
+        blocks = {part: quantize(each.numpy(), GGMLQuantizationType[kind]) for part, each in parts.items()}
+        for part, each in blocks.items():
+            writer.add_tensor(f"blk.{layer}.ffn_{part}_exps.weight", each, raw_dtype=GGMLQuantizationType[kind])
+        plain = [torch.tensor(dequantize(each, GGMLQuantizationType[kind])) for each in blocks.values()]
+        tensor.copy_(torch.cat(plain, 1))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return module
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0"])
+def test_experts_of_a_file_stay_packed_and_give_the_logits_of_the_dequantised_model(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gguf_checkpoint, "save_tokenizer", lambda *_: None)  # the file has none
+    module = write_experts(tmp_path / "model.gguf", kind)
+    pack_gguf(tmp_path / "model.gguf", tmp_path / "packed")
+    assert_logits_equal(tmp_path / "packed", module)
+    found, _ = PlainWeights().read(read_config(tmp_path / "packed"), tmp_path / "packed", torch.float32, None)
+    assert packed_bytes(found) == 2 * 4 * 3 * 64 * 96 * ({"Q4_0": 0.5, "Q8_0": 1}[kind] + 4 / 32)
+    counted = PlainWeights().count_bytes(read_config(tmp_path / "packed"), RankPosition(), torch.float32)
+    assert counted.held == held_bytes(found)
 
 
 def test_file_of_another_type_is_refused_by_name(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Checkpoints in every packed format: read as independent libraries read them, kept packed, cut, counted, refused."""
 
+import gc
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig
 
+from crossdock.kernels.packed import PackedMatrix
 from crossdock.workers.model.cut.collectives import Collectives
 from crossdock.workers.model.cut.position import CannotCut, RankPosition
 from crossdock.workers.model.layers.coded_products import CodedLinear
@@ -117,6 +119,19 @@ def test_logits_of_packed_experts_equal_those_of_the_dequantised_model(name: str
     found, _ = read(tmp_path / "packed")
     assert sum(isinstance(each, PackedExperts) for each in found.modules()) == 4
     assert_logits_equal(tmp_path / "packed", module)
+
+
+def num_matrices() -> int:
+    gc.collect()
+    return sum(type(each) is PackedMatrix for each in gc.get_objects())
+
+
+def test_codes_in_panels_are_in_memory_once(tmp_path: Path) -> None:
+    write_experts(tmp_path, CASES["awq"])
+    before = num_matrices()
+    model = load_model(ModelSpec(str(tmp_path / "packed"), "float32"))
+    assert model.kernels
+    assert num_matrices() == before
 
 
 def assert_experts_are_slices(path: Path, module: Any, position: RankPosition) -> None:
