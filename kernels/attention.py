@@ -52,6 +52,8 @@ class AttentionBatch:
     Of the rows of a sequence none sees fewer than the row before it, and none sees keys that this step does not store.
     None: every row sees the keys up to its own position.
     """
+    on_host: tuple[Tensor, Tensor] | None = None
+    """`query_start` and `kv_len` on the CPU; None: the step is a CUDA graph, recorded before these are known."""
     max_chunk_kv_len: int | None = None  # `max_kv_len` of the sequences after the decodes alone; None: unknown
 
 

@@ -71,7 +71,7 @@ def require_working(attention: Attention, device: torch.device) -> None:
     Raises:
         ValueError: the kernel does not run; the message names what to install.
     """
-    if attention.name != "triton" or device.type != "cuda":
+    if attention.name not in ("triton", "flashinfer") or device.type != "cuda":
         return
     from crossdock.kernels.gpu.triton_probe import why_no_triton
 
@@ -111,6 +111,14 @@ def _flash_attn_3(device: torch.device) -> Attention:
     return _of_flash_attn("flash_attn_3", device, paged_attention)
 
 
+def _flashinfer(device: torch.device) -> Attention:
+    _require("flashinfer", device)
+    _require("triton", device)  # for stores, and for steps that are CUDA graphs
+    from crossdock.kernels.gpu.flashinfer_attention import paged_attention
+
+    return _of_flash_attn("flashinfer", device, paged_attention)
+
+
 def _of_flash_attn(
     name: str, device: torch.device, paged_attention: Callable[..., Tensor], page_multiple: int = 1
 ) -> Attention:
@@ -128,6 +136,7 @@ _NAMED: dict[str, Callable[[torch.device], Attention]] = {
     "triton": _triton,
     "flash_attn": _flash_attn,
     "flash_attn_3": _flash_attn_3,
+    "flashinfer": _flashinfer,
     "torch": lambda _: TORCH,
 }
 

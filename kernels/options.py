@@ -2,7 +2,7 @@
 
 from typing import Literal, TypeAlias, get_args
 
-AttentionBackend: TypeAlias = Literal["auto", "triton", "flash_attn", "flash_attn_3", "torch"]
+AttentionBackend: TypeAlias = Literal["auto", "triton", "flash_attn", "flash_attn_3", "flashinfer", "torch"]
 KVCacheDtype: TypeAlias = Literal["auto", "fp8"]
 Kernel: TypeAlias = Literal["own", "int8", "onednn", "torch"]
 CpuKernels: TypeAlias = Literal["auto", "own", "int8", "onednn", "torch"]

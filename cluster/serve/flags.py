@@ -451,6 +451,7 @@ _WORDS_OF_OTHERS: Mapping[str, Mapping[str, str | None]] = {  # setting: words o
         "TORCH_SDPA": "torch",
         "fa2": "flash_attn",
         "fa3": "flash_attn_3",
+        "FLASHINFER": "flashinfer",
         "torch_native": "torch",
     },
     "engine.quantization": {  # kernels and variants of one form, which is read from the checkpoint

@@ -111,6 +111,55 @@ def flash_attn(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]
         sys.modules.pop(f"crossdock.kernels.gpu.{name}", None)
 
 
+class Planned:
+    """In place of FlashInfer's two wrappers over pages: checks the arguments that 0.6 takes, and computes attention."""
+
+    plans: list[dict[str, Any]]
+
+    def __init__(self, workspace: Tensor, kv_layout: str, use_tensor_cores: bool = False) -> None:
+        assert (workspace.dtype, kv_layout) == (torch.uint8, "HND")
+        self._is_decode = use_tensor_cores
+
+    def plan(self, *given: Any, **options: Any) -> None:
+        starts, indptr, indices, last, num_heads, num_kv_heads, dim, page_size = (
+            (torch.arange(len(given[0]), dtype=torch.int32), *given) if self._is_decode else given
+        )
+        assert self._is_decode or options.pop("causal")
+        assert all(each.dtype == torch.int32 and not each.is_cuda for each in (starts, indptr, indices, last))
+        assert len(indptr) == len(starts) == len(last) + 1
+        assert indptr[-1] == len(indices)
+        assert ((last >= 1) & (last <= page_size)).all()
+        assert options["q_data_type"] == options["kv_data_type"] == torch.float32
+        self.plans.append(options)
+        self._shape, self._starts, self._options = (num_heads, num_kv_heads, dim, page_size), starts, options
+        counts = indptr.diff().tolist()
+        self._tables = torch.nn.utils.rnn.pad_sequence(list(indices.split(counts)), batch_first=True)
+        self._lengths = ((indptr.diff() - 1) * page_size + last).tolist()
+
+    def run(self, q: Tensor, pages: tuple[Tensor, Tensor], *, out: Tensor) -> None:
+        k, v = (each.transpose(1, 2) for each in pages)
+        assert (q.shape[1], k.shape[2], q.shape[2], k.shape[1]) == self._shape
+        left, asked = self._options["window_left"], self._options
+        options = {"causal": True, "window_size": (left, 0 if left >= 0 else -1), "softmax_scale": asked["sm_scale"]}
+        options["softcap"] = asked["logits_soft_cap"]
+        out.copy_(longhand(q, k, v, self._starts, self._lengths, self._tables, options))
+
+
+@pytest.fixture
+def flashinfer(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
+    """Replace the package by `Planned`. Gives the options of every plan."""
+    if not importlib.util.find_spec("triton"):
+        pytest.skip("needs Triton: pip install triton")
+    module: Any = ModuleType("flashinfer")
+    module.BatchPrefillWithPagedKVCacheWrapper = module.BatchDecodeWithPagedKVCacheWrapper = Planned
+    monkeypatch.setitem(sys.modules, "flashinfer", module)
+    monkeypatch.setattr(Planned, "plans", plans := list[dict[str, Any]](), raising=False)
+    has_package = backend.has_package
+    monkeypatch.setattr(backend, "has_package", lambda package: package == "flashinfer" or has_package(package))
+    yield plans
+    sys.modules.pop("crossdock.kernels.gpu.flashinfer_attention", None)
+
+
 def without(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
     monkeypatch.setattr(backend, "has_package", lambda package: package not in packages)
 
@@ -165,6 +214,47 @@ def test_flash_attn_gets_valid_arguments_and_matches_longhand(
     out = chosen.paged_attention(case.q, case.k_pages, case.v_pages, case.batch, **case.arguments())
     torch.testing.assert_close(out.double(), case.expected(), atol=2e-5, rtol=2e-5)
     assert len(flash_attn) == 1
+
+
+@pytest.mark.parametrize("shape", [{}, {"window": 24}, {"softcap": 3.0}, {"q_heads": 9, "kv_heads": 3}], ids=str)
+def test_flashinfer_is_planned_once_for_layers_that_are_alike_and_matches_longhand(
+    flashinfer: list[dict[str, Any]], shape: dict[str, Any], seed: int
+) -> None:
+    chosen = choose_attention("flashinfer", CUDA)
+    case = Case(MIXED, page_size=16, seed=seed, k_dim=64, v_dim=64, **shape)
+    case.pool.zero_()  # the replacement multiplies masked elements too
+    case.fill()
+    case.batch.on_host = case.batch.query_start, case.batch.kv_len
+    for _ in range(3):
+        out = chosen.paged_attention(case.q, case.k_pages, case.v_pages, case.batch, **case.arguments())
+        torch.testing.assert_close(out.double(), case.expected(), atol=2e-5, rtol=2e-5)
+    assert len(flashinfer) == 2, "of decodes, and of chunks"
+
+
+def test_steps_of_graphs_beside_flashinfer_run_in_triton(flashinfer: list[dict[str, Any]], seed: int) -> None:
+    chosen = choose_attention("flashinfer", CUDA)
+    case = Case([(1, 9), (3, 20)], page_size=16, seed=seed, k_dim=64, v_dim=64)
+    case.fill()
+    out = chosen.paged_attention(case.q, case.k_pages, case.v_pages, case.batch, **case.arguments())
+    torch.testing.assert_close(out.double(), case.expected(), atol=2e-5, rtol=2e-5)
+    assert not flashinfer
+
+
+@pytest.mark.parametrize(
+    ("shape", "reason"),
+    [({"sinks": True}, "takes no attention sinks"), ({"k_dim": 96, "v_dim": 96}, "head sizes 64, 128 and 256, not 96")],
+    ids=str,
+)
+def test_flashinfer_with_unsupported_heads_is_refused(
+    flashinfer: list[dict[str, Any]], shape: dict[str, Any], reason: str
+) -> None:
+    case = Case([(1, 9)], **shape)
+    chosen = choose_attention("flashinfer", CUDA)
+    with pytest.raises(ValueError, match=f"attention_backend flashinfer .*{reason}"):
+        chosen.paged_attention(case.q, case.k_pages, case.v_pages, case.batch, **case.arguments())
+    with pytest.raises(ValueError, match="kv_cache_dtype fp8: attention_backend flashinfer takes no such pages"):
+        choose_attention("flashinfer", CUDA, "fp8")
+    assert not flashinfer
 
 
 def test_flash_attn_sums_the_contexts_once_for_all_layers(flash_attn: list[dict[str, Any]]) -> None:

@@ -130,7 +130,9 @@ class StepInputs:
         pictures = rows_of(model, self.pictures) if self.pictures is not None else None
         chunks = int(self.kv_len[decodes:].max(initial=0))
         adapters = None if model.adapters is None else model.adapters.rows(self.adapters, self.query_start)
-        return self.for_rank(model, previous_tokens).run(model, *longest, decodes, pictures, chunks, adapters)
+        on_host = torch.from_numpy(self.query_start), torch.from_numpy(self.kv_len)
+        tensors = self.for_rank(model, previous_tokens)
+        return tensors.run(model, *longest, decodes, pictures, chunks, adapters, on_host)
 
     def for_rank(self, model: LoadedModel, previous_tokens: Tensor | None = None) -> "StepTensors":
         """Copy the step to the device of this rank's part of `model`; see `on`.
@@ -166,9 +168,11 @@ class StepTensors(NamedTuple):
         pictures: PictureRows | None = None,
         max_chunk_kv_len: int | None = None,
         adapters: RowAdapters | None = None,
+        on_host: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         batch = AttentionBatch(
             *(self.query_start, self.kv_len, self.page_table, self.slots, max_query_len, max_kv_len, num_decodes),
+            on_host=on_host,
             max_chunk_kv_len=max_chunk_kv_len,
         )
         states = (self.state_read, self.state_write) if self.state_write.shape[1] else None

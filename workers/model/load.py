@@ -116,7 +116,7 @@ def wrap_module(module: Any, options: LoadOptions = _DEFAULTS) -> LoadedModel:
     scale_by_position(module)
     skip_idle_experts(module)
     adapters = _adapters(network, options.max_lora_rank, options.max_loras)
-    with tap.opened():
+    with tap.opened(), part.checking():
         model = probe(network, options, _eos_token_ids(config, options.generation))
         tap.check()
     reason = why_text_alone(config, attention)

@@ -132,9 +132,8 @@ class LoadedModel(Network):
         """Return the batch with each layer's own pages; nothing where all layers share pages."""
         if len(self.groups) <= 1:
             return ()
-        batches = {
-            layer: replace(batch, page_table=batch.page_table[:, group], slots=slots, derived={})
-            for (group, slots), layers in zip(enumerate(batch.slots.T.contiguous()), self.held_groups, strict=True)
-            for layer in layers
-        }
+        tables = zip(batch.page_table.unbind(1), batch.slots.T.contiguous(), self.held_groups, strict=True)
+        batches: dict[int, AttentionBatch] = {}
+        for table, slots, layers in tables:
+            batches |= dict.fromkeys(layers, replace(batch, page_table=table, slots=slots, derived={}))
         return [batches[layer] for layer in range(len(self.layers))]

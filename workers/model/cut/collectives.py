@@ -40,6 +40,7 @@ class Collectives:
         self._host_group = self._gang if backend != "nccl" else None  # None: the world, which is of gloo
         self._sending_rows: deque[list[tuple[Any, Tensor]]] = deque()  # of the newest steps with pictures
         self._is_alone = False
+        self._checks_logits = False
 
     def use_symmetric_memory(self, device: torch.device) -> None:
         """Sum small tensors through memory that all GPUs of a stage read, where they can.
@@ -63,6 +64,15 @@ class Collectives:
         finally:
             self._is_alone = False
 
+    @contextmanager
+    def checking(self) -> Iterator[None]:
+        """Give logits to every rank, which compares them with those of its own layers: at the load of a model."""
+        self._checks_logits = True
+        try:
+            yield
+        finally:
+            self._checks_logits = False
+
     def all_reduce(self, x: Tensor) -> Tensor:
         """Return the sum of `x` over the ranks of this stage. `x` may be overwritten."""
         x = x.contiguous()
@@ -75,11 +85,22 @@ class Collectives:
 
     def gather(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
         """Return the `x` of every rank of this stage, side by side. Rank r gives [..., sizes[r]]."""
-        widest = max(sizes)
-        padded = nn.functional.pad(x, (0, widest - x.shape[-1])).contiguous()  # gloo gathers equal shapes only
+        padded = _padded(x, max(sizes))
         parts = [torch.empty_like(padded) for _ in sizes]
         if not self._is_alone:
             dist.all_gather(parts, padded, group=self._stage)
+        return torch.cat([part[..., :size] for part, size in zip(parts, sizes, strict=True)], dim=-1)
+
+    def gather_logits(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Return on the driver, which alone samples, what `gather` returns, and zeros without memory on other ranks."""
+        if self._checks_logits:
+            return self.gather(x, sizes)
+        padded, driver, is_driver = _padded(x, max(sizes)), self.position.driver, self.position.is_driver
+        parts = [torch.empty_like(padded) for _ in sizes] if is_driver else None
+        if not self._is_alone:
+            dist.gather(padded, parts, driver, group=self._stage)
+        if parts is None:
+            return x.new_zeros(1).expand(*x.shape[:-1], sum(sizes))
         return torch.cat([part[..., :size] for part, size in zip(parts, sizes, strict=True)], dim=-1)
 
     def from_driver(self, x: Tensor) -> Tensor:
@@ -146,3 +167,8 @@ class Collectives:
         if self._sending is not None:
             self._sending[0].wait()
             self._sending = None
+
+
+def _padded(x: Tensor, width: int) -> Tensor:
+    """Return `x` with as many columns as the widest rank's: gloo gathers equal shapes only."""
+    return nn.functional.pad(x, (0, width - x.shape[-1])).contiguous()

@@ -89,6 +89,10 @@ class ModelPart:
         """Return a context in which this rank computes without the others, see `Collectives.alone`."""
         return nullcontext() if self.collectives is None else self.collectives.alone()
 
+    def checking(self) -> AbstractContextManager[None]:
+        """Return a context in which every rank of the last stage has logits, see `Collectives.checking`."""
+        return nullcontext() if self.collectives is None else self.collectives.checking()
+
     def from_driver(self, x: Tensor) -> Tensor:
         """Return the driver's `x`, whose shape and dtype every rank knows. Collective."""
         return x if self.collectives is None else self.collectives.from_driver(x)

@@ -136,12 +136,17 @@ class TensorPlan:
         module.out_features = module.weight.shape[0]
 
     def colwise_gather_output(self, name: str, module: Any, _: HeadRanges | None) -> None:
-        """Divide the outputs of a linear layer, and gather them on every rank."""
+        """Divide the outputs of a linear layer, and gather them: logits on the driver, others on every rank."""
         size, num_ranks = module.out_features, self.part.position.tensor_size
         self.colwise(name, module, None)
         sizes = [stop - start for start, stop in (even_range(size, num_ranks, rank) for rank in range(num_ranks))]
-        collectives = self.collectives
-        module.register_forward_hook(lambda _module, _args, out: _connected(collectives).gather(out, sizes))
+        collectives, is_head = self.collectives, module is self.model.get_output_embeddings()
+
+        def gather(_module: Any, _args: Any, out: Tensor) -> Tensor:
+            links = _connected(collectives)
+            return links.gather_logits(out, sizes) if is_head else links.gather(out, sizes)
+
+        module.register_forward_hook(gather)
 
     def rowwise(self, name: str, module: Any, heads: HeadRanges | None) -> None:
         """Divide a linear layer whose inputs are divided already: the ranks' outputs are summed."""

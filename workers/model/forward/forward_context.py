@@ -155,7 +155,8 @@ def batch_of_one_page_each(lengths: Sequence[int], device: torch.device, page_mu
     starts = nn.functional.pad(lens.cumsum(0, dtype=torch.int32), (1, 0))
     table = torch.arange(len(lengths), dtype=torch.int32, device=device)[:, None]
     num_decodes = next((s for s, n in enumerate(lengths) if n > 1), len(lengths))
-    return AttentionBatch(starts, lens, table, slots, longest, longest, num_decodes)
+    on_host = starts.cpu(), lens.cpu()
+    return AttentionBatch(starts, lens, table, slots, longest, longest, num_decodes, on_host=on_host)
 
 
 def page_size_for(lengths: Sequence[int], page_multiple: int) -> int:
