@@ -49,7 +49,7 @@ from crossdock.workers.schedule.shares import Shares
 
 _GENERATES = (
     *("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/messages", "/v1/responses"),
-    *("/v1/score", "/v1/rerank"),
+    *("/classify", "/v1/score", "/v1/rerank"),
 )
 logger = logging.getLogger("ray.serve")
 

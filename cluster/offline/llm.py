@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any, Self, TypeAlias, TypeVar
 
 from crossdock.cluster.api.body.bodies import ChatCompletionRequest, CompletionRequest
-from crossdock.cluster.api.body.embedding_body import EmbeddingRequest
+from crossdock.cluster.api.body.embedding_body import ClassifyRequest, EmbeddingRequest
 from crossdock.cluster.api.body.generation_defaults import GenerationDefaults
 from crossdock.cluster.api.body.pooler_config import EmbeddingDefaults
 from crossdock.cluster.api.body.score_body import ScoreRequest
@@ -26,6 +26,8 @@ from crossdock.cluster.api.text.choices import Output, Prompt
 from crossdock.cluster.offline.local_engine import local_engine
 from crossdock.cluster.offline.local_replica import LocalReplica
 from crossdock.cluster.offline.outputs import (
+    ClassificationOutput,
+    ClassificationRequestOutput,
     EmbeddingOutput,
     EmbeddingRequestOutput,
     OutputWriter,
@@ -176,6 +178,25 @@ class LLM:
             vector = vector_of(output, body.dimensions, normalizes=normalizes)
             return EmbeddingRequestOutput(
                 generation.state.request_id, EmbeddingOutput(vector.tolist()), prompt.token_ids
+            )
+
+        return self.run(self._all(len(given), one, use_tqdm))
+
+    def classify(
+        self, prompts: PromptInput | Sequence[PromptInput], *, use_tqdm: _Progress = True, **fields: Any
+    ) -> list[ClassificationRequestOutput]:
+        """Return the probabilities of the model's labels for prompts. `fields`: of /classify."""
+        given = [_checked(prompt) for prompt in _listed(prompts)]
+        bodies = _refused(lambda: [ClassifyRequest.of({**fields, "input": one}) for one in given])
+        _refused(self.routes.classification.head)
+
+        async def one(number: int) -> ClassificationRequestOutput:
+            completion = bodies[number].completion()
+            (prompt,) = await self.routes.completions.prompts(completion, self.routes.models.card(None), 1)
+            generation, (output,) = await self._outputs(completion, prompt)
+            probs = self.routes.classification.numbers(output, bodies[number]).tolist()
+            return ClassificationRequestOutput(
+                generation.state.request_id, ClassificationOutput(probs), prompt.token_ids
             )
 
         return self.run(self._all(len(given), one, use_tqdm))

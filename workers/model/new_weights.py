@@ -23,6 +23,7 @@ from crossdock.workers.model.weight_group import WeightGroup, announced
 from crossdock.workers.model.weights.heap import trim_heap
 from crossdock.workers.model.weights.plain import PlainWeights
 from crossdock.workers.model.weights.scheme import PLAIN, scheme_at, scheme_of
+from crossdock.workers.model.weights.tensor_check import is_classifier
 
 
 class NewWeights:
@@ -75,6 +76,8 @@ class NewWeights:
             return "the served checkpoint is quantised, and trainers have no weights of that form"
         if self._model.scales:
             return "kv_cache_dtype fp8: the scales of pages were measured with the weights of the start"
+        if is_classifier(self._model.config):
+            return "the model classifies, and ingresses have read its head at the start"
         if self._model.encoder is not None:
             return "the model encodes pictures, and embeddings of the weights of the start would be used again"
         return ""

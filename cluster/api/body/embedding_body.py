@@ -100,3 +100,31 @@ class EmbeddingRequest(Body):
                 code="invalid_value",
             )
         return given.pop() if given else defaults.normalizes
+
+
+class ClassifyRequest(Body):
+    """The fields of vLLM's /classify."""
+
+    input: Any = Field(description="A text, token ids, or a list of either.")
+    use_activation: bool | None = Field(
+        None, description="false: logits. true: softmax or sigmoid, as the model's config.json says. Default: true."
+    )
+    service_tier: str | None = Field(None, description="An SLO class, or one of OpenAI's tiers.")
+    add_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = Field(None, ge=-1, description="As in embeddings.")
+    truncation_side: Literal["left", "right"] = Field("left", description="As in embeddings.")
+    cache_salt: str = Field("", max_length=bounds.CACHE_SALT_CHARS)
+    priority: int = Field(0, ge=-(2**63), lt=2**63, description="As in completions.")
+    request_id: str | None = Field(None, pattern=REQUEST_ID, description="The id of the answer, as in completions.")
+
+    no_effect: ClassVar[Mapping[str, str]] = EmbeddingRequest.no_effect
+    refused_fields: ClassVar[Mapping[str, RefusedField]] = {
+        "activation": RefusedField("use 'use_activation', its newer name", (True,)),
+        "messages": RefusedField("send the token ids that /tokenize makes of them as 'input'"),
+        "mm_processor_kwargs": RefusedField("texts alone are classified", ({},)),
+    }
+
+    def completion(self) -> PooledCompletion:
+        """Return the completions that give the last hidden state of each text."""
+        passed = {name: getattr(self, name) for name in _PASSED}
+        return PooledCompletion(prompt=self.input, max_tokens=0, pooling="last", n=1, **passed)

@@ -8,6 +8,7 @@ from typing import Any, Literal, Self, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from crossdock.cluster.api.body.classifier_head import ClassifierHead
 from crossdock.cluster.api.errors import ApiError
 
 Pooling: TypeAlias = Literal["last", "mean"]
@@ -47,6 +48,7 @@ class EmbeddingDefaults:
     sizes: Sequence[int] = ()  # else those that are, besides the whole vector
     refusal: str = ""  # why requests that name no pooling are refused
     classifier: Sequence[str] = ()  # words for no and yes of a model that judges pairs of texts
+    head: ClassifierHead | None = None  # of a model that classifies texts, and generates none
 
     @classmethod
     def read(cls, model: Path, config: PoolerConfig | None = None) -> Self:
@@ -64,9 +66,10 @@ class EmbeddingDefaults:
             pooling, refusal = ("mean" if config.pooling_type == "MEAN" else "last"), ""
         if config.use_activation is not None:
             normalizes = config.use_activation
-        return cls(
-            pooling, normalizes, has_any_size, tuple(sizes or ()), refusal, tuple(config.classifier_from_token or ())
-        )
+        words, head = tuple(config.classifier_from_token or ()), ClassifierHead.read(model, shape)
+        if words and head is not None:
+            raise ValueError("model.pooler_config: classifier_from_token is for models without a classification head")
+        return cls(pooling, normalizes, has_any_size, tuple(sizes or ()), refusal, words, head)
 
     def check_size(self, size: int) -> None:
         """Raise ApiError for a size that the model's vectors were not made for, as vLLM does."""

@@ -20,7 +20,6 @@ ABSENT = {  # by the path, or by its beginning up to a slash
     "/v1/audio": f"{_TEXT}, not sound",
     "/v1/realtime": f"{_TEXT}, not sound",
     "/v1/videos": f"{_TEXT}, not videos",
-    "/classify": "models with a classification head are not loaded; /v1/score takes pairs of texts",
     "/pooling": "use /v1/embeddings",
     "/encode": "use /v1/embeddings",
     "/v2/embed": "use /v1/embeddings",

@@ -11,6 +11,7 @@ from typing import Any, cast
 from fastapi import Request
 from starlette.datastructures import State
 
+from crossdock.cluster.api.body.embedding_body import PooledCompletion
 from crossdock.cluster.api.body.generation_body import GenerationBody
 from crossdock.cluster.api.body.generation_defaults import GenerationDefaults
 from crossdock.cluster.api.body.stop_strings import StopTable
@@ -98,8 +99,10 @@ class Generations:
         max_logprobs: int,
         logprobs_mode: LogprobsMode = "raw_logprobs",
         placeholders: Mapping[str, int] | None = None,
+        makes_text: bool = True,
     ) -> None:
-        """`placeholders`: the token that stands for rows of an item, by its kind; None: the model reads text only."""
+        """`placeholders`: the token that stands for rows of an item, by its kind; None: the model reads text only.
+        `makes_text` False: the model classifies texts."""
         self._source = source
         self._tokenizer = tokenizer
         self._models = models
@@ -108,10 +111,14 @@ class Generations:
         self._max_logprobs = max_logprobs
         self._logprobs_mode = logprobs_mode
         self._placeholders = dict(placeholders or {})
+        self._makes_text = makes_text
 
     def begin(self, request: Request, body: GenerationBody) -> Generation:
         """Begin a generation. Raises ApiError for an unknown model, or what the API key may not use."""
         card = self._models.card(body.model)
+        if not (self._makes_text or isinstance(body, PooledCompletion)):
+            reason = "This model classifies texts, and generates none: use /classify, /v1/score or /v1/embeddings."
+            raise ApiError(reason, param="model", code="unsupported_value")
         if body.request_id is not None and request.headers.get("x-request-id") != request.state.request_id:
             request.state.request_id = body.request_id  # as in vLLM the header wins
         if body.priority < 0 and request.state.api_key is not None:

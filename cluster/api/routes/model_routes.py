@@ -18,6 +18,7 @@ from crossdock.cluster.api.http.tiers import SLO_CLASS_HEADER, Tiers
 from crossdock.cluster.api.media.media import Media
 from crossdock.cluster.api.routes.adapters import AdapterNames
 from crossdock.cluster.api.routes.chats import Chats
+from crossdock.cluster.api.routes.classification import Classification
 from crossdock.cluster.api.routes.completions import Completions
 from crossdock.cluster.api.routes.conversations import Conversations
 from crossdock.cluster.api.routes.embeddings import Embeddings
@@ -69,6 +70,7 @@ class ModelRoutes:
     embeddings: Embeddings = field(init=False)
     responses: Responses = field(init=False)
     scores: Scores = field(init=False)
+    classification: Classification = field(init=False)
 
     def __post_init__(self) -> None:
         http, tokenizer, media = self.http, self.tokenizer, self.media
@@ -90,6 +92,7 @@ class ModelRoutes:
             max_logprobs=http.max_logprobs,
             logprobs_mode=http.logprobs_mode,
             placeholders=None if media is None else media.placeholders,
+            makes_text=self.pooling.head is None,
         )
         forces = http.force_include_usage
         self.completions = Completions(self.generations, self.encoder, tokenizer, forces_usage=forces)
@@ -97,6 +100,7 @@ class ModelRoutes:
         self.chats = Chats(self.conversations, self.generations, tokenizer, forces_usage=forces)
         self.embeddings = Embeddings(self.generations, self.completions, self.pooling)
         self.scores = Scores(self.generations, self.completions, self.encoder, tokenizer, self.pooling)
+        self.classification = Classification(self.generations, self.completions, self.pooling)
         writer = LogprobWriter(tokenizer, as_ids=False)
         if self.beside is None:
             self.responses = _responses(self.conversations, writer, http, self.ask_stores)
@@ -130,6 +134,7 @@ class ModelRoutes:
             ("POST", "/v1/completions", self.completions.create, "Continue a prompt, or several"),
             ("POST", "/v1/chat/completions", self.chats.create, "Answer a conversation"),
             ("POST", "/v1/embeddings", self.embeddings.create, "The vectors of texts"),
+            ("POST", "/classify", self.classification.create, "The labels of texts"),
             *(("POST", path, self.scores.score, "How well texts fit texts") for path in ("/v1/score", "/score")),
             *(("POST", path, self.scores.rerank, "Documents by how well they fit a query") for path in _RERANK),
             ("POST", "/v1/responses", create, "Answer a conversation, in the form of OpenAI's Responses API"),

@@ -1,9 +1,11 @@
 """POST /v1/score and /v1/rerank: how well documents fit queries.
 
 A model of vectors gives the cosine of the two texts' vectors. A model that judges pairs reads both in one chat, and the
-probability of its word for yes, against that of its word for no, is the score.
+probability of its word for yes, against that of its word for no, is the score. A model with a head of one label reads
+both texts as its tokenizer joins them; the sigmoid of its logit is the score.
 """
 
+import asyncio
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +13,8 @@ from typing import Any
 from fastapi import Request, Response
 
 from crossdock.cluster.api.body.bodies import ChatCompletionRequest, CompletionRequest
-from crossdock.cluster.api.body.embedding_body import EmbeddingRequest
+from crossdock.cluster.api.body.classifier_head import ClassifierHead
+from crossdock.cluster.api.body.embedding_body import ClassifyRequest, EmbeddingRequest
 from crossdock.cluster.api.body.pooler_config import EmbeddingDefaults
 from crossdock.cluster.api.body.score_body import PairsBody, RerankRequest, ScoreRequest
 from crossdock.cluster.api.bounds import INPUTS
@@ -43,7 +46,7 @@ class Scores:
     ) -> None:
         self._generations = generations
         self._completions = completions
-        self._encoder = encoder
+        self._encoder, self._tokenizer = encoder, tokenizer
         self._defaults = defaults
         self._words = [_token_of(word, tokenizer) for word in defaults.classifier]  # no, yes
 
@@ -73,7 +76,24 @@ class Scores:
         """Return the score of each pair of a body."""
         pairs = body.pairs()
         passed = {name: getattr(body, name) for name in _PASSED}
+        if self._defaults.head is not None:
+            return await self._headed(self._defaults.head, request, pairs, passed)
         return await (self._judged if self._words else self._cosines)(request, body, pairs, passed)
+
+    async def _headed(
+        self, head: ClassifierHead, request: Request, pairs: Sequence[tuple[str, str]], passed: dict[str, Any]
+    ) -> tuple[Generation, list[float]]:
+        if len(head.labels) != 1:
+            reason = f"This model has {len(head.labels)} labels, and scores need a model with one: use /classify."
+            raise ApiError(reason, param="model", code="unsupported_value")
+        token_ids = [await asyncio.to_thread(self._tokenizer.encode_pair, *pair) for pair in pairs]
+        completion = ClassifyRequest.of({"input": token_ids, **passed}).completion()
+        generation = self._generations.begin(request, completion)
+        prompts = await self._completions.prompts(completion, generation.card, INPUTS)
+        await self._generations.add_choices(generation, prompts)
+        outputs = await self._generations.whole_outputs(generation)
+        vectors = [vector_of(output, None, normalizes=False) for output in outputs]
+        return generation, [float(head.numbers(vector, is_active=True)[0]) for vector in vectors]
 
     async def _cosines(
         self, request: Request, body: PairsBody, pairs: Sequence[tuple[str, str]], passed: dict[str, Any]

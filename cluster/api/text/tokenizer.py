@@ -82,6 +82,11 @@ class ModelTokenizer:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
         return ids
 
+    def encode_pair(self, left: str, right: str) -> list[int]:
+        """Return the tokens of two texts as one, with the tokens that the tokenizer puts around and between them."""
+        ids: list[int] = self._tokenizer.encode(left, right, verbose=False)
+        return ids
+
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         text: str = self._tokenizer.decode(
             list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False

@@ -154,8 +154,17 @@ def _load_without_bytes(model: Any, named: NamedTensors, dtype: torch.dtype) -> 
     return report
 
 
+def is_classifier(config: PretrainedConfig) -> bool:
+    """Report whether a model classifies texts: the ingress applies its head to the last hidden state."""
+    names = config.architectures
+    return isinstance(names, list) and str(names[:1]).endswith("ForSequenceClassification']")
+
+
 def _is_harmless(name: str, config: PretrainedConfig) -> bool:
-    """Report whether a tensor without a place does not change tokens: of layers that guess further tokens, or masks."""
+    """Report whether a tensor without a place does not change tokens: of layers that guess further tokens, masks, or a
+    head that is applied elsewhere."""
+    if name == "score.weight" and is_classifier(config):
+        return True
     if re.search(r"(^|\.)mtp\.|\.attn\.masked_bias$|^h\.\d+\.attn\.bias$|^transformer\.h\.\d+\.attn\.bias$", name):
         return True
     decoder, layer = config.get_text_config(decoder=True), re.search(r"\blayers\.(\d+)\.", name)

@@ -32,7 +32,7 @@ from crossdock.workers.model.weights.scheme import (
     scheme_of,
 )
 from crossdock.workers.model.weights.stored_tensors import Files, PackedTensor
-from crossdock.workers.model.weights.tensor_check import NamedTensors, check_tensors
+from crossdock.workers.model.weights.tensor_check import NamedTensors, check_tensors, is_classifier
 from crossdock.workers.model.weights.untrusted import naming, read_config_file
 from crossdock.workers.model.weights.weight_probe import check_products
 
@@ -52,6 +52,8 @@ def read_config(path: Path) -> PretrainedConfig:
     read_config_file(path)
     with naming(path / "config.json", kept=(OSError,)):
         config: PretrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    if is_classifier(config):
+        config.update({"tie_word_embeddings": True})  # it has no output projection, and no client asks for its tokens
     if quantisation(config.to_dict()) is None and (found := quantisation_at(path)) is not None:
         config.update({KEYS[0]: found})
     return config

@@ -13,7 +13,7 @@ import yaml
 
 from crossdock.cluster.api.body.bodies import ChatCompletionRequest, CompletionRequest
 from crossdock.cluster.api.body.constraints import STRUCTURED_OUTPUTS
-from crossdock.cluster.api.body.embedding_body import EmbeddingRequest
+from crossdock.cluster.api.body.embedding_body import ClassifyRequest, EmbeddingRequest
 from crossdock.cluster.api.body.generation_body import StreamOptions
 from crossdock.cluster.api.body.json_body import Body
 from crossdock.cluster.api.body.messages_body import MessagesRequest
@@ -73,6 +73,8 @@ def tables() -> str:
             ),
             "\n## /v1/embeddings\n",
             *_states(EmbeddingRequest),
+            "\n## /classify\n",
+            *_states(ClassifyRequest),
             "\n## /v1/score\n",
             *_states(ScoreRequest),
             "\n## /v1/rerank\n",

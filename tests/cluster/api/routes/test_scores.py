@@ -69,6 +69,7 @@ async def test_scores_at_all_paths_are_transformers_cosines(tokenizer: ModelToke
         ("/v1/score", {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "text_2"),
         ("/v1/score", {"text_1": "a", "text_2": [""]}, "text_2"),
         ("/v1/score", {"text_1": "a", "text_2": ["b"], "activation": False}, "activation"),
+        ("/classify", {"input": "a"}, "model"),
         ("/v1/rerank", {"query": "a", "documents": []}, "documents"),
         ("/v1/rerank", {"query": "a", "documents": [{"title": "b"}]}, "documents"),
         ("/v1/rerank", {"documents": ["a"]}, "query"),
