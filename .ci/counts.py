@@ -15,7 +15,7 @@ from statistics import mean, median
 
 CODE = ("cluster", "router", "workers", "kvtransfer", "kernels", ".ci")
 BUDGETS = {  # count: the most that there may be
-    "lines of code": 66_062,
+    "lines of code": 66_064,
     "lines of tests": 63_880,
     "lines of benchmarks": 11_802,
     "lines of benchmarks/RESULTS.md": 500,
