@@ -110,7 +110,10 @@ def part_of(
             raise ValueError("several tensors lie along its columns")
         return join_rows(parts).map(lambda tensor: tensor.clone(memory_format=torch.contiguous_format))
     except ValueError as error:
-        raise CannotCut(f"{name} cannot be divided among so many ranks: {error}") from error
+        raise CannotCut(
+            f"{name} cannot be divided among so many ranks: {error}; set a smaller tensor_parallel_size, or pipeline "
+            f"stages, which hold whole layers"
+        ) from error
 
 
 def put_forms(
