@@ -15,6 +15,7 @@ from math import inf
 from pathlib import Path
 from statistics import median
 
+import httpx
 import psutil
 from fleet import INGRESSES, NodeFleet
 from streams import POISON, Clients, Exchange, Reader, Told
@@ -148,6 +149,21 @@ class Chaos:
                 self.counts[f"file of a tier {kind}"] += 1
         return True
 
+    # -- adapters ------------------------------------------------------------------------------------------------------
+
+    def reload_adapter(self) -> bool:
+        """Unload an adapter, and load the adapter again a moment later."""
+        name = self.rng.choice(sorted(self.fleet.settings["model.lora_modules"]))
+        for action, body in (("unload", {}), ("load", {"lora_path": name})):
+            answer = httpx.post(
+                f"{self.fleet.url}/v1/{action}_lora_adapter", json={"lora_name": name} | body, timeout=60
+            )
+            if answer.status_code != 200:
+                self.problems.append(f"{action} of {name}: {answer.status_code} {answer.text[:200]}")
+            self.counts[f"adapter {action}ed"] += 1
+            time.sleep(self.rng.uniform(0, 0.3))
+        return True
+
     # -- the whole deployment ------------------------------------------------------------------------------------------
 
     @contextmanager
@@ -259,6 +275,7 @@ FAULTS: dict[str, list[tuple[float, Fault]]] = {  # by the name in --faults: fau
     "changes": [(1, Chaos.upgrade), (2, Chaos.drain), (3, Chaos.flip)],
     "upgrades": [(1, Chaos.upgrade)],
     "poison": [(1, Chaos.poison)],
+    "adapters": [(24, Chaos.reload_adapter)],
     "tiers": [(6, Chaos.spoil_files)],
 }
 

@@ -26,6 +26,7 @@ from crossdock.cluster.config import ClusterConfig
 from crossdock.cluster.config_file import load
 from crossdock.workers.model.weights.checkpoint import default_model_dir
 from crossdock.workers.replica.config import EngineConfig
+from crossdock.workers.schedule.submission import Adapter
 
 APP = "crossdock"
 INGRESSES = 2
@@ -62,6 +63,16 @@ def tiny_model(folder: Path, tokenizer: Any = None, num_heads: int = 4) -> Path:
     )
     LlamaForCausalLM(config).float().save_pretrained(folder)
     return folder
+
+
+def make_adapters(model: Path, folder: Path) -> list[Adapter]:
+    """Write six random adapters for all linears of a model of `tiny_model`, each under a name of its own."""
+    from transformers import AutoModelForCausalLM
+
+    from tests.workers.lora_oracle import tuned  # needs peft
+
+    module = AutoModelForCausalLM.from_pretrained(model)
+    return [tuned(module, folder / f"adapter-{seed}", seed).adapter for seed in range(6)]
 
 
 class NodeFleet:

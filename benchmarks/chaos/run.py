@@ -20,6 +20,7 @@ streams, and what is left at the end; exits with 1 if anything is wrong.
 | nodes | a node of replicas lost; Ray's GCS killed and restarted |
 | changes | rolling upgrades, drained replicas, flipped roles |
 | upgrades | rolling upgrades alone, one after the other |
+| adapters | adapters unloaded and loaded again; requests name six of them and the base model, replicas hold two |
 | tiers | files of pages that are changed, cut or removed; host memory and files below pools that are small |
 
 `--requests agents` streams the turns of agents, which repeat the turns before: pages are loaded from tiers, and fetched
@@ -67,7 +68,7 @@ sys.path += [str(folder) for folder in Path(__file__).resolve().parents[1:3]]  #
 
 import faulty
 from faults import FAULTS, Chaos, as_json, rows
-from fleet import NodeFleet, tiny_model
+from fleet import NodeFleet, make_adapters, tiny_model
 from streams import Clients, Habits, make_cases
 from tables import markdown
 
@@ -99,6 +100,8 @@ def parse() -> argparse.Namespace:
     given.faults = [] if given.faults == "none" else given.faults.split(",")
     if unknown := set(given.faults) - {*FAULTS, *_OTHERS}:
         parser.error(f"--faults: {', '.join(sorted(unknown))}: there are {', '.join([*FAULTS, *_OTHERS])}")
+    if "adapters" in given.faults and (given.emulated or given.requests not in ("completions", "agents")):
+        parser.error("--faults adapters: with --requests completions or agents, and without --emulated")
     if given.emulated and (given.requests not in ("completions", "agents") or "tiers" in given.faults):
         parser.error("--emulated: with --requests completions or agents, and without tiers")
     return given
@@ -119,6 +122,9 @@ def settings(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
     }
     if given.emulated:
         chosen |= {"engine.kv_cache_memory": None, "model.dtype": "auto", "pools.*.emulated": given.emulated}
+    if "adapters" in given.faults:
+        chosen |= {"engine.enable_lora": True, "engine.max_loras": 2, "http.lora_folder": f"{folder / 'adapters'}"}
+        chosen["model.lora_modules"] = {path.name: f"{path}" for path in (folder / "adapters").iterdir()}
     if "tiers" in given.faults:  # pools are small, so that pages are evicted
         tiers = {"host_memory": "1MiB", "files": f"{folder / 'pages'},8MiB", "memory": "3MiB"}
         chosen |= {f"engine.kv_cache_{name}": value for name, value in tiers.items()}
@@ -181,7 +187,8 @@ def run(given: argparse.Namespace, folder: Path) -> bool:
         does_clients, does_hostile = "clients" in given.faults, "hostile" in given.faults
         may_refuse = chosen["engine.admission"] == "reject" or does_answers
         may_suspect = not {"kill", "nodes", "poison"}.isdisjoint(given.faults)
-        habits = Habits(0.1 * does_clients, 0.05 * does_clients, 0.02 * does_hostile, may_refuse, may_suspect)
+        odd = 0.1 * does_clients, 0.05 * does_clients, 0.02 * does_hostile
+        habits = Habits(*odd, may_refuse, may_suspect, "adapters" in given.faults)
         clients = Clients(fleet.port, cases, habits, given.seed, given.streams)
         chaos = Chaos(fleet, clients, rng)
         began = time.monotonic()
@@ -203,8 +210,10 @@ def questions(given: argparse.Namespace, folder: Path) -> tuple[Path, Sequence[A
     """Make a model in a folder. Return the folder, and requests with known answers."""
     if given.requests in ("completions", "agents"):
         model = tiny_model(folder)
-        turns = given.requests == "agents"
-        return model, make_cases(model, 400, given.seed, are_turns=turns, emulated=given.emulated)
+        turns, adapters = given.requests == "agents", []
+        if "adapters" in given.faults:
+            adapters = make_adapters(model, folder.parent / "adapters")
+        return model, make_cases(model, 400, given.seed, are_turns=turns, emulated=given.emulated, adapters=adapters)
     # Late: they import the tests' small models.
     from conversations import agent_tokenizer, make_agent, make_conversations
     from picture_chats import make_picture_chats, picture_model

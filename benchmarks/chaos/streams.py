@@ -21,11 +21,10 @@ from pydantic import ByteSize
 from crossdock.cluster.bench.http import HttpResponse
 from crossdock.cluster.config import emulated_device
 from crossdock.workers.model.load import load_model
-from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.computing import new_engine
 from crossdock.workers.replica.engine.emulated import emulated_engine
-from crossdock.workers.schedule.submission import SamplingParams, Submission
+from crossdock.workers.schedule.submission import Adapter, SamplingParams, Submission
 
 HUNG_S = 60.0  # without a byte: the stream hangs
 MAX_MODEL_LEN = 1024
@@ -57,11 +56,13 @@ class Case:
     sampling: dict[str, Any]
     expected: list[int]
     path: str = "/v1/completions"
+    adapter: Adapter | None = None  # None: the base model's answer
     is_turn: bool = False  # of a conversation: its beginning is cached, or lies in a tier, or is fetched
 
     def body(self, rng: random.Random) -> dict[str, Any]:
         """Return the request. Most but turns have a cache of their own, so that their prompts are computed."""
-        body = {"model": "tiny", "prompt": self.prompt, "ignore_eos": True, "stream": True, "return_token_ids": True}
+        model = self.adapter.name if self.adapter else "tiny"
+        body = {"model": model, "prompt": self.prompt, "ignore_eos": True, "stream": True, "return_token_ids": True}
         body |= self.sampling
         body["service_tier"] = rng.choice(_CLASSES)
         if not self.is_turn and rng.random() < 0.7:
@@ -78,7 +79,7 @@ class Case:
         return None if is_right else f"wrong tokens {tokens}, not {expected}"
 
     def __str__(self) -> str:
-        return f"{len(self.prompt)} prompt tokens, {self.sampling}"
+        return f"{len(self.prompt)} prompt tokens, {self.sampling}, {self.adapter and self.adapter.name}"
 
 
 class TokenAnswer:
@@ -94,13 +95,19 @@ class TokenAnswer:
 
 
 def make_cases(
-    model: Path, count: int, seed: int, *, are_turns: bool = False, emulated: str | None = None
+    model: Path,
+    count: int,
+    seed: int,
+    *,
+    are_turns: bool = False,
+    emulated: str | None = None,
+    adapters: Sequence[Adapter] = (),
 ) -> list[Case]:
     """Compute the answers beforehand, on an engine of this process that nothing disturbs.
 
     `are_turns`: prompts are the turns of agents, each with the turns before it, and begin with one of two instructions.
     A third is sampled with a seed. Cases whose answer depends on the sizes of chunks are left out: two tokens are
-    equally likely there to the last digits, and either is right.
+    equally likely there to the last digits, and either is right. `adapters`: of which prompts name one, or none.
     """
     rng = random.Random(f"cases {seed}")
     asked = []
@@ -114,12 +121,12 @@ def make_cases(
         sampling: dict[str, Any] = {"max_tokens": rng.choice(_OUTPUTS), "temperature": 0.0}
         if rng.random() < 1 / 3:
             sampling |= {"temperature": 0.8, "seed": number}
-        asked.append((prompt, sampling))
+        asked.append((prompt, sampling, rng.choice([None, *adapters])))
     torch.set_num_threads(1)  # a second thread would spin and take the core from other processes
     answers = [_answers(model, asked, budget, emulated) for budget in (512, 96)]
     cases = [
-        Case(*question, answer, is_turn=are_turns)
-        for question, answer, other in zip(asked, *answers, strict=True)
+        Case(prompt, sampling, answer, adapter=adapter, is_turn=are_turns)
+        for (prompt, sampling, adapter), answer, other in zip(asked, *answers, strict=True)
         if answer == other
     ]
     if len(cases) < 0.97 * count:
@@ -128,21 +135,23 @@ def make_cases(
 
 
 def _answers(
-    model: Path, asked: Sequence[tuple[list[int], dict[str, Any]]], budget: int, emulated: str | None
+    model: Path, asked: Sequence[tuple[list[int], dict[str, Any], Adapter | None]], budget: int, emulated: str | None
 ) -> list[list[int]]:
     config = EngineConfig(
         kv_cache_memory=None if emulated else ByteSize(256 << 20),
         max_num_batched_tokens=budget,
         admission="queue",
         enable_prefix_caching=False,
+        enable_lora=not emulated,
+        max_loras=8,
     )
     if emulated:
         engine = emulated_engine(emulated_device(emulated).profile.slowed(1e-6), config, model)
     else:
-        engine = new_engine(load_model(ModelSpec(str(model), "float32", MAX_MODEL_LEN)), config)
+        engine = new_engine(load_model(config.model_spec(str(model), "float32", MAX_MODEL_LEN)), config)
     tokens: dict[str, list[int]] = collections.defaultdict(list)
-    for number, (prompt, sampling) in enumerate(asked):
-        engine.add(Submission(f"{number}", prompt, SamplingParams(ignore_eos=True, **sampling)))
+    for number, (prompt, sampling, adapter) in enumerate(asked):
+        engine.add(Submission(f"{number}", prompt, SamplingParams(ignore_eos=True, **sampling), adapter=adapter))
     while engine.has_work:
         for delta in engine.step().deltas:
             tokens[delta.request_id] += delta.token_ids
@@ -287,6 +296,7 @@ class Habits:
     hostile: float = 0.0
     may_refuse: bool = False  # 429 before the first token
     may_suspect: bool = False  # the request was on several replicas when they were killed
+    may_unload: bool = False  # 404 before the first token
 
 
 @dataclass(slots=True)
@@ -400,6 +410,8 @@ class Clients:
             return "429 before the first token"
         if told.is_suspect and self.habits.may_suspect:
             return "told to be suspect: several of its replicas were killed"
+        if told.status == 404 and self.habits.may_unload and not told.num_events:
+            return "404 of an adapter that is unloaded"
         return None
 
     def _is_cut_by_kill(self, exchange: Exchange) -> bool:

@@ -10,11 +10,13 @@ tokens per second, their ratio, and the gaps between a stream's tokens in ms. Ru
 
 import argparse
 import json
+import os
 import statistics
 import tempfile
 import time
 from pathlib import Path
 
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in replicas; torch reads it when imported
 import torch
 from safetensors.torch import save_file
 
@@ -23,6 +25,8 @@ from crossdock.workers.replica.config import EngineConfig, ReplicaSpec
 from crossdock.workers.replica.engine.calibrate import warm_up
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.replica.engine.engine_loader import load_engine
+from crossdock.workers.replica.serving.interpreter import prepare_interpreter
+from crossdock.workers.schedule.cost.cost import StepCost
 from crossdock.workers.schedule.submission import Adapter, SamplingParams, Submission
 
 
@@ -42,11 +46,11 @@ def random_adapter(engine: Engine, folder: Path, rank: int, seed: int) -> Adapte
 
 
 def run_round(
-    engine: Engine, adapters: list[Adapter | None], *, streams: int, tokens: int, number: int
-) -> tuple[float, float, list[float]]:
+    engine: Engine, adapters: list[Adapter | None], cost: StepCost, *, streams: int, tokens: int, number: int
+) -> tuple[float, float, list[float], list[float]]:
     """Serve one request for each of `adapters`, so many at a time.
 
-    Returns output tokens per second, tokens per second of CPU time, and gaps in seconds.
+    Returns output tokens per second, tokens per second of CPU time, gaps in seconds, and relative errors of `cost`.
     """
     sampling = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
     waiting = [
@@ -54,13 +58,15 @@ def run_round(
         for at, adapter in enumerate(adapters)
     ]
     last, gaps, num_live, num_tokens, started = {}, list[float](), 0, 0, time.perf_counter()
-    cpu = time.process_time()
+    cpu, errors = time.process_time(), list[float]()
     while waiting or num_live:
         while waiting and num_live < streams:
             engine.add(waiting.pop(0))
             num_live += 1
         step = engine.step()
         now = time.perf_counter()
+        if step.deltas:
+            errors.append(abs(cost.seconds(step.batch.work) / step.seconds - 1))
         for delta in step.deltas:
             assert delta.error is None, delta.error
             num_tokens += len(delta.token_ids)
@@ -68,7 +74,7 @@ def run_round(
                 gaps.append(now - last[delta.request_id])
             last[delta.request_id] = now
             num_live -= delta.finish_reason is not None
-    return num_tokens / (time.perf_counter() - started), num_tokens / (time.process_time() - cpu), gaps
+    return num_tokens / (time.perf_counter() - started), num_tokens / (time.process_time() - cpu), gaps, errors
 
 
 def main() -> None:
@@ -81,18 +87,21 @@ def main() -> None:
     )
     engine = load_engine(ReplicaSpec(config.model_spec(None), config, torch.get_num_threads()))
     warm_up(engine)
+    assert engine.cost_fit is not None
+    cost = engine.cost_fit.cost
+    prepare_interpreter()
     with tempfile.TemporaryDirectory() as folder:
         own = [random_adapter(engine, Path(folder) / f"{n}", given.rank, n) for n in range(given.adapters)]
         kinds: dict[str, list[Adapter | None]] = {"base": [None] * given.adapters, "adapters": [*own]}
-        found: dict[str, list[tuple[float, float, list[float]]]] = {name: [] for name in kinds}
+        found: dict[str, list[tuple[float, float, list[float], list[float]]]] = {name: [] for name in kinds}
         for number in range(given.rounds + 1):
             for name, adapters in kinds.items():
                 sizes = {"streams": given.streams, "tokens": given.tokens}
-                one = run_round(engine, adapters, **sizes, number=number * 2 + (name == "base"))
+                one = run_round(engine, adapters, cost, **sizes, number=number * 2 + (name == "base"))
                 if number:  # the first round loads adapters and fills caches
                     found[name].append(one)
         for name, rounds in found.items():
-            gaps = sorted(gap for *_, each in rounds for gap in each)
+            gaps = sorted(gap for *_, each, _ in rounds for gap in each)
             rates = ", ".join(f"{rate:.0f}" for rate, *_ in rounds)
             p99 = gaps[int(0.99 * len(gaps))]
             print(
@@ -104,8 +113,9 @@ def main() -> None:
             ratios = [with_[at] / base[at] for base, with_ in pairs]  # type: ignore[operator]
             print(f"ratio of {what}: {statistics.median(ratios):.2f} ({', '.join(f'{each:.2f}' for each in ratios)})")
         slots, fit = engine.scheduler.adapters, engine.cost_fit
-        error = fit.error(0.5) if fit else 0.0
-        print(f"{slots.num_loads} loads of {1e3 * slots.load_s:.0f} ms; step error p50 {error:.1%}")
+        refined, unrefined = fit.error(0.5), statistics.median(found["adapters"][-1][3])
+        print(f"{slots.num_loads} loads of {1e3 * slots.load_s:.0f} ms")
+        print(f"step error p50 {refined:.1%} of the newest; the last round by the cost of the start {unrefined:.1%}")
     if engine.adapters is not None:
         engine.adapters.close()
 

@@ -158,7 +158,7 @@ def _factors(file: Path) -> dict[str, tuple[Factor, Factor]]:
             raise ValueError(f"{file} has one of the two tensors of {module}")
     ends = [factor.offset + factor.num_bytes for pair in found.values() for factor in pair.values()]
     if max(ends, default=0) != file.stat().st_size:
-        raise ValueError(f"{file} has no tensor, or bytes after the last one")
+        raise ValueError(f"{file} has no tensor, or its tensors do not end where the file does")
     return {module: (pair["A"], pair["B"]) for module, pair in found.items()}
 
 
@@ -184,6 +184,6 @@ def _factor(file: Path, name: str, entry: Any, start: int) -> Factor:
     except (TypeError, KeyError, ValueError):
         raise ValueError(f"{file}: {name:.200} is no matrix") from None
     is_sound = all(type(size) is int and size >= 0 for size in sizes) and dtype in _BYTES and min(rows, columns) > 0
-    if not is_sound or end - begin != prod((rows, columns, _BYTES[dtype])) or start + end > file.stat().st_size:
-        raise ValueError(f"{file}: {name:.200} is no matrix of {', '.join(_BYTES)} that is in the file")
+    if not is_sound or end - begin != prod((rows, columns, _BYTES[dtype])):
+        raise ValueError(f"{file}: {name:.200} is no matrix of {', '.join(_BYTES)} ")
     return Factor(dtype, rows, columns, start + begin, end - begin)
