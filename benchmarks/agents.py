@@ -7,8 +7,8 @@
 The load is `crossdock bench -w agents`: sessions of many turns, each of which repeats all before it. All settings get
 the same sessions and the same KV memory, `--kv-tokens` in all; two replicas have half each. `unpriced`: the router does
 not count evictions of a request. `files`: pages that leave a pool go to files, and take no more memory; `host`: they go
-to the host's memory, `--host-tokens` in all. Agents wait for answers, so a slow server gets fewer turns: look at the
-turns as well as at the times.
+to the host's memory, `--host-tokens` in all. `fixed`: with vLLM's rule of chunks, which keeps no stream's pace. Agents
+wait for answers, so a slow server gets fewer turns: look at the turns as well as at the times.
 
 Settings run one at a time, each on a server of its own, and alternate in every repeat. Run nothing else beside them.
 """
@@ -31,11 +31,13 @@ from crossdock.cluster.bench.run import BenchOptions, run_bench
 from crossdock.workers.model.weights.checkpoint import default_model_dir
 
 HERE = Path(__file__).resolve().parent
+BUDGET = ("--max-num-batched-tokens", "512")
 SETTINGS: dict[str, tuple[int, tuple[str, ...]]] = {  # replicas, and flags
     "one": (1, ()),
     "two": (2, ()),
     "two-unpriced": (2, ("--set", "router.evictions=ignored")),
     "two-host": (2, ("--kv-cache-host-memory", "{host}")),
+    "two-host-fixed": (2, ("--kv-cache-host-memory", "{host}", "--chunk-policy", "fixed", *BUDGET)),
     "two-files": (2, ("--kv-cache-files", "{files},8GiB")),
     "vllm": (1, ()),
 }
@@ -56,7 +58,15 @@ def command(name: str, args: argparse.Namespace) -> list[str]:
         venv = ["--venv", str(args.venvs / "vllm")] if args.venvs else []
         # In pages, because on CPUs vLLM 0.32 takes no notice of --kv-cache-memory-bytes.
         memory = ["--block-size", str(VLLM_PAGE), "--num-gpu-blocks-override", str(args.kv_tokens // VLLM_PAGE)]
-        return [*script, *venv, "--budget", "512", *memory, "--enable-prefix-caching", "--enable-prompt-tokens-details"]
+        return [
+            *script,
+            *venv,
+            "--budget",
+            BUDGET[1],
+            *memory,
+            "--enable-prefix-caching",
+            "--enable-prompt-tokens-details",
+        ]
     count, flags = SETTINGS[name]
     size = str(args.kv_tokens * token_bytes(args.model) // count)
     pools = ["--pools", f"mixed={count}"] if count > 1 else []
@@ -88,6 +98,7 @@ def measure(server: RunningServer, args: argparse.Namespace) -> Row:
         "TTFT p50": spread.get("p50", float("nan")),
         "p95": times[min(int(0.95 * len(times)), len(times) - 1)] if times else float("nan"),
         "mean": spread.get("mean", float("nan")),
+        "TPOT p50": spread_ms(sample.tpot for sample in samples if sample.tpot is not None).get("p50", float("nan")),
         "others CPU %": 100 * others.share(),
     }
 

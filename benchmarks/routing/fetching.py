@@ -1,10 +1,13 @@
 """Compare, in simulation on the costs of GPUs, this router with others that keep conversations where their pages are.
 
     python benchmarks/routing/fetching.py --seeds 2
+    python benchmarks/routing/fetching.py --highest      # 8 minutes
 
-First, one prompt whose prefix is on another replica: predicted seconds to its first token, computed and fetched.
+First, one prompt whose prefix is on another replica, at several rates of its link: predicted seconds to its first
+token, computed, fetched, and cut: computed from its beginning while it is fetched from its end.
 Then loads on fleets whose pools are too small for them, with host memory below. Each row plays the same requests. The
 last column is the goodput: requests a second whose first token comes within 1 s and whose tokens come within 50 ms.
+`--highest` finds, for each router, the highest load at which 95 % of requests are such, in place of all this.
 
 `pinned` does what ConServe does (arXiv 2606.01839): a conversation's first turn goes to the replica on which the fewest
 tokens of conversations lie, and all later turns go to the same replica. `prefix-affinity` is SGLang's choice.
@@ -14,6 +17,7 @@ import argparse
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from statistics import fmean
 from typing import Any
 from unittest.mock import patch
@@ -28,7 +32,7 @@ from crossdock.cluster.bench.workloads import Job, Segment
 from crossdock.cluster.simulate import simulation
 from crossdock.cluster.simulate.fleet import SimulatedFleet, describe
 from crossdock.router.fleet import Fleet
-from crossdock.router.placement import Placement, Query
+from crossdock.router.placement import HANDOVER_S, Placement, Query
 from crossdock.workers.report.advertise import LiveProfile, PageChanges, Prompts
 from crossdock.workers.report.presets import preset
 from crossdock.workers.schedule.memory.prefix_index import PageHash, hash_pages
@@ -37,7 +41,8 @@ SECONDS = 300.0
 LENGTH = 16_000  # tokens at which a session ends: 1,000 pages
 SYSTEM_PAGES = 80  # of a session's beginning, which others share
 PRESETS = ("h100-8b", "h100-70b")
-LENGTHS = (512, 2048, 8192, 49_152)  # tokens of a prefix
+LENGTHS = (2048, 8192, 49_152)  # tokens of a prefix
+RATES = (1.25e9, 12.5e9, 50e9)  # bytes a second of a link
 ROUTERS: dict[str, dict[str, str]] = {
     "seconds": {},
     "without fetches": {"shipping": "never"},
@@ -45,6 +50,7 @@ ROUTERS: dict[str, dict[str, str]] = {
     "pinned": {"shipping": "never"},
 }
 TTFT_S, TPOT_S = 1.0, 0.05  # of a good request
+MOST_BAD, SEARCH_SECONDS = 0.05, 100.0  # of a load that a fleet bears; simulated
 
 
 @dataclass(slots=True)
@@ -86,19 +92,23 @@ def fleet(names: Sequence[str], router: dict[str, str], host: str = "0B", **chan
     return describe({"pools": pools, "router": router})
 
 
-def one_prompt(name: str, tokens: int) -> tuple[float, float]:
-    """Return the predicted seconds to the first token of a prompt, computed and fetched.
+def one_prompt(name: str, tokens: int, rate: float) -> tuple[float, float, float]:
+    """Return the predicted seconds to the first token of a prompt: computed, fetched, and cut.
 
-    Its prefix of `tokens` tokens is on another replica, which is busy for 20 s."""
-    profile = preset(name).model_copy(update={"peer": b"a dock", "compatibility": "one"})
+    Its prefix of `tokens` tokens is on another replica, which is busy for 20 s and sends `rate` bytes a second.
+    Cut, the replica computes all the time; fetched, it computes the last 32 tokens."""
+    profile = preset(name).model_copy(update={"peer": b"a dock", "compatibility": "one", "bytes_per_second": rate})
     router, hashes = Fleet(), hash_pages(range(tokens + 32), profile.page_size)
     places = {"places": (64,) * len(profile.slo_classes), "free_pages": (20_000,) * len(profile.slo_classes)}
     for replica, prompts in (("holder", (Prompts(0, 6, 4, 400_000, 20.0),)), ("other", ())):
         router.join(replica, profile, 0.0)
         router.hear(replica, LiveProfile("first", 1, (), prompts, **places), 0.0)
     router.hear_pages("holder", PageChanges("first", 1, hashes[: tokens // profile.page_size]))
-    ways = router.choose(Query("prompt", tokens + 32, hashes), 0.0).alternatives
-    return ways["compute"], ways.get("fetch", ways["compute"])
+    computed = router.choose(Query("prompt", tokens + 32, hashes), 0.0).alternatives["compute"]
+    rest = profile.cost.chunk_step_seconds(tokens, 32)
+    travel = tokens / profile.page_size * profile.page_bytes / rate
+    wait, saved = HANDOVER_S + travel, computed - rest
+    return computed, rest + wait, rest + saved * wait / (saved + travel)
 
 
 def agents(seed: int, count: float) -> Sequence[Job]:
@@ -116,52 +126,83 @@ def chats(seed: int, rate: float) -> Iterator[Job]:
 LIKE, UNLIKE = ("h100-8b",) * 4, ("h100-8b", "h100-8b", "a100-8b", "l4-8b")
 SMALL = {"num_pages": 1500, "max_model_len": LENGTH}
 LOADS: dict[str, tuple[Callable[[int, float], Any], Sequence[float], Sequence[str], str, dict[str, int]]] = {
-    "agents": (agents, (24, 48, 72), LIKE, "8GiB", SMALL),
-    "agents, unlike GPUs": (agents, (16, 32, 48), UNLIKE, "8GiB", SMALL),
-    "chats a second": (chats, (60, 90, 120), LIKE, "8GiB", {"num_pages": 20_000}),
+    "agents": (agents, (48, 600), LIKE, "8GiB", SMALL),
+    "agents, unlike GPUs": (agents, (32, 400), UNLIKE, "8GiB", SMALL),
+    "chats a second": (chats, (60, 240), LIKE, "8GiB", {"num_pages": 20_000}),
 }
 
 
-def row(name: str, simulated: SimulatedFleet, loads: Sequence[Any]) -> tuple[list[str], float]:
-    """Return the cells of a row, and the goodput: hits in percent, TTFT in ms, fetches and good requests."""
+def played(name: str, simulated: SimulatedFleet, seeds: Sequence[Any], seconds: float) -> list[simulation.Outcome]:
+    """Play each load once, with one of the routers."""
     with patch.object(simulation, "Fleet", PinnedFleet if name == "pinned" else Fleet):
-        outcomes = [simulation.Simulation(simulated, seed).run(jobs, SECONDS) for seed, jobs in enumerate(loads)]
+        return [simulation.Simulation(simulated, seed).run(jobs, seconds) for seed, jobs in enumerate(seeds)]
+
+
+def num_good(outcomes: Sequence[simulation.Outcome]) -> tuple[int, float, float]:
+    """Return how many requests were good, their share, and how many there were in a second."""
     samples = [sample for each in outcomes for sample in each.samples]
     seconds = sum(max(sample.ended for sample in each.samples) for each in outcomes)
-    times = [1000 * sample.ttft for sample in samples if sample.ok]
+    good = sum(each.ok and each.ttft <= TTFT_S and (each.tpot or 0.0) <= TPOT_S for each in samples)
+    return good, good / len(samples), good / seconds
+
+
+def row(name: str, simulated: SimulatedFleet, loads: Sequence[Any]) -> list[str]:
+    """Return the cells of a row: hits in percent, fetches in percent, TTFT in ms, and good requests."""
+    outcomes = played(name, simulated, loads, SECONDS)
+    times = [1000 * sample.ttft for each in outcomes for sample in each.samples if sample.ok]
     reasons = Counter(word for each in outcomes for placed in each.placed for word in placed.reason.split())
-    good = [each for each in samples if each.ok and each.ttft <= TTFT_S and (each.tpot or 0.0) <= TPOT_S]
-    cells = [100 * fmean(hit_rate(each.samples) or 0.0 for each in outcomes), 100 * reasons["fetched"] / len(samples)]
-    cells += [fmean(times), *np.percentile(times, (50, 95)), 100 * len(good) / len(samples)]
-    goodput = len(good) / seconds
-    return [f"{cell:.1f}" if cell < 100 else f"{cell:.0f}" for cell in cells] + [f"{goodput:.2f}"], goodput
+    _, share, goodput = num_good(outcomes)
+    cells = [100 * fmean(hit_rate(each.samples) or 0.0 for each in outcomes), 100 * reasons["fetched"] / len(times)]
+    cells += [fmean(times), *np.percentile(times, (50, 95)), 100 * share]
+    return [f"{cell:.1f}" if cell < 100 else f"{cell:.0f}" for cell in cells] + [f"{goodput:.2f}"]
+
+
+def highest(name: str, load: str) -> tuple[int, float]:
+    """Return the highest load that a router bears, by bisection, and its good requests a second."""
+    jobs, (least, most), names, host, sizes = LOADS[load]
+    found, low, high = (0, 0.0), float(least), float(most)
+    for _ in range(6):
+        amount = round((low * high) ** 0.5)
+        simulated = fleet(names, ROUTERS[name], host, **sizes)
+        _, share, goodput = num_good(played(name, simulated, [jobs(0, amount)], SEARCH_SECONDS))
+        if share >= 1 - MOST_BAD:
+            found, low = (amount, goodput), amount
+        else:
+            high = amount
+    return found
 
 
 def main() -> None:
-    """Print both tables."""
+    """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=2, help="simulations of each row (default: %(default)s)")
     parser.add_argument("--loads", default=";".join(LOADS), help="joined by semicolons (default: %(default)s)")
-    args = parser.parse_args()
-    console = Console(width=120)
-    out = Table("replica", "tokens of the prefix", "computed, ms", "fetched, ms", title="One prompt")
-    for name in PRESETS:
-        for tokens in LENGTHS:
-            out.add_row(name, f"{tokens:,}", *(f"{1000 * seconds:.0f}" for seconds in one_prompt(name, tokens)))
+    parser.add_argument("--amounts", type=float, nargs="+", default=[48, 72], help="of each load (default: 48 72)")
+    parser.add_argument("--highest", action="store_true", help="find the highest load that each router bears")
+    args, console = parser.parse_args(), Console(width=120)
+    if args.highest:
+        names = [name for name in ROUTERS if name != "without fetches"]
+        out = Table("load", *names, "the best other", title="Highest load, and good requests a second")
+        for load in args.loads.split(";"):
+            found = {name: highest(name, load) for name in names}
+            ours, *others = [goodput for _, goodput in found.values()]
+            cells = (f"{amount}: {goodput:.2f}" for amount, goodput in found.values())
+            out.add_row(load, *cells, f"{ours / max(others):.2f} x")
+        console.print(out)
+        return
+    out = Table("replica", "tokens", "GB/s", "computed, ms", "fetched", "cut", title="One prompt")
+    for name, tokens, rate in product(PRESETS, LENGTHS, RATES):
+        seconds = one_prompt(name, tokens, rate)
+        out.add_row(name, f"{tokens:,}", f"{rate / 1e9:.4g}", *(f"{1000 * each:.0f}" for each in seconds))
     console.print(out)
     cells = ("cached, %", "fetched, %", "TTFT mean, ms", "p50", "p95", "good, %", "good /s")
     for load in args.loads.split(";"):
-        jobs, amounts, names, host, sizes = LOADS[load]
-        out, most = Table("load", "router", *cells, title=f"{load}: {', '.join(names)}"), Counter[str]()
-        for amount in amounts:
-            for name, router in ROUTERS.items():
-                played = [jobs(seed, amount) for seed in range(args.seeds)]
-                found, goodput = row(name, fleet(names, router, host, **sizes), played)
-                most[name] = max(most[name], goodput)
-                out.add_row(f"{amount} {load}", name, *found)
+        jobs, _, kinds, host, sizes = LOADS[load]
+        out = Table("load", "router", *cells, title=f"{load}: {', '.join(kinds)}")
+        for amount, (name, router) in product(args.amounts, ROUTERS.items()):
+            found = row(name, fleet(kinds, router, host, **sizes), [jobs(seed, amount) for seed in range(args.seeds)])
+            out.add_row(f"{amount:g} {load}", name, *found)
         console.print(out)
-        ours = most["seconds"]
-        console.print("highest goodput / this router's: ", {name: round(each / ours, 3) for name, each in most.items()})
 
 
 if __name__ == "__main__":

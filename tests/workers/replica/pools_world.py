@@ -38,7 +38,9 @@ from crossdock.workers.schedule.batch import Scheduled
 from crossdock.workers.schedule.drafts.drafting import DraftPolicy
 from crossdock.workers.schedule.drafts.speculative_config import SpeculativeConfig
 from crossdock.workers.schedule.memory.pages import PagePool
-from crossdock.workers.schedule.memory.prefix_index import HOLE, Window
+from crossdock.workers.schedule.memory.prefix_index import HOLE, PageHash, Window
+from crossdock.workers.schedule.prefixes.loading import PrefixLoad
+from crossdock.workers.schedule.prefixes.tier_pages import PageKey, PageTier, TierPages
 from crossdock.workers.schedule.request import FinishReason, Request, TokenDelta
 from crossdock.workers.schedule.submission import Leg, SamplingParams, Submission
 from tests.workers.schedule.model_free_replica import (
@@ -157,11 +159,14 @@ class PoolReplica:
 
     on_scheduled: list[Callable[[Any], None]] = field(default_factory=list)
     memory: dict[int, list[int | None]] = field(default_factory=dict)  # by page: the content of its tokens
+    stored: dict[PageKey, list[list[int | None]]] = field(default_factory=dict)  # by evicted page: its content
+    loads: list[PrefixLoad] = field(default_factory=list)  # that end before the next step
 
     def __post_init__(self) -> None:
         defaults = {"max_num_batched_tokens": 24, "max_num_seqs": 8, "admission": "queue", "slo_classes": CLASSES}
         drafting = DraftPolicy(DRAFTS) if self.world.is_drafting else None
         settings = defaults | self.settings
+        self.tier = PageTier("host", store_s=1e-4, load_s=1e-4)
         self.scheduler = new_scheduler(
             self.num_pages,
             LONGEST,
@@ -169,6 +174,8 @@ class PoolReplica:
             drafting=drafting,
             windows=self.world.windows,
             state_pages=self.world.state_pages,
+            tiers=TierPages([self.tier]) if self.world.has_tiers else None,
+            on_evict=self.store if self.world.has_tiers else None,
             **settings,
         )
         self.pages: PagePool = self.scheduler.pages
@@ -215,10 +222,33 @@ class PoolReplica:
         for delta in deltas:
             self.world.post(self.name, "router", delta)
 
+    def store(self, group: int, page_hash: PageHash, pages: Sequence[int], _: float) -> None:
+        key = PageKey(group, page_hash)
+        self.stored[key] = [list(self.memory[page]) for page in pages]
+        self.tier.stored(key, 1e-4)
+
+    def end_loads(self) -> None:
+        """End the loads that began before the last step, those of tails from the last page backward."""
+        loads, self.loads = self.loads, self.scheduler.loading.take_begun()
+        for load in loads:
+            tail, first = load.tail, load.prefix.num_landed
+            if tail is not None:
+                numbers = [*iter(tail.take_last, None)]
+                first = numbers[-1] if numbers else tail.num_pages
+            for each in load.pages:
+                if each.number >= first:
+                    self.memory.update(zip(each.pages, map(list, self.stored[each.key]), strict=True))
+                    self.world.num_loaded += len(each.pages)
+            if tail is not None:
+                self.scheduler.loading.meet(load, first)
+            else:
+                self.scheduler.loading.finish(load, len(load.prefix.hashes))
+
     def step(self) -> bool:
         """Do one turn. Return whether something was computed."""
         while self.inbox:
             self.inbox.popleft()()
+        self.end_loads()
         self.handover.plan()
         batch = None
         if self.scheduler.table.has_work:
@@ -298,9 +328,12 @@ class World:
         windows: Sequence[Window] = (None,),
         state_pages: int = 0,
         is_fetching: bool = False,
+        has_tiers: bool = False,
         **settings: Any,
     ) -> None:
         self.now = 0.0
+        self.has_tiers = has_tiers
+        self.num_loaded = 0  # pages, from tiers
         self.is_fetching = is_fetching
         self.windows = windows  # of each group of layers
         self.state_pages = state_pages  # of the recurrent state of one request
@@ -338,6 +371,7 @@ class World:
         name = f"r{len(self.clients)}"
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
         number = len(self.clients) % 2 if self.is_fetching else len(self.clients) * 7
+        number = len(self.clients) % 5 if self.has_tiers and not self.is_fetching else number  # evicted ones come back
         prompt = [(number + at) % 40 + 1 for at in range(num_tokens)]
         client = self.clients[name] = Client(Submission(name, prompt, sampling, slo_class=slo_class), self.now)
         self.place(client)

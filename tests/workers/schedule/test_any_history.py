@@ -1,5 +1,7 @@
 """Any history of a scheduler without a model, in every mode that a replica can have."""
 
+import sys
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -32,7 +34,8 @@ class ReturningHistory(AnyHistory):
         super().teardown()
 
 
-def test_any_history_of_prefixes_that_return_mostly_loads_pages() -> None:
+@pytest.mark.parametrize("count", [60, pytest.param(1000, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])])
+def test_any_history_of_prefixes_that_return_mostly_loads_pages(count: int) -> None:
     loaded, met = list[int](), list[int]()
 
     class Counted(ReturningHistory):
@@ -41,7 +44,8 @@ def test_any_history_of_prefixes_that_return_mostly_loads_pages() -> None:
             loaded.append(self.num_loaded)
             met.append(self.num_met)
 
-    run_state_machine_as_test(Counted, settings=settings(HISTORIES, max_examples=60))
+    run_state_machine_as_test(Counted, settings=settings(HISTORIES, max_examples=count))
+    sys.stdout.write(f"{len(loaded)} histories, {sum(loaded)} pages loaded, {sum(met)} prompts met their load\n")
     assert sum(count > 0 for count in loaded) > len(loaded) / 2, loaded
     assert sum(count > 0 for count in met) >= 3, met
 

@@ -1,6 +1,7 @@
 """Both pools in any history: every request ends while replicas live, pages balance, and urgent requests do not wait for
 pages that less urgent ones hold."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -36,6 +37,7 @@ class Pools(AnyPools):
     state_pages = (0, 0, 3)
     spare = st.tuples(st.integers(1, 15), st.integers(1, 15))  # pages beyond the least, of each replica
     is_fetching = st.booleans()
+    has_tiers = st.booleans()
     sizes = st.lists(st.integers(1, 50), min_size=1, max_size=6)  # of prompts
 
     @initialize(
@@ -45,13 +47,13 @@ class Pools(AnyPools):
         data=st.data(),
     )
     def begin(self, both_ways: bool, is_drafting: bool, seqs: int, data: st.DataObject) -> None:
-        spare, is_fetching = data.draw(self.spare), data.draw(self.is_fetching)
+        spare, is_fetching, has_tiers = (data.draw(each) for each in (self.spare, self.is_fetching, self.has_tiers))
         windows, state_pages = data.draw(st.sampled_from(self.windows)), data.draw(st.sampled_from(self.state_pages))
         is_drafting &= len(windows) == 1
         needs = PageNeeds(PAGE_SIZE, windows, 24, state_pages)
         least = max(needs.at_most(LONGEST), needs.held(LONGEST))
         sizes = (least + each for each in spare)
-        kind = both_ways, is_drafting, windows, state_pages, is_fetching
+        kind = both_ways, is_drafting, windows, state_pages, is_fetching, has_tiers
         self.world = World(*sizes, *kind, max_num_seqs=seqs, starvation_s=5.0)
 
     @rule(data=st.data(), slo_class=CLASS, max_tokens=st.integers(1, 12))
@@ -116,6 +118,24 @@ class FetchingPools(Pools):
         super().teardown()
 
 
+class TieredPools(Pools):
+    """Small pools above tiers: five prefixes evict each other and come back."""
+
+    has_tiers = st.just(True)
+    sizes = st.lists(st.integers(20, 50), min_size=1, max_size=3)
+
+    @rule(size=st.integers(30, 50))
+    def come_back(self, size: int) -> None:
+        for _ in range(8):
+            self.world.submit(size, "standard", 2)
+            for _ in range(10):
+                self.world.go_round()
+
+    def teardown(self) -> None:
+        self.come_back(50)
+        super().teardown()
+
+
 class PlainPools(Pools):
     """Pools of a model without windows."""
 
@@ -134,21 +154,24 @@ TestPools.settings = HISTORIES
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("machine", [Pools, FetchingPools])
+@pytest.mark.parametrize("machine", [Pools, FetchingPools, TieredPools])
 def test_pools_in_five_thousand_histories_all_end(machine: type[Pools]) -> None:
     run_state_machine_as_test(machine, settings=settings(HISTORIES, max_examples=5000))
 
 
-def test_pools_that_fetch_mostly_fetch_pages_in_any_history() -> None:
-    fetched = list[int]()
+@pytest.mark.parametrize("count", [12, pytest.param(1000, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])])
+@pytest.mark.parametrize(("machine", "name"), [(FetchingPools, "num_fetched"), (TieredPools, "num_loaded")])
+def test_pools_mostly_fetch_or_load_pages_in_any_history(machine: type[Pools], name: str, count: int) -> None:
+    found = list[int]()
 
-    class Counted(FetchingPools):
+    class Counted(machine):  # type: ignore[valid-type, misc]
         def teardown(self) -> None:
             super().teardown()
-            fetched.append(self.world.num_fetched)
+            found.append(getattr(self.world, name))
 
-    run_state_machine_as_test(Counted, settings=settings(HISTORIES, max_examples=20))
-    assert sum(count > 0 for count in fetched) > len(fetched) / 2, fetched
+    run_state_machine_as_test(Counted, settings=settings(HISTORIES, max_examples=count))
+    sys.stdout.write(f"{len(found)} histories, {name} {sum(found)}\n")
+    assert sum(count > 0 for count in found) > len(found) / 2, found
 
 
 @contextmanager
@@ -236,7 +259,7 @@ def test_overload_of_both_pools_without_offers_never_ends() -> None:
 def test_overload_of_two_replicas_that_prefill_for_each_other_ends() -> None:
     """Each is full of prompts that the other has no pages for, and has no stream that could end."""
     world = World(26, 26, both_ways=True)
-    for _ in range(12):
+    for _ in range(8):
         world.submit(40, "standard", 12)
     for key in world.ready():
         while world.channels[key]:
