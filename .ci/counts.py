@@ -15,9 +15,9 @@ from statistics import mean, median
 
 CODE = ("cluster", "router", "workers", "kvtransfer", "kernels", ".ci")
 BUDGETS = {  # count: the most that there may be
-    "lines of code": 66_067,
-    "lines of tests": 63_961,
-    "lines of benchmarks": 11_913,
+    "lines of code": 66_245,
+    "lines of tests": 63_964,
+    "lines of benchmarks": 12_078,
     "lines of benchmarks/RESULTS.md": 500,
     "Python files in the largest folder": 20,
     "lines of the longest class": 350,

@@ -1,0 +1,1 @@
+"""Adapters of trainers' frameworks that Crossdock serves without a change of theirs."""
