@@ -6,11 +6,13 @@ import random
 import re
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
+import psutil
 import pytest
 import torch
 from ray import serve
@@ -346,3 +348,31 @@ def test_scrape_covers_all_replicas_and_ingresses(url: str, client: openai.OpenA
         text = scrape(url)
     families = [line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")]
     assert len(families) == len(set(families))
+
+
+@pytest.mark.soak
+def test_batch_whose_ingress_is_killed_is_completed_with_one_result_for_each_line(
+    url: str, client: openai.OpenAI
+) -> None:
+    body = {"model": "smol", "prompt": "Once", "max_tokens": 60, "ignore_eos": True}
+    lines = [{"custom_id": f"c{i}", "method": "POST", "url": "/v1/completions", "body": body} for i in range(80)]
+    file = client.files.create(file=("in.jsonl", "\n".join(map(json.dumps, lines)).encode()), purpose="batch")
+    name = client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h").id
+    runner, output = eventually(lambda: runner_of(name))
+    eventually(lambda: output.exists() and output.read_bytes().count(b"\n") >= 5)
+    runner.kill()
+    assert output.read_bytes().count(b"\n") < 80, "the batch ended before its ingress was killed"
+    patient = client.with_options(max_retries=9)
+    eventually(lambda: patient.batches.retrieve(name).status == "completed", "the batch does not go on", 120)
+    records = patient.files.content(patient.batches.retrieve(name).output_file_id or "").text.splitlines()
+    assert sorted(json.loads(record)["custom_id"] for record in records) == sorted(f"c{i}" for i in range(80))
+
+
+def runner_of(batch: str) -> tuple[psutil.Process, Path] | None:
+    """Return the process that holds the lock of a batch, and the file of the batch's results so far."""
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            for file in process.open_files():
+                if file.path.endswith(f"{batch}/lock"):
+                    return process, Path(file.path).with_name("output.jsonl")
+    return None
