@@ -106,7 +106,7 @@ def _add_and_norm_kernel(
     tl.store(out + at, (normed.to(tl.float32) * w.to(tl.float32)).to(x.dtype), mask=live)
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T"], do_not_specialize_on_alignment=["slots"])  # of groups of layers
 def _finish_heads_kernel(
     qkv, cos, sin, k_pages, v_pages, slots, q_norm, k_norm, k_scale, v_scale, T, eps,
     k_page, k_page_head, v_page, v_page_head,

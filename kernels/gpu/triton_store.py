@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T"], do_not_specialize_on_alignment=["slots"])  # of groups of layers
 def store_kernel(
     k, v, k_pages, v_pages, slots, k_scale, v_scale, T,
     k_token, k_head, v_token, v_head, k_page, k_page_head, v_page, v_page_head,

@@ -77,6 +77,14 @@ class StepInputs:
         )
         return inputs, rows
 
+    @classmethod
+    def empty(cls, num_groups: int) -> "StepInputs":
+        """Return a step without sequences, of a model with so many groups of layers."""
+        none, none32 = np.zeros(0, np.int64), np.zeros(0, np.int32)
+        slots = none if num_groups == 1 else np.zeros((0, num_groups), np.int64)
+        pages = PageLists(none32, none, num_groups)
+        return cls(none, none, slots, none, np.zeros(1, np.int32), none32, pages)
+
     def with_pictures(self, batch: Batch, encoder: PictureEncoder) -> "StepInputs":
         """Return the step of `batch` with its pictures, and with the positions that prompts with pictures have."""
         positions, pictures = encoder.of_step(batch, self.positions)

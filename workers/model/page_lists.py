@@ -71,14 +71,11 @@ class PageLists:
         return pages
 
     def with_padding(self, at: int, counts: Sequence[int]) -> "PageLists":
-        """Return the lists with others of page 0, of `counts` pages, before list `at`. There is one group."""
-        cut = int(self.counts[:at].sum())
-        zeros, more = np.zeros(sum(counts), np.int32), np.array(counts, np.int64)
-        entries = np.concatenate([self.entries[:cut], zeros, self.entries[cut:]])
-        return PageLists(entries, np.concatenate([self.counts[:at], more, self.counts[at:]]))
-
-
-NO_PAGES = PageLists(np.zeros(0, np.int32), np.zeros(0, np.int64))
+        """Return the lists with those of further sequences before sequence `at`, of `counts` pages 0 in each group."""
+        before, more = at * self.num_groups, np.repeat(np.array(counts, np.int64), self.num_groups)
+        cut = int(self.counts[:before].sum())
+        entries = np.concatenate([self.entries[:cut], np.zeros(more.sum(), np.int32), self.entries[cut:]])
+        return PageLists(entries, np.concatenate([self.counts[:before], more, self.counts[before:]]), self.num_groups)
 
 
 def table_of(shape: Sequence[int], entries: Tensor, places: Tensor) -> Tensor:

@@ -36,7 +36,20 @@ KINDS = {
 }
 SHARED = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}  # bytes that a program may take
 SPILLED = {80: 0, 89: 128, 90: 0, 100: 128, 120: 128}  # bytes of a thread: the tiles are chosen for Hopper
-UNSPECIALISED = {"S", "D", "P", "T", "parts", "table_row", "scale", "eps", "linear", "num_linears", "num_shares"}
+UNSPECIALISED = {
+    "S",
+    "D",
+    "P",
+    "T",
+    "parts",
+    "table_row",
+    "scale",
+    "eps",
+    "linear",
+    "slots",
+    "num_linears",
+    "num_shares",
+}
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ from torch import Tensor
 from crossdock.workers.model.graphs.recording import Record, attempt, recorder_for, why_not
 from crossdock.workers.model.inputs import StepInputs, StepTensors
 from crossdock.workers.model.model import LoadedModel
-from crossdock.workers.model.page_lists import NO_PAGES
 
 logger = logging.getLogger(__name__)
 
@@ -61,11 +60,9 @@ class DecodeGraphs:
     def __init__(self, model: LoadedModel, page_size: int, max_num_seqs: int, record: Record) -> None:
         """Record a graph of every size. Raises whatever `record` raises."""
         width = -(-model.max_model_len // page_size)
-        none, none32 = np.zeros(0, np.int64), np.zeros(0, np.int32)
-        nothing = StepInputs(none, none, none, none, np.zeros(1, np.int32), none32, NO_PAGES)
         self._model, self.record = model, record
-        table = torch.zeros(max_num_seqs, width, dtype=torch.int32, device=model.device)
-        self._inputs = padded(nothing, max_num_seqs).on(model.device)._replace(page_table=table)
+        largest = padded(StepInputs.empty(len(model.held_groups)), max_num_seqs).on(model.device)
+        self._inputs = largest._replace(page_table=largest.page_table.new_zeros(*largest.page_table.shape[:-1], width))
         self._sizes = batch_sizes(max_num_seqs)
         with model.tap.opened():
             with model.part.alone():  # only the shape is wanted
@@ -84,12 +81,12 @@ class DecodeGraphs:
     @torch.inference_mode()
     def run(self, inputs: StepInputs, previous_tokens: Tensor | None = None) -> Tensor:
         """Return logits [N, vocab], which the next run overwrites. `previous_tokens`: see `StepInputs.on`."""
-        num_rows, width = inputs.pages.shape
+        num_rows, width = len(inputs.kv_len), inputs.pages.width
         size = self._sizes[bisect_left(self._sizes, num_rows)]
         given, recorded = padded(inputs, size).for_rank(self._model, previous_tokens), self._inputs
         for name in ("token_ids", "positions", "slots", "kv_len"):  # the others are the same in every step
             getattr(recorded, name)[:size].copy_(getattr(given, name))
-        recorded.page_table[:size, :width].copy_(given.page_table)  # entries beyond `width` are not read
+        recorded.page_table[:size, ..., :width].copy_(given.page_table)  # entries beyond `width` are not read
         self._graphs[size]()
         return self._logits[:num_rows]
 

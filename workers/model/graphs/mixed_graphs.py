@@ -22,7 +22,6 @@ from crossdock.workers.model.graphs.decode_graphs import DecodeGraphs
 from crossdock.workers.model.graphs.recording import Record, attempt
 from crossdock.workers.model.inputs import StepInputs, StepTensors
 from crossdock.workers.model.model import LoadedModel
-from crossdock.workers.model.page_lists import NO_PAGES
 
 logger = logging.getLogger(__name__)
 
@@ -58,12 +57,10 @@ class MixedGraphs:
         self._chunk_logits = min(_CHUNKS * (1 + most_drafts), _VERIFIED)  # rows beside those of decodes
         self._decodes = sorted({min(size, max_num_seqs) for size in DECODES})
         self._chunk_tokens = sorted({min(size, longest) for size in _CHUNK_TOKENS})
-        none, none32 = np.zeros(0, np.int64), np.zeros(0, np.int32)
-        nothing = StepInputs(none, none, none, none, np.zeros(1, np.int32), none32, NO_PAGES)
+        nothing = StepInputs.empty(len(model.held_groups))
         largest = self._decodes[-1], self._chunk_tokens[-1]
-        table = torch.zeros(largest[0] + _CHUNKS, width, dtype=torch.int32, device=model.device)
-        smallest = padded_with_chunks(nothing, *largest, page_size, self._chunk_logits).on(model.device)
-        self._inputs = smallest._replace(page_table=table)
+        padded = padded_with_chunks(nothing, *largest, page_size, self._chunk_logits).on(model.device)
+        self._inputs = padded._replace(page_table=padded.page_table.new_zeros(*padded.page_table.shape[:-1], width))
         with model.tap.opened():
             with model.part.alone():  # only the shape is wanted
                 self._logits = torch.empty_like(self._forward(*largest))  # one for all graphs
@@ -127,7 +124,7 @@ class MixedGraphs:
         for name in StepTensors._fields:
             if name != "page_table":
                 getattr(recorded, name).copy_(getattr(given, name))
-        recorded.page_table[:, : given.page_table.shape[1]].copy_(given.page_table)  # entries beyond are not read
+        recorded.page_table[..., : given.page_table.shape[-1]].copy_(given.page_table)  # entries beyond are not read
 
     @torch.inference_mode()
     def _compute(self, decodes: int, tokens: int) -> None:
@@ -156,7 +153,8 @@ def padded_with_chunks(
     rows, sequences, num_padding = decodes + tokens, decodes + _CHUNKS, tokens - num_tokens
     new_rows = np.r_[:num_decodes, decodes : decodes + num_tokens]  # where the step's rows are in the graph
     new_sequences = np.r_[:num_decodes, decodes : decodes + num_chunks]
-    token_ids, positions, slots = np.zeros(rows, np.int64), np.zeros(rows, np.int64), np.full(rows, -1, np.int64)
+    token_ids, positions = np.zeros(rows, np.int64), np.zeros(rows, np.int64)
+    slots = np.full((rows, *inputs.slots.shape[1:]), -1, np.int64)
     token_ids[new_rows], positions[new_rows], slots[new_rows] = inputs.token_ids, inputs.positions, inputs.slots
     positions[rows - num_padding :] = np.arange(num_padding)
     lengths, kv_len = np.zeros(sequences, np.int32), np.ones(sequences, np.int32)

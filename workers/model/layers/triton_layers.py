@@ -100,6 +100,7 @@ class TritonLayers(nn.Module):
         addend: Tensor | None = None
         for number, layer in enumerate(self._layers):
             k_pages, v_pages = context.pages[number]
+            batch = context.layer_batches[number] if context.layer_batches else batch
             scales: dict[str, Any] = {}
             if context.scales:
                 scales = dict(zip(("k_scale", "v_scale"), context.scales[number], strict=True))

@@ -48,7 +48,9 @@ def _measured(model: LoadedModel, budget: MemoryBudget, page_size: int) -> int:
     decodes and a recorded chunk. Pictures take `bytes_for_pictures` in addition.
     """
     width = model.state_pages(page_size)
-    step = largest_step(budget.max_num_batched_tokens, model.max_model_len, page_size, width)
+    step = largest_step(
+        budget.max_num_batched_tokens, model.max_model_len, page_size, width, num_groups=len(model.held_groups)
+    )
     model.allocate_pool(int(max(step.pages.entries.max(), step.state_write.max(initial=0))) + 1, page_size)
 
     def prefill() -> None:
@@ -98,19 +100,25 @@ def bytes_for_pages(utilization: float, total: int, free: int, used_by_others: i
     return max(0, int(min(utilization * total - held, free)) - transient - GPU_RESERVE_BYTES)
 
 
-def largest_step(num_tokens: int, max_model_len: int, page_size: int, state_pages: int = 0) -> StepInputs:
+def largest_step(
+    num_tokens: int, max_model_len: int, page_size: int, state_pages: int = 0, *, num_groups: int = 1
+) -> StepInputs:
     """Return a step of whole prompts of `num_tokens` tokens in all, every token's logits wanted, in pages from 0 on.
 
-    `state_pages`: of the recurrent state of each.
+    `state_pages`: of the recurrent state of each; `num_groups`: of layers.
     """
     parts: list[Scheduled] = []
     num_pages = 0
     for start in range(0, num_tokens, max_model_len):
         length = min(max_model_len, num_tokens - start)
         request = Request(f"largest-{start}", [0] * length, SamplingParams(prompt_logprobs=0))
-        pages = range(num_pages, num_pages := num_pages + -(-length // page_size))
+        held = -(-length // page_size)
+        pages, *further = (
+            range(start, start + held) for start in range(num_pages, num_pages + num_groups * held, held)
+        )
+        num_pages += num_groups * held
         state = StatePages((), range(num_pages, num_pages := num_pages + state_pages))
-        parts.append(Scheduled(request, 0, length, pages, samples=True, state=state))
+        parts.append(Scheduled(request, 0, length, pages, samples=True, further_pages=further, state=state))
     return StepInputs.of(Batch(parts, 0), page_size)[0]
 
 

@@ -92,10 +92,8 @@ def _why_not_grouped(model: LoadedModel, config: EngineConfig) -> str:
     """Return why pages that windows have passed must stay; empty: such pages can be freed."""
     if config.disable_hybrid_kv_cache_manager:
         return "disable_hybrid_kv_cache_manager is on"
-    if len(set(model.windows)) > 1 and model.device.type != "cpu":
-        return "CUDA graphs take one page table for all layers"
-    if len(set(model.windows)) > 1 and model.kernels:
-        return "fused layers take one page table"
+    if len(set(model.windows)) > 1 and model.kernels and not model.attention.is_beside_triton:
+        return "layers fused for a CPU take one page table"
     return ""
 
 

@@ -11,7 +11,9 @@ from crossdock.kernels.backend import Attention
 from crossdock.workers.model.inputs import StepInputs
 from crossdock.workers.model.load import wrap_module
 from crossdock.workers.model.load_options import LoadOptions
+from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.engine import Engine
+from crossdock.workers.replica.ranks.pool_layout import choose_groups
 from crossdock.workers.schedule.batch import Batch, Scheduled
 from crossdock.workers.schedule.request import Request
 from crossdock.workers.schedule.submission import SamplingParams, Submission
@@ -23,25 +25,39 @@ PAGE_SIZE = 8
 class PagedStep:
     """A step of decodes and chunks in scattered pages. All slots that hold no token yet are NaN, page 0 too."""
 
-    def __init__(self, module: PreTrainedModel, attention: Attention, parts: list[tuple[int, int]]) -> None:
-        """`parts`: (tokens computed before, tokens of the step) of each sequence."""
+    def __init__(
+        self,
+        module: PreTrainedModel,
+        attention: Attention,
+        parts: list[tuple[int, int]],
+        *,
+        is_grouped: bool = False,
+    ) -> None:
+        """`parts`: (tokens computed before, tokens of the step) of each sequence. `is_grouped`: by unlike windows."""
         generator = torch.Generator().manual_seed(len(parts))
         prompts = [torch.randint(3, 120, (start + tokens,), generator=generator) for start, tokens in parts]
         module.set_attn_implementation("eager")
         self.expected = torch.stack([monolithic(module, prompt)[-1] for prompt in prompts])
         self.model = wrap_module(module, LoadOptions(attention=attention))
-        self.model.allocate_pool(64, PAGE_SIZE)
+        if is_grouped:
+            self.model = choose_groups(self.model, EngineConfig(page_size=PAGE_SIZE))
+        num_groups = len(self.model.held_groups)
+        self.model.allocate_pool(64 * num_groups, PAGE_SIZE)
         self.pool = self.model.pool.tensor
         self.pool.fill_(float("nan"))
-        spare = iter((torch.randperm(63, generator=generator) + 1).tolist())
+        spare = iter((torch.randperm(64 * num_groups - 1, generator=generator) + 1).tolist())
         requests = [Request(f"{i}", prompt.tolist(), SamplingParams()) for i, prompt in enumerate(prompts)]
-        pages = [[next(spare) for _ in range(-(-len(prompt) // PAGE_SIZE))] for prompt in prompts]
-        for request, held, (start, _) in zip(requests, pages, parts, strict=True):
+        pages = [
+            [[next(spare) for _ in range(-(-len(prompt) // PAGE_SIZE))] for _ in range(num_groups)]
+            for prompt in prompts
+        ]
+        for request, (held, *more), (start, _) in zip(requests, pages, parts, strict=True):
             if start:
-                StepInputs.of(Batch([Scheduled(request, 0, start, held, True)], 0), PAGE_SIZE)[0].run(self.model)
+                before = Scheduled(request, 0, start, held, True, further_pages=more)
+                StepInputs.of(Batch([before], 0), PAGE_SIZE)[0].run(self.model)
         scheduled = [
-            Scheduled(request, start, tokens, held, True)
-            for request, held, (start, tokens) in zip(requests, pages, parts, strict=True)
+            Scheduled(request, start, tokens, held, True, further_pages=more)
+            for request, (held, *more), (start, tokens) in zip(requests, pages, parts, strict=True)
         ]
         self.batch = Batch(scheduled, 0)
         self.inputs = StepInputs.of(self.batch, PAGE_SIZE)[0]

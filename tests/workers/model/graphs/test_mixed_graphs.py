@@ -30,6 +30,7 @@ from crossdock.workers.schedule.submission import SamplingParams, Submission
 from tests.sweeps import rest_in_soak
 from tests.workers.architectures import SERVED, build
 from tests.workers.model.graphs.steps import PAGE_SIZE, PagedStep, answers_of, tokens_of
+from tests.workers.model.layers.test_triton_layers import attention
 from tests.workers.replica.speculating import engine_of, fixed
 
 STEPS = [
@@ -62,6 +63,15 @@ def test_padding_changes_no_logits_and_no_page_in_triton() -> None:
         return padded.run(dataclasses.replace(step.model, attention=choose_attention("triton", torch.device("cpu"))))
 
     step.check(run)
+
+
+@pytest.mark.skipif(not triton_is_interpreted(), reason="no interpreter here")
+def test_fused_layers_and_padding_take_a_page_table_for_each_group() -> None:
+    """As of Qwen2 with a window in some layers; the step's own rows are computed by fused layers as well."""
+    step = PagedStep(build("qwen2 sliding", SERVED["qwen2 sliding"]), attention(), [(20, 1), (3, 6)], is_grouped=True)
+    assert step.model.kernels == "triton steps"
+    assert len(step.model.groups) > 1
+    step.check(lambda: padded_with_chunks(step.inputs, 2, 8, PAGE_SIZE).run(step.model))
 
 
 def test_padding_that_writes_is_detected() -> None:
@@ -190,9 +200,9 @@ def test_engine_with_recorded_drafts_gives_same_tokens_as_without_speculation() 
     assert most_rows >= 10, "two streams with four drafts each"
 
 
-@pytest.mark.parametrize("is_ahead", [False, True])
-def test_engine_with_recorded_chunks_gives_same_tokens(is_ahead: bool) -> None:
-    module = build("llama", {})
+@pytest.mark.parametrize(("name", "is_ahead"), [("llama", False), ("gemma3_text", True)])
+def test_engine_with_recorded_chunks_gives_same_tokens(name: str, is_ahead: bool) -> None:
+    """Recorded, layers with unlike windows are groups that free their pages; kernel by kernel they keep all pages."""
     config = EngineConfig(
         max_num_batched_tokens=80, max_num_seqs=9, kv_cache_memory=ByteSize(8 << 20), async_scheduling=is_ahead
     )
@@ -206,7 +216,9 @@ def test_engine_with_recorded_chunks_gives_same_tokens(is_ahead: bool) -> None:
 
     answers = []
     for is_recorded in (False, True):
-        engine = new_engine(wrap_module(module), config)
+        own = config.model_copy(update={"disable_hybrid_kv_cache_manager": not is_recorded})
+        engine = new_engine(wrap_module(build(name, SERVED[name])), own)
+        assert (len(engine.model.groups) > 1) == (is_recorded and name != "llama")
         assert not engine.pipeline.runner.graphs, "on a CPU"
         if is_recorded:
             graphs = DecodeGraphs(engine.model, 16, 9, lambda run: run)
