@@ -70,6 +70,13 @@ class CodeForm(NamedTuple):
         return PackedMatrix(self.kind, codes, scales, scales * 0 if self.has_offsets else None, group)
 
 
+def num_panel_bytes(matrix: PackedMatrix) -> int:
+    """Return the memory of a matrix as `PackedPanels`, with the order of its columns."""
+    grids = 1 + (matrix.offsets is not None)
+    order = 0 if matrix.columns is None else matrix.columns.nbytes
+    return matrix.codes.nbytes + 4 * grids * matrix.shape[0] * matrix.scales.shape[1] + order
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedPanels:
     """A `PackedMatrix` in the layout of packed.h, or several of them as one weight."""

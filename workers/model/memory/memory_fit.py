@@ -36,7 +36,8 @@ def check_fits(
     free = free_bytes if free_bytes is not None else free_memory(device)
     available = free // num_sharing if device == "cpu" else free
     is_mapped = getattr(config, "dtype", None) is dtype  # before it is measured: transformers writes to it
-    weights, loading = weight_format.count_bytes(config, position, dtype)
+    weights, loading, in_panels = weight_format.count_bytes(config, position, dtype)
+    weights += in_panels if device == "cpu" else 0
     if max(available, weights) < loading and not is_mapped:
         raise ValueError(
             f"quantization {weight_format.name} of a checkpoint that is not in {dtype} needs {size_of(loading)} while "

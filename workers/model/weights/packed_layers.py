@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from crossdock.kernels.cpu.packed_linear import num_panel_bytes, why_not_packed
 from crossdock.kernels.packed import IN_NIBBLES, PackedMatrix, join_rows, packed_product
 from crossdock.workers.model.cut.part import ModelPart, TensorSlice
 from crossdock.workers.model.cut.position import CannotCut
@@ -149,9 +150,19 @@ def put_forms(
 
 def packed_bytes(model: Any) -> int:
     """Return the bytes of all packed matrices of a model."""
+    return sum(each.nbytes for each in _matrices(model))
+
+
+def panel_bytes(model: Any) -> int:
+    """Return by how many bytes the packed matrices of a model grow in the panels of CPU kernels."""
+    found = [each for each in _matrices(model) if why_not_packed(each) is None]
+    return sum(num_panel_bytes(each) - each.nbytes for each in found)
+
+
+def _matrices(model: Any) -> list[PackedMatrix]:
     linears = [each.packed for each in model.modules() if isinstance(each, PackedLinear)]
     experts = [each.experts for each in model.modules() if isinstance(each, PackedExperts)]
-    return sum(each.nbytes for each in [*linears, *(matrix for each in experts for one in each for matrix in one)])
+    return [*linears, *(matrix for each in experts for one in each for matrix in one)]
 
 
 def _moved(matrix: PackedMatrix, fn: Callable[[Tensor], Tensor]) -> PackedMatrix:

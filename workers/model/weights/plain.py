@@ -11,8 +11,9 @@ from crossdock.workers.model.cut.collectives import Collectives
 from crossdock.workers.model.cut.cut_model import cut_model
 from crossdock.workers.model.cut.part import ModelPart
 from crossdock.workers.model.cut.position import RankPosition
+from crossdock.workers.model.weights.packed_layers import panel_bytes
 from crossdock.workers.model.weights.weight_format import WeightBytes, WeightUse
-from crossdock.workers.model.weights.weights import load_weights, measure_part
+from crossdock.workers.model.weights.weights import load_weights, model_on_meta, part_bytes
 
 
 class PlainWeights:
@@ -35,5 +36,6 @@ class PlainWeights:
         return load_weights(config, path, dtype, cut, device=device)
 
     def count_bytes(self, config: PretrainedConfig, position: RankPosition, dtype: torch.dtype) -> WeightBytes:
-        held = measure_part(config, position, dtype)
-        return WeightBytes(held, held)
+        module = model_on_meta(config, position, dtype)
+        held = part_bytes(module)
+        return WeightBytes(held, held, panel_bytes(module))

@@ -27,6 +27,7 @@ class WeightBytes(NamedTuple):
 
     held: int  # bytes once the model is loaded
     loading: int  # bytes while it is loaded from a checkpoint of another dtype
+    in_panels: int = 0  # further bytes on CPUs, whose kernels have a float32 scale for each output and group
 
 
 class WeightFormat(Protocol):

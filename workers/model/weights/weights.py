@@ -193,7 +193,11 @@ def measure_part(config: PretrainedConfig, position: RankPosition, dtype: torch.
     Raises:
         CannotCut: there is no such part.
     """
-    module = model_on_meta(config, position, dtype)
+    return part_bytes(model_on_meta(config, position, dtype))
+
+
+def part_bytes(module: Any) -> int:
+    """Return the bytes of the weights of a module, each tied one once."""
     tied = set(getattr(module, "all_tied_weights_keys", ()))
     plain: int = sum(value.nbytes for name, value in module.state_dict().items() if name not in tied)
     return plain + packed_bytes(module)

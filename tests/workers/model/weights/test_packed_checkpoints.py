@@ -17,6 +17,7 @@ from crossdock.workers.model.cut.collectives import Collectives
 from crossdock.workers.model.cut.position import CannotCut, RankPosition
 from crossdock.workers.model.layers.coded_products import CodedLinear
 from crossdock.workers.model.load import load_model
+from crossdock.workers.model.memory.memory_fit import check_fits
 from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.model.weights.packed_layers import PackedExperts, PackedLinear, packed_bytes
 from crossdock.workers.model.weights.plain import PlainWeights
@@ -173,7 +174,13 @@ def test_logits_of_experts_in_mxfp4_equal_those_of_the_dequantised_model(tmp_pat
     assert_logits_equal(tmp_path, module)
     assert_experts_are_slices(tmp_path, module, RankPosition(1, 2))
     config = AutoConfig.from_pretrained(tmp_path)
-    assert PlainWeights().count_bytes(config, RankPosition(), FLOAT).held == held_bytes(found)
+    counted = PlainWeights().count_bytes(config, RankPosition(), FLOAT)
+    assert counted.held == held_bytes(found)
+    assert counted.in_panels == sum(weight.numel() for weight in weights) * 2 / 32, "scales of two bytes take four"
+    needed = counted.held + counted.in_panels
+    check_fits(config, RankPosition(), FLOAT, 100, "cpu", free_bytes=needed + 100)
+    with pytest.raises(ValueError, match=r"0\.0 MiB are missing"):
+        check_fits(config, RankPosition(), FLOAT, 100, "cpu", free_bytes=needed + 99)
 
 
 @pytest.mark.parametrize(
