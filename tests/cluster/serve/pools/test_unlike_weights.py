@@ -46,7 +46,7 @@ def url(ray_cluster: None, oracles: dict[str, Any]) -> Iterator[str]:
 
 
 def two_formats(fp8: Path) -> tuple[dict[str, Any], ...]:
-    return ({"name": "plain", "replicas": 2}, {"name": "fp8", "checkpoint": str(fp8)})
+    return ({"name": "plain", "replicas": 2}, {"name": "fp8", "replicas": 2, "checkpoint": str(fp8)})
 
 
 def began(url: str, count: int, first: int) -> list[tuple[list[int], Stream]]:
@@ -74,12 +74,12 @@ def format_of(oracles: dict[str, Any], asked: list[int], tokens: list[int]) -> s
 
 def test_stream_of_a_killed_replica_goes_on_with_its_own_weights(url: str, oracles: dict[str, Any]) -> None:
     running = began(url, 9, 0)
-    (name, victim), *_ = pools.processes("plain").items()
+    (name, victim), *_ = pools.processes("fp8").items()
     assert pools.sample_of(url, "crossdock_output_tokens_total", name) > 0
     victim.kill()
     formats = [format_of(oracles, asked, stream.result()) for asked, stream in running]
     assert set(formats) == {"plain", "fp8"}
-    pools.wait_until_whole(url, 3)
+    pools.wait_until_whole(url, 4)
     replicas = httpx.get(f"{url}/v1/replicas", timeout=30).json()["data"]
     weights = {(each["pool"], each["profile"]["weights"]) for each in replicas}
     assert len(weights) == len({name for _, name in weights}) == 2, "equal in a pool, and unlike in two"
@@ -95,6 +95,6 @@ def test_upgrade_to_another_format_changes_no_running_stream(url: str, oracles: 
     serve.run(build_application(config), name=pools.APP, external_scaler_enabled=True)
     formats = [format_of(oracles, asked, stream.result()) for asked, stream in running]
     assert "plain" in formats
-    pools.wait_until_whole(url, 3)
+    pools.wait_until_whole(url, 4)
     after = [format_of(oracles, asked, stream.result()) for asked, stream in began(url, 3, 40)]
     assert after == ["fp8"] * 3
