@@ -50,7 +50,7 @@ ROUTERS: dict[str, dict[str, str]] = {
     "pinned": {"shipping": "never"},
 }
 TTFT_S, TPOT_S = 1.0, 0.05  # of a good request
-MOST_BAD, SEARCH_SECONDS = 0.05, 100.0  # of a load that a fleet bears; simulated
+MOST_BAD, SEARCH_SECONDS = 0.05, 60.0  # of a load that a fleet bears; simulated
 
 
 @dataclass(slots=True)
@@ -161,7 +161,7 @@ def highest(name: str, load: str) -> tuple[int, float]:
     """Return the highest load that a router bears, by bisection, and its good requests a second."""
     jobs, (least, most), names, host, sizes = LOADS[load]
     found, low, high = (0, 0.0), float(least), float(most)
-    for _ in range(6):
+    for _ in range(5):
         amount = round((low * high) ** 0.5)
         simulated = fleet(names, ROUTERS[name], host, **sizes)
         _, share, goodput = num_good(played(name, simulated, [jobs(0, amount)], SEARCH_SECONDS))

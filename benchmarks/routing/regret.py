@@ -26,8 +26,8 @@ from crossdock.cluster.bench.agents import Agents, agent_jobs
 from crossdock.cluster.bench.workloads import Job, Segment
 from crossdock.cluster.simulate import simulation
 from crossdock.cluster.simulate.fleet import describe
-from crossdock.router.fleet import Fleet
-from crossdock.router.placement import Placement, Query
+from crossdock.router.fleet import Fleet, _Ways
+from crossdock.router.placement import Candidates, Placement, Query
 from crossdock.workers.report.presets import preset
 
 REPLICAS = 3
@@ -89,6 +89,10 @@ class ForkingFleet(Fleet):
             os._exit(0)
         Fleet.first_token(self, request_id)
 
+    def _with_prefixes(self, query: Query, now: float, candidates: Candidates, exclude: Collection[str]) -> _Ways:
+        """Let replicas on which the request must not be placed send pages."""
+        return Fleet._with_prefixes(self, query, now, candidates, ())
+
     def _at(self, replica: str, shipping: str, query: Query, now: float) -> Placement:
         """Return the placement of a request on one replica."""
         config, self.config = self.config, self.config.model_copy(update={"shipping": shipping})
@@ -132,9 +136,11 @@ WORKLOADS: dict[str, Callable[[int], Sequence[Job] | Iterator[Job]]] = {
 }
 
 
-def play(workload: str, noise: float, requests: Sequence[int] = ()) -> tuple[list[float], list[Decision]]:
+def play(
+    workload: str, noise: float, num_pages: int, requests: Sequence[int] = ()
+) -> tuple[list[float], list[Decision]]:
     """Return the times to first token, in order of arrival, and the decisions about some requests."""
-    size = {"num_pages": 1500, "max_model_len": 16_000}
+    size = {"num_pages": num_pages, "max_model_len": 16_000}
     pool = {"name": "mixed", "replicas": REPLICAS, "profile": preset("h100-8b").model_copy(update=size)}
     fleet = describe({"pools": [pool | {"kv_cache_host_memory": "8GiB"}], "noise": noise})
     decisions = ForkingFleet.decisions = {str(number): Decision(number) for number in requests}
@@ -154,13 +160,14 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=40, help="of each workload (default: %(default)s)")
     parser.add_argument("--worst", type=int, default=0, help="decisions to print (default: %(default)s)")
     parser.add_argument("--noise", type=float, default=0.05, help="relative spread of steps (default: %(default)s)")
+    parser.add_argument("--pages", type=int, default=1500, help="of each replica (default: %(default)s)")
     parser.add_argument("--workloads", default=",".join(WORKLOADS), help="joined by commas (default: %(default)s)")
     args = parser.parse_args()
     out, worst, console = Table("workload", "TTFT mean, ms", "regret mean, ms", "share, %", "worst, ms"), 0.0, Console()
     for workload in args.workloads.split(","):
-        times, _ = play(workload, args.noise)
+        times, _ = play(workload, args.noise, args.pages)
         chosen = np.random.default_rng(1).choice(len(times), min(args.requests, len(times)), replace=False)
-        _, decisions = play(workload, args.noise, [int(number) for number in chosen])
+        _, decisions = play(workload, args.noise, args.pages, [int(number) for number in chosen])
         mean, regret = fmean(times), fmean(decision.regret for decision in decisions)
         worst = max(worst, regret / mean)
         cells = (1000 * mean, 1000 * regret, 100 * regret / mean, 1000 * max(each.regret for each in decisions))
