@@ -185,9 +185,35 @@ def join_rows(matrices: Sequence[PackedMatrix]) -> PackedMatrix:
 
 
 def packed_product(x: Tensor, matrix: PackedMatrix, bias: Tensor | None = None) -> Tensor:
-    """Return x [..., K] @ weight.T + bias, [..., N], by products of dequantised panels of rows. For every device."""
+    """Return x [..., K] @ weight.T + bias, [..., N], by products of dequantised panels of rows, or of e4m3 on GPUs."""
+    if _multiplies_e4m3(x, matrix):
+        return scaled_product(x, matrix, bias)
     rows, columns = matrix.shape
     height = max(1, _PANEL_BYTES // (4 * columns))
     panels = [F.linear(x, matrix.dequantise(x.dtype, slice(start, start + height))) for start in range(0, rows, height)]
     product = panels[0] if len(panels) == 1 else torch.cat(panels, -1)
     return product if bias is None else product + bias
+
+
+def scaled_product(x: Tensor, matrix: PackedMatrix, bias: Tensor | None = None) -> Tensor:
+    """Return x @ weight.T + bias by torch's products of e4m3, x [..., K] rounded to e4m3 with a scale for each row.
+
+    Only for weights of e4m3 with a scale for each row or one for all. vLLM computes such checkpoints so, too.
+    """
+    N, K = matrix.shape
+    rows = x.reshape(-1, K)
+    scales = (rows.abs().amax(1, keepdim=True).float() / torch.finfo(torch.float8_e4m3fn).max).clamp(min=1e-12)
+    codes = (rows.float() / scales).to(torch.float8_e4m3fn)
+    own = matrix.scales.float().expand(N, 1).T.contiguous()
+    out = torch._scaled_mm(codes, matrix.codes.T, scales, own, out_dtype=x.dtype)
+    return (out if bias is None else out + bias).view(*x.shape[:-1], N)
+
+
+def _multiplies_e4m3(x: Tensor, matrix: PackedMatrix) -> bool:
+    """Return whether `scaled_product` takes a product on this device: in bfloat16, from compute capability 8.9 on."""
+    if matrix.kind != "e4m3" or x.device.type != "cuda" or x.dtype is not torch.bfloat16:
+        return False
+    (N, K), is_plain = matrix.shape, matrix.offsets is None and matrix.columns is None
+    has_row_scales = matrix.scales.shape in {(1, 1), (N, 1)}
+    is_taken = is_plain and has_row_scales and N % 16 == K % 16 == 0
+    return is_taken and torch.cuda.get_device_capability(x.device) >= (8, 9)

@@ -1,12 +1,16 @@
 """Packed matrices beside sums written out element by element, and their parts beside parts of the whole."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from crossdock.kernels.packed import Kind, PackedMatrix
+from crossdock.kernels import packed
+from crossdock.kernels.packed import Kind, PackedMatrix, scaled_product
 
 _SIGNED_E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6]
 
@@ -88,3 +92,40 @@ def test_matrix_of_wrong_shapes_is_refused_by_name() -> None:
         PackedMatrix("int8", codes, torch.ones(4, 1), None, 4)
     with pytest.raises(ValueError, match="codes of a matrix e4m3"):
         PackedMatrix("e4m3", codes, torch.ones(4, 2), None, 4)
+
+
+@pytest.mark.parametrize("num_scales", [1, 48])
+def test_product_of_e4m3_equals_that_of_the_rounded_operands(num_scales: int) -> None:
+    """On a CPU, whose `_scaled_mm` computes what a GPU's does. Rows of x differ by orders of magnitude; one is zero."""
+    rng = torch.Generator().manual_seed(0)
+    codes = torch.randn(48, 64, generator=rng).to(torch.float8_e4m3fn)
+    matrix = PackedMatrix(
+        "e4m3", codes, torch.rand(num_scales, 1, generator=rng) + 0.5, None, 64, block_rows=48 // num_scales
+    )
+    x = (torch.randn(2, 5, 64, generator=rng) * 10.0 ** torch.arange(-2, 3)[:, None]).bfloat16()
+    x[1, 3], bias = 0, torch.randn(48, generator=rng).bfloat16()
+    found = scaled_product(x, matrix, bias).double()
+    peaks = x.double().abs().amax(-1, keepdim=True).clamp(min=1e-9) / 448
+    rounded = (x.double() / peaks).float().to(torch.float8_e4m3fn).double() * peaks
+    weight = codes.double() * matrix.scales.double()
+    torch.testing.assert_close(found, rounded @ weight.T + bias.double(), atol=2e-2, rtol=2e-2)
+    exact = x.double() @ weight.T + bias.double()
+    assert (found - exact).norm() <= 0.05 * exact.norm()
+
+
+def test_gpus_with_e4m3_multiply_in_it_where_scales_are_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in for a GPU: blocks of scales, other dtypes and older GPUs keep the dequantised product."""
+    x: Any = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16)
+    other: Any = SimpleNamespace(device=x.device, dtype=torch.float16)
+    codes = torch.zeros(32, 64).to(torch.float8_e4m3fn)
+    of_rows, of_blocks = (
+        PackedMatrix("e4m3", codes, torch.ones(*shape), None, group, block_rows=block)
+        for shape, group, block in (((32, 1), 64, 1), ((2, 2), 32, 16))
+    )
+    capability = [(8, 9)]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability[0])
+    assert packed._multiplies_e4m3(x, of_rows)
+    assert not packed._multiplies_e4m3(x, of_blocks)
+    assert not packed._multiplies_e4m3(other, of_rows)
+    capability[0] = (8, 6)
+    assert not packed._multiplies_e4m3(x, of_rows)
