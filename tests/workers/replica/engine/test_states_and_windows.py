@@ -209,7 +209,7 @@ def test_layers_keep_their_pages_where_windows_cannot_pass_them(caplog: pytest.L
     caplog.set_level("INFO")
     for model, config, reason in (
         (gemma, {"disable_hybrid_kv_cache_manager": True}, "disable_hybrid_kv_cache_manager"),
-        (qwen, {}, "fused layers"),
+        (qwen, {}, "layers fused for a CPU"),
     ):
         engine = engine_on(model, 187, **config)
         assert not engine.model.groups
