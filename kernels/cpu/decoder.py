@@ -277,11 +277,11 @@ class DecoderStack:
 
 
 def _is_one_call(kernel: Kernel, layers: Sequence[DecoderLayer]) -> bool:
-    """Return whether decoder.cpp computes the layers: in bfloat16, with columns in order, on a CPU with AVX512-BF16."""
+    """Return whether decoder.cpp computes the layers: with columns in order, and bfloat16 only with AVX512-BF16."""
     matrices = [getattr(layer, name) for layer in layers for name in ("q", "k", "v", "out", "gate", "up", "down")]
     in_order = all(isinstance(each, Tensor) or each.columns is None for each in matrices)
-    is_bf16 = all(layer.input_norm.dtype is torch.bfloat16 for layer in layers)
-    return kernel in ONE_CALL and in_order and is_bf16 and "avx512_bf16" in cpu_flags()
+    is_fp32 = all(layer.input_norm.dtype is torch.float32 for layer in layers)
+    return kernel in ONE_CALL and in_order and (is_fp32 or "avx512_bf16" in cpu_flags())
 
 
 class _OwnStack:
@@ -327,7 +327,7 @@ class _OwnStack:
         """Compute all layers over hidden [T, E], in place."""
         shape, T = self._shape, len(hidden)
         width = shape.hidden + shape.intermediate + (2 * shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
-        scratch = torch.empty(T * width, dtype=torch.bfloat16)
+        scratch = hidden.new_empty(T * width)
         table = batch.page_table.contiguous()
         pointers = adapters.pointers(T) if adapters.groups else None
         arguments = _DecoderBatch(
@@ -340,5 +340,6 @@ class _OwnStack:
             ctypes.byref(arguments),
             ctypes.c_void_p(hidden.data_ptr()),
             ctypes.c_void_p(scratch.data_ptr()),
+            hidden.dtype is torch.bfloat16,
             torch.get_num_threads(),
         )

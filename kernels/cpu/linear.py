@@ -63,7 +63,7 @@ def usable_kernels(dtype: torch.dtype, setting: CpuKernels = "auto", fits: bool 
         reasons["own"] = "this CPU has no AVX512-BF16"
     elif setting in ("auto", "own"):
         try:
-            for name in ("packed", "decoder") if dtype is torch.bfloat16 else ("packed",):
+            for name in ("packed", "decoder"):
                 cpu_library(name)
         except OSError as error:
             reasons["own"] = str(error)

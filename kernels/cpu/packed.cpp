@@ -8,20 +8,11 @@ namespace {
 
 using namespace packed;
 
-inline void put(float* to, vec x) { store(to, x); }
-inline void put(bf16* to, vec x) {
-#if defined(__AVX512BF16__)
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), (__m256i)_mm512_cvtneps_pbh(x));
-#else
-    for (int i = 0; i < LANES; ++i) to[i] = from_float<bf16>(x[i]);
-#endif
-}
-
 template <class X>
 void linear(const Matrix& w, const X* x, int64_t T, X* out, int num_threads) {
     auto write = [&](int64_t t, int64_t n, auto& acc) {
         constexpr int COUNT = sizeof(acc) / sizeof(vec);
-        for (int v = 0; v < COUNT; ++v) put(out + t * w.N + n * PANEL + v * LANES, acc[v]);
+        for (int v = 0; v < COUNT; ++v) narrow(out + t * w.N + n * PANEL + v * LANES, acc[v]);
     };
     constexpr int NB = PARTS == 1 ? 3 : 1;
     if constexpr (std::is_same_v<X, bf16>) {
@@ -62,7 +53,7 @@ void plain_panel(const Matrix& w, int64_t n, X* out) {
         for (int i = 0; i < PANEL; ++i)
             for (int j = 0; j < PANEL; ++j) square[i][j] = numbers[(k + j) * PANEL + i];
         for (int i = 0; i < PANEL; ++i)
-            for (int p = 0; p < PARTS; ++p) put(out + (n * PANEL + i) * w.K + k + p * LANES, load(square[i] + p * LANES));
+            for (int p = 0; p < PARTS; ++p) narrow(out + (n * PANEL + i) * w.K + k + p * LANES, load(square[i] + p * LANES));
     }
 }
 

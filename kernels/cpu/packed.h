@@ -5,8 +5,6 @@
 // holds all but the levels of NF4 exactly; then the sum of each group is scaled in float32. With few rows this happens in registers,
 // with many rows once for all of them. Sums have one order for any number of rows and threads: a row's result depends on
 // no other row. Rows rounded to int8 have kernels of their own (rounded.h).
-//
-// Vectors are the compilers' own (vector_size), so that float32 serves every CPU.
 
 #pragma once
 
@@ -20,14 +18,6 @@
 
 namespace packed {
 
-#if defined(__AVX512F__)
-constexpr int LANES = 16;
-using vec = __m512;
-#else
-constexpr int LANES = 8;
-using vec = float __attribute__((vector_size(LANES * 4)));
-#endif
-using ivec = int32_t __attribute__((vector_size(LANES * 4)));
 constexpr int PANEL = 16, PARTS = PANEL / LANES;  // vectors of a panel
 
 enum Kind : int64_t { PLAIN, INT4, INT8, E2M1, E4M3, NF4 };
@@ -46,19 +36,6 @@ struct Matrix {
     const float* grid(const float* values, int64_t panel, int64_t g) const { return values + (panel * num_groups() + g) * PANEL; }
 };
 
-inline vec splat(float x) {
-#if defined(__AVX512F__)
-    return _mm512_set1_ps(x);
-#else
-    return vec{} + x;
-#endif
-}
-inline vec load(const void* p) {
-    vec v;
-    std::memcpy(&v, p, sizeof v);
-    return v;
-}
-inline void store(void* p, vec v) { std::memcpy(p, &v, sizeof v); }
 inline vec multiply_add(vec a, vec b, vec c) {
 #if defined(__AVX512F__)
     return _mm512_fmadd_ps(a, b, c);

@@ -43,10 +43,6 @@ inline __m512i dot(__m512i acc, __m512i row, __m512i bytes) {  // not the intrin
     return acc;
 }
 
-inline __m512 widened(const bf16* x) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x))), 16));
-}
-
 // Rounded rows, with the scale and the sum of each run. All rows of a run are adjacent.
 struct Rows {
     int64_t T;
@@ -65,12 +61,12 @@ struct Rows {
         for (int64_t from = 0, at = t; from < w.K; from += run, at += T) {
             const int64_t columns = std::min(run, w.K - from);
             __m512 largest = _mm512_setzero_ps();
-            for (int64_t k = 0; k < columns; k += 16) largest = _mm512_max_ps(largest, _mm512_abs_ps(widened(x + from + k)));
+            for (int64_t k = 0; k < columns; k += 16) largest = _mm512_max_ps(largest, _mm512_abs_ps(widen(x + from + k)));
             scales[at] = _mm512_reduce_max_ps(largest) / 127;
             const __m512 factor = _mm512_set1_ps(scales[at] > 1e-30f ? 1.0f / scales[at] : 0.0f);
             __m512i total = _mm512_setzero_si512();
             for (int64_t k = 0; k < columns; k += 16) {
-                const __m512i integers = _mm512_cvtps_epi32(_mm512_mul_ps(widened(x + from + k), factor));
+                const __m512i integers = _mm512_cvtps_epi32(_mm512_mul_ps(widen(x + from + k), factor));
                 _mm_storeu_si128(reinterpret_cast<__m128i*>(&bytes[at * run + k]), _mm_shuffle_epi8(_mm512_cvtepi32_epi8(integers), order));
                 total = _mm512_add_epi32(total, integers);
             }
