@@ -1,0 +1,112 @@
+"""All layers as one call, on CPUs without AVX-512: the same as a step at a time, and no row depends on the batch."""
+
+import ctypes
+import shutil
+import subprocess
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from crossdock.kernels.attention import AttentionBatch, reference_paged_attention
+from crossdock.kernels.cpu import build, decoder
+from crossdock.kernels.cpu.choice import only
+from crossdock.kernels.cpu.decoder import DecoderLayer, DecoderShape, DecoderStack
+from crossdock.kernels.cpu.row_deltas import RowDeltas, StackDeltas
+
+PAGE, PAGES, HEADS, KV_HEADS, D, WIDTH, INNER = 16, 24, 6, 2, 32, 112, 80
+SHAPE = DecoderShape(WIDTH, HEADS, KV_HEADS, D, INNER, eps=1e-5, qk_eps=1e-6, scale=D**-0.5)
+LENGTHS = [(1, 70), (5, 37), (1, 1), (3, 3), (12, 90)]  # rows and keys of each sequence
+
+pytestmark = [
+    pytest.mark.skipif(shutil.which("g++") is None, reason="needs a compiler: apt-get install g++"),
+    pytest.mark.skipif(not {"avx2", "fma"} <= build.cpu_flags(), reason="needs an x86 CPU with AVX2"),
+]
+
+
+def normal(rng: torch.Generator, *shape: int) -> Tensor:
+    """Return numbers that bfloat16 holds."""
+    return (torch.randn(*shape, generator=rng) / 4).bfloat16().float()
+
+
+def layers(rng: torch.Generator) -> list[DecoderLayer]:
+    random = partial(normal, rng)
+    plain = DecoderLayer(
+        *(
+            1 + random(WIDTH),
+            random(HEADS * D, WIDTH),
+            random(KV_HEADS * D, WIDTH),
+            random(KV_HEADS * D, WIDTH),
+            None,
+            None,
+            None,
+        ),
+        *(
+            random(WIDTH, HEADS * D),
+            1 + random(WIDTH),
+            random(INNER, WIDTH),
+            random(INNER, WIDTH),
+            random(WIDTH, INNER),
+            None,
+        ),
+    )
+    normed = replace(plain, qkv_bias=random((HEADS + 2 * KV_HEADS) * D), q_norm=random(D), k_norm=random(D))
+    return [plain, replace(normed, window=20), replace(normed, up=random(INNER, WIDTH))]
+
+
+def batch(lengths: list[tuple[int, int]], table: Tensor) -> AttentionBatch:
+    starts = torch.tensor([0, *(rows for rows, _ in lengths)]).cumsum(0).int()
+    places = [(page, torch.arange(keys - rows, keys)) for page, (rows, keys) in zip(table, lengths, strict=True)]
+    slots = torch.cat([pages[at // PAGE].long() * PAGE + at % PAGE for pages, at in places])
+    keys = torch.tensor([keys for _, keys in lengths]).int()
+    return AttentionBatch(starts, keys, table, slots, 12, 90, 0)
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """decoder.cpp for AVX2 alone."""
+    target = tmp_path_factory.mktemp("avx2") / "decoder.so"
+    flags = [flag for flag in build.FLAGS if not flag.startswith(("-march", "-O"))]
+    source = Path(build.__file__).with_name("decoder.cpp")
+    subprocess.run(["g++", *flags, "-O1", "-march=x86-64-v3", "-shared", source, "-o", target], check=True)
+    return ctypes.CDLL(str(target))
+
+
+def test_one_call_in_float32_gives_what_steps_give_and_rows_are_independent(
+    library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    rng = torch.Generator().manual_seed(seed)
+    monkeypatch.setattr(decoder, "cpu_library", lambda _: library)
+    weights = layers(rng)
+    own, steps = (DecoderStack(SHAPE, weights, only(kernel), reference_paged_attention) for kernel in ("own", "torch"))
+    pool = torch.randn(PAGES * 2, KV_HEADS, len(weights), 2, PAGE, D, generator=rng)
+    table = torch.randperm(PAGES * 2, generator=rng)[: len(LENGTHS) * 6].int().view(len(LENGTHS), 6)
+    hidden, angles = (torch.randn(22, size, generator=rng) for size in (WIDTH, D // 2))
+    cos, sin = (turned.repeat(1, 2) for turned in (angles.cos(), angles.sin()))
+    low_rank = {
+        "q": (normal(rng, 4, WIDTH), normal(rng, HEADS * D, 4)),
+        "down": (normal(rng, 4, INNER), normal(rng, WIDTH, 4)),
+    }
+    deltas = StackDeltas([{name: (a, b.T.contiguous().T) for name, (a, b) in low_rank.items()}] * len(weights))
+    adapters = RowDeltas([(deltas, slice(1, 6))])  # those of the second sequence
+
+    def run(stack: DecoderStack, first: int, last: int, with_adapters: bool) -> tuple[Tensor, Tensor]:
+        """Return the rows of some sequences, and the pool after them."""
+        ends = [0, 1, 6, 7, 10, 22]
+        rows, pages = slice(ends[first], ends[last]), pool.clone()
+        views = [(pages[:, :, layer, 0], pages[:, :, layer, 1]) for layer in range(len(weights))]
+        several = batch(LENGTHS[first:last], table[first:last])
+        changes = adapters if with_adapters else RowDeltas(())
+        return stack(hidden[rows], cos[rows], sin[rows], views, several, changes), pages
+
+    for with_adapters in (False, True):
+        whole, pages = run(own, 0, len(LENGTHS), with_adapters)
+        exact, exact_pages = run(steps, 0, len(LENGTHS), with_adapters)
+        torch.testing.assert_close(whole, exact, rtol=2e-4, atol=2e-4)
+        torch.testing.assert_close(pages, exact_pages, rtol=2e-4, atol=2e-4)
+    whole, _ = run(own, 0, len(LENGTHS), False)
+    for alone, rows in ((0, slice(0, 1)), (1, slice(1, 6)), (4, slice(10, 22))):
+        assert torch.equal(run(own, alone, alone + 1, False)[0], whole[rows])
