@@ -91,7 +91,10 @@ def steps_of(engine: Any, streams: int, tokens: int, num_steps: int, salt: str) 
 
     Prompts of streams are cached after the first time. Those of chunks have the `salt`, so that they are computed.
     """
-    from crossdock.workers.schedule.submission import SamplingParams, Submission
+    try:
+        from crossdock.workers.schedule.submission import SamplingParams, Submission
+    except ImportError:  # of a checkout from before that file
+        from crossdock.workers.schedule.request import SamplingParams, Submission  # type: ignore[attr-defined, no-redef, assignment]
 
     names = [f"{number}" for number in range(streams or num_steps)]
     most = num_steps + 1 + streams if streams else 1

@@ -5,6 +5,7 @@ seconds.
 """
 
 import ctypes
+import fcntl
 import hashlib
 import os
 import shutil
@@ -33,10 +34,11 @@ def cpu_flags() -> frozenset[str]:
 
 
 @lru_cache
-def cpu_library(name: str) -> ctypes.CDLL:
-    """Return the compiled `kernels/cpu/<name>.cpp`.
+def cpu_library(name: str, *defined: str) -> ctypes.CDLL:
+    """Return the compiled `kernels/cpu/<name>.cpp`, with macros such as `ROW_TYPE=float`.
 
-    A library that another user may have written is compiled again: to load it is to run it.
+    A library that another user may have written is compiled again: to load it is to run it. One process of a user
+    compiles a library while others wait for it.
 
     Raises:
         OSError: there is no compiler, compilation fails, or others may write to the folder; the message tells which.
@@ -47,13 +49,17 @@ def cpu_library(name: str) -> ctypes.CDLL:
         raise OSError("no C++ compiler was found (install g++, or name one in CXX)")
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
     texts = [each.read_text() for each in (source, *sorted(source.parent.glob("*.h")))]
-    key = "\n".join([*texts, " ".join(FLAGS), version, " ".join(sorted(cpu_flags())), torch.__version__])
+    flags = (*FLAGS, *(f"-D{each}" for each in defined))
+    key = "\n".join([*texts, " ".join(flags), version, " ".join(sorted(cpu_flags())), torch.__version__])
     folder = _own_folder(cache_dir() / "kernels")
     target = folder / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
     library = _loaded(target)
     if library is None:
-        _compile(compiler, source, target)
-        library = _loaded(target)
+        with (folder / f"{target.stem}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # ends with the process
+            if (library := _loaded(target)) is None:
+                _compile(compiler, flags, source, target)
+                library = _loaded(target)
     if library is None:
         raise OSError(f"{target} may be written by others although it was just compiled; see CROSSDOCK_CACHE")
     return library
@@ -93,14 +99,14 @@ def _is_own(found: os.stat_result) -> bool:
     return found.st_uid in (0, os.geteuid()) and not found.st_mode & _OTHERS_WRITE
 
 
-def _compile(compiler: str, source: Path, target: Path) -> None:
+def _compile(compiler: str, flags: tuple[str, ...], source: Path, target: Path) -> None:
     """Build beside the target and rename: killed or concurrent builds leave no incomplete library."""
     with tempfile.TemporaryDirectory(dir=target.parent, prefix="build-") as folder:
         objects, library = Path(folder) / "kernel.o", Path(folder) / "kernel.so"
         # torch brings an OpenMP runtime under a name of its own; a second one would have a second pool of threads
         runtimes = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
         link = [str(runtimes[0])] if runtimes else ["-fopenmp"]
-        _run([compiler, *FLAGS, "-c", str(source), "-o", str(objects)])
+        _run([compiler, *flags, "-c", str(source), "-o", str(objects)])
         _run([compiler, "-shared", str(objects), *link, "-o", str(library)])
         library.chmod(0o755)  # whatever the umask
         os.replace(library, target)

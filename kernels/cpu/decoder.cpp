@@ -360,11 +360,8 @@ void decode_stack(const Stack& s, const DecoderBatch& b, X* hidden, X* scratch, 
 
 extern "C" {
 
-// Computes all layers over hidden [T, E], in place; see `decode_stack`.
-void crossdock_decode_stack(const Stack* stack, const DecoderBatch* batch, void* hidden, void* scratch, int is_bf16, int num_threads) {
-    if (!is_bf16) return decode_stack(*stack, *batch, static_cast<float*>(hidden), static_cast<float*>(scratch), num_threads);
-#if defined(__AVX512BF16__) && defined(__AVX512BW__)
-    decode_stack(*stack, *batch, static_cast<bf16*>(hidden), static_cast<bf16*>(scratch), num_threads);
-#endif
+// Computes all layers over hidden [T, E], in place; see `decode_stack`. ROW_TYPE: float, or bf16 on CPUs with AVX512-BF16.
+void crossdock_decode_stack(const Stack* stack, const DecoderBatch* batch, ROW_TYPE* hidden, ROW_TYPE* scratch, int num_threads) {
+    decode_stack(*stack, *batch, hidden, scratch, num_threads);
 }
 }

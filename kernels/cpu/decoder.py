@@ -13,11 +13,19 @@ import torch
 from torch import Tensor
 
 from crossdock.kernels.attention import AttentionBatch
-from crossdock.kernels.cpu.build import cpu_flags, cpu_library
+from crossdock.kernels.cpu.build import cpu_flags
 from crossdock.kernels.cpu.choice import KernelChoice
 from crossdock.kernels.cpu.huge_pages import HugePages
 from crossdock.kernels.cpu.layer_steps import HeadSteps, add_and_norm, finish_heads, silu_and_multiply, steps_library
-from crossdock.kernels.cpu.linear import ONE_CALL, ChosenLinear, OwnLinear, Weights, interleave, padded
+from crossdock.kernels.cpu.linear import (
+    ONE_CALL,
+    ChosenLinear,
+    OwnLinear,
+    Weights,
+    decoder_library,
+    interleave,
+    padded,
+)
 from crossdock.kernels.cpu.packed_linear import MatrixStruct, PackedPanels, PackedProduct, joined
 from crossdock.kernels.cpu.row_deltas import RowDeltas
 from crossdock.kernels.options import Kernel
@@ -296,7 +304,7 @@ class _OwnStack:
         kernel: Kernel,
     ) -> None:
         self._shape = shape
-        self._library = cpu_library("decoder")
+        self._library = decoder_library(norms[0][0].dtype)
         self._layers = (_Layer * len(products))()  # points into tensors that `DecoderStack` keeps
         for structure, product, (input_norm, post_norm), (bias, q_norm, k_norm, window) in zip(
             self._layers, products, norms, heads, strict=True
@@ -340,6 +348,5 @@ class _OwnStack:
             ctypes.byref(arguments),
             ctypes.c_void_p(hidden.data_ptr()),
             ctypes.c_void_p(scratch.data_ptr()),
-            hidden.dtype is torch.bfloat16,
             torch.get_num_threads(),
         )

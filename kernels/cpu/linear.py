@@ -1,5 +1,6 @@
 """Linear layers on a CPU: one weight in the format of each kernel that a `KernelChoice` names."""
 
+import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -41,6 +42,11 @@ def padded(rows: int) -> int:
     return -(-rows // _ROW_MULTIPLE) * _ROW_MULTIPLE if rows > _ROW_MULTIPLE else rows
 
 
+def decoder_library(dtype: torch.dtype) -> ctypes.CDLL:
+    """Return decoder.cpp for rows of a dtype, float32 or bfloat16. OSError: it cannot be compiled."""
+    return cpu_library("decoder", "ROW_TYPE=bf16" if dtype is torch.bfloat16 else "ROW_TYPE=float")
+
+
 def fits_bfloat16(weight: Tensor) -> bool:
     """Report whether bfloat16 holds every number of a weight, as that of a bfloat16 checkpoint in a float32 model."""
     return weight.dtype is torch.bfloat16 or torch.equal(weight.bfloat16().to(weight.dtype), weight)
@@ -63,8 +69,8 @@ def usable_kernels(dtype: torch.dtype, setting: CpuKernels = "auto", fits: bool 
         reasons["own"] = "this CPU has no AVX512-BF16"
     elif setting in ("auto", "own"):
         try:
-            for name in ("packed", "decoder"):
-                cpu_library(name)
+            cpu_library("packed")
+            decoder_library(dtype)
         except OSError as error:
             reasons["own"] = str(error)
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
@@ -111,7 +117,7 @@ def why_not_int8(dtype: torch.dtype, setting: CpuKernels = "auto") -> str | None
     if missing := sorted({"avx512_bf16", "avx512_vnni"} - cpu_flags()):
         return f"this CPU has no {' and no '.join(missing)}"
     try:
-        cpu_library("decoder")
+        decoder_library(dtype)
         cpu_library("packed")
     except OSError as error:
         return str(error)

@@ -71,7 +71,9 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     target = tmp_path_factory.mktemp("avx2") / "decoder.so"
     flags = [flag for flag in build.FLAGS if not flag.startswith(("-march", "-O"))]
     source = Path(build.__file__).with_name("decoder.cpp")
-    subprocess.run(["g++", *flags, "-O1", "-march=x86-64-v3", "-shared", source, "-o", target], check=True)
+    subprocess.run(
+        ["g++", *flags, "-O1", "-march=x86-64-v3", "-DROW_TYPE=float", "-shared", source, "-o", target], check=True
+    )
     return ctypes.CDLL(str(target))
 
 
@@ -79,7 +81,7 @@ def test_one_call_in_float32_gives_what_steps_give_and_rows_are_independent(
     library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     rng = torch.Generator().manual_seed(seed)
-    monkeypatch.setattr(decoder, "cpu_library", lambda _: library)
+    monkeypatch.setattr(decoder, "decoder_library", lambda _: library)
     weights = layers(rng)
     own, steps = (DecoderStack(SHAPE, weights, only(kernel), reference_paged_attention) for kernel in ("own", "torch"))
     pool = torch.randn(PAGES * 2, KV_HEADS, len(weights), 2, PAGE, D, generator=rng)

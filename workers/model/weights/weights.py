@@ -9,6 +9,7 @@ is on the meta device, and the source of its weights gives only the rank's slice
 import copy
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
@@ -41,6 +42,11 @@ def auto_model(config: PretrainedConfig) -> Any:
     """Return transformers' class that loads a model with its output projection, and its encoder of pictures if any."""
     has_pictures = type(config) in AutoModelForImageTextToText._model_mapping
     return AutoModelForImageTextToText if has_pictures else AutoModelForCausalLM
+
+
+_LOADING = (
+    Lock()
+)  # transformers replaces functions of its classes while it loads: two loads at once leave them replaced
 
 
 def read_config(path: Path) -> PretrainedConfig:
@@ -84,11 +90,12 @@ def load_weights(
     if device != "cpu" and scheme is PLAIN:
         options["device_map"] = {"": device}
     try:
-        named = check_tensors(auto_model(config), plain_config, path, dtype, scheme, needs_all)
-        if cut is None and scheme is PLAIN:
-            module, part = _load_whole(config, path, **options), None
-        else:
-            module, part = _load_cut(plain_config, path, cut or _whole, named, **options)
+        with _LOADING:
+            named = check_tensors(auto_model(config), plain_config, path, dtype, scheme, needs_all)
+            if cut is None and scheme is PLAIN:
+                module, part = _load_whole(config, path, **options), None
+            else:
+                module, part = _load_cut(plain_config, path, cut or _whole, named, **options)
     except OSError as error:
         if any(path.glob("*.safetensors")):
             raise

@@ -133,6 +133,7 @@ async def test_no_trace_log_or_metric_of_an_engine_shows_a_key_or_a_prompt(
 FIGURE = re.compile(r"[+-]?(\d+(\.\d+)?(e[+-]?\d+)?|Inf)|NaN")
 LABELS = {  # label: its values, which the configuration and the code know, and no request
     "replica": "r0",
+    "version": "default",
     "ingress": "0",
     "slo_class": "interactive|standard|batch",
     "le": r"[\d.e+-]+|\+Inf",
