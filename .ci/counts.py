@@ -15,9 +15,9 @@ from statistics import mean, median
 
 CODE = ("cluster", "router", "workers", "kvtransfer", "kernels", ".ci")
 BUDGETS = {  # count: the most that there may be
-    "lines of code": 66_305,
-    "lines of tests": 64_184,
-    "lines of benchmarks": 12_085,
+    "lines of code": 66_331,
+    "lines of tests": 64_187,
+    "lines of benchmarks": 12_089,
     "lines of benchmarks/RESULTS.md": 500,
     "Python files in the largest folder": 20,
     "lines of the longest class": 350,
