@@ -14,17 +14,21 @@ the last update, and each update is on both replicas.
 import argparse
 import asyncio
 import os
+import signal
 import subprocess
 import sys
+import time
 import uuid
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 from trl_grpo import PROMPTS, free_port
 
 SAMPLES, TOKENS = 8, 24  # completions of a prompt, tokens of each
+REPLICA = "ray::ServeReplica:crossdock:mixed"  # title of a replica's process
 
 
 def policy_class() -> Any:
@@ -83,7 +87,35 @@ def settings(model: str, url: str) -> list[str]:
     return [*changed, f"+actor_rollout_ref.rollout.engine_kwargs.crossdock.url={url}"]
 
 
-async def train(model: str, url: str, steps: int) -> None:
+async def check_interruption(client: Any, prompts: list[list[int]], victim: int) -> None:
+    """Kill a replica while it samples. ValueError: completions differ from a run without a kill, or ended before it."""
+
+    async def sample() -> list[Any]:
+        sampling = {"temperature": 1.0, "top_p": 1.0, "logprobs": True, "max_tokens": 8 * TOKENS, "ignore_eos": True}
+        asked = [
+            client.generate(uuid.uuid4().hex, prompt_ids=prompt, sampling_params=sampling | {"seed": seed})
+            for seed, prompt in enumerate(2 * prompts)
+        ]
+        return [(found.token_ids, found.log_probs) for found in await asyncio.gather(*asked)]
+
+    await sample()  # warms up: its time says nothing about the next runs
+    began = time.monotonic()
+    whole = await sample()
+    seconds = time.monotonic() - began
+    kill = asyncio.get_running_loop().call_later(seconds / 4, os.kill, victim, signal.SIGKILL)
+    began = time.monotonic()
+    found = await sample()
+    took = time.monotonic() - began
+    if kill.when() > asyncio.get_running_loop().time():
+        raise ValueError(f"the run ended after {took:.1f} s, before the kill after {seconds / 4:.1f} s")
+    if found != whole:
+        raise ValueError("completions after the kill of a replica are not those of a run without it")
+    count = sum(len(tokens) for tokens, _ in found)
+    shown = f"{seconds:.1f} s, with a kill after a quarter of it {took:.1f} s"
+    print(f"INTERRUPTED: {len(found)} completions, {count} tokens and log-probabilities are equal: {shown}", flush=True)
+
+
+async def train(model: str, url: str, steps: int, victim: int) -> None:
     """Train, in a process of verl's environment that joins the server's Ray."""
     import ray
     from hydra import compose, initialize_config_module
@@ -108,6 +140,8 @@ async def train(model: str, url: str, steps: int) -> None:
     chats = [[{"role": "user", "content": text}] for text in PROMPTS]
     as_ids = partial(tokenizer.apply_chat_template, add_generation_prompt=True, tokenize=True, return_dict=False)
     prompts = list(map(as_ids, chats))
+    if victim:
+        await check_interruption(client, prompts, victim)
     for step in range(1, steps + 1):
         await weights.update_weights(global_steps=step)
         prompt = prompts[step % len(prompts)]
@@ -130,14 +164,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--verl", type=Path, help="environment of verl")
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--interrupt", action="store_true", help="kill a replica in mid-rollout instead of training")
+    parser.add_argument("--victim", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--url", help=argparse.SUPPRESS)
     parser.add_argument("--model", help=argparse.SUPPRESS)
     if "--url" in sys.argv:
         given = parser.parse_args()
-        asyncio.run(train(given.model, given.url, given.steps))
+        asyncio.run(train(given.model, given.url, given.steps, given.victim))
         return
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    from servers import add_server_options, crossdock_command, end, launch, log_of, serving
+    from servers import add_server_options, crossdock_command, end, launch, log_of, processes_of, serving
 
     from crossdock.workers.model.weights.checkpoint import default_model_dir
 
@@ -152,11 +188,14 @@ def main() -> None:
     os.environ["RAY_ADDRESS"] = f"127.0.0.1:{port}"
     try:
         flags = ["--pools", "mixed=2", "--max-model-len", "1024", "--enable-rollouts"]
-        exact = ["--dtype", "float32", "--cpu-kernels", "torch"]
+        exact = ["--batch-invariant"] if args.interrupt else ["--dtype", "float32", "--cpu-kernels", "torch"]
         command = crossdock_command(args, *flags, *exact, "--logprobs-mode", "processed_logprobs")
         with serving("crossdock", command, args, log_of(args, "crossdock")) as server:
             trainer = [args.verl / "bin" / "python", __file__, "--url", server.address, "--model", str(args.model)]
-            subprocess.run([*trainer, "--steps", str(args.steps)], check=True)
+            if args.interrupt:
+                names = {pid: psutil.Process(pid).cmdline()[:1] for pid in processes_of(process.pid, mark)}
+                trainer += ["--victim", str(next(pid for pid in names if names[pid] == [REPLICA]))]
+            subprocess.run([*trainer, "--steps", "0" if args.interrupt else str(args.steps)], check=True)
     finally:
         end(process, mark)
 
