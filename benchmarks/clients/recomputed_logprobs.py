@@ -28,6 +28,22 @@ def drawn(llm: LLM, prompts: list[list[int]], length: int) -> tuple[list[Any], f
     return found, len(prompts) * length / (time.perf_counter() - began)
 
 
+def paces(llm: LLM) -> str:
+    """Return tokens a second of 1 and of 8 streams, and the milliseconds of a prompt of 1,024: the best of three."""
+
+    def seconds(count: int, size: int, length: int) -> float:
+        times = []
+        for turn in range(3):
+            prompts = [[100 + turn, 200 + number, *range(300, 298 + size)] for number in range(count)]
+            began = time.perf_counter()
+            llm.generate(prompts, SamplingParams(max_tokens=length, ignore_eos=True), use_tqdm=False)
+            times.append(time.perf_counter() - began)
+        return min(times)
+
+    one, eight = (64 * count / (seconds(count, 16, 65) - seconds(count, 16, 1)) for count in (1, 8))
+    return f"1 stream {one:.1f}, 8 streams {eight:.1f} tokens/s, a prompt of 1,024 {1e3 * seconds(1, 1024, 1):.0f} ms"
+
+
 def ours(one: Any) -> list[float]:
     output = one.outputs[0]
     return [entry[token].logprob for entry, token in zip(output.logprobs, output.token_ids, strict=True)]
@@ -55,11 +71,12 @@ def main() -> None:
         for dtype in dict.fromkeys([args.dtype, "float32"])
     }
     for is_invariant in (True, False, True):  # twice, since the first is measured colder
-        with LLM(folder, dtype=args.dtype, max_model_len=1024, batch_invariant=is_invariant) as llm:
+        with LLM(folder, dtype=args.dtype, max_model_len=2048, batch_invariant=is_invariant) as llm:
             drawn(llm, prompts[:4], 4)  # warms up
             found, pace = drawn(llm, [[99, *prompt] for prompt in prompts], args.tokens)
             (alone,), _ = drawn(llm, [found[0].prompt_token_ids], args.tokens)
             print(f"batch_invariant {is_invariant}: {pace:.0f} tokens/s, products by {llm.engine.model.kernels}")
+            print(f"  {paces(llm)}")
         print(f"  the first request has the same bits alone as in the batch: {ours(alone) == ours(found[0])}")
         for dtype, trainer in trainers.items():
             pairs = [(a, b) for one in found for a, b in zip(ours(one), recomputed(trainer, one), strict=True)]
