@@ -24,10 +24,12 @@ class PinningRouter(RequestRouter):  # type: ignore[misc]
     async def _choose_replica_for_request(
         self, pending_request: PendingRequest, *, is_retry: bool = False
     ) -> RunningReplica:
+        from crossdock.router.actions import ReplicaLost  # imported here: this module's globals are copies
+
         wanted = pending_request.metadata.session_id
         replica = self._by_name.get(wanted) or self._departed.get(wanted)
         if replica is None or is_retry:
-            raise RuntimeError(f"replica {wanted} is gone")  # never another: the caller places again
+            raise ReplicaLost(f"replica {wanted} is gone")  # never another: the caller places again
         return replica
 
     async def choose_replicas(

@@ -9,6 +9,7 @@ from ray.serve._private.common import DeploymentID, ReplicaID, RequestMetadata
 from ray.serve.request_router import PendingRequest
 
 from crossdock.cluster.dispatch.pinning import PinningRouter
+from crossdock.router.actions import ReplicaLost
 
 
 class Router(PinningRouter):
@@ -43,7 +44,7 @@ def test_replica_that_drains_is_still_called_and_a_dead_one_is_not(router: Route
     router.update_replicas([two])
     assert router.choose("one") is one
     router.on_replica_actor_died(one.replica_id)
-    with pytest.raises(RuntimeError, match="one is gone"):
+    with pytest.raises(ReplicaLost, match="one is gone"):
         router.choose("one")
     assert router.choose("two") is two
 
@@ -53,7 +54,7 @@ def test_departed_replicas_beyond_a_number_are_forgotten(router: Router) -> None
         router.update_replicas([replica("stays"), replica(f"r{number}")])
     assert sum(len(known) for known in (router._by_name, router._departed)) <= 2 + router.most_departed
     assert router.choose("r998")
-    with pytest.raises(RuntimeError):
+    with pytest.raises(ReplicaLost):
         router.choose("r1")
     router.update_replicas([replica("stays"), replica("r998")])
     assert "r998" not in router._departed
