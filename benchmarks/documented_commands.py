@@ -45,7 +45,7 @@ NOT_RUN = {
     "ray ": "needs machines that it may start",
     "serve deploy": "needs the cluster of `ray up`",
     "python benchmarks/": "makes a table of benchmarks/RESULTS.md",
-    "python -m verl": "needs verl, and GPUs for its trainer",
+    "python -m verl": "needs the package verl, and GPUs for its trainer",
 }
 
 Outcome = tuple[str, str, str]  # seconds, seconds of CPU, and exit code or the reason why there is none

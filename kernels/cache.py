@@ -1,8 +1,11 @@
 """The one directory for files that can be made again: compiled kernels, the converted default model. No torch."""
 
+import contextlib
+import fcntl
 import json
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,14 @@ def keep_triton_kernels() -> None:
     Call it before a kernel runs. Triton's own default is ~/.triton, which a container loses with its end.
     """
     os.environ.setdefault("TRITON_CACHE_DIR", str(cache_dir() / "triton"))
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold the lock of a file, which other processes wait for. The lock ends with the process, too. Raises OSError."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def read_cached(path: Path, key: str) -> Any:

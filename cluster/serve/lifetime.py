@@ -27,6 +27,7 @@ from crossdock.cluster.serve.ray_processes import without_unused_processes
 from crossdock.cluster.serve.start_failure import start_reason
 from crossdock.cluster.serve.stop_signals import StopRequest, StopSignal, ignore_signals
 from crossdock.workers.model.memory.host_memory import free_on_host
+from crossdock.workers.model.weights.checkpoint import resolve_model
 
 STARTING = ("Ray", "Serve", "replicas: model and warm-up")  # the phases of the start, in order
 _DESCRIBE_S = 10.0  # the replicas have so long to describe themselves
@@ -147,7 +148,7 @@ def _require_devices(config: ClusterConfig) -> None:
     try:
         if config.models:
             check_cores_suffice(models, os.cpu_count() or 1)
-            check_memory_suffices(models, bytes_of_files, free_on_host())
+            check_memory_suffices(models, lambda model: bytes_of_files(resolve_model(model)), free_on_host())
         check_gpus_suffice(models, num_gpus)
     except ValueError as error:
         raise StartFailed(str(error)) from None

@@ -5,7 +5,6 @@ seconds.
 """
 
 import ctypes
-import fcntl
 import hashlib
 import os
 import shutil
@@ -17,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from crossdock.kernels.cache import cache_dir
+from crossdock.kernels.cache import cache_dir, locked
 
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp")
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
@@ -37,8 +36,8 @@ def cpu_flags() -> frozenset[str]:
 def cpu_library(name: str, *defined: str) -> ctypes.CDLL:
     """Return the compiled `kernels/cpu/<name>.cpp`, with macros such as `ROW_TYPE=float`.
 
-    A library that another user may have written is compiled again: to load it is to run it. One process of a user
-    compiles a library while others wait for it.
+    A library that another user may have written is compiled again: to load it is to run it. One process
+    compiles a library, and others of the same user wait for it.
 
     Raises:
         OSError: there is no compiler, compilation fails, or others may write to the folder; the message tells which.
@@ -55,8 +54,7 @@ def cpu_library(name: str, *defined: str) -> ctypes.CDLL:
     target = folder / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
     library = _loaded(target)
     if library is None:
-        with (folder / f"{target.stem}.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # ends with the process
+        with locked(folder / f"{target.stem}.lock"):
             if (library := _loaded(target)) is None:
                 _compile(compiler, flags, source, target)
                 library = _loaded(target)

@@ -267,7 +267,7 @@ void decode_stack(const Stack& s, const DecoderBatch& b, X* hidden, X* scratch, 
     Deltas<X> deltas(b);
     Attention<X> attention(s, b, qkv, attended, num_threads);
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
-    packed::Rows rows(T, std::max({E, A, I}));
+    packed::Rows rows(std::is_same_v<X, bf16> ? T : 0, std::max({E, A, I}));  // only such rows are rounded to int8
 #endif
 
 #pragma omp parallel num_threads(num_threads)
@@ -339,7 +339,8 @@ void decode_stack(const Stack& s, const DecoderBatch& b, X* hidden, X* scratch, 
 
             normalise(layer.post_norm);
             shrink(normed, E, l, {&LayerDeltas::gate, &LayerDeltas::up});
-            multiply(two, normed, layer.gate_up, [&](int64_t t, int64_t n, vec y) __attribute__((always_inline)) {  // 16 gates, then their 16 ups
+            // The outputs are 16 gates and then their 16 ups. A gate waits in `activated` for its up, of the same thread.
+            multiply(two, normed, layer.gate_up, [&](int64_t t, int64_t n, vec y) __attribute__((always_inline)) {
                 const int64_t column = n / (2 * PANEL) * PANEL + n % PANEL;
                 X* to = activated + t * I + column;
                 if (n / PANEL % 2 == 0) return narrow(to, deltas.add(y, t, l, &LayerDeltas::gate, 0, column, I));

@@ -1,4 +1,4 @@
-"""Check a layer for both flash-attn packages, and give them its arguments."""
+"""Check a layer for the packages of attention, and give both flash-attn packages its arguments."""
 
 from collections.abc import Callable
 
@@ -10,7 +10,7 @@ _MULTIPLE = 8  # elements: for other sizes the packages copy the whole pool in e
 _MOST = 256
 
 
-def require_heads(backend: str, k_pages: Tensor, v_pages: Tensor, sinks: Tensor | None) -> None:
+def require_layer(backend: str, k_pages: Tensor, v_pages: Tensor, batch: AttentionBatch, sinks: Tensor | None) -> None:
     """Refuse a layer that the package would compute wrongly, slowly or not at all.
 
     The model's probe calls every layer at load, so a server that starts has no such layer.
@@ -30,6 +30,7 @@ def require_heads(backend: str, k_pages: Tensor, v_pages: Tensor, sinks: Tensor 
             f"attention_backend {backend} takes head sizes that are multiples of {_MULTIPLE}, not {key_dim}: it would "
             f"copy all pages in every call; choose triton"
         )
+    assert batch.key_end is None, "replicas with this attention refuse pictures whose rows see later keys"
 
 
 def flash_attention(
@@ -48,10 +49,9 @@ def flash_attention(
     """`crossdock.kernels.attention.paged_attention` for 16-bit tensors on one GPU, by the package `backend`.
 
     Raises:
-        ValueError: see `require_heads`.
+        ValueError: see `require_layer`.
     """
-    require_heads(backend, k_pages, v_pages, sinks)
-    assert batch.key_end is None, "replicas with this attention refuse pictures whose rows see later keys"
+    require_layer(backend, k_pages, v_pages, batch, sinks)
     return attend(
         q,
         k_pages.transpose(1, 2),  # [pages, page, Hkv, D]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from crossdock.kernels.attention import AttentionBatch
 from crossdock.kernels.gpu import triton_attention
-from crossdock.kernels.gpu.flash_heads import require_heads
+from crossdock.kernels.gpu.flash_heads import require_layer
 
 _WORKSPACE_BYTES = 128 << 20  # as FlashInfer's documentation recommends; all plans of a device share this memory
 _HEAD_SIZES = (64, 128, 256)
@@ -36,15 +36,14 @@ def paged_attention(
     Raises:
         ValueError: the layer has sinks, or heads of other sizes than 64, 128 and 256.
     """
-    require_heads("flashinfer", k_pages, v_pages, sinks)
+    require_layer("flashinfer", k_pages, v_pages, batch, sinks)
     if k_pages.shape[3] not in _HEAD_SIZES:
         raise ValueError(
             f"attention_backend flashinfer takes head sizes 64, 128 and 256, not {k_pages.shape[3]}; choose triton"
         )
-    assert batch.key_end is None, "replicas with this attention refuse pictures whose rows see later keys"
-    options: dict[str, Any] = {"window_left": -1 if window is None else window - 1, "logits_soft_cap": softcap or 0.0}
     if batch.on_host is None:
         return triton_attention.paged_attention(q, k_pages, v_pages, batch, scale=scale, window=window, softcap=softcap)
+    options: dict[str, Any] = {"window_left": -1 if window is None else window - 1, "logits_soft_cap": softcap or 0.0}
     options |= {"sm_scale": scale, "q_data_type": q.dtype, "kv_data_type": k_pages.dtype}
     heads = q.shape[1], k_pages.shape[1], q.shape[2]
     decodes, out = batch.num_decodes, torch.empty_like(q)

@@ -167,6 +167,10 @@ class StepTensors(NamedTuple):
     state_read: Tensor
     state_write: Tensor
 
+    def with_width(self, width: int) -> "StepTensors":
+        """Return the tensors with a page table of zeros, `width` pages for each list."""
+        return self._replace(page_table=self.page_table.new_zeros(*self.page_table.shape[:-1], width))
+
     def run(
         self,
         model: LoadedModel,

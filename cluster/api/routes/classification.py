@@ -14,20 +14,16 @@ from crossdock.cluster.api.errors import ApiError
 from crossdock.cluster.api.http.http_json import long_json_answer
 from crossdock.cluster.api.routes.completions import Completions
 from crossdock.cluster.api.routes.embeddings import vector_of
-from crossdock.cluster.api.routes.generation import Generations
 from crossdock.cluster.api.text.choices import Output
 
 
 class Classification:
-    def __init__(self, generations: Generations, completions: Completions, defaults: EmbeddingDefaults) -> None:
-        self._generations, self._completions, self._head = generations, completions, defaults.head
+    def __init__(self, completions: Completions, defaults: EmbeddingDefaults) -> None:
+        self._completions, self._head = completions, defaults.head
 
     async def create(self, request: Request, body: ClassifyRequest) -> Response:
         head, completion = self.head(), body.completion()
-        generation = self._generations.begin(request, completion)
-        prompts = await self._completions.prompts(completion, generation.card, INPUTS)
-        await self._generations.add_choices(generation, prompts)
-        outputs = await self._generations.whole_outputs(generation)
+        generation, outputs = await self._completions.outputs(request, completion, INPUTS)
         data = [_shown(head, output.index, self.numbers(output, body)) for output in outputs]
         usage = generation.usage()
         del usage["completion_tokens"]

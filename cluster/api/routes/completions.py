@@ -53,6 +53,13 @@ class Completions:
         answer = {**head, "choices": choices, "usage": generation.usage()}
         return json_answer(answer) if body.is_answer_plain else await long_json_answer(answer)
 
+    async def outputs(self, request: Request, body: CompletionRequest, most: int) -> tuple[Generation, list[Output]]:
+        """Return the generation of a body and its outputs, all of them ended. Raises ApiError as `prompts`."""
+        generation = self._generations.begin(request, body)
+        prompts = await self.prompts(body, generation.card, most)
+        await self._generations.add_choices(generation, prompts)
+        return generation, await self._generations.whole_outputs(generation)
+
     async def prompts(self, body: CompletionRequest, card: ModelCard, most: int) -> list[Prompt]:
         """Return the prompts of a body. Raises ApiError for one that cannot be served, or more than `most` outputs."""
         given = body.prompts()

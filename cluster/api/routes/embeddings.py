@@ -12,7 +12,7 @@ from crossdock.cluster.api.body.pooler_config import EmbeddingDefaults
 from crossdock.cluster.api.bounds import INPUTS
 from crossdock.cluster.api.errors import ApiError, to_json
 from crossdock.cluster.api.routes.completions import Completions
-from crossdock.cluster.api.routes.generation import Generation, Generations
+from crossdock.cluster.api.routes.generation import Generation
 from crossdock.cluster.api.slices import slices
 from crossdock.cluster.api.text.choices import Output
 from crossdock.cluster.dispatch.dispatcher import ReplicaLost
@@ -21,17 +21,13 @@ _VECTORS_AT_ONCE = 2  # written between two looks at other requests; a vector of
 
 
 class Embeddings:
-    def __init__(self, generations: Generations, completions: Completions, defaults: EmbeddingDefaults) -> None:
-        self._generations = generations
+    def __init__(self, completions: Completions, defaults: EmbeddingDefaults) -> None:
         self._completions = completions
         self._defaults = defaults
 
     async def create(self, request: Request, body: EmbeddingRequest) -> Response:
         completion, normalizes = body.completion(self._defaults), body.normalizes(self._defaults)
-        generation = self._generations.begin(request, completion)
-        prompts = await self._completions.prompts(completion, generation.card, INPUTS)
-        await self._generations.add_choices(generation, prompts)
-        outputs = await self._generations.whole_outputs(generation)
+        generation, outputs = await self._completions.outputs(request, completion, INPUTS)
         parts = [part async for part in self._parts(body, generation, outputs, normalizes=normalizes)]
         return Response(b"".join(parts), media_type="application/json")
 

@@ -98,9 +98,9 @@ class ModelRoutes:
         self.completions = Completions(self.generations, self.encoder, tokenizer, forces_usage=forces)
         self.conversations = Conversations(self.generations, self.encoder, message_format)
         self.chats = Chats(self.conversations, self.generations, tokenizer, forces_usage=forces)
-        self.embeddings = Embeddings(self.generations, self.completions, self.pooling)
+        self.embeddings = Embeddings(self.completions, self.pooling)
         self.scores = Scores(self.generations, self.completions, self.encoder, tokenizer, self.pooling)
-        self.classification = Classification(self.generations, self.completions, self.pooling)
+        self.classification = Classification(self.completions, self.pooling)
         writer = LogprobWriter(tokenizer, as_ids=False)
         if self.beside is None:
             self.responses = _responses(self.conversations, writer, http, self.ask_stores)

@@ -88,10 +88,7 @@ class Scores:
             raise ApiError(reason, param="model", code="unsupported_value")
         token_ids = [await asyncio.to_thread(self._tokenizer.encode_pair, *pair) for pair in pairs]
         completion = ClassifyRequest.of({"input": token_ids, **passed}).completion()
-        generation = self._generations.begin(request, completion)
-        prompts = await self._completions.prompts(completion, generation.card, INPUTS)
-        await self._generations.add_choices(generation, prompts)
-        outputs = await self._generations.whole_outputs(generation)
+        generation, outputs = await self._completions.outputs(request, completion, INPUTS)
         vectors = [vector_of(output, None, normalizes=False) for output in outputs]
         return generation, [float(head.numbers(vector, is_active=True)[0]) for vector in vectors]
 
@@ -101,10 +98,7 @@ class Scores:
         texts = list(dict.fromkeys(text for pair in pairs for text in pair))
         wanted = EmbeddingRequest.of({"input": texts, "truncate_prompt_tokens": body.truncate_prompt_tokens, **passed})
         completion = wanted.completion(self._defaults)
-        generation = self._generations.begin(request, completion)
-        prompts = await self._completions.prompts(completion, generation.card, 2 * INPUTS)
-        await self._generations.add_choices(generation, prompts)
-        outputs = await self._generations.whole_outputs(generation)
+        generation, outputs = await self._completions.outputs(request, completion, 2 * INPUTS)
         found = {
             text: vector_of(output, None, normalizes=True).astype("<f8")
             for text, output in zip(texts, outputs, strict=True)

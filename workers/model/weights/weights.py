@@ -44,9 +44,8 @@ def auto_model(config: PretrainedConfig) -> Any:
     return AutoModelForImageTextToText if has_pictures else AutoModelForCausalLM
 
 
-_LOADING = (
-    Lock()
-)  # transformers replaces functions of its classes while it loads: two loads at once leave them replaced
+_LOADING = Lock()
+"""Transformers replaces functions of its classes while it loads: two loads at once would leave them replaced."""
 
 
 def read_config(path: Path) -> PretrainedConfig:
@@ -59,7 +58,7 @@ def read_config(path: Path) -> PretrainedConfig:
     with naming(path / "config.json", kept=(OSError,)):
         config: PretrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False)
     if is_classifier(config):
-        config.update({"tie_word_embeddings": True})  # it has no output projection, and no client asks for its tokens
+        config.update({"tie_word_embeddings": True})  # a classifier has no output projection, and generates no text
     if quantisation(config.to_dict()) is None and (found := quantisation_at(path)) is not None:
         config.update({KEYS[0]: found})
     return config

@@ -6,6 +6,7 @@ from pathlib import Path
 from crossdock.workers.replica.engine.engine import Engine
 
 TAGS = ("weights", "kv_cache")
+_KEPT = "mode must be abort or wait: requests that are kept need their pages"
 
 
 class Sleep:
@@ -20,8 +21,7 @@ class Sleep:
     @property
     def lacks(self) -> list[str]:
         """Return the tags of what is to be taken again before a step; none: the engine is awake."""
-        lacks_weights = self._update is not None and self._update.are_given_up
-        return ["weights"] * lacks_weights + ["kv_cache"] * (not self._has_pages)
+        return ["weights"] * self._lacks_weights + ["kv_cache"] * (not self._has_pages)
 
     def check(self, level: int, mode: str = "wait") -> None:
         """Raise ValueError where this replica cannot sleep so; the message names the field and the reason."""
@@ -29,7 +29,7 @@ class Sleep:
         if level not in (1, 2):
             raise ValueError(f"level is {level}; it must be 1 (pages) or 2 (pages and weights)")
         if mode == "keep":
-            raise ValueError("mode must be abort or wait: requests that are kept need their pages")
+            raise ValueError(_KEPT)
         if model is None or self._update is None:
             raise ValueError("level: an emulated device has no memory to give back")
         if model.device.type != "cpu":
@@ -40,11 +40,11 @@ class Sleep:
     def sleep(self, level: int) -> None:
         """Give up the pages, and at level 2 the weights. Belongs to the engine's thread, between two steps."""
         if self._engine.scheduler.table.requests():
-            raise ValueError("mode must be abort or wait: requests that are kept need their pages")
+            raise ValueError(_KEPT)
         self.check(level)
         if self._has_pages:
             self._give_up_pages()
-        if level == 2 and self._update is not None and not self._update.are_given_up:
+        if level == 2 and self._update is not None and not self._lacks_weights:
             self._update.give_up()
 
     def read(self, tags: Collection[str]) -> None:
@@ -55,20 +55,24 @@ class Sleep:
         """
         if unknown := {*tags} - {*TAGS}:
             raise ValueError(f"tags has {sorted(unknown)[0]!r}; it may have {', '.join(TAGS)}")
-        if "weights" in (tags or TAGS) and self._update is not None and self._update.are_given_up:
+        if "weights" in (tags or TAGS) and self._update is not None and self._lacks_weights:
             folder, checkpoint = self._files
             if self._update.call("read", {"folder": str(folder)}) != checkpoint:
                 raise ValueError(f"tags: {folder} has other weights than before: replace them with an update")
 
     def wake(self, tags: Collection[str]) -> None:
         """Take again what `tags` name, none for all, after `read`. Belongs to the engine's thread."""
-        if self._update is not None and self._update.are_given_up and self._update.is_read:
+        if self._update is not None and self._lacks_weights and self._update.is_read:
             self._update.put()
         if "kv_cache" in (tags or TAGS) and not self._has_pages:
             if self._engine.gang is not None:
                 self._engine.gang.change_memory("take pages")
             self._engine.model.pool.wake()
             self._has_pages = True
+
+    @property
+    def _lacks_weights(self) -> bool:
+        return self._update is not None and self._update.are_given_up
 
     @property
     def _files(self) -> tuple[Path | None, str]:

@@ -1,5 +1,7 @@
 """Loading one rank's part: slice by slice, never more than the rank keeps."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -55,3 +57,21 @@ def test_tensors_are_read_to_the_device_that_is_named(
     for device in ("meta", "cpu"):
         module, _part = load_weights(config, path, torch.float32, cut, device=device)
         assert {parameter.device.type for parameter in module.parameters()} == {device}
+
+
+def test_two_threads_load_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two loads at once would leave functions of transformers' classes replaced."""
+    path = saved(build("llama", {}), tmp_path)
+    config = AutoConfig.from_pretrained(path)
+    together, load_whole = threading.Barrier(2), weights._load_whole
+
+    def loaded(*given: Any, **options: Any) -> Any:
+        with pytest.raises(threading.BrokenBarrierError):
+            together.wait(timeout=0.2)  # for the other thread to be here
+        together.reset()
+        return load_whole(*given, **options)
+
+    monkeypatch.setattr(weights, "_load_whole", loaded)
+    with ThreadPoolExecutor(2) as threads:
+        loads = [threads.submit(load_weights, config, path, torch.float32) for _ in range(2)]
+        assert all(load.result()[1] is None for load in loads)
