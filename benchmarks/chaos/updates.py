@@ -1,0 +1,125 @@
+"""Do updates of weights under load mix versions while replicas are killed? Prints answers, updates and what is left.
+
+    python benchmarks/chaos/updates.py --updates 25 --kills 5
+
+Serves the embedded model twice with `--batch-invariant`, and replaces its weights by those of three folders in turn,
+while eight clients ask greedy questions. In between a replica's process is killed (SIGKILL) in the midst of its
+streams. Ends with an error where an answer names two versions, has other tokens than an earlier answer of equal
+weights, does not end within `PATIENCE_S`, or pages stay owned at the end.
+"""
+
+import argparse
+import asyncio
+import os
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from itertools import count
+from pathlib import Path
+
+import httpx
+import psutil
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for servers
+from servers import RunningServer, add_server_options, crossdock_command, log_of, serving
+
+from crossdock.workers.model.weights.checkpoint import default_model_dir
+
+CLIENTS, FOLDERS, PATIENCE_S = 8, 3, 120.0
+REPLICA = "ray::ServeReplica:crossdock:mixed"  # title of a replica's process
+
+
+def write_checkpoints(root: Path, model: Path) -> None:
+    """Write the folders 0 to 2: the model with one product of its first layer scaled, so that answers differ."""
+    from safetensors.torch import load_file, save_file
+
+    for number in range(FOLDERS):
+        shutil.copytree(model, root / str(number), symlinks=False)
+        tensors = load_file(root / str(number) / "model.safetensors")
+        tensors["model.layers.0.mlp.down_proj.weight"] *= 1 + number / 4
+        save_file(tensors, root / str(number) / "model.safetensors", {"format": "pt"})
+
+
+def replicas_of(server: RunningServer) -> list[psutil.Process]:
+    parents = [psutil.Process(pid) for pid in server.processes if psutil.pid_exists(pid)]
+    found = {child.pid: child for parent in parents for child in [parent, *parent.children(recursive=True)]}
+    return [each for each in found.values() if each.is_running() and each.cmdline()[:1] == [REPLICA]]
+
+
+async def load(http: httpx.AsyncClient, texts: dict[tuple[int, int], str], counts: Counter[str]) -> None:
+    """Ask one question after the other until cancelled."""
+    for number in count():
+        question = number % 16
+        body = {"prompt": f"Question {question}:", "max_tokens": 64, "temperature": 0, "ignore_eos": True}
+        answer = await http.post("/v1/completions", json=body, timeout=PATIENCE_S)
+        counts[f"status {answer.status_code}"] += 1
+        if answer.status_code != 200:
+            await asyncio.sleep(0.2)
+            continue
+        [choice] = answer.json()["choices"]
+        made_by = choice.get("weight_versions", [])
+        if len(made_by) > 1:
+            raise ValueError(f"an answer mixes versions: {made_by}")
+        key = (int(made_by[0]["version"]) % FOLDERS if made_by else -1), question
+        if texts.setdefault(key, choice["text"]) != choice["text"]:
+            raise ValueError(f"weights of update {made_by} gave two answers to question {question}")
+        counts["answers checked"] += 1
+
+
+async def update(server: RunningServer, updates: int, kills: int) -> None:
+    texts, counts, seconds = dict[tuple[int, int], str](), Counter[str](), list[float]()
+    async with httpx.AsyncClient(base_url=server.address) as http:
+        clients = [asyncio.create_task(load(http, texts, counts)) for _ in range(CLIENTS)]
+        killed = 0
+        for number in range(1, updates + 1):
+            up = (await http.get("/v1/replicas")).json()["data"]
+            if number * kills // updates > killed and len(up) > 1:  # one that only starts could not take over
+                os.kill(replicas_of(server)[0].pid, signal.SIGKILL)
+                killed += 1
+            began, body = time.monotonic(), {"model_path": str(number % FOLDERS), "weight_version": str(number)}
+            answer = await http.post("/update_weights_from_disk", json=body, timeout=PATIENCE_S)
+            if answer.status_code != 200:
+                raise ValueError(f"update {number} is answered {answer.status_code}: {answer.text}")
+            seconds.append(time.monotonic() - began)
+            before = counts["answers checked"]
+            while counts["answers checked"] < before + CLIENTS:
+                for client in clients:
+                    if client.done():
+                        client.result()
+                await asyncio.sleep(0.05)
+        for client in clients:
+            client.cancel()
+        await asyncio.gather(*clients, return_exceptions=True)
+        until = time.monotonic() + PATIENCE_S
+        while owned := re.findall(
+            r'^crossdock_pages\{.*state="owned".*\} [1-9].*', (await http.get("/metrics")).text, re.M
+        ):
+            if time.monotonic() > until:
+                raise ValueError(f"pages stay owned: {owned}")
+            await asyncio.sleep(0.5)
+    shown = ", ".join(f"{round(each.memory_info().rss / 2**20)} MiB" for each in replicas_of(server))
+    print(f"{updates} updates of {min(seconds):.1f} to {max(seconds):.1f} s, {killed} replicas killed: {dict(counts)}")
+    print(f"no answer mixes versions; {len(texts)} texts by weights and question; no page is owned; replicas: {shown}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--updates", type=int, default=100)
+    parser.add_argument("--kills", type=int, default=20)
+    add_server_options(parser, "updates", 31950)
+    args = parser.parse_args()
+    args.model = default_model_dir()
+    with tempfile.TemporaryDirectory() as folder:
+        write_checkpoints(Path(folder), args.model)
+        flags = ["--pools", "mixed=2", "--max-model-len", "1024", "--batch-invariant", "--enable-rollouts"]
+        command = crossdock_command(args, *flags, "--weights-folder", folder)
+        with serving("crossdock", command, args, log_of(args, "crossdock")) as server:
+            asyncio.run(update(server, args.updates, args.kills))
+
+
+if __name__ == "__main__":
+    main()
