@@ -15,7 +15,7 @@ from statistics import mean, median
 
 CODE = ("cluster", "router", "workers", "kvtransfer", "kernels", ".ci")
 BUDGETS = {  # count: the most that there may be
-    "lines of code": 66_332,
+    "lines of code": 66_340,
     "lines of tests": 64_208,
     "lines of benchmarks": 12_349,
     "lines of benchmarks/RESULTS.md": 500,

@@ -1,10 +1,10 @@
 """Run the tests in two lanes, print what each file took, and refuse a file that grew past its recorded share.
 
 Usage: python .ci/run_tests.py [--record | --pure | pytest's arguments ...]
-Without arguments: all tests. Groups of files, of about four minutes each, stand in one list: first those that
-mostly wait (for servers and processes), last those that mostly compute. One lane takes groups from its head and one
-from its end, so that waiting runs beside computing, and both lanes end together. More lanes are no faster: the replicas
-for which a test waits compute, too (on two cores, four lanes came to a load of 34, and starts to their deadlines).
+Without arguments: all tests, after the files that they need once (tests/first_files.py). Groups of files, of about four
+minutes each, stand in one list: first those that mostly wait (for servers and processes), last those that mostly
+compute. One lane takes groups from its head and one from its end: waiting runs beside computing, and both end together.
+More lanes are no faster: what a test waits for computes, too (four lanes on two cores came to a load of 34).
 Each group is a process of its own: what its files load goes with it. --record writes tests/seconds.tsv. --pure runs
 the tests of PURE, in a process without torch.
 
@@ -143,8 +143,14 @@ class Run:
 
     def pytest(self, arguments: list[str], prefix: str = "", **environment: str) -> int:
         """Run one pytest, print its lines as they come, and return its exit code."""
+        code = self.process([str(Path(sys.executable).with_name("pytest")), *arguments], prefix, **environment)
+        self.codes.append(0 if code == 5 else code)  # 5: no test was selected
+        return code
+
+    def process(self, command: list[str], prefix: str = "", **environment: str) -> int:
+        """Run a process, print its lines as they come, and return its exit code."""
         process = subprocess.Popen(
-            [str(Path(sys.executable).with_name("pytest")), *arguments],
+            command,
             cwd=ROOT,
             env={**self._environment, **environment},
             stdout=subprocess.PIPE,
@@ -158,7 +164,6 @@ class Run:
         code = self._wait(process)
         reader.join(timeout=5)  # a process that outlives pytest may hold its output open
         self._running.remove(process)
-        self.codes.append(0 if code == 5 else code)  # 5: no test was selected
         return code
 
     def lane(self, name: str, take: Callable[[], list[str]]) -> None:
@@ -248,6 +253,7 @@ def run_all(run: Run) -> None:
         check=True,
     ).stdout.split()
     tests = {file for file in files if Path(file).match("test_*.py") and (ROOT / file).exists()}
+    run.process([sys.executable, "-m", "tests.first_files"], "first    | ")
     left = groups(tests, read_seconds(RECORD))
     lanes = [
         threading.Thread(target=run.lane, args=("waits   ", left.popleft)),

@@ -3,10 +3,7 @@
 import importlib.util
 import itertools
 import math
-import os
 import random
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,7 +24,7 @@ from crossdock.kernels.gpu import triton_attention
 from crossdock.kernels.gpu.triton_attention import num_joins, num_parts, paged_attention, store_kv
 from crossdock.kernels.gpu.triton_decodes import num_shares, share_kernel
 from crossdock.kernels.latent_attention import UpProjections, latent_attention
-from tests.own_folders import SHARED
+from tests.first_files import compile_for_gpus
 
 KERNELS = ("share_kernel", "decode_kernel", "join_kernel", "chunk_kernel", "chunk_join_kernel", "store_kernel")
 HEADS, KV_HEADS, DIM, PAGE_SIZE = 32, 8, 128, 16  # of Llama-3.1-8B
@@ -220,9 +217,5 @@ def interpreted() -> None:
 
 def test_kernels_compile_within_the_registers_and_shared_memory_of_gpus(tmp_path: Path) -> None:
     """The next run compiles changed kernels alone: binaries stay in its cache. Other files are temporary."""
-    path = os.pathsep.join(entry for entry in sys.path if entry)
-    compiled = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(SHARED / "triton")}
-    command = [sys.executable, str(Path(__file__).with_name("compile_for_gpus.py")), "80", "89", "90", "100", "120"]
-    environment = {**os.environ, **compiled, "PYTHONPATH": path}
-    process = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+    process = compile_for_gpus(tmp_path)
     assert process.returncode == 0, process.stdout[-3000:] + process.stderr[-3000:]
