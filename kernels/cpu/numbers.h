@@ -47,7 +47,7 @@ inline vec splat(float x) {
 #if defined(__AVX512F__)
     return _mm512_set1_ps(x);  // x may be only a bit pattern, not a number
 #else
-    return vec{} + x;
+    return vec{x, x, x, x, x, x, x, x};  // not vec{} + x: compilers then add before they broadcast, as 0 + -0 is 0
 #endif
 }
 inline vec load(const void* p) {

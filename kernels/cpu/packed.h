@@ -100,6 +100,7 @@ template <Kind KIND, bool HAS_OFFSETS, int NB>
 struct CodedFloats {
     using Numbers = Floats;
     static constexpr int V = NB * PARTS, COLUMNS = columns_of(KIND);
+    static constexpr bool IS_WIDENED = false;
     static constexpr bool IS_GROUPED = false;  // whether numbers are codes, so that sums of groups are to be scaled
     const Matrix& w;
     const int64_t n;
@@ -160,7 +161,7 @@ template <int NB>
 struct WidenedFloats {
     using Numbers = Floats;
     static constexpr int V = NB * PARTS, COLUMNS = 2;
-    static constexpr bool IS_GROUPED = false;
+    static constexpr bool IS_GROUPED = false, IS_WIDENED = true;
     const int64_t K;
     const uint32_t *codes[NB], *words[NB] = {};
 
@@ -226,7 +227,7 @@ template <Kind KIND, bool HAS_OFFSETS, int NB>
 struct CodedPairs {
     using Numbers = Pairs;
     static constexpr int V = NB, COLUMNS = columns_of(KIND);
-    static constexpr bool IS_GROUPED = true;
+    static constexpr bool IS_GROUPED = true, IS_WIDENED = false;
     const Matrix& w;
     const int64_t n;
     const uint32_t* codes[NB];
@@ -279,7 +280,7 @@ template <class Numbers_, int NB, bool IS_AHEAD, bool IS_GROUPED_>
 struct Stored {
     using Numbers = Numbers_;
     static constexpr int V = NB * PARTS, COLUMNS = Numbers::STEP;
-    static constexpr bool IS_GROUPED = IS_GROUPED_;
+    static constexpr bool IS_GROUPED = IS_GROUPED_, IS_WIDENED = false;
     const Matrix& w;
     const int64_t n;
     const uint32_t* numbers;
@@ -319,6 +320,17 @@ inline void add_group(const vec (&acc)[MB][V], const Matrix& w, int64_t n, int64
     }
 }
 
+// Whether 16 registers are too few for the sums, numbers, words, a row's number and a mask of a tile. Then each column
+// loads its words again: else GCC spills the sums, and 6 rows of two vectors take 1.25 times as long (Zen 3).
+template <class Source, int MB>
+constexpr bool must_reload() {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    return Source::IS_WIDENED && (MB + 2) * Source::V + 2 > 16;
+#else
+    return false;
+#endif
+}
+
 // Computes the products of MB rows to sums [MB][V]. Only `count` rows exist; the last one is computed in place of others.
 template <int MB, class Source>
 __attribute__((noinline)) void tile(Source source, const Matrix& w, RowsOf<typename Source::Numbers::element> rows, int count, vec* sums) {
@@ -338,6 +350,7 @@ __attribute__((noinline)) void tile(Source source, const Matrix& w, RowsOf<typen
             source.read(k);
 #pragma GCC unroll 8
             for (int j = 0; j < STEPS; ++j) {
+                if (j > 0 && must_reload<Source, MB>()) asm volatile("" ::: "memory");
                 vec b[V];
                 for (int v = 0; v < V; ++v) b[v] = source.number(j, v);
                 for (int m = 0; m < MB; ++m) {
@@ -452,9 +465,10 @@ constexpr int FEW = PARTS == 1 ? 8 : 6;  // rows of a tile whose numbers are mad
 
 // Rows up to which this is done: for two tiles it is faster than memory, unless numbers take long to make. Of AVX2: 5.0
 // instead of 6.5 ms for 8 rows of int8, 5.3 instead of 5.8 of int4; 9.8 instead of 6.2 of e4m3 (AMD Zen 4, 19 M weights).
-// To widen bfloat16 takes next to nothing: 25 instead of 44 ms for 8 rows, 48 instead of 64 for 16 (106 M weights).
+// To widen bfloat16 takes next to nothing, and panels of half the bytes stay in the first cache: 321 instead of 362 ms
+// for 256 rows (Zen 3, one thread's share of 106 M weights), so such weights are always widened in registers.
 inline int64_t most_few(const Matrix& w) {
-    if (PARTS > 1 && w.kind == PLAIN) return 64;
+    if (PARTS > 1 && w.kind == PLAIN) return INT64_MAX;
     if (PARTS > 1) return w.kind == E4M3 || w.kind == NF4 ? FEW : 8;
     return w.kind == INT8 ? FEW : 2 * FEW;
 }
