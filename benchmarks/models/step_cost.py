@@ -2,9 +2,9 @@
 
     OMP_WAIT_POLICY=PASSIVE python benchmarks/models/step_cost.py --seconds 60       # two minutes
 
-Prints the seconds of the warm-up; p50 and p90 of the relative error by kind of step, for steps that the warm-up did not
-measure; and the same for the steps of a served mix of chats and long prompts, with the coefficients as measured at
-start and as refined online. The median residual has a sign: positive means predicted too long.
+Prints the seconds of the warm-up; p50 and p90 of the relative error, for the steps that it measured and by kind for
+steps that it did not; and the same for the steps of a served mix of chats and long prompts, with the coefficients as
+measured at start and as refined online. The median residual has a sign: positive means predicted too long.
 """
 
 import argparse
@@ -117,10 +117,13 @@ def main() -> None:
     profile = warm_up(engine)
     print(f"warm-up: {time.perf_counter() - started:.1f} s; load {os.getloadavg()[0]:.2f}")
     print(profile.cost)
+    assert engine.cost_fit is not None
+    swept = [(profile.cost.seconds(work) - seconds) / seconds for work, seconds in engine.cost_fit.sweep]
+    print_errors("the sweep itself", swept)
     report_unseen(engine, profile.cost)
     steps = serve_a_mix(engine, arguments.seconds, arguments.seed)
     report_mix(steps, profile.cost)
-    print(f"\nnow {engine.cost_fit.cost if engine.cost_fit else None}; load {os.getloadavg()[0]:.2f}")
+    print(f"\nnow {engine.cost_fit.cost}; load {os.getloadavg()[0]:.2f}")
 
 
 if __name__ == "__main__":

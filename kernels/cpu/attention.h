@@ -20,7 +20,7 @@
 namespace paged {
 namespace {
 
-constexpr int MAX_MB = LANES == 16 ? 6 : 3;  // MAX_MB x 4 accumulators fill the register file
+constexpr int MAX_MB = 6, MAX_NB = LANES == 16 ? 4 : 2;  // MAX_MB x MAX_NB accumulators fill the register file
 constexpr int KEYS = 64, TILE_ROWS = 96;
 constexpr int64_t SPAN = 512;
 constexpr float LOWEST = -1e30f;  // finite: differences of it are never NaN
@@ -34,6 +34,10 @@ inline vec iota() {
 inline float largest(vec v) {
 #if defined(__AVX512F__)
     return _mm512_reduce_max_ps(v);
+#elif defined(__AVX2__)
+    __m128 four = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+    four = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(four, _mm_movehdup_ps(four)));
 #endif
     for (int step = LANES / 2; step > 0; step /= 2)
         for (int i = 0; i < step; ++i) v[i] = std::max(v[i], v[i + step]);
@@ -105,7 +109,8 @@ inline void matmul(const uint32_t* a, int64_t lda, const uint32_t* b, int64_t ld
     if constexpr (MB > 1)
         if (R < MB) return matmul<C, MB - 1>(a, lda, b, ldb, W, out, ldo, add, R, vectors);
     int n = 0;
-    for (; n + 4 <= vectors; n += 4) product<C, MB, 4>(a, lda, b + n * LANES, ldb, W, out + n * LANES, ldo, add);
+    if constexpr (MAX_NB > 2 || MB <= 3)
+        for (; n + 4 <= vectors; n += 4) product<C, MB, 4>(a, lda, b + n * LANES, ldb, W, out + n * LANES, ldo, add);
     for (; n + 2 <= vectors; n += 2) product<C, MB, 2>(a, lda, b + n * LANES, ldb, W, out + n * LANES, ldo, add);
     for (; n < vectors; ++n) product<C, MB, 1>(a, lda, b + n * LANES, ldb, W, out + n * LANES, ldo, add);
 }
@@ -134,6 +139,25 @@ __attribute__((always_inline)) inline void transpose16(__m512i (&r)[16]) {  // 1
         r[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
         r[i + 4] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0x88);
         r[i + 12] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd);
+    }
+}
+#elif defined(__AVX2__)
+__attribute__((always_inline)) inline void transpose8(__m256 (&r)[8]) {  // 8 x 8 words
+    __m256 t[8];
+    for (int i = 0; i < 4; ++i) {
+        t[2 * i] = _mm256_unpacklo_ps(r[2 * i], r[2 * i + 1]);
+        t[2 * i + 1] = _mm256_unpackhi_ps(r[2 * i], r[2 * i + 1]);
+    }
+    for (int i = 0; i < 2; ++i) {
+        r[4 * i] = _mm256_shuffle_ps(t[4 * i], t[4 * i + 2], 0x44);
+        r[4 * i + 1] = _mm256_shuffle_ps(t[4 * i], t[4 * i + 2], 0xee);
+        r[4 * i + 2] = _mm256_shuffle_ps(t[4 * i + 1], t[4 * i + 3], 0x44);
+        r[4 * i + 3] = _mm256_shuffle_ps(t[4 * i + 1], t[4 * i + 3], 0xee);
+    }
+    for (int i = 0; i < 8; ++i) t[i] = r[i];
+    for (int i = 0; i < 4; ++i) {
+        r[i] = _mm256_permute2f128_ps(t[i], t[i + 4], 0x20);
+        r[i + 4] = _mm256_permute2f128_ps(t[i], t[i + 4], 0x31);
     }
 }
 #endif
@@ -389,6 +413,15 @@ class Worker {
                 }
                 transpose16(r);
                 for (int i = 0; i < 16; ++i) _mm512_store_si512(keys_ + (d / PER_WORD + i) * KEYS + j, r[i]);
+            }
+#elif defined(__AVX2__)
+        done = a_.Dk / 8 * 8;
+        for (int j = 0; j < KEYS; j += 8)
+            for (int64_t d = 0; d < done; d += 8) {
+                __m256 r[8];
+                for (int i = 0; i < 8; ++i) r[i] = widen(k[j + i] + d);
+                transpose8(r);
+                for (int i = 0; i < 8; ++i) store(keys_ + (d + i) * KEYS + j, r[i]);
             }
 #endif
         element* to = reinterpret_cast<element*>(keys_);
