@@ -98,3 +98,16 @@ def test_factor_of_scored_prompts_is_measured_within_bounds(
 
     monkeypatch.setattr(calibrate, "measure_step", measured)
     assert calibrate._scored_factor(engine) == pytest.approx(factor)
+
+
+def test_swept_step_that_other_work_disturbed_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, calls = engine_on(tiny_model(64), num_pages=8), list[object]()
+
+    def measured(_: object, *shape: object) -> tuple[StepWork, list[float]]:
+        calls.append(shape)
+        return StepWork(prefill_tokens=1), [0.01, 0.02, 0.03] if calls.count(shape) == 1 else [0.008] * 3
+
+    monkeypatch.setattr(calibrate, "measure_step", measured)
+    sweep = calibrate._sweep(engine)
+    assert {seconds for _, seconds in sweep} == {0.008}
+    assert len(calls) == 2 * len(sweep)
