@@ -15,7 +15,7 @@ from statistics import mean, median
 
 CODE = ("cluster", "router", "workers", "kvtransfer", "kernels", ".ci")
 BUDGETS = {  # count: the most that there may be
-    "lines of code": 66_342,
+    "lines of code": 66_341,
     "lines of tests": 64_267,
     "lines of benchmarks": 12_352,
     "lines of benchmarks/RESULTS.md": 500,

@@ -109,11 +109,10 @@ def _sweep(engine: Engine) -> list[tuple[StepWork, float]]:
     def measure(chunk: tuple[int, int] | None, num_streams: int = 0, context: int = 0) -> float:
         seconds = list[float]()
         while len(seconds) < _MOST_REPEATS and (not seconds or median(seconds) > _SPREAD * min(seconds)):
-            step = measure_step(engine, chunk, num_streams, context)
-            if step is None:
+            if (step := measure_step(engine, chunk, num_streams, context)) is None:
                 return 0.0
-            seconds += step[1]
-        sweep.append((step[0], min(seconds)))
+            work, seconds = step[0], seconds + step[1]
+        sweep.append((work, min(seconds)))
         return min(seconds)
 
     config = engine.config
