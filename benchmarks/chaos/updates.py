@@ -25,7 +25,7 @@ import httpx
 import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for servers
-from servers import RunningServer, add_server_options, crossdock_command, log_of, serving
+from servers import RunningServer, add_server_options, crossdock_command, log_of, memory_mib, serving
 
 from crossdock.workers.model.weights.checkpoint import default_model_dir
 
@@ -44,10 +44,20 @@ def write_checkpoints(root: Path, model: Path) -> None:
         save_file(tensors, root / str(number) / "model.safetensors", {"format": "pt"})
 
 
-def replicas_of(server: RunningServer) -> list[psutil.Process]:
+def processes_now(server: RunningServer) -> list[psutil.Process]:
     parents = [psutil.Process(pid) for pid in server.processes if psutil.pid_exists(pid)]
     found = {child.pid: child for parent in parents for child in [parent, *parent.children(recursive=True)]}
-    return [each for each in found.values() if each.is_running() and each.cmdline()[:1] == [REPLICA]]
+    return [each for each in found.values() if each.is_running()]
+
+
+def replicas_of(server: RunningServer) -> list[psutil.Process]:
+    return [each for each in processes_now(server) if each.cmdline()[:1] == [REPLICA]]
+
+
+def memory_of(server: RunningServer) -> str:
+    """Return the memory (PSS) of all processes, and that of each replica."""
+    parts = ", ".join(f"{memory_mib({each.pid}):.0f}" for each in replicas_of(server))
+    return f"{memory_mib({each.pid for each in processes_now(server)}):.0f} MiB (replicas: {parts})"
 
 
 async def load(http: httpx.AsyncClient, texts: dict[tuple[int, int], str], counts: Counter[str]) -> None:
@@ -80,6 +90,8 @@ async def update(server: RunningServer, updates: int, kills: int) -> None:
             if number * kills // updates > killed and len(up) > 1:  # one that only starts could not take over
                 os.kill(replicas_of(server)[0].pid, signal.SIGKILL)
                 killed += 1
+            if number == FOLDERS + 1:  # each folder was served once
+                print(f"memory after {FOLDERS} updates: {memory_of(server)}", flush=True)
             began, body = time.monotonic(), {"model_path": str(number % FOLDERS), "weight_version": str(number)}
             answer = await http.post("/update_weights_from_disk", json=body, timeout=PATIENCE_S)
             if answer.status_code != 200:
@@ -101,9 +113,9 @@ async def update(server: RunningServer, updates: int, kills: int) -> None:
             if time.monotonic() > until:
                 raise ValueError(f"pages stay owned: {owned}")
             await asyncio.sleep(0.5)
-    shown = ", ".join(f"{round(each.memory_info().rss / 2**20)} MiB" for each in replicas_of(server))
     print(f"{updates} updates of {min(seconds):.1f} to {max(seconds):.1f} s, {killed} replicas killed: {dict(counts)}")
-    print(f"no answer mixes versions; {len(texts)} texts by weights and question; no page is owned; replicas: {shown}")
+    print(f"no answer mixes versions; {len(texts)} texts by weights and question; no page is owned")
+    print(f"memory at the end: {memory_of(server)}")
 
 
 def main() -> None:
