@@ -10,6 +10,7 @@ weights, does not end within `PATIENCE_S`, or pages stay owned at the end.
 
 import argparse
 import asyncio
+import json
 import os
 import re
 import shutil
@@ -33,13 +34,17 @@ CLIENTS, FOLDERS, PATIENCE_S = 8, 3, 120.0
 REPLICA = "ray::ServeReplica:crossdock:mixed"  # title of a replica's process
 
 
-def write_checkpoints(root: Path, model: Path) -> None:
-    """Write the folders 0 to 2: the model with one product of its first layer scaled, so that answers differ."""
+def write_checkpoints(root: Path, model: Path, layers: int) -> None:
+    """Write the folders 0 to 2: the model's first layers, one product of them scaled, so that answers differ."""
     from safetensors.torch import load_file, save_file
 
     for number in range(FOLDERS):
         shutil.copytree(model, root / str(number), symlinks=False)
-        tensors = load_file(root / str(number) / "model.safetensors")
+        config = json.loads((root / str(number) / "config.json").read_text())
+        (root / str(number) / "config.json").write_text(json.dumps(config | {"num_hidden_layers": layers}))
+        found = load_file(root / str(number) / "model.safetensors")
+        numbers = {name: re.search(r"\.layers\.(\d+)\.", name) for name in found}
+        tensors = {name: found[name] for name, is_of in numbers.items() if is_of is None or int(is_of[1]) < layers}
         tensors["model.layers.0.mlp.down_proj.weight"] *= 1 + number / 4
         save_file(tensors, root / str(number) / "model.safetensors", {"format": "pt"})
 
@@ -97,6 +102,8 @@ async def update(server: RunningServer, updates: int, kills: int) -> None:
             if answer.status_code != 200:
                 raise ValueError(f"update {number} is answered {answer.status_code}: {answer.text}")
             seconds.append(time.monotonic() - began)
+            if number % 10 == 0:
+                print(f"{number} updates, {killed} replicas killed, {dict(counts)}", flush=True)
             before = counts["answers checked"]
             while counts["answers checked"] < before + CLIENTS:
                 for client in clients:
@@ -122,11 +129,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--updates", type=int, default=100)
     parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--layers", type=int, default=30, help="of the embedded model, from the first one on")
     add_server_options(parser, "updates", 31950)
     args = parser.parse_args()
-    args.model = default_model_dir()
     with tempfile.TemporaryDirectory() as folder:
-        write_checkpoints(Path(folder), args.model)
+        write_checkpoints(Path(folder), default_model_dir(), args.layers)
+        args.model = Path(folder, "0")
         flags = ["--pools", "mixed=2", "--max-model-len", "1024", "--batch-invariant", "--enable-rollouts"]
         command = crossdock_command(args, *flags, "--weights-folder", folder)
         with serving("crossdock", command, args, log_of(args, "crossdock")) as server:

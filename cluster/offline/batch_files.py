@@ -2,18 +2,21 @@
 
 import asyncio
 import os
+import sys
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
 import httpx
+from tqdm import tqdm
 
 from crossdock.cluster.api.batches.lines import Line, WrongLine, answered, read_lines, record
 from crossdock.cluster.api.errors import ApiError
 from crossdock.cluster.api.http.tiers import SLO_CLASS_HEADER
 
 _Answer = Callable[[Line, str], Awaitable[tuple[int, bytes]]]
+_LOG_S = 30.0  # between two lines of the progress where no terminal shows a bar
 _RETRY_S = (1.0, 30.0)  # shortest and longest wait before a busy server is asked again
 
 
@@ -42,8 +45,8 @@ def run_file(
     count = _checked(input_file)
     with _output(output_file) as output:
         if url is None:
-            return count, _by_model(settings, input_file, output)
-        return count, asyncio.run(_by_server(input_file, output, url, server_key, max_concurrent))
+            return count, _by_model(settings, input_file, output, count)
+        return count, asyncio.run(_by_server(input_file, output, count, url, server_key, max_concurrent))
 
 
 def _checked(path: Path) -> int:
@@ -75,7 +78,7 @@ def _output(path: Path) -> Iterator[IO[bytes]]:
         new.unlink(missing_ok=True)
 
 
-def _by_model(given: dict[str, Any], path: Path, output: IO[bytes]) -> int:
+def _by_model(given: dict[str, Any], path: Path, output: IO[bytes], count: int) -> int:
     """Answer all lines by a model in this process. Returns how many are refused."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported
     from crossdock.cluster.api.routes.own_requests import own_request
@@ -87,10 +90,10 @@ def _by_model(given: dict[str, Any], path: Path, output: IO[bytes]) -> int:
         async def answer(line: Line, request_id: str) -> tuple[int, bytes]:
             return await answered(line, creates[line.url], own_request(request_id, llm.memory))
 
-        return llm.run(_run(path, output, answer, llm.most_in_flight))
+        return llm.run(_run(path, output, count, answer, llm.most_in_flight))
 
 
-async def _by_server(path: Path, output: IO[bytes], url: str, server_key: str | None, most: int) -> int:
+async def _by_server(path: Path, output: IO[bytes], count: int, url: str, server_key: str | None, most: int) -> int:
     """Answer all lines by a server, in its least urgent class. Returns how many are refused."""
     headers = {SLO_CLASS_HEADER: "batch", "Content-Type": "application/json"}
     if server_key:
@@ -106,12 +109,14 @@ async def _by_server(path: Path, output: IO[bytes], url: str, server_key: str | 
                 await asyncio.sleep(min(max(wait, float(found.headers.get("Retry-After", 0))), _RETRY_S[1]))
                 wait = min(2 * wait, _RETRY_S[1])
 
-        return await _run(path, output, answer, most)
+        return await _run(path, output, count, answer, most)
 
 
-async def _run(path: Path, output: IO[bytes], answer: _Answer, most: int) -> int:
-    """Answer the lines, `most` at once, and write each record as it comes. Returns how many are refused."""
+async def _run(path: Path, output: IO[bytes], count: int, answer: _Answer, most: int) -> int:
+    """Answer `count` lines, `most` at once, and write each record as it comes. Returns how many are refused."""
     room, failed = asyncio.Semaphore(most), 0
+    seconds = 0.1 if sys.stderr.isatty() else _LOG_S
+    bar = tqdm(total=count, desc="Requests", unit="request", mininterval=seconds, maxinterval=seconds)
 
     async def one(line: Line) -> None:
         nonlocal failed
@@ -123,11 +128,13 @@ async def _run(path: Path, output: IO[bytes], answer: _Answer, most: int) -> int
                 status, body = error.status, error.body()
             failed += status >= 400
             output.write(record(name, line.custom_id, status, name, body))
+            bar.update()
         finally:
             room.release()
 
-    async with asyncio.TaskGroup() as group:
-        for number, content in _contents(path):
-            await room.acquire()
-            group.create_task(one(Line.parse(number, content)))
+    with bar:
+        async with asyncio.TaskGroup() as group:
+            for number, content in _contents(path):
+                await room.acquire()
+                group.create_task(one(Line.parse(number, content)))
     return failed

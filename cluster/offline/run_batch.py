@@ -2,7 +2,7 @@
 
 import inspect
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import typer
 
@@ -19,6 +19,14 @@ _OPTIONS: dict[str, tuple[Any, Any]] = {  # by parameter: the type with its opti
 }
 
 
+class _Command(FlagsCommand):
+    absent: ClassVar[dict[str, str]] = {
+        **{flag.name: OF_A_SERVER[flag.key] for flags in PANELS.values() for flag in flags if flag.key in OF_A_SERVER},
+        "--enable-metrics": "there is no /metrics: the command ends with its file",
+        "--output-tmp-dir": "not needed: the output is written beside its place, and moved there when it is complete",
+    }
+
+
 def run_batch(**flags: Any) -> None:
     """Answer a file of requests, as OpenAI's batches have them, by a model in this process or by a server."""
     import httpx
@@ -30,6 +38,11 @@ def run_batch(**flags: Any) -> None:
     try:
         if own["url"] is not None and given:
             raise ValueError(f"--url: the server has its own settings, so {', '.join(given)} cannot be given")
+        for flag in ("input_file", "output_file"):
+            if str(own[flag]).startswith(("http:/", "https:/")):
+                raise ValueError(
+                    f"--{flag.replace('_', '-')}: must be a file, not {own[flag]}; use curl beside this command"
+                )
         count, failed = run_file(**own, settings=given)
     except (ValueError, OSError, httpx.HTTPError) as error:
         typer.echo(f"error: {error}", err=True)
@@ -51,4 +64,4 @@ def _signature() -> inspect.Signature:
 
 run_batch.__signature__ = _signature()  # type: ignore[attr-defined]  # as typer reads it
 run_batch.__annotations__ = {each.name: each.annotation for each in _signature().parameters.values()}
-run_batch.command_class = FlagsCommand  # type: ignore[attr-defined]
+run_batch.command_class = _Command  # type: ignore[attr-defined]

@@ -4,7 +4,8 @@ import json
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from types import MappingProxyType
+from typing import Any, ClassVar, TypeAlias
 
 import typer
 import yaml
@@ -21,6 +22,7 @@ _LISTS = (
     "--lora-modules",
 )  # several values may follow one of these, as in vLLM
 _FILE = ("--config", "-c")
+_NONE: Mapping[str, str] = MappingProxyType({})
 _SWITCHES = {"true": True, "false": False}
 
 _Part: TypeAlias = tuple[str, list[str]]  # an option's name, "" for an argument, and the words of the command line
@@ -29,10 +31,14 @@ _Part: TypeAlias = tuple[str, list[str]]  # an option's name, "" for an argument
 class FlagsCommand(TyperCommand):
     """A command that understands other servers' command lines, and answers flags that it does not have."""
 
+    absent: ClassVar[Mapping[str, str]] = (
+        _NONE  # flags that `crossdock serve` has and this command does not, with the reason
+    )
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the translated arguments. Ends the command with status 2 and one line for each flag of others."""
         try:
-            args = translated(args, self._arity(ctx))
+            args = translated(args, self._arity(ctx), self.absent)
         except ValueError as error:
             for line in str(error).splitlines():
                 typer.echo(f"error: {line}", err=True)
@@ -49,7 +55,7 @@ class FlagsCommand(TyperCommand):
         }
 
 
-def translated(args: Sequence[str], arity: Mapping[str, bool]) -> list[str]:
+def translated(args: Sequence[str], arity: Mapping[str, bool], absent: Mapping[str, str] = _NONE) -> list[str]:
     """Return the arguments of a command line in our own forms.
 
     Understood are `--max_model_len`, `--model NAME`, several values after one flag where MODEL stands before it,
@@ -59,6 +65,7 @@ def translated(args: Sequence[str], arity: Mapping[str, bool]) -> list[str]:
     Args:
         args: the words after the subcommand.
         arity: the names of all options, and whether a value follows them.
+        absent: flags that the command does not have, with the reason.
 
     Raises:
         ValueError: flags of vLLM or SGLang that do not exist here; the message has a line for each. Or a second MODEL.
@@ -73,11 +80,12 @@ def translated(args: Sequence[str], arity: Mapping[str, bool]) -> list[str]:
             ]
             parts = [*from_file, *others]
             break
-    absent = [name for name, _ in parts if name and name.partition(".")[0] not in arity]
-    missing = [line for name in absent if (line := answer(name)) is not None]
+    unknown = [name for name, _ in parts if name and name.partition(".")[0] not in arity]
+    lines = [f"{name}: {absent[name]}" if name in absent else answer(name) for name in unknown]
+    missing = [line for line in lines if line is not None]
     if missing:
         raise ValueError("\n".join(dict.fromkeys(missing)))
-    if not absent:  # else a word may be the value of an unknown flag
+    if not unknown:  # else a word may be the value of an unknown flag
         _require_one_model([words[0] for name, words in parts if not name])
     return [word for _, words in _with_parts_joined(parts) for word in words]
 

@@ -115,7 +115,7 @@ class BatchFolder:
         """Create a batch that waits to be run, and return its object. ApiError 404: there is no such input file."""
         data = self.content(owner.tenant, fields["input_file_id"])
         folder = self._kind(owner.tenant, "batches")
-        _check_room(folder, "batches")
+        _make_room(folder)
         name, now = f"batch_{uuid.uuid4().hex}", int(time.time())
         new = folder / f".{uuid.uuid4().hex}"
         new.mkdir()
@@ -226,8 +226,18 @@ def _locked(path: Path) -> Iterator[IO[bytes]]:
 
 def _check_room(folder: Path, kind: str) -> None:
     if sum(1 for _ in folder.iterdir()) >= _MOST_OBJECTS:
-        reason = f"There are {_MOST_OBJECTS} {kind}, the most that are kept: delete some"
+        advice = "delete some" if kind == "files" else "wait for one to end"
+        reason = f"There are {_MOST_OBJECTS} {kind}, the most that are kept: {advice}"
         raise ApiError(f"{reason}.", status=409, code=f"too_many_{kind}")
+
+
+def _make_room(folder: Path) -> None:
+    """Forget the oldest ended batch where there are too many: no client can delete one. ApiError 409: all run."""
+    if sum(1 for _ in folder.iterdir()) >= _MOST_OBJECTS:
+        ended = [each["id"] for each in _newest_first(folder, _STATE) if each["status"] in TERMINAL]
+        for name in ended[-1:]:
+            shutil.rmtree(folder / name, ignore_errors=True)
+    _check_room(folder, "batches")
 
 
 def _newest_first(folder: Path, name: str) -> list[Any]:

@@ -8,7 +8,7 @@ from fastapi import Request, Response
 from pydantic_core import from_json
 
 from crossdock.cluster.api.body.bodies import ChatCompletionRequest, CompletionRequest
-from crossdock.cluster.api.body.embedding_body import EmbeddingRequest
+from crossdock.cluster.api.body.embedding_body import ClassifyRequest, EmbeddingRequest
 from crossdock.cluster.api.body.json_body import Body
 from crossdock.cluster.api.body.score_body import RerankRequest, ScoreRequest
 from crossdock.cluster.api.errors import ApiError, shown, to_json
@@ -26,7 +26,9 @@ ENDPOINTS: Mapping[str, type[Body]] = {
     "/v1/embeddings": EmbeddingRequest,
     "/v1/score": ScoreRequest,
     "/v1/rerank": RerankRequest,
+    "/classify": ClassifyRequest,
 }
+_SAME = {"/score": "/v1/score", "/rerank": "/v1/rerank", "/v2/rerank": "/v1/rerank"}  # vLLM's other paths
 
 
 class WrongLine(ValueError):
@@ -65,13 +67,15 @@ class Line:
             raise WrongLine(f"'custom_id' must have 1 to {_ID_CHARS} characters.", "invalid_value", "custom_id")
         if data["method"] != "POST":
             raise WrongLine(f"'method' must be POST, not {shown(data['method'])!r}.", "invalid_method", "method")
-        if data["url"] not in ENDPOINTS:
+        url: str = data["url"]
+        url = _SAME.get(url, url)
+        if url not in ENDPOINTS:
             reason = f"'url' must be one of {', '.join(ENDPOINTS)}, not {shown(data['url'])!r}."
             raise WrongLine(reason, "invalid_url", "url")
         if others := data.keys() - {"custom_id", "method", "url", "body"}:
             name = shown(min(others))
             raise WrongLine(f"Unrecognized field: '{name}'.", "unknown_parameter", name)
-        return cls(number, data["custom_id"], data["url"], data["body"], len(content))
+        return cls(number, data["custom_id"], url, data["body"], len(content))
 
 
 def read_lines(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:

@@ -123,6 +123,7 @@ class ModelRoutes:
             "/v1/embeddings": self.embeddings.create,
             "/v1/score": self.scores.score,
             "/v1/rerank": self.scores.rerank,
+            "/classify": self.classification.create,
         }
 
     def answers(self) -> list[Endpoint]:

@@ -36,13 +36,14 @@ def test_model_in_this_process_answers_all_lines(tmp_path: Path, small_model_dir
         "".join(line(f"c{i}", **chat) for i in range(5))
         + line("text", "/v1/completions", prompt=[5, 6], max_tokens=3, ignore_eos=True)
         + line("vector", "/v1/embeddings", input="a")
-        + line("score", "/v1/score", text_1="a", text_2=["a", "b"])
+        + line("score", "/score", text_1="a", text_2=["a", "b"])
         + line("wrong", **chat | {"temperature": 9})
     )
     flags = ["--model", str(small_model_dir), "--dtype", "float32", "--max-model-len", "256", "--max_num_seqs", "4"]
     status, output, found = run(tmp_path, content, *flags, "--kv-cache-memory", "16MiB", "--device", "cpu")
     assert status == 0, output
     assert "9 requests, 1 of them refused" in output
+    assert "9/9" in output  # the progress
     texts = {json.dumps(found[f"c{i}"]["body"]["choices"][0]["message"]) for i in range(5)}
     assert len(texts) == 1
     assert found["text"]["body"]["usage"]["completion_tokens"] == 3
@@ -94,7 +95,10 @@ def test_busy_server_is_asked_again_for_each_line(tmp_path: Path, busy: str, mon
         (line("a") + "{", (), "line 2: This line is not valid JSON"),
         (line("a", "/v1/files"), (), "'url' must be one of"),
         (line("a"), ("--url", "http://127.0.0.1:9", "--dtype", "float32"), "cannot be given"),
-        (line("a"), ("--port", "9000"), "--port"),
+        (line("a"), ("--port", "9000"), "--port: it is of a server's port"),
+        (line("a"), ("--enable-metrics",), "there is no /metrics"),
+        (line("a"), ("--output-tmp-dir", "/tmp"), "--output-tmp-dir: not needed"),
+        (line("a"), ("-i", "https://host/in.jsonl"), "--input-file: must be a file"),
     ],
 )
 def test_wrong_file_or_flag_ends_the_command_with_the_reason(

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from crossdock.cluster.api.batches import folder as folder_module
 from crossdock.cluster.api.batches import worker as worker_module
 from crossdock.cluster.api.batches.folder import BatchFolder, Owner
 from crossdock.cluster.api.batches.lines import MOST_LINE_BYTES, Line
@@ -290,6 +291,23 @@ def test_tenants_have_their_own_objects_and_names_are_no_paths(folder: BatchFold
             folder.content(tenant, name)
         assert error.value.status == 404
     assert folder.content("one", file["id"]).read_bytes() == b"x"
+
+
+def test_oldest_ended_batch_makes_room_and_running_ones_stay(
+    folder: BatchFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folder_module, "_MOST_OBJECTS", 3)
+    file = folder.create_file("", io.BytesIO(lines(1)), "in.jsonl", "batch")["id"]
+    fields = {"input_file_id": file, "endpoint": CHATS, "completion_window": "24h", "metadata": None}
+    names = [folder.create_batch(Owner(""), fields, 600)["id"] for _ in range(3)]
+    [_, (_, place), _] = folder.waiting()
+    with folder.owned(place) as owned:
+        assert owned is not None
+        owned.enter("completed")
+    names.append(folder.create_batch(Owner(""), fields, 600)["id"])
+    assert {each["id"] for each in folder.batches("")} == {*names} - {place.name}
+    with pytest.raises(ApiError, match="wait for one to end"):
+        folder.create_batch(Owner(""), fields, 600)
 
 
 def test_folder_that_cannot_be_written_is_refused_by_name(tmp_path: Path) -> None:
