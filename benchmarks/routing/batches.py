@@ -3,9 +3,10 @@
     python benchmarks/routing/batches.py --lines 2000
 
 Serves the embedded model with a folder for batches. Runs a batch alone, then the same lines beside four interactive
-streams (one answer after the other, `X-SLO-Class: interactive`), and the streams alone. Prints the batch's output
+streams (one answer after the other, of the class `--class`), and the streams alone. Prints the batch's output
 tokens a second in both runs, their ratio to what it gets alone minus the streams' tokens, and the p50 and p99 of the
-streams' gaps, whose promise is 50 ms.
+streams' gaps, whose promise is 50 ms for `interactive` and 100 ms for `standard`. Beside them: seconds of the replica's
+steps with streams, and by what these exceed their prediction. The difference to the gaps is the way to the client.
 """
 
 import argparse
@@ -60,13 +61,13 @@ async def run_batch(http: httpx.AsyncClient, content: bytes) -> float:
     return counts["total"] * OUTPUT / (time.perf_counter() - began)
 
 
-async def stream(http: httpx.AsyncClient, number: int, gaps: list[float]) -> None:
+async def stream(http: httpx.AsyncClient, number: int, slo_class: str, gaps: list[float]) -> None:
     """Read one answer after the other until cancelled, and note the seconds between two events of text."""
     count = 0
     while True:
         count += 1
         body = {"prompt": f"Stream {number}, story {count}:", "max_tokens": 128, "ignore_eos": True, "stream": True}
-        head, before = {"X-SLO-Class": "interactive"}, 0.0
+        head, before = {"X-SLO-Class": slo_class}, 0.0
         async with http.stream("POST", "/v1/completions", json=body, headers=head) as answer:
             async for line in answer.aiter_lines():
                 if line.startswith("data: {"):
@@ -76,30 +77,49 @@ async def stream(http: httpx.AsyncClient, number: int, gaps: list[float]) -> Non
                     before = now
 
 
-async def streams(http: httpx.AsyncClient, work: Any) -> tuple[list[float], float, Any]:
-    """Run streams beside `work`. Returns their gaps, their tokens a second, and the result of the work."""
-    gaps: list[float] = []
+async def watch(http: httpx.AsyncClient, steps: list[tuple[float, float]]) -> None:
+    """Note seconds and predicted seconds of each step that has a decode, until cancelled."""
+    seen = dict[str, int]()
+    while True:
+        query = {"after": [f"{name}:{number}" for name, number in seen.items()]} if seen else {}
+        for replica in (await http.get("/v1/replicas", params=query)).json()["data"]:
+            is_first = replica["incarnation"] not in seen
+            seen[replica["incarnation"]] = replica["last_step"]
+            found = [] if is_first else [step for step in replica["steps"] if step["num_decodes"]]
+            steps += [(step["seconds"], step["predicted_s"]) for step in found]
+        await asyncio.sleep(1.0)
+
+
+async def streams(http: httpx.AsyncClient, slo_class: str, name: str, work: Any) -> tuple[float, Any]:
+    """Run streams beside `work`, and print their gaps. Returns their tokens a second, and the result of the work."""
+    gaps, steps = list[float](), list[tuple[float, float]]()
     began = time.perf_counter()
-    tasks = [asyncio.create_task(stream(http, number, gaps)) for number in range(STREAMS)]
+    tasks = [asyncio.create_task(stream(http, number, slo_class, gaps)) for number in range(STREAMS)]
+    tasks.append(asyncio.create_task(watch(http, steps)))
     try:
         result = await work
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-    return gaps, len(gaps) / (time.perf_counter() - began), result
+    taken = len(gaps) / (time.perf_counter() - began)
+    p50, p99 = np.percentile(gaps, [50, 99]) * 1e3
+    print(f"{STREAMS} streams {name}: gaps p50 {p50:.0f} ms, p99 {p99:.0f} ms ({len(gaps)} tokens)")
+    actual, predicted = np.array(steps).T
+    of_steps = [*np.percentile(actual, [50, 99]) * 1e3, *np.percentile(predicted, [50, 99]) * 1e3]
+    over = np.percentile(actual / predicted, [50, 95, 99])
+    shown = "p50 {:.0f}, p99 {:.0f} ms; predicted {:.0f}, {:.0f}".format(*of_steps)
+    print(f"  steps: {shown}; actual / predicted p50 {over[0]:.2f}, p95 {over[1]:.2f}, p99 {over[2]:.2f}", flush=True)
+    return taken, result
 
 
-async def measure(address: str, count: int, alone_s: float) -> None:
+async def measure(address: str, count: int, alone_s: float, slo_class: str) -> None:
     async with httpx.AsyncClient(base_url=address, timeout=None) as http:
         with suppress(httpx.HTTPError):
             await run_batch(http, lines(32))  # warms up
         alone = await run_batch(http, lines(count))
-        gaps_alone, _, _ = await streams(http, asyncio.sleep(alone_s))
-        gaps, taken, beside = await streams(http, run_batch(http, lines(count)))
-    for name, found in (("alone", gaps_alone), ("beside the batch", gaps)):
-        p50, p99 = np.percentile(found, [50, 99]) * 1e3
-        print(f"{STREAMS} streams {name}: gaps p50 {p50:.0f} ms, p99 {p99:.0f} ms ({len(found)} tokens)")
+        await streams(http, slo_class, "alone", asyncio.sleep(alone_s))
+        taken, beside = await streams(http, slo_class, "beside the batch", run_batch(http, lines(count)))
     print(f"batch of {count} lines: alone {alone:.0f} tokens/s, beside {STREAMS} streams {beside:.0f} tokens/s")
     share = beside / max(alone - taken, 1e-9)
     print(f"streams took {taken:.0f} tokens/s; the batch has {share:.2f} of what it gets alone minus that")
@@ -109,13 +129,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lines", type=int, default=2000)
     parser.add_argument("--alone", type=float, default=20.0, help="seconds of the streams alone")
+    parser.add_argument("--class", dest="slo_class", default="interactive", help="of the streams")
     add_server_options(parser, "batches", 31990)
     args = parser.parse_args()
     args.model = default_model_dir()
     with tempfile.TemporaryDirectory() as folder:
         command = crossdock_command(args, "--batch-folder", folder, "--max-model-len", "2048")
         with serving("crossdock", command, args, log_of(args, "crossdock")) as server:
-            asyncio.run(measure(server.address, args.lines, args.alone))
+            asyncio.run(measure(server.address, args.lines, args.alone, args.slo_class))
 
 
 if __name__ == "__main__":

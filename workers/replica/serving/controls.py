@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,6 +17,8 @@ if TYPE_CHECKING:  # an engine on an emulated device imports no torch
 
 logger = logging.getLogger(__name__)
 
+_SILENT_S = 60.0  # without a call, before the ingress of an update is taken for dead
+
 
 class Controls:
     """The calls of operators to one engine's thread. Belongs to the event loop of the thread's constructor."""
@@ -28,6 +31,8 @@ class Controls:
         self._sleep = Sleep(thread.engine, folder, checkpoint)
         self._update = thread.engine.executor.new_weights
         self._turn = asyncio.Lock()  # of calls that read weights
+        self._called_at = -inf  # the latest call of an update that is not put in place yet, on the loop's clock
+        self._id_read = ""  # of the folder's weights that the update has read
 
     async def pause(self) -> None:
         """End the running step, and begin no other until `resume`. Requests keep their tokens and pages, and new ones
@@ -57,9 +62,14 @@ class Controls:
             ValueError: with the reason why that failed.
         """
         async with self._turn:
-            if self._update is None:
-                return str(argument.get("folder", ""))
-            return await asyncio.to_thread(self._update.call, method, argument)
+            self._called_at = asyncio.get_running_loop().time()
+            self._id_read = await self._call(method, argument)
+            return self._id_read
+
+    async def _call(self, method: "WeightMethod", argument: Mapping[str, Any]) -> str:
+        if self._update is None:
+            return str(argument.get("folder", ""))
+        return await asyncio.to_thread(self._update.call, method, argument)
 
     async def read_arrays(self, arrays: "Arrays") -> str:
         """Read whole tensors on every rank beside steps. ValueError: with the reason why that failed."""
@@ -69,27 +79,41 @@ class Controls:
         return ""
 
     async def catch_up(self, version: tuple[int, str, str, str]) -> None:
-        """Read and put in place the newest weights of other replicas, after a restart. ValueError: they are gone."""
-        weights = WeightVersion(*version)
-        if self._turn.locked() or self._engine.scheduler.weights.number >= weights.number:
+        """Read and put in place the newest weights of other replicas, after a restart. ValueError: they are gone.
+
+        Does nothing beside an update, which brings newer ones. An update that begins meanwhile waits for the end.
+        """
+        weights, now = WeightVersion(*version), asyncio.get_running_loop().time()
+        is_updated = self._turn.locked() or now - self._called_at < _SILENT_S
+        if is_updated or self._engine.scheduler.weights.number >= weights.number:
             return
-        found = await self.call_weights("read", {"folder": weights.folder})
-        if found != weights.id:
-            raise ValueError(f"{weights.folder} has other weights than those of update {weights.number}")
-        await self.put_weights(version, "end")
+        async with self._turn:
+            self._called_at, self._id_read = -inf, ""  # what a dead ingress has left is read over
+            found = await self._call("read", {"folder": weights.folder})
+            if found != weights.id:
+                raise ValueError(f"{weights.folder} has other weights than those of update {weights.number}")
+            await self._put(weights, "end")
 
     async def put_weights(self, version: tuple[int, str, str, str], in_flight: Literal["keep", "end"]) -> bool:
         """Compute with the weights that were read, from the next step on.
 
         `version`: the fields of `WeightVersion`. `in_flight`: requests that run go on, over pages of the old weights,
         or end. Where a rank fails, this replica ends: no request may be computed with a part of the weights. Returns
-        False where this replica has these weights or later ones already, or has read none.
+        False where this replica has these weights or later ones already, or has not read them: it came up meanwhile.
         """
         weights = WeightVersion(*version)
-        if self._engine.scheduler.weights.number >= weights.number:
-            return False
-        if self._update is not None and not self._update.is_read:
-            return False
+        async with self._turn:
+            if self._engine.scheduler.weights.number >= weights.number:
+                return False
+            if self._called_at == -inf or (weights.folder and self._id_read != weights.id):
+                return False
+            if self._update is not None and not self._update.is_read:
+                return False
+            await self._put(weights, in_flight)
+            self._called_at, self._id_read = -inf, ""
+            return True
+
+    async def _put(self, weights: WeightVersion, in_flight: Literal["keep", "end"]) -> None:
 
         def put() -> None:
             was_paused = self._engine.scheduler.is_paused
@@ -109,7 +133,6 @@ class Controls:
 
         await self._thread.call(put)
         logger.info("weights %r (update %d) are in place", weights.name, weights.number)
-        return True
 
     async def may_sleep(self, level: int, mode: str) -> None:
         """Raise ValueError where this replica cannot sleep so; the message gives the reason."""
