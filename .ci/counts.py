@@ -15,9 +15,9 @@ from statistics import mean, median
 
 CODE = ("cluster", "router", "workers", "kvtransfer", "kernels", ".ci")
 BUDGETS = {  # count: the most that there may be
-    "lines of code": 66_341,
-    "lines of tests": 64_267,
-    "lines of benchmarks": 12_352,
+    "lines of code": 66_407,
+    "lines of tests": 64_368,
+    "lines of benchmarks": 12_393,
     "lines of benchmarks/RESULTS.md": 500,
     "Python files in the largest folder": 20,
     "lines of the longest class": 350,
