@@ -205,7 +205,8 @@ def row(
         page_bytes=profile.page_bytes,
         bytes_per_second=live.bytes_per_second or profile.bytes_per_second,
         refuses_late=profile.admission == "reject" and bool(num_streams or num_arriving or groups),
-        step_left=_step_seconds(work, live, gap, min_chunk * cost.per_prefill_token) / 2,
+        step_left=_step_seconds(work, live, gap, min_chunk * cost.per_prefill_token) / 2
+        + (gap if profile.runs_ahead and num_streams else 0.0),  # the next step has been scheduled
         first_booked=min([each.at for each in booked], default=reported_at) - reported_at,
         step_streams=step.decodes,
         min_chunk=min_chunk,

@@ -1,7 +1,8 @@
 """One simulated replica: the real scheduler and pages, and a clock where the model would be.
 
-Works in the order of `EngineThread`: posted actions, then a step, then transfers. While no request comes or ends, steps
-that are alike are taken at once (stretch.py). That changes nothing but the time that the simulation takes.
+Works in the order of `EngineThread`: posted actions, then a step, then transfers. A replica that runs ahead schedules a
+step when the one before it begins. While no request comes or ends, steps that are alike are taken at once (stretch.py).
+That changes nothing but the time that the simulation takes.
 """
 
 from bisect import bisect_right
@@ -18,6 +19,7 @@ from crossdock.cluster.simulate.clock import Clock
 from crossdock.cluster.simulate.fleet import SimulatedAdapters, SimulatedPool
 from crossdock.cluster.simulate.tiers import SimulatedTiers
 from crossdock.workers.report.advertise import Publisher
+from crossdock.workers.schedule.ahead import assume_ended
 from crossdock.workers.schedule.batch import Batch, SampledToken, Scheduled
 from crossdock.workers.schedule.cost.stages import Stages
 from crossdock.workers.schedule.drafts.drafting import DraftPolicy
@@ -118,6 +120,7 @@ class SimulatedReplica:
     _is_between: bool = False  # two steps
     _flights: deque[_Flight] = field(default_factory=deque)  # oldest first
     _stages: Stages = field(init=False)
+    _is_ahead: bool = field(init=False)  # a step is scheduled while the one before it runs
     _drafts: DrawnDrafts = field(init=False)
     _since: float = 0.0  # when the oldest step in flight began, or the step before it ended
     _version: int = 0  # of the plan that is in the clock
@@ -145,6 +148,7 @@ class SimulatedReplica:
             tiers=self.tiers.tiers,
             max_loras=self.adapters.slots if self.adapters.count else 0,
         )
+        self._is_ahead = profile.runs_ahead and depth == 1 and speculative is None
         self._drafts = DrawnDrafts(self.pool.draft_acceptance, self.noise.seed)
         self.publisher = Publisher(self.scheduler, self.name, self.publish_s)
 
@@ -155,9 +159,13 @@ class SimulatedReplica:
         self._inbox.append((action, ends))
         if self._flights:
             flight = self._flights[0]
-            if len(flight.ends) > 1:  # a stretch ends with the step that runs now
+            is_stretch = len(flight.ends) > 1
+            if is_stretch:  # it ends with the step that runs now
                 self._pass(flight, bisect_right(flight.ends, now, hi=len(flight.ends) - 1))
                 flight.ends = flight.ends[:1]
+            if self._is_ahead and len(self._flights) == 1:
+                self._begin_ahead(now)
+            if is_stretch:
                 self._plan()
         elif not self._is_between:
             self._go_round(now)
@@ -202,6 +210,9 @@ class SimulatedReplica:
         return any(part.request.id == ends for flight in self._flights for part in flight.batch.scheduled)
 
     def _begin_steps(self, now: float) -> None:
+        if self._is_ahead and self._flights:
+            self._go_ahead(now)
+            return
         while len(self._flights) < len(self._stages.shares) and self.scheduler.table.has_work:
             self._advance_loads(now)
             streams = self.scheduler.choose_streams(now)
@@ -216,6 +227,29 @@ class SimulatedReplica:
             if not self._flights:
                 self._since = now
             self._flights.append(self._begin(batch, now))
+            if self._is_ahead:
+                self._go_ahead(now)
+                return
+
+    def _go_ahead(self, now: float) -> None:
+        """Take the steps that follow the one in flight at once, or schedule the next one."""
+        if len(self._flights) == 1 and not self._stretch(self._flights[0]):
+            self._begin_ahead(now)
+
+    def _begin_ahead(self, now: float) -> None:
+        """Schedule the step behind the one in flight, as `Engine.begin_step` does."""
+        flight, table = self._flights[0], self.scheduler.table
+        if table.needs_preemption:
+            return
+        ends = flight.ends[-1]
+        with assume_ended(table, flight.batch, ends):
+            batch = self.scheduler.schedule(ends)
+        self._take_returned(now)
+        self.tiers.load(self.scheduler.loading.take_begun(), self.scheduler.loading, now)
+        if batch.num_decodes < len(batch.scheduled):
+            self.observer.scheduled(self, batch, now)
+        if batch:
+            self._flights.append(self._begin(batch, ends))
 
     def _advance_loads(self, now: float) -> None:
         self.tiers.advance(self.scheduler.loading, now)
@@ -224,20 +258,22 @@ class SimulatedReplica:
         cost, step = self.pool.profile.cost, self.num_steps + len(self._flights)
         seconds = cost.seconds(batch.work)
         seconds += self.scheduler.encoding.seconds(batch.encoder.items)
-        end = self._stages.begin(seconds * self.noise.factor(step), now)
-        ends = [end]
-        is_pipeline = len(self._stages.shares) > 1
-        more, scheduler = 0, self.scheduler
-        if self.at_once and not is_pipeline:
-            more = steady_steps(scheduler.table, scheduler.forecast.cost, batch) - 1
-        if more:
-            due, num_streams = self.publisher.due, len(batch.scheduled)
-            context = sum([part.start for part in batch.scheduled])
-            while more and end < due:
-                more, step, context = more - 1, step + 1, context + num_streams
-                end += cost.decode_step_seconds(num_streams, context) * self.noise.factor(step)
-                ends.append(end)
-        return _Flight(batch, ends)
+        flight = _Flight(batch, [self._stages.begin(seconds * self.noise.factor(step), now)])
+        if not self._is_ahead and len(self._stages.shares) == 1:
+            self._stretch(flight)
+        return flight
+
+    def _stretch(self, flight: _Flight) -> bool:
+        """Add the steps that are alike to the only one in flight. Return whether there are any."""
+        batch, cost, scheduler, step = flight.batch, self.pool.profile.cost, self.scheduler, self.num_steps
+        more = steady_steps(scheduler.table, scheduler.forecast.cost, batch) - 1 if self.at_once else 0
+        due, num_streams = self.publisher.due, len(batch.scheduled)
+        context, end = sum([part.start for part in batch.scheduled]), flight.ends[0]
+        while more and end < due:
+            more, step, context = more - 1, step + 1, context + num_streams
+            end += cost.decode_step_seconds(num_streams, context) * self.noise.factor(step)
+            flight.ends.append(end)
+        return len(flight.ends) > 1
 
     def _plan(self) -> None:
         self._version += 1

@@ -182,6 +182,7 @@ def preset(name: str) -> SchedulingProfile:
         bytes_per_second=_NETWORK * tp,
         tiers=(TierSize(name="host", num_bytes=0, bytes_per_second=_HOST * tp),),
         tensor_parallel_size=tp,
+        runs_ahead=True,
         cost=_cost(gpu, model, tp),
         encoder_cost=_encoder_cost(gpu, model.encoder) if model.encoder is not None else None,
         encoder_rows=_ROWS_CACHE // model.encoder.row_bytes if model.encoder is not None else 0,

@@ -57,6 +57,7 @@ class SchedulingProfile(BaseModel):
     bytes_per_second: float = 1e9  # of page transfers to another replica; until one is measured
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
+    runs_ahead: bool = False  # a step begins before the one before it has ended: `EngineConfig.async_scheduling`
     caches_prefixes: bool = True
     kernels: str = ""  # which compute the matrix products of fused layers on a CPU; empty: transformers' own code does
     peer: bytes = b""  # address for KV transfers; empty: the replica makes none

@@ -35,10 +35,10 @@ def test_no_follow_up_begins_after_the_end() -> None:
     assert all(sample.ok for sample in outcome.samples)
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_agents_with_steps_taken_one_by_one_have_the_same_times(replicas: int) -> None:
+@pytest.mark.parametrize(("replicas", "runs_ahead"), [(1, False), (2, False), (2, True)])
+def test_agents_with_steps_taken_one_by_one_have_the_same_times(replicas: int, runs_ahead: bool) -> None:
     roots = agent_jobs(SMALL, 1, concurrency=4, per_agent=1)
-    small = profile(num_pages=128)
+    small = profile(num_pages=128, runs_ahead=runs_ahead)
     simulated = fleet({"replicas": replicas, "profile": small})
     together, single = (play(simulated, roots, at_once=at_once)[1] for at_once in (True, False))
     assert times(together) == times(single)

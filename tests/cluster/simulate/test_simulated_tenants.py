@@ -21,6 +21,7 @@ from tests.cluster.simulate.small_fleets import (
 )
 
 PAIR = ({"name": "prefill", "role": "prefill"}, {"name": "decode", "role": "decode"})
+AHEAD = {"profile": profile(runs_ahead=True)}
 STAGES = {"profile": profile(pipeline_parallel_size=2, interval_share=0.5)}
 
 
@@ -38,6 +39,7 @@ def load(num_flooding: int) -> list[Job]:
         (({"replicas": 2},), {"routers": 2, "latency_s": 0.01}),
         (PAIR, {}),
         ((STAGES,), {}),
+        ((AHEAD,), {}),
         (({"replicas": 2},), {"failures": [{"kill": "mixed/0", "at": 4.0}]}),
         (({"profile": profile(num_pages=128)},), {}),  # streams lose their pages
     ],
@@ -51,8 +53,9 @@ def test_tenant_beside_a_flood_has_first_tokens_soon(pools: tuple[dict[str, Any]
     assert max(waits["own"]) < 2.0 < median(waits["flood"])
 
 
-def test_tenants_are_charged_in_a_stretch_as_in_single_steps() -> None:
-    assert_same_at_once_and_in_turn(fleet({"replicas": 2}), load(30))
+@pytest.mark.parametrize("pool", [{}, AHEAD])
+def test_tenants_are_charged_in_a_stretch_as_in_single_steps(pool: dict[str, Any]) -> None:
+    assert_same_at_once_and_in_turn(fleet({"replicas": 2} | pool), load(30))
 
 
 def test_order_of_arrival_knows_no_tenants_but_charges_them() -> None:

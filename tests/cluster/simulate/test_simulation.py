@@ -37,6 +37,29 @@ def test_request_that_comes_during_a_step_waits_for_its_end() -> None:
     assert times(outcome)[1] == [both, both + 1 / 64 + 2 / 1024]
 
 
+def test_request_that_comes_during_a_step_waits_for_the_next_one_too_where_steps_begin_ahead() -> None:
+    """b comes in the middle of a's third step, when the fourth has been scheduled. The fifth carries both."""
+    decode = 1 / 64 + 1 / 1024
+    first = 1 / 64 + 16 / 1024
+    jobs = [job("a", 16, 6), job("b", 32, 2, due=first + 1.5 * decode)]
+    for at_once in (True, False):
+        _, outcome = play(fleet({"profile": profile(runs_ahead=True)}), jobs, at_once=at_once)
+        both = first + 3 * decode + 1 / 64 + (1 + 32) / 1024
+        ends = [first + number * decode for number in range(4)]
+        assert times(outcome) == [[*ends, both, both + 1 / 64 + 2 / 1024], [both, both + 1 / 64 + 2 / 1024]]
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_first_token_beside_streams_comes_when_the_router_predicts_it(runs_ahead: bool) -> None:
+    """On average over where in a step the prompts come; a prompt that waits for one step more takes a third longer."""
+    streams = [job(f"s{number}", 16, 900) for number in range(8)]
+    prompts = [job(f"p{number}", 48, 1, due=1 + 0.313 * number) for number in range(40)]
+    simulation, _ = play(fleet({"profile": profile(runs_ahead=runs_ahead)}), [])
+    placed = type(simulation)(simulation.fleet).run([*streams, *prompts]).placed[len(streams) :]
+    predicted, found = (sum(each) for each in zip(*((p.predicted_ttft, p.ttft) for p in placed), strict=True))
+    assert predicted == pytest.approx(found, rel=0.05)
+
+
 def test_long_prompt_is_computed_in_chunks_of_the_budget() -> None:
     _, outcome = play(fleet(), [job("a", 600, 1)])
     assert times(outcome) == [[3 / 64 + 600 / 1024]]  # 256 + 256 + 88

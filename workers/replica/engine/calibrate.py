@@ -60,6 +60,7 @@ def warm_up(engine: Engine) -> SchedulingProfile:
         page_bytes=engine.page_bytes,
         tensor_parallel_size=model.part.position.tensor_size,
         pipeline_parallel_size=model.part.position.num_stages,
+        runs_ahead=engine.pipeline.is_ahead,
         caches_prefixes=config.enable_prefix_caching,
         kernels=model.kernels,
         cost=fit.cost,

@@ -231,6 +231,7 @@ def advertised(engine: Engine, profile: SchedulingProfile) -> SchedulingProfile:
             "min_chunk_tokens": config.chunk_floor,
             "num_pages": engine.pages.num_pages,
             "page_bytes": engine.page_bytes,
+            "runs_ahead": executor.is_ahead,
             "caches_prefixes": config.enable_prefix_caching,
             "max_model_len": executor.max_model_len,
             "vocab_size": executor.vocab_size,
