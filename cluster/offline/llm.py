@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from itertools import count
 from types import TracebackType
-from typing import Any, Self, TypeAlias, TypeVar
+from typing import Any, NoReturn, Self, TypeAlias, TypeVar
 
 from crossdock.cluster.api.body.bodies import ChatCompletionRequest, CompletionRequest
 from crossdock.cluster.api.body.embedding_body import ClassifyRequest, EmbeddingRequest
@@ -48,6 +48,18 @@ Message: TypeAlias = Mapping[str, Any]
 _Result = TypeVar("_Result")
 _Progress: TypeAlias = bool | Callable[..., Any]
 _NO_BOUND = 1 << 62  # bytes
+_OF_VLLM = {
+    "encode": "use embed, classify or score",
+    "beam_search": "use n with a temperature",
+    "get_default_sampling_params": "generate without SamplingParams uses them",
+    "reset_prefix_cache": "give prompts a cache_salt: prompts with different ones share nothing",
+    "collective_rpc": "calls of workers do not exist",
+    "apply_model": "calls of workers do not exist",
+    **dict.fromkeys(("sleep", "wake_up"), "close the object, or use a server's /sleep and /wake_up"),
+    **dict.fromkeys(("start_profile", "stop_profile"), "use a profiler of Python, such as py-spy"),
+    "get_metrics": "a server has /metrics",
+    "llm_engine": "the engine is `engine`",
+}
 _AHEAD = 2  # prompts in flight for each request that may hold pages: the next ones are ready when a page is free
 
 
@@ -97,6 +109,11 @@ class LLM:
     def close(self) -> None:
         """End the ranks and the processes of this model. The object cannot be used any more."""
         self._finalizer()
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Raise AttributeError; for a name of vLLM's class, with what to use here."""
+        reason = f"LLM.{name} does not exist here: {_OF_VLLM[name]}" if name in _OF_VLLM else f"LLM has no {name!r}"
+        raise AttributeError(reason, name=name, obj=self)
 
     def __enter__(self) -> Self:
         return self

@@ -25,6 +25,7 @@ from crossdock.workers.schedule.pacing.item_chunks import PromptChunk, chunk_wit
 from crossdock.workers.schedule.pacing.pace import lent_due, longest_gap
 from crossdock.workers.schedule.recurrent.states import NO_STATES, NoStates, RecurrentStates
 from crossdock.workers.schedule.request import Request, Status
+from crossdock.workers.schedule.submission import Leg
 from crossdock.workers.schedule.table import RequestTable
 
 NEAR_DEADLINE = 0.8
@@ -205,7 +206,13 @@ class PrefillScheduler:
         least = 0
         if request.items:
             least = self.forecast.encoding.least_tokens(request, start, self.table.pages.page_size)
-        return Candidate(start, request.num_tokens, priority, is_outside_lane, factor, request.id, least=least)
+        own = Candidate(start, request.num_tokens, priority, is_outside_lane, factor, request.id, least=least)
+        return own._replace(may_split_page=self._may_split_page(request))
+
+    def _may_split_page(self, request: Request) -> bool:
+        """Return whether chunks of a prompt may end inside of a page: its pages neither travel nor arrive meanwhile."""
+        is_alone = request.leg is Leg.LOCAL and request.tail is None
+        return is_alone and not request.items and not self.table.pages.state_pages
 
     def _is_one_request_alone(self) -> bool:
         """Return whether only one request is computed here, or soon will be: as in vLLM, its chunks need no bound."""

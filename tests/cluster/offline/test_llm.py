@@ -169,6 +169,12 @@ def test_wrong_request_raises_value_error_that_names_the_field(llm: LLM, make: A
     assert llm.generate("a", GREEDY, use_tqdm=False)[0].finished
 
 
+def test_name_of_vllms_class_that_does_not_exist_says_what_to_use(llm: LLM) -> None:
+    with pytest.raises(AttributeError, match="beam_search does not exist here: use n"):
+        llm.beam_search(["a"])
+    assert not hasattr(llm, "other")
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [

@@ -44,6 +44,9 @@ KNEE = 2.0
 Then no chunk is small enough. Half of the time goes to prompts, which so finish in few steps.
 """
 
+LEAST_PART = 4
+"""Tokens of the shortest chunk that ends inside of a page. With fewer, most of its time would be that of any chunk."""
+
 FLOOR = "floor"  # begins the reason of a budget that was exceeded because a step computes at least so many tokens
 
 _NO_PRIORITY = 1 << 30  # less urgent than every class
@@ -113,7 +116,11 @@ class ChunkBudget:
                 within = max(within, free_tokens(self.cost, self.work, prompt.start, floor))
             tokens = min(tokens, within)
         size = 1 if prompt.least else page_size  # the caller then knows where a chunk may end
-        return chunk_tokens(prompt.start, prompt.end, tokens, threshold, size)
+        found = chunk_tokens(prompt.start, prompt.end, tokens, threshold, size)
+        is_only_one = not self.work.prefill_tokens and prompt.priority > self.floor_priority
+        if not found and prompt.may_split_page and is_only_one and tokens >= LEAST_PART:
+            return min(int(tokens), prompt.end - prompt.start)  # else a slow machine would compute no token of it
+        return found
 
     def take(self, prompt: "Candidate", num_tokens: int) -> None:
         """Add a chunk of `num_tokens` of a prompt to the step."""
@@ -147,6 +154,7 @@ class Candidate(NamedTuple):
     encoder_seconds: float = 0.0  # that the step takes for pictures in the chunk, beside what `StepCost` says
     has_floor: bool = True  # the chunk may use the budget's floor; False: only what time is left
     least: int = 0  # tokens of the shortest chunk, where chunks do not just end on page boundaries
+    may_split_page: bool = False  # a chunk may end inside of a page where no whole page fits
 
 
 def floor_beside(cost: StepCost, streams: StepWork, tpots: Sequence[float], overrun: float, floor: int) -> int:

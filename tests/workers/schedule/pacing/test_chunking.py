@@ -53,6 +53,20 @@ def test_adaptive_chunk_keeps_the_step_within_the_slack(
     assert tokens == length or larger > allowed or tokens + 16 > 2048 - len(contexts), "the largest such chunk"
 
 
+def test_less_urgent_prompt_goes_on_by_a_part_of_a_page_where_no_page_fits() -> None:
+    """Beside four streams a page of a slow machine takes longer than the streams' slack."""
+    cost = StepCost(base=17e-3, per_prefill_token=2.5e-3, per_attended=0.0, per_decode=1.6e-3, per_context=0.0)
+    budget = adaptive_chunk_budget(2048, 16, [100] * 4, 0.05, 0.5, cost, floor_priority=0)
+    whole, split = (Candidate(0, 100, 2, may_split_page=which) for which in (False, True))
+    assert budget.chunk(whole, 0, 16) == 0
+    tokens = budget.chunk(split, 0, 16)
+    assert 4 <= tokens < 16
+    assert cost.seconds(StepWork.of([(0, tokens)], [100] * 4)) <= SLACK_SHARE * 0.05
+    budget.take(split, tokens)
+    assert budget.chunk(split, 0, 16) == 0, "one such chunk in a step"
+    assert budget.chunk(Candidate(0, 100, 0, may_split_page=True), 0, 16) in (0, 16), "the floor is for urgent prompts"
+
+
 def test_chunk_whose_tokens_are_scored_keeps_the_step_within_the_slack_too() -> None:
     """Its seconds are 1.5 times those of others, also for the chunks after it in the same step."""
     allowed, fixed = SLACK_SHARE * 0.1, COST.decode_step_seconds(8, 800)
