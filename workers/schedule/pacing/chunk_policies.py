@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from crossdock.workers.schedule.cost.cost import StepCost, StepWork
-from crossdock.workers.schedule.pacing.chunking import floor_beside, free_tokens, longest_step
+from crossdock.workers.schedule.pacing.chunking import LEAST_PART, floor_beside, free_tokens, longest_step
 from crossdock.workers.schedule.pacing.pace import longest_gap
 
 ChunkPolicy: TypeAlias = Literal["adaptive", "fixed"]
@@ -38,7 +38,8 @@ def adaptive_share(cost: StepCost, beside: Beside, floor: int) -> float:
     floor = floor_beside(cost, beside.streams, (beside.tpot,), beside.overrun, floor)
     if floor:
         tokens = max(tokens, free_tokens(cost, beside.streams, 0, floor))
-    return share_of_chunk(cost, beside.streams, tokens) if tokens >= beside.page_size else 0.0
+    least = beside.page_size if beside.is_urgent else LEAST_PART
+    return share_of_chunk(cost, beside.streams, tokens) if tokens >= least else 0.0
 
 
 def fixed_share(cost: StepCost, beside: Beside, floor: int) -> float:
