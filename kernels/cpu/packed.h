@@ -162,19 +162,25 @@ struct WidenedFloats {
     using Numbers = Floats;
     static constexpr int V = NB * PARTS, COLUMNS = 2;
     static constexpr bool IS_GROUPED = false, IS_WIDENED = true;
-    const int64_t K;
+    const int64_t K, panel = K / COLUMNS * PANEL * 4;  // bytes
     const uint32_t *codes[NB], *words[NB] = {};
+    const char* fetched;
+    int64_t stride;  // bytes
 
-    WidenedFloats(const Matrix& w, int64_t n) : K(w.K) {
+    // For one of the tiles of different rows that follow each other. Together they fetch the next panel.
+    WidenedFloats(const Matrix& w, int64_t n, int64_t tile = 0, int64_t tiles = 1) : K(w.K) {
         for (int p = 0; p < NB; ++p) codes[p] = w.words(n + p);
+        fetched = reinterpret_cast<const char*>(codes[0]) + (tiles > 1 ? panel + panel * tile / tiles : AHEAD);
+        stride = 4 * PANEL / tiles;
     }
     int64_t group() const { return K; }
     void enter(int64_t) {}
     void read(int64_t k) {
         for (int p = 0; p < NB; ++p) {
             words[p] = codes[p] + k / 2 * PANEL;
-            prefetch(reinterpret_cast<const char*>(words[p]) + AHEAD);
+            prefetch(fetched + p * panel);
         }
+        fetched += stride;
     }
     vec number(int j, int v) const {
         const ivec word = (ivec)load(words[v / PARTS] + v % PARTS * LANES);
@@ -491,7 +497,11 @@ int64_t in_registers(RowsOf<X> x, int64_t count, const Matrix& w, int64_t n, int
         for (int64_t t = 0; t < count; t += MB) {
             vec sums[MB][NB * PARTS];
             const int64_t rows = std::min<int64_t>(MB, count - t);
-            tile<MB>(Source(w, n), w, {x.x + t * w.K, x.sums + t * w.num_groups()}, int(rows), *sums);
+            const auto source = [&] {
+                if constexpr (Source::IS_WIDENED) return Source(w, n, t / MB, (count + MB - 1) / MB);
+                else return Source(w, n);
+            };
+            tile<MB>(source(), w, {x.x + t * w.K, x.sums + t * w.num_groups()}, int(rows), *sums);
             for (int64_t m = 0; m < rows; ++m) write(t + m, n, sums[m]);
         }
     return n;
