@@ -18,7 +18,7 @@ _SWEPT_CHUNKS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 _SWEPT_STREAMS = (1, 2, 4, 8, 16, 32, 64)
 _STREAMS_IN_CONTEXT = (1, 4, 16, 64)  # these also after longer contexts and beside a chunk
 _LONG_STEP = 0.1  # seconds
-_SPREAD, _MOST_REPEATS = 1.25, 9  # median of a step's seconds by the least of them, from which it was disturbed
+_SPREAD, _REPEATED_S = 1.25, 0.3  # median of a step's seconds by the least, from which it is repeated; how long
 _MOST_SCORED_FACTOR = 4.0  # more than this is the noise of a busy machine
 _SWEPT_PICTURES = ((2, 1), (8, 1), (8, 4), (16, 1), (24, 1))  # (size, number of pictures in a batch)
 _SWEPT_CONTEXT = 131_072  # tokens of all streams together
@@ -99,7 +99,7 @@ def _run_whole_picture(engine: Engine) -> None:
 
 def _sweep(engine: Engine) -> list[tuple[StepWork, float]]:
     """Return steps of every kind and their seconds, the best of three: chunks of several sizes and contexts, decodes in
-    several numbers and contexts, and both together. A step that other work disturbed is measured again, at most twice.
+    several numbers and contexts, and both together. A step that other work disturbed is repeated.
 
     The content of pages does not matter to the time, so deep contexts are swept without computing them. The sweep takes
     5 s of two cores (CPU time; SmolLM2-135M, Zen 4, 2026-11-21).
@@ -109,7 +109,7 @@ def _sweep(engine: Engine) -> list[tuple[StepWork, float]]:
 
     def measure(chunk: tuple[int, int] | None, num_streams: int = 0, context: int = 0) -> float:
         seconds = list[float]()
-        while len(seconds) < _MOST_REPEATS and (not seconds or median(seconds) > _SPREAD * min(seconds)):
+        while not seconds or (sum(seconds) < _REPEATED_S and median(seconds) > _SPREAD * min(seconds)):
             if (step := measure_step(engine, chunk, num_streams, context)) is None:
                 return 0.0
             work, seconds = step[0], seconds + step[1]
