@@ -84,7 +84,7 @@ def ray_cluster() -> Iterator[None]:
     """A light Ray, with Serve's own start left to the tests. Asserts at the end that nothing outlives it."""
     import ray
 
-    from crossdock.cluster.serve.ray_processes import without_unused_processes
+    from crossdock.cluster.serve.own_ray.ray_processes import without_unused_processes
     from tests.forked_workers import forked_workers
 
     temp_dir = tempfile.mkdtemp(prefix="cd-ray-", dir="/tmp")  # short: unix socket paths end at 107 bytes

@@ -63,9 +63,6 @@ def engine_deployment(config: ClusterConfig, pool: PoolConfig) -> serve.Applicat
             "num_cpus": pool.num_cpus,
             "num_gpus": pool.num_gpus or 0,
             **({"label_selector": pool.node_labels} if pool.node_labels and pool.num_ranks == 1 else {}),
-            # The engine shares its cores with the ingress: spinning OpenMP threads would starve both
-            # (a 50 ms step became 1.2 s; PASSIVE has to be there before torch is imported).
-            "runtime_env": {"env_vars": {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": str(spec.num_threads)}},
         },
         request_router_config=RequestRouterConfig(request_router_class=PinningRouter),
         graceful_shutdown_timeout_s=config.http.drain_timeout_s,

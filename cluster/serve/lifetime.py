@@ -22,8 +22,8 @@ from crossdock.cluster.config import ClusterConfig
 from crossdock.cluster.serve.app import APP_NAME, build, visible_gpus
 from crossdock.cluster.serve.checkpoint_check import bytes_of_files
 from crossdock.cluster.serve.gpus import check_cores_suffice, check_gpus_suffice, check_memory_suffices, with_num_gpus
+from crossdock.cluster.serve.own_ray.ray_processes import without_unused_processes
 from crossdock.cluster.serve.ray_environment import ENVIRONMENT, ON_ONE_MACHINE
-from crossdock.cluster.serve.ray_processes import without_unused_processes
 from crossdock.cluster.serve.start_failure import start_reason
 from crossdock.cluster.serve.stop_signals import StopRequest, StopSignal, ignore_signals
 from crossdock.workers.model.memory.host_memory import free_on_host

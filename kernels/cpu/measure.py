@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 from crossdock.kernels.options import Kernel
 
-_FULL_S = 0.4  # of a measurement whose calls are short; longer calls have `_FEWEST_PASSES`
+_FULL_S = 0.4  # of an undisturbed measurement whose calls are short; longer calls have `_FEWEST_PASSES`
 _FEWEST_PASSES, _MOST_PASSES = 3, 7
 _LONGEST_S = 2.0  # after the first pass nothing begins later than this
 _SPREAD = 1.25  # median of equal calls by the least of them, from which other work has disturbed them
@@ -39,7 +39,8 @@ def measure(kernels: Sequence[Kernel], rows: Sequence[int], cells: Cells) -> tup
             if passes == 1 or time.perf_counter() - start < _LONGEST_S:
                 repeats[cell] += [_seconds(call) for call in cells[cell]]
         elapsed = time.perf_counter() - start
-        if elapsed > _LONGEST_S or (passes >= _FEWEST_PASSES and elapsed > _FULL_S):
+        is_full = passes >= _FEWEST_PASSES and elapsed > _FULL_S and spread(repeats.values()) <= _SPREAD
+        if elapsed > _LONGEST_S or is_full:
             break
     table = {kernel: [min(repeats[kernel, count]) for count in rows] for kernel in kernels}
     return table, spread(repeats.values()) > _SPREAD

@@ -26,8 +26,8 @@ from crossdock.kernels.options import Kernel
 
 logger = logging.getLogger(__name__)
 
-_SAME_START_S = 60.0  # disturbed seconds count for so long: replicas of one start choose alike
 _KEPT_S = 7 * 86400.0  # then all is measured again: no wrong choice stays for ever
+_DISTURBED_S = 86400.0  # … sooner, if the machine was busy; but not at each start, of which it would take seconds
 _LONGEST_WAIT_S = 60.0  # for other processes to measure: each takes seconds, unless it is stopped
 _POLL_S = 0.05
 
@@ -43,7 +43,7 @@ class _Kept(BaseModel):
 
     def counts(self) -> bool:
         """Return whether a start need not measure again."""
-        return 0 <= time.time() - self.measured_at < (_SAME_START_S if self.is_disturbed else _KEPT_S)
+        return 0 <= time.time() - self.measured_at < (_DISTURBED_S if self.is_disturbed else _KEPT_S)
 
 
 def measured_choice(
@@ -56,7 +56,7 @@ def measured_choice(
 ) -> KernelChoice:
     """Return the choice between `kernels` for these numbers of rows, and log it.
 
-    Seconds count for a week; those of a busy machine for one start. A single kernel is not measured.
+    Seconds count for a week; those of a busy machine for a day. A single kernel is not measured.
 
     Args:
         name: for the log.
@@ -71,7 +71,7 @@ def measured_choice(
     choice = choose(kept.seconds, rows, max_kernels)
     table = kept.seconds.items()
     shown = ", ".join(f"{kernel} {'/'.join(f'{1e3 * s:.3g}' for s in seconds)}" for kernel, seconds in table)
-    busy = "; the machine was busy, so the next start measures again" if kept.is_disturbed else ""
+    busy = "; the machine was busy, so a start after a day measures again" if kept.is_disturbed else ""
     logger.info("%s: %s (ms for %s rows: %s)%s", name, choice, "/".join(map(str, rows)), shown, busy)
     return choice
 

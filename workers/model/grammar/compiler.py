@@ -104,13 +104,9 @@ class GrammarCompiler:
         self._thread = ThreadPoolExecutor(1, "grammar")
 
     def warm_up(self) -> None:
-        """Build the tokenizer's trie and start the vetting process, so that the first grammar waits for neither."""
-        if self._source is None:
-            return
-        try:
-            self._thread.submit(self._prepare).result()
-        except InvalidField as error:
-            logger.warning("%s", error)
+        """Begin to build the tokenizer's trie and to start the vetting process. The first grammar comes after that."""
+        if self._source is not None:
+            self._thread.submit(self._prepare).add_done_callback(_warn_of_refusal)
 
     def compile(self, grammar: Grammar, token_ids: Sequence[int] = ()) -> GrammarState:
         """Wait for a grammar. Returns its state after `token_ids`.
@@ -248,6 +244,11 @@ class GrammarCompiler:
         if not isinstance(tokenizer, PreTrainedTokenizerFast):
             raise InvalidField("structured output needs a fast tokenizer, and this model's is a slow one", "grammar")
         return tokenizer
+
+
+def _warn_of_refusal(prepared: "Future[object]") -> None:
+    if isinstance(error := prepared.exception(), InvalidField):
+        logger.warning("%s", error)
 
 
 def _overloaded() -> Overloaded:

@@ -6,7 +6,7 @@ from itertools import product
 from statistics import median
 
 from crossdock.workers.replica.engine.engine import Engine
-from crossdock.workers.replica.engine.remembered_sweep import remembered_sweep
+from crossdock.workers.replica.engine.remembered_sweep import remembered_factor, remembered_sweep
 from crossdock.workers.report.profile import SchedulingProfile, TierSize
 from crossdock.workers.schedule.batch import NO_STATE, Batch, Scheduled, StatePages
 from crossdock.workers.schedule.cost.cost import StepWork
@@ -30,7 +30,6 @@ def warm_up(engine: Engine) -> SchedulingProfile:
     From then on the scheduler predicts. Returns the profile that the replica advertises.
     """
     config, model, pages = engine.config, engine.model, engine.pages
-    engine.grammars.warm_up()
     prompt = [position % model.vocab_size for position in range(min(64, model.max_model_len - 4))]
     engine.add(Submission("warm-up", prompt, SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)))
     while engine.has_work:
@@ -41,9 +40,10 @@ def warm_up(engine: Engine) -> SchedulingProfile:
     with model.pool.memory_paused():
         sweep = remembered_sweep(engine, lambda: _sweep(engine), lambda: _check(engine))
         fit = engine.calibrate(sweep, _intervals(engine))
-        engine.scheduler.forecast.scored_factor = _scored_factor(engine)
+        engine.scheduler.forecast.scored_factor = remembered_factor(engine, lambda: _scored_factor(engine))
         if pictures := _encoder_sweep(engine):
             engine.calibrate_encoder(pictures)
+    engine.grammars.warm_up()  # goes on beside the first requests: the last, so that no measurement is disturbed
     return SchedulingProfile(
         max_model_len=model.max_model_len,
         vocab_size=model.vocab_size,

@@ -1,7 +1,8 @@
 """Remember the seconds of steps on this CPU: a later start of the same model checks two steps and measures no others.
 
-The files lie in the cache directory. A check that differs, on a machine that is busier or less busy than it was then,
-measures again.
+The files lie in the cache directory. Steps that are faster now were measured on a busy machine, and are measured again.
+Where they are slower the machine is busy now: to measure would take long and say little, and the engine learns from
+the steps of requests.
 """
 
 import hashlib
@@ -26,32 +27,54 @@ logger = logging.getLogger(__name__)
 Sweep: TypeAlias = list[tuple[StepWork, float]]
 """Steps and their seconds."""
 
-_MOST_RATIO = 1.3  # of a step's seconds now to those predicted from the file, or the inverse
+_LEAST_RATIO = 1 / 1.3  # of a step's seconds now to those predicted from the file
 
 
 def remembered_sweep(
     engine: Engine, measure: Callable[[], Sweep], check: Callable[[], Sequence[tuple[StepWork, float]]]
 ) -> Sweep:
-    """Return the sweep of an earlier start if the steps of `check` still take as long, else that of `measure`.
+    """Return the sweep of an earlier start if no step of `check` is faster now, else that of `measure`.
 
     Only CPUs and replicas of one rank remember: elsewhere the sweep is short, or all ranks would have to agree.
     """
-    if engine.model.device.type != "cpu" or engine.gang is not None:
+    if not _remembers(engine):
         return measure()
-    key = _key(engine)
-    path = cache_dir() / "steps" / f"sweep-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+    path, key = _file("sweep", engine)
     if (sweep := _read(path, key)) is not None:
         cost = StepCostFit(sweep).cost
         ratios = [seconds / max(cost.seconds(work), 1e-9) for work, seconds in check()]
-        if all(1 / _MOST_RATIO <= ratio <= _MOST_RATIO for ratio in ratios):
-            logger.info("steps take what they took at an earlier start; they are not measured again")
-            return sweep
         shown = ", ".join(f"{ratio:.2f}" for ratio in ratios)
+        if all(ratio >= _LEAST_RATIO for ratio in ratios):
+            logger.info("steps are not measured again: two take %s times what they took at an earlier start", shown)
+            return sweep
         logger.info("steps are measured again: two of them take %s times what they took at an earlier start", shown)
     sweep = measure()
     with suppress(OSError):  # without a cache directory each start measures
         write_cached(path, key, sweep)
     return sweep
+
+
+def remembered_factor(engine: Engine, measure: Callable[[], float]) -> float:
+    """Return the factor that `measure` returned at an earlier start, or now. Where steps take longer, it stays."""
+    if not _remembers(engine):
+        return measure()
+    path, key = _file("factor", engine)
+    factor = read_cached(path, key)
+    if not isinstance(factor, float):
+        factor = measure()
+        with suppress(OSError):
+            write_cached(path, key, factor)
+    return factor
+
+
+def _remembers(engine: Engine) -> bool:
+    return engine.model.device.type == "cpu" and engine.gang is None
+
+
+def _file(name: str, engine: Engine) -> tuple[Path, str]:
+    """Return the file of an engine's seconds, and the key under which they stand in it."""
+    key = _key(engine)
+    return cache_dir() / "steps" / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json", key
 
 
 def _key(engine: Engine) -> str:

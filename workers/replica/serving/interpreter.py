@@ -25,6 +25,15 @@ def prepare_interpreter() -> None:
     sys.setswitchinterval(SWITCH_S)
 
 
+def wait_quietly(num_threads: int) -> None:
+    """Let waiting OpenMP threads sleep. Call before torch is imported, which brings OpenMP.
+
+    The engine shares its cores with the ingress, and spinning threads starve both: a 50 ms step became 1.2 s. Set here
+    and not by Ray's runtime environment, which starts a process of its own for these variables.
+    """
+    os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": str(num_threads)}
+
+
 def process_age() -> float:
     """Return the seconds since this process was started, as Linux counts them; 0 where Linux does not."""
     try:

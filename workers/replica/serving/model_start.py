@@ -23,24 +23,14 @@ from crossdock.workers.replica.ranks.gang import Gang
 from crossdock.workers.replica.ranks.rank_loader import driver_of, failure_of, position_of, why_failed
 from crossdock.workers.replica.ranks.rank_network import LOOPBACK
 from crossdock.workers.replica.ranks.rank_socket import GangAddress
-from crossdock.workers.replica.serving.follower import follow
 from crossdock.workers.replica.serving.machine import describe_machine
+from crossdock.workers.replica.serving.rank import Rank
 from crossdock.workers.replica.serving.started import Started
 from crossdock.workers.report.profile import SchedulingProfile
 
 logger = logging.getLogger("ray.serve")
 
 _LAST_WORDS_S = 1.0  # for a rank that fails to report why, before the view of the other ranks is taken for the reason
-
-
-class Rank:
-    """A follower in a process of its own. Both end together."""
-
-    def run(self, spec: ReplicaSpec, rank: int, address: GangAddress) -> None:
-        """Follow, on the addresses of the node that this process is on."""
-        node = ray.util.get_node_ip_address()
-        host = LOOPBACK if address.host == LOOPBACK else node
-        follow(spec, rank, address, host, (spec.transfer and spec.transfer.host) or node)
 
 
 class ModelStart:

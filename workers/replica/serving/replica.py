@@ -22,7 +22,7 @@ from crossdock.workers.replica.serving.controls import Controls
 from crossdock.workers.replica.serving.emulated_start import start_emulated
 from crossdock.workers.replica.serving.engine_thread import EngineThread
 from crossdock.workers.replica.serving.fault import end_if_marked
-from crossdock.workers.replica.serving.interpreter import prepare_interpreter, process_age
+from crossdock.workers.replica.serving.interpreter import prepare_interpreter, process_age, wait_quietly
 from crossdock.workers.replica.serving.outlet import Outlet
 from crossdock.workers.replica.serving.own_node import bind_serve_to_own_node
 from crossdock.workers.replica.serving.readers import Superseded
@@ -120,6 +120,7 @@ async def _started(spec: ReplicaSpec, reached: Callable[[str], None]) -> tuple[o
     """Start the engine. Returns its start too, which watches the ranks as long as it is kept."""
     if spec.emulated is not None:
         return None, start_emulated(spec, spec.emulated)
+    wait_quietly(spec.num_threads)
     from crossdock.workers.replica.serving.model_start import ModelStart  # imports torch
 
     reached("libraries")

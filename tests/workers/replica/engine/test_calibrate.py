@@ -64,7 +64,7 @@ def test_steps_with_scored_prompts_teach_the_cost_nothing_and_are_predicted_long
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = engine_on(tiny_model(300), num_pages=40)
-    monkeypatch.setattr(calibrate, "_scored_factor", lambda engine: 3.0)
+    monkeypatch.setattr(calibrate, "remembered_factor", lambda *_: 3.0)
     warm_up(engine)
     scheduler = engine.scheduler
     observed: list[StepWork] = []

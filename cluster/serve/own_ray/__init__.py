@@ -1,0 +1,1 @@
+"""The Ray that `crossdock serve` starts on one machine, with fewer processes."""

@@ -1,0 +1,21 @@
+"""A follower in a process of its own, under Ray. The process imports torch when it begins to run, not before."""
+
+import ray
+
+from crossdock.workers.replica.config import ReplicaSpec
+from crossdock.workers.replica.ranks.rank_socket import GangAddress
+from crossdock.workers.replica.serving.interpreter import wait_quietly
+
+
+class Rank:
+    """A follower in a process of its own. Both end together."""
+
+    def run(self, spec: ReplicaSpec, rank: int, address: GangAddress) -> None:
+        """Follow, on the addresses of the node that this process is on."""
+        wait_quietly(spec.num_threads)
+        from crossdock.workers.replica.ranks.rank_network import LOOPBACK
+        from crossdock.workers.replica.serving.follower import follow
+
+        node = ray.util.get_node_ip_address()
+        host = LOOPBACK if address.host == LOOPBACK else node
+        follow(spec, rank, address, host, (spec.transfer and spec.transfer.host) or node)
