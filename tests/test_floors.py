@@ -106,6 +106,7 @@ THIRD_PARTIES = {  # third party: the rooms or files that may import it
         "cluster/trainers",
         "workers/replica/serving/model_start.py",
         "workers/replica/serving/own_node.py",
+        "workers/replica/serving/rank.py",
         "workers/replica/serving/replica.py",
     ],
     "nixl": ["kvtransfer/nixl.py"],

@@ -14,6 +14,7 @@ from ray.serve.config import RequestRouterConfig
 from crossdock.cluster.config import ClusterConfig, PoolConfig
 from crossdock.cluster.dispatch.pinning import PinningRouter
 from crossdock.cluster.serve.gpus import with_num_gpus
+from crossdock.cluster.serve.own_ray.forked_replicas import runtime_env
 
 APP_NAME = "crossdock"
 INGRESS = "crossdock.cluster.serve.ingress.ServedIngress"
@@ -63,6 +64,7 @@ def engine_deployment(config: ClusterConfig, pool: PoolConfig) -> serve.Applicat
             "num_cpus": pool.num_cpus,
             "num_gpus": pool.num_gpus or 0,
             **({"label_selector": pool.node_labels} if pool.node_labels and pool.num_ranks == 1 else {}),
+            **({} if config.is_emulated else runtime_env()),
         },
         request_router_config=RequestRouterConfig(request_router_class=PinningRouter),
         graceful_shutdown_timeout_s=config.http.drain_timeout_s,

@@ -22,6 +22,7 @@ from crossdock.cluster.config import ClusterConfig
 from crossdock.cluster.serve.app import APP_NAME, build, visible_gpus
 from crossdock.cluster.serve.checkpoint_check import bytes_of_files
 from crossdock.cluster.serve.gpus import check_cores_suffice, check_gpus_suffice, check_memory_suffices, with_num_gpus
+from crossdock.cluster.serve.own_ray.forked_replicas import forking_workers
 from crossdock.cluster.serve.own_ray.ray_processes import without_unused_processes
 from crossdock.cluster.serve.ray_environment import ENVIRONMENT, ON_ONE_MACHINE
 from crossdock.cluster.serve.start_failure import start_reason
@@ -114,7 +115,7 @@ def start_ray(config: ClusterConfig) -> None:
     ray_constants.ENABLE_RAY_CLUSTER = False  # Ray's processes read the variable; this one did so before it was set
     wanted = 1 + sum(pool.num_cpus * pool.num_ranks * pool.most for each in config.each_model for pool in each.pools)
     cores = os.cpu_count() or 1
-    with without_unused_processes():
+    with without_unused_processes(), forking_workers():
         ray.init(
             address="local",
             _node_ip_address=_LOOPBACK,

@@ -14,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from llguidance import LLMatcher, LLTokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -246,7 +247,7 @@ class GrammarCompiler:
         return tokenizer
 
 
-def _warn_of_refusal(prepared: "Future[object]") -> None:
+def _warn_of_refusal(prepared: "Future[Any]") -> None:
     if isinstance(error := prepared.exception(), InvalidField):
         logger.warning("%s", error)
 

@@ -31,7 +31,7 @@ def wait_quietly(num_threads: int) -> None:
     The engine shares its cores with the ingress, and spinning threads starve both: a 50 ms step became 1.2 s. Set here
     and not by Ray's runtime environment, which starts a process of its own for these variables.
     """
-    os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": str(num_threads)}
+    os.environ.update(OMP_WAIT_POLICY="PASSIVE", OMP_NUM_THREADS=str(num_threads))
 
 
 def process_age() -> float:

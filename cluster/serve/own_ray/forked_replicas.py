@@ -1,0 +1,181 @@
+"""Replicas forked from a process that has imported what they import: Ray and Serve start meanwhile, on another core.
+
+Ray starts a worker as `python <script> default_worker.py …`; the script is this file. The worker of a replica, known by
+`SOCKET` in its runtime environment, is forked: the script passes its arguments, environment and open files to the
+forking process, and ends. Other workers, or all where that process is gone, start as Ray starts them.
+
+No machine with GPUs forks: libraries that have looked for one cannot be forked.
+"""
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import json
+import os
+import runpy
+import secrets
+import signal
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+SOCKET = "CROSSDOCK_FORKING"  # names the socket of the forking process
+_IMPORTED = (
+    "crossdock.workers.model.load",
+    "crossdock.workers.replica.engine.calibrate",
+    "crossdock.workers.replica.engine.engine_loader",
+    "crossdock.workers.replica.serving.engine_thread",
+    "crossdock.workers.replica.transfer.handover",
+    "transformers.models.auto.modeling_auto",
+    "fastapi",
+    "uvicorn",
+)
+_GPUS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dri")
+_LONGEST_REQUEST = 1 << 20  # bytes
+_DEATH_SIGNAL = 1  # prctl's PR_SET_PDEATHSIG
+_CONTEXT = "--serialized-runtime-env-context="
+
+
+@contextlib.contextmanager
+def forked_replicas(environment: dict[str, str]) -> Iterator[None]:
+    """Have the Ray that starts meanwhile on this machine fork its replicas, unless the machine has a GPU.
+
+    `environment`: variables for their process, beside those of this one.
+    """
+    if any(Path(gpu).exists() for gpu in _GPUS):
+        yield
+        return
+    name = f"crossdock-{secrets.token_hex(8)}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(f"\0{name}")  # not a file, which would stay when this process is killed
+        listener.listen(64)
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", __name__],  # no module of the folder that the user is in
+            stdin=listener.fileno(),
+            env=os.environ | environment | {"OMP_WAIT_POLICY": "PASSIVE"},  # torch reads it when imported
+            start_new_session=True,  # Ctrl-C is for the command
+        )
+    os.environ[SOCKET] = name
+    try:
+        yield
+    finally:
+        del os.environ[SOCKET]
+        process.kill()
+        process.wait()
+
+
+@contextlib.contextmanager
+def forking_workers() -> Iterator[None]:
+    """Have `ray.init` start workers by this file, if there is a forking process."""
+    from ray._private import parameter
+
+    parameters = parameter.RayParams
+    if SOCKET in os.environ:
+        parameter.RayParams = partial(parameters, setup_worker_path=__file__)
+    try:
+        yield
+    finally:
+        parameter.RayParams = parameters
+
+
+def runtime_env() -> dict[str, Any]:
+    """Return the options of an actor that is forked, if there is a forking process; else none."""
+    return {"runtime_env": {"env_vars": {SOCKET: os.environ[SOCKET]}}} if SOCKET in os.environ else {}
+
+
+# -- the forking process ---------------------------------------------------------------------------------------------
+
+
+def fork_workers(listener: socket.socket, modules: Sequence[str]) -> None:
+    """Import `modules`, without Ray, which reads its environment then. Then fork a worker for each connection, for
+    ever."""
+    ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+    for name in modules:
+        importlib.import_module(name)
+    assert "ray" not in sys.modules
+    gc.collect()
+    gc.freeze()  # else each worker looks at 400,000 objects again, and copies their pages as it does
+    signal.signal(signal.SIGCHLD, _reap)
+    while True:
+        connection, _ = listener.accept()
+        with connection:
+            if not _is_of_this_user(connection):
+                continue
+            request, files, _, _ = socket.recv_fds(connection, _LONGEST_REQUEST, 3)
+            if not os.fork():
+                break
+        for file in files:
+            os.close(file)
+    listener.close()
+    _become_worker(json.loads(request), files)
+
+
+def _is_of_this_user(connection: socket.socket) -> bool:
+    _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return bool(user == os.geteuid())
+
+
+def _reap(number: int, frame: object) -> None:
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def _become_worker(request: dict[str, Any], files: list[int]) -> None:
+    """Run Ray's worker in this process, which has just been forked."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for number, file in enumerate(files):
+        os.dup2(file, number)
+        os.close(file)
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    os.chdir(request["folder"])
+    sys.argv = request["arguments"]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+# -- a worker as Ray starts it ---------------------------------------------------------------------------------------
+
+
+def start(arguments: list[str]) -> None:
+    """Have the worker forked that this process was started for, or run it as Ray's own script does."""
+    variables = variables_of(arguments)
+    if SOCKET in variables:
+        with contextlib.suppress(OSError):
+            ask(arguments, variables, f"\0{variables[SOCKET]}")
+            return
+    own = str(Path(arguments[0]).with_name("setup_worker.py"))
+    sys.argv = [own, *arguments]
+    runpy.run_path(own, run_name="__main__")
+
+
+def variables_of(arguments: list[str]) -> dict[str, str]:
+    """Return the variables of a worker's runtime environment."""
+    context = next((each.removeprefix(_CONTEXT) for each in arguments if each.startswith(_CONTEXT)), "{}")
+    variables: dict[str, str] = (json.loads(context) or {}).get("env_vars") or {}
+    return variables
+
+
+def ask(arguments: list[str], variables: dict[str, str], address: str) -> None:
+    """Have the forking process at `address` fork a worker with these variables. Raises OSError."""
+    passed = [each for each in arguments if not each.startswith((_CONTEXT, "--language="))]
+    request = {"arguments": passed, "environment": dict(os.environ) | variables, "folder": os.getcwd()}
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        connection.connect(address)
+        if not _is_of_this_user(connection):
+            raise OSError("the socket is another user's")
+        socket.send_fds(connection, [json.dumps(request).encode()], [0, 1, 2])
+        connection.recv(1)  # ends once the worker is forked
+
+
+if __name__ == "__main__":
+    if sys.argv[1:]:
+        start(sys.argv[1:])
+    else:
+        fork_workers(socket.socket(fileno=os.dup(sys.stdin.fileno())), _IMPORTED)
