@@ -20,6 +20,7 @@ from pathlib import Path
 from crossdock.cluster.serve.own_ray.forked_replicas import ask, fork_workers, variables_of
 
 SOCKET = "CROSSDOCK_TESTS_FORKING"  # names the socket of the forking process
+_FOR = "--for"  # the parent of the forking process
 IMPORTED = (
     "crossdock.cluster.api.endpoints",
     "crossdock.cluster.serve.media",
@@ -44,7 +45,7 @@ def forked_workers(folder: Path) -> Iterator[int]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(path)
         listener.listen(64)
-        command = [sys.executable, "-m", "tests.forked_workers"]
+        command = [sys.executable, "-m", "tests.forked_workers", _FOR, str(os.getpid())]
         process = subprocess.Popen(command, stdin=listener, cwd=Path(__file__).parents[1])
     parameters = parameter.RayParams
     os.environ[SOCKET] = path
@@ -59,10 +60,9 @@ def forked_workers(folder: Path) -> Iterator[int]:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:]:
-        ask(sys.argv[1:], variables_of(sys.argv[1:]), os.environ[SOCKET])
-    else:
-        listener = socket.socket(fileno=os.dup(sys.stdin.fileno()))
-        select.select([listener], [], [])  # not sooner: Ray gives its own processes a few seconds to start
+    if sys.argv[1] == _FOR:
+        select.select([sys.stdin], [], [])  # not sooner: Ray gives its own processes a few seconds to start
         importlib.import_module("tests.known_seconds").give_known_seconds()
-        fork_workers(listener, IMPORTED)
+        fork_workers(IMPORTED, int(sys.argv[2]))
+    else:
+        ask(sys.argv[1:], variables_of(sys.argv[1:]), os.environ[SOCKET])

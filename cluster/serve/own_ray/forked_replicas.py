@@ -39,6 +39,7 @@ _IMPORTED = (
 _GPUS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dri")
 _LONGEST_REQUEST = 1 << 20  # bytes
 _DEATH_SIGNAL = 1  # prctl's PR_SET_PDEATHSIG
+_FOR = "--for"  # the parent of the forking process
 _CONTEXT = "--serialized-runtime-env-context="
 
 
@@ -56,7 +57,14 @@ def forked_replicas(environment: dict[str, str]) -> Iterator[None]:
         listener.bind(f"\0{name}")  # not a file, which would stay when this process is killed
         listener.listen(64)
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", __name__],  # no module of the folder that the user is in
+            [
+                sys.executable,
+                "-P",
+                "-m",
+                __name__,
+                _FOR,
+                str(os.getpid()),
+            ],  # -P: no module of the folder it is called in
             stdin=listener.fileno(),
             env=os.environ | environment | {"OMP_WAIT_POLICY": "PASSIVE"},  # torch reads it when imported
             start_new_session=True,  # Ctrl-C is for the command
@@ -92,10 +100,15 @@ def runtime_env() -> dict[str, Any]:
 # -- the forking process ---------------------------------------------------------------------------------------------
 
 
-def fork_workers(listener: socket.socket, modules: Sequence[str]) -> None:
-    """Import `modules`, without Ray, which reads its environment then. Then fork a worker for each connection, for
-    ever."""
+def fork_workers(modules: Sequence[str], parent: int) -> None:
+    """Import `modules`, without Ray, which reads its environment then. Then fork a worker for each connection.
+
+    Stdin is the socket that listens. This process ends with its parent, whose number is `parent`.
+    """
     ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        return  # it has ended before
+    listener = socket.socket(fileno=os.dup(sys.stdin.fileno()))
     for name in modules:
         importlib.import_module(name)
     assert "ray" not in sys.modules
@@ -175,7 +188,7 @@ def ask(arguments: list[str], variables: dict[str, str], address: str) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:]:
-        start(sys.argv[1:])
+    if sys.argv[1] == _FOR:
+        fork_workers(_IMPORTED, int(sys.argv[2]))
     else:
-        fork_workers(socket.socket(fileno=os.dup(sys.stdin.fileno())), _IMPORTED)
+        start(sys.argv[1:])
