@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from crossdock.cluster.tune.report import Findings
     from crossdock.workers.replica.engine.engine import Engine
     from crossdock.workers.schedule.cost.cost import StepCost
+
+
+_LEAST_SHARE = 0.25  # of the budget for the measurement, however long the model took to load
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,10 @@ class TuneFlags:
     repeats: Annotated[
         int, typer.Option(min=1, help="Most rounds; each figure is their median. Two do where they are alike.")
     ] = 3
+    budget: Annotated[
+        float,
+        typer.Option(min=1, help="Seconds for all of it; a slow machine measures fewer sizes."),
+    ] = 120.0
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", help="Write the settings to this file, for `crossdock serve --config`."),
@@ -159,6 +167,7 @@ def _find(flags: TuneFlags, sizes: _Grid, console: Console) -> "Findings":
 
     cluster = load(flags.config, {"model.path": flags.model} if flags.model is not None else {})
     pool = _pool(cluster, flags)
+    begun = time.monotonic()
     spec, computes_only = cluster.replica_spec(pool), pool.role == "prefill"
     wanted = grid(sizes.chunks, () if computes_only else sizes.decodes, sizes.contexts)
     with ExitStack() as stack:
@@ -169,7 +178,9 @@ def _find(flags: TuneFlags, sizes: _Grid, console: Console) -> "Findings":
         of_streams = [cell for cell in cells if computes_only or cell.decodes]
         if not any(cell.chunk and cell.decodes == (flags.streams or cell.decodes) for cell in of_streams):
             raise ValueError("no chunk fits beside the streams: lower --contexts, or raise engine.kv_cache_memory")
-        measured, is_interrupted = _sweep(engine, cells, flags.repeats, profile.cost, console)
+        left = max(flags.budget - (time.monotonic() - begun), _LEAST_SHARE * flags.budget)
+        console.print(f"Measuring for {left:.0f} s of the {flags.budget:.0f} s that --budget allows")
+        measured, is_interrupted = _sweep(engine, cells, flags.repeats, profile.cost, console, left)
         kind, dtype = engine.model.device.type, str(engine.model.dtype).removeprefix("torch.")
     curves = Curves(measured, pool.pipeline_parallel_size, profile.interval_share)
     config = spec.engine
@@ -199,7 +210,7 @@ def _pool(cluster: "ClusterConfig", flags: TuneFlags) -> "PoolConfig":
 
 
 def _sweep(
-    engine: "Engine", cells: "Sequence[Cell]", repeats: int, cost: "StepCost", console: Console
+    engine: "Engine", cells: "Sequence[Cell]", repeats: int, cost: "StepCost", console: Console, budget_s: float
 ) -> "tuple[list[Cell], bool]":
     """Return the measured cells, and whether the user has interrupted the measurement.
 
@@ -210,7 +221,7 @@ def _sweep(
     from crossdock.cluster.tune.sweep import Sweep
 
     with progress(console, "Measuring") as progressed:
-        sweep, is_interrupted = Sweep(engine, cells, repeats, cost, progressed), False
+        sweep, is_interrupted = Sweep(engine, cells, repeats, cost, progressed, budget_s), False
         try:
             sweep.run()
         except KeyboardInterrupt:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
-from math import log
+from math import inf, log
 from statistics import median
 
 from crossdock.cluster.tune.curves import Cell
@@ -51,6 +51,10 @@ class Sweep:
 
     Every cell is measured in two rounds, so that a load from elsewhere on the machine affects all of them alike. A cell
     whose measurements differ gets up to `repeats`. Its seconds are the median.
+
+    All steps together take `budget_s` or little more. The steps that take longest are left out where one round of them
+    would take longer, and are told from their largest measured neighbour. A second round, and the sizes between those
+    that are not straight, come while seconds are left.
     """
 
     def __init__(
@@ -60,6 +64,7 @@ class Sweep:
         repeats: int,
         cost: StepCost,
         progressed: Callable[[float, float], None] = lambda *_: None,
+        budget_s: float = inf,
     ) -> None:
         """`cells`: as `grid` orders them. `progressed` is called after each step with the predicted seconds of what is
         done, and of all."""
@@ -68,8 +73,10 @@ class Sweep:
         self._times: dict[Cell, list[float]] = {}
         self._finished: set[int] = set()  # numbers of streams
         self._done, self._unplanned = 0.0, 0.0  # predicted seconds; unplanned: of rounds after the planned ones
-        self._rounds = min(repeats, 2)
-        self._planned = {cell for line in self._lines() for cell in _chosen(line, lambda _: True)}
+        self._spent, self._budget_s = 0.0, budget_s  # measured seconds
+        self._measured = self._affordable()
+        self._planned = self._least()
+        self._rounds = min(repeats, 2 if 2 * sum(map(self._predicted, self._planned)) <= budget_s else 1)
 
     def run(self) -> None:
         """Measure. After an exception, `cells` returns what was measured before it."""
@@ -84,6 +91,8 @@ class Sweep:
                 for cell, times in self._times.items()
                 if number < self._rounds or max(times) > (1 + _ALIKE) * min(times)
             ]
+            if self._spent + sum(map(self._predicted, again)) > self._budget_s:
+                break
             if number >= self._rounds:
                 self._unplanned += sum(map(self._predicted, again))
             for cell in again:
@@ -99,13 +108,29 @@ class Sweep:
             for cell in cells
         ]
 
+    def _affordable(self) -> list[Cell]:
+        """Return the cells without those that take longest, so that the least of them can be measured in time. Each
+        line keeps its decodes alone and its smallest chunk."""
+        self._measured = list(self._cells)
+        smallest = min((cell.chunk for cell in self._cells if cell.chunk), default=0)
+        further = sorted((cell for cell in self._cells if cell.chunk > smallest), key=self._predicted)
+        while further and sum(map(self._predicted, self._least())) > self._budget_s:
+            self._measured.remove(further.pop())
+        return self._measured
+
+    def _least(self) -> set[Cell]:
+        """Return the cells that are measured even if all lines are straight."""
+        return {cell for line in self._lines() for cell in _chosen(line, lambda _: True)}
+
     def _lines(self) -> Iterator[list[Cell]]:
-        for _, line in groupby(self._cells, lambda cell: (cell.decodes, cell.context)):
+        for _, line in groupby(self._measured, lambda cell: (cell.decodes, cell.context)):
             yield list(line)
 
     def _is_straight(self, cell: Cell) -> bool:
         """Measure a cell, and return whether it is as its measured neighbours predict; False for the end of a line."""
         expected = self._interpolated(cell)
+        if cell not in self._planned and self._spent + self._predicted(cell) > self._budget_s:
+            return True  # there is no time to look
         seconds = self._measure(cell)
         return abs(expected - seconds) <= _STRAIGHT * seconds
 
@@ -115,18 +140,24 @@ class Sweep:
         assert step is not None, "the pool holds every cell of an idle engine"
         [seconds] = step[1]
         self._times.setdefault(cell, []).append(seconds)
+        self._spent += seconds
         self._done += self._predicted(cell)
         expected = self._rounds * sum(map(self._predicted, self._planned | {*self._times})) + self._unplanned
         self._progressed(self._done, expected)
         return seconds
 
     def _interpolated(self, cell: Cell) -> float:
-        """Return the seconds of a cell from its measured neighbours of the line; without two of them, infinity."""
+        """Return the seconds of a cell from its measured neighbours of the line.
+
+        Beyond the largest measured chunk they are as far off the prediction as there. Without any, they are infinite.
+        """
         line = [other for other in self._times if (other.decodes, other.context) == (cell.decodes, cell.context)]
         below = max((other for other in line if 0 < other.chunk < cell.chunk), key=_chunk, default=None)
         above = min((other for other in line if other.chunk > cell.chunk), key=_chunk, default=None)
-        if below is None or above is None:
-            return float("inf")
+        if below is None:
+            return inf
+        if above is None:
+            return self._predicted(cell) * median(self._times[below]) / self._predicted(below)
         low, high = (median(self._times[other]) / self._predicted(other) for other in (below, above))
         share = log(cell.chunk / below.chunk) / log(above.chunk / below.chunk)
         return self._predicted(cell) * (low + share * (high - low))

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from math import inf
 from typing import Any
 
 import pytest
@@ -20,7 +21,11 @@ ENGINE: Any = None  # `measure` stands in its place
 
 
 def swept(
-    seconds: Callable[[Cell], float], repeats: int = 1, cells: list[Cell] = GRID, stop_after: int | None = None
+    seconds: Callable[[Cell], float],
+    repeats: int = 1,
+    cells: list[Cell] = GRID,
+    stop_after: int | None = None,
+    budget_s: float = inf,
 ) -> tuple[list[Cell], list[Cell], list[tuple[float, float]]]:
     """Return the cells of a sweep on an engine whose steps take `seconds`, the measured ones in order, the progress.
 
@@ -41,7 +46,7 @@ def swept(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "measure_step", measure)
-        found = Sweep(ENGINE, cells, repeats, COST, lambda done, total: progress.append((done, total)))
+        found = Sweep(ENGINE, cells, repeats, COST, lambda done, total: progress.append((done, total)), budget_s)
         try:
             found.run()
         except KeyboardInterrupt:
@@ -68,6 +73,16 @@ def test_curve_that_is_a_constant_factor_off_the_prediction_is_straight_too() ->
     cells, asked, _ = swept(lambda cell: 3 * true_seconds(cell))
     assert {cell.chunk for cell in asked} == {0, 16, 64, 256, 2048}
     assert all(cell.seconds == pytest.approx(3 * true_seconds(cell)) for cell in cells)
+
+
+@pytest.mark.parametrize("budget_s", [1.5, 4.0, 12.0])
+def test_slow_machine_measures_in_its_budget_and_tells_the_rest_from_what_it_measured(budget_s: float) -> None:
+    """A round of all cells takes 29 s, of the fewest that a straight curve needs 18 s."""
+    cells, asked, _ = swept(lambda cell: 1.2 * true_seconds(cell), repeats=3, budget_s=budget_s)
+    assert sum(1.2 * true_seconds(cell) for cell in asked) <= 1.2 * budget_s
+    assert {cell.decodes for cell in asked} == {cell.decodes for cell in cells} == {0, 1, 4}
+    for cell in cells:
+        assert cell.seconds == pytest.approx(1.2 * true_seconds(cell))
 
 
 def test_chunks_around_a_jump_are_all_measured() -> None:
