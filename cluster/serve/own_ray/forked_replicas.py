@@ -39,6 +39,7 @@ _IMPORTED = (
 _GPUS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dri")
 _LONGEST_REQUEST = 1 << 20  # bytes
 _DEATH_SIGNAL = 1  # prctl's PR_SET_PDEATHSIG
+_FORKED = b"f"
 _FOR = "--for"  # the parent of the forking process
 _CONTEXT = "--serialized-runtime-env-context="
 
@@ -66,6 +67,8 @@ def forked_replicas(environment: dict[str, str]) -> Iterator[None]:
                 str(os.getpid()),
             ],  # -P: no module of the folder it is called in
             stdin=listener.fileno(),
+            stdout=subprocess.DEVNULL,  # its workers have outputs of their own
+            stderr=subprocess.DEVNULL,
             env=os.environ | environment | {"OMP_WAIT_POLICY": "PASSIVE"},  # torch reads it when imported
             start_new_session=True,  # Ctrl-C is for the command
         )
@@ -123,6 +126,7 @@ def fork_workers(modules: Sequence[str], parent: int) -> None:
             request, files, _, _ = socket.recv_fds(connection, _LONGEST_REQUEST, 3)
             if not os.fork():
                 break
+            connection.send(_FORKED)
         for file in files:
             os.close(file)
     listener.close()
@@ -143,6 +147,7 @@ def _reap(number: int, frame: object) -> None:
 def _become_worker(request: dict[str, Any], files: list[int]) -> None:
     """Run Ray's worker in this process, which has just been forked."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.setpgid(0, 0)  # the raylet kills the group of a worker that has ended
     for number, file in enumerate(files):
         os.dup2(file, number)
         os.close(file)
@@ -184,7 +189,8 @@ def ask(arguments: list[str], variables: dict[str, str], address: str) -> None:
         if not _is_of_this_user(connection):
             raise OSError("the socket is another user's")
         socket.send_fds(connection, [json.dumps(request).encode()], [0, 1, 2])
-        connection.recv(1)  # ends once the worker is forked
+        if connection.recv(1) != _FORKED:
+            raise OSError("the forking process has ended")
 
 
 if __name__ == "__main__":
