@@ -15,8 +15,8 @@ from statistics import mean, median
 
 CODE = ("cluster", "router", "workers", "kvtransfer", "kernels", ".ci")
 BUDGETS = {  # count: the most that there may be
-    "lines of code": 66_481,
-    "lines of tests": 64_487,
+    "lines of code": 66_890,
+    "lines of tests": 64_510,
     "lines of benchmarks": 12_393,
     "lines of benchmarks/RESULTS.md": 500,
     "Python files in the largest folder": 20,
