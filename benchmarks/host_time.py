@@ -10,7 +10,6 @@ part's median in ms of the thread's CPU time, which other processes hardly distu
 """
 
 import argparse
-import gc
 import statistics
 import time
 from collections import defaultdict
@@ -30,6 +29,7 @@ from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.computing import new_engine
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.replica.engine.step_sampler import StepSampler
+from crossdock.workers.replica.serving.interpreter import prepare_interpreter
 from crossdock.workers.schedule.cost.cost import StepWork
 from crossdock.workers.schedule.scheduler import Scheduler
 from crossdock.workers.schedule.submission import SamplingParams, Submission
@@ -164,7 +164,7 @@ def main() -> None:
     parser.add_argument("--ahead", action="store_true", help="steps begin before the tokens of the last are known")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    gc.freeze()  # as a replica does once its model is loaded
+    prepare_interpreter()  # as a replica does once its model is loaded
     sampling = {"temperature": args.temperature, "top_p": args.top_p}
     originals = {key: owner.__dict__[method] for key, (owner, method) in PARTS.items()}
     rows = {}

@@ -10,6 +10,8 @@ replica computes the prompt and the first token, a decode replica receives the K
 from dataclasses import replace
 from math import inf
 
+from msgspec import structs
+
 from crossdock.router.actions import (
     DEFAULT_TIMEOUTS,
     Accepted,
@@ -349,4 +351,4 @@ def _without(delta: TokenDelta, num_seen: int) -> TokenDelta:
     if not num_seen:
         return delta
     logprobs = delta.logprobs[num_seen:] if delta.logprobs is not None else None
-    return replace(delta, token_ids=delta.token_ids[num_seen:], first=delta.first + num_seen, logprobs=logprobs)
+    return structs.replace(delta, token_ids=delta.token_ids[num_seen:], first=delta.first + num_seen, logprobs=logprobs)

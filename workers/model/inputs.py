@@ -59,8 +59,9 @@ class StepInputs:
         starts = np.array([part.start for part in batch.scheduled], np.int64)
         lengths = np.array([part.num_tokens for part in batch.scheduled], np.int64)
         query_start = np.concatenate([[0], lengths.cumsum()])
-        kv_len, lists = starts + lengths, PageLists.of(batch.scheduled, page_size)
-        state_width = len(batch.scheduled[0].state.write)
+        kv_len = starts + lengths
+        state_read, state_write = _states(batch)
+        lists = PageLists.of(batch.scheduled, -(-kv_len // page_size))
         positions = np.arange(len(token_ids)) + np.repeat(starts - query_start[:-1], lengths)
         pages = lists.pages_at(np.repeat(np.arange(len(lengths)), lengths), positions // page_size)
         inputs = cls(
@@ -71,8 +72,8 @@ class StepInputs:
             query_start=query_start.astype(np.int32),
             kv_len=kv_len.astype(np.int32),
             pages=lists,
-            state_read=_state_table([part.state.read for part in batch.scheduled], state_width),
-            state_write=_state_table([part.state.write for part in batch.scheduled], state_width),
+            state_read=state_read,
+            state_write=state_write,
             adapters=_adapters(batch),
         )
         return inputs, rows
@@ -194,14 +195,15 @@ class StepTensors(NamedTuple):
 _COPIED = tuple(name for name in StepTensors._fields if name != "page_table")
 
 
-def _state_table(states: Sequence[Sequence[int]], width: int) -> NDArray[np.int32]:
-    """Return the pages of every part's state, [S, width]; rows of -1 where there is none."""
-    table = np.full((len(states), width), -1, np.int32)
-    if width:
-        for row, pages in zip(table, states, strict=True):
+def _states(batch: Batch) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Return the pages of every part's state before and after the step, [S, n] each; rows of -1 where there is none."""
+    width = len(batch.scheduled[0].state.write)
+    read, write = (np.full((len(batch.scheduled), width), -1, np.int32) for _ in range(2))
+    for number, part in enumerate(batch.scheduled if width else ()):
+        for table, pages in ((read, part.state.read), (write, part.state.write)):
             if len(pages):
-                row[:] = pages
-    return table
+                table[number] = pages
+    return read, write
 
 
 def _adapters(batch: Batch) -> Sequence[str]:

@@ -25,22 +25,22 @@ class PageLists:
         self.entries, self.counts, self.num_groups = entries, counts, num_groups
 
     @classmethod
-    def of(cls, parts: Sequence[Scheduled], page_size: int) -> "PageLists":
-        """Return the pages of every part, as many as this step's tokens reach.
+    def of(cls, parts: Sequence[Scheduled], num_pages: NDArray[np.int64]) -> "PageLists":
+        """Return the pages of every part, as many as this step's tokens reach: `num_pages` [S].
 
         The pool keeps pages as C integers, so that a list is one copy of memory. Kernels may read a page before a
         window, with a weight of 0. So the first page after a hole fills it: another request's page could contain NaN.
         """
         num_groups = 1 + len(parts[0].further_pages)
-        reach = [-(-(part.start + part.num_tokens) // page_size) for part in parts for _ in range(num_groups)]
+        counts = np.repeat(num_pages, num_groups)
         lists = [part.pages for part in parts]
         if num_groups > 1:
             lists = [pages for part in parts for pages in (part.pages, *part.further_pages)]
         entries = array("i")
-        for pages, num_pages in zip(lists, reach, strict=True):
-            reached = pages[:num_pages]
+        for pages, count in zip(lists, counts.tolist(), strict=True):
+            reached = pages if len(pages) == count else pages[:count]
             entries.extend(reached if reached[0] != HOLE else _filled(reached))
-        return cls(np.frombuffer(entries, np.int32), np.array(reach, np.int64), num_groups)
+        return cls(np.frombuffer(entries, np.int32), counts, num_groups)
 
     @property
     def width(self) -> int:

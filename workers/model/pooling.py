@@ -68,6 +68,11 @@ class Pooler:
                 self._add(part, hidden[start : start + part.num_tokens])
             start += part.num_tokens
 
+    @property
+    def has_any(self) -> bool:
+        """Return whether a request has pooled hidden states."""
+        return bool(self._pooled)
+
     def take(self, request_id: str) -> bytes | None:
         """Return and drop the vector of a request, [E] float32; None: no vector is wanted. Waits for the device."""
         pooled = self._pooled.pop(request_id, None)

@@ -9,6 +9,8 @@ from crossdock.workers.schedule.request import Status
 from crossdock.workers.schedule.submission import Leg
 from crossdock.workers.schedule.table import RequestTable
 
+_SEND = Leg.SEND
+
 
 @contextmanager
 def assume_ended(table: RequestTable, batch: Batch, ended: float) -> Iterator[None]:
@@ -19,17 +21,18 @@ def assume_ended(table: RequestTable, batch: Batch, ended: float) -> Iterator[No
     `RequestTable.needs_preemption`.
     """
     running, ids = table.running, {request.id for request in table.running}
+    is_running, tpots = Status.RUNNING, [slo.tpot_s for slo in table.config.slo_classes]
     assumed = []
     row = 0
     for part in batch.scheduled:
         request = part.request
-        if request.status is Status.RUNNING:
+        if request.status is is_running:
             assumed.append((part, request.due))
             request.num_in_flight_tokens -= part.num_tokens
             request.num_computed_tokens += part.num_tokens
             if part.samples:
                 request.token_ids.append(~row)
-                request.due = next_due(request.due, ended, table.tpot_s(request))
+                request.due = next_due(request.due, ended, tpots[request.priority])
         row += part.samples
     table.assumed_ended = {part.request.id for part, _ in assumed}
     gone = {part.request.id for part, _ in assumed if _is_over(table, part)}
@@ -38,7 +41,7 @@ def assume_ended(table: RequestTable, batch: Batch, ended: float) -> Iterator[No
         yield
     finally:
         started = [request for request in table.running if request.id not in ids]
-        table.running = [request for request in running if request.status is Status.RUNNING] + started
+        table.running = [request for request in running if request.status is is_running] + started
         table.assumed_ended = ()
         for part, due in assumed:
             request, request.due = part.request, due
@@ -52,5 +55,5 @@ def _is_over(table: RequestTable, part: Scheduled) -> bool:
     """Return whether the request of a part ends with it, whatever token was sampled."""
     request = part.request
     if part.samples:
-        return request.leg is Leg.SEND or table.is_full(request)
+        return request.leg is _SEND or table.is_full(request)
     return request.num_computed_tokens == request.num_tokens  # max_tokens is 0: only the prompt was asked for

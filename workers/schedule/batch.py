@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from msgspec import Struct
+
 from crossdock.workers.schedule.cost.cost import StepWork
 from crossdock.workers.schedule.pictures.encoding import NO_ENCODER_WORK, EncoderWork
 from crossdock.workers.schedule.request import Request, TokenLogprobs
@@ -23,10 +25,10 @@ class StatePages(NamedTuple):
 NO_STATE = StatePages((), ())
 
 
-class Scheduled(NamedTuple):
+class Scheduled(Struct, gc=False):
     """One request's part of a step: compute its tokens `[start, start + num_tokens)`.
 
-    A tuple, because every stream needs a new one for each token.
+    A struct that the garbage collector leaves out, because every stream needs a new one for each token.
     """
 
     request: Request
@@ -89,8 +91,7 @@ class Batch:
         return bool(self.scheduled)
 
 
-@dataclass(slots=True)
-class SampledToken:
+class SampledToken(Struct, gc=False):
     """The token that a step sampled for one request, after the drafts that it accepted."""
 
     token_id: int

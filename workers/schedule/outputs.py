@@ -14,8 +14,7 @@ def append_sampled(
 
     Returns the delta, and why the request has to end now; None: the request goes on.
     """
-    delta = new_delta(request)
-    reason = None
+    delta, reason = new_delta(request), None
     for token in (*sampled.accepted, sampled) if sampled.accepted else (sampled,):
         token_id = token.token_id
         request.token_ids.append(token_id)

@@ -43,9 +43,12 @@ class PrefillScheduler:
     forecast: Forecast
     states: RecurrentStates | NoStates = NO_STATES
 
-    def candidates(self) -> list[Request]:
-        """Return the requests with prompt tokens to compute here, in the order in which they get chunks."""
-        table, prefills = self.table, self.table.prefills()
+    def candidates(self, running: Sequence[Request]) -> list[Request]:
+        """Return the requests with prompt tokens to compute here, in the order in which they get chunks.
+
+        `running`: those that have run at the begin of the step, with or without the streams among them.
+        """
+        table, prefills = self.table, self.table.prefills(running)
         if table.config.prefill_order == "response_ratio":
             table.note_tenants(prefills)
             starvation_s = table.config.starvation_s

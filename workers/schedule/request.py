@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
 
+from msgspec import Struct
+
 from crossdock.workers.schedule.memory.arriving_tail import ArrivingTail
 from crossdock.workers.schedule.memory.prefix_index import PageHash, hash_pages
 from crossdock.workers.schedule.pictures.items import NO_ITEMS, Item
@@ -41,9 +43,10 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), likeliest first; or as in `logprob_token_ids`
 
 
-@dataclass(slots=True)
-class TokenDelta:
+class TokenDelta(Struct, gc=False, omit_defaults=True):
     """The tokens that one engine step adds to one request's output.
+
+    A struct, because every stream needs a new one for each token.
 
     The first delta has `num_cached_tokens` and, if asked for, `prompt_logprobs` (None for the first prompt token) and
     `embedding`. The last one has `finish_reason`. `stop_token_id` is the token that ended the request, if one did; it

@@ -44,6 +44,7 @@ class Streams(NamedTuple):
     """Which streams a step may decode, chosen before any of them has a page for its newest token."""
 
     chosen: Sequence[Request]
+    prefilling: Sequence[Request] = ()  # those that run and are no streams yet
     skipped: Collection[str] = ()  # ids of those left out for more urgent ones
     wanted_drafts: Mapping[str, int] = {}  # how many drafts each may profit from; 0 is left out
 
@@ -222,7 +223,7 @@ class Scheduler:
         self.table.begin_step(now)
         arriving = [each for each in self.table.waiting if each.leg is Leg.RECEIVE]
         offered, others = ([each for each in arriving if each.is_offered is which] for which in (True, False))
-        return self.adapters.begin([*offered, *self._prefills.candidates(), *others])
+        return self.adapters.begin([*offered, *self._prefills.candidates(self.table.running), *others])
 
     # -- schedule: what the next step computes -----------------------------------------------------------------------
 
@@ -251,7 +252,7 @@ class Scheduler:
         self.encoding.begin_step(self.table.is_starving)
         streams = streams or self._choose_streams()
         decodes = self._grow(streams.chosen)
-        self.loading.begin(prefills := self._prefills.candidates())
+        self.loading.begin(prefills := self._prefills.candidates(streams.prefilling))
         prefills = self.awaited.without_waiting(self.adapters.startable(prefills))
         if self.config.mixed_chunks or not decodes or not prefills:
             batch = self._mix(decodes, streams.skipped, prefills)
@@ -269,8 +270,9 @@ class Scheduler:
         return batch
 
     def _choose_streams(self) -> Streams:
-        streams = [request for request in self.table.running if request.is_decoding]
-        skipped: set[str] = set()
+        streams, prefilling, skipped = list[Request](), list[Request](), set[str]()
+        for request in self.table.running:
+            (streams if request.is_decoding else prefilling).append(request)
         if self.depth > 1:
             share = -(-len(streams) // self.depth)
             landed = [stream for stream in streams if not stream.num_in_flight_tokens]
@@ -279,17 +281,24 @@ class Scheduler:
             skipped = skip_decodes(streams, self.table.now, self.forecast.cost)
         if skipped:
             streams = [stream for stream in streams if stream.id not in skipped]
-        return Streams(streams, skipped)
+        return Streams(streams, prefilling, skipped)
 
     def _grow(self, streams: Sequence[Request]) -> list[Scheduled]:
         """Return the decodes of the streams that have a page for their newest token, or get one now."""
-        table, pages, further_of = self.table, self.pages, self.pages.further_pages_of
-        grown = [stream for stream in streams if kv.grow(table, stream)]
+        pages, size, running = self.pages, self.pages.page_size, Status.RUNNING
+        has_groups, further_of = pages.num_groups > 1, pages.further_pages_of
+        owned = [pages.pages_of(stream.owner) for stream in streams]
+        waiting = {
+            stream.id
+            for stream, held in zip(streams, owned, strict=True)
+            if (has_groups or len(stream.token_ids) > len(held) * size) and not kv.grow(self.table, stream)
+        }
         decodes = [
-            Scheduled(stream, stream.num_computed_tokens, 1, pages.pages_of(owner), True, "decode", further_of(owner))
-            for stream in grown
-            if stream.status is Status.RUNNING  # else preempted for a stream after it
-            for owner in (stream.owner,)
+            Scheduled(stream, stream.num_computed_tokens, 1, held, True, further_pages=further_of(stream.owner))
+            if has_groups
+            else Scheduled(stream, stream.num_computed_tokens, 1, held, True)
+            for stream, held in zip(streams, owned, strict=True)
+            if stream.status is running and stream.id not in waiting  # else preempted for a stream after it
         ]
         return self._states.with_tokens_again(decodes)
 
@@ -316,13 +325,15 @@ class Scheduler:
         `sampled` has an entry for each part that `samples`. A part that began with a wrong assumption has no entry, and
         is computed again.
         """
-        deltas, size, table, classes = [], self.pages.page_size, self.table, self.config.slo_classes
+        deltas, size, table = [], self.pages.page_size, self.table
+        tpots = [slo.tpot_s for slo in self.config.slo_classes]
+        running, send = Status.RUNNING, Leg.SEND  # once: Python 3.11 takes 0.2 µs to look up a member of an enum
         self.pages.stock.cached.pass_time(now)
         has_states, has_windows = bool(self.pages.state_pages), self.pages.has_windows
         for part in batch.scheduled:
             request = part.request
             request.num_in_flight_tokens -= part.num_tokens
-            if request.status is not Status.RUNNING:
+            if request.status is not running:
                 table.release_after_flight(request)
                 continue
             end = part.start + part.num_tokens
@@ -341,7 +352,8 @@ class Scheduler:
             request.num_computed_tokens = end
             if end // size > part.start // size:
                 kv.index_full_pages(table, request, part.start)
-            meet(table, request)
+            if request.tail is not None:
+                meet(table, request)
             if has_windows:
                 windows.slide(table, request)
             if part.drafts and self.verification is not None:
@@ -349,7 +361,7 @@ class Scheduler:
             if delta is None:
                 continue
             deltas.append(delta)
-            tpot = classes[request.priority].tpot_s
+            tpot = tpots[request.priority]
             for _ in delta.token_ids:
                 request.due = next_due(request.due, now, tpot)
             if request.paced_from is None:
@@ -358,10 +370,11 @@ class Scheduler:
                 delta.finish_reason, delta.charged_s = reason, request.charged_s
                 self._states.keep_last(request)
                 table.end(request, reason)
-            elif request.leg is Leg.SEND:
+            elif request.leg is send:
                 table.hold(request)
         return deltas
 
 
 def _running(parts: Sequence[Scheduled]) -> list[Scheduled]:
-    return [part for part in parts if part.request.status is Status.RUNNING]
+    running = Status.RUNNING
+    return [part for part in parts if part.request.status is running]

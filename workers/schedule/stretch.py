@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
+from msgspec import structs
+
 from crossdock.workers.schedule import kv
 from crossdock.workers.schedule.batch import Batch
 from crossdock.workers.schedule.cost.cost import StepCost
@@ -64,9 +66,9 @@ def advance(
         for end in ends:
             due = next_due(due, end, tpot)
         request.due = due
-        parts.append(part._replace(start=request.num_computed_tokens))
+        parts.append(structs.replace(part, start=request.num_computed_tokens))
     table.now = ends[-1]
     if table.tenants.in_use:
         for number in range(1, len(ends) + 1):
-            charge(Batch([part._replace(start=part.start + number) for part in batch.scheduled], len(parts)))
+            charge(Batch([structs.replace(part, start=part.start + number) for part in batch.scheduled], len(parts)))
     return Batch(parts, len(parts))

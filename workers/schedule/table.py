@@ -87,10 +87,18 @@ class RequestTable:
         """Return all requests that have not ended."""
         return list(self._by_id.values())
 
-    def prefills(self) -> list[Request]:
-        """Return the requests with prompt tokens left to compute on this replica."""
-        waiting = [request for request in self.waiting if request.leg is not Leg.RECEIVE]
-        return [*waiting, *(request for request in self.running if not request.is_decoding)]
+    def prefills(self, running: Sequence[Request] | None = None) -> list[Request]:
+        """Return the requests with prompt tokens left to compute on this replica.
+
+        `running`: the only ones to look at beside those that wait; None: all that run."""
+        receive = Leg.RECEIVE
+        waiting = [request for request in self.waiting if request.leg is not receive]
+        if running is None:
+            running = self.running
+        return [
+            *waiting,
+            *(each for each in running if each.status is Status.RUNNING and not each.is_decoding),
+        ]
 
     def awaits_pages(self, request: Request) -> bool:
         """Return whether a request waits for pages from elsewhere, see awaited.py."""

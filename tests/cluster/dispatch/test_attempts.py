@@ -3,10 +3,10 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing, suppress
-from dataclasses import replace
 from typing import Any, cast
 
 import pytest
+from msgspec import structs
 
 from crossdock.cluster.dispatch.dispatcher import Dispatcher, ReplicaLost, SuspectRequest, Timeouts
 from crossdock.cluster.dispatch.suspect_turns import SuspectTurns
@@ -131,7 +131,7 @@ class Unlike(InProcess):
         async for message in super().messages():
             for number, delta in enumerate(message.deltas):
                 if delta.first == 0 and delta.token_ids:
-                    message.deltas[number] = replace(delta, token_ids=[self.own, *delta.token_ids[1:]])
+                    message.deltas[number] = structs.replace(delta, token_ids=[self.own, *delta.token_ids[1:]])
             yield message
 
 

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+from msgspec import structs
+
 from crossdock.workers.schedule.batch import Batch, Scheduled
 from crossdock.workers.schedule.pictures.whole_items import least_tokens
 from crossdock.workers.schedule.scheduler import Scheduler
@@ -71,7 +73,9 @@ def check_chunk(scheduler: Scheduler, part: Scheduled, is_alone: bool) -> None:
 def check_no_stream_is_late_for_drafts(scheduler: Scheduler, batch: Batch, now: float) -> None:
     if scheduler.forecast.cost is None or not batch.num_drafts:
         return
-    plain = [part._replace(num_tokens=part.num_tokens - len(part.drafts), drafts=()) for part in batch.scheduled]
+    plain = [
+        structs.replace(part, num_tokens=part.num_tokens - len(part.drafts), drafts=()) for part in batch.scheduled
+    ]
     decodes = sorted(plain[: batch.num_decodes], key=lambda part: part.num_tokens)
     without = Batch([*decodes, *plain[batch.num_decodes :]], batch.num_decodes)
     for stream in scheduler.table.running:

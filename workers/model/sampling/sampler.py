@@ -8,7 +8,7 @@ sensitive to the last-bit differences between batch shapes. A nudged logit chang
 nearly tie, and a token that enters or leaves the kept set changes the result only if it is the winner.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from importlib.util import find_spec
 
@@ -23,6 +23,7 @@ from crossdock.workers.model.sampling.logprobs import SampledLogprobs
 from crossdock.workers.model.sampling.noise import hashed_ids, negative_gumbel, row_keys
 from crossdock.workers.model.sampling.row import SampleRow
 from crossdock.workers.schedule.batch import SampledToken
+from crossdock.workers.schedule.request import TokenLogprobs
 
 SORTED_AT_ONCE = 64
 """Rows whose head is not narrow are drawn so many at a time: sorting 128k tokens takes 5.8 MB a row.
@@ -46,8 +47,7 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
     if not rows:
         return []
     token_ids = _draw_all(logits, rows)
-    logprobs = SampledLogprobs(logits, torch.tensor(token_ids), rows).read()
-    return [SampledToken(token_id, logprobs.get(i)) for i, token_id in enumerate(token_ids)]
+    return _with_logprobs(token_ids, SampledLogprobs(logits, torch.tensor(token_ids), rows).read())
 
 
 class PendingTokens:
@@ -67,8 +67,13 @@ class PendingTokens:
         token_ids: list[int] = self._on_host.read()[0]
         late = [i for i, token_id in enumerate(token_ids) if token_id == _OPEN]
         _draw_open(token_ids, self._scores, self._rows, [self._scores.shape[-1]])
-        logprobs = self._logprobs.read(token_ids if late else None)
-        return [SampledToken(token_id, logprobs.get(i)) for i, token_id in enumerate(token_ids)], late
+        return _with_logprobs(token_ids, self._logprobs.read(token_ids if late else None)), late
+
+
+def _with_logprobs(token_ids: Sequence[int], logprobs: Mapping[int, TokenLogprobs]) -> list[SampledToken]:
+    if not logprobs:
+        return [SampledToken(token_id) for token_id in token_ids]
+    return [SampledToken(token_id, logprobs.get(i)) for i, token_id in enumerate(token_ids)]
 
 
 def _scores_of(

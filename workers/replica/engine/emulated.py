@@ -26,7 +26,7 @@ from crossdock.workers.schedule.memory.pages import PagePool
 from crossdock.workers.schedule.memory.prefix_index import AttentionChunk
 from crossdock.workers.schedule.pictures.encoder_cost import EncoderCost
 from crossdock.workers.schedule.pictures.encoding import Encoding, ItemFailure
-from crossdock.workers.schedule.request import Request, Status, TokenLogprobs
+from crossdock.workers.schedule.request import Request, Status, TokenDelta
 from crossdock.workers.schedule.submission import Grammar, InvalidField, SamplingParams
 
 _WORDS = range(512, 32_000)  # ids that are pieces of words in the usual vocabularies, and no special tokens
@@ -118,11 +118,8 @@ class EmulatedSampler:
     def remove(self, request_id: str) -> None:
         self._keys.pop(request_id, None)
 
-    def take_prompt_logprobs(self, request_id: str) -> list[TokenLogprobs | None] | None:
-        return None
-
-    def take_vector(self, request_id: str) -> bytes | None:
-        return None
+    def complete(self, deltas: Sequence[TokenDelta]) -> None:
+        pass
 
     def pool(self, batch: Batch, hidden: Any) -> None:
         pass

@@ -252,10 +252,11 @@ class Engine:
         deltas = self._fail_pictures(batch, step.picture_failures) if step.picture_failures else []
         deltas += self.scheduler.update(batch, step.sampled, step.ended)
         self.pipeline.draw_waiting()
+        self._sampler.complete(deltas)
+        if self.scheduler.weights.number:
+            for delta in deltas:
+                delta.weights = self.scheduler.weights.name
         for delta in deltas:
-            delta.prompt_logprobs = self._sampler.take_prompt_logprobs(delta.request_id)
-            delta.embedding = self._sampler.take_vector(delta.request_id)
-            delta.weights = self.scheduler.weights.name if self.scheduler.weights.number else ""
             if delta.finish_reason is not None:
                 self._forget(delta.request_id)
         predicted = self._learn(step)

@@ -10,7 +10,7 @@ from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.schedule.batch import Batch, SampledToken
 from crossdock.workers.schedule.memory.pages import PagePool
 from crossdock.workers.schedule.pictures.encoding import Encoding
-from crossdock.workers.schedule.request import Request, TokenLogprobs
+from crossdock.workers.schedule.request import Request, TokenDelta
 from crossdock.workers.schedule.submission import Grammar, SamplingParams
 
 if TYPE_CHECKING:  # what only a model needs imports torch
@@ -72,9 +72,8 @@ class TokenSampler(Protocol):
 
     def remove(self, request_id: str) -> None: ...
 
-    def take_prompt_logprobs(self, request_id: str) -> list[TokenLogprobs | None] | None: ...
-
-    def take_vector(self, request_id: str) -> bytes | None: ...
+    def complete(self, deltas: Sequence[TokenDelta]) -> None:
+        """Add log-probabilities and vectors of prompts to the first delta after them."""
 
     def pool(self, batch: Batch, hidden: Any) -> None:
         """Pool the hidden states of prompts that want a vector."""

@@ -3,7 +3,7 @@ grammar."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from typing import NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from crossdock.workers.model.sampling.logprobs import PendingLogprobs
 from crossdock.workers.model.sampling.row import SampleRow
 from crossdock.workers.model.sampling.sampler import PendingTokens, sample
 from crossdock.workers.schedule.batch import Batch, SampledToken, Scheduled
-from crossdock.workers.schedule.request import Request, Status, TokenLogprobs
+from crossdock.workers.schedule.request import Request, Status, TokenDelta, TokenLogprobs
 from crossdock.workers.schedule.submission import SamplingParams
 
 _ENDED = SampleRow(SamplingParams(temperature=0.0), (), 0)  # in place of a request that ended while it was computed
@@ -31,6 +31,7 @@ class _DrawnStep(NamedTuple):
     parts: Sequence[Scheduled]  # that sample
     tokens: PendingTokens
     prompts: Sequence[_PromptPart]
+    grammars: Collection[str]  # requests that have one
     accept: Callable[[Scheduled, Sequence[SampledToken]], SampledToken]
     keep: Callable[[Sequence[_PromptPart]], None]
 
@@ -43,10 +44,11 @@ class _DrawnStep(NamedTuple):
         """Wait for the tokens, and advance the grammars of their requests. See `Drawn.read`."""
         tokens, late = self.tokens.read()
         self.keep(self.prompts)
+        finished = Status.FINISHED
         sampled = {
-            part.request.id: self.accept(part, [token])
+            part.request.id: self.accept(part, [token]) if part.request.id in self.grammars else token
             for part, token in zip(self.parts, tokens, strict=True)
-            if part.request.status is not Status.FINISHED and part.request.id not in void
+            if part.request.status is not finished and part.request.id not in void
         }
         return sampled, {self.parts[i].request.id for i in late}
 
@@ -58,14 +60,16 @@ class StepSampler:
     eos_token_ids: tuple[int, ...]
     pooler: Pooler = field(default_factory=Pooler)
     _rows: dict[str, SampleRow] = field(default_factory=dict)  # by request
+    _reading: set[str] = field(default_factory=set)  # requests whose masks depend on the tokens before
     _grammars: dict[str, GrammarState] = field(default_factory=dict)
     _prompt_logprobs: dict[str, list[TokenLogprobs | None]] = field(default_factory=dict)
 
     def add(self, request: Request, grammar: GrammarState | None = None) -> None:
         """Create the state of `request`; `grammar` has its output tokens already."""
-        self._rows[request.id] = SampleRow(
-            request.sampling, request.token_ids, request.num_prompt_tokens, self.eos_token_ids
-        )
+        row = SampleRow(request.sampling, request.token_ids, request.num_prompt_tokens, self.eos_token_ids)
+        self._rows[request.id] = row
+        if row.reads_tokens:
+            self._reading.add(request.id)
         if grammar is not None:
             self._grammars[request.id] = grammar
 
@@ -76,17 +80,18 @@ class StepSampler:
 
     def remove(self, request_id: str) -> None:
         self._rows.pop(request_id, None)
+        self._reading.discard(request_id)
         self._grammars.pop(request_id, None)
         self._prompt_logprobs.pop(request_id, None)
         self.pooler.remove(request_id)
 
-    def take_prompt_logprobs(self, request_id: str) -> list[TokenLogprobs | None] | None:
-        """Return and drop the prompt logprobs of a request; None: not wanted, or returned before."""
-        return self._prompt_logprobs.pop(request_id, None)
-
-    def take_vector(self, request_id: str) -> bytes | None:
-        """Return and drop the vector of a request's prompt, [E] float32; None: no vector is wanted."""
-        return self.pooler.take(request_id)
+    def complete(self, deltas: Sequence[TokenDelta]) -> None:
+        """Add log-probabilities and vectors of prompts to the first delta after them, and drop them here."""
+        if not (self._prompt_logprobs or self.pooler.has_any):
+            return
+        for delta in deltas:
+            delta.prompt_logprobs = self._prompt_logprobs.pop(delta.request_id, None)
+            delta.embedding = self.pooler.take(delta.request_id)
 
     def pool(self, batch: Batch, hidden: Tensor) -> None:
         """Pool the hidden states [T, E] of a step. Call in the order in which steps began."""
@@ -106,16 +111,14 @@ class StepSampler:
         if len(parts) < len(logits):
             last = torch.tensor([row.stop - 1 for _, row in sampling], dtype=torch.int64)
             logits = logits[copy_to(logits.device, last)]
-        own = [_ENDED if part.request.status is Status.FINISHED else self._sample_rows(part)[0] for part in parts]
+        finished = Status.FINISHED
+        own = [_ENDED if part.request.status is finished else self._sample_rows(part)[0] for part in parts]
         tokens = PendingTokens(logits, own, previous_tokens)
-        return _DrawnStep(parts, tokens, prompts, self._accept, self._keep)
+        return _DrawnStep(parts, tokens, prompts, self._grammars.keys(), self._accept, self._keep)
 
     def reads_tokens(self, batch: Batch) -> bool:
         """Return whether masks of `batch` depend on tokens of the step before, which then must be on the host."""
-        return any(row.reads_tokens for row in self._rows_of(batch))
-
-    def _rows_of(self, batch: Batch) -> list[SampleRow]:
-        return [self._rows.get(part.request.id, _ENDED) for part in batch.scheduled]
+        return bool(self._reading) and any(part.request.id in self._reading for part in batch.scheduled)
 
     def sample(self, batch: Batch, logits: Tensor, rows: Sequence[range]) -> dict[str, SampledToken]:
         """Return the sampled token of each request, by id, and collect the logprobs of prompts.
@@ -123,30 +126,35 @@ class StepSampler:
         `logits`: [N, vocab]; `rows`: for each part of `batch`, which of the N are its own.
         """
         self._keep(self._begin_prompts(batch, logits, rows))
-        wanted, sample_rows = list[int](), list[SampleRow]()  # of the logits
-        parts: list[tuple[Scheduled, int]] = []  # with the number of their rows; 0: one row, that of a plain stream
-        for part, row in zip(batch.scheduled, rows, strict=True):
-            request = part.request
-            if not part.samples or request.status is Status.FINISHED:  # FINISHED: by the step before
-                continue
-            if not part.drafts and request.id not in self._grammars:
-                wanted.append(row.stop - 1)
-                sample_rows.append(self._rows[request.id])
-                parts.append((part, 0))
-                continue
-            own = self._sample_rows(part)
-            first = row.stop - 1 - len(part.drafts)
-            wanted += range(first, first + len(own))
-            sample_rows += own
-            parts.append((part, len(own)))
+        finished = Status.FINISHED  # by the step before
+        parts = [
+            (part, row.stop - 1)
+            for part, row in zip(batch.scheduled, rows, strict=True)
+            if part.samples and part.request.status is not finished
+        ]
         if not parts:
             return {}
-        if len(wanted) < len(logits):
-            logits = logits[torch.tensor(wanted, device=logits.device)]
-        drawn = iter(sample(logits, sample_rows))
+        if self._grammars or any(part.drafts for part, _ in parts):
+            return self._sample_verified(parts, logits)
+        ids = [part.request.id for part, _ in parts]
+        tokens = sample(_rows_at([last for _, last in parts], logits), [self._rows[each] for each in ids])
+        return dict(zip(ids, tokens, strict=True))
+
+    def _sample_verified(self, parts: Sequence[tuple[Scheduled, int]], logits: Tensor) -> dict[str, SampledToken]:
+        """Sample as `sample` does where rows have masks of grammars, or parts have several rows.
+
+        `parts`: with the last of their rows of logits.
+        """
+        sample_rows = [self._sample_rows(part) for part, _ in parts]
+        wanted = [
+            last - len(part.drafts) + number
+            for (part, last), own in zip(parts, sample_rows, strict=True)
+            for number in range(len(own))
+        ]
+        drawn = iter(sample(_rows_at(wanted, logits), list(chain.from_iterable(sample_rows))))
         return {
-            part.request.id: self._accept(part, list(islice(drawn, num_rows))) if num_rows else next(drawn)
-            for part, num_rows in parts
+            part.request.id: self._accept(part, list(islice(drawn, len(own))))
+            for (part, _), own in zip(parts, sample_rows, strict=True)
         }
 
     def forced(self, request_ids: Sequence[str]) -> dict[str, Sequence[int]]:
@@ -194,7 +202,7 @@ class StepSampler:
     def _begin_prompts(self, batch: Batch, logits: Tensor, rows: Sequence[range]) -> list[_PromptPart]:
         """Begin to compute prompts' logprobs: of token i + 1 from the logits of token i. The first one has none."""
         begun = []
-        for part, row in zip(batch.scheduled, rows, strict=True):
+        for part, row in zip(batch.scheduled[batch.num_decodes :], rows[batch.num_decodes :], strict=True):
             top, request = part.request.sampling.prompt_logprobs, part.request
             if top is None or part.start >= request.num_prompt_tokens or request.num_output_tokens:
                 continue
@@ -210,3 +218,8 @@ class StepSampler:
                 found = self._prompt_logprobs.setdefault(part.request.id, [None])
                 if len(found) == part.start + 1:
                     found += pending.read()
+
+
+def _rows_at(numbers: Sequence[int], logits: Tensor) -> Tensor:
+    """Return the rows of `logits` with these numbers, in their order. As many as there are: all."""
+    return logits if len(numbers) == len(logits) else logits[torch.tensor(numbers, device=logits.device)]

@@ -12,6 +12,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
+from msgspec import structs
+
 from crossdock.workers.schedule.batch import Batch, Scheduled
 from crossdock.workers.schedule.cost.cost import StepWork
 from crossdock.workers.schedule.drafts.drafting import DraftPolicy, Stream
@@ -115,7 +117,7 @@ class Verification:
             return verifying
         self._num_decodes, self._num_accepted = batch.num_decodes, 0
         if (cost := self.forecast.cost) is not None:
-            single = [part._replace(num_tokens=1) for part in decodes]
+            single = [structs.replace(part, num_tokens=1) for part in decodes]
             alone = Batch([*single, *batch.scheduled[batch.num_decodes :]], batch.num_decodes)
             self._lengthened = cost.seconds(verifying.work) / cost.seconds(alone.work)
         return verifying
@@ -132,7 +134,7 @@ class Verification:
             room = _grow(self.table, part.request, min(len(tokens), longest), set_aside) if tokens else 0
             if room:
                 num_tokens = part.num_tokens + room
-                part = part._replace(num_tokens=num_tokens, drafts=tokens[:room], reason="decode with drafts")
+                part = structs.replace(part, num_tokens=num_tokens, drafts=tokens[:room], reason="decode with drafts")
                 verified.append(self.states.with_state(part))
             else:
                 without.append(part)

@@ -61,11 +61,11 @@ def skip_decodes(streams: Sequence[Request], now: float, cost: StepCost) -> set[
     the most urgent class, or no stream was left that could wait.
     """
     skipped: set[str] = set()
+    if len({stream.priority for stream in streams}) < 2:  # no stream is more urgent than another
+        return skipped
     earliest: dict[int, float] = {}  # earliest deadline, by priority
     for stream in streams:
         earliest[stream.priority] = min(stream.due, earliest.get(stream.priority, inf))
-    if len(earliest) < 2:  # no stream is more urgent than another
-        return skipped
     num_left, context = len(streams), sum([stream.num_tokens for stream in streams])
     seconds = cost.decode_step_seconds(num_left, context)
     if now + seconds <= min(earliest.values()):  # no stream would be late

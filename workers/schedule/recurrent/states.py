@@ -10,6 +10,8 @@ the state before the part: accepted tokens are known, and the next part computes
 
 from dataclasses import dataclass, replace
 
+from msgspec import structs
+
 from crossdock.workers.schedule import kv
 from crossdock.workers.schedule.batch import Batch, Scheduled, StatePages
 from crossdock.workers.schedule.pacing.forecast import Forecast
@@ -82,7 +84,7 @@ class RecurrentStates:
 
     def with_tokens_again(self, decodes: list[Scheduled]) -> list[Scheduled]:
         """Return decodes with the accepted tokens that they compute again, those of several tokens at the end."""
-        decodes = [part._replace(num_tokens=1 + part.request.num_verified_tokens) for part in decodes]
+        decodes = [structs.replace(part, num_tokens=1 + part.request.num_verified_tokens) for part in decodes]
         return sorted(decodes, key=lambda part: part.num_tokens > 1)
 
     def with_states(self, batch: Batch) -> Batch:
@@ -91,7 +93,7 @@ class RecurrentStates:
 
     def with_state(self, part: Scheduled) -> Scheduled:
         """Return a part with the pages of its state. A part may have them already."""
-        return part if part.state.write else part._replace(state=self._next(part))
+        return part if part.state.write else structs.replace(part, state=self._next(part))
 
     def end(self, part: Scheduled, end: int) -> int:
         """Note that a part has ended, whose tokens before position `end` count. Return the end of the computed tokens.

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 from pydantic import ByteSize
 from torch import Tensor
 
@@ -161,7 +162,7 @@ def test_step_that_verifies_drafts_is_recorded_where_there_is_speculation() -> N
     """Two streams verify four drafts each beside a decode and a chunk: 12 rows of logits."""
     step = PagedStep(build("llama", {}), TORCH, [(4, 1), (17, 1), (10, 1), (0, 9)])
     decode, *streams, chunk = step.batch.scheduled
-    verifying = [part._replace(num_tokens=5, drafts=[7, 8, 9, 10]) for part in streams]
+    verifying = [structs.replace(part, num_tokens=5, drafts=[7, 8, 9, 10]) for part in streams]
     inputs, _ = StepInputs.of(Batch([decode, *verifying, chunk], 0), PAGE_SIZE)
     assert len(inputs.wanted) == 12
     expected = inputs.run(step.model).clone()

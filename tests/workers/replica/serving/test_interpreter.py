@@ -7,18 +7,20 @@ import sys
 
 import pytest
 
-from crossdock.workers.replica.serving.interpreter import SWITCH_S, prepare_interpreter
+from crossdock.workers.replica.serving.interpreter import NEW_OBJECTS, SWITCH_S, prepare_interpreter
 
 
 def test_interpreter_for_serving_switches_soon_and_skips_what_is_loaded() -> None:
-    before, interval = gc.get_freeze_count(), sys.getswitchinterval()
+    before, interval, threshold = gc.get_freeze_count(), sys.getswitchinterval(), gc.get_threshold()
     loaded = [[] for _ in range(1000)]  # type: ignore[var-annotated]
     try:
         prepare_interpreter()
         assert gc.get_freeze_count() >= before + len(loaded)
         assert sys.getswitchinterval() <= 2 * SWITCH_S < interval
+        assert gc.get_threshold()[0] == NEW_OBJECTS
     finally:
         gc.unfreeze()
+        gc.set_threshold(*threshold)
         sys.setswitchinterval(interval)
 
 
