@@ -69,7 +69,11 @@ def measure(args: argparse.Namespace) -> None:
     from gpu.supervise import DEVICE_LOST
 
     if not args.dry and not torch.cuda.is_available():
-        raise SystemExit("there is no CUDA device here; --dry needs none")
+        built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "for CPUs"
+        raise SystemExit(
+            f"torch {torch.__version__}, built {built}, finds no GPU. `nvidia-smi` shows GPU and driver: CUDA 13 needs "
+            f"580 or newer. --dry needs no GPU"
+        )
     rows = Rows(args.out, os.environ[_RUN])
     bench = Bench(Cpu() if args.dry else Cuda(), DRY if args.dry else REAL, rows)
     now = sections.describe(bench)
