@@ -266,8 +266,8 @@ void decode_stack(const Stack& s, const DecoderBatch& b, X* hidden, X* scratch, 
     Barrier barrier;
     Deltas<X> deltas(b);
     Attention<X> attention(s, b, qkv, attended, num_threads);
-#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
-    packed::Rows rows(std::is_same_v<X, bf16> ? T : 0, std::max({E, A, I}));  // only such rows are rounded to int8
+#if defined(ROUNDS_ROWS)
+    packed::Rows rows(T, std::max({E, A, I}));
 #endif
 
 #pragma omp parallel num_threads(num_threads)
@@ -284,13 +284,12 @@ void decode_stack(const Stack& s, const DecoderBatch& b, X* hidden, X* scratch, 
                 constexpr int V = sizeof(acc) / sizeof(vec);
                 for (int v = 0; v < V; ++v) write(t, n * PANEL + v * LANES, acc[v]);
             };
-#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
-            if constexpr (std::is_same_v<X, bf16>)
-                if (packed::is_rounded(w)) {
-                    for (int64_t t = t0; t < t1; ++t) rows.round(t, x + t * w.K, w);
-                    barrier.wait();
-                    return packed::multiply_rounded(rows, T, w, tid, nt, each);
-                }
+#if defined(ROUNDS_ROWS)
+            if (packed::is_rounded(w)) {
+                for (int64_t t = t0; t < t1; ++t) rows.round(t, x + t * w.K, w);
+                barrier.wait();
+                return packed::multiply_rounded(rows, T, w, tid, nt, each);
+            }
 #endif
             packed::multiply<decltype(panels)::value>(x, T, w, tid, nt, each);
         };

@@ -86,6 +86,12 @@ def usable_kernels(dtype: torch.dtype, setting: CpuKernels = "auto", fits: bool 
     return (setting,)
 
 
+def rounds_rows() -> bool:
+    """Return whether products of rows rounded to int8 (rounded.h) are compiled for this CPU."""
+    flags = cpu_flags()
+    return {"avx512bw", "avx512_vnni"} <= flags or ("avx2" in flags and "avx512f" not in flags)
+
+
 def usable_packed_kernels(dtype: torch.dtype, setting: CpuKernels = "auto") -> tuple[Kernel, ...]:
     """Return the kernels that compute packed weights by rows of `dtype`, and that `cpu_kernels` allows.
 
@@ -95,8 +101,8 @@ def usable_packed_kernels(dtype: torch.dtype, setting: CpuKernels = "auto") -> t
     reasons: dict[Kernel, str] = {"onednn": "the weights are packed; own, int8 and torch read them"}
     if dtype not in (torch.bfloat16, torch.float32):
         reasons |= dict.fromkeys(("own", "int8", "torch"), "packed weights are computed in bfloat16 and float32")
-    elif dtype is not torch.bfloat16 or not {"avx512bw", "avx512_vnni"} <= cpu_flags():
-        reasons["int8"] = "rows are rounded to int8 in bfloat16, on CPUs with AVX512-VNNI"
+    elif not rounds_rows():
+        reasons["int8"] = "rows are rounded to int8 on CPUs with AVX512-VNNI, or AVX2 and no AVX-512"
     try:
         cpu_library("packed")
     except OSError as error:

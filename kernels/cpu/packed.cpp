@@ -15,21 +15,19 @@ void linear(const Matrix& w, const X* x, int64_t T, X* out, int num_threads) {
         for (int v = 0; v < COUNT; ++v) narrow(out + t * w.N + n * PANEL + v * LANES, acc[v]);
     };
     constexpr int NB = PARTS == 1 ? 3 : 1;
-    if constexpr (std::is_same_v<X, bf16>) {
-#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
-        if (is_rounded(w)) {
-            Rows rows(T, w.K);
+#if defined(ROUNDS_ROWS)
+    if (is_rounded(w)) {
+        Rows rows(T, w.K);
 #pragma omp parallel num_threads(num_threads)
-            {
-                const int tid = omp_get_thread_num(), nt = omp_get_num_threads();
-                for (int64_t t = T * tid / nt; t < T * (tid + 1) / nt; ++t) rows.round(t, x + t * w.K, w);
+        {
+            const int tid = omp_get_thread_num(), nt = omp_get_num_threads();
+            for (int64_t t = T * tid / nt; t < T * (tid + 1) / nt; ++t) rows.round(t, x + t * w.K, w);
 #pragma omp barrier
-                multiply_rounded(rows, T, w, tid, nt, write);
-            }
-            return;
+            multiply_rounded(rows, T, w, tid, nt, write);
         }
-#endif
+        return;
     }
+#endif
     std::conditional_t<HAS_PAIRS, const X*, const float*> rows;
     std::vector<float> wide;
     if constexpr (HAS_PAIRS || std::is_same_v<X, float>) {

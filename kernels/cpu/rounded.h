@@ -1,7 +1,7 @@
-// Products of rows rounded to int8 with weights of integer codes (AVX512-VNNI).
+// Products of rows rounded to int8 with weights of integer codes (AVX512-VNNI, or AVX2).
 //
 // A row is rounded with a scale for each run of columns, at most 64 and within a group of the weight: an outlier costs
-// only its neighbours precision. Integers are multiplied four at a time, and the sum of a run is scaled in float32.
+// only its neighbours precision. Integers are multiplied two or four at a time, and the sum of a run is scaled in float32.
 
 #pragma once
 
@@ -9,9 +9,10 @@
 
 #include <memory>
 
-namespace packed {
+#if (defined(__AVX512VNNI__) && defined(__AVX512BW__)) || (defined(__AVX2__) && !defined(__AVX512F__))
+#define ROUNDS_ROWS
 
-#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+namespace packed {
 
 // Whether products with a weight are those of rounded rows.
 inline bool is_rounded(const Matrix& w) { return w.is_rounded && w.kind != PLAIN && w.kind != E4M3 && w.kind != NF4; }
@@ -28,6 +29,8 @@ inline int64_t run_of(const Matrix& w) {  // columns that are summed before they
 
 // Codes as unsigned bytes, of four columns in a word: the code of an element is the byte less `zero`.
 inline int zero_of(const Matrix& w) { return w.kind == INT8 ? 128 : w.kind == E2M1 ? 12 : w.offsets ? 0 : 8; }
+
+#if defined(__AVX512F__)
 
 template <Kind KIND>
 inline __m512i bytes_of(__m512i word, int j) {  // the j-th word of bytes
@@ -53,7 +56,8 @@ struct Rows {
         : T(T), bytes(new int8_t[T * (widest + MOST_COLUMNS)]), scales(new float[T * widest / PANEL]), sums(new float[T * widest / PANEL]) {}
 
     // Rounds row t for products with w. All rows are rounded before `multiply_rounded`.
-    void round(int64_t t, const bf16* x, const Matrix& w) {
+    template <class X>
+    void round(int64_t t, const X* x, const Matrix& w) {
         // Columns stand as in the bytes of codes, see Matrix.
         const __m128i order = columns_of(w.kind) == 8 ? _mm_setr_epi8(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15)
                                                       : _mm_setr_epi8(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
@@ -159,8 +163,165 @@ void multiply_rounded(const Rows& rows, int64_t T, const Matrix& w, int tid, int
 
 #else
 
-inline bool is_rounded(const Matrix&) { return false; }
+inline int64_t runs_of(const Matrix& w) { return (w.K + run_of(w) - 1) / run_of(w); }
+
+// Rounded rows, with the scale and the sum of each run.
+struct Rows {
+    int64_t T;
+    std::unique_ptr<int8_t[]> bytes;        // [T][K]; beside codes of int8 these are int16
+    std::unique_ptr<float[]> scales, sums;  // [T][runs]
+
+    Rows(int64_t T, int64_t widest)
+        : T(T), bytes(new int8_t[2 * T * widest]), scales(new float[T * widest / PANEL]), sums(new float[T * widest / PANEL]) {}
+
+    // Rounds row t for products with w. All rows are rounded before `multiply_rounded`.
+    template <class X>
+    void round(int64_t t, const X* x, const Matrix& w) {
+        // Columns stand as in the bytes of codes (see Matrix), of int8 as in the halves of words: 0, 2 and 1, 3.
+        const __m128i of_nibbles = _mm_setr_epi8(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15);
+        const __m128i of_bytes = _mm_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15);
+        const int64_t run = run_of(w), width = w.kind == INT8 ? 2 : 1;
+        for (int64_t from = 0, at = t * runs_of(w); from < w.K; from += run, ++at) {
+            const int64_t columns = std::min(run, w.K - from);
+            vec most = {};
+            for (int64_t k = 0; k < columns; k += LANES) {
+                const vec numbers = widen(x + from + k);
+                most = largest_of(most, largest_of(numbers, -numbers));
+            }
+            float largest = 0;
+            for (int i = 0; i < LANES; ++i) largest = std::max(largest, most[i]);
+            scales[at] = largest / 127;
+            const vec factor = splat(scales[at] > 1e-30f ? 1.0f / scales[at] : 0.0f);
+            vec total = {};
+            for (int64_t k = 0; k < columns; k += 16) {
+                const vec low = nearest_integer(widen(x + from + k) * factor), high = nearest_integer(widen(x + from + k + LANES) * factor);
+                total += low + high;
+                __m128i words[2];
+                const __m256i both = _mm256_packs_epi32(_mm256_cvtps_epi32(low), _mm256_cvtps_epi32(high));
+                _mm256_storeu_si256(reinterpret_cast<__m256i*>(words), _mm256_permute4x64_epi64(both, 0xd8));
+                __m128i* to = reinterpret_cast<__m128i*>(bytes.get() + (t * w.K + from + k) * width);
+                if (width == 2)
+                    for (int i = 0; i < 2; ++i) _mm_storeu_si128(to + i, _mm_shuffle_epi8(words[i], of_bytes));
+                else
+                    _mm_storeu_si128(to, _mm_shuffle_epi8(_mm_packs_epi16(words[0], words[1]), of_nibbles));
+            }
+            sums[at] = sum(total);
+        }
+    }
+};
+
+inline __m256i four_bytes(const int8_t* p) {  // of a row, for all outputs
+    int32_t word;
+    std::memcpy(&word, p, 4);
+    return _mm256_set1_epi32(word);
+}
+
+// Adds the products of columns [k, end) of MB rows with panel `codes` of int8: as int16, two at a time.
+template <int MB>
+inline void add_bytes(const uint32_t* codes, const int8_t* rows, int64_t stride, int64_t columns, __m256i (&acc)[MB][PARTS]) {
+    for (int64_t k = 0; k < columns; k += 4, codes += PANEL, rows += 8) {
+        __m256i even[PARTS], odd[PARTS];
+        for (int v = 0; v < PARTS; ++v) {
+            const __m256i word = (__m256i)load(codes + v * LANES);
+            prefetch(reinterpret_cast<const char*>(codes + v * LANES) + AHEAD / 2);
+            even[v] = _mm256_srai_epi16(_mm256_slli_epi16(word, 8), 8), odd[v] = _mm256_srai_epi16(word, 8);
+        }
+        for (int m = 0; m < MB; ++m) {
+            const __m256i first = four_bytes(rows + 2 * m * stride), second = four_bytes(rows + 2 * m * stride + 4);
+            for (int v = 0; v < PARTS; ++v) acc[m][v] = _mm256_add_epi32(acc[m][v], _mm256_madd_epi16(even[v], first));
+            for (int v = 0; v < PARTS; ++v) acc[m][v] = _mm256_add_epi32(acc[m][v], _mm256_madd_epi16(odd[v], second));
+        }
+    }
+}
+
+// The same for nibbles. Products of unsigned and signed bytes are summed in int16 as long as none can overflow:
+// 32 * 15 * 127 of int4, 16 * 24 * 127 of e2m1, in two halves.
+template <int MB, Kind KIND>
+inline void add_nibbles(const uint32_t* codes, const int8_t* rows, int64_t stride, int64_t columns, __m256i (&acc)[MB][PARTS]) {
+    constexpr int64_t MOST = KIND == INT4 ? 32 : 16;
+    const __m256i mask = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
+    const __m256i from_zero = _mm256_broadcastsi128_si256(_mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
+    for (int64_t from = 0; from < columns; from += MOST) {
+        __m256i few[MB][PARTS] = {};
+        for (int64_t k = from; k < std::min(from + MOST, columns); k += 8, codes += PANEL, rows += 8) {
+            __m256i word[PARTS];
+            for (int v = 0; v < PARTS; ++v) {
+                word[v] = (__m256i)load(codes + v * LANES);
+                prefetch(reinterpret_cast<const char*>(codes + v * LANES) + AHEAD / 2);
+            }
+            for (int j = 0; j < 2; ++j) {
+                __m256i bytes[PARTS];
+                for (int v = 0; v < PARTS; ++v) {
+                    bytes[v] = _mm256_and_si256(j ? _mm256_srli_epi16(word[v], 4) : word[v], mask);
+                    if constexpr (KIND == E2M1) bytes[v] = _mm256_shuffle_epi8(from_zero, bytes[v]);
+                }
+                for (int m = 0; m < MB; ++m) {
+                    const __m256i row = four_bytes(rows + m * stride + 4 * j);
+                    for (int v = 0; v < PARTS; ++v) few[m][v] = _mm256_add_epi16(few[m][v], _mm256_maddubs_epi16(bytes[v], row));
+                }
+            }
+        }
+        for (int m = 0; m < MB; ++m)
+            for (int v = 0; v < PARTS; ++v) acc[m][v] = _mm256_add_epi32(acc[m][v], _mm256_madd_epi16(few[m][v], ones));
+    }
+}
+
+// Computes the products of rows [t, t + MB) with panel n to sums [MB][PARTS].
+template <int MB, Kind KIND>
+__attribute__((noinline)) void rounded_tile(const Rows& x, int64_t t, const Matrix& w, int64_t n, vec* sums) {
+    constexpr int WIDTH = KIND == INT8 ? 2 : 1;
+    const int64_t run = run_of(w), runs = runs_of(w);
+    const int zero = KIND == INT8 ? 0 : zero_of(w);
+    const uint32_t* codes = w.words(n);
+    vec out[MB][PARTS] = {};
+    for (int64_t from = 0, at = t * runs; from < w.K; from += run, ++at, codes += run / columns_of(KIND) * PANEL) {
+        const int8_t* rows = &x.bytes[(t * w.K + from) * WIDTH];
+        const int64_t columns = std::min(run, w.K - from);
+        __m256i acc[MB][PARTS];
+        for (int m = 0; m < MB; ++m)
+            for (int v = 0; v < PARTS; ++v) acc[m][v] = _mm256_set1_epi32(-zero * int(x.sums[at + m * runs]));
+        if constexpr (KIND == INT8)
+            add_bytes<MB>(codes, rows, w.K, columns, acc);
+        else
+            add_nibbles<MB, KIND>(codes, rows, w.K, columns, acc);
+        for (int v = 0; v < PARTS; ++v) {
+            vec scale = load(w.grid(w.scales, n, from / w.group) + v * LANES);
+            if constexpr (KIND == E2M1) scale *= 0.5f;
+            for (int m = 0; m < MB; ++m) out[m][v] = multiply_add(_mm256_cvtepi32_ps(acc[m][v]) * splat(x.scales[at + m * runs]), scale, out[m][v]);
+        }
+        for (int v = 0; w.offsets && v < PARTS; ++v) {
+            const vec offset = load(w.grid(w.offsets, n, from / w.group) + v * LANES);
+            for (int m = 0; m < MB; ++m) out[m][v] = multiply_add(splat(x.sums[at + m * runs] * x.scales[at + m * runs]), offset, out[m][v]);
+        }
+    }
+    std::memcpy(sums, out, sizeof out);
+}
+
+template <int MB, Kind KIND, class Write>
+void rounded_tiles(const Rows& x, int64_t t, int64_t end, const Matrix& w, int64_t n, Write& write) {
+    vec sums[MB][PARTS];
+    for (; t + MB <= end; t += MB) {
+        rounded_tile<MB, KIND>(x, t, w, n, *sums);
+        for (int m = 0; m < MB; ++m) write(t + m, n, sums[m]);
+    }
+    if constexpr (MB > 1) rounded_tiles<MB / 2, KIND>(x, t, end, w, n, write);
+}
+
+// This thread's share of the products of T rounded rows. `write(t, panel, acc)` as for `multiply`.
+template <class Write>
+void multiply_rounded(const Rows& rows, int64_t T, const Matrix& w, int tid, int nt, Write write) {
+    const int64_t panels = w.N / PANEL, pairs = (panels + 1) / PAIR;
+    const int64_t first = pairs * tid / nt * PAIR, last = std::min(pairs * (tid + 1) / nt * PAIR, panels);
+    for (int64_t t = 0; t < T; t += BLOCK)  // whose bytes stay in the second-level cache
+        for (int64_t n = first; n < last; ++n)
+            with_kind(w, [&](auto kind, auto) {
+                constexpr Kind KIND = kind.value == INT4 || kind.value == E2M1 ? kind.value : INT8;
+                rounded_tiles<4, KIND>(rows, t, std::min(T, t + BLOCK), w, n, write);
+            });
+}
 
 #endif
 
 }  // namespace packed
+
+#endif

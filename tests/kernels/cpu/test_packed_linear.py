@@ -12,7 +12,7 @@ from torch import Tensor
 
 from crossdock.kernels.cpu import build, linear, packed_linear
 from crossdock.kernels.cpu.build import cpu_flags
-from crossdock.kernels.cpu.linear import Weights, linear_cells, usable_packed_kernels
+from crossdock.kernels.cpu.linear import Weights, linear_cells, rounds_rows, usable_packed_kernels
 from crossdock.kernels.cpu.packed_linear import (
     CodeForm,
     DequantisedProduct,
@@ -106,13 +106,14 @@ def test_all_codes_have_their_values_in_rows_of_one_number() -> None:
             assert torch.equal(seen.T.float(), weight.dequantise(dtype).float()), (kind, dtype)
 
 
-@pytest.mark.skipif(not {"avx512bw", "avx512_vnni"} <= cpu_flags(), reason="needs a CPU with AVX512-VNNI")
+@pytest.mark.skipif(not rounds_rows(), reason="needs a CPU with AVX512-VNNI, or with AVX2 alone")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("kind", "group", "offsets", "block"), INTEGERS)
 def test_rounded_rows_give_the_product_of_the_rounded_numbers(
-    kind: Kind, group: int, offsets: bool, block: int
+    kind: Kind, group: int, offsets: bool, block: int, dtype: torch.dtype
 ) -> None:
     weight = matrix(kind, 48, 144, group, offsets, block)
-    x = torch.randn(70, 144).bfloat16()
+    x = torch.randn(70, 144).to(dtype)
     product = PackedProduct(PackedPanels.of(weight), is_rounded=True)
     run = min(weight.group, 64) if weight.group != 80 else 16  # columns that share a scale
     rounded = torch.cat([_rounded(part) for part in x.double().split(run, 1)], 1)
@@ -186,11 +187,13 @@ def test_kernels_of_packed_weights_follow_the_setting(monkeypatch: pytest.Monkey
     assert usable_packed_kernels(torch.float32, "torch") == ("torch",)
     with pytest.raises(ValueError, match="cpu_kernels onednn: the weights are packed; own, int8 and torch read them"):
         usable_packed_kernels(torch.float32, "onednn")
-    with pytest.raises(ValueError, match="cpu_kernels int8: rows are rounded to int8 in bfloat16, on CPUs with AVX512"):
-        usable_packed_kernels(torch.float32, "int8")
-    monkeypatch.setattr(linear, "cpu_flags", lambda: frozenset({"avx512bw", "avx512_vnni"}))
-    assert usable_packed_kernels(torch.bfloat16, "int8") == ("int8",)
+    for flags in ({"avx512f", "avx512bw", "avx512_vnni"}, {"avx2"}):
+        monkeypatch.setattr(linear, "cpu_flags", lambda flags=flags: frozenset(flags))
+        assert usable_packed_kernels(torch.bfloat16, "int8") == usable_packed_kernels(torch.float32, "int8") == ("int8",)
     assert usable_packed_kernels(torch.float16) == ()
+    monkeypatch.setattr(linear, "cpu_flags", lambda: frozenset({"avx2", "avx512f"}))
+    with pytest.raises(ValueError, match="cpu_kernels int8: rows are rounded to int8 on CPUs with AVX512-VNNI, or AVX2"):
+        usable_packed_kernels(torch.float32, "int8")
 
 
 def test_measured_calls_compute_packed_weights_of_the_form() -> None:
