@@ -186,7 +186,7 @@ def join_rows(matrices: Sequence[PackedMatrix]) -> PackedMatrix:
 
 def packed_product(x: Tensor, matrix: PackedMatrix, bias: Tensor | None = None) -> Tensor:
     """Return x [..., K] @ weight.T + bias, [..., N], by products of dequantised panels of rows, or of e4m3 on GPUs."""
-    if _multiplies_e4m3(x, matrix):
+    if multiplies_e4m3(matrix, x.dtype, x.device):
         return scaled_product(x, matrix, bias)
     rows, columns = matrix.shape
     height = max(1, _PANEL_BYTES // (4 * columns))
@@ -209,11 +209,11 @@ def scaled_product(x: Tensor, matrix: PackedMatrix, bias: Tensor | None = None) 
     return (out if bias is None else out + bias).view(*x.shape[:-1], N)
 
 
-def _multiplies_e4m3(x: Tensor, matrix: PackedMatrix) -> bool:
-    """Return whether `scaled_product` takes a product on this device: in bfloat16, from compute capability 8.9 on."""
-    if matrix.kind != "e4m3" or x.device.type != "cuda" or x.dtype is not torch.bfloat16:
+def multiplies_e4m3(matrix: PackedMatrix, dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether `scaled_product` takes products on this device: in bfloat16, from compute capability 8.9 on."""
+    if matrix.kind != "e4m3" or device.type != "cuda" or dtype is not torch.bfloat16:
         return False
     (N, K), is_plain = matrix.shape, matrix.offsets is None and matrix.columns is None
     has_row_scales = matrix.scales.shape in {(1, 1), (N, 1)}
     is_taken = is_plain and has_row_scales and N % 16 == K % 16 == 0
-    return is_taken and torch.cuda.get_device_capability(x.device) >= (8, 9)
+    return is_taken and torch.cuda.get_device_capability(device) >= (8, 9)

@@ -50,7 +50,7 @@ BELOW = {  # room: the rooms it may import besides itself
     "kvtransfer": set[str](),
     "kernels": set[str](),
     "kernels/cpu": {"kernels/attention", "kernels/cache", "kernels/low_rank", "kernels/options", "kernels/packed"},
-    "kernels/gpu": {"kernels/attention", "kernels/options"},
+    "kernels/gpu": {"kernels/attention", "kernels/options", "kernels/packed"},
 }
 API_ROOMS = {  # folder of cluster/api: the folders there that it may import besides itself
     "body": set[str](),
@@ -117,6 +117,7 @@ THIRD_PARTIES = {  # third party: the rooms or files that may import it
     "triton": ["kernels/gpu", "kernels/backend.py"],
     "flash_attn": ["kernels/gpu/flash_attention.py"],
     "flash_attn_interface": ["kernels/gpu/flash_attention_3.py"],
+    "humming": ["kernels/gpu/humming_product.py"],
 }
 SOURCES = sorted(
     path.relative_to(ROOT).as_posix() for folder in FLOORS for path in (ROOT / folder).rglob("*.py") if path.is_file()

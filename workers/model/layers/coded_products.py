@@ -1,7 +1,7 @@
-"""Products from codes on CPUs, where layers run in transformers' own code: packed linears and experts, rank by rank."""
+"""Products from codes, where layers run in transformers' own code: packed linears and experts, rank by rank."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -11,19 +11,23 @@ from torch import Tensor, nn
 from crossdock.kernels.cpu.huge_pages import HugePages
 from crossdock.kernels.cpu.linear import ChosenLinear, Weights, linear_choice, usable_packed_kernels
 from crossdock.kernels.cpu.packed_linear import CodeForm, PackedPanels, joined, why_not_packed
+from crossdock.kernels.gpu.humming_product import HummingProduct, why_not_humming
 from crossdock.kernels.options import CpuKernels
-from crossdock.kernels.packed import PackedMatrix
+from crossdock.kernels.packed import PackedMatrix, join_rows, multiplies_e4m3, packed_product
 from crossdock.workers.model.weights.heap import trim_heap
 from crossdock.workers.model.weights.packed_layers import PackedExperts, PackedLinear
 
 Parts: TypeAlias = Sequence[PackedMatrix]
 """Matrices whose rows lie one after the other in one weight."""
+Product: TypeAlias = Callable[[Tensor], Tensor]
+"""x [T, K] to [T, N]."""
+_MOST_ERROR = 0.02  # in norm, of products with rounded scales beside those of dequantised weights
 
 
 class CodedLinear(nn.Module):
-    """A linear over codes in panels: x [..., K] to [..., N]."""
+    """A linear over codes in a kernel's own layout: x [..., K] to [..., N]."""
 
-    product: ChosenLinear
+    product: Product
     bias: Tensor | None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -32,9 +36,9 @@ class CodedLinear(nn.Module):
 
 
 class CodedExperts(nn.Module):
-    """The weights of experts over codes in panels, in the place of their parameter."""
+    """The weights of experts over codes in a kernel's own layout, in the place of their parameter."""
 
-    products: Sequence[ChosenLinear]
+    products: Sequence[Product]
 
     def __getitem__(self, expert: Any) -> "CodedWeight":
         return CodedWeight(self.products[int(expert)])
@@ -43,7 +47,7 @@ class CodedExperts(nn.Module):
 class CodedWeight:
     """The weight of one expert, [N, K] of `F.linear` or [K, N] of `@`. Its codes are read by these products alone."""
 
-    def __init__(self, product: ChosenLinear) -> None:
+    def __init__(self, product: Product) -> None:
         self.product = product
 
     @classmethod
@@ -89,6 +93,55 @@ def compute_from_codes(module: nn.Module, dtype: torch.dtype, setting: CpuKernel
     return ", or ".join(dict.fromkeys(map(str, choices.values())))
 
 
+def compute_by_humming(module: nn.Module, dtype: torch.dtype) -> str:
+    """Let the packed linears and experts of a GPU's model compute by humming-kernels. Returns how many do, as text.
+
+    Matrices move to its layout one after the other, so that memory holds them once. Those with a reason of
+    `why_not_humming`, and those that are multiplied in e4m3, stay as they are.
+
+    Raises:
+        ValueError: a product of a few rows differs from that of the dequantised weight.
+    """
+    counts: Counter[str] = Counter()
+    for part in list(module.modules()):
+        if isinstance(part, PackedLinear):
+            products = _by_humming([[part.packed]], dtype)
+            if products:
+                _turn(part, CodedLinear, "packed", product=products[0])
+        elif isinstance(part, PackedExperts):
+            products = _by_humming(part.experts, dtype)
+            if products:
+                _turn(part, CodedExperts, "experts", products=products)
+        else:
+            continue
+        counts["humming" if products else "others"] += 1
+    return f"humming {counts['humming']} of {counts.total()}" if counts["humming"] else ""
+
+
+def _by_humming(weights: Sequence[Parts], dtype: torch.dtype) -> Sequence[Product]:
+    """Return a product for each of the weights; none: not all of them can be computed so."""
+    whole = []
+    for parts in weights:
+        device = parts[0].codes.device
+        if any(why_not_humming(each, dtype, device) or multiplies_e4m3(each, dtype, device) for each in parts):
+            return []
+        whole.append(join_rows(parts))
+    return [_checked(matrix, dtype) for matrix in whole]
+
+
+def _checked(matrix: PackedMatrix, dtype: torch.dtype) -> Product:
+    product, (rows, columns) = HummingProduct(matrix, dtype), matrix.shape
+    x = torch.linspace(-1, 1, 3 * columns, device=matrix.codes.device).sin().view(3, columns).to(dtype)
+    expected = packed_product(x, matrix).float()
+    error = float((product(x).float() - expected).norm() / expected.norm().clamp_min(1e-30))
+    if not error <= _MOST_ERROR:
+        raise ValueError(
+            f"humming-kernels: products with a matrix {matrix.kind} {[rows, columns]} in groups of {matrix.group} "
+            f"differ by {error:.1%} in norm; uninstall humming-kernels, and weights are dequantised for each product"
+        )
+    return product
+
+
 def _turn(module: Any, kind: type[nn.Module], old: str, **new: Any) -> None:
     """Make a module one of another kind, which keeps its hooks, and free the memory of its attribute `old`."""
     vars(module).pop(old)
@@ -110,5 +163,5 @@ def _kind_of(matrices: Parts) -> tuple[tuple[int, int], CodeForm]:
     return (rows, matrices[0].shape[1]), CodeForm.of(matrices[0])
 
 
-def _multiplied(x: Tensor, product: ChosenLinear) -> Tensor:
+def _multiplied(x: Tensor, product: Product) -> Tensor:
     return product(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)

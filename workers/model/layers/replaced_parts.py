@@ -18,7 +18,7 @@ from crossdock.workers.model.forward.forward_context import (
     page_size_for,
 )
 from crossdock.workers.model.forward.latent import NoLatentsError, cache_latents
-from crossdock.workers.model.layers.coded_products import compute_from_codes
+from crossdock.workers.model.layers.coded_products import compute_by_humming, compute_from_codes
 from crossdock.workers.model.layers.fused_projections import join_projections
 from crossdock.workers.model.layers.fusion import NotFusableError, fuse, is_packed
 from crossdock.workers.model.layers.grouped_experts import needs_own_experts, use_own_experts
@@ -198,9 +198,12 @@ def use_codes(model: Network, check: LogitsCheck, cpu_kernels: CpuKernels) -> st
     Raises:
         ValueError: `cpu_kernels` names a kernel that cannot run here, or the logits differ.
     """
-    if model.device.type != "cpu" or quantisation(model.config.to_dict()) is None:
+    if quantisation(model.config.to_dict()) is None:
         return ""
-    kernels = compute_from_codes(model.module, model.dtype, cpu_kernels)
+    if model.device.type == "cpu":
+        kernels = compute_from_codes(model.module, model.dtype, cpu_kernels)
+    else:
+        kernels = compute_by_humming(model.module, model.dtype)
     ours = check.sequences.run(model, ForwardContext(model.attention, probe_lengths=PROBE_LENGTHS))
     if not check.passes(ours):
         raise ValueError(

@@ -36,8 +36,8 @@ def check_fits(
     free = free_bytes if free_bytes is not None else free_memory(device)
     available = free // num_sharing if device == "cpu" else free
     is_mapped = getattr(config, "dtype", None) is dtype  # before it is measured: transformers writes to it
-    weights, loading, in_panels = weight_format.count_bytes(config, position, dtype)
-    weights += in_panels if device == "cpu" else 0
+    counted = weight_format.count_bytes(config, position, dtype)
+    weights, loading = counted.on(device), counted.loading
     if max(available, weights) < loading and not is_mapped:
         raise ValueError(
             f"quantization {weight_format.name} of a checkpoint that is not in {dtype} needs {size_of(loading)} while "
@@ -50,18 +50,18 @@ def check_fits(
     raise ValueError(
         f"{position} needs {size_of(weights)} for weights and {size_of(kv_bytes)} for KV pages, and "
         f"{size_of(available)} are free on {device}{shared}: {size_of(weights + kv_bytes - available)} are missing. "
-        f"{_advice(config, position, dtype, kv_bytes, available) if weight_format.is_cut else _SMALLER_POOL}"
+        f"{_advice(config, position, dtype, kv_bytes, device, available) if weight_format.is_cut else _SMALLER_POOL}"
     )
 
 
-def _advice(config: Any, position: RankPosition, dtype: torch.dtype, kv_bytes: int, available: int) -> str:
+def _advice(config: Any, position: RankPosition, dtype: torch.dtype, kv_bytes: int, device: str, available: int) -> str:
     for tensor_size in (2, 4, 8, 16, 32, 64):
         if tensor_size <= position.tensor_size:
             continue
         wider = RankPosition(0, tensor_size, position.num_stages)
         try:
             needed = max(
-                _PLAIN.count_bytes(config, replace(wider, rank=stage * tensor_size), dtype).held
+                _PLAIN.count_bytes(config, replace(wider, rank=stage * tensor_size), dtype).on(device)
                 for stage in range(position.num_stages)
             )
         except CannotCut:

@@ -29,6 +29,10 @@ class WeightBytes(NamedTuple):
     loading: int  # bytes while it is loaded from a checkpoint of another dtype
     in_panels: int = 0  # further bytes on CPUs, whose kernels have a float32 scale for each output and group
 
+    def on(self, device: str) -> int:
+        """Return the bytes once the model is loaded on a device, `cpu` or another."""
+        return self.held + (self.in_panels if device == "cpu" else 0)
+
 
 class WeightFormat(Protocol):
     """One way to store the weights of products."""

@@ -177,10 +177,13 @@ def test_logits_of_experts_in_mxfp4_equal_those_of_the_dequantised_model(tmp_pat
     counted = PlainWeights().count_bytes(config, RankPosition(), FLOAT)
     assert counted.held == held_bytes(found)
     assert counted.in_panels == sum(weight.numel() for weight in weights) * 2 / 32, "scales of two bytes take four"
-    needed = counted.held + counted.in_panels
+    needed, half = (PlainWeights().count_bytes(config, RankPosition(0, n), FLOAT).on("cpu") for n in (1, 2))
     check_fits(config, RankPosition(), FLOAT, 100, "cpu", free_bytes=needed + 100)
     with pytest.raises(ValueError, match=r"0\.0 MiB are missing"):
         check_fits(config, RankPosition(), FLOAT, 100, "cpu", free_bytes=needed + 99)
+    for free, advice in ((half + 100, "tensor_parallel_size 2 would fit"), (half + 99, "No tensor_parallel_size")):
+        with pytest.raises(ValueError, match=advice):
+            check_fits(config, RankPosition(), FLOAT, 100, "cpu", free_bytes=free)
 
 
 @pytest.mark.parametrize(
