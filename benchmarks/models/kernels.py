@@ -22,7 +22,14 @@ from crossdock.kernels.attention import AttentionBatch, reference_paged_attentio
 from crossdock.kernels.cpu.choice import KernelChoice
 from crossdock.kernels.cpu.cpu_attention import CpuAttention
 from crossdock.kernels.cpu.decoder import DecoderShape
-from crossdock.kernels.cpu.linear import FORMATS, Weights, linear_choice, usable_kernels, usable_packed_kernels
+from crossdock.kernels.cpu.linear import (
+    FORMATS,
+    Weights,
+    linear_choice,
+    rounds_rows,
+    usable_kernels,
+    usable_packed_kernels,
+)
 from crossdock.kernels.cpu.packed_linear import CodeForm
 from crossdock.kernels.cpu.stack_choice import stack_cells, stack_choice
 from crossdock.kernels.options import Kernel
@@ -203,7 +210,7 @@ def packed(seconds: float, dtype: torch.dtype) -> None:
         floors = [max(size / bandwidth, count * flops / rate) for count in rows]
         print(f"{name:24} floor  {' '.join(f'{each:7.2f}' for each in floors)}")
         kernels = usable_kernels(dtype) if form is None else usable_packed_kernels(dtype)
-        if form is not None and form.kind != "e4m3" and dtype is torch.bfloat16:
+        if form is not None and form.kind != "e4m3" and rounds_rows():
             kernels = (*kernels, "int8")
         for kernel in kernels:
             cells = stack_cells(SHAPE, LAYERS, dtype, [kernel], rows, form)

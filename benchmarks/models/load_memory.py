@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from crossdock.kernels.options import CpuKernels
 from crossdock.workers.model.load import load_model
 from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.model.weights.formats import format_of
@@ -116,9 +117,9 @@ def private() -> int:
     return int(next(line for line in lines if line.startswith("RssAnon")).split()[1]) << 10
 
 
-def measure(small: Path, large: Path) -> list[int]:
+def measure(small: Path, large: Path, kernels: CpuKernels) -> list[int]:
     """Return bytes: counted for the weights, held at the end above the start, at most above the start."""
-    load_model(ModelSpec(str(small)))
+    load_model(ModelSpec(str(small), cpu_kernels=kernels))
     before, most, is_done = private(), 0, threading.Event()
 
     def sample() -> None:
@@ -130,7 +131,7 @@ def measure(small: Path, large: Path) -> list[int]:
     sampler = threading.Thread(target=sample)
     sampler.start()
     try:
-        model = load_model(ModelSpec(str(large)))
+        model = load_model(ModelSpec(str(large), cpu_kernels=kernels))
     finally:
         is_done.set()
         sampler.join()
@@ -142,10 +143,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help="names of formats, with commas")
     parser.add_argument("--gib", type=float, default=1.0, help="of weights in the files")
+    parser.add_argument("--cpu-kernels", default="auto", help="own: kernels are not measured")
     parser.add_argument("--measure", nargs=2, type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.measure:
-        print(json.dumps(measure(*arguments.measure)))
+        print(json.dumps(measure(*arguments.measure, arguments.cpu_kernels)))
         return
     print(f"{'':14} {'file':>7} {'weights':>8} {'held':>7} {'peak':>7}  above the weights")
     for name in arguments.only.split(",") if arguments.only else CONFIGS:
@@ -154,6 +156,7 @@ def main() -> None:
             count = max(2, round(arguments.gib * (1 << 30) / one))
             size = write(Path(folder), name, count)
             command = [sys.executable, __file__, "--measure", f"{folder}/1", f"{folder}/{count}"]
+            command += ["--cpu-kernels", arguments.cpu_kernels]
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
         found = json.loads(done.stdout.splitlines()[-1])
         counted, held, peak = (each / MIB for each in found)

@@ -5,7 +5,7 @@ do not depend on the batch; or a library's products, with layer_steps.cpp and pa
 """
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -160,7 +160,7 @@ def _copy(weight: Tensor | None) -> Tensor | None:
 class DecoderStack:
     """Layers over the views of one KV pool. `attention` is `paged_attention` of some backend, for library products.
 
-    Weights are copied: nothing here refers to the tensors of `layers`.
+    Weights are copied, a layer at a time: nothing here refers to the tensors of `layers`.
 
     Raises:
         OSError: a kernel cannot be compiled.
@@ -170,20 +170,24 @@ class DecoderStack:
     def __init__(
         self,
         shape: DecoderShape,
-        layers: Sequence[DecoderLayer],
+        layers: Iterable[DecoderLayer],
         choice: KernelChoice,
         attention: Callable[..., Tensor],
     ) -> None:
         self._shape, self._choice, self._attention = shape, choice, attention
         steps_library()
         memory = HugePages()
-        self.num_layers = len(layers)
-        self._products = [_Products.of(layer, choice, memory) for layer in layers]
-        self._norms = [(layer.input_norm.clone(), layer.post_norm.clone()) for layer in layers]
-        self._heads = [
-            (_copy(layer.qkv_bias), _copy(layer.q_norm), _copy(layer.k_norm), layer.window) for layer in layers
-        ]
-        self._one_call = {kernel for kernel in choice.kernels if _is_one_call(kernel, layers)}
+        self._products: list[_Products] = []
+        self._norms: list[tuple[Tensor, Tensor]] = []
+        self._heads: list[tuple[Tensor | None, Tensor | None, Tensor | None, int | None]] = []
+        is_one_call = True
+        for layer in layers:
+            self._products.append(_Products.of(layer, choice, memory))
+            self._norms.append((layer.input_norm.clone(), layer.post_norm.clone()))
+            self._heads.append((_copy(layer.qkv_bias), _copy(layer.q_norm), _copy(layer.k_norm), layer.window))
+            is_one_call = is_one_call and _is_one_call(layer)
+        self.num_layers = len(self._products)
+        self._one_call = {kernel for kernel in choice.kernels if kernel in ONE_CALL and is_one_call}
         stacks = [_OwnStack(shape, self._products, self._norms, self._heads, kernel) for kernel in self._one_call]
         self._own = stacks[0] if stacks else None
         self._steps: list[HeadSteps] = []
@@ -284,12 +288,11 @@ class DecoderStack:
             hidden += addend[:T]
 
 
-def _is_one_call(kernel: Kernel, layers: Sequence[DecoderLayer]) -> bool:
-    """Return whether decoder.cpp computes the layers: with columns in order, and bfloat16 only with AVX512-BF16."""
-    matrices = [getattr(layer, name) for layer in layers for name in ("q", "k", "v", "out", "gate", "up", "down")]
+def _is_one_call(layer: DecoderLayer) -> bool:
+    """Return whether decoder.cpp computes a layer: with columns in order, and bfloat16 only with AVX512-BF16."""
+    matrices = [getattr(layer, name) for name in ("q", "k", "v", "out", "gate", "up", "down")]
     in_order = all(isinstance(each, Tensor) or each.columns is None for each in matrices)
-    is_fp32 = all(layer.input_norm.dtype is torch.float32 for layer in layers)
-    return kernel in ONE_CALL and in_order and (is_fp32 or "avx512_bf16" in cpu_flags())
+    return in_order and (layer.input_norm.dtype is torch.float32 or "avx512_bf16" in cpu_flags())
 
 
 class _OwnStack:

@@ -4,7 +4,7 @@ Fusion is optional. Layers that are not recognised run in transformers' own code
 the probe finds out.
 """
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 from weakref import WeakKeyDictionary
@@ -24,13 +24,14 @@ from crossdock.kernels.cpu.linear import (
     usable_kernels,
     usable_packed_kernels,
 )
-from crossdock.kernels.cpu.packed_linear import CodeForm, PackedPanels
+from crossdock.kernels.cpu.packed_linear import CodeForm, PackedPanels, why_not_packed
 from crossdock.kernels.cpu.row_deltas import RowDeltas, StackDeltas
 from crossdock.kernels.cpu.stack_choice import stack_choice
 from crossdock.kernels.options import CpuKernels, Kernel
 from crossdock.kernels.packed import PackedMatrix
 from crossdock.workers.model.forward.forward_context import current_adapters
 from crossdock.workers.model.forward.row_adapters import AdapterWeights
+from crossdock.workers.model.weights.heap import trim_heap
 
 PROJECTIONS = {  # by the name of the matrix in `DecoderLayer`
     "q": "self_attn.q_proj",
@@ -127,7 +128,7 @@ class PackedEmbedding(nn.Module):
 class Fusion:
     """Fused layers and head, as they were put into a model."""
 
-    undo: Callable[[], None]
+    undo: Callable[[], None] | None  # None: packed matrices were given up as they were laid out for kernels
     layers: KernelChoice
     head: KernelChoice
 
@@ -166,17 +167,23 @@ def fuse(
     head_weight = weight_of(head)
     if head_weight is None or head.bias is not None or head.out_features % 16:
         raise NotFusableError("the model's lm_head is not a plain linear of a multiple of 16 outputs")
-    usable = _usable(weights, head_weight, cpu_kernels)
+    usable, has_codes = _usable(weights, head_weight, cpu_kernels), is_packed(model)
+    _check_forms(weights)
     try:
         if kernel is not None:
             layers_choice = head_choice = only(kernel)
         else:
             layers_choice, head_choice = _choices(shape, weights, head_weight, usable, free_bytes)
-        stack = DecoderStack(shape, weights, layers_choice, attention)
+        if has_codes:
+            weights.clear()
+        taken = _taken(layers, windows) if has_codes else weights
+        stack = DecoderStack(shape, taken, layers_choice, attention)
         path = next(name for name, part in model.named_modules() if part is layers)
         fused, fused_head = FusedLayers(stack, current_pages, path), FusedHead(head_weight, head_choice)
-    except (OSError, ValueError) as error:  # ValueError: packed weights in forms that kernels do not read
+    except OSError as error:
         raise NotFusableError(str(error)) from error
+    if has_codes:
+        vars(head).pop("packed", None)
     embedding: Any = getattr(decoder, "embed_tokens", None)
     is_tied = type(embedding) is nn.Embedding and embedding.weight is getattr(head, "weight", None)
     decoder.layers, model.lm_head = nn.ModuleList([fused]), fused_head
@@ -188,7 +195,7 @@ def fuse(
         if is_tied:
             decoder.embed_tokens = embedding
 
-    return Fusion(undo, layers_choice, head_choice)
+    return Fusion(None if has_codes else undo, layers_choice, head_choice)
 
 
 def fused_weights(module: nn.Module, plain: nn.Module) -> Callable[[], None]:
@@ -282,6 +289,27 @@ def _choices(
         stack_choice(shape, len(layers), dtype, usable[0], form, max_kernels),
         linear_choice("output projection", head_weights, dtype, usable[1], head_form, max_kernels),
     )
+
+
+def _check_forms(layers: Sequence[DecoderLayer]) -> None:
+    """Check that the packed matrices of each input can be one weight. NotFusableError: they cannot."""
+    for layer in layers:
+        for group in ((layer.q, layer.k, layer.v), (layer.out,), (layer.gate, layer.up), (layer.down,)):
+            packed = [each for each in group if isinstance(each, PackedMatrix)]
+            if reason := next(filter(None, map(why_not_packed, packed)), None):
+                raise NotFusableError(f"packed weights cannot be computed by kernels: {reason}")
+            orders = {None if each.columns is None else tuple(each.columns.tolist()) for each in packed}
+            if len(packed) not in (0, len(group)) or len({CodeForm.of(each) for each in packed}) > 1 or len(orders) > 1:
+                raise NotFusableError("packed weights of one input are of unlike forms")
+
+
+def _taken(layers: nn.ModuleList, windows: Sequence[int | None]) -> Iterator[DecoderLayer]:
+    """Yield the weights of each layer, and then give up its packed matrices, so that memory holds them once."""
+    for layer, window in zip(layers, windows, strict=True):
+        yield _layer(layer, window)
+        for part in layer.modules():
+            vars(part).pop("packed", None)
+        trim_heap()
 
 
 def is_packed(module: nn.Module) -> bool:

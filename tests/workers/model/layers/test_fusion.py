@@ -22,7 +22,7 @@ from crossdock.workers.model.load import load_model, wrap_module
 from crossdock.workers.model.load_options import LoadOptions
 from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.model.model_spec import ModelSpec
-from crossdock.workers.model.weights.packed_layers import put_linear
+from crossdock.workers.model.weights.packed_layers import PackedLinear, put_linear
 from crossdock.workers.replica.config import EngineConfig
 from tests.sweeps import rest_in_soak
 from tests.workers.architectures import build
@@ -185,6 +185,9 @@ needs_vnni = pytest.mark.skipif(
 )
 
 
+needs_rounding = pytest.mark.skipif(not linear.rounds_rows(), reason="needs a CPU with AVX512-VNNI, or AVX2 alone")
+
+
 def quantised(x: Tensor, group: int) -> Tensor:
     """Round the last dimension to 8 bits, with one scale for each `group` numbers."""
     groups = F.pad(x, (0, -x.shape[-1] % group)).unflatten(-1, (-1, group))
@@ -257,15 +260,20 @@ def test_packed_logits_are_those_of_dequantised_weights(kind: str, kernel: CpuKe
         assert (ours - true).norm() <= (5 if kernel == "int8" else 1.5) * (rounded - true).norm()
 
 
-@pytest.mark.parametrize("kernel", ["own", "torch"])
+@pytest.mark.parametrize("kernel", ["own", "torch", pytest.param("int8", marks=needs_rounding)])
 @pytest.mark.parametrize("kind", ["int4", "e4m3"])
 def test_packed_logits_in_float32_equal_those_of_dequantised_weights(kind: str, kernel: CpuKernels) -> None:
     module, oracle = packed_and_plain(kind, torch.float32)
     model = wrap_module(module, LoadOptions(cpu_kernels=kernel))
     assert is_fused(model)
     got = through_pages(model, prompts(), random_steps([len(p) for p in prompts()], seed=10))
+    assert not any(isinstance(each, PackedLinear) and hasattr(each, "packed") for each in module.modules())
     for ours, prompt in zip(got, prompts(), strict=True):
-        torch.testing.assert_close(ours, monolithic(oracle, prompt), atol=1e-4, rtol=1e-4)
+        true = monolithic(oracle, prompt)
+        if kernel == "int8" and kind == "int4":  # rows of int8 have an error of 2^-8 of their largest number
+            assert 1e-4 * true.norm() < (ours - true).norm() < 0.1 * true.norm()
+        else:
+            torch.testing.assert_close(ours, true, atol=1e-4, rtol=1e-4)
 
 
 def test_packed_projections_of_unlike_forms_are_not_fused() -> None:
