@@ -24,7 +24,8 @@ _NF4 = (
 TABLES = {"e2m1": (*_E2M1, *(-value for value in _E2M1)), "nf4": _NF4}
 """The values of codes that are no numbers themselves. Of nf4: the levels of bitsandbytes, from QLoRA's appendix E."""
 IN_NIBBLES: tuple[Kind, ...] = ("int4", "e2m1", "nf4")  # two codes share a byte
-_PANEL_BYTES = 16 << 20  # of float32, that are dequantised at a time
+_PANEL_BYTES = {"cpu": 4 << 20}  # of float32, that are dequantised at a time; memory holds several times as many
+_PANEL_BYTES_OF_GPUS = 16 << 20
 _DTYPES = {
     "int4": torch.uint8,
     "e2m1": torch.uint8,
@@ -189,7 +190,7 @@ def packed_product(x: Tensor, matrix: PackedMatrix, bias: Tensor | None = None) 
     if multiplies_e4m3(matrix, x.dtype, x.device):
         return scaled_product(x, matrix, bias)
     rows, columns = matrix.shape
-    height = max(1, _PANEL_BYTES // (4 * columns))
+    height = max(1, _PANEL_BYTES.get(x.device.type, _PANEL_BYTES_OF_GPUS) // (4 * columns))
     panels = [F.linear(x, matrix.dequantise(x.dtype, slice(start, start + height))) for start in range(0, rows, height)]
     product = panels[0] if len(panels) == 1 else torch.cat(panels, -1)
     return product if bias is None else product + bias

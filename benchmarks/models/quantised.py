@@ -3,7 +3,8 @@
     OMP_WAIT_POLICY=PASSIVE python benchmarks/models/quantised.py
 
 The weights are rounded to the nearest code by compressed-tensors and gguf, without calibration: AWQ and GPTQ would
-store the codes of w4a16, or with calibration better ones. Prints bytes, the perplexity of
+store the codes of w4a16, or with calibration better ones. Rows of packed weights are bfloat16 where the CPU has such
+products, else float32. Prints bytes, the perplexity of
 each model on this repository's documentation, how far its logits are from those of float32, and milliseconds of whole
 forward passes. The passes of the models alternate, so that other load affects all alike.
 """
@@ -30,6 +31,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from crossdock.kernels.attention import AttentionBatch
+from crossdock.kernels.cpu.linear import why_not_int8
 from crossdock.kernels.packed import TABLES
 from crossdock.workers.model.load import load_model
 from crossdock.workers.model.model import LoadedModel
@@ -194,12 +196,13 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=10, help="of each pass; 0: measure no seconds")
     parser.add_argument("--only", help="names of formats, with commas; float32 should be among them")
+    parser.add_argument("--cpu-kernels", default="auto", help="of packed weights")
     arguments = parser.parse_args()
     path = default_model_dir()
     specs = {
         "float32": ModelSpec(str(path), "float32"),
         "bfloat16": ModelSpec(str(path), "bfloat16"),
-        "int8": ModelSpec(str(path), "bfloat16", quantization="int8"),
+        **({} if why_not_int8(torch.bfloat16) else {"int8": ModelSpec(str(path), "bfloat16", quantization="int8")}),
     }
     with tempfile.TemporaryDirectory() as folder:
         makers: dict[str, Callable[[Path], Path]] = {
@@ -211,7 +214,7 @@ def main() -> None:
         chosen = arguments.only.split(",") if arguments.only else [*specs, *makers]
         for name, make in makers.items():
             if name in chosen:
-                specs[name] = ModelSpec(str(make(Path(folder) / name)), "bfloat16")
+                specs[name] = ModelSpec(str(make(Path(folder) / name)), cpu_kernels=arguments.cpu_kernels)
         models = {name: load_model(spec) for name, spec in specs.items() if name in chosen}
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
     for name, model in models.items():

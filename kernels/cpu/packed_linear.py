@@ -15,6 +15,7 @@ from crossdock.kernels.packed import IN_NIBBLES, Kind, PackedMatrix
 
 INT8_MAX = 127
 _PANEL = 16  # outputs
+_PACKED_AT_ONCE = 1 << 20  # bytes of codes
 _KINDS: tuple[Kind, ...] = ("int4", "int8", "e2m1", "e4m3", "nf4")  # from 1 on, in the order of packed.h
 _BITS = {kind: 4 if kind in IN_NIBBLES else 8 for kind in _KINDS}  # of a code
 _CODES = {  # dtype of the tensor of codes, columns in an element
@@ -103,11 +104,15 @@ class PackedPanels:
             return whole.view(rows // _PANEL, _PANEL, -1).transpose(1, 2).contiguous()
 
         words = matrix.codes.contiguous().view(torch.uint8)
-        if _BITS[matrix.kind] == 4:
-            bytes_of_8 = words.view(rows, columns // 8, 2, 2)  # two bytes hold four columns
-            halves = (bytes_of_8 & 15, bytes_of_8 >> 4)  # even columns, odd columns
-            words = torch.stack([each[..., 0] | each[..., 1] << 4 for each in halves], 2)
-        panels = words.reshape(rows // _PANEL, _PANEL, -1, 4).transpose(1, 2).contiguous()
+        panels = words.new_empty(rows // _PANEL, words.shape[1] // 4, _PANEL, 4)
+        step = max(1, _PACKED_AT_ONCE // (_PANEL * words.shape[1]))  # panels: what is made on the way stays small
+        for first in range(0, len(panels), step):
+            some = words[first * _PANEL : (first + step) * _PANEL]
+            if _BITS[matrix.kind] == 4:
+                bytes_of_8 = some.view(len(some), columns // 8, 2, 2)  # two bytes hold four columns
+                halves = (bytes_of_8 & 15, bytes_of_8 >> 4)  # even columns, odd columns
+                some = torch.stack([each[..., 0] | each[..., 1] << 4 for each in halves], 2)
+            panels[first : first + step] = some.reshape(-1, _PANEL, words.shape[1] // 4, 4).transpose(1, 2)
         offsets = None if matrix.offsets is None else spread(matrix.offsets)
         return cls(CodeForm.of(matrix), panels, spread(matrix.scales), offsets, matrix.columns)
 
