@@ -186,7 +186,7 @@ class DecoderStack:
             self._norms.append((layer.input_norm.clone(), layer.post_norm.clone()))
             self._heads.append((_copy(layer.qkv_bias), _copy(layer.q_norm), _copy(layer.k_norm), layer.window))
             is_one_call = is_one_call and _is_one_call(layer)
-            del layer  # whoever hands out `layers` may free it before the next one
+            del layer  # its matrices may be freed before the next layer is asked for
         self.num_layers = len(self._products)
         self._one_call = {kernel for kernel in choice.kernels if kernel in ONE_CALL and is_one_call}
         stacks = [_OwnStack(shape, self._products, self._norms, self._heads, kernel) for kernel in self._one_call]
