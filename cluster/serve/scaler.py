@@ -16,6 +16,7 @@ from typing import Any
 
 import ray
 from ray import serve
+from ray.experimental import internal_kv
 from ray.serve._private.common import DeploymentID
 from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 from ray.serve.handle import DeploymentHandle
@@ -152,12 +153,14 @@ class Scaler:
                         self._scaling.undo(action)
 
     async def _end_unasked(self) -> None:
-        """End the replicas that Serve starts of models that no request has asked for."""
+        """End the replicas that Serve starts of models that no request has asked for. A scaler that follows a lost one
+        ends none: requests may have asked for them."""
         details = await self._controller.get_serve_instance_details.remote()
-        deployments = details["applications"][self._app]["deployments"]
+        deployed_at = details["applications"][self._app]["last_deployed_time_s"]
+        if internal_kv._internal_kv_put(f"crossdock-scaler-{self._app}-{deployed_at}", b"", overwrite=False):
+            return
         for pool, bounds in self._scaling.pools.items():
-            states = [each["state"] for each in deployments.get(pool, {}).get("replicas", ())]
-            if bounds.model in self._start_keys and "RUNNING" not in states:
+            if bounds.model in self._start_keys:
                 self._scaling.targets[pool] = 0
                 await self._controller.update_deployment_replicas.remote(DeploymentID(pool, self._app), 0)
 
