@@ -124,8 +124,8 @@ def test_gpus_with_e4m3_multiply_in_it_where_scales_are_of_rows(monkeypatch: pyt
     )
     capability = [(8, 9)]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability[0])
-    assert packed._multiplies_e4m3(x, of_rows)
-    assert not packed._multiplies_e4m3(x, of_blocks)
-    assert not packed._multiplies_e4m3(other, of_rows)
+    assert packed.multiplies_e4m3(of_rows, x.dtype, x.device)
+    assert not packed.multiplies_e4m3(of_blocks, x.dtype, x.device)
+    assert not packed.multiplies_e4m3(of_rows, other.dtype, other.device)
     capability[0] = (8, 6)
-    assert not packed._multiplies_e4m3(x, of_rows)
+    assert not packed.multiplies_e4m3(of_rows, x.dtype, x.device)
