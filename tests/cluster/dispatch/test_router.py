@@ -80,12 +80,13 @@ def served_by(url: str, name: str) -> dict[str, Any]:
 def test_prefix_is_found_by_either_ingress(url: str) -> None:
     """Cached pages are reported to both; predicted seconds decide, also at the ingress that did not place the first.
 
-    A holder that learnt on a busy machine that it is slow may be left for one that fetches its pages.
+    A holder that learnt on a busy machine that it is slow may be left for one that fetches its pages or computes them,
+    and holds them then.
     """
-    homes, num_at_home = {}, 0
+    holders, num_at_home = {}, 0
     for number in range(4):
         complete(url, prompt(number, PREFIX), name=f"first-{number}")
-        homes[number] = served_by(url, f"first-{number}")["replica"]
+        holders[number] = {served_by(url, f"first-{number}")["replica"]}
     time.sleep(0.5)
     cached = metric(url, 'crossdock_router_decisions_total{reason="local cached"')
     for number in range(4):
@@ -93,11 +94,12 @@ def test_prefix_is_found_by_either_ingress(url: str) -> None:
             name = f"again-{number}-{again}"
             complete(url, [*prompt(number, PREFIX), again], name=name)
             timeline = served_by(url, name)
-            if timeline["replica"] == homes[number]:
+            if timeline["replica"] in holders[number]:
                 num_at_home += 1
                 assert timeline["num_cached_tokens"] == PREFIX // 16 * 16
             else:
-                assert [each["outcome"] for each in timeline["transfers"]] == ["arrived"]
+                assert {each["outcome"] for each in timeline["transfers"]} <= {"arrived"}
+                holders[number].add(timeline["replica"])
     assert num_at_home > 8
     assert metric(url, 'crossdock_router_decisions_total{reason="local cached"') >= cached + num_at_home
 
