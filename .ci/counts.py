@@ -15,7 +15,7 @@ from statistics import mean, median
 
 CODE = ("cluster", "router", "workers", "kvtransfer", "kernels", ".ci")
 BUDGETS = {  # count: the most that there may be
-    "lines of code": 67_172,
+    "lines of code": 67_156,
     "lines of tests": 64_715,
     "lines of benchmarks": 12_576,
     "lines of benchmarks/RESULTS.md": 500,

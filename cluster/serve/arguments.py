@@ -31,9 +31,8 @@ _Part: TypeAlias = tuple[str, list[str]]  # an option's name, "" for an argument
 class FlagsCommand(TyperCommand):
     """A command that understands other servers' command lines, and answers flags that it does not have."""
 
-    absent: ClassVar[Mapping[str, str]] = (
-        _NONE  # flags that `crossdock serve` has and this command does not, with the reason
-    )
+    absent: ClassVar[Mapping[str, str]] = _NONE
+    """Flags that `crossdock serve` has and this command does not, with the reason."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the translated arguments. Ends the command with status 2 and one line for each flag of others."""

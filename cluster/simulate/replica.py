@@ -210,30 +210,17 @@ class SimulatedReplica:
         return any(part.request.id == ends for flight in self._flights for part in flight.batch.scheduled)
 
     def _begin_steps(self, now: float) -> None:
-        if self._is_ahead and self._flights:
-            self._go_ahead(now)
-            return
         while len(self._flights) < len(self._stages.shares) and self.scheduler.table.has_work:
             self._advance_loads(now)
             streams = self.scheduler.choose_streams(now)
             drafts = {name: [TOKEN] * count for name, count in streams.wanted_drafts.items()}
             batch = self.scheduler.schedule(now, drafts, streams)
-            self._take_returned(now)
-            self.tiers.load(self.scheduler.loading.take_begun(), self.scheduler.loading, now)
-            if not batch:
-                return
-            if batch.num_decodes < len(batch.scheduled):
-                self.observer.scheduled(self, batch, now)
             if not self._flights:
                 self._since = now
-            self._flights.append(self._begin(batch, now))
-            if self._is_ahead:
-                self._go_ahead(now)
+            self._take(batch, now, now)
+            if not batch:
                 return
-
-    def _go_ahead(self, now: float) -> None:
-        """Take the steps that follow the one in flight at once, or schedule the next one."""
-        if len(self._flights) == 1 and not self._stretch(self._flights[0]):
+        if self._is_ahead and len(self._flights) == 1 and not self._stretch(self._flights[0]):
             self._begin_ahead(now)
 
     def _begin_ahead(self, now: float) -> None:
@@ -244,12 +231,16 @@ class SimulatedReplica:
         ends = flight.ends[-1]
         with assume_ended(table, flight.batch, ends):
             batch = self.scheduler.schedule(ends)
+        self._take(batch, ends, now)
+
+    def _take(self, batch: Batch, begins: float, now: float) -> None:
+        """Do what was scheduled now: its loads, and its step, if there is one, which begins at `begins`."""
         self._take_returned(now)
         self.tiers.load(self.scheduler.loading.take_begun(), self.scheduler.loading, now)
         if batch.num_decodes < len(batch.scheduled):
             self.observer.scheduled(self, batch, now)
         if batch:
-            self._flights.append(self._begin(batch, ends))
+            self._flights.append(self._begin(batch, begins))
 
     def _advance_loads(self, now: float) -> None:
         self.tiers.advance(self.scheduler.loading, now)

@@ -9,7 +9,7 @@ from crossdock.workers.schedule.request import Status
 from crossdock.workers.schedule.submission import Leg
 from crossdock.workers.schedule.table import RequestTable
 
-_SEND = Leg.SEND
+_SEND, _RUNNING = Leg.SEND, Status.RUNNING  # once: Python 3.11 takes 0.2 µs to look up a member of an enum
 
 
 @contextmanager
@@ -21,12 +21,12 @@ def assume_ended(table: RequestTable, batch: Batch, ended: float) -> Iterator[No
     `RequestTable.needs_preemption`.
     """
     running, ids = table.running, {request.id for request in table.running}
-    is_running, tpots = Status.RUNNING, [slo.tpot_s for slo in table.config.slo_classes]
+    tpots = [slo.tpot_s for slo in table.config.slo_classes]
     assumed = []
     row = 0
     for part in batch.scheduled:
         request = part.request
-        if request.status is is_running:
+        if request.status is _RUNNING:
             assumed.append((part, request.due))
             request.num_in_flight_tokens -= part.num_tokens
             request.num_computed_tokens += part.num_tokens
@@ -41,7 +41,7 @@ def assume_ended(table: RequestTable, batch: Batch, ended: float) -> Iterator[No
         yield
     finally:
         started = [request for request in table.running if request.id not in ids]
-        table.running = [request for request in running if request.status is is_running] + started
+        table.running = [request for request in running if request.status is _RUNNING] + started
         table.assumed_ended = ()
         for part, due in assumed:
             request, request.due = part.request, due

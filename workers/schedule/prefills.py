@@ -209,8 +209,8 @@ class PrefillScheduler:
         least = 0
         if request.items:
             least = self.forecast.encoding.least_tokens(request, start, self.table.pages.page_size)
-        own = Candidate(start, request.num_tokens, priority, is_outside_lane, factor, request.id, least=least)
-        return own._replace(may_split_page=self._may_split_page(request))
+        place = (start, request.num_tokens, priority, is_outside_lane, factor, request.id)
+        return Candidate(*place, least=least, may_split_page=self._may_split_page(request))
 
     def _may_split_page(self, request: Request) -> bool:
         """Return whether chunks of a prompt may end inside of a page: its pages neither travel nor arrive meanwhile."""

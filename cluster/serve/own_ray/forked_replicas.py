@@ -57,15 +57,9 @@ def forked_replicas(environment: dict[str, str]) -> Iterator[None]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(f"\0{name}")  # not a file, which would stay when this process is killed
         listener.listen(64)
+        own = ["-P", "-m", __name__, _FOR, str(os.getpid())]  # -P: no module of the folder it is called in
         process = subprocess.Popen(
-            [
-                sys.executable,
-                "-P",
-                "-m",
-                __name__,
-                _FOR,
-                str(os.getpid()),
-            ],  # -P: no module of the folder it is called in
+            [sys.executable, *own],
             stdin=listener.fileno(),
             stdout=subprocess.DEVNULL,  # its workers have outputs of their own
             stderr=subprocess.DEVNULL,

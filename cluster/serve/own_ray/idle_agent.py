@@ -81,7 +81,7 @@ def _field(number: int, text: bytes) -> bytes:
 
 
 def _tell(flags: dict[str, str], name: str, port: str) -> None:
-    """Write a port where the raylet looks for it, as Ray's own agents do."""
+    """Write a port into the file from which the raylet reads it, as Ray's own agents do."""
     path = Path(flags["session-dir"]) / f"{name}_{flags['node-id']}"
     new = path.with_suffix(".new")
     new.write_text(port)

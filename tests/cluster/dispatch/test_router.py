@@ -80,8 +80,8 @@ def served_by(url: str, name: str) -> dict[str, Any]:
 def test_prefix_is_found_by_either_ingress(url: str) -> None:
     """Cached pages are reported to both; predicted seconds decide, also at the ingress that did not place the first.
 
-    A holder that learnt on a busy machine that it is slow may be left for one that fetches its pages or computes them,
-    and holds them then.
+    A holder that learnt on a busy machine that it is slow may be left for one that fetches its pages, which holds them
+    from then on.
     """
     holders, num_at_home = {}, 0
     for number in range(4):
@@ -98,7 +98,7 @@ def test_prefix_is_found_by_either_ingress(url: str) -> None:
                 num_at_home += 1
                 assert timeline["num_cached_tokens"] == PREFIX // 16 * 16
             else:
-                assert {each["outcome"] for each in timeline["transfers"]} <= {"arrived"}
+                assert [each["outcome"] for each in timeline["transfers"]] == ["arrived"], timeline
                 holders[number].add(timeline["replica"])
     assert num_at_home > 8
     assert metric(url, 'crossdock_router_decisions_total{reason="local cached"') >= cached + num_at_home
