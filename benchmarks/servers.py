@@ -53,7 +53,7 @@ def log_of(args: argparse.Namespace, name: str) -> Path:
 
 @contextmanager
 def serving(
-    name: str, command: Sequence[str], args: argparse.Namespace, log: Path, model: str | None = None
+    name: str, command: Sequence[str], args: argparse.Namespace, log: Path, model: str | None = None, key: str = "none"
 ) -> Iterator[RunningServer]:
     """Start a server, wait until it answers, and end all its processes afterwards.
 
@@ -63,6 +63,7 @@ def serving(
         args: with the options of `add_server_options`.
         log: its output is appended to this file.
         model: the name that clients ask for; None: the first that the server lists.
+        key: an API key, where the server asks for one.
 
     Raises:
         RuntimeError: the server ended, or did not answer within `args.start_timeout` seconds.
@@ -71,7 +72,7 @@ def serving(
     started = time.monotonic()
     process = launch(command, log, mark)
     try:
-        while not _answers(address, model):
+        while not _answers(address, model, key):
             if process.poll() is not None:
                 raise RuntimeError(f"{name} ended with {process.returncode} before it was ready; see {log}")
             if time.monotonic() - started > args.start_timeout:
@@ -95,14 +96,15 @@ def launch(command: Sequence[str], log: Path, mark: str) -> "subprocess.Popen[by
         )
 
 
-def _answers(address: str, model: str | None) -> bool:
+def _answers(address: str, model: str | None, key: str) -> bool:
     """Return whether the server completes a prompt: Ray's router lists the models long before an engine is ready."""
+    head = {"Authorization": f"Bearer {key}"}
     try:
-        models = httpx.get(f"{address}/v1/models", timeout=5)
+        models = httpx.get(f"{address}/v1/models", headers=head, timeout=5)
         if models.status_code != 200:
             return False
         body = {"model": model or models.json()["data"][0]["id"], "prompt": "One", "max_tokens": 1}
-        return httpx.post(f"{address}/v1/completions", json=body, timeout=60).status_code == 200
+        return httpx.post(f"{address}/v1/completions", json=body, headers=head, timeout=60).status_code == 200
     except httpx.HTTPError:
         return False
 

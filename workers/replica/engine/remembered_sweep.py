@@ -1,8 +1,8 @@
 """Remember the seconds of steps on this CPU: a later start of the same model checks two steps and measures no others.
 
-The files lie in the cache directory. Steps that are faster now were measured on a busy machine, and are measured again.
-Where they are slower the machine is busy now: to measure would take long and say little, and the engine learns from
-the steps of requests.
+The files lie in the cache directory. Steps that are faster now were measured on a busy machine: all are scaled to what
+the two take now, or measured again where they take less than half. Where steps are slower the machine is busy now: to
+measure would take long and say little, and the engine learns from the steps of requests.
 """
 
 import hashlib
@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import astuple
 from pathlib import Path
+from statistics import geometric_mean
 from typing import TypeAlias
 
 import torch
@@ -27,13 +28,14 @@ logger = logging.getLogger(__name__)
 Sweep: TypeAlias = list[tuple[StepWork, float]]
 """Steps and their seconds."""
 
-_LEAST_RATIO = 1 / 1.3  # of a step's seconds now to those predicted from the file
+_LEAST_RATIO = 1 / 1.3  # of a step's seconds now to those predicted from the file: from there they are kept as they are
+_LEAST_SCALED = 1 / 2  # … and from there scaled: below, the machine was too busy for the file to say what costs more
 
 
 def remembered_sweep(
     engine: Engine, measure: Callable[[], Sweep], check: Callable[[], Sequence[tuple[StepWork, float]]]
 ) -> Sweep:
-    """Return the sweep of an earlier start if no step of `check` is faster now, else that of `measure`.
+    """Return the sweep of an earlier start, scaled if a step of `check` is faster now, or that of `measure`.
 
     Only CPUs and replicas of one rank remember: elsewhere the sweep is short, or all ranks would have to agree.
     """
@@ -44,11 +46,18 @@ def remembered_sweep(
         cost = StepCostFit(sweep).cost
         ratios = [seconds / max(cost.seconds(work), 1e-9) for work, seconds in check()]
         shown = ", ".join(f"{ratio:.2f}" for ratio in ratios)
-        if all(ratio >= _LEAST_RATIO for ratio in ratios):
+        least = min(ratios, default=1.0)
+        if least >= _LEAST_RATIO:
             logger.info("steps are not measured again: two take %s times what they took at an earlier start", shown)
             return sweep
+        if least >= _LEAST_SCALED:
+            logger.info("steps are scaled, not measured: two take %s times what they took at an earlier start", shown)
+            return _kept(path, key, [(work, seconds * geometric_mean(ratios)) for work, seconds in sweep])
         logger.info("steps are measured again: two of them take %s times what they took at an earlier start", shown)
-    sweep = measure()
+    return _kept(path, key, measure())
+
+
+def _kept(path: Path, key: str, sweep: Sweep) -> Sweep:
     with suppress(OSError):  # without a cache directory each start measures
         write_cached(path, key, sweep)
     return sweep

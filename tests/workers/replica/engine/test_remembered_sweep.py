@@ -33,11 +33,19 @@ def test_start_after_another_of_the_same_engine_measures_no_sweep() -> None:
     assert remembered_sweep(engine_on(tiny_model(64), num_pages=8), never, at(speed=1.1)) == EARLIER
 
 
-def test_machine_that_was_busy_at_the_earlier_start_measures_again() -> None:
-    now = [(work, seconds / 2) for work, seconds in EARLIER]
+def test_machine_that_was_far_busier_at_the_earlier_start_measures_again() -> None:
+    now = [(work, seconds / 3) for work, seconds in EARLIER]
     remembered_sweep(engine_on(tiny_model(64), num_pages=8), lambda: EARLIER, never)
-    assert remembered_sweep(engine_on(tiny_model(64), num_pages=8), lambda: now, at(speed=2)) == now
-    assert remembered_sweep(engine_on(tiny_model(64), num_pages=8), never, at(speed=2)) == now
+    assert remembered_sweep(engine_on(tiny_model(64), num_pages=8), lambda: now, at(speed=3)) == now
+    assert remembered_sweep(engine_on(tiny_model(64), num_pages=8), never, at(speed=3)) == now
+
+
+def test_machine_that_was_busier_at_the_earlier_start_scales_what_it_knows_once() -> None:
+    remembered_sweep(engine_on(tiny_model(64), num_pages=8), lambda: EARLIER, never)
+    scaled = remembered_sweep(engine_on(tiny_model(64), num_pages=8), never, at(speed=1.6))
+    assert [work for work, _ in scaled] == [work for work, _ in EARLIER]
+    assert [seconds for _, seconds in scaled] == pytest.approx([seconds / 1.6 for _, seconds in EARLIER], rel=0.1)
+    assert remembered_sweep(engine_on(tiny_model(64), num_pages=8), never, at(speed=1.6)) == scaled
 
 
 def test_machine_that_is_busy_now_keeps_what_it_knows() -> None:
