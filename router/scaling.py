@@ -126,6 +126,11 @@ class _Member:
         return (self.last and self.last[1].role) or self.profile.role
 
     @property
+    def is_paused(self) -> bool:
+        """Whether the replica computes nothing until its operator lets it go on."""
+        return self.last is not None and self.last[1].is_paused
+
+    @property
     def streams(self) -> int:
         return sum(self.last[1].streams) if self.last is not None else 0
 
@@ -173,7 +178,8 @@ class Scaling:
     """Decides sizes and roles from live profiles. All times are seconds on one clock of the caller's.
 
     Where one replica is not known yet, or not any more, no pool of its model shrinks and no role changes: the demand on
-    that replica would be missing.
+    that replica would be missing. Nor does a pool grow of whose model an operator has paused a replica, or put it to
+    sleep: work waits there because the operator wants so, and nobody else wakes the replica.
     """
 
     config: ScalingConfig
@@ -311,7 +317,8 @@ class Scaling:
             wanted = int(self._is_asked(model, now))
             return Claim(0, 0, wanted, float(wanted), bounds.each), "a request waits"
         high = min(max(need.wanted + away, bounds.least), bounds.most)
-        high_since = _since(self._high_since, pool, high > target, now)
+        is_paused = any(member.is_paused for member in self._of(model))
+        high_since = _since(self._high_since, pool, high > target and not is_paused, now)
         is_due = high_since is not None and now - high_since >= self.config.up_delay_s
         gives = sleeps and self._idle_s(model, now) >= self.config.up_delay_s  # its place, to models with work
         least = bounds.least if not sleeps or gives else 1
@@ -344,8 +351,11 @@ class Scaling:
         return self._num_here(pool) - need.load.replicas
 
     def _is_complete(self, model: str) -> bool:
-        """Return whether a live profile of every replica of the model is known."""
-        return all(member.is_known for member in self._members.values() if self._model_of(member) == model)
+        """Return whether a live profile of every replica of the model is known, and none is paused."""
+        return all(member.is_known and not member.is_paused for member in self._of(model))
+
+    def _of(self, model: str) -> Iterable[_Member]:
+        return (member for member in self._members.values() if self._model_of(member) == model)
 
     def _flip(
         self, model: str, short: Role, spare: Role, needs: Mapping[tuple[str, Role], _Need], now: float

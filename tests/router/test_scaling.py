@@ -30,6 +30,7 @@ class Pools:
         self.log: list[Resize | Flip] = []
         self.joined: set[str] = set()
         self.silent: set[str] = set()  # replicas that are not heard
+        self.asleep = False  # their operator has put all replicas to sleep
 
     def restart(self) -> None:
         """Begin with a new scaler, which is told the sizes and the members, and nothing else."""
@@ -76,7 +77,7 @@ class Pools:
 
     def live(self, name: str, role: Role) -> LiveProfile:
         streams = (0, -(-self.streams.get(role, 0) // self.count(role)), 0)
-        return live(int(self.now), role=role, streams=streams, done_seconds=self.done[name])
+        return live(int(self.now), role=role, streams=streams, done_seconds=self.done[name], is_paused=self.asleep)
 
 
 def mixed(least: int, most: int) -> Bounds:
@@ -128,6 +129,20 @@ def test_pool_grows_after_a_delay_and_shrinks_after_a_longer_one() -> None:
     assert pools.size("mixed") == 4  # at half of their time each
     assert not pools.run(30)
     pools.load["mixed"] = 0.0
+    assert not pools.run(5)
+    pools.run(60)
+    assert pools.size("mixed") == 1
+
+
+def test_pool_whose_operator_has_put_it_to_sleep_stays_as_it_is_until_it_is_awake() -> None:
+    pools = Pools(mixed=mixed(1, 10))
+    pools.load["mixed"] = 1.9
+    pools.run(30)
+    pools.asleep = True
+    for load in (9.0, 0.0):  # prompts that wait for the operator are no demand, and their absence is no idle time
+        pools.load["mixed"] = load
+        assert not pools.run(60)
+    pools.asleep = False
     assert not pools.run(5)
     pools.run(60)
     assert pools.size("mixed") == 1
