@@ -15,6 +15,7 @@ EARLIER: Sweep = [(CHUNK, 0.1), (StepWork.of([(0, 16)]), 0.04), (DECODES, 0.02),
 
 @pytest.fixture(autouse=True)
 def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    tiny_model(64)  # loads the compiled kernels before this test has a cache directory without them
     monkeypatch.setenv("CROSSDOCK_CACHE", str(tmp_path))
     return tmp_path
 
