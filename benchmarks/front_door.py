@@ -5,7 +5,8 @@
 Serves a random model of two layers, so that the engine takes little, and streams answers of 128 tokens from as many
 clients at a time as `--streams` says. Prints, by kind of request, the CPU time of each kind of process: microseconds a
 token beside many streams, milliseconds a request of one token. `--vllm VENV` measures vLLM's API server the same way
-(`benchmarks/peers/vllm.sh install` makes the environment). CPU time, unlike seconds, hardly depends on what else runs.
+(`benchmarks/peers/vllm.sh install` makes the environment), and `--crossdock-option=--set=http.replicas=2` two
+ingresses. CPU time, unlike seconds, hardly depends on what else runs.
 """
 
 import argparse

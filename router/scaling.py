@@ -179,7 +179,7 @@ class Scaling:
 
     Where one replica is not known yet, or not any more, no pool of its model shrinks and no role changes: the demand on
     that replica would be missing. Nor does a pool grow of whose model an operator has paused a replica, or put it to
-    sleep: work waits there because the operator wants so, and nobody else wakes the replica.
+    sleep: work waits there because the operator wants so, and the operator wakes what sleeps.
     """
 
     config: ScalingConfig
