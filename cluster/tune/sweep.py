@@ -1,6 +1,6 @@
 """The measurement of a sweep on an engine, one step at a time, with fewer steps where the curve is straight."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 from math import inf, log
@@ -53,8 +53,9 @@ class Sweep:
     whose measurements differ gets up to `repeats`. Its seconds are the median.
 
     All steps together take `budget_s` or little more. The steps that take longest are left out where one round of them
-    would take longer, and are told from their largest measured neighbour. A second round, and the sizes between those
-    that are not straight, come while seconds are left.
+    would take longer, and are told from their largest measured neighbour. So are they where steps take longer than
+    predicted, as on a machine that is busy now. A second round, and the sizes between those that are not straight, come
+    while seconds are left.
     """
 
     def __init__(
@@ -76,6 +77,8 @@ class Sweep:
         self._spent, self._budget_s = 0.0, budget_s  # measured seconds
         self._measured = self._affordable()
         self._planned = self._least()
+        smallest = min((cell.chunk for cell in cells if cell.chunk), default=0)
+        self._needed = {cell for cell in self._planned if cell.chunk <= smallest}  # others are told from these
         self._rounds = min(repeats, 2 if 2 * sum(map(self._predicted, self._planned)) <= budget_s else 1)
 
     def run(self) -> None:
@@ -91,7 +94,7 @@ class Sweep:
                 for cell, times in self._times.items()
                 if number < self._rounds or max(times) > (1 + _ALIKE) * min(times)
             ]
-            if self._spent + sum(map(self._predicted, again)) > self._budget_s:
+            if not self._has_time_for(again):
                 break
             if number >= self._rounds:
                 self._unplanned += sum(map(self._predicted, again))
@@ -129,10 +132,17 @@ class Sweep:
     def _is_straight(self, cell: Cell) -> bool:
         """Measure a cell, and return whether it is as its measured neighbours predict; False for the end of a line."""
         expected = self._interpolated(cell)
-        if cell not in self._planned and self._spent + self._predicted(cell) > self._budget_s:
-            return True  # there is no time to look
+        if cell not in self._needed:
+            ahead = (self._needed if cell in self._planned else self._planned) - self._times.keys()
+            if not self._has_time_for([cell, *ahead]):
+                return True
         seconds = self._measure(cell)
         return abs(expected - seconds) <= _STRAIGHT * seconds
+
+    def _has_time_for(self, cells: Iterable[Cell]) -> bool:
+        """Return whether the budget suffices for cells, if these are as slow as those before."""
+        slowness = max(self._spent / self._done, 1.0) if self._done else 1.0
+        return self._spent + slowness * sum(map(self._predicted, cells)) <= self._budget_s
 
     def _measure(self, cell: Cell) -> float:
         chunk = (cell.context, cell.chunk) if cell.chunk else None

@@ -85,6 +85,15 @@ def test_slow_machine_measures_in_its_budget_and_tells_the_rest_from_what_it_mea
         assert cell.seconds == pytest.approx(1.2 * true_seconds(cell))
 
 
+def test_machine_that_is_ten_times_slower_than_predicted_measures_in_its_budget_too() -> None:
+    """A round of the fewest cells that a straight curve needs would take 150 s."""
+    cells, asked, _ = swept(lambda cell: 10 * true_seconds(cell), repeats=3, budget_s=40.0)
+    assert sum(10 * true_seconds(cell) for cell in asked) <= 40.0
+    assert len(cells) == len(GRID)
+    for cell in cells:
+        assert cell.seconds == pytest.approx(10 * true_seconds(cell))
+
+
 def test_chunks_around_a_jump_are_all_measured() -> None:
     """From 512 tokens on a step takes twice as long, as where a kernel changes."""
     cells, _, _ = swept(lambda cell: true_seconds(cell) * (2 if cell.chunk >= 512 else 1))
