@@ -3,17 +3,19 @@
     python benchmarks/host_time.py --streams 64,256,1024
     python benchmarks/host_time.py --streams 256 --longest 131000
 
-An engine decodes many streams. The forward pass is left out: random logits of a small vocabulary take its place. What
-remains is the work of a GPU's host in each step: schedule, inputs, padding to a recorded step, draw, update. The table
-of pages, which a GPU makes of the copied lists, is left out too. With `--longest` one stream is that long. Prints each
-part's median in ms of the thread's CPU time, which other processes hardly disturb.
+An engine decodes many streams. The forward pass is left out: random logits take its place. What remains is the work of
+a GPU's host in each step: schedule, inputs, padding to a recorded step, draw, update; with `--ahead` also to assume
+that the step before has ended, and to read its tokens. What the device computes is left out: the table of pages, and
+all but 8 tokens of the vocabulary, so that to find the largest of a row is as little as a launch. With `--longest` one
+stream is that long. Prints each part's median in ms of the thread's CPU time, which other processes hardly disturb.
 """
 
 import argparse
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,15 +28,17 @@ from crossdock.workers.model.inputs import StepInputs
 from crossdock.workers.model.load import wrap_module
 from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.replica.config import EngineConfig
+from crossdock.workers.replica.engine import engine as engine_module
 from crossdock.workers.replica.engine.computing import new_engine
 from crossdock.workers.replica.engine.engine import Engine
-from crossdock.workers.replica.engine.step_sampler import StepSampler
+from crossdock.workers.replica.engine.step_sampler import StepSampler, _DrawnStep
 from crossdock.workers.replica.serving.interpreter import prepare_interpreter
+from crossdock.workers.schedule.ahead import assume_ended
 from crossdock.workers.schedule.cost.cost import StepWork
 from crossdock.workers.schedule.scheduler import Scheduler
 from crossdock.workers.schedule.submission import SamplingParams, Submission
 
-VOCAB = 256
+VOCAB = 8
 STEP_S = 0.02
 PAGE_BYTES = 16 * 2 * 16 * 4  # tokens, keys and values, elements of the one head, float32
 TINY = {
@@ -54,6 +58,7 @@ PARTS = {
     "copy to device": (StepInputs, "on"),
     "draw": (StepSampler, "sample"),
     "draw ahead": (StepSampler, "draw"),
+    "read ahead": (_DrawnStep, "read"),
     "update": (Scheduler, "update"),
     "learn": (Engine, "_learn"),
 }
@@ -78,6 +83,16 @@ class Seconds:
                 self.of_step[name] += time.thread_time() - began
 
         setattr(owner, method, classmethod(measured) if isinstance(raw, classmethod) else measured)
+
+    @contextmanager
+    def assuming(self, *args: Any) -> Iterator[None]:
+        """Do as `assume_ended`, and count the seconds of its begin and of its end."""
+        began = time.thread_time()
+        with assume_ended(*args):
+            self.of_step["assume ahead"] += time.thread_time() - began
+            yield
+            began = time.thread_time()
+        self.of_step["assume ahead"] += time.thread_time() - began
 
 
 class Clock:
@@ -139,6 +154,7 @@ def steps(engine: Engine, lengths: Sequence[int], sampling: dict[str, Any], num_
         step = engine.step()
     for name, (owner, method) in PARTS.items():
         seconds.measure(name, owner, method)
+    engine_module.assume_ended = seconds.assuming
     found: dict[str, list[float]] = defaultdict(list)
     for _ in range(num_steps):
         seconds.of_step.clear()
@@ -174,7 +190,7 @@ def main() -> None:
         rows[streams] = steps(engine, lengths, sampling, args.steps)
         for key, (owner, method) in PARTS.items():
             setattr(owner, method, originals[key])
-    names = [*PARTS, "other", "step", "decodes"]
+    names = [*PARTS, "assume ahead", "other", "step", "decodes"]
     lines = [["streams", *names]]
     lines += [[str(n), *(f"{row[name]:.2f}" if name in row else "-" for name in names)] for n, row in rows.items()]
     print(f"CPU ms of a step on the host, {hardware()}, {today()}")

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -49,7 +50,7 @@ class StepInputs:
         num_single = sum([part.num_tokens == 1 for part in batch.scheduled[: batch.num_decodes]])  # they come first
         token_ids = [part.request.token_ids[part.start] for part in batch.scheduled[:num_single]]
         wanted = list(range(num_single))
-        rows = [range(row, row + 1) for row in wanted]
+        rows = list(_single_rows(num_single))
         for part in batch.scheduled[num_single:]:
             token_ids += part.request.token_ids[part.start : part.start + part.num_tokens]
             token_ids += part.drafts
@@ -211,6 +212,12 @@ def _adapters(batch: Batch) -> Sequence[str]:
     if not any(adapters):
         return ()
     return ["" if adapter is None else adapter.fingerprint for adapter in adapters]
+
+
+@lru_cache(maxsize=16)
+def _single_rows(count: int) -> Sequence[range]:
+    """Return the rows of so many parts that have one each. Most steps have as many as the step before."""
+    return [range(row, row + 1) for row in range(count)]
 
 
 def _num_rows(part: Scheduled) -> int:

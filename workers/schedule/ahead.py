@@ -20,30 +20,34 @@ def assume_ended(table: RequestTable, batch: Batch, ended: float) -> Iterator[No
     gone. A request that turns out to have ended was scheduled in vain. No request is preempted on an assumption: see
     `RequestTable.needs_preemption`.
     """
-    running, ids = table.running, {request.id for request in table.running}
-    tpots = [slo.tpot_s for slo in table.config.slo_classes]
-    assumed = []
-    row = 0
+    running, tpots = table.running, [slo.tpot_s for slo in table.config.slo_classes]
+    assumed, gone, row = dict[str, tuple[Scheduled, float]](), set[str](), 0
     for part in batch.scheduled:
         request = part.request
         if request.status is _RUNNING:
-            assumed.append((part, request.due))
+            assumed[request.id] = part, request.due
             request.num_in_flight_tokens -= part.num_tokens
             request.num_computed_tokens += part.num_tokens
             if part.samples:
                 request.token_ids.append(~row)
                 request.due = next_due(request.due, ended, tpots[request.priority])
+            if _is_over(table, part):
+                gone.add(request.id)
         row += part.samples
-    table.assumed_ended = {part.request.id for part, _ in assumed}
-    gone = {part.request.id for part, _ in assumed if _is_over(table, part)}
+    table.assumed_ended = assumed
     table.running = [request for request in running if request.id not in gone]
+    going_on = table.running.copy()
     try:
         yield
     finally:
-        started = [request for request in table.running if request.id not in ids]
-        table.running = [request for request in running if request.status is _RUNNING] + started
+        if table.running == going_on:  # as in most steps
+            table.running = running
+        else:
+            ids = {request.id for request in running}
+            started = [request for request in table.running if request.id not in ids]
+            table.running = [request for request in running if request.status is _RUNNING] + started
         table.assumed_ended = ()
-        for part, due in assumed:
+        for part, due in assumed.values():
             request, request.due = part.request, due
             request.num_in_flight_tokens += part.num_tokens
             request.num_computed_tokens -= part.num_tokens

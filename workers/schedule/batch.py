@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import NamedTuple
 
 from msgspec import Struct
@@ -85,7 +86,14 @@ class Batch:
     @property
     def wants_vectors(self) -> bool:
         """Return whether a prompt in the batch wants a vector."""
-        return any(part.request.sampling.pooling is not None for part in self.scheduled)
+        chunks = self.scheduled[self.num_decodes :]
+        return any(part.request.sampling.pooling is not None for part in chunks)
+
+    @property
+    def has_drafts(self) -> bool:
+        """Return whether the step verifies drafts."""
+        several = takewhile(lambda part: part.num_tokens > 1, reversed(self.scheduled[: self.num_decodes]))
+        return any(part.drafts for part in several)
 
     def __bool__(self) -> bool:
         return bool(self.scheduled)

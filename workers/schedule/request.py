@@ -112,6 +112,7 @@ class Request:
     is_offered: bool = False  # of Leg.RECEIVE: the other replica has pages for the prompt and may compute at once
     finish_reason: FinishReason | None = None
     token_ids: list[int] = field(init=False)  # prompt and output
+    most_tokens: int = field(init=False)  # prompt and output, as far as `sampling` says
     stop_token_ids: frozenset[int] = field(init=False)  # of `sampling`, which may list thousands
     num_computed_tokens: int = 0  # tokens whose keys and values are in pages
     num_verified_tokens: int = 0  # accepted tokens after these whose recurrent state was lost with a rejected draft
@@ -125,6 +126,7 @@ class Request:
 
     def __post_init__(self) -> None:
         self.token_ids = [*self.prompt_token_ids, *self.output_token_ids]
+        self.most_tokens = len(self.prompt_token_ids) + self.sampling.max_tokens
         self.stop_token_ids = frozenset(self.sampling.stop_token_ids)
         self.owner = self.owner_name(self.id, self.epoch)
 

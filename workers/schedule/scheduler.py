@@ -285,21 +285,16 @@ class Scheduler:
 
     def _grow(self, streams: Sequence[Request]) -> list[Scheduled]:
         """Return the decodes of the streams that have a page for their newest token, or get one now."""
-        pages, size, running = self.pages, self.pages.page_size, Status.RUNNING
-        has_groups, further_of = pages.num_groups > 1, pages.further_pages_of
-        owned = [pages.pages_of(stream.owner) for stream in streams]
-        waiting = {
-            stream.id
-            for stream, held in zip(streams, owned, strict=True)
-            if (has_groups or len(stream.token_ids) > len(held) * size) and not kv.grow(self.table, stream)
-        }
-        decodes = [
-            Scheduled(stream, stream.num_computed_tokens, 1, held, True, further_pages=further_of(stream.owner))
-            if has_groups
-            else Scheduled(stream, stream.num_computed_tokens, 1, held, True)
-            for stream, held in zip(streams, owned, strict=True)
-            if stream.status is running and stream.id not in waiting  # else preempted for a stream after it
-        ]
+        pages, size, num_preemptions = self.pages, self.pages.page_size, self.table.num_preemptions
+        has_groups, decodes = pages.num_groups > 1, list[Scheduled]()
+        for stream in streams:  # short: this runs for every token of every stream
+            held = pages.pages_of(owner := stream.owner)
+            if (has_groups or len(stream.token_ids) > len(held) * size) and not kv.grow(self.table, stream):
+                continue
+            further = pages.further_pages_of(owner) if has_groups else ()
+            decodes.append(Scheduled(stream, stream.num_computed_tokens, 1, held, True, "decode", further))
+        if self.table.num_preemptions > num_preemptions:  # perhaps of a stream, for one after it
+            decodes = _running(decodes)
         return self._states.with_tokens_again(decodes)
 
     def _mix(self, decodes: list[Scheduled], skipped: Collection[str], prefills: Sequence[Request]) -> Batch:

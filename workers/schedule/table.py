@@ -134,8 +134,7 @@ class RequestTable:
     def is_full(self, request: Request) -> bool:
         """Return whether the newest token of a request is the last that it may have."""
         num_tokens = len(request.token_ids)  # not by properties: this runs for every new token
-        most = len(request.prompt_token_ids) + request.sampling.max_tokens
-        return num_tokens >= most or num_tokens >= self.max_model_len
+        return num_tokens >= request.most_tokens or num_tokens >= self.max_model_len
 
     def keeps_pages(self, request: Request) -> bool:
         """Return whether a request must not be preempted: its pages are being sent, or a step in flight uses them."""

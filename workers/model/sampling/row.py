@@ -75,6 +75,7 @@ class SampleRow:
     is_filtered: bool = field(init=False)  # by top-k, top-p or min-p
     is_penalized: bool = field(init=False)
     reads_tokens: bool = field(init=False)  # its masks depend on the tokens before, which then must be on the host
+    is_plain: bool = field(init=False)  # but for a grammar, its logits are drawn from as they are
     _may_be_edited: bool = field(init=False)  # in some step, by its parameters
     _kept: _Kept = field(default_factory=_Kept, repr=False)
 
@@ -87,6 +88,7 @@ class SampleRow:
         self.reads_tokens = params.grammar is not None or self._has_long_bad_words
         masks = params.logit_bias, params.allowed_token_ids, params.bad_words, params.min_tokens
         self._may_be_edited = self.is_penalized or any(masks)
+        self.is_plain = not (self._may_be_edited or self.is_filtered or params.logprobs is not None)
 
     def after(self, drafts: Sequence[int], allowed: Tensor | None) -> "SampleRow":
         """Return the row of the token after `drafts`. `allowed`: the grammar's mask there."""

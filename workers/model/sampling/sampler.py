@@ -46,8 +46,10 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
     assert len(logits) == len(rows), f"{len(logits)} rows of logits for {len(rows)} requests"
     if not rows:
         return []
-    token_ids = _draw_all(logits, rows)
-    return _with_logprobs(token_ids, SampledLogprobs(logits, torch.tensor(token_ids), rows).read())
+    is_plain = _are_plain(rows)
+    token_ids = _draw_all(logits, rows, is_plain)
+    asking = () if is_plain else rows
+    return _with_logprobs(token_ids, SampledLogprobs(logits, torch.tensor(token_ids), asking).read())
 
 
 class PendingTokens:
@@ -55,17 +57,18 @@ class PendingTokens:
 
     def __init__(self, logits: Tensor, rows: Sequence[SampleRow], previous_tokens: Tensor | None = None) -> None:
         """Begin to draw from `logits` [N, V], which may change afterwards. `previous_tokens`: see `edited_scores`."""
-        self._scores, self._rows = _scores_of(logits, rows, True, previous_tokens), rows
+        is_plain = _are_plain(rows)
+        self._scores, self._rows = _scores_of(logits, rows, is_plain, True, previous_tokens), rows
         width = min(heads.WIDTHS[-1], logits.shape[-1])
-        self.on_device = _draw(self._scores, rows, width) if rows else logits.new_empty(0, dtype=torch.int64)
+        self.on_device = _draw(self._scores, rows, width, is_plain) if rows else logits.new_empty(0, dtype=torch.int64)
         """Token ids [N] on the device, below 0 where the host must draw from more of the row."""
         self._on_host = HostCopy(self.on_device)
-        self._logprobs = SampledLogprobs(logits, self.on_device, rows, previous_tokens)
+        self._logprobs = SampledLogprobs(logits, self.on_device, () if is_plain else rows, previous_tokens)
 
     def read(self) -> tuple[list[SampledToken], list[int]]:
         """Wait for the device; return the tokens [N], and the indices of rows whose token is known only now."""
         token_ids: list[int] = self._on_host.read()[0]
-        late = [i for i, token_id in enumerate(token_ids) if token_id == _OPEN]
+        late = [i for i, token_id in enumerate(token_ids) if token_id == _OPEN] if _OPEN in token_ids else []
         _draw_open(token_ids, self._scores, self._rows, [self._scores.shape[-1]])
         return _with_logprobs(token_ids, self._logprobs.read(token_ids if late else None)), late
 
@@ -76,27 +79,36 @@ def _with_logprobs(token_ids: Sequence[int], logprobs: Mapping[int, TokenLogprob
     return [SampledToken(token_id, logprobs.get(i)) for i, token_id in enumerate(token_ids)]
 
 
+def _are_plain(rows: Sequence[SampleRow]) -> bool:
+    """Return whether all rows are drawn from as they are, as most are. One look at each row, in every step."""
+    return all(row.is_plain and row.allowed is None for row in rows)
+
+
 def _scores_of(
-    logits: Tensor, rows: Sequence[SampleRow], copy: bool = False, previous_tokens: Tensor | None = None
+    logits: Tensor,
+    rows: Sequence[SampleRow],
+    is_plain: bool,
+    copy: bool = False,
+    previous_tokens: Tensor | None = None,
 ) -> Tensor:
     """Return `edited_scores`; the logits themselves where no row is edited, and none may be sorted later."""
-    if any(row.is_edited or row.is_filtered for row in rows):
+    if not is_plain and any(row.is_edited or row.is_filtered for row in rows):
         return edited_scores(logits, rows, copy, previous_tokens)
     return logits
 
 
-def _draw_all(logits: Tensor, rows: Sequence[SampleRow]) -> list[int]:
+def _draw_all(logits: Tensor, rows: Sequence[SampleRow], is_plain: bool) -> list[int]:
     """Return token ids [N]."""
-    scores = _scores_of(logits, rows)
+    scores = _scores_of(logits, rows, is_plain)
     first, *wider = heads.widths_of(scores.shape[-1])
-    token_ids: list[int] = _draw(scores, rows, first).tolist()
+    token_ids: list[int] = _draw(scores, rows, first, is_plain).tolist()
     _draw_open(token_ids, scores, rows, wider)
     return token_ids
 
 
 def _draw_open(token_ids: list[int], scores: Tensor, rows: Sequence[SampleRow], widths: Sequence[int]) -> None:
     """Replace every `_OPEN` in `token_ids`, by heads of `widths` in turn."""
-    for width in widths:
+    for width in widths if _OPEN in token_ids else ():
         open_rows = [i for i, token_id in enumerate(token_ids) if token_id == _OPEN]
         if not open_rows:
             break
@@ -107,9 +119,9 @@ def _draw_open(token_ids: list[int], scores: Tensor, rows: Sequence[SampleRow], 
                 token_ids[i] = token_id
 
 
-def _draw(scores: Tensor, rows: Sequence[SampleRow], width: int) -> Tensor:
+def _draw(scores: Tensor, rows: Sequence[SampleRow], width: int, is_plain: bool) -> Tensor:
     """Return token ids [N], greedy, uncut or cut as each row asks; `_OPEN` where `_draw_cut` needs a wider head."""
-    cut = [i for i, row in enumerate(rows) if not row.is_greedy and row.is_filtered]
+    cut = [] if is_plain else [i for i, row in enumerate(rows) if not row.is_greedy and row.is_filtered]
     uncut = [i for i, row in enumerate(rows) if not row.is_greedy and not row.is_filtered]
     if len(cut) == len(rows):
         return _draw_cut(scores, rows, width)

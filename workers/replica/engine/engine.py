@@ -336,8 +336,12 @@ class Engine:
 
     def _predicted(self, batch: Batch) -> float:
         """Return the predicted seconds of a step with its pictures; 0 without a cost."""
-        encoder = self.encoder_fit.cost.seconds(batch.encoder.items) if self.encoder_fit is not None else 0.0
-        return self.cost_fit.cost.seconds(batch.work) + encoder if self.cost_fit is not None else 0.0
+        if self.cost_fit is None:
+            return 0.0
+        return self.cost_fit.cost.seconds(batch.work) + self._encoder_seconds(batch)
+
+    def _encoder_seconds(self, batch: Batch) -> float:
+        return 0.0 if self.encoder_fit is None else self.encoder_fit.cost.seconds(batch.encoder.items)
 
     def _learn(self, step: FinishedStep) -> float:
         """Compare a step with its prediction, and refine the next predictions. Returns the predicted seconds."""
@@ -346,11 +350,12 @@ class Engine:
             self.scheduler.encoding.cost = self.encoder_fit.cost
         if self.cost_fit is None:
             return 0.0
-        predicted = self._predicted(step.batch)
+        work = step.batch.work
+        predicted = self.cost_fit.cost.seconds(work) + self._encoder_seconds(step.batch)
         if step.batch.is_scored or not step.is_usual:
             return predicted
         if step.is_alone:
-            self.cost_fit.observe(step.batch.work, step.ended - step.started - step.encoder_seconds)
+            self.cost_fit.observe(work, step.ended - step.started - step.encoder_seconds)
         elif step.is_full:
             self.intervals.observe(step.interval, predicted)
             predicted *= max(self.pipeline.depth * self.intervals.share, 1.0)

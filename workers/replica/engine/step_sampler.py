@@ -134,7 +134,7 @@ class StepSampler:
         ]
         if not parts:
             return {}
-        if self._grammars or any(part.drafts for part, _ in parts):
+        if self._grammars or batch.has_drafts:
             return self._sample_verified(parts, logits)
         ids = [part.request.id for part, _ in parts]
         tokens = sample(_rows_at([last for _, last in parts], logits), [self._rows[each] for each in ids])
