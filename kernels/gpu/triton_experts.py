@@ -1,9 +1,11 @@
 """Products of experts in Triton: each row of a step by the weights of the expert it is routed to, in one launch.
 
 The host never learns how many rows an expert has: the grid has room for any routing, and programs without rows return
-at once. So a step with experts can be a CUDA graph on every GPU that Triton compiles for. Sums are float32.
+at once. So a step with experts can be a CUDA graph on every GPU that Triton compiles for. Sums are float32. Weights may
+be codes of four bits, which a program turns into values in its registers, tile by tile.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,6 +13,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from crossdock.kernels.options import CodeKind
+from crossdock.kernels.packed import PackedMatrix
 
 _INPUTS = 64  # of a row that a program multiplies at once
 _OUTPUTS = 128  # of a row that one program computes
@@ -25,6 +30,39 @@ class Tile(NamedTuple):
 
 FEW, MANY = Tile(16, 4), Tile(64, 8)
 """The tile for few rows of an expert, the least that tensor cores multiply, and the tile for more."""
+
+
+class ExpertCodes(NamedTuple):
+    """The weights [N, K] of E experts as codes: `PackedMatrix` of each, one after the other."""
+
+    kind: CodeKind
+    codes: Tensor  # [E, N, K/2] uint8
+    scales: Tensor  # [E, N, K/group]
+    offsets: Tensor | None  # as scales
+    group: int  # columns that share a scale
+
+    @classmethod
+    def of(cls, experts: Sequence[PackedMatrix]) -> "ExpertCodes":
+        """Copy the matrices of experts, all of one form, for which `why_not_codes` has no reason."""
+        tensors = [[each.codes, each.scales, *([] if each.offsets is None else [each.offsets])] for each in experts]
+        codes, scales, *offsets = (torch.stack(alike) for alike in zip(*tensors, strict=True))
+        return cls(experts[0].kind, codes, scales, offsets[0] if offsets else None, experts[0].group)
+
+    def matrix(self, expert: int) -> PackedMatrix:
+        """Return the matrix of one expert, in the same memory."""
+        offsets = None if self.offsets is None else self.offsets[expert]
+        return PackedMatrix(self.kind, self.codes[expert], self.scales[expert], offsets, self.group)
+
+
+def why_not_codes(matrix: PackedMatrix) -> str:
+    """Return why a matrix cannot be among `ExpertCodes`; empty: it can."""
+    if matrix.kind not in ("e2m1", "int4"):
+        return f"codes are {matrix.kind}, not e2m1 or int4"
+    if matrix.block_rows != 1 or matrix.columns is not None:
+        return "rows share scales, or columns have an order of their own"
+    if matrix.group & (matrix.group - 1) or matrix.group < 2 or matrix.shape[1] % matrix.group:
+        return f"groups of {matrix.group} of {matrix.shape[1]} columns are no power of two, or not whole"
+    return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +80,19 @@ class Routing:
         each = torch.arange(num_experts, dtype=experts.dtype, device=experts.device)
         return cls(order, torch.searchsorted(experts, each, right=True, out_int32=True), chosen.shape[1])
 
-    def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, scales: Tensor | None = None) -> Tensor:
+    def multiply(
+        self, x: Tensor, weight: Tensor | ExpertCodes, bias: Tensor | None = None, scales: Tensor | None = None
+    ) -> Tensor:
         """Return the product of each pair with the weight of its expert, [S, N].
 
         Without `scales`, x [T, K] are the rows, and the products lie in the order of experts. With `scales` [S], of
         each pair, x [S, K] lie in that order, and the products, times their scales, in the order of pairs. weight:
-        [E, N, K], with adjacent N or K. bias: [E, N].
+        [E, N, K], with adjacent N or K, or their codes. bias: [E, N].
         """
-        (E, N, K), S = weight.shape, len(self.order)
+        coded = weight if isinstance(weight, ExpertCodes) else None
+        weight = weight.codes if isinstance(weight, ExpertCodes) else weight
+        (E, N, width), S = weight.shape, len(self.order)
+        K = width if coded is None else 2 * width
         dtype = x.dtype if scales is None else torch.promote_types(x.dtype, scales.dtype)
         out = torch.empty(S, N, dtype=dtype, device=x.device)
         assert x.stride(1) == 1
@@ -58,6 +101,9 @@ class Routing:
         most = (S + min(S, E) * (tile.rows - 1)) // tile.rows  # blocks of rows, however pairs are routed
         _experts_kernel[triton.cdiv(N, _OUTPUTS), most](
             *(x, weight, bias, scales, out, self.order, self.ends, x.stride(0), *weight.stride()),
+            *((None, None) if coded is None else (coded.scales, coded.offsets)),
+            GROUP=0 if coded is None else coded.group,
+            IS_FLOAT=coded is not None and coded.kind == "e2m1",
             E=E,
             K=K,
             N=N,
@@ -73,7 +119,8 @@ class Routing:
 
 @triton.jit
 def _experts_kernel(
-    x, weight, bias, scales, out, order, ends, x_row, w_expert, w_n, w_k,
+    x, weight, bias, scales, out, order, ends, x_row, w_expert, w_n, w_k, code_scales, code_offsets,
+    GROUP: tl.constexpr, IS_FLOAT: tl.constexpr,
     E: tl.constexpr, K: tl.constexpr, N: tl.constexpr, PAIRS: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -93,12 +140,22 @@ def _experts_kernel(
     pair = tl.load(order + place, mask=live, other=0)
     row = pair // PAIRS if scales is None else place.to(tl.int64)
     n, k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
-    left, right = x + row[:, None] * x_row, weight + expert.to(tl.int64) * w_expert + n[None, :] * w_n
+    left, own_weight = x + row[:, None] * x_row, weight + expert.to(tl.int64) * w_expert
+    own_row = expert * N + n  # among the rows of all experts
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in range(0, K, BLOCK_K):
         column = start + k
         a = tl.load(left + column[None, :], mask=live[:, None] & (column < K)[None, :], other=0.0)
-        b = tl.load(right + column[:, None] * w_k, mask=(column < K)[:, None] & (n < N)[None, :], other=0.0)
+        if GROUP:
+            byte = start // 2 + tl.arange(0, BLOCK_K // 2)
+            mask = (n < N)[:, None] & (byte < K // 2)[None, :]
+            codes = tl.load(own_weight + n[:, None] * w_n + byte[None, :], mask=mask, other=0)
+            values = _values_of(codes, code_offsets is not None, IS_FLOAT)
+            values = _scaled(values, code_scales, code_offsets, own_row, n < N, start, GROUP, K, BLOCK_N, BLOCK_K)
+            b = tl.trans(values.to(x.dtype.element_ty))
+        else:
+            right = own_weight + n[None, :] * w_n + column[:, None] * w_k
+            b = tl.load(right, mask=(column < K)[:, None] & (n < N)[None, :], other=0.0)
         total = tl.dot(a, b, total, input_precision="ieee")
     if bias is not None:
         total += tl.load(bias + expert * N + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
@@ -108,3 +165,31 @@ def _experts_kernel(
         total, to = total.to(x.dtype.element_ty).to(tl.float32) * scale[:, None], pair
     at, mask = out + to[:, None] * N + n[None, :], live[:, None] & (n < N)[None, :]
     tl.store(at, total.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _values_of(codes, HAS_OFFSETS: tl.constexpr, IS_FLOAT: tl.constexpr):
+    """Return the values of codes, [n, 2k] float32 of k bytes: the low nibble is the first. As `PackedMatrix` says."""
+    code = tl.interleave(codes & 15, codes >> 4).to(tl.int32)
+    if not IS_FLOAT:
+        return (code if HAS_OFFSETS else code - 8).to(tl.float32)
+    exponent, fraction = (code >> 1) & 3, code & 1
+    twice = tl.where(exponent == 0, fraction, (2 + fraction) << (tl.maximum(exponent, 1) - 1))
+    return tl.where(code >= 8, -twice, twice).to(tl.float32) * 0.5
+
+
+@triton.jit
+def _scaled(
+    values, scales, offsets, row, is_row, start, GROUP: tl.constexpr, K: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Multiply values [BLOCK_N, BLOCK_K] of columns from `start` on by the scales of their groups, and add offsets."""
+    SPAN: tl.constexpr = min(GROUP, BLOCK_K)  # of the columns, those that share a scale
+    group = start // GROUP + tl.arange(0, BLOCK_K // SPAN)
+    at = row[:, None].to(tl.int64) * (K // GROUP) + group[None, :]
+    mask = is_row[:, None] & (group < K // GROUP)[None, :]
+    grouped = tl.reshape(values, [BLOCK_N, BLOCK_K // SPAN, SPAN])
+    grouped *= tl.load(scales + at, mask=mask, other=0.0).to(tl.float32)[:, :, None]
+    if offsets is not None:
+        grouped += tl.load(offsets + at, mask=mask, other=0.0).to(tl.float32)[:, :, None]
+    return tl.reshape(grouped, [BLOCK_N, BLOCK_K])

@@ -186,15 +186,23 @@ def check_low_rank(gpu: Gpu) -> None:
 
 
 def check_experts(gpu: Gpu) -> None:
-    """Products of Qwen3-30B-A3B's experts; the second, of gpt-oss, has biases and the other order of weights."""
+    """Products of Qwen3-30B-A3B's experts; the second, of gpt-oss, has biases and the other order of weights. Then the
+    codes of gpt-oss in MXFP4, and of Qwen3's in W4A16 with zero points."""
     KINDS.update({"x": "*bf16", "weight": "*bf16", "bias": "*bf16", "scales": "*bf16", "order": "*i64", "ends": "*i32"})
+    KINDS.update({"code_scales": "*bf16", "code_offsets": "*fp32"})
+    plain = {"GROUP": 0, "IS_FLOAT": False, "code_scales": None, "code_offsets": None}
     sizes = {"BLOCK_N": experts._OUTPUTS, "BLOCK_K": experts._INPUTS}
     for tile in gpu.some([experts.MANY, experts.FEW], everywhere=1):
         shape = sizes | {"BLOCK_M": tile.rows}
         gate_up = {"E": 128, "BLOCK_E": 128, "K": 2048, "N": 1536, "PAIRS": 8, "w_k": 1, "bias": None, "scales": None}
         down = {"E": 32, "BLOCK_E": 32, "K": 2880, "N": 2880, "PAIRS": 1, "w_n": 1}
-        gpu.check(experts._experts_kernel, shape | gate_up, tile.num_warps)
-        gpu.check(experts._experts_kernel, shape | down, tile.num_warps)
+        gpu.check(experts._experts_kernel, plain | shape | gate_up, tile.num_warps)
+        gpu.check(experts._experts_kernel, plain | shape | down, tile.num_warps)
+        KINDS["weight"] = "*u8"
+        mxfp4, int4 = {"GROUP": 32, "IS_FLOAT": True, "code_offsets": None}, {"GROUP": 128, "IS_FLOAT": False}
+        coded = mxfp4 | down if tile is experts.MANY else int4 | gate_up
+        gpu.check(experts._experts_kernel, shape | coded | {"w_k": 1, "w_n": coded["K"] // 2}, tile.num_warps)
+        KINDS["weight"] = "*bf16"
 
 
 if __name__ == "__main__":

@@ -9,7 +9,9 @@ from torch import Tensor
 if importlib.util.find_spec("triton") is None:
     pytest.skip("needs Triton: pip install triton", allow_module_level=True)
 
-from crossdock.kernels.gpu.triton_experts import FEW, Routing
+from crossdock.kernels.gpu.triton_experts import FEW, ExpertCodes, Routing, why_not_codes
+from crossdock.kernels.options import CodeKind
+from crossdock.kernels.packed import PackedMatrix
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -44,3 +46,44 @@ def test_rows_of_experts_match_float64(
     rows = torch.empty(T * k, N, dtype=torch.float64).index_copy_(0, order, inner.cpu().double())
     exact = torch.einsum("pn,pnk->pk", rows, down.cpu().double()[of_pair]) * scales.cpu().double()[:, None]
     torch.testing.assert_close(out.cpu().double(), exact, atol=20 * tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("kind", "group", "has_offsets", "T", "scale_dtype"),
+    [("e2m1", 32, False, 3, torch.bfloat16), ("int4", 16, True, 40, torch.float32), ("int4", 128, False, 3, None)],
+)
+def test_rows_of_coded_experts_match_dequantised_ones(
+    kind: CodeKind, group: int, has_offsets: bool, T: int, scale_dtype: torch.dtype | None, device: str, seed: int
+) -> None:
+    """Every code, groups narrower and wider than a tile, a last tile that is not full. 40 rows take the larger tile."""
+    rng, K = torch.Generator().manual_seed(seed), max(96, group)
+    x, chosen, scales = torch.randn(T, K, generator=rng), chosen_by("some", T, 2, rng), torch.rand(T * 2, generator=rng)
+    matrices = []
+    for _ in range(E):
+        codes = torch.randint(256, (N, K // 2), generator=rng, dtype=torch.uint8)
+        grid = torch.rand(N, K // group, generator=rng).to(scale_dtype or torch.float32)
+        offsets = torch.randn(grid.shape, generator=rng) if has_offsets else None
+        matrices.append(PackedMatrix(kind, codes, grid, offsets, group).map(lambda each: each.to(device)))
+    assert not any(map(why_not_codes, matrices))
+    coded, plain = ExpertCodes.of(matrices), torch.stack([each.dequantise(torch.float32) for each in matrices])
+    assert torch.equal(coded.matrix(3).dequantise(torch.float32), plain[3])
+    routing, x, scales = Routing.of(chosen.to(device), E), x.to(device), scales.to(device)
+    inner = routing.multiply(x, coded)
+    torch.testing.assert_close(inner, routing.multiply(x, plain), atol=1e-4, rtol=1e-5)
+    x = x[routing.order // 2]
+    torch.testing.assert_close(
+        routing.multiply(x, coded, None, scales), routing.multiply(x, plain, None, scales), atol=1e-4, rtol=1e-5
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "group", "block_rows", "reason"),
+    [("int8", 32, 1, "codes are int8"), ("int4", 48, 1, "no power of two"), ("e2m1", 32, 2, "rows share scales")],
+)
+def test_matrix_that_is_no_expert_code_names_the_reason(
+    kind: CodeKind, group: int, block_rows: int, reason: str
+) -> None:
+    codes = torch.zeros(4, 96 if kind == "int8" else 48, dtype=torch.int8 if kind == "int8" else torch.uint8)
+    assert reason in why_not_codes(
+        PackedMatrix(kind, codes, torch.ones(4 // block_rows, 96 // group), None, group, block_rows)
+    )

@@ -70,7 +70,9 @@ def compute_from_codes(module: nn.Module, dtype: torch.dtype, setting: CpuKernel
     parts = list(module.modules())
     linears: list[Any] = [each for each in parts if isinstance(each, PackedLinear) and _have_panels([each.packed])]
     experts: list[Any] = [
-        each for each in parts if isinstance(each, PackedExperts) and all(map(_have_panels, each.experts))
+        each
+        for each in parts
+        if isinstance(each, PackedExperts) and each.stacked is None and all(map(_have_panels, each.experts))
     ]
     counts = Counter(_kind_of([each.packed]) for each in linears)
     counts.update(_kind_of(matrices) for each in experts for matrices in each.experts)
@@ -96,8 +98,8 @@ def compute_from_codes(module: nn.Module, dtype: torch.dtype, setting: CpuKernel
 def compute_by_humming(module: nn.Module, dtype: torch.dtype) -> str:
     """Let the packed linears and experts of a GPU's model compute by humming-kernels. Returns how many do, as text.
 
-    Matrices move to its layout one after the other, so that memory holds them once. Those with a reason of
-    `why_not_humming`, and those that are multiplied in e4m3, stay as they are.
+    Matrices move to its layout one after the other, so that memory holds them once. Others stay as they are: those with
+    a reason of `why_not_humming`, those that are multiplied in e4m3, and experts whose codes our products read.
 
     Raises:
         ValueError: a product of a few rows differs from that of the dequantised weight.
@@ -108,7 +110,7 @@ def compute_by_humming(module: nn.Module, dtype: torch.dtype) -> str:
             products = _by_humming([[part.packed]], dtype)
             if products:
                 _turn(part, CodedLinear, "packed", product=products[0])
-        elif isinstance(part, PackedExperts):
+        elif isinstance(part, PackedExperts) and part.stacked is None:
             products = _by_humming(part.experts, dtype)
             if products:
                 _turn(part, CodedExperts, "experts", products=products)

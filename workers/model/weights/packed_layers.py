@@ -43,6 +43,11 @@ class PackedExperts(nn.Module):
         """Store, for each expert, the matrices whose rows lie one after the other."""
         super().__init__()
         self.experts, self.dtype, self._is_transposed = experts, dtype, is_transposed
+        self.stacked: Any = None  # see `stack`
+
+    def stack(self, codes: Any) -> None:
+        """Keep each expert's weight as one matrix of `ExpertCodes`, which a kernel reads."""
+        self.stacked, self.experts = codes, [[codes.matrix(number)] for number in range(len(self.experts))]
 
     def __getitem__(self, expert: Any) -> Tensor:
         weight = torch.cat([matrix.dequantise(self.dtype) for matrix in self.experts[int(expert)]])
@@ -51,6 +56,8 @@ class PackedExperts(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Move the matrices too, as torch's own `to` asks."""
         self.experts = [[_moved(matrix, fn) for matrix in expert] for expert in self.experts]
+        if self.stacked is not None:
+            self.stack(type(self.stacked).of([matrix for (matrix,) in self.experts]))
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
 

@@ -1,23 +1,32 @@
 """Experts by our grouped products give what transformers' own give, and the host waits for no GPU."""
 
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
-from crossdock.kernels.backend import triton_is_interpreted
+from crossdock.kernels.backend import choose_attention, triton_is_interpreted
 from crossdock.workers.model.layers import grouped_experts
 from crossdock.workers.model.load import wrap_module
 from crossdock.workers.model.load_options import LoadOptions
+from crossdock.workers.model.weights.packed_layers import PackedExperts
+from tests.benchmarks.scripts import script
 from tests.sweeps import rest_in_soak
 from tests.workers.architectures import SERVED, build
 from tests.workers.model.layers.test_triton_layers import TWO, attention, prompts
 from tests.workers.model.paged import monolithic, random_steps, through_pages
+from tests.workers.model.weights.test_packed_checkpoints import read, write_experts, write_gpt_oss
+from tests.workers.quantised import CASES
 
 pytestmark = pytest.mark.skipif(not triton_is_interpreted(), reason="needs Triton: pip install triton")
 
 # gates of their own, biases and transposed weights; gelu; shared experts beside
 NAMES = ["gpt_oss", "mixtral", "qwen3_moe", "glm4_moe", "aria_text"]
+
+launches = script("models/launches")
 
 
 @pytest.fixture(autouse=True)
@@ -57,3 +66,33 @@ def test_experts_that_fail_leave_transformers_own(
     wrap_module(module, LoadOptions(attention=attention()))
     assert module.config._experts_implementation == "grouped_mm"
     assert ("logits differ" if failure == "wrong" else "no such instruction") in caplog.text
+
+
+@pytest.mark.parametrize("name", ["mxfp4 of gpt-oss", "awq"])
+def test_packed_experts_are_multiplied_by_their_codes_without_waiting(
+    name: str, launches: ModuleType, tmp_path: Path
+) -> None:
+    """Check logits, launches, and memory after a move. Gate and up of AWQ are matrices of their own, with offsets."""
+    is_of_gpt_oss = name not in CASES
+    module = write_gpt_oss(tmp_path / "packed") if is_of_gpt_oss else write_experts(tmp_path, CASES[name])
+    packed = read(tmp_path / "packed")[0].eval()
+    model = wrap_module(packed, LoadOptions(attention=attention()))
+    assert packed.config._experts_implementation == "crossdock"
+    prompt = prompts()[0]
+    (ours,) = through_pages(model, [prompt], random_steps([len(prompt)], seed=3))
+    torch.testing.assert_close(ours, monolithic(module.eval(), prompt), atol=1e-4, rtol=1e-4)
+    model.pool.free()
+    with_triton = replace(model, attention=choose_attention("triton", model.device))
+    seen = launches.trace(with_triton, [1, 1, 1])
+    assert not seen.waits
+    assert seen.counts["_experts_kernel"] == 2 * packed.config.num_hidden_layers
+    packed.to(torch.device("cpu"))  # moves what the kernel reads too
+    moved = [each for each in packed.modules() if isinstance(each, PackedExperts)]
+    assert all(each.stacked.codes[1].data_ptr() == each.experts[1][0].codes.data_ptr() for each in moved)
+
+
+def test_codes_that_the_kernel_cannot_read_are_dequantised_one_expert_at_a_time(tmp_path: Path) -> None:
+    write_experts(tmp_path, CASES["fp8 blocks"])
+    packed = read(tmp_path / "packed")[0].eval()
+    wrap_module(packed, LoadOptions(attention=attention()))
+    assert packed.config._experts_implementation == "eager"
