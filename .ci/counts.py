@@ -15,8 +15,8 @@ from statistics import mean, median
 
 CODE = ("cluster", "router", "workers", "kvtransfer", "kernels", ".ci")
 BUDGETS = {  # count: the most that there may be
-    "lines of code": 67_205,
-    "lines of tests": 64_795,
+    "lines of code": 67_354,
+    "lines of tests": 64_840,
     "lines of benchmarks": 12_672,
     "lines of benchmarks/RESULTS.md": 500,
     "Python files in the largest folder": 20,
