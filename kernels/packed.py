@@ -77,9 +77,14 @@ class PackedMatrix:
         return rows, columns * (2 if self.kind in IN_NIBBLES else 1)
 
     @property
+    def tensors(self) -> Sequence[Tensor]:
+        """Codes, scales, and what else there is."""
+        return [each for each in (self.codes, self.scales, self.offsets, self.columns) if each is not None]
+
+    @property
     def nbytes(self) -> int:
         """The memory of all tensors."""
-        return sum(each.nbytes for each in (self.codes, self.scales, self.offsets, self.columns) if each is not None)
+        return sum(each.nbytes for each in self.tensors)
 
     def dequantise(self, dtype: torch.dtype, rows: slice = slice(None)) -> Tensor:
         """Return rows of the weight, [n, K]: the reference of every kernel. Columns are in the order of x's.

@@ -26,6 +26,7 @@ from crossdock.kernels.options import CpuKernels
 from crossdock.workers.model.load import load_model
 from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.model.weights.formats import format_of
+from crossdock.workers.model.weights.heap import trim_heap
 
 MIB = 1 << 20
 INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True}
@@ -135,6 +136,7 @@ def measure(small: Path, large: Path, kernels: CpuKernels) -> list[int]:
     finally:
         is_done.set()
         sampler.join()
+    trim_heap()
     counted = format_of(None).count_bytes(model.config, model.part.position, model.dtype).on("cpu")
     return [counted, private() - before, most - before]
 

@@ -34,11 +34,11 @@ from crossdock.kernels.attention import AttentionBatch
 from crossdock.kernels.cpu.linear import why_not_int8
 from crossdock.kernels.packed import TABLES
 from crossdock.workers.model.load import load_model
+from crossdock.workers.model.memory.held_bytes import held_bytes
 from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.model.weights.checkpoint import default_model_dir
 from crossdock.workers.model.weights.gguf_blocks import BLOCK_TYPES
-from crossdock.workers.model.weights.weights import measure_part
 
 DOCS = Path(__file__).parents[2] / "docs"
 TEXTS = ("operations.md", "serving.md", "models.md", "routing.md")
@@ -202,7 +202,7 @@ def main() -> None:
     specs = {
         "float32": ModelSpec(str(path), "float32"),
         "bfloat16": ModelSpec(str(path), "bfloat16"),
-        **({} if why_not_int8(torch.bfloat16) else {"int8": ModelSpec(str(path), "bfloat16", quantization="int8")}),
+        **({} if why_not_int8(torch.float32) else {"int8": ModelSpec(str(path), quantization="int8")}),
     }
     with tempfile.TemporaryDirectory() as folder:
         makers: dict[str, Callable[[Path], Path]] = {
@@ -219,8 +219,7 @@ def main() -> None:
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
     for name, model in models.items():
         model.allocate_pool(max(WINDOW // PAGE_SIZE, 64 * (CONTEXT // PAGE_SIZE + 1)), PAGE_SIZE)
-        num_bytes = measure_part(model.config, model.part.position, model.dtype)
-        print(f"{name}: {num_bytes / 1e6:.1f} MB of weights as stored, kernels {model.kernels}")
+        print(f"{name}: {held_bytes(model.module) / 1e6:.1f} MB of weights, kernels {model.kernels}")
     with torch.inference_mode():
         quality(models, arguments.windows)
         if arguments.repeats:

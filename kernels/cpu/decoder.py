@@ -26,7 +26,7 @@ from crossdock.kernels.cpu.linear import (
     interleave,
     padded,
 )
-from crossdock.kernels.cpu.packed_linear import MatrixStruct, PackedPanels, PackedProduct, joined
+from crossdock.kernels.cpu.packed_linear import MatrixStruct, PackedPanels, PackedProduct
 from crossdock.kernels.cpu.row_deltas import RowDeltas
 from crossdock.kernels.options import Kernel
 from crossdock.kernels.packed import PackedMatrix
@@ -133,23 +133,28 @@ class _Products:
     down: ChosenLinear
 
     @classmethod
-    def of(cls, layer: DecoderLayer, choice: KernelChoice, memory: HugePages) -> "_Products":
+    def of(cls, layer: DecoderLayer, choice: KernelChoice, memory: HugePages, frees_codes: bool) -> "_Products":
+        def linear(*weights: Weight, every_panel: bool = False) -> ChosenLinear:
+            return ChosenLinear(_joined(weights, every_panel, memory, frees_codes), choice, memory)
+
         return cls(
-            ChosenLinear(_joined(layer.q, layer.k, layer.v), choice, memory),
-            ChosenLinear(_joined(layer.out), choice, memory),
-            ChosenLinear(_joined(layer.gate, layer.up, every_panel=True), choice, memory),
-            ChosenLinear(_joined(layer.down), choice, memory),
+            linear(layer.q, layer.k, layer.v),
+            linear(layer.out),
+            linear(layer.gate, layer.up, every_panel=True),
+            linear(layer.down),
         )
 
 
-def _joined(*weights: Weight, every_panel: bool = False) -> Tensor | PackedPanels:
+def _joined(
+    weights: Sequence[Weight], every_panel: bool, memory: HugePages, frees_codes: bool
+) -> Tensor | PackedPanels:
     """Return weights of one input as one: one after the other, or 16 outputs of each in turn."""
     plain = [weight for weight in weights if isinstance(weight, Tensor)]
-    packed = [PackedPanels.of(weight) for weight in weights if isinstance(weight, PackedMatrix)]
+    packed = [weight for weight in weights if isinstance(weight, PackedMatrix)]
     if plain and packed:
         raise ValueError("of the weights of one input, some are packed and others plain")
     if packed:
-        return joined(packed, every_panel)
+        return PackedPanels.of(*packed, every_panel=every_panel, memory=memory, frees=frees_codes)
     return interleave(*plain) if every_panel else torch.cat(plain)
 
 
@@ -160,7 +165,8 @@ def _copy(weight: Tensor | None) -> Tensor | None:
 class DecoderStack:
     """Layers over the views of one KV pool. `attention` is `paged_attention` of some backend, for library products.
 
-    Weights are copied, a layer at a time: nothing here refers to the tensors of `layers`.
+    Weights are copied, a layer at a time: nothing here refers to the tensors of `layers`. `frees_codes`: the memory of
+    packed matrices goes back to the machine as they are copied, so nothing may read them afterwards.
 
     Raises:
         OSError: a kernel cannot be compiled.
@@ -173,6 +179,7 @@ class DecoderStack:
         layers: Iterable[DecoderLayer],
         choice: KernelChoice,
         attention: Callable[..., Tensor],
+        frees_codes: bool = False,
     ) -> None:
         self._shape, self._choice, self._attention = shape, choice, attention
         steps_library()
@@ -182,7 +189,7 @@ class DecoderStack:
         self._heads: list[tuple[Tensor | None, Tensor | None, Tensor | None, int | None]] = []
         is_one_call = True
         for layer in layers:
-            self._products.append(_Products.of(layer, choice, memory))
+            self._products.append(_Products.of(layer, choice, memory, frees_codes))
             self._norms.append((layer.input_norm.clone(), layer.post_norm.clone()))
             self._heads.append((_copy(layer.qkv_bias), _copy(layer.q_norm), _copy(layer.k_norm), layer.window))
             is_one_call = is_one_call and _is_one_call(layer)
@@ -203,6 +210,14 @@ class DecoderStack:
     def kernels(self) -> Sequence[Kernel]:
         """Return the kernels that compute products."""
         return self._choice.kernels
+
+    @property
+    def tensors(self) -> Sequence[Tensor]:
+        """Return the memory of all weights."""
+        linears = [each for own in self._products for each in (own.qkv, own.out, own.gate_up, own.down)]
+        others = [each for norms in self._norms for each in norms]
+        others += [each for *heads, _ in self._heads for each in heads if each is not None]
+        return [*(each for linear in linears for each in linear.tensors), *others]
 
     def with_weights(self, layers: Sequence[DecoderLayer]) -> "DecoderStack":
         """Return a stack of the same shape and kernels with the weights of other layers."""

@@ -30,6 +30,7 @@ _PANEL = 16  # outputs that lie together in a packed weight
 _ROW_MULTIPLE = 8
 ROWS = (1, 4, 8, 16, 32, 64, 256)  # numbers of rows that are measured; 1,024 chooses as 256 does
 _MAX_BYTES = 64 << 20  # of weights measured per shape: more than stays in the caches, as a model's layers are
+_WHERE_ROUNDED = "rows are rounded to int8 on CPUs with AVX512-VNNI, or AVX2 and no AVX-512"
 _SLICE_BYTES = 8 << 20  # of a weight that is larger, so many are measured at a time
 
 
@@ -88,8 +89,10 @@ def usable_kernels(dtype: torch.dtype, setting: CpuKernels = "auto", fits: bool 
 
 def rounds_rows() -> bool:
     """Return whether products of rows rounded to int8 (rounded.h) are compiled for this CPU."""
-    flags = cpu_flags()
-    return {"avx512bw", "avx512_vnni"} <= flags or ("avx2" in flags and "avx512f" not in flags)
+    try:
+        return bool(cpu_library("packed").crossdock_rounds_rows())
+    except OSError:
+        return False
 
 
 def usable_packed_kernels(dtype: torch.dtype, setting: CpuKernels = "auto") -> tuple[Kernel, ...]:
@@ -102,7 +105,7 @@ def usable_packed_kernels(dtype: torch.dtype, setting: CpuKernels = "auto") -> t
     if dtype not in (torch.bfloat16, torch.float32):
         reasons |= dict.fromkeys(("own", "int8", "torch"), "packed weights are computed in bfloat16 and float32")
     elif not rounds_rows():
-        reasons["int8"] = "rows are rounded to int8 on CPUs with AVX512-VNNI, or AVX2 and no AVX-512"
+        reasons["int8"] = _WHERE_ROUNDED
     try:
         cpu_library("packed")
     except OSError as error:
@@ -118,16 +121,15 @@ def why_not_int8(dtype: torch.dtype, setting: CpuKernels = "auto") -> str | None
     """Return why a model of `dtype` cannot have int8 weights on this CPU; None if it can."""
     if setting not in ("auto", "own"):
         return f"it is computed by own kernels, and cpu_kernels is {setting}"
-    if dtype is not torch.bfloat16:
-        return f"activations must be bfloat16, and the model is {str(dtype).removeprefix('torch.')}"
-    if missing := sorted({"avx512_bf16", "avx512_vnni"} - cpu_flags()):
-        return f"this CPU has no {' and no '.join(missing)}"
+    if dtype not in (torch.bfloat16, torch.float32):
+        return f"activations must be bfloat16 or float32, and the model is {str(dtype).removeprefix('torch.')}"
     try:
-        decoder_library(dtype)
         cpu_library("packed")
+        if dtype is torch.float32 or "avx512_bf16" in cpu_flags():  # else layers are no one call
+            decoder_library(dtype)
     except OSError as error:
         return str(error)
-    return None
+    return None if rounds_rows() else _WHERE_ROUNDED
 
 
 class OwnLinear:
@@ -144,6 +146,11 @@ class OwnLinear:
         self.packed = _pack(weight.bfloat16(), memory or HugePages())
         self.struct = MatrixStruct(0, *weight.shape, weight.shape[1], False, self.packed.data_ptr(), None, None)
 
+    @property
+    def tensors(self) -> Sequence[Tensor]:
+        """The memory of the weight."""
+        return (self.packed,)
+
     def rows(self, numbers: Tensor) -> Tensor:  # [...] int64, of outputs
         """Return these rows of the weight as it was, [..., K]."""
         return self.packed[numbers // _PANEL, :, numbers % _PANEL].flatten(-2).to(self._dtype)
@@ -157,6 +164,7 @@ class OneDnnLinear:
 
     def __init__(self, weight: Tensor) -> None:  # [N, K]
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, 64)  # 64 rows: all numbers have one format
+        self.tensors: Sequence[Tensor] = (self._weight,)
 
     def __call__(self, x: Tensor) -> Tensor:
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, None, "none", [], "")
@@ -168,6 +176,7 @@ class TorchLinear:
 
     def __init__(self, weight: Tensor) -> None:  # [N, K]
         self._weight = weight.clone()
+        self.tensors: Sequence[Tensor] = (self._weight,)
 
     def __call__(self, x: Tensor) -> Tensor:
         return F.linear(x, self._weight)
@@ -175,7 +184,7 @@ class TorchLinear:
 
 def _rounded_to_int8(weight: Tensor, memory: HugePages | None = None) -> PackedProduct:
     """Return products over a plain weight rounded to int8, whose rows are rounded too."""
-    return PackedProduct(PackedPanels.of(in_int8(weight)).moved(memory or HugePages()), is_rounded=True)
+    return PackedProduct(PackedPanels.of(in_int8(weight), memory=memory), is_rounded=True)
 
 
 Linear: TypeAlias = OwnLinear | OneDnnLinear | TorchLinear | PackedProduct | DequantisedProduct
@@ -197,10 +206,8 @@ def formats_of(
     weight: Tensor | PackedPanels, kernels: Sequence[Kernel], memory: HugePages | None = None
 ) -> dict[Kernel, Linear]:
     """Return products with a weight by each of `kernels`. Those with packed weights share the codes."""
-    memory = memory or HugePages()
     if isinstance(weight, PackedPanels):
-        panels = weight.moved(memory)
-        return {kernel: PACKED_FORMATS[kernel](panels) for kernel in kernels}
+        return {kernel: PACKED_FORMATS[kernel](weight) for kernel in kernels}
     in_memory: dict[Kernel, Callable[[Tensor, HugePages | None], Linear]] = {"own": OwnLinear, "int8": _rounded_to_int8}
     return {
         kernel: in_memory[kernel](weight, memory) if kernel in in_memory else FORMATS[kernel](weight)
@@ -265,7 +272,10 @@ def linear_cells(
             if heights[count] == height
         }
         memory = HugePages()  # one for all: a small matrix alone on a page of 2 MiB would take eight times its bytes
-        copies = [formats_of(one, kernels, memory) for _ in range(max(used.values()))]
+        copies = [
+            formats_of(one if isinstance(one, Tensor) else one.moved(memory), kernels, memory)
+            for _ in range(max(used.values()))
+        ]
         for kernel in kernels:
             linears = [formats[kernel] for formats in copies]
             for count, number in used.items():
@@ -297,6 +307,11 @@ class ChosenLinear:
     def __init__(self, weight: Tensor | PackedPanels, choice: KernelChoice, memory: HugePages | None = None) -> None:
         self._choice = choice
         self.formats = formats_of(weight, choice.kernels, memory)
+
+    @property
+    def tensors(self) -> Sequence[Tensor]:
+        """The memory of the weight in all formats."""
+        return [each for linear in self.formats.values() for each in linear.tensors]
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.formats[self._choice.at(len(x))](x)

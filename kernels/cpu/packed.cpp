@@ -69,6 +69,15 @@ extern "C" {
 void crossdock_packed_linear_bf16(const Matrix* w, const bf16* x, int64_t T, bf16* out, int num_threads) { linear(*w, x, T, out, num_threads); }
 void crossdock_packed_linear_f32(const Matrix* w, const float* x, int64_t T, float* out, int num_threads) { linear(*w, x, T, out, num_threads); }
 
+// Reports whether rows can be rounded to int8.
+int crossdock_rounds_rows() {
+#if defined(ROUNDS_ROWS)
+    return 1;
+#else
+    return 0;
+#endif
+}
+
 // Writes a packed weight to out [N, K].
 void crossdock_dequantise_bf16(const Matrix* w, bf16* out, int num_threads) { dequantise(*w, out, num_threads); }
 void crossdock_dequantise_f32(const Matrix* w, float* out, int num_threads) { dequantise(*w, out, num_threads); }

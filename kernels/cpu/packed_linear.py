@@ -3,6 +3,7 @@
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from crossdock.kernels.cpu.build import cpu_library
-from crossdock.kernels.cpu.huge_pages import HugePages
+from crossdock.kernels.cpu.huge_pages import HugePages, give_back
 from crossdock.kernels.packed import IN_NIBBLES, Kind, PackedMatrix
 
 INT8_MAX = 127
@@ -89,32 +90,46 @@ class PackedPanels:
     columns: Tensor | None
 
     @classmethod
-    def of(cls, matrix: PackedMatrix) -> "PackedPanels":
-        """Pack a matrix.
+    def of(
+        cls,
+        *matrices: PackedMatrix,
+        every_panel: bool = False,
+        memory: HugePages | None = None,
+        frees: bool = False,
+    ) -> "PackedPanels":
+        """Pack the outputs of all matrices as one weight: one after the other, or a panel of each in turn.
+
+        `memory` is for the codes. `frees`: nothing reads the matrices afterwards, and their memory goes back to the
+        machine piece by piece, so that it holds them once.
 
         Raises:
-            ValueError: packed.h cannot compute products of the matrix.
+            ValueError: packed.h cannot compute products of a matrix; or the matrices are not of one form, or take their
+                columns in unlike orders.
         """
-        if reason := why_not_packed(matrix):
-            raise ValueError(f"products of a matrix {matrix.kind} cannot be computed packed: {reason}")
-        rows, columns = matrix.shape
+        first = matrices[0]
+        for matrix in matrices:
+            if reason := why_not_packed(matrix):
+                raise ValueError(f"products of a matrix {matrix.kind} cannot be computed packed: {reason}")
+            if CodeForm.of(matrix) != CodeForm.of(first) or not _have_one_order(matrix, first):
+                raise ValueError("packed weights of one input are of unlike forms")
+        counts = [matrix.shape[0] // _PANEL for matrix in matrices]
+        shape = (sum(counts), matrices[0].codes[0].nbytes // 4, _PANEL, 4)
+        codes = (memory or HugePages()).take(prod(shape), torch.uint8).view(shape)
+        in_turn = codes.view(-1, len(counts), *shape[1:]).unbind(1) if every_panel else ()
+        places = in_turn or torch.split(codes, counts)
+        for matrix, place in zip(matrices, places, strict=True):
+            _pack_codes(matrix, place, frees)
 
-        def spread(grid: Tensor) -> Tensor:
-            whole = grid.float().repeat_interleave(matrix.block_rows, 0)[:rows]
-            return whole.view(rows // _PANEL, _PANEL, -1).transpose(1, 2).contiguous()
+        def join(grids: Sequence[Tensor]) -> Tensor:
+            panels = [_panels_of(grid, matrix) for grid, matrix in zip(grids, matrices, strict=True)]
+            if frees:
+                for grid in grids:
+                    give_back(grid)
+            return torch.stack(panels, 1).flatten(0, 1) if every_panel else torch.cat(panels)
 
-        words = matrix.codes.contiguous().view(torch.uint8)
-        panels = words.new_empty(rows // _PANEL, words.shape[1] // 4, _PANEL, 4)
-        step = max(1, _PACKED_AT_ONCE // (_PANEL * words.shape[1]))  # panels: what is made on the way stays small
-        for first in range(0, len(panels), step):
-            some = words[first * _PANEL : (first + step) * _PANEL]
-            if _BITS[matrix.kind] == 4:
-                bytes_of_8 = some.view(len(some), columns // 8, 2, 2)  # two bytes hold four columns
-                halves = (bytes_of_8 & 15, bytes_of_8 >> 4)  # even columns, odd columns
-                some = torch.stack([each[..., 0] | each[..., 1] << 4 for each in halves], 2)
-            panels[first : first + step] = some.reshape(-1, _PANEL, words.shape[1] // 4, 4).transpose(1, 2)
-        offsets = None if matrix.offsets is None else spread(matrix.offsets)
-        return cls(CodeForm.of(matrix), panels, spread(matrix.scales), offsets, matrix.columns)
+        offsets = [matrix.offsets for matrix in matrices if matrix.offsets is not None]
+        scales = join([matrix.scales for matrix in matrices])
+        return cls(CodeForm.of(first), codes, scales, join(offsets) if offsets else None, first.columns)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -123,9 +138,9 @@ class PackedPanels:
         return panels * _PANEL, words * 32 // _BITS[self.form.kind]
 
     @property
-    def nbytes(self) -> int:
-        """The memory of codes, scales and offsets."""
-        return sum(each.nbytes for each in (self.codes, self.scales, self.offsets) if each is not None)
+    def tensors(self) -> Sequence[Tensor]:
+        """The memory of the weight, and the order of its columns."""
+        return [each for each in (self.codes, self.scales, self.offsets, self.columns) if each is not None]
 
     def moved(self, memory: HugePages) -> "PackedPanels":
         """Return the weight with its codes in `memory`."""
@@ -138,30 +153,32 @@ class PackedPanels:
         return MatrixStruct(_KINDS.index(self.form.kind) + 1, *self.shape, self.form.group, is_rounded, *tensors)
 
 
-def joined(parts: Sequence[PackedPanels], every_panel: bool = False) -> PackedPanels:
-    """Return the outputs of all `parts` as one weight: one part after the other, or a panel of each in turn.
+def _have_one_order(one: PackedMatrix, other: PackedMatrix) -> bool:
+    """Return whether two matrices take their columns in the same order."""
+    if one.columns is None or other.columns is None:
+        return one.columns is other.columns
+    return torch.equal(one.columns, other.columns)
 
-    Raises:
-        ValueError: the parts are not of one form, or take their columns in unlike orders.
-    """
-    first = parts[0]
-    for part in parts[1:]:
-        same_order = part.columns is first.columns or (
-            part.columns is not None and first.columns is not None and torch.equal(part.columns, first.columns)
-        )
-        if part.form != first.form or not same_order:
-            raise ValueError("packed weights of one input are of unlike forms")
 
-    def join(tensors: Sequence[Tensor]) -> Tensor:
-        return torch.stack(list(tensors), 1).flatten(0, 1) if every_panel else torch.cat(list(tensors))
+def _pack_codes(matrix: PackedMatrix, panels: Tensor, frees: bool) -> None:
+    """Write the codes of a matrix to panels [N/16, words of a row, 16, 4]."""
+    words = matrix.codes.contiguous().view(torch.uint8)
+    step = max(1, _PACKED_AT_ONCE // (_PANEL * words.shape[1]))  # panels: what is made on the way stays small
+    for first in range(0, len(panels), step):
+        some = taken = words[first * _PANEL : (first + step) * _PANEL]
+        if _BITS[matrix.kind] == 4:
+            bytes_of_8 = some.view(len(some), words.shape[1] // 4, 2, 2)  # two bytes hold four columns
+            halves = (bytes_of_8 & 15, bytes_of_8 >> 4)  # even columns, odd columns
+            some = torch.stack([each[..., 0] | each[..., 1] << 4 for each in halves], 2)
+        panels[first : first + step] = some.reshape(-1, _PANEL, words.shape[1] // 4, 4).transpose(1, 2)
+        if frees:
+            give_back(taken)
 
-    offsets = [part.offsets for part in parts if part.offsets is not None]
-    return replace(
-        first,
-        codes=join([part.codes for part in parts]),
-        scales=join([part.scales for part in parts]),
-        offsets=join(offsets) if offsets else None,
-    )
+
+def _panels_of(grid: Tensor, matrix: PackedMatrix) -> Tensor:
+    """Return scales or offsets of a matrix in panels, [N/16, groups, 16] float32."""
+    whole = grid.float().repeat_interleave(matrix.block_rows, 0)[: matrix.shape[0]]
+    return whole.view(len(whole) // _PANEL, _PANEL, -1).transpose(1, 2).contiguous()
 
 
 def in_int8(weight: Tensor) -> PackedMatrix:
@@ -184,7 +201,7 @@ class PackedProduct:
 
     def __init__(self, panels: PackedPanels, is_rounded: bool = False) -> None:
         cpu_library("packed")
-        self.panels, self.struct = panels, panels.struct(is_rounded)
+        self.panels, self.struct, self.tensors = panels, panels.struct(is_rounded), panels.tensors
 
     def __call__(self, x: Tensor) -> Tensor:
         return product(self.struct, _in_order(x, self.panels))
@@ -210,6 +227,7 @@ class DequantisedProduct:
 
     def __init__(self, panels: PackedPanels) -> None:
         self._library, self._panels, self._struct = cpu_library("packed"), panels, panels.struct()
+        self.tensors = panels.tensors
 
     def __call__(self, x: Tensor) -> Tensor:
         return F.linear(_in_order(x, self._panels), self.weight(x.dtype))

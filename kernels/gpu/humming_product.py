@@ -3,6 +3,7 @@
 Written after humming-kernels 0.1.19: `HummingLayer` with its own format of weights. No GPU has run it here.
 """
 
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -75,6 +76,11 @@ class HummingProduct:
             self._layer = layer.to(matrix.codes.device)
             self._layer.load_from_tensors(tensors)
             self._layer.transform()
+
+    @property
+    def tensors(self) -> Sequence[Tensor]:
+        """The memory of the weight."""
+        return [*self._layer.parameters(), *self._layer.buffers()]
 
     def __call__(self, x: Tensor) -> Tensor:
         if not len(x):  # an expert without rows

@@ -106,8 +106,8 @@ class EngineConfig(SchedulerConfig):
     )
     quantization: Quantization | None = Field(
         None,
-        description="int8: quantise plain weights as they are loaded, on CPUs with AVX512-VNNI; null: as they are. "
-        "Other values ask for a checkpoint that is stored so; its own configuration says so too.",
+        description="int8: quantise plain weights as they are loaded, on CPUs with AVX512-VNNI or AVX2 alone; null: "
+        "as they are. Other values ask for a checkpoint that is stored so; its own configuration says so too.",
     )
     enable_lora: bool = Field(False, description="Take LoRA adapters beside the base model, in the same batches.")
     max_loras: int = Field(

@@ -17,6 +17,7 @@ from crossdock.kernels.cpu.linear import (
     interleave,
     linear_cells,
     padded,
+    rounds_rows,
     usable_kernels,
 )
 from crossdock.kernels.options import Kernel
@@ -61,11 +62,14 @@ def test_float32_weight_with_more_digits_than_bfloat16_does_not_fit() -> None:
     assert fits_bfloat16(weight.bfloat16())
 
 
-@pytest.mark.skipif(not {"avx512_bf16", "avx512_vnni"} <= cpu_flags(), reason="needs a CPU with AVX512-VNNI")
+@pytest.mark.skipif(not rounds_rows(), reason="needs a CPU with AVX512-VNNI, or with AVX2 alone")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("N", "K"), [(16, 16), (48, 64), (80, 576), (960, 48), (1616, 144)])
-def test_int8_product_is_that_of_the_rounded_numbers_and_rows_are_independent(N: int, K: int) -> None:
+def test_int8_product_is_that_of_the_rounded_numbers_and_rows_are_independent(
+    N: int, K: int, dtype: torch.dtype
+) -> None:
     """The oracle quantises in float64: a scale for each output, and for each 64 numbers of a row."""
-    weight, x = torch.randn(N, K).bfloat16(), torch.randn(211, K).bfloat16()
+    weight, x = torch.randn(N, K).bfloat16().to(dtype), torch.randn(211, K).bfloat16().to(dtype)
     x[3], x[5], x[7] = x[3] * 1e4, 0, x[7] * 1e-35  # other rows do not notice; nothing is divided by zero
     linear = FORMATS["int8"](weight)
     groups = F.pad(x.double(), (0, -K % 64)).view(len(x), -1, 64)

@@ -19,7 +19,6 @@ from crossdock.kernels.cpu.packed_linear import (
     PackedPanels,
     PackedProduct,
     in_int8,
-    joined,
     why_not_packed,
 )
 from crossdock.kernels.packed import Kind, PackedMatrix
@@ -152,13 +151,13 @@ def test_joined_weights_give_the_outputs_of_all() -> None:
     parts = [matrix("int4", 32, 64, 32), matrix("int4", 48, 64, 32)]
     x = torch.randn(3, 64)
     alone = [PackedProduct(PackedPanels.of(part))(x) for part in parts]
-    assert torch.equal(PackedProduct(joined([PackedPanels.of(part) for part in parts]))(x), torch.cat(alone, 1))
+    assert torch.equal(PackedProduct(PackedPanels.of(*parts))(x), torch.cat(alone, 1))
     gate, up = matrix("int4", 32, 64, 32), matrix("int4", 32, 64, 32)
-    both = PackedProduct(joined([PackedPanels.of(gate), PackedPanels.of(up)], every_panel=True))(x).view(3, 2, 2, 16)
+    both = PackedProduct(PackedPanels.of(gate, up, every_panel=True))(x).view(3, 2, 2, 16)
     assert torch.equal(both[:, :, 0].flatten(1), PackedProduct(PackedPanels.of(gate))(x))
     assert torch.equal(both[:, :, 1].flatten(1), PackedProduct(PackedPanels.of(up))(x))
     with pytest.raises(ValueError, match="packed weights of one input are of unlike forms"):
-        joined([PackedPanels.of(matrix("int4", 32, 64, group)) for group in (32, 16)])
+        PackedPanels.of(*(matrix("int4", 32, 64, group) for group in (32, 16)))
 
 
 def test_weight_rounded_to_int8_has_one_scale_for_each_output() -> None:
@@ -187,13 +186,10 @@ def test_kernels_of_packed_weights_follow_the_setting(monkeypatch: pytest.Monkey
     assert usable_packed_kernels(torch.float32, "torch") == ("torch",)
     with pytest.raises(ValueError, match="cpu_kernels onednn: the weights are packed; own, int8 and torch read them"):
         usable_packed_kernels(torch.float32, "onednn")
-    for flags in ({"avx512f", "avx512bw", "avx512_vnni"}, {"avx2"}):
-        monkeypatch.setattr(linear, "cpu_flags", lambda flags=flags: frozenset(flags))
-        assert (
-            usable_packed_kernels(torch.bfloat16, "int8") == usable_packed_kernels(torch.float32, "int8") == ("int8",)
-        )
+    monkeypatch.setattr(linear, "rounds_rows", lambda: True)
+    assert usable_packed_kernels(torch.bfloat16, "int8") == usable_packed_kernels(torch.float32, "int8") == ("int8",)
     assert usable_packed_kernels(torch.float16) == ()
-    monkeypatch.setattr(linear, "cpu_flags", lambda: frozenset({"avx2", "avx512f"}))
+    monkeypatch.setattr(linear, "rounds_rows", lambda: False)
     with pytest.raises(ValueError, match="cpu_kernels int8: rows are rounded to int8 on CPUs with AVX512-VNNI"):
         usable_packed_kernels(torch.float32, "int8")
 
@@ -234,6 +230,8 @@ def test_older_cpus_compute_the_same(target: str, tmp_path: Path, monkeypatch: p
     library = tmp_path / "packed.so"
     subprocess.run(["g++", *QUICK, "-Wno-psabi", f"-march={target}", "-shared", SOURCE, "-o", library], check=True)
     monkeypatch.setattr(packed_linear, "cpu_library", partial(_loaded, library))
+    monkeypatch.setattr(linear, "cpu_library", partial(_loaded, library))
+    assert rounds_rows() == (target != "x86-64")
     for kind, group, offsets, block in FORMS:
         if group == 80:
             continue

@@ -1,8 +1,8 @@
 """Products from codes, where layers run in transformers' own code: packed linears and experts, rank by rank."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Sequence
+from typing import Any, Protocol, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from crossdock.kernels.cpu.huge_pages import HugePages
 from crossdock.kernels.cpu.linear import ChosenLinear, Weights, linear_choice, usable_packed_kernels
-from crossdock.kernels.cpu.packed_linear import CodeForm, PackedPanels, joined, why_not_packed
+from crossdock.kernels.cpu.packed_linear import CodeForm, PackedPanels, why_not_packed
 from crossdock.kernels.gpu.humming_product import HummingProduct, why_not_humming
 from crossdock.kernels.options import CpuKernels
 from crossdock.kernels.packed import PackedMatrix, join_rows, multiplies_e4m3, packed_product
@@ -19,8 +19,19 @@ from crossdock.workers.model.weights.packed_layers import PackedExperts, PackedL
 
 Parts: TypeAlias = Sequence[PackedMatrix]
 """Matrices whose rows lie one after the other in one weight."""
-Product: TypeAlias = Callable[[Tensor], Tensor]
-"""x [T, K] to [T, N]."""
+
+
+class Product(Protocol):
+    """A product with one weight."""
+
+    @property
+    def tensors(self) -> Sequence[Tensor]:
+        """The memory of the weight."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return x [T, K] times the weight, [T, N]."""
+
+
 _MOST_ERROR = 0.02  # in norm, of products with rounded scales beside those of dequantised weights
 
 
@@ -29,6 +40,11 @@ class CodedLinear(nn.Module):
 
     product: Product
     bias: Tensor | None
+
+    @property
+    def kernel_tensors(self) -> Sequence[Tensor]:
+        """The tensors of the weight."""
+        return self.product.tensors
 
     def forward(self, x: Tensor) -> Tensor:
         out = _multiplied(x, self.product)
@@ -39,6 +55,11 @@ class CodedExperts(nn.Module):
     """The weights of experts over codes in a kernel's own layout, in the place of their parameter."""
 
     products: Sequence[Product]
+
+    @property
+    def kernel_tensors(self) -> Sequence[Tensor]:
+        """The tensors of all weights."""
+        return [each for product in self.products for each in product.tensors]
 
     def __getitem__(self, expert: Any) -> "CodedWeight":
         return CodedWeight(self.products[int(expert)])
@@ -85,8 +106,8 @@ def compute_from_codes(module: nn.Module, dtype: torch.dtype, setting: CpuKernel
     memory = HugePages()
 
     def product_of(matrices: Parts) -> ChosenLinear:
-        panels = joined([PackedPanels.of(each) for each in matrices])
-        return ChosenLinear(panels, choices[_kind_of(matrices)], memory)
+        choice = choices[_kind_of(matrices)]
+        return ChosenLinear(PackedPanels.of(*matrices, memory=memory, frees=True), choice, memory)
 
     for linear in linears:
         _turn(linear, CodedLinear, "packed", product=product_of([linear.packed]))

@@ -69,6 +69,11 @@ class FusedLayers(nn.Module):
         deltas = [] if adapters is None else [(self._deltas_of(weights), rows) for weights, rows in adapters.groups]
         return self._stack(hidden_states[0], cos[0], sin[0], pages, batch, RowDeltas(deltas))[None]
 
+    @property
+    def kernel_tensors(self) -> Sequence[Tensor]:
+        """The tensors of all weights."""
+        return self._stack.tensors
+
     def with_weights(self, layers: nn.ModuleList) -> DecoderStack:
         """Return a stack of the same kernels with the weights of other layers. ValueError: the kernels would round."""
         new = [_layer(*each) for each in zip(layers, self._stack.windows, strict=True)]
@@ -96,14 +101,20 @@ class FusedLayers(nn.Module):
 class FusedHead(nn.Module):
     """The output projection by the kernel chosen for each number of rows."""
 
-    def __init__(self, weight: Weight, choice: KernelChoice) -> None:
+    def __init__(self, weight: Weight, choice: KernelChoice, frees_codes: bool = False) -> None:
         super().__init__()
         self.choice = choice
-        self.take(self.with_weight(weight))
+        self.take(self.with_weight(weight, frees_codes))
 
-    def with_weight(self, weight: Weight) -> ChosenLinear:
-        """Return a projection of the same kernels with another weight."""
-        return ChosenLinear(weight if isinstance(weight, Tensor) else PackedPanels.of(weight), self.choice)
+    @property
+    def kernel_tensors(self) -> Sequence[Tensor]:
+        """The tensors of the weight."""
+        return self.linear.tensors
+
+    def with_weight(self, weight: Weight, frees_codes: bool = False) -> ChosenLinear:
+        """Return a projection of the same kernels with another weight, whose codes may be given back."""
+        packed = weight if isinstance(weight, Tensor) else PackedPanels.of(weight, frees=frees_codes)
+        return ChosenLinear(packed, self.choice)
 
     def take(self, linear: ChosenLinear) -> None:
         """Compute with another projection from now on."""
@@ -167,20 +178,24 @@ def fuse(
     head_weight = weight_of(head)
     if head_weight is None or head.bias is not None or head.out_features % 16:
         raise NotFusableError("the model's lm_head is not a plain linear of a multiple of 16 outputs")
-    usable, has_codes = _usable(weights, head_weight, cpu_kernels), is_packed(model)
+    has_codes = is_packed(model)
     _check_forms(weights)
     try:
         if kernel is not None:
             layers_choice = head_choice = only(kernel)
         else:
+            usable = _usable(weights, head_weight, cpu_kernels)
             layers_choice, head_choice = _choices(shape, weights, head_weight, usable, free_bytes)
+        is_narrow = kernel is None and "own" in layers_choice.kernels and not has_codes
+        is_narrow = is_narrow and weights[0].input_norm.dtype is torch.float32
         if has_codes:
             weights.clear()
-        taken = _taken(layers, windows) if has_codes else weights
-        stack = DecoderStack(shape, taken, layers_choice, attention)
+        taken = _taken(layers, windows) if has_codes else _narrowed(weights) if is_narrow else weights
+        stack = DecoderStack(shape, taken, layers_choice, attention, frees_codes=has_codes)
         path = next(name for name, part in model.named_modules() if part is layers)
-        fused, fused_head = FusedLayers(stack, current_pages, path), FusedHead(head_weight, head_choice)
+        fused, fused_head = FusedLayers(stack, current_pages, path), FusedHead(head_weight, head_choice, has_codes)
     except OSError as error:
+        _widen(weights)
         raise NotFusableError(str(error)) from error
     if has_codes:
         vars(head).pop("packed", None)
@@ -191,6 +206,7 @@ def fuse(
         decoder.embed_tokens = PackedEmbedding(fused_head.linear)
 
     def undo() -> None:
+        _widen(weights)
         decoder.layers, model.lm_head = layers, head
         if is_tied:
             decoder.embed_tokens = embedding
@@ -310,6 +326,27 @@ def _taken(layers: nn.ModuleList, windows: Sequence[int | None]) -> Iterator[Dec
         for part in layer.modules():
             vars(part).pop("packed", None)
         trim_heap()
+
+
+def _narrowed(layers: Sequence[DecoderLayer]) -> Iterator[DecoderLayer]:
+    """Yield the weights of each layer, and then keep its matrices in bfloat16, which holds them, until `_widen`."""
+    for layer in layers:
+        yield layer
+        _turn_to(torch.bfloat16, [layer])
+        trim_heap()
+
+
+def _widen(layers: Sequence[DecoderLayer]) -> None:
+    """Undo `_narrowed`: give the matrices the dtype of the norms."""
+    if layers:
+        _turn_to(layers[0].input_norm.dtype, layers)
+
+
+@torch.inference_mode(False)  # weights are used in other modes too
+def _turn_to(dtype: torch.dtype, layers: Sequence[DecoderLayer]) -> None:
+    for each in _matrices(layers):
+        if isinstance(each, Tensor):
+            each.data = each.data.to(dtype)
 
 
 def is_packed(module: nn.Module) -> bool:

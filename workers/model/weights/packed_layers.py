@@ -157,7 +157,12 @@ def put_forms(
 
 def packed_bytes(model: Any) -> int:
     """Return the bytes of all packed matrices of a model."""
-    return sum(each.nbytes for each in _matrices(model))
+    return sum(each.nbytes for each in packed_tensors(model))
+
+
+def packed_tensors(model: Any) -> list[Tensor]:
+    """Return the tensors of all packed matrices of a model."""
+    return [tensor for matrix in _matrices(model) for tensor in matrix.tensors]
 
 
 def panel_bytes(model: Any) -> int:

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from crossdock.kernels.cpu.build import cpu_flags
+from crossdock.workers.model.memory.held_bytes import held_bytes
 from crossdock.workers.model.model import LoadedModel
-from crossdock.workers.model.weights.weights import measure_part
 
 _NOTABLE = ("amx_bf16", "avx512_bf16", "avx512f", "avx2", "sve", "asimd")  # instruction sets, the fastest first
 
@@ -17,8 +17,8 @@ def describe_machine(model: LoadedModel, graphs: str = "") -> dict[str, Any]:
     """Describe the hardware and software under the rank of `model`, as JSON; sizes in bytes.
 
     `kernels`: of the products of fused layers; empty: transformers' own code computes the layers. `graphs`: which steps
-    are CUDA graphs, and why others are not; empty on a CPU. `weights`: bytes of one copy, in the loaded dtype. `pool`:
-    bytes of the KV pages.
+    are CUDA graphs, and why others are not; empty on a CPU. `weights`: bytes that are held, in the layouts of kernels.
+    `pool`: bytes of the KV pages.
     """
     is_cpu = model.device.type == "cpu"
     return {
@@ -30,7 +30,7 @@ def describe_machine(model: LoadedModel, graphs: str = "") -> dict[str, Any]:
         "attention": model.attention.name,
         "kernels": model.kernels,
         "graphs": graphs,
-        "weights": measure_part(model.config, model.part.position, model.dtype),
+        "weights": held_bytes(model.module),
         "pool": model.pool.tensor.nbytes,
     }
 

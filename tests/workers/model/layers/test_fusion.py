@@ -180,11 +180,6 @@ def test_float16_model_is_not_fused() -> None:
     assert not is_fused(wrap_module(build("llama", WIDE).to(torch.float16)))
 
 
-needs_vnni = pytest.mark.skipif(
-    not {"avx512_bf16", "avx512_vnni"} <= cpu_flags(), reason="needs a CPU with AVX512-BF16 and AVX512-VNNI"
-)
-
-
 needs_rounding = pytest.mark.skipif(not linear.rounds_rows(), reason="needs a CPU with AVX512-VNNI, or AVX2 alone")
 
 
@@ -195,9 +190,10 @@ def quantised(x: Tensor, group: int) -> Tensor:
     return ((groups / scales).round() * scales).flatten(-2)[..., : x.shape[-1]]
 
 
-@needs_vnni
+@needs_rounding
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", rest_in_soak(FUSED, "llama groups of 3", "qwen3 norms"))
-def test_int8_logits_are_those_of_rounded_numbers_and_rows_are_independent(name: str) -> None:
+def test_int8_logits_are_those_of_rounded_numbers_and_rows_are_independent(name: str, dtype: torch.dtype) -> None:
     """The oracle is transformers in float32 over rounded weights, with each product's input rounded too."""
     module, oracle = bf16(name, FUSED[name]), build(name, FUSED[name])
     plain = [monolithic(oracle, prompt) for prompt in prompts()]
@@ -208,7 +204,7 @@ def test_int8_logits_are_those_of_rounded_numbers_and_rows_are_independent(name:
             part.register_forward_pre_hook(lambda _, inputs: (quantised(inputs[0], 64),))
     expected = [monolithic(oracle, prompt) for prompt in prompts()]
     in_bf16 = [monolithic(module, prompt).float() for prompt in prompts()]
-    model = wrap_module(module, LoadOptions(quantization="int8"))
+    model = wrap_module(module.to(dtype), LoadOptions(quantization="int8"))
     assert is_fused(model)
     assert model.kernels == "int8"
     alone = [through_pages(model, [prompt], [[(0, 0, len(prompt))]])[0] for prompt in prompts()]
@@ -243,7 +239,7 @@ def packed_and_plain(kind: str, dtype: torch.dtype) -> tuple[Any, Any]:
     return module, oracle
 
 
-@pytest.mark.parametrize("kernel", ["own", "torch", pytest.param("int8", marks=needs_vnni)])
+@pytest.mark.parametrize("kernel", ["own", "torch", pytest.param("int8", marks=needs_rounding)])
 @pytest.mark.parametrize("kind", ["int4", "e4m3"])
 def test_packed_logits_are_those_of_dequantised_weights(kind: str, kernel: CpuKernels) -> None:
     module, oracle = packed_and_plain(kind, torch.bfloat16)
@@ -289,22 +285,18 @@ def test_rows_are_rounded_for_packed_weights_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "kernels", "flags", "reason"),
+    ("dtype", "kernels", "rounds", "reason"),
     [
-        ("float32", "auto", {"avx512_bf16", "avx512_vnni"}, "activations must be bfloat16, and the model is float32"),
-        (
-            "bfloat16",
-            "onednn",
-            {"avx512_bf16", "avx512_vnni"},
-            "it is computed by own kernels, and cpu_kernels is onednn",
-        ),
-        ("bfloat16", "auto", {"avx2"}, "this CPU has no avx512_bf16 and no avx512_vnni"),
+        ("float16", "auto", True, "activations must be bfloat16 or float32, and the model is float16"),
+        ("bfloat16", "onednn", True, "it is computed by own kernels, and cpu_kernels is onednn"),
+        ("bfloat16", "auto", False, "rows are rounded to int8 on CPUs with AVX512-VNNI, or AVX2 and no AVX-512"),
+        ("float32", "own", False, "rows are rounded to int8 on CPUs with AVX512-VNNI, or AVX2 and no AVX-512"),
     ],
 )
 def test_int8_that_cannot_run_is_refused(
-    dtype: str, kernels: CpuKernels, flags: set[str], reason: str, monkeypatch: pytest.MonkeyPatch
+    dtype: str, kernels: CpuKernels, rounds: bool, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(linear, "cpu_flags", lambda: frozenset(flags))
+    monkeypatch.setattr(linear, "rounds_rows", lambda: rounds)
     module = build("llama", WIDE).to(getattr(torch, dtype))
     with pytest.raises(ValueError, match=f"quantization int8: {reason}"):
         wrap_module(module, LoadOptions(cpu_kernels=kernels, quantization="int8"))
@@ -319,14 +311,14 @@ def test_int8_of_several_ranks_or_other_attention_is_refused() -> None:
         wrap_module(bf16("llama", WIDE), LoadOptions(attention=attention, quantization="int8"))
 
 
-@needs_vnni
+@needs_rounding
 @pytest.mark.parametrize("name", ["llama head_dim", "gemma"])
 def test_int8_of_layers_that_are_not_fused_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match="quantization int8: "):
         wrap_module(bf16(name, NOT_FUSED[name]), LoadOptions(quantization="int8"))
 
 
-@needs_vnni
+@needs_rounding
 def test_int8_model_is_loaded_by_its_spec(tmp_path: Path) -> None:
     bf16("llama", WIDE).save_pretrained(tmp_path)
     spec = EngineConfig(quantization="int8").model_spec(str(tmp_path), dtype="bfloat16")

@@ -15,7 +15,7 @@ from crossdock.workers.model.model import LoadedModel
 from tests.sweeps import rest_in_soak
 from tests.workers.architectures import build
 from tests.workers.lora_oracle import Tuned, tuned
-from tests.workers.model.layers.test_fusion import FUSED, KERNELS, is_fused, needs_vnni, packed_and_plain, prompts
+from tests.workers.model.layers.test_fusion import FUSED, KERNELS, is_fused, needs_rounding, packed_and_plain, prompts
 from tests.workers.model.paged import monolithic, random_steps, through_pages
 
 needs_triton = pytest.mark.skipif(not triton_is_interpreted(), reason="needs Triton, interpreted: pip install triton")
@@ -94,7 +94,7 @@ def test_logits_in_bfloat16_are_as_exact_as_pefts(name: str, kernel: Any, tmp_pa
     assert (exact[1] - plain).norm() > 10 * (theirs[1] - exact[1]).norm(), "the adapter changes more than rounding does"
 
 
-@pytest.mark.parametrize("kernel", ["own", "torch", pytest.param("int8", marks=needs_vnni)])
+@pytest.mark.parametrize("kernel", ["own", "torch", pytest.param("int8", marks=needs_rounding)])
 def test_packed_weights_take_adapters(kernel: Any, tmp_path: Path) -> None:
     module, oracle = packed_and_plain("int4", torch.bfloat16)
     adapters = adapters_of(oracle, tmp_path)

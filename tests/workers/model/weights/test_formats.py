@@ -14,6 +14,7 @@ from crossdock.kernels.options import Quantization
 from crossdock.workers.model.cut.position import CannotCut, RankPosition
 from crossdock.workers.model.load import wrap_module
 from crossdock.workers.model.load_options import LoadOptions
+from crossdock.workers.model.memory.held_bytes import held_bytes
 from crossdock.workers.model.weights.formats import FORMATS
 from crossdock.workers.model.weights.weight_format import WeightFormat, WeightUse
 from tests.workers.architectures import build
@@ -85,10 +86,10 @@ def test_bytes_counted_are_bytes_held(name: Quantization | None, is_tied: bool) 
         stack: Any = module.model.layers[0]._stack
         products = [each for layer in stack._products for each in (layer.qkv, layer.out, layer.gate_up, layer.down)]
         packed = [product.formats[weights.kernel] for product in (*products, module.lm_head.linear)]
-        held = sum(each.panels.nbytes for each in packed)
+        held = sum(tensor.nbytes for each in packed for tensor in each.tensors)
         held += sum(parameter.nbytes for parameter in module.parameters())
         held += sum(norm.nbytes for norms in stack._norms for norm in norms)
-    assert counted.held == held
+    assert counted.held == held == held_bytes(module)
     assert counted.loading >= counted.held
 
 

@@ -20,7 +20,7 @@ from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.replica.engine.sleep import Sleep
 from crossdock.workers.schedule.submission import Submission
 from crossdock.workers.schedule.weight_version import WeightVersion
-from tests.workers.model.layers.test_fusion import needs_onednn, needs_own, needs_vnni
+from tests.workers.model.layers.test_fusion import needs_onednn, needs_own, needs_rounding
 from tests.workers.model.test_new_weights import saved
 from tests.workers.replica.engines import engine_on, greedy, run, tiny_model, tokens_of
 
@@ -67,7 +67,7 @@ def _in_memory(address: int, size: int) -> int:
         {"dtype": "float32", "cpu_kernels": "torch"},
         pytest.param({"dtype": "float32", "cpu_kernels": "onednn"}, marks=needs_onednn),
         pytest.param({"dtype": "bfloat16", "cpu_kernels": "own"}, marks=needs_own),
-        pytest.param({"dtype": "bfloat16", "quantization": "int8"}, marks=needs_vnni),
+        pytest.param({"dtype": "bfloat16", "quantization": "int8"}, marks=needs_rounding),
     ],
     ids=["torch", "onednn", "own", "int8"],
 )
