@@ -1,6 +1,7 @@
 """Products of packed weights against the dequantised weight in float64, on every path that this CPU has."""
 
 import ctypes
+import mmap
 import shutil
 import subprocess
 from functools import partial
@@ -158,6 +159,17 @@ def test_joined_weights_give_the_outputs_of_all() -> None:
     assert torch.equal(both[:, :, 1].flatten(1), PackedProduct(PackedPanels.of(up))(x))
     with pytest.raises(ValueError, match="packed weights of one input are of unlike forms"):
         PackedPanels.of(*(matrix("int4", 32, 64, group) for group in (32, 16)))
+
+
+def test_memory_of_matrices_goes_back_as_their_codes_are_copied() -> None:
+    """Read zeros where memory went back to the machine: all but pages that other tensors may share."""
+    codes, scales = torch.full((1024, 512), 0x37, dtype=torch.uint8), torch.full((1024, 8), 0.5)
+    x, expected = torch.randn(3, 1024), PackedMatrix("int4", codes.clone(), scales.clone(), None, 128)
+    panels = PackedPanels.of(PackedMatrix("int4", codes, scales, None, 128), frees=True)
+    assert relative_error(PackedProduct(panels)(x), x, expected) < 2**-18
+    pieces = 1024 * 512 // (1 << 20) + 1
+    assert int((codes != 0).sum()) <= 2 * mmap.PAGESIZE * pieces
+    assert int((scales != 0).sum()) * 4 <= 2 * mmap.PAGESIZE
 
 
 def test_weight_rounded_to_int8_has_one_scale_for_each_output() -> None:

@@ -165,6 +165,17 @@ def test_layers_of_other_shapes_or_arithmetic_are_not_fused(name: str) -> None:
     assert not is_fused(wrap_module(bf16(name, NOT_FUSED[name])))
 
 
+def test_float32_weights_wait_in_bfloat16_and_come_back_where_layers_are_not_fused_after_all() -> None:
+    fused, refused = bf16("llama", WIDE).float(), bf16("granite", NOT_FUSED["granite"]).float()
+    copied: Any = list(fused.model.layers)
+    assert is_fused(wrap_module(fused, LoadOptions(cpu_kernels="own")))
+    assert copied[0].mlp.up_proj.weight.dtype is torch.bfloat16
+    before = {name: each.clone() for name, each in refused.state_dict().items()}
+    assert not is_fused(wrap_module(refused, LoadOptions(cpu_kernels="own")))
+    after = refused.state_dict()
+    assert all(after[name].dtype is each.dtype and torch.equal(after[name], each) for name, each in before.items())
+
+
 @needs_own
 def test_fused_rows_depend_on_no_batch_and_no_chunks() -> None:
     """Bit for bit the same: alone in one chunk, token by token, and in ragged batches."""
