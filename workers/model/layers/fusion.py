@@ -344,9 +344,9 @@ def _widen(layers: Sequence[DecoderLayer]) -> None:
 
 @torch.inference_mode(False)  # weights are used in other modes too
 def _turn_to(dtype: torch.dtype, layers: Sequence[DecoderLayer]) -> None:
-    for each in _matrices(layers):
-        if isinstance(each, Tensor):
-            each.data = each.data.to(dtype)
+    for parameter in _matrices(layers):
+        if isinstance(parameter, Tensor):
+            parameter.data = parameter.data.to(dtype)
 
 
 def is_packed(module: nn.Module) -> bool:
