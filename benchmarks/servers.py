@@ -3,6 +3,7 @@
 import argparse
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -66,8 +67,12 @@ def serving(
         key: an API key, where the server asks for one.
 
     Raises:
-        RuntimeError: the server ended, or did not answer within `args.start_timeout` seconds.
+        RuntimeError: another server listens at the port, the server ended, or did not answer within
+            `args.start_timeout` seconds.
     """
+    with socket.socket() as probe:  # else the figures would be those of the other server
+        if probe.connect_ex(("127.0.0.1", args.port)) == 0:
+            raise RuntimeError(f"another server listens at port {args.port}: end it, or give another --port")
     mark, address = uuid.uuid4().hex, f"http://127.0.0.1:{args.port}"
     started = time.monotonic()
     process = launch(command, log, mark)

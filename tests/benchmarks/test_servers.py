@@ -57,6 +57,8 @@ def test_server_after_its_end_leaves_no_process(servers: ModuleType, args: argpa
         others = servers.OtherLoad(server.processes)
         time.sleep(0.05)
         assert 0 <= others.share() <= (os.cpu_count() or 1) + 1
+        with pytest.raises(RuntimeError, match="another server listens"), servers.serving("b", command, args, log):
+            pass
     assert not any(is_alive(pid) for pid in server.processes)
 
 
