@@ -66,7 +66,7 @@ class ReplicaFigures(Generic[Costs, One, Each]):
     most_urgent_stream: One  # priority of the most urgent stream of now; the number of classes if there is none
     lateness: One  # weighted seconds per token by which the streams of now are late with `gap`
     future_lateness: One  # the same in the future
-    stream_turnover: One  # seconds from one stream's end to the next
+    stream_turnover: One  # seconds from one stream's end to the next, and until the first
     stream_tokens: One  # of context, whose pages one stream frees at its end
     empty_pages: One  # that a request can take before cached ones are evicted; below 0: bookings will evict as many
     eviction_seconds: One  # of prefill that one evicted page is expected to cost
@@ -218,7 +218,7 @@ def row(
         most_urgent_stream=first_nonzero(streams),
         lateness=lateness(gap, streams, classes),
         future_lateness=lateness(future_gap, future_streams, classes),
-        stream_turnover=2 * work.remaining / num_streams**2 * max(gap, cost.base) if num_streams else 0.0,
+        stream_turnover=2 * work.remaining / max(num_streams * (num_streams + 1), 1) * max(gap, cost.base),
         stream_tokens=future_context / max(num_future, 1.0),
         empty_pages=live.empty_pages - work.booked_pages,
         eviction_seconds=live.eviction_seconds,

@@ -183,8 +183,8 @@ def _room_wait(loads: Loads, priority: int, rest: Floats) -> Floats:
     stream_pages = loads.group_pages(loads.stream_tokens / loads.page_size) + loads.state_pages
     stream_pages = np.maximum(stream_pages, 1.0)
     missing = np.maximum(1 - loads.free_places[priority], 0.0)
-    missing = np.maximum(missing, np.maximum(pages - loads.free_pages[priority], 0.0) / stream_pages)
-    wait: Floats = missing * loads.stream_turnover
+    missing = np.maximum(missing, np.ceil(np.maximum(pages - loads.free_pages[priority], 0.0) / stream_pages))
+    wait: Floats = np.where(rest > loads.max_prompt_now[priority], missing * loads.stream_turnover, 0.0)
     return wait
 
 

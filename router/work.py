@@ -120,16 +120,18 @@ class Work:
         """Return, by priority: free pages, free places, and tokens of the longest prompt that need not wait for either.
         A booking takes room from every class."""
         pages: Sequence[float] = live.free_pages
+        pages_now: Sequence[float] = live.pages_now or pages
         places: Sequence[float] = live.places
         if len(pages) != num_classes or len(places) != num_classes:
             pages = _padded(pages, profile.num_pages, num_classes)
+            pages_now = _padded(pages_now, profile.num_pages, num_classes)
             places = _padded(places, profile.max_num_seqs, num_classes)
         free_pages = [free - self.booked_pages for free in pages]
         free_places = [free - self.booked_places for free in places]
         needs = profile.needs
         longest: list[float] = [
-            needs.longest_prompt(free - len(needs.windows)) if place >= 1 else -1.0
-            for free, place in zip(free_pages, free_places, strict=True)
+            needs.longest_prompt(free - self.booked_pages - len(needs.windows)) if place >= 1 else -1.0
+            for free, place in zip(pages_now, free_places, strict=True)
         ]
         return free_pages, free_places, longest
 

@@ -4,8 +4,9 @@
 
 At some requests of each workload the simulation forks: in each child the request goes to one of the replicas, with or
 without a fetch, with all else as it was, until its first token. The regret is its time to first token less the least of
-all these. Steps take random times (`--noise`), which no router knows before. Exits with 1 if a workload's mean regret
-is 5 % or more of its mean time to first token.
+all these. Steps take random times (`--noise`), which no router knows before; nor does it know the requests that come
+later, which `--known` refuses in each child. Exits with 1 if a workload's mean regret is 5 % or more of its mean time
+to first token.
 """
 
 import argparse
@@ -29,6 +30,7 @@ from crossdock.cluster.simulate.fleet import describe
 from crossdock.router.fleet import Fleet, _Ways
 from crossdock.router.placement import Candidates, Placement, Query
 from crossdock.workers.report.presets import preset
+from crossdock.workers.schedule.submission import Overloaded
 
 REPLICAS = 3
 SECONDS = 20.0
@@ -56,12 +58,15 @@ class ForkingFleet(Fleet):
 
     decisions: ClassVar[dict[str, Decision]] = {}  # by request
     clock: ClassVar[simulation.Clock]
+    knows_all: ClassVar[bool] = False  # in a child, requests that come later are refused
     _report: int = -1  # in a child: where to write the seconds of its request
     _request: str = ""
     _sent: float = 0.0
 
     def choose(self, query: Query, now: float, exclude: Collection[str] = ()) -> Placement:
         """Return where a request should go, in a child where its parent wants the request."""
+        if self.knows_all and self._report >= 0 and query.request_id != self._request:
+            raise Overloaded("comes later", retry_after=1.0)
         placement = Fleet.choose(self, query, now, exclude)
         decision = self.decisions.get(query.request_id)
         if self._report >= 0 or decision is None or decision.chosen:
@@ -150,7 +155,8 @@ def play(
         outcome = simulated.run(WORKLOADS[workload](0), SECONDS)
     times = [sample.ttft if sample.times else inf for sample in outcome.samples]
     for decision in decisions.values():
-        decision.true = times[decision.request]
+        known = decision.others.get(decision.chosen) if ForkingFleet.knows_all else None
+        decision.true = known[1] if known is not None else times[decision.request]
     return times, list(decisions.values())
 
 
@@ -162,7 +168,9 @@ def main() -> int:
     parser.add_argument("--noise", type=float, default=0.05, help="relative spread of steps (default: %(default)s)")
     parser.add_argument("--pages", type=int, default=1500, help="of each replica (default: %(default)s)")
     parser.add_argument("--workloads", default=",".join(WORKLOADS), help="joined by commas (default: %(default)s)")
+    parser.add_argument("--known", action="store_true", help="refuse later requests while the choices are compared")
     args = parser.parse_args()
+    ForkingFleet.knows_all = args.known
     out, worst, console = Table("workload", "TTFT mean, ms", "regret mean, ms", "share, %", "worst, ms"), 0.0, Console()
     for workload in args.workloads.split(","):
         times, _ = play(workload, args.noise, args.pages)

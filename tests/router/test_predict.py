@@ -159,9 +159,34 @@ def test_ttft_without_a_free_place_waits_for_a_stream_to_end() -> None:
     fleet.hear("a", replace(full, sequence=4, places=(0, 0, 0)), 0.0)
     waits = predicted_ttft(fleet, query("new")) - beside
     assert beside > alone
-    assert waits == pytest.approx(2 * 400 / 4**2 * step)  # four streams with 100 tokens to go on average
+    # Four streams with 100 tokens to go on average end after 40, 80, 120 and 160 tokens, if they have begun at random.
+    assert waits == pytest.approx(40 * step)
     fleet.hear("a", replace(full, sequence=5, places=(0, 0, 0), free_pages=(-100, -100, -100)), 0.0)
     assert predicted_ttft(fleet, query("new")) - beside > waits  # and for the pages of several of them
+
+
+def test_page_that_is_missing_waits_for_the_end_of_a_whole_stream() -> None:
+    fleet = fleet_of({"a": profile()})
+    full = live(2, streams=(0, 1, 0), context_tokens=4000, remaining_tokens=100)
+    found = []
+    for sequence, free in enumerate((4000, 6, 1, -300), start=2):  # of which the prompt needs 8, a stream has 250
+        fleet.hear("a", replace(full, sequence=sequence, free_pages=(free,) * 3), 0.0)
+        found.append(predicted_ttft(fleet, query("new")))
+    step = COST.decode_step_seconds(1, 4000)
+    assert [each - found[0] for each in found[1:]] == pytest.approx([100 * step, 100 * step, 200 * step], abs=step)
+
+
+def test_short_prompt_passes_waiting_ones_that_lack_pages() -> None:
+    fleet = fleet_of({"a": profile()})
+    full = live(2, streams=(0, 1, 0), context_tokens=4000, remaining_tokens=100)
+    waits = replace(full, free_pages=(-300,) * 3, pages_now=(50,) * 3)
+    short, long = [], []
+    for sequence, report in enumerate((full, waits), start=2):
+        fleet.hear("a", replace(report, sequence=sequence), 0.0)
+        short.append(predicted_ttft(fleet, query("short", 100)))
+        long.append(predicted_ttft(fleet, query("long", 1000)))
+    assert short[0] == short[1]
+    assert long[0] < long[1]
 
 
 def test_gap_beside_streams_with_drafts_is_their_share_of_it() -> None:

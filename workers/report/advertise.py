@@ -93,6 +93,7 @@ class LiveProfile:
     tenants: tuple[TenantWork, ...] = ()  # those with most work; empty: tenants are not told apart
     weights: WeightVersion = WeightVersion()  # noqa: RUF009  # immutable
     is_paused: bool = False  # it computes nothing until its operator lets it go on
+    pages_now: tuple[int, ...] = ()  # `free_pages` before waiting requests that lack pages: shorter prompts pass these
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +132,7 @@ def observe(scheduler: Scheduler, incarnation: str, sequence: int) -> LiveProfil
     for request in (*scheduler.table.held, *scheduler.table.waiting):
         if request.leg is Leg.RECEIVE:
             arriving[request.priority] += 1
-    places, pages = _free(scheduler)
+    places, pages, pages_now = _free(scheduler)
     encoding = scheduler.encoding
     return LiveProfile(
         incarnation,
@@ -145,6 +146,7 @@ def observe(scheduler: Scheduler, incarnation: str, sequence: int) -> LiveProfil
         leaving=leaving,
         places=places,
         free_pages=pages,
+        pages_now=pages_now,
         done_seconds=scheduler.table.prefilled.seconds,
         interval_share=scheduler.forecast.interval_share,
         gap_share=scheduler.verification.gap_share if scheduler.verification is not None else 1.0,
@@ -194,8 +196,9 @@ def _streams(scheduler: Scheduler) -> tuple[tuple[int, ...], int, int]:
     return tuple(streams), context, remaining
 
 
-def _free(scheduler: Scheduler) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return, by priority, how many more requests could start, and the pages that are free for them.
+def _free(scheduler: Scheduler) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Return, by priority, how many more requests could start, the pages that are free for them, and those that are
+    free now, while waiting requests that need more pages wait on.
 
     Waiting requests go before new ones of their own class and of less urgent ones. A class can take the pages of less
     urgent requests. Room for the outputs of requests that run is not free.
@@ -205,17 +208,19 @@ def _free(scheduler: Scheduler) -> tuple[tuple[int, ...], tuple[int, ...]]:
     pages = [scheduler.pages.stock.num_available] * num_classes
     pool = scheduler.pages
     needs = PageNeeds(pool.page_size, pool.windows, scheduler.config.max_num_batched_tokens, pool.state_pages)
-    for request in scheduler.table.waiting:
-        num_pages = needs.at_once(request.num_tokens, request.expected_cached_tokens // needs.page_size)
-        for priority in range(request.priority, num_classes):
-            places[priority] -= 1
-            pages[priority] -= num_pages
     for request in (*scheduler.table.running, *scheduler.table.held):
         if request.leg is not Leg.SEND:
             num_pages, growth = scheduler.pages.num_held_by(request.owner), scheduler.table.num_growth_pages(request)
             for priority in range(num_classes):
                 pages[priority] += num_pages if priority < request.priority else -growth
-    return tuple(places), tuple(pages)
+    pages_now = [*pages]
+    for request in scheduler.table.waiting:
+        num_pages = needs.at_once(request.num_tokens, request.expected_cached_tokens // needs.page_size)
+        for priority in range(request.priority, num_classes):
+            places[priority] -= 1
+            pages[priority] -= num_pages
+            pages_now[priority] -= num_pages if num_pages <= pages_now[priority] else 0
+    return tuple(places), tuple(pages), tuple(pages_now)
 
 
 @dataclass(slots=True)

@@ -68,6 +68,7 @@ def test_live_profile_counts_every_kind_of_request() -> None:
         places=(6, 4, 3),
         # The stream has 3 pages and needs one more soon; no request is less urgent.
         free_pages=(400 - 4 - 6, 400 - 4 - 6 - 8, 400 - 4 - 6 - 8 - 11),
+        pages_now=(400 - 4 - 6, 400 - 4 - 6 - 8, 400 - 4 - 6 - 8 - 11),  # all of them fit
         prompt_shares=(0.0, 0.0, 0.0),
         step_seconds=0.25,
         done_seconds=COST.chunk_seconds(0, 9),
@@ -87,7 +88,7 @@ def test_prompt_whose_vector_is_wanted_is_a_prompt_and_no_stream_to_come() -> No
 
 def test_live_profile_of_an_idle_replica_is_empty() -> None:
     none, shares = (0, 0, 0), (0.0, 0.0, 0.0)
-    room: dict[str, Any] = {"places": (8, 6, 6), "free_pages": (400, 400, 400), "empty_pages": 400}
+    room: dict[str, Any] = {"places": (8, 6, 6), "free_pages": (400,) * 3, "pages_now": (400,) * 3, "empty_pages": 400}
     idle = LiveProfile(
         "me", 1, COST.coefficients, streams=none, arriving=none, leaving=none, prompt_shares=shares, **room
     )
@@ -111,6 +112,19 @@ def test_urgent_classes_count_on_pages_of_less_urgent_requests() -> None:
     room = replica.scheduler.table.num_growth_pages(replica.scheduler.table.running[0])
     assert room > 0
     assert observe(replica.scheduler, "me", 1).free_pages == (400, 400, 400 - held - room)
+
+
+def test_waiting_prompt_that_lacks_pages_takes_none_of_those_that_are_free_now() -> None:
+    replica = new_replica(num_pages=300)
+    for name, num_tokens in (("stream", 600), ("long", 900), ("short", 40)):
+        add(replica, name, num_tokens)
+        if name == "stream":
+            replica.step()
+    live, page_size = observe(replica.scheduler, "me", 1), replica.scheduler.pages.page_size
+    (stream,) = replica.scheduler.table.running
+    free = 300 - replica.scheduler.pages.num_held_by(stream.owner) - replica.scheduler.table.num_growth_pages(stream)
+    assert live.pages_now[1] == free - 40 // page_size
+    assert live.free_pages[1] == live.pages_now[1] - 900 // page_size < 0
 
 
 def test_prompt_shares_are_recent_shares_of_time() -> None:
