@@ -85,14 +85,30 @@ async def load(http: httpx.AsyncClient, texts: dict[tuple[int, int], str], count
         counts["answers checked"] += 1
 
 
+async def both_up(http: httpx.AsyncClient, clients: list[asyncio.Task[None]]) -> None:
+    """Wait until two replicas answer, of which one may be killed: a replica that only starts could not take over."""
+    until = time.monotonic() + PATIENCE_S
+    while len((await http.get("/v1/replicas")).json()["data"]) < 2:
+        raise_failure(clients)
+        if time.monotonic() > until:
+            raise ValueError(f"no second replica is up after {PATIENCE_S:.0f} s")
+        await asyncio.sleep(0.25)
+
+
+def raise_failure(clients: list[asyncio.Task[None]]) -> None:
+    for client in clients:
+        if client.done():
+            client.result()
+
+
 async def update(server: RunningServer, updates: int, kills: int) -> None:
     texts, counts, seconds = dict[tuple[int, int], str](), Counter[str](), list[float]()
     async with httpx.AsyncClient(base_url=server.address) as http:
         clients = [asyncio.create_task(load(http, texts, counts)) for _ in range(CLIENTS)]
         killed = 0
         for number in range(1, updates + 1):
-            up = (await http.get("/v1/replicas")).json()["data"]
-            if number * kills // updates > killed and len(up) > 1:  # one that only starts could not take over
+            if number * kills // updates > killed:
+                await both_up(http, clients)
                 os.kill(replicas_of(server)[0].pid, signal.SIGKILL)
                 killed += 1
             if number == FOLDERS + 1:  # each folder was served once
@@ -106,9 +122,7 @@ async def update(server: RunningServer, updates: int, kills: int) -> None:
                 print(f"{number} updates, {killed} replicas killed, {dict(counts)}", flush=True)
             before = counts["answers checked"]
             while counts["answers checked"] < before + CLIENTS:
-                for client in clients:
-                    if client.done():
-                        client.result()
+                raise_failure(clients)
                 await asyncio.sleep(0.05)
         for client in clients:
             client.cancel()

@@ -102,8 +102,8 @@ class PrefillScheduler:
                 overrun,
             )
             if streams and self._is_deadline_near(first):
-                slack = min([self._lent_due(stream, first) for stream in streams] + arriving) - table.now
-                self._lend(budget, first, slack)
+                lent = [self._lent_slack(stream, first) for stream in streams]
+                self._lend(budget, first, min([*lent, *(due - table.now for due in arriving)]))
         for part in decodes:
             if part.num_tokens > 1:  # tokens that are computed again
                 budget.tokens -= part.num_tokens - 1
@@ -120,9 +120,13 @@ class PrefillScheduler:
         share = max(self.forecast.prefill_share(request.priority), LEAST_SHARE)
         return self.forecast.seconds_alone(request) > NEAR_DEADLINE * left * share
 
-    def _lent_due(self, stream: Request, prompt: Request) -> float:
-        """Return the due time of a stream's token in a step with that prompt. More urgent streams lend nothing."""
-        return stream.due if stream.priority < prompt.priority else lent_due(stream, self.table.tpot_s(stream))
+    def _lent_slack(self, stream: Request, prompt: Request) -> float:
+        """Return the seconds until a stream's token is due in a step with that prompt. More urgent streams lend
+        nothing, not even the lead that they keep."""
+        now, tpot = self.table.now, self.table.tpot_s(stream)
+        if stream.priority < prompt.priority:
+            return min(stream.due - now, longest_gap(tpot, is_urgent=False))
+        return lent_due(stream, tpot) - now
 
     def _lend(self, budget: ChunkBudget, request: Request, slack: float) -> None:
         """Let the chunk of one prompt fill the `slack` that streams lend, as far as an idle step may take."""

@@ -47,6 +47,10 @@ class Sleep:
         if level == 2 and self._update is not None and not self._lacks_weights:
             self._update.give_up()
 
+    def needs_weights(self, tags: Collection[str]) -> bool:
+        """Return whether the weights are missing and `tags` name them, or name nothing: all is taken."""
+        return "weights" in (tags or TAGS) and self._lacks_weights
+
     def read(self, tags: Collection[str]) -> None:
         """Read the weights if `tags` name them and they are missing. May run in any thread, before `wake`.
 
@@ -55,14 +59,16 @@ class Sleep:
         """
         if unknown := {*tags} - {*TAGS}:
             raise ValueError(f"tags has {sorted(unknown)[0]!r}; it may have {', '.join(TAGS)}")
-        if "weights" in (tags or TAGS) and self._update is not None and self._lacks_weights:
+        if self._update is not None and self.needs_weights(tags):
             folder, checkpoint = self._files
             if self._update.call("read", {"folder": str(folder)}) != checkpoint:
                 raise ValueError(f"tags: {folder} has other weights than before: replace them with an update")
 
     def wake(self, tags: Collection[str]) -> None:
-        """Take again what `tags` name, none for all, after `read`. Belongs to the engine's thread."""
-        if self._update is not None and self._lacks_weights and self._update.is_read:
+        """Take again what `tags` name, none for all, after `read` of the same `tags`. Belongs to the engine's thread.
+
+        Weights that an update has read, or that `read` refused, are not those of `tags`: they are not put in place."""
+        if self._update is not None and self.needs_weights(tags):
             self._update.put()
         if "kv_cache" in (tags or TAGS) and not self._has_pages:
             if self._engine.gang is not None:

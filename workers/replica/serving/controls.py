@@ -144,8 +144,12 @@ class Controls:
             await self._thread.call(lambda: self._sleep.sleep(level))
 
     async def wake_up(self, tags: Sequence[str]) -> list[str]:
-        """Take memory again, and stay paused. Returns the tags of what is still missing. ValueError as `Sleep.read`."""
+        """Take memory again, and stay paused. Returns the tags of what is still missing. ValueError as `Sleep.read`.
+
+        Weights that an update has read and not put in place are read over: the update is then told that it is lost."""
         async with self._turn:
+            if self._sleep.needs_weights(tags):
+                self._called_at, self._id_read = -inf, ""
             await asyncio.to_thread(self._sleep.read, tags)
             await self._thread.call(lambda: self._sleep.wake(tags))
         return self._sleep.lacks

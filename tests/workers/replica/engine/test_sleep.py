@@ -133,6 +133,9 @@ def test_weights_that_are_in_no_file_as_they_were_stay_given_up(tmp_path: Path) 
     with pytest.raises(ValueError, match="has other weights than before"):
         sleep.read([])
     assert sleep.lacks == ["weights", "kv_cache"]
+    sleep.read(["kv_cache"])
+    sleep.wake(["kv_cache"])
+    assert sleep.lacks == ["weights"], "pages alone were asked for; the weights that were read are others"
     engine.scheduler.change_weights(WeightVersion(1, "pushed", "1", ""))
     with pytest.raises(ValueError, match="a trainer has pushed them"):
         sleep.check(2)

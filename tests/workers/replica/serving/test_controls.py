@@ -2,6 +2,8 @@
 
 import asyncio
 from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +19,7 @@ class Weights:
     def __init__(self) -> None:
         self.read = ""
         self.placed: list[str] = []
+        self.are_given_up = False
 
     @property
     def is_read(self) -> bool:
@@ -29,7 +32,7 @@ class Weights:
 
     def put(self) -> None:
         self.placed.append(self.read)
-        self.read = ""
+        self.read, self.are_given_up = "", False
 
 
 def replica() -> tuple[Controls, Weights]:
@@ -46,7 +49,7 @@ def replica() -> tuple[Controls, Weights]:
     nothing = lambda *_: None  # noqa: E731
     publisher = SimpleNamespace(renew=nothing)
     thread: Any = SimpleNamespace(engine=engine, call=call, finish_steps=nothing, end_all=nothing, publisher=publisher)
-    return Controls(thread), weights
+    return Controls(thread, 1, Path("start"), "id-start"), weights
 
 
 async def update(controls: Controls, weights: WeightVersion) -> bool:
@@ -77,3 +80,30 @@ async def test_replica_that_came_up_after_the_weights_were_read_keeps_its_own() 
     await controls.call_weights("read", {"folder": "other"})
     assert not await controls.put_weights(tuple(NEW), "end")  # type: ignore[arg-type]
     assert weights.placed == []
+
+
+async def test_weights_of_an_update_are_put_in_place_by_the_update_alone_while_a_replica_sleeps() -> None:
+    controls, weights = replica()
+    weights.are_given_up = True
+    await controls.call_weights("start", {})
+    await controls.call_weights("read", {"folder": "new"})
+    await controls.wake_up(["kv_cache"])
+    assert weights.placed == []
+    assert await controls.put_weights(tuple(NEW), "end")  # type: ignore[arg-type]
+    assert (weights.placed, await controls.given_up()) == (["new"], [])
+
+
+async def test_update_whose_weights_are_read_over_as_a_replica_wakes_is_told_that_they_are_lost() -> None:
+    """Also where the replica then sleeps on, because its own files are others."""
+    controls, weights = replica()
+    for checkpoint in ("start", "changed"):
+        weights.are_given_up = True
+        await controls.call_weights("start", {})
+        await controls.call_weights("read", {"folder": "new"})
+        if checkpoint == "changed":
+            weights.call = lambda method, argument: setattr(weights, "read", "changed") or "id-changed"  # type: ignore
+        with suppress(ValueError):
+            await controls.wake_up([])
+        assert not await controls.put_weights(tuple(NEW), "end")  # type: ignore[arg-type]
+    assert weights.placed == ["start"]
+    assert "weights" in await controls.given_up()
