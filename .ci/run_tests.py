@@ -105,7 +105,8 @@ def _wall(file: str, record: dict[str, Seconds]) -> float:
 def _computing(group: list[str], record: dict[str, Seconds]) -> float:
     known = [record[file] for file in group if file in record]
     wall = sum(took.wall for took in known)
-    return sum(took.cpu for took in known) / wall if wall else 0.5
+    # All that a Ray took is counted where Ray ends, in one file: no more than that file's wall seconds is its own.
+    return sum(min(took.cpu, took.wall) for took in known) / wall if wall else 0.5
 
 
 def grown(took: dict[str, Seconds], record: dict[str, Seconds]) -> list[str]:

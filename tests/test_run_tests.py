@@ -33,6 +33,7 @@ def test_groups_hold_every_file_once_and_those_that_wait_come_first(runner: Modu
     record = {f"tests/a/{i}": runner.Seconds(each, 1.0) for i in range(4)}
     record |= {f"tests/b/{i}": runner.Seconds(each, each - 1.0) for i in range(4)}
     record["tests/0/instant"] = runner.Seconds(0.0, 0.0)
+    record["tests/a/end of Ray"] = runner.Seconds(1.0, 900.0)
     files = [*record, "tests/c/new"]
     groups = runner.groups(files, record)
     assert sorted(file for group in groups for file in group) == sorted(files)
