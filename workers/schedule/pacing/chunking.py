@@ -44,10 +44,9 @@ KNEE = 2.0
 Then no chunk is small enough. Half of the time goes to prompts, which so finish in few steps.
 """
 
-LEAST_PART = 2
-"""Tokens of the shortest chunk that ends inside of a page. With 1, 2, 3 and 4, a batch beside four streams has 0.83,
-0.83, 0.82 and 0.78 of the rest where steps vary by 20 %, and 0.74, 0.74, 0.65 and 0.59 where they vary by 30 %
-(`run` of tests/workers/schedule/pacing/test_batch_beside_streams.py, SLOWER, 60 s)."""
+LEAST_PART = 4
+"""Tokens of the shortest chunk that ends inside of a page. With fewer, most of its time would be that of any chunk.
+With 2 a batch beside four streams on two cores has no more of the rest, and their p99 gap is longer (RESULTS.md)."""
 
 FLOOR = "floor"  # begins the reason of a budget that was exceeded because a step computes at least so many tokens
 
