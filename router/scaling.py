@@ -178,8 +178,8 @@ class Scaling:
     """Decides sizes and roles from live profiles. All times are seconds on one clock of the caller's.
 
     Where one replica is not known yet, or not any more, no pool of its model shrinks and no role changes: the demand on
-    that replica would be missing. Nor does a pool grow of whose model an operator has paused a replica, or put it to
-    sleep: work waits there because the operator wants so, and the operator wakes what sleeps.
+    that replica would be missing. While an operator has paused a replica of a model, or put it to sleep, no pool of the
+    model grows either: work waits because the operator wants so, and the operator wakes what sleeps.
     """
 
     config: ScalingConfig

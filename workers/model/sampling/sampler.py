@@ -108,10 +108,10 @@ def _draw_all(logits: Tensor, rows: Sequence[SampleRow], is_plain: bool) -> list
 
 def _draw_open(token_ids: list[int], scores: Tensor, rows: Sequence[SampleRow], widths: Sequence[int]) -> None:
     """Replace every `_OPEN` in `token_ids`, by heads of `widths` in turn."""
-    for width in widths if _OPEN in token_ids else ():
-        open_rows = [i for i, token_id in enumerate(token_ids) if token_id == _OPEN]
-        if not open_rows:
+    for width in widths:
+        if _OPEN not in token_ids:
             break
+        open_rows = [i for i, token_id in enumerate(token_ids) if token_id == _OPEN]
         for first in range(0, len(open_rows), SORTED_AT_ONCE):
             some = open_rows[first : first + SORTED_AT_ONCE]
             drawn = _draw_cut(scores[some], [rows[i] for i in some], width).tolist()

@@ -46,7 +46,7 @@ Then no chunk is small enough. Half of the time goes to prompts, which so finish
 
 LEAST_PART = 4
 """Tokens of the shortest chunk that ends inside of a page. With fewer, most of its time would be that of any chunk.
-With 2 a batch beside four streams on two cores has no more of the rest, and their p99 gap is longer (RESULTS.md)."""
+With 2 a simulated batch beside streams has more of the rest, and the streams a longer p99 gap (RESULTS.md)."""
 
 FLOOR = "floor"  # begins the reason of a budget that was exceeded because a step computes at least so many tokens
 
