@@ -15,8 +15,8 @@ from statistics import mean, median
 
 CODE = ("cluster", "router", "workers", "kvtransfer", "kernels", ".ci")
 BUDGETS = {  # count: the most that there may be
-    "lines of code": 67_529,
-    "lines of tests": 64_963,
+    "lines of code": 67_534,
+    "lines of tests": 64_965,
     "lines of benchmarks": 12_794,
     "lines of benchmarks/RESULTS.md": 500,
     "Python files in the largest folder": 20,

@@ -5,7 +5,7 @@ Plain torch, for every device. Checkpoints are read into this form, ranks cut it
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -151,6 +151,33 @@ class PackedMatrix:
         numbers = torch.arange(self.shape[0], device=grid.device)[rows] // self.block_rows
         chosen = grid[numbers].to(wide)
         return chosen[..., None] if is_whole else chosen.repeat_interleave(self.group, 1)[:, : self.shape[1]]
+
+
+class ExpertCodes(NamedTuple):
+    """The weights [N, K] of E experts as codes: `PackedMatrix` of each, one after the other."""
+
+    kind: Kind
+    codes: Tensor  # [E, N, K/2] uint8
+    scales: Tensor  # [E, N, K/group]
+    offsets: Tensor | None  # as scales
+    group: int  # columns that share a scale
+
+    @classmethod
+    def of(cls, experts: Sequence[PackedMatrix]) -> "ExpertCodes":
+        """Copy the matrices of experts, all of one form, whose rows share no scale and whose columns are in order."""
+        tensors = [[each.codes, each.scales, *([] if each.offsets is None else [each.offsets])] for each in experts]
+        codes, scales, *offsets = (torch.stack(alike) for alike in zip(*tensors, strict=True))
+        return cls(experts[0].kind, codes, scales, offsets[0] if offsets else None, experts[0].group)
+
+    def matrix(self, expert: int) -> PackedMatrix:
+        """Return the matrix of one expert, in the same memory."""
+        offsets = None if self.offsets is None else self.offsets[expert]
+        return PackedMatrix(self.kind, self.codes[expert], self.scales[expert], offsets, self.group)
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> "ExpertCodes":
+        """Return the weights with each of their tensors as `change` returns it, as `PackedMatrix.map` does."""
+        offsets = None if self.offsets is None else change(self.offsets)
+        return self._replace(codes=change(self.codes), scales=change(self.scales), offsets=offsets)
 
 
 def join_rows(matrices: Sequence[PackedMatrix]) -> PackedMatrix:

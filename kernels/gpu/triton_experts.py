@@ -5,7 +5,6 @@ at once. So a step with experts can be a CUDA graph on every GPU that Triton com
 be codes of four bits, which a program turns into values in its registers, tile by tile.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,8 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from crossdock.kernels.options import CodeKind
-from crossdock.kernels.packed import PackedMatrix
+from crossdock.kernels.packed import ExpertCodes, PackedMatrix
 
 _INPUTS = 64  # of a row that a program multiplies at once
 _OUTPUTS = 128  # of a row that one program computes
@@ -32,30 +30,8 @@ FEW, MANY = Tile(16, 4), Tile(64, 8)
 """The tile for few rows of an expert, the least that tensor cores multiply, and the tile for more."""
 
 
-class ExpertCodes(NamedTuple):
-    """The weights [N, K] of E experts as codes: `PackedMatrix` of each, one after the other."""
-
-    kind: CodeKind
-    codes: Tensor  # [E, N, K/2] uint8
-    scales: Tensor  # [E, N, K/group]
-    offsets: Tensor | None  # as scales
-    group: int  # columns that share a scale
-
-    @classmethod
-    def of(cls, experts: Sequence[PackedMatrix]) -> "ExpertCodes":
-        """Copy the matrices of experts, all of one form, for which `why_not_codes` has no reason."""
-        tensors = [[each.codes, each.scales, *([] if each.offsets is None else [each.offsets])] for each in experts]
-        codes, scales, *offsets = (torch.stack(alike) for alike in zip(*tensors, strict=True))
-        return cls(experts[0].kind, codes, scales, offsets[0] if offsets else None, experts[0].group)
-
-    def matrix(self, expert: int) -> PackedMatrix:
-        """Return the matrix of one expert, in the same memory."""
-        offsets = None if self.offsets is None else self.offsets[expert]
-        return PackedMatrix(self.kind, self.codes[expert], self.scales[expert], offsets, self.group)
-
-
 def why_not_codes(matrix: PackedMatrix) -> str:
-    """Return why a matrix cannot be among `ExpertCodes`; empty: it can."""
+    """Return why a matrix cannot be among the `ExpertCodes` of our products; empty: it can."""
     if matrix.kind not in ("e2m1", "int4"):
         return f"codes are {matrix.kind}, not e2m1 or int4"
     if matrix.block_rows != 1 or matrix.columns is not None:
@@ -89,9 +65,8 @@ class Routing:
         each pair, x [S, K] lie in that order, and the products, times their scales, in the order of pairs. weight:
         [E, N, K], with adjacent N or K, or their codes. bias: [E, N].
         """
-        coded = weight if isinstance(weight, ExpertCodes) else None
-        weight = weight.codes if isinstance(weight, ExpertCodes) else weight
-        (E, N, width), S = weight.shape, len(self.order)
+        coded, numbers = (weight, weight.codes) if isinstance(weight, ExpertCodes) else (None, weight)
+        (E, N, width), S = numbers.shape, len(self.order)
         K = width if coded is None else 2 * width
         dtype = x.dtype if scales is None else torch.promote_types(x.dtype, scales.dtype)
         out = torch.empty(S, N, dtype=dtype, device=x.device)
@@ -100,7 +75,7 @@ class Routing:
         tile = FEW if FEW.rows * E >= S else MANY
         most = (S + min(S, E) * (tile.rows - 1)) // tile.rows  # blocks of rows, however pairs are routed
         _experts_kernel[triton.cdiv(N, _OUTPUTS), most](
-            *(x, weight, bias, scales, out, self.order, self.ends, x.stride(0), *weight.stride()),
+            *(x, numbers, bias, scales, out, self.order, self.ends, x.stride(0), *numbers.stride()),
             *((None, None) if coded is None else (coded.scales, coded.offsets)),
             GROUP=0 if coded is None else coded.group,
             IS_FLOAT=coded is not None and coded.kind == "e2m1",

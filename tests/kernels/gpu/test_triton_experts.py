@@ -9,9 +9,9 @@ from torch import Tensor
 if importlib.util.find_spec("triton") is None:
     pytest.skip("needs Triton: pip install triton", allow_module_level=True)
 
-from crossdock.kernels.gpu.triton_experts import FEW, ExpertCodes, Routing, why_not_codes
+from crossdock.kernels.gpu.triton_experts import FEW, Routing, why_not_codes
 from crossdock.kernels.options import CodeKind
-from crossdock.kernels.packed import PackedMatrix
+from crossdock.kernels.packed import ExpertCodes, PackedMatrix
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 

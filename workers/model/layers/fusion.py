@@ -186,12 +186,13 @@ def fuse(
         else:
             usable = _usable(weights, head_weight, cpu_kernels)
             layers_choice, head_choice = _choices(shape, weights, head_weight, usable, free_bytes)
-        is_narrow = kernel is None and "own" in layers_choice.kernels and not has_codes
-        is_narrow = is_narrow and weights[0].input_norm.dtype is torch.float32
+        is_narrow = "own" in layers_choice.kernels and weights[0].input_norm.dtype is torch.float32
         if has_codes:
             weights.clear()
-        taken = _taken(layers, windows) if has_codes else _narrowed(weights) if is_narrow else weights
-        stack = DecoderStack(shape, taken, layers_choice, attention, frees_codes=has_codes)
+            in_turn = _taken(layers, windows)
+        else:
+            in_turn = _narrowed(weights) if is_narrow else iter(weights)
+        stack = DecoderStack(shape, in_turn, layers_choice, attention, frees_codes=has_codes)
         path = next(name for name, part in model.named_modules() if part is layers)
         fused, fused_head = FusedLayers(stack, current_pages, path), FusedHead(head_weight, head_choice, has_codes)
     except OSError as error:

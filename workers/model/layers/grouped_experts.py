@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
 
 from crossdock.kernels.backend import has_package
-from crossdock.kernels.packed import join_rows
 from crossdock.workers.model.network import Network
 from crossdock.workers.model.weights.packed_layers import PackedExperts
 
@@ -31,7 +30,7 @@ def needs_own_experts(model: Network) -> bool:
 def use_own_experts(model: Network) -> Callable[[], None]:
     """Compute a model's experts by our products. Returns a function that undoes it."""
     for packed in _packed_of(model.module):
-        _stack(packed)
+        packed.stack()
     ALL_EXPERTS_FUNCTIONS.register(_NAME, _forward)
     before = model.module.get_experts_implementation()
     model.module.set_experts_implementation(_NAME)
@@ -76,13 +75,6 @@ def _packed_of(module: nn.Module) -> list[PackedExperts]:
 
 def _names(experts: Any) -> tuple[str, str]:
     return "gate_up_proj" if experts.has_gate else "up_proj", "down_proj"
-
-
-def _stack(packed: PackedExperts) -> None:
-    """Put the matrices of experts into one memory, one after the other."""
-    from crossdock.kernels.gpu.triton_experts import ExpertCodes
-
-    packed.stack(ExpertCodes.of([join_rows(parts) for parts in packed.experts]))
 
 
 def _forward(experts: Any, hidden: Tensor, chosen: Tensor, scales: Tensor) -> Tensor:

@@ -1,16 +1,18 @@
 """Linears and experts over packed matrices, in the places of transformers' own."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from crossdock.kernels.cpu.packed_linear import num_panel_bytes, why_not_packed
-from crossdock.kernels.packed import IN_NIBBLES, PackedMatrix, join_rows, packed_product
+from crossdock.kernels.packed import IN_NIBBLES, ExpertCodes, PackedMatrix, join_rows, packed_product
 from crossdock.workers.model.cut.part import ModelPart, TensorSlice
 from crossdock.workers.model.cut.position import CannotCut
 from crossdock.workers.model.weights.scheme import PackedForm
+
+_Codes = TypeVar("_Codes", PackedMatrix, ExpertCodes)
 
 
 class PackedLinear(nn.Module):
@@ -43,10 +45,13 @@ class PackedExperts(nn.Module):
         """Store, for each expert, the matrices whose rows lie one after the other."""
         super().__init__()
         self.experts, self.dtype, self._is_transposed = experts, dtype, is_transposed
-        self.stacked: Any = None  # see `stack`
+        self.stacked: ExpertCodes | None = None  # see `stack`
 
-    def stack(self, codes: Any) -> None:
-        """Keep each expert's weight as one matrix of `ExpertCodes`, which a kernel reads."""
+    def stack(self) -> None:
+        """Put the matrices of all experts into one memory, which a kernel reads."""
+        self._take(ExpertCodes.of([join_rows(parts) for parts in self.experts]))
+
+    def _take(self, codes: ExpertCodes) -> None:
         self.stacked, self.experts = codes, [[codes.matrix(number)] for number in range(len(self.experts))]
 
     def __getitem__(self, expert: Any) -> Tensor:
@@ -55,9 +60,10 @@ class PackedExperts(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Move the matrices too, as torch's own `to` asks."""
-        self.experts = [[_moved(matrix, fn) for matrix in expert] for expert in self.experts]
-        if self.stacked is not None:
-            self.stack(type(self.stacked).of([matrix for (matrix,) in self.experts]))
+        if self.stacked is None:
+            self.experts = [[_moved(matrix, fn) for matrix in expert] for expert in self.experts]
+        else:
+            self._take(_moved(self.stacked, fn))
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
 
@@ -177,8 +183,12 @@ def _matrices(model: Any) -> list[PackedMatrix]:
     return [*linears, *(matrix for each in experts for one in each for matrix in one)]
 
 
-def _moved(matrix: PackedMatrix, fn: Callable[[Tensor], Tensor]) -> PackedMatrix:
-    """Return a matrix after `fn` of each tensor. TypeError: `fn` changes a dtype, which would round scales or codes."""
+def _moved(matrix: _Codes, fn: Callable[[Tensor], Tensor]) -> _Codes:
+    """Return a matrix, or those of experts, after `fn` of each tensor.
+
+    Raises:
+        TypeError: `fn` changes a dtype, which would round scales or codes.
+    """
 
     def move(tensor: Tensor) -> Tensor:
         moved = fn(tensor)
