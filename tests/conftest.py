@@ -13,7 +13,7 @@ import psutil
 import pytest
 from hypothesis import settings
 
-from tests import file_seconds, limits
+from tests import file_seconds, less_work, limits
 from tests.own_folders import make_own_folders, share_kernels, written_home
 
 settings.register_profile("crossdock", deadline=None)  # a loaded machine is slow: seconds are for benchmarks
@@ -46,7 +46,7 @@ def anyio_backend() -> str:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    for plugin in (limits, file_seconds):
+    for plugin in (limits, file_seconds, less_work):
         config.pluginmanager.register(plugin)
 
 
