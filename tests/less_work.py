@@ -1,17 +1,14 @@
-"""Spare each process of tests what it would do again and again: looks for garbage, and looks at Triton's language.
+"""Spare each process of tests what it would do again and again: look for garbage, and look at Triton's language.
 
-Garbage: torch, transformers and Ray are a million objects that stay. Python would look at them as they are imported, and
-again with each search for garbage. Interpreted Triton: each call of a function of a kernel lists all members of Triton's
-language, which takes a fifth of the kernel's time.
+What is imported stays: a million objects that each search for garbage would look at. In Triton's interpreter each call
+of a kernel's function lists all members of the language, and each operator makes a table: a third of the kernel's time.
 """
 
 import gc
 import sys
 from typing import Any
 
-import pytest
-
-gc.disable()  # until all tests are collected: what is imported stays
+gc.disable()  # until all tests are collected
 
 
 def pytest_collection_finish() -> None:
@@ -23,13 +20,11 @@ def pytest_collection_finish() -> None:
 
 
 def _remember(interpreter: Any) -> None:
-    """Replace two functions of Triton 3.7's interpreter by ones that return the same, found once."""
-    language, core = interpreter.tl, interpreter.tl.core
+    """Replace two functions of the interpreter by ones that find out once what each call would find out again."""
+    core, language = interpreter.tl.core, interpreter.tl
     packages = (language, core, core.tensor, language.math, core.tensor_descriptor_base)
-    builtins = {
-        package: [name for name in dir(package) if core.is_builtin(getattr(package, name))] for package in packages
-    }
-    np_dtype, np_dtypes = interpreter._get_np_dtype, dict[str, Any]()
+    builtins = {each: [name for name in dir(each) if core.is_builtin(getattr(each, name))] for each in packages}
+    find_dtype, dtypes = interpreter._get_np_dtype, dict[str, Any]()
 
     def patch_builtin(package: Any, builder: Any, scope: Any) -> None:
         for name in builtins[package]:
@@ -38,8 +33,8 @@ def _remember(interpreter: Any) -> None:
 
     def get_np_dtype(of: Any) -> Any:
         name = (of.element_ty if isinstance(of, core.block_type) else of).name
-        if name not in np_dtypes:
-            np_dtypes[name] = np_dtype(of)
-        return np_dtypes[name]
+        if name not in dtypes:
+            dtypes[name] = find_dtype(of)
+        return dtypes[name]
 
     interpreter._patch_builtin, interpreter._get_np_dtype = patch_builtin, get_np_dtype
