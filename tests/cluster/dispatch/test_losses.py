@@ -206,7 +206,7 @@ async def test_every_request_has_a_deadline_while_replicas_come_and_go() -> None
 
     async def client(number: int) -> None:
         nonlocal num_ended
-        for turn in range(12):
+        for turn in range(8):
             name = f"{number} {turn}"
             in_flight.add(name)
             try:
