@@ -142,7 +142,7 @@ WORKLOADS: dict[str, Callable[[int], Sequence[Job] | Iterator[Job]]] = {
 
 
 def play(
-    workload: str, noise: float, num_pages: int, requests: Sequence[int] = ()
+    workload: str, seed: int, noise: float, num_pages: int, requests: Sequence[int] = ()
 ) -> tuple[list[float], list[Decision]]:
     """Return the times to first token, in order of arrival, and the decisions about some requests."""
     size = {"num_pages": num_pages, "max_model_len": 16_000}
@@ -152,7 +152,7 @@ def play(
     with patch.object(simulation, "Fleet", ForkingFleet):
         simulated = simulation.Simulation(fleet)
         ForkingFleet.clock = simulated.clock
-        outcome = simulated.run(WORKLOADS[workload](0), SECONDS)
+        outcome = simulated.run(WORKLOADS[workload](seed), SECONDS)
     times = [sample.ttft if sample.times else inf for sample in outcome.samples]
     for decision in decisions.values():
         known = decision.others.get(decision.chosen) if ForkingFleet.knows_all else None
@@ -164,6 +164,7 @@ def main() -> int:
     """Print a table, and the worst decisions."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=40, help="of each workload (default: %(default)s)")
+    parser.add_argument("--seeds", type=int, default=1, help="histories of each workload (default: %(default)s)")
     parser.add_argument("--worst", type=int, default=0, help="decisions to print (default: %(default)s)")
     parser.add_argument("--noise", type=float, default=0.05, help="relative spread of steps (default: %(default)s)")
     parser.add_argument("--pages", type=int, default=1500, help="of each replica (default: %(default)s)")
@@ -173,9 +174,14 @@ def main() -> int:
     ForkingFleet.knows_all = args.known
     out, worst, console = Table("workload", "TTFT mean, ms", "regret mean, ms", "share, %", "worst, ms"), 0.0, Console()
     for workload in args.workloads.split(","):
-        times, _ = play(workload, args.noise, args.pages)
-        chosen = np.random.default_rng(1).choice(len(times), min(args.requests, len(times)), replace=False)
-        _, decisions = play(workload, args.noise, args.pages, [int(number) for number in chosen])
+        times, decisions = list[float](), list[Decision]()
+        for seed in range(args.seeds):
+            all_times, _ = play(workload, seed, args.noise, args.pages)
+            chosen = np.random.default_rng(1).choice(len(all_times), min(args.requests, len(all_times)), replace=False)
+            times += all_times
+            some = play(workload, seed, args.noise, args.pages, [int(number) for number in chosen])[1]
+            print(workload, seed, f"{100 * fmean(d.regret for d in some) / fmean(all_times):.1f} %")
+            decisions += some
         mean, regret = fmean(times), fmean(decision.regret for decision in decisions)
         worst = max(worst, regret / mean)
         cells = (1000 * mean, 1000 * regret, 100 * regret / mean, 1000 * max(each.regret for each in decisions))

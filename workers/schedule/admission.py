@@ -1,12 +1,47 @@
 """Which requests may queue, and which of those may start: promises, places, and limits on partly computed prompts."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import Literal
 
+from crossdock.workers.schedule.order import STARVING, Turn, turn
 from crossdock.workers.schedule.pacing.forecast import Forecast
 from crossdock.workers.schedule.request import Request
 from crossdock.workers.schedule.slo import SloClass
 from crossdock.workers.schedule.submission import Leg, Overloaded
 from crossdock.workers.schedule.table import RequestTable
+
+MOST_MISFITS = 16  # requests of one class that a step tries to start and that lack pages: a step's work is bounded
+_LEAST_URGENT: Turn = (1000, 0.0, 0)  # than any class
+
+
+@dataclass(slots=True)
+class Startable:
+    """Which waiting requests a step may still try to start: none less urgent than one that could not.
+
+    Requests that lack pages are passed by others of their turn, unless they starve. With `fcfs`, nothing is passed."""
+
+    table: RequestTable
+    least_urgent: Turn = _LEAST_URGENT
+    _num_misfits: int = 0  # requests of that turn that lack pages
+
+    def may_start(self, request: Request) -> bool:
+        """Return whether no request that goes before this one could not start."""
+        return turn(request, self.table.tenants) <= self.least_urgent and request.id not in self.table.kept_back
+
+    def stays(self, request: Request, lacks: Literal["chunk", "pages", "place"]) -> None:
+        """Note that a request, which might have started, lacks something."""
+        if self.table.config.prefill_order == "fcfs":
+            self.least_urgent = STARVING
+        elif lacks == "place":
+            self.least_urgent = (request.priority, -inf, 0)
+        elif lacks == "pages":
+            own = turn(request, self.table.tenants)
+            self._num_misfits = self._num_misfits + 1 if own == self.least_urgent else 1
+            keeps_back = int(self._num_misfits >= MOST_MISFITS)
+            self.least_urgent = (*own[:2], own[2] - keeps_back)
+            self.least_urgent = STARVING if self.table.is_starving(request) else self.least_urgent
 
 
 def promise(table: RequestTable, forecast: Forecast, request: Request, load_s: float = 0.0) -> None:

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from math import inf
 
 from crossdock.workers.schedule import kv, windows
-from crossdock.workers.schedule.admission import has_place, is_long, may_be_partial, num_places
+from crossdock.workers.schedule.admission import Startable, has_place, is_long, may_be_partial, num_places
 from crossdock.workers.schedule.batch import Scheduled
 from crossdock.workers.schedule.cost.cost import StepWork
-from crossdock.workers.schedule.order import STARVING, Turn, order_prefills, prefill_reason, turn
+from crossdock.workers.schedule.order import order_prefills, prefill_reason
 from crossdock.workers.schedule.pacing import meeting
 from crossdock.workers.schedule.pacing.chunk_policies import meaning_of
 from crossdock.workers.schedule.pacing.chunking import (
@@ -31,8 +31,6 @@ from crossdock.workers.schedule.table import RequestTable
 NEAR_DEADLINE = 0.8
 """Share of the time left that the rest of a prompt may be predicted to take before streams lend slack. The others are
 for predictions, which err by 15 % at the 90th percentile, and for the step that runs at the deadline."""
-
-MOST_MISFITS = 16  # requests of one class that a step tries to start and that lack pages: a step's work is bounded
 
 
 @dataclass(slots=True)
@@ -139,16 +137,13 @@ class PrefillScheduler:
     def _fill(self, budget: ChunkBudget, prefills: Sequence[Request]) -> list[Scheduled]:
         config, encoding = self.table.config, self.forecast.encoding
         chunks: list[Scheduled] = []
-        # No less urgent request may start: one lacks a place, or pages.
-        startable: Turn = (len(config.slo_classes), 0.0, 0)
+        startable = Startable(self.table)
         without_place = set[tuple[int, str]]()  # tenants that must leave the last places of a class to others
-        num_misfits = 0  # requests as urgent as `startable` that lack pages
         for request in prefills:
             if budget.is_spent:
                 break
             if request.status is Status.WAITING:
-                own = turn(request, self.table.tenants)
-                if own > startable or request.id in self.table.kept_back:
+                if not startable.may_start(request):
                     continue
                 if (request.priority, request.payer) in without_place:
                     continue
@@ -158,15 +153,7 @@ class PrefillScheduler:
                     continue
                 started = has_room and self._start(request, budget)
                 if not started:
-                    if config.prefill_order == "fcfs":
-                        startable = STARVING
-                    elif not has_room:
-                        startable = (request.priority, -inf, 0)
-                    elif started is None:
-                        num_misfits = num_misfits + 1 if own == startable else 1
-                        keeps_back = int(num_misfits >= MOST_MISFITS)
-                        startable = (*own[:2], own[2] - keeps_back)
-                        startable = STARVING if self.table.is_starving(request) else startable
+                    startable.stays(request, "place" if not has_room else "pages" if started is None else "chunk")
                     continue
             start = request.num_scheduled_tokens
             prompt = self._prompt(request, start)

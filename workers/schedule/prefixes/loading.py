@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from crossdock.workers.schedule import kv
-from crossdock.workers.schedule.admission import num_places
+from crossdock.workers.schedule.admission import Startable, num_places
 from crossdock.workers.schedule.memory.arriving_tail import ArrivingTail
 from crossdock.workers.schedule.memory.page_stock import STATES
 from crossdock.workers.schedule.memory.prefix_index import MISSING, PageHash, PrefixIndex
@@ -73,8 +73,8 @@ class TierLoading:
     def begin(self, prefills: Sequence[Request]) -> None:
         """Begin loads for the first of the waiting prompts, in the order in which these are computed.
 
-        A prompt is looked up once each time that it waits. Where it lacks pages or a place, so do those behind it: all
-        are looked up again before the next step.
+        A prompt is looked up once each time that it waits; where it lacks pages or a place, again before the next step.
+        Others may pass it as they do in a step.
         """
         for request in prefills:
             if request.tail is not None and 0 < request.awaits_pages_until <= self.table.now:
@@ -82,14 +82,14 @@ class TierLoading:
         if not self._has_pages:
             return
         waiting = [each for each in prefills if each.status is Status.WAITING and not self.table.awaits_pages(each)]
-        coming = self.awaited.pages_coming(prefills)
+        coming, startable = self.awaited.pages_coming(prefills), Startable(self.table)
         for request in [each for each in waiting if not each.is_looked_up][:_MOST_LOOKS]:
             page = kv.next_page(self.table, request)
-            if page in coming:
+            if page in coming or not startable.may_start(request):
                 continue
-            if not self._look_up(request):
-                return
-            if self.table.awaits_pages(request):
+            if lacks := self._look_up(request):
+                startable.stays(request, lacks)
+            elif self.table.awaits_pages(request):
                 coming.add(page)
 
     def _give_up(self, request: Request, tail: ArrivingTail) -> None:
@@ -135,16 +135,16 @@ class TierLoading:
     def _has_pages(self) -> bool:
         return any(tier.pages for tier in self.tiers.tiers)
 
-    def _look_up(self, request: Request) -> bool:
-        """Begin to load what tiers have for a prompt, where that is sooner. Returns False if the prompt lacks room."""
+    def _look_up(self, request: Request) -> Literal["", "pages", "place"]:
+        """Begin to load what tiers have for a prompt, where that is sooner. Returns what the prompt lacks for that."""
         table, request.is_looked_up = self.table, True
         if not kv.may_share(table, request) or self.awaited.is_arriving(request):
-            return True
+            return ""
         found = self._find(request)
         hashes = request.prefix_hashes(request.num_tokens - 1, table.pages.page_size)
         self.tiers.returns.wanted(hashes[found.num_cached :])
         if not found.is_loaded:
-            return True
+            return ""
         has_place, num_missing = num_places(table, request.priority) > 0, found.num_pages - found.num_cached
         prefix = self.awaited.begin(request, found.num_pages, table.now + found.compute_s) if has_place else None
         request.is_looked_up = prefix is not None
@@ -155,7 +155,7 @@ class TierLoading:
             load_s = found.loaded_s if request.tail is not None else found.load_s
             self._begun.append(PrefixLoad(prefix, self._to_load(prefix), load_s, request.tail))
             self.queued_s += load_s
-        return request.is_looked_up
+        return "" if prefix is not None else "pages" if has_place else "place"
 
     def _find(self, request: Request) -> _Found:
         """Find a prompt's pages in the pool and in tiers."""

@@ -52,6 +52,16 @@ def test_load_that_would_wait_behind_others_is_not_begun() -> None:
     assert [part.request.id for part in batch.scheduled] == ["b"]
 
 
+def test_short_prompt_is_loaded_while_a_longer_one_before_it_lacks_pages() -> None:
+    replica = replica_with(load_s=PAGE_S / 100, num_pages=16, max_model_len=60, **WHOLE)
+    replica.add("stream", [*range(100, 142)], max_tokens=9)
+    replica.step()
+    replica.add("long", PROMPT)
+    replica.add("short", OTHER[:10])
+    replica.step()
+    assert [load.prefix.request.id for load in replica.scheduler.loading.take_begun()] == ["short"]
+
+
 def test_load_that_takes_too_long_is_computed() -> None:
     replica = replica_with(load_s=PAGE_S / 2, **WHOLE)
     replica.add("a", PROMPT)
