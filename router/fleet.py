@@ -18,10 +18,10 @@ from crossdock.router.loading import with_loads
 from crossdock.router.loads import Slots
 from crossdock.router.placement import Candidates, Placement, Query, choose
 from crossdock.router.predict import Prediction, predict
-from crossdock.router.prefixes import Prefixes
+from crossdock.router.prefixes import Prefixes, num_shared
 from crossdock.router.replica_table import ReplicaState, ReplicaTable
 from crossdock.router.tenants import fair_ahead
-from crossdock.router.work import Booking
+from crossdock.router.work import EXPECTED_OUTPUT_TOKENS, Booking
 from crossdock.workers.report.advertise import LiveProfile, PageChanges
 from crossdock.workers.report.profile import SchedulingProfile
 from crossdock.workers.schedule.cost.formula import Floats
@@ -55,6 +55,10 @@ class RouterConfig(BaseModel):
 
 
 _INSTANT = 1e-9  # seconds of a prompt that costs nothing: a booking of 0 s means that another replica computes it
+
+
+MOST_IN_USE = 16
+"""Replicas whose cached pages are compared with those of running requests. More would cost time at every decision."""
 
 
 class _Ways(NamedTuple):
@@ -208,8 +212,9 @@ class Fleet:
             return
         profile, priority = replica.profile, self._priority(query.slo_class)
         pages = profile.needs.at_once(query.num_tokens, cached_tokens // profile.page_size)
-        paid = query.payer, query.weight
-        booking = Booking(priority, query.num_tokens, seconds, pages, decodes, query.adapter, *paid, at=self.table.now)
+        legs = pages, decodes, query.adapter, query.payer, query.weight
+        output = min(query.max_tokens, EXPECTED_OUTPUT_TOKENS)
+        booking = Booking(priority, query.num_tokens, seconds, *legs, at=self.table.now, output=output)
         replica.pending[query.request_id] = booking
         self.table.touch(replica)
         self.prefixes.expect(replica.slot, query.page_hashes)
@@ -224,18 +229,18 @@ class Fleet:
         return paused if any(name not in out for name in self.table.by_name) else set()
 
     def _predict(
-        self, query: Query, cached: Floats, now: float, *, slots: Slots | None = None, in_pool: Floats | None = None
+        self, query: Query, cached: Floats, now: float, *, slots: Slots | None = None, held: Floats | None = None
     ) -> Prediction:
         """Return the prediction for a request at every replica, or at those in `slots`, which have `cached` tokens.
 
-        `in_pool`: see `predict`."""
+        `held`: see `predict`."""
         priority, ages, loads = self._priority(query.slo_class), self.table.ages(now), self.table.loads
         replicas: Sequence[ReplicaState | None] = self.table.by_slot
         if slots is not None:
             ages, loads, replicas = ages[slots], loads.at(slots), [replicas[slot] for slot in slots]
         tokens = query.num_tokens, query.max_tokens
         fair = partial(fair_ahead, replicas, priority, query.payer, query.weight) if query.payer else None
-        prediction = predict(loads, *tokens, priority, cached, ages, self.classes, query.items, fair, in_pool)
+        prediction = predict(loads, *tokens, priority, cached, ages, self.classes, query.items, fair, held)
         if query.adapter:
             waits = self.table.adapter_waits(query.adapter)
             prediction.ttft += waits if slots is None else waits[slots]
@@ -274,16 +279,34 @@ class Fleet:
         hashes = query.page_hashes[: (query.num_tokens - 1) // self.page_size]
         return self.prefixes.num_reported(slot, hashes) * self.page_size
 
+    def _in_use(self, query: Query, cached: Floats) -> Floats:
+        """Return how many of the `cached` tokens, `[slot]`, lie in pages that other requests hold, where that decides
+        whether the prompt has room. Cached pages that no request holds count as free, but a prompt takes its own."""
+        loads, priority, found = self.table.loads, self._priority(query.slo_class), cached.copy()
+        fits = loads.max_prompt_now[priority]
+        idle = np.maximum(fits - loads.empty_pages * loads.page_size, 0.0)  # tokens in such pages, at most
+        for slot in np.flatnonzero((cached > 0) & (query.num_tokens > fits))[:MOST_IN_USE]:
+            replica, all_start = self.table.replica_in(int(slot)), loads.free_pages[priority, slot] >= 0
+            held = 0  # pages that requests hold: those with a token, and where all that wait have room, the others
+            for request_id, booking in (*replica.pending.items(), *replica.included.items()):
+                if booking.has_first or all_start:
+                    hashes = [each for name, each in self._placed[request_id] if name == replica.name]
+                    held = max([held, *(num_shared(query.page_hashes, each) for each in hashes)])
+            found[slot] = min(max(held * self.page_size, cached[slot] - idle[slot]), cached[slot])
+        return found
+
     def _with_prefixes(self, query: Query, now: float, candidates: Candidates, exclude: Collection[str]) -> "_Ways":
         """Return the prediction in which replicas load pages from tiers, or fetch them from others, where that is
         best."""
         fastest, second = self.in_tiers
         cached, *by_tier = self._held(query, (fastest, second) if len(second) else (fastest,) if len(fastest) else ())
 
-        def again(slots: Slots, held: Floats) -> Prediction:
-            return self._predict(query, held, now, slots=slots, in_pool=cached[slots])
+        in_use = self._in_use(query, cached)
 
-        ways = _Ways(self._predict(query, cached, now), cached)
+        def again(slots: Slots, held: Floats) -> Prediction:
+            return self._predict(query, held, now, slots=slots, held=in_use[slots])
+
+        ways = _Ways(self._predict(query, cached, now, held=in_use), cached)
         slo, loads = self.classes[self._priority(query.slo_class)], self.table.loads
         if by_tier:
             ways = _Ways(*with_loads(loads, cached, by_tier, ways.prediction, again, slo, candidates))

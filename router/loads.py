@@ -8,6 +8,7 @@ Adding a figure means one field in `ReplicaFigures`, and one line in `row`.
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
+from itertools import accumulate
 from operator import attrgetter
 from typing import Generic, TypeAlias, TypeVar
 
@@ -15,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crossdock.router.work import BOOKED, REPORTED, Booking, Group, Work, first_nonzero
-from crossdock.workers.report.advertise import LENGTHS, LiveProfile
+from crossdock.workers.report.advertise import LENGTHS, MOST_ENDS, LiveProfile
 from crossdock.workers.report.profile import SchedulingProfile
 from crossdock.workers.schedule.cost.cost import StepCost, StepWork
 from crossdock.workers.schedule.cost.formula import Floats, StepCosts
@@ -54,7 +55,11 @@ class ReplicaFigures(Generic[Costs, One, Each]):
     bytes_per_second: One  # at which its pages travel to another replica
     # What runs.
     refuses_late: One  # 1: the replica has work, and its admission refuses what would be late
-    step_left: One  # seconds until the running step ends, on average
+    step_left: One  # seconds until a step begins that can have a chunk of a new prompt
+    joins_until: One  # seconds from its last report, until which a new prompt
+    first_join: One  # joins the step that begins then; after that, until `first_join`, the step that
+    second_join: One  # begins then
+    later_join: One  # seconds from the arrival of a prompt that comes later
     first_booked: One  # seconds from its last report until the first prompt was booked that no report includes
     step_streams: One  # that decode in a step, with the streams of now
     min_chunk: One  # tokens of a prompt that a step holds, at least
@@ -66,8 +71,6 @@ class ReplicaFigures(Generic[Costs, One, Each]):
     most_urgent_stream: One  # priority of the most urgent stream of now; the number of classes if there is none
     lateness: One  # weighted seconds per token by which the streams of now are late with `gap`
     future_lateness: One  # the same in the future
-    stream_turnover: One  # seconds from one stream's end to the next, and until the first
-    stream_tokens: One  # of context, whose pages one stream frees at its end
     empty_pages: One  # that a request can take before cached ones are evicted; below 0: bookings will evict as many
     eviction_seconds: One  # of prefill that one evicted page is expected to cost
     load_first: One  # seconds to load a page from its fastest tier below the pool
@@ -98,6 +101,7 @@ class Row(ReplicaFigures[StepCost, float, Sequence[float]]):
     """The entry of one replica in `Loads`."""
 
     groups: Sequence[Group] = ()  # waiting prompts by length
+    ends: Sequence[tuple[float, int]] = ()  # (seconds since its last report, pages) of requests, first end first
 
     def write(self, loads: "Loads", slot: int) -> None:
         """Replace the entry of the replica in `slot`."""
@@ -109,6 +113,10 @@ class Row(ReplicaFigures[StepCost, float, Sequence[float]]):
         for source, priority, position, count, seconds in self.groups:
             loads.groups[source, 0, priority, position, slot] = count
             loads.groups[source, 1, priority, position, slot] = seconds
+        ends = self.ends[:MOST_ENDS] or [(0.0, 0)]
+        seconds, freed = [at for at, _ in ends], [*accumulate([pages for _, pages in ends])]
+        unknown = MOST_ENDS - len(ends)  # behind the last end
+        loads.ends[..., slot] = seconds + seconds[-1:] * unknown, freed + freed[-1:] * unknown
 
 
 @dataclass(slots=True, kw_only=True)
@@ -117,10 +125,11 @@ class Loads(ReplicaFigures[StepCosts, Floats, Floats]):
 
     columns: Floats  # [column, slot]: all arrays above, in the order of `ReplicaFigures`
     groups: Floats  # [REPORTED or BOOKED, 0 count or 1 seconds, priority, position, slot]: waiting prompts by length
+    ends: Floats  # [0 seconds since the last report or 1 pages freed until then, place, slot]: of running requests
 
     def at(self, slots: Slots) -> "Loads":
         """Return the loads of these slots alone, in this order."""
-        return _of(self.columns[:, slots], self.groups[..., slots])
+        return _of(self.columns[:, slots], self.groups[..., slots], self.ends[..., slots])
 
     def group_pages(self, num_pages: Floats, slots: Slots | slice = slice(None)) -> Floats:
         """Return how many pages all groups of layers together hold for a request whose tokens fill `num_pages`."""
@@ -141,7 +150,8 @@ def blank(num_slots: int, num_classes: int) -> Loads:
     """Return the loads of `num_slots` slots without a replica. Their figures are harmless where all slots are computed
     at once: no division by 0, no wait for room."""
     columns = np.zeros((len(_SINGLE) + len(_NAMES_PER_CLASS) * num_classes, num_slots))
-    loads = _of(columns, np.zeros((2, 2, num_classes, NUM_GROUPS, num_slots)))
+    groups, ends = np.zeros((2, 2, num_classes, NUM_GROUPS, num_slots)), np.zeros((2, MOST_ENDS, num_slots))
+    loads = _of(columns, groups, ends)
     divisors = (loads.page_size, loads.bytes_per_second, loads.prefill_share, loads.own_prefill_share)
     for divisor in (*divisors, loads.interval_share, loads.depth):
         divisor[:] = 1.0
@@ -149,7 +159,7 @@ def blank(num_slots: int, num_classes: int) -> Loads:
     return loads
 
 
-def _of(columns: Floats, groups: Floats) -> Loads:
+def _of(columns: Floats, groups: Floats, ends: Floats) -> Loads:
     """Return the loads whose arrays are views of `columns`."""
     num_classes = groups.shape[2]
     arrays: dict[str, Floats] = {name: columns[at] for at, name in enumerate(_SINGLE)}
@@ -157,7 +167,7 @@ def _of(columns: Floats, groups: Floats) -> Loads:
         at = len(_SINGLE) + number * num_classes
         arrays[name] = columns[at : at + num_classes]
     cost = StepCosts(**{name: arrays.pop(name) for name in _COEFFICIENTS})
-    return Loads(cost=cost, **arrays, columns=columns, groups=groups)
+    return Loads(cost=cost, **arrays, columns=columns, groups=groups, ends=ends)
 
 
 def row(
@@ -191,6 +201,9 @@ def row(
     fits_streams, step_tokens = meaning_of(profile.chunk_policy).fits_streams, profile.max_num_batched_tokens
     min_chunk = max(step_tokens - num_streams, 1.0)
     min_chunk = min(free_tokens(cost, step, 0, profile.min_chunk_tokens), min_chunk) if fits_streams else min_chunk
+    first = min([each.at for each in booked], default=reported_at) - reported_at
+    chunk_s = _chunk_seconds(profile, cost, min_chunk, gap, shares[0])
+    at = sorted([(each.at - reported_at, each.seconds) for each in booked if each.seconds and not each.has_first])
     return Row(
         cost=cost,
         interval_share=interval_share,
@@ -205,9 +218,9 @@ def row(
         page_bytes=profile.page_bytes,
         bytes_per_second=live.bytes_per_second or profile.bytes_per_second,
         refuses_late=profile.admission == "reject" and bool(num_streams or num_arriving or groups),
-        step_left=_step_seconds(work, live, gap, min_chunk * cost.per_prefill_token) / 2
-        + (gap if profile.runs_ahead and num_streams else 0.0),  # the next step has been scheduled
-        first_booked=min([each.at for each in booked], default=reported_at) - reported_at,
+        step_left=0.0,
+        **_joins(work, live, gap, chunk_s, at, profile.runs_ahead),
+        first_booked=first,
         step_streams=step.decodes,
         min_chunk=min_chunk,
         recent_excess_share=max(live.stream_share - (1 - shares[0]), 0.0),
@@ -218,8 +231,6 @@ def row(
         most_urgent_stream=first_nonzero(streams),
         lateness=lateness(gap, streams, classes),
         future_lateness=lateness(future_gap, future_streams, classes),
-        stream_turnover=2 * work.remaining / max(num_streams * (num_streams + 1), 1) * max(gap, cost.base),
-        stream_tokens=future_context / max(num_future, 1.0),
         empty_pages=live.empty_pages - work.booked_pages,
         eviction_seconds=live.eviction_seconds,
         load_first=live.load_seconds[0] if live.load_seconds else 0.0,
@@ -233,12 +244,13 @@ def row(
         max_prompt_now=max_prompt_now,
         prefill_share=[max(share, LEAST_SHARE) for share in shares],
         own_prefill_share=_own_shares(shares, live.prompt_shares),
-        urgent_reported=urgent[REPORTED],
+        urgent_reported=[each + live.in_flight_seconds for each in urgent[REPORTED]],
         urgent_booked=urgent[BOOKED],
         num_groups=num_groups,
         streams=streams,
         future_streams=future_streams,
         groups=groups,
+        ends=_ends(live, booked, max(gap, cost.base), shares[0]),
     )
 
 
@@ -250,12 +262,64 @@ def _costs(profile: SchedulingProfile, live: LiveProfile) -> tuple[StepCost, flo
     return profile.cost, profile.interval_share, encoder
 
 
-def _step_seconds(work: Work, live: LiveProfile, gap: float, chunk_s: float) -> float:
-    """Return the expected seconds of the step that runs now: it has a chunk of `chunk_s` at most where prompts wait."""
-    prompts_s = sum([seconds for _, seconds in (*work.reported.values(), *work.booked.values())])
-    if prompts_s and (live.step_seconds or work.booked):
-        return gap + min(prompts_s, chunk_s)
-    return min(live.step_seconds, gap)
+def _chunk_seconds(profile: SchedulingProfile, cost: StepCost, min_chunk: float, gap: float, share: float) -> float:
+    """Return the seconds that chunks take in a step of `gap` seconds without them, at most, where they have `share` of
+    the time."""
+    most = profile.max_num_batched_tokens * cost.per_prefill_token
+    if not meaning_of(profile.chunk_policy).fits_streams or share >= 1:
+        return most
+    return min(max(gap * share / (1 - share), min_chunk * cost.per_prefill_token), most)
+
+
+def _joins(
+    work: Work, live: LiveProfile, gap: float, chunk_s: float, booked: Sequence[tuple[float, float]], runs_ahead: bool
+) -> dict[str, float]:
+    """Return when a new prompt joins a step: see `ReplicaFigures`.
+
+    A step has chunks of `chunk_s` at most where prompts wait. A replica that runs ahead schedules a step when the one
+    before it begins: a prompt joins the step after the next. `booked`: seconds since the report at which prompts were
+    booked, and their own, in order of time."""
+    streams_s = gap if sum(work.streams) else 0.0
+    later = min(live.step_seconds, gap) / 2 + (streams_s if runs_ahead else 0.0)
+    waiting = sum([seconds for _, seconds in work.reported.values()]) if live.step_seconds else 0.0
+    if live.pages_now > live.free_pages:  # some wait for pages, not for a step
+        waiting = min(waiting, live.started_seconds)
+    coming = [*booked]
+    while coming and coming[0][0] <= 0:  # on their way as the replica reported
+        waiting += coming.pop(0)[1]
+    begins, running = 0.0, live.in_flight_seconds
+    if not (running or waiting or (streams_s and coming)):
+        if not coming:
+            return {"joins_until": 0.0, "first_join": 0.0, "second_join": 0.0, "later_join": later}
+        begins, waiting = coming.pop(0)  # it was idle until then
+    if not running and not (runs_ahead and streams_s):
+        running, waiting = min(waiting, chunk_s), max(waiting - chunk_s, 0.0)
+    ends = begins + gap + running
+    if not runs_ahead:
+        return {"joins_until": ends, "first_join": ends, "second_join": ends, "later_join": later}
+    first = ends + _step_seconds(gap, streams_s, min(waiting, chunk_s))
+    waiting = max(waiting - chunk_s, 0.0) + sum([seconds for at, seconds in coming if at < ends])
+    second = first + _step_seconds(gap, streams_s, min(waiting, chunk_s))
+    return {"joins_until": ends, "first_join": first, "second_join": second, "later_join": later}
+
+
+def _step_seconds(gap: float, streams_s: float, chunk_s: float) -> float:
+    """Return the seconds of a step with chunks of `chunk_s`; without, and without streams, there is none."""
+    return gap + chunk_s if chunk_s else streams_s
+
+
+def _ends(live: LiveProfile, booked: Collection[Booking], gap: float, share: float) -> list[tuple[float, int]]:
+    """Return the seconds from the last report until requests end, and the pages that each frees, first end first.
+
+    Beside the chunks of prompts that have pages, which get `share` of the time, a token takes longer than `gap`."""
+    started = live.in_flight_seconds + live.started_seconds
+    ends = [*live.ends]
+    for each in booked:
+        if each.decodes:
+            ends.append((each.output, each.pages))
+            started += 0.0 if each.has_first else each.seconds
+    more = share / max(1 - share, LEAST_SHARE)
+    return [(gap * tokens + min(started, gap * tokens * more), pages) for tokens, pages in sorted(ends)[:MOST_ENDS]]
 
 
 _cost_of = lru_cache(maxsize=4096)(StepCost.of)  # rows are made far more often than costs are learnt

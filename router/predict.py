@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from crossdock.router.loads import Loads, Slots
 from crossdock.router.work import EXPECTED_OUTPUT_TOKENS
-from crossdock.workers.report.advertise import MEMORY_S
+from crossdock.workers.report.advertise import MEMORY_S, MOST_ENDS
 from crossdock.workers.schedule.cost.formula import Floats
 from crossdock.workers.schedule.pacing.chunking import LEAST_SHARE
 from crossdock.workers.schedule.slo import SloClass
@@ -55,15 +55,15 @@ def predict(
     classes: Sequence[SloClass],
     items: Sequence[tuple[int, int, int]] = (),
     fair: Callable[[Floats, Floats], Floats] | None = None,
-    in_pool: Floats | None = None,
+    held: Floats | None = None,
 ) -> Prediction:
     """Return the prediction for a prompt of `num_tokens` and an output of at most `max_tokens`.
 
     `cached`: tokens of the prompt that each replica has in its cache. `age`: seconds since each replica last reported
     something new, which grows without bound while a replica has nothing to do. `items`: (end, rows, parts) of each
     item that the replica encodes, unless its cached tokens cover the item. `fair`: of `own` and `done` seconds, what
-    goes before the prompt where tenants have shares, see tenants.py; None: they have none. `in_pool`: of the cached
-    tokens, those that are there already: the others are loaded or fetched, and need room; None: all are there.
+    goes before the prompt where tenants have shares, see tenants.py; None: they have none. `held`: of the cached
+    tokens, those whose pages other requests hold: the others need room, also in the pool; None: all are held.
     """
     slo = classes[priority]
     rest = num_tokens - cached
@@ -74,7 +74,7 @@ def predict(
     drain = _drain_seconds(loads, rest, cached)
     ahead = _backlog_ahead(loads, priority, age, own, fair)
     behind = ahead + own
-    room_wait = _room_wait(loads, priority, rest if in_pool is None else num_tokens - in_pool)
+    room_wait = _room_wait(loads, priority, rest if held is None else num_tokens - held, age)
     # More urgent prompts that come later go first. And the longer this prompt takes, the likelier it is that as many
     # streams will run meanwhile as did recently.
     excess = loads.recent_excess_share * np.exp(age / -MEMORY_S) * (behind / (behind + RECENT_SHARE_BACKLOG_S))
@@ -175,16 +175,19 @@ def _backlog_ahead(
     return ahead if most is None else np.where(np.isnan(most), ahead, most)
 
 
-def _room_wait(loads: Loads, priority: int, rest: Floats) -> Floats:
-    """Return the seconds until enough streams have ended for a place and for the pages of `rest` tokens."""
-    if not (rest > loads.max_prompt_now[priority]).any():
+def _room_wait(loads: Loads, priority: int, rest: Floats, age: Floats) -> Floats:
+    """Return the seconds until enough requests have ended for a place and for the pages of `rest` tokens."""
+    lacks = rest > loads.max_prompt_now[priority]
+    if not lacks.any():
         return np.zeros(len(rest))
-    pages = _pages(loads, rest) + 1
-    stream_pages = loads.group_pages(loads.stream_tokens / loads.page_size) + loads.state_pages
-    stream_pages = np.maximum(stream_pages, 1.0)
-    missing = np.maximum(1 - loads.free_places[priority], 0.0)
-    missing = np.maximum(missing, np.ceil(np.maximum(pages - loads.free_pages[priority], 0.0) / stream_pages))
-    wait: Floats = np.where(rest > loads.max_prompt_now[priority], missing * loads.stream_turnover, 0.0)
+    missing = np.maximum(_pages(loads, rest) + 1 - loads.free_pages[priority], 0.0)
+    places = np.arange(1, MOST_ENDS + 1)[:, None]
+    seconds, freed = loads.ends
+    enough = (freed >= missing) & (places >= np.minimum(1 - loads.free_places[priority], MOST_ENDS))
+    at = np.where(enough.any(axis=0), enough.argmax(axis=0), MOST_ENDS - 1)
+    slots = np.arange(len(rest))
+    later = np.maximum(np.ceil(missing / np.maximum(freed[-1], 1.0)), 1.0)  # as many pages more take as long again
+    wait: Floats = np.where(lacks, np.maximum(seconds[at, slots] * later - age, 0.0), 0.0)
     return wait
 
 

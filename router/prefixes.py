@@ -141,3 +141,9 @@ class Prefixes:
             self._holders[page_hash] = holders
         else:
             del self._holders[page_hash]
+
+
+def num_shared(hashes: Sequence[PageHash], others: Sequence[PageHash]) -> int:
+    """Return how many first pages two prompts share. A hash covers all tokens before its page, so the search halves."""
+    count = min(len(hashes), len(others))
+    return bisect_left(range(count), True, key=lambda number: hashes[number] != others[number])

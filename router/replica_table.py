@@ -240,6 +240,11 @@ class ReplicaTable:
             booked = [*replica.pending.values(), *replica.included.values()]
             live = live and replace(live, cost=(), encoder_cost=())
             row(replica.profile, live, booked, self.classes).write(self.loads, slot)
+        loads, age = self.loads, self.ages(now)
+        if stale := [*self._stale]:
+            loads.joins_until[stale] = loads.second_join[stale] = 0.0
+        joins = np.where(age < loads.joins_until, loads.first_join, loads.second_join)
+        loads.step_left[:] = np.where(age < joins, joins - age, loads.later_join)
 
     def ages(self, now: float) -> Floats:
         """Return the seconds since each replica last reported something new. 0 for stale replicas: whether they have

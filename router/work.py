@@ -36,6 +36,7 @@ class Booking:
     weight: float = 1.0  # of that tenant
     has_first: bool = False  # whether the prompt is computed and the first token is out
     at: float = 0.0  # when it was placed, in seconds
+    output: int = EXPECTED_OUTPUT_TOKENS  # tokens that it is expected to make
 
 
 _Prompts: TypeAlias = dict[tuple[int, int], tuple[float, float]]
@@ -53,7 +54,6 @@ class Work:
     booked: _Prompts
     context: float  # tokens of the streams
     future_context: float  # tokens of the streams that arrive
-    remaining: float  # tokens that the streams may still make
     booked_pages: int = 0
     booked_places: int = 0
 
@@ -76,7 +76,7 @@ class Work:
             prompt_tokens *= 1 - min(num_leaving / max(num_prompts, 1), 1)
             for priority, count in enumerate(_by_priority(live.leaving, num_classes)):
                 arriving[priority] -= count
-        return cls(streams, joining, arriving, prompts, {}, live.context_tokens, prompt_tokens, live.remaining_tokens)
+        return cls(streams, joining, arriving, prompts, {}, live.context_tokens, prompt_tokens)
 
     def book(self, booking: Booking) -> None:
         """Add a request that the live profile does not include."""
@@ -89,7 +89,6 @@ class Work:
             self.streams[priority] += 1
             self.joining[priority] += 1
             self.context += booking.tokens
-            self.remaining += EXPECTED_OUTPUT_TOKENS
         elif booking.decodes:
             self.arriving[priority] += 1
             self.joining[priority] += not booking.seconds

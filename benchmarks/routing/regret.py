@@ -41,6 +41,7 @@ MOST_SHARE = 0.05  # of the mean time to first token
 class Decision:
     """One choice of the router, and what it and every other choice took."""
 
+    seed: int
     request: int
     chosen: str = ""
     others: dict[str, tuple[float, float]] = field(default_factory=dict)  # predicted and true TTFT of each, in seconds
@@ -148,7 +149,7 @@ def play(
     size = {"num_pages": num_pages, "max_model_len": 16_000}
     pool = {"name": "mixed", "replicas": REPLICAS, "profile": preset("h100-8b").model_copy(update=size)}
     fleet = describe({"pools": [pool | {"kv_cache_host_memory": "8GiB"}], "noise": noise})
-    decisions = ForkingFleet.decisions = {str(number): Decision(number) for number in requests}
+    decisions = ForkingFleet.decisions = {str(number): Decision(seed, number) for number in requests}
     with patch.object(simulation, "Fleet", ForkingFleet):
         simulated = simulation.Simulation(fleet)
         ForkingFleet.clock = simulated.clock
@@ -187,7 +188,7 @@ def main() -> int:
         cells = (1000 * mean, 1000 * regret, 100 * regret / mean, 1000 * max(each.regret for each in decisions))
         out.add_row(workload, *(f"{cell:.1f}" for cell in cells))
         for each in sorted(decisions, key=lambda each: -each.regret)[: args.worst]:
-            console.print(f"{workload} {each.request}: {each.chosen} took {1000 * each.true:.1f} ms")
+            console.print(f"{workload} {each.seed}/{each.request}: {each.chosen} took {1000 * each.true:.1f} ms")
             for way, (predicted, true) in each.others.items():
                 console.print(f"    {way}: predicted {1000 * predicted:.1f}, true {1000 * true:.1f} ms")
     console.print(out)

@@ -62,10 +62,9 @@ def live(sequence: int, rng: random.Random) -> LiveProfile:
     prompts = (Prompts(0, 1, 3, 900, 0.05), Prompts(1, 3, 2, 6000, rng.random()), Prompts(2, 6, 1, 30_000, 9.0))
     streams = (rng.randrange(30), rng.randrange(60), rng.randrange(10))
     places, pages = (120, 100, 80), (15_000, 14_000, 11_000)
-    context, remaining = 700 * sum(streams), 100 * sum(streams)
-    return LiveProfile(
-        "a", sequence, (), prompts, streams, context, remaining, (0, 1, 0), (0, 0, 0), places, pages, (0.1, 0.2, 0.1)
-    )
+    ends, counts = tuple((20 * number, 50) for number in range(1, 9)), ((0, 1, 0), (0, 0, 0))
+    figures = (prompts, streams, 700 * sum(streams), *counts, places, pages, (0.1, 0.2, 0.1))
+    return LiveProfile("a", sequence, (), *figures, ends=ends)
 
 
 def microseconds(seconds: list[float]) -> str:

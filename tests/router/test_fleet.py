@@ -351,14 +351,14 @@ def test_repeated_report_keeps_a_replica_from_being_silent() -> None:
 def test_replicas_with_different_classes_are_routed_together() -> None:
     """During an upgrade, old and new replicas are up at once."""
     fleet = fleet_of({"old": profile()})
-    fleet.hear("old", live(2, streams=(1, 2, 3), context_tokens=600, remaining_tokens=60), 0.0)
+    fleet.hear("old", live(2, streams=(1, 2, 3), context_tokens=600), 0.0)
     more = (*DEFAULT_CLASSES, SloClass(name="bulk", ttft_s=1000.0, tpot_s=9.0))
     fleet.join("new", profile(slo_classes=more), 0.0)
-    fleet.hear("new", live(1, streams=(1, 1, 1, 7), context_tokens=900, remaining_tokens=60), 0.0)
+    fleet.hear("new", live(1, streams=(1, 1, 1, 7), context_tokens=900), 0.0)
     for slo_class in (*CLASSES, "bulk"):
         place(fleet, query(slo_class, slo_class=slo_class))
     fleet.join("older", profile(slo_classes=DEFAULT_CLASSES[:2]), 0.0)
-    fleet.hear("new", live(2, streams=(1, 1, 1, 7), context_tokens=900, remaining_tokens=60), 0.0)
+    fleet.hear("new", live(2, streams=(1, 1, 1, 7), context_tokens=900), 0.0)
     for slo_class in (*CLASSES, "bulk"):
         place(fleet, query(f"{slo_class} again", slo_class=slo_class))
     assert sum(fleet.num_booked(name) for name in ("old", "new", "older")) == 8

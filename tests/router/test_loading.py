@@ -11,7 +11,7 @@ from crossdock.router.fleet import Fleet
 from crossdock.router.placement import Placement
 from crossdock.workers.report.advertise import PageChanges, Prompts
 from crossdock.workers.schedule.memory.prefix_index import hash_pages
-from tests.router.replicas import COST, PAGE_SIZE, fleet_of, live, profile, query
+from tests.router.replicas import COST, PAGE_SIZE, fleet_of, live, place, profile, query
 
 PROMPT = list(range(3000))  # of 0.3 s of prefill, and 187 full pages
 HASHES = hash_pages(PROMPT, PAGE_SIZE)
@@ -79,7 +79,7 @@ def test_replica_that_has_left_holds_nothing() -> None:
 @pytest.mark.parametrize("is_fetched", [False, True], ids=["loaded", "fetched"])
 def test_pages_that_come_need_as_much_room_as_computed_ones(is_fetched: bool) -> None:
     """Ten streams leave no page free. The prompt has 187 pages, of 0.3 s of prefill."""
-    full = {"streams": (10, 0, 0), "context_tokens": 30_000, "remaining_tokens": 10_000}
+    full = {"streams": (10, 0, 0), "context_tokens": 30_000, "ends": ((1000, 200),)}
     fleet = fleet_of({name: profile(bytes_per_second=1e10) for name in "ab"})
     waits = []
     for sequence, free in ((2, 4000), (4, 0)):
@@ -104,3 +104,17 @@ def test_load_and_computation_are_predicted_to_meet(num_pages: int, in_pool: int
     seconds = max(num_pages - in_pool, 0) * load_s
     both = seconds * (computed - rest) / max(seconds + computed - rest, 1e-12)  # until loading and computing meet
     assert found.predicted_ttft == pytest.approx(rest + both)
+
+
+@pytest.mark.parametrize("is_held", [False, True], ids=["cached alone", "held by a stream"])
+def test_cached_pages_that_no_request_holds_are_no_room_beside_themselves(is_held: bool) -> None:
+    """150 pages are free, all of them cached; the prompt has 187 cached pages."""
+    fleet = fleet_of({"a": profile()})
+    fleet.hear_pages("a", PageChanges("first life", 1, HASHES))
+    if is_held:
+        place(fleet, query("stream", prompt=PROMPT))
+        fleet.taken("stream", "a", 1)
+    full = live(2, streams=(0, 2, 0), context_tokens=6000, ends=((60, 187),))
+    fleet.hear("a", replace(full, free_pages=(150,) * 3), 0.0)
+    waits = choose(fleet).predicted_ttft
+    assert (waits < 0.1) is is_held

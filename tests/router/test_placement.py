@@ -134,7 +134,7 @@ def pools(shipping: str = "auto", **fields: object) -> Fleet:
 def test_prompt_is_shipped_when_the_decode_replica_is_busy_and_the_prefill_replica_is_not() -> None:
     fleet = pools(chunk_policy="fixed")
     assert fleet.choose(query("short", 40), 0.0).prefill is None  # both are idle: a handover gains nothing
-    fleet.hear("d", live(2, streams=(40, 0, 0), context_tokens=20_000, remaining_tokens=4000), 0.0)
+    fleet.hear("d", live(2, streams=(40, 0, 0), context_tokens=20_000), 0.0)
     chosen = fleet.choose(query("long", 8000), 0.0)
     assert (chosen.prefill, chosen.decode, chosen.reason) == ("p", "d", "shipped")
     assert chosen.late == 0
@@ -178,7 +178,7 @@ def test_replica_without_a_transport_is_never_paired() -> None:
 @pytest.mark.parametrize("shipping", ["always", "never"])
 def test_shipping_setting_overrides_the_prediction(shipping: str) -> None:
     fleet = pools(shipping=shipping)
-    fleet.hear("d", live(2, streams=(40, 0, 0), context_tokens=20_000, remaining_tokens=4000), 0.0)
+    fleet.hear("d", live(2, streams=(40, 0, 0), context_tokens=20_000), 0.0)
     for num_tokens in (PAGE_SIZE, 8000):
         assert (fleet.choose(query("r", num_tokens), 0.0).prefill is not None) is (shipping == "always")
     assert fleet.choose(query("short", PAGE_SIZE - 1), 0.0).prefill is None
@@ -205,7 +205,7 @@ class Problem:
             streams = (rng.randrange(9), rng.randrange(9), rng.randrange(9))
             context = 300 * sum(streams)
             cache = {"empty_pages": rng.randrange(60), "eviction_seconds": rng.choice([0.0, 1e-3, 0.1])}
-            busy = live(2, prompts=prompts, streams=streams, context_tokens=context, remaining_tokens=2000, **cache)
+            busy = live(2, prompts=prompts, streams=streams, context_tokens=context, **cache)
             self.fleet.hear(name, busy, 0.0)
         # Shorter than the shortest deadline.
         self.request: Query = query("new", rng.choice([20, 300, 900]), slo_class=rng.choice(CLASSES))

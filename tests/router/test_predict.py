@@ -93,12 +93,41 @@ def test_ttft_behind_a_booked_prompt_falls_while_that_is_computed() -> None:
 def test_ttft_beside_streams_alone_waits_for_no_chunk() -> None:
     """The last step had a chunk and took 0.1 s; those that follow only decode."""
     fleet = fleet_of({"a": profile()})
-    beside = live(2, streams=(0, 4, 0), context_tokens=400, remaining_tokens=400)
+    beside = live(2, streams=(0, 4, 0), context_tokens=400)
     fleet.hear("a", beside, 0.0)
     before = predicted_ttft(fleet, query("new"))
     fleet.hear("a", replace(beside, sequence=3, step_seconds=0.1), 0.0)
     after = predicted_ttft(fleet, query("new"))
     assert after - before == pytest.approx(COST.decode_step_seconds(4, 400) / 2)
+
+
+def test_prompt_joins_the_step_after_the_next_one_of_a_replica_that_runs_ahead() -> None:
+    """The running step has a chunk of 20 ms, those that follow only decode."""
+    fleet = fleet_of({"a": profile(runs_ahead=True)})
+    step, running = COST.decode_step_seconds(4, 400), 0.02
+    beside = live(2, streams=(0, 4, 0), context_tokens=400, step_seconds=step, in_flight_seconds=running)
+    fleet.hear("a", beside, 100.0)
+    ages = 0.0, 0.01, running + 1.5 * step  # in the running step, and in the one behind it
+    first, later, behind = (predicted_ttft(fleet, query("new"), 100.0 + age) for age in ages)
+    assert first - later == pytest.approx(0.01)
+    assert later - behind == pytest.approx((running + 2 * step - 0.01) - 1.5 * step)
+
+
+def test_prompts_that_were_on_their_way_at_a_report_are_in_the_step_before() -> None:
+    found = []
+    for booked_at in (99.99, 100.001):
+        fleet = fleet_of({"a": profile(runs_ahead=True)}, 99.9)
+        place(fleet, query("before", 200), booked_at)
+        beside = live(2, streams=(0, 4, 0), context_tokens=400, step_seconds=0.03, in_flight_seconds=0.02)
+        fleet.hear("a", beside, 100.0)
+        found.append(predicted_ttft(fleet, query("new", 20), 100.002))
+    assert found[0] - found[1] > 0.01, "the other one is in the step that the new one joins"
+
+
+def test_silence_of_a_replica_with_a_booked_prompt_is_no_wait() -> None:
+    fleet = fleet_of({"a": profile(runs_ahead=True)}, 1000.0)
+    place(fleet, query("before"), 1000.0)
+    assert predicted_ttft(fleet, query("new"), 1010.0) < 0.1
 
 
 def test_ttft_grows_by_the_recent_share_of_more_urgent_prompts() -> None:
@@ -152,14 +181,13 @@ def test_streams_whose_prompts_are_computed_elsewhere_count_as_running() -> None
 def test_ttft_without_a_free_place_waits_for_a_stream_to_end() -> None:
     fleet = fleet_of({"a": profile(max_num_seqs=4)})
     alone = predicted_ttft(fleet, query("new"))
-    full = live(2, streams=(0, 4, 0), context_tokens=400, remaining_tokens=400)
+    full = live(2, streams=(0, 4, 0), context_tokens=400, ends=tuple((tokens, 7) for tokens in (40, 80, 120, 160)))
     fleet.hear("a", full, 0.0)
     beside = predicted_ttft(fleet, query("new"))
     step = COST.decode_step_seconds(4, 400)
     fleet.hear("a", replace(full, sequence=4, places=(0, 0, 0)), 0.0)
     waits = predicted_ttft(fleet, query("new")) - beside
     assert beside > alone
-    # Four streams with 100 tokens to go on average end after 40, 80, 120 and 160 tokens, if they have begun at random.
     assert waits == pytest.approx(40 * step)
     fleet.hear("a", replace(full, sequence=5, places=(0, 0, 0), free_pages=(-100, -100, -100)), 0.0)
     assert predicted_ttft(fleet, query("new")) - beside > waits  # and for the pages of several of them
@@ -167,7 +195,7 @@ def test_ttft_without_a_free_place_waits_for_a_stream_to_end() -> None:
 
 def test_page_that_is_missing_waits_for_the_end_of_a_whole_stream() -> None:
     fleet = fleet_of({"a": profile()})
-    full = live(2, streams=(0, 1, 0), context_tokens=4000, remaining_tokens=100)
+    full = live(2, streams=(0, 1, 0), context_tokens=4000, ends=((100, 250),))
     found = []
     for sequence, free in enumerate((4000, 6, 1, -300), start=2):  # of which the prompt needs 8, a stream has 250
         fleet.hear("a", replace(full, sequence=sequence, free_pages=(free,) * 3), 0.0)
@@ -178,7 +206,7 @@ def test_page_that_is_missing_waits_for_the_end_of_a_whole_stream() -> None:
 
 def test_short_prompt_passes_waiting_ones_that_lack_pages() -> None:
     fleet = fleet_of({"a": profile()})
-    full = live(2, streams=(0, 1, 0), context_tokens=4000, remaining_tokens=100)
+    full = live(2, streams=(0, 1, 0), context_tokens=4000, ends=((100, 250),))
     waits = replace(full, free_pages=(-300,) * 3, pages_now=(50,) * 3)
     short, long = [], []
     for sequence, report in enumerate((full, waits), start=2):
@@ -187,6 +215,17 @@ def test_short_prompt_passes_waiting_ones_that_lack_pages() -> None:
         long.append(predicted_ttft(fleet, query("long", 1000)))
     assert short[0] == short[1]
     assert long[0] < long[1]
+
+
+def test_prompts_that_hold_all_pages_are_computed_and_answered_first() -> None:
+    fleet = fleet_of({"a": profile()})
+    prompts = (Prompts(1, 2, 1, 1000, 0.1),)
+    found = []
+    for sequence, free in ((2, 4000), (3, 0)):
+        report = live(sequence, prompts=prompts, started_seconds=0.1, ends=((128, 63),))
+        fleet.hear("a", replace(report, free_pages=(free,) * 3), 0.0)
+        found.append(predicted_ttft(fleet, query("new")))
+    assert found[1] - found[0] > 100 * COST.decode_step_seconds(1, 1000)
 
 
 def test_gap_beside_streams_with_drafts_is_their_share_of_it() -> None:
@@ -213,7 +252,7 @@ def test_prompt_on_fixed_chunks_delays_streams_and_on_adaptive_ones_waits() -> N
     found = {}
     for policy in ("adaptive", "fixed"):
         fleet = fleet_of({"a": profile(4.0, chunk_policy=policy)})
-        fleet.hear("a", live(2, streams=(8, 0, 0), context_tokens=8000, remaining_tokens=800), 0.0)
+        fleet.hear("a", live(2, streams=(8, 0, 0), context_tokens=8000), 0.0)
         found[policy] = fleet.choose(query("new", 4000, slo_class="standard"), 0.0)
     assert found["fixed"].late > 0  # 512 tokens take 0.2 s here, four times the TPOT of interactive streams
     assert found["adaptive"].late == 0

@@ -34,6 +34,7 @@ with 0.5, 5 and 50 s, the p90 error of predicted TTFT is 72, 70 and 66 %
 (`crossdock simulate --pools mixed=4xh100-8b --request-rate 100 --mix bursty`, 2026-11-22).
 """
 
+MOST_ENDS = 8  # in a live profile, requests that will end first
 MOST_TENANTS = 16  # in a live profile, those whose prompts take most seconds; about 40 bytes each
 HEARTBEAT_S = 1.0  # silence after which a replica repeats its last report
 _NEWEST_RATE = 0.2  # weight of the newest transfer in the mean rate, which so spans about five transfers
@@ -70,7 +71,6 @@ class LiveProfile:
     prompts: tuple[Prompts, ...] = ()
     streams: tuple[int, ...] = ()  # number of decoding requests, by priority
     context_tokens: int = 0  # of all streams together
-    remaining_tokens: int = 0  # that all streams together may still make
     arriving: tuple[int, ...] = ()  # requests prefilled elsewhere that will decode here, by priority
     leaving: tuple[int, ...] = ()  # requests prefilled here that will decode elsewhere or not at all, by priority
     places: tuple[int, ...] = ()  # requests that could still start, by priority; negative: so many must wait
@@ -94,6 +94,9 @@ class LiveProfile:
     weights: WeightVersion = WeightVersion()  # noqa: RUF009  # immutable
     is_paused: bool = False  # it computes nothing until its operator lets it go on
     pages_now: tuple[int, ...] = ()  # `free_pages` before waiting requests that lack pages: shorter prompts pass these
+    in_flight_seconds: float = 0.0  # of the chunks in steps that have begun; `prompts` has the other tokens
+    started_seconds: float = 0.0  # of the prompts that have pages, without those chunks
+    ends: tuple[tuple[int, int], ...] = ()  # (tokens, pages) of those that will end first: expected until then, freed
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +130,7 @@ class Message:
 def observe(scheduler: Scheduler, incarnation: str, sequence: int) -> LiveProfile:
     """Return the live profile of a replica with this scheduler, without the figures that are measured over time."""
     prompts, leaving, tenants = _prompts(scheduler)
-    streams, context, remaining = _streams(scheduler)
+    streams, context = _streams(scheduler)
     arriving = [0] * len(scheduler.config.slo_classes)
     for request in (*scheduler.table.held, *scheduler.table.waiting):
         if request.leg is Leg.RECEIVE:
@@ -141,7 +144,6 @@ def observe(scheduler: Scheduler, incarnation: str, sequence: int) -> LiveProfil
         prompts=prompts,
         streams=streams,
         context_tokens=context,
-        remaining_tokens=remaining,
         arriving=tuple(arriving),
         leaving=leaving,
         places=places,
@@ -160,6 +162,9 @@ def observe(scheduler: Scheduler, incarnation: str, sequence: int) -> LiveProfil
         tenants=tenants,
         weights=scheduler.weights,
         is_paused=scheduler.is_paused,
+        in_flight_seconds=_in_flight_seconds(scheduler),
+        started_seconds=_started_seconds(scheduler),
+        ends=_ends(scheduler),
     )
 
 
@@ -185,15 +190,40 @@ def _prompts(scheduler: Scheduler) -> tuple[tuple[Prompts, ...], tuple[int, ...]
     return tuple(prompts), tuple(leaving), tuple(most)
 
 
-def _streams(scheduler: Scheduler) -> tuple[tuple[int, ...], int, int]:
-    """Return the number of streams by priority, their tokens of context, and the tokens they may still make."""
-    streams, context, remaining = [0] * len(scheduler.config.slo_classes), 0, 0
+def _in_flight_seconds(scheduler: Scheduler) -> float:
+    """Return the predicted seconds of the chunks in steps that have begun."""
+    cost = scheduler.forecast.cost
+    if cost is None:
+        return 0.0
+    chunks = [each for each in scheduler.table.running if each.num_in_flight_tokens and not each.is_decoding]
+    seconds = [cost.chunk_seconds(each.num_computed_tokens, each.num_in_flight_tokens) for each in chunks]
+    return scheduler.forecast.interval_share * sum(seconds)
+
+
+def _started_seconds(scheduler: Scheduler) -> float:
+    """Return the predicted seconds of the prompts that have pages, without the chunks in steps that have begun."""
+    started = [each for each in scheduler.table.running if not each.is_decoding and each.num_uncached_tokens > 0]
+    return sum([scheduler.forecast.prefill_seconds(each) for each in started])
+
+
+def _ends(scheduler: Scheduler) -> tuple[tuple[int, int], ...]:
+    """Return, of the requests that are expected to end first, the tokens until then and the pages that it frees.
+
+    Requests whose pages are sent end elsewhere. Pages that others have, too, are not freed."""
+    table, pages = scheduler.table, scheduler.pages
+    ends = [(table.num_expected(each), each) for each in table.running if each.leg is not Leg.SEND]
+    first = sorted(ends, key=lambda end: end[0])[:MOST_ENDS]
+    return tuple([(left, pages.num_freed_by([each.owner]) + table.num_growth_pages(each)) for left, each in first])
+
+
+def _streams(scheduler: Scheduler) -> tuple[tuple[int, ...], int]:
+    """Return the number of streams by priority, and their tokens of context."""
+    streams, context = [0] * len(scheduler.config.slo_classes), 0
     for request in scheduler.table.running:
         if request.is_decoding:
             streams[request.priority] += 1
             context += request.num_tokens
-            remaining += max(request.sampling.max_tokens - request.num_output_tokens, 1)
-    return tuple(streams), context, remaining
+    return tuple(streams), context
 
 
 def _free(scheduler: Scheduler) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:

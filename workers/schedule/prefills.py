@@ -135,7 +135,7 @@ class PrefillScheduler:
             budget.reason = f"deadline near: slack of {slack * 1e3:.0f} ms is lent"
 
     def _fill(self, budget: ChunkBudget, prefills: Sequence[Request]) -> list[Scheduled]:
-        config, encoding = self.table.config, self.forecast.encoding
+        encoding = self.forecast.encoding
         chunks: list[Scheduled] = []
         startable = Startable(self.table)
         without_place = set[tuple[int, str]]()  # tenants that must leave the last places of a class to others

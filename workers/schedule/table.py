@@ -143,20 +143,27 @@ class RequestTable:
     def num_growth_pages(self, request: Request) -> int:
         """Return the pages that a request is expected to need beyond those it has, until it ends.
 
-        An output is expected to be as long as recent ones, and never to end within its next page.
+        See `num_expected`.
         """
         if request.leg is Leg.SEND:
             return 0
-        size, num_output = self.pages.page_size, request.num_output_tokens
-        most = min(request.sampling.max_tokens - num_output, self.max_model_len - request.num_tokens)
-        expected = min(most, max(int(self.mean_output) - num_output, size))
-        now, later = self.needs.pages(request.num_tokens), self.needs.pages(request.num_tokens + expected)
+        num_left = self.num_expected(request)
+        now, later = self.needs.pages(request.num_tokens), self.needs.pages(request.num_tokens + num_left)
         if not self.pages.has_windows:
             return self.pages.num_groups * max(later - max(len(self.pages.pages_of(request.owner)), now), 0)
         return sum(
             max((later if most is None else min(later, most)) - max(self.pages.num_held(request.owner, group), now), 0)
             for group, most in enumerate(self.needs.most_decoding)
         )
+
+    def num_expected(self, request: Request) -> int:
+        """Return the tokens that a request is expected to make from now on.
+
+        An output is expected to be as long as recent ones, and never to end within its next page.
+        """
+        num_output = request.num_output_tokens
+        most = min(request.sampling.max_tokens - num_output, self.max_model_len - request.num_tokens)
+        return min(most, max(int(self.mean_output) - num_output, self.pages.page_size))
 
     def room_for_outputs(self) -> int:
         """Return the growth pages of all that own pages, counted again when a step begins or a status changes."""

@@ -60,7 +60,7 @@ def test_live_profile_counts_every_kind_of_request() -> None:
         ),
         streams=(1, 0, 0),
         context_tokens=11,
-        remaining_tokens=18,
+        ends=((4, 3 + 1),),  # an output never ends within its next page
         arriving=(1, 0, 0),
         leaving=(0, 0, 1),
         # Of 8 places one is taken, and a second reserved for interactive requests; each waiting request takes one from
