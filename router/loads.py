@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from functools import lru_cache
 from itertools import accumulate
 from operator import attrgetter
-from typing import Generic, TypeAlias, TypeVar
+from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -114,9 +114,9 @@ class Row(ReplicaFigures[StepCost, float, Sequence[float]]):
             loads.groups[source, 0, priority, position, slot] = count
             loads.groups[source, 1, priority, position, slot] = seconds
         ends = self.ends[:MOST_ENDS] or [(0.0, 0)]
-        seconds, freed = [at for at, _ in ends], [*accumulate([pages for _, pages in ends])]
+        times, freed = [at for at, _ in ends], [*accumulate([pages for _, pages in ends])]
         unknown = MOST_ENDS - len(ends)  # behind the last end
-        loads.ends[..., slot] = seconds + seconds[-1:] * unknown, freed + freed[-1:] * unknown
+        loads.ends[..., slot] = times + times[-1:] * unknown, freed + freed[-1:] * unknown
 
 
 @dataclass(slots=True, kw_only=True)
@@ -201,9 +201,8 @@ def row(
     fits_streams, step_tokens = meaning_of(profile.chunk_policy).fits_streams, profile.max_num_batched_tokens
     min_chunk = max(step_tokens - num_streams, 1.0)
     min_chunk = min(free_tokens(cost, step, 0, profile.min_chunk_tokens), min_chunk) if fits_streams else min_chunk
-    first = min([each.at for each in booked], default=reported_at) - reported_at
     chunk_s = _chunk_seconds(profile, cost, min_chunk, gap, shares[0])
-    at = sorted([(each.at - reported_at, each.seconds) for each in booked if each.seconds and not each.has_first])
+    coming = sorted([(each.at - reported_at, each.seconds) for each in booked if each.seconds and not each.has_first])
     return Row(
         cost=cost,
         interval_share=interval_share,
@@ -218,9 +217,8 @@ def row(
         page_bytes=profile.page_bytes,
         bytes_per_second=live.bytes_per_second or profile.bytes_per_second,
         refuses_late=profile.admission == "reject" and bool(num_streams or num_arriving or groups),
-        step_left=0.0,
-        **_joins(work, live, gap, chunk_s, at, profile.runs_ahead),
-        first_booked=first,
+        **_joins(work, live, gap, chunk_s, coming, profile.runs_ahead)._asdict(),
+        first_booked=min([each.at for each in booked], default=reported_at) - reported_at,
         step_streams=step.decodes,
         min_chunk=min_chunk,
         recent_excess_share=max(live.stream_share - (1 - shares[0]), 0.0),
@@ -271,36 +269,42 @@ def _chunk_seconds(profile: SchedulingProfile, cost: StepCost, min_chunk: float,
     return min(max(gap * share / (1 - share), min_chunk * cost.per_prefill_token), most)
 
 
-def _joins(
-    work: Work, live: LiveProfile, gap: float, chunk_s: float, booked: Sequence[tuple[float, float]], runs_ahead: bool
-) -> dict[str, float]:
-    """Return when a new prompt joins a step: see `ReplicaFigures`.
+class _Joins(NamedTuple):
+    """When a new prompt joins a step: see `ReplicaFigures`."""
 
-    A step has chunks of `chunk_s` at most where prompts wait. A replica that runs ahead schedules a step when the one
-    before it begins: a prompt joins the step after the next. `booked`: seconds since the report at which prompts were
-    booked, and their own, in order of time."""
+    joins_until: float
+    first_join: float
+    second_join: float
+    later_join: float
+    step_left: float = 0.0  # made of the others before each choice
+
+
+def _joins(
+    work: Work, live: LiveProfile, gap: float, chunk_s: float, coming: list[tuple[float, float]], runs_ahead: bool
+) -> _Joins:
+    """Return when a new prompt joins a step. A step has chunks of `chunk_s` at most where prompts wait.
+
+    A replica that runs ahead schedules a step when the one before it begins: a prompt joins the step after the next.
+    `coming`: seconds since the report at which prompts were booked, and their own, in order of time."""
     streams_s = gap if sum(work.streams) else 0.0
     later = min(live.step_seconds, gap) / 2 + (streams_s if runs_ahead else 0.0)
     waiting = sum([seconds for _, seconds in work.reported.values()]) if live.step_seconds else 0.0
     if live.pages_now > live.free_pages:  # some wait for pages, not for a step
         waiting = min(waiting, live.started_seconds)
-    coming = [*booked]
-    while coming and coming[0][0] <= 0:  # on their way as the replica reported
-        waiting += coming.pop(0)[1]
-    begins, running = 0.0, live.in_flight_seconds
-    if not (running or waiting or (streams_s and coming)):
+    waiting += sum([seconds for at, seconds in coming if at <= 0])  # on their way as the replica reported
+    coming, begins, running = [each for each in coming if each[0] > 0], 0.0, live.in_flight_seconds
+    if not (running or waiting or (streams_s and coming)):  # it was idle until one came
         if not coming:
-            return {"joins_until": 0.0, "first_join": 0.0, "second_join": 0.0, "later_join": later}
-        begins, waiting = coming.pop(0)  # it was idle until then
+            return _Joins(0.0, 0.0, 0.0, later)
+        (begins, waiting), *coming = coming
     if not running and not (runs_ahead and streams_s):
         running, waiting = min(waiting, chunk_s), max(waiting - chunk_s, 0.0)
     ends = begins + gap + running
     if not runs_ahead:
-        return {"joins_until": ends, "first_join": ends, "second_join": ends, "later_join": later}
+        return _Joins(ends, ends, ends, later)
     first = ends + _step_seconds(gap, streams_s, min(waiting, chunk_s))
     waiting = max(waiting - chunk_s, 0.0) + sum([seconds for at, seconds in coming if at < ends])
-    second = first + _step_seconds(gap, streams_s, min(waiting, chunk_s))
-    return {"joins_until": ends, "first_join": first, "second_join": second, "later_join": later}
+    return _Joins(ends, first, first + _step_seconds(gap, streams_s, min(waiting, chunk_s)), later)
 
 
 def _step_seconds(gap: float, streams_s: float, chunk_s: float) -> float:
