@@ -27,6 +27,7 @@ from crossdock.kernels.cpu.remembered_seconds import measured_choice
 from crossdock.kernels.options import CpuKernels, Kernel
 
 _PANEL = 16  # outputs that lie together in a packed weight
+_BAND = 1 << 22  # elements that are compared at once
 _ROW_MULTIPLE = 8
 ROWS = (1, 4, 8, 16, 32, 64, 256)  # numbers of rows that are measured; 1,024 chooses as 256 does
 _MAX_BYTES = 64 << 20  # of weights measured per shape: more than stays in the caches, as a model's layers are
@@ -50,7 +51,10 @@ def decoder_library(dtype: torch.dtype) -> ctypes.CDLL:
 
 def fits_bfloat16(weight: Tensor) -> bool:
     """Report whether bfloat16 holds every number of a weight, as that of a bfloat16 checkpoint in a float32 model."""
-    return weight.dtype is torch.bfloat16 or torch.equal(weight.bfloat16().to(weight.dtype), weight)
+    if weight.dtype is torch.bfloat16:
+        return True
+    bands = weight.split(max(1, _BAND // weight.shape[1]))  # copies of a whole output projection would be gigabytes
+    return all(torch.equal(each.bfloat16().to(weight.dtype), each) for each in bands)
 
 
 def usable_kernels(dtype: torch.dtype, setting: CpuKernels = "auto", fits: bool = True) -> tuple[Kernel, ...]:

@@ -191,7 +191,7 @@ def fuse(
             weights.clear()
             in_turn = _taken(layers, windows)
         else:
-            in_turn = _narrowed(weights) if is_narrow else iter(weights)
+            in_turn = _narrowed(weights, layers_choice.kernels) if is_narrow else iter(weights)
         stack = DecoderStack(shape, in_turn, layers_choice, attention, frees_codes=has_codes)
         path = next(name for name, part in model.named_modules() if part is layers)
         fused, fused_head = FusedLayers(stack, current_pages, path), FusedHead(head_weight, head_choice, has_codes)
@@ -329,9 +329,14 @@ def _taken(layers: nn.ModuleList, windows: Sequence[int | None]) -> Iterator[Dec
         trim_heap()
 
 
-def _narrowed(layers: Sequence[DecoderLayer]) -> Iterator[DecoderLayer]:
-    """Yield the weights of each layer, and then keep its matrices in bfloat16, which holds them, until `_widen`."""
+def _narrowed(layers: Sequence[DecoderLayer], kernels: Sequence[Kernel]) -> Iterator[DecoderLayer]:
+    """Yield the weights of each layer, and keep its matrices in bfloat16, which holds them, until `_widen`.
+
+    `own` alone reads them in bfloat16, so that copies take half of the memory.
+    """
     for layer in layers:
+        if len(kernels) == 1:
+            _turn_to(torch.bfloat16, [layer])
         yield layer
         _turn_to(torch.bfloat16, [layer])
         trim_heap()

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from crossdock.workers.model.cut.part import ModelPart, TensorSlice
+from crossdock.workers.model.weights.heap import trim_heap
 from crossdock.workers.model.weights.packed_layers import PackedLinear
 from crossdock.workers.model.weights.stored_tensors import Files, StoredTensor
 from crossdock.workers.model.weights.tensor_check import NamedTensors
@@ -42,6 +43,7 @@ def check_products(module: Any, part: ModelPart | None, named: NamedTensors) -> 
                     f"{Path(stored.file).name}: as it was loaded, {name} gives products that differ by {error:.1%} in "
                     f"norm from those of the bytes in the file; the model would give wrong results"
                 )
+            trim_heap()  # of the matrices that were read for it
 
 
 @torch.no_grad()

@@ -9,9 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from crossdock.kernels.backend import choose_attention
-from crossdock.kernels.cpu import linear
+from crossdock.kernels.cpu import decoder, linear
 from crossdock.kernels.cpu.build import cpu_flags
 from crossdock.kernels.cpu.choice import KernelChoice, only
+from crossdock.kernels.cpu.linear import interleave
 from crossdock.kernels.options import CpuKernels
 from crossdock.kernels.packed import PackedMatrix
 from crossdock.workers.model.cut.part import ModelPart
@@ -165,10 +166,15 @@ def test_layers_of_other_shapes_or_arithmetic_are_not_fused(name: str) -> None:
     assert not is_fused(wrap_module(bf16(name, NOT_FUSED[name])))
 
 
-def test_float32_weights_wait_in_bfloat16_and_come_back_where_layers_are_not_fused_after_all() -> None:
+def test_float32_weights_wait_in_bfloat16_and_come_back_where_layers_are_not_fused_after_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     fused, refused = bf16("llama", WIDE).float(), bf16("granite", NOT_FUSED["granite"]).float()
     copied: Any = list(fused.model.layers)
+    joined: list[torch.dtype] = []
+    monkeypatch.setattr(decoder, "interleave", lambda *parts: [joined.append(parts[0].dtype), interleave(*parts)][1])
     assert is_fused(wrap_module(fused, LoadOptions(cpu_kernels="own")))
+    assert set(joined) == {torch.bfloat16}, "copies of a layer take half of the memory"
     assert copied[0].mlp.up_proj.weight.dtype is torch.bfloat16
     before = {name: each.clone() for name, each in refused.state_dict().items()}
     assert not is_fused(wrap_module(refused, LoadOptions(cpu_kernels="own")))

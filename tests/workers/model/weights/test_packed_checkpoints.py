@@ -2,6 +2,7 @@
 
 import gc
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from crossdock.workers.model.layers.coded_products import CodedLinear
 from crossdock.workers.model.load import load_model
 from crossdock.workers.model.memory.memory_fit import check_fits
 from crossdock.workers.model.model_spec import ModelSpec
+from crossdock.workers.model.weights import file_slice, weights
 from crossdock.workers.model.weights.packed_layers import PackedExperts, PackedLinear, packed_bytes
 from crossdock.workers.model.weights.plain import PlainWeights
 from crossdock.workers.model.weights.weights import read_config
@@ -288,6 +290,44 @@ def test_logits_of_ranks_equal_those_of_the_dequantised_model(ranks: Ranks, tmp_
             driver = RankPosition(0, *division).driver
             for ours, theirs in zip(ranks.run(2, part_logits, path, *division)[driver], expected, strict=True):
                 torch.testing.assert_close(ours, theirs, atol=2e-3, rtol=2e-3)
+
+
+PACKED = ("fp8 blocks", "compressed-tensors w4a16 zeros", "experts", "mxfp4")
+
+
+@pytest.mark.parametrize(("name", "rank"), [("plain", 1), *((name, rank) for name in PACKED for rank in (None, 1))])
+def test_no_byte_of_weights_is_read_twice(
+    name: str, rank: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks read packed matrices whole, and their own parts of plain tensors. No rank: all is read.
+
+    A whole checkpoint of plain tensors is read by transformers."""
+    path, sizes = tmp_path, SIZES | {"intermediate_size": 128}
+    if name == "plain":
+        build("llama", sizes).save_pretrained(path)
+    elif name == "mxfp4":
+        write_gpt_oss(path)
+    elif name == "experts":
+        write_experts(path, CASES["awq"])
+        path = tmp_path / "packed"
+    else:
+        write(path, CASES[name], sizes=sizes)
+    file, preadv = path / "model.safetensors", os.preadv
+    counts = torch.zeros(file.stat().st_size, dtype=torch.int8)
+
+    def counted(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        assert os.fstat(descriptor).st_ino == file.stat().st_ino
+        counts[offset : offset + sum(map(len, buffers))] += 1
+        return preadv(descriptor, buffers, offset)
+
+    monkeypatch.setattr(weights, "check_products", lambda *_: None)  # reads some rows of 16 linears again
+    monkeypatch.setattr(file_slice.os, "preadv", counted)
+    found, _ = read(path, RankPosition(rank or 0, 1 if rank is None else 2))
+    assert counts.max() == 1
+    header = 8 + int.from_bytes(file.read_bytes()[:8], "little")
+    assert not counts[:header].any()
+    assert counts.sum() == len(counts) - header if rank is None else counts.sum() < len(counts) - header
+    assert name != "plain" or counts.sum() == held_bytes(found)
 
 
 def peak_of_loading(_: int, path: Path) -> tuple[int, int]:
