@@ -53,7 +53,9 @@ def fits_bfloat16(weight: Tensor) -> bool:
     """Report whether bfloat16 holds every number of a weight, as that of a bfloat16 checkpoint in a float32 model."""
     if weight.dtype is torch.bfloat16:
         return True
-    bands = weight.split(max(1, _BAND // weight.shape[1]))  # copies of a whole output projection would be gigabytes
+    bands = torch.split(
+        weight, max(1, _BAND // weight.shape[1])
+    )  # copies of a whole output projection would be gigabytes
     return all(torch.equal(each.bfloat16().to(weight.dtype), each) for each in bands)
 
 
