@@ -102,6 +102,8 @@ struct CodedFloats {
     static constexpr int V = NB * PARTS, COLUMNS = columns_of(KIND);
     static constexpr bool IS_WIDENED = false;
     static constexpr bool IS_GROUPED = false;  // whether numbers are codes, so that sums of groups are to be scaled
+    // Without an offset for 8 and a mask, a tile of four rows needs 15 of the 16 registers of AVX2, not 18.
+    static constexpr bool IS_SIGNED = KIND == INT4 && !HAS_OFFSETS;
     const Matrix& w;
     const int64_t n;
     const uint32_t* codes[NB];
@@ -123,7 +125,6 @@ struct CodedFloats {
         for (int v = 0; v < V; ++v) {
             scales[v] = load(w.grid(w.scales, n + v / PARTS, g) + v % PARTS * LANES);
             if constexpr (HAS_OFFSETS) offsets[v] = load(w.grid(w.offsets, n + v / PARTS, g) + v % PARTS * LANES);
-            if constexpr (KIND == INT4 && !HAS_OFFSETS) offsets[v] = scales[v] * -8.0f;
             if constexpr (IS_DOUBLED) scales[v] *= 0.5f;
         }
     }
@@ -132,6 +133,7 @@ struct CodedFloats {
             const uint32_t* from = codes[v / PARTS] + k / COLUMNS * PANEL + v % PARTS * LANES;
             prefetch(reinterpret_cast<const char*>(from) + AHEAD / 2);
             words[v] = (ivec)load(from);
+            if constexpr (IS_SIGNED) words[v] ^= int32_t(0x88888888);  // code - 8 of each nibble in two's complement
 #if defined(__AVX2__) && !defined(__AVX512F__)
             const __m256i integers = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12));
             for (int half = 0; IS_DOUBLED && half < 2; ++half)
@@ -144,6 +146,7 @@ struct CodedFloats {
         if constexpr (IS_DOUBLED) return __builtin_convertvector((doubled[v][j / 2 % 2] << (24 - 16 * (j % 2) - 8 * (j / 4))) >> 24, vec);
 #endif
         const int nibble = j % 2 * 16 + j / 2 * 4;
+        if constexpr (IS_SIGNED) return __builtin_convertvector((words[v] << (28 - nibble)) >> 28, vec);
         if constexpr (KIND == INT4) return __builtin_convertvector((words[v] >> nibble) & 15, vec);
         if constexpr (KIND == INT8) return __builtin_convertvector((words[v] << (24 - 8 * j)) >> 24, vec);
         if constexpr (KIND == E2M1) return e2m1(words[v] >> nibble);
@@ -151,7 +154,7 @@ struct CodedFloats {
         return e4m3(words[v] << (24 - 8 * j));
     }
     vec number(int j, int v) const {
-        if constexpr (HAS_OFFSETS || KIND == INT4) return multiply_add(code(j, v), scales[v], offsets[v]);
+        if constexpr (HAS_OFFSETS) return multiply_add(code(j, v), scales[v], offsets[v]);
         return code(j, v) * scales[v];
     }
 };
