@@ -15,8 +15,8 @@ from statistics import mean, median
 
 CODE = ("cluster", "router", "workers", "kvtransfer", "kernels", ".ci")
 BUDGETS = {  # count: the most that there may be
-    "lines of code": 67_697,
-    "lines of tests": 65_068,
+    "lines of code": 67_710,
+    "lines of tests": 65_114,
     "lines of benchmarks": 12_800,
     "lines of benchmarks/RESULTS.md": 500,
     "Python files in the largest folder": 20,
