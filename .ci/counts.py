@@ -15,9 +15,9 @@ from statistics import mean, median
 
 CODE = ("cluster", "router", "workers", "kvtransfer", "kernels", ".ci")
 BUDGETS = {  # count: the most that there may be
-    "lines of code": 67_710,
-    "lines of tests": 65_114,
-    "lines of benchmarks": 12_800,
+    "lines of code": 67_873,
+    "lines of tests": 65_216,
+    "lines of benchmarks": 12_814,
     "lines of benchmarks/RESULTS.md": 500,
     "Python files in the largest folder": 20,
     "lines of the longest class": 350,

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from transformers.utils.logging import disable_progress_bar
 
+from crossdock.workers.model.checksums import checksum, checksums_in
 from crossdock.workers.model.load import load_model
 from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.model.new_weights import NewWeights
@@ -46,6 +47,7 @@ def main() -> None:
                 str(each.dtype).removeprefix("torch."),
                 tuple(each.shape),
                 each.reshape(-1).view(torch.uint8).numpy(),
+                checksum(each),
             )
             for name, each in tensors
         }
@@ -79,10 +81,17 @@ def main() -> None:
             is_read, is_read_cpu = time.perf_counter(), time.process_time()
             update.put()
             found[name].append((is_read - began, is_read_cpu - began_cpu, time.perf_counter() - is_read))
+    began_cpu = time.process_time()
+    checksums_in(path)
+    of_sent, began_cpu = time.process_time() - began_cpu, time.process_time()
+    update.call("check", {})
+    of_held = time.process_time() - began_cpu
     for name, measured in found.items():
         seconds, cpu, stop = (min(each) for each in zip(*measured, strict=True))
         per_gb = f"{seconds / size * 1e9:.2f} s/GB, {cpu / size * 1e9:.2f} CPU s/GB"
         print(f"{name}: read {seconds:.2f} s ({per_gb}), between two steps {1000 * stop:.1f} ms")
+    costs = f"{of_sent / size * 1e9:.2f} CPU s/GB of tensors as sent, {of_held / size * 1e9:.2f} as steps read them"
+    print(f"checksums, which every read includes: {costs}")
 
 
 if __name__ == "__main__":

@@ -3,9 +3,10 @@
     python benchmarks/chaos/updates.py --updates 25 --kills 5
 
 Serves the embedded model twice with `--batch-invariant`, and replaces its weights by those of three folders in turn,
-while eight clients ask greedy questions. In between a replica's process is killed (SIGKILL) in the midst of its
-streams. Ends with an error where an answer names two versions, has other tokens than an earlier answer of equal
-weights, does not end within `PATIENCE_S`, or pages stay owned at the end.
+while eight clients ask greedy questions. Once two replicas have the newest weights, the process of one is killed
+(SIGKILL) in the midst of its streams: just before the next update, or in turn in the midst of it. Ends with an error
+where an answer names two versions, has other tokens than an earlier answer of equal weights, is an error, does not end
+within `PATIENCE_S`, or where pages stay owned at the end.
 """
 
 import argparse
@@ -71,10 +72,8 @@ async def load(http: httpx.AsyncClient, texts: dict[tuple[int, int], str], count
         question = number % 16
         body = {"prompt": f"Question {question}:", "max_tokens": 64, "temperature": 0, "ignore_eos": True}
         answer = await http.post("/v1/completions", json=body, timeout=PATIENCE_S)
-        counts[f"status {answer.status_code}"] += 1
         if answer.status_code != 200:
-            await asyncio.sleep(0.2)
-            continue
+            raise ValueError(f"a request is answered {answer.status_code}: {answer.text}")
         [choice] = answer.json()["choices"]
         made_by = choice.get("weight_versions", [])
         if len(made_by) > 1:
@@ -85,13 +84,13 @@ async def load(http: httpx.AsyncClient, texts: dict[tuple[int, int], str], count
         counts["answers checked"] += 1
 
 
-async def both_up(http: httpx.AsyncClient, clients: list[asyncio.Task[None]]) -> None:
-    """Wait until two replicas answer, of which one may be killed: a replica that only starts could not take over."""
-    until = time.monotonic() + PATIENCE_S
-    while len((await http.get("/v1/replicas")).json()["data"]) < 2:
+async def both_have(version: str, http: httpx.AsyncClient, clients: list[asyncio.Task[None]]) -> None:
+    """Wait until two replicas have the newest weights: one that starts, or has older ones, could not take over."""
+    until, line = time.monotonic() + PATIENCE_S, f'crossdock_weight_version{{version="{version}",'
+    while (await http.get("/metrics")).text.count(line) < 2:
         raise_failure(clients)
         if time.monotonic() > until:
-            raise ValueError(f"no second replica is up after {PATIENCE_S:.0f} s")
+            raise ValueError(f"no second replica has the newest weights after {PATIENCE_S:.0f} s")
         await asyncio.sleep(0.25)
 
 
@@ -105,16 +104,22 @@ async def update(server: RunningServer, updates: int, kills: int) -> None:
     texts, counts, seconds = dict[tuple[int, int], str](), Counter[str](), list[float]()
     async with httpx.AsyncClient(base_url=server.address) as http:
         clients = [asyncio.create_task(load(http, texts, counts)) for _ in range(CLIENTS)]
-        killed = 0
+        killed, version = 0, "default"
         for number in range(1, updates + 1):
-            if number * kills // updates > killed:
-                await both_up(http, clients)
-                os.kill(replicas_of(server)[0].pid, signal.SIGKILL)
-                killed += 1
+            kills_one = number * kills // updates > killed
+            if kills_one:
+                await both_have(version, http, clients)
+                victim = replicas_of(server)[0].pid
             if number == FOLDERS + 1:  # each folder was served once
                 print(f"memory after {FOLDERS} updates: {memory_of(server)}", flush=True)
-            began, body = time.monotonic(), {"model_path": str(number % FOLDERS), "weight_version": str(number)}
-            answer = await http.post("/update_weights_from_disk", json=body, timeout=PATIENCE_S)
+            version = str(number)
+            began, body = time.monotonic(), {"model_path": str(number % FOLDERS), "weight_version": version}
+            updating = asyncio.create_task(http.post("/update_weights_from_disk", json=body, timeout=PATIENCE_S))
+            if kills_one:
+                await asyncio.sleep(killed % 2 * min(seconds) / 2)
+                os.kill(victim, signal.SIGKILL)
+                killed += 1
+            answer = await updating
             if answer.status_code != 200:
                 raise ValueError(f"update {number} is answered {answer.status_code}: {answer.text}")
             seconds.append(time.monotonic() - began)

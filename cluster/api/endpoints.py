@@ -234,6 +234,7 @@ def _of_trainers(control: RolloutControl) -> list[Endpoint]:
         ("POST", "/finish_weight_update", control.finish_update, "Compute with the tensors that were received"),
         ("POST", "/update_weights_from_disk", control.update_from_disk, "Compute with the weights of a checkpoint"),
         ("GET", "/weight_info", control.weight_info, "The version of the weights"),
+        ("POST", "/weight_checker", control.check, "The checksums of the weights"),
     ]
 
 

@@ -30,6 +30,7 @@ RemoteMethod: TypeAlias = Literal[
     "assign_role",
     "call_weights",
     "catch_up",
+    "checksums",
     "given_up",
     "live_requests",
     "metrics_text",

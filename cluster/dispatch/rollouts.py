@@ -3,13 +3,13 @@
 import asyncio
 import logging
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, TypeAlias
 
 from crossdock.cluster.dispatch.dispatcher import Dispatcher
 from crossdock.cluster.dispatch.gate import PauseMode
 from crossdock.router.actions import ReplicaLost
-from crossdock.workers.schedule.weight_version import WeightVersion
+from crossdock.workers.schedule.weight_version import WeightVersion, unlike
 
 logger = logging.getLogger("ray.serve")
 
@@ -117,8 +117,30 @@ class Rollouts:
         """Have replicas compute with the tensors that were received. See `update`."""
         return await self.update("", name, mode)
 
+    async def checksums(self) -> Mapping[str, str]:
+        """Return the checksums of the tensors that the last update has put in place, by their names in a checkpoint.
+
+        Raises:
+            ValueError: there was no update; or replicas differ, or their memory is not what was to be put there.
+        """
+        async with self._turn:
+            table = self._dispatcher.fleet.table
+            return await self._checksums(table.by_name.keys() - table.outdated, "held")
+
+    async def _checksums(self, names: Iterable[str], which: Literal["read", "held"]) -> Mapping[str, str]:
+        found = await self._dispatcher.tell_all("checksums", by_name=dict.fromkeys(names, (which,)))
+        first: Mapping[str, str] = next(iter(found.values()), {})
+        if wrong := next(filter(None, (unlike(each, first) for each in found.values())), ""):
+            raise ValueError(f"replicas have unlike tensors: {wrong}")
+        return first
+
     async def update(
-        self, folder: str, name: str, mode: PauseMode, tensors: Sequence[Any] | None = None
+        self,
+        folder: str,
+        name: str,
+        mode: PauseMode,
+        tensors: Sequence[Any] | None = None,
+        checksums: Mapping[str, str] | None = None,
     ) -> WeightVersion:
         """Have all replicas compute with other weights. Where one cannot read them, all keep theirs.
 
@@ -129,21 +151,24 @@ class Rollouts:
             folder: a checkpoint, which all machines of replicas see; empty: tensors that were sent.
             name: of the weights, for clients; empty: the number of the update.
             tensors: whole ones by name, in Ray's object store, as its only element; None: a group has received them.
+            checksums: of tensors in the folder, by name; each rank compares them with its own.
 
         Raises:
-            ValueError: with the reason for which weights cannot be replaced, or files or tensors are not right.
+            ValueError: with the reason for which weights cannot be replaced, or files or tensors are not right, or
+                not the same everywhere.
             ReplicaLost: no replica has the new weights.
         """
         async with self._turn:
             if folder or tensors is not None:
                 await self._dispatcher.tell_all("call_weights", "start", {})
-            argument = {"folder": folder}
+            argument = {"folder": folder, "checksums": checksums or {}}
             if tensors is None:
                 ids = await self._dispatcher.tell_all("call_weights", "read", argument)
             else:
                 ids = await self._dispatcher.tell_all("read_objects", tensors)
             if folder and len(set(ids.values())) > 1:
                 raise ValueError(f"replicas found unlike files in {folder}: {ids}")
+            await self._checksums(ids, "read")
             number = self.weights.number + 1
             weights_id = next(iter(ids.values()), "") if folder else uuid.uuid4().hex
             return await self._put(WeightVersion(number, weights_id, name or str(number), folder), mode)

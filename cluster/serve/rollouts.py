@@ -29,11 +29,13 @@ def push_weights(
     """
     import torch
 
+    from crossdock.workers.model.checksums import checksum
+
     arrays = {}
     for key, tensor in tensors:
         plain = tensor.detach().cpu().contiguous()
         bytes_of = plain.reshape(-1).view(torch.uint8).numpy()
-        arrays[key] = str(plain.dtype).removeprefix("torch."), tuple(plain.shape), bytes_of
+        arrays[key] = str(plain.dtype).removeprefix("torch."), tuple(plain.shape), bytes_of, checksum(plain)
     ingress = serve.get_deployment_handle("ingress", app_name)
     pushed: str = ingress.push_weights.remote([ray.put(arrays)], name, mode).result()
     return pushed

@@ -2,6 +2,9 @@
 
 The files of a checkpoint go through the same steps as at the start: names, merges, dtypes, and a rank's cut. Then each
 copy that steps read is replaced: parameters in place, and what kernels have packed by the same kernels again.
+
+Checksums prove both ways: those of the files are compared with the sender's, and those of all memory that steps read
+with what was to be put there.
 """
 
 import copy
@@ -9,14 +12,15 @@ import json
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from crossdock.kernels.cpu.huge_pages import give_back
-from crossdock.workers.model.layers.fusion import drop_fused, fused_weights
+from crossdock.workers.model.checksums import checksum, checksums_in
+from crossdock.workers.model.layers.fusion import drop_fused, fused_tensors, fused_weights
 from crossdock.workers.model.layers.triton_layers import TritonLayers
 from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.model.weight_group import WeightGroup, announced
@@ -24,6 +28,7 @@ from crossdock.workers.model.weights.heap import trim_heap
 from crossdock.workers.model.weights.plain import PlainWeights
 from crossdock.workers.model.weights.scheme import PLAIN, scheme_at, scheme_of
 from crossdock.workers.model.weights.tensor_check import is_classifier
+from crossdock.workers.schedule.weight_version import unlike
 
 
 class NewWeights:
@@ -32,6 +37,8 @@ class NewWeights:
     def __init__(self, model: LoadedModel) -> None:
         self._model = model
         self._put: Callable[[], None] | None = None  # of weights that have been read
+        self._proof = self._read_proof = Proof({}, {})  # of the present weights, and of those that have been read
+        self._sent: dict[str, str] = {}  # the checksums that the trainer gave with its tensors
         self._group: WeightGroup | None = None  # of a trainer that sends tensors
         self._received: dict[str, Tensor] = {}
         self.are_given_up = False  # the present weights: no step may read them
@@ -40,9 +47,10 @@ class NewWeights:
     def is_read(self) -> bool:
         return self._put is not None
 
-    def call(self, method: str, argument: str) -> None:
+    def call(self, method: str, argument: str) -> dict[str, str]:
         """Do what the driver asks of every rank: `start` an update, `join` a trainer's group, `receive` tensors, `read`
-        these or a folder, `leave` the group. `argument`: as JSON.
+        these or a folder, `leave` the group, `check` the present weights. `argument`: as JSON. Returns the checksums of
+        the tensors that were read or checked.
 
         Raises:
             ValueError: the weights cannot be replaced, or the argument or the tensors are not right.
@@ -60,11 +68,14 @@ class NewWeights:
             if self._group is None:
                 raise ValueError("there is no group to receive from: call /init_weight_transfer_engine first")
             self._received |= self._group.receive(announced(given["update_info"]))
+            self._sent |= given["update_info"].get("checksums") or {}
         if method == "read":
             if given["folder"]:
-                self.read(Path(given["folder"]))
+                self.read(Path(given["folder"]), given.get("checksums"))
             else:
                 self.read_tensors(self._received)
+            return self._read_proof.received
+        return self.check() if method == "check" else {}
 
     @property
     def _rank(self) -> int:
@@ -82,27 +93,48 @@ class NewWeights:
             return "the model encodes pictures, and embeddings of the weights of the start would be used again"
         return ""
 
-    def read(self, folder: Path) -> None:
+    def read(self, folder: Path, sent: Mapping[str, str] | None = None) -> None:
         """Read this rank's part of a checkpoint in plain safetensors. The files may change afterwards.
 
+        `sent`: checksums of tensors, by their names in the checkpoint.
+
         Raises:
-            ValueError: the weights cannot be replaced, or the files are not all weights of this model.
+            ValueError: the weights cannot be replaced, the files are not all weights of this model, or a tensor has
+                another checksum than it was sent with.
         """
         self._put = None
         if reason := self.why_not():
             raise ValueError(f"weights cannot be replaced: {reason}")
         if scheme_at(folder) is not PLAIN:
             raise ValueError(f"{folder} is quantised: give plain weights in safetensors")
+        received = checksums_in(folder)
+        if wrong := unlike({name: received.get(name, "") for name in sent or ()}, sent or {}):
+            raise ValueError(f"checksums: other bytes were received than were sent of {wrong}")
         model = self._model
         plain, _ = PlainWeights().read(copy.deepcopy(model.config), folder, model.dtype, model.part.collectives)
         plain.requires_grad_(False)
-        self._put = _prepared(model.module, plain)
+        put, held = _prepared(model.module, plain)
+        self._put, self._read_proof = put, Proof(received, held)
+
+    def check(self) -> dict[str, str]:
+        """Return the checksums of the tensors that an update has put in place, by their names in the checkpoint.
+
+        Raises:
+            ValueError: there was no update, or the memory that steps read is not what was to be put there.
+        """
+        if not self._proof.held:
+            raise ValueError("no update has replaced the weights of the start: their checksums are those of the files")
+        if self.are_given_up:
+            raise ValueError("the weights are given up: use /wake_up first")
+        if wrong := unlike(held_checksums(self._model.module), self._proof.held):
+            raise ValueError(f"memory has changed since the update, of {wrong}")
+        return self._proof.received
 
     def read_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Read this rank's part of whole tensors, by their names in a checkpoint; as `read` otherwise."""
         with tempfile.TemporaryDirectory(prefix="crossdock-weights-") as folder:
             self.write(tensors, Path(folder))
-            self.read(Path(folder))
+            self.read(Path(folder), self._sent)
 
     def write(self, tensors: Mapping[str, Tensor], folder: Path) -> None:
         """Write tensors as a checkpoint of this model in a directory."""
@@ -115,7 +147,7 @@ class NewWeights:
         """Compute with the weights that were read from the next step on. Belongs between two steps."""
         assert self._put is not None, "no weights have been read"
         self._put()
-        self.are_given_up = False
+        self.are_given_up, self._proof = False, self._read_proof
         self.drop()
         trim_heap()
 
@@ -130,12 +162,27 @@ class NewWeights:
 
     def drop(self) -> None:
         """Forget what was received and read."""
-        self._put, self._received = None, {}
+        self._put, self._received, self._sent = None, {}, {}
+
+
+class Proof(NamedTuple):
+    """The checksums of one set of weights."""
+
+    received: dict[str, str]  # of whole tensors, by their names in a checkpoint
+    held: dict[str, str]  # of all memory that this rank's steps read, as `held_checksums`
 
 
 @torch.inference_mode()
-def _prepared(module: nn.Module, plain: nn.Module) -> Callable[[], None]:
-    """Return a function that puts the weights of `plain` into `module`, and needs neither files nor `plain` any more.
+def held_checksums(module: nn.Module) -> dict[str, str]:
+    """Return the checksum of each tensor that steps read: parameters by name, what kernels have packed by place."""
+    tensors = _tensors(module) | fused_tensors(module)
+    return {name: checksum(tensor) for name, tensor in tensors.items()}
+
+
+@torch.inference_mode()
+def _prepared(module: nn.Module, plain: nn.Module) -> tuple[Callable[[], None], dict[str, str]]:
+    """Return a function that puts the weights of `plain` into `module`, and needs neither files nor `plain` any more;
+    and what `held_checksums` must be afterwards.
 
     Raises:
         ValueError: a tensor is missing, or of another shape.
@@ -145,17 +192,20 @@ def _prepared(module: nn.Module, plain: nn.Module) -> Callable[[], None]:
     if wrong:
         raise ValueError(f"no weights of the right shape for {', '.join(wrong[:3])}{', …' * (len(wrong) > 3)}")
     copies: dict[int, Tensor] = {}  # by memory: tied tensors are one
-    pairs = [
-        (tensor, copies.setdefault(source[name].data_ptr(), source[name].clone())) for name, tensor in held.items()
-    ]
-    put_fused = fused_weights(module, plain)
+    pairs = {
+        name: (tensor, copies.setdefault(source[name].data_ptr(), source[name].clone()))
+        for name, tensor in held.items()
+    }
+    put_fused, packed = fused_weights(module, plain)
+    checksums = {name: checksum(new.to(tensor.dtype)) for name, (tensor, new) in pairs.items()}
+    checksums |= {name: checksum(tensor) for name, tensor in packed.items()}
 
     def put() -> None:
-        for tensor, new in pairs:
+        for tensor, new in pairs.values():
             tensor.copy_(new)
         put_fused()
 
-    return put
+    return put, checksums
 
 
 def _tensors(module: Any) -> dict[str, Tensor]:

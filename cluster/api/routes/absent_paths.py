@@ -10,7 +10,7 @@ _CACHED = "cached pages go when others need their place; 'cache_salt' separates 
 _OF_TRAINERS = (
     *("/pause", "/resume", "/is_paused", "/reset_prefix_cache", "/flush_cache", "/get_world_size", "/server_info"),
     *("/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update"),
-    *("/update_weights_from_disk", "/weight_info", "/sleep", "/wake_up", "/is_sleeping"),
+    *("/update_weights_from_disk", "/weight_info", "/weight_checker", "/sleep", "/wake_up", "/is_sleeping"),
 )
 ABSENT = {  # by the path, or by its beginning up to a slash
     "/v1/responses": "responses are created, fetched, continued, cancelled and deleted here, and nothing else",
@@ -60,7 +60,7 @@ ABSENT = {  # by the path, or by its beginning up to a slash
     "/init_communicator": "use /init_weight_transfer_engine",
     "/update_named_param": "use /update_weights",
     "/update_weight_version": "give 'weight_version' to /finish_weight_update",
-    "/weight_checker": "use /weight_info",
+    "/weights_checker": "use /weight_checker",
     "/collective_rpc": "there are no calls into the ranks",
     "/start_profile": "use 'crossdock tune', py-spy or torch's profiler",
     "/stop_profile": "use 'crossdock tune', py-spy or torch's profiler",

@@ -2,7 +2,7 @@
 
 import asyncio
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import Request, Response
 
@@ -32,6 +32,14 @@ class UpdateFromDisk(Body):
     model_path: str
     weight_version: str | None = None
     abort_all_requests: bool = False
+    checksums: dict[str, str] | None = None  # SHA-256 of tensors, by name
+
+
+class CheckWeights(Body):
+    """The body of vLLM's path."""
+
+    action: Literal["checksum", "compare"]
+    baseline: dict[str, str] | None = None
 
 
 class RolloutControl:
@@ -128,9 +136,22 @@ class RolloutControl:
         except ValueError as error:
             raise ApiError(f"{error}", param="model_path", code="invalid_value") from None
         mode = "abort" if body.abort_all_requests else mode
-        update = self._rollouts.update(str(folder), body.weight_version or "", mode)
+        update = self._rollouts.update(str(folder), body.weight_version or "", mode, checksums=body.checksums)
         weights = await _refusing(update, "model_path")
         return json_answer({"success": True, "message": "Weights updated", "weight_version": weights.name})
+
+    async def check(self, request: Request, body: CheckWeights) -> Response:
+        """Return the checksum of each tensor of the last update, once all memory that steps read is compared."""
+        check_operator(request)
+        if body.action == "compare" and not body.baseline:
+            raise ApiError(
+                "'baseline' must give the checksums to compare with.", param="baseline", code="invalid_value"
+            )
+        found = await _refusing(self._rollouts.checksums(), None, "weights_not_proven")
+        if body.action == "checksum":
+            return json_answer({"checksums": dict(found)})
+        wrong = sorted(name for name, each in (body.baseline or {}).items() if found.get(name) != each)
+        return json_answer({"match": not wrong, "mismatches": wrong})
 
     async def weight_info(self, request: Request) -> Response:
         check_operator(request)

@@ -4,6 +4,7 @@ import asyncio
 import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import ByteSize
@@ -11,6 +12,7 @@ from pydantic import ByteSize
 from crossdock.cluster.dispatch.dispatcher import Dispatcher
 from crossdock.cluster.dispatch.rollouts import Rollouts
 from crossdock.router.fleet import RouterConfig
+from crossdock.workers.model.checksums import checksums_in
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.engine import OtherWeights
 from crossdock.workers.schedule.request import FinishReason
@@ -28,6 +30,13 @@ MEMORY = ByteSize(4 << 20)
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Two checkpoints of the small model, beside the one that is loaded."""
     return [saved(tmp_path_factory.mktemp("weights") / f"{seed}", seed) for seed in (1, 2)]
+
+
+def dict_of(checksums: dict[str, str]) -> Any:
+    async def found(_which: str) -> dict[str, str]:
+        return checksums
+
+    return found
 
 
 def greedy_of(folder: Path, count: int) -> list[int]:
@@ -92,6 +101,12 @@ async def test_update_that_one_replica_cannot_read_changes_none(folders: list[Pa
         rollouts, old = Rollouts(dispatcher), await output(dispatcher, "old", 12)
         with pytest.raises(ValueError, match="of another shape"):
             await rollouts.update(str(other), "", "wait")
+        good, name = checksums_in(folders[0]), "model.layers.1.self_attn.o_proj.weight"
+        with pytest.raises(ValueError, match=f"sent of {name}$"):
+            await rollouts.update(str(folders[0]), "", "wait", checksums=good | {name: good["model.norm.weight"]})
+        second.controls.checksums = dict_of(good | {name: "0"})  # type: ignore[method-assign]
+        with pytest.raises(ValueError, match=f"replicas have unlike tensors: {name}$"):
+            await rollouts.update(str(folders[0]), "", "wait", checksums=good)
         assert not rollouts.is_paused
         assert rollouts.weights.number == 0
         assert await output(dispatcher, "still old", 12) == old
@@ -139,6 +154,7 @@ def test_real_deployment_updates_from_a_folder_and_from_ray(
     from crossdock.cluster.config_file import load
     from crossdock.cluster.serve.app import APP_NAME, build
     from crossdock.cluster.serve.rollouts import push_weights
+    from crossdock.workers.model.checksums import checksum
     from tests.cluster.ports import free_port
     from tests.waiting import eventually
 
@@ -192,13 +208,15 @@ def test_real_deployment_updates_from_a_folder_and_from_ray(
             assert answer() == (new, [{"version": "a", "start": 0, "end": 8}])
         assert after_sleep(2) == new
         assert push_weights(before.items()) == "2"
+        found = httpx.post(f"{url}/weight_checker", json={"action": "checksum"}, timeout=60).json()
+        assert found == {"checksums": {name: checksum(tensor) for name, tensor in before.items()}}
         for _ in range(4):
             assert answer() == (old, [{"version": "2", "start": 0, "end": 8}])
         chat = {"model": "smol", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
         for path, body in (("messages", chat), ("responses", {"input": "Hi", "max_output_tokens": 4})):
-            answer = httpx.post(f"{url}/v1/{path}", json=body, timeout=60).json()
-            end = answer["usage"]["output_tokens"]
-            assert answer["weight_versions"] == [{"version": "2", "start": 0, "end": end}]
+            whole = httpx.post(f"{url}/v1/{path}", json=body, timeout=60).json()
+            end = whole["usage"]["output_tokens"]
+            assert whole["weight_versions"] == [{"version": "2", "start": 0, "end": end}]
             events = httpx.post(f"{url}/v1/{path}", json=body | {"stream": True}, timeout=60).text
             assert events.count('"weight_versions":[{"version":"2","start":0') == 1, path
         assert httpx.get(f"{url}/server_info").json()["vllm_config"]["model_config"]["dtype"] == "torch.float32"

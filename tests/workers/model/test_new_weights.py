@@ -1,18 +1,22 @@
 """Weights that are replaced: afterwards the model computes what a fresh load of the same weights computes."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from crossdock.kernels.cpu.linear import rounds_rows
+from crossdock.workers.model.checksums import checksum, checksums_in
 from crossdock.workers.model.layers.fused_projections import join_projections
+from crossdock.workers.model.layers.fusion import fused_tensors
 from crossdock.workers.model.load import load_model, wrap_module
 from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.model.model_spec import ModelSpec
-from crossdock.workers.model.new_weights import NewWeights
+from crossdock.workers.model.new_weights import NewWeights, held_checksums
 from crossdock.workers.schedule.submission import Submission
 from tests.workers.architectures import SERVED, build
 from tests.workers.replica.engines import engine_on, greedy, run
@@ -76,6 +80,8 @@ def test_replaced_weights_compute_what_a_fresh_load_of_them_computes(
     weights.put()
     assert logprobs(model) == pytest.approx(wanted, abs=1e-3)
     assert model.kernels == fresh.kernels
+    assert held_checksums(model.module) == held_checksums(fresh.module), "all memory that steps read is a fresh load's"
+    assert weights.check() == checksums_in(new)
     tensors = dict(load_model(spec(old)).module.state_dict()) if not model.kernels else None
     if tensors is not None:
         weights.read_tensors(tensors)
@@ -92,6 +98,45 @@ def test_joined_projections_compute_with_replaced_weights_and_biases(tmp_path: P
     weights.read(new)
     weights.put()
     assert logprobs(model) == pytest.approx(logprobs(load_model(spec(new))), abs=1e-4)
+
+
+def test_tensor_with_one_wrong_bit_is_refused_by_name(tmp_path: Path) -> None:
+    old, new = (saved(tmp_path / f"{seed}", seed, **FUSED) for seed in (1, 2))
+    model, sent = load_model(spec(old)), checksums_in(new)
+    before, weights = logprobs(model), NewWeights(model)
+    with pytest.raises(ValueError, match="no update has replaced"):
+        weights.check()
+    name = "model.layers.1.mlp.down_proj.weight"
+    tensors = load_file(new / "model.safetensors")
+    tensors[name].view(torch.int32)[3, 5] ^= 1
+    save_file(tensors, new / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=f"other bytes were received than were sent of {name}$"):
+        weights.read(new, sent)
+    assert not weights.is_read
+    assert logprobs(model) == before
+    with pytest.raises(ValueError, match=r"sent of absent\.weight$"):
+        weights.read(new, {"absent.weight": sent[name]})
+    weights.read(new, {name: checksum(tensors[name])})
+    weights.put()
+    assert weights.check() == sent | {name: checksum(tensors[name])}
+
+
+@pytest.mark.parametrize("use", [{}, {"dtype": "bfloat16"}])
+def test_memory_that_changes_after_an_update_is_found(tmp_path: Path, use: dict[str, Any]) -> None:
+    old, new = (saved(tmp_path / f"{seed}", seed, **FUSED) for seed in (1, 2))
+    model = load_model(spec(old, **use))
+    weights = NewWeights(model)
+    weights.read(new)
+    weights.put()
+    assert weights.check() == checksums_in(new)
+    for name, tensor in (dict(model.module.named_parameters()) | fused_tensors(model.module)).items():
+        if not tensor.is_mkldnn:
+            number = tensor.data.view(-1).view(torch.int16)[-1:]
+            number ^= 1
+            with pytest.raises(ValueError, match=rf"since the update, of .*{re.escape(name)}"):
+                weights.check()
+            number ^= 1
+    weights.check()
 
 
 def test_float32_weights_that_kernels_would_round_are_refused(tmp_path: Path) -> None:

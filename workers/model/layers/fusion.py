@@ -215,30 +215,38 @@ def fuse(
     return Fusion(None if has_codes else undo, layers_choice, head_choice)
 
 
-def fused_weights(module: nn.Module, plain: nn.Module) -> Callable[[], None]:
+def fused_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors of fused layers and head, by the module's name and their numbers there."""
+    parts = {path: part for path, part in module.named_modules() if isinstance(part, FusedLayers | FusedHead)}
+    return {f"{path}.{n}": each for path, part in parts.items() for n, each in enumerate(part.kernel_tensors)}
+
+
+def fused_weights(module: nn.Module, plain: nn.Module) -> tuple[Callable[[], None], dict[str, Tensor]]:
     """Pack the weights of a plain module of the same model for the fused layers and head of `module`, if it has any.
 
-    Returns a function that has these compute with what was packed.
+    Returns a function that has these compute with what was packed, and the `fused_tensors` of `module` afterwards.
 
     Raises:
         ValueError: the kernels would round the weights.
     """
-    fused = [part for part in module.modules() if isinstance(part, FusedLayers)]
-    if not fused:
-        return lambda: None
+    parts = {path: part for path, part in module.named_modules() if isinstance(part, FusedLayers)}
+    if not parts:
+        return lambda: None, {}
+    [(path, fused)] = parts.items()
     (decoder, _), (_, layers), head = decoder_layers(module), decoder_layers(plain), cast(Any, module).lm_head
     weight = weight_of(cast(Any, plain).lm_head)
     assert weight is not None
     _refuse_rounding(head.choice.kernels, [weight])
-    stack, linear = fused[0].with_weights(layers), head.with_weight(weight)
+    stack, linear = fused.with_weights(layers), head.with_weight(weight)
 
     def put() -> None:
-        fused[0].take(stack)
+        fused.take(stack)
         head.take(linear)
         if isinstance(decoder.embed_tokens, PackedEmbedding):
             decoder.embed_tokens = PackedEmbedding(linear)
 
-    return put
+    new = {path: stack.tensors, "lm_head": linear.tensors}
+    return put, {f"{path}.{number}": each for path, some in new.items() for number, each in enumerate(some)}
 
 
 def drop_fused(module: nn.Module) -> None:

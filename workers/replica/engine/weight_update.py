@@ -12,9 +12,10 @@ from crossdock.workers.model.new_weights import NewWeights
 from crossdock.workers.model.weights.fingerprint import fingerprint
 from crossdock.workers.replica.ranks.gang import Gang
 from crossdock.workers.replica.ranks.rank_messages import PutWeights, WeightMethod
+from crossdock.workers.schedule.weight_version import unlike
 
-Arrays: TypeAlias = Mapping[str, tuple[str, tuple[int, ...], Any]]
-"""Whole tensors by their names in a checkpoint: name of the dtype, shape, and the bytes as an array of numpy."""
+Arrays: TypeAlias = Mapping[str, tuple[str, tuple[int, ...], Any, str]]
+"""Whole tensors by their names in a checkpoint: dtype by name, shape, the bytes as an array of numpy, and checksum."""
 
 
 class WeightUpdate:
@@ -22,6 +23,7 @@ class WeightUpdate:
 
     def __init__(self, own: NewWeights, gang: Gang | None) -> None:
         self._own, self._gang = own, gang
+        self.checksums: Mapping[str, str] = {}  # of the tensors that were last read or checked, by name
 
     @property
     def is_read(self) -> bool:
@@ -47,28 +49,32 @@ class WeightUpdate:
         """Call the new weights of every rank, beside steps. Returns the id of the weights in a folder.
 
         Raises:
-            ValueError: a rank's call failed, with its reason.
+            ValueError: a rank's call failed, with its reason; or ranks have unlike tensors.
         """
-        text, failure = json.dumps(argument), ""
+        text, failure, own = json.dumps(argument), "", dict[str, str]()
         wait = None if self._gang is None else self._gang.call_weights(method, text)
         try:
-            self._own.call(method, text)
+            own = self._own.call(method, text)
         except Exception as error:  # files and tensors of others: a library may raise anything
             failure = f"{error}" or type(error).__name__
-        others = "" if wait is None else wait()
-        if failure := failure or others:
+        others = [] if wait is None else wait()
+        if failure := failure or next((each.failure for each in others if each.failure), ""):
             raise ValueError(failure)
+        if wrong := next(filter(None, (unlike(each.checksums, own) for each in others)), ""):
+            raise ValueError(f"ranks of a replica have unlike tensors: {wrong}")
+        self.checksums = own
         return fingerprint(Path(argument["folder"])) if argument.get("folder") else ""
 
     def read_arrays(self, arrays: Arrays) -> None:
         """Have every rank read whole tensors, from a directory of this machine. ValueError as in `call`."""
         tensors = {
             name: torch.from_numpy(array.copy()).view(getattr(torch, dtype)).view(*shape)
-            for name, (dtype, shape, array) in arrays.items()
+            for name, (dtype, shape, array, _) in arrays.items()
         }
+        checksums = {name: checksum for name, (*_, checksum) in arrays.items()}
         with tempfile.TemporaryDirectory(prefix="crossdock-weights-") as folder:
             self._own.write(tensors, Path(folder))
-            self.call("read", {"folder": folder})
+            self.call("read", {"folder": folder, "checksums": checksums})
 
     def put(self) -> None:
         """Compute with the weights that were read from the next step on. No step may be in flight."""

@@ -57,7 +57,7 @@ class _Follower:
     socket: RankSocket
     ready: RankReady | None = None  # once it has loaded its part
     blob: bytes | None = None  # of its dock, once that is open
-    weights: str | None = None  # why the last call to its new weights failed; empty: it did not; None: it goes on
+    weights: WeightsCalled | None = None  # how the last call to its new weights ended; None: it goes on
     adapters: dict[str, str] = field(default_factory=dict)  # loads that have ended: why each failed, by fingerprint
 
 
@@ -149,18 +149,20 @@ class Gang:
             failures = [follower.adapters.pop(fingerprint) for follower in self._followers.values()]
         return next(filter(None, failures), "")
 
-    def call_weights(self, method: WeightMethod, argument: str) -> Callable[[], str]:
-        """Have every follower call its new weights. Returns a function that waits for all of them, and returns why one
-        failed; empty: none did. One call goes on at a time."""
+    def call_weights(self, method: WeightMethod, argument: str) -> Callable[[], list[WeightsCalled]]:
+        """Have every follower call its new weights. Returns a function that waits for all of them, and returns how
+        each ended. One call goes on at a time."""
         for follower in self._followers.values():
             follower.weights = None
         self.broadcast(CallWeights(method, argument))
 
-        def wait() -> str:
+        def wait() -> list[WeightsCalled]:
             followers = self._followers.values()
             with self._changed:
                 self._changed.wait_for(lambda: self._why is not None or all(f.weights is not None for f in followers))
-            return self._why or next((each.weights for each in followers if each.weights), "")
+            if self._why is not None:
+                return [WeightsCalled(self._why, {})]
+            return [each.weights for each in followers if each.weights is not None]
 
         return wait
 
@@ -280,8 +282,8 @@ class Gang:
                 follower.blob = blob
             case AdapterLoaded(fingerprint, failure):
                 follower.adapters[fingerprint] = failure
-            case WeightsCalled(failure):
-                follower.weights = failure
+            case WeightsCalled():
+                follower.weights = message
             case RankFailure(reason, traceback):
                 logger.error("%s failed:\n%s", position, traceback)
                 self._lost(f"{position}: {reason}")

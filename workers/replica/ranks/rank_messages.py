@@ -57,7 +57,7 @@ class DropAdapter(Record, frozen=True):
     fingerprint: str
 
 
-WeightMethod: TypeAlias = Literal["start", "join", "receive", "read", "leave"]
+WeightMethod: TypeAlias = Literal["start", "join", "receive", "read", "check", "leave"]
 
 
 class CallWeights(Record, frozen=True):
@@ -144,9 +144,10 @@ class AdapterLoaded(Record, frozen=True):
 
 
 class WeightsCalled(Record, frozen=True):
-    """The call to the rank's new weights has ended, or could not be done, for the reason `failure`."""
+    """The call to the rank's new weights has ended with checksums by name, or failed, for the reason `failure`."""
 
     failure: str
+    checksums: dict[str, str]
 
 
 class RankFailure(Record, frozen=True):

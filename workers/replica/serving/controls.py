@@ -78,6 +78,19 @@ class Controls:
                 await asyncio.to_thread(self._update.read_arrays, arrays)
         return ""
 
+    async def checksums(self, which: Literal["read", "held"]) -> Mapping[str, str]:
+        """Return the checksums of the tensors that an update has just read, or of those that are in place.
+
+        Raises:
+            ValueError: none were put in place; or the memory that steps read is not what was to be put there.
+        """
+        async with self._turn:
+            if self._update is None:
+                return {}
+            if which == "held":
+                await asyncio.to_thread(self._update.call, "check", {})
+            return self._update.checksums
+
     async def catch_up(self, version: tuple[int, str, str, str]) -> None:
         """Read and put in place the newest weights of other replicas, after a restart. ValueError: they are gone.
 

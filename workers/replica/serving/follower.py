@@ -151,13 +151,13 @@ def _load_adapter(model: LoadedModel, adapter: Adapter, link: RankSocket) -> Non
 
 def _call_weights(weights: NewWeights, method: WeightMethod, argument: str, link: RankSocket) -> None:
     """Call the rank's new weights, and report how that ended."""
-    failure = ""
+    failure, found = "", dict[str, str]()
     try:
-        weights.call(method, argument)
+        found = weights.call(method, argument)
     except Exception as error:
         failure = f"{error}" or type(error).__name__
     with contextlib.suppress(OSError):
-        link.send(encode(WeightsCalled(failure)))
+        link.send(encode(WeightsCalled(failure, found)))
 
 
 def _listen(link: RankSocket) -> queue.SimpleQueue[DriverMessage]:

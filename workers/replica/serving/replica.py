@@ -59,7 +59,7 @@ class Replica:
         controls = self._controls = Controls(thread, spec.num_ranks, started.folder, started.checkpoint)
         self.pause, self.resume, self.reset_cache = controls.pause, controls.resume, controls.reset_cache
         self.num_ranks, self.call_weights = controls.num_ranks, controls.call_weights
-        self.put_weights, self.catch_up = controls.put_weights, controls.catch_up
+        self.put_weights, self.catch_up, self.checksums = controls.put_weights, controls.catch_up, controls.checksums
         self.may_sleep, self.given_up = controls.may_sleep, controls.given_up
         self.sleep, self.wake_up = controls.sleep, controls.wake_up
         self.timelines, self.live_requests = thread.find_timelines, thread.live_requests

@@ -4,6 +4,7 @@ import asyncio
 from pathlib import Path
 
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
+from crossdock.workers.model.checksums import checksums_in
 from crossdock.workers.replica.serving.metrics import EngineMetrics
 from tests.cluster.api.engine_api import EngineApi
 from tests.waiting import until
@@ -60,7 +61,17 @@ async def test_answers_name_the_weights_that_made_them(tokenizer: ModelTokenizer
         assert "weight_versions" not in (await api.http.post("/v1/completions", json=body)).json()["choices"][0]
         assert (await api.http.get("/weight_info")).json()["weight_version"] == "default"
         assert (await api.http.get("/get_world_size")).json() == {"world_size": 1}
-        update = {"model_path": "step", "weight_version": "policy 7"}
+        refused = await api.http.post("/weight_checker", json={"action": "checksum"})
+        assert refused.status_code == 400
+        assert "no update" in refused.json()["error"]["message"]
+        sent = checksums_in(tmp_path / "step")
+        name = next(iter(sent))
+        update = {"model_path": "step", "weight_version": "policy 7", "checksums": sent}
+        wrong = update | {"checksums": {name: "0" * 64}}
+        refused = await api.http.post("/update_weights_from_disk", json=wrong)
+        assert refused.status_code == 400
+        assert f"than were sent of {name}" in refused.json()["error"]["message"]
+        assert (await api.http.get("/weight_info")).json()["weight_version"] == "default"
         answer = await api.http.post("/update_weights_from_disk", json=update)
         assert answer.json() == {"success": True, "message": "Weights updated", "weight_version": "policy 7"}
         [choice] = (await api.http.post("/v1/completions", json=body)).json()["choices"]
@@ -73,6 +84,14 @@ async def test_answers_name_the_weights_that_made_them(tokenizer: ModelTokenizer
         metrics = EngineMetrics(api.replicas[0].engine_thread.engine).registry
         assert metrics.get_sample_value("crossdock_weight_version", {"version": "policy 7"}) == 1
         assert (await api.http.get("/weight_info")).json()["weight_version"] == "policy 7"
+        found = await api.http.post("/weight_checker", json={"action": "checksum"})
+        assert found.json() == {"checksums": sent}
+        for baseline, mismatches in ((sent, []), (sent | {name: "0", "x": "1"}, sorted([name, "x"]))):
+            compared = await api.http.post("/weight_checker", json={"action": "compare", "baseline": baseline})
+            assert compared.json() == {"match": not mismatches, "mismatches": mismatches}
+        for unknown, param in (({"action": "reset"}, "action"), ({"action": "compare"}, "baseline")):
+            refused = await api.http.post("/weight_checker", json=unknown)
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
         for path, status in (("gone", 404), ("../step", 400), ("wide", 400)):
             refused = await api.http.post("/update_weights_from_disk", json={"model_path": path})
             assert refused.status_code == status

@@ -4,6 +4,7 @@ import threading
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,10 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from crossdock.workers.model.checksums import checksum, checksums_in
 from crossdock.workers.model.weights.fingerprint import fingerprint
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.replica.engine.sleep import Sleep
 from crossdock.workers.replica.engine.weight_update import WeightUpdate
+from crossdock.workers.replica.ranks.rank_messages import WeightsCalled
 from crossdock.workers.schedule.submission import Submission
 from tests.cluster.ports import free_port
 from tests.workers.gangs import ganged
@@ -90,18 +93,27 @@ def test_gang_computes_with_weights_of_files_and_of_a_trainer(
         sleep.read([])
         sleep.wake([])
         assert tokens(engine) == wanted[0]
-        _push(update, list(modules[2].named_parameters()), division[0] * division[1])
+        tensors = list(modules[2].named_parameters())
+        _push(update, tensors, division[0] * division[1], {name: checksum(tensor) for name, tensor in tensors})
         update.put()
         assert tokens(engine) == wanted[2]
+        update.call("check", {})
+        assert update.checksums == checksums_in(folders[2]), "what all ranks have received"
+        name, tensor = tensors[5]
+        with pytest.raises(ValueError, match=f"other bytes were received than were sent of {name}$"):
+            _push(update, tensors, division[0] * division[1], {name: checksum(tensor * 1.5)})
+        assert not update.is_read
         with pytest.raises(ValueError, match="of another shape"):
             update.call("read", {"folder": str(wide)})
         assert not update.is_read
         assert tokens(engine) == wanted[2]
 
 
-def _push(update: WeightUpdate, tensors: Sequence[tuple[str, Tensor]], num_ranks: int, packed: int = 20_000) -> None:
+def _push(
+    update: WeightUpdate, tensors: Sequence[tuple[str, Tensor]], num_ranks: int, checksums: dict[str, str]
+) -> None:
     """Push tensors through a group, as TRL's client asks for it."""
-    trainer = Trainer(num_ranks + 1)
+    trainer, packed = Trainer(num_ranks + 1), 20_000
     opening = threading.Thread(target=trainer.open)
     opening.start()
     info = trainer.info | {"packed": True, "packed_buffer_size_bytes": packed}
@@ -110,9 +122,17 @@ def _push(update: WeightUpdate, tensors: Sequence[tuple[str, Tensor]], num_ranks
     update.call("start", {})
     sending = threading.Thread(target=trainer.send, args=(tensors, packed))
     sending.start()
-    update.call("receive", {"update_info": trainer.announce(tensors)})
+    update.call("receive", {"update_info": trainer.announce(tensors) | {"checksums": checksums}})
     sending.join()
     update.call("read", {"folder": ""})
+
+
+def test_ranks_that_have_read_unlike_tensors_refuse_the_update() -> None:
+    other = WeightsCalled("", {"a.weight": "1", "b.weight": "3"})
+    own: Any = SimpleNamespace(call=lambda *_: {"a.weight": "1", "b.weight": "2"})
+    gang: Any = SimpleNamespace(call_weights=lambda *_: lambda: [other])
+    with pytest.raises(ValueError, match=r"ranks of a replica have unlike tensors: b\.weight$"):
+        WeightUpdate(own, gang).call("read", {"folder": ""})
 
 
 def test_update_without_a_group_or_with_a_wrong_place_is_refused(ranks: Ranks, tmp_path: Path) -> None:
