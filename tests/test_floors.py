@@ -83,7 +83,7 @@ FLOORS_WITHIN: dict[str, list[set[str]]] = {
         {"inputs.py"},
         {"step_messages.py", "graphs"},
         {"logits_check.py", "memory", "runner.py"},
-        {"layers", "weight_group.py"},
+        {"layers", "weight_group.py", "checksums.py"},
         {"probe.py"},
         {"load.py", "new_weights.py"},
     ],
