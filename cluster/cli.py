@@ -1,6 +1,9 @@
 """The `crossdock` command: its subcommands, each imported only when it runs or prints its own help."""
 
+import contextlib
+import os
 import signal
+import sys
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import version as version_of
@@ -9,6 +12,9 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
+
+from crossdock.cluster.serve.own_ray.forked_replicas import forked_replicas
+from crossdock.cluster.serve.ray_environment import ENVIRONMENT
 
 _SERVE_EXAMPLES = """
 [bold]Examples[/bold]
@@ -162,4 +168,11 @@ def main() -> None:
     """Run the command. Ctrl-C and SIGINT stop the command however it was started."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a script's background job: `crossdock serve &`
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    app()
+    with forked_replicas(ENVIRONMENT) if _serves_here(sys.argv[1:]) else contextlib.nullcontext():
+        app()
+
+
+def _serves_here(arguments: list[str]) -> bool:
+    """Return whether this is a `serve` whose replicas run on this machine: they are forked, see forked_replicas.py."""
+    asks = {"-h", "--help"} & set(arguments)
+    return arguments[:1] == ["serve"] and not asks and not os.environ.get("RAY_ADDRESS")

@@ -20,8 +20,7 @@ from crossdock.cluster.serve.checkpoint_check import check_checkpoint, describe_
 from crossdock.cluster.serve.flags import configuration, takes_flags
 from crossdock.cluster.serve.memory import used_by_family
 from crossdock.cluster.serve.other_flags import unread_variables
-from crossdock.cluster.serve.own_ray.forked_replicas import forked_replicas
-from crossdock.cluster.serve.ray_environment import ENVIRONMENT
+from crossdock.cluster.serve.own_ray.forked_replicas import fork_none
 from crossdock.cluster.serve.stop_signals import ending_at_once
 from crossdock.cluster.serve.summary import summary
 from crossdock.workers.model.memory.host_memory import free_on_host
@@ -41,14 +40,14 @@ def serve(**flags: Any) -> None:
                 _require_free(config.http.host, config.http.port)
         if config.http.is_open_to_others:
             _warn(OPEN_TO_OTHERS % (config.http.host, config.http.port))
-        forks = _is_local() and not all(each.is_emulated for each in config.each_model)
-        with forked_replicas(ENVIRONMENT) if forks else contextlib.nullcontext():
-            if _is_local():
-                with _errors_without_traceback():
-                    for each in config.each_model:
-                        _prepare_model(each, console)
-            console.print(f"[dim]Starting: {_describe_pools(config)} …[/dim]")
-            _serve_until_stopped(config, console, is_verbose=bool(flags["verbose"]))
+        if all(each.is_emulated for each in config.each_model):
+            fork_none()  # emulated replicas need nothing of what is imported there
+        if _is_local():
+            with _errors_without_traceback():
+                for each in config.each_model:
+                    _prepare_model(each, console)
+        console.print(f"[dim]Starting: {_describe_pools(config)} …[/dim]")
+        _serve_until_stopped(config, console, is_verbose=bool(flags["verbose"]))
 
 
 def _serve_until_stopped(config: ClusterConfig, console: Console, *, is_verbose: bool) -> None:

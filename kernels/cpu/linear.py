@@ -1,6 +1,7 @@
 """Linear layers on a CPU: one weight in the format of each kernel that a `KernelChoice` names."""
 
 import ctypes
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +28,6 @@ from crossdock.kernels.cpu.remembered_seconds import measured_choice
 from crossdock.kernels.options import CpuKernels, Kernel
 
 _PANEL = 16  # outputs that lie together in a packed weight
-_BAND = 1 << 22  # elements that are compared at once
 _ROW_MULTIPLE = 8
 ROWS = (1, 4, 8, 16, 32, 64, 256)  # numbers of rows that are measured; 1,024 chooses as 256 does
 _MAX_BYTES = 64 << 20  # of weights measured per shape: more than stays in the caches, as a model's layers are
@@ -51,12 +51,10 @@ def decoder_library(dtype: torch.dtype) -> ctypes.CDLL:
 
 def fits_bfloat16(weight: Tensor) -> bool:
     """Report whether bfloat16 holds every number of a weight, as that of a bfloat16 checkpoint in a float32 model."""
-    if weight.dtype is torch.bfloat16:
-        return True
-    bands = torch.split(
-        weight, max(1, _BAND // weight.shape[1])
-    )  # copies of a whole output projection would be gigabytes
-    return all(torch.equal(each.bfloat16().to(weight.dtype), each) for each in bands)
+    if weight.dtype is not torch.float32:
+        return weight.dtype is torch.bfloat16
+    low = weight.contiguous().view(torch.int16).view(-1, 2)[:, int(sys.byteorder == "big")]
+    return not torch.count_nonzero(low)  # without copies, which would take gigabytes of an output projection
 
 
 def usable_kernels(dtype: torch.dtype, setting: CpuKernels = "auto", fits: bool = True) -> tuple[Kernel, ...]:
@@ -326,8 +324,11 @@ class ChosenLinear:
 def _pack(weight: Tensor, memory: HugePages) -> Tensor:
     """Pack [N, K] into panels [N/16, K/n, 16, n], so that each load feeds 16 outputs with the n inputs of 4 bytes."""
     (N, K), inputs = weight.shape, 4 // weight.itemsize
-    panels = weight.view(N // _PANEL, _PANEL, K // inputs, inputs).transpose(1, 2)
-    return memory.take(panels.numel(), weight.dtype).view(panels.shape).copy_(panels)
+    taken = memory.take(weight.numel(), weight.dtype).view(N // _PANEL, K // inputs, _PANEL, inputs)
+    # Copied as numbers of 4 bytes: half as many as there are weights in bfloat16.
+    panels = weight.contiguous().view(torch.int32).view(N // _PANEL, _PANEL, K // inputs).transpose(1, 2)
+    taken.view(torch.int32).squeeze(-1).copy_(panels)
+    return taken
 
 
 def interleave(gate: Tensor, up: Tensor) -> Tensor:

@@ -42,13 +42,15 @@ _DEATH_SIGNAL = 1  # prctl's PR_SET_PDEATHSIG
 _FORKED = b"f"
 _FOR = "--for"  # the parent of the forking process
 _CONTEXT = "--serialized-runtime-env-context="
+_forking: list[subprocess.Popen[bytes]] = []  # the forking process that this one has started, if any
 
 
 @contextlib.contextmanager
 def forked_replicas(environment: dict[str, str]) -> Iterator[None]:
-    """Have the Ray that starts meanwhile on this machine fork its replicas, unless the machine has a GPU.
+    """Have the Ray that is started meanwhile on this machine fork its replicas, unless the machine has a GPU.
 
-    `environment`: variables for their process, beside those of this one.
+    A command enters it before its own imports, which take half a second. `environment`: variables for the
+    replicas' process, beside those of this one.
     """
     if any(Path(gpu).exists() for gpu in _GPUS):
         yield
@@ -67,12 +69,20 @@ def forked_replicas(environment: dict[str, str]) -> Iterator[None]:
             start_new_session=True,  # Ctrl-C is for the command
         )
     os.environ[SOCKET] = name
+    _forking.append(process)
     try:
         yield
     finally:
-        del os.environ[SOCKET]
-        process.kill()
+        fork_none()
         process.wait()
+        _forking.remove(process)
+
+
+def fork_none() -> None:
+    """End the forking process, if there is one: replicas that start from now on are not forked."""
+    os.environ.pop(SOCKET, None)
+    for process in _forking:
+        process.kill()
 
 
 @contextlib.contextmanager
