@@ -60,7 +60,7 @@ class AdapterFiles:
         return Adapter(name, str(self.folder), fingerprint(self.folder))
 
 
-def fingerprint(folder: Path, weights: bytes | None = None) -> str:
+def fingerprint(folder: Path, weights: bytes | bytearray | None = None) -> str:
     """Return a hash of all bytes of an adapter's files. `weights`: those of its tensors, where they have been read."""
     digest = hashlib.blake2b((folder / CONFIG).read_bytes(), digest_size=16)
     with BytesIO(weights) if weights is not None else (folder / WEIGHTS).open("rb") as content:

@@ -5,9 +5,9 @@ model's weights may be stored in any format: an adapter only sees inputs and out
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from crossdock.kernels.low_rank import Pair
 from crossdock.workers.model.cut.part import ModelPart, TensorSlice
 from crossdock.workers.model.forward.forward_context import current_adapters
 from crossdock.workers.model.forward.row_adapters import AdapterRows, AdapterWeights, RowAdapters
@@ -68,18 +69,22 @@ class Adapters:
             OSError: the files cannot be read.
         """
         files = read_adapter(Path(adapter.path), self.max_rank)
-        weights = (files.folder / WEIGHTS).read_bytes()  # once: a file may change, and a mapped one may shrink
+        weights = bytearray((files.folder / WEIGHTS).read_bytes())  # once: a file may change, a mapped one may shrink
         if fingerprint(files.folder, weights) != adapter.fingerprint:
             raise ValueError(f"{files.folder} has other bytes than when adapter {adapter.name!r} was loaded first")
-        content = np.frombuffer(weights, np.uint8)
-        here = [name for name in files.factors if self._is_here(files, name)]
-        pairs = {name: self._pair(files, name, content) for name in here}
-        table = torch.zeros(len(self.sites), 3, dtype=torch.int64)
-        for number, name in enumerate(self.sites):
-            if name in pairs:
-                a, b = pairs[name]
-                table[number] = torch.tensor([a.data_ptr(), b.data_ptr(), len(a)])
-        self.loaded[adapter.fingerprint] = AdapterWeights(pairs, table)
+        alike: dict[Any, list[str]] = {}
+        for name, (a, b) in files.factors.items():
+            if self._is_here(files, name):
+                kind = (a.dtype, a.rows, a.columns, b.dtype, b.rows, self.sites[name].kept)
+                alike.setdefault(kind, []).append(name)
+        pairs = dict(chain.from_iterable(self._pairs(files, names, weights) for names in alike.values()))
+        self.loaded[adapter.fingerprint] = AdapterWeights(pairs, self._table(pairs))
+
+    def _table(self, pairs: Mapping[str, Pair]) -> Tensor:
+        """Return the addresses and the rank of each site's matrices, [sites, 3]; zeros where there are none."""
+        found = (pairs.get(name) for name in self.sites)
+        rows = [[0, 0, 0] if pair is None else [pair[0].data_ptr(), pair[1].data_ptr(), len(pair[0])] for pair in found]
+        return torch.tensor(rows, dtype=torch.int64)
 
     @property
     def _numbers(self) -> dict[str, int]:
@@ -140,22 +145,29 @@ class Adapters:
         pattern = _LAYER.sub(r".layers.N.", name)
         return any(_LAYER.sub(r".layers.N.", each) == pattern for each in self.sites)
 
-    def _pair(self, files: AdapterFiles, name: str, content: NDArray[np.uint8]) -> tuple[Tensor, Tensor]:
-        """Return this rank's part of A [rank, K] and of scale * B [N, rank]."""
-        (a, b), kept = (_matrix(factor, content) for factor in files.factors[name]), self.sites[name].kept
-        b = b * files.scales[name]
-        if kept is not None:
-            a, b = (a, kept.read(b, 2)) if kept.dim == 0 else (kept.read(a, 2), b)
-        transposed = b.T.to(
-            self.device, self.dtype
-        ).contiguous()  # kernels read the outputs of one rank after the other
-        return a.to(self.device, self.dtype).contiguous(), transposed.T
+    def _pairs(self, files: AdapterFiles, names: Sequence[str], content: bytearray) -> Iterator[tuple[str, Pair]]:
+        """Return this rank's part of A [rank, K] and of scale * B [N, rank] of modules whose matrices are alike.
+
+        All in one: an operator for each of some hundred modules would keep the interpreter from steps for 30 ms.
+        """
+        kept = self.sites[names[0]].kept
+        of_a, of_b = ([_matrix(files.factors[name][which], content) for name in names] for which in (0, 1))
+        if kept is not None and kept.dim == 0:
+            of_b = [kept.read(b, 2) for b in of_b]
+        elif kept is not None:
+            of_a = [kept.read(a, 2) for a in of_a]
+        scales = torch.tensor([files.scales[name] for name in names])[:, None, None]
+        a = torch.stack(of_a).to(self.device, self.dtype)
+        # Kernels read the outputs of one rank after the other.
+        b = (torch.stack(of_b).transpose(1, 2) * scales).to(self.device, self.dtype).contiguous()
+        return ((name, (a[number], b[number].T)) for number, name in enumerate(names))
 
 
-def _matrix(factor: Factor, content: NDArray[np.uint8]) -> Tensor:
-    """Return a matrix [rows, columns] of a file in float32."""
-    data = torch.from_numpy(content[factor.offset : factor.offset + factor.num_bytes].copy())
-    return data.view(_DTYPES[factor.dtype]).view(factor.rows, factor.columns).float()
+def _matrix(factor: Factor, content: bytearray) -> Tensor:
+    """Return a matrix [rows, columns] of a file, over the file's bytes."""
+    count = factor.rows * factor.columns
+    data = torch.frombuffer(content, dtype=_DTYPES[factor.dtype], count=count, offset=factor.offset)
+    return data.view(factor.rows, factor.columns)
 
 
 def sites_of(module: Any, part: ModelPart) -> dict[str, Site]:
