@@ -28,6 +28,7 @@ from crossdock.workers.model.pictures.vision import PictureEncoder, why_text_alo
 from crossdock.workers.model.pooling import HiddenTap
 from crossdock.workers.model.probe import probe, refuse_by_config
 from crossdock.workers.model.weights.checkpoint import resolve_model
+from crossdock.workers.model.weights.fingerprint import fingerprint
 from crossdock.workers.model.weights.formats import format_of
 from crossdock.workers.model.weights.scheme import check_asked, scheme_of
 from crossdock.workers.model.weights.weights import read_config
@@ -88,6 +89,7 @@ def load_model(
         used_by_others=used_by_others,
         max_lora_rank=spec.max_lora_rank,
         max_loras=spec.max_loras,
+        checkpoint=f"{fingerprint(path)} {spec.quantization}" if device == "cpu" and links is None else "",
     )
     return wrap_module(module, options)
 

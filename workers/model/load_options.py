@@ -27,6 +27,7 @@ class LoadOptions:
     used_by_others: int = 0  # see `LoadedModel`
     max_lora_rank: int = 0  # of adapters; 0: the model takes none
     max_loras: int = 1  # adapters in memory at once
+    checkpoint: str = ""  # a name for the weights, if logits of their check may be those of an earlier start
 
     @property
     def weights(self) -> WeightFormat:

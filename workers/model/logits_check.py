@@ -1,10 +1,22 @@
-"""The logits that a model must give whatever is replaced in it: those of its own code with its eager attention."""
+"""The logits that a model must give whatever is replaced in it: those of its own code with its eager attention.
 
+They are kept in the cache directory: a later start of the same weights by the same code compares with these, and reads
+the weights two times less.
+"""
+
+import hashlib
+import os
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+import transformers
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from crossdock.kernels.cache import cache_dir
 from crossdock.workers.model.architecture import attention_names
 from crossdock.workers.model.forward.forward_context import ForwardContext
 from crossdock.workers.model.network import Network
@@ -50,15 +62,25 @@ class LogitsCheck:
     tolerance: float  # relative error, in norm
 
     @classmethod
-    def of(cls, model: Network, sequences: ProbeBatch) -> "LogitsCheck":
-        """Compute each sequence by the model's own code, with eager attention."""
+    def of(cls, model: Network, sequences: ProbeBatch, checkpoint: str = "") -> "LogitsCheck":
+        """Compute each sequence by the model's own code, with eager attention.
+
+        `checkpoint`: a name for the weights, under which the logits are kept or have been; empty: they are not.
+        """
+        tolerance = 2e-3 if model.dtype is torch.float32 else 0.1
+        file = _file(model, checkpoint) if checkpoint else None
+        if file is not None and (kept := _read(file)) is not None:
+            return cls(sequences, kept, tolerance)
         module = model.module
         module.set_attn_implementation(attention_names(model.config, "eager"))
         try:
             theirs = torch.cat([model.logits(sequence) for sequence in torch.split(sequences.token_ids, PROBE_LENGTHS)])
         finally:
             module.set_attn_implementation(attention_names(model.config))
-        return cls(sequences, theirs, 2e-3 if model.dtype is torch.float32 else 0.1)
+        if file is not None:
+            with suppress(OSError):  # without a cache directory each start computes them
+                _write(file, theirs)
+        return cls(sequences, theirs, tolerance)
 
     def error(self, ours: Tensor) -> float:
         """Return the relative error of our logits, in norm."""
@@ -68,3 +90,29 @@ class LogitsCheck:
     def passes(self, ours: Tensor) -> bool:
         """Return whether our logits are near enough; NaN never is."""
         return self.error(ours) <= self.tolerance
+
+
+def _file(model: Network, checkpoint: str) -> Path:
+    """Return the file of a model's logits, whose name has all that they depend on."""
+    parts = [checkpoint, model.config.to_json_string(use_diff=False), str(model.max_model_len), str(model.dtype)]
+    parts += [torch.__version__, transformers.__version__, str(PROBE_LENGTHS)]
+    digest = hashlib.sha256("\n".join(parts).encode())
+    for source in sorted(Path(__file__).parent.rglob("*.py")):
+        digest.update(source.read_bytes())
+    return cache_dir() / "logits" / f"{digest.hexdigest()[:32]}.safetensors"
+
+
+def _read(file: Path) -> Tensor | None:
+    """Return the logits in a file; None: there is no file, or no whole one."""
+    try:
+        logits: Tensor = load_file(file)["logits"]
+        return logits
+    except (OSError, SafetensorError, KeyError):
+        return None
+
+
+def _write(file: Path, logits: Tensor) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    new = file.with_suffix(f".{os.getpid()}")
+    save_file({"logits": logits.contiguous()}, new)
+    os.replace(new, file)
