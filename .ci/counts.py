@@ -15,8 +15,8 @@ from statistics import mean, median
 
 CODE = ("cluster", "router", "workers", "kvtransfer", "kernels", ".ci")
 BUDGETS = {  # count: the most that there may be
-    "lines of code": 67_873,
-    "lines of tests": 65_216,
+    "lines of code": 67_961,
+    "lines of tests": 65_315,
     "lines of benchmarks": 12_814,
     "lines of benchmarks/RESULTS.md": 500,
     "Python files in the largest folder": 20,
