@@ -141,6 +141,7 @@ class Run:
             "CROSSDOCK_TESTS_SECONDS": str(self.seconds),
             "PYTHONUNBUFFERED": "1",
         }
+        self._environment.pop("PYTHONDONTWRITEBYTECODE", None)  # else each of some hundred processes compiles all again
 
     def pytest(self, arguments: list[str], prefix: str = "", **environment: str) -> int:
         """Run one pytest, print its lines as they come, and return its exit code."""
