@@ -4,7 +4,7 @@
 
 Tiny models run on a CPU, Triton's kernels in its interpreter. Counted are Triton's kernels, and the operators for which
 torch would launch one; views and allocations launch nothing. An operator counts once, although a sort or a product may
-launch several kernels. A layer's count is half the difference between a model of three layers and one of one layer.
+launch several kernels. A layer's count is the difference between a model of two layers and one of one layer.
 """
 
 import os
@@ -138,9 +138,8 @@ def trace(model: LoadedModel, lengths: list[int]) -> Launches:
 
 def per_layer(name: str, is_fused: bool, has_own_experts: bool = False) -> Counter[str]:
     """Return the launches of one layer of a decode step of three sequences, by name."""
-    few, many = (trace(tiny(name, num_layers, is_fused, has_own_experts), [1, 1, 1]).counts for num_layers in (1, 3))
-    assert all((many[key] - few[key]) % 2 == 0 for key in many)
-    return Counter({key: (many[key] - few[key]) // 2 for key in many if many[key] > few[key]})
+    few, many = (trace(tiny(name, num_layers, is_fused, has_own_experts), [1, 1, 1]).counts for num_layers in (1, 2))
+    return many - few
 
 
 def main() -> None:

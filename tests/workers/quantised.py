@@ -51,7 +51,7 @@ def _fp8(block: tuple[int, int] | None, scale: str, config: dict[str, Any], byte
 
     def weight_of(tensors: Tensors) -> Tensor:
         rows, columns = tensors[".weight"].shape
-        height, width = block or (rows, columns)
+        height, width = (min(size) for size in zip(block or (rows, columns), (rows, columns), strict=True))
         grid = tensors[scale].reshape(-(-rows // height), -1)
         return (
             tensors[".weight"].float() * grid.repeat_interleave(height, 0).repeat_interleave(width, 1)[:rows, :columns]
@@ -138,7 +138,7 @@ def _awq(has_zeros: bool) -> Case:
 
 
 def _gptq(bits: int, is_symmetric: bool, has_order: bool, version: str = "gptq") -> Case:
-    """A matrix of GPTQ, whose oracle takes each number from its words by shifts, one by one."""
+    """A matrix of GPTQ, whose oracle takes each column's numbers from their words by shifts."""
     config = {"quant_method": "gptq", "bits": bits, "group_size": 32, "sym": is_symmetric, "desc_act": has_order}
     per_word, most = 32 // bits, 2**bits - 1
 
@@ -156,11 +156,11 @@ def _gptq(bits: int, is_symmetric: bool, has_order: bool, version: str = "gptq")
     def weight_of(tensors: Tensors) -> Tensor:
         words, zeros = tensors[".qweight"].long(), tensors[".qzeros"].long()
         rows, columns = words.shape[1], words.shape[0] * per_word
-        weight = torch.empty(rows, columns)
+        weight, n = torch.empty(rows, columns), torch.arange(rows)
         for k in range(columns):
             group = int(tensors[".g_idx"][k])
             codes = words[k // per_word] >> bits * (k % per_word) & most
-            stored = torch.stack([zeros[group, n // per_word] >> bits * (n % per_word) & most for n in range(rows)])
+            stored = zeros[group, n // per_word] >> bits * (n % per_word) & most
             weight[:, k] = tensors[".scales"][group].float() * (codes - (stored + (version == "gptq")))
         return weight
 
