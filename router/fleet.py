@@ -270,10 +270,6 @@ class Fleet:
             by_place.append(cached)
         return by_place
 
-    def _cached(self, query: Query) -> Floats:
-        """Return how many tokens of the prompt each replica has in its pool, `[slot]`; see `_held`."""
-        return self._held(query)[0]
-
     def _reported(self, query: Query, slot: int) -> float:
         """Return how many tokens of the prompt a replica has reported to have; at least one is left to compute."""
         hashes = query.page_hashes[: (query.num_tokens - 1) // self.page_size]

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 from crossdock.cluster.bench.metrics import DEFAULT_TARGETS
 from crossdock.cluster.bench.pictures import DrawnPicture
@@ -88,20 +88,6 @@ def assert_all_ended(simulation: Simulation, outcome: Outcome, jobs: Sequence[Jo
             assert not replica.scheduler.table.requests()
     for name, replica in simulation.replicas.items():
         assert all(router.num_booked(name) == 0 for router in simulation.routers[replica.pool.model])
-
-
-Broken: TypeAlias = list[tuple[float, str, int, int]]
-"""(second, kill or add, place of the pool in a list of names, number of the replica that dies)."""
-
-
-def failures_of(broken: Broken, pools: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the failures of a fleet whose pools have these names."""
-    return [
-        {"at": at, "kill": f"{pools[place % len(pools)]}/{number}"}
-        if what == "kill"
-        else {"at": at, "add": pools[place % len(pools)]}
-        for at, what, place, number in broken
-    ]
 
 
 def assert_same_at_once_and_in_turn(fleet: SimulatedFleet, jobs: Sequence[Job]) -> None:
