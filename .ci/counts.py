@@ -15,9 +15,9 @@ from statistics import mean, median
 
 CODE = ("cluster", "router", "workers", "kvtransfer", "kernels", ".ci")
 BUDGETS = {  # count: the most that there may be
-    "lines of code": 67_961,
-    "lines of tests": 65_315,
-    "lines of benchmarks": 12_814,
+    "lines of code": 67_958,
+    "lines of tests": 65_298,
+    "lines of benchmarks": 12_813,
     "lines of benchmarks/RESULTS.md": 500,
     "Python files in the largest folder": 20,
     "lines of the longest class": 350,
