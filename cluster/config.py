@@ -19,7 +19,7 @@ from crossdock.router.fleet import RouterConfig
 from crossdock.router.scaling import ScalingConfig
 from crossdock.workers.model.weights.checkpoint import model_name
 from crossdock.workers.replica.config import Device, EmulatedDevice, EngineConfig, ReplicaSpec, TransferConfig
-from crossdock.workers.report.presets import stored_profile
+from crossdock.workers.report.presets import stored_profile, time_scale
 from crossdock.workers.report.profile import NO_ENCODE_POOLS, Role
 
 DEVICES = ("CPU", "GPU")  # Ray's names of what replicas reserve
@@ -478,24 +478,11 @@ _COMPUTING = {  # settings of engines that change how a model computes or where 
 }
 
 
-def time_scale(emulated: str) -> float:
-    """Return how many times as slowly as its profile a device is emulated: N of `PROFILE*N`, else 1."""
-    _, star, text = emulated.partition("*")
-    try:
-        scale = float(text) if star else 1.0
-    except ValueError:
-        scale = 0.0
-    if not 0.01 <= scale <= 1000:
-        raise ValueError(f"emulated: {emulated!r} must be a profile, or PROFILE*N with N of 0.01 to 1000")
-    return scale
-
-
 @lru_cache
 def emulated_device(emulated: str) -> EmulatedDevice:
     """Return the device of `PROFILE` or `PROFILE*N`. ValueError: there is no such profile, or it cannot be read."""
-    name, scale = emulated.partition("*")[0], time_scale(emulated)
     try:
-        return EmulatedDevice(emulated, stored_profile(name).slowed(scale))
+        return EmulatedDevice(emulated, stored_profile(emulated))
     except ValueError as error:
         raise ValueError(f"emulated: {error}") from None
 

@@ -43,7 +43,8 @@ class SimulateFlags(Amount, SharedFlags):
         typer.Option(
             metavar="NAME=COUNTxPROFILE,…",
             help="Pools, in place of the file's: prefill=2xh100-8b,decode=6xh100-8b. PROFILE is a preset, "
-            "{a100,h100,h200,b200,l4}-{8b,70b,vl7b}[-tpN], a JSON file of `crossdock tune --profile`, or a URL.",
+            "{a100,h100,h200,b200,l4}-{8b,70b,vl7b}[-tpN], a JSON file of `crossdock tune --profile`, or a URL; "
+            "PROFILE*N is N times as slow.",
         ),
     ] = None
     kv_cache_host_memory: Annotated[

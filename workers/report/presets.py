@@ -124,12 +124,28 @@ _MAX_NUM_SEQS = 256
 _MAX_NUM_BATCHED_TOKENS = 8192
 
 
+def time_scale(name: str) -> float:
+    """Return how many times as slow as its profile a device is: N of `PROFILE*N`, else 1. ValueError: N is wrong."""
+    _, star, text = name.partition("*")
+    try:
+        scale = float(text) if star else 1.0
+    except ValueError:
+        scale = 0.0
+    if not 0.01 <= scale <= 1000:
+        raise ValueError(f"{name!r} must be a profile, or PROFILE*N with N of 0.01 to 1000")
+    return scale
+
+
 def stored_profile(name: str, folder: Path = Path()) -> SchedulingProfile:
-    """Return a profile: a JSON file of `crossdock tune --profile` in `folder`, or a preset.
+    """Return a profile: a JSON file of `crossdock tune --profile` in `folder`, or a preset. That of `NAME*N` takes N
+    times as long for everything.
 
     Raises:
         ValueError: there is no such profile, or it cannot be read.
     """
+    if (scale := time_scale(name)) != 1:
+        return stored_profile(name.partition("*")[0], folder).slowed(scale)
+    name = name.partition("*")[0]
     path = folder / name
     if not name.endswith(".json"):
         return preset(name)

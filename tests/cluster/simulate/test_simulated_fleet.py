@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 import yaml
 
+from crossdock.cluster.config import emulated_device
+from crossdock.cluster.config_file import load
 from crossdock.cluster.simulate.fleet import describe, load_fleet
 from crossdock.workers.schedule.memory.prefix_index import AttentionChunk, Window
 from tests.cluster.simulate.small_fleets import profile
@@ -18,6 +20,7 @@ from tests.cluster.simulate.small_fleets import profile
         ({"pools": [{"name": "a", "profile": "h100-9b"}]}, "'h100-9b' is neither a file nor GPU-MODEL"),
         ({"pools": [{"name": "a", "profile": "l4-70b"}]}, "do not fit"),
         ({"pools": [{"name": "a", "profile": "none.json"}]}, "none.json: cannot be read"),
+        ({"pools": [{"name": "a", "profile": "h100-8b*0"}]}, r"must be a profile, or PROFILE\*N with N of 0.01 to"),
         ({"pools": [{"name": "a"}]}, "pools.0.profile: field required"),
         ({"pools": [{"name": "a", "profile": "h100-8b", "gpus": 3}]}, "pools.0.gpus: no such setting"),
         ({"pools": [{"name": "a", "profile": "h100-8b", "replicas": -1}]}, "pools.0.replicas: must be .* not -1"),
@@ -31,6 +34,26 @@ from tests.cluster.simulate.small_fleets import profile
 def test_invalid_fleet_raises_an_error_that_names_the_field(data: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         describe(data)
+
+
+def test_profile_of_a_slowed_device_takes_as_many_times_as_long_as_the_emulated_one_of_that_name() -> None:
+    [pool], [plain] = (load_fleet(None, f"mixed=1x{name}").pools for name in ("l4-8b*2", "l4-8b"))
+    assert pool.profile.cost == plain.profile.cost.slowed(2) == emulated_device("l4-8b*2").profile.cost
+    assert pool.profile.max_num_seqs == plain.profile.max_num_seqs
+
+
+def test_one_of_two_models_may_have_two_ranks_on_emulated_and_on_simulated_devices() -> None:
+    names = {"large": "h100-8b-tp2", "small": "h100-8b"}
+    members = [{"name": name, "pools": [{"name": "mixed", "emulated": each}]} for name, each in names.items()]
+    models = load(None, {"models": members}).each_model
+    specs = [model.replica_spec(model.pools[0]) for model in models]
+    profiles = [spec.emulated.profile for spec in specs if spec.emulated is not None]
+    assert [each.tensor_parallel_size for each in profiles] == [2, 1]
+    pools = [{"name": name, "model": name, "profile": each} for name, each in names.items()]
+    fleet = {"models": [{"name": name, "share": {0: 1}} for name in names], "pools": pools}
+    assert [pool.gpus for pool in describe({**fleet, "gpus": 3}).pools] == [2, 1]
+    with pytest.raises(ValueError, match="gpus: the pools have more than 2"):
+        describe({**fleet, "gpus": 2})
 
 
 def test_fleet_from_a_file_has_its_settings_and_the_profiles_rest(tmp_path: Path) -> None:
