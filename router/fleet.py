@@ -210,11 +210,22 @@ class Fleet:
         replica = self.table.by_name.get(name)
         if replica is None:
             return
-        profile, priority = replica.profile, self._priority(query.slo_class)
-        pages = profile.needs.at_once(query.num_tokens, cached_tokens // profile.page_size)
-        legs = pages, decodes, query.adapter, query.payer, query.weight
-        output = min(query.max_tokens, EXPECTED_OUTPUT_TOKENS)
-        booking = Booking(priority, query.num_tokens, seconds, *legs, at=self.table.now, output=output)
+        profile, priority, size = replica.profile, self._priority(query.slo_class), replica.profile.page_size
+        held = int(self._num_held(replica, query, cached_tokens)) // size
+        here = min(self.prefixes.num_reported(replica.slot, query.page_hashes), cached_tokens // size)
+        booking = Booking(
+            priority,
+            query.num_tokens,
+            seconds,
+            profile.needs.at_once(query.num_tokens, held),
+            decodes,
+            query.adapter,
+            query.payer,
+            query.weight,
+            at=self.table.now,
+            output=min(query.max_tokens, EXPECTED_OUTPUT_TOKENS),
+            idle_pages=max(here - held, 0),
+        )
         replica.pending[query.request_id] = booking
         self.table.touch(replica)
         self.prefixes.expect(replica.slot, query.page_hashes)
@@ -278,18 +289,22 @@ class Fleet:
     def _in_use(self, query: Query, cached: Floats) -> Floats:
         """Return how many of the `cached` tokens, `[slot]`, lie in pages that other requests hold, where that decides
         whether the prompt has room. Cached pages that no request holds count as free, but a prompt takes its own."""
-        loads, priority, found = self.table.loads, self._priority(query.slo_class), cached.copy()
-        fits = loads.max_prompt_now[priority]
-        idle = np.maximum(fits - loads.empty_pages * loads.page_size, 0.0)  # tokens in such pages, at most
+        fits, found = self.table.loads.max_prompt_now[self._priority(query.slo_class)], cached.copy()
         for slot in np.flatnonzero((cached > 0) & (query.num_tokens > fits))[:MOST_IN_USE]:
-            replica, all_start = self.table.replica_in(int(slot)), loads.free_pages[priority, slot] >= 0
-            held = 0  # pages that requests hold: those with a token, and where all that wait have room, the others
-            for request_id, booking in (*replica.pending.items(), *replica.included.items()):
-                if booking.has_first or all_start:
-                    hashes = [each for name, each in self._placed[request_id] if name == replica.name]
-                    held = max([held, *(num_shared(query.page_hashes, each) for each in hashes)])
-            found[slot] = min(max(held * self.page_size, cached[slot] - idle[slot]), cached[slot])
+            found[slot] = self._num_held(self.table.replica_in(int(slot)), query, cached[slot])
         return found
+
+    def _num_held(self, replica: ReplicaState, query: Query, cached: float) -> float:
+        """Return how many of the `cached` tokens of a prompt lie in pages that other requests of a replica hold: those
+        that have a token, and where all that wait have room, the others."""
+        loads, priority, slot = self.table.loads, self._priority(query.slo_class), replica.slot
+        all_start, held = loads.free_pages[priority, slot] >= 0, 0
+        for request_id, booking in (*replica.pending.items(), *replica.included.items()):
+            if booking.has_first or all_start:
+                hashes = [each for name, each in self._placed.get(request_id, ()) if name == replica.name]
+                held = max([held, *(num_shared(query.page_hashes, each) for each in hashes)])
+        idle = loads.max_prompt_now[priority, slot] - loads.empty_pages[slot] * self.page_size  # tokens, at most
+        return float(min(max(held * self.page_size, cached - max(idle, 0.0)), cached))
 
     def _with_prefixes(self, query: Query, now: float, candidates: Candidates, exclude: Collection[str]) -> "_Ways":
         """Return the prediction in which replicas load pages from tiers, or fetch them from others, where that is

@@ -229,7 +229,7 @@ def row(
         most_urgent_stream=first_nonzero(streams),
         lateness=lateness(gap, streams, classes),
         future_lateness=lateness(future_gap, future_streams, classes),
-        empty_pages=live.empty_pages - work.booked_pages,
+        empty_pages=live.empty_pages - (work.booked_pages - work.booked_idle_pages),
         eviction_seconds=live.eviction_seconds,
         load_first=live.load_seconds[0] if live.load_seconds else 0.0,
         load_second=live.load_seconds[-1] if live.load_seconds else 0.0,
@@ -322,8 +322,13 @@ def _ends(live: LiveProfile, booked: Collection[Booking], gap: float, share: flo
         if each.decodes:
             ends.append((each.output, each.pages))
             started += 0.0 if each.has_first else each.seconds
-    more = share / max(1 - share, LEAST_SHARE)
-    return [(gap * tokens + min(started, gap * tokens * more), pages) for tokens, pages in sorted(ends)[:MOST_ENDS]]
+    more, ends = share / max(1 - share, LEAST_SHARE), sorted(ends)[:MOST_ENDS]
+    found = [(gap * tokens + min(started, gap * tokens * more), pages) for tokens, pages in ends]
+    wanted = live.pages_now[-1] - live.free_pages[-1] if live.pages_now else 0
+    if wanted > 0 and found and len(found) < MOST_ENDS:  # those that wait for pages give them back when they end, too
+        waiting = max(sum([prompts.seconds for prompts in live.prompts]) - live.started_seconds, 0.0)
+        found.append((found[-1][0] + waiting + gap * ends[-1][0], wanted))
+    return found
 
 
 _cost_of = lru_cache(maxsize=4096)(StepCost.of)  # rows are made far more often than costs are learnt

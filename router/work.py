@@ -37,6 +37,7 @@ class Booking:
     has_first: bool = False  # whether the prompt is computed and the first token is out
     at: float = 0.0  # when it was placed, in seconds
     output: int = EXPECTED_OUTPUT_TOKENS  # tokens that it is expected to make
+    idle_pages: int = 0  # of `pages`, cached ones that no request holds: no others are evicted for these
 
 
 _Prompts: TypeAlias = dict[tuple[int, int], tuple[float, float]]
@@ -55,6 +56,7 @@ class Work:
     context: float  # tokens of the streams
     future_context: float  # tokens of the streams that arrive
     booked_pages: int = 0
+    booked_idle_pages: int = 0  # of these
     booked_places: int = 0
 
     @classmethod
@@ -95,6 +97,7 @@ class Work:
             self.future_context += booking.tokens
         if booking.decodes or not booking.has_first:
             self.booked_pages += booking.pages
+            self.booked_idle_pages += booking.idle_pages
             self.booked_places += 1
 
     def backlog(self, num_classes: int) -> tuple[list[Group], list[int], tuple[list[float], list[float]]]:

@@ -40,6 +40,14 @@ def test_prompt_goes_where_its_pages_lie_in_a_tier() -> None:
     assert 0.0187 < found.predicted_ttft < 0.04
 
 
+def test_prompt_that_is_loaded_is_booked_with_all_of_its_pages() -> None:
+    """Those of the pool, too, which no request holds: no others are evicted for these."""
+    fleet = tiered([187], (1e-4,), in_pool=40)
+    place(fleet, query("q", prompt=PROMPT))
+    (booking,) = fleet.table.by_name["a"].pending.values()
+    assert (booking.pages, booking.idle_pages) == (188, 40)
+
+
 def test_pages_that_are_slow_to_load_are_computed_anywhere() -> None:
     """Layers with windows wait for all of their pages."""
     windows = {"windows": (None, 64)}

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from crossdock.workers.report.answer import Answer
 from crossdock.workers.report.profile import Role
+from crossdock.workers.schedule import kv
 from crossdock.workers.schedule.admission import num_places
 from crossdock.workers.schedule.memory.page_needs import PageNeeds
 from crossdock.workers.schedule.memory.prefix_index import PageHash
@@ -35,6 +36,7 @@ with 0.5, 5 and 50 s, the p90 error of predicted TTFT is 72, 70 and 66 %
 """
 
 MOST_ENDS = 8  # in a live profile, requests that will end first
+MOST_LOOKS = 8  # waiting requests whose cached pages are looked at for a live profile
 MOST_TENANTS = 16  # in a live profile, those whose prompts take most seconds; about 40 bytes each
 HEARTBEAT_S = 1.0  # silence after which a replica repeats its last report
 _NEWEST_RATE = 0.2  # weight of the newest transfer in the mean rate, which so spans about five transfers
@@ -209,11 +211,15 @@ def _started_seconds(scheduler: Scheduler) -> float:
 def _ends(scheduler: Scheduler) -> tuple[tuple[int, int], ...]:
     """Return, of the requests that are expected to end first, the tokens until then and the pages that it frees.
 
-    Requests whose pages are sent end elsewhere. Pages that others have, too, are not freed."""
-    table, pages = scheduler.table, scheduler.pages
-    ends = [(table.num_expected(each), each) for each in table.running if each.leg is not Leg.SEND]
+    Requests whose pages are sent end elsewhere. Before an output has ended, all are expected to be as long as may be."""
+    table, requests = scheduler.table, [each for each in scheduler.table.running if each.leg is not Leg.SEND]
+    if table.mean_output:
+        ends = [(table.num_expected(each), each) for each in requests]
+    else:
+        ends = [(max(each.sampling.max_tokens - each.num_output_tokens, 1), each) for each in requests]
     first = sorted(ends, key=lambda end: end[0])[:MOST_ENDS]
-    return tuple([(left, pages.num_freed_by([each.owner]) + table.num_growth_pages(each)) for left, each in first])
+    freed = scheduler.pages.num_freed_in_turn([each.owner for _, each in first])
+    return tuple([(left, now + table.num_growth_pages(each)) for (left, each), now in zip(first, freed, strict=True)])
 
 
 def _streams(scheduler: Scheduler) -> tuple[tuple[int, ...], int]:
@@ -244,8 +250,12 @@ def _free(scheduler: Scheduler) -> tuple[tuple[int, ...], tuple[int, ...], tuple
             for priority in range(num_classes):
                 pages[priority] += num_pages if priority < request.priority else -growth
     pages_now = [*pages]
+    looks = MOST_LOOKS
     for request in scheduler.table.waiting:
         num_pages = needs.at_once(request.num_tokens, request.expected_cached_tokens // needs.page_size)
+        if request.expected_cached_tokens and looks:
+            looks -= 1  # cached pages that no request holds are among the free ones
+            num_pages += sum([page in pool.stock.cached for page in kv.match_prefix(scheduler.table, request).pages])
         for priority in range(request.priority, num_classes):
             places[priority] -= 1
             pages[priority] -= num_pages

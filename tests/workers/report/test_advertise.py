@@ -60,7 +60,7 @@ def test_live_profile_counts_every_kind_of_request() -> None:
         ),
         streams=(1, 0, 0),
         context_tokens=11,
-        ends=((4, 3 + 1),),  # an output never ends within its next page
+        ends=((18, 3 + 1),),
         arriving=(1, 0, 0),
         leaving=(0, 0, 1),
         # Of 8 places one is taken, and a second reserved for interactive requests; each waiting request takes one from
@@ -125,6 +125,29 @@ def test_waiting_prompt_that_lacks_pages_takes_none_of_those_that_are_free_now()
     free = 300 - replica.scheduler.pages.num_held_by(stream.owner) - replica.scheduler.table.num_growth_pages(stream)
     assert live.pages_now[1] == free - 40 // page_size
     assert live.free_pages[1] == live.pages_now[1] - 900 // page_size < 0
+
+
+def test_pages_that_requests_share_are_free_when_the_last_of_them_ends() -> None:
+    replica, prompt = new_replica(), [*range(41)]
+    for name, max_tokens in (("first", 20), ("last", 30)):
+        replica.add(name, prompt, max_tokens=max_tokens)
+        replica.step()
+    replica.step()
+    (first, few), (last, many) = observe(replica.scheduler, "me", 1).ends
+    growth = sum(map(replica.scheduler.table.num_growth_pages, replica.scheduler.table.running))
+    assert first < last
+    assert few < 5 < 10 < many
+    assert few + many == replica.scheduler.pages.counts().owned + growth
+
+
+def test_waiting_prompt_takes_its_cached_pages_from_those_that_are_free() -> None:
+    replica, prompt = new_replica(), [*range(41)]
+    replica.add("before", prompt, max_tokens=1)
+    replica.run()
+    assert replica.scheduler.pages.counts().cached == 10
+    replica.add("again", prompt, "standard")
+    replica.scheduler.table.waiting[0].expected_cached_tokens = 40
+    assert observe(replica.scheduler, "me", 1).free_pages[1] == 400 - 11
 
 
 def test_prompt_shares_are_recent_shares_of_time() -> None:

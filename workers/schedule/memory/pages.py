@@ -138,13 +138,24 @@ class PagePool:
 
     def num_freed_by(self, owners: Sequence[str], besides: Sequence[int] = ()) -> int:
         """Return how many pages, `besides` these, would have no owner if all of `owners` released theirs."""
-        counts = Counter(page for owner in owners for held in self._owned.get(owner, ()) for page in held.live())
-        if self.state_pages:
-            states = self.states.by_owner
-            counts.update(page for owner in owners if owner in states for page in states[owner].pages())
+        counts = Counter(page for owner in owners for page in self._all_of(owner))
         for page in besides:
             counts.pop(page, None)
         return sum(count == self.stock.num_owners[page] for page, count in counts.items())
+
+    def num_freed_in_turn(self, owners: Sequence[str]) -> list[int]:
+        """Return how many pages each of `owners` frees if they release theirs in this order."""
+        counts, freed = Counter[int](), list[int]()
+        for owner in owners:
+            counts.update(pages := self._all_of(owner))
+            freed.append(sum([counts[page] == self.stock.num_owners[page] for page in pages]))
+        return freed
+
+    def _all_of(self, owner: str) -> list[int]:
+        """Return the pages that an owner has in all groups, and those of its states."""
+        pages = [page for held in self._owned.get(owner, ()) for page in held.live()]
+        states = self.states.by_owner if self.state_pages else {}
+        return [*pages, *states[owner].pages()] if owner in states else pages
 
     # -- changing --------------------------------------------------------------------------------------------------
 
