@@ -2,7 +2,7 @@
 
     python benchmarks/agents.py                                             # one replica: 3 minutes
     python benchmarks/agents.py --settings two two-files two-host           # a core for each of two replicas
-    python benchmarks/agents.py --settings one vllm --repeats 2 --venvs VENVS   # after peers/vllm.sh install
+    python benchmarks/agents.py --settings one one-files vllm --duration 70 --venvs VENVS  # after peers/vllm.sh install
 
 The load is `crossdock bench -w agents`: sessions of many turns, each of which repeats all before it. All settings get
 the same sessions and the same KV memory, `--kv-tokens` in all; two replicas have half each. `unpriced`: the router does
@@ -34,6 +34,8 @@ HERE = Path(__file__).resolve().parent
 BUDGET = ("--max-num-batched-tokens", "512")
 SETTINGS: dict[str, tuple[int, tuple[str, ...]]] = {  # replicas, and flags
     "one": (1, ()),
+    "one-host": (1, ("--kv-cache-host-memory", "{host}")),
+    "one-files": (1, ("--kv-cache-files", "{files},8GiB")),
     "two": (2, ()),
     "two-unpriced": (2, ("--set", "router.evictions=ignored")),
     "two-host": (2, ("--kv-cache-host-memory", "{host}")),
