@@ -297,6 +297,8 @@ class Fleet:
     def _num_held(self, replica: ReplicaState, query: Query, cached: float) -> float:
         """Return how many of the `cached` tokens of a prompt lie in pages that other requests of a replica hold: those
         that have a token, and where all that wait have room, the others."""
+        if not cached:
+            return 0.0
         loads, priority, slot = self.table.loads, self._priority(query.slo_class), replica.slot
         all_start, held = loads.free_pages[priority, slot] >= 0, 0
         for request_id, booking in (*replica.pending.items(), *replica.included.items()):

@@ -145,5 +145,7 @@ class Prefixes:
 
 def num_shared(hashes: Sequence[PageHash], others: Sequence[PageHash]) -> int:
     """Return how many first pages two prompts share. A hash covers all tokens before its page, so the search halves."""
+    if not hashes or not others or hashes[0] != others[0]:
+        return 0  # the usual case
     count = min(len(hashes), len(others))
     return bisect_left(range(count), True, key=lambda number: hashes[number] != others[number])
