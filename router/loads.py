@@ -101,7 +101,7 @@ class Row(ReplicaFigures[StepCost, float, Sequence[float]]):
     """The entry of one replica in `Loads`."""
 
     groups: Sequence[Group] = ()  # waiting prompts by length
-    ends: Sequence[tuple[float, int]] = ()  # (seconds since its last report, pages) of requests, first end first
+    ends: Sequence[tuple[float, float]] = ()  # (seconds since its last report, pages) of requests, first end first
 
     def write(self, loads: "Loads", slot: int) -> None:
         """Replace the entry of the replica in `slot`."""
@@ -113,7 +113,7 @@ class Row(ReplicaFigures[StepCost, float, Sequence[float]]):
         for source, priority, position, count, seconds in self.groups:
             loads.groups[source, 0, priority, position, slot] = count
             loads.groups[source, 1, priority, position, slot] = seconds
-        ends = self.ends[:MOST_ENDS] or [(0.0, 0)]
+        ends = self.ends[:MOST_ENDS] or [(0.0, 0.0)]
         times, freed = [at for at, _ in ends], [*accumulate([pages for _, pages in ends])]
         unknown = MOST_ENDS - len(ends)  # behind the last end
         loads.ends[..., slot] = times + times[-1:] * unknown, freed + freed[-1:] * unknown
@@ -312,7 +312,7 @@ def _step_seconds(gap: float, streams_s: float, chunk_s: float) -> float:
     return gap + chunk_s if chunk_s else streams_s
 
 
-def _ends(live: LiveProfile, booked: Collection[Booking], gap: float, share: float) -> list[tuple[float, int]]:
+def _ends(live: LiveProfile, booked: Collection[Booking], gap: float, share: float) -> list[tuple[float, float]]:
     """Return the seconds from the last report until requests end, and the pages that each frees, first end first.
 
     Beside the chunks of prompts that have pages, which get `share` of the time, a token takes longer than `gap`."""
@@ -323,11 +323,13 @@ def _ends(live: LiveProfile, booked: Collection[Booking], gap: float, share: flo
             ends.append((each.output, each.pages))
             started += 0.0 if each.has_first else each.seconds
     more, ends = share / max(1 - share, LEAST_SHARE), sorted(ends)[:MOST_ENDS]
-    found = [(gap * tokens + min(started, gap * tokens * more), pages) for tokens, pages in ends]
+    found = [(gap * tokens + min(started, gap * tokens * more), float(pages)) for tokens, pages in ends]
     wanted = live.pages_now[-1] - live.free_pages[-1] if live.pages_now else 0
-    if wanted > 0 and found and len(found) < MOST_ENDS:  # those that wait for pages give them back when they end, too
+    if wanted > 0 and found:  # those that wait for pages are computed and end after these, one by one
         waiting = max(sum([prompts.seconds for prompts in live.prompts]) - live.started_seconds, 0.0)
-        found.append((found[-1][0] + waiting + gap * ends[-1][0], wanted))
+        count, first = sum([prompts.count for prompts in live.prompts]), found[-1][0] + gap * ends[-1][0]
+        numbers = range(1, min(count, MOST_ENDS - len(found)) + 1)
+        found += [(first + waiting * number / count, wanted / count) for number in numbers]
     return found
 
 
