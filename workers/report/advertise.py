@@ -211,7 +211,7 @@ def _started_seconds(scheduler: Scheduler) -> float:
 def _ends(scheduler: Scheduler) -> tuple[tuple[int, int], ...]:
     """Return, of the requests that are expected to end first, the tokens until then and the pages that it frees.
 
-    Requests whose pages are sent end elsewhere. Before an output has ended, each is expected to be as long as may be."""
+    Requests whose pages are sent end elsewhere. Before an output has ended, each is expected to take all it may."""
     table, requests = scheduler.table, [each for each in scheduler.table.running if each.leg is not Leg.SEND]
     if table.mean_output:
         ends = [(table.num_expected(each), each) for each in requests]
