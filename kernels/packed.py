@@ -142,7 +142,7 @@ class PackedMatrix:
             return codes.to(wide, copy=True)
         nibbles = torch.stack([codes & 15, codes >> 4], -1).flatten(1)
         if self.kind == "int4":
-            return nibbles.to(wide) - (8 if self.offsets is None else 0)
+            return nibbles.to(wide).sub_(8 if self.offsets is None else 0)
         table = torch.tensor(TABLES[self.kind], dtype=wide, device=codes.device)
         return table[nibbles.int()]
 

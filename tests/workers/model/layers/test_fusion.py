@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from crossdock.kernels.backend import choose_attention
-from crossdock.kernels.cpu import decoder, linear
+from crossdock.kernels.cpu import decoder, linear, packed_linear
 from crossdock.kernels.cpu.build import cpu_flags
 from crossdock.kernels.cpu.choice import KernelChoice, only
 from crossdock.kernels.cpu.linear import interleave
@@ -287,6 +287,21 @@ def test_packed_logits_in_float32_equal_those_of_dequantised_weights(kind: str, 
             assert 1e-4 * true.norm() < (ours - true).norm() < 0.1 * true.norm()
         else:
             torch.testing.assert_close(ours, true, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kernel", ["own", pytest.param("int8", marks=needs_rounding)])
+def test_wrong_kernel_ends_the_load_of_packed_weights(kernel: CpuKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that takes each output for its neighbour: as on a CPU on which it has never run."""
+    module, _ = packed_and_plain("int4", torch.float32)
+    pack = packed_linear._pack_codes
+
+    def wrong(matrix: PackedMatrix, panels: Tensor, frees: bool) -> None:
+        pack(matrix, panels, frees)
+        panels.copy_(panels.roll(1, 2))
+
+    monkeypatch.setattr(packed_linear, "_pack_codes", wrong)
+    with pytest.raises(ValueError, match="packed weights: fused, logits differ from the model's own by"):
+        wrap_module(module, LoadOptions(cpu_kernels=kernel))
 
 
 def test_packed_projections_of_unlike_forms_are_not_fused() -> None:
