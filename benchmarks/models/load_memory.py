@@ -3,12 +3,13 @@
     python benchmarks/models/load_memory.py [--only w4a16,mxfp4] [--gib 1]        # about 20 s a format
 
 Each checkpoint is written to a temporary folder and loaded by a process of its own, that has loaded a small one of the
-same format before: libraries and kernels are in memory then. The load is a replica's: weights read, layers replaced,
-kernels measured, logits compared. Prints MiB of private memory (RssAnon, sampled each millisecond: no page cache).
+same format before: libraries and kernels are in memory then. The load is a replica's, in the environment of its
+process: weights read, layers replaced, kernels measured, logits compared. Prints MiB of private memory (RssAnon, sampled each millisecond: no page cache).
 """
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -22,6 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from crossdock.cluster.serve.ray_environment import ENVIRONMENT
 from crossdock.kernels.options import CpuKernels
 from crossdock.workers.model.load import load_model
 from crossdock.workers.model.model_spec import ModelSpec
@@ -159,7 +161,7 @@ def main() -> None:
             size = write(Path(folder), name, count)
             command = [sys.executable, __file__, "--measure", f"{folder}/1", f"{folder}/{count}"]
             command += ["--cpu-kernels", arguments.cpu_kernels]
-            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=os.environ | ENVIRONMENT)
         found = json.loads(done.stdout.splitlines()[-1])
         counted, held, peak = (each / MIB for each in found)
         print(
