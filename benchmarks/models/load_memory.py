@@ -4,7 +4,8 @@
 
 Each checkpoint is written to a temporary folder and loaded by a process of its own, that has loaded a small one of the
 same format before: libraries and kernels are in memory then. The load is a replica's, in the environment of its
-process: weights read, layers replaced, kernels measured, logits compared. Prints MiB of private memory (RssAnon, sampled each millisecond: no page cache).
+process: weights read, layers replaced, kernels measured, logits compared. Prints MiB of private memory (RssAnon,
+sampled each millisecond: no page cache).
 """
 
 import argparse
