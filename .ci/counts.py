@@ -17,7 +17,7 @@ CODE = ("cluster", "router", "workers", "kvtransfer", "kernels", ".ci")
 BUDGETS = {  # count: the most that there may be
     "lines of code": 68_012,
     "lines of tests": 65_384,
-    "lines of benchmarks": 12_818,
+    "lines of benchmarks": 12_876,
     "lines of benchmarks/RESULTS.md": 500,
     "Python files in the largest folder": 20,
     "lines of the longest class": 350,

@@ -4,7 +4,10 @@
 
 Serves a random model of two layers, so that the engine takes little, and streams answers of 128 tokens from as many
 clients at a time as `--streams` says. Prints, by kind of request, the CPU time of each kind of process: microseconds a
-token beside many streams, milliseconds a request of one token. `--vllm VENV` measures vLLM's API server the same way
+token beside many streams, milliseconds a request of one token. Then the engine's device is emulated: how many
+milliseconds pass from a client's send until the engine has the request, and from the end of the step that made a token
+until the client has read the token (the first and the last one of each answer, whose times the engine's timelines
+have). `--vllm VENV` measures vLLM's API server the same way
 (`benchmarks/peers/vllm.sh install` makes the environment), and `--crossdock-option=--set=http.replicas=2` two
 ingresses. CPU time, unlike seconds, hardly depends on what else runs.
 """
@@ -14,11 +17,14 @@ import asyncio
 import json
 import sys
 import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
+import httpx
 import psutil
 from servers import RunningServer, add_server_options, crossdock_command, log_of, serving
 from tables import hardware, markdown, today
@@ -31,6 +37,7 @@ from fleet import tiny_model
 
 LENGTH = 128  # tokens of an answer
 WORDS = "The quick brown fox jumps over the lazy dog and runs away from the old grey house by the river. "
+EMULATED = "emulated:l4-8b"  # a step takes 38 ms
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
 MESSAGES = [{"role": "user", "content": WORDS}]
 
@@ -119,6 +126,45 @@ class Usage:
         return sums
 
 
+class TimedClient(Client):
+    """Notes when each token of its answers was read, in Unix seconds."""
+
+    async def delays(self, length: int, times: int) -> list[tuple[float, float, float]]:
+        """Return, for each answer, the seconds from the send to the engine, and those of the first and last token back.
+
+        The engine's times are those of `/v1/requests/{id}`, to the millisecond. An answer before these is not counted.
+        """
+        found = []
+        async with httpx.AsyncClient(base_url=f"http://{self._host}:{self._port}", timeout=120) as http:
+            path, body = completion(length)
+            body |= {"model": self._model, "stream": True, "return_token_ids": True}
+            for _ in range(times + 1):
+                sent, read, name = time.time(), list[float](), ""
+                async with http.stream("POST", path, json=body) as answer:
+                    async for line in answer.aiter_lines():
+                        now, event = time.time(), line.removeprefix("data: ")
+                        if event.startswith("{"):
+                            [choice], name = (each := json.loads(event))["choices"], each["id"]
+                            read += [now] * bool(choice.get("token_ids"))
+                [timeline] = (await http.get(f"/v1/requests/{name}")).json()["requests"]
+                arrived = timeline["arrived"]
+                first, last = arrived + timeline["first_token_s"], arrived + timeline["ended_s"]
+                found.append((arrived - sent, read[0] - first, read[-1] - last))
+        return found[1:]
+
+
+async def measure_delays(server: RunningServer, model: str, args: argparse.Namespace) -> list[list[str]]:
+    rows = []
+    for num_streams in map(int, args.streams.split(",")):
+        clients = [TimedClient(server.address, model) for _ in range(num_streams)]
+        times = max(1, args.delays // num_streams)
+        answers = await asyncio.gather(*(client.delays(args.delay_tokens, times) for client in clients))
+        each = list(zip(*(delays for client in answers for delays in client), strict=True))
+        cells = [f"{1e3 * median(one):.1f} / {1e3 * sorted(one)[int(0.99 * len(one))]:.1f}" for one in each]
+        rows.append([f"{num_streams}", *cells])
+    return rows
+
+
 async def measure(server: RunningServer, model: str, args: argparse.Namespace) -> list[list[str]]:
     rows = []
     for kind in args.kinds.split(","):
@@ -151,6 +197,10 @@ def main() -> None:
     parser.add_argument("--kinds", default="chat", help="kinds of requests: " + ",".join(KINDS))
     parser.add_argument("--tokens", type=int, default=40_000, help="tokens of a measurement")
     parser.add_argument("--requests", type=int, default=400, help="requests of one token")
+    parser.add_argument(
+        "--delays", type=int, default=128, help="answers whose delays are measured, by streams; 0: none"
+    )
+    parser.add_argument("--delay-tokens", type=int, default=32, help="of each of these")
     parser.add_argument("--vllm", type=Path, help="an environment with vLLM, which is measured too")
     add_server_options(parser, "front-door", 8190)
     args = parser.parse_args()
@@ -168,6 +218,14 @@ def main() -> None:
                 rows = asyncio.run(measure(server, "tiny", args))
             print(f"\n{name}; {hardware()}, {today()}\n")
             print(markdown([["requests", "", *PROCESSES, "other"], *rows]), flush=True)
+        if args.delays:
+            command = crossdock_command(args, "--max-model-len", "2048", "--device", EMULATED)
+            with serving("emulated", command, args, log_of(args, "emulated")) as server:
+                rows = asyncio.run(measure_delays(server, "tiny", args))
+            print(f"\nCrossdock, an emulated device, ms of the path, median / p99; {hardware()}, {today()}\n")
+            print(
+                markdown([["streams", "request to engine", "first token back", "last token back"], *rows]), flush=True
+            )
 
 
 if __name__ == "__main__":
