@@ -15,8 +15,8 @@ from statistics import mean, median
 
 CODE = ("cluster", "router", "workers", "kvtransfer", "kernels", ".ci")
 BUDGETS = {  # count: the most that there may be
-    "lines of code": 68_012,
-    "lines of tests": 65_384,
+    "lines of code": 68_016,
+    "lines of tests": 65_386,
     "lines of benchmarks": 12_876,
     "lines of benchmarks/RESULTS.md": 500,
     "Python files in the largest folder": 20,

@@ -64,7 +64,7 @@ def with_sources(
     before = here.ttft[tried] - here.prefill[tried] / here.prompt_share[tried]
     travel = _travel_seconds(loads, held[:, None] - cached[tried], sources, tried)
     # The source sees the question after its running step; the fetching replica sees the offer after its own.
-    waits = HANDOVER_S + loads.step_left[tried] + (loads.step_left + link_waits)[sources, None]
+    waits = HANDOVER_S + loads.turn_left[tried] + (loads.turn_left + link_waits)[sources, None]
     may = (held[:, None] > cached[tried]) & (candidates.groups[sources, None] == candidates.groups[tried])
     share = np.minimum((held[:, None] - cached[tried]) / (held.max() - cached[tried]), 1.0)
     gain = np.where(may, share * saved[tried] - np.maximum(waits + travel - before, 0.0), 0.0)

@@ -56,6 +56,7 @@ class ReplicaFigures(Generic[Costs, One, Each]):
     # What runs.
     refuses_late: One  # 1: the replica has work, and its admission refuses what would be late
     step_left: One  # seconds until a step begins that can have a chunk of a new prompt
+    turn_left: One  # seconds until the running step ends: a replica takes in messages between two steps
     joins_until: One  # seconds from its last report, until which a new prompt
     first_join: One  # joins the step that begins then; after that, until `first_join`, the step that
     second_join: One  # begins then
@@ -276,7 +277,8 @@ class _Joins(NamedTuple):
     first_join: float
     second_join: float
     later_join: float
-    step_left: float = 0.0  # made of the others before each choice
+    step_left: float = 0.0  # made of the others before each choice, as the next one
+    turn_left: float = 0.0
 
 
 def _joins(

@@ -242,8 +242,10 @@ class ReplicaTable:
             row(replica.profile, live, booked, self.classes).write(self.loads, slot)
         loads, age = self.loads, self.ages(now)
         if stale := [*self._stale]:
-            loads.joins_until[stale] = loads.second_join[stale] = 0.0
+            loads.joins_until[stale] = loads.first_join[stale] = loads.second_join[stale] = 0.0
         joins = np.where(age < loads.joins_until, loads.first_join, loads.second_join)
+        ends = np.where(age < loads.joins_until, loads.joins_until, loads.first_join)
+        loads.turn_left[:] = np.where(age < ends, ends - age, loads.later_join)
         loads.step_left[:] = np.where(age < joins, joins - age, loads.later_join)
 
     def ages(self, now: float) -> Floats:

@@ -111,6 +111,8 @@ def test_prompt_joins_the_step_after_the_next_one_of_a_replica_that_runs_ahead()
     first, later, behind = (predicted_ttft(fleet, query("new"), 100.0 + age) for age in ages)
     assert first - later == pytest.approx(0.01)
     assert later - behind == pytest.approx((running + 2 * step - 0.01) - 1.5 * step)
+    predicted_ttft(fleet, query("new"), 100.01)
+    assert fleet.table.loads.turn_left[0] == pytest.approx(running + step - 0.01), "messages wait for the running step"
 
 
 def test_prompts_that_were_on_their_way_at_a_report_are_in_the_step_before() -> None:
