@@ -60,6 +60,10 @@ class Card {
     }
     const shares = this.shares(window);
     if (shares.length) facts.push(`time of tenants: ${shares.join(", ")}`);
+    for (const tier of state.tiers ?? []) {
+      const size = (tier.bytes / 2 ** 30).toFixed(1);
+      facts.push(`${tier.name}: ${whole(tier.pages)} pages, ${size} GiB; ${whole(tier.loaded)} loaded, ${whole(tier.missed)} missed`);
+    }
     this.facts.textContent = facts.join(" · ");
     this.pages.hidden = !pages; // a key that sees its own requests alone gets none
     if (pages) this.showPages(pages);

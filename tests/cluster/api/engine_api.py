@@ -112,7 +112,8 @@ class LiveApi:
         self.api: EngineApi = self.call(self._start(tokenizer, keys, port))
 
     async def _start(self, tokenizer: ModelTokenizer, keys: Any, port: int) -> EngineApi:
-        api = EngineApi(tokenizer, keys=keys, max_num_batched_tokens=40, max_num_seqs=8, admission="queue")
+        tiers = {"enable_prefix_caching": True, "kv_cache_host_memory": ByteSize(16 << 20)}
+        api = EngineApi(tokenizer, keys=keys, max_num_batched_tokens=40, max_num_seqs=8, admission="queue", **tiers)
         await api.__aenter__()
         self._server = await listen(api.app, "127.0.0.1", port, write_timeout_s=60)
         return api

@@ -65,6 +65,8 @@ def test_steps_hide_requests_of_other_keys(guarded: LiveApi) -> None:
         assert "of-mine" in names("mine")
         assert "of-mine" in names("operator")
         assert names("theirs") == set()
+        (theirs,) = http.get("/v1/replicas", headers=bearer("theirs")).json()["data"]
+        assert (theirs["pages"], theirs["tiers"]) == (None, None), "they show how long the prompts of others are"
 
 
 def test_steps_are_sent_once(open_api: LiveApi) -> None:
@@ -83,6 +85,8 @@ def test_steps_are_sent_once(open_api: LiveApi) -> None:
             == first["pages"]["total"]
         )
         assert first["profile"]["max_num_batched_tokens"] == 40
+        (host,) = first["tiers"]
+        assert host.keys() == {"name", "pages", "bytes", "loaded", "missed"}
         numbers = [step["number"] for step in first["steps"]]
         assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
         assert any(step["num_decodes"] and step["chunks"] for step in first["steps"]), "chunks beside decodes"
@@ -149,6 +153,7 @@ def test_dashboard_shows_steps_as_they_happen(browser: Browser, open_api: LiveAp
         browser.open(f"{open_api.url}/dashboard")
         browser.eventually(lambda: browser.text("#state") == "live" and "running" in browser.text("#replicas"))
         assert browser.text("#replicas h3").startswith("mixed")
+        assert re.search(r"host: [\d,]+ pages, 0\.0 GiB; [\d,]+ loaded, 0 missed", browser.text("#replicas"))
         browser.eventually(lambda: colours(browser) > 4)  # ground, decodes, prompts, lines
         label = browser.run("return document.querySelector('canvas').ariaLabel")
         assert re.search(r"[1-9]\d* with chunks and streams", label), "the picture has a description"
