@@ -104,6 +104,9 @@ class Pool:
     def zero(self) -> None:
         self.array[:] = 0
 
+    def are_zero(self, pages: Sequence[int]) -> bool:
+        return not self.array[list(pages)].any()
+
 
 def main() -> None:
     out = os.fdopen(os.dup(1), "w", buffering=1)

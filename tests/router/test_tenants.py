@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from crossdock.router.placement import Query
 from crossdock.workers.report.advertise import MOST_TENANTS, Message, observe
 from crossdock.workers.report.frames import LENGTH, frame, read_frame
+from crossdock.workers.schedule.cost.cost import StepWork
 from crossdock.workers.schedule.pacing.chunking import LEAST_SHARE
 from crossdock.workers.schedule.request import Request
 from crossdock.workers.schedule.submission import Overloaded, SamplingParams
@@ -79,7 +80,11 @@ def test_flood_that_is_only_booked_counts_too() -> None:
     fleet = fleet_of({"a": replica.profile})
     for number in range(20):
         place(fleet, query(f"{number}", 400, payer="flood"), 0.0)
-    assert fleet.choose(query("own", 400, payer="own"), 0.0).predicted_ttft == pytest.approx(2 * OWN_S)
+    step = StepWork(
+        prefill_tokens=profile().max_num_batched_tokens
+    )  # of the flood, and more than its share
+    predicted = fleet.choose(query("own", 400, payer="own"), 0.0).predicted_ttft
+    assert predicted == pytest.approx(COST.seconds(step) + OWN_S)
     assert fleet.choose(query("more", 400, payer="flood"), 0.0).predicted_ttft > 15 * OWN_S
 
 
