@@ -80,9 +80,7 @@ def test_flood_that_is_only_booked_counts_too() -> None:
     fleet = fleet_of({"a": replica.profile})
     for number in range(20):
         place(fleet, query(f"{number}", 400, payer="flood"), 0.0)
-    step = StepWork(
-        prefill_tokens=profile().max_num_batched_tokens
-    )  # of the flood, and more than its share
+    step = StepWork(prefill_tokens=profile().max_num_batched_tokens)  # of the flood, and more than its share
     predicted = fleet.choose(query("own", 400, payer="own"), 0.0).predicted_ttft
     assert predicted == pytest.approx(COST.seconds(step) + OWN_S)
     assert fleet.choose(query("more", 400, payer="flood"), 0.0).predicted_ttft > 15 * OWN_S
