@@ -1,7 +1,6 @@
 """The `crossdock` command: its subcommands, each imported only when it runs or prints its own help."""
 
 import contextlib
-import os
 import signal
 import sys
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 from crossdock.cluster.serve.own_ray.forked_replicas import forked_replicas
-from crossdock.cluster.serve.ray_environment import ENVIRONMENT
+from crossdock.cluster.serve.ray_environment import ENVIRONMENT, is_local
 
 _SERVE_EXAMPLES = """
 [bold]Examples[/bold]
@@ -175,4 +174,4 @@ def main() -> None:
 def _serves_here(arguments: list[str]) -> bool:
     """Return whether this is a `serve` whose replicas run on this machine: they are forked, see forked_replicas.py."""
     asks = {"-h", "--help"} & set(arguments)
-    return arguments[:1] == ["serve"] and not asks and not os.environ.get("RAY_ADDRESS")
+    return arguments[:1] == ["serve"] and not asks and is_local()

@@ -45,9 +45,24 @@ def read_cached(path: Path, key: str) -> Any:
 
 
 def write_cached(path: Path, key: str, value: object) -> None:
-    """Write beside the target and rename: a reader finds a whole file or none. Raises OSError."""
+    """Write a JSON value that `read_cached` finds under this key. Raises OSError."""
+    with replacing(path) as new:
+        new.write_text(json.dumps({"key": key, "value": value}))
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield a new file beside `path`, and rename it to `path` at the end: a reader finds a whole file or none.
+
+    Raises:
+        OSError: the file cannot be made or renamed.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".new")
-    with os.fdopen(handle, "w") as file:
-        json.dump({"key": key, "value": value}, file)
-    os.replace(name, path)
+    os.close(handle)
+    try:
+        yield Path(name)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise

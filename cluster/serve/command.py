@@ -21,6 +21,7 @@ from crossdock.cluster.serve.flags import configuration, takes_flags
 from crossdock.cluster.serve.memory import used_by_family
 from crossdock.cluster.serve.other_flags import unread_variables
 from crossdock.cluster.serve.own_ray.forked_replicas import fork_none
+from crossdock.cluster.serve.ray_environment import is_local
 from crossdock.cluster.serve.stop_signals import ending_at_once
 from crossdock.cluster.serve.summary import summary
 from crossdock.workers.model.memory.host_memory import free_on_host
@@ -36,13 +37,13 @@ def serve(**flags: Any) -> None:
             _warn(line)
         with _errors_without_traceback():
             config = configuration(flags)
-            if _is_local():
+            if is_local():
                 _require_free(config.http.host, config.http.port)
         if config.http.is_open_to_others:
             _warn(OPEN_TO_OTHERS % (config.http.host, config.http.port))
         if all(each.is_emulated for each in config.each_model):
             fork_none()  # emulated replicas need nothing of what is imported there
-        if _is_local():
+        if is_local():
             with _errors_without_traceback():
                 for each in config.each_model:
                     _prepare_model(each, console)
@@ -63,7 +64,7 @@ def _serve_until_stopped(config: ClusterConfig, console: Console, *, is_verbose:
 
     def started(replicas: list[dict[str, Any]]) -> None:
         bar.stop()
-        memory = (used_by_family(os.getpid()), free_on_host()) if _is_local() else (None, None)
+        memory = (used_by_family(os.getpid()), free_on_host()) if is_local() else (None, None)
         for line in summary(replicas, *memory):
             console.print(escape(line))
         _announce(config, console)
@@ -177,11 +178,6 @@ def _describe_pools(config: ClusterConfig) -> str:
         for each in config.each_model
         for pool in each.pools
     )
-
-
-def _is_local() -> bool:
-    """Return whether Ray starts on this machine; else the port and the model are on other machines."""
-    return not os.environ.get("RAY_ADDRESS")
 
 
 def _announce(config: ClusterConfig, console: Console) -> None:

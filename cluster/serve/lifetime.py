@@ -24,7 +24,7 @@ from crossdock.cluster.serve.checkpoint_check import bytes_of_files
 from crossdock.cluster.serve.gpus import check_cores_suffice, check_gpus_suffice, check_memory_suffices, with_num_gpus
 from crossdock.cluster.serve.own_ray.forked_replicas import forking_workers
 from crossdock.cluster.serve.own_ray.ray_processes import without_unused_processes
-from crossdock.cluster.serve.ray_environment import ENVIRONMENT, ON_ONE_MACHINE
+from crossdock.cluster.serve.ray_environment import ENVIRONMENT, ON_ONE_MACHINE, is_local
 from crossdock.cluster.serve.start_failure import start_reason
 from crossdock.cluster.serve.stop_signals import StopRequest, StopSignal, ignore_signals
 from crossdock.workers.model.memory.host_memory import free_on_host
@@ -61,7 +61,7 @@ def serve_forever(
         with _keeping_signals(stop):
             _try_to_start_ray(config)
         stop.check()
-        if not os.environ.get("RAY_ADDRESS"):
+        if is_local():
             config = _on_one_node(config)
             _require_devices(config)
         location = ProxyLocation.Disabled if config.http.direct else ProxyLocation.EveryNode
@@ -104,7 +104,7 @@ def _try_to_start_ray(config: ClusterConfig) -> None:
 
 def start_ray(config: ClusterConfig) -> None:
     """Start a Ray on this machine, whose ports no other machine reaches, unless RAY_ADDRESS names a cluster to join."""
-    joins = bool(os.environ.get("RAY_ADDRESS"))
+    joins = not is_local()
     for name, value in (ENVIRONMENT if joins else ENVIRONMENT | ON_ONE_MACHINE).items():
         os.environ.setdefault(name, value)
     if ray.is_initialized():

@@ -1,4 +1,6 @@
-"""Environment variables that Ray's processes need before they start, on every machine."""
+"""Environment variables that Ray's processes need before they start, on every machine; and whether Ray starts here."""
+
+import os
 
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -11,3 +13,8 @@ ENVIRONMENT = {
 ON_ONE_MACHINE = {  # not RAY_AUTH_MODE: `ray.init` asks for a token by itself, and has read the variable already
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # "no": Ray then listens on loopback alone, on Linux too
 }
+
+
+def is_local() -> bool:
+    """Return whether Ray starts on this machine; else RAY_ADDRESS names a cluster to join, and models are there."""
+    return not os.environ.get("RAY_ADDRESS")

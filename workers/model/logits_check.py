@@ -5,7 +5,6 @@ the weights two times less.
 """
 
 import hashlib
-import os
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from crossdock.kernels.cache import cache_dir
+from crossdock.kernels.cache import cache_dir, replacing
 from crossdock.workers.model.architecture import attention_names
 from crossdock.workers.model.forward.forward_context import ForwardContext
 from crossdock.workers.model.network import Network
@@ -78,8 +77,8 @@ class LogitsCheck:
         finally:
             module.set_attn_implementation(attention_names(model.config))
         if file is not None:
-            with suppress(OSError):  # without a cache directory each start computes them
-                _write(file, theirs)
+            with suppress(OSError), replacing(file) as new:  # without a cache directory each start computes them
+                save_file({"logits": theirs.contiguous()}, new)
         return cls(sequences, theirs, tolerance)
 
     def error(self, ours: Tensor) -> float:
@@ -109,10 +108,3 @@ def _read(file: Path) -> Tensor | None:
         return logits
     except (OSError, SafetensorError, KeyError):
         return None
-
-
-def _write(file: Path, logits: Tensor) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    new = file.with_suffix(f".{os.getpid()}")
-    save_file({"logits": logits.contiguous()}, new)
-    os.replace(new, file)

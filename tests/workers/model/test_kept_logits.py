@@ -1,4 +1,4 @@
-"""Logits of a model's own code, kept for later starts of the same weights."""
+"""A start keeps the logits of a model's own code. Later starts of the same weights compare theirs with these."""
 
 from collections.abc import Callable
 from pathlib import Path

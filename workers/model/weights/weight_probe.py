@@ -43,7 +43,7 @@ def check_products(module: Any, part: ModelPart | None, named: NamedTensors) -> 
                     f"{Path(stored.file).name}: as it was loaded, {name} gives products that differ by {error:.1%} in "
                     f"norm from those of the bytes in the file; the model would give wrong results"
                 )
-            trim_heap()  # of the matrices that were read for it
+            trim_heap()  # gives back what the matrices of this check took
 
 
 @torch.no_grad()

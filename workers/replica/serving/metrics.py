@@ -347,20 +347,20 @@ class _Gauges(Collector):
 
     def _tiers(self) -> Iterator[Metric]:
         """Yield the counts of the tiers below the pool; there are none without tiers."""
-        tiers, store = self._engine.scheduler.loading.tiers.tiers, self._engine.tiers
-        if store is None:
+        if self._engine.tiers is None:
             return
-        pages = {(tier.name,): len(tier.pages) for tier in tiers}
+        counts = self._engine.tiers.counts()
+        pages, num_bytes = {(each.name,): each.pages for each in counts}, {(each.name,): each.bytes for each in counts}
         yield _gauge("crossdock_tier_pages", "Pages and states outside the pool, by tier.", ("tier",), pages)
-        yield _gauge("crossdock_tier_bytes", "Bytes of all pages in a tier.", ("tier",), store.num_bytes())
+        yield _gauge("crossdock_tier_bytes", "Bytes of all pages in a tier.", ("tier",), num_bytes)
         stored = CounterMetricFamily("crossdock_tier_stored_pages", "Pages that were stored.", labels=["tier"])
         loaded = CounterMetricFamily("crossdock_tier_loaded_pages", "Pages that were loaded.", labels=["tier"])
         text = "Pages that were to be loaded and were lost, or were not what was stored."
         missed = CounterMetricFamily("crossdock_tier_missed_pages", text, labels=["tier"])
-        for tier in tiers:
-            stored.add_metric([tier.name], tier.num_stores)
-            loaded.add_metric([tier.name], tier.num_loads)
-            missed.add_metric([tier.name], tier.num_misses)
+        for each in counts:
+            stored.add_metric([each.name], each.stored)
+            loaded.add_metric([each.name], each.loaded)
+            missed.add_metric([each.name], each.missed)
         yield from (stored, loaded, missed)
 
     def _pictures(self) -> Iterator[Metric]:

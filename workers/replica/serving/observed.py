@@ -16,6 +16,7 @@ from crossdock.workers.replica.serving.metrics import EngineMetrics
 from crossdock.workers.report.advertise import LiveProfile, PageChanges, Publisher
 from crossdock.workers.report.recent_steps import RecentSteps
 from crossdock.workers.report.timeline import Progress, Timeline, Timelines
+from crossdock.workers.schedule.prefixes.tier_pages import TierCounts
 from crossdock.workers.schedule.request import Status
 
 request_logger = logging.getLogger("crossdock.requests")
@@ -130,7 +131,7 @@ class ObservedEngine:
             # Pages show how long others' prompts are.
             "pages": asdict(engine.pages.counts()) if tenant is None else None,
             "requests": {status.value: requests[status.value] for status in Status if status is not Status.FINISHED},
-            "tiers": self._tiers() if tenant is None else None,
+            "tiers": [each._asdict() for each in self._tiers()] if tenant is None else None,
             "charged_s": engine.scheduler.table.tenants.by_name() if tenant is None else None,
             "cost": None if fit is None else fit.cost.model_dump(),
             "overrun": None if fit is None else fit.overrun,
@@ -139,16 +140,5 @@ class ObservedEngine:
             **self.steps.after(seen, tenant),
         }
 
-    def _tiers(self) -> list[dict[str, str | int]]:
-        """Return the pages and bytes in each tier below the pool, and the pages loaded and missed since the start."""
-        num_bytes = {} if self.engine.tiers is None else self.engine.tiers.num_bytes()
-        return [
-            {
-                "name": tier.name,
-                "pages": len(tier.pages),
-                "bytes": num_bytes[tier.name,],
-                "loaded": tier.num_loads,
-                "missed": tier.num_misses,
-            }
-            for tier in self.engine.scheduler.loading.tiers.tiers
-        ]
+    def _tiers(self) -> list[TierCounts]:
+        return [] if self.engine.tiers is None else self.engine.tiers.counts()

@@ -22,7 +22,7 @@ from crossdock.workers.replica.tiers.page_copies import PoolCopies
 from crossdock.workers.schedule.memory.page_stock import PageStock
 from crossdock.workers.schedule.memory.prefix_index import PageHash
 from crossdock.workers.schedule.prefixes.loading import PageLoad, PrefixLoad, TierLoading
-from crossdock.workers.schedule.prefixes.tier_pages import PageKey, PageTier, TierPages
+from crossdock.workers.schedule.prefixes.tier_pages import PageKey, PageTier, TierCounts, TierPages
 
 logger = logging.getLogger(__name__)
 
@@ -90,10 +90,15 @@ class TierStore:
         """Return whether every write and every load has ended, and its result was taken in."""
         return not self._num_pending
 
-    def num_bytes(self) -> dict[tuple[str], int]:
-        """Return the bytes of each tier by its name; of files, those of all models and replicas as last counted."""
-        found = {("host",): self._host.num_bytes} if self._host_tier is not None else dict[tuple[str], int]()
-        return found if self._files is None else found | {("files",): self._files.num_bytes}
+    def counts(self) -> list[TierCounts]:
+        """Return the counts of each tier, fastest first; bytes of files are those of all models and replicas."""
+        num_bytes = {"host": self._host.num_bytes, "files": 0 if self._files is None else self._files.num_bytes}
+        return [
+            TierCounts(
+                each.name, len(each.pages), num_bytes[each.name], each.num_stores, each.num_loads, each.num_misses
+            )
+            for each in self.tiers.tiers
+        ]
 
     # -- the engine's thread -----------------------------------------------------------------------------------------
 

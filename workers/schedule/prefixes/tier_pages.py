@@ -108,6 +108,17 @@ class PageTier:
         self.drop([key])
 
 
+class TierCounts(NamedTuple):
+    """The counts of one tier: its pages and bytes now, and its pages since the start."""
+
+    name: str
+    pages: int
+    bytes: int
+    stored: int
+    loaded: int
+    missed: int  # were to be loaded, and were lost, or were not what was stored
+
+
 @dataclass(slots=True)
 class TierPages:
     """The tiers below one pool, fastest first."""

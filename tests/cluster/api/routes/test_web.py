@@ -86,7 +86,7 @@ def test_steps_are_sent_once(open_api: LiveApi) -> None:
         )
         assert first["profile"]["max_num_batched_tokens"] == 40
         (host,) = first["tiers"]
-        assert host.keys() == {"name", "pages", "bytes", "loaded", "missed"}
+        assert host.keys() == {"name", "pages", "bytes", "stored", "loaded", "missed"}
         numbers = [step["number"] for step in first["steps"]]
         assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
         assert any(step["num_decodes"] and step["chunks"] for step in first["steps"]), "chunks beside decodes"

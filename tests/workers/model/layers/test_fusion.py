@@ -291,7 +291,7 @@ def test_packed_logits_in_float32_equal_those_of_dequantised_weights(kind: str, 
 
 @pytest.mark.parametrize("kernel", ["own", pytest.param("int8", marks=needs_rounding)])
 def test_wrong_kernel_ends_the_load_of_packed_weights(kernel: CpuKernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel that takes each output for its neighbour: as on a CPU on which it has never run."""
+    """The kernel swaps each output with its neighbour, as a kernel may on a CPU on which it has never run."""
     module, _ = packed_and_plain("int4", torch.float32)
     pack = packed_linear._pack_codes
 
