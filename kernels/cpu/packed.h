@@ -566,10 +566,11 @@ void multiply(const X* rows, int64_t T, const Matrix& w, int tid, int nt, Write 
     if (!is_stored) memory.resize(panel * NB + PANEL);
     uint32_t* made = memory.data() + (64 - uintptr_t(memory.data()) % 64) % 64 / 4;
     auto numbers = [&](auto size, int64_t n, int64_t t, int64_t end, bool are_made, Ahead ahead) {
-        constexpr int COUNT = decltype(size)::value;
+        constexpr int COUNT = decltype(size)::value, TOGETHER = PARTS == 1 ? COUNT : 1;
         if (is_stored) return block<Numbers, COUNT, false>(x, w, w.codes + n * panel, t, end, n, ahead, write);
         if (!are_made) numbers_of<X, COUNT>(w, n, made);
-        block<Numbers, COUNT, IS_PAIRS>(x, w, made, t, end, n, Ahead{}, write);
+        for (int p = 0; p < COUNT; p += TOGETHER)  // of AVX2 tiles of 6 rows and one panel: 0.70 of the time of 3 rows and two
+            block<Numbers, TOGETHER, IS_PAIRS>(x, w, made + p * panel, t, end, n + p, Ahead{}, write);
     };
     const int64_t tasks = groups * blocks, first = tasks * tid / nt, last = tasks * (tid + 1) / nt;
     for (int64_t task = first; task < last; ++task) {
