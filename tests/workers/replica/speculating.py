@@ -69,9 +69,9 @@ def least_pages(model: str) -> int:
     return MAX_MODEL_LEN // 16 + (2 * recurrent_model(model).state_pages(16) if model != "llama" else 0)
 
 
-def engine_of(num_pages: int = 200, model: str = "llama", **config: Any) -> Engine:
-    """Return an engine whose pool has `num_pages` pages of 16 tokens."""
-    wrapped = wrap_module(module()) if model == "llama" else recurrent_model(model)
+def engine_of(num_pages: int = 200, model: str = "llama", target: Any = None, **config: Any) -> Engine:
+    """Return an engine whose pool has `num_pages` pages of 16 tokens. `target`: a model in the place of the llama."""
+    wrapped = wrap_module(target or module()) if model == "llama" else recurrent_model(model)
     memory = ByteSize(num_pages * wrapped.layout(16).page_bytes)
     return new_engine(wrapped, EngineConfig(kv_cache_memory=memory, admission="queue", **config))
 

@@ -11,10 +11,13 @@ from crossdock.workers.schedule.request import TokenDelta
 from crossdock.workers.schedule.submission import SamplingParams
 from tests.sweeps import rest_in_soak
 from tests.workers.gangs import ganged
+from tests.workers.quantised import CASES, SIZES, write
 from tests.workers.ranks import DIVISIONS, Ranks, saved
 from tests.workers.replica.driven import driving
 from tests.workers.replica.speculating import (
+    MAX_MODEL_LEN,
     NUM_REQUESTS,
+    VOCAB_SIZE,
     History,
     Oracle,
     check_history,
@@ -51,15 +54,18 @@ def test_request_that_goes_on_elsewhere_with_drafts_gets_the_rest_of_its_tokens(
     assert {name: tokens_of(deltas) for name, deltas in found.items()} == answers
 
 
-def test_engine_whose_drafts_come_from_a_model_gives_the_tokens_without(tmp_path: Path) -> None:
-    """The small model is the same one: under greedy sampling, its drafts are accepted."""
-    path = saved(module(), tmp_path)
+@pytest.mark.parametrize("is_quantised", [False, True])
+def test_engine_whose_drafts_come_from_a_model_gives_the_tokens_without(tmp_path: Path, is_quantised: bool) -> None:
+    """The small model is the same one, or the same in AWQ: under greedy sampling, its drafts are accepted."""
+    sizes = SIZES | {"vocab_size": VOCAB_SIZE, "max_position_embeddings": MAX_MODEL_LEN}
+    target = write(tmp_path, CASES["awq"], sizes=sizes) if is_quantised else module()
+    path = tmp_path if is_quantised else saved(target, tmp_path)
     config = {"model": str(path), "num_speculative_tokens": 3, "adaptive": False, "draft_kv_cache_memory": 4 << 20}
     greedy = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
     works = [replace(work, sampling=greedy) for work in History.random(4, NUM_REQUESTS).works]
     history = History(works, [*range(NUM_REQUESTS)], {})
-    engine = engine_of(speculative_config=config)
-    found, reference = serve(engine, history)[0], serve(engine_of(), history)[0]
+    engine = engine_of(target=target, speculative_config=config)
+    found, reference = serve(engine, history)[0], serve(engine_of(target=target), history)[0]
     for name, deltas in reference.items():
         check_request(found[name], deltas, was_aborted=False)
     assert engine.scheduler.verification is not None
