@@ -8,13 +8,13 @@ Adding a figure means one field in `ReplicaFigures`, and one line in `row`.
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
-from itertools import accumulate
 from operator import attrgetter
 from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from crossdock.router.room import free_later
 from crossdock.router.work import BOOKED, REPORTED, Booking, Group, Work, first_nonzero
 from crossdock.workers.report.advertise import LENGTHS, MOST_ENDS, LiveProfile
 from crossdock.workers.report.profile import SchedulingProfile
@@ -102,7 +102,7 @@ class Row(ReplicaFigures[StepCost, float, Sequence[float]]):
     """The entry of one replica in `Loads`."""
 
     groups: Sequence[Group] = ()  # waiting prompts by length
-    ends: Sequence[tuple[float, float]] = ()  # (seconds since its last report, pages) of requests, first end first
+    ends: Sequence[tuple[float, float]] = ()  # (seconds since its last report, free pages) at ends of requests
 
     def write(self, loads: "Loads", slot: int) -> None:
         """Replace the entry of the replica in `slot`."""
@@ -114,8 +114,8 @@ class Row(ReplicaFigures[StepCost, float, Sequence[float]]):
         for source, priority, position, count, seconds in self.groups:
             loads.groups[source, 0, priority, position, slot] = count
             loads.groups[source, 1, priority, position, slot] = seconds
-        ends = self.ends[:MOST_ENDS] or [(0.0, 0.0)]
-        times, freed = [at for at, _ in ends], [*accumulate([pages for _, pages in ends])]
+        ends = self.ends or [(0.0, self.free_pages[-1])]
+        times, freed = [at for at, _ in ends], [free - self.free_pages[-1] for _, free in ends]
         unknown = MOST_ENDS - len(ends)  # behind the last end
         loads.ends[..., slot] = times + times[-1:] * unknown, freed + freed[-1:] * unknown
 
@@ -126,7 +126,7 @@ class Loads(ReplicaFigures[StepCosts, Floats, Floats]):
 
     columns: Floats  # [column, slot]: all arrays above, in the order of `ReplicaFigures`
     groups: Floats  # [REPORTED or BOOKED, 0 count or 1 seconds, priority, position, slot]: waiting prompts by length
-    ends: Floats  # [0 seconds since the last report or 1 pages freed until then, place, slot]: of running requests
+    ends: Floats  # [0 seconds since the last report or 1 free pages beyond `free_pages` then, place, slot]: of requests
 
     def at(self, slots: Slots) -> "Loads":
         """Return the loads of these slots alone, in this order."""
@@ -197,7 +197,7 @@ def row(
     gap, future_gap = gap * live.gap_share, future_gap * live.gap_share  # with drafts, a step brings several tokens
     future_streams = [now + more if more > 0 else now for now, more in zip(streams, work.arriving, strict=True)]
     groups, num_groups, urgent = work.backlog(len(classes))
-    free_pages, free_places, max_prompt_now = work.room(profile, live, len(classes))
+    free_pages, free_places, max_prompt_now, free_now = work.room(profile, live, len(classes))
     shares = work.prefill_shares(profile, cost, interval_share, classes)
     fits_streams, step_tokens = meaning_of(profile.chunk_policy).fits_streams, profile.max_num_batched_tokens
     min_chunk = max(step_tokens - num_streams, 1.0)
@@ -230,7 +230,7 @@ def row(
         most_urgent_stream=first_nonzero(streams),
         lateness=lateness(gap, streams, classes),
         future_lateness=lateness(future_gap, future_streams, classes),
-        empty_pages=live.empty_pages - (work.booked_pages - work.booked_idle_pages),
+        empty_pages=live.empty_pages - (sum(work.booked_needs) - work.booked_idle_pages),
         eviction_seconds=live.eviction_seconds,
         load_first=live.load_seconds[0] if live.load_seconds else 0.0,
         load_second=live.load_seconds[-1] if live.load_seconds else 0.0,
@@ -249,7 +249,7 @@ def row(
         streams=streams,
         future_streams=future_streams,
         groups=groups,
-        ends=_ends(live, booked, max(gap, cost.base), shares[0]),
+        ends=free_later(live, booked, free_now, max(gap, cost.base), shares[0]),
     )
 
 
@@ -312,27 +312,6 @@ def _joins(
 def _step_seconds(gap: float, streams_s: float, chunk_s: float) -> float:
     """Return the seconds of a step with chunks of `chunk_s`; without, and without streams, there is none."""
     return gap + chunk_s if chunk_s else streams_s
-
-
-def _ends(live: LiveProfile, booked: Collection[Booking], gap: float, share: float) -> list[tuple[float, float]]:
-    """Return the seconds from the last report until requests end, and the pages that each frees, first end first.
-
-    Beside the chunks of prompts that have pages, which get `share` of the time, a token takes longer than `gap`."""
-    started = live.in_flight_seconds + live.started_seconds
-    ends = [*live.ends]
-    for each in booked:
-        if each.decodes:
-            ends.append((each.output, each.pages))
-            started += 0.0 if each.has_first else each.seconds
-    more, ends = share / max(1 - share, LEAST_SHARE), sorted(ends)[:MOST_ENDS]
-    found = [(gap * tokens + min(started, gap * tokens * more), float(pages)) for tokens, pages in ends]
-    wanted = live.pages_now[-1] - live.free_pages[-1] if live.pages_now else 0
-    if wanted > 0 and found:  # those that wait for pages are computed and end after these, one by one
-        waiting = max(sum([prompts.seconds for prompts in live.prompts]) - live.started_seconds, 0.0)
-        count, first = sum([prompts.count for prompts in live.prompts]), found[-1][0] + gap * ends[-1][0]
-        numbers = range(1, min(count, MOST_ENDS - len(found)) + 1)
-        found += [(first + waiting * number / count, wanted / count) for number in numbers]
-    return found
 
 
 _cost_of = lru_cache(maxsize=4096)(StepCost.of)  # rows are made far more often than costs are learnt

@@ -2,7 +2,7 @@
 
 from bisect import bisect
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from crossdock.workers.report.advertise import LENGTHS, LiveProfile
@@ -55,8 +55,8 @@ class Work:
     booked: _Prompts
     context: float  # tokens of the streams
     future_context: float  # tokens of the streams that arrive
-    booked_pages: int = 0
-    booked_idle_pages: int = 0  # of these
+    booked_needs: list[int] = field(default_factory=list)  # pages of each booking
+    booked_idle_pages: int = 0  # of all these pages, cached ones that no request holds
     booked_places: int = 0
 
     @classmethod
@@ -96,7 +96,7 @@ class Work:
             self.joining[priority] += not booking.seconds
             self.future_context += booking.tokens
         if booking.decodes or not booking.has_first:
-            self.booked_pages += booking.pages
+            self.booked_needs.append(booking.pages)
             self.booked_idle_pages += booking.idle_pages
             self.booked_places += 1
 
@@ -118,9 +118,9 @@ class Work:
 
     def room(
         self, profile: SchedulingProfile, live: LiveProfile, num_classes: int
-    ) -> tuple[list[float], list[float], list[float]]:
-        """Return, by priority: free pages, free places, and tokens of the longest prompt that need not wait for either.
-        A booking takes room from every class."""
+    ) -> tuple[list[float], list[float], list[float], float]:
+        """Return, by priority: free pages, free places, and tokens of the longest prompt that need not wait for either;
+        and the pages that are free before the bookings. A booking takes room from every class."""
         pages: Sequence[float] = live.free_pages
         pages_now: Sequence[float] = live.pages_now or pages
         places: Sequence[float] = live.places
@@ -128,14 +128,16 @@ class Work:
             pages = _padded(pages, profile.num_pages, num_classes)
             pages_now = _padded(pages_now, profile.num_pages, num_classes)
             places = _padded(places, profile.max_num_seqs, num_classes)
-        free_pages = [free - self.booked_pages for free in pages]
+        before, booked = pages_now[-1], sum(self.booked_needs)
+        for need in self.booked_needs:
+            pages_now = [free - need if need <= free else free for free in pages_now]  # others pass those that wait
         free_places = [free - self.booked_places for free in places]
         needs = profile.needs
         longest: list[float] = [
-            needs.longest_prompt(free - self.booked_pages - len(needs.windows)) if place >= 1 else -1.0
+            needs.longest_prompt(free - len(needs.windows)) if place >= 1 else -1.0
             for free, place in zip(pages_now, free_places, strict=True)
         ]
-        return free_pages, free_places, longest
+        return [free - booked for free in pages], free_places, longest, before
 
     def prefill_shares(
         self,

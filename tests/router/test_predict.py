@@ -219,16 +219,22 @@ def test_short_prompt_passes_waiting_ones_that_lack_pages() -> None:
     assert long[0] < long[1]
 
 
-def test_long_prompt_behind_waiting_ones_waits_for_their_ends_too() -> None:
+def test_prompt_that_needs_more_pages_than_waiting_ones_leave_waits_for_their_ends_too() -> None:
     fleet = fleet_of({"a": profile()})
-    full = live(2, streams=(0, 1, 0), context_tokens=4000, ends=((100, 250),), prompts=(Prompts(1, 2, 2, 3000, 0.3),))
+    full = live(2, streams=(0, 1, 0), context_tokens=4000, ends=((100, 250),))
+    lacking = ((175, 0.15, 50), (175, 0.15, 50))  # pages, seconds, tokens of output
+    waits = replace(full, sequence=3, free_pages=(-300,) * 3, pages_now=(50,) * 3, lacking=lacking)
+    prompts = [query("new", num_tokens) for num_tokens in (1000, 2400)]  # of 63 and 150 pages
     found = []
-    for sequence, now in ((2, -300), (3, 50)):
-        report = replace(full, sequence=sequence, free_pages=(-300,) * 3, pages_now=(now,) * 3)
+    for report in (full, waits):
         fleet.hear("a", report, 0.0)
-        found.append(predicted_ttft(fleet, query("new", 1000)))
+        found.append([predicted_ttft(fleet, each) for each in prompts])
+    (short, long), (short_waits, long_waits) = found
     step = COST.decode_step_seconds(1, 4000)
-    assert found[1] - found[0] == pytest.approx(0.15, abs=step), "the first of them; its stream takes as long in both"
+    assert short_waits - short == pytest.approx(100 * step, abs=step), "one starts, and leaves 125 pages"
+    assert long_waits - long == pytest.approx(0.3 + 200 * step, abs=3 * step), (
+        "the other one starts when that has ended"
+    )
 
 
 def test_prompts_that_hold_all_pages_are_computed_and_answered_first() -> None:

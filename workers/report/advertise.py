@@ -16,9 +16,10 @@ from crossdock.workers.schedule.admission import num_places
 from crossdock.workers.schedule.memory.page_needs import PageNeeds
 from crossdock.workers.schedule.memory.prefix_index import PageHash
 from crossdock.workers.schedule.prefixes.tier_pages import PageTier
-from crossdock.workers.schedule.request import TokenDelta
+from crossdock.workers.schedule.request import Request, TokenDelta
 from crossdock.workers.schedule.scheduler import Scheduler
 from crossdock.workers.schedule.submission import Leg
+from crossdock.workers.schedule.table import RequestTable
 from crossdock.workers.schedule.weight_version import WeightVersion
 
 LENGTHS = tuple(4.0**power for power in range(-3, 4))
@@ -99,6 +100,7 @@ class LiveProfile:
     in_flight_seconds: float = 0.0  # of the chunks in steps that have begun; `prompts` has the other tokens
     started_seconds: float = 0.0  # of the prompts that have pages, without those chunks
     ends: tuple[tuple[int, int], ...] = ()  # (tokens, pages) of those that will end first: expected until then, freed
+    lacking: tuple[tuple[int, float, int], ...] = ()  # (pages, seconds, tokens of output) of waiting ones without room
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +139,7 @@ def observe(scheduler: Scheduler, incarnation: str, sequence: int) -> LiveProfil
     for request in (*scheduler.table.held, *scheduler.table.waiting):
         if request.leg is Leg.RECEIVE:
             arriving[request.priority] += 1
-    places, pages, pages_now = _free(scheduler)
+    places, pages, pages_now, lacking = _free(scheduler)
     encoding = scheduler.encoding
     return LiveProfile(
         incarnation,
@@ -167,6 +169,7 @@ def observe(scheduler: Scheduler, incarnation: str, sequence: int) -> LiveProfil
         in_flight_seconds=_in_flight_seconds(scheduler),
         started_seconds=_started_seconds(scheduler),
         ends=_ends(scheduler),
+        lacking=lacking,
     )
 
 
@@ -211,15 +214,18 @@ def _started_seconds(scheduler: Scheduler) -> float:
 def _ends(scheduler: Scheduler) -> tuple[tuple[int, int], ...]:
     """Return, of the requests that are expected to end first, the tokens until then and the pages that it frees.
 
-    Requests whose pages are sent end elsewhere. Before an output has ended, each is expected to take all it may."""
-    table, requests = scheduler.table, [each for each in scheduler.table.running if each.leg is not Leg.SEND]
-    if table.mean_output:
-        ends = [(table.num_expected(each), each) for each in requests]
-    else:
-        ends = [(max(each.sampling.max_tokens - each.num_output_tokens, 1), each) for each in requests]
+    Requests whose pages are sent end elsewhere."""
+    table = scheduler.table
+    ends = [(_tokens_left(table, each), each) for each in table.running if each.leg is not Leg.SEND]
     first = sorted(ends, key=lambda end: end[0])[:MOST_ENDS]
     freed = scheduler.pages.num_freed_in_turn([each.owner for _, each in first])
     return tuple([(left, now + table.num_growth_pages(each)) for (left, each), now in zip(first, freed, strict=True)])
+
+
+def _tokens_left(table: RequestTable, request: Request) -> int:
+    """Return the tokens until a request is expected to end. Before an output has ended, each takes all it may."""
+    left: int = request.sampling.max_tokens - request.num_output_tokens
+    return table.num_expected(request) if table.mean_output else max(left, 1)
 
 
 def _streams(scheduler: Scheduler) -> tuple[tuple[int, ...], int]:
@@ -232,9 +238,12 @@ def _streams(scheduler: Scheduler) -> tuple[tuple[int, ...], int]:
     return tuple(streams), context
 
 
-def _free(scheduler: Scheduler) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+def _free(
+    scheduler: Scheduler,
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[tuple[int, float, int], ...]]:
     """Return, by priority, how many more requests could start, the pages that are free for them, and those that are
-    free now, while waiting requests that need more pages wait on.
+    free now, while waiting requests that need more pages wait on; and of each of these, at first, pages, seconds, and
+    tokens of output.
 
     Waiting requests go before new ones of their own class and of less urgent ones. A class can take the pages of less
     urgent requests. Room for the outputs of requests that run is not free.
@@ -250,17 +259,20 @@ def _free(scheduler: Scheduler) -> tuple[tuple[int, ...], tuple[int, ...], tuple
             for priority in range(num_classes):
                 pages[priority] += num_pages if priority < request.priority else -growth
     pages_now = [*pages]
-    looks = MOST_LOOKS
+    looks, lacking = MOST_LOOKS, list[tuple[int, float, int]]()
     for request in scheduler.table.waiting:
         num_pages = needs.at_once(request.num_tokens, request.expected_cached_tokens // needs.page_size)
         if request.expected_cached_tokens and looks:
             looks -= 1  # cached pages that no request holds are among the free ones
             num_pages += sum([page in pool.stock.cached for page in kv.match_prefix(scheduler.table, request).pages])
+        if num_pages > pages_now[request.priority] and len(lacking) < MOST_ENDS:
+            seconds = 0.0 if request.leg is Leg.RECEIVE else scheduler.forecast.prefill_seconds(request)
+            lacking.append((num_pages, seconds, _tokens_left(scheduler.table, request)))
         for priority in range(request.priority, num_classes):
             places[priority] -= 1
             pages[priority] -= num_pages
             pages_now[priority] -= num_pages if num_pages <= pages_now[priority] else 0
-    return tuple(places), tuple(pages), tuple(pages_now)
+    return tuple(places), tuple(pages), tuple(pages_now), tuple(lacking)
 
 
 @dataclass(slots=True)

@@ -125,6 +125,7 @@ def test_waiting_prompt_that_lacks_pages_takes_none_of_those_that_are_free_now()
     free = 300 - replica.scheduler.pages.num_held_by(stream.owner) - replica.scheduler.table.num_growth_pages(stream)
     assert live.pages_now[1] == free - 40 // page_size
     assert live.free_pages[1] == live.pages_now[1] - 900 // page_size < 0
+    assert live.lacking == ((900 // page_size, pytest.approx(COST.prefill_seconds(0, 900, 64)), 20),)
 
 
 def test_pages_that_requests_share_are_free_when_the_last_of_them_ends() -> None:

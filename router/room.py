@@ -1,0 +1,47 @@
+"""When a replica will have free pages: its requests end, and those that wait for pages take what that frees."""
+
+from collections.abc import Collection
+from heapq import heapify, heappop, heappush
+
+from crossdock.router.work import Booking
+from crossdock.workers.report.advertise import MOST_ENDS, LiveProfile
+from crossdock.workers.schedule.pacing.chunking import LEAST_SHARE
+
+
+def free_later(
+    live: LiveProfile, booked: Collection[Booking], free: float, gap: float, share: float
+) -> list[tuple[float, float]]:
+    """Return, for the ends of requests, the seconds from the last report until then, and the free pages at that time.
+
+    A request that waits for pages starts at the first end after which its pages are free; one that needs fewer passes.
+    Beside the chunks of prompts that have started, which get `share` of the time, a token takes longer than `gap`.
+
+    Args:
+        booked: what `live` does not include.
+        free: pages at the time of the report.
+        gap: seconds of a token, with no prompt beside.
+    """
+    waiting = [*live.lacking, *((each.pages, each.seconds, each.output) for each in booked if not each.has_first)]
+    ends: list[tuple[float, int]] = [*live.ends]
+    ends += [(each.output, each.pages) for each in booked if each.has_first and each.decodes]
+    heapify(ends)
+    more = max(share, LEAST_SHARE) / max(1 - share, LEAST_SHARE)  # seconds of prompts beside one of tokens
+    started = live.in_flight_seconds + live.started_seconds
+    found, seconds, tokens = list[tuple[float, float]](), 0.0, 0.0
+    while True:
+        still = list[tuple[int, float, int]]()
+        for pages, own, output in waiting:
+            if pages <= free:
+                free, started = free - pages, started + own
+                heappush(ends, (tokens + started / (gap * more) + output, pages))
+            else:
+                still.append((pages, own, output))
+        waiting = still
+        if tokens:
+            found.append((seconds, free))
+        if not ends or len(found) == MOST_ENDS:
+            return found
+        until, pages = heappop(ends)
+        beside = min(started, gap * (until - tokens) * more)
+        seconds, tokens = seconds + gap * (until - tokens) + beside, until
+        free, started = free + pages, started - beside

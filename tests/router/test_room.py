@@ -1,0 +1,62 @@
+"""When pages will be free on a replica whose requests end and whose waiting requests start."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from crossdock.router.room import free_later
+from crossdock.router.work import Booking
+from crossdock.workers.report.advertise import MOST_ENDS, LiveProfile
+
+GAP, SHARE = 0.01, 0.5  # so that a token takes twice as long beside a prompt
+
+
+def live(**fields: object) -> LiveProfile:
+    return LiveProfile("one", 1, (), **fields)  # type: ignore[arg-type]
+
+
+def test_streams_beside_a_started_prompt_end_later_and_free_their_pages() -> None:
+    report = live(ends=((10, 5), (30, 7)), started_seconds=0.15)
+    assert free_later(report, (), 2.0, GAP, SHARE) == [
+        (pytest.approx(0.2), 7.0),
+        (pytest.approx(0.45), 14.0),
+    ]
+
+
+def test_waiting_prompt_takes_pages_that_an_end_frees_and_slows_the_streams_that_go_on() -> None:
+    report = live(ends=((10, 5), (30, 7)), lacking=((6, 0.1, 50),))
+    assert free_later(report, (), 2.0, GAP, SHARE) == [
+        (pytest.approx(0.1), 1.0),
+        (pytest.approx(0.4), 8.0),
+        (pytest.approx(0.8), 14.0),  # 10 tokens beside its prompt, then 50 of its own
+    ]
+
+
+def test_request_on_its_way_passes_one_that_waits_for_more_pages() -> None:
+    booked = Booking(1, 40, 0.1, pages=3, decodes=True, output=5)
+    report = live(ends=((40, 5),), lacking=((9, 0.1, 50),))
+    (first_s, first), (second_s, second), *_ = free_later(report, (booked,), 4.0, GAP, SHARE)
+    assert (first_s, first) == (pytest.approx(0.25), 4.0), "it ends first: 10 tokens of others pass beside its prompt"
+    assert (second_s, second) == (pytest.approx(0.5), 0.0), "then the stream, and the one that waits has room"
+
+
+counts = st.integers(1, 100)
+
+
+@given(
+    ends=st.lists(st.tuples(counts, counts), max_size=MOST_ENDS),
+    lacking=st.lists(st.tuples(counts, st.floats(0, 10), counts), max_size=MOST_ENDS),
+    free=st.integers(-50, 100),
+    share=st.floats(0, 1),
+)
+def test_times_rise_and_pages_are_neither_lost_nor_taken_twice(
+    ends: list[tuple[int, int]], lacking: list[tuple[int, float, int]], free: int, share: float
+) -> None:
+    found = free_later(live(ends=tuple(ends), lacking=tuple(lacking)), (), free, GAP, share)
+    times = [at for at, _ in found]
+    assert times == sorted(times)
+    assert len(found) <= MOST_ENDS
+    assert all(pages <= free + sum(pages for _, pages in ends) for _, pages in found)
+    has_started_all = all(pages <= free + sum(each for _, each in ends) for pages, _, _ in lacking)
+    if has_started_all and len(ends) + len(lacking) <= MOST_ENDS and found:
+        assert found[-1][1] == free + sum(pages for _, pages in ends)
