@@ -6,6 +6,7 @@
 
 #include "attention.h"
 #include "layer_steps.h"
+#include "low_rank.h"
 #include "rounded.h"
 
 #include <linux/futex.h>
@@ -111,15 +112,6 @@ struct Stack {
     const Layer* layers;
 };
 
-struct Delta {           // of one matrix: outputs get B A x
-    const void *a, *b;  // [rank, K], [rank, N]
-    int64_t rank;        // 0: the matrix stays as it is
-};
-
-struct LayerDeltas {
-    Delta q, k, v, out, gate, up, down;
-};
-
 struct DecoderBatch {
     int64_t T, S, P;
     const int32_t *query_start, *kv_len, *page_table;
@@ -191,65 +183,58 @@ class Attention {
 
 // --- adapters --------------------------------------------------------------------------------------------------------
 
-inline float dot(const float* x, const float* y, int64_t K) {
-    vec products = {};
-    for (int64_t i = 0; i < K; i += LANES) products += load(x + i) * load(y + i);
-    return sum(products);
-}
-#if defined(__AVX512BF16__) && defined(__AVX512BW__)
-inline float dot(const bf16* x, const bf16* y, int64_t K) {
-    __m512 sums[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
-    for (int64_t i = 0; i < K; i += 32) {
-        const __mmask32 here = K - i >= 32 ? ~__mmask32(0) : (__mmask32(1) << (K - i)) - 1;
-        const __m512i a = _mm512_maskz_loadu_epi16(here, x + i), b = _mm512_maskz_loadu_epi16(here, y + i);
-        __m512& half = sums[i / 32 % 2];
-        half = _mm512_dpbf16_ps(half, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
-    }
-    return to_float(from_float<bf16>(sum(sums[0] + sums[1])));
-}
-#endif
-
-// The products A x of the rows that have adapters, for matrices of one input, and what they add to outputs.
+// What adapters add to the outputs of matrices of one input. Threads divide the work; they wait at `barrier` between parts.
 template <class T>
 class Deltas {
    public:
-    Deltas(const DecoderBatch& b) : b_(b), inner_(b.adapters ? b.T * 3 * b.rank : 0) {}
-    explicit operator bool() const { return b_.adapters != nullptr; }
+    struct Part {
+        DeltaOf name;
+        int64_t N;
+    };
 
-    // This thread's share of A x for the rows x [T, K]; other threads need it after a barrier.
-    void shrink(const T* x, int64_t K, int64_t layer, std::initializer_list<Delta LayerDeltas::*> names, int tid, int nt) {
-        for (int64_t t = 0; t < b_.T; ++t) {
-            if (!b_.adapters[t]) continue;
-            float* inner = inner_.data() + t * 3 * b_.rank;
-            for (Delta LayerDeltas::*name : names) {
-                const Delta& delta = b_.adapters[t][layer].*name;
-                for (int64_t r = delta.rank * tid / nt; r < delta.rank * (tid + 1) / nt; ++r)
-                    inner[r] = dot(x + t * K, static_cast<const T*>(delta.a) + r * K, K);
-                inner += b_.rank;
-            }
-        }
+    // width: outputs of all matrices of one input, the most.
+    Deltas(const DecoderBatch& b, int64_t width) : b_(b), width_(width) {
+        if (!b.adapters) return;
+        inner_.reset(new float[b.T * NUM_DELTAS * b.rank]);
+        more_.reset(new float[b.T * width]);
     }
 
-    // Adds to the outputs y of row t from `column` on, of a matrix with N outputs that was `number` among the names of `shrink`.
-    vec add(vec y, int64_t t, int64_t layer, Delta LayerDeltas::*name, int number, int64_t column, int64_t N) const {
-        return b_.adapters ? added(y, t, layer, name, number, column, N) : y;
+    // This thread's share for the rows x [T, K]. Other threads need it after a barrier.
+    void compute(const T* x, int64_t K, int64_t layer, std::initializer_list<Part> parts, int tid, int nt, Barrier& barrier) {
+        if (!b_.adapters) return;
+        const int64_t first = b_.T * b_.rank * tid / nt, last = b_.T * b_.rank * (tid + 1) / nt;
+        for (int64_t t = 0; t < b_.T; ++t)
+            for (const Part& part : parts) {
+                if (!b_.adapters[t]) continue;
+                const Delta& delta = b_.adapters[t][layer].of[part.name];
+                const int64_t start = t * b_.rank, end = std::min(start + delta.rank, last);
+                low_rank::shrink(delta, x + t * K, K, std::max(first - start, int64_t(0)), end - start, inner(t, part.name));
+            }
+        barrier.wait();
+        for (int64_t t = 0; t < b_.T; ++t) {
+            float* to = more_.get() + t * width_;
+            for (const Part& part : parts) {
+                const int64_t n0 = part.N / LANES * tid / nt * LANES, n1 = part.N / LANES * (tid + 1) / nt * LANES;
+                if (b_.adapters[t])
+                    low_rank::expand<T>(b_.adapters[t][layer].of[part.name], inner(t, part.name), part.N, n0, n1, to + n0);
+                to += part.N;
+            }
+        }
+        barrier.wait();
+    }
+
+    // Adds to the outputs y of row t. `column`: of the first, among those of all `parts`.
+    vec add(vec y, int64_t t, int64_t column) const {
+        if (!b_.adapters || !b_.adapters[t]) return y;
+        return low_rank::added<T>(y, load(more_.get() + t * width_ + column));
     }
 
    private:
-    __attribute__((noinline)) vec added(vec y, int64_t t, int64_t layer, Delta LayerDeltas::*name, int number, int64_t column,
-                                        int64_t N) const {
-        if (!b_.adapters[t]) return y;
-        const Delta& delta = b_.adapters[t][layer].*name;
-        if (!delta.rank) return y;
-        const float* inner = inner_.data() + (t * 3 + number) * b_.rank;
-        vec more = {};
-        for (int64_t r = 0; r < delta.rank; ++r)
-            more = packed::multiply_add(splat(inner[r]), widen(static_cast<const T*>(delta.b) + r * N + column), more);
-        return rounded<T>(rounded<T>(y) + rounded<T>(more));
-    }
+    float* inner(int64_t t, DeltaOf name) { return inner_.get() + (t * NUM_DELTAS + name) * b_.rank; }
 
     const DecoderBatch& b_;
-    std::vector<float> inner_;  // [T, 3, rank]
+    const int64_t width_;
+    std::unique_ptr<float[]> inner_, more_;  // [T, NUM_DELTAS, rank] and [T, width]
 };
 
 // --- layers ----------------------------------------------------------------------------------------------------------
@@ -264,7 +249,7 @@ void decode_stack(const Stack& s, const DecoderBatch& b, X* hidden, X* scratch, 
     X* activated = attended + T * A;
     const X *cos = static_cast<const X*>(b.cos), *sin = static_cast<const X*>(b.sin);
     Barrier barrier;
-    Deltas<X> deltas(b);
+    Deltas<X> deltas(b, std::max({QKV, E, 2 * I}));
     Attention<X> attention(s, b, qkv, attended, num_threads);
 #if defined(ROUNDS_ROWS)
     packed::Rows rows(T, std::max({E, A, I}));
@@ -293,10 +278,8 @@ void decode_stack(const Stack& s, const DecoderBatch& b, X* hidden, X* scratch, 
 #endif
             packed::multiply<decltype(panels)::value>(x, T, w, tid, nt, each);
         };
-        auto shrink = [&](const X* x, int64_t K, int64_t layer, std::initializer_list<Delta LayerDeltas::*> names) {
-            if (!deltas) return;
-            deltas.shrink(x, K, layer, names, tid, nt);
-            barrier.wait();
+        auto adapt = [&](const X* x, int64_t K, int64_t layer, std::initializer_list<typename Deltas<X>::Part> parts) {
+            deltas.compute(x, K, layer, parts, tid, nt, barrier);
         };
         const std::integral_constant<int, 2> two;
         const std::integral_constant<int, packed::PARTS == 1 ? 3 : 1> three;
@@ -309,12 +292,9 @@ void decode_stack(const Stack& s, const DecoderBatch& b, X* hidden, X* scratch, 
                 barrier.wait();
             };
             normalise(layer.input_norm);
-            shrink(normed, E, l, {&LayerDeltas::q, &LayerDeltas::k, &LayerDeltas::v});
+            adapt(normed, E, l, {{Q_DELTA, A}, {K_DELTA, W}, {V_DELTA, W}});
             multiply(three, normed, layer.qkv, [&](int64_t t, int64_t n, vec y) __attribute__((always_inline)) {
-                if (n < A) y = deltas.add(y, t, l, &LayerDeltas::q, 0, n, A);
-                else if (n < A + W) y = deltas.add(y, t, l, &LayerDeltas::k, 1, n - A, W);
-                else y = deltas.add(y, t, l, &LayerDeltas::v, 2, n - A - W, W);
-                narrow(qkv + t * QKV + n, y);
+                narrow(qkv + t * QKV + n, deltas.add(y, t, n));
             });
             barrier.wait();
 
@@ -327,29 +307,27 @@ void decode_stack(const Stack& s, const DecoderBatch& b, X* hidden, X* scratch, 
             attention.run(l);
             barrier.wait();
 
-            Delta LayerDeltas::*name = &LayerDeltas::out;
             auto add_to_hidden = [&](int64_t t, int64_t n, vec y) __attribute__((always_inline)) {
                 X* to = hidden + t * E + n;
-                narrow(to, widen(to) + rounded<X>(deltas.add(y, t, l, name, 0, n, E)));
+                narrow(to, widen(to) + rounded<X>(deltas.add(y, t, n)));
             };
-            shrink(attended, A, l, {name});
+            adapt(attended, A, l, {{OUT_DELTA, E}});
             multiply(three, attended, layer.out, add_to_hidden);
             barrier.wait();
 
             normalise(layer.post_norm);
-            shrink(normed, E, l, {&LayerDeltas::gate, &LayerDeltas::up});
+            adapt(normed, E, l, {{GATE_DELTA, I}, {UP_DELTA, I}});
             // The outputs are 16 gates and then their 16 ups. A gate waits in `activated` for its up, of the same thread.
             multiply(two, normed, layer.gate_up, [&](int64_t t, int64_t n, vec y) __attribute__((always_inline)) {
                 const int64_t column = n / (2 * PANEL) * PANEL + n % PANEL;
                 X* to = activated + t * I + column;
-                if (n / PANEL % 2 == 0) return narrow(to, deltas.add(y, t, l, &LayerDeltas::gate, 0, column, I));
-                y = rounded<X>(deltas.add(y, t, l, &LayerDeltas::up, 1, column, I));
+                if (n / PANEL % 2 == 0) return narrow(to, deltas.add(y, t, column));
+                y = rounded<X>(deltas.add(y, t, I + column));
                 narrow(to, steps::silu<X>(widen(to)) * y);
             });
             barrier.wait();
 
-            name = &LayerDeltas::down;
-            shrink(activated, I, l, {name});
+            adapt(activated, I, l, {{DOWN_DELTA, E}});
             multiply(three, activated, layer.down, add_to_hidden);
             barrier.wait();
         }

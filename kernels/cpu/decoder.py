@@ -27,7 +27,7 @@ from crossdock.kernels.cpu.linear import (
     padded,
 )
 from crossdock.kernels.cpu.packed_linear import MatrixStruct, PackedPanels, PackedProduct
-from crossdock.kernels.cpu.row_deltas import RowDeltas
+from crossdock.kernels.cpu.row_deltas import RowDeltas, add_deltas
 from crossdock.kernels.options import Kernel
 from crossdock.kernels.packed import PackedMatrix
 
@@ -276,30 +276,29 @@ class DecoderStack:
         attended = hidden.new_zeros(rows, query_width)
         activated = hidden.new_zeros(rows, shape.intermediate)
         addend: Tensor | None = None
+        pointers = adapters.pointers(T) if adapters.groups else None
         for layer, (products, (input_norm, post_norm), steps, (keys, values), (*_, window)) in enumerate(
             zip(self._products, self._norms, self._steps, self._pages, self._heads, strict=True)
         ):
             add_and_norm(hidden, addend, input_norm, shape.eps, normed)
             qkv = products.qkv(normed)
-            if adapters.groups:
-                q, k, v = torch.split(qkv[:T], [query_width, kv_width, kv_width], 1)
-                adapters.add(layer, normed[:T], q=q, k=k, v=v)
+            if pointers is not None:
+                add_deltas(pointers, layer, normed, qkv, q=query_width, k=kv_width, v=kv_width)
             finish_heads(steps, qkv, cos, sin, batch)
             q = qkv[:T, :query_width].view(T, shape.num_heads, shape.head_dim)
             seen = self._attention(q, keys, values, batch, scale=shape.scale, window=window)  # [T, Hq, D]
             attended[:T] = seen.view(T, query_width)
             addend = products.out(attended)
-            if adapters.groups:
-                adapters.add(layer, attended[:T], out=addend[:T])
+            if pointers is not None:
+                add_deltas(pointers, layer, attended, addend, out=shape.hidden)
             add_and_norm(hidden, addend, post_norm, shape.eps, normed)
             gate_up = products.gate_up(normed)
-            if adapters.groups:
-                gate, up = gate_up[:T].view(T, -1, 2, 16).unbind(2)
-                adapters.add(layer, normed[:T], gate=gate, up=up)
+            if pointers is not None:
+                add_deltas(pointers, layer, normed, gate_up, gate=shape.intermediate, up=shape.intermediate)
             silu_and_multiply(gate_up, T, activated)
             addend = products.down(activated)
-            if adapters.groups:
-                adapters.add(layer, activated[:T], down=addend[:T])
+            if pointers is not None:
+                add_deltas(pointers, layer, activated, addend, down=shape.hidden)
         if addend is not None:
             hidden += addend[:T]
 

@@ -1,6 +1,9 @@
 // The steps of Llama-shaped layers (layer_steps.h) over rows, a call for each step.
 
 #include "layer_steps.h"
+#include "low_rank.h"
+
+#include <vector>
 
 namespace {
 
@@ -36,9 +39,50 @@ void finish_heads(const steps::Heads& s, T* qkv, const T* cos, const T* sin, con
     for (int64_t t = 0; t < rows; ++t) steps::finish_heads(s, qkv + t * width, cos + t * s.D, sin + t * s.D, slots[t]);
 }
 
+// A thread has whole rows: rows of one adapter follow each other, and find its matrices in the cache.
+template <class T>
+void add_low_rank(const LayerDeltas* const* adapters, int64_t layer, int64_t first, int64_t count, const int64_t* widths,
+                  const T* x, int64_t K, int64_t rows, T* y, int64_t y_row, int64_t y_panel, int num_threads) {
+#pragma omp parallel num_threads(threads_for(rows* K, num_threads))
+    {
+        std::vector<float> inner, more;
+#pragma omp for
+        for (int64_t t = 0; t < rows; ++t) {
+            if (!adapters[t]) continue;
+            T* from = y + t * y_row;
+            for (int64_t i = 0; i < count; from += widths[i++]) {
+                const Delta& delta = adapters[t][layer].of[first + i];
+                if (!delta.rank) continue;
+                const int64_t N = widths[i];
+                inner.resize(delta.rank), more.resize(N);
+                low_rank::shrink(delta, x + t * K, K, 0, delta.rank, inner.data());
+                low_rank::expand<T>(delta, inner.data(), N, 0, N, more.data());
+                T* panels = y_panel == packed::PANEL ? from : y + t * y_row + i * packed::PANEL;
+                for (int64_t n = 0; n < N; n += LANES) {
+                    T* to = panels + n / packed::PANEL * y_panel + n % packed::PANEL;
+                    narrow(to, low_rank::added<T>(widen(to), load(more.data() + n)));
+                }
+            }
+        }
+    }
+}
+
 }  // namespace
 
 extern "C" {
+
+// Adds what adapters change to outputs y of `count` matrices from `first` on, of x [rows, K]. y: rows of y_row numbers, with
+// the matrices one after the other; or, where panels of a matrix lie y_panel > 16 numbers apart, 16 outputs of each in turn.
+void crossdock_add_low_rank(const LayerDeltas* const* adapters, int64_t layer, int64_t first, int64_t count,
+                            const int64_t* widths, const void* x, int64_t K, int64_t rows, void* y, int64_t y_row,
+                            int64_t y_panel, int is_bf16, int num_threads) {
+    if (is_bf16)
+        add_low_rank(adapters, layer, first, count, widths, static_cast<const bf16*>(x), K, rows, static_cast<bf16*>(y), y_row,
+                     y_panel, num_threads);
+    else
+        add_low_rank(adapters, layer, first, count, widths, static_cast<const float*>(x), K, rows, static_cast<float*>(y),
+                     y_row, y_panel, num_threads);
+}
 
 // x[rows, E] += addend, if there is one; out = RMS norm of x times weight.
 void crossdock_add_and_norm(void* x, const void* addend, const void* weight, double eps, int64_t rows, int64_t E, void* out,

@@ -33,7 +33,10 @@ def steps_library() -> ctypes.CDLL:
     library.crossdock_add_and_norm.argtypes = [*[pointer] * 3, double, integer, integer, pointer, flag, flag]
     library.crossdock_finish_heads.argtypes = [*[pointer] * 5, integer, flag, flag]
     library.crossdock_silu_and_multiply.argtypes = [pointer, integer, integer, pointer, flag, flag]
-    for name in ("add_and_norm", "finish_heads", "silu_and_multiply"):
+    library.crossdock_add_low_rank.argtypes = [
+        *(pointer, integer, integer, integer, pointer, pointer, integer, integer, pointer, integer, integer, flag, flag)
+    ]
+    for name in ("add_and_norm", "finish_heads", "silu_and_multiply", "add_low_rank"):
         getattr(library, f"crossdock_{name}").restype = None
     return library
 

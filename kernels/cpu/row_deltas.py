@@ -6,11 +6,14 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from crossdock.kernels.low_rank import Pair, Rows, add_low_rank
+from crossdock.kernels.cpu.layer_steps import steps_library
+from crossdock.kernels.low_rank import Pair, Rows
 
-_NAMES = ("q", "k", "v", "out", "gate", "up", "down")  # of matrices in `DecoderLayer`
+_NAMES = ("q", "k", "v", "out", "gate", "up", "down")  # of matrices in `DecoderLayer`, as `DeltaOf` of low_rank.h
 
 
 class _Delta(ctypes.Structure):
@@ -51,15 +54,27 @@ class RowDeltas(NamedTuple):
         """Return the largest rank."""
         return max(deltas.rank for deltas, _ in self.groups)
 
-    def add(self, layer: int, x: Tensor, **outputs: Tensor) -> None:
-        """Add what adapters change in the outputs of matrices of one input x, by name, in place; see `add_low_rank`."""
-        for name, y in outputs.items():
-            pairs = ((deltas.layers[layer].get(name), rows) for deltas, rows in self.groups)
-            add_low_rank(((pair, rows) for pair, rows in pairs if pair is not None), x, y)
-
-    def pointers(self, num_rows: int) -> Any:
+    def pointers(self, num_rows: int) -> NDArray[np.int64]:
         """Return the address of each row's `structures`, [T] int64; 0: the row has no adapter."""
         found = np.zeros(num_rows, np.int64)
         for deltas, rows in self.groups:
             found[rows if isinstance(rows, slice) else rows.numpy()] = ctypes.addressof(deltas.structures)
         return found
+
+
+def add_deltas(pointers: NDArray[np.int64], layer: int, x: Tensor, y: Tensor, **widths: int) -> None:
+    """Add what adapters change in the outputs of matrices of one input, in place.
+
+    pointers: [T], of `RowDeltas`. x: [.., K]; y: [.., N]; the rows beyond T stay. `widths`: outputs of each matrix, by
+    its name in `DecoderLayer`. The matrices are columns of y in that order; of `gate` and `up` 16 each in turn.
+    """
+    each = (ctypes.c_int64 * len(widths))(*widths.values())
+    first = _NAMES.index(next(iter(widths)))
+    assert tuple(widths) == _NAMES[first : first + len(widths)]
+    assert x.is_contiguous()
+    assert y.is_contiguous()
+    steps_library().crossdock_add_low_rank(
+        *(pointers.ctypes.data, layer, first, len(widths), each, x.data_ptr(), x.shape[1], len(pointers)),
+        *(y.data_ptr(), y.shape[1], 32 if "gate" in widths else 16),
+        *(x.dtype == torch.bfloat16, torch.get_num_threads()),
+    )

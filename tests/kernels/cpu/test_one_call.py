@@ -65,6 +65,12 @@ def batch(lengths: list[tuple[int, int]], table: Tensor) -> AttentionBatch:
     return AttentionBatch(starts, keys, table, slots, 12, 90, 0)
 
 
+def deltas(rng: torch.Generator, rank: int, sizes: dict[str, tuple[int, int]]) -> StackDeltas:
+    """Return an adapter of three layers; `sizes`: outputs and inputs of each matrix that it changes."""
+    pairs = {name: (normal(rng, rank, k), normal(rng, rank, n).T) for name, (n, k) in sizes.items()}
+    return StackDeltas([pairs] * 3)
+
+
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """decoder.cpp for AVX2 alone."""
@@ -88,12 +94,11 @@ def test_one_call_in_float32_gives_what_steps_give_and_rows_are_independent(
     table = torch.randperm(PAGES * 2, generator=rng)[: len(LENGTHS) * 6].int().view(len(LENGTHS), 6)
     hidden, angles = (torch.randn(22, size, generator=rng) for size in (WIDTH, D // 2))
     cos, sin = (turned.repeat(1, 2) for turned in (angles.cos(), angles.sin()))
-    low_rank = {
-        "q": (normal(rng, 4, WIDTH), normal(rng, HEADS * D, 4)),
-        "down": (normal(rng, 4, INNER), normal(rng, WIDTH, 4)),
-    }
-    deltas = StackDeltas([{name: (a, b.T.contiguous().T) for name, (a, b) in low_rank.items()}] * len(weights))
-    adapters = RowDeltas([(deltas, slice(1, 6))])  # those of the second sequence
+    sizes = {"q": (HEADS * D, WIDTH), "down": (WIDTH, INNER)}
+    every = {**sizes, "k": (KV_HEADS * D, WIDTH), "out": (WIDTH, HEADS * D), "gate": (INNER, WIDTH), "up": (INNER, WIDTH)}
+    adapters = RowDeltas(  # those of the second sequence, and of the first and the third
+        [(deltas(rng, 4, sizes), slice(1, 6)), (deltas(rng, 7, every), torch.tensor([0, 6]))]
+    )
 
     def run(stack: DecoderStack, first: int, last: int, with_adapters: bool) -> tuple[Tensor, Tensor]:
         """Return the rows of some sequences, and the pool after them."""
@@ -109,6 +114,8 @@ def test_one_call_in_float32_gives_what_steps_give_and_rows_are_independent(
         exact, exact_pages = run(steps, 0, len(LENGTHS), with_adapters)
         torch.testing.assert_close(whole, exact, rtol=2e-4, atol=2e-4)
         torch.testing.assert_close(pages, exact_pages, rtol=2e-4, atol=2e-4)
+        if with_adapters:
+            assert (whole - run(own, 0, len(LENGTHS), False)[0]).norm() > 0.1 * whole.norm()
     whole, _ = run(own, 0, len(LENGTHS), False)
     for alone, rows in ((0, slice(0, 1)), (1, slice(1, 6)), (4, slice(10, 22))):
         assert torch.equal(run(own, alone, alone + 1, False)[0], whole[rows])
