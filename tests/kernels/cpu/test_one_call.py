@@ -95,7 +95,8 @@ def test_one_call_in_float32_gives_what_steps_give_and_rows_are_independent(
     hidden, angles = (torch.randn(22, size, generator=rng) for size in (WIDTH, D // 2))
     cos, sin = (turned.repeat(1, 2) for turned in (angles.cos(), angles.sin()))
     sizes = {"q": (HEADS * D, WIDTH), "down": (WIDTH, INNER)}
-    every = {**sizes, "k": (KV_HEADS * D, WIDTH), "out": (WIDTH, HEADS * D), "gate": (INNER, WIDTH), "up": (INNER, WIDTH)}
+    keys, mlp = (KV_HEADS * D, WIDTH), (INNER, WIDTH)
+    every = {**sizes, "k": keys, "v": keys, "out": (WIDTH, HEADS * D), "gate": mlp, "up": mlp}
     adapters = RowDeltas(  # those of the second sequence, and of the first and the third
         [(deltas(rng, 4, sizes), slice(1, 6)), (deltas(rng, 7, every), torch.tensor([0, 6]))]
     )
