@@ -15,8 +15,8 @@ from statistics import mean, median
 
 CODE = ("cluster", "router", "workers", "kvtransfer", "kernels", ".ci")
 BUDGETS = {  # count: the most that there may be
-    "lines of code": 68_089,
-    "lines of tests": 65_477,
+    "lines of code": 68_106,
+    "lines of tests": 65_485,
     "lines of benchmarks": 12_972,
     "lines of benchmarks/RESULTS.md": 500,
     "Python files in the largest folder": 20,
