@@ -63,6 +63,6 @@ if __name__ == "__main__":
     if sys.argv[1] == _FOR:
         select.select([sys.stdin], [], [])  # not sooner: Ray gives its own processes a few seconds to start
         importlib.import_module("tests.known_seconds").give_known_seconds()
-        fork_workers(IMPORTED, int(sys.argv[2]))
+        fork_workers({"any": IMPORTED}, int(sys.argv[2]))
     else:
         ask(sys.argv[1:], variables_of(sys.argv[1:]), os.environ[SOCKET])

@@ -38,7 +38,7 @@ def build(args: ClusterConfig) -> serve.Application:
         name="ingress",
         num_replicas=args.http.replicas,
         max_ongoing_requests=_NEVER_QUEUE,
-        ray_actor_options={"num_cpus": 0},
+        ray_actor_options={"num_cpus": 0, **runtime_env("ingress")},
         graceful_shutdown_timeout_s=args.http.drain_timeout_s + _ENDING_S,
         graceful_shutdown_wait_loop_s=0.1,
     )(INGRESS)
@@ -64,7 +64,7 @@ def engine_deployment(config: ClusterConfig, pool: PoolConfig) -> serve.Applicat
             "num_cpus": pool.num_cpus,
             "num_gpus": pool.num_gpus or 0,
             **({"label_selector": pool.node_labels} if pool.node_labels and pool.num_ranks == 1 else {}),
-            **({} if config.is_emulated else runtime_env()),
+            **({} if config.is_emulated else runtime_env("replica")),
         },
         request_router_config=RequestRouterConfig(request_router_class=PinningRouter),
         graceful_shutdown_timeout_s=config.http.drain_timeout_s,

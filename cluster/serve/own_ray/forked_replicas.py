@@ -1,8 +1,8 @@
-"""Replicas forked from a process that has imported what they import: Ray and Serve start meanwhile, on another core.
+"""Replicas and ingresses forked from a process that has imported what they import, while Ray and Serve start.
 
-Ray starts a worker as `python <script> default_worker.py …`; the script is this file. The worker of a replica, known by
-`SOCKET` in its runtime environment, is forked: the script passes its arguments, environment and open files to the
-forking process, and ends. Other workers, or all where that process is gone, start as Ray starts them.
+Ray starts a worker as `python <script> default_worker.py …`; the script is this file. A worker that has `SOCKET` in its
+runtime environment is forked: the script passes its arguments, environment and open files to the forking process, and
+ends. Other workers, or all where that process is gone, start as Ray starts them.
 
 No machine with GPUs forks: libraries that have looked for one cannot be forked.
 """
@@ -15,27 +15,38 @@ import json
 import os
 import runpy
 import secrets
+import select
 import signal
 import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 SOCKET = "CROSSDOCK_FORKING"  # names the socket of the forking process
-_IMPORTED = (
-    "crossdock.workers.model.load",
-    "crossdock.workers.replica.engine.calibrate",
-    "crossdock.workers.replica.engine.engine_loader",
-    "crossdock.workers.replica.serving.engine_thread",
-    "crossdock.workers.replica.transfer.handover",
-    "transformers.models.auto.modeling_auto",
-    "fastapi",
-    "uvicorn",
-)
+ROLE = "CROSSDOCK_FORKED"  # names what the worker will be
+_IMPORTED = {  # by role, in this order: a replica takes the longest to start
+    "replica": (
+        "crossdock.workers.model.load",
+        "crossdock.workers.replica.engine.calibrate",
+        "crossdock.workers.replica.engine.engine_loader",
+        "crossdock.workers.replica.serving.engine_thread",
+        "crossdock.workers.replica.transfer.handover",
+        "transformers.models.auto.modeling_auto",
+        "fastapi",
+    ),
+    "ingress": (
+        "crossdock.cluster.api.endpoints",
+        "crossdock.cluster.dispatch.dispatcher",
+        "crossdock.cluster.serve.media",
+        "transformers.models.auto.tokenization_auto",
+        "uvicorn",
+    ),
+}
 _GPUS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dri")
 _LONGEST_REQUEST = 1 << 20  # bytes
 _DEATH_SIGNAL = 1  # prctl's PR_SET_PDEATHSIG
@@ -85,13 +96,18 @@ def fork_none() -> None:
         process.kill()
 
 
+def is_forking() -> bool:
+    """Return whether there is a forking process."""
+    return SOCKET in os.environ
+
+
 @contextlib.contextmanager
 def forking_workers() -> Iterator[None]:
     """Have `ray.init` start workers by this file, if there is a forking process."""
     from ray._private import parameter
 
     parameters = parameter.RayParams
-    if SOCKET in os.environ:
+    if is_forking():
         parameter.RayParams = partial(parameters, setup_worker_path=__file__)
     try:
         yield
@@ -99,42 +115,83 @@ def forking_workers() -> Iterator[None]:
         parameter.RayParams = parameters
 
 
-def runtime_env() -> dict[str, Any]:
-    """Return the options of an actor that is forked, if there is a forking process; else none."""
-    return {"runtime_env": {"env_vars": {SOCKET: os.environ[SOCKET]}}} if SOCKET in os.environ else {}
+def runtime_env(role: str) -> dict[str, Any]:
+    """Return the options of an actor that is forked, if there is a forking process; else none.
+
+    `role`: of `_IMPORTED`.
+    """
+    return {"runtime_env": {"env_vars": {SOCKET: os.environ[SOCKET], ROLE: role}}} if is_forking() else {}
 
 
 # -- the forking process ---------------------------------------------------------------------------------------------
 
 
-def fork_workers(modules: Sequence[str], parent: int) -> None:
-    """Import `modules`, without Ray, which reads its environment then. Then fork a worker for each connection.
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A worker that is asked for."""
 
-    Stdin is the socket that listens. This process ends with its parent, whose number is `parent`.
+    connection: socket.socket
+    request: dict[str, Any]
+    files: list[int]
+
+    @property
+    def role(self) -> str | None:
+        return cast(str | None, self.request["environment"].get(ROLE))
+
+
+def fork_workers(modules: Mapping[str, Sequence[str]], parent: int) -> None:
+    """Import `modules`, without Ray, which reads its environment then. Fork a worker for each connection.
+
+    `modules`: by role. A worker is forked as soon as those of its role, and of the roles before, are imported; a worker
+    of another role when all are. Stdin is the socket that listens. This process ends with its parent, whose number is
+    `parent`.
     """
     ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         return  # it has ended before
     listener = socket.socket(fileno=os.dup(sys.stdin.fileno()))
-    for name in modules:
-        importlib.import_module(name)
-    assert "ray" not in sys.modules
-    gc.collect()
-    gc.freeze()  # else each worker looks at 400,000 objects again, and copies their pages as it does
     signal.signal(signal.SIGCHLD, _reap)
-    while True:
-        connection, _ = listener.accept()
-        with connection:
-            if not _is_of_this_user(connection):
-                continue
-            request, files, _, _ = socket.recv_fds(connection, _LONGEST_REQUEST, 3)
-            if not os.fork():
-                break
-            connection.send(_FORKED)
-        for file in files:
+    for asked in _askers(listener, modules):
+        if not os.fork():
+            break
+        asked.connection.send(_FORKED)
+        asked.connection.close()
+        for file in asked.files:
             os.close(file)
+    else:
+        return
     listener.close()
-    _become_worker(json.loads(request), files)
+    asked.connection.close()
+    _become_worker(asked.request, asked.files)
+
+
+def _askers(listener: socket.socket, modules: Mapping[str, Sequence[str]]) -> Iterator[_Asked]:
+    """Import `modules`, and yield each worker that is asked for once it can be forked. Does not end."""
+    waiting: list[_Asked] = []
+    for role, names in modules.items():
+        for name in names:
+            importlib.import_module(name)
+            waiting += _arrived(listener)
+        assert "ray" not in sys.modules
+        gc.collect()
+        gc.freeze()  # else each worker looks at 400,000 objects again, and copies their pages as it does
+        yield from [asked for asked in waiting if asked.role == role]
+        waiting = [asked for asked in waiting if asked.role != role]
+    yield from waiting
+    while True:
+        select.select([listener], [], [])
+        yield from _arrived(listener)
+
+
+def _arrived(listener: socket.socket) -> Iterator[_Asked]:
+    """Yield the workers that this user's processes have asked for by now."""
+    while select.select([listener], [], [], 0)[0]:
+        connection, _ = listener.accept()
+        if not _is_of_this_user(connection):
+            connection.close()
+            continue
+        request, files, _, _ = socket.recv_fds(connection, _LONGEST_REQUEST, 3)
+        yield _Asked(connection, json.loads(request), files)
 
 
 def _is_of_this_user(connection: socket.socket) -> bool:

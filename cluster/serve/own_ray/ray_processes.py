@@ -10,8 +10,12 @@ from typing import Any
 from ray._private import parameter, ray_constants, services
 from ray._private.node import Node
 
+from crossdock.cluster.serve.own_ray.forked_replicas import is_forking
+
 _AGENTS = (ray_constants.PROCESS_TYPE_DASHBOARD_AGENT, ray_constants.PROCESS_TYPE_RUNTIME_ENV_AGENT)
+_PRESTARTED = "--num_prestart_python_workers="
 _python_command = services._build_python_executable_command_memory_profileable
+_start_process = services.start_ray_process
 
 
 @contextlib.contextmanager
@@ -20,17 +24,20 @@ def without_unused_processes() -> Iterator[None]:
 
     `include_dashboard=False` starts the dashboard's process with fewer modules. The autoscaler adds nodes, and there is
     one node. The log monitor copies logs of workers to the driver, which does not show them. The raylet's two agents,
-    for which it waits before it begins, are replaced by `idle_agent.py`.
+    for which it waits before it begins, are replaced by `idle_agent.py`. Where replicas and ingresses are forked, one
+    worker starts with the raylet, for Serve's controller, and not one for each core.
     """
     parameters, start_dashboard = parameter.RayParams, Node.start_api_server
     parameter.RayParams = partial(parameters, no_monitor=True, include_log_monitor=False)
     Node.start_api_server = _without_dashboard
     services._build_python_executable_command_memory_profileable = _with_idle_agents
+    services.start_ray_process = _with_one_worker if is_forking() else _start_process
     try:
         yield
     finally:
         parameter.RayParams, Node.start_api_server = parameters, start_dashboard
         services._build_python_executable_command_memory_profileable = _python_command
+        services.start_ray_process = _start_process
 
 
 def _without_dashboard(node: Any, **_: Any) -> None:
@@ -43,3 +50,9 @@ def _with_idle_agents(component: str, *arguments: Any, **options: Any) -> list[s
         return [sys.executable, "-S", "-E", str(Path(__file__).with_name("idle_agent.py"))]
     command: list[str] = _python_command(component, *arguments, **options)
     return command
+
+
+def _with_one_worker(command: list[str], *arguments: Any, **options: Any) -> Any:
+    """Start a process of Ray; the raylet with one worker before it is asked for any."""
+    own = [f"{_PRESTARTED}1" if each.startswith(_PRESTARTED) else each for each in command]
+    return _start_process(own, *arguments, **options)

@@ -1,11 +1,23 @@
 import os
+import secrets
+import select
+import socket
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
 import pytest
 
 from crossdock.cluster.serve.own_ray import forked_replicas
-from crossdock.cluster.serve.own_ray.forked_replicas import SOCKET, fork_none
+from crossdock.cluster.serve.own_ray.forked_replicas import ROLE, SOCKET, ask, fork_none
+from tests.waiting import eventually
+
+RUN_FORKING = "import os; from crossdock.cluster.serve.own_ray.forked_replicas import fork_workers; "
+RUN_FORKING += 'fork_workers({"replica": ["early"], "ingress": ["late"]}, os.getppid())'
+WAITS = "import pathlib, time\nwhile not pathlib.Path({go!r}).exists(): time.sleep(0.01)\n"
+WORKER = "import pathlib, sys\npathlib.Path(sys.argv[1]).write_text(str('late' in sys.modules))\n"
 
 
 def forking() -> list[psutil.Process]:
@@ -30,3 +42,34 @@ def test_forking_process_ends_with_the_command(monkeypatch: pytest.MonkeyPatch, 
         assert len(forking()) == 1
     assert not forking()
     assert SOCKET not in os.environ
+
+
+def test_worker_is_forked_once_the_modules_of_its_role_are_imported(tmp_path: Path) -> None:
+    (tmp_path / "early.py").write_text("")
+    (tmp_path / "late.py").write_text(WAITS.format(go=str(tmp_path / "go")))
+    (tmp_path / "worker.py").write_text(WORKER)
+    address = f"\0crossdock-test-{os.getpid()}"
+
+    def forked(role: str) -> bool:
+        """Have a worker forked, and return whether its process has the module of ingresses."""
+        said = tmp_path / f"{role}-{secrets.token_hex(4)}"
+        ask([str(tmp_path / "worker.py"), str(said)], {ROLE: role}, address)
+        return eventually(lambda: said.exists() and said.read_text()) == "True"
+
+    with ThreadPoolExecutor() as pool, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(address)
+        listener.listen()
+        replica = pool.submit(forked, "replica")
+        assert select.select([listener], [], [], 60)[
+            0
+        ]  # it has asked, so the process hears it before it imports `late`
+        process = subprocess.Popen([sys.executable, "-c", RUN_FORKING], stdin=listener, cwd=tmp_path)
+        try:
+            assert not replica.result(timeout=60), "it did not wait for the modules of ingresses"
+            ingress = pool.submit(forked, "ingress")
+            (tmp_path / "go").touch()
+            assert ingress.result(timeout=60)
+            assert forked("replica")
+        finally:
+            process.kill()
+            process.wait(timeout=60)

@@ -1,6 +1,8 @@
 """The tokenizer and the chat template that the configuration names."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -85,3 +87,15 @@ def test_tokenizer_that_is_not_there_is_named(model: Path, tmp_path: Path) -> No
     for name, message in (("empty", "has neither tokenizer.json"), ("absent", "tokenizer: model directory")):
         with pytest.raises(ValueError, match=message):
             load_tokenizer(model, settings(model, tokenizer=str(tmp_path / name)))
+
+
+def test_ingress_that_is_not_forked_loads_a_tokenizer_without_torch(model: Path) -> None:
+    load = f"""
+import sys
+from crossdock.cluster.config import ModelConfig
+from crossdock.cluster.serve import ingress
+ingress._keep_torch_out()
+ingress.load_tokenizer(ingress.resolve_model({str(model)!r}), ModelConfig.model_validate(dict(path={str(model)!r})))
+assert "transformers" in sys.modules and not sys.modules["torch"]
+"""
+    subprocess.run([sys.executable, "-c", load], check=True, timeout=240)

@@ -191,8 +191,8 @@ def test_serve_answers_chat_and_after_sigterm_lets_streams_end_until_sigint(
             check=True,
         )
         assert "Paris" in answer.stdout
-        (replica,) = (user for user in users_of("libtorch", server) if FORKING not in user)
-        assert replica.startswith("ray::ServeReplica:crossdock:mixed")
+        forked = sorted(user.split(".")[0] for user in users_of("libtorch", server) if FORKING not in user)
+        assert forked == ["ray::ServeReplica:crossdock:ingress", "ray::ServeReplica:crossdock:mixed"]
         unused = ("dashboard.py", "log_monitor.py", "autoscaler/_private/monitor.py")
         assert not [name for name in unused if has_process(name)(psutil.Process(server.pid))]
         assert_listens_on_loopback_alone(server, url)
