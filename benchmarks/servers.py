@@ -75,6 +75,7 @@ def serving(
             raise RuntimeError(f"another server listens at port {args.port}: end it, or give another --port")
     mark, address = uuid.uuid4().hex, f"http://127.0.0.1:{args.port}"
     started = time.monotonic()
+    handler = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # the server ends with this
     process = launch(command, log, mark)
     try:
         while not _answers(address, model, key):
@@ -86,6 +87,7 @@ def serving(
         yield RunningServer(address, processes_of(process.pid, mark), time.monotonic() - started)
     finally:
         end(process, mark)
+        signal.signal(signal.SIGTERM, handler)
 
 
 def launch(command: Sequence[str], log: Path, mark: str) -> "subprocess.Popen[bytes]":

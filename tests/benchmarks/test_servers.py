@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -60,6 +61,15 @@ def test_server_after_its_end_leaves_no_process(servers: ModuleType, args: argpa
         with pytest.raises(RuntimeError, match="another server listens"), servers.serving("b", command, args, log):
             pass
     assert not any(is_alive(pid) for pid in server.processes)
+
+
+def test_server_ends_when_its_benchmark_is_terminated(servers: ModuleType, args: argparse.Namespace) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    command = [sys.executable, "-c", STAND_IN, str(args.port)]
+    with pytest.raises(SystemExit), servers.serving("a", command, args, servers.log_of(args, "a")) as server:
+        signal.raise_signal(signal.SIGTERM)
+    assert not any(is_alive(pid) for pid in server.processes)
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_server_that_ends_at_once_is_reported_with_its_log(servers: ModuleType, args: argparse.Namespace) -> None:
