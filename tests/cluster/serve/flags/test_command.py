@@ -191,7 +191,7 @@ def test_serve_answers_chat_and_after_sigterm_lets_streams_end_until_sigint(
             check=True,
         )
         assert "Paris" in answer.stdout
-        forked = sorted(user.split(".")[0] for user in users_of("libtorch", server) if FORKING not in user)
+        forked = sorted(user.split(".")[0].strip() for user in users_of("libtorch", server) if FORKING not in user)
         assert forked == ["ray::ServeReplica:crossdock:ingress", "ray::ServeReplica:crossdock:mixed"]
         unused = ("dashboard.py", "log_monitor.py", "autoscaler/_private/monitor.py")
         assert not [name for name in unused if has_process(name)(psutil.Process(server.pid))]
