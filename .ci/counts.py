@@ -15,9 +15,9 @@ from statistics import mean, median
 
 CODE = ("cluster", "router", "workers", "kvtransfer", "kernels", ".ci")
 BUDGETS = {  # count: the most that there may be
-    "lines of code": 68_106,
-    "lines of tests": 65_485,
-    "lines of benchmarks": 12_972,
+    "lines of code": 68_176,
+    "lines of tests": 65_552,
+    "lines of benchmarks": 12_974,
     "lines of benchmarks/RESULTS.md": 500,
     "Python files in the largest folder": 20,
     "lines of the longest class": 350,
