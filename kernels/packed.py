@@ -3,7 +3,7 @@
 Plain torch, for every device. Checkpoints are read into this form, ranks cut it, and kernels compute products from it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias
 
@@ -221,11 +221,25 @@ def packed_product(x: Tensor, matrix: PackedMatrix, bias: Tensor | None = None) 
     """Return x [..., K] @ weight.T + bias, [..., N], by products of dequantised panels of rows, or of e4m3 on GPUs."""
     if multiplies_e4m3(matrix, x.dtype, x.device):
         return scaled_product(x, matrix, bias)
-    rows, columns = matrix.shape
-    height = max(1, _PANEL_BYTES.get(x.device.type, _PANEL_BYTES_OF_GPUS) // (4 * columns))
-    panels = [F.linear(x, matrix.dequantise(x.dtype, slice(start, start + height))) for start in range(0, rows, height)]
+    panels = [F.linear(x, matrix.dequantise(x.dtype, rows)) for rows in _panels(matrix)]
     product = panels[0] if len(panels) == 1 else torch.cat(panels, -1)
     return product if bias is None else product + bias
+
+
+def plain_rows(matrices: Sequence[PackedMatrix], dtype: torch.dtype) -> Tensor:
+    """Return one plain weight with the rows of all `matrices`, [N, K]. What is made on the way stays small."""
+    weight = matrices[0].codes.new_empty(sum(each.shape[0] for each in matrices), matrices[0].shape[1], dtype=dtype)
+    for part, matrix in zip(weight.split([each.shape[0] for each in matrices]), matrices, strict=True):
+        for rows in _panels(matrix):
+            part[rows] = matrix.dequantise(dtype, rows)
+    return weight
+
+
+def _panels(matrix: PackedMatrix) -> Iterator[slice]:
+    """Yield the rows of a matrix that are dequantised at a time."""
+    rows, columns = matrix.shape
+    height = max(1, _PANEL_BYTES.get(matrix.codes.device.type, _PANEL_BYTES_OF_GPUS) // (4 * columns))
+    yield from (slice(start, start + height) for start in range(0, rows, height))
 
 
 def scaled_product(x: Tensor, matrix: PackedMatrix, bias: Tensor | None = None) -> Tensor:

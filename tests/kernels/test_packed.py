@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from crossdock.kernels import packed
-from crossdock.kernels.packed import Kind, PackedMatrix, scaled_product
+from crossdock.kernels.packed import Kind, PackedMatrix, packed_product, plain_rows, scaled_product
 
 _SIGNED_E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6]
 
@@ -55,6 +55,14 @@ def test_dequantise_of_every_kind_gives_scale_times_code_plus_offset(
     packed = _packed(kind, 7, 12, group, block_rows, has_offsets)
     torch.testing.assert_close(packed.dequantise(torch.float32), _whole(packed))
     torch.testing.assert_close(packed.dequantise(torch.float64, slice(2, 5)).float(), _whole(packed)[2:5])
+
+
+def test_few_rows_at_a_time_give_the_whole_weight_and_its_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed, "_PANEL_BYTES", {"cpu": 4 * 12 * 3})
+    matrices, x = [_packed("int4", rows, 12, 4, 2, True) for rows in (7, 2, 3)], torch.eye(12)
+    whole = torch.cat([_whole(each) for each in matrices])
+    torch.testing.assert_close(plain_rows(matrices, torch.float32), whole)
+    torch.testing.assert_close(packed_product(x, matrices[0]), whole[:7].T)
 
 
 @given(st.sampled_from(["int4", "int8", "e4m3", "e2m1"]), st.integers(0, 1), st.data())

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from crossdock.kernels.cpu.packed_linear import num_panel_bytes, why_not_packed
-from crossdock.kernels.packed import IN_NIBBLES, ExpertCodes, PackedMatrix, join_rows, packed_product
+from crossdock.kernels.packed import IN_NIBBLES, ExpertCodes, PackedMatrix, join_rows, packed_product, plain_rows
 from crossdock.workers.model.cut.part import ModelPart, TensorSlice
 from crossdock.workers.model.cut.position import CannotCut
 from crossdock.workers.model.weights.scheme import PackedForm
@@ -55,7 +55,7 @@ class PackedExperts(nn.Module):
         self.stacked, self.experts = codes, [[codes.matrix(number)] for number in range(len(self.experts))]
 
     def __getitem__(self, expert: Any) -> Tensor:
-        weight = torch.cat([matrix.dequantise(self.dtype) for matrix in self.experts[int(expert)]])
+        weight = plain_rows(self.experts[int(expert)], self.dtype)
         return weight.T if self._is_transposed else weight
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
