@@ -229,7 +229,7 @@ def packed_product(x: Tensor, matrix: PackedMatrix, bias: Tensor | None = None) 
 def plain_rows(matrices: Sequence[PackedMatrix], dtype: torch.dtype) -> Tensor:
     """Return one plain weight with the rows of all `matrices`, [N, K]. What is made on the way stays small."""
     weight = matrices[0].codes.new_empty(sum(each.shape[0] for each in matrices), matrices[0].shape[1], dtype=dtype)
-    for part, matrix in zip(weight.split([each.shape[0] for each in matrices]), matrices, strict=True):
+    for part, matrix in zip(torch.split(weight, [each.shape[0] for each in matrices]), matrices, strict=True):
         for rows in _panels(matrix):
             part[rows] = matrix.dequantise(dtype, rows)
     return weight
