@@ -3,7 +3,8 @@
 import importlib.util
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -63,6 +64,18 @@ def choose_attention(
         _require_fp8(chosen, device)
     logger.info("attention runs in %s: %s", chosen.name, reason)
     return chosen
+
+
+def in_fixed_order(attention: Attention) -> Attention:
+    """Return attention whose rows have the same bits in any batch. ValueError: this implementation has none."""
+    if attention.name == "cpp":
+        return attention
+    if attention.name != "triton":
+        raise ValueError(
+            f"batch_invariant: attention runs in {attention.name}; our C++ on CPUs, over pages of the model's dtype, "
+            f"and Triton on GPUs add in one order"
+        )
+    return replace(attention, paged_attention=partial(attention.paged_attention, in_fixed_order=True))
 
 
 def require_working(attention: Attention, device: torch.device) -> None:

@@ -8,6 +8,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -69,6 +70,22 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Genera
     reasons = [report.longrepr[2].removeprefix("Skipped: ") for report in terminalreporter.getreports("skipped")]
     for reason, count in Counter(reason for reason in reasons if reason.startswith("needs")).items():
         terminalreporter.write_line(f"hole: {count} skipped: {reason}", yellow=True)
+
+
+@pytest.fixture
+def dots_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let Triton's interpreter multiply as tensor cores do: a row's bits do not follow from its place in a tile.
+
+    NumPy's BLAS computes rows by vectors, and those at some places by other instructions.
+    """
+    import numpy as np  # not before the environment is set
+    from triton.runtime import interpreter  # Triton is not on every machine
+
+    def dot(_: Any, a: Any, b: Any, sums: Any, *_others: Any) -> Any:
+        product = np.einsum("mk,kn->mn", a.data.astype(np.float32), b.data.astype(np.float32))  # loops, no BLAS
+        return interpreter.TensorHandle(product + sums.data, sums.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
 
 
 @pytest.fixture(scope="session")

@@ -125,12 +125,17 @@ def paged_attention(
     sinks: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    in_fixed_order: bool = False,
 ) -> Tensor:
-    """`reference_paged_attention` with every tensor on one GPU. Rows that belong to no sequence are undefined."""
+    """`reference_paged_attention` with every tensor on one GPU. Rows that belong to no sequence are undefined.
+
+    `in_fixed_order`: a row's bits depend on its query and its own keys alone. So decodes are chunks of one row, and a
+    program reads the whole context of its rows, which takes longer.
+    """
     (T, Hq, Dk), (_, Hkv, page_size, Dv) = q.shape, v_pages.shape
     is_latent = v_pages.data_ptr() == k_pages.data_ptr() and Dv < Dk
     _check(k_pages, k_pages if is_latent else v_pages, k_scale is not None, q)
-    q = _adjacent(q)
+    q = q.contiguous() if in_fixed_order else _adjacent(q)
     if is_latent:
         assert Hkv == 1, "all heads share a latent"
         Hkv = Hq // math.gcd(Hq, _LATENT_GROUP)  # groups of heads that are computed apart, and read the same latents
@@ -140,7 +145,7 @@ def paged_attention(
     assert batch.page_table.stride(1) == 1 or batch.page_table.shape[1] == 1
     out = q.new_empty(T, Hq, Dv)
     S = len(batch.kv_len)
-    D = batch.num_decodes
+    D = 0 if in_fixed_order else batch.num_decodes
     tensors = (q, k_pages, v_pages, k_scale, v_scale, batch.page_table)
     numbers = (
         *(scale * _LOG2_E if softcap is None else scale * 2 * _LOG2_E / softcap, *_strides(q)),
@@ -160,23 +165,25 @@ def paged_attention(
     if D > 0:
         _decode(out, batch, D, sinks, tensors, numbers, kind)
     if S > D:
-        _chunks(out, batch, sinks, tensors, numbers, kind)
+        _chunks(out, batch, D, sinks, tensors, numbers, kind, in_fixed_order)
     return out
 
 
 def _chunks(
     out: Tensor,
     batch: AttentionBatch,
+    D: int,
     sinks: Tensor | None,
     tensors: tuple[Tensor | None, ...],
     numbers: tuple[float, ...],
     kind: dict[str, Any],
+    in_fixed_order: bool,
 ) -> None:
-    """Launch the attention of the sequences after the decodes, into their rows of `out`."""
-    (T, Hq, Dv), group, S, D = out.shape, kind["GROUP"], len(batch.kv_len), batch.num_decodes
+    """Launch the attention of the sequences after the first D, into their rows of `out`."""
+    (T, Hq, Dv), group, S = out.shape, kind["GROUP"], len(batch.kv_len)
     Hkv, tiles = Hq // group, _tiles(kind, out.element_size(), has_chunks=True)
     blocks = num_blocks(T - D, S - D, tiles.rows, group)
-    parts = num_chunk_parts(blocks * Hkv, _num_multiprocessors(out.device))
+    parts = 1 if in_fixed_order else num_chunk_parts(blocks * Hkv, _num_multiprocessors(out.device))
     stored = parts if parts > 1 else 0
     part_out = out.new_empty(stored, blocks, Hkv, tiles.rows, Dv, dtype=torch.float32)
     part_lse = part_out.new_empty(stored, blocks, Hkv, tiles.rows)  # log2 of the sum of exp2
@@ -187,6 +194,7 @@ def _chunks(
         *(*of_steps, *tensors, S, D, *numbers),
         **kind,
         **cut,
+        ONE_LOOP=in_fixed_order,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )

@@ -50,8 +50,11 @@ def chunk_kernel(
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
     WINDOW: tl.constexpr, ATTENTION_CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
     HAS_SCALES: tl.constexpr, LATENT: tl.constexpr, HAS_ENDS: tl.constexpr, MIN_TILES: tl.constexpr,
+    ONE_LOOP: tl.constexpr,
 ):  # fmt: skip
     """Compute one part of the context of a block of the sequences [D, S). The D before them have one row each.
+
+    `ONE_LOOP`: the same code computes a tile whatever rows are beside a row; two loops may round unlike each other.
 
     A whole context goes to `out`. A part goes to `part_out` [parts, blocks, Hkv, ROWS, Dv] and, as log2 of its sum of
     exp2, to `part_lse` [parts, blocks, Hkv, ROWS].
@@ -96,7 +99,7 @@ def chunk_kernel(
                 sink = tl.load(sinks + row_head, mask=live, other=0.0).to(tl.float32) * 1.4426950408889634
                 top = tl.where(is_whole, sink, top)
                 total += is_whole.to(tl.float32)
-            if WINDOW == 0 and ATTENTION_CHUNK == 0:  # first the tiles that every row sees in full
+            if WINDOW == 0 and ATTENTION_CHUNK == 0 and not ONE_LOOP:  # first the tiles that every row sees in full
                 open_end = tl.maximum(tl.minimum((first_position + 1) // BLOCK_N, tile + tiles), tile) * BLOCK_N
                 acc, total, top = scan(
                     acc, total, top, rows, rest, position, last, begin, open_end, first, scale,

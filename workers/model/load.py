@@ -10,7 +10,7 @@ from torch import nn
 from transformers import GenerationConfig, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from crossdock.kernels.backend import choose_attention, has_package, require_working
+from crossdock.kernels.backend import choose_attention, has_package, in_fixed_order, require_working
 from crossdock.workers.model.architecture import attention_names, is_multimodal, text_config
 from crossdock.workers.model.cut.collectives import Collectives
 from crossdock.workers.model.cut.part import ModelPart
@@ -112,6 +112,8 @@ def wrap_module(module: Any, options: LoadOptions = _DEFAULTS) -> LoadedModel:
     variant = _fix_rope_to(module, max_model_len)
     device, kv_cache_dtype = next(module.parameters()).device, options.kv_cache_dtype
     attention = options.attention or choose_attention("auto", device, kv_cache_dtype, options.cpu_kernels)
+    if options.batch_invariant:
+        attention = in_fixed_order(attention)
     part = options.part or ModelPart(RankPosition(), num_layers=decoder.num_hidden_layers)
     chunks, tap = attention_chunks(decoder, max_model_len, attention), HiddenTap(module)
     network = Network(module, config, max_model_len, part, attention, chunks, tap)

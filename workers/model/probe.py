@@ -28,6 +28,8 @@ from crossdock.workers.model.layer_kinds import (
     layer_kinds,
     recurrent_layers,
 )
+from crossdock.workers.model.layers.fixed_order import check_rows
+from crossdock.workers.model.layers.fusion import is_packed
 from crossdock.workers.model.layers.replaced_parts import (
     cache_latents_if_equal,
     fuse_layers_if_equal,
@@ -127,10 +129,10 @@ def probe(network: Network, options: LoadOptions, eos_token_ids: frozenset[int] 
 
 def _why_variant(network: Network) -> str | None:
     """Return why the bits of a row depend on the batch, whatever computes the layers; None: they need not."""
-    if network.device.type != "cpu":
-        return "products on GPUs are cuBLAS', which adds in another order for another number of rows; CPUs can"
-    if network.attention.name != "cpp":
-        return f"attention runs in {network.attention.name}; our C++ adds in one order, over pages of the model's dtype"
+    if network.attention.is_beside_triton and network.part.position.size > 1:
+        return "GPUs add their parts of a row in an order that follows the message's size; one GPU has no such sums"
+    if network.attention.is_beside_triton and is_packed(network.module):
+        return "products of packed weights on GPUs add in an order that follows the number of rows; plain weights run"
     if recurrent_layers(text_config(network.config)):
         return f"{network.config.model_type} has recurrent layers, which compute a chunk in one piece"
     return None
@@ -161,9 +163,11 @@ def _with_faster_layers(
     if model.device.type == "cuda" or on_triton:
         join_projections_if_equal(model, check)
     if on_triton:
-        kernels = use_triton_layers_if_equal(model, calls, check)
+        kernels = use_triton_layers_if_equal(model, calls, check, in_fixed_order=options.batch_invariant)
     scaled = replace(model, scales=scales)
-    if may_fuse(model, options.cpu_kernels) or options.batch_invariant:
+    if on_triton and options.batch_invariant:
+        check_rows(scaled)
+    elif may_fuse(model, options.cpu_kernels) or options.batch_invariant:
         kernels = fuse_layers_if_equal(scaled, check, options)
     kernels = kernels or use_codes(model, check, options.cpu_kernels)
     return replace(scaled, kernels=kernels)

@@ -102,7 +102,7 @@ class EngineConfig(SchedulerConfig):
     batch_invariant: bool = Field(
         False,
         description="A request's tokens and logprobs are the same bits alone and in any batch, chunks, prefix or "
-        "preemption; a model that cannot is refused. CPUs alone, by cpu_kernels own; costs speed.",
+        "preemption; a model that cannot is refused. On CPUs by cpu_kernels own, on GPUs by Triton; costs speed.",
     )
     quantization: Quantization | None = Field(
         None,
@@ -139,10 +139,11 @@ class EngineConfig(SchedulerConfig):
                 self.cpu_kernels,
                 "auto, own or int8: other products add in an order that the batch decides",
             ),
+            "attention_backend": (self.attention_backend, "auto or triton: others cut contexts as the batch decides"),
             "enable_lora": (self.enable_lora, "false: the products of adapters are computed by their rows of a step"),
         }
         for name, (value, needed) in wrong.items():
-            if value not in ("auto", "own", "int8", False):
+            if value not in ("auto", "own", "int8", "triton", False):
                 raise ValueError(f"{name} is {value!r}; with batch_invariant it must be {needed}")
         return self
 

@@ -20,6 +20,7 @@ from triton.compiler import ASTSource
 
 from crossdock.kernels.gpu import triton_attention as attention
 from crossdock.kernels.gpu import triton_experts as experts
+from crossdock.kernels.gpu import triton_fixed_order as fixed_order
 from crossdock.kernels.gpu import triton_layer_steps as steps
 from crossdock.kernels.gpu import triton_low_rank as low_rank
 from crossdock.kernels.gpu import triton_sampling as sampling
@@ -51,6 +52,7 @@ UNSPECIALISED = {
     "slots",
     "num_linears",
     "num_shares",
+    "M",
 }
 
 
@@ -108,7 +110,7 @@ class Gpu:
 def check_attention(gpu: Gpu) -> None:
     plain = {"PAGE": 16, "WINDOW": 0, "ATTENTION_CHUNK": 0, "SOFTCAP": 0.0}
     plain["MIN_TILES"] = 16
-    plain |= dict.fromkeys(("HAS_SINKS", "HAS_SCALES", "HAS_ENDS", "LATENT"), False)
+    plain |= dict.fromkeys(("HAS_SINKS", "HAS_SCALES", "HAS_ENDS", "LATENT", "ONE_LOOP"), False)
     features: dict[str, Any]
     for has_chunks, dim, group, features in gpu.some(
         [
@@ -118,6 +120,7 @@ def check_attention(gpu: Gpu) -> None:
             (True, 256, 8, {"HAS_SINKS": True, "HAS_ENDS": True, "WINDOW": 1024}),
             (False, 128, 5, {"HAS_SCALES": True, "ATTENTION_CHUNK": 8192}),
             (True, 256, 8, {"HAS_SCALES": True, "ATTENTION_CHUNK": 8192}),
+            (True, 128, 4, {"ONE_LOOP": True}),
         ],
         everywhere=2,
     ):
@@ -176,6 +179,16 @@ def check_sampling(gpu: Gpu) -> None:
     gpu.check(sampling.draw_kernel, {"PART": sampling.PART, "BLOCK": sampling.BLOCK})
 
 
+def check_fixed_order(gpu: Gpu) -> None:
+    KINDS.update({"x": "*bf16", "weight": "*bf16", "bias": "*bf16"})
+    sizes = {"N": 4096, "K": 14336, "TILE": fixed_order.TILE}
+    gpu.check(fixed_order.product_kernel, sizes | fixed_order.inputs_at_once(2) | {"bias": None})
+    gpu.check(fixed_order.log_softmax_kernel, {"V": 128256, "BLOCK": 2048}, other="*fp32")
+    KINDS.update(dict.fromkeys(("x", "weight", "bias", "out"), "*fp32"))
+    gpu.check(fixed_order.product_kernel, sizes | fixed_order.inputs_at_once(4))
+    KINDS["out"] = "*bf16"
+
+
 def check_low_rank(gpu: Gpu) -> None:
     KINDS.update({"x": "*bf16", "y": "*bf16", "rows": "*i32", "owners": "*i32"})
     for width in gpu.some([64, 16], everywhere=1):
@@ -207,5 +220,6 @@ def check_experts(gpu: Gpu) -> None:
 
 if __name__ == "__main__":
     for argument in sys.argv[1:]:
-        for check_some in (check_attention, check_layer_steps, check_sampling, check_low_rank, check_experts):
+        checks = check_attention, check_layer_steps, check_sampling, check_fixed_order, check_low_rank, check_experts
+        for check_some in checks:
             check_some(Gpu(int(argument)))

@@ -79,6 +79,6 @@ def test_batch_of_all_kinds_of_rows_gets_the_tokens_of_torch(device: str, monkey
     rows = [SampleRow(SamplingParams(seed=i, **kinds[i % 5]), [1], 1) for i in range(10)]
     logits = torch.randn(10, 500, generator=torch.Generator().manual_seed(7)).mul_(2).bfloat16()
     expected = [token.token_id for token in sample(logits, rows)]
-    monkeypatch.setattr(sampler, "_has_kernel", lambda device: True)
+    monkeypatch.setattr(sampler, "has_kernels", lambda device: True)
     assert [token.token_id for token in sample(logits.to(device), rows)] == expected
     assert [token.token_id for token in PendingTokens(logits.to(device), rows).read()[0]] == expected

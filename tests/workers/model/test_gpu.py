@@ -12,6 +12,7 @@ from crossdock.workers.model.graphs.decode_graphs import DecodeGraphs, decode_gr
 from crossdock.workers.model.graphs.mixed_graphs import MixedGraphs, mixed_graphs
 from crossdock.workers.model.inputs import StepInputs
 from crossdock.workers.model.load import wrap_module
+from crossdock.workers.model.load_options import LoadOptions
 from crossdock.workers.model.memory.kv_memory import GPU_RESERVE_BYTES
 from crossdock.workers.model.sampling.row import SampleRow
 from crossdock.workers.model.sampling.sampler import sample
@@ -145,6 +146,35 @@ def test_engine_with_and_without_graphs_gives_same_tokens() -> None:
         warm_up(engine)
         answers.append(tokens(engine))
     assert answers[0] == answers[1] == answers[2] == answers[3]
+
+
+def test_engine_with_batch_invariant_gives_a_request_alone_the_bits_of_any_batch() -> None:
+    """Graphs or none, few or many tokens in a step, and prompts whose beginning is cached."""
+    shape = SERVED["qwen3"] | {"hidden_size": 1024, "head_dim": 64, "intermediate_size": 3000, "vocab_size": 5001}
+    generator = torch.Generator().manual_seed(5)
+    sizes = [3, 300, 64, 129, 700, 1, 65, 1000]
+    prompts = [torch.randint(3, 5000, (size,), generator=generator).tolist() for size in sizes]
+    model = wrap_module(
+        build("qwen3", shape | {"max_position_embeddings": 2048}).to("cuda", torch.bfloat16),
+        LoadOptions(batch_invariant=True),
+    )
+    assert model.kernels == "triton steps and products"
+
+    def answers(together: bool, **changes: Any) -> dict[str, list[Any]]:
+        engine = new_engine(model, EngineConfig(**SETTINGS | changes))
+        found: dict[str, list[Any]] = {}
+        for number, prompt in enumerate(prompts):
+            params = {"temperature": 0.9 * (number % 2), "top_p": 0.9, "logprobs": 3, "prompt_logprobs": 1}
+            engine.add(Submission(f"{number}", prompt, SamplingParams(**params, max_tokens=20, ignore_eos=True)))
+            while engine.has_work and (number == len(prompts) - 1 or not together):
+                for delta in engine.step().deltas:
+                    got = found.setdefault(delta.request_id, [])
+                    got += [*delta.token_ids, *(delta.logprobs or ()), *(delta.prompt_logprobs or ())]
+        return found
+
+    alone = answers(together=False)
+    for changes in ({}, {"enforce_eager": True}, {"max_num_batched_tokens": 2048}, {"async_scheduling": False}):
+        assert answers(together=True, **changes) == alone
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from crossdock.workers.model.forward.forward_context import (
 )
 from crossdock.workers.model.forward.latent import NoLatentsError, cache_latents
 from crossdock.workers.model.layers.coded_products import compute_by_humming, compute_from_codes
+from crossdock.workers.model.layers.fixed_order import fix_order
 from crossdock.workers.model.layers.fused_projections import join_projections
 from crossdock.workers.model.layers.fusion import NotFusableError, fuse, is_packed
 from crossdock.workers.model.layers.grouped_experts import needs_own_experts, use_own_experts
@@ -93,11 +94,16 @@ def join_projections_if_equal(model: Network, check: LogitsCheck) -> None:
         undo()
 
 
-def use_triton_layers_if_equal(model: LoadedModel, calls: Sequence[AttentionCall], check: LogitsCheck) -> str:
+def use_triton_layers_if_equal(
+    model: LoadedModel, calls: Sequence[AttentionCall], check: LogitsCheck, *, in_fixed_order: bool
+) -> str:
     """Replace the decoder layers if that gives the same logits. Returns what computes their steps, as text.
 
     Collective: every rank of a gang must call it. `model` has no scales: e4m3 would change the logits, by transformers'
-    own layers as well.
+    own layers as well. `in_fixed_order`: products and the last norm are replaced too, see `fix_order`.
+
+    Raises:
+        ValueError: the layers must add in a fixed order, and cannot be replaced.
     """
 
     def forward() -> Tensor:
@@ -113,7 +119,9 @@ def use_triton_layers_if_equal(model: LoadedModel, calls: Sequence[AttentionCall
     try:
         if not all(call.is_plain for call in calls):
             raise NotFusableError("attention has a softcap or sinks")
-        undo = use_triton_layers(model, _sliding([call.window for call in calls]))
+        if in_fixed_order:
+            fix_order(model.module)
+        undo = use_triton_layers(model, _sliding([call.window for call in calls]), in_fixed_order=in_fixed_order)
     except NotFusableError as difference:
         refusal = str(difference)
     # A rank that keeps its own layers takes part in the check: others of its gang wait for its share of the sums.
@@ -127,13 +135,15 @@ def use_triton_layers_if_equal(model: LoadedModel, calls: Sequence[AttentionCall
             if undo is None:
                 raise
             refusal = f"fused, they fail: {type(failure).__name__}: {' '.join(str(failure).split())}"
+    if refusal and in_fixed_order:
+        raise ValueError(f"batch_invariant: layers of this model are not computed in Triton alone: {refusal}")
     if refusal:
         logger.info("decoder layers run in transformers' own code: %s", refusal)
         if undo is not None:
             undo()
         return ""
     logger.info("decoder layers are fused: steps between their products run in Triton")
-    return "triton steps"
+    return "triton steps and products" if in_fixed_order else "triton steps"
 
 
 def may_fuse(model: Network, cpu_kernels: CpuKernels) -> bool:

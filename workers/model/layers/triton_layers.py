@@ -46,14 +46,15 @@ class _Layer:
     path: str  # in the model
 
     @classmethod
-    def of(cls, layer: Any, window: int | None, path: str) -> "_Layer":
+    def of(cls, layer: Any, window: int | None, path: str, in_fixed_order: bool) -> "_Layer":
         check_attention(layer)
         attention, mlp = layer.self_attn, layer.mlp
         gate_up, last = None, mlp
         try:
             check_mlp(mlp)
-        except NotFusableError:
-            pass  # experts, for example
+        except NotFusableError:  # experts, for example
+            if in_fixed_order:
+                raise
         else:
             gate_up, last = _joined(mlp.gate_proj, mlp.up_proj), mlp.down_proj
         return cls(
@@ -80,9 +81,11 @@ class _Layer:
 class TritonLayers(nn.Module):
     """All decoder layers of a model as one module, the only one in the model's list of layers."""
 
-    def __init__(self, layers: Sequence[_Layer], replaced: nn.ModuleList) -> None:
+    def __init__(self, layers: Sequence[_Layer], replaced: nn.ModuleList, in_fixed_order: bool) -> None:
+        from crossdock.kernels.gpu.triton_fixed_order import product  # Triton is not installed everywhere
+
         super().__init__()
-        self._layers = layers
+        self._layers, self._product = layers, product if in_fixed_order else F.linear
         self.replaced = (replaced,)  # whose weights are read; no child, so that names of parameters stay as they are
         self.attention_type = "full_attention"  # some models choose a mask by this; ours is None in any case
 
@@ -109,7 +112,7 @@ class TritonLayers(nn.Module):
             if layer.q_norm is not None:
                 norms = {"q_norm": layer.q_norm.weight, "k_norm": layer.k_norm.weight}
                 norms["eps"] = layer.q_norm.variance_epsilon
-            qkv = F.linear(normed, layer.qkv, layer.qkv_bias)
+            qkv = self._product(normed, layer.qkv, layer.qkv_bias)
             if context.adapters is not None:
                 kv_width = k_pages.shape[1] * k_pages.shape[3]
                 sizes = [qkv.shape[1] - 2 * kv_width, kv_width, kv_width]
@@ -119,7 +122,7 @@ class TritonLayers(nn.Module):
             addend = layer.out(seen.flatten(1))
             normed = add_and_norm(hidden, addend, layer.post_norm.weight, layer.post_norm.variance_epsilon)
             if layer.gate_up is not None:
-                gate_up = F.linear(normed, layer.gate_up)
+                gate_up = self._product(normed, layer.gate_up)
                 if context.adapters is not None:
                     layer.add(context.adapters, ("gate", "up"), normed, gate_up, [gate_up.shape[1] // 2] * 2)
                 addend = layer.mlp(silu_and_multiply(gate_up))
@@ -133,10 +136,12 @@ def may_use_triton_steps(model: LoadedModel) -> bool:
     return model.attention.is_beside_triton and has_package("triton")
 
 
-def use_triton_layers(model: LoadedModel, windows: Sequence[int | None]) -> Callable[[], None]:
+def use_triton_layers(
+    model: LoadedModel, windows: Sequence[int | None], *, in_fixed_order: bool = False
+) -> Callable[[], None]:
     """Replace the decoder layers of a model whose projections are joined. Returns a function that undoes it.
 
-    `windows`: of each layer's attention.
+    `windows`: of each layer's attention. `in_fixed_order`: also the products; each mlp must be Llama's.
 
     Raises:
         NotFusableError: with the reason; the model is unchanged.
@@ -148,12 +153,12 @@ def use_triton_layers(model: LoadedModel, windows: Sequence[int | None]) -> Call
     decoder, layers = decoder_layers(model.module)
     path = next(name for name, part in model.module.named_modules() if part is layers)
     both = enumerate(zip(layers, windows, strict=True))
-    fused = [_Layer.of(layer, window, f"{path}.{number}") for number, (layer, window) in both]
+    fused = [_Layer.of(layer, window, f"{path}.{number}", in_fixed_order) for number, (layer, window) in both]
     if any(parameter.dtype != model.dtype for parameter in layers.parameters()):
         raise NotFusableError("the layers' weights are of several dtypes")
     if any(shape.key_dim != shape.value_dim or shape.key_dim % 2 for shape in model.layers):
         raise NotFusableError("keys and values have unlike widths")
-    decoder.layers = nn.ModuleList([TritonLayers(fused, layers)])
+    decoder.layers = nn.ModuleList([TritonLayers(fused, layers, in_fixed_order)])
 
     def undo() -> None:
         decoder.layers = layers

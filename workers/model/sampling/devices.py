@@ -1,6 +1,8 @@
 """The differences between devices: how many rows are worked on together, and copies to a GPU without waiting."""
 
 from collections.abc import Iterator
+from functools import lru_cache
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -23,6 +25,24 @@ def copy_to(device: torch.device, tensor: Tensor) -> Tensor:
     """Return a tensor on `device`, without waiting for work that the device still does."""
     is_there = device.type != "cuda" or tensor.device.type == "cuda"
     return tensor if is_there else tensor.pin_memory().to(device, non_blocking=True)
+
+
+@lru_cache
+def has_kernels(device: torch.device) -> bool:
+    """Return whether sampling has kernels of its own on a device: those in Triton."""
+    return device.type == "cuda" and find_spec("triton") is not None
+
+
+def log_softmax(scores: Tensor) -> Tensor:
+    """Return the log-softmax [N, V] of each row. A row has the same bits whatever rows are beside it.
+
+    torch adds a row on a GPU in an order that follows where in memory the row begins.
+    """
+    if not has_kernels(scores.device):
+        return scores.log_softmax(-1)
+    from crossdock.kernels.gpu import triton_fixed_order  # Triton is not on every machine
+
+    return triton_fixed_order.log_softmax(scores)
 
 
 class HostCopy:

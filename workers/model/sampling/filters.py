@@ -9,8 +9,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from crossdock.workers.model.sampling.devices import blocks_of, copy_to
+from crossdock.workers.model.sampling.devices import blocks_of, copy_to, log_softmax
 from crossdock.workers.model.sampling.row import SampleRow
+
+_UNITS = 2.0**34
+"""In which the highest score's weight is counted: float64 holds the sum of 500,000 such weights to the last unit."""
 
 
 class TailCuts(NamedTuple):
@@ -45,7 +48,7 @@ def row_sums(scores: Tensor, rows: Sequence[SampleRow], temperatures: Tensor) ->
         for block in blocks_of(scores):
             if any(is_nuclear[block]):
                 scaled = scores[block] / temperatures[block]
-                sums[block] = scaled.log_softmax(-1).amax(-1, keepdim=True).neg_().double().exp_()
+                sums[block] = log_softmax(scaled).amax(-1, keepdim=True).neg_().double().exp_()
         others = [[not nuclear] for nuclear in is_nuclear]  # computed only because they share a block with one
         sums.masked_fill_(copy_to(scores.device, torch.tensor(others)), torch.inf)
     return sums
@@ -67,8 +70,9 @@ def kept_floor(head: Tensor, sums: Tensor, cuts: TailCuts, is_all: bool) -> tupl
     # needs a wider head.
     is_exhausted = (last == -torch.inf) | is_all
     is_whole = (floor > last) | is_exhausted
-    weights = (head - peak).double().exp_().masked_fill_(head < floor, 0.0)
+    # In whole units, so that sums are exact: a GPU adds a lone row in another order than rows side by side.
+    weights = (head - peak).double().exp_().mul_(_UNITS).round_().masked_fill_(head < floor, 0.0)
     cumulative = weights.cumsum(-1)
-    is_nucleus = cumulative - weights < cuts.top_p * torch.where(is_whole, cumulative[:, -1:], sums)
+    is_nucleus = cumulative - weights < cuts.top_p * torch.where(is_whole, cumulative[:, -1:], sums * _UNITS)
     floor = torch.maximum(floor, head.masked_fill(~is_nucleus, torch.inf).amin(-1, keepdim=True))
     return floor, ((floor > last) | is_exhausted).squeeze(-1)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from crossdock.workers.model.sampling.devices import HostCopy, copy_to
+from crossdock.workers.model.sampling.devices import HostCopy, copy_to, log_softmax
 from crossdock.workers.model.sampling.heads import kept_scores
 from crossdock.workers.model.sampling.row import SampleRow
 from crossdock.workers.schedule.request import TokenLogprobs
@@ -42,7 +42,7 @@ class PendingLogprobs:
         step = max(1, LOGITS_AT_ONCE // vocab_size)
         for start in range(0, num_rows, step):
             logprobs = logits[start : start + step].float()
-            logprobs = logprobs if as_logits else logprobs.log_softmax(-1)
+            logprobs = logprobs if as_logits else log_softmax(logprobs)
             ids = chosen_ids[start : start + step]
             chosen = logprobs.gather(-1, ids)
             ranks = (logprobs > chosen).sum(-1) + 1

@@ -9,14 +9,12 @@ nearly tie, and a token that enters or leaves the kept set changes the result on
 """
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
 from crossdock.workers.model.sampling import heads
-from crossdock.workers.model.sampling.devices import HostCopy, blocks_of, copy_to
+from crossdock.workers.model.sampling.devices import HostCopy, blocks_of, copy_to, has_kernels
 from crossdock.workers.model.sampling.edits import edited_scores
 from crossdock.workers.model.sampling.filters import temperatures_of
 from crossdock.workers.model.sampling.logprobs import SampledLogprobs
@@ -125,7 +123,7 @@ def _draw(scores: Tensor, rows: Sequence[SampleRow], width: int, is_plain: bool)
     uncut = [i for i, row in enumerate(rows) if not row.is_greedy and not row.is_filtered]
     if len(cut) == len(rows):
         return _draw_cut(scores, rows, width)
-    if uncut and _has_kernel(scores.device):
+    if uncut and has_kernels(scores.device):
         token_ids, uncut = _draw_in_one_pass(scores, rows), []
     elif len(uncut) == len(rows):
         return _draw_uncut(scores, rows)
@@ -138,11 +136,6 @@ def _draw(scores: Tensor, rows: Sequence[SampleRow], width: int, is_plain: bool)
         at = copy_to(scores.device, torch.tensor(uncut))
         token_ids[at] = _draw_uncut(scores[at], [rows[i] for i in uncut])
     return token_ids
-
-
-@lru_cache
-def _has_kernel(device: torch.device) -> bool:
-    return device.type == "cuda" and find_spec("triton") is not None
 
 
 def _draw_in_one_pass(scores: Tensor, rows: Sequence[SampleRow]) -> Tensor:

@@ -137,3 +137,18 @@ def test_filter_that_keeps_all_changes_no_draw() -> None:
     plain = draw(logits, [make_row(seed=i) for i in range(32)])
     assert draw(logits, [make_row(seed=i, top_k=1000) for i in range(32)]) == plain
     assert draw(logits, [make_row(seed=i, top_p=1 - 1e-12) for i in range(32)]) == plain
+
+
+def test_sums_of_weights_are_the_same_in_whatever_order_a_device_adds(monkeypatch: pytest.MonkeyPatch) -> None:
+    equal: list[bool] = []
+    forwards = Tensor.cumsum
+
+    def backwards(weights: Tensor, dim: int) -> Tensor:
+        sums = weights.sum(dim, keepdim=True) - forwards(weights.flip(dim), dim).flip(dim) + weights
+        equal.append(torch.equal(sums, forwards(weights, dim)))
+        return sums
+
+    monkeypatch.setattr(Tensor, "cumsum", backwards)
+    draw(random_logits(4), [make_row(seed=i, top_p=0.9) for i in range(4)])
+    assert equal
+    assert all(equal)
