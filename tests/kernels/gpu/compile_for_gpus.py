@@ -180,12 +180,11 @@ def check_sampling(gpu: Gpu) -> None:
 
 
 def check_fixed_order(gpu: Gpu) -> None:
-    KINDS.update({"x": "*bf16", "weight": "*bf16", "bias": "*bf16"})
-    sizes = {"N": 4096, "K": 14336, "TILE": fixed_order.TILE}
-    gpu.check(fixed_order.product_kernel, sizes | fixed_order.inputs_at_once(2) | {"bias": None})
     gpu.check(fixed_order.log_softmax_kernel, {"V": 128256, "BLOCK": 2048}, other="*fp32")
-    KINDS.update(dict.fromkeys(("x", "weight", "bias", "out"), "*fp32"))
-    gpu.check(fixed_order.product_kernel, sizes | fixed_order.inputs_at_once(4))
+    sizes = {"N": 4096, "K": 14336, "TILE": fixed_order.TILE}
+    for itemsize, kind in gpu.some([(2, "*bf16"), (4, "*fp32")], everywhere=1):
+        KINDS.update(dict.fromkeys(("x", "weight", "bias", "out"), kind))
+        gpu.check(fixed_order.product_kernel, sizes | fixed_order.inputs_at_once(itemsize))
     KINDS["out"] = "*bf16"
 
 

@@ -139,7 +139,8 @@ def test_model_whose_rows_depend_on_the_batch_is_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("cpu_kernels", "onednn"), ("cpu_kernels", "torch"), ("enable_lora", True)]
+    ("field", "value"),
+    [("cpu_kernels", "onednn"), ("cpu_kernels", "torch"), ("enable_lora", True), ("attention_backend", "flashinfer")],
 )
 def test_settings_that_contradict_the_mode_are_refused(field: str, value: object) -> None:
     with pytest.raises(ValueError, match=f"{field} is {value!r}; with batch_invariant it must be"):
