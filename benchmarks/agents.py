@@ -98,7 +98,7 @@ def measure(server: RunningServer, args: argparse.Namespace) -> Row:
         "failed": summary["requests_failed"] + summary["requests_refused"],
         "cached %": 100 * (summary["prefix_hit_rate"] or 0.0),
         "TTFT p50": spread.get("p50", float("nan")),
-        "p95": times[min(int(0.95 * len(times)), len(times) - 1)] if times else float("nan"),
+        **{f"p{of}": times[min(of * len(times) // 100, len(times) - 1)] if times else float("nan") for of in (95, 99)},
         "mean": spread.get("mean", float("nan")),
         "TPOT p50": spread_ms(sample.tpot for sample in samples if sample.tpot is not None).get("p50", float("nan")),
         "others CPU %": 100 * others.share(),
@@ -149,7 +149,8 @@ def main() -> None:
     passes = passes_of(args)
     results = {name: medians(rows) for name, rows in passes.items()}
     text = f"{args.model.name}; {hardware()}; {today()}; medians of {args.repeats}; {args.agents} agents, "
-    text += f"{args.kv_tokens:,} tokens of KV memory, {args.duration:.0f} s; times in ms."
+    mebibytes = args.kv_tokens * token_bytes(args.model) / 2**20
+    text += f"{args.kv_tokens:,} tokens ({mebibytes:.0f} MiB) of KV memory, {args.duration:.0f} s; times in ms."
     data = {"date": today(), "hardware": hardware(), "medians": results, "passes": passes}
     write(args.output, f"{text}\n\n{table(results, 'setting')}", data)
     if not results:

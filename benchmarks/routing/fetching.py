@@ -1,6 +1,7 @@
 """Compare, in simulation on the costs of GPUs, this router with others that keep conversations where their pages are.
 
     python benchmarks/routing/fetching.py --seeds 2
+    python benchmarks/routing/fetching.py --loads agents --amounts 800 --seeds 1 --seconds 60     # overloaded
     python benchmarks/routing/fetching.py --highest      # 8 minutes
 
 First, one prompt whose prefix is on another replica, at several rates of its link: predicted seconds to its first
@@ -146,9 +147,9 @@ def num_good(outcomes: Sequence[simulation.Outcome]) -> tuple[int, float, float]
     return good, good / len(samples), good / seconds
 
 
-def row(name: str, simulated: SimulatedFleet, loads: Sequence[Any]) -> list[str]:
+def row(name: str, simulated: SimulatedFleet, loads: Sequence[Any], seconds: float) -> list[str]:
     """Return the cells of a row: hits in percent, fetches in percent, TTFT in ms, and good requests."""
-    outcomes = played(name, simulated, loads, SECONDS)
+    outcomes = played(name, simulated, loads, seconds)
     times = [1000 * sample.ttft for each in outcomes for sample in each.samples if sample.ok]
     reasons = Counter(word for each in outcomes for placed in each.placed for word in placed.reason.split())
     _, share, goodput = num_good(outcomes)
@@ -178,6 +179,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=2, help="simulations of each row (default: %(default)s)")
     parser.add_argument("--loads", default=";".join(LOADS), help="joined by semicolons (default: %(default)s)")
     parser.add_argument("--amounts", type=float, nargs="+", default=[48, 72], help="of each load (default: 48 72)")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="of each simulation (default: %(default)s)")
     parser.add_argument("--highest", action="store_true", help="find the highest load that each router bears")
     args, console = parser.parse_args(), Console(width=120)
     if args.highest:
@@ -200,7 +202,8 @@ def main() -> None:
         jobs, _, kinds, host, sizes = LOADS[load]
         out = Table("load", "router", *cells, title=f"{load}: {', '.join(kinds)}")
         for amount, (name, router) in product(args.amounts, ROUTERS.items()):
-            found = row(name, fleet(kinds, router, host, **sizes), [jobs(seed, amount) for seed in range(args.seeds)])
+            seeds = [jobs(seed, amount) for seed in range(args.seeds)]
+            found = row(name, fleet(kinds, router, host, **sizes), seeds, args.seconds)
             out.add_row(f"{amount:g} {load}", name, *found)
         console.print(out)
 
