@@ -126,3 +126,17 @@ def test_cached_pages_that_no_request_holds_are_no_room_beside_themselves(is_hel
     fleet.hear("a", replace(full, free_pages=(150,) * 3), 0.0)
     waits = choose(fleet).predicted_ttft
     assert (waits < 0.1) is is_held
+
+
+def test_load_begins_when_the_prompt_has_pages() -> None:
+    """So a slow load delays a prompt that waits for pages by as much as one that has them."""
+    full, delays = {"streams": (0, 1, 0), "context_tokens": 3000, "ends": ((1000, 250),)}, []
+    for free in (4000, 0):
+        waits = []
+        for load_s in (1e-6, 1e-3):
+            fleet = tiered([187], (load_s,), **full)
+            fleet.hear("a", replace(live(3, load_seconds=(load_s,), **full), free_pages=(free,) * 3), 0.0)
+            waits.append(choose(fleet, "b").predicted_ttft)
+        delays.append(waits[1] - waits[0])
+    assert delays[1] == pytest.approx(delays[0])
+    assert delays[0] > 0.05
