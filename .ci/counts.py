@@ -16,7 +16,7 @@ from statistics import mean, median
 CODE = ("cluster", "router", "workers", "kvtransfer", "kernels", ".ci")
 BUDGETS = {  # count: the most that there may be
     "lines of code": 68_412,
-    "lines of tests": 65_806,
+    "lines of tests": 65_820,
     "lines of benchmarks": 12_978,
     "lines of benchmarks/RESULTS.md": 500,
     "Python files in the largest folder": 20,
