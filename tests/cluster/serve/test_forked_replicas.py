@@ -29,7 +29,7 @@ def test_forking_process_ends_when_no_replica_will_be_forked(monkeypatch: pytest
     monkeypatch.setattr(forked_replicas, "_GPUS", [str(tmp_path / "none")])
     with forked_replicas.forked_replicas({}):
         assert SOCKET in os.environ
-        (process,) = forking()
+        (process,) = eventually(forking)  # its command line is empty for a moment
         fork_none()
         assert SOCKET not in os.environ
         process.wait(timeout=60)
@@ -39,7 +39,7 @@ def test_forking_process_ends_when_no_replica_will_be_forked(monkeypatch: pytest
 def test_forking_process_ends_with_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(forked_replicas, "_GPUS", [str(tmp_path / "none")])
     with forked_replicas.forked_replicas({}):
-        assert len(forking()) == 1
+        assert len(eventually(forking)) == 1
     assert not forking()
     assert SOCKET not in os.environ
 
