@@ -111,7 +111,7 @@ def tiny(name: str, num_layers: int, is_fused: bool, has_own_experts: bool = Fal
     grouped_experts._waits_for_none = lambda *_: not has_own_experts
     if not is_fused:
 
-        def refuse(*_: Any) -> Any:
+        def refuse(*_: Any, **__: Any) -> Any:
             raise replaced_parts.NotFusableError("counted as transformers computes them")
 
         replaced_parts.use_triton_layers = refuse
