@@ -186,9 +186,8 @@ def _room_wait(loads: Loads, priority: int, rest: Floats, age: Floats) -> Floats
     enough = (freed >= missing) & (places >= np.minimum(1 - loads.free_places[priority], MOST_ENDS))
     at = np.where(enough.any(axis=0), enough.argmax(axis=0), MOST_ENDS - 1)
     slots = np.arange(len(rest))
-    later = np.maximum(
-        np.ceil(missing / np.maximum(freed.max(axis=0), 1.0)), 1.0
-    )  # as many pages more take as long again
+    most = np.maximum(freed.max(axis=0), 1.0)
+    later = np.maximum(np.ceil(missing / most), 1.0)  # as many pages more take as long again
     wait: Floats = np.where(lacks, np.maximum(seconds[at, slots] * later - age, 0.0), 0.0)
     return wait
 
