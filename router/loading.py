@@ -52,7 +52,7 @@ def with_loads(
     # Prompts of plain layers are computed from the beginning while they are loaded from the end, until both meet.
     meets = (at.num_layer_groups == 1) & (at.num_full_groups == 1) & (at.state_pages == 0)
     is_sooner = computed > np.where(meets, at.load_queue, seconds)
-    # A load begins while the prompt waits for its turn, once there are pages for the prompt.
+    # A load begins when the prompt has pages, and runs while the prompt waits for its turn.
     idle = loaded.ttft - loaded.prefill / loaded.prompt_share - loaded.room_wait
     wait = np.maximum(seconds - idle, 0.0)
     both = np.where(meets, computed * wait / np.maximum(computed + wait, 1e-12), 0.0)

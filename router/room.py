@@ -7,6 +7,8 @@ from crossdock.router.work import Booking
 from crossdock.workers.report.advertise import MOST_ENDS, LiveProfile
 from crossdock.workers.schedule.pacing.chunking import LEAST_SHARE
 
+_LEAST_GAP_S = 1e-9  # a cost may have no base, and an idle replica no stream
+
 
 def free_later(
     live: LiveProfile, booked: Collection[Booking], free: float, gap: float, share: float
@@ -25,6 +27,7 @@ def free_later(
     ends: list[tuple[float, int]] = [*live.ends]
     ends += [(each.output, each.pages) for each in booked if each.has_first and each.decodes]
     heapify(ends)
+    gap = max(gap, _LEAST_GAP_S)
     more = max(share, LEAST_SHARE) / max(1 - share, LEAST_SHARE)  # seconds of prompts beside one of tokens
     started = live.in_flight_seconds + live.started_seconds
     found, seconds, tokens = list[tuple[float, float]](), 0.0, 0.0

@@ -3,12 +3,12 @@
     python benchmarks/routing/regret.py --requests 40 --worst 10
 
 At some requests of each workload the simulation forks: in each child the request goes to one of the replicas, with or
-without a fetch, with all else as it was, until its first token. A choice costs the seconds until its first token, and
-those that the replica works for its prompt, for which others wait. The regret is its cost less the least of all these.
-Steps take random times (`--noise`), which no router knows before; nor does it know the requests that come later, which
-`--known` refuses in each child. Exits with 1 if a workload's mean regret is 5 % or more of its mean time to first
-token. The column `alone` is the same for the seconds until the first token alone, which a router for one client would
-minimise; `--selfish` plays such a router: its mean time to first token is longer.
+without a fetch, with all else as it was, until its first token. The cost of a choice is the seconds until the first
+token plus the seconds that the replica computes the prompt, since other requests wait for them. The regret of a choice
+is its cost less the least cost. Steps take random times (`--noise`), which no router knows before; nor does it know the
+requests that come later, which `--known` refuses in each child. Exits with 1 if a workload's mean regret is 5 % or more
+of its mean time to first token. The column `alone` is the same for the seconds until the first token alone, which a
+router for one client would minimise; `--selfish` plays such a router: its mean time to first token is longer.
 """
 
 import argparse

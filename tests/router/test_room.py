@@ -60,3 +60,8 @@ def test_times_rise_and_pages_are_neither_lost_nor_taken_twice(
     has_started_all = all(pages <= free + sum(each for _, each in ends) for pages, _, _ in lacking)
     if has_started_all and len(ends) + len(lacking) <= MOST_ENDS and found:
         assert found[-1][1] == free + sum(pages for _, pages in ends)
+
+
+def test_cost_without_a_base_is_no_error() -> None:
+    booking = Booking(1, 40, 0.1, pages=3, decodes=True, output=5)
+    assert free_later(live(), [booking], 10.0, 0.0, SHARE)

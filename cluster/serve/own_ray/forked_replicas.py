@@ -138,6 +138,12 @@ class _Asked:
     def role(self) -> str | None:
         return cast(str | None, self.request["environment"].get(ROLE))
 
+    def close(self) -> None:
+        """Close the connection and the files, which the worker has now."""
+        self.connection.close()
+        for file in self.files:
+            os.close(file)
+
 
 def fork_workers(modules: Mapping[str, Sequence[str]], parent: int) -> None:
     """Import `modules`, without Ray, which reads its environment then. Fork a worker for each connection.
@@ -151,23 +157,26 @@ def fork_workers(modules: Mapping[str, Sequence[str]], parent: int) -> None:
         return  # it has ended before
     listener = socket.socket(fileno=os.dup(sys.stdin.fileno()))
     signal.signal(signal.SIGCHLD, _reap)
-    for asked in _askers(listener, modules):
+    waiting: list[_Asked] = []
+    for asked in _askers(listener, modules, waiting):
         if not os.fork():
             break
         asked.connection.send(_FORKED)
-        asked.connection.close()
-        for file in asked.files:
-            os.close(file)
+        asked.close()
     else:
         return
     listener.close()
     asked.connection.close()
+    for other in waiting:  # else it would never hear that the forking process has ended
+        other.close()
     _become_worker(asked.request, asked.files)
 
 
-def _askers(listener: socket.socket, modules: Mapping[str, Sequence[str]]) -> Iterator[_Asked]:
-    """Import `modules`, and yield each worker that is asked for once it can be forked. Does not end."""
-    waiting: list[_Asked] = []
+def _askers(listener: socket.socket, modules: Mapping[str, Sequence[str]], waiting: list[_Asked]) -> Iterator[_Asked]:
+    """Import `modules`, and yield each worker that is asked for once it can be forked. Does not end.
+
+    Those in `waiting` cannot be forked yet.
+    """
     for role, names in modules.items():
         for name in names:
             importlib.import_module(name)
@@ -175,9 +184,11 @@ def _askers(listener: socket.socket, modules: Mapping[str, Sequence[str]]) -> It
         assert "ray" not in sys.modules
         gc.collect()
         gc.freeze()  # else each worker looks at 400,000 objects again, and copies their pages as it does
-        yield from [asked for asked in waiting if asked.role == role]
-        waiting = [asked for asked in waiting if asked.role != role]
-    yield from waiting
+        for asked in [asked for asked in waiting if asked.role == role]:
+            waiting.remove(asked)
+            yield asked
+    while waiting:
+        yield waiting.pop(0)
     while True:
         select.select([listener], [], [])
         yield from _arrived(listener)

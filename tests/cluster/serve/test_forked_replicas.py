@@ -1,3 +1,4 @@
+import json
 import os
 import secrets
 import select
@@ -5,6 +6,7 @@ import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
@@ -73,3 +75,36 @@ def test_worker_is_forked_once_the_modules_of_its_role_are_imported(tmp_path: Pa
         finally:
             process.kill()
             process.wait(timeout=60)
+
+
+def test_worker_that_is_not_forked_yet_hears_that_the_forking_process_has_ended(tmp_path: Path) -> None:
+    """A worker that was forked meanwhile does not keep its connection open."""
+    (tmp_path / "early.py").write_text("")
+    (tmp_path / "late.py").write_text(WAITS.format(go=str(tmp_path / "go")))
+    (tmp_path / "worker.py").write_text(WAITS.format(go=str(tmp_path / "end")))
+    address = f"\0crossdock-test-{os.getpid()}-end"
+
+    until_end, output = os.pipe()
+    with ExitStack() as opened, open(until_end, "rb") as end_of_workers:
+        listener, ingress, replica = (
+            opened.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)) for _ in range(3)
+        )
+        listener.bind(address)
+        listener.listen()
+        for client, role in ((ingress, "ingress"), (replica, "replica")):
+            client.settimeout(60)
+            client.connect(address)
+            request = {"arguments": ["worker.py"], "environment": {ROLE: role}, "folder": str(tmp_path)}
+            socket.send_fds(client, [json.dumps(request).encode()], [0, output, 2])
+        os.close(output)
+        process = subprocess.Popen([sys.executable, "-c", RUN_FORKING], stdin=listener, cwd=tmp_path)
+        try:
+            assert replica.recv(1) == b"f"
+            process.kill()
+            assert ingress.recv(1) == b""
+        finally:
+            process.kill()
+            process.wait(timeout=60)
+            (tmp_path / "end").touch()
+        assert select.select([end_of_workers], [], [], 60)[0], "the forked worker ends"
+        assert end_of_workers.read() == b""
