@@ -212,7 +212,7 @@ def test_planted_mistake_is_reported(line: str, complaint: str) -> None:
         'make serve ARGS="--port 9000"',
         "for peer in vllm llamacpp; do benchmarks/peers/$peer.sh install --venv VENVS/$peer; done",
         "OMP_WAIT_POLICY=PASSIVE python benchmarks/models/step_cost.py --seconds 60 &",
-        "python benchmarks/routing/pools.py --port 1 --output=here",
+        "python benchmarks/routing/scaling.py --port 1 --output=here",
     ],
 )
 def test_valid_line_has_no_problem(line: str) -> None:
