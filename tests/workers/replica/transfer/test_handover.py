@@ -105,7 +105,7 @@ async def test_pages_travel_while_the_next_chunk_is_computed() -> None:
         *_, (_, _, figures, outcome) = [end for end in prefill.ended if end[1]]
         assert outcome == "shipped"
         assert figures.num_writes > 1
-        assert figures.hidden_bytes > 0  # how many depends on the machine: benchmarks/routing/pools.py prints the share
+        assert figures.hidden_bytes > 0  # how many depends on the machine
 
 
 async def test_request_that_is_offered_during_a_step_has_pages_before_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
