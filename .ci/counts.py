@@ -15,7 +15,7 @@ from statistics import mean, median
 
 CODE = ("cluster", "router", "workers", "kvtransfer", "kernels", ".ci")
 BUDGETS = {  # count: the most that there may be
-    "lines of code": 68_425,
+    "lines of code": 68_459,
     "lines of tests": 65_860,
     "lines of benchmarks": 12_978,
     "lines of benchmarks/RESULTS.md": 500,

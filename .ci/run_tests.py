@@ -5,16 +5,20 @@ Without arguments: all tests, after the files that they need once (tests/first_f
 minutes each, stand in one list: first those that mostly wait (for servers and processes), last those that mostly
 compute. One lane takes groups from its head and one from its end: waiting runs beside computing, and both end together.
 More lanes are no faster: what a test waits for computes, too (four lanes on two cores came to a load of 34).
-Each group is a process of its own: what its files load goes with it. --record writes tests/seconds.tsv. --pure runs
-the tests of PURE, in a process without torch.
+Each group is a process of its own: what its files load goes with it. It is forked from a process that has imported
+torch and transformers, which takes a core 8 s. --record writes tests/seconds.tsv. --pure runs the tests of PURE, in a
+process without torch.
 
 SIGINT and SIGTERM end all processes of the run. So does the end of the run: a process that outlives it is a failure.
 """
 
+import atexit
 import contextlib
 import ctypes
+import multiprocessing
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -25,6 +29,7 @@ from bisect import bisect
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from itertools import accumulate
+from multiprocessing import connection, forkserver, resource_tracker, util
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,7 +37,7 @@ import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "tests" / "seconds.tsv"
-GROUP_S = 240.0  # to import torch, transformers and Ray takes each group some 8 s
+GROUP_S = 240.0
 MEETING_S = 40.0  # a group where the lanes meet
 _HELPERS_S = 5.0
 PURE = (
@@ -48,10 +53,22 @@ PURE = (
 GROWTH, FLOOR_S = 3.0, 30.0  # a file may take three times its share, and 30 s more: what is slow differs by machine
 _SUBREAPER = 36  # prctl's PR_SET_CHILD_SUBREAPER: processes whose parent has ended become children of this one
 _TOLD = ("FAILED ", "ERROR ", "hole: ")
+FORKS = multiprocessing.get_context("forkserver")
+_IMPORTED = [  # of others, not of ours, which pytest rewrites; no Ray, which starts threads
+    "tests.own_folders",  # the variables that the others read
+    "torch._dynamo",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.auto.processing_auto",
+    "transformers.modeling_utils",
+    "fastapi",
+    "uvicorn",
+    "hypothesis",
+]
+_REWRITE = "ignore:Module already imported:pytest.PytestAssertRewriteWarning"  # plugins of pytest are
 
 
 class Seconds(NamedTuple):
-    """Seconds of one test file by the wall clock and of the CPU, its children's included; MiB of memory at its end."""
+    """Seconds of one test file by the wall clock and of the CPU, all processes' together; MiB of memory at its end."""
 
     wall: float
     cpu: float
@@ -105,7 +122,7 @@ def _wall(file: str, record: dict[str, Seconds]) -> float:
 def _computing(group: list[str], record: dict[str, Seconds]) -> float:
     known = [record[file] for file in group if file in record]
     wall = sum(took.wall for took in known)
-    # All that a Ray took is counted where Ray ends, in one file: no more than that file's wall seconds is its own.
+    # What a file starts may compute on both cores: a lane is one.
     return sum(min(took.cpu, took.wall) for took in known) / wall if wall else 0.5
 
 
@@ -133,40 +150,41 @@ class Run:
         self.told: list[str] = []
         self.counts: Counter[str] = Counter()
         self.codes: list[int] = []
-        self._running: list[subprocess.Popen[str]] = []
+        self._running: list[int] = []
         self._ends = False
-        self._environment = {
-            **os.environ,
-            "CROSSDOCK_TESTS_CACHE": f"{self._folder.name}/cache",
-            "CROSSDOCK_TESTS_SECONDS": str(self.seconds),
-            "PYTHONUNBUFFERED": "1",
-        }
-        self._environment.pop("PYTHONDONTWRITEBYTECODE", None)  # else each of some hundred processes compiles all again
+        self._forking = threading.Lock()  # to start a process looks at all others, as the lane does that waits for one
+        os.environ.update(
+            CROSSDOCK_TESTS_CACHE=f"{self._folder.name}/cache",
+            CROSSDOCK_TESTS_SECONDS=str(self.seconds),
+            PYTHONUNBUFFERED="1",
+        )
+        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each of some hundred processes compiles all again
 
-    def pytest(self, arguments: list[str], prefix: str = "", **environment: str) -> int:
+    def pytest(self, arguments: list[str], prefix: str = "") -> int:
         """Run one pytest, print its lines as they come, and return its exit code."""
-        code = self.process([str(Path(sys.executable).with_name("pytest")), *arguments], prefix, **environment)
+        code = self.forked(prefix, "pytest", "-W", _REWRITE, *arguments)
         self.codes.append(0 if code == 5 else code)  # 5: no test was selected
         return code
 
-    def process(self, command: list[str], prefix: str = "", **environment: str) -> int:
-        """Run a process, print its lines as they come, and return its exit code."""
-        process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env={**self._environment, **environment},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,  # Ctrl-C at a terminal reaches this process alone
-        )
-        self._running.append(process)
-        reader = threading.Thread(target=self._read, args=(process, prefix), daemon=True)
+    def forked(self, prefix: str, module: str, *arguments: str) -> int:
+        """Run a module in a forked process, print its lines as they come, and return its exit code."""
+        ours, theirs = FORKS.Pipe(duplex=False)
+        process = FORKS.Process(target=run_module, args=(theirs, module, arguments))
+        with self._forking:
+            process.start()
+        theirs.close()
+        assert process.pid is not None
+        self._running.append(process.pid)
+        reader = threading.Thread(target=self._read, args=(ours, prefix), daemon=True)
         reader.start()
-        code = self._wait(process)
+        while not connection.wait([process.sentinel], 0.5):
+            self._reap()
+        with self._forking:
+            process.join()
         reader.join(timeout=5)  # a process that outlives pytest may hold its output open
-        self._running.remove(process)
-        return code
+        self._running.remove(process.pid)
+        assert process.exitcode is not None
+        return process.exitcode
 
     def lane(self, name: str, take: Callable[[], list[str]]) -> None:
         """Run groups one after another, until none is left or a signal ends the run."""
@@ -182,54 +200,67 @@ class Run:
     def end(self, number: int, frame: object) -> None:
         """Forward a signal to all pytest processes; they end what they started. Kill what is left after 20 s."""
         self._ends = True
-        running = {process.pid for process in self._running}
-        ending = [child for child in psutil.Process().children() if child.pid in running]
-        for process in list(self._running):
-            process.send_signal(number)
+        ending = list(self._running)
+        for pid in ending:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
         deadline = time.monotonic() + 20
-        # Not `poll`: the `wait` that this handler interrupts has the lock, so `poll` knows nothing for all 20 s.
-        while any(map(_alive, ending)) and time.monotonic() < deadline:
+        while any(map(psutil.pid_exists, ending)) and time.monotonic() < deadline:
             time.sleep(0.05)
         self.close(0.0)
         os._exit(128 + number)
 
     def close(self, patience_s: float = _HELPERS_S) -> list[str]:
         """Kill and return the processes that outlived the run by more than `patience_s`, and remove its folder."""
-        started = [child for child in psutil.Process().children(recursive=True) if _alive(child)]
+        alive = [child for child in psutil.Process().children(recursive=True) if _alive(child)]
+        forking = [child for child in alive if child.pid in _forking()]
+        started = [child for child in alive if child not in forking]
         described = {child.pid: _describe(child) for child in started}
         # Python's own helpers of multiprocessing end once they see that their parent has ended, a moment later.
         _, left = psutil.wait_procs(started, timeout=patience_s)
         left = [child for child in left if _alive(child)]
-        for child in left:
+        for child in left + forking:
             child.kill()
         psutil.wait_procs(left, timeout=5)
         self._folder.cleanup()
+        util._run_finalizers()  # of multiprocessing: its own temporary folder
         return [described[child.pid] for child in left]
-
-    def _wait(self, process: "subprocess.Popen[str]") -> int:
-        while True:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                return process.wait(0.5)
-            self._reap()
 
     def _reap(self) -> None:
         """Collect ended processes that were started by ended ones: tests wait until such processes are gone."""
-        own = {process.pid for process in list(self._running)}
         for child in psutil.Process().children():
-            if child.pid not in own and not _alive(child):
+            if child.pid not in _forking() and not _alive(child):
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(child.pid, os.WNOHANG)
 
-    def _read(self, process: "subprocess.Popen[str]", prefix: str) -> None:
-        assert process.stdout is not None
-        for line in process.stdout:
-            sys.stdout.write(prefix + line)
-            sys.stdout.flush()
-            if line.startswith(_TOLD):
-                self.told.append(line.rstrip())
-            elif re.match(r"=+ .* in [\d.]+s", line):
-                for count, what in re.findall(r"(\d+) (passed|failed|skipped|deselected|errors?|xfailed)", line):
-                    self.counts[what] += int(count)
+    def _read(self, output: connection.Connection, prefix: str) -> None:
+        with open(output.fileno(), closefd=False) as lines:
+            for line in lines:
+                sys.stdout.write(prefix + line)
+                sys.stdout.flush()
+                if line.startswith(_TOLD):
+                    self.told.append(line.rstrip())
+                elif re.match(r"=+ .* in [\d.]+s", line):
+                    for count, what in re.findall(r"(\d+) (passed|failed|skipped|deselected|errors?|xfailed)", line):
+                        self.counts[what] += int(count)
+
+
+def run_module(output: connection.Connection, module: str, arguments: tuple[str, ...]) -> None:
+    """Run a module as `python -m` does, with its output into a pipe: what a forked process does."""
+    os.setsid()  # Ctrl-C at a terminal reaches the run alone
+    os.chdir(ROOT)
+    for number in (1, 2):
+        os.dup2(output.fileno(), number)
+    sys.argv = [module, *arguments]
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    finally:
+        atexit._run_exitfuncs()  # multiprocessing's processes leave them out
+
+
+def _forking() -> set[int | None]:
+    """Return the numbers of the process that is forked from and of its helper."""
+    return {forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid}
 
 
 def _describe(process: psutil.Process) -> str:
@@ -255,7 +286,8 @@ def run_all(run: Run) -> None:
         check=True,
     ).stdout.split()
     tests = {file for file in files if Path(file).match("test_*.py") and (ROOT / file).exists()}
-    run.process([sys.executable, "-m", "tests.first_files"], "first    | ")
+    FORKS.set_forkserver_preload(_IMPORTED)
+    run.forked("first    | ", "tests.first_files")
     left = groups(tests, read_seconds(RECORD))
     lanes = [
         threading.Thread(target=run.lane, args=("waits   ", left.popleft)),
@@ -293,7 +325,8 @@ def main(arguments: list[str]) -> int:
         run_all(run)
         passed = report(run, began, record=bool(arguments))
     elif arguments == ["--pure"]:
-        passed = run.pytest(["-q", *PURE], CROSSDOCK_TESTS_PURE="1") == 0
+        os.environ["CROSSDOCK_TESTS_PURE"] = "1"
+        passed = run.pytest(["-q", *PURE]) == 0
     else:
         passed = run.pytest(["--durations=20", *arguments]) == 0
     if left := run.close():
@@ -302,4 +335,5 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    sys.path[0] = str(ROOT)  # also of the processes that are forked
     sys.exit(main(sys.argv[1:]))

@@ -20,23 +20,6 @@ from tests.own_folders import make_own_folders, share_kernels, written_home
 settings.register_profile("crossdock", deadline=None)  # a loaded machine is slow: seconds are for benchmarks
 settings.load_profile("crossdock")
 
-# Before torch, transformers and ray are imported: they read these once. Ray's processes inherit them.
-os.environ.update(
-    HF_HUB_OFFLINE="1",
-    USE_HUB_KERNELS="0",
-    TOKENIZERS_PARALLELISM="false",
-    OMP_WAIT_POLICY="PASSIVE",  # spinning threads of several engines on few cores starve each other
-    OMP_NUM_THREADS="1",  # two for a tiny model take a tenth more CPU time, and wait for each other's turn on a core
-    RAY_USAGE_STATS_ENABLED="0",
-    RAY_AUTH_MODE="disabled",  # else ray.init writes a token into the home directory
-    RAY_worker_niceness="0",
-    RAY_SERVE_CONTROL_LOOP_INTERVAL_S="0.1",
-    SSL_CERT_DIR="/var/empty",  # no test speaks TLS; to read all certificates takes each client of httpx 25 ms
-)
-if not Path("/dev/nvidiactl").exists():
-    os.environ["TRITON_INTERPRET"] = "1"  # its kernels run on numpy
-os.environ.pop("RAY_ADDRESS", None)  # tests never join a cluster
-os.environ.pop("SSL_CERT_FILE", None)  # else SSL_CERT_DIR means nothing
 HOME = make_own_folders()
 
 

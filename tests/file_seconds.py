@@ -1,5 +1,6 @@
 """Write the seconds and the memory of each test file of a run: one line for a file, when its last test has ended."""
 
+import contextlib
 import os
 import time
 from collections.abc import Generator
@@ -11,26 +12,18 @@ import pytest
 TO = "CROSSDOCK_TESTS_SECONDS"  # names the file to append to: path, wall seconds, CPU seconds, MiB; tabs between
 
 
-class _Spent:
-    """Wall seconds, and CPU seconds of this process and of ended children, since the object was made."""
-
-    def __init__(self) -> None:
-        self.wall, self.cpu = time.monotonic(), _cpu()
-
-    def since(self) -> tuple[float, float]:
-        return time.monotonic() - self.wall, _cpu() - self.cpu
-
-
-_start: list[_Spent] = []
+_before: list[tuple[float, float]] = []  # wall and CPU seconds when the file before ended, or when the run began
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, object, object]:
-    if not _start:
-        _start.append(_Spent())
+    if not _before:
+        _before.append((time.monotonic(), _cpu()))
     result = yield
     if nextitem is None or nextitem.path != item.path:
-        wall, cpu = _start.pop().since()
+        now = (time.monotonic(), _cpu())
+        wall, cpu = (after - before for after, before in zip(now, _before.pop(), strict=True))
+        _before.append(now)
         mib = psutil.Process().memory_info().rss >> 20
         if to := os.environ.get(TO):
             path = item.path.relative_to(Path(__file__).parents[1])
@@ -40,5 +33,9 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 
 def _cpu() -> float:
-    times = os.times()
-    return times.user + times.system + times.children_user + times.children_system
+    """Return the CPU seconds of this process and of all below it, also of those that have ended."""
+    total, this = 0.0, psutil.Process()
+    for process in (this, *this.children(recursive=True)):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            total += sum(process.cpu_times()[:4])  # of a process: user, system; of its ended children: user, system
+    return total

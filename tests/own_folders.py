@@ -1,4 +1,6 @@
-"""Where a run of tests writes: a temporary home and a temporary cache directory. Nothing of the user's is written.
+"""The variables of a run of tests, and where it writes: a temporary home and a temporary cache directory.
+
+torch, transformers and Ray read the variables once, when they are imported: import this module before.
 
 The converted default model and the compiled CPU kernels take 40 s to make, and depend on the checkout alone. Runs share
 them in .cache/tests of the checkout. Copies that the user's own cache directory has are linked from there.
@@ -18,6 +20,23 @@ RUN = "CROSSDOCK_TESTS_CACHE"  # names the cache directory that several processe
 SHARED = Path(__file__).parents[1] / ".cache" / "tests"
 # of this run, and of libraries that have a cache of their own
 _UNCHECKED = (".cache/crossdock-tests", ".cache/fontconfig", ".cache/dconf", ".triton")
+
+os.environ.update(
+    HF_HUB_OFFLINE="1",
+    USE_HUB_KERNELS="0",
+    TOKENIZERS_PARALLELISM="false",
+    OMP_WAIT_POLICY="PASSIVE",  # spinning threads of several engines on few cores starve each other
+    OMP_NUM_THREADS="1",  # two for a tiny model take a tenth more CPU time, and wait for each other on few cores
+    RAY_USAGE_STATS_ENABLED="0",
+    RAY_AUTH_MODE="disabled",  # else ray.init writes a token into the home directory
+    RAY_worker_niceness="0",
+    RAY_SERVE_CONTROL_LOOP_INTERVAL_S="0.1",
+    SSL_CERT_DIR="/var/empty",  # no test speaks TLS; to read all certificates takes each client of httpx 25 ms
+)
+if not Path("/dev/nvidiactl").exists():
+    os.environ["TRITON_INTERPRET"] = "1"  # its kernels run on numpy
+os.environ.pop("RAY_ADDRESS", None)  # tests never join a cluster
+os.environ.pop("SSL_CERT_FILE", None)  # else SSL_CERT_DIR means nothing
 
 
 def make_own_folders() -> Path:

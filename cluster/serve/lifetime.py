@@ -132,7 +132,7 @@ def quieten() -> None:
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     warnings.filterwarnings("ignore", category=FutureWarning)
     logging.getLogger("ray").setLevel(logging.ERROR)
-    logging.getLogger("ray.serve").addFilter(lambda record: record.levelno >= logging.WARNING)  # Serve sets its level
+    logging.getLogger("ray.serve").addFilter(lambda record: record.levelno >= logging.ERROR)  # Serve sets its level
 
 
 def _on_one_node(config: ClusterConfig) -> ClusterConfig:
