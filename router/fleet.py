@@ -225,6 +225,7 @@ class Fleet:
             at=self.table.now,
             output=min(query.max_tokens, EXPECTED_OUTPUT_TOKENS),
             idle_pages=max(here - held, 0),
+            adapter_weights=query.adapter_weights,
         )
         replica.pending[query.request_id] = booking
         self.table.touch(replica)
@@ -249,9 +250,9 @@ class Fleet:
         replicas: Sequence[ReplicaState | None] = self.table.by_slot
         if slots is not None:
             ages, loads, replicas = ages[slots], loads.at(slots), [replicas[slot] for slot in slots]
-        tokens = query.num_tokens, query.max_tokens
+        tokens, adapter = (query.num_tokens, query.max_tokens), query.adapter_weights
         fair = partial(fair_ahead, replicas, priority, query.payer, query.weight) if query.payer else None
-        prediction = predict(loads, *tokens, priority, cached, ages, self.classes, query.items, fair, held)
+        prediction = predict(loads, *tokens, priority, cached, ages, self.classes, query.items, fair, held, adapter)
         if query.adapter:
             waits = self.table.adapter_waits(query.adapter)
             prediction.ttft += waits if slots is None else waits[slots]

@@ -46,6 +46,7 @@ def query_of(
         is_prompt_alone=submission.sampling.pooling is not None,
         weights=weights,
         adapter="" if submission.adapter is None else submission.adapter.fingerprint,
+        adapter_weights=0 if submission.adapter is None else submission.adapter.num_weights,
         items=_items_of(submission.items),
     )
 

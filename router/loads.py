@@ -181,18 +181,18 @@ def row(
     """Make the row of one replica, which reported `live` at `reported_at`. `booked`: what `live` does not include."""
     live = live or _IDLE
     cost, interval_share, encoder = _costs(profile, live)
-    work = Work.of(live, len(classes))
+    work, depth = Work.of(live, len(classes)), profile.pipeline_parallel_size
     for booking in booked:
         work.book(booking)
     streams, num_streams, num_arriving = work.streams, sum(work.streams), max(sum(work.arriving), 0.0)
-    depth = profile.pipeline_parallel_size
     num_steps, per_step = _steps_between_tokens(num_streams, depth, interval_share)
-    step = StepWork(decodes=num_streams / num_steps, context=work.context / num_steps)
+    step = StepWork.of_streams(num_streams, work.context, work.adapters, num_steps)
     gap = cost.seconds(step) * per_step
     num_future, future_context = num_streams + num_arriving, work.context + work.future_context
     num_steps, per_step = _steps_between_tokens(num_future + 1, depth, interval_share)
-    future_gap = cost.decode_step_seconds(num_future / num_steps, future_context / num_steps) * per_step
-    joined = cost.decode_step_seconds((num_future + 1) / num_steps, future_context / num_steps) * per_step
+    future = StepWork.of_streams(num_future, future_context, work.future_adapters, num_steps)
+    future_gap = cost.seconds(future) * per_step
+    joined = cost.seconds(future._replace(decodes=(num_future + 1) / num_steps)) * per_step
     per_joining_decode = (joined - future_gap) * num_steps / per_step
     gap, future_gap = gap * live.gap_share, future_gap * live.gap_share  # with drafts, a step brings several tokens
     future_streams = [now + more if more > 0 else now for now, more in zip(streams, work.arriving, strict=True)]

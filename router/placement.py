@@ -77,6 +77,7 @@ class Query:
     is_prompt_alone: bool = False  # it has no output, so that prefill replicas compute all of it
     weights: str = ""  # that made its output so far: only replicas with the same go on with it; empty: all may
     adapter: str = ""  # fingerprint of the adapter that it needs; empty: none
+    adapter_weights: int = 0  # numbers in the adapter's matrices
     items: Sequence[tuple[int, int, int]] = ()  # (end, rows, parts: 1 for a picture) of each unlike item, in order
 
 

@@ -56,6 +56,7 @@ def predict(
     items: Sequence[tuple[int, int, int]] = (),
     fair: Callable[[Floats, Floats], Floats] | None = None,
     held: Floats | None = None,
+    adapter: int = 0,
 ) -> Prediction:
     """Return the prediction for a prompt of `num_tokens` and an output of at most `max_tokens`.
 
@@ -64,14 +65,15 @@ def predict(
     item that the replica encodes, unless its cached tokens cover the item. `fair`: of `own` and `done` seconds, what
     goes before the prompt where tenants have shares, see tenants.py; None: they have none. `held`: of the cached
     tokens, those whose pages other requests hold: the others need room, also in the pool; None: all are held.
+    `adapter`: numbers in the matrices of the prompt's adapter.
     """
     slo = classes[priority]
     rest = num_tokens - cached
     context = cached + rest / 2
-    per_token = loads.cost.per_prefill_token + loads.cost.per_attended * context
+    per_token = loads.cost.per_prefill_token + loads.cost.per_attended * context + loads.cost.per_adapted * adapter
     encoder, num_items = _encoder_seconds(loads, items, cached)
-    own = _prefill_seconds(loads, num_tokens, rest, cached) + encoder * loads.interval_share
-    drain = _drain_seconds(loads, rest, cached)
+    own = _prefill_seconds(loads, num_tokens, rest, cached, adapter) + encoder * loads.interval_share
+    drain = _drain_seconds(loads, rest, cached, adapter)
     ahead = _backlog_ahead(loads, priority, age, own, fair)
     behind = ahead + own
     room_wait = _room_wait(loads, priority, rest if held is None else num_tokens - held, age)
@@ -81,7 +83,7 @@ def predict(
     share = np.maximum(loads.own_prefill_share[priority] - excess, LEAST_SHARE)
     ttft = np.maximum(np.maximum(ahead / share, loads.step_left), room_wait) + own / share + drain
     output = min(max_tokens, EXPECTED_OUTPUT_TOKENS)
-    token = loads.per_joining_decode + loads.cost.per_context * num_tokens
+    token = loads.per_joining_decode + loads.cost.per_context * num_tokens + loads.cost.per_adapted * adapter
     gap = loads.future_gap + loads.token_share * token
     return Prediction(
         prefill=own,
@@ -132,19 +134,19 @@ def _encoder_seconds(loads: Loads, items: Sequence[tuple[int, int, int]], cached
     return seconds, num_items
 
 
-def _prefill_seconds(loads: Loads, num_tokens: int, rest: Floats, cached: Floats) -> Floats:
+def _prefill_seconds(loads: Loads, num_tokens: int, rest: Floats, cached: Floats, adapter: int) -> Floats:
     """Return the seconds of the uncached `rest` of a prompt at every replica, as `Forecast.prefill_seconds` does."""
     if num_tokens <= loads.max_step_tokens.min():  # one step, which is the usual case
-        return loads.cost.chunk_step_seconds(cached, rest) * loads.interval_share
-    return loads.cost.prefill_seconds(cached, cached + rest, loads.max_step_tokens) * loads.interval_share
+        return loads.cost.chunk_step_seconds(cached, rest, adapter) * loads.interval_share
+    return loads.cost.prefill_seconds(cached, cached + rest, loads.max_step_tokens, adapter) * loads.interval_share
 
 
-def _drain_seconds(loads: Loads, rest: Floats, cached: Floats) -> Floats:
+def _drain_seconds(loads: Loads, rest: Floats, cached: Floats, adapter: int) -> Floats:
     """Return the seconds that the prompt's last step takes to leave a pipeline, beyond the interval between steps."""
     after = 1 - loads.interval_share
     if after.max() <= 0:  # no replica is a pipeline, which is the usual case
         return np.zeros(len(rest))
-    last = loads.cost.last_step_seconds(cached, cached + rest, loads.max_step_tokens)
+    last = loads.cost.last_step_seconds(cached, cached + rest, loads.max_step_tokens, adapter)
     drain: Floats = np.maximum(after, 0.0) * last
     return drain
 

@@ -108,7 +108,7 @@ def step_seconds(profile: SchedulingProfile, live: LiveProfile) -> float:
     """Return the predicted seconds of a step that computes one token of each stream; 0 without streams."""
     cost = StepCost.of(live.cost) if live.cost else profile.cost
     streams = sum(live.streams)
-    return cost.decode_step_seconds(streams, live.context_tokens) if streams else 0.0
+    return cost.decode_step_seconds(streams, live.context_tokens, *live.adapter_use.now) if streams else 0.0
 
 
 @dataclass(slots=True)

@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 from crossdock.workers.report.advertise import LENGTHS, LiveProfile
 from crossdock.workers.report.profile import SchedulingProfile
-from crossdock.workers.schedule.cost.cost import StepCost, StepWork
+from crossdock.workers.schedule.cost.cost import NO_ADAPTERS, AdapterWork, StepCost, StepWork
 from crossdock.workers.schedule.pacing.chunk_policies import Beside, meaning_of
 from crossdock.workers.schedule.slo import SloClass
 
@@ -38,6 +38,7 @@ class Booking:
     at: float = 0.0  # when it was placed, in seconds
     output: int = EXPECTED_OUTPUT_TOKENS  # tokens that it is expected to make
     idle_pages: int = 0  # of `pages`, cached ones that no request holds: no others are evicted for these
+    adapter_weights: int = 0  # numbers in the matrices of the adapter
 
 
 _Prompts: TypeAlias = dict[tuple[int, int], tuple[float, float]]
@@ -58,6 +59,9 @@ class Work:
     booked_needs: list[int] = field(default_factory=list)  # pages of each booking
     booked_idle_pages: int = 0  # of all these pages, cached ones that no request holds
     booked_places: int = 0
+    adapters: AdapterWork = NO_ADAPTERS  # of the streams
+    future_adapters: AdapterWork = NO_ADAPTERS  # of the streams and those that arrive
+    used_adapters: set[str] = field(default_factory=set)  # fingerprints
 
     @classmethod
     def of(cls, live: LiveProfile, num_classes: int) -> "Work":
@@ -78,7 +82,12 @@ class Work:
             prompt_tokens *= 1 - min(num_leaving / max(num_prompts, 1), 1)
             for priority, count in enumerate(_by_priority(live.leaving, num_classes)):
                 arriving[priority] -= count
-        return cls(streams, joining, arriving, prompts, {}, live.context_tokens, prompt_tokens)
+        return cls(
+            *(streams, joining, arriving, prompts, {}, live.context_tokens, prompt_tokens),
+            adapters=live.adapter_use.now,
+            future_adapters=live.adapter_use.future,
+            used_adapters=set(live.adapters[: live.adapter_use.num_used]),
+        )
 
     def book(self, booking: Booking) -> None:
         """Add a request that the live profile does not include."""
@@ -95,10 +104,20 @@ class Work:
             self.arriving[priority] += 1
             self.joining[priority] += not booking.seconds
             self.future_context += booking.tokens
+        if booking.decodes and booking.adapter_weights:
+            self._add_adapter(booking)
         if booking.decodes or not booking.has_first:
             self.booked_needs.append(booking.pages)
             self.booked_idle_pages += booking.idle_pages
             self.booked_places += 1
+
+    def _add_adapter(self, booking: Booking) -> None:
+        """Count the adapter of one more stream; its matrices are read once for all streams that have it."""
+        read = 0 if booking.adapter in self.used_adapters else booking.adapter_weights
+        self.used_adapters.add(booking.adapter)
+        if booking.has_first:
+            self.adapters = self.adapters.plus(read, booking.adapter_weights)
+        self.future_adapters = self.future_adapters.plus(read, booking.adapter_weights)
 
     def backlog(self, num_classes: int) -> tuple[list[Group], list[int], tuple[list[float], list[float]]]:
         """Return the groups of waiting prompts, the shortest of each class first; and by priority how many positions
@@ -152,7 +171,7 @@ class Work:
         if not num_joining:
             return [1.0] * len(classes)
         depth = profile.pipeline_parallel_size
-        streams = StepWork(decodes=num_joining / depth, context=self.context / depth)
+        streams = StepWork.of_streams(num_joining, self.context, self.adapters, depth)
         tpot = min([slo.tpot_s for slo, count in zip(classes, self.joining, strict=True) if count])
         overrun = profile.overrun * max(depth * interval_share, 1.0)
         beside = Beside(streams, tpot, overrun, profile.max_num_batched_tokens, profile.page_size, is_urgent=True)

@@ -123,13 +123,14 @@ class SimulatedAdapters(BaseModel):
     count: int = Field(0, ge=0, description="How many there are; 0: all requests are for the base model.")
     slots: int = Field(8, ge=1, description="How many a replica holds at once.")
     load_s: float = Field(0.5, ge=0, description="Seconds to load one.")
+    num_weights: int = Field(0, ge=0, description="Numbers in the matrices of each.")
 
     def of(self, request: str) -> Adapter | None:
         """Return the adapter of a request; None: there are none."""
         if not self.count:
             return None
         name = f"{crc32(request.encode()) % self.count}"
-        return Adapter(name, "", name)
+        return Adapter(name, "", name, self.num_weights)
 
 
 class SimulatedModel(BaseModel):

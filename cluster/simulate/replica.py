@@ -25,6 +25,7 @@ from crossdock.workers.schedule.cost.stages import Stages
 from crossdock.workers.schedule.drafts.drafting import DraftPolicy
 from crossdock.workers.schedule.memory.pages import PagePool
 from crossdock.workers.schedule.pictures.encoding import Encoding
+from crossdock.workers.schedule.request import adapter_work
 from crossdock.workers.schedule.scheduler import Scheduler
 from crossdock.workers.schedule.stretch import advance, steady_steps
 
@@ -260,9 +261,10 @@ class SimulatedReplica:
         more = steady_steps(scheduler.table, scheduler.forecast.cost, batch) - 1 if self.at_once else 0
         due, num_streams = self.publisher.due, len(batch.scheduled)
         context, end = sum([part.start for part in batch.scheduled]), flight.ends[0]
+        adapters = adapter_work([part.request for part in batch.scheduled])
         while more and end < due:
             more, step, context = more - 1, step + 1, context + num_streams
-            end += cost.decode_step_seconds(num_streams, context) * self.noise.factor(step)
+            end += cost.decode_step_seconds(num_streams, context, *adapters) * self.noise.factor(step)
             flight.ends.append(end)
         return len(flight.ends) > 1
 

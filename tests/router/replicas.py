@@ -91,6 +91,7 @@ class Replica:
     """A replica without a model, and the publisher of its live profiles."""
 
     profile: SchedulingProfile
+    max_loras: int = 0
     engine: ModelFreeReplica = field(init=False)
     publisher: Publisher = field(init=False)
 
@@ -108,6 +109,7 @@ class Replica:
             depth=self.profile.pipeline_parallel_size,
             interval_share=self.profile.interval_share,
             encoding=Encoding(100_000, self.profile.encoder_cost) if self.profile.encoder_cost is not None else None,
+            max_loras=self.max_loras,
         )
         self.engine = ModelFreeReplica(scheduler, self.profile.cost.seconds, sample=lambda tokens: 7)
         self.publisher = Publisher(scheduler, "first")
@@ -132,6 +134,8 @@ class Replica:
     ) -> int:
         """Take a request. Return the number of the last live profile that does not include it."""
         self.engine.add(name, prompt, slo_class, max_tokens, leg, items=items, **fields)
+        for change in self.scheduler.adapters_to_load(self.now):
+            self.scheduler.adapters.end(change.loads.fingerprint, 0.1)
         return self.publisher.sequence
 
     def step(self) -> list[str]:

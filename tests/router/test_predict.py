@@ -15,7 +15,7 @@ from crossdock.workers.schedule.pacing.chunk_policies import POLICIES, Meaning
 from crossdock.workers.schedule.pacing.chunking import LEAST_SHARE
 from crossdock.workers.schedule.request import Request
 from crossdock.workers.schedule.scheduler import Scheduler
-from crossdock.workers.schedule.submission import Leg, SamplingParams
+from crossdock.workers.schedule.submission import Adapter, Leg, SamplingParams
 from tests.router.replicas import CLASSES, COST, Replica, fleet_of, live, place, profile, query
 from tests.workers.schedule.model_free_replica import ModelFreeReplica
 
@@ -76,6 +76,32 @@ def test_ttft_on_an_idle_replica_is_what_the_scheduler_takes(cached: int, num_to
     replica.add("new", prompt)
     replica.step_until_token("new")
     assert found.predicted_ttft == pytest.approx(replica.now - started, rel=0.02)
+
+
+def test_steps_with_adapters_take_what_the_replica_says() -> None:
+    """Streams with two adapters and without one: of the present, of a booking, and a prompt alone."""
+    cost = COST.model_copy(update={"per_adapter": 5e-9, "per_adapted": 1e-9})
+    replica, adapters = Replica(profile(cost=cost), max_loras=4), [Adapter(name, "", name, 10**6) for name in "abc"]
+    fleet = fleet_of({"a": replica.profile})
+    for number, adapter in enumerate([None, *adapters[:2], adapters[0]]):
+        replica.add(f"{number}", [number + 3] * 40, max_tokens=50, adapter=adapter)
+    replica.step_until_token("3")
+    replica.report(fleet, "a", 0.0)
+    fleet.table.refresh(0.0)
+    batch = replica.scheduler.schedule(replica.now)
+    assert batch.work[-2:] == (2e6, 3e6)
+    newest = batch.work._replace(context=batch.work.context + 4)  # the router counts the newest token of each stream
+    assert fleet.table.loads.gap[0] == pytest.approx(cost.seconds(newest))
+    new = replace(query("new", 200), adapter="c", adapter_weights=10**6)
+    alone = fleet_of({"a": replica.profile}).choose(new, 0.0)
+    assert alone.prefill_seconds == pytest.approx(cost.chunk_seconds(0, 200, 10**6) + cost.base)
+    gaps, more = [float(fleet.table.loads.future_gap[0])], cost.per_decode + 200 * cost.per_context
+    for name in ("new", "again"):
+        place(fleet, replace(new, request_id=name))
+        fleet.table.refresh(0.0)
+        gaps.append(float(fleet.table.loads.future_gap[0]))
+    assert gaps[1] - gaps[0] == pytest.approx(more + 5e-3 + 1e-3)
+    assert gaps[2] - gaps[1] == pytest.approx(more + 1e-3), "the matrices of an adapter are read once"
 
 
 def test_ttft_behind_a_booked_prompt_falls_while_that_is_computed() -> None:

@@ -13,10 +13,11 @@ from crossdock.workers.report.answer import Answer
 from crossdock.workers.report.profile import Role
 from crossdock.workers.schedule import kv
 from crossdock.workers.schedule.admission import num_places
+from crossdock.workers.schedule.cost.cost import NO_ADAPTERS, AdapterWork
 from crossdock.workers.schedule.memory.page_needs import PageNeeds
 from crossdock.workers.schedule.memory.prefix_index import PageHash
 from crossdock.workers.schedule.prefixes.tier_pages import PageTier
-from crossdock.workers.schedule.request import Request, TokenDelta
+from crossdock.workers.schedule.request import Request, TokenDelta, adapter_work
 from crossdock.workers.schedule.scheduler import Scheduler
 from crossdock.workers.schedule.submission import Leg
 from crossdock.workers.schedule.table import RequestTable
@@ -64,6 +65,14 @@ class TenantWork(NamedTuple):
     lead_s: float  # seconds that it has had beyond the waiting tenant that has had least, divided by its weight
 
 
+class AdapterUse(NamedTuple):
+    """What the adapters of a replica's requests add to its steps."""
+
+    num_used: int = 0  # adapters of streams
+    now: AdapterWork = NO_ADAPTERS  # of the streams, all in one step
+    future: AdapterWork = NO_ADAPTERS  # of the streams and of the requests that will decode here
+
+
 @dataclass(frozen=True, slots=True)
 class LiveProfile:
     """The work of a replica. Plain data: it crosses processes many times a second."""
@@ -88,7 +97,7 @@ class LiveProfile:
     gap_share: float = 1.0  # recent seconds per token of streams with drafts, as a share of those without
     empty_pages: int = 0  # that can be taken without the eviction of a cached one
     eviction_seconds: float = 0.0  # of prefill that one more evicted page is expected to cost
-    adapters: tuple[str, ...] = ()  # fingerprints of those in its slots
+    adapters: tuple[str, ...] = ()  # fingerprints of those in its slots, those of streams first
     adapter_load_s: float = 0.0  # recent mean seconds to load another one
     encoder_cost: tuple[float, ...] = ()  # base, per row, per square of rows, as learnt so far; empty: the profile's
     load_seconds: tuple[float, ...] = ()  # of a page, from each tier below the pool, fastest first
@@ -101,6 +110,7 @@ class LiveProfile:
     started_seconds: float = 0.0  # of the prompts that have pages, without those chunks
     ends: tuple[tuple[int, int], ...] = ()  # (tokens, pages) of those that will end first: expected until then, freed
     lacking: tuple[tuple[int, float, int], ...] = ()  # (pages, seconds, tokens of output) of waiting ones without room
+    adapter_use: AdapterUse = AdapterUse()  # noqa: RUF009  # immutable
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,11 +150,11 @@ def observe(scheduler: Scheduler, incarnation: str, sequence: int) -> LiveProfil
         if request.leg is Leg.RECEIVE:
             arriving[request.priority] += 1
     places, pages, pages_now, lacking = _free(scheduler)
-    encoding = scheduler.encoding
+    encoding, (adapters, adapter_use) = scheduler.encoding, _adapters(scheduler)
     return LiveProfile(
         incarnation,
         sequence,
-        cost=scheduler.forecast.cost.coefficients if scheduler.forecast.cost is not None else (),
+        cost=scheduler.forecast.cost.advertised if scheduler.forecast.cost is not None else (),
         prompts=prompts,
         streams=streams,
         context_tokens=context,
@@ -158,7 +168,8 @@ def observe(scheduler: Scheduler, incarnation: str, sequence: int) -> LiveProfil
         gap_share=scheduler.verification.gap_share if scheduler.verification is not None else 1.0,
         empty_pages=scheduler.pages.stock.num_empty,
         eviction_seconds=scheduler.pages.stock.cached.price(),
-        adapters=tuple(scheduler.table.loaded_adapters),
+        adapters=adapters,
+        adapter_use=adapter_use,
         adapter_load_s=scheduler.adapters.load_s if scheduler.adapters.num_slots else 0.0,
         encoder_cost=encoding.cost.coefficients if encoding.cost is not None else (),
         load_seconds=tuple([tier.load_s for tier in scheduler.loading.tiers.tiers]),
@@ -171,6 +182,19 @@ def observe(scheduler: Scheduler, incarnation: str, sequence: int) -> LiveProfil
         ends=_ends(scheduler),
         lacking=lacking,
     )
+
+
+def _adapters(scheduler: Scheduler) -> tuple[tuple[str, ...], AdapterUse]:
+    """Return the fingerprints of the adapters in slots, those of streams first, and what their steps take more."""
+    table = scheduler.table
+    if not table.loaded_adapters:
+        return (), AdapterUse()
+    streams = [request for request in table.running if request.is_decoding]
+    others = [each for each in (*table.running, *table.held, *table.waiting) if each.leg is not Leg.SEND]
+    arriving = [each for each in others if not each.is_decoding]
+    used = {stream.adapter.fingerprint for stream in streams if stream.adapter}
+    in_order = sorted(table.loaded_adapters, key=lambda adapter: adapter not in used)
+    return tuple(in_order), AdapterUse(len(used), adapter_work(streams), adapter_work([*streams, *arriving]))
 
 
 def _prompts(scheduler: Scheduler) -> tuple[tuple[Prompts, ...], tuple[int, ...], tuple[TenantWork, ...]]:
@@ -196,13 +220,11 @@ def _prompts(scheduler: Scheduler) -> tuple[tuple[Prompts, ...], tuple[int, ...]
 
 
 def _in_flight_seconds(scheduler: Scheduler) -> float:
-    """Return the predicted seconds of the chunks in steps that have begun."""
-    cost = scheduler.forecast.cost
-    if cost is None:
-        return 0.0
+    """Return the predicted seconds of the chunks in steps that have begun; 0 without a cost."""
     chunks = [each for each in scheduler.table.running if each.num_in_flight_tokens and not each.is_decoding]
-    seconds = [cost.chunk_seconds(each.num_computed_tokens, each.num_in_flight_tokens) for each in chunks]
-    return scheduler.forecast.interval_share * sum(seconds)
+    forecast = scheduler.forecast
+    seconds = [forecast.chunk_seconds(each, each.num_computed_tokens, each.num_in_flight_tokens) for each in chunks]
+    return forecast.interval_share * sum(seconds)
 
 
 def _started_seconds(scheduler: Scheduler) -> float:

@@ -9,7 +9,7 @@ from msgspec import Struct
 
 from crossdock.workers.schedule.cost.cost import StepWork
 from crossdock.workers.schedule.pictures.encoding import NO_ENCODER_WORK, EncoderWork
-from crossdock.workers.schedule.request import Request, TokenLogprobs
+from crossdock.workers.schedule.request import Request, TokenLogprobs, adapter_work
 
 
 class StatePages(NamedTuple):
@@ -75,7 +75,11 @@ class Batch:
             for part in decodes:
                 if part.num_tokens > 1:  # a token that is computed again takes what a draft does
                     work = work.plus_drafts(part.start, part.num_tokens - 1)
-        return work
+        adapted = [part.num_tokens * own.num_weights for part in self.scheduled if (own := part.request.adapter)]
+        if not adapted:
+            return work
+        adapters = adapter_work([part.request for part in decodes]).adapters
+        return work._replace(adapters=adapters, adapted=sum(adapted))
 
     @property
     def is_scored(self) -> bool:

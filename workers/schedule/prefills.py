@@ -24,7 +24,7 @@ from crossdock.workers.schedule.pacing.forecast import Forecast
 from crossdock.workers.schedule.pacing.item_chunks import PromptChunk, chunk_with_items
 from crossdock.workers.schedule.pacing.pace import lent_due, longest_gap
 from crossdock.workers.schedule.recurrent.states import NO_STATES, NoStates, RecurrentStates
-from crossdock.workers.schedule.request import Request, Status
+from crossdock.workers.schedule.request import Request, Status, adapter_work
 from crossdock.workers.schedule.submission import Leg
 from crossdock.workers.schedule.table import RequestTable
 
@@ -88,7 +88,8 @@ class PrefillScheduler:
             slack = min([stream.due for stream in streams] + arriving, default=inf) - table.now
             if tpots:
                 slack = min(slack, longest_gap(min(tpots), is_urgent=first.priority <= most_urgent))
-            work = StepWork(decodes=len(contexts), context=sum(contexts))
+            adapters = adapter_work([part.request for part in decodes])
+            work = StepWork.of_streams(len(contexts), sum(contexts), adapters)
             budget = adaptive_chunk_budget(
                 config.max_num_batched_tokens,
                 floor_beside(cost, work, list(tpots), overrun, config.chunk_floor),
@@ -98,6 +99,7 @@ class PrefillScheduler:
                 cost,
                 most_urgent,
                 overrun,
+                adapters,
             )
             if streams and self._is_deadline_near(first):
                 lent = [self._lent_slack(stream, first) for stream in streams]
@@ -105,7 +107,8 @@ class PrefillScheduler:
         for part in decodes:
             if part.num_tokens > 1:  # tokens that are computed again
                 budget.tokens -= part.num_tokens - 1
-                budget.work = budget.work.plus_drafts(part.start, part.num_tokens - 1)
+                again = part.num_tokens - 1, part.request.adapter_weights
+                budget.work = budget.work.plus_drafts(part.start, *again)
         if config.max_prefill_tokens and config.max_prefill_tokens < budget.tokens:
             budget.tokens, budget.reason = config.max_prefill_tokens, "max_prefill_tokens"
         return budget
@@ -201,7 +204,8 @@ class PrefillScheduler:
         if request.items:
             least = self.forecast.encoding.least_tokens(request, start, self.table.pages.page_size)
         place = (start, request.num_tokens, priority, is_outside_lane, factor, request.id)
-        return Candidate(*place, least=least, may_split_page=self._may_split_page(request))
+        may_split, adapter = self._may_split_page(request), request.adapter_weights
+        return Candidate(*place, least=least, may_split_page=may_split, adapter_weights=adapter)
 
     def _may_split_page(self, request: Request) -> bool:
         """Return whether chunks of a prompt may end inside of a page: its pages neither travel nor arrive meanwhile."""
@@ -234,7 +238,7 @@ class PrefillScheduler:
         totals.tokens += num_tokens
         totals.tokens_by_priority[request.priority] += num_tokens
         if self.forecast.cost is not None:
-            seconds = self.forecast.factor(request) * self.forecast.cost.chunk_seconds(start, num_tokens)
+            seconds = self.forecast.factor(request) * self.forecast.chunk_seconds(request, start, num_tokens)
             seconds = self.forecast.interval_share * (seconds + encoder_seconds)
             totals.seconds += seconds
             if self.table.tenants.in_use:

@@ -1,11 +1,12 @@
 """The nouns that all rooms use: a request, made from a submission, and the tokens that it gets."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
 
 from msgspec import Struct
 
+from crossdock.workers.schedule.cost.cost import NO_ADAPTERS, AdapterWork
 from crossdock.workers.schedule.memory.arriving_tail import ArrivingTail
 from crossdock.workers.schedule.memory.prefix_index import PageHash, hash_pages
 from crossdock.workers.schedule.pictures.items import NO_ITEMS, Item
@@ -155,6 +156,11 @@ class Request:
         return self.page_hashes[: num_tokens // page_size]
 
     @property
+    def adapter_weights(self) -> int:
+        """Return the numbers in the matrices of its adapter; 0: it has none."""
+        return 0 if self.adapter is None else self.adapter.num_weights
+
+    @property
     def num_prompt_tokens(self) -> int:
         return len(self.prompt_token_ids)
 
@@ -182,6 +188,15 @@ class Request:
         num_tokens = len(self.token_ids)  # not by the properties above: this runs for every request in every step
         num_left = num_tokens - self.num_computed_tokens - self.num_verified_tokens
         return num_left == 1 and num_tokens > len(self.prompt_token_ids)
+
+
+def adapter_work(streams: Iterable[Request]) -> AdapterWork:
+    """Return what adapters add to a step of one token of each stream."""
+    own = [stream.adapter for stream in streams if stream.adapter]
+    if not own:
+        return NO_ADAPTERS
+    each = {adapter.fingerprint: adapter.num_weights for adapter in own}
+    return AdapterWork(sum(each.values()), sum([adapter.num_weights for adapter in own]))
 
 
 _OF_SUBMISSION = [each.name for each in fields(Submission) if each.name in Request.__dataclass_fields__]

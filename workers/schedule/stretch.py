@@ -9,6 +9,7 @@ from crossdock.workers.schedule.batch import Batch
 from crossdock.workers.schedule.cost.cost import StepCost
 from crossdock.workers.schedule.pacing.chunk_policies import meaning_of
 from crossdock.workers.schedule.pacing.pace import next_due, steps_without_skips
+from crossdock.workers.schedule.request import adapter_work
 from crossdock.workers.schedule.table import RequestTable
 
 
@@ -34,7 +35,8 @@ def steady_steps(table: RequestTable, cost: StepCost | None, batch: Batch) -> in
     may_skip = meaning_of(config.chunk_policy).fits_streams and len({request.priority for request in requests}) > 1
     if cost is not None and may_skip:
         tpot = min([config.slo_classes[request.priority].tpot_s for request in requests])
-        steps = min(steps, steps_without_skips([request.num_tokens for request in requests], tpot, cost))
+        contexts = [request.num_tokens for request in requests]
+        steps = min(steps, steps_without_skips(contexts, tpot, cost, adapter_work(requests)))
     return steps
 
 

@@ -79,6 +79,7 @@ class Adapter:
     name: str  # that clients ask for
     path: str  # of the folder with its files
     fingerprint: str  # a hash of these files: equal for equal weights, whatever name and path are
+    num_weights: int = 0  # numbers in its matrices: a row takes as many products more
 
 
 @dataclass(frozen=True, slots=True)

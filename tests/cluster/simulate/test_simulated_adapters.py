@@ -3,7 +3,7 @@
 import pytest
 
 from crossdock.cluster.simulate.fleet import SimulatedFleet
-from tests.cluster.simulate.small_fleets import fleet, job, play, profile
+from tests.cluster.simulate.small_fleets import COST, fleet, job, play, profile
 
 
 def with_adapters(cluster: SimulatedFleet, **adapters: float) -> SimulatedFleet:
@@ -20,6 +20,18 @@ def test_router_keeps_adapters_apart(policy: str) -> None:
     assert all(sample.ok for sample in outcome.samples)
     num_loads = sum(replica.scheduler.adapters.num_loads for replica in outcome.replicas)
     assert num_loads < 40 if policy == "seconds" else num_loads > 80
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_steps_with_adapters_take_longer(at_once: bool) -> None:
+    """A decode with its adapter takes 1/64 s more, and each token of its prompt 1/128 s."""
+    dear = profile(cost=COST.model_copy(update={"per_adapter": 0.5**21, "per_adapted": 0.5**21}))
+    ended = []
+    for num_weights in (0, 2**14):
+        cluster = with_adapters(fleet({"profile": dear}), count=1, num_weights=num_weights, load_s=0.0)
+        _, outcome = play(cluster, [job("a", 64, 3)], at_once=at_once)
+        ended.append(outcome.samples[0].times[-1])
+    assert ended[1] - ended[0] == 64 / 128 + 2 * (1 / 128 + 1 / 128)
 
 
 def test_request_waits_for_the_load_of_its_adapter() -> None:

@@ -53,7 +53,7 @@ def test_live_profile_counts_every_kind_of_request() -> None:
     assert live == LiveProfile(
         incarnation="me",
         sequence=5,
-        cost=COST.coefficients,
+        cost=COST.advertised,
         prompts=(
             Prompts(1, 1, 1, 30, COST.prefill_seconds(0, 30, 64)),
             Prompts(2, 1, 1, 41, COST.prefill_seconds(0, 41, 64)),
@@ -90,7 +90,7 @@ def test_live_profile_of_an_idle_replica_is_empty() -> None:
     none, shares = (0, 0, 0), (0.0, 0.0, 0.0)
     room: dict[str, Any] = {"places": (8, 6, 6), "free_pages": (400,) * 3, "pages_now": (400,) * 3, "empty_pages": 400}
     idle = LiveProfile(
-        "me", 1, COST.coefficients, streams=none, arriving=none, leaving=none, prompt_shares=shares, **room
+        "me", 1, COST.advertised, streams=none, arriving=none, leaving=none, prompt_shares=shares, **room
     )
     assert Publisher(new_replica().scheduler, "me").live(0.0, step_seconds=0.25) == idle
 

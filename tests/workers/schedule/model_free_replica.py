@@ -100,6 +100,7 @@ def new_scheduler(
     encoding: Encoding | None = None,
     tiers: TierPages | None = None,
     on_evict: OnEvict | None = None,
+    max_loras: int = 0,
     **config: Any,
 ) -> Scheduler:
     """Return a small scheduler: pages of 4 tokens, 8 places, 32 tokens in a step, unless `config` differs."""
@@ -113,6 +114,7 @@ def new_scheduler(
         drafting=drafting,
         encoding=encoding,
         tiers=tiers,
+        max_loras=max_loras,
     )
 
 

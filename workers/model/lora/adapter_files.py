@@ -57,7 +57,9 @@ class AdapterFiles:
 
     def adapter(self, name: str) -> Adapter:
         """Return the adapter as requests name it. Reads all bytes of its files."""
-        return Adapter(name, str(self.folder), fingerprint(self.folder))
+        factors = [factor for pair in self.factors.values() for factor in pair]
+        num_weights = sum(factor.rows * factor.columns for factor in factors)
+        return Adapter(name, str(self.folder), fingerprint(self.folder), num_weights)
 
 
 def fingerprint(folder: Path, weights: bytes | bytearray | None = None) -> str:

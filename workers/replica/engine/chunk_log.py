@@ -17,7 +17,9 @@ def log_chunks(batch: Batch, cost: StepCost | None, step_seconds: float) -> None
             "%s: tokens %d to %d of %d, %.2f ms alone, %.2f ms with all of the step, %d decodes; first because: %s; "
             "no longer because: %s",
             *(part.request.id, part.start, end, whole),
-            1e3 * cost.chunk_step_seconds(part.start, part.num_tokens) if cost is not None else 0.0,
+            1e3 * cost.chunk_step_seconds(part.start, part.num_tokens, part.request.adapter_weights)
+            if cost is not None
+            else 0.0,
             *(1e3 * step_seconds, batch.num_decodes, part.reason),
             "the prompt ends" if end == whole else f"{batch.limit}, down to whole pages",
         )

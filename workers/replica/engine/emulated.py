@@ -20,7 +20,7 @@ from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.replica.engine.executor import Executor
 from crossdock.workers.report.profile import SchedulingProfile
 from crossdock.workers.schedule.batch import Batch, SampledToken
-from crossdock.workers.schedule.cost.cost import StepCost, StepWork
+from crossdock.workers.schedule.cost.cost import NO_WORK, StepCost, StepWork
 from crossdock.workers.schedule.cost.stages import Stages
 from crossdock.workers.schedule.memory.pages import PagePool
 from crossdock.workers.schedule.memory.prefix_index import AttentionChunk
@@ -34,6 +34,7 @@ _MIX = 0x9E3779B97F4A7C15  # odd, and its bits are as good as random: 2^64 / gol
 _CHUNKS = (16, 64, 256, 1024, 4096)
 _STREAMS = (1, 4, 16, 64, 256)
 _CONTEXTS = (32, 2048, 16_384)
+_ADAPTERS = (1 << 20, 1 << 24)  # numbers in the matrices of one
 
 
 class _Pictures(NamedTuple):
@@ -243,6 +244,9 @@ def _calibrate(engine: Engine, profile: SchedulingProfile) -> None:
     works = [StepWork.of([(start, min(tokens, most))]) for start, tokens in product((0, *_CONTEXTS), _CHUNKS)]
     works += [StepWork.of([], [context] * streams) for context, streams in product(_CONTEXTS, _STREAMS)]
     works += [StepWork.of([(2048, 64)], [2048] * streams) for streams in _STREAMS]
+    if cost.per_adapter or cost.per_adapted:
+        works += [StepWork.of([], [256] * 8)._replace(adapters=size, adapted=8 * size) for size in _ADAPTERS]
+        works += [NO_WORK.plus_chunk(0, min(256, most), size) for size in _ADAPTERS]
     sweep = [(work, cost.seconds(work)) for work in works]
     alone = [seconds for _, seconds in sweep] if profile.pipeline_parallel_size > 1 else []
     fit = engine.calibrate(sweep, [(profile.interval_share * seconds, seconds) for seconds in alone])

@@ -21,11 +21,12 @@ A shape has one more column than a line, whose coefficient is what a row costs i
 it. So the fit of each shape is one of non-negative least squares, and no row ever makes a step shorter.
 """
 
-_SCALE = np.array([1.0, 1e2, 1e5, 1e1, 1e4, 1e4, 1e2])
-"""The columns differ by nine orders of magnitude; scaled, the normal equations are solvable."""
+_SCALE = np.array([1.0, 1e2, 1e5, 1e1, 1e4, 1e4, 1e2, 1e7, 1e8])
+"""The columns differ by nine orders of magnitude; scaled, the normal equations are solvable. The last two are those
+of adapters, which are solved for once a step had some."""
 
 _COLUMNS = len(_SCALE)
-_ALIKE = 1e-5 * np.outer(*[np.array([0, 0, 0, 0, 1, -1, 0])] * 2)
+_ALIKE = 1e-5 * np.outer(*[np.array([0, 0, 0, 0, 1, -1, 0, 0, 0])] * 2)
 """Makes a token of context cost the same before a chunk as before a decode, where no step shows what one of them costs.
 Relative to the trace of the matrix, so that a single step that shows it outweighs this."""
 
@@ -79,11 +80,12 @@ class _Sums:
 
     def solve(self, shape: int) -> tuple[StepCost, float]:
         """Return the cost of the shape that fits best, and its squared error."""
-        matrix, vector = self.matrix[shape], self.vector[shape]
-        found = non_negative_solution(matrix + np.trace(matrix) * _ALIKE, vector)
+        count = _COLUMNS if self.vector[shape, -1] else _COLUMNS - 2
+        matrix, vector = np.ascontiguousarray(self.matrix[shape, :count, :count]), self.vector[shape, :count]
+        found = non_negative_solution(matrix + np.trace(matrix) * _ALIKE[:count, :count], vector)
         error = self.square + float(found @ matrix @ found - 2 * vector @ found)
         least = self.launch / self.launch_weight if self.launch_weight else 0.0
-        return _cost(shape, found / _SCALE, least), max(error, 0.0) + _EXACT * self.square
+        return _cost(shape, found / _SCALE[:count], least), max(error, 0.0) + _EXACT * self.square
 
 
 _EXACT = 1e-3  # squared relative error for which no shape is preferred: 3 %, the noise of the best of three steps
@@ -232,18 +234,20 @@ def _columns(work: StepWork) -> _Floats:
     """Return the scaled factors of the coefficients, for every shape."""
     bends, signs = _shapes()
     columns = np.empty((len(_SHAPES), _COLUMNS))
-    tokens, attended, decodes, context, drafts, chunk_context = work
-    columns[:, :-1] = (1.0, tokens, attended, decodes + drafts, context, chunk_context)
+    tokens, attended, decodes, context, drafts, chunk_context, *adapters = work
+    columns[:, :-3] = (1.0, tokens, attended, decodes + drafts, context, chunk_context)
     before = np.minimum(bends, work.rows)
-    columns[:, -1] = np.where(signs > 0, work.rows - before, before)
+    columns[:, -3] = np.where(signs > 0, work.rows - before, before)
+    columns[:, -2:] = adapters
     columns /= _SCALE
     return columns
 
 
 def _cost(shape: int, found: _Floats, least: float) -> StepCost:
-    """Return the cost with the solution of one shape, whose last coefficient is that of the bend."""
+    """Return the cost with the solution of one shape, whose last coefficients are those of the bend and of adapters."""
     bend, sign = _SHAPES[shape]
-    base, per_prefill_token, per_attended, per_decode, per_context, per_chunk_context, extra = map(float, found)
+    base, per_prefill_token, per_attended, per_decode, per_context, per_chunk_context, extra = map(float, found[:7])
+    per_adapter, per_adapted = map(float, found[7:]) if len(found) > 7 else (0.0, 0.0)
     beyond = extra if sign > 0 else 0.0
     return StepCost(
         base=base,
@@ -255,6 +259,8 @@ def _cost(shape: int, found: _Floats, least: float) -> StepCost:
         bend_rows=bend if extra else 0.0,
         per_early_row=-sign * extra if extra else 0.0,
         least_with_chunk=least,
+        per_adapter=per_adapter,
+        per_adapted=per_adapted,
     )
 
 

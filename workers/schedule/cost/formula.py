@@ -26,6 +26,8 @@ class CostFormula(Generic[Figure]):
     per_early_row: Figure
     least_with_chunk: Figure
     per_chunk_context: Figure
+    per_adapter: Figure
+    per_adapted: Figure
 
     larger: ClassVar[Callable[..., Any]]  # of two figures
     smaller: ClassVar[Callable[..., Any]]
@@ -43,42 +45,51 @@ class CostFormula(Generic[Figure]):
         context: Figure | float,
         rows: Figure,
         chunk_context: Figure,
+        adapters: Figure | float,
+        adapted: Figure | float,
     ) -> Figure:
         """Return the seconds of a step if launching its kernels takes no time. The quantities are those of `StepWork`;
         `logits` are its decodes and drafts."""
         seconds = self.base + self.per_prefill_token * tokens + self.per_attended * attended
         seconds = seconds + (self.per_decode * logits + self.per_context * context)
         seconds = seconds + self.per_chunk_context * chunk_context
+        seconds = seconds + (self.per_adapter * adapters + self.per_adapted * adapted)
         return seconds + self.early_seconds(rows)
 
-    def chunk_step_seconds(self, start: Figure, num_tokens: Figure) -> Figure:
-        """Return the seconds of a step of one chunk alone, of `num_tokens` after `start` tokens of context."""
+    def chunk_step_seconds(self, start: Figure, num_tokens: Figure, adapter: float = 0) -> Figure:
+        """Return the seconds of a step of one chunk alone, of `num_tokens` after `start` tokens of context.
+
+        `adapter`: numbers in the matrices of the chunk's adapter.
+        """
         attended = num_tokens * (start + num_tokens / 2)
-        seconds = self.work_seconds(num_tokens, attended, 0.0, 0.0, num_tokens, start)
+        seconds = self.work_seconds(num_tokens, attended, 0.0, 0.0, num_tokens, start, 0.0, num_tokens * adapter)
         longer: Figure = self.larger(seconds, self.least_with_chunk * (num_tokens > 1))
         return longer
 
-    def many_rows_seconds(self, start: Figure, num_tokens: Figure) -> Figure:
-        """Return the seconds that a chunk of `num_tokens` after `start` tokens adds to a step of many rows."""
-        return self.per_chunk_context * start + num_tokens * (
-            self.per_prefill_token + self.per_attended * (start + num_tokens / 2)
-        )
+    def _per_token(self, context: Figure, adapter: float) -> Figure:
+        """Return the seconds of a prompt token after `context` tokens, in a step of many rows."""
+        return self.per_prefill_token + self.per_attended * context + self.per_adapted * adapter
 
-    def prefill_seconds(self, start: Figure, end: Figure, chunk: Figure) -> Figure:
+    def many_rows_seconds(self, start: Figure, num_tokens: Figure, adapter: float = 0) -> Figure:
+        """Return the seconds that a chunk of `num_tokens` after `start` tokens adds to a step of many rows."""
+        return self.per_chunk_context * start + num_tokens * self._per_token(start + num_tokens / 2, adapter)
+
+    def prefill_seconds(self, start: Figure, end: Figure, chunk: Figure, adapter: float = 0) -> Figure:
         """Return the seconds of a prompt's tokens `[start, end)` alone on a replica, in steps of `chunk` tokens.
 
         There is at least one token.
         """
         num_full = (end - start - 1) // chunk  # steps before the last one, which may be shorter
-        full = num_full * (self.base + self.early_seconds(chunk)) + self.many_rows_seconds(start, num_full * chunk)
+        full = num_full * (self.base + self.early_seconds(chunk))
+        full = full + self.many_rows_seconds(start, num_full * chunk, adapter)
         full = full + self.per_chunk_context * (num_full - 1) * (start + chunk * num_full / 2)
         longer: Figure = self.larger(full, num_full * self.least_with_chunk)
-        return self.last_step_seconds(start, end, chunk) + longer
+        return self.last_step_seconds(start, end, chunk, adapter) + longer
 
-    def last_step_seconds(self, start: Figure, end: Figure, chunk: Figure) -> Figure:
+    def last_step_seconds(self, start: Figure, end: Figure, chunk: Figure, adapter: float = 0) -> Figure:
         """Return the seconds of the last of the steps that `prefill_seconds` is the sum of."""
         num_tokens = (end - start - 1) % chunk + 1
-        return self.chunk_step_seconds(end - num_tokens, num_tokens)
+        return self.chunk_step_seconds(end - num_tokens, num_tokens, adapter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +105,8 @@ class StepCosts(CostFormula[Floats]):
     per_early_row: Floats
     least_with_chunk: Floats
     per_chunk_context: Floats
+    per_adapter: Floats
+    per_adapted: Floats
 
     larger = staticmethod(np.maximum)
     smaller = staticmethod(np.minimum)

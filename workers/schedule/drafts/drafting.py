@@ -20,6 +20,7 @@ class Stream(NamedTuple):
     most: int  # drafts that it can use at most: max_tokens, max_model_len, num_speculative_tokens
     forced: int = 0  # the first drafts, which its grammar dictates: they are certain to be accepted
     again: int | None = None  # tokens that this step computes again; None: rejected drafts have nothing computed again
+    adapter: int = 0  # numbers in the matrices of its adapter
 
 
 class DraftSource(Protocol):
@@ -66,6 +67,7 @@ class _Chain(NamedTuple):
     factor: float  # by which the stream's own drafts differ from those of others
     row_seconds: float  # of each of its rows, beyond the bend
     again: int | None  # see `Stream`
+    adapter: int  # see `Stream`
 
     def rows_again(self, length: int, before: float, worth: float) -> float:
         """Return how many rows the draft after `length` others adds to the stream's next step, as a mean.
@@ -187,9 +189,9 @@ class DraftPolicy:
                 first = acceptance.probability_if_worth(stream.id, match, needed, shortest)
                 most = stream.most if first else most
             if most > 0:
-                row_seconds = cost.per_decode + cost.per_attended * stream.context
+                row_seconds = cost.per_decode + cost.per_attended * stream.context + cost.per_adapted * stream.adapter
                 factor = acceptance.factor(stream.id)
-                accepted = first, factor, row_seconds, stream.again
+                accepted = first, factor, row_seconds, stream.again, stream.adapter
                 chains.append(_Chain(stream.id, stream.context, stream.forced, most, match, *accepted))
         return chains
 
@@ -221,7 +223,7 @@ class DraftPolicy:
             is_dear = worths[number] <= best_rate * chain.row_seconds
             if is_dear and rows >= cost.bend_rows and device >= least:
                 continue  # this draft and all after it cost more than they are worth
-            row = cost.draft_seconds(rows, chain.context + length)
+            row = cost.draft_seconds(rows, chain.context + length, chain.adapter)
             device_with = device + row
             longer = max(device_with, least)
             num_with, longest_with = num_streams + (length == chain.forced), max(longest, length + 1 - chain.forced)

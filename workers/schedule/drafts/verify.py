@@ -21,7 +21,7 @@ from crossdock.workers.schedule.drafts.speculative_config import SpeculativeConf
 from crossdock.workers.schedule.pacing.chunking import FREE_SHARE, longest_step
 from crossdock.workers.schedule.pacing.forecast import Forecast
 from crossdock.workers.schedule.recurrent.states import NO_STATES, NoStates, RecurrentStates
-from crossdock.workers.schedule.request import Request
+from crossdock.workers.schedule.request import Request, adapter_work
 from crossdock.workers.schedule.table import RequestTable
 
 _MOST_ROWS = 256
@@ -84,7 +84,8 @@ class Verification:
         if not streams:
             return {}
         self._note_last_step()
-        work = StepWork(decodes=len(streams), context=sum([stream.num_computed_tokens for stream in streams]))
+        context = sum([stream.num_computed_tokens for stream in streams])
+        work = StepWork.of_streams(len(streams), context, adapter_work(streams))
         cost, policy, has_states = self.forecast.cost, self.policy, bool(self.table.pages.state_pages)
         forced = policy.source.forced([stream.id for stream in streams])
         if policy.config.method == "grammar":
@@ -99,6 +100,7 @@ class Verification:
                 self._most(stream),
                 forced.get(stream.id, 0),
                 stream.num_verified_tokens if has_states else None,
+                stream.adapter_weights,
             )
             for stream in looked_at
         ]
@@ -126,7 +128,7 @@ class Verification:
         """Return the step with the drafts that fit."""
         plain = batch.scheduled[: batch.num_decodes]
         offered = [(part, drafts.get(part.request.id, ())[: self._most(part.request)]) for part in plain]
-        longest = self._longest_that_fits(batch, [(part.start, len(tokens)) for part, tokens in offered])
+        longest = self._longest_that_fits(batch, [(part, len(tokens)) for part, tokens in offered])
         if not longest:
             return batch
         without, verified, set_aside = list[Scheduled](), list[Scheduled](), self._set_aside()
@@ -191,7 +193,9 @@ class Verification:
         cost, with_again = self.forecast.cost, work
         for stream in streams:
             if stream.num_verified_tokens:
-                with_again = with_again.plus_drafts(stream.num_computed_tokens, stream.num_verified_tokens)
+                with_again = with_again.plus_drafts(
+                    stream.num_computed_tokens, stream.num_verified_tokens, stream.adapter_weights
+                )
         if cost is None or with_again is work:
             return self._seconds(work)
         return self._seconds(with_again) - (cost.seconds(with_again) - cost.seconds(work))
@@ -227,23 +231,23 @@ class Verification:
                 room -= max(stream.num_verified_tokens, stream.num_in_flight_tokens - 1)
         return room
 
-    def _longest_that_fits(self, batch: Batch, offered: Sequence[tuple[int, int]]) -> int:
-        """Return to how many tokens drafts have to be cut. `offered`: tokens before each decode, and its drafts."""
+    def _longest_that_fits(self, batch: Batch, offered: Sequence[tuple[Scheduled, int]]) -> int:
+        """Return to how many tokens drafts have to be cut. `offered`: each decode, and how many drafts it has."""
         work, cost = batch.work, self.forecast.cost
         config = self.table.config
         rows = max(config.max_num_seqs - batch.num_decodes, _MOST_ROWS)
         tokens = min(config.max_num_batched_tokens - batch.num_tokens, rows)
         if self.table.pages.state_pages:
-            verifying = {part.request.id for part, drafts in zip(batch.scheduled, offered, strict=False) if drafts[1]}
+            verifying = {part.request.id for part, num_drafts in offered if num_drafts}
             tokens = min(tokens, self._room_to_compute_again(batch, verifying))
         seconds = self._seconds(work, has_chunks=len(batch.scheduled) > batch.num_decodes)
         for longest in range(max([num_drafts for _, num_drafts in offered], default=0), 0, -1):
             if sum([min(num_drafts, longest) for _, num_drafts in offered]) > tokens:
                 continue
             longer = work
-            for start, num_drafts in offered:
+            for part, num_drafts in offered:
                 if num_drafts:
-                    longer = longer.plus_drafts(start, min(num_drafts, longest))
+                    longer = longer.plus_drafts(part.start, min(num_drafts, longest), part.request.adapter_weights)
             if cost is None or cost.seconds(longer) <= seconds:
                 return longest
         return 0

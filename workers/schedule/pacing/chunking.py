@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import NamedTuple
 
-from crossdock.workers.schedule.cost.cost import NO_WORK, StepCost, StepWork
+from crossdock.workers.schedule.cost.cost import NO_ADAPTERS, NO_WORK, AdapterWork, StepCost, StepWork
 
 SLACK_SHARE = 0.9
 """Share of the tightest stream's slack that a step may fill. The rest is for sending the token to the client.
@@ -112,9 +112,10 @@ class ChunkBudget:
         threshold = max(threshold, prompt.least) if threshold else 0
         if self.cost is not None and self.seconds < inf:
             now = self.cost.seconds(self.work)
-            within = self.cost.tokens_within(now + (seconds - now) / prompt.factor, prompt.start, self.work)
+            seconds, adapter = now + (seconds - now) / prompt.factor, prompt.adapter_weights
+            within = self.cost.tokens_within(seconds, prompt.start, self.work, adapter)
             if within < tokens and floor:
-                within = max(within, free_tokens(self.cost, self.work, prompt.start, floor))
+                within = max(within, free_tokens(self.cost, self.work, prompt.start, floor, adapter))
             tokens = min(tokens, within)
         size = 1 if prompt.least else page_size  # the caller then knows where a chunk may end
         found = chunk_tokens(prompt.start, prompt.end, tokens, threshold, size)
@@ -130,7 +131,7 @@ class ChunkBudget:
         within = max(self.seconds, self.lent_seconds if prompt.id and prompt.id == self.lent_to else 0.0)
         self.seconds -= prompt.encoder_seconds
         self.lent_seconds -= prompt.encoder_seconds
-        before, self.work = self.work, self.work.plus_chunk(prompt.start, num_tokens)
+        before, self.work = self.work, self.work.plus_chunk(prompt.start, num_tokens, prompt.adapter_weights)
         seconds = 0.0
         if self.cost is not None:
             now = self.cost.seconds(self.work)
@@ -156,6 +157,7 @@ class Candidate(NamedTuple):
     has_floor: bool = True  # the chunk may use the budget's floor; False: only what time is left
     least: int = 0  # tokens of the shortest chunk, where chunks do not just end on page boundaries
     may_split_page: bool = False  # a chunk may end inside of a page where no whole page fits
+    adapter_weights: int = 0  # numbers in the matrices of its adapter
 
 
 def floor_beside(cost: StepCost, streams: StepWork, tpots: Sequence[float], overrun: float, floor: int) -> int:
@@ -172,13 +174,14 @@ def floor_beside(cost: StepCost, streams: StepWork, tpots: Sequence[float], over
     return max(cost.tokens_within(seconds, 0, streams), floor)
 
 
-def free_tokens(cost: StepCost, work: StepWork, start: int, floor: int) -> int:
+def free_tokens(cost: StepCost, work: StepWork, start: int, floor: int, adapter: float = 0) -> int:
     """Return the tokens of the largest chunk that takes hardly longer than a chunk of `floor` tokens; at least `floor`.
 
-    `work`: of the step without the chunk. `start`: tokens before the chunk.
+    `work`: of the step without the chunk. `start`: tokens before the chunk. `adapter`: numbers in the matrices of the
+    chunk's adapter.
     """
-    least = cost.seconds(work.plus_chunk(start, floor))
-    return max(cost.tokens_within((1 + FREE_SHARE) * least, start, work), floor)
+    least = cost.seconds(work.plus_chunk(start, floor, adapter))
+    return max(cost.tokens_within((1 + FREE_SHARE) * least, start, work, adapter), floor)
 
 
 def chunk_tokens(start: int, end: int, budget: int, threshold: int, page_size: int) -> int:
@@ -207,6 +210,7 @@ def adaptive_chunk_budget(
     cost: StepCost,
     floor_priority: int = _NO_PRIORITY,
     overrun: float = 1.0,
+    adapters: AdapterWork = NO_ADAPTERS,
 ) -> ChunkBudget:
     """Return the budget that lets the step end within `slack` and within `idle_seconds`.
 
@@ -219,6 +223,7 @@ def adaptive_chunk_budget(
         idle_seconds: longest step. A request that arrives meanwhile waits for the end of the step.
         cost: what steps take.
         overrun: factor by which some steps take longer than predicted, and must still be in time.
+        adapters: of the decodes.
     """
     tokens = max_num_batched_tokens - len(contexts)
     seconds = longest_step(slack, overrun)
@@ -226,7 +231,7 @@ def adaptive_chunk_budget(
         reason = f"slack of {slack * 1e3:.0f} ms, {len(contexts)} decodes"
     else:
         seconds, reason = idle_seconds, f"idle step of {idle_seconds * 1e3:.0f} ms"
-    work = StepWork(decodes=len(contexts), context=sum(contexts))
+    work = StepWork.of_streams(len(contexts), sum(contexts), adapters)
     return ChunkBudget(tokens, seconds, min(floor, tokens), floor_priority, cost, reason, work)
 
 

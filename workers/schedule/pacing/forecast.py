@@ -11,7 +11,7 @@ from crossdock.workers.schedule.cost.cost import StepCost, StepWork
 from crossdock.workers.schedule.pacing.chunk_policies import Beside, meaning_of
 from crossdock.workers.schedule.pacing.chunking import LEAST_SHARE
 from crossdock.workers.schedule.pictures.encoding import Encoding
-from crossdock.workers.schedule.request import Request
+from crossdock.workers.schedule.request import Request, adapter_work
 from crossdock.workers.schedule.submission import Leg
 from crossdock.workers.schedule.table import RequestTable
 
@@ -131,7 +131,9 @@ class Forecast:
         if not batch or not tenants.in_use or cost is None:
             return
         scheduled, num_decodes, work = batch.scheduled, batch.num_decodes, batch.work
-        chunks = sum([cost.chunk_seconds(part.start, part.num_tokens) for part in scheduled[num_decodes:]])
+        chunks = sum(
+            [self.chunk_seconds(part.request, part.start, part.num_tokens) for part in scheduled[num_decodes:]]
+        )
         fixed = max(cost.seconds(work) - chunks - cost.per_context * work.context, 0.0)
         parts, per_context = (scheduled[:num_decodes], cost.per_context) if num_decodes else (scheduled, 0.0)
         fixed *= self.interval_share / sum([part.num_tokens for part in parts])
@@ -147,11 +149,16 @@ class Forecast:
         for key, request in one_of.items():
             tenants.spend(request, spent[key])
 
+    def chunk_seconds(self, request: Request, start: int, num_tokens: int) -> float:
+        """Return the seconds that a chunk of the prompt adds to a step of many rows; 0 without a cost."""
+        return 0.0 if self.cost is None else self.cost.chunk_seconds(start, num_tokens, request.adapter_weights)
+
     def compute_seconds(self, request: Request, start: int, end: int) -> float:
         """Return the seconds of this replica's time that tokens [start, end) of a prompt take; without a cost: inf."""
         if self.cost is None:
             return inf
-        seconds = self.cost.prefill_seconds(start, end, self.table.config.max_num_batched_tokens)
+        most = self.table.config.max_num_batched_tokens
+        seconds = self.cost.prefill_seconds(start, end, most, request.adapter_weights)
         return self.factor(request) * self.interval_share * seconds
 
     def prefill_seconds(self, request: Request) -> float:
@@ -173,7 +180,9 @@ class Forecast:
         if self.cost is None or self.interval_share >= 1:
             return 0.0
         most = self.table.config.max_num_batched_tokens
-        return (1 - self.interval_share) * self.cost.last_step_seconds(*self._rest(request), most)
+        return (1 - self.interval_share) * self.cost.last_step_seconds(
+            *self._rest(request), most, request.adapter_weights
+        )
 
     def _rest(self, request: Request) -> tuple[int, int]:
         """Return first and last position of the uncached tokens of a request."""
@@ -185,9 +194,9 @@ class Forecast:
         cost, config = self.cost, self.table.config
         if cost is None or not (streams or arriving):
             return 1.0
-        num_streams = (len(streams) + len(arriving)) / self.depth  # in a step: each has its share of the streams
-        context = sum(stream.num_tokens for stream in streams) / self.depth
-        work = StepWork(decodes=num_streams, context=context)
+        # Each step in flight has its share of the streams.
+        context, adapters = sum(stream.num_tokens for stream in streams), adapter_work(streams)
+        work = StepWork.of_streams(len(streams) + len(arriving), context, adapters, self.depth)
         priorities = [each.priority for each in (*streams, *arriving)]
         tpot, page = min(config.slo_classes[each].tpot_s for each in priorities), self.table.pages.page_size
         is_urgent = priority <= min(priorities)

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from math import inf
 
-from crossdock.workers.schedule.cost.cost import StepCost
-from crossdock.workers.schedule.request import Request
+from crossdock.workers.schedule.cost.cost import NO_ADAPTERS, AdapterWork, StepCost
+from crossdock.workers.schedule.request import Request, adapter_work
 from crossdock.workers.schedule.slo import SloClass
 
 LONGEST_GAP = 1.25
@@ -67,7 +67,8 @@ def skip_decodes(streams: Sequence[Request], now: float, cost: StepCost) -> set[
     for stream in streams:
         earliest[stream.priority] = min(stream.due, earliest.get(stream.priority, inf))
     num_left, context = len(streams), sum([stream.num_tokens for stream in streams])
-    seconds = cost.decode_step_seconds(num_left, context)
+    adapters, adapted = adapter_work(streams)
+    seconds = cost.decode_step_seconds(num_left, context, adapters, adapted)
     if now + seconds <= min(earliest.values()):  # no stream would be late
         return skipped
     for stream in sorted(streams, key=lambda stream: (-stream.priority, -stream.due, stream.id)):
@@ -76,17 +77,20 @@ def skip_decodes(streams: Sequence[Request], now: float, cost: StepCost) -> set[
             continue
         skipped.add(stream.id)
         num_left, context = num_left - 1, context - stream.num_tokens
-        seconds = cost.decode_step_seconds(num_left, context)
+        adapted -= stream.adapter_weights
+        seconds = cost.decode_step_seconds(num_left, context, adapters, adapted)
     return skipped
 
 
-def steps_without_skips(contexts: Sequence[int], tpot: float, cost: StepCost) -> int:
+def steps_without_skips(
+    contexts: Sequence[int], tpot: float, cost: StepCost, adapters: AdapterWork = NO_ADAPTERS
+) -> int:
     """Return for how many equal steps `skip_decodes` leaves out no stream, if no stream is left out in the first.
 
     A stream that made a token is due `tpot` later at the earliest, so no stream is late while a step takes less.
-    `contexts`: tokens of each stream.
+    `contexts`: tokens of each stream. `adapters`: of the streams.
     """
-    slack = _ROUNDING * tpot - cost.decode_step_seconds(len(contexts), sum(contexts))
+    slack = _ROUNDING * tpot - cost.decode_step_seconds(len(contexts), sum(contexts), *adapters)
     per_step = cost.per_context * len(contexts)
     if slack < 0:
         return 1

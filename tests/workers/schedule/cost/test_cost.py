@@ -57,6 +57,23 @@ def test_context_of_chunks_has_a_price_of_its_own() -> None:
     assert cost.per_chunk_context == pytest.approx(TRUTH.per_context, rel=0.02)
 
 
+def test_fit_learns_from_served_steps_what_adapters_cost() -> None:
+    adapted = TRUTH.model_copy(update={"per_adapter": 4e-10, "per_adapted": 1.5e-10})
+    fit, rng = StepCostFit(sweep(TRUTH)), random.Random(5)
+    assert fit.cost.advertised == fit.cost.coefficients[:-2], "without adapters there is nothing to tell"
+    for _ in range(320):
+        count, used, size = rng.randrange(1, 9), rng.randrange(1, 9), rng.choice([2_400_000, 20_000_000])
+        work = StepWork.of([], [rng.randrange(1, 2000)] * count)
+        work = work._replace(adapters=min(count, used) * size, adapted=count * size)
+        work = work.plus_chunk(0, rng.randrange(16, 200), rng.choice([0, size])) if rng.random() < 0.5 else work
+        fit.observe(work, adapted.seconds(work) * rng.uniform(0.95, 1.05))
+    assert fit.cost.per_adapter == pytest.approx(4e-10, rel=0.2)
+    assert fit.cost.per_adapted == pytest.approx(1.5e-10, rel=0.2)
+    work = StepWork.of([], [100] * 8)
+    assert fit.cost.seconds(work) == pytest.approx(TRUTH.seconds(work), rel=0.03), "plain steps cost what they did"
+    assert StepCost.of(fit.cost.advertised) == fit.cost
+
+
 def test_fit_with_ten_percent_noise_has_a_small_error() -> None:
     fit = StepCostFit(sweep(TRUTH, noise=0.1))
     for work, seconds in sweep(TRUTH, count=300, noise=0.1, seed=2):

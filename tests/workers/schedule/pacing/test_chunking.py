@@ -5,7 +5,7 @@ from math import inf
 from hypothesis import given
 from hypothesis import strategies as st
 
-from crossdock.workers.schedule.cost.cost import StepCost, StepWork
+from crossdock.workers.schedule.cost.cost import AdapterWork, StepCost, StepWork
 from crossdock.workers.schedule.pacing.chunking import (
     FREE_SHARE,
     KNEE,
@@ -51,6 +51,19 @@ def test_adaptive_chunk_keeps_the_step_within_the_slack(
     assert step <= max(allowed, (1 + FREE_SHARE) * least) + 1e-9
     larger = COST.seconds(StepWork.of([(start, tokens + 16)], contexts))
     assert tokens == length or larger > allowed or tokens + 16 > 2048 - len(contexts), "the largest such chunk"
+
+
+def test_chunk_beside_adapters_or_with_one_is_shorter_and_keeps_the_step_within_the_slack() -> None:
+    cost = COST.model_copy(update={"per_adapter": 4e-10, "per_adapted": 2e-10})
+    size, found = 10_000_000, []
+    for beside, own in ((0, 0), (8, 0), (0, 1), (8, 1)):
+        streams = AdapterWork(beside * size, beside * size)
+        budget = adaptive_chunk_budget(2048, 32, [100] * 8, 0.25, 0.5, cost, adapters=streams)
+        tokens = budget.chunk(Candidate(0, 4000, adapter_weights=own * size), 0, 16)
+        step = StepWork.of_streams(8, 800, streams).plus_chunk(0, tokens, own * size)
+        assert cost.seconds(step) <= SLACK_SHARE * 0.25 < cost.seconds(step.plus_chunk(0, 16, own * size))
+        found.append(tokens)
+    assert found[0] > found[1] > found[2] > found[3], "eight rows take 0.05 s more, each of a chunk's 2 ms"
 
 
 def test_less_urgent_prompt_goes_on_by_a_part_of_a_page_where_no_page_fits() -> None:
