@@ -66,7 +66,7 @@ class TenantWork(NamedTuple):
 
 
 class AdapterUse(NamedTuple):
-    """What the adapters of a replica's requests add to its steps."""
+    """Tells how much the adapters of requests add to a replica's steps."""
 
     num_used: int = 0  # adapters of streams
     now: AdapterWork = NO_ADAPTERS  # of the streams, all in one step

@@ -191,7 +191,7 @@ class Request:
 
 
 def adapter_work(streams: Iterable[Request]) -> AdapterWork:
-    """Return what adapters add to a step of one token of each stream."""
+    """Return the numbers that adapters add to a step of one token of each stream."""
     own = [stream.adapter for stream in streams if stream.adapter]
     if not own:
         return NO_ADAPTERS

@@ -14,7 +14,7 @@ from crossdock.workers.schedule.cost.formula import CostFormula
 
 
 class AdapterWork(NamedTuple):
-    """What LoRA adapters add to a step of one token of each stream, as in `StepWork`."""
+    """Counts the numbers that LoRA adapters add to a step of one token of each stream, as in `StepWork`."""
 
     adapters: float
     adapted: float
