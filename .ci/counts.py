@@ -15,8 +15,8 @@ from statistics import mean, median
 
 CODE = ("cluster", "router", "workers", "kvtransfer", "kernels", ".ci")
 BUDGETS = {  # count: the most that there may be
-    "lines of code": 68_459,
-    "lines of tests": 65_860,
+    "lines of code": 68_631,
+    "lines of tests": 65_898,
     "lines of benchmarks": 12_978,
     "lines of benchmarks/RESULTS.md": 500,
     "Python files in the largest folder": 20,
