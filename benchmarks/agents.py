@@ -5,10 +5,10 @@
     python benchmarks/agents.py --settings one one-files vllm --duration 70 --venvs VENVS  # after peers/vllm.sh install
 
 The load is `crossdock bench -w agents`: sessions of many turns, each of which repeats all before it. All settings get
-the same sessions and the same KV memory, `--kv-tokens` in all; two replicas have half each. `unpriced`: the router does
-not count evictions of a request. `files`: pages that leave a pool go to files, and take no more memory; `host`: they go
-to the host's memory, `--host-tokens` in all. `fixed`: with vLLM's rule of chunks, which keeps no stream's pace. Agents
-wait for answers, so a slow server gets fewer turns: look at the turns as well as at the times.
+the same sessions and the same KV memory, `--kv-tokens` in all; two replicas have half each. `files`: pages that leave a
+pool go to files, and take no more memory; `host`: they go to the host's memory, `--host-tokens` in all. `fixed`: with
+vLLM's rule of chunks, which keeps no stream's pace. Agents wait for answers, so a slow server gets fewer turns: look at
+the turns as well as at the times.
 
 Settings run one at a time, each on a server of its own, and alternate in every repeat. Run nothing else beside them.
 """
@@ -37,7 +37,6 @@ SETTINGS: dict[str, tuple[int, tuple[str, ...]]] = {  # replicas, and flags
     "one-host": (1, ("--kv-cache-host-memory", "{host}")),
     "one-files": (1, ("--kv-cache-files", "{files},8GiB")),
     "two": (2, ()),
-    "two-unpriced": (2, ("--set", "router.evictions=ignored")),
     "two-host": (2, ("--kv-cache-host-memory", "{host}")),
     "two-host-fixed": (2, ("--kv-cache-host-memory", "{host}", "--chunk-policy", "fixed", *BUDGET)),
     "two-files": (2, ("--kv-cache-files", "{files},8GiB")),

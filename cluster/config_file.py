@@ -14,6 +14,7 @@ from crossdock.cluster.config import ClusterConfig, field_at, model_at
 
 _GONE = {
     "engine.prefix_eviction": "gone, leave it out: the least recently used page is evicted first",
+    "router.evictions": "gone, leave it out: the pages that a request evicts are always priced",
     "deploy": "gone, leave it out: manifests/ has files for Kubernetes, ray up and Serve, to be edited there",
 }
 

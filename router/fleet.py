@@ -47,9 +47,6 @@ class RouterConfig(BaseModel):
         description="Replicas with unlike weights, as of two formats: apart exchange no pages and no running streams, "
         "whose tokens would change; mixed do.",
     )
-    evictions: Literal["priced", "ignored"] = Field(
-        "priced", description="The seconds of prefill that will be done again where a request evicts cached pages."
-    )
     ttl_s: float = Field(3.0, gt=0, description="Silence after which a replica counts as busy as the busiest.")
     max_prefix_pages: int = Field(500_000, ge=0, description="Page hashes known at most, about 300 bytes each.")
 
@@ -256,8 +253,6 @@ class Fleet:
         if query.adapter:
             waits = self.table.adapter_waits(query.adapter)
             prediction.ttft += waits if slots is None else waits[slots]
-        if self.config.evictions == "ignored":
-            prediction.evicted[:] = 0.0
         return prediction
 
     def _priority(self, slo_class: str) -> int:

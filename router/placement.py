@@ -53,7 +53,7 @@ trips in docs/nixl.md. pools: 18.8 % of requests are shipped, with 0 20.4 %, wit
 
 EVICTION_WEIGHT = 2.0
 """Cost of one second of prefill that evicted pages will need again, in seconds of work: a replica works for it, and the
-request that needs it waits for it. 64 agents on eight replicas of 1,500 pages (`benchmarks/routing/eviction_price.py`):
+request that needs it waits for it. 64 agents on eight replicas of 1,500 pages (simulated, 2026-11-23):
 with 0, 0.5, 1, 2, 4, 8 and 32, 87, 87.5, 89.4, 90.6, 91.2, 91.1 and 90.1 % of prompt tokens are cached."""
 
 PAIR_CANDIDATES = 4

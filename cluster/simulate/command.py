@@ -76,13 +76,6 @@ class SimulateFlags(Amount, SharedFlags):
             rich_help_panel=_STUDY,
         ),
     ] = None
-    evictions: Annotated[
-        str | None,
-        typer.Option(
-            help="Whether the router counts what a request evicts, or both to compare: priced, ignored.",
-            rich_help_panel=_STUDY,
-        ),
-    ] = None
     sweep: Annotated[
         bool,
         typer.Option("--sweep", help="Find the best ratio of prefill to decode replicas.", rich_help_panel=_STUDY),
@@ -128,7 +121,7 @@ def _variants(fleet: "SimulatedFleet", flags: SimulateFlags) -> "list[tuple[str,
     from crossdock.cluster.simulate.study import ratios, routed
 
     variants = [("", fleet)]
-    for setting, values in (("policy", flags.policy), ("shipping", flags.shipping), ("evictions", flags.evictions)):
+    for setting, values in (("policy", flags.policy), ("shipping", flags.shipping)):
         if values is not None:
             variants = [
                 (f"{name} {value}".strip(), variant)
