@@ -56,6 +56,11 @@ class DecoderLayer:
     down: Weight  # [E, I]
     window: int | None
 
+    @property
+    def matrices(self) -> tuple[Weight, ...]:
+        """Return the weights of all products."""
+        return self.q, self.k, self.v, self.out, self.gate, self.up, self.down
+
 
 @dataclass(frozen=True, slots=True)
 class DecoderShape:
@@ -305,8 +310,7 @@ class DecoderStack:
 
 def _is_one_call(layer: DecoderLayer) -> bool:
     """Return whether decoder.cpp computes a layer: with columns in order, and bfloat16 only with AVX512-BF16."""
-    matrices = [getattr(layer, name) for name in ("q", "k", "v", "out", "gate", "up", "down")]
-    in_order = all(isinstance(each, Tensor) or each.columns is None for each in matrices)
+    in_order = all(isinstance(each, Tensor) or each.columns is None for each in layer.matrices)
     return in_order and (layer.input_norm.dtype is torch.float32 or "avx512_bf16" in cpu_flags())
 
 

@@ -76,6 +76,7 @@ def load_model(
         generation = None
     module = module.to(device)
     loaded()
+    checkpoint = fingerprint(path) if links is None else ""
     options = LoadOptions(
         max_model_len=spec.max_model_len,
         generation=generation,
@@ -89,9 +90,9 @@ def load_model(
         used_by_others=used_by_others,
         max_lora_rank=spec.max_lora_rank,
         max_loras=spec.max_loras,
-        checkpoint=f"{fingerprint(path)} {spec.quantization}" if device == "cpu" and links is None else "",
+        checkpoint=f"{checkpoint} {spec.quantization}" if device == "cpu" and checkpoint else "",
     )
-    return wrap_module(module, options)
+    return replace(wrap_module(module, options), checkpoint=checkpoint)
 
 
 _DEFAULTS = LoadOptions()

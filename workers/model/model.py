@@ -36,6 +36,7 @@ class LoadedModel(Network):
     scales: Sequence[tuple[Tensor, Tensor]] = ()
     """Of each layer here, if pages are e4m3: of keys and of values, [Hkv] float32, powers of two."""
     kernels: str = ""  # which compute the products of fused layers, as text; empty: transformers' own code does
+    checkpoint: str = ""  # fingerprint of its files; empty: a part of a model, or of no files
     variant: str = ""  # sets it apart from others of the same weights whose keys and values differ
     encoder: PictureEncoder | None = None  # None: prompts are text alone, see `why_text_alone`
     why_text_alone: str = "the model takes text alone"

@@ -29,7 +29,7 @@ from crossdock.workers.model.layer_kinds import (
     recurrent_layers,
 )
 from crossdock.workers.model.layers.fixed_order import check_rows
-from crossdock.workers.model.layers.fusion import is_packed
+from crossdock.workers.model.layers.llama_layers import is_packed
 from crossdock.workers.model.layers.replaced_parts import (
     cache_latents_if_equal,
     fuse_layers_if_equal,

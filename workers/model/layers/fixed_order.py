@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from crossdock.workers.model.inputs import StepInputs
-from crossdock.workers.model.layers.fusion import NotFusableError, decoder_layers
+from crossdock.workers.model.layers.llama_layers import NotFusableError, decoder_layers
 from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.schedule.batch import Batch, Scheduled
 from crossdock.workers.schedule.request import Request

@@ -1,10 +1,10 @@
-"""Llama-shaped layers of a transformers model, recognised by their modules and run without transformers' own code.
+"""Llama-shaped layers of a transformers model, run without transformers' own code.
 
 Fusion is optional. Layers that are not recognised run in transformers' own code; so do those whose logits differ, which
 the probe finds out.
 """
 
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 from weakref import WeakKeyDictionary
@@ -31,23 +31,19 @@ from crossdock.kernels.options import CpuKernels, Kernel
 from crossdock.kernels.packed import PackedMatrix
 from crossdock.workers.model.forward.forward_context import current_adapters
 from crossdock.workers.model.forward.row_adapters import AdapterWeights
+from crossdock.workers.model.layers.llama_layers import (
+    PROJECTIONS,
+    NotFusableError,
+    decoder_layers,
+    is_packed,
+    layer_weights,
+    shape_of,
+    weight_of,
+)
 from crossdock.workers.model.weights.heap import trim_heap
 
-PROJECTIONS = {  # by the name of the matrix in `DecoderLayer`
-    "q": "self_attn.q_proj",
-    "k": "self_attn.k_proj",
-    "v": "self_attn.v_proj",
-    "out": "self_attn.o_proj",
-    "gate": "mlp.gate_proj",
-    "up": "mlp.up_proj",
-    "down": "mlp.down_proj",
-}
 PageViews = Sequence[tuple[Tensor, Tensor]]
 CurrentPages = Callable[[], tuple[PageViews, AttentionBatch]]
-
-
-class NotFusableError(Exception):
-    """The layers are not of the shape that fused layers compute; the message names the difference."""
 
 
 class FusedLayers(nn.Module):
@@ -76,7 +72,7 @@ class FusedLayers(nn.Module):
 
     def with_weights(self, layers: nn.ModuleList) -> DecoderStack:
         """Return a stack of the same kernels with the weights of other layers. ValueError: the kernels would round."""
-        new = [_layer(*each) for each in zip(layers, self._stack.windows, strict=True)]
+        new = [layer_weights(*each) for each in zip(layers, self._stack.windows, strict=True)]
         _refuse_rounding(self._stack.kernels, _matrices(new))
         return self._stack.with_weights(new)
 
@@ -170,8 +166,8 @@ def fuse(
     """
     model: Any = module
     decoder, layers = decoder_layers(model)
-    weights = [_layer(layer, window) for layer, window in zip(layers, windows, strict=True)]
-    shape = _shape(layers[0])
+    weights = [layer_weights(layer, window) for layer, window in zip(layers, windows, strict=True)]
+    shape = shape_of(layers[0])
     if reason := shape.why_not():
         raise NotFusableError(reason)
     head: Any = getattr(model, "lm_head", None)
@@ -258,14 +254,6 @@ def drop_fused(module: nn.Module) -> None:
             part.linear.formats.clear()
 
 
-def weight_of(linear: Any) -> Weight | None:
-    """Return the weight of a linear, plain or packed; None: the module is no linear."""
-    packed = getattr(linear, "packed", None)
-    if isinstance(packed, PackedMatrix):
-        return packed
-    return linear.weight if type(linear) is nn.Linear else None
-
-
 Usable: TypeAlias = tuple[Sequence[Kernel], Sequence[Kernel]]
 """The kernels that may compute the layers, and those that may compute the head."""
 
@@ -283,8 +271,7 @@ def _usable(layers: Sequence[DecoderLayer], head: Weight, setting: CpuKernels) -
 
 
 def _matrices(layers: Sequence[DecoderLayer]) -> list[Weight]:
-    names = ("q", "k", "v", "out", "gate", "up", "down")
-    return [getattr(layer, name) for layer in layers for name in names]
+    return [matrix for layer in layers for matrix in layer.matrices]
 
 
 def _fit(matrices: Sequence[Weight]) -> bool:
@@ -331,7 +318,7 @@ def _check_forms(layers: Sequence[DecoderLayer]) -> None:
 def _taken(layers: nn.ModuleList, windows: Sequence[int | None]) -> Iterator[DecoderLayer]:
     """Yield the weights of each layer, and then give up its packed matrices, so that memory holds them once."""
     for layer, window in zip(layers, windows, strict=True):
-        yield _layer(layer, window)
+        yield layer_weights(layer, window)
         for part in layer.modules():
             vars(part).pop("packed", None)
         trim_heap()
@@ -361,133 +348,3 @@ def _turn_to(dtype: torch.dtype, layers: Sequence[DecoderLayer]) -> None:
     for parameter in _matrices(layers):
         if isinstance(parameter, Tensor):
             parameter.data = parameter.data.to(dtype)
-
-
-def is_packed(module: nn.Module) -> bool:
-    """Return whether a linear of the module has a packed weight."""
-    return any(isinstance(getattr(part, "packed", None), PackedMatrix) for part in module.modules())
-
-
-def _has_weights(module: nn.Module) -> bool:
-    return is_packed(module) or any(True for _ in module.parameters())
-
-
-def _expect(part: nn.Module | None, name: str, needed: Set[str], optional: Set[str] = frozenset()) -> None:
-    """Check that exactly these children of `part` have weights; `name` is the part's, for the error."""
-    names = (
-        {child_name for child_name, child in part.named_children() if _has_weights(child)}
-        if part is not None
-        else set()
-    )
-    if wrong := (names - optional) ^ needed:
-        raise NotFusableError(f"the {name} differs in {', '.join(sorted(wrong))}")
-
-
-def decoder_layers(model: Any) -> tuple[Any, nn.ModuleList]:
-    """Return the module whose `layers` are the decoder layers, and these layers.
-
-    Raises:
-        NotFusableError: the model has no such module.
-    """
-    decoder: Any = getattr(model, "model", None)
-    for name in ("language_model", "text_model"):  # beside an encoder of pictures
-        decoder = getattr(decoder, name, decoder)
-    layers: Any = getattr(decoder, "layers", None)
-    if not isinstance(layers, nn.ModuleList):
-        raise NotFusableError("the model has no model.layers")
-    return decoder, layers
-
-
-def check_attention(layer: Any) -> None:
-    """Check that a layer has Llama's parts, and that its attention and norms are of Llama's shape.
-
-    Raises:
-        NotFusableError: with the difference.
-    """
-    _expect(layer, "layer", {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"})
-    attention = layer.self_attn
-    _expect(attention, "attention", {"q_proj", "k_proj", "v_proj", "o_proj"}, {"q_norm", "k_norm"})
-    if any(True for _ in attention.parameters(recurse=False)):
-        raise NotFusableError("the attention has weights beside its projections")
-    if not getattr(attention, "use_rope", True):
-        raise NotFusableError("a layer rotates no heads")
-    if attention.o_proj.bias is not None:
-        raise NotFusableError("the output projection has a bias")
-    norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
-    if any(norm is not None and norm.weight.numel() != attention.head_dim for norm in norms):
-        raise NotFusableError("the query norm is not over single heads")
-    norms += [layer.input_layernorm, layer.post_attention_layernorm]
-    if not all(norm is None or hasattr(norm, "variance_epsilon") for norm in norms):
-        raise NotFusableError("its norms are not Llama's RMS norm")
-
-
-def check_mlp(mlp: Any) -> None:
-    """Check that an mlp is Llama's: down(silu(gate) * up), without biases.
-
-    Raises:
-        NotFusableError: with the difference.
-    """
-    _expect(mlp, "mlp", {"gate_proj", "up_proj", "down_proj"})
-    if any(linear.bias is not None for linear in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)):
-        raise NotFusableError("the mlp projections have biases")
-    x = torch.linspace(-4, 4, 9)  # the logits of a probe may differ little between one activation and another
-    if not torch.allclose(mlp.act_fn(x), nn.functional.silu(x), atol=1e-5):
-        raise NotFusableError("the activation is not SiLU")
-
-
-def qkv_bias(attention: Any) -> Tensor | None:
-    """Return the bias [(Hq + 2 Hkv) D] of the three input projections, if all have one.
-
-    Raises:
-        NotFusableError: only some have one.
-    """
-    biases = [linear.bias for linear in (attention.q_proj, attention.k_proj, attention.v_proj)]
-    given = [bias for bias in biases if bias is not None]
-    if len(given) not in (0, len(biases)):
-        raise NotFusableError("not all input projections have biases")
-    return torch.cat(given) if given else None
-
-
-def _layer(layer: Any, window: int | None) -> DecoderLayer:
-    check_attention(layer)
-    check_mlp(layer.mlp)
-    attention, mlp = layer.self_attn, layer.mlp
-    norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
-    linears = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
-    matrices = [weight_of(linear) for linear in (*linears, mlp.gate_proj, mlp.up_proj, mlp.down_proj)]
-    given = [matrix for matrix in matrices if matrix is not None]
-    if len(given) < len(matrices):
-        raise NotFusableError("a projection is no plain linear")
-    if len({isinstance(matrix, PackedMatrix) for matrix in given}) > 1:
-        raise NotFusableError("some projections of a layer are packed and others plain")
-    q, k, v, out, gate, up, down = given
-    return DecoderLayer(
-        input_norm=layer.input_layernorm.weight,
-        q=q,
-        k=k,
-        v=v,
-        qkv_bias=qkv_bias(attention),
-        q_norm=norms[0].weight if norms[0] is not None else None,
-        k_norm=norms[1].weight if norms[1] is not None else None,
-        out=out,
-        post_norm=layer.post_attention_layernorm.weight,
-        gate=gate,
-        up=up,
-        down=down,
-        window=window,
-    )
-
-
-def _shape(layer: Any) -> DecoderShape:
-    attention = layer.self_attn
-    qk_norm = getattr(attention, "q_norm", None)
-    return DecoderShape(
-        hidden=attention.q_proj.in_features,
-        num_heads=attention.q_proj.out_features // attention.head_dim,
-        num_kv_heads=attention.k_proj.out_features // attention.head_dim,
-        head_dim=attention.head_dim,
-        intermediate=layer.mlp.gate_proj.out_features,
-        eps=layer.input_layernorm.variance_epsilon,
-        qk_eps=qk_norm.variance_epsilon if qk_norm is not None else 0.0,
-        scale=attention.scaling,
-    )

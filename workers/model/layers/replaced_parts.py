@@ -21,8 +21,9 @@ from crossdock.workers.model.forward.latent import NoLatentsError, cache_latents
 from crossdock.workers.model.layers.coded_products import compute_by_humming, compute_from_codes
 from crossdock.workers.model.layers.fixed_order import fix_order
 from crossdock.workers.model.layers.fused_projections import join_projections
-from crossdock.workers.model.layers.fusion import NotFusableError, fuse, is_packed
+from crossdock.workers.model.layers.fusion import fuse
 from crossdock.workers.model.layers.grouped_experts import needs_own_experts, use_own_experts
+from crossdock.workers.model.layers.llama_layers import NotFusableError, is_packed
 from crossdock.workers.model.layers.triton_layers import use_triton_layers
 from crossdock.workers.model.load_options import LoadOptions
 from crossdock.workers.model.logits_check import PROBE_LENGTHS, LogitsCheck

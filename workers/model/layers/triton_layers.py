@@ -17,7 +17,7 @@ from crossdock.workers.model.architecture import num_deep_layers
 from crossdock.workers.model.forward.forward_context import current_context
 from crossdock.workers.model.forward.row_adapters import RowAdapters
 from crossdock.workers.model.layers.fused_projections import joined_tensor
-from crossdock.workers.model.layers.fusion import (
+from crossdock.workers.model.layers.llama_layers import (
     PROJECTIONS,
     NotFusableError,
     check_attention,

@@ -5,8 +5,7 @@ from collections.abc import Callable
 import torch
 
 from crossdock.workers.model.load import load_model
-from crossdock.workers.model.weights.checkpoint import resolve_model, resolve_tokenizer
-from crossdock.workers.model.weights.fingerprint import fingerprint
+from crossdock.workers.model.weights.checkpoint import resolve_tokenizer
 from crossdock.workers.replica.config import ReplicaSpec
 from crossdock.workers.replica.engine.computing import new_engine
 from crossdock.workers.replica.engine.engine import Engine
@@ -28,6 +27,5 @@ def load_engine(spec: ReplicaSpec, loaded: Callable[[], None] = lambda: None) ->
     kv_bytes = spec.engine.budget.known(device) or 0
     model = load_model(spec.model, device, kv_bytes=kv_bytes, loaded=loaded)
     tokenizer = resolve_tokenizer(spec.tokenizer, spec.model.path)
-    checkpoint = fingerprint(resolve_model(spec.model.path)) if spec.engine.kv_cache_files else ""
-    weights = checkpoint and spec.name_of_kept_pages(checkpoint)
+    weights = spec.name_of_kept_pages(model.checkpoint) if spec.engine.kv_cache_files else ""
     return new_engine(model, spec.engine, tokenizer, weights=weights)

@@ -48,7 +48,7 @@ class ModelStart:
         engine, profile = await (self._load(spec, reached) if spec.num_ranks == 1 else self._load_gang(spec, reached))
         reached("steps")
         folder = await asyncio.to_thread(resolve_model, spec.model.path)
-        checkpoint = await asyncio.to_thread(fingerprint, folder)
+        checkpoint = engine.model.checkpoint or await asyncio.to_thread(fingerprint, folder)
         machine = await asyncio.to_thread(describe_machine, engine.model, engine.executor.runner.graphs_text)
         self._starting = None
         return Started(engine, profile, checkpoint, machine, folder)

@@ -15,7 +15,7 @@ from crossdock.workers.model import load
 from crossdock.workers.model.cut.collectives import Collectives
 from crossdock.workers.model.cut.position import RankPosition
 from crossdock.workers.model.layers import replaced_parts
-from crossdock.workers.model.layers.fusion import NotFusableError
+from crossdock.workers.model.layers.llama_layers import NotFusableError
 from crossdock.workers.model.layers.triton_layers import TritonLayers, use_triton_layers
 from crossdock.workers.model.load import wrap_module
 from crossdock.workers.model.load_options import LoadOptions
