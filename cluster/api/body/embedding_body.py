@@ -1,4 +1,4 @@
-"""The body of a request for embeddings, and the completions without output that it becomes."""
+"""Bodies of requests for vectors and labels of texts, and the completions without output that they become."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -42,17 +42,21 @@ class PooledCompletion(CompletionRequest):
         return replace(plain, temperature=0.0, pooling=self.pooling)
 
 
-class EmbeddingRequest(Body):
-    """OpenAI's fields, then those vLLM adds, and `pooling`."""
+class PooledBody(Body):
+    """The fields of all requests for numbers about texts."""
+
+    service_tier: str | None = Field(None, description="An SLO class, or one of OpenAI's tiers.")
+    cache_salt: str = Field("", max_length=bounds.CACHE_SALT_CHARS)
+    priority: int = Field(0, ge=-(2**63), lt=2**63, description="As in completions.")
+    request_id: str | None = Field(None, pattern=REQUEST_ID, description="The id of the answer, as in completions.")
+
+    no_effect: ClassVar[Mapping[str, str]] = {"user": "nothing is kept about end users"}
+
+
+class InputBody(PooledBody):
+    """The fields of requests with texts, or with their token ids, in `input`."""
 
     input: Any = Field(description="A text, token ids, or a list of either.")
-    encoding_format: Literal["float", "base64"] = Field(
-        "float", description="`base64`: of numbers in float32, in little-endian order."
-    )
-    dimensions: int | None = Field(
-        None, ge=1, description="The first numbers of each vector, where the model was made for that."
-    )
-    service_tier: str | None = Field(None, description="An SLO class, or one of OpenAI's tiers.")
     add_special_tokens: bool = True
     truncate_prompt_tokens: int | None = Field(
         None, ge=-1, description="Tokens of each text that are kept; -1: as many as fit."
@@ -60,16 +64,28 @@ class EmbeddingRequest(Body):
     truncation_side: Literal["left", "right"] = Field(
         "left", description="Where a text that is too long is cut: `left` keeps its end, `right` its beginning."
     )
+
+    def pooled(self, pooling: Pooling) -> PooledCompletion:
+        """Return the completions that give the pooled hidden states of each text."""
+        passed = {name: getattr(self, name) for name in _PASSED}
+        return PooledCompletion(prompt=self.input, max_tokens=0, pooling=pooling, n=1, **passed)
+
+
+class EmbeddingRequest(InputBody):
+    """OpenAI's fields, those vLLM adds, and `pooling`."""
+
+    encoding_format: Literal["float", "base64"] = Field(
+        "float", description="`base64`: of numbers in float32, in little-endian order."
+    )
+    dimensions: int | None = Field(
+        None, ge=1, description="The first numbers of each vector, where the model was made for that."
+    )
     use_activation: bool | None = Field(None, description="true: vectors have a length of 1. The server's default.")
     normalize: bool | None = Field(None, description="Older vLLM's name of `use_activation`.")
     pooling: Pooling | None = Field(
         None, description="`last`: the last token's hidden state; `mean`: the mean of all. The server's default."
     )
-    cache_salt: str = Field("", max_length=bounds.CACHE_SALT_CHARS)
-    priority: int = Field(0, ge=-(2**63), lt=2**63, description="As in completions.")
-    request_id: str | None = Field(None, pattern=REQUEST_ID, description="The id of the answer, as in completions.")
 
-    no_effect: ClassVar[Mapping[str, str]] = {"user": "nothing is kept about end users"}
     refused_fields: ClassVar[Mapping[str, RefusedField]] = {
         "embed_dtype": RefusedField("base64 has numbers in float32", ("float32",)),
         "endianness": RefusedField("base64 has numbers in little-endian order", ("native", "little")),
@@ -85,10 +101,7 @@ class EmbeddingRequest(Body):
             raise ApiError(f"'pooling' must be given: {reason}.", param="pooling", code="missing_required_parameter")
         if self.dimensions is not None:
             defaults.check_size(self.dimensions)
-        passed = {name: getattr(self, name) for name in _PASSED}
-        return PooledCompletion(
-            prompt=self.input, max_tokens=0, pooling=self.pooling or defaults.pooling, n=1, **passed
-        )
+        return self.pooled(self.pooling or defaults.pooling)
 
     def normalizes(self, defaults: EmbeddingDefaults) -> bool:
         """Return whether vectors get a length of 1. Raises ApiError where two fields contradict each other."""
@@ -102,22 +115,13 @@ class EmbeddingRequest(Body):
         return given.pop() if given else defaults.normalizes
 
 
-class ClassifyRequest(Body):
+class ClassifyRequest(InputBody):
     """The fields of vLLM's /classify."""
 
-    input: Any = Field(description="A text, token ids, or a list of either.")
     use_activation: bool | None = Field(
         None, description="false: logits. true: softmax or sigmoid, as the model's config.json says. Default: true."
     )
-    service_tier: str | None = Field(None, description="An SLO class, or one of OpenAI's tiers.")
-    add_special_tokens: bool = True
-    truncate_prompt_tokens: int | None = Field(None, ge=-1, description="As in embeddings.")
-    truncation_side: Literal["left", "right"] = Field("left", description="As in embeddings.")
-    cache_salt: str = Field("", max_length=bounds.CACHE_SALT_CHARS)
-    priority: int = Field(0, ge=-(2**63), lt=2**63, description="As in completions.")
-    request_id: str | None = Field(None, pattern=REQUEST_ID, description="The id of the answer, as in completions.")
 
-    no_effect: ClassVar[Mapping[str, str]] = EmbeddingRequest.no_effect
     refused_fields: ClassVar[Mapping[str, RefusedField]] = {
         "activation": RefusedField("use 'use_activation', its newer name", (True,)),
         "messages": RefusedField("send the token ids that /tokenize makes of them as 'input'"),
@@ -126,5 +130,4 @@ class ClassifyRequest(Body):
 
     def completion(self) -> PooledCompletion:
         """Return the completions that give the last hidden state of each text."""
-        passed = {name: getattr(self, name) for name in _PASSED}
-        return PooledCompletion(prompt=self.input, max_tokens=0, pooling="last", n=1, **passed)
+        return self.pooled("last")

@@ -6,15 +6,14 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from crossdock.cluster.api import bounds
-from crossdock.cluster.api.body.generation_body import REQUEST_ID
-from crossdock.cluster.api.body.json_body import Body
+from crossdock.cluster.api.body.embedding_body import PooledBody
 from crossdock.cluster.api.body.other_fields import RefusedField
 from crossdock.cluster.api.errors import ApiError
 
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"  # Qwen3-Reranker's own
 
 
-class PairsBody(Body):
+class PairsBody(PooledBody):
     """The fields of all requests for scores."""
 
     truncate_prompt_tokens: int | None = Field(
@@ -23,12 +22,7 @@ class PairsBody(Body):
     instruction: str = Field(
         INSTRUCTION, max_length=bounds.TEMPLATE_CHARS, description="What a model that judges pairs looks for."
     )
-    service_tier: str | None = Field(None, description="An SLO class, or one of OpenAI's tiers.")
-    cache_salt: str = Field("", max_length=bounds.CACHE_SALT_CHARS)
-    priority: int = Field(0, ge=-(2**63), lt=2**63, description="As in completions.")
-    request_id: str | None = Field(None, pattern=REQUEST_ID, description="The id of the answer, as in completions.")
 
-    no_effect: ClassVar[Mapping[str, str]] = {"user": "nothing is kept about end users"}
     refused_fields: ClassVar[Mapping[str, RefusedField]] = {
         "activation": RefusedField("scores are cosines, or probabilities from 0 to 1", (True,)),
         "use_activation": RefusedField("scores are cosines, or probabilities from 0 to 1", (True,)),

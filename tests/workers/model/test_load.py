@@ -1,4 +1,5 @@
-"""Weights come from safetensors only: other formats are pickles, which run code when they are loaded."""
+"""Weights come from safetensors only: other formats are pickles, which run code when they are loaded. A loaded model
+names the files that it came from."""
 
 import json
 from pathlib import Path
@@ -8,6 +9,7 @@ import torch
 
 from crossdock.workers.model.load import load_model
 from crossdock.workers.model.model_spec import ModelSpec
+from crossdock.workers.model.weights.fingerprint import fingerprint
 from tests.workers.architectures import build
 
 
@@ -52,3 +54,8 @@ def test_checkpoint_that_brings_code_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"config.json cannot be read: .* contains custom code"):
         load_model(ModelSpec(str(model)))
     assert not trap.exists()
+
+
+def test_loaded_model_has_the_fingerprint_of_its_files(tmp_path: Path) -> None:
+    build("llama", {}).save_pretrained(tmp_path)
+    assert load_model(ModelSpec(str(tmp_path))).checkpoint == fingerprint(tmp_path)
