@@ -15,9 +15,9 @@ from statistics import mean, median
 
 CODE = ("cluster", "router", "workers", "kvtransfer", "kernels", ".ci")
 BUDGETS = {  # count: the most that there may be
-    "lines of code": 68_631,
-    "lines of tests": 65_898,
-    "lines of benchmarks": 12_978,
+    "lines of code": 68_643,
+    "lines of tests": 65_905,
+    "lines of benchmarks": 12_178,
     "lines of benchmarks/RESULTS.md": 500,
     "Python files in the largest folder": 20,
     "lines of the longest class": 350,
