@@ -2,8 +2,7 @@
 
 import ctypes
 from collections.abc import Mapping, Sequence
-from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,14 +15,6 @@ from crossdock.kernels.low_rank import Pair, Rows
 _NAMES = ("q", "k", "v", "out", "gate", "up", "down")  # of matrices in `DecoderLayer`, as `DeltaOf` of low_rank.h
 
 
-class _Delta(ctypes.Structure):
-    _fields_ = [("a", ctypes.c_void_p), ("b", ctypes.c_void_p), ("rank", ctypes.c_int64)]
-
-
-class _LayerDeltas(ctypes.Structure):
-    _fields_ = [(name, _Delta) for name in _NAMES]
-
-
 class StackDeltas:
     """The matrices of one adapter, by layer and by the name of the matrix in `DecoderLayer` that they change."""
 
@@ -31,17 +22,14 @@ class StackDeltas:
         """In each pair, A and the transpose of B must be contiguous."""
         self.layers = layers
         self.rank = max((a.shape[0] for layer in layers for a, _ in layer.values()), default=0)
-
-    @cached_property
-    def structures(self) -> Any:
-        """Return the layers as decoder.cpp reads them. They point into the tensors."""
-        structures = (_LayerDeltas * len(self.layers))()
-        for structure, layer in zip(structures, self.layers, strict=True):
+        self.structures = np.zeros(
+            (len(layers), len(_NAMES), 3), np.int64
+        )  # `LayerDeltas` of low_rank.h, into `layers`
+        for layer, structure in zip(layers, self.structures, strict=True):
             for name, (a, b) in layer.items():
                 assert a.is_contiguous()
                 assert b.T.is_contiguous()
-                setattr(structure, name, _Delta(a.data_ptr(), b.data_ptr(), a.shape[0]))
-        return structures
+                structure[_NAMES.index(name)] = a.data_ptr(), b.data_ptr(), a.shape[0]
 
 
 class RowDeltas(NamedTuple):
@@ -58,7 +46,7 @@ class RowDeltas(NamedTuple):
         """Return the address of each row's `structures`, [T] int64; 0: the row has no adapter."""
         found = np.zeros(num_rows, np.int64)
         for deltas, rows in self.groups:
-            found[rows if isinstance(rows, slice) else rows.numpy()] = ctypes.addressof(deltas.structures)
+            found[rows if isinstance(rows, slice) else rows.numpy()] = deltas.structures.ctypes.data
         return found
 
 

@@ -16,6 +16,7 @@ from crossdock.workers.model.cut.collectives import Collectives
 from crossdock.workers.model.cut.part import ModelPart
 from crossdock.workers.model.cut.position import RankPosition
 from crossdock.workers.model.layer_kinds import recurrent_layers
+from crossdock.workers.model.layers.fusion import FusedLayers
 from crossdock.workers.model.layers.llama4 import attention_chunks, scale_by_position
 from crossdock.workers.model.layers.routed_experts import skip_idle_experts
 from crossdock.workers.model.load_options import LoadOptions
@@ -124,6 +125,8 @@ def wrap_module(module: Any, options: LoadOptions = _DEFAULTS) -> LoadedModel:
     with tap.opened(), part.checking():
         model = probe(network, options, _eos_token_ids(config, options.generation))
         tap.check()
+    if adapters is not None:
+        adapters.before_use.extend(each.deltas_of for each in module.modules() if isinstance(each, FusedLayers))
     reason = why_text_alone(config, attention)
     if reason and is_multimodal(config):
         logger.warning("prompts are text alone: %s", reason)

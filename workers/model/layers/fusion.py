@@ -62,7 +62,7 @@ class FusedLayers(nn.Module):
         pages, batch = self._current_pages()
         cos, sin = position_embeddings  # [1, T, D] each
         adapters = current_adapters()
-        deltas = [] if adapters is None else [(self._deltas_of(weights), rows) for weights, rows in adapters.groups]
+        deltas = [] if adapters is None else [(self.deltas_of(weights), rows) for weights, rows in adapters.groups]
         return self._stack(hidden_states[0], cos[0], sin[0], pages, batch, RowDeltas(deltas))[None]
 
     @property
@@ -84,8 +84,8 @@ class FusedLayers(nn.Module):
         """Give up the weights, until `take`."""
         self._stack.drop()
 
-    def _deltas_of(self, weights: AdapterWeights) -> StackDeltas:
-        """Return the matrices of an adapter by layer."""
+    def deltas_of(self, weights: AdapterWeights) -> StackDeltas:
+        """Return the matrices of an adapter by layer. The first call takes a millisecond or two."""
         if weights not in self._deltas:
             names = [f"{self._path}.{layer}" for layer in range(self._stack.num_layers)]
             own = [{each: weights.pairs.get(f"{name}.{path}") for each, path in PROJECTIONS.items()} for name in names]

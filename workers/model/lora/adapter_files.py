@@ -6,10 +6,12 @@ import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
-from io import BytesIO
 from math import prod, sqrt
+from os import fstat
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from crossdock.workers.model.weights.untrusted import check_pattern, read_json
 from crossdock.workers.schedule.submission import Adapter
@@ -62,12 +64,20 @@ class AdapterFiles:
         return Adapter(name, str(self.folder), fingerprint(self.folder), num_weights)
 
 
-def fingerprint(folder: Path, weights: bytes | bytearray | None = None) -> str:
+def read_weights(folder: Path) -> memoryview:
+    """Return all bytes of an adapter's tensors. Other threads run meanwhile, also where memory is new."""
+    with (folder / WEIGHTS).open("rb", buffering=0) as file:
+        content = np.empty(fstat(file.fileno()).st_size, np.uint8).data  # not zeroed first
+        at = 0
+        while count := file.readinto(content[at:]):
+            at += count
+    return content[:at]
+
+
+def fingerprint(folder: Path, weights: memoryview | None = None) -> str:
     """Return a hash of all bytes of an adapter's files. `weights`: those of its tensors, where they have been read."""
     digest = hashlib.blake2b((folder / CONFIG).read_bytes(), digest_size=16)
-    with BytesIO(weights) if weights is not None else (folder / WEIGHTS).open("rb") as content:
-        while block := content.read(1 << 20):
-            digest.update(block)
+    digest.update(read_weights(folder) if weights is None else weights)
     return digest.hexdigest()
 
 

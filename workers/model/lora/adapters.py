@@ -5,9 +5,9 @@ model's weights may be stored in any format: an adapter only sees inputs and out
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, groupby
+from itertools import chain, groupby, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +20,14 @@ from crossdock.kernels.low_rank import Pair
 from crossdock.workers.model.cut.part import ModelPart, TensorSlice
 from crossdock.workers.model.forward.forward_context import current_adapters
 from crossdock.workers.model.forward.row_adapters import AdapterRows, AdapterWeights, RowAdapters
-from crossdock.workers.model.lora.adapter_files import WEIGHTS, AdapterFiles, Factor, fingerprint, read_adapter
+from crossdock.workers.model.lora.adapter_files import (
+    WEIGHTS,
+    AdapterFiles,
+    Factor,
+    fingerprint,
+    read_adapter,
+    read_weights,
+)
 from crossdock.workers.model.weights.packed_layers import PackedLinear
 from crossdock.workers.schedule.submission import Adapter
 
@@ -49,6 +56,7 @@ class Adapters:
     most: int = 1  # in memory at once
     in_triton: bool = False  # steps compute them in Triton; else in torch, or as part of a kernel of a CPU
     loaded: dict[str, AdapterWeights] = field(default_factory=dict)
+    before_use: list[Callable[[AdapterWeights], object]] = field(default_factory=list)  # called in the thread of loads
 
     @property
     def reserved_bytes(self) -> int:
@@ -69,21 +77,31 @@ class Adapters:
             OSError: the files cannot be read.
         """
         files = read_adapter(Path(adapter.path), self.max_rank)
-        weights = bytearray((files.folder / WEIGHTS).read_bytes())  # once: a file may change, a mapped one may shrink
-        if fingerprint(files.folder, weights) != adapter.fingerprint:
+        content = read_weights(files.folder)  # once: a file may change, a mapped one may shrink
+        if fingerprint(files.folder, content) != adapter.fingerprint:
             raise ValueError(f"{files.folder} has other bytes than when adapter {adapter.name!r} was loaded first")
         alike: dict[Any, list[str]] = {}
         for name, (a, b) in files.factors.items():
             if self._is_here(files, name):
-                kind = (a.dtype, a.rows, a.columns, b.dtype, b.rows, self.sites[name].kept)
+                own_name = name.rpartition(".")[2]  # of one name, matrices are mostly as far apart from layer to layer
+                kind = (own_name, a.dtype, a.rows, a.columns, b.dtype, b.rows, self.sites[name].kept)
                 alike.setdefault(kind, []).append(name)
-        pairs = dict(chain.from_iterable(self._pairs(files, names, weights) for names in alike.values()))
-        self.loaded[adapter.fingerprint] = AdapterWeights(pairs, self._table(pairs))
+        in_file = {name: a.offset for name, (a, _) in files.factors.items()}
+        for names in alike.values():
+            names.sort(key=in_file.__getitem__)
+        pairs = dict(chain.from_iterable(self._pairs(files, names, content) for names in alike.values()))
+        weights = AdapterWeights(pairs, self._table(pairs))
+        for prepare in self.before_use:
+            prepare(weights)
+        self.loaded[adapter.fingerprint] = weights
 
     def _table(self, pairs: Mapping[str, Pair]) -> Tensor:
         """Return the addresses and the rank of each site's matrices, [sites, 3]; zeros where there are none."""
-        found = (pairs.get(name) for name in self.sites)
-        rows = [[0, 0, 0] if pair is None else [pair[0].data_ptr(), pair[1].data_ptr(), len(pair[0])] for pair in found]
+        rows = [[0, 0, 0]] * len(self.sites)
+        for number, name in enumerate(self.sites):
+            if name in pairs:
+                a, b = pairs[name]
+                rows[number] = [a.data_ptr(), b.data_ptr(), a.shape[0]]
         return torch.tensor(rows, dtype=torch.int64)
 
     @property
@@ -145,29 +163,36 @@ class Adapters:
         pattern = _LAYER.sub(r".layers.N.", name)
         return any(_LAYER.sub(r".layers.N.", each) == pattern for each in self.sites)
 
-    def _pairs(self, files: AdapterFiles, names: Sequence[str], content: bytearray) -> Iterator[tuple[str, Pair]]:
+    def _pairs(self, files: AdapterFiles, names: Sequence[str], content: memoryview) -> Iterable[tuple[str, Pair]]:
         """Return this rank's part of A [rank, K] and of scale * B [N, rank] of modules whose matrices are alike.
 
         All in one: an operator for each of some hundred modules would keep the interpreter from steps for 30 ms.
         """
         kept = self.sites[names[0]].kept
-        of_a, of_b = ([_matrix(files.factors[name][which], content) for name in names] for which in (0, 1))
-        if kept is not None and kept.dim == 0:
-            of_b = [kept.read(b, 2) for b in of_b]
-        elif kept is not None:
-            of_a = [kept.read(a, 2) for a in of_a]
-        scales = torch.tensor([files.scales[name] for name in names])[:, None, None]
-        a = torch.stack(of_a).to(self.device, self.dtype)
+        a, b = (_matrices([files.factors[name][which] for name in names], content) for which in (0, 1))
+        if kept is not None:
+            a, b = (a, kept.read(b, 2)) if kept.dim == 0 else (kept.read(a, 2), b)
+        a = a.to(self.device, self.dtype, copy=True).contiguous()
+        b = b.to(self.device, torch.float32, copy=True)  # operators of the file's type take ten times as long
+        scales = torch.tensor([files.scales[name] for name in names], device=self.device)
         # Kernels read the outputs of one rank after the other.
-        b = (torch.stack(of_b).transpose(1, 2) * scales).to(self.device, self.dtype).contiguous()
-        return ((name, (a[number], b[number].T)) for number, name in enumerate(names))
+        b = b.mul_(scales[:, None, None]).to(self.dtype).transpose(1, 2).contiguous()
+        return zip(names, zip(a.unbind(), b.transpose(1, 2).unbind(), strict=True), strict=True)
 
 
-def _matrix(factor: Factor, content: bytearray) -> Tensor:
-    """Return a matrix [rows, columns] of a file, over the file's bytes."""
-    count = factor.rows * factor.columns
-    data = torch.frombuffer(content, dtype=_DTYPES[factor.dtype], count=count, offset=factor.offset)
-    return data.view(factor.rows, factor.columns)
+def _matrices(factors: Sequence[Factor], content: memoryview) -> Tensor:
+    """Return matrices of one shape [n, rows, columns], over the file's bytes where they lie evenly in there.
+
+    They do where layers are alike, and a view for each matrix would take the interpreter longer.
+    """
+    first, dtype = factors[0], _DTYPES[factors[0].dtype]
+    offsets, size = [factor.offset for factor in factors], first.rows * first.columns
+    gaps = {after - before for before, after in pairwise(offsets)} or {first.num_bytes}
+    if len(gaps) > 1 or min(gaps) < first.num_bytes or min(gaps) % dtype.itemsize:
+        return torch.cat([_matrices([factor], content) for factor in factors])
+    step = gaps.pop() // dtype.itemsize
+    data = torch.frombuffer(content, dtype=dtype, count=step * (len(factors) - 1) + size, offset=first.offset)
+    return data.as_strided((len(factors), first.rows, first.columns), (step, first.columns, 1))
 
 
 def sites_of(module: Any, part: ModelPart) -> dict[str, Site]:

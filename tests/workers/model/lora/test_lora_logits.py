@@ -6,11 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from crossdock.kernels.backend import triton_is_interpreted
+from crossdock.workers.model.layers import fusion
 from crossdock.workers.model.load import wrap_module
 from crossdock.workers.model.load_options import LoadOptions
+from crossdock.workers.model.lora.adapter_files import WEIGHTS
 from crossdock.workers.model.model import LoadedModel
 from tests.sweeps import rest_in_soak
 from tests.workers.architectures import build
@@ -127,3 +130,29 @@ def test_module_that_the_model_lacks_is_refused_by_name(tmp_path: Path) -> None:
     other = tuned(build("llama", {"hidden_size": 96}), tmp_path / "other", 1)
     with pytest.raises(ValueError, match="this model's has 64 and 48"):
         with_adapters(module, [other])
+
+
+@pytest.mark.parametrize("is_even", [True, False])
+def test_matrices_of_a_file_are_loaded_wherever_they_lie(is_even: bool, tmp_path: Path) -> None:
+    """In the uneven file, layer 1 has a module that others lack: layers are not equally far apart."""
+    module = build("llama", {"num_hidden_layers": 4})
+    targets = r".*\.(q|k)_proj" if is_even else r".*\.q_proj|.*\.1\.mlp\.down_proj"
+    one = tuned(module, tmp_path / "one", 1, target_modules=targets)
+    model, stored = with_adapters(module, [one]), load_file(tmp_path / "one" / WEIGHTS)
+    assert model.adapters is not None
+    pairs = model.adapters.loaded[one.adapter.fingerprint].pairs
+    assert len(pairs) == (8 if is_even else 5)
+    assert sum(a.numel() + b.numel() for a, b in pairs.values()) == one.adapter.num_weights
+    for name, (a, b) in pairs.items():
+        of_a, of_b = (stored[f"base_model.model.{name}.lora_{matrix}.weight"] for matrix in "AB")
+        assert torch.equal(a, of_a)
+        assert torch.equal(b, of_b * 1.5)
+
+
+def test_steps_find_a_loaded_adapter_prepared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    module = build("llama groups of 3", FUSED["llama groups of 3"])
+    adapters = adapters_of(module, tmp_path)
+    model = with_adapters(module, adapters)
+    assert is_fused(model)
+    monkeypatch.setattr(fusion, "StackDeltas", None)
+    mixed(model, adapters)
