@@ -15,8 +15,8 @@ from statistics import mean, median
 
 CODE = ("cluster", "router", "workers", "kvtransfer", "kernels", ".ci")
 BUDGETS = {  # count: the most that there may be
-    "lines of code": 68_669,
-    "lines of tests": 65_934,
+    "lines of code": 68_672,
+    "lines of tests": 65_976,
     "lines of benchmarks": 12_178,
     "lines of benchmarks/RESULTS.md": 500,
     "Python files in the largest folder": 20,

@@ -15,6 +15,7 @@ SIGINT and SIGTERM end all processes of the run. So does the end of the run: a p
 import atexit
 import contextlib
 import ctypes
+import importlib
 import multiprocessing
 import os
 import re
@@ -252,6 +253,8 @@ def run_module(output: connection.Connection, module: str, arguments: tuple[str,
     for number in (1, 2):
         os.dup2(output.fileno(), number)
     sys.argv = [module, *arguments]
+    if "torch" in sys.modules:
+        importlib.import_module("tests.forked_workers").fork_the_server()
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     finally:

@@ -1,26 +1,27 @@
-"""Ray's workers for tests, forked from a process that has imported what replicas import: a start imports little.
+"""Processes for tests, forked from one that has imported what they import: ranks of gangs, and Ray's workers.
 
-As replicas of `crossdock serve` are, see cluster/serve/own_ray/forked_replicas.py; but here all workers are forked.
-
-Nor is anything measured as a replica starts: see tests/known_seconds.py. tests/cluster/serve/flags/test_command.py
-starts servers as users do.
+Ray's workers are forked as replicas of `crossdock serve` are, see cluster/serve/own_ray/forked_replicas.py; but here
+all workers are. Nor is anything measured as a replica starts: see tests/known_seconds.py.
+tests/cluster/serve/flags/test_command.py starts servers as users do.
 """
 
+import atexit
 import contextlib
 import importlib
+import multiprocessing
 import os
 import select
 import socket
-import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
+from multiprocessing import forkserver, resource_tracker, util
 from pathlib import Path
+from unittest.mock import patch
 
 from crossdock.cluster.serve.own_ray.forked_replicas import ask, fork_workers, variables_of
 
-SOCKET = "CROSSDOCK_TESTS_FORKING"  # names the socket of the forking process
-_FOR = "--for"  # the parent of the forking process
+SOCKET = "CROSSDOCK_TESTS_FORKING"  # names the socket of the process that forks Ray's workers
 IMPORTED = (
     "crossdock.cluster.api.endpoints",
     "crossdock.cluster.serve.media",
@@ -31,6 +32,45 @@ IMPORTED = (
     "fastapi",
     "uvicorn",
 )
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(  # a rank then takes 0.2 s of a core to join its first gang, and 0.7 s without
+    [
+        "pytest",
+        "crossdock.workers.replica.serving.follower",
+        "tests.workers.architectures",
+        "transformers.models.llama.modeling_llama",
+    ]
+)
+
+
+def fork_the_server() -> None:
+    """Fork the server of `PROCESSES` from this process, which has imported much, and neither Ray nor NIXL.
+
+    It imports the rest when the first process is asked for. Without, the server starts from nothing.
+    """
+    resource_tracker.ensure_running()
+    with patch.object(util, "spawnv_passfds", _fork):
+        forkserver.ensure_running()
+
+
+def _fork(_: bytes, arguments: Sequence[str], passed: Sequence[int]) -> int:
+    """Do as `spawnv_passfds` does for a fork server, but without a new Python."""
+    if number := os.fork():
+        return number
+    try:
+        _serve(arguments[-1], *passed)
+    finally:  # it leaves by SystemExit
+        os._exit(0)
+
+
+def _serve(program: str, listening: int, parents_end: int) -> None:
+    for file in map(int, os.listdir("/proc/self/fd")):
+        if file > 2 and file not in (listening, parents_end):
+            with contextlib.suppress(OSError):  # that of the listing
+                os.close(file)
+    forkserver._forkserver.__init__()  # its lock is held
+    if listening in select.select([listening, parents_end], [], [])[0]:
+        exec(program)
 
 
 @contextlib.contextmanager
@@ -45,8 +85,9 @@ def forked_workers(folder: Path) -> Iterator[int]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(path)
         listener.listen(64)
-        command = [sys.executable, "-m", "tests.forked_workers", _FOR, str(os.getpid())]
-        process = subprocess.Popen(command, stdin=listener, cwd=Path(__file__).parents[1])
+        process = PROCESSES.Process(target=_fork_workers, args=(listener,))
+        process.start()
+    assert process.pid is not None
     parameters = parameter.RayParams
     os.environ[SOCKET] = path
     parameter.RayParams = partial(parameters, setup_worker_path=__file__)
@@ -56,13 +97,21 @@ def forked_workers(folder: Path) -> Iterator[int]:
         parameter.RayParams = parameters
         del os.environ[SOCKET]
         process.kill()
-        process.wait()
+        process.join()
+
+
+def _fork_workers(listener: socket.socket) -> None:
+    """Fork a worker for each connection, in the first process; be a worker of Ray, in each of the others."""
+    os.dup2(listener.fileno(), 0)
+    listener.close()
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    select.select([0], [], [])  # not sooner: Ray gives its own processes a few seconds to start
+    importlib.import_module("tests.known_seconds").give_known_seconds()
+    try:
+        fork_workers({"any": IMPORTED}, os.getppid())
+    finally:
+        atexit._run_exitfuncs()  # multiprocessing's processes leave them out
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == _FOR:
-        select.select([sys.stdin], [], [])  # not sooner: Ray gives its own processes a few seconds to start
-        importlib.import_module("tests.known_seconds").give_known_seconds()
-        fork_workers({"any": IMPORTED}, int(sys.argv[2]))
-    else:
-        ask(sys.argv[1:], variables_of(sys.argv[1:]), os.environ[SOCKET])
+    ask(sys.argv[1:], variables_of(sys.argv[1:]), os.environ[SOCKET])

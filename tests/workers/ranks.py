@@ -1,6 +1,5 @@
 """Rank processes for tests: started once, they call the functions sent to them, together or one by one."""
 
-import multiprocessing
 import os
 import pickle
 import tempfile
@@ -13,19 +12,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.forked_workers import PROCESSES
+
 DIVISIONS = [(2, 1), (1, 2), (2, 2)]  # tensor ranks, stages
-_PRELOADED = ["pytest", "crossdock.workers.replica.serving.follower", "tests.workers.architectures"]
-_PRELOADED += ["transformers.models.llama.modeling_llama"]
-PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(_PRELOADED)
 
 
 class Ranks:
-    """`size` processes that call the functions sent to them.
-
-    A fork server imports what a follower needs once for all: a rank then takes 0.2 s of a core to join its first gang.
-    It took 0.7 s without (two cores, 2026-11-24). Only imports have run in that server, and none of NIXL: it may fork.
-    """
+    """`size` processes that call the functions sent to them."""
 
     def __init__(self, size: int) -> None:
         self._folder = tempfile.TemporaryDirectory()
