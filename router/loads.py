@@ -181,20 +181,11 @@ def row(
     """Make the row of one replica, which reported `live` at `reported_at`. `booked`: what `live` does not include."""
     live = live or _IDLE
     cost, interval_share, encoder = _costs(profile, live)
-    work, depth = Work.of(live, len(classes)), profile.pipeline_parallel_size
+    work = Work.of(live, len(classes))
     for booking in booked:
         work.book(booking)
     streams, num_streams, num_arriving = work.streams, sum(work.streams), max(sum(work.arriving), 0.0)
-    num_steps, per_step = _steps_between_tokens(num_streams, depth, interval_share)
-    step = StepWork.of_streams(num_streams, work.context, work.adapters, num_steps)
-    gap = cost.seconds(step) * per_step
-    num_future, future_context = num_streams + num_arriving, work.context + work.future_context
-    num_steps, per_step = _steps_between_tokens(num_future + 1, depth, interval_share)
-    future = StepWork.of_streams(num_future, future_context, work.future_adapters, num_steps)
-    future_gap = cost.seconds(future) * per_step
-    joined = cost.seconds(future._replace(decodes=(num_future + 1) / num_steps)) * per_step
-    per_joining_decode = (joined - future_gap) * num_steps / per_step
-    gap, future_gap = gap * live.gap_share, future_gap * live.gap_share  # with drafts, a step brings several tokens
+    step, gap, future_gap, token_share, per_joining_decode = _paces(work, cost, profile, interval_share, live.gap_share)
     future_streams = [now + more if more > 0 else now for now, more in zip(streams, work.arriving, strict=True)]
     groups, num_groups, urgent = work.backlog(len(classes))
     free_pages, free_places, max_prompt_now, free_now = work.room(profile, live, len(classes))
@@ -207,7 +198,7 @@ def row(
     return Row(
         cost=cost,
         interval_share=interval_share,
-        depth=depth,
+        depth=profile.pipeline_parallel_size,
         max_step_tokens=step_tokens,
         fits_streams=fits_streams,
         page_size=profile.page_size,
@@ -225,7 +216,7 @@ def row(
         recent_excess_share=max(live.stream_share - (1 - shares[0]), 0.0),
         gap=gap,
         future_gap=future_gap,
-        token_share=per_step / num_steps * live.gap_share,
+        token_share=token_share,
         per_joining_decode=per_joining_decode,
         most_urgent_stream=first_nonzero(streams),
         lateness=lateness(gap, streams, classes),
@@ -322,6 +313,32 @@ _NO_ENCODER = EncoderCost(base=0.0, per_row=0.0, per_square=0.0)
 def _encoder_cost_of(coefficients: tuple[float, float, float]) -> EncoderCost:
     base, per_row, per_square = coefficients
     return EncoderCost(base=base, per_row=per_row, per_square=per_square)
+
+
+class _Paces(NamedTuple):
+    """What the streams wait for: see `ReplicaFigures`."""
+
+    step: StepWork  # of the streams, without chunks
+    gap: float
+    future_gap: float
+    token_share: float
+    per_joining_decode: float
+
+
+def _paces(work: Work, cost: StepCost, profile: SchedulingProfile, interval_share: float, gap_share: float) -> _Paces:
+    """Return the paces of the streams there are, and of the streams to come. `gap_share`: see `LiveProfile`."""
+    depth, num_streams = profile.pipeline_parallel_size, sum(work.streams)
+    num_steps, per_step = _steps_between_tokens(num_streams, depth, interval_share)
+    step = StepWork.of_streams(num_streams, work.context, work.adapters, num_steps)
+    gap = cost.seconds(step) * per_step
+    num_future, context = num_streams + max(sum(work.arriving), 0.0), work.context + work.future_context
+    num_steps, per_step = _steps_between_tokens(num_future + 1, depth, interval_share)
+    future = StepWork.of_streams(num_future, context, work.future_adapters, num_steps)
+    future_gap = cost.seconds(future) * per_step
+    joined = cost.seconds(future._replace(decodes=(num_future + 1) / num_steps)) * per_step
+    per_joining_decode = (joined - future_gap) * num_steps / per_step
+    # With drafts, a step brings several tokens.
+    return _Paces(step, gap * gap_share, future_gap * gap_share, per_step / num_steps * gap_share, per_joining_decode)
 
 
 def _steps_between_tokens(num_streams: float, depth: int, interval_share: float) -> tuple[float, float]:
