@@ -316,7 +316,7 @@ def _encoder_cost_of(coefficients: tuple[float, float, float]) -> EncoderCost:
 
 
 class _Paces(NamedTuple):
-    """What the streams wait for: see `ReplicaFigures`."""
+    """Hold the seconds that streams wait for tokens: see `ReplicaFigures`."""
 
     step: StepWork  # of the streams, without chunks
     gap: float

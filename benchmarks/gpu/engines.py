@@ -69,14 +69,13 @@ class Engines:
         self._bench.device.collect()
 
 
-def steps_of(bench: Bench, name: str) -> Iterator[Case]:
+def steps_of(bench: Bench, engines: Engines, name: str) -> Iterator[Case]:
     """Yield decodes and prompts of one model."""
-    engines, sizes = Engines(bench, name, bench.sizes.shape_len), bench.sizes
+    sizes = bench.sizes
     for streams, context in sizes.decodes:
         yield Case(f"{name}: decode {streams} x {context}", partial(_decode, bench, engines, streams, context, False))
     yield Case(f"{name}: prefill {sizes.prompt}", partial(_prefill, bench, engines))
     yield Case(f"{name}: chunks of {sizes.chunk} beside {sizes.streams} decodes", partial(_chunks, bench, engines))
-    engines.free()
 
 
 def engine(bench: Bench) -> Iterator[Case]:
@@ -84,11 +83,7 @@ def engine(bench: Bench) -> Iterator[Case]:
     name = next(iter(bench.sizes.models))
     engines, sizes = Engines(bench, name), bench.sizes
     ahead = {"async_scheduling": True}
-    for streams, context in sizes.decodes:
-        case = f"{name}: decode {streams} x {context}"
-        yield Case(case, partial(_decode, bench, engines, streams, context, False))
-    yield Case(f"{name}: prefill {sizes.prompt}", partial(_prefill, bench, engines))
-    yield Case(f"{name}: chunks of {sizes.chunk} beside {sizes.streams} decodes", partial(_chunks, bench, engines))
+    yield from steps_of(bench, engines, name)
     for start, tokens in sizes.deep:
         case = f"{name}: chunk of {tokens} at {start} beside {sizes.streams} decodes"
         yield Case(case, partial(_deep, bench, engines, start, tokens))
@@ -233,7 +228,9 @@ def _generate(engine: Engine, prompts: Sequence[list[int]], new_tokens: int) -> 
 def shapes(bench: Bench) -> Iterator[Case]:
     """Yield decodes and prompts of the other models."""
     for name in list(bench.sizes.models)[1:]:
-        yield from steps_of(bench, name)
+        engines = Engines(bench, name, bench.sizes.shape_len)
+        yield from steps_of(bench, engines, name)
+        engines.free()
 
 
 SECTIONS = [Section("engine", 440.0, engine)]

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from functools import cache
 from importlib.resources import files
+from itertools import chain, product
 from typing import Any
 
 import yaml
@@ -28,13 +29,14 @@ def answer(flag: str) -> str | None:
     """Return advice for a flag that is missing here; None: no other server has the flag, and no earlier version had."""
     if gone := gone_setting(flag):
         return f"{flag}: {gone}"
-    names = {flag, flag.replace("--no-", "--", 1)}
-    for is_match in (_is_listed, _has_pattern):
-        for group in table()["groups"]:
-            if any(is_match(name, group["flags"]) for name in names):
-                state = next(state for state in _STATES if state in group)
-                return f"{flag}: {_STATES[state]} {group[state]}"
-    return None
+    names, groups = {flag, flag.replace("--no-", "--", 1)}, table()["groups"]
+    listed = (group for group in groups if not names.isdisjoint(group["flags"]))
+    alike = (group for group in groups if any(fnmatchcase(*each) for each in product(names, group["flags"])))
+    group = next(chain(listed, alike), None)
+    if group is None:
+        return None
+    state = next(state for state in _STATES if state in group)
+    return f"{flag}: {_STATES[state]} {group[state]}"
 
 
 def unread_variables(environment: Mapping[str, str]) -> list[str]:
@@ -46,11 +48,3 @@ def unread_variables(environment: Mapping[str, str]) -> list[str]:
         name for name in environment if name.startswith(_PREFIXES) and environment[name] and name not in replaced
     )
     return [*lines, f"not read here: {', '.join(others)}"] if others else lines
-
-
-def _is_listed(flag: str, flags: list[str]) -> bool:
-    return flag in flags
-
-
-def _has_pattern(flag: str, flags: list[str]) -> bool:
-    return any("*" in pattern and fnmatchcase(flag, pattern) for pattern in flags)
