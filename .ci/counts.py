@@ -15,9 +15,9 @@ from statistics import mean, median
 
 CODE = ("cluster", "router", "workers", "kvtransfer", "kernels", ".ci")
 BUDGETS = {  # count: the most that there may be
-    "lines of code": 68_672,
+    "lines of code": 68_683,
     "lines of tests": 65_976,
-    "lines of benchmarks": 12_178,
+    "lines of benchmarks": 12_175,
     "lines of benchmarks/RESULTS.md": 500,
     "Python files in the largest folder": 20,
     "lines of the longest class": 350,
