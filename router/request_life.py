@@ -175,16 +175,24 @@ class RequestLife:
 
     # -- tokens ------------------------------------------------------------------------------------------------------
 
+    def takes(self, replica: str, delta: TokenDelta, now: float) -> bool:
+        """Take in a delta that the client gets unchanged, as nearly every delta; False: it is left for `tokens`."""
+        if not self._is_computed or delta.first != len(self.output) or delta.finish_reason or self._early:
+            return False
+        if delta.epoch != self.attempt or replica not in self._working:
+            return False
+        self.deadline = now + self._patience
+        if self._watch.asked:
+            self._watch.asked.clear()
+        self.output += delta.token_ids
+        return True
+
     def tokens(self, replica: str, delta: TokenDelta, now: float) -> list[Action]:
         """A replica has sent tokens, or the end of its leg. Returns those that the client does not have, in order."""
+        if self.takes(replica, delta, now):
+            return [delta]
         if delta.epoch != self.attempt or replica not in self._working:
             return []
-        if self._is_computed and delta.first == len(self.output) and not delta.finish_reason and not self._early:
-            self.deadline = now + self._patience  # nearly every token: short for its sake
-            if self._watch.asked:
-                self._watch.asked.clear()
-            self.output += delta.token_ids
-            return [delta]
         if delta.token_ids:
             self._has_token, self._num_deaths = True, 0
         if self._unanswered:

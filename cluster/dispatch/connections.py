@@ -84,6 +84,16 @@ class EngineClient(Protocol):
         """Return whether the replica's process is known to have ended."""
 
 
+class DeltaReader(Protocol):
+    """Reads deltas in the turn of the event loop in which they come: no task wakes up for them."""
+
+    def is_ready(self) -> bool:
+        """Return whether a delta may be read now."""
+
+    def read(self, delta: TokenDelta) -> None:
+        """Read a delta that does not end the request."""
+
+
 @dataclass(slots=True, eq=False)
 class Attempt:
     """One attempt at a request: the replicas that work on it, and the events that have not been handled."""
@@ -94,6 +104,8 @@ class Attempt:
     events: "asyncio.Queue[Callable[[float], list[Action]]]" = field(default_factory=asyncio.Queue)
     connections: "dict[str, ReplicaConnection]" = field(default_factory=dict)  # that are not detached, by name
     submitting: dict[str, asyncio.Task[None]] = field(default_factory=dict)  # by replica
+    reader: DeltaReader | None = None  # of deltas that come while all earlier ones have been read; None: events alone
+    _is_waiting: bool = field(default=False, init=False)  # in `next_actions`
     _unread: deque[int] = field(default_factory=deque, init=False)  # values of each delta in `events`
     _num_unread: int = field(default=0, init=False)  # the sum of `_unread`
 
@@ -105,8 +117,22 @@ class Attempt:
         """
         return self._num_unread - self._unread[0] if self._unread else 0
 
-    def add(self, name: str, delta: TokenDelta) -> None:
-        """Add a replica's delta to the events."""
+    def add(self, name: str, delta: TokenDelta, now: float) -> None:
+        """Have the reader read a replica's delta, or add the delta to the events."""
+        reader = self.reader
+        if (
+            reader is not None
+            and self._is_waiting
+            and self.events.empty()
+            and reader.is_ready()
+            and self.life.takes(name, delta, now)
+        ):
+            try:
+                reader.read(delta)
+            except Exception as error:  # of this request alone
+                failure = Fail(error)
+                self.events.put_nowait(lambda now: [failure])
+            return
         sampling = self.life.submission.sampling
         each = 0 if delta.logprobs is None else max(sampling.logprobs or 0, len(sampling.logprob_token_ids))
         of_prompt = len(delta.prompt_logprobs or ()) * (1 + (sampling.prompt_logprobs or 0))
@@ -127,7 +153,9 @@ class Attempt:
 
     async def next_actions(self) -> list[Action]:
         """Wait for the next event, and return what follows."""
+        self._is_waiting = True
         event = await self.events.get()
+        self._is_waiting = False
         return event(self.clock.now())
 
     def check_deadline(self, now: float) -> None:
@@ -305,7 +333,7 @@ class ReplicaConnections:
                 for delta in message.deltas:
                     attempt = connection.attempts.get(delta.request_id)
                     if attempt is not None:
-                        attempt.add(name, delta)
+                        attempt.add(name, delta, now)
         except asyncio.CancelledError:
             if not connection.is_silent:
                 raise

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from crossdock.cluster.dispatch.connections import (
     Attempt,
+    DeltaReader,
     EngineClient,
     RemoteMethod,
     ReplicaConnection,
@@ -18,7 +19,7 @@ from crossdock.cluster.dispatch.connections import (
     SlowReader,
 )
 from crossdock.cluster.dispatch.gate import MOST_WAIT_S, Gate, PauseMode
-from crossdock.cluster.dispatch.ingress_metrics import IngressMetrics, merge_metrics
+from crossdock.cluster.dispatch.ingress_metrics import IngressMetrics, RequestWatch, merge_metrics
 from crossdock.cluster.dispatch.loop_clock import LoopClock
 from crossdock.cluster.dispatch.shared_answer import SharedAnswer
 from crossdock.cluster.dispatch.suspect_turns import SuspectTurns
@@ -43,7 +44,16 @@ from crossdock.workers.schedule.request import FinishReason, TokenDelta
 from crossdock.workers.schedule.shares import Shares
 from crossdock.workers.schedule.submission import Overloaded, Submission
 
-__all__ = ["Dispatcher", "ModelCard", "ReplicaLost", "SlowReader", "SuspectRequest", "Timeouts", "TokenSource"]
+__all__ = [
+    "DeltaReader",
+    "Dispatcher",
+    "ModelCard",
+    "ReplicaLost",
+    "SlowReader",
+    "SuspectRequest",
+    "Timeouts",
+    "TokenSource",
+]
 
 logger = logging.getLogger("ray.serve")
 
@@ -67,7 +77,23 @@ class TokenSource(Protocol):
 
     @property
     def model(self) -> ModelCard: ...
-    def generate(self, submission: Submission) -> AsyncIterator[TokenDelta]: ...
+    def generate(self, submission: Submission, reader: DeltaReader | None = None) -> AsyncIterator[TokenDelta]:
+        """Yield the submission's tokens. `reader` may read some while the next is waited for; these are not yielded."""
+
+
+@dataclass(frozen=True, slots=True)
+class WatchedReader:
+    """A reader whose tokens are measured. Implements `DeltaReader`."""
+
+    watch: RequestWatch
+    reader: DeltaReader
+
+    def is_ready(self) -> bool:
+        return self.reader.is_ready()
+
+    def read(self, delta: TokenDelta) -> None:
+        self.watch.tokens(len(delta.token_ids))
+        self.reader.read(delta)
 
 
 class Dispatcher:
@@ -123,9 +149,11 @@ class Dispatcher:
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
-    async def generate(self, submission: Submission) -> AsyncIterator[TokenDelta]:
+    async def generate(self, submission: Submission, reader: DeltaReader | None = None) -> AsyncIterator[TokenDelta]:
         """Yield the request's tokens, one delta per engine step. The first delta is empty: a replica has taken the
         request, and none will refuse it any more. Closing the iterator early, at any moment, aborts the request.
+
+        `reader`: reads deltas that come while the next is waited for, after the first one. These are not yielded.
 
         A replica that is lost on the way is replaced: another goes on after the tokens that were already yielded.
 
@@ -137,6 +165,7 @@ class Dispatcher:
             SlowReader: too many tokens waited to be read.
         """
         watch = self.metrics.start(submission)
+        watched = None if reader is None else WatchedReader(watch, reader)
         life = RequestLife(submission, self.fleet, self.clock.now(), self._timeouts, self._most_placements)
         attempt, actions = Attempt(life, self.clock), deque[Action]([PlaceAgain(None)])
         tenant, is_queued = submission.payer or submission.tenant, False
@@ -162,6 +191,7 @@ class Dispatcher:
                         yield action
                         if action.finish_reason is not None:
                             return
+                        attempt.reader = watched
                     case Accepted():
                         assert life.placement is not None
                         watch.placed(life.placement)

@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Sequence
 
-from crossdock.cluster.dispatch.dispatcher import ModelCard
+from crossdock.cluster.dispatch.dispatcher import DeltaReader, ModelCard
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.schedule.request import TokenDelta
 from crossdock.workers.schedule.submission import Submission
@@ -28,8 +28,8 @@ class LocalReplica:
         self._deltas: dict[str, asyncio.Queue[TokenDelta]] = {}  # by request, those in flight
         self._stepping: asyncio.Task[None] | None = None
 
-    async def generate(self, submission: Submission) -> AsyncIterator[TokenDelta]:
-        """Yield the request's tokens as `Dispatcher.generate` does, beginning with an empty delta.
+    async def generate(self, submission: Submission, reader: DeltaReader | None = None) -> AsyncIterator[TokenDelta]:
+        """Yield all of the request's tokens, beginning with an empty delta: none is left to the reader.
 
         Raises:
             ValueError: the engine refuses the request; the message names the field.

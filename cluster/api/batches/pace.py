@@ -7,7 +7,7 @@ from contextlib import aclosing
 from copy import copy
 from typing import cast
 
-from crossdock.cluster.dispatch.dispatcher import ModelCard, TokenSource
+from crossdock.cluster.dispatch.dispatcher import DeltaReader, ModelCard, TokenSource
 from crossdock.workers.schedule.request import TokenDelta
 from crossdock.workers.schedule.submission import Submission
 
@@ -70,9 +70,9 @@ class Pace:
         self._waiting.discard(request_id)
         self.leave()
 
-    async def generate(self, submission: Submission) -> AsyncIterator[TokenDelta]:
-        """Yield the deltas of the source."""
-        deltas = self._source.generate(submission)
+    async def generate(self, submission: Submission, reader: DeltaReader | None = None) -> AsyncIterator[TokenDelta]:
+        """Yield the deltas of the source. `reader`: as its own."""
+        deltas = self._source.generate(submission, reader)
         async with aclosing(cast("aclosing[AsyncIterator[TokenDelta]]", deltas)):  # type: ignore[type-var]
             async for delta in deltas:
                 if delta.token_ids and submission.request_id in self._waiting:

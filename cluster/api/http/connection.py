@@ -165,6 +165,7 @@ class BoundedConnection(HttpToolsProtocol):
         if self._connections.is_closing:
             self.cycle.keep_alive = False
         self._unanswered.append(self.cycle)
+        self.scope["state"]["part_writer"] = CycleWriter(self.cycle)
         self.cycle.transport = _AnswerTransport(self.transport, self._linger)  # type: ignore[assignment]
         if self.parser.should_upgrade():  # to nothing: what follows is no HTTP/1.1
             self.cycle.keep_alive = False
@@ -303,6 +304,23 @@ class BoundedConnection(HttpToolsProtocol):
         if self._stuck is not None:
             self._stuck.cancel()
             self._stuck = None
+
+
+class CycleWriter:
+    """Writes parts of a streamed answer as uvicorn's `send` does, but at once. Implements `PartWriter`."""
+
+    __slots__ = ("_cycle",)
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+
+    def is_ready(self) -> bool:
+        cycle = self._cycle
+        is_over = cycle.disconnected or cycle.response_complete
+        return bool(cycle.chunked_encoding) and not (is_over or cycle.flow.write_paused)
+
+    def write(self, part: bytes) -> None:
+        self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(part), part))
 
 
 class _AnswerTransport:

@@ -93,20 +93,36 @@ class Chats:
         has_begun = False
         clock = asyncio.get_running_loop().time
         shown_at = clock()
-        async with aclosing(self._generations.outputs(generation)) as outputs:
+
+        def plain_event(output: Output) -> bytes:
+            """Return the event of an output; empty if it adds nothing, unless the stream has been silent for long."""
+            nonlocal shown_at
+            message, now, event = messages[output.index], clock(), b""
+            delta = message.delta(output.texts, output.finish_reason)
+            usage = _usage_of(generation, output, [message])
+            if delta.keys() == {"content"}:
+                event = events.text(output.index, delta["content"], usage)
+            elif delta or now - shown_at > SILENCE_S:
+                shape = {"index": output.index, "delta": delta, "logprobs": None, "finish_reason": None}
+                event = events.choice(shape, usage)
+            shown_at = now if event else shown_at
+            return event
+
+        direct = plain_event if body.is_answer_plain else None
+        async with aclosing(self._generations.outputs(generation, direct)) as outputs:
             async for output in outputs:
                 if not has_begun:
                     has_begun = True
                     async for event in self._beginning(body, generation, events):
                         yield event
                 message = messages[output.index]
-                delta = message.delta(output.texts, output.finish_reason)
-                usage = _usage_of(generation, output, [message])
-                is_silent = clock() - shown_at > SILENCE_S
-                if event := await self._event(body, events, writer, output, delta, usage, is_silent=is_silent):
+                if (body.logprobs or body.return_token_ids) and output.token_ids:
                     shown_at = clock()
+                    yield await self._event_with_extras(body, generation, events, writer, output, message)
+                elif event := plain_event(output):
                     yield event
                 if output.finish_reason is not None:
+                    usage = _usage_of(generation, output, [message])
                     reason = message.finish_reason(output.finish_reason)
                     reasons = {"finish_reason": reason, "stop_reason": output.stop_reason, **output.weight_versions}
                     last: dict[str, Any] = {"index": output.index, "delta": {}, "logprobs": None, **reasons}
@@ -115,29 +131,22 @@ class Chats:
             yield events.usage(_with_reasoning(generation.usage(), messages))
         yield DONE
 
-    async def _event(
+    async def _event_with_extras(
         self,
         body: ChatCompletionRequest,
+        generation: Generation,
         events: AnswerEvents,
         writer: LogprobWriter,
         output: Output,
-        delta: dict[str, Any],
-        usage: dict[str, Any] | None,
-        *,
-        is_silent: bool,
+        message: ChatMessage,
     ) -> bytes:
-        """Return the event of an output; empty if it adds nothing, unless the stream has been silent for long."""
-        if (body.logprobs or body.return_token_ids) and output.token_ids:
-            extras = await self._extras(body, writer, output)
-            choice = {"index": output.index, "delta": delta, **extras, "finish_reason": None}
-            is_long = num_entries(output.positions) > _LONG_EVENT
-            return events.written_choice(await long_json(choice) if is_long else to_json(choice), usage)
-        if delta.keys() == {"content"}:
-            return events.text(output.index, delta["content"], usage)
-        if delta or is_silent:
-            shape = {"index": output.index, "delta": delta, "logprobs": None, "finish_reason": None}
-            return events.choice(shape, usage)
-        return b""
+        """Return the event of an output whose tokens, or their log-probabilities, the client wants."""
+        delta = message.delta(output.texts, output.finish_reason)
+        extras = await self._extras(body, writer, output)
+        choice = {"index": output.index, "delta": delta, **extras, "finish_reason": None}
+        is_long = num_entries(output.positions) > _LONG_EVENT
+        written = await long_json(choice) if is_long else to_json(choice)
+        return events.written_choice(written, _usage_of(generation, output, [message]))
 
     async def _beginning(
         self, body: ChatCompletionRequest, generation: Generation, events: AnswerEvents

@@ -111,9 +111,14 @@ class Completions:
     ) -> AsyncGenerator[bytes, None]:
         events = AnswerEvents(head, is_chat=False, include_usage=body.includes_usage)
         beginning = {choice.index for choice in generation.choices}
-        async with aclosing(self._generations.outputs(generation)) as outputs:
+
+        def text_event(output: Output) -> bytes:
+            text = output.text
+            return events.text(output.index, text, generation.usage_of(output)) if text else b""
+
+        direct = text_event if body.is_answer_plain else None
+        async with aclosing(self._generations.outputs(generation, direct)) as outputs:
             async for output in outputs:
-                usage = generation.usage_of(output)
                 if output.finish_reason is not None or not body.is_answer_plain:
                     choice = generation.choices[output.index]
                     is_first = output.index in beginning
@@ -121,9 +126,10 @@ class Completions:
                     result = await self._choice(body, choice, output, writer, shows_prompt=is_first)
                     num_values = num_entries(output.positions) + is_first * len(choice.prompt.token_ids)
                     is_long = num_values > _LONG_EVENT
+                    usage = generation.usage_of(output)
                     yield events.written_choice(await long_json(result) if is_long else to_json(result), usage)
-                elif output.text:
-                    yield events.text(output.index, output.text, usage)
+                elif event := text_event(output):
+                    yield event
         if body.includes_usage:
             yield events.usage(generation.usage())
         yield DONE

@@ -1,6 +1,6 @@
 """The part that the three APIs of conversations share: a chat begins, and its answer comes back in pieces."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -91,11 +91,19 @@ class Conversations:
             raise chat.renamed(error) from None
         return BegunChat(chat, generation, [reading.message() for _ in generation.choices])
 
-    async def parts(self, begun: BegunChat) -> AsyncGenerator[Part, None]:
-        """Yield the answer as it comes. The last part has a finish reason. Closing the iterator aborts the request."""
+    async def parts(self, begun: BegunChat, event: Callable[[Part], bytes] | None = None) -> AsyncGenerator[Part, None]:
+        """Yield the answer as it comes. The last part has a finish reason. Closing the iterator aborts the request.
+
+        `event` makes the event of a part; empty: there is none. As in `Generations.outputs`.
+        """
+
+        def part(output: Output) -> Part:
+            return Part(begun.message.pieces(output.texts, output.finish_reason), output)
+
+        direct = None if event is None else lambda output: event(part(output))
         try:
-            async with aclosing(self._generations.outputs(begun.generation)) as outputs:
+            async with aclosing(self._generations.outputs(begun.generation, direct)) as outputs:
                 async for output in outputs:
-                    yield Part(begun.message.pieces(output.texts, output.finish_reason), output)
+                    yield part(output)
         except ApiError as error:
             raise begun.chat.renamed(error) from None

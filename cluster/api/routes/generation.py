@@ -3,7 +3,7 @@
 import secrets
 import time
 import uuid
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -24,12 +24,12 @@ from crossdock.cluster.api.http.tiers import SLO_CLASS_HEADER, Tier, Tiers
 from crossdock.cluster.api.routes.models import Models
 from crossdock.cluster.api.slices import slices
 from crossdock.cluster.api.text.bad_words import encode_bad_words
-from crossdock.cluster.api.text.choices import Choice, Output, Prompt, merge
+from crossdock.cluster.api.text.choices import Choice, EventWriter, Output, PartWriter, Prompt, merge
 from crossdock.cluster.api.text.message_format import MessageReading
 from crossdock.cluster.api.text.message_parser import ChatMessage
 from crossdock.cluster.api.text.prompts import output_limit
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer, TextStream
-from crossdock.cluster.dispatch.dispatcher import ModelCard, TokenSource
+from crossdock.cluster.dispatch.dispatcher import DeltaReader, ModelCard, TokenSource
 from crossdock.workers.schedule.pictures.items import salted
 from crossdock.workers.schedule.request import TokenDelta
 from crossdock.workers.schedule.submission import Adapter, InvalidField, LogprobsMode, SamplingParams, Submission
@@ -234,13 +234,23 @@ class Generations:
                     messages[output.index].read(output.texts, output.finish_reason)
         return wholes
 
-    async def outputs(self, generation: Generation) -> AsyncGenerator[Output, None]:
+    async def outputs(
+        self, generation: Generation, event: Callable[[Output], bytes] | None = None
+    ) -> AsyncGenerator[Output, None]:
         """Yield the outputs of all choices as they come, the first only when replicas have accepted every choice.
+
+        `event` makes the event of an output; empty: there is none. Where given, the events of an only choice's outputs
+        may be written while the next output is waited for; these are not yielded.
 
         Until then, the refusal of one choice must still be able to become the status of the whole answer. Closing the
         iterator aborts the submissions.
         """
-        streams = [self._outputs_of(choice, generation.body) for choice in generation.choices]
+        writer: PartWriter | None = getattr(generation.state, "part_writer", None)  # of our own listener alone
+        reader: EventWriter | None = None
+        if len(generation.choices) == 1 and event is not None and writer is not None:
+            [only] = generation.choices
+            reader = None if only.stream.has_stops else EventWriter(only, event, writer)
+        streams = [self._outputs_of(choice, generation.body, reader) for choice in generation.choices]
         refusable = {choice.index for choice in generation.choices}
         held: list[Output] = []
         async with aclosing(streams[0] if len(streams) == 1 else merge(streams)) as outputs:
@@ -256,12 +266,14 @@ class Generations:
                 if not output.is_acceptance:
                     yield output
 
-    async def _outputs_of(self, choice: Choice, body: GenerationBody) -> AsyncGenerator[Output, None]:
+    async def _outputs_of(
+        self, choice: Choice, body: GenerationBody, reader: DeltaReader | None
+    ) -> AsyncGenerator[Output, None]:
         """Yield the outputs of one choice up to its end, whether the engine or a stop string ends it.
 
         The first output may be an acceptance.
         """
-        deltas = cast(AsyncGenerator[TokenDelta, None], self._source.generate(choice.submission))
+        deltas = cast(AsyncGenerator[TokenDelta, None], self._source.generate(choice.submission, reader))
         async with aclosing(deltas):
             while True:
                 try:

@@ -13,7 +13,7 @@ from crossdock.cluster.api.body.messages_body import CountTokensRequest, Message
 from crossdock.cluster.api.errors import ApiError, to_json
 from crossdock.cluster.api.http.answers import SILENCE_S, named_event
 from crossdock.cluster.api.http.http_json import event_stream, json_answer
-from crossdock.cluster.api.routes.conversations import BegunChat, Conversations
+from crossdock.cluster.api.routes.conversations import BegunChat, Conversations, Part
 from crossdock.cluster.api.routes.models import Models
 from crossdock.cluster.api.text.choices import Output
 from crossdock.cluster.api.text.message_parser import CallText, ContentText, Piece, ReasoningText
@@ -51,21 +51,27 @@ class Messages:
         blocks, output, has_begun = _Blocks(), Output(0), False
         clock = asyncio.get_running_loop().time
         shown_at = clock()
-        async with aclosing(self._conversations.parts(begun)) as parts:
+
+        def step(part: Part) -> bytes:
+            nonlocal has_begun, shown_at
+            events: list[_Event] = []
+            if not has_begun:
+                has_begun = True
+                message = {**_message(begun), "usage": {**_usage(begun), "output_tokens": 0}}
+                events.append({"type": "message_start", "message": message})
+            for piece in part.pieces:
+                events += blocks.add(piece)
+            if not events and clock() - shown_at > SILENCE_S:
+                events.append({"type": "ping"})
+            if events:
+                shown_at = clock()
+            return b"".join(map(_written, events))
+
+        async with aclosing(self._conversations.parts(begun, step)) as parts:
             async for part in parts:
                 output = part.output
-                events = []
-                if not has_begun:
-                    has_begun = True
-                    message = {**_message(begun), "usage": {**_usage(begun), "output_tokens": 0}}
-                    events.append({"type": "message_start", "message": message})
-                for piece in part.pieces:
-                    events += blocks.add(piece)
-                if not events and clock() - shown_at > SILENCE_S:
-                    events.append({"type": "ping"})
-                if events:
-                    shown_at = clock()
-                    yield b"".join(map(_written, events))
+                if event := step(part):
+                    yield event
         ending = {"type": "message_delta", "delta": _reasons(begun, output, blocks)}
         events = [*blocks.end(), {**ending, "usage": _usage(begun)}, {"type": "message_stop"}]
         yield b"".join(map(_written, events))

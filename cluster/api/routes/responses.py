@@ -252,16 +252,24 @@ class Responses:
         has_begun = False
         clock = asyncio.get_running_loop().time
         shown_at = clock()
-        async with aclosing(self._conversations.parts(begun)) as parts:
+
+        def shown(events: list[Event]) -> bytes:
+            nonlocal shown_at
+            if not events and clock() - shown_at <= SILENCE_S:
+                return b""
+            shown_at = clock()
+            return written(events) or _COMMENT
+
+        direct = None if begun.chat.logprobs else lambda part: shown(answer.add(part.pieces, []))
+        async with aclosing(self._conversations.parts(begun, direct)) as parts:
             async for part in parts:
                 events = [] if has_begun else answer.begin()
                 has_begun = True
                 events += await self._step(begun, answer, part)
                 if part.output.finish_reason is not None:
                     self._keep(request, body, answer, items)
-                if events or clock() - shown_at > SILENCE_S:
-                    shown_at = clock()
-                    yield written(events) or _COMMENT
+                if event := shown(events):
+                    yield event
 
     async def _finish(self, begun: BegunChat, answer: ResponseAnswer) -> None:
         async with aclosing(self._conversations.parts(begun)) as parts:

@@ -1,10 +1,10 @@
 """The choices of an answer: each reads the deltas of one submission and turns them into outputs."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from crossdock.cluster.api.http.limits import Charge
 from crossdock.cluster.api.slices import slices
@@ -164,6 +164,34 @@ class Choice:
             output.stop_reason = delta.stop_token_id
         if rest := self.stream.finish():  # held back by the last tokens
             output.texts[-1:] = ["".join(output.texts[-1:]) + rest]
+
+
+class PartWriter(Protocol):
+    """Writes parts of a streamed answer to the client at once."""
+
+    def is_ready(self) -> bool:
+        """Return whether the client reads, and the answer has begun and goes on."""
+
+    def write(self, part: bytes) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class EventWriter:
+    """Reads deltas of a choice, and writes their events to the client. Implements `DeltaReader`.
+
+    The choice has no stop strings: a delta that does not end its request does not end the choice.
+    """
+
+    choice: Choice
+    event: Callable[[Output], bytes]  # of an output; empty: there is none
+    writer: PartWriter
+
+    def is_ready(self) -> bool:
+        return self.writer.is_ready()
+
+    def read(self, delta: TokenDelta) -> None:
+        if event := self.event(self.choice.read(delta)):
+            self.writer.write(event)
 
 
 async def merge(streams: Sequence[AsyncGenerator[_Item, None]]) -> AsyncGenerator[_Item, None]:

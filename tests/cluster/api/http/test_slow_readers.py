@@ -117,6 +117,6 @@ def test_unread_delta_counts_its_tokens_and_every_log_probability_in_it() -> Non
     sampling = SamplingParams(max_tokens=9, logprobs=2, logprob_token_ids=(1, 2, 3), prompt_logprobs=4)
     attempt = connections.Attempt(SimpleNamespace(submission=Submission("r", [3] * 30, sampling)), LoopClock())  # type: ignore[arg-type]
     each = TokenLogprobs(5, -1.0, 1)
-    attempt.add("a", TokenDelta("r", [5]))  # the next delta does not count
-    attempt.add("a", TokenDelta("r", [5, 6], logprobs=[each] * 2, prompt_logprobs=[None, each, each]))
+    attempt.add("a", TokenDelta("r", [5]), 0.0)  # the next delta does not count
+    attempt.add("a", TokenDelta("r", [5, 6], logprobs=[each] * 2, prompt_logprobs=[None, each, each]), 0.0)
     assert attempt.num_unread == 2 * (1 + 3) + 3 * (1 + 4)
