@@ -155,10 +155,10 @@ def lose_after(api: EngineApi, num_tokens: int) -> None:
     generate = api.dispatcher.generate
     seen: set[str] = set()
 
-    async def generate_and_lose(submission: Submission) -> AsyncIterator[TokenDelta]:
+    async def generate_and_lose(submission: Submission, reader: Any = None) -> AsyncIterator[TokenDelta]:
         is_first, count = not seen, 0
         seen.add(submission.id)
-        async with aclosing(generate(submission)) as deltas:
+        async with aclosing(generate(submission, reader)) as deltas:
             async for delta in deltas:
                 count += len(delta.token_ids)
                 if is_first and count >= num_tokens and not any(replica.is_killed for replica in api.replicas):

@@ -17,7 +17,7 @@ from crossdock.cluster.api.endpoints import build_api
 from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.http.request_memory import RequestMemory
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
-from crossdock.cluster.dispatch.dispatcher import ModelCard
+from crossdock.cluster.dispatch.dispatcher import DeltaReader, ModelCard
 from crossdock.workers.schedule.request import FinishReason, TokenDelta, TokenLogprobs
 from crossdock.workers.schedule.submission import Submission
 from tests.waiting import eventually, until
@@ -63,7 +63,7 @@ class ScriptedDispatcher:
     async def live_requests(self, tenant: str | None) -> list[dict[str, Any]]:
         return [{"id": submission.id} for submission in self.submissions if tenant in (None, submission.tenant)]
 
-    async def generate(self, submission: Submission) -> AsyncIterator[TokenDelta]:
+    async def generate(self, submission: Submission, reader: DeltaReader | None = None) -> AsyncIterator[TokenDelta]:
         self.submissions.append(submission)
         self.running += 1
         is_over = False

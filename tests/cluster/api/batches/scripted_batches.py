@@ -26,7 +26,7 @@ class NoSource:
 
     model = ModelCard("tiny", 0, 1, 1)
 
-    async def generate(self, submission: Submission) -> AsyncIterator[TokenDelta]:
+    async def generate(self, submission: Submission, reader: object = None) -> AsyncIterator[TokenDelta]:
         raise NotImplementedError
         yield
 

@@ -251,7 +251,7 @@ async def test_pace_lets_a_line_begin_when_one_before_it_gets_its_first_token() 
     gates = {f"r{i}": asyncio.Event() for i in range(20)}
 
     class Source(NoSource):
-        async def generate(self, submission: Submission) -> Any:
+        async def generate(self, submission: Submission, reader: object = None) -> Any:
             await gates[submission.request_id].wait()
             yield TokenDelta(submission.id, [1])
 
