@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, Protocol, TypeAlias
 
+from crossdock.cluster.dispatch.ingress_metrics import RequestWatch
 from crossdock.cluster.dispatch.loop_clock import TICK_S, LoopClock
 from crossdock.router.actions import Action, Detach, Fail, ReplicaBroken, ReplicaDead, ReplicaLost, Timeouts
 from crossdock.router.fleet import Fleet
@@ -105,6 +106,7 @@ class Attempt:
     connections: "dict[str, ReplicaConnection]" = field(default_factory=dict)  # that are not detached, by name
     submitting: dict[str, asyncio.Task[None]] = field(default_factory=dict)  # by replica
     reader: DeltaReader | None = None  # of deltas that come while all earlier ones have been read; None: events alone
+    watch: RequestWatch | None = None  # that counts the tokens of the reader
     _is_waiting: bool = field(default=False, init=False)  # in `next_actions`
     _unread: deque[int] = field(default_factory=deque, init=False)  # values of each delta in `events`
     _num_unread: int = field(default=0, init=False)  # the sum of `_unread`
@@ -120,19 +122,16 @@ class Attempt:
     def add(self, name: str, delta: TokenDelta, now: float) -> None:
         """Have the reader read a replica's delta, or add the delta to the events."""
         reader = self.reader
-        if (
-            reader is not None
-            and self._is_waiting
-            and self.events.empty()
-            and reader.is_ready()
-            and self.life.takes(name, delta, now)
-        ):
-            try:
-                reader.read(delta)
-            except Exception as error:  # of this request alone
-                failure = Fail(error)
-                self.events.put_nowait(lambda now: [failure])
-            return
+        if reader is not None and self._is_waiting and self.events.empty() and reader.is_ready():
+            assert self.watch is not None
+            if self.life.takes(name, delta, now):
+                try:
+                    self.watch.tokens(len(delta.token_ids))
+                    reader.read(delta)
+                except Exception as error:  # of this request alone
+                    failure = Fail(error)
+                    self.events.put_nowait(lambda now: [failure])
+                return
         sampling = self.life.submission.sampling
         each = 0 if delta.logprobs is None else max(sampling.logprobs or 0, len(sampling.logprob_token_ids))
         of_prompt = len(delta.prompt_logprobs or ()) * (1 + (sampling.prompt_logprobs or 0))

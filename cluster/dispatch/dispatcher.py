@@ -19,7 +19,7 @@ from crossdock.cluster.dispatch.connections import (
     SlowReader,
 )
 from crossdock.cluster.dispatch.gate import MOST_WAIT_S, Gate, PauseMode
-from crossdock.cluster.dispatch.ingress_metrics import IngressMetrics, RequestWatch, merge_metrics
+from crossdock.cluster.dispatch.ingress_metrics import IngressMetrics, merge_metrics
 from crossdock.cluster.dispatch.loop_clock import LoopClock
 from crossdock.cluster.dispatch.shared_answer import SharedAnswer
 from crossdock.cluster.dispatch.suspect_turns import SuspectTurns
@@ -79,21 +79,6 @@ class TokenSource(Protocol):
     def model(self) -> ModelCard: ...
     def generate(self, submission: Submission, reader: DeltaReader | None = None) -> AsyncIterator[TokenDelta]:
         """Yield the submission's tokens. `reader` may read some while the next is waited for; these are not yielded."""
-
-
-@dataclass(frozen=True, slots=True)
-class WatchedReader:
-    """A reader whose tokens are measured. Implements `DeltaReader`."""
-
-    watch: RequestWatch
-    reader: DeltaReader
-
-    def is_ready(self) -> bool:
-        return self.reader.is_ready()
-
-    def read(self, delta: TokenDelta) -> None:
-        self.watch.tokens(len(delta.token_ids))
-        self.reader.read(delta)
 
 
 class Dispatcher:
@@ -165,7 +150,6 @@ class Dispatcher:
             SlowReader: too many tokens waited to be read.
         """
         watch = self.metrics.start(submission)
-        watched = None if reader is None else WatchedReader(watch, reader)
         life = RequestLife(submission, self.fleet, self.clock.now(), self._timeouts, self._most_placements)
         attempt, actions = Attempt(life, self.clock), deque[Action]([PlaceAgain(None)])
         tenant, is_queued = submission.payer or submission.tenant, False
@@ -191,7 +175,7 @@ class Dispatcher:
                         yield action
                         if action.finish_reason is not None:
                             return
-                        attempt.reader = watched
+                        attempt.reader, attempt.watch = reader, watch
                     case Accepted():
                         assert life.placement is not None
                         watch.placed(life.placement)

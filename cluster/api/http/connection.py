@@ -165,8 +165,8 @@ class BoundedConnection(HttpToolsProtocol):
         if self._connections.is_closing:
             self.cycle.keep_alive = False
         self._unanswered.append(self.cycle)
-        self.scope["state"]["part_writer"] = CycleWriter(self.cycle)
-        self.cycle.transport = _AnswerTransport(self.transport, self._linger)  # type: ignore[assignment]
+        self.scope["state"]["event_writer"] = transport = AnswerTransport(self, self._linger)
+        self.cycle.transport = transport  # type: ignore[assignment]
         if self.parser.should_upgrade():  # to nothing: what follows is no HTTP/1.1
             self.cycle.keep_alive = False
 
@@ -179,7 +179,7 @@ class BoundedConnection(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        self._unanswered.popleft()
+        self._unanswered.popleft().transport.flush()  # type: ignore[attr-defined]
         if self._is_ended:  # with this answer: requests behind it get none
             self._unanswered.clear()
             self.pipeline.clear()
@@ -306,32 +306,48 @@ class BoundedConnection(HttpToolsProtocol):
             self._stuck = None
 
 
-class CycleWriter:
-    """Writes parts of a streamed answer as uvicorn's `send` does, but at once. Implements `PartWriter`."""
+class AnswerTransport:
+    """The transport as uvicorn's cycle of one answer uses it. `end` is called instead of closing it.
 
-    __slots__ = ("_cycle",)
+    The writes of one turn of the event loop go to the socket together: the head and the first event, the last ones.
+    Implements `EventWriter`.
+    """
 
-    def __init__(self, cycle: RequestResponseCycle) -> None:
-        self._cycle = cycle
+    __slots__ = ("_end", "_flow", "_loop", "_num_bytes", "_parts", "_transport", "is_closing")
 
-    def is_ready(self) -> bool:
-        cycle = self._cycle
-        is_over = cycle.disconnected or cycle.response_complete
-        return bool(cycle.chunked_encoding) and not (is_over or cycle.flow.write_paused)
+    def __init__(self, connection: BoundedConnection, end: Callable[[], None]) -> None:
+        self._transport, self._loop, self._flow = connection.transport, connection.loop, connection.flow
+        self._end = end
+        self._parts: list[bytes] = []  # not written yet
+        self._num_bytes = 0  # in these
+        self.is_closing = self._transport.is_closing
 
     def write(self, part: bytes) -> None:
-        self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(part), part))
+        if not self._parts:
+            self._loop.call_soon(self.flush)
+        self._parts.append(part)
+        self._num_bytes += len(part)
+        if self._num_bytes > _UNSENT_BYTES:
+            self.flush()
 
+    def flush(self) -> None:
+        """Write the parts of this turn."""
+        if self._parts and not self.is_closing():
+            self._transport.write(b"".join(self._parts))
+        self._parts.clear()
+        self._num_bytes = 0
 
-class _AnswerTransport:
-    """The transport as uvicorn's cycle of one answer uses it. `end` is called instead of closing it."""
+    def close(self) -> None:
+        self.flush()
+        self._end()
 
-    __slots__ = ("close", "is_closing", "write")
+    def is_ready(self) -> bool:
+        return not (self._flow.write_paused or self.is_closing())
 
-    def __init__(self, transport: asyncio.Transport, end: Callable[[], None]) -> None:
-        self.write = transport.write
-        self.is_closing = transport.is_closing
-        self.close = end
+    def write_event(self, event: bytes) -> None:
+        """Write an event of a stream that has begun: a chunk of its body, as uvicorn's `send` writes chunks."""
+        self.flush()
+        self._transport.write(b"%x\r\n%b\r\n" % (len(event), event))
 
 
 def _disconnect(cycle: RequestResponseCycle) -> None:

@@ -90,7 +90,7 @@ class Chats:
     ) -> AsyncGenerator[bytes, None]:
         head = generation.head("chatcmpl", "chat.completion.chunk")
         events = AnswerEvents(head, is_chat=True, include_usage=body.includes_usage)
-        has_begun = False
+        has_begun, repeats_usage = False, body.repeats_usage
         clock = asyncio.get_running_loop().time
         shown_at = clock()
 
@@ -99,7 +99,7 @@ class Chats:
             nonlocal shown_at
             message, now, event = messages[output.index], clock(), b""
             delta = message.delta(output.texts, output.finish_reason)
-            usage = _usage_of(generation, output, [message])
+            usage = _usage_of(generation, output, [message]) if repeats_usage else None
             if delta.keys() == {"content"}:
                 event = events.text(output.index, delta["content"], usage)
             elif delta or now - shown_at > SILENCE_S:

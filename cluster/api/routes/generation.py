@@ -24,7 +24,7 @@ from crossdock.cluster.api.http.tiers import SLO_CLASS_HEADER, Tier, Tiers
 from crossdock.cluster.api.routes.models import Models
 from crossdock.cluster.api.slices import slices
 from crossdock.cluster.api.text.bad_words import encode_bad_words
-from crossdock.cluster.api.text.choices import Choice, EventWriter, Output, PartWriter, Prompt, merge
+from crossdock.cluster.api.text.choices import Choice, ChoiceReader, EventWriter, Output, Prompt, merge
 from crossdock.cluster.api.text.message_format import MessageReading
 from crossdock.cluster.api.text.message_parser import ChatMessage
 from crossdock.cluster.api.text.prompts import output_limit
@@ -245,11 +245,11 @@ class Generations:
         Until then, the refusal of one choice must still be able to become the status of the whole answer. Closing the
         iterator aborts the submissions.
         """
-        writer: PartWriter | None = getattr(generation.state, "part_writer", None)  # of our own listener alone
-        reader: EventWriter | None = None
+        writer: EventWriter | None = getattr(generation.state, "event_writer", None)  # of our own listener alone
+        reader: ChoiceReader | None = None
         if len(generation.choices) == 1 and event is not None and writer is not None:
             [only] = generation.choices
-            reader = None if only.stream.has_stops else EventWriter(only, event, writer)
+            reader = None if only.stream.has_stops else ChoiceReader(only, event, writer)
         streams = [self._outputs_of(choice, generation.body, reader) for choice in generation.choices]
         refusable = {choice.index for choice in generation.choices}
         held: list[Output] = []

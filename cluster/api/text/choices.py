@@ -166,17 +166,17 @@ class Choice:
             output.texts[-1:] = ["".join(output.texts[-1:]) + rest]
 
 
-class PartWriter(Protocol):
-    """Writes parts of a streamed answer to the client at once."""
+class EventWriter(Protocol):
+    """Writes events of a streamed answer to the client at once."""
 
     def is_ready(self) -> bool:
         """Return whether the client reads, and the answer has begun and goes on."""
 
-    def write(self, part: bytes) -> None: ...
+    def write_event(self, event: bytes) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
-class EventWriter:
+class ChoiceReader:
     """Reads deltas of a choice, and writes their events to the client. Implements `DeltaReader`.
 
     The choice has no stop strings: a delta that does not end its request does not end the choice.
@@ -184,14 +184,14 @@ class EventWriter:
 
     choice: Choice
     event: Callable[[Output], bytes]  # of an output; empty: there is none
-    writer: PartWriter
+    writer: EventWriter
 
     def is_ready(self) -> bool:
         return self.writer.is_ready()
 
     def read(self, delta: TokenDelta) -> None:
         if event := self.event(self.choice.read(delta)):
-            self.writer.write(event)
+            self.writer.write_event(event)
 
 
 async def merge(streams: Sequence[AsyncGenerator[_Item, None]]) -> AsyncGenerator[_Item, None]:

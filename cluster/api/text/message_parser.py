@@ -130,6 +130,8 @@ class ChatMessage:
             pieces += self._counted(self.parser.add(text) if text else [])
         if finish_reason is not None:
             pieces += self._counted(self.parser.finish(is_cut=finish_reason == FinishReason.LENGTH.value))
+        if self.shows_reasoning and self.most_calls is None:
+            return pieces
         return [piece for piece in pieces if self._is_wanted(piece)]
 
     def _counted(self, pieces: list[Piece]) -> list[Piece]:

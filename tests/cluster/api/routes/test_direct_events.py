@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from crossdock.cluster.api.endpoints import build_api
-from crossdock.cluster.api.http.connection import CycleWriter
+from crossdock.cluster.api.http.connection import AnswerTransport
 from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.http.listener import listen
 from crossdock.cluster.api.text.choices import Choice, Output
@@ -130,18 +130,18 @@ async def test_events_written_at_once_are_those_that_tasks_write(
     tokenizer: ModelTokenizer,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    written, write, is_ready = list[bytes](), CycleWriter.write, CycleWriter.is_ready
-    monkeypatch.setattr(CycleWriter, "write", lambda self, part: (written.append(part), write(self, part))[1])
+    written, write, is_ready = list[bytes](), AnswerTransport.write_event, AnswerTransport.is_ready
+    monkeypatch.setattr(AnswerTransport, "write_event", lambda self, part: (written.append(part), write(self, part))[1])
     async with serving(tokenizer) as (_, port):
         direct = await answer(port, path, body)
         num_direct = len(written)
-        monkeypatch.setattr(CycleWriter, "is_ready", lambda self: False)
+        monkeypatch.setattr(AnswerTransport, "is_ready", lambda self: False)
         by_tasks = await answer(port, path, body)
         assert without_times(direct) == without_times(by_tasks)
         assert direct.count(b"data: ") >= 5
         assert (num_direct >= 3) == is_direct
         assert len(written) == num_direct
-        monkeypatch.setattr(CycleWriter, "is_ready", is_ready)
+        monkeypatch.setattr(AnswerTransport, "is_ready", is_ready)
 
 
 async def test_error_of_an_event_ends_its_request_alone(
@@ -169,14 +169,14 @@ async def test_error_of_an_event_ends_its_request_alone(
 async def test_stream_that_is_not_read_waits_for_its_client_and_is_aborted(
     tokenizer: ModelTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    num_written, write = 0, CycleWriter.write
+    num_written, write = 0, AnswerTransport.write_event
 
-    def counted(writer: CycleWriter, part: bytes) -> None:
+    def counted(writer: AnswerTransport, part: bytes) -> None:
         nonlocal num_written
         num_written += len(part)
         write(writer, part)
 
-    monkeypatch.setattr(CycleWriter, "write", counted)
+    monkeypatch.setattr(AnswerTransport, "write_event", counted)
     async with serving(tokenizer, write_timeout_s=0.5) as (replica, port):
         replica.is_endless = True
         body = json.dumps({"prompt": "Hi", "stream": True, "max_tokens": 100}).encode()
