@@ -91,8 +91,9 @@ class DeltaReader(Protocol):
     def is_ready(self) -> bool:
         """Return whether a delta may be read now."""
 
-    def read(self, delta: TokenDelta) -> None:
-        """Read a delta that does not end the request."""
+    def read(self, delta: TokenDelta) -> bool:
+        """Read a delta that does not end the request. Return False where the reader wants no more: the delta is then
+        the next event."""
 
 
 @dataclass(slots=True, eq=False)
@@ -126,8 +127,10 @@ class Attempt:
             assert self.watch is not None
             if self.life.takes(name, delta, now):
                 try:
-                    self.watch.tokens(len(delta.token_ids))
-                    reader.read(delta)
+                    if reader.read(delta):
+                        self.watch.tokens(len(delta.token_ids))
+                    else:
+                        self.events.put_nowait(lambda now: [delta])
                 except Exception as error:  # of this request alone
                     failure = Fail(error)
                     self.events.put_nowait(lambda now: [failure])

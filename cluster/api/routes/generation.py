@@ -29,7 +29,7 @@ from crossdock.cluster.api.text.message_format import MessageReading
 from crossdock.cluster.api.text.message_parser import ChatMessage
 from crossdock.cluster.api.text.prompts import output_limit
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer, TextStream
-from crossdock.cluster.dispatch.dispatcher import DeltaReader, ModelCard, TokenSource
+from crossdock.cluster.dispatch.dispatcher import ModelCard, TokenSource
 from crossdock.workers.schedule.pictures.items import salted
 from crossdock.workers.schedule.request import TokenDelta
 from crossdock.workers.schedule.submission import Adapter, InvalidField, LogprobsMode, SamplingParams, Submission
@@ -239,17 +239,16 @@ class Generations:
     ) -> AsyncGenerator[Output, None]:
         """Yield the outputs of all choices as they come, the first only when replicas have accepted every choice.
 
-        `event` makes the event of an output; empty: there is none. Where given, the events of an only choice's outputs
-        may be written while the next output is waited for; these are not yielded.
-
         Until then, the refusal of one choice must still be able to become the status of the whole answer. Closing the
         iterator aborts the submissions.
+
+        `event` makes the event of an output; empty: there is none. Where given, the events of an only choice's outputs
+        may be written while the next output is waited for; these outputs are not yielded.
         """
         writer: EventWriter | None = getattr(generation.state, "event_writer", None)  # of our own listener alone
         reader: ChoiceReader | None = None
         if len(generation.choices) == 1 and event is not None and writer is not None:
-            [only] = generation.choices
-            reader = None if only.stream.has_stops else ChoiceReader(only, event, writer)
+            reader = ChoiceReader(generation.choices[0], event, writer)
         streams = [self._outputs_of(choice, generation.body, reader) for choice in generation.choices]
         refusable = {choice.index for choice in generation.choices}
         held: list[Output] = []
@@ -267,7 +266,7 @@ class Generations:
                     yield output
 
     async def _outputs_of(
-        self, choice: Choice, body: GenerationBody, reader: DeltaReader | None
+        self, choice: Choice, body: GenerationBody, reader: ChoiceReader | None
     ) -> AsyncGenerator[Output, None]:
         """Yield the outputs of one choice up to its end, whether the engine or a stop string ends it.
 
@@ -285,7 +284,7 @@ class Generations:
                 if not delta.token_ids and delta.finish_reason is None:
                     yield Output(choice.index)
                     continue
-                output = choice.read(delta)
+                output = choice.read(delta) if reader is None or reader.last is None else reader.last
                 yield output
                 if output.finish_reason is not None:
                     return

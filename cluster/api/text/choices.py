@@ -175,23 +175,25 @@ class EventWriter(Protocol):
     def write_event(self, event: bytes) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ChoiceReader:
-    """Reads deltas of a choice, and writes their events to the client. Implements `DeltaReader`.
-
-    The choice has no stop strings: a delta that does not end its request does not end the choice.
-    """
+    """Reads deltas of a choice, and writes their events to the client. Implements `DeltaReader`."""
 
     choice: Choice
     event: Callable[[Output], bytes]  # of an output; empty: there is none
     writer: EventWriter
+    last: Output | None = None  # of a delta with a stop string: has no event yet
 
     def is_ready(self) -> bool:
         return self.writer.is_ready()
 
-    def read(self, delta: TokenDelta) -> None:
-        if event := self.event(self.choice.read(delta)):
+    def read(self, delta: TokenDelta) -> bool:
+        output = self.choice.read(delta)
+        if output.finish_reason is not None:
+            self.last = output
+        elif event := self.event(output):
             self.writer.write_event(event)
+        return self.last is None
 
 
 async def merge(streams: Sequence[AsyncGenerator[_Item, None]]) -> AsyncGenerator[_Item, None]:

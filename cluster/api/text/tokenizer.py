@@ -195,11 +195,6 @@ class TextStream:
         self.num_chars = 0  # detokenised so far, shown or not
         self.stopped: str | None = None
 
-    @property
-    def has_stops(self) -> bool:
-        """Whether a stop string may end the output."""
-        return self._stops is not None
-
     def add(self, token_id: int) -> str:
         text = self._detokenizer.add(token_id)
         self.num_chars += len(text)

@@ -117,7 +117,7 @@ async def answer(port: int, path: str, body: dict[str, Any]) -> bytes:
         (COMPLETION, {"prompt": "Hi"}, True),
         (COMPLETION, {"prompt": "Hi", "max_tokens": 5, "stream_options": OPTIONS}, True),
         (COMPLETION, {"prompt": "Hi", "echo": True}, True),
-        (COMPLETION, {"prompt": "Hi", "stop": "fox"}, False),
+        (COMPLETION, {"prompt": "Hi", "stop": "lazy"}, True),
         (COMPLETION, {"prompt": "Hi", "logprobs": 1, "echo": True}, False),
         ("/v1/responses", {"input": "Hi", "store": False}, True),
         ("/v1/messages", {"messages": HI, "max_tokens": 100}, True),
