@@ -106,8 +106,8 @@ class Attempt:
     events: "asyncio.Queue[Callable[[float], list[Action]]]" = field(default_factory=asyncio.Queue)
     connections: "dict[str, ReplicaConnection]" = field(default_factory=dict)  # that are not detached, by name
     submitting: dict[str, asyncio.Task[None]] = field(default_factory=dict)  # by replica
-    reader: DeltaReader | None = None  # of deltas that come while all earlier ones have been read; None: events alone
-    watch: RequestWatch | None = None  # that counts the tokens of the reader
+    _reader: DeltaReader | None = field(default=None, init=False)
+    _watch: RequestWatch | None = field(default=None, init=False)  # that counts the tokens of the reader
     _is_waiting: bool = field(default=False, init=False)  # in `next_actions`
     _unread: deque[int] = field(default_factory=deque, init=False)  # values of each delta in `events`
     _num_unread: int = field(default=0, init=False)  # the sum of `_unread`
@@ -120,15 +120,19 @@ class Attempt:
         """
         return self._num_unread - self._unread[0] if self._unread else 0
 
+    def read_with(self, reader: DeltaReader | None, watch: RequestWatch) -> None:
+        """Have a reader, if there is one, read deltas that come while all earlier ones have been handled."""
+        self._reader, self._watch = reader, watch
+
     def add(self, name: str, delta: TokenDelta, now: float) -> None:
         """Have the reader read a replica's delta, or add the delta to the events."""
-        reader = self.reader
+        reader = self._reader
         if reader is not None and self._is_waiting and self.events.empty() and reader.is_ready():
-            assert self.watch is not None
+            assert self._watch is not None
             if self.life.takes(name, delta, now):
                 try:
                     if reader.read(delta):
-                        self.watch.tokens(len(delta.token_ids))
+                        self._watch.tokens(len(delta.token_ids))
                     else:
                         self.events.put_nowait(lambda now: [delta])
                 except Exception as error:  # of this request alone

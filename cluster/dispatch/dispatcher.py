@@ -175,7 +175,7 @@ class Dispatcher:
                         yield action
                         if action.finish_reason is not None:
                             return
-                        attempt.reader, attempt.watch = reader, watch
+                        attempt.read_with(reader, watch)
                     case Accepted():
                         assert life.placement is not None
                         watch.placed(life.placement)
