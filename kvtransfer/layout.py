@@ -116,22 +116,6 @@ def layer_range(num_layers: int, num_pipeline_ranks: int, stage: int) -> tuple[i
     return stage * num_layers // num_pipeline_ranks, (stage + 1) * num_layers // num_pipeline_ranks
 
 
-def shard_model(layers: Sequence[LayerShape], num_tensor_ranks: int, num_pipeline_ranks: int = 1) -> tuple[Shard, ...]:
-    """Return the shards of a model, split as evenly as whole heads and layers allow. Rank = stage · T + tensor rank.
-
-    Raises:
-        ValueError: there are fewer layers than stages.
-    """
-    if not 1 <= num_pipeline_ranks <= len(layers) or num_tensor_ranks < 1:
-        raise ValueError(f"{len(layers)} layers cannot be split over {num_tensor_ranks} x {num_pipeline_ranks} ranks")
-    stages = [layer_range(len(layers), num_pipeline_ranks, stage) for stage in range(num_pipeline_ranks)]
-    return tuple(
-        Shard(first, tuple(head_range(layer.num_kv_heads, num_tensor_ranks, rank) for layer in layers[first:last]))
-        for first, last in stages
-        for rank in range(num_tensor_ranks)
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class PageGroup:
     """Layers that share pages.
@@ -181,7 +165,8 @@ class PoolSpec:
     def whole(cls, layout: PoolLayout, model: str, dtype: str, num_pages: int) -> "PoolSpec":
         """Return the pool of a replica with a single rank."""
         layers = tuple(layout.layers)
-        return cls(model, dtype, layout.itemsize, layout.page_size, layers, shard_model(layers, 1), 0, num_pages)
+        shard = Shard(0, tuple((0, layer.num_kv_heads) for layer in layers))
+        return cls(model, dtype, layout.itemsize, layout.page_size, layers, (shard,), 0, num_pages)
 
     @property
     def shard(self) -> Shard:

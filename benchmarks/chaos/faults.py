@@ -49,10 +49,10 @@ class Chaos:
 
     # -- what may happen now -------------------------------------------------------------------------------------------
 
-    def is_spare(self, pool: str, count: int = 1) -> bool:
-        """Return whether the pool can lose so many replicas now and still serve."""
+    def is_spare(self, pool: str) -> bool:
+        """Return whether the pool can lose a replica now and still serve."""
         listed = self.fleet.listed()[pool] - (pool in self._paused)
-        return listed > count and len(self.fleet.processes(pool)) > count
+        return listed > 1 and len(self.fleet.processes(pool)) > 1
 
     def is_ingress_spare(self) -> bool:
         return "ingress" not in self._paused and self.fleet.num_listeners() == INGRESSES

@@ -41,7 +41,8 @@ class DockProcess:
     def __init__(self, transport: str, **config: Any) -> None:
         argument = json.dumps({**DEFAULTS, **config, "transport": transport})
         self.process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("dock_process.py")), argument],
+            [sys.executable, "-m", "tests.kvtransfer.dock_process", argument],
+            cwd=Path(__file__).parents[2],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -20,8 +20,10 @@ from numpy.typing import NDArray
 from crossdock.kvtransfer.calls import DockCall
 from crossdock.kvtransfer.dock import Dock
 from crossdock.kvtransfer.events import Event, Reason
-from crossdock.kvtransfer.layout import LayerShape, PoolSpec, shard_model
+from crossdock.kvtransfer.layout import LayerShape, PoolSpec
 from crossdock.kvtransfer.transport import Memory, Transport, TransportEvent, WriteFailed
+
+from .shards import shard_model
 
 
 class Delayed:

@@ -23,12 +23,13 @@ from crossdock.kvtransfer.calls import (
 )
 from crossdock.kvtransfer.dock import Dock
 from crossdock.kvtransfer.events import Arrived, Event, Failed, Reason, Released, WriterStopped
-from crossdock.kvtransfer.layout import IncompatiblePools, LayerShape, PoolLayout, PoolSpec, shard_model
+from crossdock.kvtransfer.layout import IncompatiblePools, LayerShape, PoolLayout, PoolSpec
 from crossdock.kvtransfer.messages import Abort, Hello, encode
 from crossdock.kvtransfer.tcp import TcpTransport
 from crossdock.kvtransfer.transport import Memory, Peer, TransportEvent
 
 from .one_group import whole
+from .shards import shard_model
 
 LAYERS = (LayerShape(2, 8, 8),)
 SPEC = PoolSpec.whole(PoolLayout(LAYERS, 4, 2), "m", "float16", 16)

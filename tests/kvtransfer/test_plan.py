@@ -8,8 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from crossdock.kvtransfer.layout import IncompatiblePools, LayerShape, PageGroup, PoolSpec, Shard, shard_model
+from crossdock.kvtransfer.layout import IncompatiblePools, LayerShape, PageGroup, PoolSpec, Shard
 from crossdock.kvtransfer.plan import ByteRange, plan_writes, source_ranks
+
+from .shards import shard_model
 
 UNIFORM = (LayerShape(4, 3, 3),) * 4
 MIXED = (LayerShape(4, 2, 2), LayerShape(2, 4, 4), LayerShape(4, 2, 1), LayerShape(1, 5, 0))

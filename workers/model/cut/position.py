@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class RankPosition:
-    """A rank's place in its gang. Ranks are numbered stage by stage, as in `kvtransfer.layout.shard_model`."""
+    """A rank's place in its gang. Ranks are numbered stage by stage, and so are the shards of a `PoolSpec`."""
 
     rank: int = 0
     tensor_size: int = 1  # ranks that share every layer

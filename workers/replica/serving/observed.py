@@ -81,7 +81,7 @@ class ObservedEngine:
             self.engine.tiers.close()
 
     def transferred(self, request_id: str, direction: str, figures: Figures, outcome: str) -> None:
-        """Note a transfer that has ended: `sent`, `received`, a prefix `fetched` or `lent`, or `embeddings`."""
+        """Note a transfer that has ended: `sent`, `received`, or a prefix `fetched` or `lent`."""
         if direction in ("sent", "lent") and figures.write_seconds:
             self.publisher.transferred(figures.num_bytes, figures.write_seconds)
         self.metrics.transferred(direction, figures, outcome)
