@@ -2,7 +2,7 @@
 
     python benchmarks/routing/fetching.py --seeds 2
     python benchmarks/routing/fetching.py --loads agents --amounts 800 --seeds 1 --seconds 60     # overloaded
-    python benchmarks/routing/fetching.py --highest      # 8 minutes
+    python benchmarks/routing/fetching.py --highest      # 20 minutes for each load
 
 First, one prompt whose prefix is on another replica, at several rates of its link: predicted seconds to its first
 token, computed, fetched, and cut: computed from its beginning while it is fetched from its end.
@@ -127,8 +127,8 @@ def chats(seed: int, rate: float) -> Iterator[Job]:
 LIKE, UNLIKE = ("h100-8b",) * 4, ("h100-8b", "h100-8b", "a100-8b", "l4-8b")
 SMALL = {"num_pages": 1500, "max_model_len": LENGTH}
 LOADS: dict[str, tuple[Callable[[int, float], Any], Sequence[float], Sequence[str], str, dict[str, int]]] = {
-    "agents": (agents, (48, 600), LIKE, "8GiB", SMALL),
-    "agents, unlike GPUs": (agents, (32, 400), UNLIKE, "8GiB", SMALL),
+    "agents": (agents, (256, 2000), LIKE, "8GiB", SMALL),
+    "agents, unlike GPUs": (agents, (128, 1300), UNLIKE, "8GiB", SMALL),
     "chats a second": (chats, (60, 240), LIKE, "8GiB", {"num_pages": 20_000}),
 }
 
@@ -170,6 +170,8 @@ def highest(name: str, load: str) -> tuple[int, float]:
             found, low = (amount, goodput), amount
         else:
             high = amount
+    if high == most:
+        raise SystemExit(f"{name} bears all loads of {load} that were tried: raise the bound in LOADS")
     return found
 
 
