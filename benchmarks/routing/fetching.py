@@ -1,7 +1,6 @@
 """Compare, in simulation on the costs of GPUs, this router with others that keep conversations where their pages are.
 
     python benchmarks/routing/fetching.py --seeds 2
-    python benchmarks/routing/fetching.py --loads agents --amounts 800 --seeds 1 --seconds 60     # overloaded
     python benchmarks/routing/fetching.py --highest      # 20 minutes for each load
 
 First, one prompt whose prefix is on another replica, at several rates of its link: predicted seconds to its first
@@ -160,8 +159,8 @@ def row(name: str, simulated: SimulatedFleet, loads: Sequence[Any], seconds: flo
 
 def highest(name: str, load: str) -> tuple[int, float]:
     """Return the highest load that a router bears, by bisection, and its good requests a second."""
-    jobs, (least, most), names, host, sizes = LOADS[load]
-    found, low, high = (0, 0.0), float(least), float(most)
+    jobs, (low, most), names, host, sizes = LOADS[load]
+    found, high = (0, 0.0), most
     for _ in range(5):
         amount = round((low * high) ** 0.5)
         simulated = fleet(names, ROUTERS[name], host, **sizes)
