@@ -27,7 +27,8 @@ from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine import calibrate
 from crossdock.workers.replica.engine.computing import new_engine
 from tests.benchmarks.scripts import script
-from tests.cluster.dispatch.in_process import IN_TURN, InProcess, measured_once, ready
+from tests.cluster.dispatch.in_process import IN_TURN, InProcess, ready
+from tests.known_seconds import known_sweep
 
 conversations = script("chaos/conversations")
 
@@ -128,7 +129,7 @@ def test_conversations_whose_replicas_are_lost_equal_the_undisturbed_ones(
     conversations: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Deltas joined: content, reasoning, names and arguments of calls; ids do not change within a stream."""
-    monkeypatch.setattr(calibrate, "remembered_sweep", measured_once)
+    monkeypatch.setattr(calibrate, "remembered_sweep", known_sweep)
     fleet = importlib.import_module("fleet")
     model = fleet.tiny_model(tmp_path / "model", conversations.agent_tokenizer())
     asked = conversations.make_conversations(model, 20, 5)

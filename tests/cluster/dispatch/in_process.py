@@ -1,6 +1,6 @@
 """Replicas in this process: real engines, no Ray; and clients of a dispatcher over them."""
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager
 from functools import cache, partial
 from typing import Any, cast
@@ -17,7 +17,6 @@ from crossdock.workers.replica.config import EngineConfig, TransferConfig
 from crossdock.workers.replica.engine import calibrate
 from crossdock.workers.replica.engine.computing import new_engine
 from crossdock.workers.replica.engine.engine import Engine
-from crossdock.workers.replica.engine.remembered_sweep import Sweep
 from crossdock.workers.replica.serving.controls import Controls
 from crossdock.workers.replica.serving.engine_thread import EngineThread
 from crossdock.workers.replica.transfer.handover import connect
@@ -26,22 +25,12 @@ from crossdock.workers.report.profile import Role
 from crossdock.workers.schedule.cost import cost_fit
 from crossdock.workers.schedule.cost.cost import StepWork
 from crossdock.workers.schedule.submission import Overloaded, SamplingParams, Submission
+from tests.known_seconds import known_sweep
 from tests.waiting import until
 from tests.workers.architectures import build
 
 IN_TURN = RouterConfig(policy="round-robin")
-
-
-_SWEEPS: dict[str, Sweep] = {}
 fit_of_sweep = cost_fit._of_sweep
-
-
-def measured_once(engine: Engine, measure: Callable[[], Sweep], _check: object) -> Sweep:
-    """Return one sweep of the small model for each engine's settings: all its replicas here share the sweep."""
-    key = engine.config.model_dump_json()
-    if key not in _SWEEPS:
-        _SWEEPS[key] = measure()
-    return _SWEEPS[key]
 
 
 @cache
@@ -65,7 +54,7 @@ class InProcess:
             rank = config.max_lora_rank if config.enable_lora else 0
             engine = new_engine(wrap_module(build("llama", {}), LoadOptions(max_lora_rank=rank)), config)
             with (
-                patch.object(calibrate, "remembered_sweep", measured_once),
+                patch.object(calibrate, "remembered_sweep", known_sweep),
                 patch.object(cost_fit, "_of_sweep", lambda sweep: fitted_once(tuple(sweep))),
             ):
                 self.profile = calibrate.warm_up(engine)

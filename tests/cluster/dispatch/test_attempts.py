@@ -227,7 +227,9 @@ async def test_ingress_that_stops_reading_under_load_ends_there_and_nowhere_else
 
 async def test_thousand_outputs_at_once_all_come() -> None:
     client = InProcess()
-    async with serving(Dispatcher("tiny", timeouts=Timeouts(silence_s=120.0)), one=client) as dispatcher:
+    async with serving(
+        Dispatcher("tiny", timeouts=Timeouts(silence_s=120.0, answer_s=120.0, patience_s=120.0)), one=client
+    ) as dispatcher:
         outputs = await asyncio.gather(*(tokens(dispatcher, f"{number}", 2) for number in range(1024)))
         assert all(output == outputs[0] for output in outputs)
         assert len(outputs[0]) == 2
