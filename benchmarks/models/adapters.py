@@ -53,10 +53,10 @@ def run_round(
     Returns output tokens per second, tokens per second of CPU time, gaps in seconds, and relative errors of `cost`.
     """
     sampling = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
-    waiting = [
-        Submission(f"{number}-{at}", [(at * 31 + i * 7) % 4000 + 50 for i in range(64)], sampling, adapter=adapter)
-        for at, adapter in enumerate(adapters)
-    ]
+    waiting = []
+    for at, adapter in enumerate(adapters):
+        prompt = [(at * 31 + i * 7) % 4000 + 50 for i in range(64)]
+        waiting.append(Submission(f"{number}-{at}", prompt, sampling, is_promised=False, adapter=adapter))
     last, gaps, num_live, num_tokens, started = {}, list[float](), 0, 0, time.perf_counter()
     cpu, errors = time.process_time(), list[float]()
     while waiting or num_live:

@@ -170,6 +170,7 @@ async def tokens(dispatcher: Dispatcher, name: str, max_tokens: int = 20, prompt
     """Return the whole output of a greedy request."""
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
     output: list[int] = []
-    async for delta in dispatcher.generate(Submission(name, [3 + i % 100 for i in range(prompt)], params)):
+    prompt_ids = [3 + i % 100 for i in range(prompt)]
+    async for delta in dispatcher.generate(Submission(name, prompt_ids, params, is_promised=False)):
         output += delta.token_ids
     return output
