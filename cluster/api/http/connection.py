@@ -165,7 +165,7 @@ class BoundedConnection(HttpToolsProtocol):
         if self._connections.is_closing:
             self.cycle.keep_alive = False
         self._unanswered.append(self.cycle)
-        self.scope["state"]["event_writer"] = transport = AnswerTransport(self, self._linger)
+        self.scope["state"]["event_writer"] = transport = AnswerTransport(self, self.cycle, self._linger)
         self.cycle.transport = transport  # type: ignore[assignment]
         if self.parser.should_upgrade():  # to nothing: what follows is no HTTP/1.1
             self.cycle.keep_alive = False
@@ -313,11 +313,11 @@ class AnswerTransport:
     Implements `EventWriter`.
     """
 
-    __slots__ = ("_end", "_flow", "_loop", "_num_bytes", "_parts", "_transport", "is_closing")
+    __slots__ = ("_cycle", "_end", "_flow", "_loop", "_num_bytes", "_parts", "_transport", "is_closing")
 
-    def __init__(self, connection: BoundedConnection, end: Callable[[], None]) -> None:
+    def __init__(self, connection: BoundedConnection, cycle: RequestResponseCycle, end: Callable[[], None]) -> None:
         self._transport, self._loop, self._flow = connection.transport, connection.loop, connection.flow
-        self._end = end
+        self._cycle, self._end = cycle, end
         self._parts: list[bytes] = []  # not written yet
         self._num_bytes = 0  # in these
         self.is_closing = self._transport.is_closing
@@ -342,7 +342,8 @@ class AnswerTransport:
         self._end()
 
     def is_ready(self) -> bool:
-        return not (self._flow.write_paused or self.is_closing())
+        has_begun = self._cycle.chunked_encoding  # set with the head, which waits for the first event
+        return bool(has_begun) and not (self._flow.write_paused or self.is_closing())
 
     def write_event(self, event: bytes) -> None:
         """Write an event of a stream that has begun: a chunk of its body, as uvicorn's `send` writes chunks."""

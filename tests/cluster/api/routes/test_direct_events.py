@@ -40,10 +40,13 @@ class Scripted:
     def __init__(self, script: ScriptedDispatcher) -> None:
         self.script = script
         self.is_endless = False
-        tokens = range(VOCAB_SIZE)
-        self.long = next(i for i in tokens if script.tokenizer.token_bytes(i) == b"\x01")  # six characters of JSON
+        self.beginning: list[bytes] = []  # what its first tokens stand for
+        self.long = self._token(b"\x01")  # six characters of JSON
         self.aborted: list[str] = []
         self._submitted = asyncio.Queue[Submission]()
+
+    def _token(self, text: bytes) -> int:
+        return next(i for i in range(VOCAB_SIZE) if self.script.tokenizer.token_bytes(i) == text)
 
     async def messages(self) -> AsyncIterator[Message]:
         yield Message()
@@ -59,9 +62,11 @@ class Scripted:
         while self.is_endless and submission.id not in self.aborted:
             yield TokenDelta(submission.id, [self.long] * 1000, first=first)
             first += 1000
+        for position, text in enumerate(self.beginning):
+            yield TokenDelta(submission.id, [self._token(text)], first=position)
         for position, delta in enumerate(() if self.is_endless else self.script.story(submission)):
             assert isinstance(delta, TokenDelta)
-            delta.first = position
+            delta.first = len(self.beginning) + position
             yield delta
 
     async def submit(self, submission: Submission) -> int:
@@ -144,6 +149,17 @@ async def test_events_written_at_once_are_those_that_tasks_write(
         monkeypatch.setattr(AnswerTransport, "is_ready", is_ready)
 
 
+def text_of(content: bytes) -> str:
+    events = [json.loads(event) for event in content.decode().replace("data: ", "").split("\n\n")[:-2]]
+    return "".join(event["choices"][0]["text"] for event in events)
+
+
+async def test_answer_whose_first_tokens_have_no_text_begins_with_its_head(tokenizer: ModelTokenizer) -> None:
+    async with serving(tokenizer) as (replica, port):
+        replica.beginning = [b"\xc3", b"\xa9"]
+        assert text_of(await answer(port, COMPLETION, {"prompt": "Hi"})) == "é" + STORY
+
+
 async def test_error_of_an_event_ends_its_request_alone(
     tokenizer: ModelTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -161,9 +177,7 @@ async def test_error_of_an_event_ends_its_request_alone(
             failed = await http.post(COMPLETION, json={"prompt": "Hi", "stream": True})
         assert "internal_error" in failed.text
         await until(lambda: len(replica.aborted) == 1)
-        whole = await answer(port, COMPLETION, {"prompt": "Hi"})
-        events = [json.loads(event) for event in whole.decode().replace("data: ", "").split("\n\n")[:-2]]
-        assert "".join(event["choices"][0]["text"] for event in events) == STORY
+        assert text_of(await answer(port, COMPLETION, {"prompt": "Hi"})) == STORY
 
 
 async def test_stream_that_is_not_read_waits_for_its_client_and_is_aborted(
