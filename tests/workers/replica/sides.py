@@ -181,4 +181,6 @@ async def ship(prefill: Side, decode: Side, work: Submission) -> list[int]:
 
 
 def prompts(count: int = 50) -> list[list[int]]:
-    return [[(13 * number + 7 * at * at) % 90 + 3 for at in range(1 + 37 * number % 240)] for number in range(count)]
+    """Return prompts of 1 to 240 tokens. After the tenth, two tokens would be equally likely but for the 1."""
+    begins = [13 * number + (number == 10) for number in range(count)]
+    return [[(begins[n] + 7 * at * at) % 90 + 3 for at in range(1 + 37 * n % 240)] for n in range(count)]

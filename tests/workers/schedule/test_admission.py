@@ -103,9 +103,9 @@ class CountedCost(StepCost):
 
     num_predictions: ClassVar[int] = 0
 
-    def prefill_seconds(self, start: int, end: int, chunk: int) -> float:
+    def prefill_seconds(self, start: float, end: float, chunk: float, adapter: float = 0) -> float:
         CountedCost.num_predictions += 1
-        return super().prefill_seconds(start, end, chunk)
+        return super().prefill_seconds(start, end, chunk, adapter)
 
 
 def test_thousand_choices_that_arrive_between_two_steps_are_each_predicted_a_few_times() -> None:
