@@ -22,9 +22,8 @@ class StackDeltas:
         """In each pair, A and the transpose of B must be contiguous."""
         self.layers = layers
         self.rank = max((a.shape[0] for layer in layers for a, _ in layer.values()), default=0)
-        self.structures = np.zeros(
-            (len(layers), len(_NAMES), 3), np.int64
-        )  # `LayerDeltas` of low_rank.h, into `layers`
+        # As `LayerDeltas` of low_rank.h. They point into the tensors of `layers`.
+        self.structures = np.zeros((len(layers), len(_NAMES), 3), np.int64)
         for layer, structure in zip(layers, self.structures, strict=True):
             for name, (a, b) in layer.items():
                 assert a.is_contiguous()

@@ -6,8 +6,8 @@ import logging
 import random
 import re
 import socket
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
@@ -16,6 +16,7 @@ import pytest
 from crossdock.cluster.api.http import connection, listener
 from crossdock.cluster.api.http.connection import MAX_HEAD_BYTES
 from crossdock.cluster.api.http.listener import listen
+from tests.cluster.api.unread import unread
 from tests.cluster.ports import free_port
 
 # For what depends on transports: Ray's actors run on uvloop where it is installed.
@@ -288,15 +289,11 @@ async def test_refused_connection_ends_though_the_client_keeps_it(
             await send_for_ever(writer, b"a" * (1 << 16 if seconds > 1 else 1))
 
 
-@contextmanager
-def unread(port: int) -> Iterator[socket.socket]:
-    """Connect with a small window, and ask for an answer that is larger than all buffers."""
-    with socket.socket() as wire:
-        wire.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        wire.connect(("127.0.0.1", port))
-        wire.sendall(b"GET / HTTP/1.1\r\nhost: a\r\n\r\n")
-        wire.setblocking(False)
-        yield wire
+def unread_large(port: int) -> socket.socket:
+    """Ask for an answer that is larger than all buffers. Return the connection, which does not block."""
+    wire = unread(port, b"GET / HTTP/1.1\r\nhost: a\r\n\r\n")
+    wire.setblocking(False)
+    return wire
 
 
 class EndlessAnswer:
@@ -321,7 +318,7 @@ class EndlessAnswer:
 async def test_client_that_reads_nothing_is_disconnected_and_its_request_ends() -> None:
     app = EndlessAnswer()
     async with listening(app, write_timeout_s=0.3) as port:
-        with unread(port):
+        with unread_large(port):
             while not app.ends:
                 await asyncio.sleep(0.01)
         assert app.ends == [True]
@@ -354,10 +351,7 @@ async def test_finished_answer_that_is_not_read_does_not_keep_the_connection(
     monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.3)
     monkeypatch.setattr(connection, "LINGER_S", 0.3)
     async with listening(app, write_timeout_s=0.3, keep_alive_s=0) as port:
-        with socket.socket() as wire:
-            wire.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            wire.connect(("127.0.0.1", port))
-            wire.sendall(b"GET / HTTP/1.1\r\nhost: a\r\n" + header + b"\r\n")
+        with unread(port, b"GET / HTTP/1.1\r\nhost: a\r\n" + header + b"\r\n"):
             while not connections[-1]._owners:
                 await asyncio.sleep(0.001)
             while connections[-1]._owners:
@@ -368,7 +362,7 @@ async def test_client_that_reads_slowly_stays() -> None:
     app = EndlessAnswer()
     async with listening(app, write_timeout_s=1) as port:
         loop = asyncio.get_running_loop()
-        with unread(port) as wire:
+        with unread_large(port) as wire:
             ends = loop.time() + 1.5
             while loop.time() < ends:
                 await asyncio.sleep(0.05)

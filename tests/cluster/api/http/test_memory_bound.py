@@ -3,7 +3,6 @@
 import json
 import multiprocessing
 import select
-import socket
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
@@ -13,22 +12,13 @@ import pytest
 from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.serve.memory import used_by_family
 from tests.cluster.api.http.memory_server import serve
+from tests.cluster.api.unread import unread
 from tests.waiting import eventually
 
 MIB = 1 << 20
 JSON = {"content-type": "application/json"}
 NUM_CLIENTS = 64
 KEPT = 16 * MIB  # by the allocator
-
-
-def opened(port: int, request: bytes) -> socket.socket:
-    """Send a request on a connection with a small window, of which nothing is read."""
-    wire = socket.socket()
-    wire.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    wire.connect(("127.0.0.1", port))
-    wire.settimeout(60)
-    wire.sendall(request)
-    return wire
 
 
 def counted(config: HttpConfig) -> int:
@@ -49,8 +39,8 @@ def counted(config: HttpConfig) -> int:
 )
 def test_bodies_of_64_clients_stay_within_the_bound_and_leave_nothing(config: HttpConfig) -> None:
     """Without the bound they hold twice their bytes. Prints the memory of the process before, held, and after."""
-    unread = {"role": "user", "content": "Hi", "name": "x" * (config.max_body_bytes - 4096)}
-    content = json.dumps({"messages": [unread], "max_tokens": 2}).encode()
+    message = {"role": "user", "content": "Hi", "name": "x" * (config.max_body_bytes - 4096)}
+    content = json.dumps({"messages": [message], "max_tokens": 2}).encode()
     head = "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     request = f"{head}content-length: {len(content)}\r\n\r\n".encode() + content
     most_held = config.request_memory_bytes // (2 * len(content))
@@ -64,11 +54,11 @@ def test_bodies_of_64_clients_stay_within_the_bound_and_leave_nothing(config: Ht
         assert pid is not None
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as http:
             for _ in range(3):  # what the first large bodies leave in the allocator is no fault of the later ones
-                body = json.dumps({"messages": [unread], "max_tokens": 1}).encode()
+                body = json.dumps({"messages": [message], "max_tokens": 1}).encode()
                 assert http.post("/v1/chat/completions", content=body, headers=JSON).status_code == 200
             before = used_by_family(pid)
             with ThreadPoolExecutor(NUM_CLIENTS) as pool:
-                wires = list(pool.map(lambda _: opened(port, request), range(NUM_CLIENTS)))
+                wires = list(pool.map(lambda _: unread(port, request), range(NUM_CLIENTS)))
             eventually(lambda: len(select.select(wires, [], [], 0)[0]) >= NUM_CLIENTS - most_held, seconds=200)
             answered = select.select(wires, [], [], 0)[0]
             assert {wire.recv(12) for wire in answered} == {b"HTTP/1.1 429"}

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import socket
 from typing import Any
 
 import httpx
@@ -19,6 +18,7 @@ from crossdock.cluster.api.http.request_memory import RequestMemory
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.workers.schedule.shares import Shares
 from tests.cluster.api.scripted_api import ScriptedDispatcher, raw, refused, serving
+from tests.cluster.api.unread import unread
 from tests.cluster.ports import free_port
 from tests.waiting import eventually, until
 
@@ -163,12 +163,9 @@ async def test_answer_counts_until_it_is_read() -> None:
     port = free_port()
     server = await listen(guard, "127.0.0.1", port)
     async with asyncio.timeout(60), httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http:
-        with socket.socket() as wire:
-            wire.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            wire.connect(("127.0.0.1", port))
+        with unread(port, b"GET / HTTP/1.1\r\nhost: a\r\n\r\n") as wire:
             wire.setblocking(False)
             loop, received = asyncio.get_running_loop(), 0
-            await loop.sock_sendall(wire, b"GET / HTTP/1.1\r\nhost: a\r\n\r\n")
             received += len(await loop.sock_recv(wire, 100))
             refused(await http.get("/"), 429, code="request_memory")
             while received < size:

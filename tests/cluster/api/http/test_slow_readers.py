@@ -1,8 +1,6 @@
 """Clients that do not read their streams: over sockets, from the listener to the abort of the submission."""
 
 import asyncio
-import json
-import socket
 from collections.abc import AsyncGenerator, Iterator
 from dataclasses import replace
 from itertools import count
@@ -20,6 +18,7 @@ from crossdock.cluster.dispatch.loop_clock import LoopClock
 from crossdock.workers.schedule.request import TokenDelta, TokenLogprobs
 from crossdock.workers.schedule.submission import SamplingParams, Submission
 from tests.cluster.api.scripted_api import ScriptedDispatcher
+from tests.cluster.api.unread import STREAM, unread
 from tests.cluster.dispatch.in_process import InProcess, ready, tokens
 from tests.cluster.ports import free_port
 from tests.waiting import until
@@ -39,12 +38,7 @@ async def test_stream_that_is_not_read_is_aborted(engine: ScriptedDispatcher, to
     port = free_port()
     app = build_api(engine, tokenizer, HttpConfig())  # type: ignore[arg-type]
     server = await listen(app, "127.0.0.1", port, write_timeout_s=0.5)
-    body = json.dumps({"prompt": "Hi", "stream": True, "max_tokens": 100}).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-    with socket.socket() as wire:
-        wire.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        wire.connect(("127.0.0.1", port))
-        wire.sendall(head + b"content-length: %d\r\n\r\n" % len(body) + body)
+    with unread(port, STREAM):
         while not engine.aborted:
             await asyncio.sleep(0.01)
     assert engine.running == 0

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import re
-import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -23,6 +22,7 @@ from crossdock.workers.report.advertise import Message
 from crossdock.workers.schedule.request import TokenDelta
 from crossdock.workers.schedule.submission import Submission
 from tests.cluster.api.scripted_api import HI, STORY, VOCAB_SIZE, ScriptedDispatcher
+from tests.cluster.api.unread import STREAM, unread
 from tests.cluster.dispatch.in_process import ready
 from tests.cluster.ports import free_port
 from tests.router.replicas import profile
@@ -135,7 +135,7 @@ async def test_events_written_at_once_are_those_that_tasks_write(
     tokenizer: ModelTokenizer,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    written, write, is_ready = list[bytes](), AnswerTransport.write_event, AnswerTransport.is_ready
+    written, write = list[bytes](), AnswerTransport.write_event
     monkeypatch.setattr(AnswerTransport, "write_event", lambda self, part: (written.append(part), write(self, part))[1])
     async with serving(tokenizer) as (_, port):
         direct = await answer(port, path, body)
@@ -146,7 +146,6 @@ async def test_events_written_at_once_are_those_that_tasks_write(
         assert direct.count(b"data: ") >= 5
         assert (num_direct >= 3) == is_direct
         assert len(written) == num_direct
-        monkeypatch.setattr(AnswerTransport, "is_ready", is_ready)
 
 
 def text_of(content: bytes) -> str:
@@ -193,11 +192,6 @@ async def test_stream_that_is_not_read_waits_for_its_client_and_is_aborted(
     monkeypatch.setattr(AnswerTransport, "write_event", counted)
     async with serving(tokenizer, write_timeout_s=0.5) as (replica, port):
         replica.is_endless = True
-        body = json.dumps({"prompt": "Hi", "stream": True, "max_tokens": 100}).encode()
-        head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-        with socket.socket() as wire:
-            wire.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            wire.connect(("127.0.0.1", port))
-            wire.sendall(head + b"content-length: %d\r\n\r\n" % len(body) + body)
+        with unread(port, STREAM):
             await until(lambda: len(replica.aborted) == 1)
             assert 0 < num_written < 32 << 20  # what fits into the kernel's buffers
