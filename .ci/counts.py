@@ -15,7 +15,7 @@ from statistics import mean, median
 
 CODE = ("cluster", "router", "workers", "kvtransfer", "kernels", ".ci")
 BUDGETS = {  # count: the most that there may be
-    "lines of code": 68_843,
+    "lines of code": 68_906,
     "lines of tests": 66_184,
     "lines of benchmarks": 12_176,
     "lines of benchmarks/RESULTS.md": 500,

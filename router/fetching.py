@@ -57,6 +57,8 @@ def with_sources(
     if not len(sources):
         return here, Sources(chosen, cached, cached, {})
     held = np.array([tokens_at(int(source)) for source in sources])
+    if held.max() <= cached[first].min():  # none has more than others, as of a text before all prompts
+        return here, Sources(chosen, cached, cached, _alternatives(here, here.ttft[:0], cached, first))
     due = due_s(here, slo, first)
     costs = prompt_costs(slo, due, here.ttft, here.prefill, here.prompt_lateness)
     saved = saved_seconds(loads, cached, np.maximum(held.max() - cached, 0.0))

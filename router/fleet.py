@@ -285,7 +285,10 @@ class Fleet:
     def _in_use(self, query: Query, cached: Floats) -> Floats:
         """Return how many of the `cached` tokens, `[slot]`, lie in pages that other requests hold, where that decides
         whether the prompt has room. Cached pages that no request holds count as free, but a prompt takes its own."""
-        fits, found = self.table.loads.max_prompt_now[self._priority(query.slo_class)], cached.copy()
+        fits = self.table.loads.max_prompt_now[self._priority(query.slo_class)]
+        if query.num_tokens <= fits.min():  # the usual case
+            return cached
+        found = cached.copy()
         for slot in np.flatnonzero((cached > 0) & (query.num_tokens > fits))[:MOST_IN_USE]:
             found[slot] = self._num_held(self.table.replica_in(int(slot)), query, cached[slot])
         return found
@@ -320,7 +323,7 @@ class Fleet:
         if by_tier:
             ways = _Ways(*with_loads(loads, cached, by_tier, ways.prediction, again, slo, candidates))
         may_fetch = self.config.policy == "seconds" and self.config.shipping != "never" and query.may_ship
-        if not may_fetch or not cached.any():
+        if not may_fetch or len(self.table) < 2 or not cached.any():  # a lone replica can fetch from none
             return ways
         waits, held = self.table.link_waits(exclude), partial(self._reported, query)
         fetches = with_sources(loads, ways.cached, ways.prediction, again, slo, candidates, waits, held)
@@ -330,6 +333,8 @@ class Fleet:
         """Return the placement with how the replica in `slot` gets pages that it lacks, and each way's seconds.
 
         `prefills`: the replicas that may compute the prompt for another."""
+        if ways.fetches is None and ways.loading is None:
+            return placement
         alternatives = dict(ways.fetches.alternatives) if ways.fetches is not None else {}
         if ways.loading is not None and len(ways.loading):
             alternatives["load"] = round(float(ways.prediction.ttft[ways.loading].min()), 6)

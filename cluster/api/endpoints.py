@@ -1,7 +1,7 @@
 """The API's paths: the endpoint that answers each, and the guards around them."""
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
@@ -10,9 +10,12 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response, Security
 from fastapi.exceptions import RequestValidationError
+from fastapi.middleware.asyncexitstack import AsyncExitStackMiddleware
 from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.middleware.exceptions import ExceptionMiddleware
+from starlette.types import ASGIApp
 
 from crossdock.cluster.api.batches.folder import BatchFolder
 from crossdock.cluster.api.batches.line_answers import LineAnswers
@@ -27,7 +30,7 @@ from crossdock.cluster.api.http.gateways import GatewayPath, HeadRequests
 from crossdock.cluster.api.http.host_names import HostNames
 from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.http.http_guard import HttpGuard
-from crossdock.cluster.api.http.http_json import JsonRoute
+from crossdock.cluster.api.http.http_json import JsonRoute, JsonRoutes
 from crossdock.cluster.api.http.keys import KeyRing
 from crossdock.cluster.api.http.limits import AskPeers, Ledger, Loan
 from crossdock.cluster.api.http.payers import Payers
@@ -108,7 +111,7 @@ def build_api_of(
     `stored` their `ask_stores`. `decisions`: the scaler's; None: there is no scaler. `rollouts`: what
     trainers may ask of the whole application; None: their paths are not served.
     """
-    app = FastAPI(
+    app = GuardedApi(
         title="Crossdock",
         version=version("crossdock"),
         docs_url=None,
@@ -144,45 +147,65 @@ def build_api_of(
         worker = BatchWorker(folder, LineAnswers(answers, keys, ledger, payers, shares, tiers.names[-1]), pace)
         app.state.batches = worker
         _add_endpoints(app, _batches(worker))
-    _add_middleware(app, fleets, http, keys, ledger)
+    app.guards = _guards(fleets, http, keys, ledger)
     return app
 
 
-def _add_middleware(
-    app: FastAPI, fleets: Dispatcher | Dispatchers, http: HttpConfig, keys: KeyRing, ledger: Ledger
-) -> None:
-    """Put the guards around the endpoints. The last one added is the first that a request meets."""
+class GuardedApi(FastAPI):
+    """The API inside its guards. A request meets the last one first; errors are left to `HttpGuard`."""
+
+    guards: Sequence[Callable[[ASGIApp], ASGIApp]] = ()
+
+    def build_middleware_stack(self) -> ASGIApp:
+        app: ASGIApp = ExceptionMiddleware(AsyncExitStackMiddleware(self.router), self.exception_handlers)
+        app = JsonRoutes(app, self.routes)
+        for guard in self.guards:
+            app = guard(app)
+        return app
+
+
+def _guards(
+    fleets: Dispatcher | Dispatchers, http: HttpConfig, keys: KeyRing, ledger: Ledger
+) -> list[Callable[[ASGIApp], ASGIApp]]:
+    """Return the guards around the endpoints. The last one is the first that a request meets."""
+    guards: list[Callable[[ASGIApp], ASGIApp]] = []
     if http.otlp_endpoint is not None:
-        app.add_middleware(
-            Tracing,
-            exporter=otlp_exporter(http.otlp_endpoint),
-            sample_ratio=http.trace_sample_ratio,
-            timelines=fleets.timelines,
-            paths=_GENERATES,
+        guards.append(
+            partial(
+                Tracing,
+                exporter=otlp_exporter(http.otlp_endpoint),
+                sample_ratio=http.trace_sample_ratio,
+                timelines=fleets.timelines,
+                paths=_GENERATES,
+            )
         )
-    app.add_middleware(
-        HttpGuard,
-        keys=keys,
-        open_paths={*_OPEN, *web_assets()},
-        ledger=ledger,
-        payers=Payers(http.tenant_header, http.tenant_weights),
-        hosts=HostNames(http.allowed_hosts) if http.is_local and not http.needs_key else None,
-        max_body_bytes=http.max_body_bytes,
-        max_file_bytes=0 if http.batch_folder is None else int(http.batch_file_bytes),
-        request_timeout_s=http.request_timeout_s,
-        memory_bytes=http.request_memory_bytes,
+    guards.append(
+        partial(
+            HttpGuard,
+            keys=keys,
+            open_paths={*_OPEN, *web_assets()},
+            ledger=ledger,
+            payers=Payers(http.tenant_header, http.tenant_weights),
+            hosts=HostNames(http.allowed_hosts) if http.is_local and not http.needs_key else None,
+            max_body_bytes=http.max_body_bytes,
+            max_file_bytes=0 if http.batch_folder is None else int(http.batch_file_bytes),
+            request_timeout_s=http.request_timeout_s,
+            memory_bytes=http.request_memory_bytes,
+        )
     )
     if http.allowed_origins:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=http.allowed_origins,
-            allow_methods=("GET", "POST", "DELETE"),
-            allow_headers=("*",),
-            expose_headers=("*",),
+        guards.append(
+            partial(
+                CORSMiddleware,
+                allow_origins=http.allowed_origins,
+                allow_methods=("GET", "POST", "DELETE"),
+                allow_headers=("*",),
+                expose_headers=("*",),
+            )
         )
     if http.root_path:
-        app.add_middleware(GatewayPath, root_path=http.root_path)
-    app.add_middleware(HeadRequests)
+        guards.append(partial(GatewayPath, root_path=http.root_path))
+    return [*guards, HeadRequests]
 
 
 def _add_endpoints(app: FastAPI, endpoints: Iterable[Endpoint]) -> None:

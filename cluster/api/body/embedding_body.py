@@ -35,10 +35,10 @@ class PooledCompletion(CompletionRequest):
     prompt_field: ClassVar[str] = "input"
 
     def sampling(
-        self, max_tokens: int, *, defaults: Mapping[str, Any], vocab_size: int, max_logprobs: int
+        self, max_tokens: int, *, defaults: Mapping[str, Any], vocab_size: int, max_logprobs: int, **others: Any
     ) -> SamplingParams:
         """Return parameters for the one token that the engine makes, which no client sees."""
-        plain = super().sampling(max_tokens, defaults={}, vocab_size=vocab_size, max_logprobs=max_logprobs)
+        plain = super().sampling(max_tokens, defaults={}, vocab_size=vocab_size, max_logprobs=max_logprobs, **others)
         return replace(plain, temperature=0.0, pooling=self.pooling)
 
 

@@ -178,9 +178,13 @@ class GenerationBody(Body):
             raise ApiError(reason, param="prompt_logprobs", code="invalid_value")
 
     def sampling(
-        self, max_tokens: int, *, defaults: Mapping[str, Any], vocab_size: int, max_logprobs: int
+        self, max_tokens: int, *, defaults: Mapping[str, Any], vocab_size: int, max_logprobs: int, **others: Any
     ) -> SamplingParams:
-        """Return everything but the seed. Raises ApiError if fields contradict each other or the model."""
+        """Return how tokens are chosen. Raises ApiError if fields contradict each other or the model.
+
+        `others`: fields of `SamplingParams` that this body does not decide, such as the seed; or not alone, as the
+        grammar of a chat.
+        """
 
         def given(name: str, otherwise: float) -> Any:
             value = getattr(self, name)
@@ -193,6 +197,8 @@ class GenerationBody(Body):
         check_token_ids(self.stop_token_ids, vocab_size, "stop_token_ids")
         check_token_ids(self.allowed_token_ids or (), vocab_size, "allowed_token_ids")
         check_token_ids(self.logprob_token_ids or (), vocab_size, "logprob_token_ids")
+        if "grammar" not in others:
+            others["grammar"] = self.grammar()
         return SamplingParams(
             max_tokens=max_tokens,
             temperature=float(given("temperature", 1.0)),
@@ -210,7 +216,7 @@ class GenerationBody(Body):
             stop_token_ids=tuple(self.stop_token_ids),
             min_tokens=self.min_tokens,
             ignore_eos=self.ignore_eos,
-            grammar=self.grammar(),
+            **others,
         )
 
     def _check_counts(self, max_tokens: int, vocab_size: int, max_logprobs: int) -> None:

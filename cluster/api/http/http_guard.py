@@ -259,18 +259,24 @@ async def _never() -> Message:
 
 async def _while_connected(work: Awaitable[None], receive: Receive) -> None:
     """Run `work` until it is done, the client is gone, or this call is cancelled; its generators end first."""
+    task, is_gone = asyncio.current_task(), False
+    assert task is not None
+    num_before = task.cancelling()
 
-    async def gone() -> None:
+    async def watch() -> None:
+        nonlocal is_gone
         while (await receive())["type"] != "http.disconnect":
             pass
+        is_gone = True
+        task.cancel()
 
-    working = asyncio.ensure_future(work)
-    watching = asyncio.ensure_future(gone())
+    watching = asyncio.ensure_future(watch())
     try:
-        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+        await work
+    except asyncio.CancelledError:
+        if not is_gone or task.cancelling() > num_before + 1:  # others have cancelled this call, too
+            raise
     finally:
-        working.cancel()
         watching.cancel()
-        await asyncio.gather(working, watching, return_exceptions=True)
-    if not working.cancelled():
-        working.result()
+        if is_gone:
+            task.uncancel()

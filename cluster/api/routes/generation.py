@@ -145,17 +145,18 @@ class Generations:
         for prompt in prompts:
             self._check_placeholders(prompt, body)
         limits = [self._defaults.limit(output_limit(len(prompt.token_ids), body, card), body) for prompt in prompts]
+        seed = secrets.randbits(63) if body.seed is None else body.seed
         sampling = body.sampling(
             min(limits),
             defaults=self._defaults.sampling,
             vocab_size=card.vocab_size,
             max_logprobs=self._max_logprobs,
+            bad_words=await encode_bad_words(body.bad_words, self._tokenizer) if body.bad_words else (),
+            logprobs_mode=self._logprobs_mode,
+            seed=seed % 2**63,
+            **({} if reading is None else {"grammar": reading.grammar}),
         )
-        if reading is not None:
-            sampling = replace(sampling, grammar=reading.grammar)
         shown = None if reading is None else reading.shown
-        bad_words = await encode_bad_words(body.bad_words, self._tokenizer)
-        sampling = replace(sampling, bad_words=bad_words, logprobs_mode=self._logprobs_mode)
         num_prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
         num_logprobs = body.count_logprobs(sampling, num_prompt_tokens, sum(limits))
         state.memory.hold(TOKEN_BYTES * num_prompt_tokens + LOGPROB_BYTES * num_logprobs)
@@ -164,12 +165,12 @@ class Generations:
             is_stated = body.token_limit() is not None
             outputs = body.n * sum(limit if is_stated else min(limit, UNSTATED_OUTPUT) for limit in limits)
             await state.account.prompt(num_prompt_tokens, outputs)
-        seed = secrets.randbits(63) if body.seed is None else body.seed
         wanted = ((prompt, limit, i) for prompt, limit in zip(prompts, limits, strict=True) for i in range(body.n))
         async for some in slices(wanted, _CHOICES_AT_ONCE):
             for prompt, limit, i in some:
                 # Even for no output, the engine samples one token.
-                own = replace(sampling, max_tokens=max(1, limit), seed=(seed + i) % 2**63)
+                is_equal = i == 0 and limit == sampling.max_tokens > 0
+                own = sampling if is_equal else replace(sampling, max_tokens=max(1, limit), seed=(seed + i) % 2**63)
                 choice = self._choice(generation, prompt, own, stops, shown, is_prompt_only=limit == 0)
                 generation.choices.append(choice)
         state.submission_ids = {choice.submission.id for choice in generation.choices}
