@@ -19,16 +19,16 @@ class StackDeltas:
     """The matrices of one adapter, by layer and by the name of the matrix in `DecoderLayer` that they change."""
 
     def __init__(self, layers: Sequence[Mapping[str, Pair]]) -> None:
-        """In each pair, A and the transpose of B must be contiguous."""
+        """In each pair, A and the transpose of B must be contiguous, both bfloat16 or of the type of inputs."""
         self.layers = layers
         self.rank = max((a.shape[0] for layer in layers for a, _ in layer.values()), default=0)
         # As `LayerDeltas` of low_rank.h. They point into the tensors of `layers`.
-        self.structures = np.zeros((len(layers), len(_NAMES), 3), np.int64)
+        self.structures = np.zeros((len(layers), len(_NAMES), 4), np.int64)
         for layer, structure in zip(layers, self.structures, strict=True):
             for name, (a, b) in layer.items():
                 assert a.is_contiguous()
                 assert b.T.is_contiguous()
-                structure[_NAMES.index(name)] = a.data_ptr(), b.data_ptr(), a.shape[0]
+                structure[_NAMES.index(name)] = a.data_ptr(), b.data_ptr(), a.shape[0], a.dtype == torch.bfloat16
 
 
 class RowDeltas(NamedTuple):

@@ -44,14 +44,25 @@ def greedy_of(logits: Any, prompt: list[int], num_tokens: int, eos_token_id: int
     return token_ids[len(prompt) :]
 
 
-def tuned(module: PreTrainedModel, folder: Path, seed: int, *, size: float = 0.2, **config: Any) -> Tuned:
-    """Save an adapter of random weights for a module, which stays as it is. `config`: of PEFT's LoraConfig."""
+def tuned(
+    module: PreTrainedModel,
+    folder: Path,
+    seed: int,
+    *,
+    size: float = 0.2,
+    dtype: torch.dtype = torch.float32,
+    **config: Any,
+) -> Tuned:
+    """Save an adapter of random weights for a module, which stays as it is. `config`: of PEFT's LoraConfig.
+
+    `dtype`: of the file. The model computes with the same numbers in its own type.
+    """
     given = {"r": 4, "lora_alpha": 6, "target_modules": ALL} | config
     with warnings.catch_warnings(action="ignore", category=FutureWarning):  # of transformers, about PEFT's code
         model = peft.get_peft_model(copy.deepcopy(module), peft.LoraConfig(**given)).eval()
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         if "lora_" in name:
-            parameter.data = torch.randn(parameter.shape, generator=generator) * size
+            parameter.data = torch.randn(parameter.shape, generator=generator).to(dtype) * size
     model.save_pretrained(folder)
-    return Tuned(read_adapter(folder, 64).adapter(folder.name), model)
+    return Tuned(read_adapter(folder, 64).adapter(folder.name), model.to(module.dtype))

@@ -65,10 +65,14 @@ def batch(lengths: list[tuple[int, int]], table: Tensor) -> AttentionBatch:
     return AttentionBatch(starts, keys, table, slots, 12, 90, 0)
 
 
-def deltas(rng: torch.Generator, rank: int, sizes: dict[str, tuple[int, int]]) -> StackDeltas:
-    """Return an adapter of three layers; `sizes`: outputs and inputs of each matrix that it changes."""
+def deltas(rng: torch.Generator, rank: int, sizes: dict[str, tuple[int, int]]) -> list[StackDeltas]:
+    """Return an adapter of three layers in float32, and the same numbers in bfloat16.
+
+    `sizes`: outputs and inputs of each matrix that the adapter changes.
+    """
     pairs = {name: (normal(rng, rank, k), normal(rng, rank, n).T) for name, (n, k) in sizes.items()}
-    return StackDeltas([pairs] * 3)
+    narrow = {name: (a.bfloat16(), b.bfloat16()) for name, (a, b) in pairs.items()}
+    return [StackDeltas([each] * 3) for each in (pairs, narrow)]
 
 
 @pytest.fixture(scope="module")
@@ -97,26 +101,27 @@ def test_one_call_in_float32_gives_what_steps_give_and_rows_are_independent(
     sizes = {"q": (HEADS * D, WIDTH), "down": (WIDTH, INNER)}
     keys, mlp = (KV_HEADS * D, WIDTH), (INNER, WIDTH)
     every = {**sizes, "k": keys, "v": keys, "out": (WIDTH, HEADS * D), "gate": mlp, "up": mlp}
-    adapters = RowDeltas(  # those of the second sequence, and of the first and the third
-        [(deltas(rng, 4, sizes), slice(1, 6)), (deltas(rng, 7, every), torch.tensor([0, 6]))]
+    none, few, others = RowDeltas(()), deltas(rng, 4, sizes), deltas(rng, 7, every)
+    wide, narrow = (  # those of the second sequence, and of the first and the third
+        RowDeltas([(one, slice(1, 6)), (other, torch.tensor([0, 6]))]) for one, other in zip(few, others, strict=True)
     )
 
-    def run(stack: DecoderStack, first: int, last: int, with_adapters: bool) -> tuple[Tensor, Tensor]:
+    def run(stack: DecoderStack, first: int, last: int, changes: RowDeltas = none) -> tuple[Tensor, Tensor]:
         """Return the rows of some sequences, and the pool after them."""
         ends = [0, 1, 6, 7, 10, 22]
         rows, pages = slice(ends[first], ends[last]), pool.clone()
         views = [(pages[:, :, layer, 0], pages[:, :, layer, 1]) for layer in range(len(weights))]
         several = batch(LENGTHS[first:last], table[first:last])
-        changes = adapters if with_adapters else RowDeltas(())
         return stack(hidden[rows], cos[rows], sin[rows], views, several, changes), pages
 
-    for with_adapters in (False, True):
-        whole, pages = run(own, 0, len(LENGTHS), with_adapters)
-        exact, exact_pages = run(steps, 0, len(LENGTHS), with_adapters)
+    for changes in (none, wide):
+        whole, pages = run(own, 0, len(LENGTHS), changes)
+        exact, exact_pages = run(steps, 0, len(LENGTHS), changes)
         torch.testing.assert_close(whole, exact, rtol=2e-4, atol=2e-4)
         torch.testing.assert_close(pages, exact_pages, rtol=2e-4, atol=2e-4)
-        if with_adapters:
-            assert (whole - run(own, 0, len(LENGTHS), False)[0]).norm() > 0.1 * whole.norm()
-    whole, _ = run(own, 0, len(LENGTHS), False)
+    assert (whole - run(own, 0, len(LENGTHS))[0]).norm() > 0.1 * whole.norm(), "adapters change something"
+    assert torch.equal(whole, run(own, 0, len(LENGTHS), narrow)[0]), "bfloat16 is widened as it is read"
+    assert torch.equal(exact, run(steps, 0, len(LENGTHS), narrow)[0])
+    whole, _ = run(own, 0, len(LENGTHS))
     for alone, rows in ((0, slice(0, 1)), (1, slice(1, 6)), (4, slice(10, 22))):
-        assert torch.equal(run(own, alone, alone + 1, False)[0], whole[rows])
+        assert torch.equal(run(own, alone, alone + 1)[0], whole[rows])

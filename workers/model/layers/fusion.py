@@ -66,6 +66,12 @@ class FusedLayers(nn.Module):
         return self._stack(hidden_states[0], cos[0], sin[0], pages, batch, RowDeltas(deltas))[None]
 
     @property
+    def sites(self) -> Iterator[str]:
+        """The names of all linears that the layers compute."""
+        for layer in range(self._stack.num_layers):
+            yield from (f"{self._path}.{layer}.{path}" for path in PROJECTIONS.values())
+
+    @property
     def kernel_tensors(self) -> Sequence[Tensor]:
         """The tensors of all weights."""
         return self._stack.tensors

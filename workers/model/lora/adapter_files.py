@@ -6,10 +6,10 @@ import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod, sqrt
+from math import sqrt
 from os import fstat
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -30,8 +30,7 @@ _KNOWN = {  # fields that are read here, or change no logits of a saved adapter
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Factor:
+class Factor(NamedTuple):
     """One matrix of an adapter in its file."""
 
     dtype: str
@@ -76,9 +75,9 @@ def read_weights(folder: Path) -> memoryview:
 
 def fingerprint(folder: Path, weights: memoryview | None = None) -> str:
     """Return a hash of all bytes of an adapter's files. `weights`: those of its tensors, where they have been read."""
-    digest = hashlib.blake2b((folder / CONFIG).read_bytes(), digest_size=16)
+    digest = hashlib.sha256((folder / CONFIG).read_bytes())
     digest.update(read_weights(folder) if weights is None else weights)
-    return digest.hexdigest()
+    return digest.hexdigest()[:32]
 
 
 def read_adapter(folder: Path, max_rank: int) -> AdapterFiles:
@@ -192,10 +191,9 @@ def _entries(file: Path) -> list[tuple[str, Any, int]]:
 def _factor(file: Path, name: str, entry: Any, start: int) -> Factor:
     try:
         dtype, (rows, columns), (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
-        sizes = [rows, columns, begin, end]
+        is_sound = {int} == {type(rows), type(columns), type(begin), type(end)} and begin >= 0 and dtype in _BYTES
     except (TypeError, KeyError, ValueError):
         raise ValueError(f"{file}: {name:.200} is no matrix") from None
-    is_sound = all(type(size) is int and size >= 0 for size in sizes) and dtype in _BYTES and min(rows, columns) > 0
-    if not is_sound or end - begin != prod((rows, columns, _BYTES[dtype])):
+    if not is_sound or rows < 1 or columns < 1 or end - begin != rows * columns * _BYTES[dtype]:
         raise ValueError(f"{file}: {name:.200} is no matrix of {', '.join(_BYTES)}")
     return Factor(dtype, rows, columns, start + begin, end - begin)

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, groupby, pairwise
+from math import frexp
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,6 +57,7 @@ class Adapters:
     most: int = 1  # in memory at once
     in_triton: bool = False  # steps compute them in Triton; else in torch, or as part of a kernel of a CPU
     loaded: dict[str, AdapterWeights] = field(default_factory=dict)
+    reads_narrow: set[str] = field(default_factory=set)  # modules whose steps read bfloat16 beside any inputs
     before_use: list[Callable[[AdapterWeights], object]] = field(default_factory=list)  # called in the thread of loads
 
     @property
@@ -84,7 +86,7 @@ class Adapters:
         for name, (a, b) in files.factors.items():
             if self._is_here(files, name):
                 own_name = name.rpartition(".")[2]  # of one name, matrices are mostly as far apart from layer to layer
-                kind = (own_name, a.dtype, a.rows, a.columns, b.dtype, b.rows, self.sites[name].kept)
+                kind = (own_name, a[:3], b[:3], files.scales[name], self.sites[name].kept, name in self.reads_narrow)
                 alike.setdefault(kind, []).append(name)
         in_file = {name: a.offset for name, (a, _) in files.factors.items()}
         for names in alike.values():
@@ -168,15 +170,18 @@ class Adapters:
 
         All in one: an operator for each of some hundred modules would keep the interpreter from steps for 30 ms.
         """
-        kept = self.sites[names[0]].kept
+        kept, scale = self.sites[names[0]].kept, files.scales[names[0]]
         a, b = (_matrices([files.factors[name][which] for name in names], content) for which in (0, 1))
         if kept is not None:
             a, b = (a, kept.read(b, 2)) if kept.dim == 0 else (kept.read(a, 2), b)
-        a = a.to(self.device, self.dtype, copy=True).contiguous()
-        b = b.to(self.device, torch.float32, copy=True)  # operators of the file's type take ten times as long
-        scales = torch.tensor([files.scales[name] for name in names], device=self.device)
-        # Kernels read the outputs of one rank after the other.
-        b = b.mul_(scales[:, None, None]).to(self.dtype).transpose(1, 2).contiguous()
+        rounds_nothing = a.dtype == b.dtype == torch.bfloat16 and frexp(scale)[0] == 0.5
+        dtype = torch.bfloat16 if rounds_nothing and names[0] in self.reads_narrow else self.dtype
+        a = a.to(self.device, dtype, copy=True).contiguous()
+        b = b.transpose(1, 2)  # kernels read the outputs of one rank after the other
+        if rounds_nothing and dtype == torch.bfloat16:
+            b = b.to(self.device, memory_format=torch.contiguous_format, copy=True).mul_(scale)
+        else:
+            b = b.to(self.device, torch.float32, copy=True).mul_(scale).to(dtype).contiguous()
         return zip(names, zip(a.unbind(), b.transpose(1, 2).unbind(), strict=True), strict=True)
 
 

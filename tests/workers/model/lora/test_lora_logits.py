@@ -24,9 +24,14 @@ from tests.workers.model.paged import monolithic, random_steps, through_pages
 needs_triton = pytest.mark.skipif(not triton_is_interpreted(), reason="needs Triton, interpreted: pip install triton")
 
 CONFIGS: list[dict[str, Any]] = [
-    {"r": 5, "lora_alpha": 5},
+    {"r": 5, "lora_alpha": 5, "dtype": torch.bfloat16},
     {"r": 16, "lora_alpha": 8, "target_modules": ["q_proj", "up_proj", "down_proj"]},
-    {"r": 3, "use_rslora": True, "target_modules": ["k_proj", "v_proj", "o_proj", "gate_proj"]},
+    {
+        "r": 3,
+        "use_rslora": True,
+        "target_modules": ["k_proj", "v_proj", "o_proj", "gate_proj"],
+        "dtype": torch.bfloat16,
+    },
 ]
 
 
@@ -147,6 +152,24 @@ def test_matrices_of_a_file_are_loaded_wherever_they_lie(is_even: bool, tmp_path
         of_a, of_b = (stored[f"base_model.model.{name}.lora_{matrix}.weight"] for matrix in "AB")
         assert torch.equal(a, of_a)
         assert torch.equal(b, of_b * 1.5)
+
+
+def test_matrices_of_a_bfloat16_file_stay_as_they_are_where_the_scale_rounds_nothing(tmp_path: Path) -> None:
+    """Else they have the type of the model, here float32: an odd scale is in there, or layers are not fused."""
+    for name, expected in (("llama groups of 3", [torch.bfloat16, torch.float32]), ("gemma2", [torch.float32] * 2)):
+        module = build(name, FUSED.get(name) or {"query_pre_attn_scalar": 32})
+        folders = {alpha: tmp_path / f"{name} {alpha}" for alpha in (8, 6)}
+        adapters = [
+            tuned(module, folder, 1, dtype=torch.bfloat16, lora_alpha=alpha) for alpha, folder in folders.items()
+        ]
+        loaded = with_adapters(module, adapters).adapters
+        assert loaded is not None
+        for (alpha, folder), one, dtype in zip(folders.items(), adapters, expected, strict=True):
+            pairs, stored = loaded.loaded[one.adapter.fingerprint].pairs, load_file(folder / WEIGHTS)
+            for path, (a, b) in pairs.items():
+                assert a.dtype == b.dtype == dtype
+                assert torch.equal(a.float(), stored[f"base_model.model.{path}.lora_A.weight"].float())
+                assert torch.equal(b.float(), stored[f"base_model.model.{path}.lora_B.weight"].float() * alpha / 4)
 
 
 def test_steps_find_a_loaded_adapter_prepared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
