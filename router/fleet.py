@@ -16,7 +16,7 @@ from crossdock.router import baselines
 from crossdock.router.fetching import Sources, with_sources
 from crossdock.router.loading import with_loads
 from crossdock.router.loads import Slots
-from crossdock.router.placement import Candidates, Placement, Query, choose
+from crossdock.router.placement import Candidates, Placement, Query, check_promise, choose
 from crossdock.router.predict import Prediction, predict
 from crossdock.router.prefixes import Prefixes, num_shared
 from crossdock.router.replica_table import ReplicaState, ReplicaTable
@@ -26,7 +26,7 @@ from crossdock.workers.report.advertise import LiveProfile, PageChanges
 from crossdock.workers.report.profile import SchedulingProfile
 from crossdock.workers.schedule.cost.formula import Floats
 from crossdock.workers.schedule.memory.prefix_index import PageHash
-from crossdock.workers.schedule.slo import SloClass, priority_of
+from crossdock.workers.schedule.slo import SloClass
 
 
 class RouterConfig(BaseModel):
@@ -135,12 +135,15 @@ class Fleet:
         self.num_chosen += 1
         ways = self._with_prefixes(query, now, candidates, exclude)
         prediction, cached = ways.prediction, ways.cached
-        if self.config.policy == "seconds":
-            pair = choose(loads, query, cached, prediction, slo, candidates)
-            prefill, decode = pair.prefill, pair.decode
-        else:
+        if self.config.policy != "seconds":
             policy = baselines.POLICIES[self.config.policy]
             prefill, decode = baselines.place(policy, self.table, candidates, query, cached, self.num_chosen)
+        elif len(candidates.alone) == 1 and not len(candidates.prefills):  # the only one that may
+            prefill = decode = int(candidates.alone[0])
+            check_promise(loads, query, prediction, slo, prefill, candidates.alone)
+        else:
+            pair = choose(loads, query, cached, prediction, slo, candidates)
+            prefill, decode = pair.prefill, pair.decode
         placement = self._placement(query, slo, prediction, prefill, decode, cached)
         return self._brought(placement, ways, prefill, candidates.prefills)
 
@@ -189,7 +192,9 @@ class Fleet:
     @property
     def page_size(self) -> int:
         """Tokens per page hash. Replicas whose pages have another size have no prefix hits."""
-        return next((replica.profile.page_size for replica in self.table.by_name.values()), 1)
+        for replica in self.table.by_name.values():
+            return replica.profile.page_size
+        return 1
 
     def num_booked(self, name: str) -> int:
         """Return the requests that this router has on a replica."""
@@ -256,10 +261,7 @@ class Fleet:
         return prediction
 
     def _priority(self, slo_class: str) -> int:
-        try:
-            return priority_of(self.classes, slo_class)
-        except ValueError:
-            return len(self.classes) - 1  # the replica will refuse it, with the reason
+        return self.table.priorities.get(slo_class, len(self.classes) - 1)  # the replica refuses another, with a reason
 
     def _held(self, query: Query, tiers: Sequence[Prefixes] = ()) -> list[Floats]:
         """Return how many tokens of the prompt each replica has in its pool, `[slot]`; the same with the first of its
@@ -299,11 +301,13 @@ class Fleet:
         if not cached:
             return 0.0
         loads, priority, slot = self.table.loads, self._priority(query.slo_class), replica.slot
-        all_start, held = loads.free_pages[priority, slot] >= 0, 0
+        all_start, held, most = loads.free_pages[priority, slot] >= 0, 0, cached / self.page_size
         for request_id, booking in (*replica.pending.items(), *replica.included.items()):
             if booking.has_first or all_start:
                 hashes = [each for name, each in self._placed.get(request_id, ()) if name == replica.name]
                 held = max([held, *(num_shared(query.page_hashes, each) for each in hashes)])
+            if held >= most:
+                break
         idle = loads.max_prompt_now[priority, slot] - loads.empty_pages[slot] * self.page_size  # tokens, at most
         return float(min(max(held * self.page_size, cached - max(idle, 0.0)), cached))
 

@@ -156,9 +156,14 @@ def choose(
             row, column = divmod(int(costs.argmin()), len(far))
             best = SlotPair(int(near[row]), int(far[column]), float(costs[row, column]))
     assert best is not None, "there must be a replica to choose"
-    if query.may_refuse and late_refusal_s(loads, prediction, slo, best.prefill) > 0:
-        _refuse_if_late(loads, prediction, slo, first)
+    check_promise(loads, query, prediction, slo, best.prefill, first)
     return best
+
+
+def check_promise(loads: Loads, query: Query, prediction: Prediction, slo: SloClass, chosen: int, first: Slots) -> None:
+    """Raise Overloaded where the `chosen` slot would refuse the request as late, and all that may take it would."""
+    if query.may_refuse and late_refusal_s(loads, prediction, slo, chosen) > 0:
+        _refuse_if_late(loads, prediction, slo, first)
 
 
 def _costs(query: Query, prediction: Prediction, slo: SloClass, first: Slots) -> tuple[Floats, Floats]:

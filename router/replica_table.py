@@ -98,12 +98,12 @@ class ReplicaState:
 
     def first_token(self, request_id: str) -> bool:
         """Note that the prompt is computed. Return whether that changes the replica's row."""
-        bookings = self.pending if request_id in self.pending else self.included
-        booking = bookings.get(request_id)
+        pending = self.pending.get(request_id)
+        booking = pending or self.included.get(request_id)
         if booking is None or booking.has_first:
             return False
-        bookings[request_id] = replace(booking, has_first=True)
-        return bookings is self.pending
+        booking.take_first_token()
+        return pending is not None
 
     def settle(self, request_id: str) -> bool:
         """Remove a request. Return whether that changes the replica's row."""
@@ -123,6 +123,7 @@ class ReplicaTable:
 
     silence_s: float
     classes: Sequence[SloClass] = ()
+    priorities: dict[str, int] = field(default_factory=dict)  # by name of the class: 0 is the most urgent
     by_name: dict[str, ReplicaState] = field(default_factory=dict)
     by_slot: list[ReplicaState | None] = field(default_factory=list)
     paused: set[str] = field(default_factory=set)  # names of replicas that compute nothing for now
@@ -152,6 +153,7 @@ class ReplicaTable:
     def join(self, name: str, profile: SchedulingProfile, now: float) -> None:
         if tuple(self.classes) != profile.slo_classes:
             self.classes = profile.slo_classes
+            self.priorities = {slo.name: priority for priority, slo in enumerate(self.classes)}
             self._allocate(len(self.by_slot))
         if None not in self.by_slot:
             self._allocate(2 * len(self.by_slot))

@@ -2,7 +2,7 @@
 
 from bisect import bisect
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from crossdock.workers.report.advertise import LENGTHS, LiveProfile
@@ -22,7 +22,7 @@ Group: TypeAlias = tuple[int, int, int, float, float]
 """Waiting prompts of one class and about one length: (REPORTED or BOOKED, priority, position, count, seconds)."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Booking:
     """One request that a router placed on a replica; seconds are that replica's."""
 
@@ -39,6 +39,10 @@ class Booking:
     output: int = EXPECTED_OUTPUT_TOKENS  # tokens that it is expected to make
     idle_pages: int = 0  # of `pages`, cached ones that no request holds: no others are evicted for these
     adapter_weights: int = 0  # numbers in the matrices of the adapter
+
+    def take_first_token(self) -> None:
+        """Note that the prompt is computed."""
+        self.has_first = True
 
 
 _Prompts: TypeAlias = dict[tuple[int, int], tuple[float, float]]
@@ -174,11 +178,12 @@ class Work:
         streams = StepWork.of_streams(num_joining, self.context, self.adapters, depth)
         tpot = min([slo.tpot_s for slo, count in zip(classes, self.joining, strict=True) if count])
         overrun = profile.overrun * max(depth * interval_share, 1.0)
-        beside = Beside(streams, tpot, overrun, profile.max_num_batched_tokens, profile.page_size, is_urgent=True)
+        beside = streams, tpot, overrun, profile.max_num_batched_tokens, profile.page_size
         share = meaning_of(profile.chunk_policy).share
-        shares = [share(cost, beside, profile.min_chunk_tokens)] * (first_nonzero(self.joining) + 1)
+        shares = [share(cost, Beside(*beside, is_urgent=True), profile.min_chunk_tokens)]
+        shares *= first_nonzero(self.joining) + 1
         if len(shares) < len(classes):  # less urgent than every stream: no chunk is certain
-            shares += [share(cost, replace(beside, is_urgent=False), 0)] * (len(classes) - len(shares))
+            shares += [share(cost, Beside(*beside, is_urgent=False), 0)] * (len(classes) - len(shares))
         return shares
 
 

@@ -12,10 +12,11 @@ from fastapi import FastAPI, Request, Response, Security
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.asyncexitstack import AsyncExitStackMiddleware
 from fastapi.security import HTTPBearer
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.exceptions import ExceptionMiddleware
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from crossdock.cluster.api.batches.folder import BatchFolder
 from crossdock.cluster.api.batches.line_answers import LineAnswers
@@ -155,6 +156,9 @@ class GuardedApi(FastAPI):
     """The API inside its guards. A request meets the last one first; errors are left to `HttpGuard`."""
 
     guards: Sequence[Callable[[ASGIApp], ASGIApp]] = ()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await Starlette.__call__(self, scope, receive, send)  # FastAPI's own looks for its telemetry at each request
 
     def build_middleware_stack(self) -> ASGIApp:
         app: ASGIApp = ExceptionMiddleware(AsyncExitStackMiddleware(self.router), self.exception_handlers)

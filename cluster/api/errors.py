@@ -89,4 +89,7 @@ def shown(text: str, most: int = SHOWN_CHARS) -> str:
 
 
 def to_json(value: Any) -> bytes:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode("utf-8", "replace")
+    return _ENCODER.encode(value).encode("utf-8", "replace")
+
+
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)

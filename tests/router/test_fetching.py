@@ -48,6 +48,18 @@ def test_idle_holder_serves_its_own_prefix() -> None:
     assert (found.decode, found.source) == ("a", None)
 
 
+def test_lone_replica_with_the_prefix_has_no_alternatives() -> None:
+    found = choose(holding({"a": profile()}, {"a": 187}), may_refuse=False)
+    assert (found.decode, found.source, found.cached_tokens) == ("a", None, 187 * PAGE_SIZE)
+    assert not found.alternatives
+
+
+def test_equal_prefixes_everywhere_are_not_fetched() -> None:
+    found = choose(holding({name: profile() for name in "ab"}, {"a": 187, "b": 187}), may_refuse=False)
+    assert found.source is None
+    assert found.alternatives.keys() == {"holder"}
+
+
 def test_without_a_holder_nothing_is_fetched() -> None:
     assert choose(holding({name: profile() for name in "ab"}, {})).source is None
 

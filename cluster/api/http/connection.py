@@ -350,6 +350,10 @@ class AnswerTransport:
         self.flush()
         self._transport.write(b"%x\r\n%b\r\n" % (len(event), event))
 
+    def add_event(self, event: bytes) -> None:
+        """Write an event, together with what else this turn writes."""
+        self.write(b"%x\r\n%b\r\n" % (len(event), event))
+
 
 def _disconnect(cycle: RequestResponseCycle) -> None:
     """Have the application see that the client has left."""

@@ -4,8 +4,8 @@ import asyncio
 import logging
 import math
 import re
+import secrets
 import traceback
-import uuid
 from collections.abc import Awaitable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -239,7 +239,7 @@ def _check_credentials(headers: Sequence[tuple[bytes, bytes]]) -> None:
 
 def _request_id(headers: dict[bytes, bytes]) -> str:
     given = headers.get(b"x-request-id", b"").decode("latin-1")
-    return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+    return given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
 
 
 def _clear_frames(error: BaseException | None) -> None:

@@ -102,11 +102,10 @@ async def event_stream(events: AsyncGenerator[bytes, None]) -> Response:
 class EventStream(Response):
     """Server-sent events: the first, which came before the status was decided, and the rest."""
 
-    media_type = "text/event-stream"
-
     def __init__(self, first: bytes, rest: AsyncGenerator[bytes, None]) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        del self.headers["content-length"]
+        self.status_code = 200
+        self.raw_headers = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
+        self.raw_headers.append((b"content-type", b"text/event-stream; charset=utf-8"))
         self._first = first
         self._rest = rest
 
@@ -114,7 +113,10 @@ class EventStream(Response):
         async with aclosing(self._rest) as rest:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             await send({"type": "http.response.body", "body": self._first, "more_body": True})
-            send_part = scope["state"]["send_part"]  # each token is one
+            send_part, writer = scope["state"]["send_part"], scope["state"].get("event_writer")
             async for event in rest:
-                await send_part({"type": "http.response.body", "body": event, "more_body": True})
+                if writer is not None and writer.is_ready():  # of our own listener; no layer of uvicorn is passed
+                    writer.add_event(event)
+                else:
+                    await send_part({"type": "http.response.body", "body": event, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -114,6 +114,7 @@ async def listen(
         ws="none",
         log_config=None,
         access_log=False,
+        proxy_headers=False,
         lifespan="off",
         timeout_keep_alive=keep_alive_s,
     )

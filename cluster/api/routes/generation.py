@@ -2,7 +2,6 @@
 
 import secrets
 import time
-import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
@@ -199,7 +198,7 @@ class Generations:
         salt = generation.salt
         submission = Submission(
             # A client may use an id twice, and one HTTP request has several submissions.
-            f"{state.request_id}-{uuid.uuid4().hex}",
+            f"{state.request_id}-{secrets.token_hex(16)}",
             prompt.token_ids,
             sampling,
             salt,

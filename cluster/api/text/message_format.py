@@ -102,7 +102,8 @@ class MessageFormat:
 
         Raises ApiError for a bound of reasoning that cannot be kept.
         """
-        end = self._tokenizer.decode(prompt_token_ids[-_TAIL:])
+        reads_end = self._is_gpt_oss or self._family.thinks  # else nothing that a template writes there matters
+        end = self._tokenizer.decode(prompt_token_ids[-_TAIL:]) if reads_end else ""
         is_thinking = end.rstrip().endswith(tuple(self._family.thinks) or "\0")
         if body.continue_final_message:
             is_thinking = is_thinking or _is_unanswered(last_assistant_text(body.messages), self._family)

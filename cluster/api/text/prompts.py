@@ -203,7 +203,7 @@ class PromptEncoder:
         if reserved := NOT_TEMPLATE_VARIABLES & body.chat_template_kwargs.keys():
             reason = f"'chat_template_kwargs' must not set {', '.join(sorted(reserved))}."
             raise ApiError(reason, param="chat_template_kwargs", code="invalid_value")
-        if len(to_json(body.chat_template_kwargs)) > TEMPLATE_CHARS:
+        if body.chat_template_kwargs and len(to_json(body.chat_template_kwargs)) > TEMPLATE_CHARS:
             reason = f"'chat_template_kwargs' must not have more than {TEMPLATE_CHARS} bytes as JSON."
             raise ApiError(reason, param="chat_template_kwargs", code="invalid_value")
         check_tools(body.tools)

@@ -93,9 +93,11 @@ class ModelTokenizer:
         return ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        text: str = self._tokenizer.decode(
-            list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
-        )
+        if self._backend is not None:  # without transformers' checks of what kind of array the ids are
+            text: str = self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        else:
+            ways: dict[str, Any] = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": False}
+            text = self._tokenizer.decode(list(token_ids), **ways)
         return text
 
     def token_bytes(self, token_id: int) -> bytes:

@@ -16,6 +16,23 @@ from tests.cluster.dispatch.in_process import InProcess, ready, serving, tokens
 from tests.waiting import until
 
 
+async def test_events_come_in_order_also_after_a_reader_that_left() -> None:
+    events, all_read = connections.Events(), []
+    leaving = asyncio.ensure_future(events.get())
+    await asyncio.sleep(0)
+    leaving.cancel()
+    for number in range(3):
+        events.put_nowait(lambda now, number=number: [number])  # type: ignore[misc]
+    while not events.empty():
+        all_read += (await events.get())(0.0)
+    assert all_read == [0, 1, 2]
+    reading = asyncio.ensure_future(events.get())
+    await asyncio.sleep(0)
+    assert not reading.done()
+    events.put_nowait(lambda now: [])
+    assert (await reading)(0.0) == []
+
+
 async def test_replica_that_has_just_joined_is_waited_for() -> None:
     """In an upgrade the last old one may leave before a new one has sent its first message."""
     old, new = InProcess(), InProcess()
