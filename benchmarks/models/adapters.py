@@ -1,11 +1,13 @@
-"""Measure what LoRA adapters cost: streams of the embedded model alone, and with another adapter for each request.
+"""Measure what LoRA adapters cost: streams of the embedded model alone, of resident adapters, and of adapters in turn.
 
     python benchmarks/models/adapters.py               # 32 adapters of rank 8, all in slots, 8 streams: 2 minutes
-    python benchmarks/models/adapters.py --slots 8     # requests wait for loads, beside streams
+    python benchmarks/models/adapters.py --slots 8 --tokens 48    # 8 resident ones, and 32 in turn: each is a load
 
 An engine in this process, so that nothing but steps is measured. Adapters are random, over all seven projections.
-Rounds of the base model and rounds with adapters alternate; each round keeps `--streams` streams busy. Prints output
-tokens per second, their ratio, and the gaps between a stream's tokens in ms. Run nothing else beside it.
+Rounds of each kind alternate; each keeps `--streams` streams busy. Requests have `--tokens` output tokens in the mean
+and end one after the other, so that prompts are computed beside streams in all kinds alike. Prints output tokens per
+second, the gaps between a stream's tokens in ms, and both as ratios to the base model's, whose gaps show what the
+machine allows. Run nothing else beside it.
 """
 
 import argparse
@@ -14,9 +16,12 @@ import os
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in replicas; torch reads it when imported
+import numpy as np
 import torch
 from safetensors.torch import save_file
 
@@ -26,7 +31,7 @@ from crossdock.workers.replica.engine.calibrate import warm_up
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.replica.engine.engine_loader import load_engine
 from crossdock.workers.replica.serving.interpreter import prepare_interpreter
-from crossdock.workers.schedule.cost.cost import StepCost
+from crossdock.workers.schedule.slo import DEFAULT_CLASS
 from crossdock.workers.schedule.submission import Adapter, SamplingParams, Submission
 
 
@@ -45,36 +50,61 @@ def random_adapter(engine: Engine, folder: Path, rank: int, seed: int) -> Adapte
     return read_adapter(folder, rank).adapter(folder.name)
 
 
-def run_round(
-    engine: Engine, adapters: list[Adapter | None], cost: StepCost, *, streams: int, tokens: int, number: int
-) -> tuple[float, float, list[float], list[float]]:
-    """Serve one request for each of `adapters`, so many at a time.
+class Round(NamedTuple):
+    """Counts what the requests of one round got."""
 
-    Returns output tokens per second, tokens per second of CPU time, gaps in seconds, and relative errors of `cost`.
-    """
-    sampling = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
+    rate: float  # output tokens per second
+    cpu_rate: float  # output tokens per second of CPU time
+    gaps: list[float]  # seconds
+    with_chunk: list[bool]  # of each gap: its step had a chunk
+
+
+def run_round(engine: Engine, adapters: Sequence[Adapter | None], *, streams: int, tokens: int, name: str) -> Round:
+    """Serve one request for each of `adapters`, so many at a time."""
     waiting = []
     for at, adapter in enumerate(adapters):
         prompt = [(at * 31 + i * 7) % 4000 + 50 for i in range(64)]
-        waiting.append(Submission(f"{number}-{at}", prompt, sampling, is_promised=False, adapter=adapter))
-    last, gaps, num_live, num_tokens, started = {}, list[float](), 0, 0, time.perf_counter()
-    cpu, errors = time.process_time(), list[float]()
+        length = tokens // 2 + at * 13 % tokens + 1  # no two streams of a time end in the same step
+        sampling = SamplingParams(max_tokens=length, temperature=0.0, ignore_eos=True)
+        waiting.append(Submission(f"{name}-{at}", prompt, sampling, is_promised=False, adapter=adapter))
+    last, found, num_live, num_tokens = {}, Round(0.0, 0.0, [], []), 0, 0
+    started, cpu = time.perf_counter(), time.process_time()
     while waiting or num_live:
         while waiting and num_live < streams:
             engine.add(waiting.pop(0))
             num_live += 1
         step = engine.step()
         now = time.perf_counter()
-        if step.deltas:
-            errors.append(abs(cost.seconds(step.batch.work) / step.seconds - 1))
         for delta in step.deltas:
             assert delta.error is None, delta.error
             num_tokens += len(delta.token_ids)
             if delta.request_id in last:
-                gaps.append(now - last[delta.request_id])
+                found.gaps.append(now - last[delta.request_id])
+                found.with_chunk.append(step.batch.work.prefill_tokens > 0)
             last[delta.request_id] = now
             num_live -= delta.finish_reason is not None
-    return num_tokens / (time.perf_counter() - started), num_tokens / (time.process_time() - cpu), gaps, errors
+    rates = num_tokens / (time.perf_counter() - started), num_tokens / (time.process_time() - cpu)
+    return found._replace(rate=rates[0], cpu_rate=rates[1])
+
+
+def describe(name: str, rounds: Sequence[Round], base: Sequence[Round], promise: float) -> str:
+    """Return the rates and gaps of a kind of rounds, and their ratios to those of the base model in the same turns."""
+    gaps = np.array([gap for each in rounds for gap in each.gaps])
+    late, p99 = gaps > promise, [float(np.quantile(each.gaps, 0.99)) for each in rounds]
+    beside = late @ np.array([own for each in rounds for own in each.with_chunk]) / max(late.sum(), 1)
+    pairs = list(zip(rounds, base, strict=True))
+    ratios = {
+        "tokens/s": [one.rate / other.rate for one, other in pairs],
+        "tokens/CPU s": [one.cpu_rate / other.cpu_rate for one, other in pairs],
+        "gaps p99": [own / float(np.quantile(other.gaps, 0.99)) for own, (_, other) in zip(p99, pairs, strict=True)],
+    }
+    of_base = ", ".join(f"{what} {statistics.median(each):.2f}" for what, each in ratios.items())
+    return (
+        f"{name}: {', '.join(f'{each.rate:.0f}' for each in rounds)} tokens/s; gaps p50 {1e3 * np.median(gaps):.0f}, "
+        f"p99 {1e3 * np.quantile(gaps, 0.99):.0f} ({', '.join(f'{1e3 * each:.0f}' for each in p99)}), "
+        f"longest {1e3 * gaps.max():.0f} ms; {late.mean():.1%} over {1e3 * promise:.0f} ms, {beside:.0%} of these "
+        f"beside a chunk; of base: {of_base}"
+    )
 
 
 def main() -> None:
@@ -88,34 +118,29 @@ def main() -> None:
     engine = load_engine(ReplicaSpec(config.model_spec(None), config, torch.get_num_threads()))
     warm_up(engine)
     assert engine.cost_fit is not None
-    cost = engine.cost_fit.cost
     prepare_interpreter()
     with tempfile.TemporaryDirectory() as folder:
         own = [random_adapter(engine, Path(folder) / f"{n}", given.rank, n) for n in range(given.adapters)]
-        kinds: dict[str, list[Adapter | None]] = {"base": [None] * given.adapters, "adapters": [*own]}
-        found: dict[str, list[tuple[float, float, list[float], list[float]]]] = {name: [] for name in kinds}
+        resident = [own[number % given.slots] for number in range(given.adapters)]
+        kinds: dict[str, Sequence[Adapter | None]] = {"base": [None] * given.adapters, "resident": resident}
+        if given.slots < given.adapters:
+            kinds["switching"] = own
+        found: dict[str, list[Round]] = {name: [] for name in kinds}
         for number in range(given.rounds + 1):
             for name, adapters in kinds.items():
-                sizes = {"streams": given.streams, "tokens": given.tokens}
-                one = run_round(engine, adapters, cost, **sizes, number=number * 2 + (name == "base"))
-                if number:  # the first round loads adapters and fills caches
+                if name == "resident":
+                    run_round(engine, own[: given.slots], streams=given.streams, tokens=2, name=f"load {number}")
+                tokens = given.tokens if number else 8  # the first round fills caches, and prices are learnt
+                one = run_round(engine, adapters, streams=given.streams, tokens=tokens, name=f"{name} {number}")
+                if number:
                     found[name].append(one)
+        promise = next(each.tpot_s for each in engine.config.slo_classes if each.name == DEFAULT_CLASS)
         for name, rounds in found.items():
-            gaps = sorted(gap for *_, each, _ in rounds for gap in each)
-            rates = ", ".join(f"{rate:.0f}" for rate, *_ in rounds)
-            p99 = gaps[int(0.99 * len(gaps))]
-            print(
-                f"{name}: {rates} tokens/s; gaps p50 {1e3 * gaps[len(gaps) // 2]:.1f}, p99 {1e3 * p99:.1f}, "
-                f"max {1e3 * gaps[-1]:.1f} ms"
-            )
-        pairs = list(zip(found["base"], found["adapters"], strict=True))
-        for at, what in enumerate(("tokens/s", "tokens/CPU s")):
-            ratios = [with_[at] / base[at] for base, with_ in pairs]  # type: ignore[operator]
-            print(f"ratio of {what}: {statistics.median(ratios):.2f} ({', '.join(f'{each:.2f}' for each in ratios)})")
-        slots, fit = engine.scheduler.adapters, engine.cost_fit
-        refined, unrefined = fit.error(0.5), statistics.median(found["adapters"][-1][3])
-        print(f"{slots.num_loads} loads of {1e3 * slots.load_s:.0f} ms")
-        print(f"step error p50 {refined:.1%} of the newest; the last round by the cost of the start {unrefined:.1%}")
+            print(describe(name, rounds, found["base"], promise))
+        slots = engine.scheduler.adapters
+        print(
+            f"{slots.num_loads} loads of {1e3 * slots.load_s:.0f} ms; step error p50 {engine.cost_fit.error(0.5):.1%}"
+        )
     if engine.adapters is not None:
         engine.adapters.close()
 
