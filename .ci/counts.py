@@ -15,8 +15,8 @@ from statistics import mean, median
 
 CODE = ("cluster", "router", "workers", "kvtransfer", "kernels", ".ci")
 BUDGETS = {  # count: the most that there may be
-    "lines of code": 68_983,
-    "lines of tests": 66_252,
+    "lines of code": 69_036,
+    "lines of tests": 66_314,
     "lines of benchmarks": 12_201,
     "lines of benchmarks/RESULTS.md": 500,
     "Python files in the largest folder": 20,

@@ -18,7 +18,7 @@ from crossdock.router.loading import with_loads
 from crossdock.router.loads import Slots
 from crossdock.router.placement import Candidates, Placement, Query, check_promise, choose
 from crossdock.router.predict import Prediction, predict
-from crossdock.router.prefixes import Prefixes, num_shared
+from crossdock.router.prefixes import Prefixes, num_shared, pages_by_slot
 from crossdock.router.replica_table import ReplicaState, ReplicaTable
 from crossdock.router.tenants import fair_ahead
 from crossdock.router.work import EXPECTED_OUTPUT_TOKENS, Booking
@@ -213,19 +213,19 @@ class Fleet:
         if replica is None:
             return
         profile, priority, size = replica.profile, self._priority(query.slo_class), replica.profile.page_size
-        held = int(self._num_held(replica, query, cached_tokens)) // size
+        held, output = int(self._num_held(replica, query, cached_tokens)) // size, _expected_output(query)
         here = min(self.prefixes.num_reported(replica.slot, query.page_hashes), cached_tokens // size)
         booking = Booking(
             priority,
             query.num_tokens,
             seconds,
-            profile.needs.at_once(query.num_tokens, held),
+            profile.needs.at_once(query.num_tokens + output * decodes, held),
             decodes,
             query.adapter,
             query.payer,
             query.weight,
             at=self.table.now,
-            output=min(query.max_tokens, EXPECTED_OUTPUT_TOKENS),
+            output=output,
             idle_pages=max(here - held, 0),
             adapter_weights=query.adapter_weights,
         )
@@ -266,32 +266,25 @@ class Fleet:
     def _held(self, query: Query, tiers: Sequence[Prefixes] = ()) -> list[Floats]:
         """Return how many tokens of the prompt each replica has in its pool, `[slot]`; the same with the first of its
         tiers, and so on. At least one token is left to compute: the first output token needs its logits."""
-        size, by_place = self.page_size, list[Floats]()
-        for found in self.prefixes.match(query.page_hashes[: (query.num_tokens - 1) // size], tiers):
-            cached, holders, tokens = np.zeros(len(self.table.by_slot)), list[int](), list[int]()
-            for slots, num_pages in found:
-                while slots:
-                    slot = slots.bit_length() - 1
-                    holders.append(slot)
-                    tokens.append(num_pages * size)
-                    slots ^= 1 << slot
-            cached[holders] = tokens
-            by_place.append(cached)
-        return by_place
+        size, num_slots = self.page_size, len(self.table.by_slot)
+        found = self.prefixes.match(query.page_hashes[: (query.num_tokens - 1) // size], tiers)
+        return [size * pages_by_slot(each, num_slots) for each in found]
 
     def _reported(self, query: Query, slot: int) -> float:
         """Return how many tokens of the prompt a replica has reported to have; at least one is left to compute."""
         hashes = query.page_hashes[: (query.num_tokens - 1) // self.page_size]
         return self.prefixes.num_reported(slot, hashes) * self.page_size
 
-    def _in_use(self, query: Query, cached: Floats) -> Floats:
+    def _in_use(self, query: Query, cached: Floats, now: float) -> Floats:
         """Return how many of the `cached` tokens, `[slot]`, lie in pages that other requests hold, where that decides
         whether the prompt has room. Cached pages that no request holds count as free, but a prompt takes its own."""
-        fits = self.table.loads.max_prompt_now[self._priority(query.slo_class)]
-        if query.num_tokens <= fits.min():  # the usual case
+        loads = self.table.loads
+        lacks = query.num_tokens + _expected_output(query) > loads.max_prompt_now[self._priority(query.slo_class)]
+        lacks |= self.table.ages(now) >= loads.taken_at
+        if not lacks.any():  # the usual case
             return cached
         found = cached.copy()
-        for slot in np.flatnonzero((cached > 0) & (query.num_tokens > fits))[:MOST_IN_USE]:
+        for slot in np.flatnonzero((cached > 0) & lacks)[:MOST_IN_USE]:
             found[slot] = self._num_held(self.table.replica_in(int(slot)), query, cached[slot])
         return found
 
@@ -317,7 +310,7 @@ class Fleet:
         fastest, second = self.in_tiers
         cached, *by_tier = self._held(query, (fastest, second) if len(second) else (fastest,) if len(fastest) else ())
 
-        in_use = self._in_use(query, cached)
+        in_use = self._in_use(query, cached, now)
 
         def again(slots: Slots, held: Floats) -> Prediction:
             return self._predict(query, held, now, slots=slots, held=in_use[slots])
@@ -379,3 +372,8 @@ class Fleet:
             prefill_seconds=float(prediction.prefill[prefill]),
             weights=last.profile.weights if self.config.unlike_weights == "apart" else "",
         )
+
+
+def _expected_output(query: Query) -> int:
+    """Return the tokens that a request is expected to make, which need room beside its prompt."""
+    return min(query.max_tokens, EXPECTED_OUTPUT_TOKENS)

@@ -72,6 +72,7 @@ class ReplicaFigures(Generic[Costs, One, Each]):
     most_urgent_stream: One  # priority of the most urgent stream of now; the number of classes if there is none
     lateness: One  # weighted seconds per token by which the streams of now are late with `gap`
     future_lateness: One  # the same in the future
+    taken_at: One  # seconds from its last report, until which no request that waits takes free pages
     empty_pages: One  # that a request can take before cached ones are evicted; below 0: bookings will evict as many
     eviction_seconds: One  # of prefill that one evicted page is expected to cost
     load_first: One  # seconds to load a page from its fastest tier below the pool
@@ -144,7 +145,7 @@ _NAMES_PER_REPLICA = tuple(column.name for column in fields(ReplicaFigures) if c
 _NAMES_PER_CLASS = tuple(column.name for column in fields(ReplicaFigures) if column.type is Each)
 _SINGLE = (*_COEFFICIENTS, *_NAMES_PER_REPLICA)
 _per_replica, _per_class = attrgetter(*_NAMES_PER_REPLICA), attrgetter(*_NAMES_PER_CLASS)
-_NO_LIMIT = 1e12  # tokens: more than any prompt has
+_NO_LIMIT = 1e12  # tokens: more than any prompt has; seconds: never
 
 
 def blank(num_slots: int, num_classes: int) -> Loads:
@@ -156,7 +157,7 @@ def blank(num_slots: int, num_classes: int) -> Loads:
     divisors = (loads.page_size, loads.bytes_per_second, loads.prefill_share, loads.own_prefill_share)
     for divisor in (*divisors, loads.interval_share, loads.depth):
         divisor[:] = 1.0
-    loads.max_step_tokens[:] = loads.max_prompt_now[:] = _NO_LIMIT
+    loads.max_step_tokens[:] = loads.max_prompt_now[:] = loads.taken_at[:] = _NO_LIMIT
     return loads
 
 
@@ -188,12 +189,13 @@ def row(
     step, gap, future_gap, token_share, per_joining_decode = _paces(work, cost, profile, interval_share, live.gap_share)
     future_streams = [now + more if more > 0 else now for now, more in zip(streams, work.arriving, strict=True)]
     groups, num_groups, urgent = work.backlog(len(classes))
-    free_pages, free_places, max_prompt_now, free_now = work.room(profile, live, len(classes))
+    free_pages, free_places, max_prompt_now, free_then, free_now = work.room(profile, live, len(classes))
     shares = work.prefill_shares(profile, cost, interval_share, classes)
     fits_streams, step_tokens = meaning_of(profile.chunk_policy).fits_streams, profile.max_num_batched_tokens
     min_chunk = max(step_tokens - num_streams, 1.0)
     min_chunk = min(free_tokens(cost, step, 0, profile.min_chunk_tokens), min_chunk) if fits_streams else min_chunk
     chunk_s = _chunk_seconds(profile, cost, min_chunk, gap, shares[0])
+    ends = free_later(live, booked, free_then, max(gap, cost.base), shares[0])
     coming = sorted([(each.at - reported_at, each.seconds) for each in booked if each.seconds and not each.has_first])
     return Row(
         cost=cost,
@@ -221,6 +223,7 @@ def row(
         most_urgent_stream=first_nonzero(streams),
         lateness=lateness(gap, streams, classes),
         future_lateness=lateness(future_gap, future_streams, classes),
+        taken_at=min([at for at, free in ends if free < free_now], default=_NO_LIMIT),
         empty_pages=live.empty_pages - (sum(work.booked_needs) - work.booked_idle_pages),
         eviction_seconds=live.eviction_seconds,
         load_first=live.load_seconds[0] if live.load_seconds else 0.0,
@@ -240,7 +243,7 @@ def row(
         streams=streams,
         future_streams=future_streams,
         groups=groups,
-        ends=free_later(live, booked, free_now, max(gap, cost.base), shares[0]),
+        ends=ends,
     )
 
 

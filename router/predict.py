@@ -5,6 +5,7 @@ The commands that the constants cite are in placement.py."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
@@ -76,13 +77,13 @@ def predict(
     drain = _drain_seconds(loads, rest, cached, adapter)
     ahead = _backlog_ahead(loads, priority, age, own, fair)
     behind = ahead + own
-    room_wait = _room_wait(loads, priority, rest if held is None else num_tokens - held, age)
+    output = min(max_tokens, EXPECTED_OUTPUT_TOKENS)
+    room_wait = _room_wait(loads, priority, (rest if held is None else num_tokens - held) + output, age)
     # More urgent prompts that come later go first. And the longer this prompt takes, the likelier it is that as many
     # streams will run meanwhile as did recently.
     excess = loads.recent_excess_share * np.exp(age / -MEMORY_S) * (behind / (behind + RECENT_SHARE_BACKLOG_S))
     share = np.maximum(loads.own_prefill_share[priority] - excess, LEAST_SHARE)
     ttft = np.maximum(np.maximum(ahead / share, loads.step_left), room_wait) + own / share + drain
-    output = min(max_tokens, EXPECTED_OUTPUT_TOKENS)
     token = loads.per_joining_decode + loads.cost.per_context * num_tokens + loads.cost.per_adapted * adapter
     gap = loads.future_gap + loads.token_share * token
     return Prediction(
@@ -178,14 +179,16 @@ def _backlog_ahead(
 
 
 def _room_wait(loads: Loads, priority: int, rest: Floats, age: Floats) -> Floats:
-    """Return the seconds until enough requests have ended for a place and for the pages of `rest` tokens."""
-    lacks = rest > loads.max_prompt_now[priority]
+    """Return the seconds until enough requests have ended for a place and for the pages of `rest` tokens, which no
+    request that waits has taken."""
+    lacks = (rest > loads.max_prompt_now[priority]) | (age >= loads.taken_at)
     if not lacks.any():
         return np.zeros(len(rest))
-    missing = np.maximum(_pages(loads, rest) + 1 - loads.free_pages[priority], 0.0)
+    missing = np.maximum(_pages(loads, rest) - loads.free_pages[priority], 0.0)
     places = np.arange(1, MOST_ENDS + 1)[:, None]
     seconds, freed = loads.ends
-    enough = (freed >= missing) & (places >= np.minimum(1 - loads.free_places[priority], MOST_ENDS))
+    until = np.concatenate([seconds[1:], np.full((1, len(rest)), inf)])  # the next end
+    enough = (freed >= missing) & (places >= np.minimum(1 - loads.free_places[priority], MOST_ENDS)) & (until > age)
     at = np.where(enough.any(axis=0), enough.argmax(axis=0), MOST_ENDS - 1)
     slots = np.arange(len(rest))
     most = np.maximum(freed.max(axis=0), 1.0)

@@ -9,7 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+import numpy as np
+
 from crossdock.workers.report.advertise import PageChanges
+from crossdock.workers.schedule.cost.formula import Floats
 from crossdock.workers.schedule.memory.prefix_index import PageHash
 
 Bits: TypeAlias = int
@@ -141,6 +144,25 @@ class Prefixes:
             self._holders[page_hash] = holders
         else:
             del self._holders[page_hash]
+
+
+def pages_by_slot(found: Sequence[tuple[Bits, int]], num_slots: int) -> Floats:
+    """Return the pages `[slot]` that a list of `Prefixes.match` tells of; 0 where a replica comes in none.
+
+    Each replica gets the number of its entry, digit by digit: one set of replicas for each binary digit."""
+    if not found:
+        return np.zeros(num_slots)
+    digits = [0] * len(found).bit_length()
+    for number, (slots, _) in enumerate(found, 1):
+        for digit in range(number.bit_length()):
+            if number >> digit & 1:
+                digits[digit] |= slots
+    num_bytes = -(-num_slots // 8)
+    packed = np.frombuffer(b"".join([digit.to_bytes(num_bytes, "little") for digit in digits]), np.uint8)
+    bits = np.unpackbits(packed.reshape(len(digits), num_bytes), axis=1, count=num_slots, bitorder="little")
+    numbers = (1 << np.arange(len(digits))) @ bits
+    pages: Floats = np.array([0.0, *(num_pages for _, num_pages in found)])[numbers]
+    return pages
 
 
 def num_shared(hashes: Sequence[PageHash], others: Sequence[PageHash]) -> int:

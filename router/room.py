@@ -24,12 +24,16 @@ def free_later(
         gap: seconds of a token, with no prompt beside.
     """
     waiting = [*live.lacking, *((each.pages, each.seconds, each.output) for each in booked if not each.has_first)]
-    ends: list[tuple[float, int]] = [*live.ends]
-    ends += [(each.output, each.pages) for each in booked if each.has_first and each.decodes]
+    streams = [(each.output, each.pages) for each in booked if each.has_first and each.decodes]
+    ends: list[tuple[float, int]] = [*live.ends, *streams]
     heapify(ends)
+    free -= sum([pages for _, pages in streams])
     gap = max(gap, _LEAST_GAP_S)
     more = max(share, LEAST_SHARE) / max(1 - share, LEAST_SHARE)  # seconds of prompts beside one of tokens
     started = live.in_flight_seconds + live.started_seconds
+    for pages, own, output in live.starting:
+        started += own
+        heappush(ends, (started / (gap * more) + output, pages))
     found, seconds, tokens = list[tuple[float, float]](), 0.0, 0.0
     while True:
         still = list[tuple[int, float, int]]()

@@ -141,9 +141,10 @@ class Work:
 
     def room(
         self, profile: SchedulingProfile, live: LiveProfile, num_classes: int
-    ) -> tuple[list[float], list[float], list[float], float]:
+    ) -> tuple[list[float], list[float], list[float], float, float]:
         """Return, by priority: free pages, free places, and tokens of the longest prompt that need not wait for either;
-        and the pages that are free before the bookings. A booking takes room from every class."""
+        and the pages that are free before the bookings, and after those that have room. A booking takes room from every
+        class."""
         pages: Sequence[float] = live.free_pages
         pages_now: Sequence[float] = live.pages_now or pages
         places: Sequence[float] = live.places
@@ -157,10 +158,10 @@ class Work:
         free_places = [free - self.booked_places for free in places]
         needs = profile.needs
         longest: list[float] = [
-            needs.longest_prompt(free - len(needs.windows)) if place >= 1 else -1.0
+            needs.longest_prompt(free) if place >= 1 else -1.0
             for free, place in zip(pages_now, free_places, strict=True)
         ]
-        return [free - booked for free in pages], free_places, longest, before
+        return [free - booked for free in pages], free_places, longest, before, pages_now[-1]
 
     def prefill_shares(
         self,

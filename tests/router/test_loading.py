@@ -41,11 +41,11 @@ def test_prompt_goes_where_its_pages_lie_in_a_tier() -> None:
 
 
 def test_prompt_that_is_loaded_is_booked_with_all_of_its_pages() -> None:
-    """Those of the pool, too, which no request holds: no others are evicted for these."""
+    """Those of the pool, too, which no request holds: no others are evicted for these. And with its output's pages."""
     fleet = tiered([187], (1e-4,), in_pool=40)
     place(fleet, query("q", prompt=PROMPT))
     (booking,) = fleet.table.by_name["a"].pending.values()
-    assert (booking.pages, booking.idle_pages) == (188, 40)
+    assert (booking.pages, booking.idle_pages) == (188 + 8, 40)
 
 
 def test_pages_that_are_slow_to_load_are_computed_anywhere() -> None:

@@ -263,6 +263,16 @@ def test_prompt_that_needs_more_pages_than_waiting_ones_leave_waits_for_their_en
     )
 
 
+def test_pages_that_a_waiting_prompt_has_taken_since_the_report_are_not_free() -> None:
+    fleet = fleet_of({"a": profile()})
+    lacking = ((270, 0.15, 50),)  # pages, seconds, tokens of output
+    full = live(2, streams=(0, 1, 0), context_tokens=4000, ends=((10, 250),), lacking=lacking)
+    fleet.hear("a", replace(full, free_pages=(-220,) * 3, pages_now=(50,) * 3), 0.0)
+    ends = 10 * COST.decode_step_seconds(1, 4000)
+    waits = [fleet.choose(query("new", 500), now).predicted_ttft for now in (0.5 * ends, 1.5 * ends)]  # 40 pages
+    assert waits[0] < 0.1 < 0.15 < waits[1], "then that prompt has all but 30 pages, and is computed and answered first"
+
+
 def test_prompts_that_hold_all_pages_are_computed_and_answered_first() -> None:
     fleet = fleet_of({"a": profile()})
     prompts = (Prompts(1, 2, 1, 1000, 0.1),)

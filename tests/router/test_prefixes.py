@@ -5,7 +5,7 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from crossdock.router.prefixes import Prefixes
+from crossdock.router.prefixes import Prefixes, pages_by_slot
 from crossdock.workers.report.advertise import PageChanges
 from crossdock.workers.schedule.memory.pages import PagePool
 from crossdock.workers.schedule.memory.prefix_index import PageHash, hash_pages
@@ -16,11 +16,13 @@ SLOTS = 5
 def lengths(prefixes: Prefixes, hashes: list[PageHash]) -> dict[int, int]:
     """Return by slot how many pages of the prefix the replica has, as `match` reports it."""
     found: dict[int, int] = {}
-    for bits, length in prefixes.match(hashes)[0]:
+    matched = prefixes.match(hashes)[0]
+    for bits, length in matched:
         for slot in range(bits.bit_length()):
             if bits >> slot & 1:
                 assert slot not in found, "each replica once"
                 found[slot] = length
+    assert pages_by_slot(matched, SLOTS).tolist() == [found.get(slot, 0) for slot in range(SLOTS)]
     return found
 
 

@@ -40,6 +40,22 @@ def test_request_on_its_way_passes_one_that_waits_for_more_pages() -> None:
     assert (second_s, second) == (pytest.approx(0.5), 0.0), "then the stream, and the one that waits has room"
 
 
+def test_waiting_request_with_room_slows_the_streams_and_ends_after_its_prompt_and_output() -> None:
+    report = live(ends=((10, 5),), starting=((6, 0.1, 5),))
+    assert free_later(report, (), 2.0, GAP, SHARE) == [
+        (pytest.approx(0.2), 7.0),
+        (pytest.approx(0.25), 13.0),  # 10 tokens pass beside its prompt, then 5 of its own
+    ]
+
+
+def test_stream_that_no_report_includes_has_its_pages_until_it_ends() -> None:
+    booked = Booking(1, 40, 0.1, pages=3, decodes=True, output=5, has_first=True)
+    assert free_later(live(ends=((10, 5),)), (booked,), 4.0, GAP, SHARE) == [
+        (pytest.approx(0.05), 4.0),
+        (pytest.approx(0.1), 9.0),
+    ]
+
+
 counts = st.integers(1, 100)
 
 

@@ -4,10 +4,10 @@ A replica's own publisher is the only source of both. profile.py has the static 
 """
 
 from bisect import bisect
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from math import exp, inf
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from crossdock.workers.report.answer import Answer
 from crossdock.workers.report.profile import Role
@@ -17,7 +17,7 @@ from crossdock.workers.schedule.cost.cost import NO_ADAPTERS, AdapterWork
 from crossdock.workers.schedule.memory.page_needs import PageNeeds
 from crossdock.workers.schedule.memory.prefix_index import PageHash
 from crossdock.workers.schedule.prefixes.tier_pages import PageTier
-from crossdock.workers.schedule.request import Request, TokenDelta, adapter_work
+from crossdock.workers.schedule.request import Request, Status, TokenDelta, adapter_work
 from crossdock.workers.schedule.scheduler import Scheduler
 from crossdock.workers.schedule.submission import Leg
 from crossdock.workers.schedule.table import RequestTable
@@ -42,6 +42,10 @@ MOST_LOOKS = 8  # waiting requests whose cached pages are looked at for a live p
 MOST_TENANTS = 16  # in a live profile, those whose prompts take most seconds; about 40 bytes each
 HEARTBEAT_S = 1.0  # silence after which a replica repeats its last report
 _NEWEST_RATE = 0.2  # weight of the newest transfer in the mean rate, which so spans about five transfers
+
+
+Waiting: TypeAlias = tuple[tuple[int, float, int], ...]
+"""Requests that wait, at first: (pages, seconds of the prompt, tokens of output)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +113,8 @@ class LiveProfile:
     in_flight_seconds: float = 0.0  # of the chunks in steps that have begun; `prompts` has the other tokens
     started_seconds: float = 0.0  # of the prompts that have pages, without those chunks
     ends: tuple[tuple[int, int], ...] = ()  # (tokens, pages) of those that will end first: expected until then, freed
-    lacking: tuple[tuple[int, float, int], ...] = ()  # (pages, seconds, tokens of output) of waiting ones without room
+    lacking: Waiting = ()  # (pages, seconds, tokens of output) of waiting ones without room
+    starting: Waiting = ()  # the same of waiting ones with room, which `pages_now` lacks
     adapter_use: AdapterUse = AdapterUse()  # noqa: RUF009  # immutable
 
 
@@ -149,7 +154,7 @@ def observe(scheduler: Scheduler, incarnation: str, sequence: int) -> LiveProfil
     for request in (*scheduler.table.held, *scheduler.table.waiting):
         if request.leg is Leg.RECEIVE:
             arriving[request.priority] += 1
-    places, pages, pages_now, lacking = _free(scheduler)
+    places, pages, pages_now, lacking, starting, wanted = _free(scheduler)
     encoding, (adapters, adapter_use) = scheduler.encoding, _adapters(scheduler)
     return LiveProfile(
         incarnation,
@@ -179,8 +184,9 @@ def observe(scheduler: Scheduler, incarnation: str, sequence: int) -> LiveProfil
         is_paused=scheduler.is_paused,
         in_flight_seconds=_in_flight_seconds(scheduler),
         started_seconds=_started_seconds(scheduler),
-        ends=_ends(scheduler),
+        ends=_ends(scheduler, wanted),
         lacking=lacking,
+        starting=starting,
     )
 
 
@@ -233,14 +239,16 @@ def _started_seconds(scheduler: Scheduler) -> float:
     return sum([scheduler.forecast.prefill_seconds(each) for each in started])
 
 
-def _ends(scheduler: Scheduler) -> tuple[tuple[int, int], ...]:
+def _ends(scheduler: Scheduler, wanted: Collection[int]) -> tuple[tuple[int, int], ...]:
     """Return, of the requests that are expected to end first, the tokens until then and the pages that it frees.
 
-    Requests whose pages are sent end elsewhere."""
+    Requests whose pages are sent end elsewhere. `wanted`: cached pages that requests which wait will keep."""
     table = scheduler.table
     ends = [(_tokens_left(table, each), each) for each in table.running if each.leg is not Leg.SEND]
     first = sorted(ends, key=lambda end: end[0])[:MOST_ENDS]
-    freed = scheduler.pages.num_freed_in_turn([each.owner for _, each in first])
+    arriving = [owner for owner, request in table.awaited.items() if request.status is Status.RUNNING]
+    owners = [*arriving, *(each.owner for _, each in first)]  # what arrives is there before a request ends
+    freed = scheduler.pages.num_freed_in_turn(owners, wanted)[len(arriving) :]
     return tuple([(left, now + table.num_growth_pages(each)) for (left, each), now in zip(first, freed, strict=True)])
 
 
@@ -262,10 +270,10 @@ def _streams(scheduler: Scheduler) -> tuple[tuple[int, ...], int]:
 
 def _free(
     scheduler: Scheduler,
-) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[tuple[int, float, int], ...]]:
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], Waiting, Waiting, set[int]]:
     """Return, by priority, how many more requests could start, the pages that are free for them, and those that are
-    free now, while waiting requests that need more pages wait on; and of each of these, at first, pages, seconds, and
-    tokens of output.
+    free now, while waiting requests that need more pages wait on; and of the first of these, and of the first others
+    that wait, pages, seconds, and tokens of output; and the cached pages that they will share.
 
     Waiting requests go before new ones of their own class and of less urgent ones. A class can take the pages of less
     urgent requests. Room for the outputs of requests that run is not free.
@@ -281,20 +289,29 @@ def _free(
             for priority in range(num_classes):
                 pages[priority] += num_pages if priority < request.priority else -growth
     pages_now = [*pages]
-    looks, lacking = MOST_LOOKS, list[tuple[int, float, int]]()
+    looks, lacking, starting = MOST_LOOKS, list[tuple[int, float, int]](), list[tuple[int, float, int]]()
+    wanted = set[int]()
+    arriving = {request.id: pool.num_held_by(owner) for owner, request in scheduler.table.awaited.items()}
     for request in scheduler.table.waiting:
         num_pages = needs.at_once(request.num_tokens, request.expected_cached_tokens // needs.page_size)
-        if request.expected_cached_tokens and looks:
-            looks -= 1  # cached pages that no request holds are among the free ones
-            num_pages += sum([page in pool.stock.cached for page in kv.match_prefix(scheduler.table, request).pages])
-        if num_pages > pages_now[request.priority] and len(lacking) < MOST_ENDS:
+        if request.expected_cached_tokens and looks and request.id not in arriving:
+            looks -= 1  # pages that are still to come take room, and cached pages that no request holds are free ones
+            hit = kv.match_prefix(scheduler.table, request)
+            wanted.update(hit.pages)
+            num_pages = needs.at_once(request.num_tokens, hit.num_pages)
+            num_pages += sum([page in pool.stock.cached for page in hit.pages])
+        num_pages += scheduler.table.num_growth_pages(request)
+        lacks = num_pages > pages_now[request.priority]
+        if len(some := lacking if lacks else starting) < MOST_ENDS:
             seconds = 0.0 if request.leg is Leg.RECEIVE else scheduler.forecast.prefill_seconds(request)
-            lacking.append((num_pages, seconds, _tokens_left(scheduler.table, request)))
+            held = num_pages + arriving.get(request.id, 0)
+            output = 0 if request.leg is Leg.SEND else _tokens_left(scheduler.table, request)
+            some.append((held, seconds, output))
         for priority in range(request.priority, num_classes):
             places[priority] -= 1
             pages[priority] -= num_pages
             pages_now[priority] -= num_pages if num_pages <= pages_now[priority] else 0
-    return tuple(places), tuple(pages), tuple(pages_now), tuple(lacking)
+    return tuple(places), tuple(pages), tuple(pages_now), tuple(lacking), tuple(starting), wanted
 
 
 @dataclass(slots=True)

@@ -67,8 +67,14 @@ def test_live_profile_counts_every_kind_of_request() -> None:
         # its own class and from less urgent ones.
         places=(6, 4, 3),
         # The stream has 3 pages and needs one more soon; no request is less urgent.
-        free_pages=(400 - 4 - 6, 400 - 4 - 6 - 8, 400 - 4 - 6 - 8 - 11),
-        pages_now=(400 - 4 - 6, 400 - 4 - 6 - 8, 400 - 4 - 6 - 8 - 11),  # all of them fit
+        # Two of those that wait need one more for their first tokens; the third one's output is made elsewhere.
+        free_pages=(400 - 4 - 7, 400 - 4 - 7 - 9, 400 - 4 - 7 - 9 - 11),
+        pages_now=(400 - 4 - 7, 400 - 4 - 7 - 9, 400 - 4 - 7 - 9 - 11),  # all of them fit
+        starting=(
+            (9, COST.prefill_seconds(0, 30, 64), 20),
+            (11, COST.prefill_seconds(0, 41, 64), 0),
+            (7, 0.0, 20),
+        ),
         prompt_shares=(0.0, 0.0, 0.0),
         step_seconds=0.25,
         done_seconds=COST.chunk_seconds(0, 9),
@@ -123,9 +129,35 @@ def test_waiting_prompt_that_lacks_pages_takes_none_of_those_that_are_free_now()
     live, page_size = observe(replica.scheduler, "me", 1), replica.scheduler.pages.page_size
     (stream,) = replica.scheduler.table.running
     free = 300 - replica.scheduler.pages.num_held_by(stream.owner) - replica.scheduler.table.num_growth_pages(stream)
-    assert live.pages_now[1] == free - 40 // page_size
-    assert live.free_pages[1] == live.pages_now[1] - 900 // page_size < 0
-    assert live.lacking == ((900 // page_size, pytest.approx(COST.prefill_seconds(0, 900, 64)), 20),)
+    long, short = (num_tokens // page_size + 1 for num_tokens in (900, 40))  # with the page of the first tokens
+    assert live.pages_now[1] == free - short
+    assert live.free_pages[1] == live.pages_now[1] - long < 0
+    assert live.lacking == ((long, pytest.approx(COST.prefill_seconds(0, 900, 64)), 20),)
+    assert live.starting == ((short, pytest.approx(COST.prefill_seconds(0, 40, 64)), 20),)
+
+
+def test_pages_that_a_waiting_prompt_will_share_are_not_free_when_their_stream_ends() -> None:
+    replica, prompt = new_replica(), [*range(41)]
+    replica.add("stream", prompt, max_tokens=20)
+    replica.step()
+    replica.step()
+    ends = [observe(replica.scheduler, "me", 1).ends]
+    replica.add("next", prompt)
+    ends.append(observe(replica.scheduler, "me", 2).ends)
+    (before,), (now,) = ends
+    assert now == (before[0], before[1] - 40 // replica.scheduler.pages.page_size)
+
+
+def test_prefix_that_another_replica_will_send_takes_room() -> None:
+    replica = new_replica()
+    add(replica, "waits", 41, source_tokens=40)
+    scheduler = replica.scheduler
+    scheduler.borrowed.expect("waits", scheduler.table.request("waits"), 0.0, 10.0)
+    assert observe(scheduler, "me", 1).pages_now == (400, 400 - 11 - 1, 400 - 11 - 1)
+    assert scheduler.borrowed.grant("waits", 40, 0.0)
+    live = observe(scheduler, "me", 2)
+    assert live.pages_now[1] == 400 - 11 - 1
+    assert [pages for pages, _, _ in live.starting] == [11 + 1], "all of them are free when it ends"
 
 
 def test_pages_that_requests_share_are_free_when_the_last_of_them_ends() -> None:

@@ -12,7 +12,7 @@ Where a model has recurrent layers, an owner also has a *state*: see owned_state
 
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from crossdock.workers.schedule.memory.owned_states import OwnedStates
@@ -143,12 +143,13 @@ class PagePool:
             counts.pop(page, None)
         return sum(count == self.stock.num_owners[page] for page, count in counts.items())
 
-    def num_freed_in_turn(self, owners: Sequence[str]) -> list[int]:
-        """Return how many pages each of `owners` frees if they release theirs in this order."""
+    def num_freed_in_turn(self, owners: Sequence[str], besides: Collection[int] = ()) -> list[int]:
+        """Return how many pages, not counting those in `besides`, each of `owners` frees if they release theirs in this
+        order."""
         counts, freed = Counter[int](), list[int]()
         for owner in owners:
             counts.update(pages := self._all_of(owner))
-            freed.append(sum([counts[page] == self.stock.num_owners[page] for page in pages]))
+            freed.append(sum([counts[page] == self.stock.num_owners[page] and page not in besides for page in pages]))
         return freed
 
     def _all_of(self, owner: str) -> list[int]:
