@@ -91,7 +91,7 @@ def describe(name: str, rounds: Sequence[Round], base: Sequence[Round], promise:
     """Return the rates and gaps of a kind of rounds, and their ratios to those of the base model in the same turns."""
     gaps = np.array([gap for each in rounds for gap in each.gaps])
     late, p99 = gaps > promise, [float(np.quantile(each.gaps, 0.99)) for each in rounds]
-    beside = late @ np.array([own for each in rounds for own in each.with_chunk]) / max(late.sum(), 1)
+    beside = sum(own for each in rounds for own, gap in zip(each.with_chunk, each.gaps, strict=True) if gap > promise)
     pairs = list(zip(rounds, base, strict=True))
     ratios = {
         "tokens/s": [one.rate / other.rate for one, other in pairs],
@@ -102,7 +102,7 @@ def describe(name: str, rounds: Sequence[Round], base: Sequence[Round], promise:
     return (
         f"{name}: {', '.join(f'{each.rate:.0f}' for each in rounds)} tokens/s; gaps p50 {1e3 * np.median(gaps):.0f}, "
         f"p99 {1e3 * np.quantile(gaps, 0.99):.0f} ({', '.join(f'{1e3 * each:.0f}' for each in p99)}), "
-        f"longest {1e3 * gaps.max():.0f} ms; {late.mean():.1%} over {1e3 * promise:.0f} ms, {beside:.0%} of these "
+        f"longest {1e3 * gaps.max():.0f} ms; {late.mean():.1%} over {1e3 * promise:.0f} ms, {beside} of {late.sum()} "
         f"beside a chunk; of base: {of_base}"
     )
 
