@@ -15,7 +15,7 @@ from statistics import mean, median
 
 CODE = ("cluster", "router", "workers", "kvtransfer", "kernels", ".ci")
 BUDGETS = {  # count: the most that there may be
-    "lines of code": 69_036,
+    "lines of code": 69_044,
     "lines of tests": 66_314,
     "lines of benchmarks": 12_201,
     "lines of benchmarks/RESULTS.md": 500,

@@ -341,6 +341,11 @@ class AnswerTransport:
         self.flush()
         self._end()
 
+    @property
+    def has_body(self) -> bool:
+        """Whether the whole body of the request has come."""
+        return not self._cycle.more_body
+
     def is_ready(self) -> bool:
         has_begun = self._cycle.chunked_encoding  # set with the head, which waits for the first event
         return bool(has_begun) and not (self._flow.write_paused or self.is_closing())

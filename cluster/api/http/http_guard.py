@@ -130,7 +130,8 @@ class HttpGuard:
                 if self._max_file_bytes and (scope["method"], path) == ("POST", FILES):
                     await self._app(scope, streamed_body(headers, receive, self._max_file_bytes), sender.send)
                     return
-                body = await read_body(headers, receive, self._max_body_bytes, sender.memory)
+                has_come = "event_writer" in state and state["event_writer"].has_body
+                body = await read_body(headers, receive, self._max_body_bytes, sender.memory, has_come=has_come)
                 if body is None:
                     return
                 await _while_connected(self._app(scope, body, sender.send), receive)

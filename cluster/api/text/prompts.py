@@ -113,9 +113,10 @@ class PromptEncoder:
         `memory`: of the request; it counts what the arguments of calls become.
         """
         self._check_template_fields(body)
-        size = await check_texts_size(call_arguments(body.messages or ()), "messages")
-        if memory is not None:
-            memory.hold_values(*size)
+        if arguments := call_arguments(body.messages or ()):
+            size = await check_texts_size(arguments, "messages")
+            if memory is not None:
+                memory.hold_values(*size)
         pictures: list[Picture] | None = None if self._media is None else []
         render = partial(self._render, body, body.template_tools(), pictures)
         text = render() if _is_short(body) else await asyncio.to_thread(render)
