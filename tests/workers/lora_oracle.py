@@ -55,14 +55,16 @@ def tuned(
 ) -> Tuned:
     """Save an adapter of random weights for a module, which stays as it is. `config`: of PEFT's LoraConfig.
 
-    `dtype`: of the file. The model computes with the same numbers in its own type.
+    `dtype`: of the file. PEFT's model has the same numbers in float32.
     """
     given = {"r": 4, "lora_alpha": 6, "target_modules": ALL} | config
     with warnings.catch_warnings(action="ignore", category=FutureWarning):  # of transformers, about PEFT's code
         model = peft.get_peft_model(copy.deepcopy(module), peft.LoraConfig(**given)).eval()
     generator = torch.Generator().manual_seed(seed)
-    for name, parameter in model.named_parameters():
-        if "lora_" in name:
-            parameter.data = torch.randn(parameter.shape, generator=generator).to(dtype) * size
+    added = [parameter for name, parameter in model.named_parameters() if "lora_" in name]
+    for parameter in added:
+        parameter.data = (torch.randn(parameter.shape, generator=generator) * size).to(dtype)
     model.save_pretrained(folder)
-    return Tuned(read_adapter(folder, 64).adapter(folder.name), model.to(module.dtype))
+    for parameter in added:
+        parameter.data = parameter.data.float()
+    return Tuned(read_adapter(folder, 64).adapter(folder.name), model)
