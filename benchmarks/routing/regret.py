@@ -189,6 +189,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=40, help="of each workload (default: %(default)s)")
     parser.add_argument("--seeds", type=int, default=1, help="histories of each workload (default: %(default)s)")
+    parser.add_argument("--first-seed", type=int, default=0, help="of these histories (default: %(default)s)")
     parser.add_argument("--worst", type=int, default=0, help="decisions to print (default: %(default)s)")
     parser.add_argument("--noise", type=float, default=0.05, help="relative spread of steps (default: %(default)s)")
     parser.add_argument("--pages", type=int, default=1500, help="of each replica (default: %(default)s)")
@@ -203,7 +204,7 @@ def main() -> int:
     out, worst, console = Table(*columns), 0.0, Console()
     for workload in args.workloads.split(","):
         times, decisions = list[float](), list[Decision]()
-        for seed in range(args.seeds):
+        for seed in range(args.first_seed, args.first_seed + args.seeds):
             all_times, _ = play(workload, seed, args.noise, args.pages)
             chosen = np.random.default_rng(1).choice(len(all_times), min(args.requests, len(all_times)), replace=False)
             times += all_times
