@@ -114,8 +114,8 @@ class LiveProfile:
     started_seconds: float = 0.0  # of the prompts that have pages, without those chunks
     ends: tuple[tuple[int, int], ...] = ()  # (tokens, pages) of those that will end first: expected until then, freed
     lacking: Waiting = ()  # (pages, seconds, tokens of output) of waiting ones without room
-    starting: Waiting = ()  # the same of waiting ones with room, which `pages_now` lacks
     adapter_use: AdapterUse = AdapterUse()  # noqa: RUF009  # immutable
+    starting: Waiting = ()  # the same of waiting ones with room, which `pages_now` lacks
 
 
 @dataclass(frozen=True, slots=True)
