@@ -11,6 +11,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is imported
@@ -21,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 from triton.runtime import interpreter
 
+from crossdock.kernels.attention import reference_paged_attention, reference_store_kv
 from crossdock.kernels.backend import choose_attention
 from crossdock.workers.model.forward.forward_context import ForwardContext, batch_of_one_page_each
 from crossdock.workers.model.layers import grouped_experts, replaced_parts
@@ -107,6 +109,8 @@ def tiny(name: str, num_layers: int, is_fused: bool, has_own_experts: bool = Fal
     torch.manual_seed(0)
     module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     attention = choose_attention("triton", torch.device("cpu"))
+    # The interpreter takes seconds for attention: loading, which checks logits several times, has it in torch.
+    loading = replace(attention, store_kv=reference_store_kv, paged_attention=reference_paged_attention)
     may_use, waits_for_none = replaced_parts.use_triton_layers, grouped_experts._waits_for_none
     grouped_experts._waits_for_none = lambda *_: not has_own_experts
     if not is_fused:
@@ -116,12 +120,12 @@ def tiny(name: str, num_layers: int, is_fused: bool, has_own_experts: bool = Fal
 
         replaced_parts.use_triton_layers = refuse
     try:
-        model = wrap_module(module, LoadOptions(attention=attention))
+        model = wrap_module(module, LoadOptions(attention=loading))
     finally:
         replaced_parts.use_triton_layers = may_use
         grouped_experts._waits_for_none = waits_for_none
     assert bool(model.kernels) is is_fused
-    return model
+    return replace(model, attention=attention)
 
 
 @torch.no_grad()  # in inference mode torch hands composite operators to the counter undivided

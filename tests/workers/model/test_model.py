@@ -48,8 +48,9 @@ def test_logits_of_every_backend_equal_transformers(name: str) -> None:
     prompts = [torch.arange(3, 3 + n) for n in (5, 38)]
     steps = [[(0, 0, 5), (1, 0, 8)], [(1, 8, 36)], [(1, 36, 37)], [(1, 37, 38)]]
     expected = [monolithic(module, prompt) for prompt in prompts]
+    model = wrap_module(module, LoadOptions(attention=TORCH))
     for backend in (TORCH, choose_attention("triton", torch.device("cpu"))):
-        got = through_pages(wrap_module(build(name, SERVED[name]), LoadOptions(attention=backend)), prompts, steps)
+        got = through_pages(dataclasses.replace(model, attention=backend), prompts, steps)
         for ours, theirs in zip(got, expected, strict=True):
             torch.testing.assert_close(ours, theirs, atol=2e-3, rtol=2e-3)
 
@@ -140,8 +141,9 @@ def test_triton_over_e4m3_pages_equals_torch() -> None:
     prompts = [torch.arange(3, 3 + n) for n in (5, 14)]
     steps = [[(0, 0, 5), (1, 0, 8)], [(1, 8, 13)], [(1, 13, 14)]]
     triton = choose_attention("triton", torch.device("cpu"), "fp8")
+    model = wrap_module(module, LoadOptions(attention=TORCH, kv_cache_dtype="fp8"))
     got, expected = (
-        through_pages(wrap_module(module, LoadOptions(attention=attention, kv_cache_dtype="fp8")), prompts, steps)
+        through_pages(dataclasses.replace(model, attention=attention), prompts, steps)
         for attention in (dataclasses.replace(triton, store_kv=reference_store_kv), TORCH)
     )
     for ours, theirs in zip(got, expected, strict=True):

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
-from crossdock.workers.model.weights.gguf import quiet, save_tokenizer
+from crossdock.workers.model.weights.gguf import converting, save_tokenizer
 from crossdock.workers.model.weights.gguf_blocks import BLOCK_TYPES, Codes
 from crossdock.workers.model.weights.untrusted import check_gguf, naming
 
@@ -39,12 +39,11 @@ def pack_gguf(gguf: Path, target: Path) -> None:
             of another kind.
     """
     check_gguf(gguf)
-    with naming(gguf):
-        _pack(gguf, target)
+    with naming(gguf), converting(gguf) as reader:
+        _pack(gguf, reader, target)
 
 
-def _pack(gguf: Path, target: Path) -> None:
-    reader = GGUFReader(gguf)
+def _pack(gguf: Path, reader: GGUFReader, target: Path) -> None:
     architecture = reader.fields["general.architecture"].contents()
     if architecture == "clip":
         raise ValueError(f"model {gguf} is an encoder of pictures (mmproj); serve the safetensors form of the model")
@@ -56,21 +55,20 @@ def _pack(gguf: Path, target: Path) -> None:
     names = {tensor.name for tensor in reader.tensors}
     _refuse_unread(gguf, reader, architecture in _WITH_EXPERTS)
     target.mkdir()
-    with quiet():
-        config: Any = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
-        config.update({"tie_word_embeddings": "output.weight" not in names, "dtype": "bfloat16"})
-        if (eps := getattr(config, "rms_norm_eps", None)) is not None:
-            config.update({"rms_norm_eps": float(f"{eps:.6g}")})  # a float32 in GGUF
-        for key, name in _SIZES.items():
-            if (size := reader.fields.get(f"{architecture}.{key}")) is not None:
-                config.update({name: size.contents()})
-        pre_tokenizer = reader.fields.get("tokenizer.ggml.pre")
-        name = "" if pre_tokenizer is None else pre_tokenizer.contents()
-        save_tokenizer(gguf, target, name, config.max_position_embeddings)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
-        processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=config.to_dict())
-        places = get_gguf_hf_weights_map(model, processor)
+    config: Any = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    config.update({"tie_word_embeddings": "output.weight" not in names, "dtype": "bfloat16"})
+    if (eps := getattr(config, "rms_norm_eps", None)) is not None:
+        config.update({"rms_norm_eps": float(f"{eps:.6g}")})  # a float32 in GGUF
+    for key, name in _SIZES.items():
+        if (size := reader.fields.get(f"{architecture}.{key}")) is not None:
+            config.update({name: size.contents()})
+    pre_tokenizer = reader.fields.get("tokenizer.ggml.pre")
+    name = "" if pre_tokenizer is None else pre_tokenizer.contents()
+    save_tokenizer(gguf, target, name, config.max_position_embeddings)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=config.to_dict())
+    places = get_gguf_hf_weights_map(model, processor)
     forms: Forms = defaultdict(list)
     _save_shards(target, _tensors(reader, processor, places, forms))
     listed = [
