@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+from unittest.mock import patch
 
 # The model card says 0.2; a GGUF has no such field. These weights were quantised once: even at 0.1 they begin the
 # answer to "What is the capital of France?" with nonsense in three cases of ten.
@@ -80,14 +81,13 @@ def converting(file: Path) -> Iterator[Any]:
     reader = cache(Reader)
     modeling_gguf_pytorch_utils.tqdm = logging.tqdm  # the tqdm imported there ignores transformers' switch
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    names = gguf.GGUFReader, gguf.get_tensor_name_map
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    gguf.GGUFReader, gguf.get_tensor_name_map = (lambda path: reader(Path(path))), cache(gguf.get_tensor_name_map)
+    once = {"GGUFReader": lambda path: reader(Path(path)), "get_tensor_name_map": cache(gguf.get_tensor_name_map)}
     try:
-        yield reader(file)
+        with patch.multiple(gguf, **once):
+            yield reader(file)
     finally:
-        gguf.GGUFReader, gguf.get_tensor_name_map = names
         logging.set_verbosity(verbosity)
         if bars:
             logging.enable_progress_bar()
