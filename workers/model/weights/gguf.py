@@ -83,7 +83,10 @@ def converting(file: Path) -> Iterator[Any]:
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    once = {"GGUFReader": lambda path: reader(Path(path)), "get_tensor_name_map": cache(gguf.get_tensor_name_map)}
+    once: dict[str, Any] = {
+        "GGUFReader": lambda path: reader(Path(path)),
+        "get_tensor_name_map": cache(gguf.get_tensor_name_map),
+    }
     try:
         with patch.multiple(gguf, **once):
             yield reader(file)
