@@ -15,9 +15,9 @@ from statistics import mean, median
 
 CODE = ("cluster", "router", "workers", "kvtransfer", "kernels", ".ci")
 BUDGETS = {  # count: the most that there may be
-    "lines of code": 69_044,
-    "lines of tests": 66_314,
-    "lines of benchmarks": 12_202,
+    "lines of code": 69_067,
+    "lines of tests": 66_338,
+    "lines of benchmarks": 12_206,
     "lines of benchmarks/RESULTS.md": 500,
     "Python files in the largest folder": 20,
     "lines of the longest class": 350,
