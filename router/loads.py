@@ -178,31 +178,30 @@ def row(
     booked: Collection[Booking],
     classes: Sequence[SloClass],
     reported_at: float = 0.0,
+    kept: "KeptPace | None" = None,
 ) -> Row:
-    """Make the row of one replica, which reported `live` at `reported_at`. `booked`: what `live` does not include."""
+    """Make the row of one replica, which reported `live` at `reported_at`. `booked`: what `live` does not include.
+    `kept`: of the replica, from the row before."""
     live = live or _IDLE
     cost, interval_share, encoder = _costs(profile, live)
     work = Work.of(live, len(classes))
     for booking in booked:
         work.book(booking)
     streams, num_streams, num_arriving = work.streams, sum(work.streams), max(sum(work.arriving), 0.0)
-    step, gap, future_gap, token_share, per_joining_decode = _paces(work, cost, profile, interval_share, live.gap_share)
+    pace = (kept or KeptPace()).of(work, cost, profile, interval_share, live, classes)
+    gap, shares = pace.gap, pace.shares
+    future_gap, token_share, per_joining_decode = _future(work, cost, profile, interval_share, live.gap_share)
     future_streams = [now + more if more > 0 else now for now, more in zip(streams, work.arriving, strict=True)]
     groups, num_groups, urgent = work.backlog(len(classes))
     free_pages, free_places, max_prompt_now, free_then, free_now = work.room(profile, live, len(classes))
-    shares = work.prefill_shares(profile, cost, interval_share, classes)
-    fits_streams, step_tokens = meaning_of(profile.chunk_policy).fits_streams, profile.max_num_batched_tokens
-    min_chunk = max(step_tokens - num_streams, 1.0)
-    min_chunk = min(free_tokens(cost, step, 0, profile.min_chunk_tokens), min_chunk) if fits_streams else min_chunk
-    chunk_s = _chunk_seconds(profile, cost, min_chunk, gap, shares[0])
     ends = free_later(live, booked, free_then, max(gap, cost.base), shares[0])
     coming = sorted([(each.at - reported_at, each.seconds) for each in booked if each.seconds and not each.has_first])
     return Row(
         cost=cost,
         interval_share=interval_share,
         depth=profile.pipeline_parallel_size,
-        max_step_tokens=step_tokens,
-        fits_streams=fits_streams,
+        max_step_tokens=profile.max_num_batched_tokens,
+        fits_streams=meaning_of(profile.chunk_policy).fits_streams,
         page_size=profile.page_size,
         num_layer_groups=len(profile.windows),
         num_full_groups=profile.needs.num_full_groups,
@@ -211,17 +210,17 @@ def row(
         page_bytes=profile.page_bytes,
         bytes_per_second=live.bytes_per_second or profile.bytes_per_second,
         refuses_late=profile.admission == "reject" and bool(num_streams or num_arriving or groups),
-        **_joins(work, live, gap, chunk_s, coming, profile.runs_ahead)._asdict(),
+        **_joins(work, live, gap, pace.chunk_s, coming, profile.runs_ahead)._asdict(),
         first_booked=min([each.at for each in booked], default=reported_at) - reported_at,
-        step_streams=step.decodes,
-        min_chunk=min_chunk,
+        step_streams=pace.step.decodes,
+        min_chunk=pace.min_chunk,
         recent_excess_share=max(live.stream_share - (1 - shares[0]), 0.0),
         gap=gap,
         future_gap=future_gap,
         token_share=token_share,
         per_joining_decode=per_joining_decode,
         most_urgent_stream=first_nonzero(streams),
-        lateness=lateness(gap, streams, classes),
+        lateness=pace.lateness,
         future_lateness=lateness(future_gap, future_streams, classes),
         taken_at=min([at for at, free in ends if free < free_now], default=_NO_LIMIT),
         empty_pages=live.empty_pages - (sum(work.booked_needs) - work.booked_idle_pages),
@@ -253,15 +252,6 @@ def _costs(profile: SchedulingProfile, live: LiveProfile) -> tuple[StepCost, flo
     if live.cost:
         return _cost_of(live.cost), live.interval_share, encoder
     return profile.cost, profile.interval_share, encoder
-
-
-def _chunk_seconds(profile: SchedulingProfile, cost: StepCost, min_chunk: float, gap: float, share: float) -> float:
-    """Return the seconds that chunks take in a step of `gap` seconds without them, at most, where they have `share` of
-    the time."""
-    most = profile.max_num_batched_tokens * cost.per_prefill_token
-    if not meaning_of(profile.chunk_policy).fits_streams or share >= 1:
-        return most
-    return min(max(gap * share / (1 - share), min_chunk * cost.per_prefill_token), most)
 
 
 class _Joins(NamedTuple):
@@ -318,30 +308,82 @@ def _encoder_cost_of(coefficients: tuple[float, float, float]) -> EncoderCost:
     return EncoderCost(base=base, per_row=per_row, per_square=per_square)
 
 
-class _Paces(NamedTuple):
-    """Hold the seconds that streams wait for tokens: see `ReplicaFigures`."""
+class _Pace(NamedTuple):
+    """How fast streams and prompts are with the streams of now: see `ReplicaFigures`."""
 
     step: StepWork  # of the streams, without chunks
     gap: float
+    shares: Sequence[float]  # by priority: `Work.prefill_shares`
+    min_chunk: float
+    chunk_s: float  # seconds that chunks take in a step beside the streams, at most
+    lateness: float
+
+
+@dataclass(slots=True)
+class KeptPace:
+    """Keeps the pace of one replica while its report and its streams stay as they are: most bookings change neither."""
+
+    _of: tuple[object, ...] = ()
+    _pace: _Pace | None = None
+
+    def of(
+        self,
+        work: Work,
+        cost: StepCost,
+        profile: SchedulingProfile,
+        interval_share: float,
+        live: LiveProfile,
+        classes: Sequence[SloClass],
+    ) -> _Pace:
+        """Return the pace with the streams of `work`."""
+        here = id(profile), id(live), id(classes), work.context, work.adapters, *work.streams, *work.joining
+        if self._pace is None or here != self._of[:-1]:
+            self._pace = _pace(work, cost, profile, interval_share, live.gap_share, classes)
+            self._of = *here, (profile, live, classes)  # the last: so that no other object gets their ids
+        return self._pace
+
+
+def _pace(
+    work: Work,
+    cost: StepCost,
+    profile: SchedulingProfile,
+    interval_share: float,
+    gap_share: float,
+    classes: Sequence[SloClass],
+) -> _Pace:
+    """Return the pace with the streams of `work`. `gap_share`: see `LiveProfile`."""
+    num_streams = sum(work.streams)
+    num_steps, per_step = _steps_between_tokens(num_streams, profile.pipeline_parallel_size, interval_share)
+    step = StepWork.of_streams(num_streams, work.context, work.adapters, num_steps)
+    gap = cost.seconds(step) * per_step * gap_share
+    shares = work.prefill_shares(profile, cost, interval_share, classes)
+    min_chunk, share = max(profile.max_num_batched_tokens - num_streams, 1.0), shares[0]
+    most = profile.max_num_batched_tokens * cost.per_prefill_token
+    if not meaning_of(profile.chunk_policy).fits_streams:
+        return _Pace(step, gap, shares, min_chunk, most, lateness(gap, work.streams, classes))
+    min_chunk = min(free_tokens(cost, step, 0, profile.min_chunk_tokens), min_chunk)
+    chunk_s = max(gap * share / (1 - share), min_chunk * cost.per_prefill_token) if share < 1 else most
+    return _Pace(step, gap, shares, min_chunk, min(chunk_s, most), lateness(gap, work.streams, classes))
+
+
+class _Future(NamedTuple):
+    """Seconds that streams will wait for tokens with those that arrive: see `ReplicaFigures`."""
+
     future_gap: float
     token_share: float
     per_joining_decode: float
 
 
-def _paces(work: Work, cost: StepCost, profile: SchedulingProfile, interval_share: float, gap_share: float) -> _Paces:
-    """Return the paces of the streams there are, and of the streams to come. `gap_share`: see `LiveProfile`."""
-    depth, num_streams = profile.pipeline_parallel_size, sum(work.streams)
-    num_steps, per_step = _steps_between_tokens(num_streams, depth, interval_share)
-    step = StepWork.of_streams(num_streams, work.context, work.adapters, num_steps)
-    gap = cost.seconds(step) * per_step
-    num_future, context = num_streams + max(sum(work.arriving), 0.0), work.context + work.future_context
-    num_steps, per_step = _steps_between_tokens(num_future + 1, depth, interval_share)
+def _future(work: Work, cost: StepCost, profile: SchedulingProfile, interval_share: float, gap_share: float) -> _Future:
+    """Return the pace of the streams to come. `gap_share`: see `LiveProfile`."""
+    num_future = sum(work.streams) + max(sum(work.arriving), 0.0)
+    num_steps, per_step = _steps_between_tokens(num_future + 1, profile.pipeline_parallel_size, interval_share)
+    context = work.context + work.future_context
     future = StepWork.of_streams(num_future, context, work.future_adapters, num_steps)
-    future_gap = cost.seconds(future) * per_step
-    joined = cost.seconds(future._replace(decodes=(num_future + 1) / num_steps)) * per_step
-    per_joining_decode = (joined - future_gap) * num_steps / per_step
+    seconds = cost.seconds(future)
+    joined = cost.seconds(future._replace(decodes=(num_future + 1) / num_steps))
     # With drafts, a step brings several tokens.
-    return _Paces(step, gap * gap_share, future_gap * gap_share, per_step / num_steps * gap_share, per_joining_decode)
+    return _Future(seconds * per_step * gap_share, per_step / num_steps * gap_share, (joined - seconds) * num_steps)
 
 
 def _steps_between_tokens(num_streams: float, depth: int, interval_share: float) -> tuple[float, float]:

@@ -8,7 +8,7 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
-from crossdock.router.loads import Loads, Slots, blank, row
+from crossdock.router.loads import KeptPace, Loads, Slots, blank, row
 from crossdock.router.placement import Candidates
 from crossdock.router.work import Booking
 from crossdock.workers.report.advertise import LiveProfile
@@ -34,6 +34,7 @@ class ReplicaState:
     pending: dict[str, Booking] = field(default_factory=dict)  # by request
     included: dict[str, Booking] = field(default_factory=dict)
     taken: dict[str, int] = field(default_factory=dict)  # pending requests it took: the last live profile without each
+    pace: KeptPace = field(default_factory=KeptPace)
 
     @property
     def role(self) -> Role:
@@ -233,7 +234,8 @@ class ReplicaTable:
             replica = self.by_slot[slot]
             if replica is not None:
                 since, pending = float(self.news_at[slot]), replica.pending.values()
-                row(replica.profile, replica.live, pending, self.classes, since).write(self.loads, slot)
+                made = row(replica.profile, replica.live, pending, self.classes, since, replica.pace)
+                made.write(self.loads, slot)
         self._dirty.clear()
         busiest = self._busiest() if self._stale else None
         for slot in self._stale:
