@@ -71,9 +71,13 @@ def predict(
     slo = classes[priority]
     rest = num_tokens - cached
     context = cached + rest / 2
-    per_token = loads.cost.per_prefill_token + loads.cost.per_attended * context + loads.cost.per_adapted * adapter
-    encoder, num_items = _encoder_seconds(loads, items, cached)
-    own = _prefill_seconds(loads, num_tokens, rest, cached, adapter) + encoder * loads.interval_share
+    per_token = loads.cost.per_token(context, adapter)
+    own = _prefill_seconds(loads, num_tokens, rest, cached, adapter)
+    prompt_lateness = _prompt_lateness(loads, priority, rest, per_token, context, classes)
+    if items:
+        encoder, num_items = _encoder_seconds(loads, items, cached)
+        own += encoder * loads.interval_share
+        prompt_lateness += _encoder_lateness(loads, priority, rest, encoder, num_items, classes)
     drain = _drain_seconds(loads, rest, cached, adapter)
     ahead = _backlog_ahead(loads, priority, age, own, fair)
     behind = ahead + own
@@ -84,7 +88,8 @@ def predict(
     excess = loads.recent_excess_share * np.exp(age / -MEMORY_S) * (behind / (behind + RECENT_SHARE_BACKLOG_S))
     share = np.maximum(loads.own_prefill_share[priority] - excess, LEAST_SHARE)
     ttft = np.maximum(np.maximum(ahead / share, loads.step_left), room_wait) + own / share + drain
-    token = loads.per_joining_decode + loads.cost.per_context * num_tokens + loads.cost.per_adapted * adapter
+    token = loads.per_joining_decode + loads.cost.per_context * num_tokens
+    token = token + loads.cost.per_adapted * adapter if adapter else token
     gap = loads.future_gap + loads.token_share * token
     return Prediction(
         prefill=own,
@@ -96,8 +101,7 @@ def predict(
         room_wait=room_wait,
         evicted=_evicted_seconds(loads, rest + output),
         gap=gap,
-        prompt_lateness=_prompt_lateness(loads, priority, rest, per_token, context, classes)
-        + _encoder_lateness(loads, priority, rest, encoder, num_items, classes),
+        prompt_lateness=prompt_lateness,
         decode_lateness=_decode_lateness(loads, slo, gap, output, classes),
         decode_work=output * token * loads.interval_share,
     )
@@ -125,7 +129,7 @@ def replaced(here: Prediction, other: Prediction, slots: Slots, is_better: NDArr
 
 def _encoder_seconds(loads: Loads, items: Sequence[tuple[int, int, int]], cached: Floats) -> tuple[Floats, Floats]:
     """Return the encoder's seconds and items at every replica: `Encoding.seconds_left` with no embedding in memory."""
-    if not items or loads.encoder_per_row.max() <= 0:
+    if loads.encoder_per_row.max() <= 0:
         return np.zeros(len(cached)), np.zeros(len(cached))
     ends, rows, parts = np.array(items, dtype=float).T
     missing = (ends[:, None] > cached).astype(float)
@@ -164,18 +168,26 @@ def _backlog_ahead(
     width = int(loads.num_groups[priority].max())
     # Prompts of the same class share the time: each delays this one by this one's own length at most.
     (counts, seconds), (booked_counts, booked_seconds) = loads.groups[:, :, priority, :width]
-    total = seconds.sum(axis=0)
-    left = np.minimum(np.maximum(1 - (done - urgent) / np.maximum(total, 1e-9), 0.0), 1.0)
-    ahead += np.minimum(seconds * left, counts * own).sum(axis=0)
+    done = done - urgent
+    if counts.any():
+        total = _sum(seconds)
+        left = np.minimum(np.maximum(1 - done / np.maximum(total, 1e-9), 0.0), 1.0)
+        ahead += _sum(np.minimum(seconds * left, counts * own))
+        done -= total
     # Booked prompts are computed after those, and not before the step ended that ran as the first one was booked.
-    since = np.minimum(age - loads.first_booked, MAX_UNSEEN_PROGRESS_S) - loads.step_left
-    done = np.minimum(done - urgent - total, since * loads.prefill_share[priority])
-    done = np.maximum(done, 0.0)
-    ahead += np.maximum(urgent_booked - done, 0.0)
-    left = 1 - (done - urgent_booked) / np.maximum(booked_seconds.sum(axis=0), 1e-9)
-    left = np.minimum(np.maximum(left, 0.0), 1.0)
-    ahead += np.minimum(booked_seconds * left, booked_counts * own).sum(axis=0)
+    if width or urgent_booked.any():
+        since = np.minimum(age - loads.first_booked, MAX_UNSEEN_PROGRESS_S) - loads.step_left
+        done = np.minimum(done, since * loads.prefill_share[priority])
+        done = np.maximum(done, 0.0)
+        ahead += np.maximum(urgent_booked - done, 0.0)
+        left = 1 - (done - urgent_booked) / np.maximum(_sum(booked_seconds), 1e-9)
+        left = np.minimum(np.maximum(left, 0.0), 1.0)
+        ahead += _sum(np.minimum(booked_seconds * left, booked_counts * own))
     return ahead if most is None else np.where(np.isnan(most), ahead, most)
+
+
+_sum = np.add.reduce
+"""Of the groups of every replica: half the time of `Floats.sum` where these are few."""
 
 
 def _room_wait(loads: Loads, priority: int, rest: Floats, age: Floats) -> Floats:

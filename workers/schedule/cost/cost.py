@@ -228,7 +228,7 @@ class StepCost(BaseModel, CostFormula[float]):
         if seconds < self.least_with_chunk:
             return 0.0
         left = seconds - self.device_seconds(work) - self.per_chunk_context * start
-        per_token, early_rows = self._per_token(start, adapter), self.bend_rows - work.rows
+        per_token, early_rows = self.per_token(start, adapter), self.bend_rows - work.rows
         if early_rows <= 0:
             return _most_tokens(left, per_token, self.per_attended)
         tokens = _most_tokens(left, max(per_token + self.per_early_row, 0.0), self.per_attended)

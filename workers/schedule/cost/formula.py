@@ -50,11 +50,14 @@ class CostFormula(Generic[Figure]):
     ) -> Figure:
         """Return the seconds of a step if launching its kernels takes no time. The quantities are those of `StepWork`;
         `logits` are its decodes and drafts."""
-        seconds = self.base + self.per_prefill_token * tokens + self.per_attended * attended
+        seconds = self.chunk_work_seconds(tokens, attended, rows, chunk_context)
         seconds = seconds + (self.per_decode * logits + self.per_context * context)
-        seconds = seconds + self.per_chunk_context * chunk_context
-        seconds = seconds + (self.per_adapter * adapters + self.per_adapted * adapted)
-        return seconds + self.early_seconds(rows)
+        return seconds + (self.per_adapter * adapters + self.per_adapted * adapted)
+
+    def chunk_work_seconds(self, tokens: Figure, attended: Figure, rows: Figure, chunk_context: Figure) -> Figure:
+        """Return `work_seconds` without decodes and adapters."""
+        seconds = self.base + self.per_prefill_token * tokens + self.per_attended * attended
+        return seconds + self.per_chunk_context * chunk_context + self.early_seconds(rows)
 
     def chunk_step_seconds(self, start: Figure, num_tokens: Figure, adapter: float = 0) -> Figure:
         """Return the seconds of a step of one chunk alone, of `num_tokens` after `start` tokens of context.
@@ -62,17 +65,20 @@ class CostFormula(Generic[Figure]):
         `adapter`: numbers in the matrices of the chunk's adapter.
         """
         attended = num_tokens * (start + num_tokens / 2)
-        seconds = self.work_seconds(num_tokens, attended, 0.0, 0.0, num_tokens, start, 0.0, num_tokens * adapter)
+        seconds = self.chunk_work_seconds(num_tokens, attended, num_tokens, start)
+        if adapter:
+            seconds = seconds + self.per_adapted * (num_tokens * adapter)
         longer: Figure = self.larger(seconds, self.least_with_chunk * (num_tokens > 1))
         return longer
 
-    def _per_token(self, context: Figure, adapter: float) -> Figure:
+    def per_token(self, context: Figure, adapter: float) -> Figure:
         """Return the seconds of a prompt token after `context` tokens, in a step of many rows."""
-        return self.per_prefill_token + self.per_attended * context + self.per_adapted * adapter
+        seconds = self.per_prefill_token + self.per_attended * context
+        return seconds + self.per_adapted * adapter if adapter else seconds
 
     def many_rows_seconds(self, start: Figure, num_tokens: Figure, adapter: float = 0) -> Figure:
         """Return the seconds that a chunk of `num_tokens` after `start` tokens adds to a step of many rows."""
-        return self.per_chunk_context * start + num_tokens * self._per_token(start + num_tokens / 2, adapter)
+        return self.per_chunk_context * start + num_tokens * self.per_token(start + num_tokens / 2, adapter)
 
     def prefill_seconds(self, start: Figure, end: Figure, chunk: Figure, adapter: float = 0) -> Figure:
         """Return the seconds of a prompt's tokens `[start, end)` alone on a replica, in steps of `chunk` tokens.
