@@ -5,8 +5,11 @@ The index is bounded. A page it does not know counts as absent, so that an error
 
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial, reduce
+from itertools import accumulate, repeat, takewhile
+from operator import and_, or_, xor
 from typing import TypeAlias
 
 import numpy as np
@@ -17,6 +20,8 @@ from crossdock.workers.schedule.memory.prefix_index import PageHash
 
 Bits: TypeAlias = int
 """A set of replicas: bit i is the replica in slot i. Python's integers have any length, and `&` is one call."""
+
+_NONE = repeat(0)  # no replica has a page that the index does not know
 
 
 @dataclass(slots=True)
@@ -85,35 +90,19 @@ class Prefixes:
         pages = self._slots.get(slot)
         return bisect_left(hashes, True, key=lambda each: each not in pages.reported) if pages is not None else 0
 
-    def match(self, hashes: Sequence[PageHash], below: Sequence["Prefixes"] = ()) -> list[list[tuple[Bits, int]]]:
-        """Return (replicas, how many of the first pages all of them have), for prefixes of one page and more. The
-        longest prefix comes first; each replica comes once.
+    def match(self, hashes: Sequence[PageHash], below: Sequence["Prefixes"] = ()) -> list[list[Bits]]:
+        """Return the replicas that have the first page, those that have the first two, and so on while there are any.
 
         `below`: the pages in tiers. The second list is of pages here or in the first tier, and so on."""
         places = [self._holders, *(other._holders for other in below)]
-        found: list[list[tuple[Bits, int]]] = [[] for _ in places]
-        left = [-1] * len(places)  # every replica
-        levels, deepest, length = [*enumerate(places)], len(places) - 1, 0
-        for page_hash in hashes:
-            holders = 0
-            for level, place in levels:
-                holders |= place.get(page_hash, 0)
-                still = holders & left[level]
-                if still != left[level]:
-                    if length:
-                        found[level].append((left[level] & ~still, length))
-                    left[level] = still
-            if not left[deepest]:
-                break
-            length += 1
-        for each, still in zip(found, left, strict=True):
-            if still > 0:
-                each.append((still, length))
-            each.reverse()
-        for page_hash in reversed(hashes[:length]):  # so that the end of a prefix is forgotten before its beginning
-            for place in places:
-                if page_hash in place:
-                    place.move_to_end(page_hash)
+        found: list[list[Bits]] = []
+        for depth in range(1, len(places) + 1):
+            by_place = [map(place.get, hashes, _NONE) for place in places[:depth]]
+            holders: Iterator[Bits] = reduce(partial(map, or_), by_place)
+            found.append([*takewhile(bool, accumulate(holders, and_))])
+        for place in places:  # from the last page on, so that the end of a prefix is forgotten before its beginning
+            for _ in map(place.move_to_end, filter(place.__contains__, hashes[: len(found[-1])][::-1])):
+                pass
         return found
 
     def _add(self, slot: int, hashes: Sequence[PageHash]) -> None:
@@ -146,22 +135,17 @@ class Prefixes:
             del self._holders[page_hash]
 
 
-def pages_by_slot(found: Sequence[tuple[Bits, int]], num_slots: int) -> Floats:
-    """Return the pages `[slot]` that a list of `Prefixes.match` tells of; 0 where a replica comes in none.
+def pages_by_slot(found: Sequence[Bits], num_slots: int) -> Floats:
+    """Return the first pages `[slot]` that each replica has, from a list of `Prefixes.match`.
 
-    Each replica gets the number of its entry, digit by digit: one set of replicas for each binary digit."""
+    Of a replica's number, the digit of 4 has changed at pages 4, 8, 12 and so on: as often as these lists have it."""
     if not found:
         return np.zeros(num_slots)
-    digits = [0] * len(found).bit_length()
-    for number, (slots, _) in enumerate(found, 1):
-        for digit in range(number.bit_length()):
-            if number >> digit & 1:
-                digits[digit] |= slots
+    digits = [reduce(xor, found[(1 << digit) - 1 :: 1 << digit]) for digit in range(len(found).bit_length())]
     num_bytes = -(-num_slots // 8)
     packed = np.frombuffer(b"".join([digit.to_bytes(num_bytes, "little") for digit in digits]), np.uint8)
     bits = np.unpackbits(packed.reshape(len(digits), num_bytes), axis=1, count=num_slots, bitorder="little")
-    numbers = (1 << np.arange(len(digits))) @ bits
-    pages: Floats = np.array([0.0, *(num_pages for _, num_pages in found)])[numbers]
+    pages: Floats = 2.0 ** np.arange(len(digits)) @ bits
     return pages
 
 

@@ -17,10 +17,11 @@ def lengths(prefixes: Prefixes, hashes: list[PageHash]) -> dict[int, int]:
     """Return by slot how many pages of the prefix the replica has, as `match` reports it."""
     found: dict[int, int] = {}
     matched = prefixes.match(hashes)[0]
-    for bits, length in matched:
+    for length, bits in enumerate(matched, 1):
+        assert bits, "the list ends with the longest prefix"
         for slot in range(bits.bit_length()):
             if bits >> slot & 1:
-                assert slot not in found, "each replica once"
+                assert found.get(slot, 0) == length - 1, "a replica has the pages before, too"
                 found[slot] = length
     assert pages_by_slot(matched, SLOTS).tolist() == [found.get(slot, 0) for slot in range(SLOTS)]
     return found
