@@ -6,7 +6,7 @@ replica slots.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -57,12 +57,12 @@ def with_sources(
     if not len(sources):
         return here, Sources(chosen, cached, cached, {})
     held = np.array([tokens_at(int(source)) for source in sources])
-    if held.max() <= cached[first].min():  # none has more than others, as of a text before all prompts
+    if held.max() <= cached.take(first).min():  # none has more than others, as of a text before all prompts
         return here, Sources(chosen, cached, cached, _alternatives(here, here.ttft[:0], cached, first))
     due = due_s(here, slo, first)
     costs = prompt_costs(slo, due, here.ttft, here.prefill, here.prompt_lateness)
     saved = saved_seconds(loads, cached, np.maximum(held.max() - cached, 0.0))
-    tried = least(first[saved[first] > 0], costs - (slo.weight + 1) * saved, FETCH_CANDIDATES)
+    tried = least(first.compress(saved.take(first) > 0), costs - (slo.weight + 1) * saved, FETCH_CANDIDATES)
     before = here.ttft[tried] - here.prefill[tried] / here.prompt_share[tried]
     travel = _travel_seconds(loads, held[:, None] - cached[tried], sources, tried)
     # The source sees the question after its running step; the fetching replica sees the offer after its own.
@@ -77,22 +77,22 @@ def with_sources(
         return here, Sources(chosen, cached, cached, _alternatives(here, here.ttft[tried], cached, first))
     fetched = predict(tried, held[best])
     before = fetched.ttft - fetched.prefill / fetched.prompt_share
-    ttft = fetched.ttft + np.maximum((waits + travel)[best, at] - before, 0.0)
-    is_better = prompt_costs(slo, due, ttft, fetched.prefill, fetched.prompt_lateness) < costs[tried]
+    fetched.ttft = fetched.ttft + np.maximum((waits + travel)[best, at] - before, 0.0)
+    is_better = prompt_costs(slo, due, fetched.ttft, fetched.prefill, fetched.prompt_lateness) < costs[tried]
     is_better &= fetched.room_wait <= 0  # a replica that lacks room declines the offered pages
     chosen[tried[is_better]] = sources[best][is_better]
     tokens, seconds = cached.copy(), np.zeros(len(cached))
     tokens[tried], seconds[tried] = held[best], travel[best, at]
-    fetches = Sources(chosen, tokens, seconds, _alternatives(here, ttft, cached, first))
-    return replaced(here, replace(fetched, ttft=ttft), tried, is_better), fetches
+    fetches = Sources(chosen, tokens, seconds, _alternatives(here, fetched.ttft, cached, first))
+    return replaced(here, fetched, tried, is_better), fetches
 
 
 def _alternatives(here: Prediction, fetched: Floats, cached: Floats, first: Slots) -> dict[str, float]:
     """Return the least predicted TTFT, in seconds, of each way to use the longest prefix or not to.
 
     `fetched`: predicted TTFTs with a fetch. `first`: replicas that may make the first token."""
-    is_holder = cached[first] == cached.max()
-    ways = {"holder": here.ttft[first[is_holder]], "fetch": fetched, "compute": here.ttft[first[~is_holder]]}
+    is_holder, ttft = cached.take(first) == cached.max(), here.ttft.take(first)
+    ways = {"holder": ttft.compress(is_holder), "fetch": fetched, "compute": ttft.compress(~is_holder)}
     return {way: round(float(seconds.min()), 6) for way, seconds in ways.items() if len(seconds)}
 
 
@@ -101,10 +101,9 @@ def _best_sources(loads: Loads, cached: Floats, link_waits: Floats) -> Slots:
     holders = np.flatnonzero((cached > 0) & np.isfinite(link_waits))
     if len(holders) <= PAIR_CANDIDATES:
         return holders
-    tokens = cached[holders]
-    travel = tokens / loads.page_size[holders] * loads.page_bytes[holders] / loads.bytes_per_second[holders]
-    worth = tokens * loads.cost.per_prefill_token[holders].mean() - travel - link_waits[holders]
-    return holders[np.argpartition(-worth, PAIR_CANDIDATES)[:PAIR_CANDIDATES]]
+    travel = cached / loads.page_size * loads.page_bytes / loads.bytes_per_second
+    worth = cached * loads.cost.per_prefill_token.take(holders).mean() - travel - link_waits
+    return holders[np.argpartition(-worth.take(holders), PAIR_CANDIDATES)[:PAIR_CANDIDATES]]
 
 
 def _travel_seconds(loads: Loads, more: Floats, sources: Slots, slots: Slots) -> Floats:

@@ -4,7 +4,6 @@ The replica decides so itself, by the same comparison: see `TierLoading`.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -37,27 +36,28 @@ def with_loads(
         predict: returns the prediction at the replicas of some slots, with so many cached tokens each.
     """
     more, first = by_tier[-1] - cached, candidates.first
-    slots: Slots = first[more[first] > 0]
+    slots: Slots = first.compress(more.take(first) > 0)
     if len(slots) > LOAD_CANDIDATES:
         costs = prompt_costs(slo, due_s(here, slo, first), here.ttft, here.prefill, here.prompt_lateness)
         slots = least(slots, costs - (slo.weight + 1) * saved_seconds(loads, cached, more), LOAD_CANDIDATES)
     if not len(slots):
         return here, cached, slots
-    at, before, seconds = loads.at(slots), cached[slots], loads.load_queue[slots]
-    for tokens, page_s in zip(by_tier, (at.load_first, at.load_second), strict=False):
-        seconds = seconds + at.group_pages((tokens[slots] - before) / at.page_size) * page_s
+    before, queue, size = cached[slots], loads.load_queue[slots], loads.page_size[slots]
+    seconds = queue
+    for tokens, page_s in zip(by_tier, (loads.load_first, loads.load_second), strict=False):
+        seconds = seconds + loads.group_pages((tokens[slots] - before) / size, slots) * page_s[slots]
         before = tokens[slots]
     loaded = predict(slots, before)
     computed = here.prefill[slots] - loaded.prefill
     # Prompts of plain layers are computed from the beginning while they are loaded from the end, until both meet.
-    meets = (at.num_layer_groups == 1) & (at.num_full_groups == 1) & (at.state_pages == 0)
-    is_sooner = computed > np.where(meets, at.load_queue, seconds)
+    meets = (loads.num_layer_groups[slots] == 1) & (loads.num_full_groups[slots] == 1) & (loads.state_pages[slots] == 0)
+    is_sooner = computed > np.where(meets, queue, seconds)
     # A load begins when the prompt has pages, and runs while the prompt waits for its turn.
     idle = loaded.ttft - loaded.prefill / loaded.prompt_share - loaded.room_wait
     wait = np.maximum(seconds - idle, 0.0)
     both = np.where(meets, computed * wait / np.maximum(computed + wait, 1e-12), 0.0)
     wait = np.where(meets, both, wait)
-    loaded = replace(loaded, ttft=loaded.ttft + wait, prefill=loaded.prefill + both)
+    loaded.ttft, loaded.prefill = loaded.ttft + wait, loaded.prefill + both
     tokens = cached.copy()
     tokens[slots[is_sooner]] = before[is_sooner]
     return replaced(here, loaded, slots, is_sooner), tokens, slots[is_sooner]
@@ -65,7 +65,7 @@ def with_loads(
 
 def least(slots: Slots, costs: Floats, most: int) -> Slots:
     """Return the slots of least cost, at most so many."""
-    return slots if len(slots) <= most else slots[np.argpartition(costs[slots], most)[:most]]
+    return slots if len(slots) <= most else slots[np.argpartition(costs.take(slots), most)[:most]]
 
 
 def saved_seconds(loads: Loads, cached: Floats, more: Floats) -> Floats:

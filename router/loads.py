@@ -131,7 +131,7 @@ class Loads(ReplicaFigures[StepCosts, Floats, Floats]):
 
     def at(self, slots: Slots) -> "Loads":
         """Return the loads of these slots alone, in this order."""
-        return _of(self.columns[:, slots], self.groups[..., slots], self.ends[..., slots])
+        return _of(*(figures.take(slots, axis=-1) for figures in (self.columns, self.groups, self.ends)))
 
     def group_pages(self, num_pages: Floats, slots: Slots | slice = slice(None)) -> Floats:
         """Return how many pages all groups of layers together hold for a request whose tokens fill `num_pages`."""
@@ -164,11 +164,11 @@ def blank(num_slots: int, num_classes: int) -> Loads:
 def _of(columns: Floats, groups: Floats, ends: Floats) -> Loads:
     """Return the loads whose arrays are views of `columns`."""
     num_classes = groups.shape[2]
-    arrays: dict[str, Floats] = {name: columns[at] for at, name in enumerate(_SINGLE)}
-    for number, name in enumerate(_NAMES_PER_CLASS):
-        at = len(_SINGLE) + number * num_classes
-        arrays[name] = columns[at : at + num_classes]
-    cost = StepCosts(**{name: arrays.pop(name) for name in _COEFFICIENTS})
+    num_coefficients, num_single = len(_COEFFICIENTS), len(_SINGLE)
+    cost = StepCosts(*columns[:num_coefficients])
+    arrays = dict(zip(_NAMES_PER_REPLICA, columns[num_coefficients:num_single], strict=True))
+    classes = columns[num_single:].reshape(len(_NAMES_PER_CLASS), num_classes, -1)
+    arrays |= zip(_NAMES_PER_CLASS, classes, strict=True)
     return Loads(cost=cost, **arrays, columns=columns, groups=groups, ends=ends)
 
 

@@ -178,7 +178,7 @@ def _costs(query: Query, prediction: Prediction, slo: SloClass, first: Slots) ->
 
 def due_s(prediction: Prediction, slo: SloClass, first: Slots) -> float:
     """Return the TTFT from which on a request counts as late that one of the replicas `first` must compute."""
-    return DEADLINE_SHARE * slo.ttft_deadline(float(prediction.alone[first].min()))
+    return DEADLINE_SHARE * slo.ttft_deadline(float(prediction.alone.take(first).min()))
 
 
 def prompt_costs(slo: SloClass, due: float, ttft: Floats, work: Floats, lateness: Floats) -> Floats:

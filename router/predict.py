@@ -120,10 +120,10 @@ def replaced(here: Prediction, other: Prediction, slots: Slots, is_better: NDArr
     Pages that were fetched or loaded take as much room as computed ones."""
     if not is_better.any():
         return here
-    merged = {}
+    merged, better = {}, slots[is_better]
     for name in _OF_THE_PROMPT:
         merged[name] = getattr(here, name).copy()
-        merged[name][slots[is_better]] = getattr(other, name)[is_better]
+        merged[name][better] = getattr(other, name)[is_better]
     return replace(here, **merged)
 
 
