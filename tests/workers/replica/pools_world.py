@@ -512,23 +512,26 @@ class World:
 
     # -- to the end --------------------------------------------------------------------------------------------------
 
-    def go_round(self) -> None:
-        """Deliver what is on its way, land all writes, and step both replicas."""
-        for key in self.ready():
+    def go_round(self) -> bool:
+        """Deliver what is on its way, land all writes, and step both replicas. Return whether anything was there."""
+        keys = self.ready()
+        for key in keys:
             for _ in range(len(self.channels[key])):
                 self.deliver(key)
+        is_moving = bool(keys or self.writes)
         while self.writes:
             self.land(0)
-        self.prefill.step()
-        self.decode.step()
+        for replica in (self.prefill, self.decode):
+            is_moving |= replica.step()
         self.pass_time(0.01)
+        return is_moving
 
-    def settle(self, most_rounds: int = 4000) -> None:
+    def settle(self) -> None:
         """Go on without faults: every request ends, and every page is free."""
-        for _ in range(most_rounds):
-            if all(client.is_over for client in self.clients.values()):
-                break
-            self.go_round()
+        began = self.now
+        while not all(client.is_over for client in self.clients.values()) and self.now < began + 40.0:
+            if not self.go_round():
+                self.pass_time(0.1)  # only a clock ends what waits now
         open_requests = [client.submission.id for client in self.clients.values() if not client.is_over]
         assert not open_requests, f"not everything ends: {open_requests}; {self.describe()}"
         for _ in range(50):
