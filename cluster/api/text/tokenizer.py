@@ -15,6 +15,7 @@ from typing import Any, Protocol, Self
 from jinja2 import TemplateSyntaxError
 
 from crossdock.cluster.api.body.stop_strings import StopStrings, StopTable
+from crossdock.cluster.api.text.pieces import TextPieces
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _ONE_EACH = "crossdock.one_each"
@@ -42,6 +43,8 @@ class ModelTokenizer:
         self._bytes = _TokenBytes.of(tokenizer)
         tokenizer.encode("", verbose=False)  # sets how the backend truncates, pads and splits: as for any later text
         self._backend = tokenizer.backend_tokenizer if tokenizer.is_fast else None
+        self._pieces = TextPieces.of(self._backend) if tokenizer.is_fast else None
+        self._adds_special_tokens = tokenizer.num_special_tokens_to_add(pair=False) > 0
         self.longest_token = max(map(len, tokenizer.get_vocab()), default=1)  # characters; an upper bound
 
     @classmethod
@@ -80,7 +83,10 @@ class ModelTokenizer:
                 shown.append(False)
         return shown == [False, True]
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True, keeps: bool = False) -> list[int]:
+        """Return the tokens of a text. `keeps`: those of its pieces are kept for other texts, as for chats."""
+        if keeps and self._pieces is not None and not (add_special_tokens and self._adds_special_tokens):
+            return self._pieces.encode(text)
         if self._backend is not None:  # in half the time that transformers' own way takes
             ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         else:
