@@ -236,9 +236,9 @@ def test_text_whose_beginning_is_too_long_is_not_encoded_whole(
     encoded: list[int] = []
     encode = ModelTokenizer.encode
 
-    def counted(self: ModelTokenizer, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def counted(self: ModelTokenizer, text: str, **ways: bool) -> list[int]:
         encoded.append(len(text))
-        return encode(self, text, add_special_tokens=add_special_tokens)
+        return encode(self, text, **ways)
 
     monkeypatch.setattr(ModelTokenizer, "encode", counted)
     monkeypatch.setattr(tokenizer, "longest_token", 1000)  # as some vocabularies have; the context then admits 200,000

@@ -102,9 +102,9 @@ def test_key_without_tokens_is_refused_before_its_prompt_is_encoded(
     encoded: list[str] = []
     encode = ModelTokenizer.encode
 
-    def counted(self: ModelTokenizer, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def counted(self: ModelTokenizer, text: str, **ways: bool) -> list[int]:
         encoded.append(text)
-        return encode(self, text, add_special_tokens=add_special_tokens)
+        return encode(self, text, **ways)
 
     monkeypatch.setattr(ModelTokenizer, "encode", counted)
     config = HttpConfig.model_validate({"api_keys": [{"key": "k", "tokens_per_minute": 20}]})

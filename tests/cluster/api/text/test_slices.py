@@ -73,9 +73,9 @@ class WatchedTokenizer(ModelTokenizer):
         super().__init__(tokenizer)
         self.turns = turns
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True, keeps: bool = False) -> list[int]:
         self.turns.record("encode", len(text))
-        return super().encode(text, add_special_tokens=add_special_tokens)
+        return super().encode(text, add_special_tokens=add_special_tokens, keeps=keeps)
 
     def decode(self, token_ids: Any, *, skip_special_tokens: bool = False) -> str:
         self.turns.record("decode", len(token_ids))
@@ -313,11 +313,11 @@ async def test_huge_texts_are_encoded_one_at_a_time(
     running, most = 0, 0
     encode = watched.tokenizer.encode
 
-    def counted(text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def counted(text: str, **ways: bool) -> list[int]:
         nonlocal running, most
         running += 1
         most = max(most, running)
-        ids = encode(text, add_special_tokens=add_special_tokens)
+        ids = encode(text, **ways)
         running -= 1
         return ids
 
