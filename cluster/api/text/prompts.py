@@ -117,7 +117,8 @@ class PromptEncoder:
     ) -> Prompt:
         """Return the prompt that the chat template makes of the messages, with their pictures.
 
-        `salt`: only requests with the same one share processed pictures; with one, no tokens are kept. `tenant`: tenants' pictures take turns.
+        `salt`: only requests with the same one share processed pictures; with one, no tokens are kept. `tenant`:
+        tenants' pictures take turns.
         `memory`: of the request; it counts what the arguments of calls become.
         """
         self._check_template_fields(body)
