@@ -101,6 +101,21 @@ def test_match_after_any_history_equals_plain_sets(rng: random.Random) -> None:
             assert lengths(index.prefixes, hashes) == lengths_in_sets(sets, hashes)
 
 
+@given(st.randoms(use_true_random=False))
+@settings(deadline=None, max_examples=60)
+def test_match_with_tiers_equals_the_union_of_their_sets(rng: random.Random) -> None:
+    levels = [Index() for _ in range(3)]
+    for _ in range(rng.randrange(1, 60)):
+        rng.choice(levels).change(rng)
+    pool, *below = [level.prefixes for level in levels]
+    for _ in range(3):
+        hashes, union = random_hashes(rng), [set[PageHash]() for _ in range(SLOTS)]
+        for level, matched in zip(levels, pool.match(hashes, below), strict=True):
+            union = [had | more for had, more in zip(union, level.sets(), strict=True)]
+            wanted = lengths_in_sets(union, hashes)
+            assert pages_by_slot(matched, SLOTS).tolist() == [wanted.get(slot, 0) for slot in range(SLOTS)]
+
+
 @given(st.randoms(use_true_random=False), st.integers(0, 30))
 @settings(deadline=None, max_examples=40)
 def test_index_beyond_its_bound_forgets_pages_and_reports_no_wrong_one(rng: random.Random, most: int) -> None:
