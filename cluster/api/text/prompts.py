@@ -135,7 +135,7 @@ class PromptEncoder:
             param="messages",
             add_special_tokens=bool(body.add_special_tokens),
             truncates=truncates,
-            keeps=not salt,  # with a salt, the time of a request must not tell what others sent
+            keeps=not salt,  # with one, as API keys have, times must not tell what others sent
         )
         if self._media is None or not pictures:
             return Prompt(await encode(text))
