@@ -194,7 +194,8 @@ def row(
     future_streams = [now + more if more > 0 else now for now, more in zip(streams, work.arriving, strict=True)]
     groups, num_groups, urgent = work.backlog(len(classes))
     free_pages, free_places, max_prompt_now, free_then, free_now = work.room(profile, live, len(classes))
-    ends = free_later(live, booked, free_then, max(gap, cost.base), shares[0])
+    has_room = min(max_prompt_now) >= profile.max_model_len and not live.lacking  # for any prompt, and for those here
+    ends = [] if has_room else free_later(live, booked, free_then, max(gap, cost.base), shares[0])
     coming = sorted([(each.at - reported_at, each.seconds) for each in booked if each.seconds and not each.has_first])
     return Row(
         cost=cost,
