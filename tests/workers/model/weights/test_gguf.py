@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gguf import GGML_QUANT_SIZES, MODEL_ARCH, GGMLQuantizationType, GGUFWriter, get_tensor_name_map
+from gguf import GGML_QUANT_SIZES, MODEL_ARCH, GGMLQuantizationType, GGUFReader, GGUFWriter, get_tensor_name_map
 from gguf.quants import dequantize, quantize
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
@@ -131,6 +131,21 @@ def test_experts_of_a_file_stay_packed_and_give_the_logits_of_the_dequantised_mo
     assert packed_bytes(found) == 2 * 4 * 3 * 64 * 96 * ({"Q4_0": 0.5, "Q8_0": 1}[kind] + 4 / 32)
     counted = PlainWeights().count_bytes(read_config(tmp_path / "packed"), RankPosition(), torch.float32)
     assert counted.held == held_bytes(found)
+
+
+def test_file_is_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers parses it for the configuration, too; a vocabulary takes seconds."""
+    monkeypatch.setattr(gguf_checkpoint, "save_tokenizer", lambda *_: None)  # the file has none
+    write_experts(tmp_path / "model.gguf", "Q8_0")
+    parsed, build_fields = list[GGUFReader](), GGUFReader._build_fields
+
+    def counted(reader: GGUFReader, *args: int) -> int:
+        parsed.append(reader)
+        return build_fields(reader, *args)
+
+    monkeypatch.setattr(GGUFReader, "_build_fields", counted)
+    pack_gguf(tmp_path / "model.gguf", tmp_path / "packed")
+    assert len(parsed) == 1
 
 
 def test_file_of_another_type_is_refused_by_name(tmp_path: Path) -> None:
