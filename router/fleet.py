@@ -17,11 +17,11 @@ from crossdock.router.fetching import Sources, with_sources
 from crossdock.router.loading import with_loads
 from crossdock.router.loads import Slots
 from crossdock.router.placement import Candidates, Placement, Query, check_promise, choose
-from crossdock.router.predict import Prediction, predict
+from crossdock.router.predict import Prediction, lacks_room, predict
 from crossdock.router.prefixes import Prefixes, num_shared, pages_by_slot
 from crossdock.router.replica_table import ReplicaState, ReplicaTable
 from crossdock.router.tenants import fair_ahead
-from crossdock.router.work import EXPECTED_OUTPUT_TOKENS, Booking
+from crossdock.router.work import Booking
 from crossdock.workers.report.advertise import LiveProfile, PageChanges
 from crossdock.workers.report.profile import SchedulingProfile
 from crossdock.workers.schedule.cost.formula import Floats
@@ -213,7 +213,7 @@ class Fleet:
         if replica is None:
             return
         profile, priority, size = replica.profile, self._priority(query.slo_class), replica.profile.page_size
-        held, output = int(self._num_held(replica, query, cached_tokens)) // size, _expected_output(query)
+        held, output = int(self._num_held(replica, query, cached_tokens)) // size, query.expected_output
         here = min(self.prefixes.num_reported(replica.slot, query.page_hashes), cached_tokens // size)
         booking = Booking(
             priority,
@@ -278,9 +278,8 @@ class Fleet:
     def _in_use(self, query: Query, cached: Floats, now: float) -> Floats:
         """Return how many of the `cached` tokens, `[slot]`, lie in pages that other requests hold, where that decides
         whether the prompt has room. Cached pages that no request holds count as free, but a prompt takes its own."""
-        loads = self.table.loads
-        lacks = query.num_tokens + _expected_output(query) > loads.max_prompt_now[self._priority(query.slo_class)]
-        lacks |= self.table.ages(now) >= loads.taken_at
+        priority, tokens = self._priority(query.slo_class), query.num_tokens + query.expected_output
+        lacks = lacks_room(self.table.loads, priority, tokens, self.table.ages(now))
         if not lacks.any():  # the usual case
             return cached
         found = cached.copy()
@@ -372,8 +371,3 @@ class Fleet:
             prefill_seconds=float(prediction.prefill[prefill]),
             weights=last.profile.weights if self.config.unlike_weights == "apart" else "",
         )
-
-
-def _expected_output(query: Query) -> int:
-    """Return the tokens that a request is expected to make, which need room beside its prompt."""
-    return min(query.max_tokens, EXPECTED_OUTPUT_TOKENS)

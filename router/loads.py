@@ -324,8 +324,8 @@ class _Pace(NamedTuple):
 class KeptPace:
     """Keeps the pace of one replica while its report and its streams stay as they are: most bookings change neither."""
 
-    _of: tuple[object, ...] = ()
-    _pace: _Pace | None = None
+    _key: tuple[object, ...] = ()  # what the pace that is kept follows from
+    _kept: _Pace | None = None
 
     def of(
         self,
@@ -337,11 +337,11 @@ class KeptPace:
         classes: Sequence[SloClass],
     ) -> _Pace:
         """Return the pace with the streams of `work`."""
-        here = id(profile), id(live), id(classes), work.context, work.adapters, *work.streams, *work.joining
-        if self._pace is None or here != self._of[:-1]:
-            self._pace = _pace(work, cost, profile, interval_share, live.gap_share, classes)
-            self._of = *here, (profile, live, classes)  # the last: so that no other object gets their ids
-        return self._pace
+        key = id(profile), id(live), id(classes), work.context, work.adapters, *work.streams, *work.joining
+        if self._kept is None or key != self._key[:-1]:
+            self._kept = _pace(work, cost, profile, interval_share, live.gap_share, classes)
+            self._key = *key, (profile, live, classes)  # the last: so that no other object gets their ids
+        return self._kept
 
 
 def _pace(

@@ -80,6 +80,11 @@ class Query:
     adapter_weights: int = 0  # numbers in the adapter's matrices
     items: Sequence[tuple[int, int, int]] = ()  # (end, rows, parts: 1 for a picture) of each unlike item, in order
 
+    @property
+    def expected_output(self) -> int:
+        """Tokens that it is expected to make, which need room beside its prompt."""
+        return min(self.max_tokens, EXPECTED_OUTPUT_TOKENS)
+
 
 @dataclass(frozen=True, slots=True)
 class Placement:
@@ -169,7 +174,7 @@ def check_promise(loads: Loads, query: Query, prediction: Prediction, slo: SloCl
 def _costs(query: Query, prediction: Prediction, slo: SloClass, first: Slots) -> tuple[Floats, Floats]:
     """Return the costs, in weighted seconds `[slot]`, of computing the prompt and of making the output."""
     due = due_s(prediction, slo, first)
-    output = min(query.max_tokens, EXPECTED_OUTPUT_TOKENS)
+    output = query.expected_output
     prompt = prompt_costs(slo, due, prediction.ttft, prediction.prefill, prediction.prompt_lateness)
     pace = slo.weight * DECODE_WEIGHT * output * prediction.gap
     decode: Floats = pace + prediction.decode_work + LATE_WEIGHT * prediction.decode_lateness

@@ -187,13 +187,19 @@ def _backlog_ahead(
 
 
 _sum = np.add.reduce
-"""Of the groups of every replica: half the time of `Floats.sum` where these are few."""
+"""Adds the groups of every replica: in half the time of `Floats.sum` where replicas have few groups."""
+
+
+def lacks_room(loads: Loads, priority: int, tokens: Floats | float, age: Floats) -> NDArray[np.bool_]:
+    """Return whether a request that takes room for `tokens` tokens must wait for pages or a place at each replica."""
+    found: NDArray[np.bool_] = (tokens > loads.max_prompt_now[priority]) | (age >= loads.taken_at)
+    return found
 
 
 def _room_wait(loads: Loads, priority: int, rest: Floats, age: Floats) -> Floats:
     """Return the seconds until enough requests have ended for a place and for the pages of `rest` tokens, which no
     request that waits has taken."""
-    lacks = (rest > loads.max_prompt_now[priority]) | (age >= loads.taken_at)
+    lacks = lacks_room(loads, priority, rest, age)
     if not lacks.any():
         return np.zeros(len(rest))
     missing = np.maximum(_pages(loads, rest) - loads.free_pages[priority], 0.0)

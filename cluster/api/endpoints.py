@@ -158,7 +158,7 @@ class GuardedApi(FastAPI):
     guards: Sequence[Callable[[ASGIApp], ASGIApp]] = ()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await Starlette.__call__(self, scope, receive, send)  # FastAPI's own looks for its telemetry at each request
+        await Starlette.__call__(self, scope, receive, send)  # FastAPI's looks for telemetry in each request
 
     def build_middleware_stack(self) -> ASGIApp:
         app: ASGIApp = ExceptionMiddleware(AsyncExitStackMiddleware(self.router), self.exception_handlers)

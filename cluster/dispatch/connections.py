@@ -96,24 +96,28 @@ class DeltaReader(Protocol):
         the next event."""
 
 
+Event: TypeAlias = Callable[[float], list[Action]]
+"""Takes the time at which it is handled, and returns what to do."""
+
+
 class Events:
     """A queue for the one task that reads it. asyncio.Queue costs three times as much, for locks of its own."""
 
     __slots__ = ("_reader", "_waiting")
 
     def __init__(self) -> None:
-        self._waiting: deque[Callable[[float], list[Action]]] = deque()
+        self._waiting: deque[Event] = deque()
         self._reader: asyncio.Future[None] | None = None  # is done once there is an event
 
     def empty(self) -> bool:
         return not self._waiting
 
-    def put_nowait(self, event: Callable[[float], list[Action]]) -> None:
+    def put_nowait(self, event: Event) -> None:
         self._waiting.append(event)
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
 
-    async def get(self) -> Callable[[float], list[Action]]:
+    async def get(self) -> Event:
         while not self._waiting:
             self._reader = asyncio.get_running_loop().create_future()
             await self._reader
@@ -130,7 +134,7 @@ class Attempt:
     life: RequestLife
     clock: LoopClock
     number: int = -1
-    events: "Events" = field(default_factory=lambda: Events())
+    events: Events = field(default_factory=Events)
     connections: "dict[str, ReplicaConnection]" = field(default_factory=dict)  # that are not detached, by name
     submitting: dict[str, asyncio.Task[None]] = field(default_factory=dict)  # by replica
     _reader: DeltaReader | None = field(default=None, init=False)
@@ -238,15 +242,14 @@ class ReplicaConnections:
     async def wait_until_one_is_open(self, seconds: float, weights: str = "") -> None:
         """Wait while there are replicas, but none with an open stream. In an upgrade all may be new; after a broken
         network all may be about to be connected again. `weights`: only replicas with these count; empty: all."""
-        if not weights and any(each.is_open and not each.is_leaving for each in self._connections.values()):
-            return  # the usual case
         end = self._clock.now() + seconds
 
         def counts(profile: SchedulingProfile) -> bool:
             return weights in ("", profile.weights)
 
         while any(counts(profile) for _, profile in self._members.values()):
-            if any(not each.is_leaving for each in self.opened() if counts(each.profile)):
+            connections = self._connections.values()
+            if any(each.is_open and not each.is_leaving and counts(each.profile) for each in connections):
                 return
             if self._clock.now() >= end:
                 return

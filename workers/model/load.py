@@ -126,9 +126,10 @@ def wrap_module(module: Any, options: LoadOptions = _DEFAULTS) -> LoadedModel:
         model = probe(network, options, _eos_token_ids(config, options.generation))
         tap.check()
     if adapters is not None:
-        for each in filter(lambda one: isinstance(one, FusedLayers), module.modules()):
-            adapters.reads_narrow.update(each.sites)
-            adapters.before_use.append(each.deltas_of)
+        for layers in module.modules():
+            if isinstance(layers, FusedLayers):
+                adapters.reads_narrow.update(layers.sites)
+                adapters.before_use.append(layers.deltas_of)
     reason = why_text_alone(config, attention)
     if reason and is_multimodal(config):
         logger.warning("prompts are text alone: %s", reason)

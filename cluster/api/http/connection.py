@@ -353,11 +353,15 @@ class AnswerTransport:
     def write_event(self, event: bytes) -> None:
         """Write an event of a stream that has begun: a chunk of its body, as uvicorn's `send` writes chunks."""
         self.flush()
-        self._transport.write(b"%x\r\n%b\r\n" % (len(event), event))
+        self._transport.write(_chunk(event))
 
     def add_event(self, event: bytes) -> None:
         """Write an event, together with what else this turn writes."""
-        self.write(b"%x\r\n%b\r\n" % (len(event), event))
+        self.write(_chunk(event))
+
+
+def _chunk(part: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(part), part)
 
 
 def _disconnect(cycle: RequestResponseCycle) -> None:

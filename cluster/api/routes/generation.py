@@ -1,6 +1,5 @@
 """The part that completions and chats share: prompts become submissions, and replicas' deltas become outputs."""
 
-import asyncio
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
@@ -22,7 +21,7 @@ from crossdock.cluster.api.http.limits import UNSTATED_OUTPUT
 from crossdock.cluster.api.http.request_memory import LOGPROB_BYTES, TOKEN_BYTES
 from crossdock.cluster.api.http.tiers import SLO_CLASS_HEADER, Tier, Tiers
 from crossdock.cluster.api.routes.models import Models
-from crossdock.cluster.api.slices import PAUSE_S
+from crossdock.cluster.api.slices import slices
 from crossdock.cluster.api.text.bad_words import encode_bad_words
 from crossdock.cluster.api.text.choices import Choice, ChoiceReader, EventWriter, Output, Prompt, merge
 from crossdock.cluster.api.text.message_format import MessageReading
@@ -166,14 +165,13 @@ class Generations:
             outputs = body.n * sum(limit if is_stated else min(limit, UNSTATED_OUTPUT) for limit in limits)
             await state.account.prompt(num_prompt_tokens, outputs)
         wanted = ((prompt, limit, i) for prompt, limit in zip(prompts, limits, strict=True) for i in range(body.n))
-        for number, (prompt, limit, i) in enumerate(wanted, 1):
-            # Even for no output, the engine samples one token.
-            is_equal = i == 0 and limit == sampling.max_tokens > 0
-            own = sampling if is_equal else replace(sampling, max_tokens=max(1, limit), seed=(seed + i) % 2**63)
-            choice = self._choice(generation, prompt, own, stops, shown, is_prompt_only=limit == 0)
-            generation.choices.append(choice)
-            if number % _CHOICES_AT_ONCE == 0:
-                await asyncio.sleep(PAUSE_S)
+        async for some in slices(wanted, _CHOICES_AT_ONCE):
+            for prompt, limit, i in some:
+                # Even for no output, the engine samples one token.
+                is_equal = i == 0 and limit == sampling.max_tokens > 0
+                own = sampling if is_equal else replace(sampling, max_tokens=max(1, limit), seed=(seed + i) % 2**63)
+                choice = self._choice(generation, prompt, own, stops, shown, is_prompt_only=limit == 0)
+                generation.choices.append(choice)
         state.submission_ids = {choice.submission.id for choice in generation.choices}
 
     def _check_placeholders(self, prompt: Prompt, body: GenerationBody) -> None:

@@ -84,7 +84,7 @@ class ModelTokenizer:
         return shown == [False, True]
 
     def encode(self, text: str, *, add_special_tokens: bool = True, keeps: bool = False) -> list[int]:
-        """Return the tokens of a text. `keeps`: those of its pieces are kept for other texts, as for chats."""
+        """Return the tokens of a text. `keeps`: keep the tokens of its pieces for later texts, as chats do."""
         if keeps and self._pieces is not None and not (add_special_tokens and self._adds_special_tokens):
             return self._pieces.encode(text)
         if self._backend is not None:  # in half the time that transformers' own way takes

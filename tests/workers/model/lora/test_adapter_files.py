@@ -109,6 +109,7 @@ def test_files_of_strangers_end_in_a_value_error(folder: Path) -> None:
         [],
         {"dtype": "F32"},
         {"dtype": "I64", "shape": [4, 48], "data_offsets": [0, 1536]},
+        {"dtype": ["F32"], "shape": [4, 48], "data_offsets": [0, 768]},
         {"dtype": "F32", "shape": [4, 48], "data_offsets": [0, 769]},
         {"dtype": "F32", "shape": [4, 1 << 60], "data_offsets": [0, 1 << 64]},
         {"dtype": "F32", "shape": [-4, -48], "data_offsets": [0, 768]},
