@@ -138,8 +138,8 @@ class Prefixes:
 def pages_by_slot(found: Sequence[Bits], num_slots: int) -> Floats:
     """Return the first pages `[slot]` that each replica has, from a list of `Prefixes.match`.
 
-    The binary digit for 4 in a replica's number of pages changes at pages 4, 8, 12 and so on: it is 1 where an odd number
-    of these sets has the replica."""
+    The binary digit for 4 in a replica's number of pages changes at pages 4, 8, 12 and so on: it is 1 where an odd
+    number of these sets has the replica."""
     if not found:
         return np.zeros(num_slots)
     digits = [reduce(xor, found[(1 << digit) - 1 :: 1 << digit]) for digit in range(len(found).bit_length())]
