@@ -311,7 +311,7 @@ class Dispatcher:
         return self._card
 
     def ready(self) -> bool:
-        """Return whether a replica is up that computes prompts."""
+        """Return whether a replica is up. Of any role: it serves a request alone where no other may."""
         return self._connections.is_ready
 
     def has_roles(self, roles: Collection[Role]) -> bool:

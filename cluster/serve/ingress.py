@@ -47,7 +47,7 @@ from crossdock.workers.schedule.submission import Adapter
 
 logger = logging.getLogger("ray.serve")
 
-_FIRST_REPLICA_S = 10.0  # an ingress waits so long for a replica; while models load it answers 503 after that
+_FIRST_REPLICAS_S = 10.0  # an ingress waits so long for replicas; while models load it answers 503 after that
 _SCRAPE_S = 5.0  # a scrape waits so long for the other ingresses: Prometheus gives up after 10 s
 _LAST_WORDS_S = 1.0  # a client is told in this time that its request ends with the ingress
 _LOAN_S = 0.5  # a request waits so long for what the other ingresses lend
@@ -94,9 +94,12 @@ class Ingress:
         for each, dispatcher in zip(models, self._dispatchers.values(), strict=True):
             own = {pool.name: engines[pool.name] for pool in each.pools}
             follow_members(own, self._name, dispatcher.join, dispatcher.leave)
+        self._awaited = [
+            (self._dispatchers[each.model.name], {pool.role for pool in each.pools if pool.replicas}) for each in models
+        ]
         with suppress(TimeoutError):  # without this wait an upgrade would route requests to an ingress without replicas
-            async with asyncio.timeout(_FIRST_REPLICA_S):
-                while not all(each.starts_on_request or self._dispatchers[each.model.name].ready() for each in models):
+            async with asyncio.timeout(_FIRST_REPLICAS_S):
+                while not await self.is_connected():
                     await asyncio.sleep(0.02)
         if self._api.state.batches is not None:
             self._api.state.batches.start()
@@ -259,6 +262,10 @@ class Ingress:
     async def ingress_metrics(self) -> tuple[str, str]:
         """Return this ingress's name and metrics: its part of a scrape that another ingress answers."""
         return self._name, self.fleets.ingress_text()
+
+    async def is_connected(self) -> bool:
+        """Return whether this ingress has a replica of each role that the configuration starts with."""
+        return all(dispatcher.has_roles(roles) for dispatcher, roles in self._awaited)
 
     async def replicas(self) -> list[dict[str, Any]]:
         """Return the state of every replica that is up: what /v1/replicas answers to an operator."""

@@ -16,6 +16,7 @@ from ray._private import ray_constants
 from ray._private import utils as ray_utils
 from ray.exceptions import RayError
 from ray.serve.config import HTTPOptions, ProxyLocation
+from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.schema import ApplicationStatus, LoggingConfig
 
 from crossdock.cluster.config import ClusterConfig
@@ -31,7 +32,8 @@ from crossdock.workers.model.memory.host_memory import free_on_host
 from crossdock.workers.model.weights.checkpoint import resolve_model
 
 STARTING = ("Ray", "Serve", "replicas: model and warm-up")  # the phases of the start, in order
-_DESCRIBE_S = 10.0  # the replicas have so long to describe themselves
+_ANSWER_S = 30.0  # ingresses have so long to answer what the command asks
+_NO_ANSWER = TimeoutError, RayError, DeploymentUnavailableError
 _DRAIN_TURN_S = 0.5  # between two looks for a signal while requests end
 _LOOPBACK = "127.0.0.1"
 
@@ -76,7 +78,7 @@ def serve_forever(
             build(config), name=APP_NAME, external_scaler_enabled=config.is_elastic, logging_config=log
         )
         serve.run_many([app], wait_for_applications_running=False)
-        while not _is_running():
+        while not _is_running() or not _is_connected():
             stop.wait()
         is_up = True
         started(_replicas())
@@ -165,11 +167,20 @@ def _is_running() -> bool:
     return bool(app.status == ApplicationStatus.RUNNING)
 
 
+def _is_connected() -> bool:
+    """Return whether each ingress has its replicas: Serve may say that these run before an ingress hears of them."""
+    try:
+        connected = serve.get_app_handle(APP_NAME).broadcast("is_connected").results(timeout_s=_ANSWER_S)
+    except _NO_ANSWER:
+        return False
+    return all(connected)
+
+
 def _replicas() -> list[dict[str, Any]]:
     """Return the replicas' reports of themselves; empty if they do not answer in time."""
     try:
-        described: list[dict[str, Any]] = serve.get_app_handle(APP_NAME).replicas.remote().result(timeout_s=_DESCRIBE_S)
-    except (TimeoutError, RayError):
+        described: list[dict[str, Any]] = serve.get_app_handle(APP_NAME).replicas.remote().result(timeout_s=_ANSWER_S)
+    except _NO_ANSWER:
         return []
     return described
 
@@ -177,11 +188,11 @@ def _replicas() -> list[dict[str, Any]]:
 def _drain(seconds: float, stop: StopRequest) -> None:
     """Have the ingresses take no further request, and finish running ones in `seconds`, or until that is urgent."""
     ingresses, deadline = serve.get_app_handle(APP_NAME), time.monotonic() + seconds
-    with contextlib.suppress(RayError, TimeoutError):  # an ingress was lost: its requests are gone
+    with contextlib.suppress(*_NO_ANSWER):  # an ingress was lost: its requests are gone
         is_drained = False
         while not is_drained:
             left = 0.0 if stop.is_urgent else max(0.0, deadline - time.monotonic())
-            drained = ingresses.broadcast("drain", min(left, _DRAIN_TURN_S)).results(timeout_s=_DESCRIBE_S)
+            drained = ingresses.broadcast("drain", min(left, _DRAIN_TURN_S)).results(timeout_s=_ANSWER_S)
             is_drained = all(drained) or not left
 
 

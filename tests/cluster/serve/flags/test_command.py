@@ -16,11 +16,15 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from ray import serve
+from ray.serve._private.common import DeploymentID
+from ray.serve.exceptions import DeploymentUnavailableError
 from typer.testing import CliRunner
 
 from crossdock.cluster import cli
 from crossdock.cluster.config import ClusterConfig
 from crossdock.cluster.serve import lifetime
+from crossdock.cluster.serve.ingress import Ingress
 from tests.cluster.ports import free_port
 from tests.cluster.watch.terminal import COMMAND, background_job
 from tests.waiting import eventually
@@ -131,6 +135,39 @@ def test_serve_whose_memory_is_too_small_ends_with_the_reason_alone(small_model_
     assert ended.returncode == 1
     (line,) = ended.stderr.splitlines()
     assert line.startswith("error: kv_cache_memory (1.0KiB) holds 0 tokens")
+
+
+@dataclass
+class Ingresses:
+    """The application's handle, whose ingresses answer whether they are connected."""
+
+    answers: list[bool] | Exception
+
+    def broadcast(self, method: str) -> "Ingresses":
+        assert callable(getattr(Ingress, method))
+        return self
+
+    def results(self, timeout_s: float) -> list[bool]:
+        if isinstance(self.answers, Exception):
+            raise self.answers
+        return self.answers
+
+
+@pytest.mark.parametrize(
+    ("answers", "connected"),
+    [
+        ([True, True], True),
+        ([True, False], False),
+        (TimeoutError(), False),
+        (DeploymentUnavailableError(DeploymentID("ingress", "crossdock")), False),
+    ],
+)
+def test_server_is_up_once_each_ingress_has_its_replicas(
+    monkeypatch: pytest.MonkeyPatch, answers: list[bool] | Exception, connected: bool
+) -> None:
+    """Serve says that replicas run before an ingress hears of them: requests would be answered by 503."""
+    monkeypatch.setattr(serve, "get_app_handle", lambda name: Ingresses(answers))
+    assert lifetime._is_connected() == connected
 
 
 @contextmanager
