@@ -78,7 +78,7 @@ def serve_forever(
             build(config), name=APP_NAME, external_scaler_enabled=config.is_elastic, logging_config=log
         )
         serve.run_many([app], wait_for_applications_running=False)
-        while not _is_running() or not _is_connected():
+        while not _is_running() or not is_connected(config.http.replicas):
             stop.wait()
         is_up = True
         started(_replicas())
@@ -167,13 +167,14 @@ def _is_running() -> bool:
     return bool(app.status == ApplicationStatus.RUNNING)
 
 
-def _is_connected() -> bool:
-    """Return whether each ingress has its replicas: Serve may say that these run before an ingress hears of them."""
+def is_connected(num_ingresses: int) -> bool:
+    """Return whether so many ingresses have their replicas: Serve may say that these run before an ingress hears of
+    them."""
     try:
         connected = serve.get_app_handle(APP_NAME).broadcast("is_connected").results(timeout_s=_ANSWER_S)
     except _NO_ANSWER:
         return False
-    return all(connected)
+    return all(connected) and len(connected) >= num_ingresses
 
 
 def _replicas() -> list[dict[str, Any]]:

@@ -153,6 +153,7 @@ def test_real_deployment_updates_from_a_folder_and_from_ray(
 
     from crossdock.cluster.config_file import load
     from crossdock.cluster.serve.app import APP_NAME, build
+    from crossdock.cluster.serve.lifetime import is_connected
     from crossdock.cluster.serve.rollouts import push_weights
     from crossdock.workers.model.checksums import checksum
     from tests.cluster.ports import free_port
@@ -172,7 +173,7 @@ def test_real_deployment_updates_from_a_folder_and_from_ray(
     serve.run(build(load(None, settings)), name=APP_NAME)
     url = f"http://127.0.0.1:{port}"
     try:
-        eventually(lambda: httpx.get(f"{url}/ready").status_code == 200, "not ready", 180)
+        eventually(lambda: is_connected(2), "an ingress has no replica", 180)
         module = AutoModelForCausalLM.from_pretrained(small_model_dir, dtype=torch.float32)
         old = generated(module, [PROMPT], 8)[0]
         before = {name: tensor.clone() for name, tensor in module.named_parameters()}

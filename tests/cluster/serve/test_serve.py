@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM
 from crossdock import LLM, SamplingParams
 from crossdock.cluster.config_file import load
 from crossdock.cluster.serve.app import APP_NAME, build
+from crossdock.cluster.serve.lifetime import is_connected
 from tests.cluster.ports import free_port
 from tests.cluster.serve.pools.served_pools import scrape
 from tests.waiting import eventually
@@ -47,7 +48,7 @@ def url(ray_cluster: None, small_model_dir: Path, tmp_path_factory: pytest.TempP
     serve.start(http_options=HTTPOptions(host="127.0.0.1", port=port))
     serve.run(build(config), name=APP_NAME)
     address = f"http://127.0.0.1:{port}"
-    eventually(lambda: httpx.get(f"{address}/ready").status_code == 200, "not ready", 180)
+    eventually(lambda: is_connected(2), "an ingress has no replica", 180)
     yield address
     serve.shutdown()
 

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from crossdock.cluster.config_file import load
 from crossdock.cluster.serve.app import APP_NAME, build
+from crossdock.cluster.serve.lifetime import is_connected
 from tests.cluster.ports import free_port
 from tests.waiting import eventually
 from tests.workers.lora_oracle import tuned
@@ -39,7 +40,7 @@ def url(ray_cluster: None, small_model_dir: Path, adapter_folder: Path) -> Itera
     serve.start(http_options=HTTPOptions(host="127.0.0.1", port=port))
     serve.run(build(load(None, settings)), name=APP_NAME)
     address = f"http://127.0.0.1:{port}"
-    eventually(lambda: httpx.get(f"{address}/ready").status_code == 200, "not ready", 180)
+    eventually(lambda: is_connected(2), "an ingress has no replica", 180)
     yield address
     serve.shutdown()
 

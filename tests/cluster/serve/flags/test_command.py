@@ -158,6 +158,7 @@ class Ingresses:
     [
         ([True, True], True),
         ([True, False], False),
+        ([True], False),
         (TimeoutError(), False),
         (DeploymentUnavailableError(DeploymentID("ingress", "crossdock")), False),
     ],
@@ -167,7 +168,7 @@ def test_server_is_up_once_each_ingress_has_its_replicas(
 ) -> None:
     """Serve says that replicas run before an ingress hears of them: requests would be answered by 503."""
     monkeypatch.setattr(serve, "get_app_handle", lambda name: Ingresses(answers))
-    assert lifetime._is_connected() == connected
+    assert lifetime.is_connected(2) == connected
 
 
 @contextmanager
