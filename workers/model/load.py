@@ -1,7 +1,7 @@
 """Load a Hugging Face directory as a `LoadedModel`, or refuse it."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from crossdock.workers.model.layers.fusion import FusedLayers
 from crossdock.workers.model.layers.llama4 import attention_chunks, scale_by_position
 from crossdock.workers.model.layers.routed_experts import skip_idle_experts
 from crossdock.workers.model.load_options import LoadOptions
-from crossdock.workers.model.lora.adapters import Adapters, hook_adapters, sites_of
+from crossdock.workers.model.lora.adapters import Adapters, Site, hook_adapters, sites_of
 from crossdock.workers.model.memory.memory_fit import check_fits, used_by_all_but_torch
 from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.model.model_spec import ModelSpec
@@ -121,15 +121,10 @@ def wrap_module(module: Any, options: LoadOptions = _DEFAULTS) -> LoadedModel:
     network = Network(module, config, max_model_len, part, attention, chunks, tap)
     scale_by_position(module)
     skip_idle_experts(module)
-    adapters = _adapters(network, options.max_lora_rank, options.max_loras)
+    sites = _hooked_sites(network) if options.max_lora_rank else {}
     with tap.opened(), part.checking():
         model = probe(network, options, _eos_token_ids(config, options.generation))
         tap.check()
-    if adapters is not None:
-        for layers in module.modules():
-            if isinstance(layers, FusedLayers):
-                adapters.reads_narrow.update(layers.sites)
-                adapters.before_use.append(layers.deltas_of)
     reason = why_text_alone(config, attention)
     if reason and is_multimodal(config):
         logger.warning("prompts are text alone: %s", reason)
@@ -144,25 +139,35 @@ def wrap_module(module: Any, options: LoadOptions = _DEFAULTS) -> LoadedModel:
         encoder=encoder,
         why_text_alone=reason,
         used_by_others=options.used_by_others,
-        adapters=adapters,
+        adapters=_adapters(network, sites, options) if options.max_lora_rank else None,
     )
 
 
-def _adapters(network: Network, max_rank: int, most: int) -> Adapters | None:
-    """Let the linears of a network take adapters up to a rank; None: 0. ValueError: this model takes none."""
-    if not max_rank:
-        return None
-    decoder = text_config(network.config)
-    if recurrent_layers(decoder):
+def _hooked_sites(network: Network) -> Mapping[str, Site]:
+    """Let the linears of a network take adapters. Returns them by name. ValueError: this model takes none."""
+    if recurrent_layers(text_config(network.config)):
         raise ValueError(
             f"enable_lora: {network.config.model_type} has recurrent layers, which compute sequence by sequence; "
             f"adapters are for models whose layers all have attention or an mlp"
         )
     sites = sites_of(network.module, network.part)
     hook_adapters(network.module, sites)
-    held, num_layers = network.part.held_layers, decoder.num_hidden_layers
-    in_triton = network.attention.is_beside_triton and has_package("triton")
-    return Adapters(sites, held, num_layers, network.device, network.dtype, max_rank, most, in_triton)
+    return sites
+
+
+def _adapters(network: Network, sites: Mapping[str, Site], options: LoadOptions) -> Adapters:
+    """Return the room for adapters of a network, whose layers may be fused by now."""
+    return Adapters(
+        sites,
+        network.part.held_layers,
+        text_config(network.config).num_hidden_layers,
+        network.device,
+        network.dtype,
+        options.max_lora_rank,
+        options.max_loras,
+        in_triton=network.attention.is_beside_triton and has_package("triton"),
+        stacks=[layers for layers in network.module.modules() if isinstance(layers, FusedLayers)],
+    )
 
 
 def longest_request(config: PretrainedConfig, max_model_len: int | None) -> int:

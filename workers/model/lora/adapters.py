@@ -5,12 +5,12 @@ model's weights may be stored in any format: an adapter only sees inputs and out
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, groupby, pairwise
 from math import frexp
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -44,6 +44,17 @@ class Site(NamedTuple):
     kept: TensorSlice | None  # None: all
 
 
+class FusedStack(Protocol):
+    """Layers whose kernels compute what adapters change as well. They read bfloat16 beside any inputs."""
+
+    @property
+    def sites(self) -> Iterable[str]:
+        """The names of all linears that the layers compute."""
+
+    def deltas_of(self, weights: AdapterWeights) -> object:
+        """Return the matrices of an adapter as the kernels read them. The first call takes a millisecond or two."""
+
+
 @dataclass(slots=True, eq=False)
 class Adapters:
     """The adapters that a rank holds, by fingerprint. `load` may run in another thread than steps."""
@@ -55,10 +66,13 @@ class Adapters:
     dtype: torch.dtype
     max_rank: int
     most: int = 1  # in memory at once
-    in_triton: bool = False  # steps compute them in Triton; else in torch, or as part of a kernel of a CPU
-    loaded: dict[str, AdapterWeights] = field(default_factory=dict)
-    reads_narrow: set[str] = field(default_factory=set)  # modules whose steps read bfloat16 beside any inputs
-    before_use: list[Callable[[AdapterWeights], object]] = field(default_factory=list)  # called in the thread of loads
+    in_triton: bool = False  # steps compute them in Triton; else in torch, or in the kernels of `stacks`
+    stacks: Sequence[FusedStack] = ()
+    loaded: dict[str, AdapterWeights] = field(default_factory=dict, init=False)
+    _in_stacks: frozenset[str] = field(init=False)  # names of linears
+
+    def __post_init__(self) -> None:
+        self._in_stacks = frozenset(name for stack in self.stacks for name in stack.sites)
 
     @property
     def reserved_bytes(self) -> int:
@@ -86,15 +100,15 @@ class Adapters:
         for name, (a, b) in files.factors.items():
             if self._is_here(files, name):
                 own_name = name.rpartition(".")[2]  # of one name, matrices are mostly as far apart from layer to layer
-                kind = (own_name, a[:3], b[:3], files.scales[name], self.sites[name].kept, name in self.reads_narrow)
+                kind = (own_name, a[:3], b[:3], files.scales[name], self.sites[name].kept, name in self._in_stacks)
                 alike.setdefault(kind, []).append(name)
         in_file = {name: a.offset for name, (a, _) in files.factors.items()}
         for names in alike.values():
             names.sort(key=in_file.__getitem__)
         pairs = dict(chain.from_iterable(self._pairs(files, names, content) for names in alike.values()))
         weights = AdapterWeights(pairs, self._table(pairs))
-        for prepare in self.before_use:
-            prepare(weights)
+        for stack in self.stacks:
+            stack.deltas_of(weights)  # now, in the thread of loads: no step waits for it
         self.loaded[adapter.fingerprint] = weights
 
     def _table(self, pairs: Mapping[str, Pair]) -> Tensor:
@@ -175,7 +189,7 @@ class Adapters:
         if kept is not None:
             a, b = (a, kept.read(b, 2)) if kept.dim == 0 else (kept.read(a, 2), b)
         rounds_nothing = a.dtype == b.dtype == torch.bfloat16 and frexp(scale)[0] == 0.5
-        dtype = torch.bfloat16 if rounds_nothing and names[0] in self.reads_narrow else self.dtype
+        dtype = torch.bfloat16 if rounds_nothing and names[0] in self._in_stacks else self.dtype
         a = a.to(self.device, dtype, copy=True).contiguous()
         b = b.transpose(1, 2)  # kernels read the outputs of one rank after the other
         if rounds_nothing and dtype == torch.bfloat16:
