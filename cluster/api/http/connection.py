@@ -6,7 +6,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from functools import partial
 from http import HTTPStatus
-from typing import Any
+from typing import Any, Self
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
@@ -129,7 +129,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._end_head()
         self._end_stuck()
         for cycle in self._unanswered:  # uvicorn knows the newest alone
-            _disconnect(cycle)
+            cycle.transport.gone()  # type: ignore[attr-defined]
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -242,7 +242,7 @@ class BoundedConnection(HttpToolsProtocol):
             newest.keep_alive = False
             if not newest.response_started:
                 self._unanswered.pop()
-                _disconnect(newest)
+                newest.transport.gone()  # type: ignore[attr-defined]
                 if self._unanswered:
                     self.pipeline.popleft()
         if self._unanswered:
@@ -313,11 +313,12 @@ class AnswerTransport:
     Implements `EventWriter`.
     """
 
-    __slots__ = ("_cycle", "_end", "_flow", "_loop", "_num_bytes", "_parts", "_transport", "is_closing")
+    __slots__ = ("_cycle", "_end", "_flow", "_left", "_loop", "_num_bytes", "_parts", "_transport", "is_closing")
 
     def __init__(self, connection: BoundedConnection, cycle: RequestResponseCycle, end: Callable[[], None]) -> None:
         self._transport, self._loop, self._flow = connection.transport, connection.loop, connection.flow
         self._cycle, self._end = cycle, end
+        self._left: Callable[[], None] | None = None  # to call when the client leaves
         self._parts: list[bytes] = []  # not written yet
         self._num_bytes = 0  # in these
         self.is_closing = self._transport.is_closing
@@ -346,6 +347,24 @@ class AnswerTransport:
         """Whether the whole body of the request has come."""
         return not self._cycle.more_body
 
+    def when_gone(self, left: Callable[[], None]) -> Self:
+        """Read on behind the request, and call `left` when the client leaves, until `cancel`."""
+        self._left = left
+        self._flow.resume_reading()
+        if self._cycle.disconnected:
+            self._loop.call_soon(self.gone)
+        return self
+
+    def cancel(self) -> None:
+        self._left = None
+
+    def gone(self) -> None:
+        """Have the application see that the client has left."""
+        self._cycle.disconnected = True
+        self._cycle.message_event.set()
+        if self._left is not None:
+            self._left()
+
     def is_ready(self) -> bool:
         has_begun = self._cycle.chunked_encoding  # set with the head, which waits for the first event
         return bool(has_begun) and not (self._flow.write_paused or self.is_closing())
@@ -362,12 +381,6 @@ class AnswerTransport:
 
 def _chunk(part: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(part), part)
-
-
-def _disconnect(cycle: RequestResponseCycle) -> None:
-    """Have the application see that the client has left."""
-    cycle.disconnected = True
-    cycle.message_event.set()
 
 
 def _refusal(error: BaseException | None) -> ApiError:

@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from crossdock.cluster.api.errors import ApiError
 from crossdock.cluster.api.http.answers import error_event
+from crossdock.cluster.api.http.connection import AnswerTransport
 from crossdock.cluster.api.http.host_names import HostNames
 from crossdock.cluster.api.http.http_json import error_answer
 from crossdock.cluster.api.http.keys import ApiKey, KeyRing, tenant_of
@@ -130,11 +131,12 @@ class HttpGuard:
                 if self._max_file_bytes and (scope["method"], path) == ("POST", FILES):
                     await self._app(scope, streamed_body(headers, receive, self._max_file_bytes), sender.send)
                     return
-                has_come = "event_writer" in state and state["event_writer"].has_body
+                own: AnswerTransport | None = state.get("event_writer")
+                has_come = own is not None and own.has_body
                 body = await read_body(headers, receive, self._max_body_bytes, sender.memory, has_come=has_come)
                 if body is None:
                     return
-                await _while_connected(self._app(scope, body, sender.send), receive)
+                await _while_connected(self._app(scope, body, sender.send), receive, own)
         except Exception as error:
             if isinstance(error, TimeoutError) and clock.expired():
                 reason = f"The request took more than {self._timeout_s} s."
@@ -258,20 +260,26 @@ async def _never() -> Message:
     return await forever
 
 
-async def _while_connected(work: Awaitable[None], receive: Receive) -> None:
-    """Run `work` until it is done, the client is gone, or this call is cancelled; its generators end first."""
+async def _while_connected(work: Awaitable[None], receive: Receive, own: AnswerTransport | None) -> None:
+    """Run `work` until it is done, the client is gone, or this call is cancelled; its generators end first.
+
+    `own`: the transport of our own listener, which calls when the client is gone: no task need wait for that.
+    """
     task, is_gone = asyncio.current_task(), False
     assert task is not None
     num_before = task.cancelling()
 
-    async def watch() -> None:
+    def end() -> None:
         nonlocal is_gone
-        while (await receive())["type"] != "http.disconnect":
-            pass
         is_gone = True
         task.cancel()
 
-    watching = asyncio.ensure_future(watch())
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        end()
+
+    watching = asyncio.ensure_future(watch()) if own is None else own.when_gone(end)
     try:
         await work
     except asyncio.CancelledError:
