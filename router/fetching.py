@@ -6,14 +6,14 @@ replica slots.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from crossdock.router.loading import least, saved_seconds
 from crossdock.router.loads import Loads, Slots
 from crossdock.router.placement import HANDOVER_S, PAIR_CANDIDATES, Candidates, due_s, prompt_costs
-from crossdock.router.predict import Prediction, replaced
+from crossdock.router.predict import PromptPrediction
 from crossdock.workers.schedule.cost.formula import Floats
 from crossdock.workers.schedule.slo import SloClass
 
@@ -21,13 +21,18 @@ FETCH_CANDIDATES = 8
 """Replicas of least cost that are tried with a fetch. More would cost time at every decision."""
 
 
-@dataclass(frozen=True, slots=True)
-class Sources:
-    """From where each replica would fetch pages."""
+class Fetch(NamedTuple):
+    """From where a replica would fetch pages."""
 
-    sources: Slots  # [slot]; -1: the replica fetches none
-    tokens: Floats  # [slot]: of the prompt, that the source has
-    seconds: Floats  # [slot]: for which the source's link is busy with the pages
+    source: int  # its slot
+    tokens: float  # of the prompt, that the source has
+    seconds: float  # for which the source's link is busy with the pages
+
+
+class Fetches(NamedTuple):
+    """The fetches that would pay."""
+
+    by_slot: Mapping[int, Fetch]  # of the replica that fetches
     alternatives: Mapping[str, float]  # least predicted TTFT, s: at the replica with most of the prefix, with a fetch,
     # and elsewhere without one
 
@@ -35,59 +40,62 @@ class Sources:
 def with_sources(
     loads: Loads,
     cached: Floats,
-    here: Prediction,
-    predict: Callable[[Slots, Floats], Prediction],
+    here: PromptPrediction,
+    predict: Callable[[Slots, Floats], PromptPrediction],
     slo: SloClass,
     candidates: Candidates,
     link_waits: Floats,
     tokens_at: Callable[[int], float],
-) -> tuple[Prediction, Sources]:
-    """Return the prediction in which replicas fetch pages where that costs least, and from where they do.
+) -> Fetches:
+    """Improve the prediction where replicas fetch pages and that costs less. Return from where they do.
 
     Args:
         cached: tokens of the prompt that each replica has.
-        here: the prediction without a fetch.
+        here: the prediction without a fetch, which this changes.
         predict: returns the prediction at the replicas of some slots, with so many cached tokens each.
         tokens_at: returns how many tokens of the prompt the replica in a slot has reported. `cached` may have more, of
             prompts that are on their way to the replica.
         link_waits: seconds until each replica's link is free; infinity where a replica must not be a source.
     """
-    chosen: Slots = np.full(len(cached), -1, dtype=np.intp)
     first, sources = candidates.first, _best_sources(loads, cached, link_waits)
     if not len(sources):
-        return here, Sources(chosen, cached, cached, {})
+        return Fetches({}, {})
     held = np.array([tokens_at(int(source)) for source in sources])
-    if held.max() <= cached.take(first).min():  # none has more than others, as of a text before all prompts
-        return here, Sources(chosen, cached, cached, _alternatives(here, here.ttft[:0], cached, first))
+    most = float(held.max())
+    if most <= cached.take(first).min():  # none has more than others, as of a text before all prompts
+        return Fetches({}, _alternatives(here, here.ttft[:0], cached, first))
     due = due_s(here, slo, first)
     costs = prompt_costs(slo, due, here.ttft, here.prefill, here.prompt_lateness)
-    saved = saved_seconds(loads, cached, np.maximum(held.max() - cached, 0.0))
+    saved = saved_seconds(loads, cached, np.maximum(most - cached, 0.0))
     tried = least(first.compress(saved.take(first) > 0), costs - (slo.weight + 1) * saved, FETCH_CANDIDATES)
     before = here.ttft[tried] - here.prefill[tried] / here.prompt_share[tried]
-    travel = _travel_seconds(loads, held[:, None] - cached[tried], sources, tried)
+    lacking = most - cached[tried]
+    more = held[:, None] - cached[tried]  # [source, place in `tried`]
+    travel = _travel_seconds(loads, more, sources, tried)
     # The source sees the question after its running step; the fetching replica sees the offer after its own.
     waits = HANDOVER_S + loads.turn_left[tried] + (loads.turn_left + link_waits)[sources, None]
-    may = (held[:, None] > cached[tried]) & (candidates.groups[sources, None] == candidates.groups[tried])
-    share = np.minimum((held[:, None] - cached[tried]) / (held.max() - cached[tried]), 1.0)
-    gain = np.where(may, share * saved[tried] - np.maximum(waits + travel - before, 0.0), 0.0)
+    may = (more > 0) & (candidates.groups[sources, None] == candidates.groups[tried])
+    arrival = waits + travel
+    gain = np.where(may, more / lacking * saved[tried] - np.maximum(arrival - before, 0.0), 0.0)
     best, at = gain.argmax(axis=0), np.arange(len(tried))
     is_worth = gain[best, at] > 0
     best, at, tried = best[is_worth], at[is_worth], tried[is_worth]
     if not len(tried):
-        return here, Sources(chosen, cached, cached, _alternatives(here, here.ttft[tried], cached, first))
+        return Fetches({}, _alternatives(here, here.ttft[:0], cached, first))
     fetched = predict(tried, held[best])
     before = fetched.ttft - fetched.prefill / fetched.prompt_share
-    fetched.ttft = fetched.ttft + np.maximum((waits + travel)[best, at] - before, 0.0)
+    fetched.ttft += np.maximum(arrival[best, at] - before, 0.0)
     is_better = prompt_costs(slo, due, fetched.ttft, fetched.prefill, fetched.prompt_lateness) < costs[tried]
     is_better &= fetched.room_wait <= 0  # a replica that lacks room declines the offered pages
-    chosen[tried[is_better]] = sources[best][is_better]
-    tokens, seconds = cached.copy(), np.zeros(len(cached))
-    tokens[tried], seconds[tried] = held[best], travel[best, at]
-    fetches = Sources(chosen, tokens, seconds, _alternatives(here, fetched.ttft, cached, first))
-    return replaced(here, fetched, tried, is_better), fetches
+    found = zip(
+        *(each[is_better].tolist() for each in (tried, sources[best], held[best], travel[best, at])), strict=True
+    )
+    alternatives = _alternatives(here, fetched.ttft, cached, first)
+    here.improve(fetched, tried, is_better)
+    return Fetches({slot: Fetch(*fetch) for slot, *fetch in found}, alternatives)
 
 
-def _alternatives(here: Prediction, fetched: Floats, cached: Floats, first: Slots) -> dict[str, float]:
+def _alternatives(here: PromptPrediction, fetched: Floats, cached: Floats, first: Slots) -> dict[str, float]:
     """Return the least predicted TTFT, in seconds, of each way to use the longest prefix or not to.
 
     `fetched`: predicted TTFTs with a fetch. `first`: replicas that may make the first token."""

@@ -4,20 +4,20 @@ No clock and no network: time and messages come in, placements go out. Several r
 the reports of every replica, and counts its own bookings only until the replica's report includes them.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from crossdock.router import baselines
-from crossdock.router.fetching import Sources, with_sources
+from crossdock.router.fetching import Fetches, with_sources
 from crossdock.router.loading import with_loads
 from crossdock.router.loads import Slots
 from crossdock.router.placement import Candidates, Placement, Query, check_promise, choose
-from crossdock.router.predict import Prediction, lacks_room, predict
+from crossdock.router.predict import Prediction, PromptPrediction, lacks_room, predict, predict_prompt
 from crossdock.router.prefixes import Prefixes, num_shared, pages_by_slot
 from crossdock.router.replica_table import ReplicaState, ReplicaTable
 from crossdock.router.tenants import fair_ahead
@@ -54,6 +54,8 @@ class RouterConfig(BaseModel):
 _INSTANT = 1e-9  # seconds of a prompt that costs nothing: a booking of 0 s means that another replica computes it
 
 
+Predicted = TypeVar("Predicted", bound=PromptPrediction)
+
 MOST_IN_USE = 16
 """Replicas whose cached pages are compared with those of running requests. More would cost time at every decision."""
 
@@ -64,7 +66,7 @@ class _Ways(NamedTuple):
     prediction: Prediction
     cached: Floats  # [slot]: tokens of the prompt in its pool, or loaded; not those fetched
     loading: Slots | None = None  # replicas that load pages from tiers
-    fetches: Sources | None = None
+    fetches: Fetches | None = None
 
 
 @dataclass(slots=True)
@@ -243,11 +245,17 @@ class Fleet:
         return paused if any(name not in out for name in self.table.by_name) else set()
 
     def _predict(
-        self, query: Query, cached: Floats, now: float, *, slots: Slots | None = None, held: Floats | None = None
-    ) -> Prediction:
+        self,
+        predict: Callable[..., Predicted],
+        query: Query,
+        cached: Floats,
+        now: float,
+        held: Floats,
+        slots: Slots | None = None,
+    ) -> Predicted:
         """Return the prediction for a request at every replica, or at those in `slots`, which have `cached` tokens.
 
-        `held`: see `predict`."""
+        `held`: see `predict_prompt`."""
         priority, ages, loads = self._priority(query.slo_class), self.table.ages(now), self.table.loads
         replicas: Sequence[ReplicaState | None] = self.table.by_slot
         if slots is not None:
@@ -311,19 +319,20 @@ class Fleet:
 
         in_use = self._in_use(query, cached, now)
 
-        def again(slots: Slots, held: Floats) -> Prediction:
-            return self._predict(query, held, now, slots=slots, held=in_use[slots])
+        def again(slots: Slots, held: Floats) -> PromptPrediction:
+            return self._predict(predict_prompt, query, held, now, in_use[slots], slots)
 
-        ways = _Ways(self._predict(query, cached, now, held=in_use), cached)
+        ways = _Ways(self._predict(predict, query, cached, now, in_use), cached)
         slo, loads = self.classes[self._priority(query.slo_class)], self.table.loads
         if by_tier:
-            ways = _Ways(*with_loads(loads, cached, by_tier, ways.prediction, again, slo, candidates))
+            loaded = with_loads(loads, cached, by_tier, ways.prediction, again, slo, candidates)
+            ways = ways._replace(cached=loaded[0], loading=loaded[1])
         may_fetch = self.config.policy == "seconds" and self.config.shipping != "never" and query.may_ship
         if not may_fetch or len(self.table) < 2 or not cached.any():  # a lone replica can fetch from none
             return ways
         waits, held = self.table.link_waits(exclude), partial(self._reported, query)
         fetches = with_sources(loads, ways.cached, ways.prediction, again, slo, candidates, waits, held)
-        return ways._replace(prediction=fetches[0], fetches=fetches[1])
+        return ways._replace(fetches=fetches)
 
     def _brought(self, placement: Placement, ways: "_Ways", slot: int, prefills: Slots) -> Placement:
         """Return the placement with how the replica in `slot` gets pages that it lacks, and each way's seconds.
@@ -338,12 +347,12 @@ class Fleet:
             alternatives["ship"] = round(float(ways.prediction.ttft[prefills].min()), 6)
         placement = replace(placement, alternatives=alternatives)
         first, *rest = placement.reason.split()
-        if ways.fetches is not None and ways.fetches.sources[slot] >= 0:
+        if ways.fetches is not None and (fetch := ways.fetches.by_slot.get(slot)) is not None:
             return replace(
                 placement,
-                source=self.table.replica_in(int(ways.fetches.sources[slot])).name,
-                source_tokens=int(ways.fetches.tokens[slot]),
-                source_seconds=float(ways.fetches.seconds[slot]),
+                source=self.table.replica_in(fetch.source).name,
+                source_tokens=int(fetch.tokens),
+                source_seconds=fetch.seconds,
                 reason=" ".join([first, "fetched", *rest]),
             )
         is_loaded = ways.loading is not None and slot in ways.loading

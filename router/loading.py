@@ -9,7 +9,7 @@ import numpy as np
 
 from crossdock.router.loads import Loads, Slots
 from crossdock.router.placement import Candidates, due_s, prompt_costs
-from crossdock.router.predict import Prediction, replaced
+from crossdock.router.predict import PromptPrediction
 from crossdock.workers.schedule.cost.formula import Floats
 from crossdock.workers.schedule.slo import SloClass
 
@@ -21,18 +21,18 @@ def with_loads(
     loads: Loads,
     cached: Floats,
     by_tier: Sequence[Floats],
-    here: Prediction,
-    predict: Callable[[Slots, Floats], Prediction],
+    here: PromptPrediction,
+    predict: Callable[[Slots, Floats], PromptPrediction],
     slo: SloClass,
     candidates: Candidates,
-) -> tuple[Prediction, Floats, Slots]:
-    """Return the prediction in which replicas load pages where that is sooner than computing them, the tokens of the
-    prompt that each replica has then, and the slots of those that load.
+) -> tuple[Floats, Slots]:
+    """Improve the prediction where replicas load pages sooner than they compute them. Return the tokens of the prompt
+    that each replica has then, and the slots of those that load.
 
     Args:
         cached: tokens of the prompt in each replica's pool, `[slot]`.
         by_tier: the same with the pages in its fastest tier, and where there is another, with those in that, too.
-        here: the prediction without a load.
+        here: the prediction without a load, which this changes.
         predict: returns the prediction at the replicas of some slots, with so many cached tokens each.
     """
     more, first = by_tier[-1] - cached, candidates.first
@@ -41,7 +41,7 @@ def with_loads(
         costs = prompt_costs(slo, due_s(here, slo, first), here.ttft, here.prefill, here.prompt_lateness)
         slots = least(slots, costs - (slo.weight + 1) * saved_seconds(loads, cached, more), LOAD_CANDIDATES)
     if not len(slots):
-        return here, cached, slots
+        return cached, slots
     before, queue, size = cached[slots], loads.load_queue[slots], loads.page_size[slots]
     seconds = queue
     for tokens, page_s in zip(by_tier, (loads.load_first, loads.load_second), strict=False):
@@ -58,9 +58,10 @@ def with_loads(
     both = np.where(meets, computed * wait / np.maximum(computed + wait, 1e-12), 0.0)
     wait = np.where(meets, both, wait)
     loaded.ttft, loaded.prefill = loaded.ttft + wait, loaded.prefill + both
+    here.improve(loaded, slots, is_sooner)
     tokens = cached.copy()
     tokens[slots[is_sooner]] = before[is_sooner]
-    return replaced(here, loaded, slots, is_sooner), tokens, slots[is_sooner]
+    return tokens, slots[is_sooner]
 
 
 def least(slots: Slots, costs: Floats, most: int) -> Slots:

@@ -356,13 +356,14 @@ def _pace(
     num_streams = sum(work.streams)
     num_steps, per_step = _steps_between_tokens(num_streams, profile.pipeline_parallel_size, interval_share)
     step = StepWork.of_streams(num_streams, work.context, work.adapters, num_steps)
-    gap = cost.seconds(step) * per_step * gap_share
+    alone = cost.seconds(step)
+    gap = alone * per_step * gap_share
     shares = work.prefill_shares(profile, cost, interval_share, classes)
     min_chunk, share = max(profile.max_num_batched_tokens - num_streams, 1.0), shares[0]
     most = profile.max_num_batched_tokens * cost.per_prefill_token
     if not meaning_of(profile.chunk_policy).fits_streams:
         return _Pace(step, gap, shares, min_chunk, most, lateness(gap, work.streams, classes))
-    min_chunk = min(free_tokens(cost, step, 0, profile.min_chunk_tokens), min_chunk)
+    min_chunk = min(free_tokens(cost, step, 0, profile.min_chunk_tokens, alone=alone), min_chunk)
     chunk_s = max(gap * share / (1 - share), min_chunk * cost.per_prefill_token) if share < 1 else most
     return _Pace(step, gap, shares, min_chunk, min(chunk_s, most), lateness(gap, work.streams, classes))
 

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crossdock.router.loads import Loads, Slots
-from crossdock.router.predict import Prediction
+from crossdock.router.predict import Prediction, PromptPrediction
 from crossdock.router.work import EXPECTED_OUTPUT_TOKENS
 from crossdock.workers.schedule.cost.formula import Floats
 from crossdock.workers.schedule.memory.prefix_index import PageHash
@@ -181,7 +181,7 @@ def _costs(query: Query, prediction: Prediction, slo: SloClass, first: Slots) ->
     return prompt, decode
 
 
-def due_s(prediction: Prediction, slo: SloClass, first: Slots) -> float:
+def due_s(prediction: PromptPrediction, slo: SloClass, first: Slots) -> float:
     """Return the TTFT from which on a request counts as late that one of the replicas `first` must compute."""
     return DEADLINE_SHARE * slo.ttft_deadline(float(prediction.alone.take(first).min()))
 
@@ -237,7 +237,7 @@ def travel_behind(travel: Floats, chunk: Floats, alone: Floats, num_tokens: int)
 def late_refusal_s(loads: Loads, prediction: Prediction, slo: SloClass, slots: Slots | int) -> Floats:
     """Return by how many seconds each replica's admission expects the first token to be late; the replica refuses the
     request if that is above 0. -inf for replicas that refuse nothing. Admission does not consider places."""
-    late = prediction.admission_ttft[slots] - np.maximum(slo.ttft_s, 2 * prediction.admission_alone[slots])
+    late = prediction.admission_ttft[slots] - np.maximum(slo.ttft_s, 2 * prediction.alone[slots])
     return np.where(loads.refuses_late[slots] > 0, late, -inf)
 
 
@@ -246,5 +246,5 @@ def _refuse_if_late(loads: Loads, prediction: Prediction, slo: SloClass, first: 
     late = late_refusal_s(loads, prediction, slo, first)
     at = int(late.argmin())
     if late[at] > 0:
-        promised = slo.ttft_deadline(float(prediction.admission_alone[first[at]]))
+        promised = slo.ttft_deadline(float(prediction.alone[first[at]]))
         raise Overloaded.late(slo.name, promised, float(late[at]))

@@ -4,8 +4,9 @@ streams would be late, and how long the replica would work. Pure functions over 
 The commands that the constants cite are in placement.py."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 from math import inf
+from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,19 +30,36 @@ from 5.8 % to 9.5 %; 100 changes nothing, as no replica there is silent for long
 
 
 @dataclass(slots=True)
-class Prediction:
+class PromptPrediction:
+    """One prompt at every replica, as if that replica computed all of it. Arrays `[slot]`, in seconds."""
+
+    prefill: Floats  # of the replica's time for the uncached part of the prompt, with the pictures that it encodes
+    alone: Floats  # to the first token if the replica has nothing else to do
+    admission_ttft: Floats  # to the first token, as the replica's own admission computes that
+    ttft: Floats  # to the first token
+    prompt_share: Floats  # no seconds: share of the replica's time that the prompt gets
+    prompt_lateness: Floats  # by which the prompt makes running streams late, weighted by class
+    room_wait: Floats  # until a place and pages are free for the request
+
+    def improve(self, other: "PromptPrediction", slots: Slots, is_better: NDArray[np.bool_]) -> None:
+        """In those of `slots` where `is_better`, put the figures of `other`, `[place in slots]`, which has more pages.
+
+        Room stays as it is: pages that were fetched or loaded take as much as computed ones."""
+        if is_better.any():
+            better = slots[is_better]
+            for mine, others in zip(_but_room(self), _but_room(other), strict=True):
+                mine[better] = others[is_better]
+
+
+_but_room = attrgetter(*(each.name for each in fields(PromptPrediction) if each.name != "room_wait"))
+
+
+@dataclass(slots=True)
+class Prediction(PromptPrediction):
     """One request at every replica, as if that replica did all the work. Arrays `[slot]`, in seconds."""
 
-    prefill: Floats  # of the replica's time for the uncached part of its prompt, with the pictures that it encodes
-    alone: Floats  # to its first token if the replica has nothing else to do
-    admission_ttft: Floats  # to its first token, as the replica's own admission computes that
-    admission_alone: Floats  # the same if the replica has nothing else to do
-    ttft: Floats  # to its first token
-    prompt_share: Floats  # no seconds: share of the replica's time that the prompt gets
-    room_wait: Floats  # until a place and pages are free for it
-    evicted: Floats  # of prefill that will be done again, because it evicts cached pages
+    evicted: Floats  # of prefill that will be done again, because the request evicts cached pages
     gap: Floats  # between its output tokens
-    prompt_lateness: Floats  # by which its prompt makes running streams late, weighted by class
     decode_lateness: Floats  # by which its output makes all streams late, itself included, weighted by class
     decode_work: Floats  # that the replica works for its output
 
@@ -61,6 +79,33 @@ def predict(
 ) -> Prediction:
     """Return the prediction for a prompt of `num_tokens` and an output of at most `max_tokens`.
 
+    The arguments are those of `predict_prompt`."""
+    output, slo = min(max_tokens, EXPECTED_OUTPUT_TOKENS), classes[priority]
+    prompt = predict_prompt(loads, num_tokens, max_tokens, priority, cached, age, classes, items, fair, held, adapter)
+    token = loads.per_joining_decode + loads.cost.per_context * num_tokens
+    token = token + loads.cost.per_adapted * adapter if adapter else token
+    gap = loads.future_gap + loads.token_share * token
+    evicted = _evicted_seconds(loads, num_tokens - cached + output)
+    late, work = _decode_lateness(loads, slo, gap, output, classes), output * token * loads.interval_share
+    seconds = prompt.prefill, prompt.alone, prompt.admission_ttft, prompt.ttft, prompt.prompt_share
+    return Prediction(*seconds, prompt.prompt_lateness, prompt.room_wait, evicted, gap, late, work)
+
+
+def predict_prompt(
+    loads: Loads,
+    num_tokens: int,
+    max_tokens: int,
+    priority: int,
+    cached: Floats,
+    age: Floats,
+    classes: Sequence[SloClass],
+    items: Sequence[tuple[int, int, int]] = (),
+    fair: Callable[[Floats, Floats], Floats] | None = None,
+    held: Floats | None = None,
+    adapter: int = 0,
+) -> PromptPrediction:
+    """Return the prediction for a prompt of `num_tokens`, which needs room for an output of at most `max_tokens` too.
+
     `cached`: tokens of the prompt that each replica has in its cache. `age`: seconds since each replica last reported
     something new, which grows without bound while a replica has nothing to do. `items`: (end, rows, parts) of each
     item that the replica encodes, unless its cached tokens cover the item. `fair`: of `own` and `done` seconds, what
@@ -68,7 +113,6 @@ def predict(
     tokens, those whose pages other requests hold: the others need room, also in the pool; None: all are held.
     `adapter`: numbers in the matrices of the prompt's adapter.
     """
-    slo = classes[priority]
     rest = num_tokens - cached
     context = cached + rest / 2
     per_token = loads.cost.per_token(context, adapter)
@@ -88,43 +132,15 @@ def predict(
     excess = loads.recent_excess_share * np.exp(age / -MEMORY_S) * (behind / (behind + RECENT_SHARE_BACKLOG_S))
     share = np.maximum(loads.own_prefill_share[priority] - excess, LEAST_SHARE)
     ttft = np.maximum(np.maximum(ahead / share, loads.step_left), room_wait) + own / share + drain
-    token = loads.per_joining_decode + loads.cost.per_context * num_tokens
-    token = token + loads.cost.per_adapted * adapter if adapter else token
-    gap = loads.future_gap + loads.token_share * token
-    return Prediction(
+    return PromptPrediction(
         prefill=own,
         alone=own + drain,
         admission_ttft=behind / loads.prefill_share[priority] + drain,
-        admission_alone=own + drain,
         ttft=ttft,
         prompt_share=share,
-        room_wait=room_wait,
-        evicted=_evicted_seconds(loads, rest + output),
-        gap=gap,
         prompt_lateness=prompt_lateness,
-        decode_lateness=_decode_lateness(loads, slo, gap, output, classes),
-        decode_work=output * token * loads.interval_share,
+        room_wait=room_wait,
     )
-
-
-_OF_THE_PROMPT = (
-    *("prefill", "alone", "admission_ttft", "admission_alone"),
-    *("ttft", "prompt_share", "prompt_lateness"),
-)
-"""The figures of a `Prediction` that are others where a replica has more of the prompt."""
-
-
-def replaced(here: Prediction, other: Prediction, slots: Slots, is_better: NDArray[np.bool_]) -> Prediction:
-    """Return the prediction `here`; in those of `slots` where `is_better`, that of `other`, which has more pages.
-
-    Pages that were fetched or loaded take as much room as computed ones."""
-    if not is_better.any():
-        return here
-    merged, better = {}, slots[is_better]
-    for name in _OF_THE_PROMPT:
-        merged[name] = getattr(here, name).copy()
-        merged[name][better] = getattr(other, name)[is_better]
-    return replace(here, **merged)
 
 
 def _encoder_seconds(loads: Loads, items: Sequence[tuple[int, int, int]], cached: Floats) -> tuple[Floats, Floats]:

@@ -179,7 +179,7 @@ class Work:
         streams = StepWork.of_streams(num_joining, self.context, self.adapters, depth)
         tpot = min([slo.tpot_s for slo, count in zip(classes, self.joining, strict=True) if count])
         overrun = profile.overrun * max(depth * interval_share, 1.0)
-        beside = streams, tpot, overrun, profile.max_num_batched_tokens, profile.page_size
+        beside = streams, cost.seconds(streams), tpot, overrun, profile.max_num_batched_tokens, profile.page_size
         share = meaning_of(profile.chunk_policy).share
         shares = [share(cost, Beside(*beside, is_urgent=True), profile.min_chunk_tokens)]
         shares *= first_nonzero(self.joining) + 1

@@ -215,19 +215,23 @@ class StepCost(BaseModel, CostFormula[float]):
         """
         return self.many_rows_seconds(start, num_tokens, adapter) if num_tokens > 0 else 0.0
 
-    def tokens_within(self, seconds: float, start: int, work: StepWork = NO_WORK, adapter: float = 0) -> int:
+    def tokens_within(
+        self, seconds: float, start: int, work: StepWork = NO_WORK, adapter: float = 0, alone: float | None = None
+    ) -> int:
         """Return the tokens of the largest chunk after `start` tokens of context with which a step takes `seconds`.
 
-        `work`: of the step without the chunk. `adapter`: numbers in the matrices of the chunk's adapter. 0: the step
-        takes longer with any chunk of two tokens.
+        `work`: of the step without the chunk. `adapter`: numbers in the matrices of the chunk's adapter. `alone`:
+        `device_seconds` of `work`, where known. 0: the step takes longer with any chunk of two tokens.
         """
-        return int(self.chunk_within(seconds, start, work, adapter))
+        return int(self.chunk_within(seconds, start, work, adapter, alone))
 
-    def chunk_within(self, seconds: float, start: int, work: StepWork = NO_WORK, adapter: float = 0) -> float:
+    def chunk_within(
+        self, seconds: float, start: int, work: StepWork = NO_WORK, adapter: float = 0, alone: float | None = None
+    ) -> float:
         """Return the tokens of the largest chunk as `tokens_within` does, but as a mean over steps: with a fraction."""
         if seconds < self.least_with_chunk:
             return 0.0
-        left = seconds - self.device_seconds(work) - self.per_chunk_context * start
+        left = seconds - (self.device_seconds(work) if alone is None else alone) - self.per_chunk_context * start
         per_token, early_rows = self.per_token(start, adapter), self.bend_rows - work.rows
         if early_rows <= 0:
             return _most_tokens(left, per_token, self.per_attended)

@@ -19,6 +19,7 @@ class Beside:
     """The steps that have chunks: the streams in one of them, and what limits its chunks."""
 
     streams: StepWork  # the decodes of one step
+    alone: float  # seconds of that step without a chunk
     tpot: float  # promised seconds per token of the tightest stream
     overrun: float  # factor by which some steps take longer than predicted
     max_tokens: float  # of a step, decodes included
@@ -34,10 +35,11 @@ that a step computes however little time is left; 0: none."""
 def adaptive_share(cost: StepCost, beside: Beside, floor: int) -> float:
     """Return the share in steps of `adaptive_chunk_budget`. The streams are as early as `longest_gap` allows."""
     seconds = longest_step(longest_gap(beside.tpot, is_urgent=beside.is_urgent), beside.overrun)
-    tokens = cost.chunk_within(seconds, 0, beside.streams)
-    floor = floor_beside(cost, beside.streams, (beside.tpot,), beside.overrun, floor)
+    tokens = cost.chunk_within(seconds, 0, beside.streams, alone=beside.alone)
+    if beside.alone >= beside.tpot:
+        floor = floor_beside(cost, beside.streams, (beside.tpot,), beside.overrun, floor)
     if floor:
-        tokens = max(tokens, free_tokens(cost, beside.streams, 0, floor))
+        tokens = max(tokens, free_tokens(cost, beside.streams, 0, floor, alone=beside.alone))
     least = beside.page_size if beside.is_urgent else LEAST_PART
     return share_of_chunk(cost, beside.streams, tokens) if tokens >= least else 0.0
 

@@ -166,22 +166,26 @@ def floor_beside(cost: StepCost, streams: StepWork, tpots: Sequence[float], over
     Where decodes alone take as long as a promise, the floor is what fits in `KNEE` times their seconds, and in the
     promises that can be kept. `tpots`: promised seconds per token of all streams.
     """
+    if not floor:
+        return floor
     alone = cost.seconds(streams)
     kept = [tpot for tpot in tpots if tpot > alone]
-    if not floor or len(kept) == len(tpots):
+    if len(kept) == len(tpots):
         return floor
     seconds = min(KNEE * alone, longest_step(min(kept, default=inf), overrun))
     return max(cost.tokens_within(seconds, 0, streams), floor)
 
 
-def free_tokens(cost: StepCost, work: StepWork, start: int, floor: int, adapter: float = 0) -> int:
+def free_tokens(
+    cost: StepCost, work: StepWork, start: int, floor: int, adapter: float = 0, alone: float | None = None
+) -> int:
     """Return the tokens of the largest chunk that takes hardly longer than a chunk of `floor` tokens; at least `floor`.
 
     `work`: of the step without the chunk. `start`: tokens before the chunk. `adapter`: numbers in the matrices of the
-    chunk's adapter.
+    chunk's adapter. `alone`: `device_seconds` of `work`, where known.
     """
     least = cost.seconds(work.plus_chunk(start, floor, adapter))
-    return max(cost.tokens_within((1 + FREE_SHARE) * least, start, work, adapter), floor)
+    return max(cost.tokens_within((1 + FREE_SHARE) * least, start, work, adapter, alone), floor)
 
 
 def chunk_tokens(start: int, end: int, budget: int, threshold: int, page_size: int) -> int:

@@ -200,7 +200,9 @@ class Forecast:
         priorities = [each.priority for each in (*streams, *arriving)]
         tpot, page = min(config.slo_classes[each].tpot_s for each in priorities), self.table.pages.page_size
         is_urgent = priority <= min(priorities)
-        beside = Beside(work, tpot, self.overrun_when_full, config.max_num_batched_tokens, page, is_urgent)
+        beside = Beside(
+            work, cost.seconds(work), tpot, self.overrun_when_full, config.max_num_batched_tokens, page, is_urgent
+        )
         floor = config.chunk_floor if is_urgent else 0
         return meaning_of(config.chunk_policy).share(cost, beside, floor)
 
