@@ -29,10 +29,10 @@ class Fetch(NamedTuple):
     seconds: float  # for which the source's link is busy with the pages
 
 
-class Fetches(NamedTuple):
-    """The fetches that would pay."""
+class Sources(NamedTuple):
+    """From where replicas would fetch pages, where that pays."""
 
-    by_slot: Mapping[int, Fetch]  # of the replica that fetches
+    by_slot: Mapping[int, Fetch]  # by the slot of the replica that fetches
     alternatives: Mapping[str, float]  # least predicted TTFT, s: at the replica with most of the prefix, with a fetch,
     # and elsewhere without one
 
@@ -46,7 +46,7 @@ def with_sources(
     candidates: Candidates,
     link_waits: Floats,
     tokens_at: Callable[[int], float],
-) -> Fetches:
+) -> Sources:
     """Improve the prediction where replicas fetch pages and that costs less. Return from where they do.
 
     Args:
@@ -59,11 +59,11 @@ def with_sources(
     """
     first, sources = candidates.first, _best_sources(loads, cached, link_waits)
     if not len(sources):
-        return Fetches({}, {})
+        return Sources({}, {})
     held = np.array([tokens_at(int(source)) for source in sources])
     most = float(held.max())
     if most <= cached.take(first).min():  # none has more than others, as of a text before all prompts
-        return Fetches({}, _alternatives(here, here.ttft[:0], cached, first))
+        return Sources({}, _alternatives(here, here.ttft[:0], cached, first))
     due = due_s(here, slo, first)
     costs = prompt_costs(slo, due, here.ttft, here.prefill, here.prompt_lateness)
     saved = saved_seconds(loads, cached, np.maximum(most - cached, 0.0))
@@ -81,7 +81,7 @@ def with_sources(
     is_worth = gain[best, at] > 0
     best, at, tried = best[is_worth], at[is_worth], tried[is_worth]
     if not len(tried):
-        return Fetches({}, _alternatives(here, here.ttft[:0], cached, first))
+        return Sources({}, _alternatives(here, here.ttft[:0], cached, first))
     fetched = predict(tried, held[best])
     before = fetched.ttft - fetched.prefill / fetched.prompt_share
     fetched.ttft += np.maximum(arrival[best, at] - before, 0.0)
@@ -92,7 +92,7 @@ def with_sources(
     )
     alternatives = _alternatives(here, fetched.ttft, cached, first)
     here.improve(fetched, tried, is_better)
-    return Fetches({slot: Fetch(*fetch) for slot, *fetch in found}, alternatives)
+    return Sources({slot: Fetch(*fetch) for slot, *fetch in found}, alternatives)
 
 
 def _alternatives(here: PromptPrediction, fetched: Floats, cached: Floats, first: Slots) -> dict[str, float]:

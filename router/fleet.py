@@ -13,7 +13,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from crossdock.router import baselines
-from crossdock.router.fetching import Fetches, with_sources
+from crossdock.router.fetching import Sources, with_sources
 from crossdock.router.loading import with_loads
 from crossdock.router.loads import Slots
 from crossdock.router.placement import Candidates, Placement, Query, check_promise, choose
@@ -66,7 +66,7 @@ class _Ways(NamedTuple):
     prediction: Prediction
     cached: Floats  # [slot]: tokens of the prompt in its pool, or loaded; not those fetched
     loading: Slots | None = None  # replicas that load pages from tiers
-    fetches: Fetches | None = None
+    fetches: Sources | None = None
 
 
 @dataclass(slots=True)
