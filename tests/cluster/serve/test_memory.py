@@ -1,6 +1,5 @@
 """Memory of a family of processes."""
 
-import os
 import subprocess
 import sys
 
@@ -8,6 +7,7 @@ from crossdock.cluster.serve.memory import used_by_family
 from crossdock.workers.model.memory.host_memory import free_on_host
 
 _HOLD = "import os, sys; held = b'x' * (200 << 20); print(flush=True); sys.stdin.read()"
+_PARENT = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {_HOLD!r}])"
 _FORK = "import os, sys; held = b'x' * (200 << 20); os.fork(); print(flush=True); sys.stdin.read()"
 
 
@@ -20,14 +20,10 @@ def started(code: str, lines: int) -> subprocess.Popen[bytes]:
 
 
 def test_memory_of_a_child_counts_and_what_a_fork_shares_counts_once() -> None:
-    before = used_by_family(os.getpid())
-    with started(_HOLD, 1) as one:
-        assert used_by_family(one.pid) >= 200 << 20
-        assert used_by_family(os.getpid()) >= before + (190 << 20)
-        one.kill()
-    with started(_FORK, 2) as two:
-        assert 200 << 20 <= used_by_family(two.pid) < 300 << 20
-        assert two.stdin is not None
-        two.stdin.close()
-    assert used_by_family(two.pid) == 0, "it has ended"
+    for code, lines in ((_HOLD, 1), (_PARENT, 1), (_FORK, 2)):
+        with started(code, lines) as process:
+            assert 200 << 20 <= used_by_family(process.pid) < 300 << 20, code
+            assert process.stdin is not None
+            process.stdin.close()
+        assert used_by_family(process.pid) == 0, "it has ended"
     assert 0 < free_on_host() < 1 << 50
