@@ -132,9 +132,11 @@ class Fleet:
         candidates = self.table.candidates(
             may_ship, self.config.shipping == "always", exclude, is_prompt_alone=query.is_prompt_alone
         )
+        self.num_chosen += 1
+        if (placement := self._on_the_only(query, now, candidates)) is not None:
+            return placement
         self.table.refresh(now)
         slo, loads = self.classes[self._priority(query.slo_class)], self.table.loads
-        self.num_chosen += 1
         ways = self._with_prefixes(query, now, candidates, exclude)
         prediction, cached = ways.prediction, ways.cached
         if self.config.policy != "seconds":
@@ -300,16 +302,32 @@ class Fleet:
         that have a token, and where all that wait have room, the others."""
         if not cached:
             return 0.0
-        loads, priority, slot = self.table.loads, self._priority(query.slo_class), replica.slot
-        all_start, held, most = loads.free_pages[priority, slot] >= 0, 0, cached / self.page_size
+        row, priority = self.table.row_of(replica), self._priority(query.slo_class)
+        all_start, held, most = row.free_pages[priority] >= 0, 0, cached / self.page_size
         for request_id, booking in (*replica.pending.items(), *replica.included.items()):
             if booking.has_first or all_start:
                 hashes = [each for name, each in self._placed.get(request_id, ()) if name == replica.name]
                 held = max([held, *(num_shared(query.page_hashes, each) for each in hashes)])
             if held >= most:
                 break
-        idle = loads.max_prompt_now[priority, slot] - loads.empty_pages[slot] * self.page_size  # tokens, at most
+        idle = row.max_prompt_now[priority] - row.empty_pages * self.page_size  # tokens, at most
         return float(min(max(held * self.page_size, cached - max(idle, 0.0)), cached))
+
+    def _on_the_only(self, query: Query, now: float, candidates: Candidates) -> Placement | None:
+        """Return the placement on the only replica there is, predicted over floats, where only its times are open. None
+        where the request may load or encode, wait for room, be refused, or share with other tenants."""
+        is_plain = not (query.payer or query.items or query.adapter or any(map(len, self.in_tiers)))
+        if not is_plain or self.config.policy != "seconds" or len(candidates.prefills):
+            return None
+        only, priority = self.table.only_row(now), self._priority(query.slo_class)
+        if only is None or lacks_room(only[0], priority, query.num_tokens + query.expected_output, only[1]):
+            return None
+        (row, age), size, slot = only, self.page_size, int(candidates.alone[0])
+        if query.may_refuse and row.refuses_late:
+            return None
+        cached = float(size * len(self.prefixes.match(query.page_hashes[: (query.num_tokens - 1) // size])[0]))
+        prediction = predict(row, query.num_tokens, query.max_tokens, priority, cached, age, self.classes)
+        return self._placement(query, self.classes[priority], prediction, slot, slot, cached)
 
     def _with_prefixes(self, query: Query, now: float, candidates: Candidates, exclude: Collection[str]) -> "_Ways":
         """Return the prediction in which replicas load pages from tiers, or fetch them from others, where that is
@@ -359,24 +377,29 @@ class Fleet:
         return replace(placement, reason=" ".join([first, "loaded", *rest])) if is_loaded else placement
 
     def _placement(
-        self, query: Query, slo: SloClass, prediction: Prediction, prefill: int, decode: int, cached: Floats
+        self, query: Query, slo: SloClass, prediction: Prediction, prefill: int, decode: int, cached: Floats | float
     ) -> Placement:
         first, last = self.table.replica_in(prefill), self.table.replica_in(decode)
-        ttft, alone = float(prediction.ttft[prefill]), float(prediction.alone[prefill])
+        ttft, alone = _at(prediction.ttft, prefill), _at(prediction.alone, prefill)
         late = slo.weight * max(ttft - slo.ttft_deadline(alone), 0.0)
-        late += float(prediction.prompt_lateness[prefill] + prediction.decode_lateness[decode])
+        late += _at(prediction.prompt_lateness, prefill) + _at(prediction.decode_lateness, decode)
         reason: str = self.config.policy
         if self.config.policy == "seconds":
             reason = "local" if prefill == decode else "shipped"
-            reason += " cached" * bool(2 * cached[prefill] >= query.num_tokens) + " late" * bool(late > 0)
+            reason += " cached" * bool(2 * _at(cached, prefill) >= query.num_tokens) + " late" * bool(late > 0)
         return Placement(
             decode=last.name,
             prefill=first.name if first is not last else None,
             reason=reason,
             predicted_ttft=ttft,
-            predicted_gap=float(prediction.gap[decode]),
+            predicted_gap=_at(prediction.gap, decode),
             late=late,
-            cached_tokens=int(cached[prefill]),
-            prefill_seconds=float(prediction.prefill[prefill]),
+            cached_tokens=int(_at(cached, prefill)),
+            prefill_seconds=_at(prediction.prefill, prefill),
             weights=last.profile.weights if self.config.unlike_weights == "apart" else "",
         )
+
+
+def _at(figures: Floats | float, slot: int) -> float:
+    """Return the figure of the replica in a slot, or the only replica's."""
+    return float(figures[slot] if isinstance(figures, np.ndarray) else figures)

@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from operator import attrgetter
-from typing import Generic, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -97,6 +97,23 @@ class ReplicaFigures(Generic[Costs, One, Each]):
     streams: Each  # now
     future_streams: Each
 
+    def group_pages(self, num_pages: Any, slots: Any = None) -> Any:
+        """Return how many pages all groups of layers together hold for a request whose tokens fill `num_pages`.
+
+        `slots`: of these alone."""
+        figures: Sequence[Any] = self.num_layer_groups, self.num_full_groups, self.window_pages
+        groups, full, windows = figures if slots is None else [each[slots] for each in figures]
+        return self.cost.smaller(groups * num_pages, full * num_pages + windows)
+
+    def steps_left(self, age: Any) -> tuple[Any, Any]:
+        """Return `turn_left` and `step_left`, `age` seconds after the last report."""
+        chosen: Any = self.cost.chosen
+        until = self.joins_until
+        joins = chosen(age < until, self.first_join, self.second_join)
+        ends = chosen(age < until, until, self.first_join)
+        turn_left = chosen(age < ends, ends - age, self.later_join)
+        return turn_left, chosen(age < joins, joins - age, self.later_join)
+
 
 @dataclass(slots=True, kw_only=True)
 class Row(ReplicaFigures[StepCost, float, Sequence[float]]):
@@ -104,6 +121,15 @@ class Row(ReplicaFigures[StepCost, float, Sequence[float]]):
 
     groups: Sequence[Group] = ()  # waiting prompts by length
     ends: Sequence[tuple[float, float]] = ()  # (seconds since its last report, free pages) at ends of requests
+
+    def waiting(self, priority: int) -> Sequence[Sequence[Sequence[float]]]:
+        """Return the counts and the seconds of prompts that wait, `[position]` each: REPORTED, BOOKED."""
+        found: list[list[list[float]]] = [[[], []], [[], []]]
+        for source, of_class, _, count, seconds in self.groups:
+            if of_class == priority:
+                found[source][0].append(count)
+                found[source][1].append(seconds)
+        return found
 
     def write(self, loads: "Loads", slot: int) -> None:
         """Replace the entry of the replica in `slot`."""
@@ -133,10 +159,9 @@ class Loads(ReplicaFigures[StepCosts, Floats, Floats]):
         """Return the loads of these slots alone, in this order."""
         return _of(*(figures.take(slots, axis=-1) for figures in (self.columns, self.groups, self.ends)))
 
-    def group_pages(self, num_pages: Floats, slots: Slots | slice = slice(None)) -> Floats:
-        """Return how many pages all groups of layers together hold for a request whose tokens fill `num_pages`."""
-        full, windows = self.num_full_groups[slots], self.window_pages[slots]
-        found: Floats = np.minimum(self.num_layer_groups[slots] * num_pages, full * num_pages + windows)
+    def waiting(self, priority: int) -> Floats:
+        """Return the counts and the seconds of prompts that wait, `[position, slot]` each: REPORTED, BOOKED."""
+        found: Floats = self.groups[:, :, priority, : int(self.num_groups[priority].max())]
         return found
 
 

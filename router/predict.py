@@ -1,17 +1,20 @@
 """Predict what one request would cost at every replica, in seconds: when its first token would come, by how much
-streams would be late, and how long the replica would work. Pure functions over the arrays of `Loads`.
+streams would be late, and how long the replica would work. Pure functions over the arrays of `Loads`, or over the
+floats of an only replica's `Row`, which take less time.
 
 The commands that the constants cite are in placement.py."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from functools import reduce
 from math import inf
-from operator import attrgetter
+from operator import add, attrgetter
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from crossdock.router.loads import Loads, Slots
+from crossdock.router.loads import Loads, Row, Slots
 from crossdock.router.work import EXPECTED_OUTPUT_TOKENS
 from crossdock.workers.report.advertise import MEMORY_S, MOST_ENDS
 from crossdock.workers.schedule.cost.formula import Floats
@@ -31,7 +34,8 @@ from 5.8 % to 9.5 %; 100 changes nothing, as no replica there is silent for long
 
 @dataclass(slots=True)
 class PromptPrediction:
-    """One prompt at every replica, as if that replica computed all of it. Arrays `[slot]`, in seconds."""
+    """One prompt at every replica, as if that replica computed all of it. Arrays `[slot]`, in seconds. Floats where one
+    replica alone was asked for."""
 
     prefill: Floats  # of the replica's time for the uncached part of the prompt, with the pictures that it encodes
     alone: Floats  # to the first token if the replica has nothing else to do
@@ -56,7 +60,7 @@ _but_room = attrgetter(*(each.name for each in fields(PromptPrediction) if each.
 
 @dataclass(slots=True)
 class Prediction(PromptPrediction):
-    """One request at every replica, as if that replica did all the work. Arrays `[slot]`, in seconds."""
+    """One request at every replica, as if that replica did all the work. Arrays `[slot]`, or floats, in seconds."""
 
     evicted: Floats  # of prefill that will be done again, because the request evicts cached pages
     gap: Floats  # between its output tokens
@@ -65,16 +69,16 @@ class Prediction(PromptPrediction):
 
 
 def predict(
-    loads: Loads,
+    loads: Loads | Row,
     num_tokens: int,
     max_tokens: int,
     priority: int,
-    cached: Floats,
-    age: Floats,
+    cached: Floats | float,
+    age: Floats | float,
     classes: Sequence[SloClass],
     items: Sequence[tuple[int, int, int]] = (),
     fair: Callable[[Floats, Floats], Floats] | None = None,
-    held: Floats | None = None,
+    held: Floats | float | None = None,
     adapter: int = 0,
 ) -> Prediction:
     """Return the prediction for a prompt of `num_tokens` and an output of at most `max_tokens`.
@@ -82,7 +86,7 @@ def predict(
     The arguments are those of `predict_prompt`."""
     output, slo = min(max_tokens, EXPECTED_OUTPUT_TOKENS), classes[priority]
     prompt = predict_prompt(loads, num_tokens, max_tokens, priority, cached, age, classes, items, fair, held, adapter)
-    token = loads.per_joining_decode + loads.cost.per_context * num_tokens
+    token: Any = loads.per_joining_decode + loads.cost.per_context * num_tokens
     token = token + loads.cost.per_adapted * adapter if adapter else token
     gap = loads.future_gap + loads.token_share * token
     evicted = _evicted_seconds(loads, num_tokens - cached + output)
@@ -92,16 +96,16 @@ def predict(
 
 
 def predict_prompt(
-    loads: Loads,
+    loads: Loads | Row,
     num_tokens: int,
     max_tokens: int,
     priority: int,
-    cached: Floats,
-    age: Floats,
+    cached: Floats | float,
+    age: Floats | float,
     classes: Sequence[SloClass],
     items: Sequence[tuple[int, int, int]] = (),
     fair: Callable[[Floats, Floats], Floats] | None = None,
-    held: Floats | None = None,
+    held: Floats | float | None = None,
     adapter: int = 0,
 ) -> PromptPrediction:
     """Return the prediction for a prompt of `num_tokens`, which needs room for an output of at most `max_tokens` too.
@@ -112,10 +116,14 @@ def predict_prompt(
     goes before the prompt where tenants have shares, see tenants.py; None: they have none. `held`: of the cached
     tokens, those whose pages other requests hold: the others need room, also in the pool; None: all are held.
     `adapter`: numbers in the matrices of the prompt's adapter.
+
+    Over a row, `cached` and `age` are floats, there are no `items` and no `fair`, and the prompt has room.
     """
+    cost: Any = loads.cost
+    larger = cost.larger
     rest = num_tokens - cached
     context = cached + rest / 2
-    per_token = loads.cost.per_token(context, adapter)
+    per_token = cost.per_token(context, adapter)
     own = _prefill_seconds(loads, num_tokens, rest, cached, adapter)
     prompt_lateness = _prompt_lateness(loads, priority, rest, per_token, context, classes)
     if items:
@@ -130,8 +138,8 @@ def predict_prompt(
     # More urgent prompts that come later go first. And the longer this prompt takes, the likelier it is that as many
     # streams will run meanwhile as did recently.
     excess = loads.recent_excess_share * np.exp(age / -MEMORY_S) * (behind / (behind + RECENT_SHARE_BACKLOG_S))
-    share = np.maximum(loads.own_prefill_share[priority] - excess, LEAST_SHARE)
-    ttft = np.maximum(np.maximum(ahead / share, loads.step_left), room_wait) + own / share + drain
+    share = larger(loads.own_prefill_share[priority] - excess, LEAST_SHARE)
+    ttft = larger(larger(ahead / share, loads.step_left), room_wait) + own / share + drain
     return PromptPrediction(
         prefill=own,
         alone=own + drain,
@@ -143,7 +151,16 @@ def predict_prompt(
     )
 
 
-def _encoder_seconds(loads: Loads, items: Sequence[tuple[int, int, int]], cached: Floats) -> tuple[Floats, Floats]:
+def _most(figures: Any) -> float:
+    """Return the largest of all replicas' figures; of an only replica's, the figure."""
+    return figures.max() if isinstance(figures, np.ndarray) else figures  # type: ignore[no-any-return]
+
+
+def _nothing(like: Any) -> Any:
+    return np.zeros(len(like)) if isinstance(like, np.ndarray) else 0.0
+
+
+def _encoder_seconds(loads: Any, items: Sequence[tuple[int, int, int]], cached: Any) -> tuple[Floats, Floats]:
     """Return the encoder's seconds and items at every replica: `Encoding.seconds_left` with no embedding in memory."""
     if loads.encoder_per_row.max() <= 0:
         return np.zeros(len(cached)), np.zeros(len(cached))
@@ -155,69 +172,77 @@ def _encoder_seconds(loads: Loads, items: Sequence[tuple[int, int, int]], cached
     return seconds, num_items
 
 
-def _prefill_seconds(loads: Loads, num_tokens: int, rest: Floats, cached: Floats, adapter: int) -> Floats:
+def _prefill_seconds(loads: Any, num_tokens: int, rest: Any, cached: Any, adapter: int) -> Any:
     """Return the seconds of the uncached `rest` of a prompt at every replica, as `Forecast.prefill_seconds` does."""
-    if num_tokens <= loads.max_step_tokens.min():  # one step, which is the usual case
+    if num_tokens <= -_most(-loads.max_step_tokens):  # one step, which is the usual case
         return loads.cost.chunk_step_seconds(cached, rest, adapter) * loads.interval_share
     return loads.cost.prefill_seconds(cached, cached + rest, loads.max_step_tokens, adapter) * loads.interval_share
 
 
-def _drain_seconds(loads: Loads, rest: Floats, cached: Floats, adapter: int) -> Floats:
+def _drain_seconds(loads: Any, rest: Any, cached: Any, adapter: int) -> Any:
     """Return the seconds that the prompt's last step takes to leave a pipeline, beyond the interval between steps."""
     after = 1 - loads.interval_share
-    if after.max() <= 0:  # no replica is a pipeline, which is the usual case
-        return np.zeros(len(rest))
+    if _most(after) <= 0:  # no replica is a pipeline, which is the usual case
+        return _nothing(rest)
     last = loads.cost.last_step_seconds(cached, cached + rest, loads.max_step_tokens, adapter)
-    drain: Floats = np.maximum(after, 0.0) * last
-    return drain
+    return loads.cost.larger(after, 0.0) * last
 
 
 def _backlog_ahead(
-    loads: Loads, priority: int, age: Floats, own: Floats, fair: Callable[[Floats, Floats], Floats] | None
-) -> Floats:
+    loads: Any, priority: int, age: Any, own: Any, fair: Callable[[Floats, Floats], Floats] | None
+) -> Any:
     """Return the seconds of waiting prompts that go before a prompt of `own` seconds, as `forecast.predicted_ttft` does
     for single prompts. Since a replica last reported, it has worked off some of what it reported."""
-    done = np.minimum(age, MAX_UNSEEN_PROGRESS_S) * loads.prefill_share[priority]
+    larger, smaller = loads.cost.larger, loads.cost.smaller
+    done = smaller(age, MAX_UNSEEN_PROGRESS_S) * loads.prefill_share[priority]
     urgent, urgent_booked = loads.urgent_reported[priority], loads.urgent_booked[priority]
-    ahead: Floats = np.maximum(urgent - done, 0.0)
-    most = None if fair is None else ahead + urgent_booked + fair(own, np.maximum(done - urgent, 0.0))
-    width = int(loads.num_groups[priority].max())
+    ahead = larger(urgent - done, 0.0)
+    most = None if fair is None else ahead + urgent_booked + fair(own, larger(done - urgent, 0.0))
     # Prompts of the same class share the time: each delays this one by this one's own length at most.
-    (counts, seconds), (booked_counts, booked_seconds) = loads.groups[:, :, priority, :width]
+    reported, booked = loads.waiting(priority)
     done = done - urgent
-    if counts.any():
-        total = _sum(seconds)
-        left = np.minimum(np.maximum(1 - done / np.maximum(total, 1e-9), 0.0), 1.0)
-        ahead += _sum(np.minimum(seconds * left, counts * own))
+    if len(reported[0]) and np.any(reported[0]):
+        total = _sum(reported[1])
+        left = smaller(larger(1 - done / larger(total, 1e-9), 0.0), 1.0)
+        ahead += _at_most(loads, reported, left, own)
         done -= total
     # Booked prompts are computed after those, and not before the step ended that ran as the first one was booked.
-    if width or urgent_booked.any():
-        since = np.minimum(age - loads.first_booked, MAX_UNSEEN_PROGRESS_S) - loads.step_left
-        done = np.minimum(done, since * loads.prefill_share[priority])
-        done = np.maximum(done, 0.0)
-        ahead += np.maximum(urgent_booked - done, 0.0)
-        left = 1 - (done - urgent_booked) / np.maximum(_sum(booked_seconds), 1e-9)
-        left = np.minimum(np.maximum(left, 0.0), 1.0)
-        ahead += _sum(np.minimum(booked_seconds * left, booked_counts * own))
+    if len(reported[0]) or len(booked[0]) or _most(urgent_booked) > 0:
+        since = smaller(age - loads.first_booked, MAX_UNSEEN_PROGRESS_S) - loads.step_left
+        done = smaller(done, since * loads.prefill_share[priority])
+        done = larger(done, 0.0)
+        ahead += larger(urgent_booked - done, 0.0)
+        left = 1 - (done - urgent_booked) / larger(_sum(booked[1]), 1e-9)
+        left = smaller(larger(left, 0.0), 1.0)
+        ahead += _at_most(loads, booked, left, own)
     return ahead if most is None else np.where(np.isnan(most), ahead, most)
 
 
-_sum = np.add.reduce
-"""Adds the groups of every replica: in half the time of `Floats.sum` where replicas have few groups."""
+def _at_most(loads: Any, waiting: Any, left: Any, own: Any) -> Any:
+    """Return the seconds that are left of waiting prompts, of each at most `own`."""
+    smaller, (counts, seconds) = loads.cost.smaller, waiting
+    if isinstance(counts, np.ndarray):
+        return _sum(smaller(seconds * left, counts * own))
+    return _sum([smaller(each * left, count * own) for count, each in zip(counts, seconds, strict=True)])
 
 
-def lacks_room(loads: Loads, priority: int, tokens: Floats | float, age: Floats) -> NDArray[np.bool_]:
+def _sum(groups: Any) -> Any:
+    """Add the groups of every replica, or of an only one, in order."""
+    # In half the time of `Floats.sum` where replicas have few groups.
+    return np.add.reduce(groups) if isinstance(groups, np.ndarray) else reduce(add, groups, 0.0)
+
+
+def lacks_room(loads: Any, priority: int, tokens: Floats | float, age: Floats | float) -> Any:
     """Return whether a request that takes room for `tokens` tokens must wait for pages or a place at each replica."""
-    found: NDArray[np.bool_] = (tokens > loads.max_prompt_now[priority]) | (age >= loads.taken_at)
-    return found
+    return (tokens > loads.max_prompt_now[priority]) | (age >= loads.taken_at)
 
 
-def _room_wait(loads: Loads, priority: int, rest: Floats, age: Floats) -> Floats:
+def _room_wait(loads: Any, priority: int, rest: Any, age: Any) -> Any:
     """Return the seconds until enough requests have ended for a place and for the pages of `rest` tokens, which no
     request that waits has taken."""
     lacks = lacks_room(loads, priority, rest, age)
-    if not lacks.any():
-        return np.zeros(len(rest))
+    if not _most(lacks):
+        return _nothing(rest)
     missing = np.maximum(_pages(loads, rest) - loads.free_pages[priority], 0.0)
     places = np.arange(1, MOST_ENDS + 1)[:, None]
     seconds, freed = loads.ends
@@ -231,40 +256,41 @@ def _room_wait(loads: Loads, priority: int, rest: Floats, age: Floats) -> Floats
     return wait
 
 
-def _evicted_seconds(loads: Loads, tokens: Floats) -> Floats:
+def _evicted_seconds(loads: Any, tokens: Any) -> Any:
     """Return the seconds of prefill that are expected to be lost if `tokens` more get pages at every replica."""
-    if loads.eviction_seconds.max() <= 0:
-        return np.zeros(len(tokens))
-    evicted = np.maximum(_pages(loads, tokens) - np.maximum(loads.empty_pages, 0.0), 0.0)
-    seconds: Floats = evicted * loads.eviction_seconds
-    return seconds
+    if _most(loads.eviction_seconds) <= 0:
+        return _nothing(tokens)
+    larger = loads.cost.larger
+    evicted = larger(_pages(loads, tokens) - larger(loads.empty_pages, 0.0), 0.0)
+    return evicted * loads.eviction_seconds
 
 
-def _pages(loads: Loads, tokens: Floats) -> Floats:
+def _pages(loads: Any, tokens: Any) -> Any:
     """Return how many pages a request of `tokens` tokens takes at every replica, of all groups and of its state."""
     return loads.group_pages(np.ceil(tokens / loads.page_size)) + loads.state_pages
 
 
 def _prompt_lateness(
-    loads: Loads, priority: int, rest: Floats, per_token: Floats, context: Floats, classes: Sequence[SloClass]
-) -> Floats:
+    loads: Any, priority: int, rest: Any, per_token: Any, context: Any, classes: Sequence[SloClass]
+) -> Any:
     """Return the weighted seconds by which the steps that compute the prompt make running streams late."""
-    chunk = np.minimum(loads.min_chunk, rest)
-    per_step = np.maximum(loads.depth * loads.interval_share, 1.0)  # a stream's gap, in steps with a chunk
+    larger, smaller = loads.cost.larger, loads.cost.smaller
+    chunk = smaller(loads.min_chunk, rest)
+    per_step = larger(loads.depth * loads.interval_share, 1.0)  # a stream's gap, in steps with a chunk
     cost, streams = loads.cost, loads.step_streams
     more = chunk * per_token + cost.per_chunk_context * context
     more += cost.early_seconds(streams + chunk) - cost.early_seconds(streams)
-    step = np.maximum(loads.gap + more * per_step, cost.least_with_chunk * per_step)
-    if step.max() <= _tightest_tpot(classes):  # no stream is late at any replica, which is the usual case
-        return np.zeros(len(rest))
+    step = larger(loads.gap + more * per_step, cost.least_with_chunk * per_step)
+    if _most(step) <= _tightest_tpot(classes):  # no stream is late at any replica, which is the usual case
+        return _nothing(rest)
     # With adaptive chunks, no stream waits for a prompt of a less urgent class.
     delays = (loads.fits_streams == 0) | (priority <= loads.most_urgent_stream)
-    late = _lateness(step, loads.streams, classes) - loads.lateness
-    return np.where(delays, late * rest / (np.maximum(chunk, 1.0) * loads.depth), 0.0)
+    late = _lateness(step, loads.streams, classes, larger) - loads.lateness
+    return cost.chosen(delays, late * rest / (larger(chunk, 1.0) * loads.depth), 0.0)
 
 
 def _encoder_lateness(
-    loads: Loads, priority: int, rest: Floats, seconds: Floats, num_items: Floats, classes: Sequence[SloClass]
+    loads: Any, priority: int, rest: Any, seconds: Floats, num_items: Floats, classes: Sequence[SloClass]
 ) -> Floats:
     """Return the weighted seconds by which the steps that encode `num_items` pictures make running streams late.
 
@@ -276,27 +302,27 @@ def _encoder_lateness(
     steps = np.maximum(np.minimum(num_items, rest / chunk), 1.0)
     per_step = np.maximum(loads.depth * loads.interval_share, 1.0)
     delays = (loads.fits_streams == 0) | (priority <= loads.most_urgent_stream)
-    late = _lateness(loads.gap + seconds / steps * per_step, loads.streams, classes) - loads.lateness
+    late = _lateness(loads.gap + seconds / steps * per_step, loads.streams, classes, np.maximum) - loads.lateness
     found: Floats = np.where(delays, steps * late, 0.0)
     return found
 
 
-def _decode_lateness(loads: Loads, slo: SloClass, gap: Floats, output: int, classes: Sequence[SloClass]) -> Floats:
+def _decode_lateness(loads: Any, slo: SloClass, gap: Any, output: int, classes: Sequence[SloClass]) -> Any:
     """Return the weighted seconds by which `output` steps of `gap` make all streams late, the request's included."""
-    if gap.max() <= _tightest_tpot(classes):
-        return np.zeros(len(gap))
-    more = _lateness(gap, loads.future_streams, classes) - loads.future_lateness
-    late: Floats = output * (more + slo.weight * np.maximum(gap - slo.tpot_s, 0.0))
-    return late
+    if _most(gap) <= _tightest_tpot(classes):
+        return _nothing(gap)
+    larger = loads.cost.larger
+    more = _lateness(gap, loads.future_streams, classes, larger) - loads.future_lateness
+    return output * (more + slo.weight * larger(gap - slo.tpot_s, 0.0))
 
 
 def _tightest_tpot(classes: Sequence[SloClass]) -> float:
     return min([slo.tpot_s for slo in classes])
 
 
-def _lateness(gap: Floats, streams: Floats, classes: Sequence[SloClass]) -> Floats:
+def _lateness(gap: Any, streams: Any, classes: Sequence[SloClass], larger: Callable[..., Any]) -> Any:
     """Return `loads.lateness` of every replica."""
-    late = np.zeros(len(gap))
+    late = _nothing(gap)
     for slo, count in zip(classes, streams, strict=True):
-        late += np.maximum(gap - slo.tpot_s, 0.0) * (slo.weight * count)
+        late += larger(gap - slo.tpot_s, 0.0) * (slo.weight * count)
     return late

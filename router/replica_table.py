@@ -8,7 +8,7 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
-from crossdock.router.loads import KeptPace, Loads, Slots, blank, row
+from crossdock.router.loads import KeptPace, Loads, Row, Slots, blank, row
 from crossdock.router.placement import Candidates
 from crossdock.router.work import Booking
 from crossdock.workers.report.advertise import LiveProfile
@@ -35,6 +35,7 @@ class ReplicaState:
     included: dict[str, Booking] = field(default_factory=dict)
     taken: dict[str, int] = field(default_factory=dict)  # pending requests it took: the last live profile without each
     pace: KeptPace = field(default_factory=KeptPace)
+    row: Row | None = None  # made for the last choice; None: it must be made again
 
     @property
     def role(self) -> Role:
@@ -204,7 +205,7 @@ class ReplicaTable:
         if replica.role != role:
             self._forget_roles()
         self.news_at[replica.slot] = now
-        self._dirty.add(replica.slot)
+        self.touch(replica)
 
     def adapter_waits(self, adapter: str) -> Floats:
         """Return the seconds `[slot]` until each replica has loaded an adapter: 0 where it has, or soon will have."""
@@ -221,6 +222,7 @@ class ReplicaTable:
 
     def touch(self, replica: ReplicaState) -> None:
         """Note that the replica's row must be made again."""
+        replica.row = None
         self._dirty.add(replica.slot)
 
     # -- rows --------------------------------------------------------------------------------------------------------
@@ -233,9 +235,7 @@ class ReplicaTable:
         for slot in self._dirty - self._stale:
             replica = self.by_slot[slot]
             if replica is not None:
-                since, pending = float(self.news_at[slot]), replica.pending.values()
-                made = row(replica.profile, replica.live, pending, self.classes, since, replica.pace)
-                made.write(self.loads, slot)
+                self.row_of(replica).write(self.loads, slot)
         self._dirty.clear()
         busiest = self._busiest() if self._stale else None
         for slot in self._stale:
@@ -243,14 +243,34 @@ class ReplicaTable:
             live = max((replica.live, busiest), key=_work)
             booked = [*replica.pending.values(), *replica.included.values()]
             live = live and replace(live, cost=(), encoder_cost=())
-            row(replica.profile, live, booked, self.classes).write(self.loads, slot)
+            replica.row = row(replica.profile, live, booked, self.classes)
+            replica.row.write(self.loads, slot)
         loads, age = self.loads, self.ages(now)
         if stale := [*self._stale]:
             loads.joins_until[stale] = loads.first_join[stale] = loads.second_join[stale] = 0.0
-        joins = np.where(age < loads.joins_until, loads.first_join, loads.second_join)
-        ends = np.where(age < loads.joins_until, loads.joins_until, loads.first_join)
-        loads.turn_left[:] = np.where(age < ends, ends - age, loads.later_join)
-        loads.step_left[:] = np.where(age < joins, joins - age, loads.later_join)
+        loads.turn_left[:], loads.step_left[:] = loads.steps_left(age)
+
+    def only_row(self, now: float) -> tuple[Row, float] | None:
+        """Return the up-to-date row of the only replica, and the seconds since its last report. None where there are
+        several, or it is stale. Writes no array."""
+        if len(self.by_name) != 1:
+            return None
+        self.now = now
+        if self._stale or now - self._all_heard_since > self.silence_s:
+            self._find_stale(now)
+        if self._stale:
+            return None
+        [replica] = self.by_name.values()
+        found, age = self.row_of(replica), now - float(self.news_at[replica.slot])
+        found.turn_left, found.step_left = found.steps_left(age)
+        return found, age
+
+    def row_of(self, replica: ReplicaState) -> Row:
+        """Return the row of a replica, as the last choice saw it unless it has changed since."""
+        if replica.row is None:
+            since, pending = float(self.news_at[replica.slot]), replica.pending.values()
+            replica.row = row(replica.profile, replica.live, pending, self.classes, since, replica.pace)
+        return replica.row
 
     def ages(self, now: float) -> Floats:
         """Return the seconds since each replica last reported something new. 0 for stale replicas: whether they have
@@ -274,7 +294,8 @@ class ReplicaTable:
     def _find_stale(self, now: float) -> None:
         stale = set(np.flatnonzero(now - self.heard_at > self.silence_s).tolist())
         stale |= {slot for slot in self._stale if self.replica_in(slot).live is None}
-        self._dirty |= stale ^ self._stale
+        for slot in stale ^ self._stale:
+            self.touch(self.replica_in(slot))
         self._stale = stale
         self._all_heard_since = float(self.heard_at.min())
 
@@ -294,7 +315,8 @@ class ReplicaTable:
         self.groups, self.name_hashes, self.heard_at, self.news_at = groups, hashes, heard_at, news_at
         self.sends_until = sends_until
         self.loads = blank(capacity, max(len(self.classes), 1))
-        self._dirty.update(replica.slot for replica in self.by_name.values())
+        for replica in self.by_name.values():
+            self.touch(replica)
         self._forget_roles()
 
     # -- candidates --------------------------------------------------------------------------------------------------

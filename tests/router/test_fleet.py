@@ -91,10 +91,12 @@ def test_taken_after_the_profile_that_includes_the_request_counts_it_once() -> N
 def test_booked_prompts_without_output_lengthen_the_backlog_and_no_gap() -> None:
     fleet = fleet_of({"a": profile()})
     idle = fleet.choose(query("other", 1000), 0.0)
+    fleet.table.refresh(0.0)
     gap = float(fleet.table.loads.future_gap[0])
     for number in range(20):
         place(fleet, replace(query(f"{number}", 1000), max_tokens=1, is_prompt_alone=True))
     assert fleet.choose(query("other", 1000), 0.0).predicted_ttft > 15 * idle.predicted_ttft
+    fleet.table.refresh(0.0)
     assert fleet.table.loads.future_gap[0] == gap
     assert not fleet.table.loads.future_streams[:, 0].any()
 

@@ -15,7 +15,7 @@ from crossdock.workers.schedule.pacing.chunk_policies import POLICIES, Meaning
 from crossdock.workers.schedule.pacing.chunking import LEAST_SHARE
 from crossdock.workers.schedule.request import Request
 from crossdock.workers.schedule.scheduler import Scheduler
-from crossdock.workers.schedule.submission import Adapter, Leg, SamplingParams
+from crossdock.workers.schedule.submission import Adapter, Leg, Overloaded, SamplingParams
 from tests.router.replicas import CLASSES, COST, Replica, fleet_of, live, place, profile, query
 from tests.workers.schedule.model_free_replica import ModelFreeReplica
 
@@ -58,6 +58,48 @@ def test_ttft_behind_a_backlog_bounds_the_schedulers_own_prediction(rng: random.
     assert found <= exact + slack / 0.05 + 1e-9
     if not peers:
         assert found == pytest.approx(exact)
+
+
+@given(st.randoms(use_true_random=False))
+@settings(deadline=None, max_examples=40)
+def test_placement_on_an_only_replica_is_as_among_several_of_which_it_alone_may_be_chosen(rng: random.Random) -> None:
+    """Floats of one replica and arrays of several give the same figures, to the last digit."""
+    depth, slowness = rng.choice([1, 1, 2]), rng.choice([1.0, 30.0])
+    cost = rng.choice([COST, *BENT]).slowed(slowness)
+    fields = {"cost": cost, "chunk_policy": rng.choice(["adaptive", "fixed"]), "max_num_seqs": rng.choice([4, 64])}
+    replica = Replica(profile(pipeline_parallel_size=depth, interval_share=rng.choice([1 / depth, 1.0]), **fields))
+    only, several = (fleet_of(dict.fromkeys(names, replica.profile)) for names in ("a", "ab"))
+    prompts = [[first, *range(3, rng.choice([10, 100, 1000, 4000]))] for first in range(4)]
+    now, booked = 0.0, dict[str, list[int]]()
+    for number in range(rng.randrange(1, 14)):
+        now += rng.choice([0.0, 0.001, 0.05, 1.0])
+        prompt, slo_class = rng.choice(prompts), rng.choice(CLASSES)
+        asked = query(f"{number}", prompt=prompt, slo_class=slo_class, may_refuse=rng.random() < 0.5, may_ship=False)
+        several.hear("b", live(number + 2), now)
+        found, expected = [], []
+        for fleet, exclude, placements in ((only, (), found), (several, {"b"}, expected)):
+            try:
+                placements.append(fleet.choose(asked, now, exclude))
+            except Overloaded:
+                continue
+            fleet.book(asked, placements[0])
+        assert found == expected
+        booked |= {asked.request_id: prompt} if found else {}
+        if booked and rng.random() < 0.6:
+            name = rng.choice([*booked])
+            sequence = replica.add(name, booked.pop(name), max_tokens=30, may_refuse=False)
+            for fleet in (only, several):
+                fleet.taken(name, "a", sequence)
+        for _ in range(rng.randrange(4)):
+            ready = replica.step()
+            for fleet, name in ((fleet, name) for fleet in (only, several) for name in ready):
+                fleet.first_token(name)
+        if rng.random() < 0.6:
+            message, changes = replica.publisher.live(replica.now), list(replica.publisher.page_changes())
+            for fleet in (only, several):
+                fleet.hear("a", message, now)
+                for each in changes:
+                    fleet.hear_pages("a", each)
 
 
 @pytest.mark.parametrize("cost", [COST, *BENT])
@@ -137,7 +179,7 @@ def test_prompt_joins_the_step_after_the_next_one_of_a_replica_that_runs_ahead()
     first, later, behind = (predicted_ttft(fleet, query("new"), 100.0 + age) for age in ages)
     assert first - later == pytest.approx(0.01)
     assert later - behind == pytest.approx((running + 2 * step - 0.01) - 1.5 * step)
-    predicted_ttft(fleet, query("new"), 100.01)
+    fleet.table.refresh(100.01)
     assert fleet.table.loads.turn_left[0] == pytest.approx(running + step - 0.01), "messages wait for the running step"
 
 
@@ -333,7 +375,7 @@ def test_share_of_prompts_is_the_schedulers_own_for_every_chunk_policy(
         replica.step()
     fleet = fleet_of({"a": static})
     fleet.hear("a", Publisher(scheduler, "first", sequence=9).live(replica.now), 0.0)
-    fleet.choose(query("new"), 0.0)
+    fleet.table.refresh(0.0)
     shares = [max(scheduler.forecast.prefill_share(priority), LEAST_SHARE) for priority in range(len(CLASSES))]
     assert fleet.table.loads.prefill_share[:, 0] == pytest.approx(shares)
     if policy == "added":

@@ -143,6 +143,7 @@ class StepCost(BaseModel, CostFormula[float]):
 
     larger = staticmethod(max)
     smaller = staticmethod(min)
+    chosen = staticmethod(lambda condition, first, second: first if condition else second)
 
     @model_validator(mode="before")
     @classmethod

@@ -31,6 +31,7 @@ class CostFormula(Generic[Figure]):
 
     larger: ClassVar[Callable[..., Any]]  # of two figures
     smaller: ClassVar[Callable[..., Any]]
+    chosen: ClassVar[Callable[..., Any]]  # of two figures: the first where a condition holds
 
     def early_seconds(self, rows: Figure) -> Figure:
         """Return the seconds that `rows` rows take in addition to their price beyond the bend."""
@@ -116,3 +117,4 @@ class StepCosts(CostFormula[Floats]):
 
     larger = staticmethod(np.maximum)
     smaller = staticmethod(np.minimum)
+    chosen = staticmethod(np.where)
