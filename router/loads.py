@@ -122,6 +122,10 @@ class Row(ReplicaFigures[StepCost, float, Sequence[float]]):
     groups: Sequence[Group] = ()  # waiting prompts by length
     ends: Sequence[tuple[float, float]] = ()  # (seconds since its last report, free pages) at ends of requests
 
+    def grow_older(self, age: float) -> None:
+        """Bring the figures that depend on the time to `age` seconds after the last report."""
+        self.turn_left, self.step_left = self.steps_left(age)
+
     def waiting(self, priority: int) -> Sequence[Sequence[Sequence[float]]]:
         """Return the counts and the seconds of prompts that wait, `[position]` each: REPORTED, BOOKED."""
         found: list[list[list[float]]] = [[[], []], [[], []]]

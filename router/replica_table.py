@@ -262,7 +262,7 @@ class ReplicaTable:
             return None
         [replica] = self.by_name.values()
         found, age = self.row_of(replica), now - float(self.news_at[replica.slot])
-        found.turn_left, found.step_left = found.steps_left(age)
+        found.grow_older(age)
         return found, age
 
     def row_of(self, replica: ReplicaState) -> Row:
