@@ -15,7 +15,7 @@ from statistics import mean, median
 
 CODE = ("cluster", "router", "workers", "kvtransfer", "kernels", ".ci")
 BUDGETS = {  # count: the most that there may be
-    "lines of code": 69_432,
+    "lines of code": 69_436,
     "lines of tests": 66_590,
     "lines of benchmarks": 12_206,
     "lines of benchmarks/RESULTS.md": 500,
