@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 TO = "CROSSDOCK_TESTS_SECONDS"  # names the file to append to: path, wall seconds, CPU seconds, MiB; tabs between
-
+_to = os.environ.pop(TO, None)  # a run of pytest that a test starts records nothing
 
 _before: list[tuple[float, float]] = []  # wall and CPU seconds when the file before ended, or when the run began
 
@@ -25,9 +25,9 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
         wall, cpu = (after - before for after, before in zip(now, _before.pop(), strict=True))
         _before.append(now)
         mib = psutil.Process().memory_info().rss >> 20
-        if to := os.environ.get(TO):
+        if _to:
             path = item.path.relative_to(Path(__file__).parents[1])
-            with open(to, "a") as file:
+            with open(_to, "a") as file:
                 file.write(f"{path}\t{wall:.2f}\t{cpu:.2f}\t{mib}\n")
     return result
 

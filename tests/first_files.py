@@ -13,7 +13,7 @@ import tempfile
 import threading
 from pathlib import Path
 
-from crossdock.kernels.cpu.build import cpu_library
+from crossdock.kernels.cpu.build import cpu_flags, cpu_library
 from crossdock.workers.model.weights.checkpoint import default_model_dir
 from tests.own_folders import SHARED, make_own_folders, share_kernels
 
@@ -22,7 +22,7 @@ LIBRARIES = (
     ("layer_steps",),
     ("packed",),
     ("decoder", "ROW_TYPE=float"),
-    ("decoder", "ROW_TYPE=bf16"),
+    *([("decoder", "ROW_TYPE=bf16")] if "avx512_bf16" in cpu_flags() else []),  # others have no use for it
 )
 CAPABILITIES = ("80", "89", "90", "100", "120")
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests import file_seconds
 from tests.waiting import eventually
 
 ROOT = Path(__file__).parents[1]
@@ -54,7 +55,11 @@ def test_waits(ray_cluster):
 
 
 SKIPS = """
+import os
 import pytest
+
+def test_what_it_starts_records_no_seconds():
+    assert "CROSSDOCK_TESTS_SECONDS" not in os.environ
 
 def test_skips():
     pytest.skip("needs promtool: apt-get install prometheus")
@@ -110,8 +115,16 @@ def test_signal_ends_the_run_and_all_its_processes(folder: Path, text: str, numb
     assert alive == []
 
 
-def test_missing_program_is_listed_at_the_end_with_its_package(folder: Path) -> None:
-    output, _ = child_pytest(folder, SKIPS).communicate(timeout=120)
+def test_run_lists_missing_programs_with_their_packages_and_records_its_own_seconds_alone(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(file_seconds.TO, str(folder / "seconds"))
+    child = child_pytest(folder, SKIPS)
+    output, _ = child.communicate(timeout=120)
+    assert child.returncode == 0, output
+    assert [line.split("\t")[0] for line in (folder / "seconds").read_text().splitlines()] == [
+        f"tests/{folder.name}/test_child.py"
+    ]
     assert [line for line in output.splitlines() if line.startswith("hole:")] == [
         "hole: 1 skipped: needs promtool: apt-get install prometheus"
     ]
