@@ -41,6 +41,7 @@ def url(ray_cluster: None, small_model_dir: Path, tmp_path_factory: pytest.TempP
             "http.replicas": 2,
             "http.batch_folder": str(tmp_path_factory.mktemp("batches")),
             "http.metrics_hold_s": 0,
+            "engine.kv_cache_memory": "150MiB",
             "engine.max_num_batched_tokens": 256,
             "engine.max_num_seqs": 16,
         },
@@ -83,7 +84,7 @@ def test_poisonous_grammars_are_refused_while_a_stream_goes_on(url: str, client:
     short = "start: r0\n" + "\n".join(f"r{i}:r{i + 1}" for i in range(4_000)) + '\nr4000:"b"'
     patterns = {"allOf": [{"type": "string", "pattern": f"^.*{number}.*$"} for number in range(300)]}
     prompt = [5, 6, 7] * 5
-    steady: dict[str, Any] = {"model": "smol", "prompt": prompt, "max_tokens": 1000, "temperature": 0}
+    steady: dict[str, Any] = {"model": "smol", "prompt": prompt, "max_tokens": 600, "temperature": 0}
     steady["extra_body"] = {"ignore_eos": True}
     before = [replica["replica"] for replica in httpx.get(f"{url}/v1/replicas").json()["data"]]
     stream = client.completions.create(**steady, stream=True)

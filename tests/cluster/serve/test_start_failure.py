@@ -1,16 +1,21 @@
 """Reasons that a user reads when the application does not start."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
+from ray import serve
 from ray.exceptions import RayTaskError
 from transformers import LlamaConfig
 
+from crossdock.cluster.config_file import load
+from crossdock.cluster.serve import lifetime
 from crossdock.cluster.serve.start_failure import start_reason
 from crossdock.workers.model.cut.position import RankPosition
 from crossdock.workers.model.memory.memory_fit import check_fits
 from crossdock.workers.model.probe import refuse_by_config
+from tests.cluster.ports import free_port
 
 SMALL = LlamaConfig(hidden_size=64, intermediate_size=64, num_hidden_layers=1, vocab_size=64)
 
@@ -59,3 +64,15 @@ def test_error_that_is_no_user_error_keeps_its_traceback() -> None:
 
 def test_message_without_a_traceback_is_kept() -> None:
     assert start_reason(["", "ValueError: of Serve itself"], has_ended=True) == "ValueError: of Serve itself"
+
+
+def test_serve_with_too_little_memory_fails_with_the_replicas_reason_alone(
+    ray_cluster: None, small_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lifetime.ray, "shutdown", lambda: None)  # this Ray is other tests' as well
+    settings = {"model.path": str(small_model_dir), "engine.kv_cache_memory": "1KiB", "http.port": free_port()}
+    phases: list[str] = []
+    with pytest.raises(lifetime.StartFailed, match=r"^kv_cache_memory \(1\.0KiB\) holds 0 tokens.*$"):
+        lifetime.serve_forever(load(None, settings), phases.append, pytest.fail, pytest.fail)
+    assert tuple(phases) == lifetime.STARTING
+    assert not serve.status().applications

@@ -65,7 +65,7 @@ class Clients:
 
     def stream(self, number: int, pause: float = 0.0) -> list[int]:
         """Return the tokens of a streamed answer to a prompt. `pause`: seconds after each token."""
-        body = {"model": "tiny", "prompt": PROMPTS[number], "max_tokens": 120, "ignore_eos": True, "stream": True}
+        body = {"model": "tiny", "prompt": PROMPTS[number], "max_tokens": 60, "ignore_eos": True, "stream": True}
         body |= {"seed": number, "temperature": 0.8, "return_token_ids": True}
         tokens: list[int] = []
         with httpx.stream("POST", f"{self.url}/v1/completions", json=body, timeout=60) as answer:
@@ -83,7 +83,7 @@ class Clients:
         while not self._enough.is_set():
             number = (number + 1) % len(PROMPTS)
             try:
-                tokens = self.stream(number, 0.01)
+                tokens = self.stream(number, 0.03)
             except Exception as error:
                 self.problems.append(f"{type(error).__name__}: {error}")
             else:

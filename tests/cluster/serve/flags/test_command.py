@@ -126,6 +126,21 @@ def test_serve_whose_ray_does_not_start_prints_rays_reason(small_model_dir: Path
     assert "Traceback" not in ended.stderr
 
 
+def test_serve_that_does_not_start_ends_with_the_reason_alone(
+    served: Served, small_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """test_start_failure.py has the reason of a real Ray."""
+
+    def fail(*_: Any) -> None:
+        raise lifetime.StartFailed("kv_cache_memory (1.0KiB) holds 0 tokens")
+
+    monkeypatch.setattr(lifetime, "serve_forever", fail)
+    result = run("serve", str(small_model_dir), "--port", str(free_port()))
+    assert result.exit_code == 1
+    assert result.stderr == "error: kv_cache_memory (1.0KiB) holds 0 tokens\n"
+
+
+@pytest.mark.soak  # both halves are tested: the command above, and the reason in test_start_failure.py
 def test_serve_whose_memory_is_too_small_ends_with_the_reason_alone(small_model_dir: Path) -> None:
     command = [COMMAND, "serve", str(small_model_dir), "--kv-cache-memory", "1KiB", "--port", str(free_port())]
     with tempfile.TemporaryDirectory(prefix="cd-ray-", dir="/tmp") as folder:  # short, for the paths of Ray's sockets
@@ -210,11 +225,16 @@ def users_of(library: str, server: subprocess.Popen[str]) -> list[str]:
 def test_serve_answers_chat_and_after_sigterm_lets_streams_end_until_sigint(
     model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All of its processes listen on loopback alone, and Ray's ask for a token."""
+    """All of its processes listen on loopback alone, and Ray's ask for a token.
+
+    It measures no kernels, and steps of few tokens: to measure those of the defaults takes a core half a minute.
+    """
+    flags = ["--cpu-kernels", "own", "--max-num-batched-tokens", "32", "--max-num-seqs", "4"]
+    flags += ["--kv-cache-memory", "400MiB"]
     monkeypatch.delenv("RAY_AUTH_MODE")
     (tmp_path / "token").write_text(secrets.token_hex(32))
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "token"))
-    with serving(tmp_path / "log") as (server, url):
+    with serving(tmp_path / "log", *flags) as (server, url):
         log = (tmp_path / "log").read_text()
         for line in ("Machine: ", "Memory: ", "KV pages: ", "Speed: a prompt of 1,000 tokens takes", "Ask: curl "):
             assert f"\n{line}" in log

@@ -43,6 +43,7 @@ DECODES = 2
 CHUNK = 256  # tokens of a step at most
 DTYPE = "float32"  # by default CPUs with bfloat16 compute in it; then the size of a batch decides between close tokens
 PAIR: tuple[dict[str, Any], ...] = ({"name": "prefill"}, {"name": "decode", "replicas": DECODES})
+KV_MEMORY = 150 << 20  # bytes of a replica: 38,000 tokens of `small_model_dir`. To take a GiB costs 3 s of a core
 _MAX_MODEL_LEN = 4096
 _UNSEEN = itertools.count(400)  # numbers of prompts of which no page is cached
 
@@ -62,7 +63,7 @@ def config_of(
             "http.direct": True,
             "http.vllm_metrics": True,
             "http.metrics_hold_s": 0,
-            "engine.kv_cache_memory": "600MiB",
+            "engine.kv_cache_memory": KV_MEMORY,
             "engine.max_num_batched_tokens": CHUNK,
             "engine.max_num_seqs": 8,  # a replica that starts measures steps of up to so many streams
             "engine.admission": "queue",
@@ -111,9 +112,9 @@ def _has_ended() -> bool:
     return False
 
 
-def local_engine(model: Path) -> Engine:
+def local_engine(model: Path, kv_memory: int = KV_MEMORY) -> Engine:
     """Return the oracle: the same model on one engine, which other tests compare with transformers' own generate."""
-    config = EngineConfig(kv_cache_memory=ByteSize(600 << 20), admission="queue", enable_prefix_caching=False)
+    config = EngineConfig(kv_cache_memory=ByteSize(kv_memory), admission="queue", enable_prefix_caching=False)
     return new_engine(load_model(ModelSpec(str(model), DTYPE, max_model_len=_MAX_MODEL_LEN)), config)
 
 

@@ -17,10 +17,12 @@ import pytest
 from tests.cluster.serve.pools import served_pools as pools
 from tests.cluster.serve.pools.served_pools import Stream, expected, processes, prompt
 
+KV_MEMORY = 600 << 20  # bytes
+
 
 @pytest.fixture(scope="module")
 def url(ray_cluster: None, model_dir: Path) -> Iterator[str]:
-    with pools.deployment(model_dir) as address:
+    with pools.deployment(model_dir, settings={"engine.kv_cache_memory": KV_MEMORY}) as address:
         yield address
 
 
@@ -31,7 +33,7 @@ def test_pools_under_load_with_killed_replicas_serve_right_tokens_and_leak_no_pa
     token, no stream hangs, no page is leaked or quarantined for good."""
     rng = random.Random(1)
     prompts = [prompt(number, rng.choice([5, 40, 300, 900])) for number in range(25)]
-    wanted = expected(pools.local_engine(model_dir), prompts)
+    wanted = expected(pools.local_engine(model_dir, KV_MEMORY), prompts)
     total = int(os.environ.get("CROSSDOCK_SOAK_REQUESTS", "2000"))
     ended, started = threading.Event(), time.monotonic()
     outcomes: Counter[str] = Counter()
