@@ -18,6 +18,7 @@ from crossdock.kernels import attention
 from crossdock.kernels.cache import cache_dir
 from crossdock.kernels.cpu import build
 from tests.kernels.test_attention import MIXED, Case, check
+from tests.sweeps import rest_in_soak
 
 BUILD = """
 from crossdock.kernels.cpu import build
@@ -39,6 +40,14 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pat
 def quick_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compile without optimising, which takes a third of the time."""
     monkeypatch.setattr(build, "FLAGS", tuple("-O0" if flag == "-O3" else flag for flag in build.FLAGS))
+
+
+@pytest.fixture
+def small_library(empty_cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+    """The name of a library that compiles at once. It has the function `planned`."""
+    (tmp_path / "small.cpp").write_text('extern "C" int planned() { return 1; }')
+    monkeypatch.setattr(build, "__file__", str(tmp_path / "build.py"))  # beside which the sources are
+    return "small"
 
 
 def _forget() -> None:
@@ -80,9 +89,10 @@ def test_concurrent_builds_all_succeed(empty_cache: Path) -> None:
 
 
 @needs_compiler
-@pytest.mark.usefixtures("quick_compiler")
-def test_library_that_another_user_may_have_written_is_compiled_again(empty_cache: Path, tmp_path: Path) -> None:
-    build.cpu_library("layer_steps")
+def test_library_that_another_user_may_have_written_is_compiled_again(
+    empty_cache: Path, small_library: str, tmp_path: Path
+) -> None:
+    build.cpu_library(small_library)
     (library,) = empty_cache.glob("*.so")
     evil = tmp_path / "evil.so"
     subprocess.run(["g++", "-shared", "-x", "c++", "-", "-o", str(evil)], input=b"int planted;", check=True)
@@ -96,24 +106,23 @@ def test_library_that_another_user_may_have_written_is_compiled_again(empty_cach
         if doubt == "owner":
             os.chown(library, 12345, -1)
         _forget()
-        assert build.cpu_library("layer_steps").crossdock_add_and_norm, doubt
+        assert build.cpu_library(small_library).planned, doubt
         assert not library.is_symlink()
         assert (library.stat().st_uid, library.stat().st_mode & 0o022) == (os.geteuid(), 0), doubt
 
 
 @needs_compiler
-@pytest.mark.usefixtures("quick_compiler")
-def test_folder_of_libraries_is_closed_to_others_or_refused(empty_cache: Path) -> None:
+def test_folder_of_libraries_is_closed_to_others_or_refused(empty_cache: Path, small_library: str) -> None:
     empty_cache.mkdir(parents=True, mode=0o777)
     empty_cache.chmod(0o777)
-    build.cpu_library("layer_steps")
+    build.cpu_library(small_library)
     assert empty_cache.stat().st_mode & 0o022 == 0
     if os.geteuid():
         pytest.skip("needs root, to give a folder to another user")
     os.chown(empty_cache, 12345, -1)
     _forget()
     with pytest.raises(OSError, match=r"user 12345 owns it.* name an own folder in CROSSDOCK_CACHE"):
-        build.cpu_library("layer_steps")
+        build.cpu_library(small_library)
 
 
 @pytest.mark.parametrize(
@@ -144,10 +153,13 @@ def test_machine_that_cannot_run_our_attention_runs_torch_and_logs_why_once(
 
 @needs_compiler
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="names x86 CPUs")
+@pytest.mark.parametrize("level", rest_in_soak(["-O1", "-O3"], "-O1"))  # which compiles in a third of the time
 @pytest.mark.parametrize("cpu", ["x86-64-v3", "x86-64"])  # AVX2; and vectors of 16 bytes, as on ARM
-def test_portable_code_matches_longhand(empty_cache: Path, monkeypatch: pytest.MonkeyPatch, cpu: str) -> None:
-    flags = [f"-march={cpu}" if flag == "-march=native" else flag for flag in build.FLAGS]
-    monkeypatch.setattr(build, "FLAGS", tuple(flags))
+def test_portable_code_matches_longhand(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch, cpu: str, level: str
+) -> None:
+    other = {"-march=native": f"-march={cpu}", "-O3": level}
+    monkeypatch.setattr(build, "FLAGS", tuple(other.get(flag, flag) for flag in build.FLAGS))
     for dtype in (torch.float32, torch.bfloat16):
         for lengths in (MIXED, [(1, 1100), (3, 600)]):
             check(Case(lengths, q_heads=6, k_dim=40, v_dim=24, dtype=dtype), attention.paged_attention)
