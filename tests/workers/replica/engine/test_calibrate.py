@@ -89,9 +89,7 @@ def test_factor_of_scored_prompts_is_measured_within_bounds(
 ) -> None:
     """A disturbed measurement may say that a scored chunk takes less. `longer`: how much, of a chunk's seconds."""
     engine = engine_on(tiny_model(300), num_pages=40)
-    warm_up(engine)
-    cost = engine.scheduler.forecast.cost
-    assert cost is not None
+    cost = engine.calibrate([(StepWork.of([(0, tokens)]), 0.01 + 1e-4 * tokens) for tokens in (16, 32, 64)]).cost
 
     def measured(_: object, chunk: tuple[int, int], *__: int, num_alternatives: int = 0) -> tuple[None, list[float]]:
         return None, [cost.chunk_seconds(*chunk) * (1 + longer * bool(num_alternatives))]
