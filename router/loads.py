@@ -301,8 +301,8 @@ def _joins(
     """Return when a new prompt joins a step. A step has chunks of `chunk_s` at most where prompts wait.
 
     A replica that runs ahead schedules a step when the one before it begins: a prompt joins the step after the next.
-    `coming`: seconds since the report at which prompts were booked, and their own, in order of time. The steps after the
-    report tell nothing of one that came later: the next steps are those that follow it."""
+    `coming`: seconds since the report at which prompts were booked, and their own, in order of time. The steps after
+    the report tell nothing of one that came later: the next steps are those that follow it."""
     streams_s = gap if sum(work.streams) else 0.0
     later = min(live.step_seconds, gap) / 2 + (streams_s if runs_ahead else 0.0)
     waiting = sum([seconds for _, seconds in work.reported.values()]) if live.step_seconds else 0.0
