@@ -46,10 +46,9 @@ class AnswerEvents:
         """Return the event of a choice that is JSON already."""
         return self._prefix.encode() + choice + self._end(usage).encode()
 
-    def first_choice(self, fields: bytes, choice: Mapping[str, Any], usage: Mapping[str, Any] | None = None) -> bytes:
+    def first_choice(self, fields: bytes, choice: bytes, usage: Mapping[str, Any] | None = None) -> bytes:
         """Return the event of a choice beside further fields of the answer, a JSON object of at least one."""
-        start = self._head.encode() + b"," + fields[1:-1] + b',"choices":['
-        return start + to_json(choice) + self._end(usage).encode()
+        return self._head.encode() + b"," + fields[1:-1] + b',"choices":[' + choice + self._end(usage).encode()
 
     def usage(self, numbers: Mapping[str, Any]) -> bytes:
         return (self._prefix + self._end(numbers)).encode()

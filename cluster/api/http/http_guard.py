@@ -179,10 +179,10 @@ class _AnswerSender:
                 name == b"content-type" and value.startswith(b"text/event-stream") for name, value in headers
             )
             headers.append((b"x-request-id", self._state["request_id"].encode()))
-            present = {name for name, _ in headers}
-            for name, value in (self.charge.headers() if self.charge is not None else {}).items():
-                if name.encode() not in present:  # a refusal for a limit has them already
-                    headers.append((name.encode(), value.encode()))
+            if self.charge is not None:
+                present = {name for name, _ in headers}
+                own = ((name.encode(), value.encode()) for name, value in self.charge.headers().items())
+                headers += [each for each in own if each[0] not in present]  # a refusal for a limit has them already
             self._start = {**message, "headers": headers}
             if self._is_stream:
                 await self._begin()

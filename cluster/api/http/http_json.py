@@ -60,7 +60,7 @@ class JsonRoutes:
 
 
 async def _read(request: Request, kind: type[_Body]) -> _Body:
-    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    content_type = (header(request, b"content-type") or "").partition(";")[0].strip().lower()
     if content_type != "application/json":
         reason = f"Unsupported content type {content_type[:100]!r}: send application/json."
         raise ApiError(reason, status=415, code="unsupported_media_type")
@@ -68,6 +68,11 @@ async def _read(request: Request, kind: type[_Body]) -> _Body:
     num_parts, num_values = await check_json_size(content)
     request.state.memory.hold_parsed(content, num_parts, num_values)
     return kind.parse(content)
+
+
+def header(request: Request, name: bytes) -> str | None:
+    """Return what `request.headers` does for a name in lower case, in less time."""
+    return next((value.decode("latin-1") for each, value in request.scope["headers"] if each == name), None)
 
 
 def json_answer(value: Any) -> Response:

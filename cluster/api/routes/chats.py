@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from functools import lru_cache
 from typing import Any
 
 from fastapi import Request, Response
@@ -126,7 +127,8 @@ class Chats:
                     reason = message.finish_reason(output.finish_reason)
                     reasons = {"finish_reason": reason, "stop_reason": output.stop_reason, **output.weight_versions}
                     last: dict[str, Any] = {"index": output.index, "delta": {}, "logprobs": None, **reasons}
-                    yield events.choice(last, usage)
+                    is_usual = output.stop_reason is None and not output.weight_versions
+                    yield events.written_choice(_usual_end(output.index, reason) if is_usual else to_json(last), usage)
         if body.includes_usage:
             yield events.usage(_with_reasoning(generation.usage(), messages))
         yield DONE
@@ -159,14 +161,25 @@ class Chats:
         if body.return_token_ids:
             fields = await long_json({"prompt_token_ids": generation.choices[0].prompt.token_ids})
         for choice in generation.choices:
-            role = {"role": "assistant", "content": ""}
-            shape = {"index": choice.index, "delta": role, "logprobs": None, "finish_reason": None}
-            usage = _usage_of(generation, Output(choice.index))
-            yield events.first_choice(fields, shape, usage) if fields else events.choice(shape, usage)
+            role, usage = _role(choice.index), _usage_of(generation, Output(choice.index))
+            yield events.first_choice(fields, role, usage) if fields else events.written_choice(role, usage)
             fields = b""
         if text := _echoed(body):
             for choice in generation.choices:
                 yield events.text(choice.index, text, _usage_of(generation, Output(choice.index)))
+
+
+@lru_cache(maxsize=256)  # these are equal in nearly all answers
+def _role(index: int) -> bytes:
+    """Return the first choice of a streamed answer, as JSON."""
+    role = {"role": "assistant", "content": ""}
+    return to_json({"index": index, "delta": role, "logprobs": None, "finish_reason": None})
+
+
+@lru_cache(maxsize=256)
+def _usual_end(index: int, reason: str) -> bytes:
+    """Return the last choice of a streamed answer, as JSON, where no stop string or token ended it."""
+    return to_json({"index": index, "delta": {}, "logprobs": None, "finish_reason": reason, "stop_reason": None})
 
 
 def _usage_of(generation: Generation, output: Output, messages: Sequence[ChatMessage] = ()) -> dict[str, Any] | None:

@@ -16,6 +16,7 @@ from crossdock.cluster.api.body.generation_defaults import GenerationDefaults
 from crossdock.cluster.api.body.stop_strings import StopTable
 from crossdock.cluster.api.errors import ApiError, shown
 from crossdock.cluster.api.http.answers import usage
+from crossdock.cluster.api.http.http_json import header
 from crossdock.cluster.api.http.keys import cache_salt, tenant_of
 from crossdock.cluster.api.http.limits import UNSTATED_OUTPUT
 from crossdock.cluster.api.http.request_memory import LOGPROB_BYTES, TOKEN_BYTES
@@ -123,8 +124,8 @@ class Generations:
         if body.priority < 0 and request.state.api_key is not None:
             reason = "'priority' must be 0 or more: an API key's requests may go after those of others, not before."
             raise ApiError(reason, param="priority", code="invalid_value")
-        header = request.headers.get(SLO_CLASS_HEADER)
-        tier = self._tiers.choose(body.service_tier, header, request.state.api_key)
+        by_header = header(request, SLO_CLASS_HEADER.lower().encode())
+        tier = self._tiers.choose(body.service_tier, by_header, request.state.api_key)
         if request.state.account is not None:
             request.state.account.check()  # a key without tokens is refused before its prompts cost anything
         return Generation(body, card, tier, self._models.adapter(body.model), request.state)
