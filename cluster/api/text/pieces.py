@@ -27,7 +27,7 @@ class TextPieces:
         longest_first = sorted(dividers, key=len, reverse=True)  # as the tokenizer prefers
         self._divide = re.compile(f"({'|'.join(map(re.escape, longest_first))})").split
         self._most_bytes = most_bytes
-        self._kept: OrderedDict[str, Sequence[int]] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, str], Sequence[int]] = OrderedDict()  # by salt and piece
         self._lock = Lock()
         self.num_bytes = 0  # kept
 
@@ -52,33 +52,36 @@ class TextPieces:
             return None
         return cls(backend, dividers)
 
-    def encode(self, text: str) -> list[int]:
-        """Return the ids of a text, without those that the tokenizer puts around a text."""
+    def encode(self, text: str, salt: str = "") -> list[int]:
+        """Return the ids of a text, without those that the tokenizer puts around a text.
+
+        `salt`: only texts with the same one share pieces, so that no time tells what others sent."""
         found: list[int] = []
         for piece in self._divide(text):
             divider = self._dividers.get(piece)
             if divider is not None:
                 found.append(divider)
             elif piece:
-                found += self._ids(piece)
+                found += self._ids((salt, piece))
         return found
 
-    def _ids(self, piece: str) -> Sequence[int]:
+    def _ids(self, key: tuple[str, str]) -> Sequence[int]:
         with self._lock:
-            ids = self._kept.get(piece)
+            ids = self._kept.get(key)
             if ids is not None:
-                self._kept.move_to_end(piece)
+                self._kept.move_to_end(key)
                 return ids
-        new = tuple(self._backend.encode(piece, add_special_tokens=False).ids)
-        size = _size(piece, new)
+        new = tuple(self._backend.encode(key[1], add_special_tokens=False).ids)
+        size = _size(key, new)
         with self._lock:
-            if piece not in self._kept and size <= self._most_bytes:
-                self._kept[piece] = new
+            if key not in self._kept and size <= self._most_bytes:
+                self._kept[key] = new
                 self.num_bytes += size
                 while self.num_bytes > self._most_bytes:
                     self.num_bytes -= _size(*self._kept.popitem(last=False))
         return new
 
 
-def _size(piece: str, ids: Sequence[int]) -> int:
-    return getsizeof(piece) + getsizeof(ids) + 32 * len(ids) + 128  # bytes: each id is an object; an entry of the table
+def _size(key: tuple[str, str], ids: Sequence[int]) -> int:
+    """Return the bytes of an entry. Each id is an object."""
+    return sum(map(getsizeof, (key, *key, ids))) + 32 * len(ids) + 128

@@ -59,16 +59,16 @@ class PromptEncoder:
         *,
         add_special_tokens: bool,
         truncates: bool,
-        keeps: bool = False,
+        salt: str | None = None,
     ) -> list[int]:
         """Return the tokens of a text.
 
         A text that is certain to be too long is refused before it is encoded: no token has more characters than the
         longest. `truncates`: the prompt will be cut or only counted, so it may have more tokens than the context.
-        `keeps`: see `ModelTokenizer.encode`.
+        `salt`: see `ModelTokenizer.encode`.
         """
         self._check_length(len(text), card, param, truncates=truncates)
-        encode = partial(self._tokenizer.encode, add_special_tokens=add_special_tokens, keeps=keeps)
+        encode = partial(self._tokenizer.encode, add_special_tokens=add_special_tokens, salt=salt)
         if len(text) <= LONG_TEXT:
             return encode(text)
         if len(text) <= _HUGE_TEXT:
@@ -117,7 +117,7 @@ class PromptEncoder:
     ) -> Prompt:
         """Return the prompt that the chat template makes of the messages, with their pictures.
 
-        `salt`: only requests with the same one share processed pictures; with one, no tokens are kept. `tenant`:
+        `salt`: only requests with the same one share processed pictures, and tokens of pieces of their texts. `tenant`:
         tenants' pictures take turns.
         `memory`: of the request; it counts what the arguments of calls become.
         """
@@ -135,7 +135,7 @@ class PromptEncoder:
             param="messages",
             add_special_tokens=bool(body.add_special_tokens),
             truncates=truncates,
-            keeps=not salt,  # with one, as API keys have, times must not tell what others sent
+            salt=salt,
         )
         if self._media is None or not pictures:
             return Prompt(await encode(text))

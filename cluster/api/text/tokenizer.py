@@ -83,10 +83,10 @@ class ModelTokenizer:
                 shown.append(False)
         return shown == [False, True]
 
-    def encode(self, text: str, *, add_special_tokens: bool = True, keeps: bool = False) -> list[int]:
-        """Return the tokens of a text. `keeps`: keep the tokens of its pieces for later texts, as chats do."""
-        if keeps and self._pieces is not None and not (add_special_tokens and self._adds_special_tokens):
-            return self._pieces.encode(text)
+    def encode(self, text: str, *, add_special_tokens: bool = True, salt: str | None = None) -> list[int]:
+        """Return the tokens of a text. `salt`: keep those of its pieces for texts with the same one, as chats do."""
+        if salt is not None and self._pieces is not None and not (add_special_tokens and self._adds_special_tokens):
+            return self._pieces.encode(text, salt)
         if self._backend is not None:  # in half the time that transformers' own way takes
             ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         else:

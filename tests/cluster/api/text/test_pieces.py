@@ -94,7 +94,7 @@ def test_text_has_the_same_ids_whether_its_pieces_are_kept(kind: str, adds: bool
     for text in (*CORPUS, "<|im_start|>user\nthe dog<|im_end|>\n<tool> <|im_start|>assistant\n", ""):
         whole = tokenizer.encode(text, add_special_tokens=adds)
         for _ in range(2):
-            assert tokenizer.encode(text, add_special_tokens=adds, keeps=True) == whole
+            assert tokenizer.encode(text, add_special_tokens=adds, salt="") == whole
 
 
 def test_kept_pieces_are_the_recent_ones_within_their_bytes() -> None:
@@ -111,6 +111,14 @@ def test_kept_pieces_are_the_recent_ones_within_their_bytes() -> None:
     before = len(made.texts)
     pieces.encode("always")
     assert len(made.texts) == before
+
+
+def test_texts_with_unlike_salts_share_no_pieces() -> None:
+    made = Counting(backend())
+    pieces = TextPieces(made, {"<|im_end|>": 1})
+    found = [pieces.encode("same<|im_end|>same", salt) for salt in ("a", "b", "a", "")]
+    assert found == [found[0]] * 4
+    assert made.texts == ["same"] * 3
 
 
 def test_threads_share_kept_pieces() -> None:

@@ -73,9 +73,9 @@ class WatchedTokenizer(ModelTokenizer):
         super().__init__(tokenizer)
         self.turns = turns
 
-    def encode(self, text: str, *, add_special_tokens: bool = True, keeps: bool = False) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True, salt: str | None = None) -> list[int]:
         self.turns.record("encode", len(text))
-        return super().encode(text, add_special_tokens=add_special_tokens, keeps=keeps)
+        return super().encode(text, add_special_tokens=add_special_tokens, salt=salt)
 
     def decode(self, token_ids: Any, *, skip_special_tokens: bool = False) -> str:
         self.turns.record("decode", len(token_ids))
