@@ -15,8 +15,8 @@ from statistics import mean, median
 
 CODE = ("cluster", "router", "workers", "kvtransfer", "kernels", ".ci")
 BUDGETS = {  # count: the most that there may be
-    "lines of code": 69_443,
-    "lines of tests": 66_665,
+    "lines of code": 69_464,
+    "lines of tests": 66_673,
     "lines of benchmarks": 12_206,
     "lines of benchmarks/RESULTS.md": 500,
     "Python files in the largest folder": 20,
