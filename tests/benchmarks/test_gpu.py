@@ -15,6 +15,9 @@ from typing import Any
 import psutil
 import pytest
 
+if importlib.util.find_spec("triton"):
+    import triton.runtime.interpreter  # noqa: F401, so that tests/less_work.py finds it; the benchmark imports it later
+
 ROOT = Path(__file__).parents[2]
 CALLS = ["kernels", "attention", "engine", "others"]
 needs_triton = pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="needs Triton: pip install triton")

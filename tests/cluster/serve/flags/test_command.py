@@ -117,7 +117,7 @@ def test_serve_whose_ray_does_not_start_prints_rays_reason(small_model_dir: Path
     """Ray's sockets are in its folder, and the path of a socket has at most 107 bytes."""
     folder = tmp_path / ("x" * 107)
     folder.mkdir()
-    command = [COMMAND, "serve", str(small_model_dir), "--port", str(free_port())]
+    command = [COMMAND, "serve", str(small_model_dir), "--device", "emulated:l4-8b", "--port", str(free_port())]
     environment = {**os.environ, "RAY_TMPDIR": str(folder)}
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == 1
