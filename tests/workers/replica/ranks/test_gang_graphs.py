@@ -136,7 +136,7 @@ def test_steps_ahead_give_the_tokens_of_steps_in_turn(
 ) -> None:
     """Compare all kinds of sampling, without graphs. Some tokens only the driver finds, after the next step began."""
     monkeypatch.setattr(heads, "WIDTHS", (4, 8))
-    works, answers, num_ahead = submissions(KINDS + MORE_KINDS, 20), [], 0
+    works, answers, num_ahead = submissions(kinds := KINDS + MORE_KINDS, len(kinds)), [], 0
     from_driver = Collectives.from_driver
 
     def counted(collectives: Collectives, x: Tensor) -> Tensor:
