@@ -301,8 +301,7 @@ def _joins(
     """Return when a new prompt joins a step. A step has chunks of `chunk_s` at most where prompts wait.
 
     A replica that runs ahead schedules a step when the one before it begins: a prompt joins the step after the next.
-    `coming`: seconds since the report at which prompts were booked, and their own, in order of time. The steps after
-    the report tell nothing of one that came later: the next steps are those that follow it."""
+    `coming`: seconds since the report at which prompts were booked, and their own, in order of time."""
     streams_s = gap if sum(work.streams) else 0.0
     later = min(live.step_seconds, gap) / 2 + (streams_s if runs_ahead else 0.0)
     waiting = sum([seconds for _, seconds in work.reported.values()]) if live.step_seconds else 0.0
@@ -314,20 +313,14 @@ def _joins(
         if not coming:
             return _Joins(0.0, 0.0, 0.0, later)
         (begins, waiting), *coming = coming
-    while True:
-        if not running and not (runs_ahead and streams_s):
-            running, waiting = min(waiting, chunk_s), max(waiting - chunk_s, 0.0)
-        ends = first = second = begins + gap + running
-        if runs_ahead:
-            first = ends + _step_seconds(gap, streams_s, min(waiting, chunk_s))
-            waiting = max(waiting - chunk_s, 0.0) + sum([seconds for at, seconds in coming if at < ends])
-            second = first + _step_seconds(gap, streams_s, min(waiting, chunk_s))
-            waiting = max(waiting - chunk_s, 0.0)
-        coming = [each for each in coming if each[0] >= second]
-        if not coming:
-            return _Joins(ends, first, second, later)
-        (at, seconds), *coming = coming  # on average half of a step of the streams is left
-        begins, running, waiting = at + streams_s / 2, 0.0, max(waiting - (at - second), 0.0) + seconds
+    if not running and not (runs_ahead and streams_s):
+        running, waiting = min(waiting, chunk_s), max(waiting - chunk_s, 0.0)
+    ends = begins + gap + running
+    if not runs_ahead:
+        return _Joins(ends, ends, ends, later)
+    first = ends + _step_seconds(gap, streams_s, min(waiting, chunk_s))
+    waiting = max(waiting - chunk_s, 0.0) + sum([seconds for at, seconds in coming if at < ends])
+    return _Joins(ends, first, first + _step_seconds(gap, streams_s, min(waiting, chunk_s)), later)
 
 
 def _step_seconds(gap: float, streams_s: float, chunk_s: float) -> float:

@@ -194,17 +194,6 @@ def test_prompts_that_were_on_their_way_at_a_report_are_in_the_step_before() -> 
     assert found[0] - found[1] > 0.01, "the other one is in the step that the new one joins"
 
 
-@pytest.mark.parametrize("runs_ahead", [False, True])
-def test_prompt_that_came_long_after_a_report_is_in_the_step_that_runs(runs_ahead: bool) -> None:
-    fleet = fleet_of({"a": profile(runs_ahead=runs_ahead)})
-    step = COST.decode_step_seconds(4, 400)
-    fleet.hear("a", live(2, streams=(0, 4, 0), context_tokens=400, step_seconds=step), 100.0)
-    before = place(fleet, query("before", 100), 100.5)
-    predicted_ttft(fleet, query("new", 20), 100.5 + 2 * step)
-    steps = (1.5 + 2 * runs_ahead) * step + before.prefill_seconds  # of streams, and with the prompt
-    assert fleet.table.loads.step_left[0] == pytest.approx(steps - 2 * step)
-
-
 def test_silence_of_a_replica_with_a_booked_prompt_is_no_wait() -> None:
     fleet = fleet_of({"a": profile(runs_ahead=True)}, 1000.0)
     place(fleet, query("before"), 1000.0)
