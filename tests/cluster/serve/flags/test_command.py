@@ -227,14 +227,12 @@ def test_serve_answers_chat_and_after_sigterm_lets_streams_end_until_sigint(
 ) -> None:
     """All of its processes listen on loopback alone, and Ray's ask for a token.
 
-    It measures no kernels, and steps of few tokens: to measure those of the defaults takes a core half a minute.
+    What `make serve` starts for the first time, with fewer pages: it measures kernels and steps.
     """
-    flags = ["--cpu-kernels", "own", "--max-num-batched-tokens", "32", "--max-num-seqs", "4"]
-    flags += ["--kv-cache-memory", "400MiB"]
     monkeypatch.delenv("RAY_AUTH_MODE")
     (tmp_path / "token").write_text(secrets.token_hex(32))
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "token"))
-    with serving(tmp_path / "log", *flags) as (server, url):
+    with serving(tmp_path / "log", "--kv-cache-memory", "400MiB") as (server, url):
         log = (tmp_path / "log").read_text()
         for line in ("Machine: ", "Memory: ", "KV pages: ", "Speed: a prompt of 1,000 tokens takes", "Ask: curl "):
             assert f"\n{line}" in log
