@@ -136,7 +136,7 @@ class Attempt:
     number: int = -1
     events: Events = field(default_factory=Events)
     connections: "dict[str, ReplicaConnection]" = field(default_factory=dict)  # that are not detached, by name
-    submitting: dict[str, asyncio.Future[int]] = field(default_factory=dict)  # by replica
+    submitting: dict[str, asyncio.Task[None]] = field(default_factory=dict)  # by replica
     _reader: DeltaReader | None = field(default=None, init=False)
     _watch: RequestWatch | None = field(default=None, init=False)  # that counts the tokens of the reader
     _is_waiting: bool = field(default=False, init=False)  # in `next_actions`

@@ -234,8 +234,7 @@ class Dispatcher:
             submission = replace(submission, peer=self._connections[action.peer].profile.peer)
         if action.source is not None:
             submission = replace(submission, source=self._connections[action.source].profile.peer)
-        answering = asyncio.ensure_future(connection.client.submit(submission))
-        answering.add_done_callback(partial(_answered, attempt, connection.name))
+        answering = asyncio.ensure_future(_answer(attempt, connection, submission))
         attempt.submitting[connection.name] = answering
 
     @property
@@ -373,21 +372,19 @@ class Dispatcher:
         return {"0": self.metrics.text()}
 
 
-def _answered(attempt: Attempt, name: str, answering: asyncio.Future[int]) -> None:
-    """Make an event of a replica's answer to a leg."""
-    if answering.cancelled():
-        return
-    life, number = attempt.life, attempt.number
-    match answering.exception():
-        case None:
-            event = partial(life.taken, name, number, answering.result())
-        case Overloaded() | ValueError() as refusal:
-            event = partial(life.refused, name, number, refusal)
-        case ReplicaBroken() as loss:
-            event = partial(life.lost, name, number, loss)
-        case error:
-            event = partial(life.refused, name, number, _loss("did not take the request", name, error))
-    attempt.events.put_nowait(event)
+async def _answer(attempt: Attempt, connection: ReplicaConnection, submission: Submission) -> None:
+    """Submit a leg, and make an event of the answer in the turn in which it comes: before a loss that comes later."""
+    life, name, number = attempt.life, connection.name, attempt.number
+    try:
+        sequence = await connection.client.submit(submission)
+    except (Overloaded, ValueError) as refusal:
+        attempt.events.put_nowait(partial(life.refused, name, number, refusal))
+    except ReplicaBroken as loss:
+        attempt.events.put_nowait(partial(life.lost, name, number, loss))
+    except Exception as error:
+        attempt.events.put_nowait(partial(life.refused, name, number, _loss("did not take the request", name, error)))
+    else:
+        attempt.events.put_nowait(partial(life.taken, name, number, sequence))
 
 
 async def _ask(attempt: Attempt, connection: ReplicaConnection) -> None:
@@ -411,7 +408,7 @@ def _queue_is_full(queue: Shares) -> Overloaded:
     return Overloaded(f"{reason}. Retry in {_FULL_QUEUE_S:.0f} s", retry_after=_FULL_QUEUE_S)
 
 
-def _loss(what: str, replica: str, error: BaseException) -> ReplicaLost:
+def _loss(what: str, replica: str, error: Exception) -> ReplicaLost:
     loss = ReplicaLost(f"replica {replica} {what}: {error}")
     loss.__cause__ = error
     return loss
