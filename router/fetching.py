@@ -40,8 +40,8 @@ class Sources(NamedTuple):
 def with_sources(
     loads: Loads,
     cached: Floats,
-    here: PromptPrediction,
-    predict: Callable[[Slots, Floats], PromptPrediction],
+    here: PromptPrediction[Floats],
+    predict: Callable[[Slots, Floats], PromptPrediction[Floats]],
     slo: SloClass,
     candidates: Candidates,
     link_waits: Floats,
@@ -95,7 +95,7 @@ def with_sources(
     return Sources({slot: Fetch(*fetch) for slot, *fetch in found}, alternatives)
 
 
-def _alternatives(here: PromptPrediction, fetched: Floats, cached: Floats, first: Slots) -> dict[str, float]:
+def _alternatives(here: PromptPrediction[Floats], fetched: Floats, cached: Floats, first: Slots) -> dict[str, float]:
     """Return the least predicted TTFT, in seconds, of each way to use the longest prefix or not to.
 
     `fetched`: predicted TTFTs with a fetch. `first`: replicas that may make the first token."""

@@ -7,7 +7,7 @@ the reports of every replica, and counts its own bookings only until the replica
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
@@ -54,7 +54,7 @@ class RouterConfig(BaseModel):
 _INSTANT = 1e-9  # seconds of a prompt that costs nothing: a booking of 0 s means that another replica computes it
 
 
-Predicted = TypeVar("Predicted", bound=PromptPrediction)
+Predicted = TypeVar("Predicted", bound=PromptPrediction[Any])
 
 MOST_IN_USE = 16
 """Replicas whose cached pages are compared with those of running requests. More would cost time at every decision."""
@@ -63,7 +63,7 @@ MOST_IN_USE = 16
 class _Ways(NamedTuple):
     """The prediction with the best way to each replica's pages of a prompt."""
 
-    prediction: Prediction
+    prediction: Prediction[Floats]
     cached: Floats  # [slot]: tokens of the prompt in its pool, or loaded; not those fetched
     loading: Slots | None = None  # replicas that load pages from tiers
     fetches: Sources | None = None
@@ -337,7 +337,7 @@ class Fleet:
 
         in_use = self._in_use(query, cached, now)
 
-        def again(slots: Slots, held: Floats) -> PromptPrediction:
+        def again(slots: Slots, held: Floats) -> PromptPrediction[Floats]:
             return self._predict(predict_prompt, query, held, now, in_use[slots], slots)
 
         ways = _Ways(self._predict(predict, query, cached, now, in_use), cached)
@@ -377,7 +377,13 @@ class Fleet:
         return replace(placement, reason=" ".join([first, "loaded", *rest])) if is_loaded else placement
 
     def _placement(
-        self, query: Query, slo: SloClass, prediction: Prediction, prefill: int, decode: int, cached: Floats | float
+        self,
+        query: Query,
+        slo: SloClass,
+        prediction: Prediction[Any],
+        prefill: int,
+        decode: int,
+        cached: Floats | float,
     ) -> Placement:
         first, last = self.table.replica_in(prefill), self.table.replica_in(decode)
         ttft, alone = _at(prediction.ttft, prefill), _at(prediction.alone, prefill)

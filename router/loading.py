@@ -21,8 +21,8 @@ def with_loads(
     loads: Loads,
     cached: Floats,
     by_tier: Sequence[Floats],
-    here: PromptPrediction,
-    predict: Callable[[Slots, Floats], PromptPrediction],
+    here: PromptPrediction[Floats],
+    predict: Callable[[Slots, Floats], PromptPrediction[Floats]],
     slo: SloClass,
     candidates: Candidates,
 ) -> tuple[Floats, Slots]:

@@ -97,6 +97,10 @@ class ReplicaFigures(Generic[Costs, One, Each]):
     streams: Each  # now
     future_streams: Each
 
+    def waiting(self, priority: int) -> Any:
+        """Return the counts and the seconds of prompts that wait, `[position]` each: REPORTED, BOOKED."""
+        raise NotImplementedError
+
     def group_pages(self, num_pages: Any, slots: Any = None) -> Any:
         """Return how many pages all groups of layers together hold for a request whose tokens fill `num_pages`.
 

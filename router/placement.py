@@ -131,7 +131,7 @@ class Candidates:
 
 
 def choose(
-    loads: Loads, query: Query, cached: Floats, prediction: Prediction, slo: SloClass, candidates: Candidates
+    loads: Loads, query: Query, cached: Floats, prediction: Prediction[Floats], slo: SloClass, candidates: Candidates
 ) -> SlotPair:
     """Return the placement of least cost. `cached`: tokens of the prompt that each replica has.
 
@@ -165,13 +165,15 @@ def choose(
     return best
 
 
-def check_promise(loads: Loads, query: Query, prediction: Prediction, slo: SloClass, chosen: int, first: Slots) -> None:
+def check_promise(
+    loads: Loads, query: Query, prediction: Prediction[Floats], slo: SloClass, chosen: int, first: Slots
+) -> None:
     """Raise Overloaded where the `chosen` slot would refuse the request as late, and all that may take it would."""
     if query.may_refuse and late_refusal_s(loads, prediction, slo, chosen) > 0:
         _refuse_if_late(loads, prediction, slo, first)
 
 
-def _costs(query: Query, prediction: Prediction, slo: SloClass, first: Slots) -> tuple[Floats, Floats]:
+def _costs(query: Query, prediction: Prediction[Floats], slo: SloClass, first: Slots) -> tuple[Floats, Floats]:
     """Return the costs, in weighted seconds `[slot]`, of computing the prompt and of making the output."""
     due = due_s(prediction, slo, first)
     output = query.expected_output
@@ -181,7 +183,7 @@ def _costs(query: Query, prediction: Prediction, slo: SloClass, first: Slots) ->
     return prompt, decode
 
 
-def due_s(prediction: PromptPrediction, slo: SloClass, first: Slots) -> float:
+def due_s(prediction: PromptPrediction[Floats], slo: SloClass, first: Slots) -> float:
     """Return the TTFT from which on a request counts as late that one of the replicas `first` must compute."""
     return DEADLINE_SHARE * slo.ttft_deadline(float(prediction.alone.take(first).min()))
 
@@ -213,7 +215,7 @@ def _cheapest(slots: Slots, costs: Floats) -> Slots:
 
 
 def _transfer_tail(
-    loads: Loads, query: Query, cached: Floats, prediction: Prediction, near: Slots, far: Slots
+    loads: Loads, query: Query, cached: Floats, prediction: Prediction[Floats], near: Slots, far: Slots
 ) -> Floats:
     """Return the seconds `[prefill, decode]` from the first token, which the prefill replica makes, until the decode
     replica has all pages and room for them. Pages travel while the prompt is computed; those of the last chunk only
@@ -234,14 +236,14 @@ def travel_behind(travel: Floats, chunk: Floats, alone: Floats, num_tokens: int)
     return behind
 
 
-def late_refusal_s(loads: Loads, prediction: Prediction, slo: SloClass, slots: Slots | int) -> Floats:
+def late_refusal_s(loads: Loads, prediction: Prediction[Floats], slo: SloClass, slots: Slots | int) -> Floats:
     """Return by how many seconds each replica's admission expects the first token to be late; the replica refuses the
     request if that is above 0. -inf for replicas that refuse nothing. Admission does not consider places."""
     late = prediction.admission_ttft[slots] - np.maximum(slo.ttft_s, 2 * prediction.alone[slots])
     return np.where(loads.refuses_late[slots] > 0, late, -inf)
 
 
-def _refuse_if_late(loads: Loads, prediction: Prediction, slo: SloClass, first: Slots) -> None:
+def _refuse_if_late(loads: Loads, prediction: Prediction[Floats], slo: SloClass, first: Slots) -> None:
     """Raise Overloaded if every replica that may make the first token refuses the request."""
     late = late_refusal_s(loads, prediction, slo, first)
     at = int(late.argmin())

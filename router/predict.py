@@ -4,22 +4,27 @@ floats of an only replica's `Row`, which take less time.
 
 The commands that the constants cite are in placement.py."""
 
+# mypy: disable-error-code="no-any-return"
+# Operations on figures, and figures by class, are `Any`: `CostFormula` has them for floats and for arrays.
+
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import reduce
 from math import inf
 from operator import add, attrgetter
-from typing import Any
+from typing import Any, Generic, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from crossdock.router.loads import Loads, Row, Slots
+from crossdock.router.loads import ReplicaFigures, Slots
 from crossdock.router.work import EXPECTED_OUTPUT_TOKENS
 from crossdock.workers.report.advertise import MEMORY_S, MOST_ENDS
-from crossdock.workers.schedule.cost.formula import Floats
+from crossdock.workers.schedule.cost.formula import Figure, Floats
 from crossdock.workers.schedule.pacing.chunking import LEAST_SHARE
 from crossdock.workers.schedule.slo import SloClass
+
+Figures: TypeAlias = ReplicaFigures[Any, Figure, Any]  # `Loads`, or a `Row`
 
 RECENT_SHARE_BACKLOG_S = 0.3
 """Prefill backlog (s) above which the recent decode share predicts better than the current one. A prompt that is done
@@ -33,19 +38,19 @@ from 5.8 % to 9.5 %; 100 changes nothing, as no replica there is silent for long
 
 
 @dataclass(slots=True)
-class PromptPrediction:
+class PromptPrediction(Generic[Figure]):
     """One prompt at every replica, as if that replica computed all of it. Arrays `[slot]`, in seconds. Floats where one
     replica alone was asked for."""
 
-    prefill: Floats  # of the replica's time for the uncached part of the prompt, with the pictures that it encodes
-    alone: Floats  # to the first token if the replica has nothing else to do
-    admission_ttft: Floats  # to the first token, as the replica's own admission computes that
-    ttft: Floats  # to the first token
-    prompt_share: Floats  # no seconds: share of the replica's time that the prompt gets
-    prompt_lateness: Floats  # by which the prompt makes running streams late, weighted by class
-    room_wait: Floats  # until a place and pages are free for the request
+    prefill: Figure  # of the replica's time for the uncached part of the prompt, with the pictures that it encodes
+    alone: Figure  # to the first token if the replica has nothing else to do
+    admission_ttft: Figure  # to the first token, as the replica's own admission computes that
+    ttft: Figure  # to the first token
+    prompt_share: Figure  # no seconds: share of the replica's time that the prompt gets
+    prompt_lateness: Figure  # by which the prompt makes running streams late, weighted by class
+    room_wait: Figure  # until a place and pages are free for the request
 
-    def improve(self, other: "PromptPrediction", slots: Slots, is_better: NDArray[np.bool_]) -> None:
+    def improve(self, other: "PromptPrediction[Figure]", slots: Slots, is_better: NDArray[np.bool_]) -> None:
         """In those of `slots` where `is_better`, put the figures of `other`, `[place in slots]`, which has more pages.
 
         Room stays as it is: pages that were fetched or loaded take as much as computed ones."""
@@ -59,28 +64,28 @@ _but_room = attrgetter(*(each.name for each in fields(PromptPrediction) if each.
 
 
 @dataclass(slots=True)
-class Prediction(PromptPrediction):
+class Prediction(PromptPrediction[Figure]):
     """One request at every replica, as if that replica did all the work. Arrays `[slot]`, or floats, in seconds."""
 
-    evicted: Floats  # of prefill that will be done again, because the request evicts cached pages
-    gap: Floats  # between its output tokens
-    decode_lateness: Floats  # by which its output makes all streams late, itself included, weighted by class
-    decode_work: Floats  # that the replica works for its output
+    evicted: Figure  # of prefill that will be done again, because the request evicts cached pages
+    gap: Figure  # between its output tokens
+    decode_lateness: Figure  # by which its output makes all streams late, itself included, weighted by class
+    decode_work: Figure  # that the replica works for its output
 
 
 def predict(
-    loads: Loads | Row,
+    loads: Figures[Figure],
     num_tokens: int,
     max_tokens: int,
     priority: int,
-    cached: Floats | float,
-    age: Floats | float,
+    cached: Figure,
+    age: Figure,
     classes: Sequence[SloClass],
     items: Sequence[tuple[int, int, int]] = (),
-    fair: Callable[[Floats, Floats], Floats] | None = None,
-    held: Floats | float | None = None,
+    fair: Callable[[Figure, Figure], Figure] | None = None,
+    held: Figure | None = None,
     adapter: int = 0,
-) -> Prediction:
+) -> Prediction[Figure]:
     """Return the prediction for a prompt of `num_tokens` and an output of at most `max_tokens`.
 
     The arguments are those of `predict_prompt`."""
@@ -96,18 +101,18 @@ def predict(
 
 
 def predict_prompt(
-    loads: Loads | Row,
+    loads: Figures[Figure],
     num_tokens: int,
     max_tokens: int,
     priority: int,
-    cached: Floats | float,
-    age: Floats | float,
+    cached: Figure,
+    age: Figure,
     classes: Sequence[SloClass],
     items: Sequence[tuple[int, int, int]] = (),
-    fair: Callable[[Floats, Floats], Floats] | None = None,
-    held: Floats | float | None = None,
+    fair: Callable[[Figure, Figure], Figure] | None = None,
+    held: Figure | None = None,
     adapter: int = 0,
-) -> PromptPrediction:
+) -> PromptPrediction[Figure]:
     """Return the prediction for a prompt of `num_tokens`, which needs room for an output of at most `max_tokens` too.
 
     `cached`: tokens of the prompt that each replica has in its cache. `age`: seconds since each replica last reported
@@ -153,14 +158,14 @@ def predict_prompt(
 
 def _most(figures: Any) -> float:
     """Return the largest of all replicas' figures; of an only replica's, the figure."""
-    return figures.max() if isinstance(figures, np.ndarray) else figures  # type: ignore[no-any-return]
+    return figures.max() if isinstance(figures, np.ndarray) else figures
 
 
 def _nothing(like: Any) -> Any:
     return np.zeros(len(like)) if isinstance(like, np.ndarray) else 0.0
 
 
-def _encoder_seconds(loads: Any, items: Sequence[tuple[int, int, int]], cached: Any) -> tuple[Floats, Floats]:
+def _encoder_seconds(loads: Any, items: Sequence[tuple[int, int, int]], cached: Any) -> tuple[Any, Any]:
     """Return the encoder's seconds and items at every replica: `Encoding.seconds_left` with no embedding in memory."""
     if loads.encoder_per_row.max() <= 0:
         return np.zeros(len(cached)), np.zeros(len(cached))
@@ -172,14 +177,14 @@ def _encoder_seconds(loads: Any, items: Sequence[tuple[int, int, int]], cached: 
     return seconds, num_items
 
 
-def _prefill_seconds(loads: Any, num_tokens: int, rest: Any, cached: Any, adapter: int) -> Any:
+def _prefill_seconds(loads: Figures[Figure], num_tokens: int, rest: Figure, cached: Figure, adapter: int) -> Figure:
     """Return the seconds of the uncached `rest` of a prompt at every replica, as `Forecast.prefill_seconds` does."""
     if num_tokens <= -_most(-loads.max_step_tokens):  # one step, which is the usual case
         return loads.cost.chunk_step_seconds(cached, rest, adapter) * loads.interval_share
     return loads.cost.prefill_seconds(cached, cached + rest, loads.max_step_tokens, adapter) * loads.interval_share
 
 
-def _drain_seconds(loads: Any, rest: Any, cached: Any, adapter: int) -> Any:
+def _drain_seconds(loads: Figures[Figure], rest: Figure, cached: Figure, adapter: int) -> Figure:
     """Return the seconds that the prompt's last step takes to leave a pipeline, beyond the interval between steps."""
     after = 1 - loads.interval_share
     if _most(after) <= 0:  # no replica is a pipeline, which is the usual case
@@ -189,8 +194,8 @@ def _drain_seconds(loads: Any, rest: Any, cached: Any, adapter: int) -> Any:
 
 
 def _backlog_ahead(
-    loads: Any, priority: int, age: Any, own: Any, fair: Callable[[Floats, Floats], Floats] | None
-) -> Any:
+    loads: Figures[Figure], priority: int, age: Figure, own: Figure, fair: Callable[[Figure, Figure], Figure] | None
+) -> Figure:
     """Return the seconds of waiting prompts that go before a prompt of `own` seconds, as `forecast.predicted_ttft` does
     for single prompts. Since a replica last reported, it has worked off some of what it reported."""
     larger, smaller = loads.cost.larger, loads.cost.smaller
@@ -218,7 +223,7 @@ def _backlog_ahead(
     return ahead if most is None else np.where(np.isnan(most), ahead, most)
 
 
-def _at_most(loads: Any, waiting: Any, left: Any, own: Any) -> Any:
+def _at_most(loads: Figures[Figure], waiting: Any, left: Figure, own: Figure) -> Figure:
     """Return the seconds that are left of waiting prompts, of each at most `own`."""
     smaller, (counts, seconds) = loads.cost.smaller, waiting
     if isinstance(counts, np.ndarray):
@@ -232,17 +237,22 @@ def _sum(groups: Any) -> Any:
     return np.add.reduce(groups) if isinstance(groups, np.ndarray) else reduce(add, groups, 0.0)
 
 
-def lacks_room(loads: Any, priority: int, tokens: Floats | float, age: Floats | float) -> Any:
+def lacks_room(loads: Figures[Figure], priority: int, tokens: Figure | float, age: Figure) -> Any:
     """Return whether a request that takes room for `tokens` tokens must wait for pages or a place at each replica."""
     return (tokens > loads.max_prompt_now[priority]) | (age >= loads.taken_at)
 
 
-def _room_wait(loads: Any, priority: int, rest: Any, age: Any) -> Any:
+def _room_wait(loads: Figures[Figure], priority: int, rest: Figure, age: Figure) -> Figure:
     """Return the seconds until enough requests have ended for a place and for the pages of `rest` tokens, which no
     request that waits has taken."""
     lacks = lacks_room(loads, priority, rest, age)
     if not _most(lacks):
         return _nothing(rest)
+    return _seconds_to_room(loads, priority, rest, age, lacks)
+
+
+def _seconds_to_room(loads: Any, priority: int, rest: Any, age: Any, lacks: NDArray[np.bool_]) -> Any:
+    """Return `_room_wait` of many replicas, of which some lack room."""
     missing = np.maximum(_pages(loads, rest) - loads.free_pages[priority], 0.0)
     places = np.arange(1, MOST_ENDS + 1)[:, None]
     seconds, freed = loads.ends
@@ -256,7 +266,7 @@ def _room_wait(loads: Any, priority: int, rest: Any, age: Any) -> Any:
     return wait
 
 
-def _evicted_seconds(loads: Any, tokens: Any) -> Any:
+def _evicted_seconds(loads: Figures[Figure], tokens: Figure) -> Figure:
     """Return the seconds of prefill that are expected to be lost if `tokens` more get pages at every replica."""
     if _most(loads.eviction_seconds) <= 0:
         return _nothing(tokens)
@@ -265,14 +275,14 @@ def _evicted_seconds(loads: Any, tokens: Any) -> Any:
     return evicted * loads.eviction_seconds
 
 
-def _pages(loads: Any, tokens: Any) -> Any:
+def _pages(loads: Figures[Figure], tokens: Figure) -> Figure:
     """Return how many pages a request of `tokens` tokens takes at every replica, of all groups and of its state."""
     return loads.group_pages(np.ceil(tokens / loads.page_size)) + loads.state_pages
 
 
 def _prompt_lateness(
-    loads: Any, priority: int, rest: Any, per_token: Any, context: Any, classes: Sequence[SloClass]
-) -> Any:
+    loads: Figures[Figure], priority: int, rest: Figure, per_token: Figure, context: Figure, classes: Sequence[SloClass]
+) -> Figure:
     """Return the weighted seconds by which the steps that compute the prompt make running streams late."""
     larger, smaller = loads.cost.larger, loads.cost.smaller
     chunk = smaller(loads.min_chunk, rest)
@@ -291,7 +301,7 @@ def _prompt_lateness(
 
 def _encoder_lateness(
     loads: Any, priority: int, rest: Any, seconds: Floats, num_items: Floats, classes: Sequence[SloClass]
-) -> Floats:
+) -> Any:
     """Return the weighted seconds by which the steps that encode `num_items` pictures make running streams late.
 
     A picture is encoded whole, in the step of the first chunk that reads it. So a stream waits at least for one.
@@ -307,7 +317,9 @@ def _encoder_lateness(
     return found
 
 
-def _decode_lateness(loads: Any, slo: SloClass, gap: Any, output: int, classes: Sequence[SloClass]) -> Any:
+def _decode_lateness(
+    loads: Figures[Figure], slo: SloClass, gap: Figure, output: int, classes: Sequence[SloClass]
+) -> Figure:
     """Return the weighted seconds by which `output` steps of `gap` make all streams late, the request's included."""
     if _most(gap) <= _tightest_tpot(classes):
         return _nothing(gap)
@@ -320,7 +332,7 @@ def _tightest_tpot(classes: Sequence[SloClass]) -> float:
     return min([slo.tpot_s for slo in classes])
 
 
-def _lateness(gap: Any, streams: Any, classes: Sequence[SloClass], larger: Callable[..., Any]) -> Any:
+def _lateness(gap: Figure, streams: Any, classes: Sequence[SloClass], larger: Callable[..., Any]) -> Figure:
     """Return `loads.lateness` of every replica."""
     late = _nothing(gap)
     for slo, count in zip(classes, streams, strict=True):
