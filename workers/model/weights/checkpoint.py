@@ -80,16 +80,20 @@ def model_name(name: str | None) -> str:
 
 
 def default_model_dir() -> Path:
-    """Return the embedded default as a Hugging Face directory (bfloat16), converted on first use: about 20 s.
+    """Return the embedded default as a Hugging Face directory (bfloat16), converted on first use: about 10 s.
 
-    Safe with concurrent callers, and with callers killed at any point: they hold a lock, which the kernel releases when
-    a process ends, and rename the directory when it is complete.
+    The file is checked before it is converted; later starts do not read it. Safe with concurrent callers, and with
+    callers killed at any point: they hold a lock, which the kernel releases when a process ends, and rename the
+    directory when it is complete.
 
     Raises:
         ValueError: the wheel with the model is not installed, or its file is not the one that was published.
     """
-    gguf = _default_gguf()
-    return _made_once(cache_dir() / "models" / _checked_digest(gguf) / _NAME, partial(convert_gguf, gguf))
+    name = hashlib.sha256(_SHA256.encode() + _RECIPE).hexdigest()[:16]
+    gguf, target = _default_gguf(), cache_dir() / "models" / name / _NAME
+    if not target.is_dir():
+        _require_published(gguf)
+    return _made_once(target, partial(convert_gguf, gguf))
 
 
 def _packed_gguf(gguf: Path) -> Path:
@@ -133,16 +137,12 @@ def _default_gguf() -> Path:
     raise ValueError(f"the default model {_NAME} is not installed: {_INSTALL}, or name another model")
 
 
-def _checked_digest(gguf: Path) -> str:
-    """Return a name for what the default model's file is converted to. ValueError: the file is another one."""
+def _require_published(gguf: Path) -> None:
+    """Raise ValueError if a file is not the default model's."""
     with gguf.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256")
-    if digest.hexdigest() != _SHA256:
-        raise ValueError(
-            f"{gguf} is not the default model: its SHA-256 is {digest.hexdigest()}, expected {_SHA256}; {_AGAIN}"
-        )
-    digest.update(_RECIPE)
-    return digest.hexdigest()[:16]
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != _SHA256:
+        raise ValueError(f"{gguf} is not the default model: its SHA-256 is {digest}, expected {_SHA256}; {_AGAIN}")
 
 
 def _from_hub(name: str, *, needs_weights: bool) -> Path:
