@@ -4,10 +4,10 @@ No clock and no network: time and messages come in, placements go out. Several r
 the reports of every replica, and counts its own bookings only until the replica's report includes them.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
@@ -17,7 +17,7 @@ from crossdock.router.fetching import Sources, with_sources
 from crossdock.router.loading import with_loads
 from crossdock.router.loads import Slots
 from crossdock.router.placement import Candidates, Placement, Query, check_promise, choose
-from crossdock.router.predict import Prediction, PromptPrediction, lacks_room, predict, predict_prompt
+from crossdock.router.predict import Prediction, PromptPrediction, lacks_room, predict_prompt, with_output
 from crossdock.router.prefixes import Prefixes, num_shared, pages_by_slot
 from crossdock.router.replica_table import ReplicaState, ReplicaTable
 from crossdock.router.tenants import fair_ahead
@@ -53,8 +53,6 @@ class RouterConfig(BaseModel):
 
 _INSTANT = 1e-9  # seconds of a prompt that costs nothing: a booking of 0 s means that another replica computes it
 
-
-Predicted = TypeVar("Predicted", bound=PromptPrediction[Any])
 
 MOST_IN_USE = 16
 """Replicas whose cached pages are compared with those of running requests. More would cost time at every decision."""
@@ -247,24 +245,18 @@ class Fleet:
         return paused if any(name not in out for name in self.table.by_name) else set()
 
     def _predict(
-        self,
-        predict: Callable[..., Predicted],
-        query: Query,
-        cached: Floats,
-        now: float,
-        held: Floats,
-        slots: Slots | None = None,
-    ) -> Predicted:
-        """Return the prediction for a request at every replica, or at those in `slots`, which have `cached` tokens.
+        self, query: Query, cached: Floats, now: float, held: Floats, slots: Slots | None = None
+    ) -> PromptPrediction[Floats]:
+        """Return the prediction for a prompt at every replica, or at those in `slots`, which have `cached` tokens.
 
         `held`: see `predict_prompt`."""
         priority, ages, loads = self._priority(query.slo_class), self.table.ages(now), self.table.loads
         replicas: Sequence[ReplicaState | None] = self.table.by_slot
         if slots is not None:
             ages, loads, replicas = ages[slots], loads.at(slots), [replicas[slot] for slot in slots]
-        tokens, adapter = (query.num_tokens, query.max_tokens), query.adapter_weights
+        asked, adapter = (query.num_tokens, query.max_tokens, priority), query.adapter_weights
         fair = partial(fair_ahead, replicas, priority, query.payer, query.weight) if query.payer else None
-        prediction = predict(loads, *tokens, priority, cached, ages, self.classes, query.items, fair, held, adapter)
+        prediction = predict_prompt(loads, *asked, cached, ages, self.classes, query.items, fair, held, adapter)
         if query.adapter:
             waits = self.table.adapter_waits(query.adapter)
             prediction.ttft += waits if slots is None else waits[slots]
@@ -326,7 +318,8 @@ class Fleet:
         if query.may_refuse and row.refuses_late:
             return None
         cached = float(size * len(self.prefixes.match(query.page_hashes[: (query.num_tokens - 1) // size])[0]))
-        prediction = predict(row, query.num_tokens, query.max_tokens, priority, cached, age, self.classes)
+        prompt = predict_prompt(row, query.num_tokens, query.max_tokens, priority, cached, age, self.classes)
+        prediction = with_output(prompt, row, query.num_tokens, query.expected_output, priority, cached, self.classes)
         return self._placement(query, self.classes[priority], prediction, slot, slot, cached)
 
     def _with_prefixes(self, query: Query, now: float, candidates: Candidates, exclude: Collection[str]) -> "_Ways":
@@ -338,10 +331,12 @@ class Fleet:
         in_use = self._in_use(query, cached, now)
 
         def again(slots: Slots, held: Floats) -> PromptPrediction[Floats]:
-            return self._predict(predict_prompt, query, held, now, in_use[slots], slots)
+            return self._predict(query, held, now, in_use[slots], slots)
 
-        ways = _Ways(self._predict(predict, query, cached, now, in_use), cached)
-        slo, loads = self.classes[self._priority(query.slo_class)], self.table.loads
+        priority, loads = self._priority(query.slo_class), self.table.loads
+        slo, prompt = self.classes[priority], self._predict(query, cached, now, in_use)
+        asked = query.num_tokens, query.expected_output, priority, cached, self.classes, query.adapter_weights
+        ways = _Ways(with_output(prompt, loads, *asked), cached)
         if by_tier:
             loaded = with_loads(loads, cached, by_tier, ways.prediction, again, slo, candidates)
             ways = ways._replace(cached=loaded[0], loading=loaded[1])

@@ -1,6 +1,6 @@
 """The figures of all replicas that predictions need, as named arrays, and how one replica's figures are made.
 
-`ReplicaFigures` declares each figure once: of one replica in a `Row`, of every replica in `Loads`, which `predict`
+`ReplicaFigures` declares each figure once: of one replica in a `Row`, of every replica in `Loads`, which predict.py
 reads. `row` builds a replica's entry in named steps: backlog, streams, room, shares. `Row.write` puts it into `Loads`.
 Adding a figure means one field in `ReplicaFigures`, and one line in `row`.
 """

@@ -70,27 +70,22 @@ class Prediction(PromptPrediction[Figure]):
     evicted: Figure  # of prefill that will be done again, because the request evicts cached pages
     gap: Figure  # between its output tokens
     decode_lateness: Figure  # by which its output makes all streams late, itself included, weighted by class
-    decode_work: Figure  # that the replica works for its output
+    decode_work: Figure  # of the replica's time for the output
 
 
-def predict(
+def with_output(
+    prompt: PromptPrediction[Figure],
     loads: Figures[Figure],
     num_tokens: int,
-    max_tokens: int,
+    output: int,
     priority: int,
     cached: Figure,
-    age: Figure,
     classes: Sequence[SloClass],
-    items: Sequence[tuple[int, int, int]] = (),
-    fair: Callable[[Figure, Figure], Figure] | None = None,
-    held: Figure | None = None,
     adapter: int = 0,
 ) -> Prediction[Figure]:
-    """Return the prediction for a prompt of `num_tokens` and an output of at most `max_tokens`.
-
-    The arguments are those of `predict_prompt`."""
-    output, slo = min(max_tokens, EXPECTED_OUTPUT_TOKENS), classes[priority]
-    prompt = predict_prompt(loads, num_tokens, max_tokens, priority, cached, age, classes, items, fair, held, adapter)
+    """Return the prediction for a prompt and an expected output of `output` tokens. The other arguments are those of
+    `predict_prompt`."""
+    slo = classes[priority]
     token: Any = loads.per_joining_decode + loads.cost.per_context * num_tokens
     token = token + loads.cost.per_adapted * adapter if adapter else token
     gap = loads.future_gap + loads.token_share * token

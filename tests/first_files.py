@@ -22,7 +22,7 @@ LIBRARIES = (
     ("layer_steps",),
     ("packed",),
     ("decoder", "ROW_TYPE=float"),
-    *([("decoder", "ROW_TYPE=bf16")] if "avx512_bf16" in cpu_flags() else []),  # others have no use for it
+    *([("decoder", "ROW_TYPE=bf16")] if "avx512_bf16" in cpu_flags() else []),  # other CPUs cannot run it
 )
 CAPABILITIES = ("80", "89", "90", "100", "120")
 

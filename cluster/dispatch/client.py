@@ -1,7 +1,7 @@
 """The replicas of the application, as its other processes see them: which are up, and how each is called."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -42,9 +42,10 @@ class ReplicaClient:
             async for _ in opening:  # ends with the stream: Ray knows whether the process has
                 pass
 
-    def submit(self, submission: Submission) -> Awaitable[int]:
-        assert self._stream is not None, "no message has come over a connection"
-        return self._stream.submit(submission)
+    async def submit(self, submission: Submission) -> int:
+        if self._stream is None:
+            raise ReplicaBroken("it has no open connection")
+        return await self._stream.submit(submission)
 
     async def close(self) -> None:
         if self._stream is not None:

@@ -4,7 +4,7 @@ import asyncio
 import contextvars
 import logging
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, Protocol, TypeAlias
@@ -63,8 +63,8 @@ class EngineClient(Protocol):
         """Open the stream of this ingress and yield what the replica sends. From its first message on, the replica
         accepts submissions."""
 
-    def submit(self, submission: Submission) -> Awaitable[int]:
-        """Submit a request. The result is the number of the last live profile that does not include it.
+    async def submit(self, submission: Submission) -> int:
+        """Submit a request. Returns the number of the last live profile that does not include it.
 
         Raises:
             ValueError: the request can never be served; the message names the field.

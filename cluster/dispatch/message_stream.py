@@ -50,24 +50,24 @@ class MessageStream:
                 if not awaited.done():
                     awaited.set_exception(ReplicaBroken("the connection to its process broke"))
 
-    def submit(self, submission: Submission) -> asyncio.Future[int]:
-        """Send a submission now. The future has what `EngineThread.submit` returns.
+    async def submit(self, submission: Submission) -> int:
+        """Send a submission, and return what `EngineThread.submit` returns.
 
-        It raises what the replica refuses it with, and ReplicaBroken where the connection ends before the answer.
+        Raises what the replica refuses it with, and ReplicaBroken where the connection ends before the answer.
         """
+        if self._writer.is_closing():
+            raise ReplicaBroken("the connection to its process broke")
+        number = next(self._numbers)
         answer: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._answers[number] = answer
         try:
-            if self._writer.is_closing():
-                raise ReplicaBroken("the connection to its process broke")
-            number = next(self._numbers)
             self._writer.write(submission_frame(number, submission))
-            self._answers[number] = answer
-        except Exception as error:
-            answer.set_exception(error)
-        return answer
+            return await answer
+        finally:
+            del self._answers[number]
 
     def _settle(self, answer: Answer) -> None:
-        awaited = self._answers.pop(answer.number, None)
+        awaited = self._answers.get(answer.number)
         if awaited is None or awaited.done():  # its request has left
             return
         if answer.refusal is not None:

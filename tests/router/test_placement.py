@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from crossdock.router.fleet import Fleet
 from crossdock.router.loads import Slots
 from crossdock.router.placement import PAIR_CANDIDATES, Candidates, Query, SlotPair, choose
-from crossdock.router.predict import Prediction, predict
+from crossdock.router.predict import Prediction, predict_prompt, with_output
 from crossdock.workers.report.advertise import PageChanges, Prompts
 from crossdock.workers.schedule.cost.formula import Floats
 from crossdock.workers.schedule.memory.prefix_index import hash_pages
@@ -214,14 +214,11 @@ class Problem:
         self.candidates: Candidates = table.candidates(may_ship=self.request.num_tokens >= PAGE_SIZE, must_ship=False)
         self.zeros: Floats = np.zeros(len(table.by_slot))
         self.slo = self.fleet.classes[CLASSES.index(self.request.slo_class)]
-        self.prediction: Prediction = predict(
-            table.loads,
-            self.request.num_tokens,
-            self.request.max_tokens,
-            CLASSES.index(self.request.slo_class),
-            self.zeros,
-            self.zeros,
-            self.fleet.classes,
+        asked, zeros, classes = self.request, self.zeros, self.fleet.classes
+        priority, output = CLASSES.index(asked.slo_class), asked.expected_output
+        prompt = predict_prompt(table.loads, asked.num_tokens, asked.max_tokens, priority, zeros, zeros, classes)
+        self.prediction: Prediction[Floats] = with_output(
+            prompt, table.loads, asked.num_tokens, output, priority, zeros, classes
         )
 
     def choose(self, alone: Slots, prefills: Slots, decodes: Slots) -> SlotPair:

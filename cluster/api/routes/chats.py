@@ -125,10 +125,11 @@ class Chats:
                 if output.finish_reason is not None:
                     usage = _usage_of(generation, output, [message])
                     reason = message.finish_reason(output.finish_reason)
-                    reasons = {"finish_reason": reason, "stop_reason": output.stop_reason, **output.weight_versions}
-                    last: dict[str, Any] = {"index": output.index, "delta": {}, "logprobs": None, **reasons}
-                    is_usual = output.stop_reason is None and not output.weight_versions
-                    yield events.written_choice(_usual_end(output.index, reason) if is_usual else to_json(last), usage)
+                    if output.stop_reason is None and not output.weight_versions:
+                        yield events.written_choice(_usual_end(output.index, reason), usage)
+                    else:
+                        last = _end(output.index, reason, output.stop_reason)
+                        yield events.choice({**last, **output.weight_versions}, usage)
         if body.includes_usage:
             yield events.usage(_with_reasoning(generation.usage(), messages))
         yield DONE
@@ -177,9 +178,14 @@ def _role(index: int) -> bytes:
 
 
 @lru_cache(maxsize=256)
-def _usual_end(index: int, reason: str) -> bytes:
+def _usual_end(index: int, reason: str | None) -> bytes:
     """Return the last choice of a streamed answer, as JSON, where no stop string or token ended it."""
-    return to_json({"index": index, "delta": {}, "logprobs": None, "finish_reason": reason, "stop_reason": None})
+    return to_json(_end(index, reason, None))
+
+
+def _end(index: int, reason: str | None, stop_reason: Any) -> dict[str, Any]:
+    """Return the last choice of a streamed answer."""
+    return {"index": index, "delta": {}, "logprobs": None, "finish_reason": reason, "stop_reason": stop_reason}
 
 
 def _usage_of(generation: Generation, output: Output, messages: Sequence[ChatMessage] = ()) -> dict[str, Any] | None:

@@ -49,7 +49,7 @@ async def test_ingress_reads_all_tokens_of_its_requests() -> None:
         stream = await MessageStream.open(address)
         messages = stream.messages()
         assert not (await anext(messages)).deltas
-        submitting = stream.submit(work(20))
+        submitting = asyncio.create_task(stream.submit(work(20)))
         tokens = list[int]()
         async with asyncio.timeout(30):
             async for message in messages:
@@ -111,8 +111,8 @@ async def test_each_submission_gets_its_own_answer_whatever_the_order() -> None:
     async with driving() as driven, opening(driven, submit) as (address, _):
         stream = await MessageStream.open(address)
         async with reading(stream):
-            asked = {name: stream.submit(Submission(name, [5])) for name in may_answer}
-            left = stream.submit(Submission("taken", [5]))
+            asked = {name: asyncio.create_task(stream.submit(Submission(name, [5]))) for name in may_answer}
+            left = asyncio.create_task(stream.submit(Submission("taken", [5])))
             await asyncio.sleep(0)
             left.cancel()  # an answer without a reader disturbs no other
             found = dict[str, object]()
@@ -143,7 +143,7 @@ async def test_submission_without_an_answer_ends_with_the_connection() -> None:
     async with driving() as driven, opening(driven, submit) as (address, lasting):
         stream = await MessageStream.open(address)
         async with reading(stream):
-            submitting = stream.submit(work(1))
+            submitting = asyncio.create_task(stream.submit(work(1)))
             await asyncio.sleep(0)
         with pytest.raises(ReplicaBroken):
             await submitting

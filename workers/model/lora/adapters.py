@@ -108,7 +108,7 @@ class Adapters:
         pairs = dict(chain.from_iterable(self._pairs(files, names, content) for names in alike.values()))
         weights = AdapterWeights(pairs, self._table(pairs))
         for stack in self.stacks:
-            stack.deltas_of(weights)  # now, in the thread of loads: no step waits for it
+            stack.deltas_of(weights)  # makes them in the thread of loads, so that no step waits for that
         self.loaded[adapter.fingerprint] = weights
 
     def _table(self, pairs: Mapping[str, Pair]) -> Tensor:

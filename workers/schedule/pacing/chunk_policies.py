@@ -36,8 +36,7 @@ def adaptive_share(cost: StepCost, beside: Beside, floor: int) -> float:
     """Return the share in steps of `adaptive_chunk_budget`. The streams are as early as `longest_gap` allows."""
     seconds = longest_step(longest_gap(beside.tpot, is_urgent=beside.is_urgent), beside.overrun)
     tokens = cost.chunk_within(seconds, 0, beside.streams, alone=beside.alone)
-    if beside.alone >= beside.tpot:
-        floor = floor_beside(cost, beside.streams, (beside.tpot,), beside.overrun, floor)
+    floor = floor_beside(cost, beside.streams, (beside.tpot,), beside.overrun, floor, beside.alone)
     if floor:
         tokens = max(tokens, free_tokens(cost, beside.streams, 0, floor, alone=beside.alone))
     least = beside.page_size if beside.is_urgent else LEAST_PART

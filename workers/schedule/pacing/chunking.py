@@ -160,15 +160,18 @@ class Candidate(NamedTuple):
     adapter_weights: int = 0  # numbers in the matrices of its adapter
 
 
-def floor_beside(cost: StepCost, streams: StepWork, tpots: Sequence[float], overrun: float, floor: int) -> int:
+def floor_beside(
+    cost: StepCost, streams: StepWork, tpots: Sequence[float], overrun: float, floor: int, alone: float | None = None
+) -> int:
     """Return the prompt tokens that a step computes however tight the slack is: `floor`, wherever promises can be kept.
 
     Where decodes alone take as long as a promise, the floor is what fits in `KNEE` times their seconds, and in the
-    promises that can be kept. `tpots`: promised seconds per token of all streams.
+    promises that can be kept. `tpots`: promised seconds per token of all streams. `alone`: seconds of a step of the
+    streams, where known.
     """
     if not floor:
         return floor
-    alone = cost.seconds(streams)
+    alone = cost.seconds(streams) if alone is None else alone
     kept = [tpot for tpot in tpots if tpot > alone]
     if len(kept) == len(tpots):
         return floor
