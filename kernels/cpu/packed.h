@@ -180,10 +180,14 @@ struct WidenedFloats {
     void enter(int64_t) {}
     void read(int64_t k) {
         for (int p = 0; p < NB; ++p) {
-            words[p] = codes[p] + k / 2 * PANEL;
+            words[p] = codes[p] + (k >> 1) * PANEL;
             prefetch(fetched + p * panel);
         }
         fetched += stride;
+    }
+    // The words are loaded again from here on: the compiler cannot know that they are the same.
+    void reload() {
+        for (int p = 0; p < NB; ++p) asm("" : "+r"(words[p]));
     }
     vec number(int j, int v) const {
         const ivec word = (ivec)load(words[v / PARTS] + v % PARTS * LANES);
@@ -359,7 +363,8 @@ __attribute__((noinline)) void tile(Source source, const Matrix& w, RowsOf<typen
             source.read(k);
 #pragma GCC unroll 8
             for (int j = 0; j < STEPS; ++j) {
-                if (j > 0 && must_reload<Source, MB>()) asm volatile("" ::: "memory");
+                if constexpr (must_reload<Source, MB>())
+                    if (j > 0) source.reload();
                 vec b[V];
                 for (int v = 0; v < V; ++v) b[v] = source.number(j, v);
                 for (int m = 0; m < MB; ++m) {
@@ -496,17 +501,28 @@ void numbers_of(const Matrix& w, int64_t n, uint32_t* to) {
 template <class X, Kind KIND, bool HAS_OFFSETS, int NB, int MB, class Write>
 int64_t in_registers(RowsOf<X> x, int64_t count, const Matrix& w, int64_t n, int64_t end, Write& write) {
     using Source = typename SourcesOf<X>::template Source<KIND, HAS_OFFSETS, NB>;
-    for (; n + NB <= end; n += NB)
-        for (int64_t t = 0; t < count; t += MB) {
-            vec sums[MB][NB * PARTS];
-            const int64_t rows = std::min<int64_t>(MB, count - t);
+    for (; n + NB <= end; n += NB) {
+        int64_t t = 0;
+        auto rows = [&](auto size) {
+            constexpr int MOST = decltype(size)::value;
+            vec sums[MOST][NB * PARTS];
+            const int64_t exist = std::min<int64_t>(MOST, count - t);
             const auto source = [&] {
-                if constexpr (Source::IS_WIDENED) return Source(w, n, t / MB, (count + MB - 1) / MB);
+                if constexpr (Source::IS_WIDENED) return Source(w, n, t / MOST, (count + MOST - 1) / MOST);
                 else return Source(w, n);
             };
-            tile<MB>(source(), w, {x.x + t * w.K, x.sums + t * w.num_groups()}, int(rows), *sums);
-            for (int64_t m = 0; m < rows; ++m) write(t + m, n, sums[m]);
+            tile<MOST>(source(), w, {x.x + t * w.K, x.sums + t * w.num_groups()}, int(exist), *sums);
+            for (int64_t m = 0; m < exist; ++m) write(t + m, n, sums[m]);
+            t += exist;
+        };
+        while (t < count) {
+            const int64_t left = count - t;
+            if (MB > 4 && (left <= 4 || left == 7 || left == 8))  // a row that does not exist takes as long as any
+                rows(std::integral_constant<int, std::min(MB, 4)>());
+            else
+                rows(std::integral_constant<int, MB>());
         }
+    }
     return n;
 }
 
@@ -527,7 +543,7 @@ void multiply_few(RowsOf<X> x, int64_t T, const Matrix& w, int tid, int nt, Writ
         if constexpr (kind.value != PLAIN || std::is_same_v<X, float>) {
             if (T == 1) return rows(widest, std::integral_constant<int, 1>());
             if (T == 2) return rows(widest, std::integral_constant<int, 2>());
-            if (T <= 4 || (PARTS > 1 && T > FEW)) return rows(wide, std::integral_constant<int, 4>());
+            if (T <= 4 || (PARTS > 1 && T > FEW && kind.value != PLAIN)) return rows(wide, std::integral_constant<int, 4>());
             return rows(wide, std::integral_constant<int, FEW>());
         }
     });
