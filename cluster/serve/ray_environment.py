@@ -12,6 +12,9 @@ ENVIRONMENT = {
 }
 ON_ONE_MACHINE = {  # not RAY_AUTH_MODE: `ray.init` asks for a token by itself, and has read the variable already
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # "no": Ray then listens on loopback alone, on Linux too
+    # As long as Ray's ten attempts a second apart: the raylet often asks its own object store a moment too early.
+    "RAY_raylet_client_num_connect_attempts": "500",
+    "RAY_raylet_client_connect_timeout_milliseconds": "20",
 }
 
 

@@ -240,22 +240,33 @@ def start(arguments: list[str]) -> None:
         with contextlib.suppress(OSError):
             ask(arguments, variables, f"\0{variables[SOCKET]}")
             return
-    own = str(Path(arguments[0]).with_name("setup_worker.py"))
-    sys.argv = [own, *arguments]
-    runpy.run_path(own, run_name="__main__")
+    sys.argv = _own_arguments(arguments)
+    if _context_of(arguments):
+        sys.argv = [str(Path(arguments[0]).with_name("setup_worker.py")), *arguments]
+    # Without a runtime environment Ray's setup would import Ray for half a second, and then start Python again.
+    runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def variables_of(arguments: list[str]) -> dict[str, str]:
     """Return the variables of a worker's runtime environment."""
-    context = next((each.removeprefix(_CONTEXT) for each in arguments if each.startswith(_CONTEXT)), "{}")
-    variables: dict[str, str] = (json.loads(context) or {}).get("env_vars") or {}
+    variables: dict[str, str] = _context_of(arguments).get("env_vars") or {}
     return variables
+
+
+def _context_of(arguments: list[str]) -> dict[str, Any]:
+    """Return what a worker's runtime environment asks for; empty without one."""
+    context = next((each.removeprefix(_CONTEXT) for each in arguments if each.startswith(_CONTEXT)), "{}")
+    return json.loads(context) or {}
+
+
+def _own_arguments(arguments: list[str]) -> list[str]:
+    """Return the script of a worker and its arguments, without those of the setup."""
+    return [each for each in arguments if not each.startswith((_CONTEXT, "--language="))]
 
 
 def ask(arguments: list[str], variables: dict[str, str], address: str) -> None:
     """Have the forking process at `address` fork a worker with these variables. Raises OSError."""
-    passed = [each for each in arguments if not each.startswith((_CONTEXT, "--language="))]
-    request = {"arguments": passed, "environment": dict(os.environ) | variables, "folder": os.getcwd()}
+    request = {"arguments": _own_arguments(arguments), "environment": dict(os.environ) | variables, "folder": os.getcwd()}
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.connect(address)
         if not _is_of_this_user(connection):

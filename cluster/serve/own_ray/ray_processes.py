@@ -2,6 +2,7 @@
 
 import contextlib
 import sys
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 from ray._private import parameter, ray_constants, services
 from ray._private.node import Node
+from ray._raylet import GcsClient
 
 from crossdock.cluster.serve.own_ray.forked_replicas import is_forking
 
@@ -16,6 +18,9 @@ _AGENTS = (ray_constants.PROCESS_TYPE_DASHBOARD_AGENT, ray_constants.PROCESS_TYP
 _PRESTARTED = "--num_prestart_python_workers="
 _python_command = services._build_python_executable_command_memory_profileable
 _start_process = services.start_ray_process
+_get_node = services.get_node
+_LOOK_S = 0.02  # between two looks whether the raylet is there
+_PATIENCE_S = 30.0  # Ray's own for a raylet
 
 
 @contextlib.contextmanager
@@ -25,19 +30,21 @@ def without_unused_processes() -> Iterator[None]:
     `include_dashboard=False` starts the dashboard's process with fewer modules. The autoscaler adds nodes, and there is
     one node. The log monitor copies logs of workers to the driver, which does not show them. The raylet's two agents,
     for which it waits before it begins, are replaced by `idle_agent.py`. Where replicas and ingresses are forked, one
-    worker starts with the raylet, for Serve's controller, and not one for each core.
+    worker starts with the raylet, for Serve's controller, and not one for each core. And `ray.init` hears at once of the
+    raylet, of which it asks too early, and then sleeps a second.
     """
     parameters, start_dashboard = parameter.RayParams, Node.start_api_server
     parameter.RayParams = partial(parameters, no_monitor=True, include_log_monitor=False)
     Node.start_api_server = _without_dashboard
     services._build_python_executable_command_memory_profileable = _with_idle_agents
     services.start_ray_process = _with_one_worker if is_forking() else _start_process
+    services.get_node = _get_registered_node
     try:
         yield
     finally:
         parameter.RayParams, Node.start_api_server = parameters, start_dashboard
         services._build_python_executable_command_memory_profileable = _python_command
-        services.start_ray_process = _start_process
+        services.start_ray_process, services.get_node = _start_process, _get_node
 
 
 def _without_dashboard(node: Any, **_: Any) -> None:
@@ -56,3 +63,11 @@ def _with_one_worker(command: list[str], *arguments: Any, **options: Any) -> Any
     """Start a process of Ray; the raylet with one worker before it is asked for any."""
     own = [f"{_PRESTARTED}1" if each.startswith(_PRESTARTED) else each for each in command]
     return _start_process(own, *arguments, **options)
+
+
+def _get_registered_node(gcs_address: str, node_id: str) -> Any:
+    """Return what Ray's own function does of a node, once its raylet has registered, or after `_PATIENCE_S`."""
+    client, deadline = GcsClient(address=gcs_address), time.monotonic() + _PATIENCE_S
+    while not client.get_all_node_info() and time.monotonic() < deadline:
+        time.sleep(_LOOK_S)
+    return _get_node(gcs_address, node_id)

@@ -43,7 +43,6 @@ def warm_up(engine: Engine) -> SchedulingProfile:
         engine.scheduler.forecast.scored_factor = remembered_factor(engine, lambda: _scored_factor(engine))
         if pictures := _encoder_sweep(engine):
             engine.calibrate_encoder(pictures)
-    engine.grammars.warm_up()  # goes on beside the first requests: the last, so that no measurement is disturbed
     return SchedulingProfile(
         max_model_len=model.max_model_len,
         vocab_size=model.vocab_size,

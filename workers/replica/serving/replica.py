@@ -78,6 +78,7 @@ class Replica:
         update = {"role": spec.role, "compatibility": compatibility, "weights": weights, **thread.addresses}
         update["dtype"] = "" if engine.executor.model is None else str(engine.model.dtype).removeprefix("torch.")
         self.profile = started.profile.model_copy(update=update)
+        engine.grammars.warm_up()  # the last: it goes on beside the first requests, and disturbs no part of the start
 
     def _reached(self, phase: str) -> None:
         self._ages[phase] = process_age()
