@@ -157,6 +157,7 @@ def fork_workers(modules: Mapping[str, Sequence[str]], parent: int) -> None:
         return  # it has ended before
     listener = socket.socket(fileno=os.dup(sys.stdin.fileno()))
     signal.signal(signal.SIGCHLD, _reap)
+    gc.disable()  # imports make no garbage worth a seventh of their time
     waiting: list[_Asked] = []
     for asked in _askers(listener, modules, waiting):
         if not os.fork():
@@ -182,7 +183,6 @@ def _askers(listener: socket.socket, modules: Mapping[str, Sequence[str]], waiti
             importlib.import_module(name)
             waiting += _arrived(listener)
         assert "ray" not in sys.modules
-        gc.collect()
         gc.freeze()  # else each worker looks at 400,000 objects again, and copies their pages as it does
         for asked in [asked for asked in waiting if asked.role == role]:
             waiting.remove(asked)
@@ -218,6 +218,7 @@ def _reap(number: int, frame: object) -> None:
 
 def _become_worker(request: dict[str, Any], files: list[int]) -> None:
     """Run Ray's worker in this process, which has just been forked."""
+    gc.enable()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setpgid(0, 0)  # the raylet kills the group of a worker that has ended
     for number, file in enumerate(files):

@@ -33,6 +33,10 @@ from crossdock.workers.schedule.submission import Overloaded, Submission
 
 logger = logging.getLogger("ray.serve")
 
+_GRAMMARS_AFTER_S = 2.0
+"""Seconds after the start until the tokenizer is read for grammars, unless a request needs it before. It holds the
+interpreter for a second, in which Serve and the ingresses would wait for their answers."""
+
 
 class Replica:
     """One engine. Its constructor loads the model; Serve routes to it once that is done."""
@@ -78,7 +82,7 @@ class Replica:
         update = {"role": spec.role, "compatibility": compatibility, "weights": weights, **thread.addresses}
         update["dtype"] = "" if engine.executor.model is None else str(engine.model.dtype).removeprefix("torch.")
         self.profile = started.profile.model_copy(update=update)
-        engine.grammars.warm_up()  # the last: it goes on beside the first requests, and disturbs no part of the start
+        asyncio.get_running_loop().call_later(_GRAMMARS_AFTER_S, engine.grammars.warm_up)
 
     def _reached(self, phase: str) -> None:
         self._ages[phase] = process_age()
