@@ -267,7 +267,11 @@ def _own_arguments(arguments: list[str]) -> list[str]:
 
 def ask(arguments: list[str], variables: dict[str, str], address: str) -> None:
     """Have the forking process at `address` fork a worker with these variables. Raises OSError."""
-    request = {"arguments": _own_arguments(arguments), "environment": dict(os.environ) | variables, "folder": os.getcwd()}
+    request = {
+        "arguments": _own_arguments(arguments),
+        "environment": dict(os.environ) | variables,
+        "folder": os.getcwd(),
+    }
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.connect(address)
         if not _is_of_this_user(connection):

@@ -108,3 +108,19 @@ def test_worker_that_is_not_forked_yet_hears_that_the_forking_process_has_ended(
             (tmp_path / "end").touch()
         assert select.select([end_of_workers], [], [], 60)[0], "the forked worker ends"
         assert end_of_workers.read() == b""
+
+
+@pytest.mark.parametrize(("context", "script"), [("{}", "worker.py"), ('{"env_vars": {"A": "1"}}', "setup_worker.py")])
+def test_worker_with_a_runtime_environment_alone_is_set_up_by_ray(tmp_path: Path, context: str, script: str) -> None:
+    for name in ("worker.py", "setup_worker.py"):
+        (tmp_path / name).write_text("import sys; print(sys.argv)")
+    asked = [
+        str(tmp_path / "worker.py"),
+        f"--serialized-runtime-env-context={context}",
+        "--language=PYTHON",
+        "--port=1",
+    ]
+    run = [sys.executable, forked_replicas.__file__, *asked]
+    ran = subprocess.run(run, capture_output=True, text=True, check=True, timeout=60)
+    own = [str(tmp_path / "worker.py"), "--port=1"]
+    assert ran.stdout.strip() == str(own if script == "worker.py" else [str(tmp_path / script), *asked])
