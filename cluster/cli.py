@@ -103,7 +103,7 @@ SUBCOMMANDS = {
 }
 
 _NEW_OBJECTS = 50_000
-"""New objects after which Python looks for garbage; its default is 700, which takes a seventh of the time of imports."""
+"""New objects after which Python looks for garbage. Its default, 700, takes a seventh of the time of imports."""
 
 
 class _LazyGroup(TyperGroup):

@@ -30,8 +30,8 @@ def without_unused_processes() -> Iterator[None]:
     `include_dashboard=False` starts the dashboard's process with fewer modules. The autoscaler adds nodes, and there is
     one node. The log monitor copies logs of workers to the driver, which does not show them. The raylet's two agents,
     for which it waits before it begins, are replaced by `idle_agent.py`. Where replicas and ingresses are forked, one
-    worker starts with the raylet, for Serve's controller, and not one for each core. And `ray.init` hears at once of the
-    raylet, of which it asks too early, and then sleeps a second.
+    worker starts with the raylet, for Serve's controller, and not one for each core. `ray.init` would ask for the
+    raylet too early, and then sleep for a second: it asks when the raylet is there.
     """
     parameters, start_dashboard = parameter.RayParams, Node.start_api_server
     parameter.RayParams = partial(parameters, no_monitor=True, include_log_monitor=False)
