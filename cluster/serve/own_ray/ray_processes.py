@@ -10,7 +10,7 @@ from typing import Any
 
 from ray._private import parameter, ray_constants, services
 from ray._private.node import Node
-from ray._raylet import GcsClient
+from ray._raylet import GcsClient  # type: ignore[attr-defined]  # of a compiled module
 
 from crossdock.cluster.serve.own_ray.forked_replicas import is_forking
 
