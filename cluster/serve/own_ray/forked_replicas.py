@@ -255,7 +255,7 @@ def variables_of(arguments: list[str]) -> dict[str, str]:
 
 
 def _context_of(arguments: list[str]) -> dict[str, Any]:
-    """Return what a worker's runtime environment asks for; empty without one."""
+    """Return the settings of a worker's runtime environment; empty without one."""
     context = next((each.removeprefix(_CONTEXT) for each in arguments if each.startswith(_CONTEXT)), "{}")
     return json.loads(context) or {}
 

@@ -66,7 +66,7 @@ def _with_one_worker(command: list[str], *arguments: Any, **options: Any) -> Any
 
 
 def _get_registered_node(gcs_address: str, node_id: str) -> Any:
-    """Return what Ray's own function does of a node, once its raylet has registered, or after `_PATIENCE_S`."""
+    """Return Ray's information of a node, once its raylet has registered, or after `_PATIENCE_S`."""
     client, deadline = GcsClient(address=gcs_address), time.monotonic() + _PATIENCE_S
     while not client.get_all_node_info() and time.monotonic() < deadline:
         time.sleep(_LOOK_S)
