@@ -517,7 +517,7 @@ int64_t in_registers(RowsOf<X> x, int64_t count, const Matrix& w, int64_t n, int
         };
         while (t < count) {
             const int64_t left = count - t;
-            if (MB > 4 && (left <= 4 || left == 7 || left == 8))  // a row that does not exist takes as long as any
+            if (MB > 4 && (left <= 4 || (left > MB && left <= 8)))  // a row that does not exist takes as long as any
                 rows(std::integral_constant<int, std::min(MB, 4)>());
             else
                 rows(std::integral_constant<int, MB>());
