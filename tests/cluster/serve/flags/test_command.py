@@ -252,6 +252,7 @@ def test_serve_answers_chat_and_after_sigterm_lets_streams_end_until_sigint(
         unused = ("dashboard.py", "log_monitor.py", "autoscaler/_private/monitor.py")
         assert not [name for name in unused if has_process(name)(psutil.Process(server.pid))]
         assert_listens_on_loopback_alone(server, url)
+        eventually(lambda: has_process("grammar.vetting")(psutil.Process(server.pid)), "no grammar waits for its start")
         with ExitStack() as streams:
             short, long = (streams.enter_context(streamed(url, count)) for count in (50, 8000))
             first, endless = events(short), events(long)
