@@ -21,7 +21,6 @@ from crossdock.workers.model.weights.weights import load_weights
 from tests.workers.architectures import build
 from tests.workers.ranks import Ranks, saved
 
-
 M_MMAP_THRESHOLD = -3  # of mallopt
 
 
