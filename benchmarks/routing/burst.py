@@ -3,7 +3,8 @@
     python benchmarks/routing/burst.py > burst.jsonl
     crossdock simulate fleet.yaml --trace burst.jsonl --service-tier interactive --slo interactive=ttft:3000,tpot:30
 
-8,000 tokens in, 1,000 out, no shared prefixes, as Mooncake's traces. The simulation takes ten minutes.
+Lines are as in Mooncake's traces: 8,000 tokens in, 1,000 out, no shared prefixes. The simulation takes ten minutes. The
+fleet of RESULTS.md has the pools `{name: prefill, profile: h100-8b, max_replicas: 4}` and `decode` likewise.
 """
 
 import json
@@ -19,12 +20,8 @@ def main() -> None:
     while (now := now + rng.expovariate(MOST)) < SECONDS:
         rate = LEAST + (MOST - LEAST) * (1 - math.cos(2 * math.pi * now / SECONDS)) / 2
         if rng.random() < rate / MOST:
-            blocks = list(range(16 * number, 16 * number + 16))
-            print(
-                json.dumps(
-                    {"timestamp": round(1000 * now), "input_length": 8000, "output_length": 1000, "hash_ids": blocks}
-                )
-            )
+            request = {"timestamp": round(1000 * now), "input_length": 8000, "output_length": 1000}
+            print(json.dumps(request | {"hash_ids": [*range(16 * number, 16 * number + 16)]}))
             number += 1
 
 

@@ -29,7 +29,7 @@ from rich.table import Table
 from crossdock.cluster.bench.agents import Agents, agent_jobs
 from crossdock.cluster.bench.workloads import Job, Segment
 from crossdock.cluster.simulate import simulation
-from crossdock.cluster.simulate.fleet import describe
+from crossdock.cluster.simulate.fleet import SimulatedFleet, describe
 from crossdock.router import fetching, loading, placement
 from crossdock.router.fleet import Fleet, _Ways
 from crossdock.router.placement import Candidates, Placement, Query, prompt_costs
@@ -166,6 +166,16 @@ def selfish_costs(slo: SloClass, due: float, ttft: Floats, work: Floats, latenes
     return costs
 
 
+def run_forking(
+    fleet: SimulatedFleet, jobs: Sequence[Job] | Iterator[Job], seconds: float, decisions: dict[str, Decision]
+) -> simulation.Outcome:
+    """Simulate a fleet, and fill in the decisions about some requests."""
+    ForkingFleet.decisions = decisions
+    with patch.object(simulation, "Fleet", ForkingFleet):
+        ForkingFleet.simulated = simulation.Simulation(fleet)
+        return ForkingFleet.simulated.run(jobs, seconds)
+
+
 def play(
     workload: str, seed: int, noise: float, num_pages: int, requests: Sequence[int] = ()
 ) -> tuple[list[float], list[Decision]]:
@@ -173,11 +183,8 @@ def play(
     size = {"num_pages": num_pages, "max_model_len": 16_000}
     pool = {"name": "mixed", "replicas": REPLICAS, "profile": preset("h100-8b").model_copy(update=size)}
     fleet = describe({"pools": [pool | {"kv_cache_host_memory": "8GiB"}], "noise": noise})
-    decisions = ForkingFleet.decisions = {str(number): Decision(seed, number) for number in requests}
-    with patch.object(simulation, "Fleet", ForkingFleet):
-        simulated = simulation.Simulation(fleet)
-        ForkingFleet.simulated = simulated
-        outcome = simulated.run(WORKLOADS[workload](seed), SECONDS)
+    decisions = {str(number): Decision(seed, number) for number in requests}
+    outcome = run_forking(fleet, WORKLOADS[workload](seed), SECONDS, decisions)
     times = [sample.ttft if sample.times else inf for sample in outcome.samples]
     for decision in decisions.values():
         known = decision.others.get(decision.chosen) if ForkingFleet.knows_all else None
@@ -193,11 +200,7 @@ def pulls(names: Sequence[str], lengths: Sequence[int]) -> Table:
         profile = preset(name).model_copy(update={"max_model_len": tokens + 1000})
         fleet = describe({"pools": [{"name": "mixed", "replicas": 2, "profile": profile}]})
         jobs = [Job((Segment("document", tokens), Segment(str(i), 16)), 8, due=60.0 * i) for i in range(2)]
-        decision = Decision(0, 1)
-        ForkingFleet.decisions = {"1": decision}
-        with patch.object(simulation, "Fleet", ForkingFleet):
-            simulated = ForkingFleet.simulated = simulation.Simulation(fleet)
-            simulated.run(jobs, 70.0)
+        run_forking(fleet, jobs, 70.0, {"1": (decision := Decision(0, 1))})
         there, computed, fetched = decision.others.values()
         seconds = there.true, computed.true, fetched.true, fetched.predicted
         out.add_row(name, str(tokens), *(f"{1000 * each:.0f}" for each in seconds))

@@ -252,7 +252,8 @@ def test_serve_answers_chat_and_after_sigterm_lets_streams_end_until_sigint(
         unused = ("dashboard.py", "log_monitor.py", "autoscaler/_private/monitor.py")
         assert not [name for name in unused if has_process(name)(psutil.Process(server.pid))]
         assert_listens_on_loopback_alone(server, url)
-        eventually(lambda: has_process("grammar.vetting")(psutil.Process(server.pid)), "no grammar waits for its start")
+        compiles_grammars = has_process("grammar.vetting")
+        eventually(lambda: compiles_grammars(psutil.Process(server.pid)), "the process that compiles grammars starts")
         with ExitStack() as streams:
             short, long = (streams.enter_context(streamed(url, count)) for count in (50, 8000))
             first, endless = events(short), events(long)

@@ -26,9 +26,8 @@ M_MMAP_THRESHOLD = -3  # of mallopt
 
 def peak_of_loading(_: int, path: Path, device: str) -> tuple[int, int]:
     """On one of two ranks: return (bytes its memory grew by at most while loading, bytes it holds in the end)."""
-    ctypes.CDLL(None).mallopt(
-        M_MMAP_THRESHOLD, 4 << 20
-    )  # as `ENVIRONMENT` has it; else the C library keeps freed tensors
+    # As `ENVIRONMENT` sets it for replicas. Otherwise the C library keeps the memory of freed tensors.
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 4 << 20)
     config, links = AutoConfig.from_pretrained(path), Collectives(RankPosition(torch.distributed.get_rank(), 2), 60.0)
     with patch.object(weights, "check_products"):  # which are not to be had on `meta`
         PlainWeights().read(config, path, torch.float32, links, device)  # libraries take memory once
