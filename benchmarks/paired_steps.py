@@ -13,59 +13,17 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from paired import Checkout, commit_of, started
 from tables import cell, hardware, markdown, today, write
 
 ROOT = Path(__file__).resolve().parents[1]
 STREAMS = ((1, 100), (8, 100), (8, 700), (32, 300), (64, 100))  # streams, and tokens of each one's prompt
 CHUNKS = (64, 512)  # prompt tokens, in a step without streams
-
-
-class Checkout:
-    """A process that takes steps with the code of one checkout."""
-
-    def __init__(self, process: "subprocess.Popen[str]") -> None:
-        self.process = process
-
-    def ask(self, **question: Any) -> Any:
-        """Send one question, and return the answer."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        print(json.dumps(question), file=self.process.stdin, flush=True)
-        line = self.process.stdout.readline()
-        if not line:
-            raise SystemExit(f"a process ended with status {self.process.wait()}")
-        return json.loads(line)
-
-
-@contextmanager
-def started(checkout: Path, args: argparse.Namespace) -> Iterator[Checkout]:
-    """Start a process with the package of `checkout`, and end it afterwards."""
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "crossdock").symlink_to(checkout.resolve(), target_is_directory=True)
-        environment = os.environ | {"PYTHONPATH": folder, "OMP_WAIT_POLICY": "PASSIVE"}
-        command = [sys.executable, __file__, "--serve", "--steps", str(args.steps)]
-        command += ["--model", args.model] if args.model else []
-        process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, cwd=folder, text=True
-        )
-        try:
-            yield Checkout(process)
-        finally:
-            assert process.stdin is not None
-            process.stdin.close()
-            try:
-                process.wait(timeout=10)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
 
 
 # -- the process of a checkout ---------------------------------------------------------------------------------------
@@ -128,7 +86,7 @@ def compare(sides: list[Checkout], rounds: int) -> dict[str, list[list[float]]]:
             medians = [0.0] * len(sides)
             for turn in range(len(sides)):
                 side = (turn + number) % len(sides)
-                medians[side] = statistics.median(sides[side].ask(streams=streams, tokens=tokens))
+                medians[side] = statistics.median(sides[side].ask({"streams": streams, "tokens": tokens}))
             if number:  # the first round has first calls
                 found[name].append(medians)
         print(f"round {number} of {rounds}; load {os.getloadavg()[0]:.1f}", file=sys.stderr, flush=True)
@@ -151,12 +109,6 @@ def report(found: dict[str, list[list[float]]], names: list[str]) -> str:
     ]
     lines.append(["all (geometric mean)", *("" for _ in names), *(f"{ratio:.3f}" for ratio in every)])
     return markdown(lines)
-
-
-def commit_of(checkout: Path) -> str:
-    """Return the commit of a checkout, and whether files differ from it; the folder's name where git knows none."""
-    asked = ["git", "-C", str(checkout), "describe", "--always", "--dirty", "--abbrev=7", "--exclude", "*"]
-    return subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip() or checkout.name
 
 
 def parse_args() -> argparse.Namespace:
@@ -182,8 +134,9 @@ def main() -> None:
     checkouts = {f"{commit_of(ROOT)} (this)": ROOT, commit_of(args.other_checkout): args.other_checkout}
     if args.same:
         checkouts["this again"] = ROOT
+    command = [__file__, "--serve", "--steps", str(args.steps), *(["--model", args.model] if args.model else [])]
     with ExitStack() as stack:
-        sides = [stack.enter_context(started(path, args)) for path in checkouts.values()]
+        sides = [stack.enter_context(started(path, command)) for path in checkouts.values()]
         found = compare(sides, args.rounds)
     text = f"{args.model or 'default model'}; {hardware()}; {today()}; medians of {args.rounds} rounds.\n\n"
     text += report(found, list(checkouts))

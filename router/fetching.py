@@ -6,6 +6,7 @@ replica slots.
 """
 
 from collections.abc import Callable, Mapping
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
@@ -106,12 +107,12 @@ def _alternatives(here: PromptPrediction[Floats], fetched: Floats, cached: Float
 
 def _best_sources(loads: Loads, cached: Floats, link_waits: Floats) -> Slots:
     """Return the `PAIR_CANDIDATES` replicas that would save an average replica the most seconds."""
-    holders = np.flatnonzero((cached > 0) & np.isfinite(link_waits))
+    holders = ((cached > 0) & (link_waits < inf)).nonzero()[0]
     if len(holders) <= PAIR_CANDIDATES:
         return holders
-    travel = cached / loads.page_size * loads.page_bytes / loads.bytes_per_second
-    worth = cached * loads.cost.per_prefill_token.take(holders).mean() - travel - link_waits
-    return holders[np.argpartition(-worth.take(holders), PAIR_CANDIDATES)[:PAIR_CANDIDATES]]
+    per_token = np.add.reduce(loads.cost.per_prefill_token.take(holders)) / len(holders)
+    cost = cached * (loads.page_bytes / (loads.page_size * loads.bytes_per_second) - per_token) + link_waits
+    return holders[cost.take(holders).argpartition(PAIR_CANDIDATES)[:PAIR_CANDIDATES]]
 
 
 def _travel_seconds(loads: Loads, more: Floats, sources: Slots, slots: Slots) -> Floats:

@@ -66,7 +66,7 @@ def with_loads(
 
 def least(slots: Slots, costs: Floats, most: int) -> Slots:
     """Return the slots of least cost, at most so many."""
-    return slots if len(slots) <= most else slots[np.argpartition(costs.take(slots), most)[:most]]
+    return slots if len(slots) <= most else slots[costs.take(slots).argpartition(most)[:most]]
 
 
 def saved_seconds(loads: Loads, cached: Floats, more: Floats) -> Floats:

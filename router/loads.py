@@ -149,9 +149,11 @@ class Row(ReplicaFigures[StepCost, float, Sequence[float]]):
         for source, priority, position, count, seconds in self.groups:
             loads.groups[source, 0, priority, position, slot] = count
             loads.groups[source, 1, priority, position, slot] = seconds
-        ends = self.ends or [(0.0, self.free_pages[-1])]
-        times, freed = [at for at, _ in ends], [free - self.free_pages[-1] for _, free in ends]
-        unknown = MOST_ENDS - len(ends)  # behind the last end
+        if not self.ends:  # the usual case
+            loads.ends[..., slot] = 0.0
+            return
+        times, freed = [at for at, _ in self.ends], [free - self.free_pages[-1] for _, free in self.ends]
+        unknown = MOST_ENDS - len(self.ends)  # behind the last end
         loads.ends[..., slot] = times + times[-1:] * unknown, freed + freed[-1:] * unknown
 
 

@@ -153,7 +153,7 @@ def predict_prompt(
 
 def _most(figures: Any) -> float:
     """Return the largest of all replicas' figures; of an only replica's, the figure."""
-    return figures.max() if isinstance(figures, np.ndarray) else figures
+    return np.maximum.reduce(figures) if isinstance(figures, np.ndarray) else figures  # without the frames of `max`
 
 
 def _nothing(like: Any) -> Any:

@@ -1,9 +1,11 @@
 """How long does a routing decision take, and how long does a replica need to advertise its load?
 
     python benchmarks/routing/router.py                         # up to 1,000 replicas, nothing is served: a minute
+    git worktree add ../before COMMIT && python benchmarks/routing/router.py --other-checkout ../before  # 3 minutes
 
 Prints µs at p50 and p99 for `choose`, `book` and `hear` by number and kind of replicas, then the time and the bytes of
-one live profile.
+one live profile. With another checkout: the median µs of `choose` among the most replicas in both, which take turns in
+processes of their own, and the median over turns of their ratio: above 1, this checkout is slower.
 """
 
 import argparse
@@ -13,6 +15,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -30,11 +33,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for tables
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for the tests' replicas: schedulers without a model
 
-from tables import hardware
+from paired import Checkout, answering, commit_of
+from tables import hardware, markdown
 
 from tests.router.replicas import Replica
 
 PROMPTS = (100, 1000, 8000)  # tokens
+KINDS: dict[str, tuple[tuple[Role, ...], str]] = {  # roles of replicas, and where they have prefixes
+    "mixed": (("mixed",), ""),
+    "mixed, prefixes cached": (("mixed",), "pools"),
+    "mixed, prefixes cached and in tiers": (("mixed",), "tiers"),
+    "prefill, decode and mixed": (("prefill", "decode", "mixed"), ""),
+}
 
 
 def profile(slowness: float, role: Role) -> SchedulingProfile:
@@ -129,21 +139,45 @@ def advertising(num_waiting: int, num_running: int) -> str:
     return f"{microseconds(times)} | {len(pickle.dumps(update))} bytes"
 
 
+def compare(other: Path, turns: int, num_replicas: int, count: int) -> None:
+    """Print the time of a choice in this checkout and in another, in turns."""
+    checkouts, table = (
+        (Path(__file__).resolve().parents[2], other),
+        [["replicas", "this, µs", f"{commit_of(other)}, µs", "this / other"]],
+    )
+    with ExitStack() as stack:
+        sides: list[Checkout] = []
+        for path in checkouts:
+            (script,) = (path / "benchmarks").rglob("router.py")
+            sides.append(stack.enter_context(answering(path, script, "decisions")))
+        for kind, (roles, cached) in KINDS.items():
+            asked = (num_replicas, roles, "seconds", count, cached)
+            found = []
+            for turn in range(turns):
+                order = (0, 1) if turn % 2 else (1, 0)
+                choose = {side: float(sides[side].ask(asked).split("/")[0]) for side in order}
+                found.append((choose[0], choose[1]))
+            medians = [statistics.median(times) for times in zip(*found, strict=True)]
+            ratio = statistics.median([this / before for this, before in found])
+            table.append([f"{num_replicas:,} {kind}", *(f"{median:.0f}" for median in medians), f"{ratio:.2f}"])
+    print(markdown(table))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--replicas", type=int, nargs="+", default=[2, 10, 100, 1000])
     parser.add_argument("--count", type=int, default=2000, help="decisions per row")
+    parser.add_argument("--other-checkout", type=Path, help="directory of the commit to compare with")
+    parser.add_argument("--turns", type=int, default=30, help="of each checkout, 200 decisions each (default: 30)")
     args = parser.parse_args()
     print(hardware())
+    if args.other_checkout:
+        compare(args.other_checkout, args.turns, max(args.replicas), 200)
+        return
     print("\n| replicas | policy | choose p50 / p99 | book | hear |\n|---|---|---|---|---|")
     for num_replicas in args.replicas:
-        kinds: list[tuple[str, tuple[Role, ...], str]] = [
-            ("mixed", ("mixed",), ""),
-            ("mixed, prefixes cached", ("mixed",), "pools"),
-            ("mixed, prefixes cached and in tiers", ("mixed",), "tiers"),
-            ("prefill, decode and mixed", ("prefill", "decode", "mixed"), ""),
-        ]
-        for kind, roles, cached in kinds if num_replicas > 2 else kinds[:1]:
+        for kind in KINDS if num_replicas > 2 else ["mixed"]:
+            roles, cached = KINDS[kind]
             row = decisions(num_replicas, roles, "seconds", args.count, cached)
             print(f"| {num_replicas:,} {kind} | seconds | {row} |", flush=True)
     for policy in ("least-requests", "block-cost"):

@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Iterable, Sequence
-from math import sqrt
+from math import floor, sqrt
 from operator import attrgetter
 from typing import Any, NamedTuple, Self
 
@@ -143,6 +143,7 @@ class StepCost(BaseModel, CostFormula[float]):
 
     larger = staticmethod(max)
     smaller = staticmethod(min)
+    floor = staticmethod(floor)
     chosen = staticmethod(lambda condition, first, second: first if condition else second)
 
     @model_validator(mode="before")
@@ -188,9 +189,9 @@ class StepCost(BaseModel, CostFormula[float]):
 
     def device_seconds(self, work: StepWork) -> float:
         """Return the predicted seconds of a step if launching its kernels took no time."""
-        tokens, attended, decodes, context, drafts, chunk_context, *adapters = work
-        logits = decodes + drafts
-        return self.work_seconds(tokens, attended, logits, context, tokens + logits, chunk_context, *adapters)
+        tokens, attended, decodes, context, drafts, chunk_context, adapters, adapted = work
+        logits, rows = decodes + drafts, tokens + (decodes + drafts)
+        return self.work_seconds(tokens, attended, logits, context, rows, chunk_context, adapters, adapted)
 
     def decode_step_seconds(self, decodes: float, context: float, adapters: float = 0.0, adapted: float = 0.0) -> float:
         """Return the predicted seconds of a step of `decodes` streams alone, with `context` tokens in total.

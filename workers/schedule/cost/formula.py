@@ -31,6 +31,7 @@ class CostFormula(Generic[Figure]):
 
     larger: ClassVar[Callable[..., Any]]  # of two figures
     smaller: ClassVar[Callable[..., Any]]
+    floor: ClassVar[Callable[..., Any]]
     chosen: ClassVar[Callable[..., Any]]  # of two figures: the first where a condition holds
 
     def early_seconds(self, rows: Figure) -> Figure:
@@ -51,22 +52,23 @@ class CostFormula(Generic[Figure]):
     ) -> Figure:
         """Return the seconds of a step if launching its kernels takes no time. The quantities are those of `StepWork`;
         `logits` are its decodes and drafts."""
-        seconds = self.chunk_work_seconds(tokens, attended, rows, chunk_context)
+        seconds = self.base + self.per_prefill_token * tokens + self.per_attended * attended
+        early = self.per_early_row * self.smaller(rows, self.bend_rows)  # `early_seconds`: a call takes time
+        seconds = seconds + self.per_chunk_context * chunk_context + early
         seconds = seconds + (self.per_decode * logits + self.per_context * context)
         return seconds + (self.per_adapter * adapters + self.per_adapted * adapted)
-
-    def chunk_work_seconds(self, tokens: Figure, attended: Figure, rows: Figure, chunk_context: Figure) -> Figure:
-        """Return `work_seconds` without decodes and adapters."""
-        seconds = self.base + self.per_prefill_token * tokens + self.per_attended * attended
-        return seconds + self.per_chunk_context * chunk_context + self.early_seconds(rows)
 
     def chunk_step_seconds(self, start: Figure, num_tokens: Figure, adapter: float = 0) -> Figure:
         """Return the seconds of a step of one chunk alone, of `num_tokens` after `start` tokens of context.
 
         `adapter`: numbers in the matrices of the chunk's adapter.
         """
-        attended = num_tokens * (start + num_tokens / 2)
-        seconds = self.chunk_work_seconds(num_tokens, attended, num_tokens, start)
+        seconds = (
+            self.base
+            + self.per_prefill_token * num_tokens
+            + self.per_attended * (num_tokens * (start + num_tokens / 2))
+        )
+        seconds = seconds + self.per_chunk_context * start + self.early_seconds(num_tokens)
         if adapter:
             seconds = seconds + self.per_adapted * (num_tokens * adapter)
         longer: Figure = self.larger(seconds, self.least_with_chunk * (num_tokens > 1))
@@ -86,17 +88,17 @@ class CostFormula(Generic[Figure]):
 
         There is at least one token.
         """
-        num_full = (end - start - 1) // chunk  # steps before the last one, which may be shorter
+        num_full = self.floor((end - start - 1) / chunk)  # steps before the last one, which may be shorter
         full = num_full * (self.base + self.early_seconds(chunk))
         full = full + self.many_rows_seconds(start, num_full * chunk, adapter)
         full = full + self.per_chunk_context * (num_full - 1) * (start + chunk * num_full / 2)
         longer: Figure = self.larger(full, num_full * self.least_with_chunk)
-        return self.last_step_seconds(start, end, chunk, adapter) + longer
+        return self.chunk_step_seconds(start + num_full * chunk, end - start - num_full * chunk, adapter) + longer
 
     def last_step_seconds(self, start: Figure, end: Figure, chunk: Figure, adapter: float = 0) -> Figure:
         """Return the seconds of the last of the steps that `prefill_seconds` is the sum of."""
-        num_tokens = (end - start - 1) % chunk + 1
-        return self.chunk_step_seconds(end - num_tokens, num_tokens, adapter)
+        before = self.floor((end - start - 1) / chunk) * chunk  # in half the time of `%` over arrays
+        return self.chunk_step_seconds(start + before, end - start - before, adapter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,4 +119,5 @@ class StepCosts(CostFormula[Floats]):
 
     larger = staticmethod(np.maximum)
     smaller = staticmethod(np.minimum)
+    floor = staticmethod(np.floor)
     chosen = staticmethod(np.where)

@@ -5,7 +5,7 @@ To add a policy: its name in `ChunkPolicy`, its share of prompts as a function, 
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from crossdock.workers.schedule.cost.cost import StepCost, StepWork
 from crossdock.workers.schedule.pacing.chunking import LEAST_PART, floor_beside, free_tokens, longest_step
@@ -14,8 +14,7 @@ from crossdock.workers.schedule.pacing.pace import longest_gap
 ChunkPolicy: TypeAlias = Literal["adaptive", "fixed"]
 
 
-@dataclass(frozen=True, slots=True)
-class Beside:
+class Beside(NamedTuple):
     """The steps that have chunks: the streams in one of them, and what limits its chunks."""
 
     streams: StepWork  # the decodes of one step
