@@ -5,7 +5,7 @@ this are the seconds of prefill that the pages save at the replica that computes
 replica slots.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from math import inf
 from typing import NamedTuple
 
@@ -22,6 +22,9 @@ FETCH_CANDIDATES = 8
 """Replicas of least cost that are tried with a fetch. More would cost time at every decision."""
 
 
+_NONE: Slots = np.zeros(0, dtype=np.intp)
+
+
 class Fetch(NamedTuple):
     """From where a replica would fetch pages."""
 
@@ -33,9 +36,17 @@ class Fetch(NamedTuple):
 class Sources(NamedTuple):
     """From where replicas would fetch pages, where that pays."""
 
-    by_slot: Mapping[int, Fetch]  # by the slot of the replica that fetches
     alternatives: Mapping[str, float]  # least predicted TTFT, s: at the replica with most of the prefix, with a fetch,
     # and elsewhere without one
+    slots: Slots = _NONE  # replicas that fetch
+    fetches: Sequence[Slots | Floats] = ()  # of these, in order: each field of `Fetch`
+
+    def of(self, slot: int) -> Fetch | None:
+        """Return from where the replica in a slot fetches; None: it does not."""
+        for place in (self.slots == slot).nonzero()[0]:
+            source, tokens, seconds = (figures[place] for figures in self.fetches)
+            return Fetch(int(source), float(tokens), float(seconds))
+        return None
 
 
 def with_sources(
@@ -60,40 +71,38 @@ def with_sources(
     """
     first, sources = candidates.first, _best_sources(loads, cached, link_waits)
     if not len(sources):
-        return Sources({}, {})
+        return Sources({})
     held = np.array([tokens_at(int(source)) for source in sources])
     most = float(held.max())
     if most <= cached.take(first).min():  # none has more than others, as of a text before all prompts
-        return Sources({}, _alternatives(here, here.ttft[:0], cached, first))
+        return Sources(_alternatives(here, here.ttft[:0], cached, first))
     due = due_s(here, slo, first)
     costs = prompt_costs(slo, due, here.ttft, here.prefill, here.prompt_lateness)
     saved = saved_seconds(loads, cached, np.maximum(most - cached, 0.0))
     tried = least(first.compress(saved.take(first) > 0), costs - (slo.weight + 1) * saved, FETCH_CANDIDATES)
-    before = here.ttft[tried] - here.prefill[tried] / here.prompt_share[tried]
-    lacking = most - cached[tried]
-    more = held[:, None] - cached[tried]  # [source, place in `tried`]
+    before = here.ttft.take(tried) - here.prefill.take(tried) / here.prompt_share.take(tried)
+    lacking = most - cached.take(tried)
+    more = held[:, None] - cached.take(tried)  # [source, place in `tried`]
     travel = _travel_seconds(loads, more, sources, tried)
     # The source sees the question after its running step; the fetching replica sees the offer after its own.
     waits = HANDOVER_S + loads.turn_left[tried] + (loads.turn_left + link_waits)[sources, None]
     may = (more > 0) & (candidates.groups[sources, None] == candidates.groups[tried])
     arrival = waits + travel
-    gain = np.where(may, more / lacking * saved[tried] - np.maximum(arrival - before, 0.0), 0.0)
+    gain = may * (more / lacking * saved.take(tried) - np.maximum(arrival - before, 0.0))
     best, at = gain.argmax(axis=0), np.arange(len(tried))
     is_worth = gain[best, at] > 0
     best, at, tried = best[is_worth], at[is_worth], tried[is_worth]
     if not len(tried):
-        return Sources({}, _alternatives(here, here.ttft[:0], cached, first))
+        return Sources(_alternatives(here, here.ttft[:0], cached, first))
     fetched = predict(tried, held[best])
     before = fetched.ttft - fetched.prefill / fetched.prompt_share
     fetched.ttft += np.maximum(arrival[best, at] - before, 0.0)
     is_better = prompt_costs(slo, due, fetched.ttft, fetched.prefill, fetched.prompt_lateness) < costs[tried]
     is_better &= fetched.room_wait <= 0  # a replica that lacks room declines the offered pages
-    found = zip(
-        *(each[is_better].tolist() for each in (tried, sources[best], held[best], travel[best, at])), strict=True
-    )
     alternatives = _alternatives(here, fetched.ttft, cached, first)
     here.improve(fetched, tried, is_better)
-    return Sources({slot: Fetch(*fetch) for slot, *fetch in found}, alternatives)
+    fetches = [each[is_better] for each in (sources[best], held[best], travel[best, at])]
+    return Sources(alternatives, tried[is_better], fetches)
 
 
 def _alternatives(here: PromptPrediction[Floats], fetched: Floats, cached: Floats, first: Slots) -> dict[str, float]:
@@ -112,7 +121,8 @@ def _best_sources(loads: Loads, cached: Floats, link_waits: Floats) -> Slots:
         return holders
     per_token = np.add.reduce(loads.cost.per_prefill_token.take(holders)) / len(holders)
     cost = cached * (loads.page_bytes / (loads.page_size * loads.bytes_per_second) - per_token) + link_waits
-    return holders[cost.take(holders).argpartition(PAIR_CANDIDATES)[:PAIR_CANDIDATES]]
+    best: Slots = holders[cost.take(holders).argpartition(PAIR_CANDIDATES)[:PAIR_CANDIDATES]]
+    return best
 
 
 def _travel_seconds(loads: Loads, more: Floats, sources: Slots, slots: Slots) -> Floats:

@@ -360,7 +360,7 @@ class Fleet:
             alternatives["ship"] = round(float(ways.prediction.ttft[prefills].min()), 6)
         placement = replace(placement, alternatives=alternatives)
         first, *rest = placement.reason.split()
-        if ways.fetches is not None and (fetch := ways.fetches.by_slot.get(slot)) is not None:
+        if ways.fetches is not None and (fetch := ways.fetches.of(slot)) is not None:
             return replace(
                 placement,
                 source=self.table.replica_in(fetch.source).name,

@@ -231,7 +231,8 @@ def row(
     free_pages, free_places, max_prompt_now, free_then, free_now = work.room(profile, live, len(classes))
     has_room = min(max_prompt_now) >= profile.max_model_len and not live.lacking  # for any prompt, and for those here
     ends = [] if has_room else free_later(live, booked, free_then, max(gap, cost.base), shares[0])
-    coming = sorted([(each.at - reported_at, each.seconds) for each in booked if each.seconds and not each.has_first])
+    coming = [(each.at - reported_at, each.seconds) for each in booked if each.seconds and not each.has_first]
+    joins = _joins(work, live, gap, pace.chunk_s, sorted(coming), profile.runs_ahead)
     return Row(
         cost=cost,
         interval_share=interval_share,
@@ -246,7 +247,12 @@ def row(
         page_bytes=profile.page_bytes,
         bytes_per_second=live.bytes_per_second or profile.bytes_per_second,
         refuses_late=profile.admission == "reject" and bool(num_streams or num_arriving or groups),
-        **_joins(work, live, gap, pace.chunk_s, coming, profile.runs_ahead)._asdict(),
+        joins_until=joins.joins_until,
+        first_join=joins.first_join,
+        second_join=joins.second_join,
+        later_join=joins.later_join,
+        step_left=0.0,  # both made of the others before each choice
+        turn_left=0.0,
         first_booked=min([each.at for each in booked], default=reported_at) - reported_at,
         step_streams=pace.step.decodes,
         min_chunk=pace.min_chunk,
@@ -297,8 +303,6 @@ class _Joins(NamedTuple):
     first_join: float
     second_join: float
     later_join: float
-    step_left: float = 0.0  # made of the others before each choice, as the next one
-    turn_left: float = 0.0
 
 
 def _joins(
@@ -418,7 +422,7 @@ def _future(work: Work, cost: StepCost, profile: SchedulingProfile, interval_sha
     context = work.context + work.future_context
     future = StepWork.of_streams(num_future, context, work.future_adapters, num_steps)
     seconds = cost.seconds(future)
-    joined = cost.seconds(future._replace(decodes=(num_future + 1) / num_steps))
+    joined = cost.seconds(StepWork.of_streams(num_future + 1, context, work.future_adapters, num_steps))
     # With drafts, a step brings several tokens.
     return _Future(seconds * per_step * gap_share, per_step / num_steps * gap_share, (joined - seconds) * num_steps)
 

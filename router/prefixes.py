@@ -100,8 +100,9 @@ class Prefixes:
             by_place = [map(place.get, hashes, _NONE) for place in places[:depth]]
             holders: Iterator[Bits] = reduce(partial(map, or_), by_place)
             found.append([*takewhile(bool, accumulate(holders, and_))])
-        for place in places:  # from the last page on, so that the end of a prefix is forgotten before its beginning
-            for _ in map(place.move_to_end, filter(place.__contains__, hashes[: len(found[-1])][::-1])):
+        used = hashes[: len(found[-1])][::-1]  # so that the end of a prefix is forgotten before its beginning
+        for place in places:
+            for _ in map(place.move_to_end, filter(place.__contains__, used) if below else used):
                 pass
         return found
 

@@ -53,7 +53,7 @@ class CostFormula(Generic[Figure]):
         """Return the seconds of a step if launching its kernels takes no time. The quantities are those of `StepWork`;
         `logits` are its decodes and drafts."""
         seconds = self.base + self.per_prefill_token * tokens + self.per_attended * attended
-        early = self.per_early_row * self.smaller(rows, self.bend_rows)  # `early_seconds`: a call takes time
+        early: Figure = self.per_early_row * self.smaller(rows, self.bend_rows)  # `early_seconds`: a call takes time
         seconds = seconds + self.per_chunk_context * chunk_context + early
         seconds = seconds + (self.per_decode * logits + self.per_context * context)
         return seconds + (self.per_adapter * adapters + self.per_adapted * adapted)

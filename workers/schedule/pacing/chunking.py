@@ -187,8 +187,13 @@ def free_tokens(
     `work`: of the step without the chunk. `start`: tokens before the chunk. `adapter`: numbers in the matrices of the
     chunk's adapter. `alone`: `device_seconds` of `work`, where known.
     """
-    least = cost.seconds(work.plus_chunk(start, floor, adapter))
-    return max(cost.tokens_within((1 + FREE_SHARE) * least, start, work, adapter, alone), floor)
+    seconds = free_seconds(cost, work, start, floor, adapter)
+    return max(cost.tokens_within(seconds, start, work, adapter, alone), floor)
+
+
+def free_seconds(cost: StepCost, work: StepWork, start: int, floor: int, adapter: float = 0) -> float:
+    """Return the seconds of a step with the chunk that `free_tokens` returns."""
+    return (1 + FREE_SHARE) * cost.seconds(work.plus_chunk(start, floor, adapter))
 
 
 def chunk_tokens(start: int, end: int, budget: int, threshold: int, page_size: int) -> int:
