@@ -15,9 +15,9 @@ from statistics import mean, median
 
 CODE = ("cluster", "router", "workers", "kvtransfer", "kernels", ".ci")
 BUDGETS = {  # count: the most that there may be
-    "lines of code": 69_520,
-    "lines of tests": 66_688,
-    "lines of benchmarks": 12_264,
+    "lines of code": 69_546,
+    "lines of tests": 66_696,
+    "lines of benchmarks": 12_330,
     "lines of benchmarks/RESULTS.md": 500,
     "Python files in the largest folder": 20,
     "lines of the longest class": 350,
