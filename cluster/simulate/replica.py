@@ -185,6 +185,8 @@ class SimulatedReplica:
             while self._inbox and not self._must_wait(self._inbox[0][1]):
                 self._inbox.popleft()[0](now)
             self._load_adapters(now)
+            if self._is_ahead:  # every live replica reports here; simulations of others keep their figures
+                self._publish(now)
             self._grant(now)
             if not self._inbox:
                 self._begin_steps(now)
@@ -315,5 +317,8 @@ class SimulatedReplica:
 
     def _after(self, now: float) -> None:
         self._grant(now)
+        self._publish(now)
+
+    def _publish(self, now: float) -> None:
         if self.publisher.is_due(now):
             self.observer.published(self, now)

@@ -60,6 +60,14 @@ def test_first_token_beside_streams_comes_when_the_router_predicts_it(runs_ahead
     assert predicted == pytest.approx(found, rel=0.05)
 
 
+def test_other_router_avoids_a_replica_that_runs_ahead_as_soon_as_it_has_taken_a_prompt() -> None:
+    """b comes to the second router while the first replica computes a. It reported a before the step, as live ones do."""
+    ahead = {"replicas": 2, "profile": profile(runs_ahead=True)}
+    _, outcome = play(fleet(ahead, routers=2), [job("a", 256, 1), job("b", 16, 1, due=1 / 8)])
+    assert times(outcome) == [[17 / 64], [1 / 8 + 1 / 64 + 16 / 1024]]
+    assert [replica.num_prefilled for replica in outcome.replicas] == [256, 16]
+
+
 def test_long_prompt_is_computed_in_chunks_of_the_budget() -> None:
     _, outcome = play(fleet(), [job("a", 600, 1)])
     assert times(outcome) == [[3 / 64 + 600 / 1024]]  # 256 + 256 + 88
