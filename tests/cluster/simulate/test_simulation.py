@@ -60,12 +60,14 @@ def test_first_token_beside_streams_comes_when_the_router_predicts_it(runs_ahead
     assert predicted == pytest.approx(found, rel=0.05)
 
 
-def test_other_router_avoids_a_replica_that_runs_ahead_as_soon_as_it_has_taken_a_prompt() -> None:
-    """b comes to the second router while the first replica computes a. It reported a before the step, as live ones do."""
+def test_router_knows_a_prompt_of_another_router_before_the_step_that_computes_it_has_ended() -> None:
+    """Both replicas have had a step. The first router sends a, the second b to the other replica, which takes longer. c
+    comes to the first router: it waits for a, although a router that had not heard of b would expect no wait there."""
     ahead = {"replicas": 2, "profile": profile(runs_ahead=True)}
-    _, outcome = play(fleet(ahead, routers=2), [job("a", 256, 1), job("b", 16, 1, due=1 / 8)])
-    assert times(outcome) == [[17 / 64], [1 / 8 + 1 / 64 + 16 / 1024]]
-    assert [replica.num_prefilled for replica in outcome.replicas] == [256, 16]
+    steps = [job("first", 16, 1), job("second", 16, 1)]
+    jobs = [job("a", 128, 1, due=1), job("b", 256, 1, due=1 + 1 / 64), job("c", 16, 1, due=1 + 2 / 64)]
+    _, outcome = play(fleet(ahead, routers=2), [*steps, *jobs])
+    assert times(outcome)[2:] == [[1 + 9 / 64], [1 + 18 / 64], [1 + 11 / 64]]
 
 
 def test_long_prompt_is_computed_in_chunks_of_the_budget() -> None:
