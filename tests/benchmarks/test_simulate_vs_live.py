@@ -1,4 +1,4 @@
-"""What the comparison of simulator and server tells the simulator about the server."""
+"""Compare what the benchmark measures of a server with what the server did."""
 
 import json
 from types import ModuleType
