@@ -475,6 +475,7 @@ _COMPUTING = {  # settings of engines that change how a model computes or where 
     "attention_backend": "auto",
     "cpu_kernels": "auto",
     "quantization": None,
+    "load_format": "auto",
 }
 
 

@@ -1,9 +1,10 @@
-"""Names of the attention backends, KV dtypes and CPU kernels for configurations. No torch."""
+"""Names of attention backends, KV dtypes, CPU kernels and loaders of weights for configurations. No torch."""
 
 from typing import Literal, TypeAlias, get_args
 
 AttentionBackend: TypeAlias = Literal["auto", "triton", "flash_attn", "flash_attn_3", "flashinfer", "torch"]
 KVCacheDtype: TypeAlias = Literal["auto", "fp8"]
+LoadFormat: TypeAlias = Literal["auto", "safetensors", "runai_streamer", "fastsafetensors"]
 Kernel: TypeAlias = Literal["own", "int8", "onednn", "torch"]
 CpuKernels: TypeAlias = Literal["auto", "own", "int8", "onednn", "torch"]
 Quantization: TypeAlias = Literal[

@@ -75,6 +75,7 @@ FLOORS_WITHIN: dict[str, list[set[str]]] = {
         {"forward"},
         {"pictures", "recurrent"},
         {"cut"},
+        {"loaders"},
         {"weights"},
         {"lora"},
         {"load_options.py", "network.py", "kv_pool.py"},
@@ -117,6 +118,8 @@ THIRD_PARTIES = {  # third party: the rooms or files that may import it
     "triton": ["kernels/gpu", "kernels/backend.py"],
     "flash_attn": ["kernels/gpu/flash_attention.py"],
     "flash_attn_interface": ["kernels/gpu/flash_attention_3.py"],
+    "runai_model_streamer": ["workers/model/loaders/run_ai.py", "workers/model/loaders/objects.py"],
+    "fastsafetensors": ["workers/model/loaders/fast_safetensors.py"],
     "humming": ["kernels/gpu/humming_product.py"],
 }
 SOURCES = sorted(

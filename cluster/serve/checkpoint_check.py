@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from crossdock.workers.model.loaders.objects import bytes_of_weights
 from crossdock.workers.model.weights.scheme import PLAIN, Scheme, check_asked, scheme_at
 from crossdock.workers.model.weights.untrusted import check_index, read_config_file
 
@@ -65,13 +66,8 @@ def _decoder(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def describe_weights(folder: Path, scheme: Scheme) -> str:
     """Return how the weights in `folder` are stored and their bytes, as text for the terminal."""
-    num_bytes = bytes_of_files(folder)
+    num_bytes = bytes_of_weights(folder)
     return f"{'plain floats' if scheme is PLAIN else scheme}, {num_bytes / (1 << 30):.2f} GiB in files"
-
-
-def bytes_of_files(folder: Path) -> int:
-    """Return the bytes of the weights in `folder`, as the files have them."""
-    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
 def _is_known(kind: str) -> bool:

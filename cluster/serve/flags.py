@@ -173,6 +173,7 @@ PANELS: dict[str, tuple[Flag, ...]] = {
         Flag("engine.cpu_kernels"),
         Flag("engine.batch_invariant"),
         Flag("engine.quantization", ("--quantization", "-q")),
+        Flag("engine.load_format"),
         Flag("engine.page_size", ("--page-size", "--block-size")),
     ),
     "Chunks and who goes first": (

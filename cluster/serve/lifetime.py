@@ -21,13 +21,13 @@ from ray.serve.schema import ApplicationStatus, LoggingConfig
 
 from crossdock.cluster.config import ClusterConfig
 from crossdock.cluster.serve.app import APP_NAME, build, visible_gpus
-from crossdock.cluster.serve.checkpoint_check import bytes_of_files
 from crossdock.cluster.serve.gpus import check_cores_suffice, check_gpus_suffice, check_memory_suffices, with_num_gpus
 from crossdock.cluster.serve.own_ray.forked_replicas import forking_workers
 from crossdock.cluster.serve.own_ray.ray_processes import without_unused_processes
 from crossdock.cluster.serve.ray_environment import ENVIRONMENT, ON_ONE_MACHINE, is_local
 from crossdock.cluster.serve.start_failure import start_reason
 from crossdock.cluster.serve.stop_signals import StopRequest, StopSignal, ignore_signals
+from crossdock.workers.model.loaders.objects import bytes_of_weights
 from crossdock.workers.model.memory.host_memory import free_on_host
 from crossdock.workers.model.weights.checkpoint import resolve_model
 
@@ -151,7 +151,7 @@ def _require_devices(config: ClusterConfig) -> None:
     try:
         if config.models:
             check_cores_suffice(models, os.cpu_count() or 1)
-            check_memory_suffices(models, lambda model: bytes_of_files(resolve_model(model)), free_on_host())
+            check_memory_suffices(models, lambda model: bytes_of_weights(resolve_model(model)), free_on_host())
         check_gpus_suffice(models, num_gpus)
     except ValueError as error:
         raise StartFailed(str(error)) from None

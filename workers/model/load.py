@@ -20,6 +20,7 @@ from crossdock.workers.model.layers.fusion import FusedLayers
 from crossdock.workers.model.layers.llama4 import attention_chunks, scale_by_position
 from crossdock.workers.model.layers.routed_experts import skip_idle_experts
 from crossdock.workers.model.load_options import LoadOptions
+from crossdock.workers.model.loaders.files import require_loader
 from crossdock.workers.model.lora.adapters import Adapters, Site, hook_adapters, sites_of
 from crossdock.workers.model.memory.memory_fit import check_fits, used_by_all_but_torch
 from crossdock.workers.model.model import LoadedModel
@@ -55,12 +56,14 @@ def load_model(
         ValueError: the architecture would not be computed right through our attention, or there is not enough memory.
             Or `max_model_len` is more than the model was made for, or `attention_backend` cannot run on `device` with
             pages of `kv_cache_dtype`, or `cpu_kernels` with the model's dtype on this CPU; or `quantization` cannot be
-            applied to this model here, or the model cannot be `batch_invariant`.
+            applied to this model here, or the model cannot be `batch_invariant`; or the package of `load_format` is
+            not installed.
     """
     path = resolve_model(spec.path)
     attention = choose_attention(spec.attention_backend, torch.device(device), spec.kv_cache_dtype, spec.cpu_kernels)
     used_by_others = used_by_all_but_torch() if device != "cpu" else 0
     require_working(attention, torch.device(device))  # takes memory of the GPU, so it comes second
+    require_loader(spec.load_format)
     config = read_config(path)
     refuse_by_config(config)
     check_asked(spec.quantization, scheme_of(config.to_dict()))
@@ -70,7 +73,7 @@ def load_model(
         if links is not None:
             position, num_sharing = links.position, links.ranks_on_this_host()
         check_fits(config, position, dtype, kv_bytes, device, num_sharing, weight_format=weights)
-    module, part = weights.read(config, path, dtype, links, device)
+    module, part = weights.read(config, path, dtype, links, device, spec.load_format)
     try:
         generation: GenerationConfig | None = GenerationConfig.from_pretrained(path)
     except OSError:

@@ -2,14 +2,14 @@
 
 from dataclasses import dataclass
 
-from crossdock.kernels.options import AttentionBackend, CpuKernels, KVCacheDtype, Quantization
+from crossdock.kernels.options import AttentionBackend, CpuKernels, KVCacheDtype, LoadFormat, Quantization
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
     """A model and how it computes: the same for every rank of a replica. Crosses processes."""
 
-    path: str | None = None  # directory, or hub name (org/name or org/name@revision); None: the embedded SmolLM2-135M
+    path: str | None = None  # directory, hub name (org/name@revision) or s3:// URL; None: the embedded SmolLM2-135M
     dtype: str = "auto"  # of weights and activations; auto: the checkpoint's, on CPUs bfloat16 where they have it
     max_model_len: int | None = None  # tokens, prompt and output together; None: the model's own limit
     attention_backend: AttentionBackend = "auto"
@@ -19,3 +19,4 @@ class ModelSpec:
     max_lora_rank: int = 0  # of adapters; 0: the model takes none
     max_loras: int = 0  # adapters in memory at once
     quantization: Quantization | None = None  # int8: when they are loaded; others: as stored; None: any
+    load_format: LoadFormat = "auto"  # who reads the files of weights; auto: our own reader

@@ -6,7 +6,7 @@ from typing import Literal, Self, TypeAlias
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, TypeAdapter, model_validator
 
-from crossdock.kernels.options import AttentionBackend, CpuKernels, KVCacheDtype, Quantization
+from crossdock.kernels.options import AttentionBackend, CpuKernels, KVCacheDtype, LoadFormat, Quantization
 from crossdock.workers.model.memory.memory_budget import MemoryBudget
 from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.report.profile import Role, SchedulingProfile
@@ -109,6 +109,11 @@ class EngineConfig(SchedulerConfig):
         description="int8: quantise plain weights as they are loaded, on CPUs with AVX512-VNNI or AVX2 alone; null: "
         "as they are. Other values ask for a checkpoint that is stored so; its own configuration says so too.",
     )
+    load_format: LoadFormat = Field(
+        "auto",
+        description="Who reads the files of weights. auto and safetensors: our own reader; runai_streamer and "
+        "fastsafetensors: the package of that name. A model in an object store is read by runai_streamer.",
+    )
     enable_lora: bool = Field(False, description="Take LoRA adapters beside the base model, in the same batches.")
     max_loras: int = Field(
         8, ge=1, description="Adapters that a replica holds at once; the least recently used one makes way for others."
@@ -210,6 +215,7 @@ class EngineConfig(SchedulerConfig):
             *(path, dtype, max_model_len, self.attention_backend, self.kv_cache_dtype, kernels),
             batch_invariant=self.batch_invariant,
             quantization=self.quantization,
+            load_format=self.load_format,
             max_lora_rank=self.max_lora_rank if self.enable_lora else 0,
             max_loras=self.max_loras,
         )

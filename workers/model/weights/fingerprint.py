@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from crossdock.workers.model.loaders.objects import origin_of, sample
+
 _CONFIGS = (
     "config.json",
     "adapter_config.json",
@@ -34,6 +36,9 @@ def fingerprint(path: Path) -> str:
     for name in _CONFIGS:
         if (path / name).is_file():
             digest.update(f"{name}\n".encode() + (path / name).read_bytes())
+    if origin_of(path) is not None:
+        digest.update(sample(path).encode())
+        return digest.hexdigest()
     files = sorted(path.glob("*.safetensors"))
     files = files or sorted(file for pattern in _OTHER_WEIGHTS for file in path.glob(pattern))
     with ThreadPoolExecutor(_NUM_THREADS) as pool:

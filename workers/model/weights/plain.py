@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
+from crossdock.kernels.options import LoadFormat
 from crossdock.workers.model.cut.collectives import Collectives
 from crossdock.workers.model.cut.cut_model import cut_model
 from crossdock.workers.model.cut.part import ModelPart
@@ -28,12 +29,18 @@ class PlainWeights:
         """Return None: everything computes such weights."""
 
     def read(
-        self, config: PretrainedConfig, path: Path, dtype: torch.dtype, links: Collectives | None, device: str = "cpu"
+        self,
+        config: PretrainedConfig,
+        path: Path,
+        dtype: torch.dtype,
+        links: Collectives | None,
+        device: str = "cpu",
+        load_format: LoadFormat = "auto",
     ) -> tuple[Any, ModelPart | None]:
         if links is None or links.position.size == 1:
-            return load_weights(config, path, dtype, device=device)
+            return load_weights(config, path, dtype, device=device, load_format=load_format)
         cut = partial(cut_model, position=links.position, collectives=links)
-        return load_weights(config, path, dtype, cut, device=device)
+        return load_weights(config, path, dtype, cut, device=device, load_format=load_format)
 
     def count_bytes(self, config: PretrainedConfig, position: RankPosition, dtype: torch.dtype) -> WeightBytes:
         module = model_on_meta(config, position, dtype)

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import closing
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,34 +14,15 @@ from transformers import PretrainedConfig
 from transformers.modeling_utils import DownloadKwargs, _get_resolved_checkpoint_files
 
 from crossdock.kernels.packed import PackedMatrix
-from crossdock.workers.model.weights.file_slice import DTYPES, FLOATS, FileSlice, OpenFile
+from crossdock.workers.model.loaders.file_slice import DTYPES, FLOATS, OpenFile
+from crossdock.workers.model.loaders.files import Files, open_files
+from crossdock.workers.model.loaders.objects import origin_of
 from crossdock.workers.model.weights.scheme import PackedForm, Scheme
 from crossdock.workers.model.weights.unpack import LAYOUTS, MOST_STATE_BYTES, Layout, nf4_state
 from crossdock.workers.model.weights.untrusted import check_index, naming
 
 _SCALES_OF_KV = re.compile(r"\.(k_scale|v_scale|q_scale|output_scale|kv_scale)$")
 """Scales of KV pages, which a replica measures itself."""
-
-
-class Files:
-    """The open files of a checkpoint. Closed at the end of a `with`."""
-
-    def __init__(self) -> None:
-        self._readers: dict[str, OpenFile] = {}
-        self._stack = ExitStack()
-
-    def __enter__(self) -> "Files":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
-    def slice_of(self, file: str, key: str) -> FileSlice:
-        """Return a tensor of a file, whose bytes are read when they are asked for."""
-        if file not in self._readers:
-            with naming(Path(file), kept=(OSError,)):
-                self._readers[file] = self._stack.enter_context(closing(OpenFile(Path(file))))
-        return self._readers[file].slice_of(key)
 
 
 class StoredTensor:
@@ -79,7 +60,7 @@ class PackedTensor(StoredTensor):
         if (state := pieces.get("state")) is not None:  # of codes in one line
             if prod(state.shape) > MOST_STATE_BYTES:
                 raise ValueError(f"its state has more than {MOST_STATE_BYTES} bytes")
-            with Files() as files:
+            with open_files(Path(state.file).parent) as files:
                 shape = nf4_state(files.slice_of(state.file, state.key)[...], codes.shape)["shape"]
         super().__init__(codes.file, codes.key, "BF16", shape)
 
@@ -89,12 +70,15 @@ class PackedTensor(StoredTensor):
 
     def matrices(self, files: Files) -> list[PackedMatrix]:
         """Read the matrix, or one for each expert. Rows are outputs. ValueError: the tensors are not as expected."""
-        tensors = {name: files.slice_of(piece.file, piece.key)[...] for name, piece in self.pieces.items()}
+        tensors = self.read_pieces(files)
         with naming(Path(self.file)):
             if not self.is_per_expert:
                 return [self._layout.unpack(self.form, tensors)]
             experts = range(self.shape[0])
             return [self._layout.unpack(self.form, {name: each[i] for name, each in tensors.items()}) for i in experts]
+
+    def read_pieces(self, files: Files) -> dict[str, Tensor]:
+        return {name: files.slice_of(piece.file, piece.key)[...] for name, piece in self.pieces.items()}
 
     def opened(self, files: Files, dtype: torch.dtype) -> Any:
         """Return a stand-in for a slice of safetensors that gives the weight in plain floats."""
@@ -181,7 +165,20 @@ def _tensors(config: PretrainedConfig, path: Path) -> Iterator[StoredTensor]:
             transformers_explicit_filename=own_name,
         )
     for file in files or ():
-        with naming(Path(file)), safe_open(file, framework="pt", device="cpu") as reader:
-            for key in reader.keys():  # noqa: SIM118  # the reader is no mapping
-                tensor = reader.get_slice(key)
-                yield StoredTensor(file, key, tensor.get_dtype(), tensor.get_shape())
+        with naming(Path(file)):
+            yield from _heads_of(file) if origin_of(path) is not None else _checked_by_safetensors(file)
+
+
+def _checked_by_safetensors(file: str) -> Iterator[StoredTensor]:
+    with safe_open(file, framework="pt", device="cpu") as reader:
+        for key in reader.keys():  # noqa: SIM118  # the reader is no mapping
+            tensor = reader.get_slice(key)
+            yield StoredTensor(file, key, tensor.get_dtype(), tensor.get_shape())
+
+
+def _heads_of(file: str) -> Iterator[StoredTensor]:
+    """Yield the tensors of a file in an object store, of which safetensors checked the head when it was fetched."""
+    with closing(OpenFile(Path(file))) as opened:
+        for key in opened.keys():  # noqa: SIM118  # it is no mapping
+            place = opened.slice_of(key)
+            yield StoredTensor(file, key, place.get_dtype(), place.get_shape())

@@ -26,7 +26,7 @@ from transformers.core_model_loading import (
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import logging
 
-from crossdock.workers.model.weights.file_slice import DTYPES, FLOATS
+from crossdock.workers.model.loaders.file_slice import DTYPES, FLOATS
 from crossdock.workers.model.weights.scheme import Scheme
 from crossdock.workers.model.weights.stored_tensors import PackedTensor, StoredTensor, stored_in
 from crossdock.workers.model.weights.untrusted import naming

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from transformers import PretrainedConfig
 
-from crossdock.kernels.options import CpuKernels, Kernel
+from crossdock.kernels.options import CpuKernels, Kernel, LoadFormat
 from crossdock.workers.model.cut.collectives import Collectives
 from crossdock.workers.model.cut.part import ModelPart
 from crossdock.workers.model.cut.position import RankPosition
@@ -57,7 +57,13 @@ class WeightFormat(Protocol):
         """Return why `use` cannot compute products from such weights; None: it can."""
 
     def read(
-        self, config: PretrainedConfig, path: Path, dtype: torch.dtype, links: Collectives | None, device: str = "cpu"
+        self,
+        config: PretrainedConfig,
+        path: Path,
+        dtype: torch.dtype,
+        links: Collectives | None,
+        device: str = "cpu",
+        load_format: LoadFormat = "auto",
     ) -> tuple[Any, ModelPart | None]:
         """Read the weights in `path`, or the part that the rank of `links` holds, and return which part that is.
 

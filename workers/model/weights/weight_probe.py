@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 from crossdock.workers.model.cut.part import ModelPart, TensorSlice
+from crossdock.workers.model.loaders.files import Files, open_files
 from crossdock.workers.model.weights.heap import trim_heap
 from crossdock.workers.model.weights.packed_layers import PackedLinear
-from crossdock.workers.model.weights.stored_tensors import Files, StoredTensor
+from crossdock.workers.model.weights.stored_tensors import StoredTensor
 from crossdock.workers.model.weights.tensor_check import NamedTensors
 
 _NUM_LINEARS = 16  # of all, at equal distances
@@ -34,8 +35,9 @@ def check_products(module: Any, part: ModelPart | None, named: NamedTensors) -> 
     """
     linears = {f"{name}.weight": each for name, each in module.named_modules() if type(each) in _LINEARS}
     found = [source for source in _single_sources(named) if source[0] in linears]
-    with Files() as files:
-        for name, stored in found[:: max(1, len(found) // _NUM_LINEARS)]:
+    checked = found[:: max(1, len(found) // _NUM_LINEARS)]
+    with open_files(Path(checked[0][1].file).parent) if checked else Files() as files:
+        for name, stored in checked:
             dtype = getattr(linears[name], "weight", next(module.parameters())).dtype
             error = _error(linears[name], stored, files, dtype, None if part is None else part.slices.get(name))
             if not error <= _TOLERANCES[dtype]:

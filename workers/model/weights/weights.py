@@ -7,7 +7,7 @@ is on the meta device, and the source of its weights gives only the rank's slice
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -15,12 +15,21 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
-from transformers.core_model_loading import Concatenate, MergeModulelist, Transpose, WeightConverter
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    Transpose,
+    WeightConverter,
+    dot_natural_key,
+)
 
+from crossdock.kernels.options import LoadFormat
 from crossdock.workers.model.architecture import ATTENTION_NAME, attention_names
 from crossdock.workers.model.cut.cut_model import cut_model
 from crossdock.workers.model.cut.part import ModelPart, TensorSlice
 from crossdock.workers.model.cut.position import CannotCut, RankPosition
+from crossdock.workers.model.loaders.files import Files, open_files
+from crossdock.workers.model.loaders.objects import origin_of
 from crossdock.workers.model.weights.heap import trim_heap
 from crossdock.workers.model.weights.packed_layers import PackedLinear, packed_bytes, part_of, put_forms
 from crossdock.workers.model.weights.scheme import (
@@ -32,7 +41,7 @@ from crossdock.workers.model.weights.scheme import (
     scheme_at,
     scheme_of,
 )
-from crossdock.workers.model.weights.stored_tensors import Files, PackedTensor
+from crossdock.workers.model.weights.stored_tensors import PackedTensor
 from crossdock.workers.model.weights.tensor_check import NamedTensors, check_tensors, is_classifier
 from crossdock.workers.model.weights.untrusted import naming, read_config_file
 from crossdock.workers.model.weights.weight_probe import check_products
@@ -71,17 +80,19 @@ def load_weights(
     cut: Callable[[Any], ModelPart] | None = None,
     needs_all: bool = True,
     device: str = "cpu",
+    load_format: LoadFormat = "auto",
 ) -> tuple[Any, ModelPart | None]:
     """Load the weights in `path`. Returns transformers' model, and the part of it that `cut` returned.
 
     `cut` gets the model while it is on the meta device, and leaves what is to be loaded; None: all. Without
     `needs_all`, the checkpoint may lack weights of what `cut` takes away. Plain tensors go to `device` one by one,
-    so that the host never holds a GPU's weights; a checkpoint with packed matrices comes to the host.
+    so that the host never holds a GPU's weights; a checkpoint with packed matrices comes to the host. `load_format`
+    names who reads the files.
 
     Raises:
         CannotCut: `cut` cannot divide the model so.
         ValueError: transformers lets no other attention into the model; or there are no weights in safetensors, or
-            others than the model's; or they are stored in a way that is not read.
+            others than the model's; or they are stored in a way that is not read; or `load_format` is not to be had.
     """
     scheme = scheme_at(path)
     plain_config = config if scheme is PLAIN else without_quantisation(config)
@@ -91,10 +102,11 @@ def load_weights(
     try:
         with _LOADING:
             named = check_tensors(auto_model(config), plain_config, path, dtype, scheme, needs_all)
-            if cut is None and scheme is PLAIN:
+            is_read_by_transformers = load_format in ("auto", "safetensors") and origin_of(path) is None
+            if cut is None and scheme is PLAIN and is_read_by_transformers:
                 module, part = _load_whole(config, path, **options), None
             else:
-                module, part = _load_cut(plain_config, path, cut or _whole, named, **options)
+                module, part = _load_cut(plain_config, path, cut or _whole, named, load_format, **options)
     except OSError as error:
         if any(path.glob("*.safetensors")):
             raise
@@ -123,7 +135,12 @@ def _whole(model: Any) -> ModelPart:
 
 
 def _load_cut(
-    config: PretrainedConfig, path: Path, cut: Callable[[Any], ModelPart], named: NamedTensors, **options: Any
+    config: PretrainedConfig,
+    path: Path,
+    cut: Callable[[Any], ModelPart],
+    named: NamedTensors,
+    load_format: LoadFormat,
+    **options: Any,
 ) -> tuple[Any, ModelPart]:
     """Load the part of a model that `cut` leaves, packed matrices as they are. `options` are `from_pretrained`'s.
 
@@ -146,6 +163,7 @@ def _load_cut(
 
     def _load_pretrained_model(model: Any, state_dict: Any, _files: Sequence[str], *args: Any, **kwargs: Any) -> Any:
         sources = _slices(model, parts[0], named, files, dtype)
+        files.expect(lambda: _read_once(sources, named, files))
         return whole._load_pretrained_model(model, sources, None, *args, **kwargs)
 
     if packed:
@@ -153,16 +171,28 @@ def _load_cut(
     steps = {"__init__": __init__, "_load_pretrained_model": staticmethod(_load_pretrained_model)}
     # The same name and module as the whole class: by these transformers looks up the conversions of a checkpoint.
     part_class = type(whole.__name__, (whole,), {"__module__": whole.__module__, **steps})
-    with Files() as files:
+    device = options.get("device_map", {}).get("", "cpu")
+    with open_files(path, load_format, device) as files:
         module, report = part_class.from_pretrained(  # type: ignore[attr-defined]
             path, config=config, use_safetensors=True, output_loading_info=True, **options
         )
         if missing := sorted(report["missing_keys"]):
             raise ValueError(f"{path} has no weights for {', '.join(missing[:4])}{' and others' * (len(missing) > 4)}")
+        files.expect(lambda: [tensor.read_pieces(files) for name in put for tensor in packed[name]])
         for name in put:
             _fill(module, name, packed[name], parts[0].slices.get(name), files)
             trim_heap()  # holes between the parts of matrices took 130 MiB (Llama of 1 GiB in AWQ, 2026-11-24)
     return module, parts[0]
+
+
+def _read_once(sources: Mapping[str, "_WeightSource"], named: NamedTensors, files: Files) -> None:
+    """Read all tensors in the order in which transformers does."""
+    for key in sorted(sources, key=dot_natural_key):
+        stored = named.stored[key]
+        if isinstance(stored, PackedTensor):
+            stored.read_pieces(files)
+        else:
+            sources[key][...]
 
 
 def _fill(module: Any, name: str, tensors: Sequence[PackedTensor], kept: TensorSlice | None, files: Files) -> None:

@@ -18,9 +18,10 @@ from crossdock.workers.model.cut.collectives import Collectives
 from crossdock.workers.model.cut.position import CannotCut, RankPosition
 from crossdock.workers.model.layers.coded_products import CodedLinear
 from crossdock.workers.model.load import load_model
+from crossdock.workers.model.loaders import file_slice
 from crossdock.workers.model.memory.memory_fit import check_fits
 from crossdock.workers.model.model_spec import ModelSpec
-from crossdock.workers.model.weights import file_slice, weights
+from crossdock.workers.model.weights import weights
 from crossdock.workers.model.weights.heap import trim_heap
 from crossdock.workers.model.weights.packed_layers import PackedExperts, PackedLinear, packed_bytes
 from crossdock.workers.model.weights.plain import PlainWeights

@@ -12,8 +12,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from crossdock.workers.model.weights import file_slice
-from crossdock.workers.model.weights.file_slice import OpenFile
+from crossdock.workers.model.loaders import file_slice
+from crossdock.workers.model.loaders.file_slice import OpenFile
 
 SHAPES = {"none": [], "one": [7], "two": [6, 10], "three": [3, 4, 8], "empty": [0, 4]}
 KEYS: list[Any] = [

@@ -34,7 +34,7 @@ class FileSlice:
 
     def __init__(self, descriptor: int, start: int, dtype: str, shape: Sequence[int]) -> None:
         """`start`: the tensor's first byte in the file."""
-        self._descriptor, self._start, self._dtype, self._shape = descriptor, start, dtype, list(shape)
+        self._descriptor, self.start, self._dtype, self._shape = descriptor, start, dtype, list(shape)
 
     def __getitem__(self, key: Any) -> Tensor:
         """Read the elements of `key`: `...`, or slices of step 1, of which only the last may leave elements out."""
@@ -61,7 +61,7 @@ class FileSlice:
         if stride == size:  # all rows, one after the other
             stride = size = len(content)
         for number, first in enumerate(range(0, len(content), max(size, 1))):
-            self._fill(content[first : first + size], self._start + number * stride + start * row)
+            self._fill(content[first : first + size], self.start + number * stride + start * row)
         return found
 
     def _fill(self, content: memoryview, offset: int) -> None:
@@ -78,15 +78,28 @@ class OpenFile:
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("rb", buffering=0)
-        (length,) = struct.unpack("<Q", self._file.read(8))
+        try:
+            (length,) = struct.unpack("<Q", self._file.read(8))
+            self._entries: dict[str, Any] = json.loads(os.pread(self._file.fileno(), length, 8))
+        except (struct.error, ValueError, OverflowError, MemoryError) as error:
+            self.close()
+            raise ValueError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
+        self._entries.pop("__metadata__", None)
         self._start = 8 + length
-        self._entries: dict[str, Any] = json.loads(os.pread(self._file.fileno(), length, 8))
 
     def slice_of(self, key: str) -> FileSlice:
         """Return the tensor of a name, whose bytes are read when they are asked for."""
         entry = self._entries[key]
         start = self._start + entry["data_offsets"][0]
         return FileSlice(self._file.fileno(), start, entry["dtype"], entry["shape"])
+
+    def keys(self) -> list[str]:
+        return list(self._entries)
+
+    def spans(self) -> list[tuple[int, int]]:
+        """Return the first byte in the file of each tensor, and the byte after its last."""
+        places = [entry["data_offsets"] for entry in self._entries.values()]
+        return sorted((self._start + start, self._start + stop) for start, stop in places)
 
     def close(self) -> None:
         self._file.close()
