@@ -60,6 +60,7 @@ class LoadedFiles(Files):
         self._left: Counter[Part] = Counter()  # how often each will be asked for
         self._arrived: dict[Part, Tensor] = {}
         self._coming: Tensors | None = None
+        self._failure = "the loader of weights has ended before all tensors had come"  # or the first one
 
     def __exit__(self, *_: object) -> None:
         with self._lock:
@@ -102,8 +103,9 @@ class LoadedFiles(Files):
             if coming is not None and (found := next(coming, None)) is not None:
                 return found
         except Exception as error:  # the packages raise all kinds
-            raise ValueError(f"weights cannot be loaded: {type(error).__name__}: {error}") from error
-        raise ValueError("the loader of weights has ended before all tensors had come")
+            self._failure = f"weights cannot be loaded: {type(error).__name__}: {error}"
+            raise ValueError(self._failure) from error
+        raise ValueError(self._failure)
 
 
 class LoadedSlice:

@@ -46,8 +46,12 @@ class StoredTensor:
 
     def rows(self, files: Files, rows: Tensor) -> Tensor:
         """Return rows [R, K] of a matrix in float64, for the check of what was loaded. rows: [R] int64."""
+        return torch.cat(self.read_rows(files, rows)).double()
+
+    def read_rows(self, files: Files, rows: Tensor) -> list[Tensor]:
+        """Read all that `rows` reads. Returns the tensors as they are stored."""
         source = files.slice_of(self.file, self.key)
-        return torch.cat([source[row : row + 1].double() for row in rows.tolist()])
+        return [source[row : row + 1] for row in rows.tolist()]
 
 
 class PackedTensor(StoredTensor):
@@ -76,6 +80,9 @@ class PackedTensor(StoredTensor):
                 return [self._layout.unpack(self.form, tensors)]
             experts = range(self.shape[0])
             return [self._layout.unpack(self.form, {name: each[i] for name, each in tensors.items()}) for i in experts]
+
+    def read_rows(self, files: Files, _rows: Tensor) -> list[Tensor]:
+        return list(self.read_pieces(files).values())
 
     def read_pieces(self, files: Files) -> dict[str, Tensor]:
         return {name: files.slice_of(piece.file, piece.key)[...] for name, piece in self.pieces.items()}

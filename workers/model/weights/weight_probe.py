@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from crossdock.workers.model.cut.part import ModelPart, TensorSlice
+from crossdock.workers.model.cut.part import ModelPart
 from crossdock.workers.model.loaders.files import Files, open_files
 from crossdock.workers.model.weights.heap import trim_heap
 from crossdock.workers.model.weights.packed_layers import PackedLinear
@@ -37,9 +37,10 @@ def check_products(module: Any, part: ModelPart | None, named: NamedTensors) -> 
     found = [source for source in _single_sources(named) if source[0] in linears]
     checked = found[:: max(1, len(found) // _NUM_LINEARS)]
     with open_files(Path(checked[0][1].file).parent) if checked else Files() as files:
+        files.expect(lambda: [stored.read_rows(files, _sample(stored, part, name)[0]) for name, stored in checked])
         for name, stored in checked:
             dtype = getattr(linears[name], "weight", next(module.parameters())).dtype
-            error = _error(linears[name], stored, files, dtype, None if part is None else part.slices.get(name))
+            error = _error(linears[name], stored, files, dtype, part, name)
             if not error <= _TOLERANCES[dtype]:
                 raise ValueError(
                     f"{Path(stored.file).name}: as it was loaded, {name} gives products that differ by {error:.1%} in "
@@ -49,21 +50,30 @@ def check_products(module: Any, part: ModelPart | None, named: NamedTensors) -> 
 
 
 @torch.no_grad()
-def _error(linear: Any, stored: StoredTensor, files: Files, dtype: torch.dtype, kept: TensorSlice | None) -> float:
+def _error(
+    linear: Any, stored: StoredTensor, files: Files, dtype: torch.dtype, part: ModelPart | None, name: str
+) -> float:
     """Return how much products of a linear, or a rank's part of it, differ in norm from those of rows of the file."""
-    rows, columns = torch.arange(stored.shape[0]), torch.arange(stored.shape[1])
-    if kept is not None:
-        rows = kept.read(rows[:, None], 2)[:, 0] if kept.dim == 0 else rows
-        columns = kept.read(columns[None], 2)[0] if kept.dim == 1 else columns
-    sample = torch.tensor([0, len(rows) // 3, 2 * len(rows) // 3, len(rows) - 1])
+    rows, sample, columns = _sample(stored, part, name)
     generator = torch.Generator().manual_seed(0)
     x = (_INPUT_SIZE * torch.randn(_NUM_INPUTS, len(columns), generator=generator)).to(dtype)
-    expected = x.double() @ stored.rows(files, rows[sample])[:, columns].T
+    expected = x.double() @ stored.rows(files, rows)[:, columns].T
     if linear.bias is not None:
         expected += linear.bias[sample.to(linear.bias.device)].double().cpu()
     device = x.device if isinstance(linear, PackedLinear) else linear.weight.device
     found = linear.forward(x.to(device)).cpu()[:, sample].double()
     return float((found - expected).norm() / expected.norm().clamp_min(1e-30))
+
+
+def _sample(stored: StoredTensor, part: ModelPart | None, name: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Return some rows of a matrix, their places in the part of a rank, and the columns that the part has."""
+    kept = None if part is None else part.slices.get(name)
+    rows, columns = torch.arange(stored.shape[0]), torch.arange(stored.shape[1])
+    if kept is not None:
+        rows = kept.read(rows[:, None], 2)[:, 0] if kept.dim == 0 else rows
+        columns = kept.read(columns[None], 2)[0] if kept.dim == 1 else columns
+    sample = torch.tensor([0, len(rows) // 3, 2 * len(rows) // 3, len(rows) - 1])
+    return rows[sample], sample, columns
 
 
 def _single_sources(named: NamedTensors) -> Iterator[tuple[str, StoredTensor]]:

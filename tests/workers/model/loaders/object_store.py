@@ -1,0 +1,73 @@
+"""A bucket of a local HTTP server that speaks as much S3 as a model's loader needs: lists, and reads of byte ranges."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
+from xml.sax.saxutils import escape
+
+
+@contextmanager
+def bucket_of(folder: Path) -> Iterator[tuple[str, list[tuple[str, int]]]]:
+    """Serve a folder's files as the bucket `b`, without keys. Yields the endpoint, and a list of (key, bytes) sent."""
+    sent: list[tuple[str, int]] = []
+
+    class Bucket(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_HEAD(self) -> None:  # http.server's name
+            self.do_GET()
+
+        def do_GET(self) -> None:
+            url = urlsplit(self.path)
+            key = url.path.removeprefix("/b").strip("/")
+            if not key:
+                self._send(200, _listing(folder, parse_qs(url.query)))
+            elif not (folder / key).is_file():
+                self._send(404, b"")
+            elif (span := self.headers.get("Range")) is None:
+                self._send(200, (folder / key).read_bytes(), key)
+            else:
+                first, _, last = span.removeprefix("bytes=").partition("-")
+                content, start = (folder / key).read_bytes(), int(first)
+                stop = min(int(last), len(content) - 1) if last else len(content) - 1
+                span = f"bytes {start}-{stop}/{len(content)}"
+                self._send(206, content[start : stop + 1], key, span)
+
+        def _send(self, status: int, body: bytes, key: str = "", span: str = "") -> None:
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.send_header("ETag", '"0"')
+            if span:
+                self.send_header("Content-Range", span)
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(body)
+                sent.append((key, len(body)))
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Bucket)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}", sent
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def _listing(folder: Path, query: dict[str, list[str]]) -> bytes:
+    prefix, delimiter = (query.get(name, [""])[0] for name in ("prefix", "delimiter"))
+    keys = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    found = "".join(
+        f"<Contents><Key>{escape(key)}</Key><Size>{(folder / key).stat().st_size}</Size></Contents>"
+        for key in keys
+        if key.startswith(prefix) and not (delimiter and delimiter in key.removeprefix(prefix))
+    )
+    head = '<?xml version="1.0"?><ListBucketResult xmlns="http://s3.amazonaws.com/doc/2006-03-01/">'
+    return f"{head}<Name>b</Name><IsTruncated>false</IsTruncated>{found}</ListBucketResult>".encode()
