@@ -1,1 +1,1 @@
-"""Who reads the bytes of weights: our own reader, or a package that reads ahead, from files or an object store."""
+"""Read the bytes of weights: by our own reader, or by a package that reads ahead, from files or an object store."""

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from math import prod
 
-from crossdock.workers.model.loaders.part import Part, Tensors
+from crossdock.workers.model.loaders.part import TensorPart, Tensors
 
 
-def load_fast(parts: Sequence[Part], device: str) -> Tensors:
+def load_fast(parts: Sequence[TensorPart], device: str) -> Tensors:
     """Yield (number of a part, its tensor), file after file. The device holds one file's buffer at a time."""
     from fastsafetensors import SafeTensorsFileLoader, SingleGroup
 

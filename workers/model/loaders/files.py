@@ -16,7 +16,7 @@ from crossdock.kernels.options import LoadFormat
 from crossdock.workers.model.loaders.fast_safetensors import load_fast
 from crossdock.workers.model.loaders.file_slice import DTYPES, FileSlice, OpenFile
 from crossdock.workers.model.loaders.objects import origin_of
-from crossdock.workers.model.loaders.part import Loader, Part, Tensors
+from crossdock.workers.model.loaders.part import Loader, TensorPart, Tensors
 from crossdock.workers.model.loaders.run_ai import streamer
 
 _PACKAGES: Mapping[str, str] = {"runai_streamer": "runai-model-streamer", "fastsafetensors": "fastsafetensors"}
@@ -55,10 +55,10 @@ class LoadedFiles(Files):
     def __init__(self, load: Loader, device: str) -> None:
         super().__init__()
         self._load, self._device, self._lock = load, device, Lock()
-        self._rehearsed: list[Part] | None = None  # None: reads are no rehearsal
-        self._parts: list[Part] = []
-        self._left: Counter[Part] = Counter()  # how often each will be asked for
-        self._arrived: dict[Part, Tensor] = {}
+        self._rehearsed: list[TensorPart] | None = None  # None: reads are no rehearsal
+        self._parts: list[TensorPart] = []
+        self._left: Counter[TensorPart] = Counter()  # how often each will be asked for
+        self._arrived: dict[TensorPart, Tensor] = {}
         self._coming: Tensors | None = None
         self._failure = "the loader of weights has ended before all tensors had come"  # or the first one
 
@@ -73,7 +73,7 @@ class LoadedFiles(Files):
 
     def expect(self, read: Callable[[], object]) -> None:
         """Prepare for the reads of `read`: in a rehearsal, tensors without bytes are read."""
-        asked: list[Part] = []
+        asked: list[TensorPart] = []
         self._rehearsed = asked
         read()
         self._rehearsed = None
@@ -83,7 +83,7 @@ class LoadedFiles(Files):
                 self._coming.close()
             self._coming = self._load(self._parts, self._device) if asked else None
 
-    def take(self, part: Part) -> Tensor:
+    def take(self, part: TensorPart) -> Tensor:
         """Return a part, once it has come. Any thread may ask. ValueError: the loader cannot read it."""
         if self._rehearsed is not None:
             self._rehearsed.append(part)
@@ -118,7 +118,7 @@ class LoadedSlice:
         """Return the elements of `key`: `...`, or slices of step 1. Rows alone are read where it names rows."""
         shape, dtype = self._place.get_shape(), DTYPES[self._place.get_dtype()]
         rows, *others = key if isinstance(key, tuple) else (key,)
-        whole = Part(self._file, self._key, dtype, tuple(shape), 0, self._place.start)
+        whole = TensorPart(self._file, self._key, dtype, tuple(shape), 0, self._place.start)
         if rows is ... or others:
             return self._files.take(whole)[key].contiguous()
         start, stop, _ = rows.indices(shape[0])

@@ -1,4 +1,4 @@
-"""What a loader is asked for: rows of tensors in safetensors files. A loader yields them as they come."""
+"""Name the rows of tensors that a loader is asked for. A loader yields them as they come."""
 
 from collections.abc import Callable, Generator, Sequence
 from math import prod
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-class Part(NamedTuple):
+class TensorPart(NamedTuple):
     """Rows of a tensor in a file, or all of the tensor."""
 
     file: str
@@ -24,5 +24,5 @@ class Part(NamedTuple):
 
 
 Tensors: TypeAlias = Generator[tuple[int, Tensor], None, None]
-Loader: TypeAlias = Callable[[Sequence[Part], str], Tensors]
+Loader: TypeAlias = Callable[[Sequence[TensorPart], str], Tensors]
 """Reads parts to a device. Yields (number of the part, its tensor, which has memory of its own) in any order."""

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from crossdock.workers.model.loaders.part import Loader, Part, Tensors
+from crossdock.workers.model.loaders.part import Loader, TensorPart, Tensors
 
 _READ_AHEAD = 1 << 30  # bytes on the host; the package's own limit is 40 GB
 
@@ -36,7 +36,7 @@ def streamer(origin: str | None) -> Loader:
     return partial(_load, origin)
 
 
-def _load(origin: str | None, parts: Sequence[Part], device: str) -> Tensors:
+def _load(origin: str | None, parts: Sequence[TensorPart], device: str) -> Tensors:
     spans = [
         (part.file if origin is None else f"{origin}/{Path(part.file).name}", part.offset, part.num_bytes)
         for part in parts

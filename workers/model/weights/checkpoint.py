@@ -117,7 +117,7 @@ def _packed_gguf(gguf: Path) -> Path:
 
 
 def _from_objects(url: str) -> Path:
-    """Return the local directory of a model in an object store, made anew when names or sizes there have changed."""
+    """Return the local directory of a model in an object store, made again when names or sizes there have changed."""
     files = list_objects(url)
     digest = hashlib.sha256(repr((url, sorted(files.items()))).encode()).hexdigest()[:16]
     return _made_once(cache_dir() / "models" / digest / url.rpartition("/")[2], partial(pull, url, files))

@@ -57,6 +57,7 @@ VALUES = {  # an example of a value, as vLLM or SGLang take it; others take none
     "-q": "int8",
     "--kv-cache-memory-bytes": "2G",
     "--long-prefill-token-threshold": "256",
+    "--load-format": "runai_streamer",
     "--lora-modules": "sql=adapters/sql",
     "--max-logprobs": "5",
     "--logprobs-mode": "processed_logprobs",

@@ -15,7 +15,7 @@ from crossdock.workers.model.load import load_model
 from crossdock.workers.model.loaders import files
 from crossdock.workers.model.loaders.files import Files, LoadedFiles, open_files
 from crossdock.workers.model.loaders.objects import bytes_of_weights
-from crossdock.workers.model.loaders.part import Part, Tensors
+from crossdock.workers.model.loaders.part import TensorPart, Tensors
 from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.model.weights import weight_probe, weights
 from crossdock.workers.model.weights.checkpoint import model_name, resolve_model
@@ -95,7 +95,7 @@ def test_packed_matrices_of_a_loader_equal_those_of_our_own_reader(
 
 
 def test_rank_asks_a_loader_for_its_own_rows_and_once_for_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[list[Part]] = []
+    calls: list[list[TensorPart]] = []
 
     def load(parts: Any, _device: str) -> Tensors:
         calls.append(parts)
