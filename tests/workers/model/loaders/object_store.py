@@ -31,10 +31,12 @@ def bucket_of(folder: Path) -> Iterator[tuple[str, list[tuple[str, int]]]]:
                 self._send(200, (folder / key).read_bytes(), key)
             else:
                 first, _, last = span.removeprefix("bytes=").partition("-")
-                content, start = (folder / key).read_bytes(), int(first)
-                stop = min(int(last), len(content) - 1) if last else len(content) - 1
-                span = f"bytes {start}-{stop}/{len(content)}"
-                self._send(206, content[start : stop + 1], key, span)
+                size, start = (folder / key).stat().st_size, int(first)
+                stop = min(int(last), size - 1) if last else size - 1
+                with (folder / key).open("rb") as file:
+                    file.seek(start)
+                    content = file.read(stop - start + 1)
+                self._send(206, content, key, f"bytes {start}-{stop}/{size}")
 
         def _send(self, status: int, body: bytes, key: str = "", span: str = "") -> None:
             self.send_response(status)
