@@ -373,7 +373,7 @@ def test_interrupted_measurement_shows_what_was_measured(
     if is_enough:
         assert "interrupted: measured until then, beside at most 1 streams" in result.stderr
         assert "# Interrupted: measured beside at most 1 stream.\n" in output.read_text()
-        assert load(output).engine.min_chunk_tokens == 32
+        assert load(output).engine.min_chunk_tokens in (16, 32)  # which one, the machine's seconds decide
     else:
         assert "too little was measured to recommend settings; no file was written" in result.stderr
 
