@@ -1,11 +1,16 @@
 """Do pools follow a load that changes, what happens to streams meanwhile, and does the simulator decide the same?
 
     python benchmarks/routing/scaling.py                  # the default model: roles, then sizes; about 6 minutes
+    python benchmarks/routing/scaling.py --settings day --seconds 150 --prompt-rate 0.5 --prompt-tokens 8192 \
+        --stream-rate 1.2 --crossdock-option=--device=emulated:h100-8b*20      # a day in an hour, on emulated devices
 
 The load has three phases: prompts (long ones, short answers), streams (short prompts, long answers), and quiet. In the
 setting `roles`, one prefill and two decode replicas may change roles. In the setting `sizes`, a pool may grow from one
-replica to two. Prints every decision: when, the change, the predicted seconds that decided it, how many requests were
-running then, how many of these broke, and the longest gap between two tokens in the ten seconds after it.
+replica to two. In the setting `day` pools change sizes and roles, and the load is that of 24 hours: documents in the
+morning, chats in the afternoon, both at random times; rates are those of the busiest hour. Prints every decision: when,
+the change, the predicted seconds that decided it, how many requests were running then, how many of these broke, and the
+longest gap between two tokens in the ten seconds after it. Of a day it also prints the replicas of each role by hour,
+and replica-seconds and goodput beside those of a fixed fleet: every pool always as large as it may grow (simulated).
 
 The simulator gets the profile that the server advertises after a warm-up, the same arrivals, and the seconds that new
 replicas took to come up. Run nothing else beside it.
@@ -16,9 +21,12 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import takewhile
 from pathlib import Path
+from random import Random
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for servers and tables
@@ -27,8 +35,9 @@ import httpx
 from servers import add_server_options, crossdock_command, log_of, serving
 from tables import Row, hardware, markdown, quantiles, table, today, write
 
-from crossdock.cluster.bench.metrics import Sample, spread_ms
+from crossdock.cluster.bench.metrics import Sample, Targets, by_class, spread_ms
 from crossdock.cluster.bench.run import BenchOptions, BenchResult, bench_jobs, run_bench
+from crossdock.cluster.bench.workloads import arrival_times
 from crossdock.cluster.simulate.fleet import describe, read_profile
 from crossdock.cluster.simulate.report import decision_figures, describe_decision
 from crossdock.cluster.simulate.simulation import Outcome, Simulation
@@ -47,56 +56,123 @@ SETTINGS: dict[str, dict[str, Any]] = {  # in the fields of a simulated fleet an
         "router": {"shipping": "always"},
     },
     "sizes": {"pools": [{"name": "mixed", "replicas": 1, "max_replicas": 2}], "scaling": SCALING, "router": {}},
+    "day": {
+        "pools": [
+            {"name": "prefill", "replicas": 1, "max_replicas": 3},
+            {"name": "decode", "replicas": 2, "max_replicas": 4},
+        ],
+        "scaling": SCALING | {"up_delay_s": 5.0, "down_delay_s": 60.0, "flip_roles": True},
+        "router": {"shipping": "always"},
+    },
 }
+# Arrivals in each hour of a day, as shares of those in the busiest one.
+DOCUMENTS = (5, 5, 5, 5, 10, 20, 50, 80, 100, 100, 100, 80, 40, 20, 20, 20, 20, 20, 10, 10, 10, 10, 5, 5)
+CHATS = (10, 5, 5, 5, 5, 10, 20, 20, 30, 30, 30, 40, 60, 80, 100, 100, 100, 80, 60, 60, 50, 40, 30, 20)
+PARTS = ("night", "morning", "afternoon", "evening")  # of six hours each
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """Evenly spaced arrivals of one shape."""
+    """Arrivals of one shape, evenly spaced or at random times."""
 
     name: str
+    begin: float  # seconds after the first arrival
     seconds: float
     rate: float  # arrivals per second
     prompt_tokens: int
     output_tokens: int
+    is_random: bool = False
+
+    @property
+    def end(self) -> float:
+        return self.begin + self.seconds
+
+    def arrivals(self) -> list[float]:
+        """Return the times of arrivals, in seconds after the first arrival of the load."""
+        if not self.is_random:
+            return [self.begin + number / self.rate for number in range(int(self.seconds * self.rate))]
+        times = arrival_times(self.rate, Random(f"{self.begin}/{self.prompt_tokens}"))  # the first is at 0
+        return [self.begin + at for at in takewhile(lambda at: at < self.seconds, times) if at or not self.begin]
+
+
+@dataclass(slots=True)
+class Life:
+    """The seconds in which a replica was up, on the clock of the load."""
+
+    name: str
+    pool: str
+    since: float
+    until: float
 
 
 @dataclass(slots=True)
 class Watch:
-    """Polls a server, and notes how many replicas it has over time."""
+    """Polls a server, and notes which replicas it has over time."""
 
     address: str
-    counts: list[tuple[float, int]] = field(default_factory=list)  # Unix seconds, replicas
+    lives: dict[str, Life] = field(default_factory=dict)  # on the monotonic clock of samples
 
     async def run(self) -> None:
+        seen: dict[str, int] = {}
         async with httpx.AsyncClient(timeout=30) as client:
             while True:
-                answer = await client.get(f"{self.address}/v1/replicas")
-                self.counts.append((time.time(), len(answer.json()["data"])))
+                after = [f"{incarnation}:{step}" for incarnation, step in seen.items()]
+                answer = await client.get(f"{self.address}/v1/replicas", params={"after": after})
+                now = time.perf_counter()
+                for each in answer.json()["data"]:
+                    seen[each["incarnation"]] = each["last_step"]
+                    self.lives.setdefault(each["replica"], Life(each["replica"], each["pool"], now, now)).until = now
                 await asyncio.sleep(0.5)
 
-    def seconds_until(self, count: int, since: float) -> float | None:
-        """Return the seconds from `since` until there were so many replicas; None: there were never so many."""
-        return next((at - since for at, each in self.counts if at >= since and each >= count), None)
+    def since(self, origin: float) -> list[Life]:
+        """Return the lives in seconds after `origin`; those that were there at once began with the load."""
+        first = min(life.since for life in self.lives.values())
+        return [
+            Life(life.name, life.pool, 0.0 if life.since == first else life.since - origin, life.until - origin)
+            for life in self.lives.values()
+        ]
+
+
+def seconds_until(lives: Sequence[Life], pool: str, count: int, since: float) -> float | None:
+    """Return the seconds from `since` until a pool had so many replicas; None: it never had."""
+    own = [life for life in lives if life.pool == pool]
+    times = sorted(life.since for life in own if life.since >= since)
+    return next((at - since for at in times if sum(life.since <= at <= life.until for life in own) >= count), None)
+
+
+def roles_at(lives: Sequence[Life], decisions: Sequence[Mapping[str, Any]], at: float) -> str:
+    """Return how many replicas have each role at a time, as in "2 + 3": pools have the names of roles."""
+    roles = {life.name: life.pool for life in lives if life.since <= at <= life.until}
+    for each in decisions:
+        if each["at"] <= at and each.get("replica") in roles:
+            roles[each["replica"]] = each["role"]
+    counts = Counter(roles.values())
+    return f"{counts['prefill']} + {counts['decode']}"
 
 
 def phases(args: argparse.Namespace) -> list[Phase]:
     return [
-        Phase("prompts", args.seconds, args.prompt_rate, args.prompt_tokens, 8),
-        Phase("streams", args.seconds, args.stream_rate, 32, args.output_tokens),
-        Phase("quiet", args.seconds, 0.2, 32, 8),
+        Phase("prompts", 0.0, args.seconds, args.prompt_rate, args.prompt_tokens, 8),
+        Phase("streams", args.seconds, args.seconds, args.stream_rate, 32, args.output_tokens),
+        Phase("quiet", 2 * args.seconds, args.seconds, 0.2, 32, 8),
+    ]
+
+
+def day(args: argparse.Namespace) -> list[Phase]:
+    kinds = (DOCUMENTS, args.prompt_rate, args.prompt_tokens, 32), (CHATS, args.stream_rate, 128, args.output_tokens)
+    return [
+        Phase(PARTS[hour // 6], hour * args.seconds, args.seconds, rate * share / 100, prompt, output, is_random=True)
+        for shares, rate, prompt, output in kinds
+        for hour, share in enumerate(shares)
     ]
 
 
 def write_trace(path: Path, load: Sequence[Phase]) -> None:
     """Write the arrivals in Mooncake's format, which `crossdock bench` and `crossdock simulate` read."""
-    lines, begin = [], 0.0
+    lines = []
     for phase in load:
-        for number in range(int(phase.seconds * phase.rate)):
-            at = begin + number / phase.rate
-            lengths = {"input_length": phase.prompt_tokens, "output_length": phase.output_tokens}
-            lines.append(json.dumps({"timestamp": 1e3 * at, **lengths}))
-        begin += phase.seconds
+        lengths = {"input_length": phase.prompt_tokens, "output_length": phase.output_tokens}
+        lines += [json.dumps({"timestamp": 1e3 * at, **lengths}) for at in phase.arrivals()]
     path.write_text("\n".join(lines) + "\n")
 
 
@@ -150,18 +226,23 @@ def simulate(
     return Simulation(fleet, options.seed).run(bench_jobs(options))
 
 
-def figures(samples: Sequence[Sample], load: Sequence[Phase], origin: float) -> dict[str, Row]:
-    """Return the figures of each phase, by the arrival of the requests; times in milliseconds."""
-    rows, begin = {}, origin
+def figures(
+    samples: Sequence[Sample], load: Sequence[Phase], origin: float, profile: SchedulingProfile
+) -> dict[str, Row]:
+    """Return the figures of each phase, by the arrival of the requests, and of all; times in milliseconds."""
+    targets: Targets = {slo.name: {"ttft": slo.ttft_s, "tpot": slo.tpot_s} for slo in profile.slo_classes}
+    spans: dict[str, list[Phase]] = {}
     for phase in load:
-        end = begin + phase.seconds
-        ones = [sample for sample in samples if begin <= sample.sent < end]
+        spans.setdefault(phase.name, []).append(phase)
+    rows = {}
+    for name, parts in {**spans, "all": list(load)}.items():
+        ones = [each for each in samples if any(part.begin <= each.sent - origin < part.end for part in parts)]
         ok = [sample for sample in ones if sample.ok]
         row: Row = {"requests": len(ones), "failed": len(ones) - len(ok)}
+        row["good %"] = 100 * by_class(ones, 1.0, targets)["goodput"]["share"]
         row |= quantiles("TTFT", spread_ms(sample.ttft for sample in ok))
         row |= quantiles("TPOT", spread_ms(sample.tpot for sample in ok if sample.tpot is not None))
-        rows[phase.name] = row
-        begin = end
+        rows[name] = row
     return rows
 
 
@@ -173,6 +254,26 @@ def trace_table(decisions: Sequence[dict[str, Any]], ups: Sequence[float | None]
         cells = [f"{each['at']:.1f}", describe_decision(each), str(each["running"]), str(each["broken"])]
         lines.append([*cells, f"{1e3 * each['longest_gap_s']:.0f}", "" if up is None else f"{up:.1f}"])
     return markdown(lines)
+
+
+def day_table(
+    live: tuple[Sequence[Life], Sequence[dict[str, Any]]] | None,
+    simulated: tuple[Sequence[Life], Sequence[dict[str, Any]]],
+    load: Sequence[Phase],
+    setting: dict[str, Any],
+) -> str:
+    """Return the replicas by role, prefill + decode, in the middle of each hour, and replica-seconds of the day."""
+    ends, largest = load[-1].end, sum(pool.get("max_replicas", pool["replicas"]) for pool in setting["pools"])
+    both = {"live": live, "simulated": simulated} if live else {"simulated": simulated}
+    middles = [(phase.begin + phase.end) / 2 for phase in load[: len(DOCUMENTS)]]
+    lines = [["hour", *map(str, range(len(middles)))]]
+    lines += [[name, *(roles_at(*each, at) for at in middles)] for name, each in both.items()]
+    text = markdown(lines)
+    for name, (lives, _) in both.items():
+        seconds = sum(max(min(life.until, ends) - max(life.since, 0.0), 0.0) for life in lives)
+        share = seconds / (largest * ends)
+        text += f"\n{name}: {seconds:,.0f} replica-seconds, {share:.0%} of those of {largest} replicas all day"
+    return text + "\n"
 
 
 def run(name: str, args: argparse.Namespace, trace: Path, load: Sequence[Phase]) -> tuple[str, dict[str, Any]]:
@@ -190,9 +291,9 @@ def run(name: str, args: argparse.Namespace, trace: Path, load: Sequence[Phase])
         options = BenchOptions(url=server.address, workload="trace", trace=trace, service_tier=CLASS, seed=args.seed)
         result, watch = asyncio.run(measure(options))
         decisions = live_decisions(server.address, result)
-    wall = time.time() - time.perf_counter() + result.origin
+    lives = watch.since(result.origin)
     ups = [
-        watch.seconds_until(each["replicas"], wall + each["at"])
+        seconds_until(lives, each["pool"], each["replicas"], each["at"])
         if each.get("replicas", 0) > each.get("replicas_before", 0)
         else None
         for each in decisions
@@ -202,30 +303,46 @@ def run(name: str, args: argparse.Namespace, trace: Path, load: Sequence[Phase])
     profile = SchedulingProfile.model_validate(decoder["profile"] | learnt)
     known = [up for up in ups if up is not None]
     start_s = sum(known) / len(known) if known else args.start_s
-    text, simulated = run_simulated(name, profile, noise, start_s, options, load)
-    live = figures(result.samples, load, result.origin)
+    text, simulated = run_simulated(name, profile, noise, start_s, options, load, (lives, decisions))
+    live = figures(result.samples, load, result.origin, profile)
     text = f"{name}, live\n\n{trace_table(decisions, ups)}\n{table(live, 'arrived')}\n{text}"
     return text, {"live": live, "live_decisions": decisions, **simulated}
 
 
 def run_simulated(
-    name: str, profile: SchedulingProfile, noise: float, start_s: float, options: BenchOptions, load: Sequence[Phase]
+    name: str,
+    profile: SchedulingProfile,
+    noise: float,
+    start_s: float,
+    options: BenchOptions,
+    load: Sequence[Phase],
+    live: tuple[Sequence[Life], Sequence[dict[str, Any]]] | None = None,
 ) -> tuple[str, dict[str, Any]]:
-    """Play one setting in simulated time. Return the tables and the figures."""
-    outcome = simulate(SETTINGS[name], profile, noise, start_s, options)
+    """Play one setting in simulated time, a day also with a fixed fleet. Return the tables and the figures."""
+    setting = SETTINGS[name]
+    outcome = simulate(setting, profile, noise, start_s, options)
     decisions = [decision_figures(each.at, asdict(each.action), outcome.samples) for each in outcome.decisions]
-    rows = figures(outcome.samples, load, 0.0)
+    rows = figures(outcome.samples, load, 0.0, profile)
     title = f"{name}, simulated; steps vary by {noise:.0%}, a new replica is up after {start_s:.1f} s"
     text = f"{title}\n\n{trace_table(decisions)}\n{table(rows, 'arrived')}"
     fleet = {"noise": noise, "start_s": start_s, "profile": profile.model_dump(mode="json")}
-    return text, {"simulated": rows, "simulated_decisions": decisions, "fleet": fleet}
+    data = {"simulated": rows, "simulated_decisions": decisions, "fleet": fleet}
+    if name == "day":
+        ended = outcome.duration
+        lives = [Life(each.name, each.pool.name, each.since, each.until or ended) for each in outcome.replicas]
+        text += f"\n{day_table(live, (lives, decisions), load, setting)}"
+        pools = [{"name": pool["name"], "replicas": pool["max_replicas"]} for pool in setting["pools"]]
+        fixed = simulate({"pools": pools, "router": setting["router"]}, profile, noise, start_s, options)
+        data["fixed"] = figures(fixed.samples, load, 0.0, profile)
+        text += f"\nday, simulated, pools as large as they may grow\n\n{table(data['fixed'], 'arrived')}"
+    return text, data
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", type=Path, help="Hugging Face directory (default: the default model)")
-    parser.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=list(SETTINGS))
-    parser.add_argument("--seconds", type=float, default=30.0, help="of each phase")
+    parser.add_argument("--settings", nargs="+", default=["roles", "sizes"], choices=list(SETTINGS))
+    parser.add_argument("--seconds", type=float, default=30.0, help="of each phase, or of each hour of a day")
     parser.add_argument("--prompt-rate", type=float, default=1.0, help="arrivals per second of the first phase")
     parser.add_argument("--prompt-tokens", type=int, default=1024, help="of its prompts")
     parser.add_argument("--stream-rate", type=float, default=2.0, help="arrivals per second of the second phase")
@@ -241,22 +358,26 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     args.model = args.model or (default_model_dir() if args.profile is None else Path(args.profile))
-    load = phases(args)
-    trace = log_of(args, "trace").with_suffix(".jsonl")
-    write_trace(trace, load)
-    texts, data = [], {}
-    for name in args.settings:
+    texts, data, loads = [], {}, {name: day(args) if name == "day" else phases(args) for name in args.settings}
+    for name, load in loads.items():
+        trace = log_of(args, f"{name}-trace").with_suffix(".jsonl")
+        write_trace(trace, load)
         if args.profile is None:
             text, data[name] = run(name, args, trace, load)
         else:
             options = BenchOptions("", "trace", trace=trace, service_tier=CLASS, seed=args.seed)
             text, data[name] = run_simulated(name, read_profile(args.profile), 0.1, args.start_s, options, load)
         texts.append(text)
-    shapes = "; ".join(
-        f"{phase.name}: {phase.rate:g} requests per second, {phase.prompt_tokens} tokens in, {phase.output_tokens} out"
-        for phase in load
+    shapes = {
+        f"{each.name}: {each.rate:g} requests per second, {each.prompt_tokens} tokens in, {each.output_tokens} out"
+        for load in loads.values()
+        for each in load
+        if not each.is_random or each.rate in (args.prompt_rate, args.stream_rate)
+    }
+    name = " ".join([args.model.name, *args.crossdock_option])
+    caption = (
+        f"{name}; {hardware()}; {today()}; phases of {args.seconds:g} s: {'; '.join(sorted(shapes))}; class {CLASS}."
     )
-    caption = f"{args.model.name}; {hardware()}; {today()}; phases of {args.seconds:g} s: {shapes}; class {CLASS}."
     write(args.output, "\n\n".join([caption, *texts]), data)
 
 
