@@ -1,13 +1,13 @@
 """How slow may links be, and prefill and decode pools still be better than mixed replicas? Live beside simulated.
 
-    python benchmarks/routing/links.py                    # emulated devices, six times as slowly: about 22 minutes
+    python benchmarks/routing/links.py                    # emulated devices, six times as slowly: about 17 minutes
     python benchmarks/routing/links.py --simulate-alone   # half a minute
 
 Chats (interactive) and prompts of 32,768 tokens (standard) arrive at random times at as many devices in both fleets:
 two prefill and two decode replicas, or four mixed ones. `--rates` are those of each replica's link. Mixed replicas send
-each other nothing, since no prompts begin alike: they are measured once. Prints of each fleet the p99 gap of chats while
-long prompts are computed, the requests that kept the promises of their class, times to first tokens, and from the first
-to the last token of long prompts. The better fleet has more good requests or, within 1 %, a gap shorter by 5 %.
+no pages, since no prompts begin alike: they are measured once. Prints of each fleet the p99 gap of chats while long
+prompts are computed, the requests that kept the promises of their class, times to first tokens, and from the first to
+the last token of long prompts. The better fleet has more good requests or, within 1 %, a gap shorter by 5 %.
 
 Live, everything takes `--slow` times as long: steps, transfers, promises, and the times between arrivals. The figures
 are divided by it, so that they are those of the devices. Run nothing else beside it.
@@ -113,7 +113,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--rate", type=float, default=24.0, help="arrivals per second of the devices")
     parser.add_argument("--long-share", type=float, default=0.04, help="of the arrivals")
     parser.add_argument("--long-tokens", type=int, default=32_768)
-    parser.add_argument("--duration", type=float, default=20.0, help="seconds of arrivals, of the devices")
+    parser.add_argument("--duration", type=float, default=16.0, help="seconds of arrivals, of the devices")
     parser.add_argument("--shipping", nargs="+", default=["always", "auto"], help="router.shipping of the pools")
     parser.add_argument("--slow", type=float, default=6.0, help="so many times as slow are live devices")
     parser.add_argument("--simulate-alone", action="store_true")
