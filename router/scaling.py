@@ -334,7 +334,8 @@ class Scaling:
         if sleeps and self._idle_s(bounds.model, now) >= self.config.zero_after_s:
             return 0, f"no work for {self.config.zero_after_s:g} s"
         need = needs.get((bounds.model, bounds.role), _NO_NEED)
-        low = min(max(need.enough + self._away(pool, need), bounds.least, int(sleeps)), bounds.most)
+        enough = max(need.enough, 1) + self._away(pool, need)  # the replica that ends may be the last of its role
+        low = min(max(enough, bounds.least, int(sleeps)), bounds.most)
         low_since = _since(self._low_since, pool, low < target and self._is_complete(bounds.model), now)
         if low_since is None or now - low_since < self.config.down_delay_s:
             return target, ""

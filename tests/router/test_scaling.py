@@ -293,6 +293,16 @@ def test_last_replica_of_a_role_never_flips() -> None:
     assert not pools.run(50)
 
 
+def test_pool_whose_replicas_have_other_roles_keeps_one_of_its_own() -> None:
+    slow = FLIPPING.model_copy(update={"down_delay_s": 30.0})
+    pools = Pools(slow, prefill=Bounds("prefill", 1, 3), decode=Bounds("decode", 2, 4))
+    pools.load["prefill"] = 1.4
+    pools.run(50)
+    pools.load["prefill"], pools.streams["decode"] = 0.0, 300
+    assert [action.role for action in pools.run(100) if isinstance(action, Flip)] == ["decode"] * 2
+    assert (pools.count("prefill"), pools.count("decode")) == (1, 6)
+
+
 def test_replica_does_not_flip_where_a_pool_can_grow() -> None:
     pools = Pools(FLIPPING, prefill=Bounds("prefill", 1, 9), decode=Bounds("decode", 3, 3))
     pools.load["prefill"] = 2.0
