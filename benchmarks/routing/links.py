@@ -72,8 +72,9 @@ def live(fleet: str, shipping: str, profile: SchedulingProfile, args: argparse.N
     flags = ["--pools", pools, "--device", f"emulated:{file}*{args.slow:g}", "--set", f"router.shipping={shipping}"]
     with serving(name, crossdock_command(args, *flags), args, log_of(args, name)):
         result = asyncio.run(run_bench(load(args, args.slow)))
-    print(f"{name}: the client took {result.client_cpu_share:.0%} of a core", flush=True)
-    return figures(result.samples, args.duration, args.slow)
+    row = figures(result.samples, args.duration, args.slow)
+    print(name, row, flush=True)  # a long run may end before its table
+    return row
 
 
 def figures(samples: Sequence[Sample], duration: float, slow: float = 1.0) -> Row:

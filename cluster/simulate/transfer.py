@@ -11,6 +11,7 @@ from crossdock.workers.schedule.memory.prefix_index import first_visible_page
 from crossdock.workers.schedule.request import Request, Status
 from crossdock.workers.schedule.submission import Leg
 
+MAX_WRITE_BYTES = 32 << 20  # of one write of a rank: the default of `Dock`
 GRACE_S = 1.0  # after a replica's death, until its writes cannot land any more: the default of `transfer.grace_s`
 
 
@@ -23,11 +24,15 @@ class SimulatedNetwork:
     def send(
         self, sender: SimulatedReplica, receiver: SimulatedReplica, num_bytes: float, now: float
     ) -> tuple[float, float]:
-        """Return when a message that is sent now begins to travel, and when it will have arrived."""
+        """Return when a message that is sent now begins to travel, and when it will have arrived.
+
+        While a message waits for the receiver's link, the sender's link has time for others.
+        """
         out, into = (sender.name, True), (receiver.name, False)
-        begin = max(now, self._free.get(out, 0.0), self._free.get(into, 0.0))
-        rate = min(replica.pool.profile.bytes_per_second for replica in (sender, receiver))
-        self._free[out] = self._free[into] = end = begin + num_bytes / rate
+        seconds = num_bytes / min(replica.pool.profile.bytes_per_second for replica in (sender, receiver))
+        begin = max(now, self._free.get(out, 0.0))
+        self._free[out] = begin + seconds
+        self._free[into] = end = max(begin, self._free.get(into, 0.0)) + seconds
         return begin, end
 
 
@@ -51,6 +56,8 @@ class SimulatedTransfer:
     _computed: int = 0  # tokens
     _is_complete: bool = False
     _sent: int = 0  # pages
+    _is_writing: bool = False
+    _is_last: bool = False  # all writes have begun
     _bytes: int = 0
     _seconds: float = 0.0  # on the way
 
@@ -110,24 +117,33 @@ class SimulatedTransfer:
         self.receiver.scheduler.pages.end_quarantine(self.owner)
 
     def _send(self, now: float) -> None:
-        if self._granted is None or self.is_over:
+        """Begin the next write, as `Sender` does: one at a time, so that transfers share the link."""
+        if self._granted is None or self.is_over or self._is_writing or self._is_last:
             return
         size = self.sender.scheduler.pages.page_size
-        end = -(-self._computed // size) if self._is_complete else self._computed // size
+        ready = -(-self._computed // size) if self._is_complete else self._computed // size
         begin = max(self._sent, self._granted)
-        if end <= begin and not self._is_complete:
+        if ready <= begin and not self._is_complete:
             return
-        self._sent = max(begin, end)
         profile = self.receiver.pool.profile
+        page_bytes = profile.page_bytes  # of all its ranks
+        most = MAX_WRITE_BYTES * self.sender.pool.gpus // max(page_bytes * len(self._firsts), 1)
+        self._sent = min(max(begin, ready), begin + max(most, 1))
+        self._is_last = self._is_complete and self._sent >= ready
         num_pages = sum(max(self._sent - max(begin, first), 0) for first in self._firsts)
-        num_pages += profile.state_pages if self._is_complete else 0
-        num_bytes = num_pages * profile.page_bytes  # of all its ranks
-        departure, arrival = self.network.send(self.sender, self.receiver, num_bytes, now)
-        self._bytes += num_bytes
+        num_pages += profile.state_pages if self._is_last else 0
+        departure, arrival = self.network.send(self.sender, self.receiver, num_pages * page_bytes, now)
+        self._bytes += num_pages * page_bytes
         self._seconds += arrival - departure
-        num_tokens, is_last = self._computed, self._is_complete
-        arrival += self.latency_s
-        self.clock.at(arrival, lambda now: self.receiver.post(lambda now: self._arrived(num_tokens, is_last, now), now))
+        self._is_writing = True
+        self.clock.at(arrival, self._written)
+        if self._sent >= ready:
+            arrived = partial(self._arrived, self._computed, self._is_last)
+            self.clock.at(arrival + self.latency_s, partial(self.receiver.post, arrived))
+
+    def _written(self, now: float) -> None:
+        self._is_writing = False
+        self._send(now)
 
     def _arrived(self, num_tokens: int, is_last: bool, now: float) -> None:
         if self.is_over:

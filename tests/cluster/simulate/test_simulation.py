@@ -11,6 +11,8 @@ from crossdock.cluster.bench.pictures import DrawnPicture
 from crossdock.cluster.bench.workloads import Job, Segment, read_trace
 from crossdock.cluster.simulate.replica import Noise
 from crossdock.cluster.simulate.requests import token_ids
+from crossdock.cluster.simulate.simulation import Simulation
+from crossdock.cluster.simulate.transfer import MAX_WRITE_BYTES, SimulatedNetwork
 from crossdock.workers.schedule.memory.prefix_index import hash_pages
 from crossdock.workers.schedule.pictures.encoder_cost import EncoderCost
 from tests.cluster.simulate.small_fleets import COST, assert_all_ended, fleet, job, play, profile, times
@@ -113,6 +115,23 @@ def test_chunks_of_a_shipped_prompt_travel_while_the_next_is_computed() -> None:
     slow = tuple({**pool, "profile": profile(bytes_per_second=512 * 1024.0)} for pool in pools)
     _, outcome = play(fleet(*slow, router={"shipping": "always"}), [job("a", 512, 3)])
     assert times(outcome)[0][1] == pytest.approx(chunk + 2 * 1 / 2 + decode), "the second waits for the first"
+
+
+def test_pages_of_a_short_prompt_wait_for_one_write_of_a_long_one() -> None:
+    """A page is a write and takes a second. The second write of the long prompt ends at 17/64 + 2 s."""
+    large = profile(page_bytes=MAX_WRITE_BYTES, bytes_per_second=float(MAX_WRITE_BYTES))
+    pools = [{"name": name, "profile": large} for name in ("prefill", "decode")]
+    _, outcome = play(fleet(*pools, router={"shipping": "always"}), [job("a", 512, 2), job("b", 16, 2, due=2.0)])
+    decode = 1 / 64 + 1 / 1024
+    assert times(outcome) == [[2 * 17 / 64, 17 / 64 + 33 + decode], [2 + 2 / 64, 17 / 64 + 3 + decode]]
+
+
+def test_link_sends_to_an_idle_replica_while_the_link_of_another_is_busy() -> None:
+    replicas = Simulation(fleet({"name": "prefill", "replicas": 2}, {"name": "decode", "replicas": 2})).replicas
+    near, far, busy, idle = (replicas[name] for name in ("prefill/0", "prefill/1", "decode/0", "decode/1"))
+    network = SimulatedNetwork()
+    sent = [network.send(*ends, 1024 * 1024, 0.0) for ends in ((near, busy), (far, busy), (far, idle))]
+    assert sent == [(0.0, 1.0), (0.0, 2.0), (1.0, 2.0)]
 
 
 def test_pages_that_a_window_has_passed_do_not_travel() -> None:
