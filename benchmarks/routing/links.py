@@ -139,13 +139,11 @@ def main() -> None:
         lines.append(
             [name, kind, *map(cell, row.values()), "" if name == "mixed" else better(row, rows["mixed", kind])]
         )
-    caption = (
-        f"{args.profile}; {hardware()}; {today()}; {args.rate:g} arrivals per second for {args.duration:g} s, "
-        f"{args.long_share:.0%} of {args.long_tokens:,} tokens; live {args.slow:g} times as slowly; times in ms of the "
-        "devices."
+    work = (
+        f"{args.rate:g} arrivals a second for {args.duration:g} s, {args.long_share:.0%} of {args.long_tokens:,} tokens"
     )
-    data = [{"fleet": name, "kind": kind, **row} for (name, kind), row in rows.items()]
-    write(args.output, f"{caption}\n\n{markdown(lines)}", data)
+    caption = f"{args.profile}; {hardware()}; {today()}; {work}; live {args.slow:g} times as slowly, times divided, ms."
+    write(args.output, f"{caption}\n\n{markdown(lines)}", {", ".join(key): row for key, row in rows.items()})
 
 
 if __name__ == "__main__":
