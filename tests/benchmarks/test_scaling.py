@@ -20,11 +20,11 @@ def test_flags_of_every_setting_are_flags_of_serve(scaling: ModuleType) -> None:
     for setting in scaling.SETTINGS.values():
         result = CliRunner().invoke(cli.app, ["config", *scaling.server_flags(setting)])
         assert result.exit_code == 0, result.output
-        assert ScalingConfig.model_validate(setting["scaling"]).up_delay_s == 3.0
+        assert ScalingConfig.model_validate(setting["scaling"]).up_delay_s == setting["scaling"]["up_delay_s"]
 
 
 def test_trace_has_the_phases_one_after_the_other(scaling: ModuleType, tmp_path: Path) -> None:
-    load = [scaling.Phase("a", 10, 0.5, 100, 8), scaling.Phase("b", 4, 1.0, 32, 64)]
+    load = [scaling.Phase("a", 0, 10, 0.5, 100, 8), scaling.Phase("b", 10, 4, 1.0, 32, 64)]
     scaling.write_trace(tmp_path / "trace.jsonl", load)
     jobs = read_trace(tmp_path / "trace.jsonl")
     assert [job.due for job in jobs] == [0, 2, 4, 6, 8, 10, 11, 12, 13]
@@ -33,13 +33,14 @@ def test_trace_has_the_phases_one_after_the_other(scaling: ModuleType, tmp_path:
 
 def test_simulated_settings_decide_and_break_no_stream(scaling: ModuleType, tmp_path: Path) -> None:
     """Prompts that need more than one replica, then streams that need more places than one has."""
-    load = [scaling.Phase("prompts", 12, 5, 256, 2), scaling.Phase("streams", 20, 5, 16, 200)]
-    load += [scaling.Phase("quiet", 30, 0.5, 16, 2)]
+    load = [scaling.Phase("prompts", 0, 12, 5, 256, 2), scaling.Phase("streams", 12, 20, 5, 16, 200)]
+    load += [scaling.Phase("quiet", 32, 30, 0.5, 16, 2)]
     trace = tmp_path / "trace.jsonl"
     scaling.write_trace(trace, load)
     options = BenchOptions("", "trace", trace=trace, service_tier=scaling.CLASS)
     tables = {}
-    for name, setting in scaling.SETTINGS.items():
+    for name in ("roles", "sizes"):  # not the day, which is for a fleet
+        setting = scaling.SETTINGS[name]
         outcome = scaling.simulate(setting, profile(max_num_seqs=64), 0.0, 2.0, options)
         assert all(sample.ok for sample in outcome.samples)
         rows = [
@@ -49,8 +50,8 @@ def test_simulated_settings_decide_and_break_no_stream(scaling: ModuleType, tmp_
         assert rows
         assert not any(row["broken"] for row in rows)
         tables[name] = scaling.trace_table(rows)
-        phases = scaling.figures(outcome.samples, load, 0.0)
-        assert [row["requests"] for row in phases.values()] == [60, 100, 15]
+        phases = scaling.figures(outcome.samples, load, 0.0, profile(max_num_seqs=64))
+        assert [row["requests"] for row in phases.values()] == [60, 100, 15, 175]
     assert "decode to prefill" in tables["roles"]
     assert "mixed: 1 to 2 replicas" in tables["sizes"]
 
