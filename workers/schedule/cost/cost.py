@@ -190,8 +190,8 @@ class StepCost(BaseModel, CostFormula[float]):
     def device_seconds(self, work: StepWork) -> float:
         """Return the predicted seconds of a step if launching its kernels took no time."""
         tokens, attended, decodes, context, drafts, chunk_context, adapters, adapted = work
-        logits, rows = decodes + drafts, tokens + (decodes + drafts)
-        return self.work_seconds(tokens, attended, logits, context, rows, chunk_context, adapters, adapted)
+        logits = decodes + drafts
+        return self.work_seconds(tokens, attended, logits, context, tokens + logits, chunk_context, adapters, adapted)
 
     def decode_step_seconds(self, decodes: float, context: float, adapters: float = 0.0, adapted: float = 0.0) -> float:
         """Return the predicted seconds of a step of `decodes` streams alone, with `context` tokens in total.

@@ -63,11 +63,8 @@ class CostFormula(Generic[Figure]):
 
         `adapter`: numbers in the matrices of the chunk's adapter.
         """
-        seconds = (
-            self.base
-            + self.per_prefill_token * num_tokens
-            + self.per_attended * (num_tokens * (start + num_tokens / 2))
-        )
+        attended = num_tokens * (start + num_tokens / 2)
+        seconds = self.base + self.per_prefill_token * num_tokens + self.per_attended * attended
         seconds = seconds + self.per_chunk_context * start + self.early_seconds(num_tokens)
         if adapter:
             seconds = seconds + self.per_adapted * (num_tokens * adapter)
