@@ -170,7 +170,6 @@ def prefills(bench: Bench) -> Iterator[Case]:
         if len(lengths) == 1 and lengths[0][0] == lengths[0][1]:
             yield Case(f"{name}, torch's SDPA", partial(_sdpa_prefill, bench, lengths[0][0]))
             yield Case(f"{name}, torch's SDPA in cuDNN", partial(_sdpa_prefill, bench, lengths[0][0], is_cudnn=True))
-            yield Case(f"{name}, torch's flex attention", partial(_flex_prefill, bench, lengths[0][0]))
 
 
 def _prefill(bench: Bench, lengths: Lengths) -> Figures:
@@ -208,14 +207,23 @@ def _sdpa_prefill(bench: Bench, tokens: int, *, is_cudnn: bool = False) -> Figur
     return {"us": seconds * 1e6, "of_peak": _flop(bench.sizes, [(tokens, tokens)]) / seconds / bench.peak}
 
 
-def _flex_prefill(bench: Bench, tokens: int) -> Figures:
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+def tiles(bench: Bench) -> Iterator[Case]:
+    """Yield attention with tiles of other sizes. The first are those that `tiles_for` chooses."""
+    for name, lengths in bench.sizes.tiled.items():
+        has_chunks = lengths[-1][0] > 1
+        for each in bench.sizes.chunk_tiles if has_chunks else bench.sizes.decode_tiles:
+            yield Case(f"{name}, {each}", partial(_tiled, bench, lengths, each))
 
-    q, k, v = _contiguous(bench, tokens)
-    mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, tokens, tokens, device=bench.device.name)
-    compiled = flex_attention if bench.sizes.is_dry else torch.compile(flex_attention)
-    seconds = bench.device.timed(partial(compiled, q, k, v, block_mask=mask, enable_gqa=True))
-    return {"us": seconds * 1e6, "of_peak": _flop(bench.sizes, [(tokens, tokens)]) / seconds / bench.peak}
+
+def _tiled(bench: Bench, lengths: Lengths, sizes: tuple[int, int, int, int]) -> Figures:
+    from crossdock.kernels.gpu import triton_attention
+
+    chosen, triton_attention.tiles_for = triton_attention.tiles_for, lambda *_: triton_attention.Tiles(*sizes)
+    try:
+        layers = PagedLayers(bench, lengths)
+        return {"us": bench.device.replayed(*layers.attention(kernels_of(bench).paged_attention)[:8]) * 1e6}
+    finally:
+        triton_attention.tiles_for = chosen
 
 
 def strides(bench: Bench) -> Iterator[Case]:
@@ -240,4 +248,5 @@ def _stride(bench: Bench, streams: int, context: int) -> Figures:
 
 
 CEILINGS = Section("ceilings", 30.0, ceilings)
-SECTIONS = [Section("decode", 150.0, decodes), Section("prefill", 180.0, prefills), Section("stride", 90.0, strides)]
+SECTIONS = [Section("decode", 90.0, decodes), Section("prefill", 120.0, prefills), Section("stride", 60.0, strides)]
+SECTIONS += [Section("tiles", 120.0, tiles)]

@@ -19,6 +19,7 @@ from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.calibrate import measure_step, warm_up
 from crossdock.workers.replica.engine.computing import new_engine
 from crossdock.workers.replica.engine.engine import Engine
+from crossdock.workers.schedule.cost.cost import StepCost
 from crossdock.workers.schedule.submission import SamplingParams, Submission
 
 VOCABULARY = 30_000  # the prompts' token ids are below this, and below the model's vocabulary
@@ -36,7 +37,8 @@ class Engines:
 
     def _load(self) -> Any:
         module = random_module(self._bench, self._name)
-        return paged(self._bench, module, self._max_model_len), Weights.of(module)
+        weights = Weights.of(module)  # before our layers take them from the module
+        return paged(self._bench, module, self._max_model_len), weights
 
     @property
     def weights(self) -> Weights:
@@ -87,6 +89,7 @@ def engine(bench: Bench) -> Iterator[Case]:
     for start, tokens in sizes.deep:
         case = f"{name}: chunk of {tokens} at {start} beside {sizes.streams} decodes"
         yield Case(case, partial(_deep, bench, engines, start, tokens))
+    yield Case("predictions, percent of what a step took", partial(_predictions, bench, engines))
     yield Case("gaps", partial(_gaps, bench, engines, ahead))
     yield Case("throughput, ahead", partial(_throughput, bench, engines, ahead))
     yield Case("throughput, in turn", partial(_throughput, bench, engines, {"async_scheduling": False}))
@@ -150,6 +153,26 @@ def _deep(bench: Bench, engines: Engines, start: int, tokens: int) -> Figures:
     sizes, engine = bench.sizes, engines.engine(async_scheduling=True)
     seconds = _seconds(bench, engine, (start, tokens), sizes.streams, sizes.stream_context - 1, 3)
     return {"ms": seconds * 1e3, "prompt_tokens_per_s": tokens / seconds}
+
+
+def _predictions(bench: Bench, engines: Engines) -> Figures:
+    """Compare steps that the warm-up did not measure with what the scheduler then predicts, and give its cost."""
+    sizes, engine = bench.sizes, engines.engine(is_warm=not bench.sizes.is_dry, async_scheduling=True)
+    context = sizes.stream_context - 1
+    cost = engine.scheduler.forecast.cost or StepCost(base=0.1, per_prefill_token=0.01)  # a dry run is not warm
+    kinds: dict[str, tuple[tuple[int, int] | None, int, int]] = {
+        f"decode {streams} x {length}": (None, streams, length - 1) for streams, length in sizes.decodes
+    }
+    kinds |= {f"prefill {tokens}": ((0, tokens), 0, 0) for tokens in (sizes.chunk, sizes.prompt)}
+    for start, tokens in [*sizes.deep, (sizes.prompt, sizes.chunk)]:
+        kinds[f"chunk of {tokens} at {start} beside {sizes.streams}"] = (start, tokens), sizes.streams, context
+    found: Figures = {}
+    for name, kind in kinds.items():
+        step = measure_step(engine, *kind, 4, min(VOCABULARY, engine.model.vocab_size))
+        if step is not None:
+            seconds = statistics.median(step[1][1:])
+            found[name] = 100 * (cost.seconds(step[0]) / seconds - 1)
+    return {**found, **cost.model_dump()}
 
 
 def _ids(bench: Bench, count: int, seed: int) -> list[int]:

@@ -74,6 +74,9 @@ class Sizes:
     products: tuple[int, ...]  # rows of products with the weights of the first model's layer
     stored: int  # tokens whose keys and values are stored at once
     strided: list[tuple[int, int]]  # decodes whose pages lie apart and side by side
+    tiled: dict[str, Lengths]
+    chunk_tiles: list[tuple[int, int, int, int]]  # rows, tokens of context, warps, stages; first those of `tiles_for`
+    decode_tiles: list[tuple[int, int, int, int]]
     steps: dict[str, Lengths]
     step_pages: int  # of the pool of whole steps
     engine: dict[str, Any]  # settings
@@ -118,6 +121,20 @@ REAL = Sizes(
     products=(1, 64, 256, 8192),
     stored=8192,
     strided=[(64, 1024), (256, 1024), (16, 8192)],
+    tiled={
+        "prefill 8192": [(8192, 8192)],
+        "chunk 512 at 32768": [(512, 32_768)],
+        "decode 64 x 1024": [(1, 1024)] * 64,
+        "decode 1 x 8192": [(1, 8192)],
+    },
+    chunk_tiles=[
+        *((128, 64, 8, 3), (128, 64, 8, 2), (128, 64, 8, 4), (128, 64, 4, 3), (128, 128, 8, 3), (128, 128, 8, 2)),
+        *((64, 64, 4, 3), (64, 128, 4, 3), (256, 64, 8, 3)),
+    ],
+    decode_tiles=[
+        *((16, 64, 4, 5), (16, 64, 4, 4), (16, 64, 2, 5), (16, 128, 4, 4), (16, 128, 8, 4), (16, 32, 4, 6)),
+        *((16, 32, 2, 6), (16, 64, 8, 5)),
+    ],
     steps={
         "decode 1 x 1024": [(1, 1024)],
         "decode 64 x 1024": [(1, 1024)] * 64,
@@ -161,6 +178,9 @@ DRY = Sizes(
     products=(2,),
     stored=8,
     strided=[(2, 20)],
+    tiled={"chunk 4": [(4, 20)], "decode 1 x 20": [(1, 20)]},
+    chunk_tiles=[(32, 32, 4, 2)],
+    decode_tiles=[(16, 32, 4, 2)],
     steps={"decode 2 x 20": [(1, 20)] * 2, "chunk 4 + 2 decodes": [(1, 9), (1, 9), (4, 20)]},
     step_pages=32,
     engine={

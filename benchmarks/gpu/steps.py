@@ -14,6 +14,8 @@ from gpu.sizes import Lengths
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from crossdock.kernels.packed import PackedMatrix, scaled_product
+
 _PROFILED = 5  # passes
 
 
@@ -22,9 +24,10 @@ def steps(bench: Bench) -> Iterator[Case]:
 
     def load() -> Any:
         module = random_module(bench, next(iter(bench.sizes.models)))
+        weights = Weights.of(module)  # before our layers take them from the module
         model = paged(bench, module)
         model.allocate_pool(bench.sizes.step_pages, bench.sizes.page_size)
-        return model, Weights.of(module)
+        return model, weights
 
     loaded = Once(load)
     for name, lengths in bench.sizes.steps.items():
@@ -74,7 +77,15 @@ def _products(bench: Bench, rows: int) -> Figures:
         weights = [torch.randn(outputs, inputs, dtype=torch.bfloat16, device=bench.device.name) for _ in range(4)]
         seconds = bench.device.replayed(*(partial(F.linear, x, weight) for weight in weights))
         found |= {f"{name}": seconds * 1e6, f"{name}_of_peak": 2 * rows * inputs * outputs / seconds / bench.peak}
+        if not bench.sizes.is_dry:
+            coded = [partial(scaled_product, x, _e4m3(weight)) for weight in weights]
+            found[f"{name}_in_e4m3"] = bench.device.replayed(*coded) * 1e6
     return found
+
+
+def _e4m3(weight: Tensor) -> PackedMatrix:
+    scales = weight.abs().amax(1, keepdim=True).float() / 448
+    return PackedMatrix("e4m3", (weight / scales).to(torch.float8_e4m3fn), scales, None, weight.shape[1])
 
 
 def _step(bench: Bench, loaded: Once, lengths: Lengths) -> Figures:

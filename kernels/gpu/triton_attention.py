@@ -42,19 +42,21 @@ LATENT_DECODE_TILES, LATENT_CHUNK_TILES = Tiles(16, 32, 8, 5), Tiles(32, 32, 8, 
 """Of latents of 512 elements in 16 bits: the largest that do not spill on sm_90. Their speed was never measured."""
 
 
-def tiles_for(key_dim: int, value_dim: int, itemsize: int, has_chunks: bool) -> Tiles:
-    """Return the largest tiles that do not spill registers on sm_90.
+def tiles_for(key_dim: int, value_dim: int, itemsize: int, has_chunks: bool, is_hopper: bool = False) -> Tiles:
+    """Return the tiles of a kernel: the fastest of `benchmarks/gpu/run.py attention` on an H200, else as large as fit.
 
-    The pipeline has an additional step for the page numbers, for which the loads of keys and values wait. So five
-    stages have two tiles in flight, and three stages one.
+    The pipeline has an additional step for the page numbers, for which the loads of keys and values wait. So three and
+    four stages have one tile in flight. Decodes with two in flight took 1.2 times as long: they need twice the shared
+    memory, and fewer programs run beside each other. For that reason chunks have four warps on Hopper, although these
+    spill registers: two programs a multiprocessor take 0.85 of the time of one with eight warps.
     """
     width = _power_of_2(max(key_dim, value_dim)) * itemsize  # bytes of a row
     tokens = min(64, max(16, 16384 // width))
     if not has_chunks:
-        return Tiles(_SMALL_ROWS, tokens, 4, 5)
+        return Tiles(_SMALL_ROWS, tokens, 4, 4)
     if itemsize == 4:  # multiplied without tensor cores
         return Tiles(32, min(tokens, 32), 4, 2)
-    return Tiles(128, tokens, 8, 3) if width <= 256 else Tiles(64, tokens, 8, 2)
+    return Tiles(128, tokens, 4 if is_hopper else 8, 3) if width <= 256 else Tiles(64, tokens, 8, 2)
 
 
 def num_parts(num_decodes: int, kv_heads: int, num_multiprocessors: int) -> int:
@@ -181,7 +183,7 @@ def _chunks(
 ) -> None:
     """Launch the attention of the sequences after the first D, into their rows of `out`."""
     (T, Hq, Dv), group, S = out.shape, kind["GROUP"], len(batch.kv_len)
-    Hkv, tiles = Hq // group, _tiles(kind, out.element_size(), has_chunks=True)
+    Hkv, tiles = Hq // group, _tiles(kind, out, has_chunks=True)
     blocks = num_blocks(T - D, S - D, tiles.rows, group)
     parts = 1 if in_fixed_order else num_chunk_parts(blocks * Hkv, _num_multiprocessors(out.device))
     stored = parts if parts > 1 else 0
@@ -216,7 +218,7 @@ def _decode(
 ) -> None:
     """Launch the attention of the first D sequences, which have one row each, into their rows of `out`."""
     (_, Hq, Dv), group = out.shape, kind["GROUP"]
-    Hkv, tiles = Hq // group, _tiles(kind, out.element_size(), has_chunks=False)
+    Hkv, tiles = Hq // group, _tiles(kind, out, has_chunks=False)
     P = num_parts(D, Hkv, _num_multiprocessors(out.device))
     shares = _shares(batch, D, P, tiles.tokens, kind["WINDOW"], kind["ATTENTION_CHUNK"])
     part_out = out.new_empty(P, Hkv, group, Dv, dtype=torch.float32)
@@ -261,12 +263,13 @@ def _shares(batch: AttentionBatch, D: int, P: int, tile_tokens: int, window: int
     return batch.derived[key]
 
 
-def _tiles(kind: dict[str, Any], itemsize: int, has_chunks: bool) -> Tiles:
+def _tiles(kind: dict[str, Any], out: Tensor, has_chunks: bool) -> Tiles:
     """Return `tiles_for` with rows enough for the query heads that share a KV head."""
-    if kind["LATENT"] and itemsize == 2:
+    if kind["LATENT"] and out.element_size() == 2:
         tiles = LATENT_CHUNK_TILES if has_chunks else LATENT_DECODE_TILES
     else:
-        tiles = tiles_for(kind["BLOCK_K"], kind["BLOCK_V"], itemsize, has_chunks)
+        is_hopper = out.is_cuda and _capability(out.device)[0] == 9
+        tiles = tiles_for(kind["BLOCK_K"], kind["BLOCK_V"], out.element_size(), has_chunks, is_hopper)
     rows = tiles.rows if has_chunks else _SMALL_ROWS
     return tiles._replace(rows=max(rows, int(triton.next_power_of_2(kind["GROUP"]))))
 
@@ -302,6 +305,11 @@ def block_widths(key_dim: int, value_dim: int, is_latent: bool = False) -> dict[
 
 def _power_of_2(dim: int) -> int:
     return max(16, int(triton.next_power_of_2(dim)))
+
+
+@lru_cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
 
 
 @lru_cache

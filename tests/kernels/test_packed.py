@@ -12,6 +12,8 @@ from torch import Tensor
 from crossdock.kernels import packed
 from crossdock.kernels.packed import Kind, PackedMatrix, packed_product, plain_rows, scaled_product
 
+_NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+ON_GPU = pytest.param("cuda", marks=[pytest.mark.gpu, _NO_GPU])
 _SIGNED_E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6]
 
 
@@ -102,20 +104,20 @@ def test_matrix_of_wrong_shapes_is_refused_by_name() -> None:
         PackedMatrix("e4m3", codes, torch.ones(4, 2), None, 4)
 
 
+@pytest.mark.parametrize("device", ["cpu", ON_GPU])
 @pytest.mark.parametrize("num_scales", [1, 48])
-def test_product_of_e4m3_equals_that_of_the_rounded_operands(num_scales: int) -> None:
-    """On a CPU, whose `_scaled_mm` computes what a GPU's does. Rows of x differ by orders of magnitude; one is zero."""
+def test_product_of_e4m3_equals_that_of_the_rounded_operands(num_scales: int, device: str) -> None:
+    """Rows of x differ by orders of magnitude; one is zero."""
     rng = torch.Generator().manual_seed(0)
     codes = torch.randn(48, 64, generator=rng).to(torch.float8_e4m3fn)
-    matrix = PackedMatrix(
-        "e4m3", codes, torch.rand(num_scales, 1, generator=rng) + 0.5, None, 64, block_rows=48 // num_scales
-    )
+    scales = torch.rand(num_scales, 1, generator=rng) + 0.5
+    matrix = PackedMatrix("e4m3", codes.to(device), scales.to(device), None, 64, block_rows=48 // num_scales)
     x = (torch.randn(2, 5, 64, generator=rng) * 10.0 ** torch.arange(-2, 3)[:, None]).bfloat16()
     x[1, 3], bias = 0, torch.randn(48, generator=rng).bfloat16()
-    found = scaled_product(x, matrix, bias).double()
+    found = scaled_product(x.to(device), matrix, bias.to(device)).cpu().double()
     peaks = x.double().abs().amax(-1, keepdim=True).clamp(min=1e-9) / 448
     rounded = (x.double() / peaks).float().to(torch.float8_e4m3fn).double() * peaks
-    weight = codes.double() * matrix.scales.double()
+    weight = codes.double() * scales.double()
     torch.testing.assert_close(found, rounded @ weight.T + bias.double(), atol=2e-2, rtol=2e-2)
     exact = x.double() @ weight.T + bias.double()
     assert (found - exact).norm() <= 0.05 * exact.norm()

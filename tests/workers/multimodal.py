@@ -294,5 +294,13 @@ def continuation(module: Any, prompt: PicturePrompt, num_tokens: int) -> list[in
     return output
 
 
+def assert_continues(module: Any, prompt: PicturePrompt, tokens: list[int]) -> None:
+    """Assert that each token is transformers' likeliest after those before it, or as likely to within 1e-3."""
+    logits = one_pass(module, prompt, tokens[:-1])[len(prompt.token_ids) - 1 :].clone()
+    logits[:, IMAGE : VIDEO + 1] = -torch.inf
+    behind = logits.max(-1).values - logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+    assert behind.max() < 1e-3, behind
+
+
 def _noise(rng: np.random.Generator, *shape: int) -> NDArray[Any]:
     return rng.standard_normal(shape).astype(np.float32)

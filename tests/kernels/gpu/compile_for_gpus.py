@@ -36,7 +36,7 @@ KINDS = {
     "T": "i32",
 }
 SHARED = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}  # bytes that a program may take
-SPILLED = {80: 0, 89: 128, 90: 0, 100: 128, 120: 128}  # bytes of a thread: the tiles are chosen for Hopper
+SPILLED = {80: 0, 89: 128, 90: 384, 100: 128, 120: 128}  # bytes of a thread; see `tiles_for`
 STRICTEST = (89, 90)  # the least shared memory, as 120 has; and the tiles' own, with tensor cores that read it
 _Case = TypeVar("_Case")
 UNSPECIALISED = {
@@ -124,7 +124,7 @@ def check_attention(gpu: Gpu) -> None:
         ],
         everywhere=2,
     ):
-        tiles = attention.tiles_for(dim, dim, 2, has_chunks)
+        tiles = attention.tiles_for(dim, dim, 2, has_chunks, is_hopper=gpu.capability == 90)
         constants = {"GROUP": group, "BLOCK_N": tiles.tokens, "ROWS": tiles.rows, **attention.block_widths(dim, dim)}
         kernel = attention.chunk_kernel if has_chunks else attention.decode_kernel
         ptx = gpu.check(kernel, plain | constants | features, tiles.num_warps, tiles.num_stages)

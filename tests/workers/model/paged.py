@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from crossdock.kernels.attention import AttentionBatch
 from crossdock.workers.model.model import LoadedModel
 
 PAGE_SIZE = 8
+_TENSORS = ("query_start", "kv_len", "page_table", "slots")
 
 
 @torch.inference_mode()
@@ -57,15 +59,29 @@ def through_pages(
         owners_of_parts = [s for s, _, _ in parts]
         fresh = torch.tensor([start == 0 for _, start, _ in parts])[:, None]
         states = (old[owners_of_parts].masked_fill(fresh, -1), new[owners_of_parts])
+        there = replace(
+            batch,
+            on_host=(batch.query_start, batch.kv_len),
+            **{
+                name: getattr(batch, name).to(model.device) for name in ("query_start", "kv_len", "page_table", "slots")
+            },
+        )
         rows = None
         if adapters is not None and model.adapters is not None:
             rows = model.adapters.rows([adapters[s] for s in owners_of_parts], batch.query_start.numpy())
-        given = states if width else None
-        flat = model.forward(ids, positions, batch, torch.arange(len(ids)), None, given, rows)
+        given = tuple(each.to(model.device) for each in states) if width else None
+        flat = model.forward(
+            *(each.to(model.device) for each in (ids, positions)),
+            there,
+            torch.arange(len(ids), device=model.device),
+            None,
+            given,
+            rows,
+        )
         old[owners_of_parts], new[owners_of_parts] = new[owners_of_parts], old[owners_of_parts]
         if not model.part.position.is_last_stage:
             continue
-        for (s, start, end), part in zip(parts, flat.split(lengths), strict=True):
+        for (s, start, end), part in zip(parts, flat.cpu().split(lengths), strict=True):
             logits[s][start:end] = part
     return logits
 

@@ -124,7 +124,7 @@ def test_rows_do_not_depend_on_the_adapters_of_others(tmp_path: Path) -> None:
     alone = through_pages(model, prompts(), whole, names)
     together = through_pages(model, prompts(), [[part for [part] in whole]], names)
     for one, other in zip(alone, together, strict=True):
-        assert (one - other).norm() <= 0.02 * other.norm(), (
+        assert (one - other).norm() <= 0.05 * other.norm(), (
             "products of other shapes round otherwise, by less than this"
         )
 
