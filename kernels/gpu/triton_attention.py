@@ -20,7 +20,7 @@ from crossdock.kernels.gpu.triton_store import store_kernel
 _LOG2_E = 1.4426950408889634
 _SMALL_ROWS = 16  # the fewest rows that tl.dot multiplies
 PART_TOKENS = 256  # the shortest part of a context: reading a part must outweigh storing its result
-_WAVES = 2  # programs per multiprocessor that saturate memory bandwidth
+_WAVES = 4  # programs per multiprocessor that saturate memory bandwidth; 2 take 1.26 times as long for 32 x 8,192
 _SPARE = 4  # a batch that fills the device has a spare part for every so many decodes, for contexts longer than most
 CHUNK_PART_TOKENS = 1024  # the shortest part of a chunk's context: it stores a result for each of many rows
 _CHUNK_WAVES = 4  # programs per multiprocessor among which the contexts of chunks are cut: contexts are of many lengths
@@ -46,9 +46,7 @@ def tiles_for(key_dim: int, value_dim: int, itemsize: int, has_chunks: bool, is_
     """Return the tiles of a kernel: the fastest of `benchmarks/gpu/run.py attention` on an H200, else as large as fit.
 
     The pipeline has an additional step for the page numbers, for which the loads of keys and values wait. So three and
-    four stages have one tile in flight. Decodes with two in flight took 1.2 times as long: they need twice the shared
-    memory, and fewer programs run beside each other. For that reason chunks have four warps on Hopper, although these
-    spill registers: two programs a multiprocessor take 0.85 of the time of one with eight warps.
+    four stages have one tile in flight. Decodes with two in flight take twice the shared memory, and 1.2 times as long.
     """
     width = _power_of_2(max(key_dim, value_dim)) * itemsize  # bytes of a row
     tokens = min(64, max(16, 16384 // width))
@@ -56,7 +54,9 @@ def tiles_for(key_dim: int, value_dim: int, itemsize: int, has_chunks: bool, is_
         return Tiles(_SMALL_ROWS, tokens, 4, 4)
     if itemsize == 4:  # multiplied without tensor cores
         return Tiles(32, min(tokens, 32), 4, 2)
-    return Tiles(128, tokens, 4 if is_hopper else 8, 3) if width <= 256 else Tiles(64, tokens, 8, 2)
+    if width > 256:
+        return Tiles(64, tokens, 8, 2)
+    return Tiles(256, tokens, 16, 3) if is_hopper else Tiles(128, tokens, 8, 3)
 
 
 def num_parts(num_decodes: int, kv_heads: int, num_multiprocessors: int) -> int:

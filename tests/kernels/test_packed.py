@@ -118,7 +118,8 @@ def test_product_of_e4m3_equals_that_of_the_rounded_operands(num_scales: int, de
     peaks = x.double().abs().amax(-1, keepdim=True).clamp(min=1e-9) / 448
     rounded = (x.double() / peaks).float().to(torch.float8_e4m3fn).double() * peaks
     weight = codes.double() * scales.double()
-    torch.testing.assert_close(found, rounded @ weight.T + bias.double(), atol=2e-2, rtol=2e-2)
+    expected = rounded @ weight.T + bias.double()  # a GPU rounds a few scales, and by these some codes, otherwise
+    assert ((found - expected).norm(dim=-1) <= 0.02 * expected.norm(dim=-1)).all()
     exact = x.double() @ weight.T + bias.double()
     assert (found - exact).norm() <= 0.05 * exact.norm()
 

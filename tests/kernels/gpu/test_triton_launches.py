@@ -146,7 +146,7 @@ def test_served_mix_over_latents_launches_only_variants_compiled_by_warm_up(laun
         ([(1, 1024)] * 64, None, 768),
         ([(1, 1024)] * 256, None, 3072),
         ([(1, 1024)] * 256, 131_072, 3072),  # a graph launches no more
-        ([(1, 131_072)], None, 272),
+        ([(1, 131_072)], None, 536),
         ([*[(1, 1024)] * 64, (512, 32_768)], None, 1856),
     ],
 )

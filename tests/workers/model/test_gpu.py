@@ -1,5 +1,6 @@
 """On a GPU: recorded steps equal eager steps, the host waits only where it must, and the measured pool fits."""
 
+import gc
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -24,6 +25,7 @@ from crossdock.workers.schedule.batch import Batch, Scheduled
 from crossdock.workers.schedule.request import Request
 from crossdock.workers.schedule.submission import SamplingParams, Submission
 from tests.workers.architectures import SERVED, build
+from tests.workers.model.paged import monolithic, random_steps, through_pages
 
 pytestmark = [
     pytest.mark.gpu,
@@ -79,6 +81,16 @@ def test_recorded_decodes_equal_eager_decodes(name: str, dtype: torch.dtype) -> 
 def test_layers_have_triton_steps(name: str, dtype: torch.dtype) -> None:
     """The probe compares their logits with transformers' own: in float32 to 0.2 %."""
     assert on_gpu(name, dtype).kernels == "triton steps"
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_logits_of_any_chunks_on_a_gpu_equal_transformers_on_the_cpu(name: str) -> None:
+    module, generator = build(name, SERVED[name]), torch.Generator().manual_seed(1)
+    prompts = [torch.randint(3, 120, (n,), generator=generator) for n in (5, 23, 40, 57, 8)]
+    expected = [monolithic(module, prompt) for prompt in prompts]
+    found = through_pages(wrap_module(module.to("cuda")), prompts, random_steps([len(p) for p in prompts], seed=7))
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=2e-3, rtol=2e-3)
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("llama", torch.float32), ("qwen3_moe", torch.bfloat16)])
@@ -257,6 +269,7 @@ def test_measured_pool_leaves_memory_for_the_largest_step() -> None:
     config = EngineConfig(max_num_batched_tokens=4096, max_num_seqs=64, gpu_memory_utilization=0.05)
     model = on_gpu(vocab_size=50_000, max_position_embeddings=8192)
     total = torch.cuda.get_device_properties(0).total_memory
+    gc.collect()  # engines of earlier tests hold pools
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     engine = new_engine(model, config)
