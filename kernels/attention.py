@@ -119,10 +119,11 @@ def cpp_attention(
     attention_chunk: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    by_amx: bool = False,
 ) -> None:
     """`paged_attention` of some sequences of the batch, into their rows of `out`, by attention.cpp.
 
-    Only for tensors that `library_for` finds a library for.
+    Only for tensors that `library_for` finds a library for; `by_amx` only for those that `amx_takes`.
     """
     library = cpp_library()
     assert library is not None
@@ -144,7 +145,18 @@ def cpp_attention(
         key_end.data_ptr() if key_end is not None else None,
         *(sinks.data_ptr() if sinks is not None else None, out.data_ptr()),
     )
-    library.crossdock_paged_attention(ctypes.byref(arguments), q.dtype == torch.bfloat16, torch.get_num_threads())
+    if by_amx:
+        library.crossdock_amx_attention(ctypes.byref(arguments), torch.get_num_threads())
+    else:
+        library.crossdock_paged_attention(ctypes.byref(arguments), q.dtype == torch.bfloat16, torch.get_num_threads())
+
+
+def amx_takes(dtype: torch.dtype, k_pages: Tensor, v_pages: Tensor) -> bool:
+    """Return whether amx_attention.h computes attention in `dtype` over these pages, on this machine."""
+    *_, page_size, head_dim = k_pages.shape
+    fits = page_size % 16 == 0 and head_dim % 32 == 0 and head_dim == v_pages.shape[3]
+    library = cpp_library()
+    return dtype is torch.bfloat16 and fits and library is not None and bool(library.crossdock_has_amx())
 
 
 class _AttentionArguments(ctypes.Structure):
@@ -175,6 +187,8 @@ def cpp_library() -> ctypes.CDLL | None:
     pointer, integer = ctypes.c_void_p, ctypes.c_int64
     library.crossdock_paged_attention.argtypes = [pointer, ctypes.c_int, ctypes.c_int]
     library.crossdock_paged_attention.restype = None
+    library.crossdock_amx_attention.argtypes = [pointer, ctypes.c_int]
+    library.crossdock_amx_attention.restype = None
     library.crossdock_store.argtypes = [pointer, integer, integer, pointer, *[integer] * 3, pointer, *[integer] * 3]
     library.crossdock_store.restype = None
     return library

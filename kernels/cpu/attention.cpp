@@ -1,5 +1,6 @@
 // Attention over paged keys and values on a CPU (attention.h) as one call, and the store of keys and values.
 
+#include "amx_attention.h"
 #include "attention.h"
 
 #include <omp.h>
@@ -9,14 +10,14 @@ namespace {
 // Waking a sleeping thread takes some 50 us; with fewer multiply-adds than this, one thread is faster.
 constexpr int64_t WORTH_A_THREAD = 1 << 20;
 
-template <class In, class C>
+template <class Worker>
 void run(const paged::Arguments& a, int num_threads) {
-    const paged::Plan plan = paged::make_plan(a, paged::Worker<In, C>::state_floats(a), num_threads);
+    const paged::Plan plan = paged::make_plan<Worker>(a, num_threads);
     std::unique_ptr<float[]> partials(new float[plan.partial_floats]);
     std::unique_ptr<std::atomic<int>[]> done(new std::atomic<int>[plan.num_counters]());
     std::atomic<int64_t> next{0};
     auto work = [&] {
-        paged::Worker<In, C> worker(a, plan, partials.get(), done.get());
+        Worker worker(a, plan, partials.get(), done.get());
         for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < int64_t(plan.items.size());)
             worker.run(plan.items[i]);
     };
@@ -34,9 +35,25 @@ extern "C" {
 
 void crossdock_paged_attention(const paged::Arguments* a, int is_bf16, int num_threads) {
     if (is_bf16)
-        run<bf16, paged::ForBf16>(*a, num_threads);
+        run<paged::Worker<bf16, paged::ForBf16>>(*a, num_threads);
     else
-        run<float, paged::Floats>(*a, num_threads);
+        run<paged::Worker<float, paged::Floats>>(*a, num_threads);
+}
+
+// Returns whether `crossdock_amx_attention` runs: by this compiler, on this CPU, under this kernel.
+int crossdock_has_amx() {
+#if defined(WITH_AMX)
+    return paged::may_use_tiles();
+#else
+    return 0;
+#endif
+}
+
+// The same in bf16, for pages and heads of a multiple of paged::RUN keys and paged::PAIR elements, keys as wide as values.
+void crossdock_amx_attention([[maybe_unused]] const paged::Arguments* a, [[maybe_unused]] int num_threads) {
+#if defined(WITH_AMX)
+    run<paged::TileWorker>(*a, num_threads);
+#endif
 }
 
 // Stores the rows x[T, H, D] of k or v to their slots; a negative slot stores nothing. Strides and D in bytes.

@@ -21,7 +21,7 @@ namespace paged {
 namespace {
 
 constexpr int MAX_MB = 6, MAX_NB = LANES == 16 ? 4 : 2;  // MAX_MB x MAX_NB accumulators fill the register file
-constexpr int KEYS = 64, TILE_ROWS = 96;
+constexpr int KEYS = 64;
 constexpr int64_t SPAN = 512;
 constexpr float LOWEST = -1e30f;  // finite: differences of it are never NaN
 constexpr float LOG2E = 1.44269504f;
@@ -205,9 +205,11 @@ inline int64_t first_key(const Arguments& a, int64_t position) {
     return a.window ? std::max<int64_t>(0, position - a.window + 1) : 0;
 }
 
-inline Plan make_plan(const Arguments& a, int64_t state_floats, int num_threads) {
+// Divides the work of `W`s. W::state_floats: of the state of R rows over one span.
+template <class W>
+inline Plan make_plan(const Arguments& a, int num_threads) {
     Plan plan;
-    const int64_t group = a.Hq / a.Hkv, per_tile = std::max<int64_t>(1, TILE_ROWS / group);
+    const int64_t group = a.Hq / a.Hkv, per_tile = std::max<int64_t>(1, W::TILE_ROWS / group);
     for (int64_t s = 0; s < a.S; ++s) {
         const int64_t past = a.kv_len[s] - a.query_start[s + 1];  // position = past + row
         for (int64_t q = a.query_start[s]; q < a.query_start[s + 1]; q += per_tile) {
@@ -228,7 +230,7 @@ inline Plan make_plan(const Arguments& a, int64_t state_floats, int num_threads)
         if (num_threads > 1 && tile.num_spans > 1 && (few || R <= 16)) {
             tile.partial = plan.partial_floats;
             tile.counter = plan.num_counters++;
-            plan.partial_floats += tile.num_spans * R * state_floats;
+            plan.partial_floats += tile.num_spans * W::state_floats(a, R);
             for (int64_t i = 0; i < tile.num_spans; ++i) {
                 const int64_t begin = (tile.from_span + i) * SPAN;
                 const int64_t keys = std::min(high, begin + SPAN) - std::max(low, begin);
@@ -272,7 +274,7 @@ template <class In, class C>
 class Worker {
    public:
     using element = typename C::element;
-    static constexpr int PER_WORD = C::PER_WORD;
+    static constexpr int PER_WORD = C::PER_WORD, TILE_ROWS = 96;
 
     Worker(const Arguments& a, const Plan& plan, float* partials, std::atomic<int>* done)
         : a_(a), plan_(plan), partials_(partials), done_(done), group_(int(a.Hq / a.Hkv)),
@@ -301,7 +303,7 @@ class Worker {
         all_.sum = all_.max + max_rows;
     }
 
-    static int64_t state_floats(const Arguments& a) { return ceil_div(a.Dv, LANES) * LANES + 2; }
+    static int64_t state_floats(const Arguments& a, int64_t R) { return R * (ceil_div(a.Dv, LANES) * LANES + 2); }
 
     void run(const Item& item) {
         const Tile& tile = plan_.tiles[item.tile];
@@ -337,7 +339,7 @@ class Worker {
     };
 
     State partial(const Tile& tile, int64_t span, int R) const {
-        float* p = partials_ + tile.partial + span * R * state_floats(a_);
+        float* p = partials_ + tile.partial + span * state_floats(a_, R);
         return {p + R * width_, p + R * width_ + R, p};
     }
 

@@ -6,7 +6,7 @@ from itertools import permutations
 
 from crossdock.kernels.options import Kernel
 
-PREFERENCE: tuple[Kernel, ...] = ("own", "int8", "onednn", "torch")
+PREFERENCE: tuple[Kernel, ...] = ("own", "int8", "amx", "onednn", "torch")
 """Which kernel is taken where several are as fast. Rows of `own` never depend on the batch, on any machine."""
 
 MARGIN = 1.1

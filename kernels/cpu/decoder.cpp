@@ -146,7 +146,7 @@ class Attention {
             int64_t same = 0;
             while (same < int64_t(plans_.size()) && s.layers[plans_[same].layer].window != layer.window) ++same;
             if (same == int64_t(plans_.size()))
-                plans_.push_back({l, paged::make_plan(a, Worker::state_floats(a), num_threads)});
+                plans_.push_back({l, paged::make_plan<Worker>(a, num_threads)});
             layers_.push_back({a, same, counters_});
             counters_ += plans_[same].plan.num_counters;
             partials_ = std::max(partials_, plans_[same].plan.partial_floats);
