@@ -123,8 +123,8 @@ def attention(seconds: float) -> None:
             ratios.append(times[3] / min(times[1:3]))
             print(f"{name:36} {shown(dtype):5} {cells} {ratios[-1]:6.2f}")
     print(f"worst ratio of attention: {max(ratios):.2f}")
-    for heads, (near, deep) in chosen.chosen():
-        print(f"chosen for {heads}: {near}; deep in a prompt: {deep}")
+    for (heads, kernels), (near, deep) in chosen.chosen():
+        print(f"chosen for {heads} of {', '.join(kernels)}: {near}; deep in a prompt: {deep}")
     for dtype in (torch.bfloat16, torch.float32):
         x = torch.randn(1, HEADS, 2048, HEAD_DIM, dtype=dtype)
         y = torch.randn(1, HEADS, 2048, HEAD_DIM, dtype=dtype)

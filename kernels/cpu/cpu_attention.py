@@ -1,6 +1,7 @@
-"""Paged attention on a CPU: attention.cpp, or torch's flash attention over gathered keys, whichever was faster here.
+"""Paged attention on a CPU: attention.cpp, with AMX or without, or torch's flash attention, whichever was faster here.
 
-Only a prompt's chunk has enough rows that gathering its keys can pay. Decodes always run in attention.cpp.
+Torch gathers the keys of a chunk first, and AMX transposes its values, for which only a chunk of a prompt has enough
+rows. Decodes always run in attention.cpp without AMX.
 """
 
 import math
@@ -12,11 +13,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from crossdock.kernels.attention import AttentionBatch, cpp_attention, library_for, reference_paged_attention
+from crossdock.kernels.attention import AttentionBatch, amx_takes, cpp_attention, library_for, reference_paged_attention
 from crossdock.kernels.cpu.choice import KernelChoice, only
 from crossdock.kernels.cpu.measure import Cells
 from crossdock.kernels.cpu.remembered_seconds import measured_choice
-from crossdock.kernels.options import CpuKernels
+from crossdock.kernels.options import CpuKernels, Kernel
 
 ROWS = (16, 64, 256)  # tokens of a chunk that are measured
 LONG_CONTEXT = 1024
@@ -24,30 +25,33 @@ LONG_CONTEXT = 1024
 
 Heads: TypeAlias = tuple[int, int, int, torch.dtype]
 """Query heads, KV heads, head dimension, dtype."""
+Kernels: TypeAlias = tuple[Kernel, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class CpuAttention:
     """`paged_attention` by the kernel that `cpu_kernels` names, own or torch.
 
-    For auto, and for onednn, which has no attention: the faster of the two, measured when a shape is first seen.
+    For auto, and for onednn, which has no attention: the fastest of own, amx and torch, measured when a shape is first
+    seen. Their rows may differ in the last bits, so only own's do not depend on the chunks of a prompt.
     """
 
     setting: CpuKernels = "auto"
-    _choices: dict[Heads, tuple[KernelChoice, KernelChoice]] = field(default_factory=dict)
+    _choices: dict[tuple[Heads, Kernels], tuple[KernelChoice, KernelChoice]] = field(default_factory=dict)
 
-    def choices(self, heads: Heads) -> tuple[KernelChoice, KernelChoice]:
-        """Return the choices by rows for chunks that begin a prompt and for chunks deep in one."""
-        if heads not in self._choices:
-            if self.setting in ("own", "torch"):
-                single = only("own") if self.setting == "own" else KernelChoice("own", "torch", ROWS[0])
-                self._choices[heads] = single, single
+    def choices(self, heads: Heads, kernels: Kernels) -> tuple[KernelChoice, KernelChoice]:
+        """Return the choices between `kernels` by rows, for chunks that begin a prompt and for chunks deep in one."""
+        if (heads, kernels) not in self._choices:
+            if self.setting in ("own", "torch") or len(kernels) == 1:
+                single = only("own") if kernels == ("own",) else KernelChoice("own", "torch", ROWS[0])
+                self._choices[heads, kernels] = single, single
             else:
-                self._choices[heads] = _measured(0, heads), _measured(2 * LONG_CONTEXT, heads)
-        return self._choices[heads]
+                near, deep = (_measured(past, heads, kernels) for past in (0, 2 * LONG_CONTEXT))
+                self._choices[heads, kernels] = near, deep
+        return self._choices[heads, kernels]
 
-    def chosen(self) -> list[tuple[Heads, tuple[KernelChoice, KernelChoice]]]:
-        """Return the shapes of heads seen so far, and their choices."""
+    def chosen(self) -> list[tuple[tuple[Heads, Kernels], tuple[KernelChoice, KernelChoice]]]:
+        """Return the shapes of heads seen so far with the kernels that compute them, and their choices."""
         return list(self._choices.items())
 
     def paged_attention(
@@ -57,10 +61,12 @@ class CpuAttention:
         if library_for(q, None, k_pages, v_pages) is None:
             return reference_paged_attention(q, k_pages, v_pages, batch, **options)
         out = q.new_empty(len(q), q.shape[1], v_pages.shape[3])
-        chunks = self._flash_chunks(q, k_pages, v_pages, batch, options)
         start = 0
-        for chunk in chunks:
-            flash_chunk(q, k_pages, v_pages, batch, chunk, out, options["scale"])
+        for chunk, kernel in self._faster_chunks(q, k_pages, v_pages, batch, options):
+            if kernel == "amx":
+                cpp_attention(q, k_pages, v_pages, batch, slice(chunk, chunk + 1), out, **options, by_amx=True)
+            else:
+                flash_chunk(q, k_pages, v_pages, batch, chunk, out, options["scale"])
             if start < chunk:
                 cpp_attention(q, k_pages, v_pages, batch, slice(start, chunk), out, **options)
             start = chunk + 1
@@ -68,26 +74,28 @@ class CpuAttention:
             cpp_attention(q, k_pages, v_pages, batch, slice(start, len(batch.kv_len)), out, **options)
         return out
 
-    def _flash_chunks(
+    def _faster_chunks(
         self, q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: AttentionBatch, options: dict[str, Any]
-    ) -> list[int]:
-        """Return the sequences of the batch that run in torch's flash attention, ascending."""
-        head_dim = k_pages.shape[3]
-        if batch.max_query_len < ROWS[0] or head_dim != v_pages.shape[3]:
+    ) -> list[tuple[int, Kernel]]:
+        """Return the sequences of the batch for which another kernel than own is chosen, ascending, each with it."""
+        if batch.max_query_len < ROWS[0] or self.setting == "own":
             return []
-        if options.get("softcap") is not None or options.get("sinks") is not None or batch.key_end is not None:
-            return []
-        near, deep = self.choices((q.shape[1], k_pages.shape[1], head_dim, q.dtype))
-        if near.kernels == deep.kernels == ("own",):
-            return []
+        heads = (q.shape[1], k_pages.shape[1], k_pages.shape[3], q.dtype)
+        is_plain = options.get("softcap") is None and options.get("sinks") is None and batch.key_end is None
         reach = options.get("window") or options.get("attention_chunk") or math.inf
+        longest = reach if is_plain and k_pages.shape[3] == v_pages.shape[3] else 0  # that torch computes
+        own: Kernels = ("own",)
+        if self.setting != "torch" and amx_takes(q.dtype, k_pages, v_pages):
+            own = ("own", "amx")
         starts, lengths = batch.query_start.tolist(), batch.kv_len.tolist()
-        chunks = []
+        chunks: list[tuple[int, Kernel]] = []
         for sequence, length in enumerate(lengths):
             rows = starts[sequence + 1] - starts[sequence]
-            choice = deep if length - rows >= LONG_CONTEXT else near
-            if length <= reach and choice.at(rows) != "own":
-                chunks.append(sequence)
+            if rows >= ROWS[0]:
+                near, deep = self.choices(heads, own if length > longest else (*own, "torch"))
+                kernel = (deep if length - rows >= LONG_CONTEXT else near).at(rows)
+                if kernel != "own":
+                    chunks.append((sequence, kernel))
         return chunks
 
 
@@ -113,15 +121,15 @@ def flash_chunk(
     out[first:end] = own[0].transpose(0, 1)
 
 
-def _measured(past: int, heads: Heads) -> KernelChoice:
-    """Return the choice by rows for chunks after `past` tokens of context."""
+def _measured(past: int, heads: Heads, kernels: Kernels) -> KernelChoice:
+    """Return the choice between `kernels` by rows for chunks after `past` tokens of context."""
     Hq, Hkv, D, dtype = heads
     key = {"past": past, "heads": [Hq, Hkv, D], "dtype": str(dtype)}
     name = f"attention of chunks after {past} tokens"
-    return measured_choice(name, key, ("own", "torch"), ROWS, partial(_cells, past, heads))
+    return measured_choice(name, key, kernels, ROWS, partial(_cells, past, heads, kernels))
 
 
-def _cells(past: int, heads: Heads, chunk_lengths: Sequence[int]) -> Cells:
+def _cells(past: int, heads: Heads, kernels: Kernels, chunk_lengths: Sequence[int]) -> Cells:
     """Return calls for one chunk after `past` tokens of context, in pages of 16 tokens."""
     Hq, Hkv, D, dtype = heads
     page_size = 16
@@ -141,11 +149,12 @@ def _cells(past: int, heads: Heads, chunk_lengths: Sequence[int]) -> Cells:
         q = torch.full((rows, Hq, D), 0.1, dtype=dtype)
         arguments = q, pool[:, :, 0], pool[:, :, 1], batch
 
-        def own(arguments: tuple[Tensor, Tensor, Tensor, AttentionBatch] = arguments) -> None:
-            cpp_attention(*arguments, slice(0, 1), torch.empty_like(arguments[0]), scale=0.1)
+        def cpp(by_amx: bool, arguments: tuple[Tensor, Tensor, Tensor, AttentionBatch] = arguments) -> None:
+            cpp_attention(*arguments, slice(0, 1), torch.empty_like(arguments[0]), scale=0.1, by_amx=by_amx)
 
         def flash(arguments: tuple[Tensor, Tensor, Tensor, AttentionBatch] = arguments) -> None:
             flash_chunk(*arguments, 0, torch.empty_like(arguments[0]), 0.1)
 
-        cells["own", rows], cells["torch", rows] = [own], [flash]
+        for kernel in kernels:
+            cells[kernel, rows] = [flash if kernel == "torch" else partial(cpp, kernel == "amx")]
     return cells

@@ -1,4 +1,4 @@
-"""Prompts' chunks by torch's flash attention beside everything else by attention.cpp, against float64."""
+"""Prompts' chunks by AMX or by torch's flash attention, beside all else by attention.cpp, against float64."""
 
 import random
 from typing import Any
@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 import torch
 
+from crossdock.kernels.attention import cpp_library
 from crossdock.kernels.cpu import cpu_attention
 from crossdock.kernels.cpu.choice import KernelChoice, only
 from crossdock.kernels.cpu.cpu_attention import CpuAttention
-from crossdock.kernels.options import CpuKernels
+from crossdock.kernels.options import CpuKernels, Kernel
 from tests.kernels.test_attention import Case, check
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -27,6 +28,33 @@ def flash_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         flash(*arguments)
 
     monkeypatch.setattr(cpu_attention, "flash_chunk", counted)
+    return calls
+
+
+def has_amx() -> bool:
+    library = cpp_library()
+    return library is not None and bool(library.crossdock_has_amx())
+
+
+needs_amx = pytest.mark.skipif(not has_amx(), reason="needs a CPU with AMX (amx_bf16), and g++ 11 or newer")
+
+
+@pytest.fixture
+def by_amx(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Let AMX compute all chunks that it can; the sequences that it computes."""
+    calls: list[int] = []
+    cpp = cpu_attention.cpp_attention
+
+    def counted(*arguments: Any, **options: Any) -> None:
+        if options.get("by_amx"):
+            calls.append(arguments[4].start)
+        cpp(*arguments, **options)
+
+    def choice(_: int, __: object, kernels: tuple[Kernel, ...]) -> KernelChoice:
+        return KernelChoice("own", "amx", 16) if "amx" in kernels else only("own")
+
+    monkeypatch.setattr(cpu_attention, "cpp_attention", counted)
+    monkeypatch.setattr(cpu_attention, "_measured", choice)
     return calls
 
 
@@ -48,7 +76,7 @@ def test_chunk_near_the_start_and_chunk_deep_in_a_prompt_have_choices_of_their_o
 ) -> None:
     measured: list[int] = []
 
-    def choice(past: int, _: object) -> KernelChoice:
+    def choice(past: int, *_: object) -> KernelChoice:
         measured.append(past)
         return only("own") if past else KernelChoice("own", "torch", 64)
 
@@ -97,3 +125,56 @@ def test_random_batches_match_longhand(seed: int, flash_calls: list[int]) -> Non
         )
         check(case, CpuAttention("torch").paged_attention)
     assert flash_calls
+
+
+SIGHTS: list[dict[str, Any]] = [
+    *({}, {"window": 12}, {"window": 600}, {"attention_chunk": 150}, {"softcap": 2.0}, {"sinks": True}),
+    {"blocks": {1: [(3, 30)], 6: [(1210, 1300)]}},
+]
+
+
+@needs_amx
+@pytest.mark.parametrize("sight", SIGHTS, ids=str)
+@pytest.mark.parametrize("dim", [32, 64, 128])
+def test_chunks_by_amx_match_longhand(dim: int, sight: dict[str, Any], by_amx: list[int], seed: int) -> None:
+    case = Case(LENGTHS, q_heads=6, k_dim=dim, v_dim=dim, dtype=torch.bfloat16, seed=seed, **sight)
+    check(case, CpuAttention("auto").paged_attention)
+    assert by_amx == [1, 2, 5, 6]
+
+
+@needs_amx
+def test_random_chunks_by_amx_match_longhand(by_amx: list[int], seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(20):
+        long = rng.randint(500, 2500)
+        lengths = [(rng.randint(1, kv), kv) for kv in (rng.randint(1, 400) for _ in range(rng.randint(1, 4)))]
+        kv_heads, dim = rng.choice([1, 2, 3]), rng.choice([32, 64, 96, 128])
+        case = Case(
+            [*lengths, (rng.randint(16, 200), long)],
+            q_heads=kv_heads * rng.choice([1, 3, 4, 17]),
+            kv_heads=kv_heads,
+            k_dim=dim,
+            v_dim=dim,
+            page_size=rng.choice([16, 32, 48]),
+            dtype=torch.bfloat16,
+            seed=rng.randrange(2**31),
+            **rng.choice([{}, {"window": rng.randint(1, 700)}, {"attention_chunk": rng.randint(1, 700)}]),
+        )
+        check(case, CpuAttention("auto").paged_attention)
+        assert by_amx.pop() == len(lengths)
+
+
+@needs_amx
+@pytest.mark.parametrize(
+    "shape", [{"page_size": 24}, {"k_dim": 80, "v_dim": 80}, {"v_dim": 64}, {"dtype": torch.float32}], ids=str
+)
+def test_shape_that_amx_does_not_take_runs_without(shape: dict[str, Any], by_amx: list[int]) -> None:
+    check(Case(LENGTHS, **{"dtype": torch.bfloat16, **shape}), CpuAttention("auto").paged_attention)
+    assert by_amx == []
+
+
+@needs_amx
+@pytest.mark.parametrize("setting", ["own", "torch"])
+def test_setting_of_another_kernel_keeps_amx_out(setting: CpuKernels, by_amx: list[int]) -> None:
+    check(Case(LENGTHS, dtype=torch.bfloat16), CpuAttention(setting).paged_attention)
+    assert by_amx == []
