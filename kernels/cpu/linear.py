@@ -66,6 +66,7 @@ def usable_kernels(dtype: torch.dtype, setting: CpuKernels = "auto", fits: bool 
         ValueError: `cpu_kernels` names a kernel that cannot run; the message gives the reason.
     """
     reasons: dict[Kernel, str] = {"int8": "the weights are plain; quantization int8 rounds them too"}
+    reasons["amx"] = "it computes attention"
     if dtype not in (torch.bfloat16, torch.float32):
         reasons["own"] = f"it computes bfloat16 and float32, and the model is {str(dtype).removeprefix('torch.')}"
     elif not fits:
