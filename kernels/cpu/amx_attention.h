@@ -47,8 +47,9 @@ class TileWorker {
         static thread_local Memory memory;
         const int64_t lanes = padded(std::max<int64_t>(TILE_ROWS, group_));
         const int64_t sizes[] = {lanes * D_ * 2, D_ * BLOCK * 2, PAIR * BLOCK * 4, PAIR * BLOCK * 2, lanes * (D_ + 2) * 4, lanes * 4, lanes * 4};
-        memory.reserve(lanes * D_ * 6 + D_ * BLOCK * 2 + PAIR * BLOCK * 6 + lanes * 16 + 7 * 128);
-        int64_t number = 0;
+        int64_t total = 0, number = 0;
+        for (int64_t size : sizes) total += size + 128;
+        memory.reserve(total);
         auto take = [&](auto*& p) { p = static_cast<std::remove_reference_t<decltype(p)>>(memory.take(sizes[number++])); };
         take(queries_), take(values_), take(scores_), take(weights_), take(own_), take(first_), take(end_);
         struct alignas(64) Config {

@@ -92,6 +92,7 @@ def test_one_call_in_float32_gives_what_steps_give_and_rows_are_independent(
 ) -> None:
     rng = torch.Generator().manual_seed(seed)
     monkeypatch.setattr(decoder, "decoder_library", lambda _: library)
+    monkeypatch.setattr(decoder, "_MLP_ROWS", 8)  # of 22: several parts, the last not full
     weights = layers(rng)
     own, steps = (DecoderStack(SHAPE, weights, only(kernel), reference_paged_attention) for kernel in ("own", "torch"))
     pool = torch.randn(PAGES * 2, KV_HEADS, len(weights), 2, PAGE, D, generator=rng)
