@@ -3,8 +3,8 @@
 Of few bytes each rank reads everything from all others (one shot). Of more, each sums a share and reads the sums of the
 other shares (two shots).
 
-Two ranks on one GPU have run this, several GPUs have not. So it is proven at every start: the ranks sum known numbers, and use NCCL where a sum is
-wrong or anything fails.
+Two ranks on one GPU have run this, several GPUs have not. So it is proven at every start: the ranks sum known numbers,
+and use NCCL where a sum is wrong or anything fails.
 """
 
 import logging
