@@ -183,58 +183,35 @@ class Attention {
 
 // --- adapters --------------------------------------------------------------------------------------------------------
 
-// What adapters add to the outputs of matrices of one input. Threads divide the work; they wait at `barrier` between parts.
+// What adapters add to the outputs of matrices of one input.
 template <class T>
 class Deltas {
    public:
-    struct Part {
-        DeltaOf name;
-        int64_t N;
-    };
+    Deltas(const DecoderBatch& b) : b_(b), inner_(b.adapters ? new float[b.T * NUM_DELTAS * b.rank] : nullptr) {}
 
-    // width: outputs of all matrices of one input, the most.
-    Deltas(const DecoderBatch& b, int64_t width) : b_(b), width_(width) {
-        if (!b.adapters) return;
-        inner_.reset(new float[b.T * NUM_DELTAS * b.rank]);
-        more_.reset(new float[b.T * width]);
-    }
-
-    // This thread's share for the rows x [T, K]. Other threads need it after a barrier.
-    void compute(const T* x, int64_t K, int64_t layer, std::initializer_list<Part> parts, int tid, int nt, Barrier& barrier) {
+    // Multiplies rows [t0, t1) of x [T, K] by the A of some matrices of a layer. Other threads need that after a barrier.
+    void shrink(const T* x, int64_t K, int64_t layer, std::initializer_list<DeltaOf> names, int64_t t0, int64_t t1) {
         if (!b_.adapters) return;
-        const int64_t first = b_.T * b_.rank * tid / nt, last = b_.T * b_.rank * (tid + 1) / nt;
-        for (int64_t t = 0; t < b_.T; ++t)
-            for (const Part& part : parts) {
-                if (!b_.adapters[t]) continue;
-                const Delta& delta = b_.adapters[t][layer].of[part.name];
-                const int64_t start = t * b_.rank, end = std::min(start + delta.rank, last);
-                low_rank::shrink(delta, x + t * K, K, std::max(first - start, int64_t(0)), end - start, inner(t, part.name));
-            }
-        barrier.wait();
-        for (int64_t t = 0; t < b_.T; ++t) {
-            float* to = more_.get() + t * width_;
-            for (const Part& part : parts) {
-                const int64_t n0 = part.N / LANES * tid / nt * LANES, n1 = part.N / LANES * (tid + 1) / nt * LANES;
-                if (b_.adapters[t])
-                    low_rank::expand<T>(b_.adapters[t][layer].of[part.name], inner(t, part.name), part.N, n0, n1, to + n0);
-                to += part.N;
-            }
-        }
-        barrier.wait();
+        for (DeltaOf name : names)
+            low_rank::for_blocks(b_.adapters, t0, t1, [&](int64_t t, auto rows) {
+                low_rank::shrink<decltype(rows)::value>(of(t, layer, name), x + t * K, K, inner(t, name), NUM_DELTAS * b_.rank);
+            });
     }
 
-    // Adds to the outputs y of row t. `column`: of the first, among those of all `parts`.
-    vec add(vec y, int64_t t, int64_t column) const {
+    // Adds to the outputs y of row t from n on, of N that the matrix `name` has.
+    vec add(vec y, int64_t t, int64_t layer, DeltaOf name, int64_t N, int64_t n) const {
         if (!b_.adapters || !b_.adapters[t]) return y;
-        return low_rank::added<T>(y, load(more_.get() + t * width_ + column));
+        vec more;
+        low_rank::expand<1, 1, T>(of(t, layer, name), inner(t, name), 0, N, n, n + LANES, [&](int, int64_t, vec sums) { more = sums; });
+        return low_rank::added<T>(y, more);
     }
 
    private:
-    float* inner(int64_t t, DeltaOf name) { return inner_.get() + (t * NUM_DELTAS + name) * b_.rank; }
+    const Delta& of(int64_t t, int64_t layer, DeltaOf name) const { return b_.adapters[t][layer].of[name]; }
+    float* inner(int64_t t, DeltaOf name) const { return inner_.get() + (t * NUM_DELTAS + name) * b_.rank; }
 
     const DecoderBatch& b_;
-    const int64_t width_;
-    std::unique_ptr<float[]> inner_, more_;  // [T, NUM_DELTAS, rank] and [T, width]
+    const std::unique_ptr<float[]> inner_;  // [T, NUM_DELTAS, rank]
 };
 
 // --- layers ----------------------------------------------------------------------------------------------------------
@@ -249,7 +226,7 @@ void decode_stack(const Stack& s, const DecoderBatch& b, X* hidden, X* scratch, 
     X* activated = attended + T * A;
     const X *cos = static_cast<const X*>(b.cos), *sin = static_cast<const X*>(b.sin);
     Barrier barrier;
-    Deltas<X> deltas(b, std::max({QKV, E, 2 * I}));
+    Deltas<X> deltas(b);
     Attention<X> attention(s, b, qkv, attended, num_threads);
 #if defined(ROUNDS_ROWS)
     packed::Rows rows(T, std::max({E, A, I}));
@@ -278,23 +255,27 @@ void decode_stack(const Stack& s, const DecoderBatch& b, X* hidden, X* scratch, 
 #endif
             packed::multiply<decltype(panels)::value>(x, T, w, tid, nt, each);
         };
-        auto adapt = [&](const X* x, int64_t K, int64_t layer, std::initializer_list<typename Deltas<X>::Part> parts) {
-            deltas.compute(x, K, layer, parts, tid, nt, barrier);
+        auto adapt = [&](const X* x, int64_t K, int64_t layer, DeltaOf name) {
+            if (!b.adapters) return;
+            deltas.shrink(x, K, layer, {name}, t0, t1);
+            barrier.wait();
         };
         const std::integral_constant<int, 2> two;
         const std::integral_constant<int, packed::PARTS == 1 ? 3 : 1> three;
 
         for (int64_t l = 0; l < s.num_layers; ++l) {
             const Layer& layer = s.layers[l];
-            auto normalise = [&](const void* weight) {
+            auto normalise = [&](const void* weight, std::initializer_list<DeltaOf> names) {
                 for (int64_t t = t0; t < t1; ++t)
                     steps::rms_norm(hidden + t * E, static_cast<const X*>(weight), float(s.eps), E, normed + t * E);
+                deltas.shrink(normed, E, l, names, t0, t1);
                 barrier.wait();
             };
-            normalise(layer.input_norm);
-            adapt(normed, E, l, {{Q_DELTA, A}, {K_DELTA, W}, {V_DELTA, W}});
+            normalise(layer.input_norm, {Q_DELTA, K_DELTA, V_DELTA});
             multiply(three, normed, layer.qkv, [&](int64_t t, int64_t n, vec y) __attribute__((always_inline)) {
-                narrow(qkv + t * QKV + n, deltas.add(y, t, n));
+                const DeltaOf name = n < A ? Q_DELTA : n < A + W ? K_DELTA : V_DELTA;
+                const int64_t first = n < A ? 0 : n < A + W ? A : A + W;
+                narrow(qkv + t * QKV + n, deltas.add(y, t, l, name, n < A ? A : W, n - first));
             });
             barrier.wait();
 
@@ -307,28 +288,29 @@ void decode_stack(const Stack& s, const DecoderBatch& b, X* hidden, X* scratch, 
             attention.run(l);
             barrier.wait();
 
-            auto add_to_hidden = [&](int64_t t, int64_t n, vec y) __attribute__((always_inline)) {
-                X* to = hidden + t * E + n;
-                narrow(to, widen(to) + rounded<X>(deltas.add(y, t, n)));
+            auto add_to_hidden = [&](DeltaOf name) {
+                return [&, name](int64_t t, int64_t n, vec y) __attribute__((always_inline)) {
+                    X* to = hidden + t * E + n;
+                    narrow(to, widen(to) + rounded<X>(deltas.add(y, t, l, name, E, n)));
+                };
             };
-            adapt(attended, A, l, {{OUT_DELTA, E}});
-            multiply(three, attended, layer.out, add_to_hidden);
+            adapt(attended, A, l, OUT_DELTA);
+            multiply(three, attended, layer.out, add_to_hidden(OUT_DELTA));
             barrier.wait();
 
-            normalise(layer.post_norm);
-            adapt(normed, E, l, {{GATE_DELTA, I}, {UP_DELTA, I}});
+            normalise(layer.post_norm, {GATE_DELTA, UP_DELTA});
             // The outputs are 16 gates and then their 16 ups. A gate waits in `activated` for its up, of the same thread.
             multiply(two, normed, layer.gate_up, [&](int64_t t, int64_t n, vec y) __attribute__((always_inline)) {
                 const int64_t column = n / (2 * PANEL) * PANEL + n % PANEL;
                 X* to = activated + t * I + column;
-                if (n / PANEL % 2 == 0) return narrow(to, deltas.add(y, t, column));
-                y = rounded<X>(deltas.add(y, t, I + column));
+                if (n / PANEL % 2 == 0) return narrow(to, deltas.add(y, t, l, GATE_DELTA, I, column));
+                y = rounded<X>(deltas.add(y, t, l, UP_DELTA, I, column));
                 narrow(to, steps::silu<X>(widen(to)) * y);
             });
             barrier.wait();
 
-            adapt(activated, I, l, {{DOWN_DELTA, E}});
-            multiply(three, activated, layer.down, add_to_hidden);
+            adapt(activated, I, l, DOWN_DELTA);
+            multiply(three, activated, layer.down, add_to_hidden(DOWN_DELTA));
             barrier.wait();
         }
     }

@@ -16,7 +16,14 @@ from crossdock.kernels.attention import AttentionBatch
 from crossdock.kernels.cpu.build import cpu_flags
 from crossdock.kernels.cpu.choice import KernelChoice
 from crossdock.kernels.cpu.huge_pages import HugePages
-from crossdock.kernels.cpu.layer_steps import HeadSteps, add_and_norm, finish_heads, silu_and_multiply, steps_library
+from crossdock.kernels.cpu.layer_steps import (
+    Adapted,
+    HeadSteps,
+    add_and_norm,
+    finish_heads,
+    silu_and_multiply,
+    steps_library,
+)
 from crossdock.kernels.cpu.linear import (
     ONE_CALL,
     ChosenLinear,
@@ -27,7 +34,7 @@ from crossdock.kernels.cpu.linear import (
     padded,
 )
 from crossdock.kernels.cpu.packed_linear import MatrixStruct, PackedPanels, PackedProduct
-from crossdock.kernels.cpu.row_deltas import RowDeltas, add_deltas
+from crossdock.kernels.cpu.row_deltas import RowDeltas, adapted
 from crossdock.kernels.options import Kernel
 from crossdock.kernels.packed import PackedMatrix
 
@@ -285,34 +292,31 @@ class DecoderStack:
         attended = hidden.new_zeros(rows, query_width)
         activated = hidden.new_zeros(rows, shape.intermediate)
         addend: Tensor | None = None
+        change: Adapted | None = None  # of `addend`, by adapters
         pointers = adapters.pointers(T) if adapters.groups else None
         for layer, (products, (input_norm, post_norm), steps, (keys, values), (*_, window)) in enumerate(
             zip(self._products, self._norms, self._steps, self._pages, self._heads, strict=True)
         ):
-            add_and_norm(hidden, addend, input_norm, shape.eps, normed)
+            add_and_norm(hidden, addend, input_norm, shape.eps, normed, change)
             qkv = products.qkv(normed)
-            if pointers is not None:
-                add_deltas(pointers, layer, normed, qkv, q=query_width, k=kv_width, v=kv_width)
-            finish_heads(steps, qkv, cos, sin, batch)
+            change = adapted(pointers, layer, normed, q=query_width, k=kv_width, v=kv_width)
+            finish_heads(steps, qkv, cos, sin, batch, change)
             q = qkv[:T, :query_width].view(T, shape.num_heads, shape.head_dim)
             seen = self._attention(q, keys, values, batch, scale=shape.scale, window=window)  # [T, Hq, D]
             attended[:T] = seen.view(T, query_width)
             addend = products.out(attended)
-            if pointers is not None:
-                add_deltas(pointers, layer, attended, addend, out=shape.hidden)
-            add_and_norm(hidden, addend, post_norm, shape.eps, normed)
+            change = adapted(pointers, layer, attended, out=shape.hidden)
+            add_and_norm(hidden, addend, post_norm, shape.eps, normed, change)
             count = _MLP_ROWS if pointers is None else rows  # pointers are those of all rows
             for first in range(0, rows, count):
                 block = slice(first, first + count)
                 gate_up = products.gate_up(normed[block])
-                if pointers is not None:
-                    add_deltas(pointers, layer, normed, gate_up, gate=shape.intermediate, up=shape.intermediate)
-                silu_and_multiply(gate_up, min(count, T - first), activated[block])
+                change = adapted(pointers, layer, normed, gate=shape.intermediate, up=shape.intermediate)
+                silu_and_multiply(gate_up, min(count, T - first), activated[block], change)
             addend = products.down(activated)
-            if pointers is not None:
-                add_deltas(pointers, layer, activated, addend, down=shape.hidden)
+            change = adapted(pointers, layer, activated, down=shape.hidden)
         if addend is not None:
-            hidden += addend[:T]
+            add_and_norm(hidden, addend, self._norms[-1][1], shape.eps, None, change)
 
 
 def _is_one_call(layer: DecoderLayer) -> bool:

@@ -22,69 +22,88 @@ struct LayerDeltas {
 
 namespace low_rank {
 
-constexpr int BLOCK = 4;  // rows of a matrix at a time: each is read from start to end, as the hardware expects
+constexpr int BLOCK = 4;  // rows with one adapter that are computed together: each number of a matrix is loaded once for them
 
-// Sums of x[i] rows[r][i], for R rows of K numbers that follow each other.
-template <int R, class W>
-inline void dots(const float* x, const W* rows, int64_t K, float* out) {
-    vec sums[R] = {};
-    for (int64_t i = 0; i < K; i += LANES)
-        for (int r = 0; r < R; ++r) sums[r] = packed::multiply_add(load(x + i), widen(rows + r * K + i), sums[r]);
-    for (int r = 0; r < R; ++r) out[r] = sum(sums[r]);
+// Calls `act(t, M)` for blocks of M rows of [t, end) that follow each other with one adapter; M is a constant, BLOCK or 1.
+template <class Act>
+inline void for_blocks(const LayerDeltas* const* adapters, int64_t t, int64_t end, Act act) {
+    while (t < end) {
+        if (!adapters[t])
+            ++t;
+        else if (t + BLOCK <= end && std::count(adapters + t, adapters + t + BLOCK, adapters[t]) == BLOCK)
+            act(t, std::integral_constant<int, BLOCK>()), t += BLOCK;
+        else
+            act(t++, std::integral_constant<int, 1>());
+    }
 }
-template <int R>
-inline void dots(const bf16* x, const bf16* rows, int64_t K, float* out) {
-#if defined(__AVX512BF16__) && defined(__AVX512BW__)
-    __m512 sums[R][2] = {};
-    for (int64_t i = 0; i < K; i += 32) {
-        const __mmask32 here = K - i >= 32 ? ~__mmask32(0) : (__mmask32(1) << (K - i)) - 1;
-        const __m512i own = _mm512_maskz_loadu_epi16(here, x + i);
+
+// out[m][r] = sum of x[m][i] a[r][i], for M and R rows of K numbers that follow each other. `stride`: between rows of out.
+template <int M, int R, class T, class W>
+inline void dots(const T* x, const W* a, int64_t K, float* out, int64_t stride) {
+    vec sums[M][R] = {};
+    for (int64_t i = 0; i < K; i += LANES) {
+        vec own[M];
+        for (int m = 0; m < M; ++m) own[m] = widen(x + m * K + i);
         for (int r = 0; r < R; ++r) {
-            __m512& half = sums[r][i / 32 % 2];
-            half = _mm512_dpbf16_ps(half, (__m512bh)own, (__m512bh)_mm512_maskz_loadu_epi16(here, rows + r * K + i));
+            const vec other = widen(a + r * K + i);
+            for (int m = 0; m < M; ++m) sums[m][r] = packed::multiply_add(own[m], other, sums[m][r]);
         }
     }
-    for (int r = 0; r < R; ++r) out[r] = to_float(from_float<bf16>(sum(sums[r][0] + sums[r][1])));
-#else
-    vec sums[R] = {};
-    for (int64_t i = 0; i < K; i += LANES)
-        for (int r = 0; r < R; ++r) sums[r] = packed::multiply_add(widen(x + i), widen(rows + r * K + i), sums[r]);
-    for (int r = 0; r < R; ++r) out[r] = to_float(from_float<bf16>(sum(sums[r])));
-#endif
+    for (int m = 0; m < M; ++m)
+        for (int r = 0; r < R; ++r) out[m * stride + r] = to_float(from_float<T>(sum(sums[m][r])));
 }
-
-// Numbers [first, last) of A x, for one row x.
-template <class T, class W>
-inline void shrink_by(const W* a, const T* x, int64_t K, int64_t first, int64_t last, float* inner) {
-    int64_t r = first;
-    for (; r + BLOCK <= last; r += BLOCK) dots<BLOCK>(x, a + r * K, K, inner + r);
-    for (; r < last; ++r) dots<1>(x, a + r * K, K, inner + r);
-}
-template <class T>
-inline void shrink(const Delta& delta, const T* x, int64_t K, int64_t first, int64_t last, float* inner) {
-    if (delta.is_narrow) shrink_by(static_cast<const bf16*>(delta.a), x, K, first, last, inner);
-    else shrink_by(static_cast<const T*>(delta.a), x, K, first, last, inner);
-}
-
-// Outputs [first, first + count) of B inner, a multiple of LANES. b: of the first of them.
-template <class W>
-inline void expand_by(const W* b, int64_t rank, const float* inner, int64_t N, int64_t count, float* out) {
-    std::fill(out, out + count, 0.0f);
-    int64_t r = 0;
-    for (; r + BLOCK <= rank; r += BLOCK)
-        for (int64_t n = 0; n < count; n += LANES) {
-            vec y = load(out + n);
-            for (int i = 0; i < BLOCK; ++i) y = packed::multiply_add(splat(inner[r + i]), widen(b + (r + i) * N + n), y);
-            store(out + n, y);
+#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+template <int M, int R>
+inline void dots(const bf16* x, const bf16* a, int64_t K, float* out, int64_t stride) {
+    __m512 sums[M][R] = {};
+    for (int64_t i = 0; i < K; i += 32) {
+        const __mmask32 here = K - i >= 32 ? ~__mmask32(0) : (__mmask32(1) << (K - i)) - 1;
+        __m512i own[M];
+        for (int m = 0; m < M; ++m) own[m] = _mm512_maskz_loadu_epi16(here, x + m * K + i);
+        for (int r = 0; r < R; ++r) {
+            const __m512i other = _mm512_maskz_loadu_epi16(here, a + r * K + i);
+            for (int m = 0; m < M; ++m) sums[m][r] = _mm512_dpbf16_ps(sums[m][r], (__m512bh)own[m], (__m512bh)other);
         }
-    for (; r < rank; ++r)
-        for (int64_t n = 0; n < count; n += LANES)
-            store(out + n, packed::multiply_add(splat(inner[r]), widen(b + r * N + n), load(out + n)));
+    }
+    for (int m = 0; m < M; ++m)
+        for (int r = 0; r < R; ++r) out[m * stride + r] = to_float(from_float<bf16>(sum(sums[m][r])));
 }
-template <class T>
-inline void expand(const Delta& delta, const float* inner, int64_t N, int64_t first, int64_t last, float* out) {
-    if (delta.is_narrow) expand_by(static_cast<const bf16*>(delta.b) + first, delta.rank, inner, N, last - first, out);
-    else expand_by(static_cast<const T*>(delta.b) + first, delta.rank, inner, N, last - first, out);
+#endif
+
+// inner[m] = A x[m], for M rows x. `stride`: between rows of inner.
+template <int M, class T, class W>
+inline void shrink_by(const W* a, int64_t rank, const T* x, int64_t K, float* inner, int64_t stride) {
+    constexpr int R = M == 1 ? 8 : packed::PARTS == 1 ? 4 : 2;  // sums that fit into the registers
+    int64_t r = 0;
+    for (; r + R <= rank; r += R) dots<M, R>(x, a + r * K, K, inner + r, stride);
+    for (; r < rank; ++r) dots<M, 1>(x, a + r * K, K, inner + r, stride);
+}
+template <int M, class T>
+inline void shrink(const Delta& delta, const T* x, int64_t K, float* inner, int64_t stride) {
+    if (delta.is_narrow) shrink_by<M>(static_cast<const bf16*>(delta.a), delta.rank, x, K, inner, stride);
+    else shrink_by<M>(static_cast<const T*>(delta.a), delta.rank, x, K, inner, stride);
+}
+
+// Calls `each(m, n, B inner[m])` for LANES outputs from n on of each of M rows, while V such vectors are left of [n, end).
+// Returns the first output that is left.
+template <int M, int V, class W, class Each>
+inline int64_t expand_by(const W* b, int64_t rank, const float* inner, int64_t stride, int64_t N, int64_t n, int64_t end, Each each) {
+    for (; n + V * LANES <= end; n += V * LANES) {
+        vec sums[M][V] = {};
+        for (int64_t r = 0; r < rank; ++r)
+            for (int v = 0; v < V; ++v) {
+                const vec of_rank = widen(b + r * N + n + v * LANES);
+                for (int m = 0; m < M; ++m) sums[m][v] = packed::multiply_add(splat(inner[m * stride + r]), of_rank, sums[m][v]);
+            }
+        for (int m = 0; m < M; ++m)
+            for (int v = 0; v < V; ++v) each(m, n + v * LANES, sums[m][v]);
+    }
+    return n;
+}
+template <int M, int V, class T, class Each>
+inline int64_t expand(const Delta& delta, const float* inner, int64_t stride, int64_t N, int64_t n, int64_t end, Each each) {
+    if (delta.is_narrow) return expand_by<M, V>(static_cast<const bf16*>(delta.b), delta.rank, inner, stride, N, n, end, each);
+    return expand_by<M, V>(static_cast<const T*>(delta.b), delta.rank, inner, stride, N, n, end, each);
 }
 
 // Outputs with what an adapter adds, rounded as memory of type T would.

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from crossdock.kernels.cpu.layer_steps import steps_library
+from crossdock.kernels.cpu.layer_steps import Adapted
 from crossdock.kernels.low_rank import Pair, Rows
 
 _NAMES = ("q", "k", "v", "out", "gate", "up", "down")  # of matrices in `DecoderLayer`, as `DeltaOf` of low_rank.h
@@ -49,19 +49,17 @@ class RowDeltas(NamedTuple):
         return found
 
 
-def add_deltas(pointers: NDArray[np.int64], layer: int, x: Tensor, y: Tensor, **widths: int) -> None:
-    """Add what adapters change in the outputs of matrices of one input, in place.
+def adapted(pointers: NDArray[np.int64] | None, layer: int, x: Tensor, **widths: int) -> Adapted | None:
+    """Return what adapters change in the outputs of matrices of one input x [.., K], for the step that reads them.
 
-    pointers: [T], of `RowDeltas`. x: [.., K]; y: [.., N]; the rows beyond T stay. `widths`: outputs of each matrix, by
-    its name in `DecoderLayer`. The matrices are columns of y in that order; of `gate` and `up` 16 each in turn.
+    pointers: [T], of `RowDeltas`; None: no row has an adapter. `widths`: outputs of each matrix, by its name in
+    `DecoderLayer`. The matrices are columns of the outputs in that order; of `gate` and `up` 16 each in turn.
     """
-    each = (ctypes.c_int64 * len(widths))(*widths.values())
+    if pointers is None:
+        return None
     first = _NAMES.index(next(iter(widths)))
     assert tuple(widths) == _NAMES[first : first + len(widths)]
     assert x.is_contiguous()
-    assert y.is_contiguous()
-    steps_library().crossdock_add_low_rank(
-        *(pointers.ctypes.data, layer, first, len(widths), each, x.data_ptr(), x.shape[1], len(pointers)),
-        *(y.data_ptr(), y.shape[1], 32 if "gate" in widths else 16),
-        *(x.dtype == torch.bfloat16, torch.get_num_threads()),
-    )
+    each = (ctypes.c_int64 * 3)(*widths.values())
+    address = pointers.ctypes.data
+    return Adapted(address, layer, first, len(widths), each, x.data_ptr(), x.shape[1], "gate" in widths)
