@@ -187,7 +187,17 @@ class Attention {
 template <class T>
 class Deltas {
    public:
-    Deltas(const DecoderBatch& b) : b_(b), inner_(b.adapters ? new float[b.T * NUM_DELTAS * b.rank] : nullptr) {}
+    struct Part {
+        DeltaOf name;
+        int64_t N;
+    };
+
+    // width: outputs of all matrices of one input, the most.
+    Deltas(const DecoderBatch& b, int64_t width) : b_(b), width_(width) {
+        if (!b.adapters) return;
+        inner_.reset(new float[b.T * NUM_DELTAS * b.rank]);
+        more_.reset(new float[b.T * width]);
+    }
 
     // Multiplies rows [t0, t1) of x [T, K] by the A of some matrices of a layer. Other threads need that after a barrier.
     void shrink(const T* x, int64_t K, int64_t layer, std::initializer_list<DeltaOf> names, int64_t t0, int64_t t1) {
@@ -198,12 +208,25 @@ class Deltas {
             });
     }
 
-    // Adds to the outputs y of row t from n on, of N that the matrix `name` has.
-    vec add(vec y, int64_t t, int64_t layer, DeltaOf name, int64_t N, int64_t n) const {
+    // Computes this thread's share of what is added to the outputs of some matrices of a layer. Others need it after a barrier.
+    void expand(int64_t layer, std::initializer_list<Part> parts, int tid, int nt) {
+        if (!b_.adapters) return;
+        int64_t from = 0;
+        for (const Part& part : parts) {
+            const int64_t first = part.N / LANES * tid / nt * LANES, last = part.N / LANES * (tid + 1) / nt * LANES;
+            low_rank::for_blocks(b_.adapters, 0, b_.T, [&](int64_t t, auto rows) {
+                constexpr int M = decltype(rows)::value;
+                auto put = [&](int m, int64_t n, vec more) { store(more_.get() + (t + m) * width_ + from + n, more); };
+                low_rank::expand<M, T>(of(t, layer, part.name), inner(t, part.name), NUM_DELTAS * b_.rank, part.N, first, last, put);
+            });
+            from += part.N;
+        }
+    }
+
+    // Returns outputs y of row t with what is added. `column`: of the first, among those of all parts. The caller rounds the sum.
+    vec add(vec y, int64_t t, int64_t column) const {
         if (!b_.adapters || !b_.adapters[t]) return y;
-        vec more;
-        low_rank::expand<1, 1, T>(of(t, layer, name), inner(t, name), 0, N, n, n + LANES, [&](int, int64_t, vec sums) { more = sums; });
-        return low_rank::added<T>(y, more);
+        return rounded<T>(y) + rounded<T>(load(more_.get() + t * width_ + column));
     }
 
    private:
@@ -211,7 +234,8 @@ class Deltas {
     float* inner(int64_t t, DeltaOf name) const { return inner_.get() + (t * NUM_DELTAS + name) * b_.rank; }
 
     const DecoderBatch& b_;
-    const std::unique_ptr<float[]> inner_;  // [T, NUM_DELTAS, rank]
+    const int64_t width_;
+    std::unique_ptr<float[]> inner_, more_;  // [T, NUM_DELTAS, rank] and [T, width]
 };
 
 // --- layers ----------------------------------------------------------------------------------------------------------
@@ -226,7 +250,7 @@ void decode_stack(const Stack& s, const DecoderBatch& b, X* hidden, X* scratch, 
     X* activated = attended + T * A;
     const X *cos = static_cast<const X*>(b.cos), *sin = static_cast<const X*>(b.sin);
     Barrier barrier;
-    Deltas<X> deltas(b);
+    Deltas<X> deltas(b, std::max({QKV, E, 2 * I}));
     Attention<X> attention(s, b, qkv, attended, num_threads);
 #if defined(ROUNDS_ROWS)
     packed::Rows rows(T, std::max({E, A, I}));
@@ -255,7 +279,12 @@ void decode_stack(const Stack& s, const DecoderBatch& b, X* hidden, X* scratch, 
 #endif
             packed::multiply<decltype(panels)::value>(x, T, w, tid, nt, each);
         };
-        auto adapt = [&](const X* x, int64_t K, int64_t layer, DeltaOf name) {
+        auto expand = [&](int64_t layer, std::initializer_list<typename Deltas<X>::Part> parts) {
+            if (!b.adapters) return;
+            deltas.expand(layer, parts, tid, nt);
+            barrier.wait();
+        };
+        auto shrink = [&](const X* x, int64_t K, int64_t layer, DeltaOf name) {
             if (!b.adapters) return;
             deltas.shrink(x, K, layer, {name}, t0, t1);
             barrier.wait();
@@ -272,10 +301,9 @@ void decode_stack(const Stack& s, const DecoderBatch& b, X* hidden, X* scratch, 
                 barrier.wait();
             };
             normalise(layer.input_norm, {Q_DELTA, K_DELTA, V_DELTA});
+            expand(l, {{Q_DELTA, A}, {K_DELTA, W}, {V_DELTA, W}});
             multiply(three, normed, layer.qkv, [&](int64_t t, int64_t n, vec y) __attribute__((always_inline)) {
-                const DeltaOf name = n < A ? Q_DELTA : n < A + W ? K_DELTA : V_DELTA;
-                const int64_t first = n < A ? 0 : n < A + W ? A : A + W;
-                narrow(qkv + t * QKV + n, deltas.add(y, t, l, name, n < A ? A : W, n - first));
+                narrow(qkv + t * QKV + n, deltas.add(y, t, n));
             });
             barrier.wait();
 
@@ -288,29 +316,30 @@ void decode_stack(const Stack& s, const DecoderBatch& b, X* hidden, X* scratch, 
             attention.run(l);
             barrier.wait();
 
-            auto add_to_hidden = [&](DeltaOf name) {
-                return [&, name](int64_t t, int64_t n, vec y) __attribute__((always_inline)) {
-                    X* to = hidden + t * E + n;
-                    narrow(to, widen(to) + rounded<X>(deltas.add(y, t, l, name, E, n)));
-                };
+            auto add_to_hidden = [&](int64_t t, int64_t n, vec y) __attribute__((always_inline)) {
+                X* to = hidden + t * E + n;
+                narrow(to, widen(to) + rounded<X>(deltas.add(y, t, n)));
             };
-            adapt(attended, A, l, OUT_DELTA);
-            multiply(three, attended, layer.out, add_to_hidden(OUT_DELTA));
+            shrink(attended, A, l, OUT_DELTA);
+            expand(l, {{OUT_DELTA, E}});
+            multiply(three, attended, layer.out, add_to_hidden);
             barrier.wait();
 
             normalise(layer.post_norm, {GATE_DELTA, UP_DELTA});
+            expand(l, {{GATE_DELTA, I}, {UP_DELTA, I}});
             // The outputs are 16 gates and then their 16 ups. A gate waits in `activated` for its up, of the same thread.
             multiply(two, normed, layer.gate_up, [&](int64_t t, int64_t n, vec y) __attribute__((always_inline)) {
                 const int64_t column = n / (2 * PANEL) * PANEL + n % PANEL;
                 X* to = activated + t * I + column;
-                if (n / PANEL % 2 == 0) return narrow(to, deltas.add(y, t, l, GATE_DELTA, I, column));
-                y = rounded<X>(deltas.add(y, t, l, UP_DELTA, I, column));
+                if (n / PANEL % 2 == 0) return narrow(to, deltas.add(y, t, column));
+                y = rounded<X>(deltas.add(y, t, I + column));
                 narrow(to, steps::silu<X>(widen(to)) * y);
             });
             barrier.wait();
 
-            adapt(activated, I, l, DOWN_DELTA);
-            multiply(three, activated, layer.down, add_to_hidden(DOWN_DELTA));
+            shrink(activated, I, l, DOWN_DELTA);
+            expand(l, {{DOWN_DELTA, E}});
+            multiply(three, activated, layer.down, add_to_hidden);
             barrier.wait();
         }
     }

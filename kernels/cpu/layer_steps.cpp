@@ -42,10 +42,9 @@ void add_low_rank(const Adapted& a, T* y, int64_t t0, int64_t t1) {
             low_rank::shrink<M>(delta, static_cast<const T*>(a.x) + t * a.K, a.K, inner.data(), delta.rank);
             auto add = [&](int m, int64_t n, vec more) __attribute__((always_inline)) {
                 T* to = y + (t + m) * row + from + n / PANEL * panel + n % PANEL;
-                narrow(to, low_rank::added<T>(widen(to), more));
+                narrow(to, widen(to) + rounded<T>(more));
             };
-            const int64_t left = low_rank::expand<M, 2, T>(delta, inner.data(), delta.rank, N, 0, N, add);
-            low_rank::expand<M, 1, T>(delta, inner.data(), delta.rank, N, left, N, add);
+            low_rank::expand<M, T>(delta, inner.data(), delta.rank, N, 0, N, add);
         });
 }
 

@@ -73,7 +73,7 @@ inline void dots(const bf16* x, const bf16* a, int64_t K, float* out, int64_t st
 // inner[m] = A x[m], for M rows x. `stride`: between rows of inner.
 template <int M, class T, class W>
 inline void shrink_by(const W* a, int64_t rank, const T* x, int64_t K, float* inner, int64_t stride) {
-    constexpr int R = M == 1 ? 8 : packed::PARTS == 1 ? 4 : 2;  // sums that fit into the registers
+    constexpr int R = M == 1 || packed::PARTS == 1 ? 4 : 2;  // sums that fit into the registers
     int64_t r = 0;
     for (; r + R <= rank; r += R) dots<M, R>(x, a + r * K, K, inner + r, stride);
     for (; r < rank; ++r) dots<M, 1>(x, a + r * K, K, inner + r, stride);
@@ -100,14 +100,15 @@ inline int64_t expand_by(const W* b, int64_t rank, const float* inner, int64_t s
     }
     return n;
 }
-template <int M, int V, class T, class Each>
-inline int64_t expand(const Delta& delta, const float* inner, int64_t stride, int64_t N, int64_t n, int64_t end, Each each) {
-    if (delta.is_narrow) return expand_by<M, V>(static_cast<const bf16*>(delta.b), delta.rank, inner, stride, N, n, end, each);
-    return expand_by<M, V>(static_cast<const T*>(delta.b), delta.rank, inner, stride, N, n, end, each);
+template <int M, class T, class W, class Each>
+inline void expand_all(const W* b, int64_t rank, const float* inner, int64_t stride, int64_t N, int64_t n, int64_t end, Each each) {
+    n = expand_by<M, 2>(b, rank, inner, stride, N, n, end, each);
+    expand_by<M, 1>(b, rank, inner, stride, N, n, end, each);
 }
-
-// Outputs with what an adapter adds, rounded as memory of type T would.
-template <class T>
-inline vec added(vec y, vec more) { return rounded<T>(rounded<T>(y) + rounded<T>(more)); }
+template <int M, class T, class Each>
+inline void expand(const Delta& delta, const float* inner, int64_t stride, int64_t N, int64_t n, int64_t end, Each each) {
+    if (delta.is_narrow) expand_all<M, T>(static_cast<const bf16*>(delta.b), delta.rank, inner, stride, N, n, end, each);
+    else expand_all<M, T>(static_cast<const T*>(delta.b), delta.rank, inner, stride, N, n, end, each);
+}
 
 }  // namespace low_rank
