@@ -199,11 +199,11 @@ class Deltas {
         more_.reset(new float[b.T * width]);
     }
 
-    // Multiplies rows [t0, t1) of x [T, K] by the A of some matrices of a layer. Other threads need that after a barrier.
-    void shrink(const T* x, int64_t K, int64_t layer, std::initializer_list<DeltaOf> names, int64_t t0, int64_t t1) {
+    // Multiplies rows [first, end) of x [T, K] by the A of some matrices of a layer. Other threads need that after a barrier.
+    void shrink(const T* x, int64_t K, int64_t layer, std::initializer_list<DeltaOf> names, int64_t first, int64_t end) {
         if (!b_.adapters) return;
         for (DeltaOf name : names)
-            low_rank::for_blocks(b_.adapters, t0, t1, [&](int64_t t, auto rows) {
+            low_rank::for_blocks(b_.adapters, first, end, [&](int64_t t, auto rows) {
                 low_rank::shrink<decltype(rows)::value>(of(t, layer, name), x + t * K, K, inner(t, name), NUM_DELTAS * b_.rank);
             });
     }
@@ -284,9 +284,14 @@ void decode_stack(const Stack& s, const DecoderBatch& b, X* hidden, X* scratch, 
             deltas.expand(layer, parts, tid, nt);
             barrier.wait();
         };
+        // Blocks of rows in turn: rows of decodes, each with another adapter to read, come first in a batch.
+        auto in_turn = [&](auto act) {
+            const int64_t size = T < low_rank::BLOCK * nt ? 1 : low_rank::BLOCK;
+            for (int64_t t = size * tid; t < T; t += size * nt) act(t, std::min(T, t + size));
+        };
         auto shrink = [&](const X* x, int64_t K, int64_t layer, DeltaOf name) {
             if (!b.adapters) return;
-            deltas.shrink(x, K, layer, {name}, t0, t1);
+            in_turn([&](int64_t first, int64_t end) { deltas.shrink(x, K, layer, {name}, first, end); });
             barrier.wait();
         };
         const std::integral_constant<int, 2> two;
@@ -295,9 +300,11 @@ void decode_stack(const Stack& s, const DecoderBatch& b, X* hidden, X* scratch, 
         for (int64_t l = 0; l < s.num_layers; ++l) {
             const Layer& layer = s.layers[l];
             auto normalise = [&](const void* weight, std::initializer_list<DeltaOf> names) {
-                for (int64_t t = t0; t < t1; ++t)
-                    steps::rms_norm(hidden + t * E, static_cast<const X*>(weight), float(s.eps), E, normed + t * E);
-                deltas.shrink(normed, E, l, names, t0, t1);
+                in_turn([&](int64_t first, int64_t end) {
+                    for (int64_t t = first; t < end; ++t)
+                        steps::rms_norm(hidden + t * E, static_cast<const X*>(weight), float(s.eps), E, normed + t * E);
+                    deltas.shrink(normed, E, l, names, first, end);
+                });
                 barrier.wait();
             };
             normalise(layer.input_norm, {Q_DELTA, K_DELTA, V_DELTA});
