@@ -183,7 +183,7 @@ class Attention {
 
 // --- adapters --------------------------------------------------------------------------------------------------------
 
-// What adapters add to the outputs of matrices of one input.
+// What adapters add to the outputs of matrices of one input. Threads divide the work; they wait at `barrier` between parts.
 template <class T>
 class Deltas {
    public:
@@ -199,39 +199,39 @@ class Deltas {
         more_.reset(new float[b.T * width]);
     }
 
-    // Multiplies rows [first, end) of x [T, K] by the A of some matrices of a layer. Other threads need that after a barrier.
-    void shrink(const T* x, int64_t K, int64_t layer, std::initializer_list<DeltaOf> names, int64_t first, int64_t end) {
+    // This thread's share for the rows x [T, K]. Other threads need it after a barrier.
+    void compute(const T* x, int64_t K, int64_t layer, std::initializer_list<Part> parts, int tid, int nt, Barrier& barrier) {
         if (!b_.adapters) return;
-        for (DeltaOf name : names)
-            low_rank::for_blocks(b_.adapters, first, end, [&](int64_t t, auto rows) {
-                low_rank::shrink<decltype(rows)::value>(of(t, layer, name), x + t * K, K, inner(t, name), NUM_DELTAS * b_.rank);
-            });
-    }
-
-    // Computes this thread's share of what is added to the outputs of some matrices of a layer. Others need it after a barrier.
-    void expand(int64_t layer, std::initializer_list<Part> parts, int tid, int nt) {
-        if (!b_.adapters) return;
-        int64_t from = 0;
-        for (const Part& part : parts) {
-            const int64_t first = part.N / LANES * tid / nt * LANES, last = part.N / LANES * (tid + 1) / nt * LANES;
-            low_rank::for_blocks(b_.adapters, 0, b_.T, [&](int64_t t, auto rows) {
-                constexpr int M = decltype(rows)::value;
-                auto put = [&](int m, int64_t n, vec more) { store(more_.get() + (t + m) * width_ + from + n, more); };
-                low_rank::expand<M, T>(of(t, layer, part.name), inner(t, part.name), NUM_DELTAS * b_.rank, part.N, first, last, put);
-            });
-            from += part.N;
+        const int64_t first = b_.T * b_.rank * tid / nt, last = b_.T * b_.rank * (tid + 1) / nt;
+        for (int64_t t = 0; t < b_.T; ++t)
+            for (const Part& part : parts) {
+                if (!b_.adapters[t]) continue;
+                const Delta& delta = b_.adapters[t][layer].of[part.name];
+                const int64_t start = t * b_.rank, end = std::min(start + delta.rank, last);
+                low_rank::shrink<1>(delta, x + t * K, K, std::max(first - start, int64_t(0)), end - start, inner(t, part.name), 0);
+            }
+        barrier.wait();
+        for (int64_t t = 0; t < b_.T; ++t) {
+            float* to = more_.get() + t * width_;
+            for (const Part& part : parts) {
+                const int64_t n0 = part.N / LANES * tid / nt * LANES, n1 = part.N / LANES * (tid + 1) / nt * LANES;
+                if (b_.adapters[t])
+                    low_rank::expand<1, T>(b_.adapters[t][layer].of[part.name], inner(t, part.name), 0, part.N, n0, n1,
+                                           [to](int, int64_t n, vec more) { store(to + n, more); });
+                to += part.N;
+            }
         }
+        barrier.wait();
     }
 
-    // Returns outputs y of row t with what is added. `column`: of the first, among those of all parts. The caller rounds the sum.
+    // Returns outputs y of row t with what is added, for the caller to round. `column`: of the first, among those of all `parts`.
     vec add(vec y, int64_t t, int64_t column) const {
         if (!b_.adapters || !b_.adapters[t]) return y;
         return rounded<T>(y) + rounded<T>(load(more_.get() + t * width_ + column));
     }
 
    private:
-    const Delta& of(int64_t t, int64_t layer, DeltaOf name) const { return b_.adapters[t][layer].of[name]; }
-    float* inner(int64_t t, DeltaOf name) const { return inner_.get() + (t * NUM_DELTAS + name) * b_.rank; }
+    float* inner(int64_t t, DeltaOf name) { return inner_.get() + (t * NUM_DELTAS + name) * b_.rank; }
 
     const DecoderBatch& b_;
     const int64_t width_;
@@ -279,36 +279,21 @@ void decode_stack(const Stack& s, const DecoderBatch& b, X* hidden, X* scratch, 
 #endif
             packed::multiply<decltype(panels)::value>(x, T, w, tid, nt, each);
         };
-        auto expand = [&](int64_t layer, std::initializer_list<typename Deltas<X>::Part> parts) {
-            if (!b.adapters) return;
-            deltas.expand(layer, parts, tid, nt);
-            barrier.wait();
-        };
-        // Blocks of rows in turn: rows of decodes, each with another adapter to read, come first in a batch.
-        auto in_turn = [&](auto act) {
-            const int64_t size = T < low_rank::BLOCK * nt ? 1 : low_rank::BLOCK;
-            for (int64_t t = size * tid; t < T; t += size * nt) act(t, std::min(T, t + size));
-        };
-        auto shrink = [&](const X* x, int64_t K, int64_t layer, DeltaOf name) {
-            if (!b.adapters) return;
-            in_turn([&](int64_t first, int64_t end) { deltas.shrink(x, K, layer, {name}, first, end); });
-            barrier.wait();
+        auto adapt = [&](const X* x, int64_t K, int64_t layer, std::initializer_list<typename Deltas<X>::Part> parts) {
+            deltas.compute(x, K, layer, parts, tid, nt, barrier);
         };
         const std::integral_constant<int, 2> two;
         const std::integral_constant<int, packed::PARTS == 1 ? 3 : 1> three;
 
         for (int64_t l = 0; l < s.num_layers; ++l) {
             const Layer& layer = s.layers[l];
-            auto normalise = [&](const void* weight, std::initializer_list<DeltaOf> names) {
-                in_turn([&](int64_t first, int64_t end) {
-                    for (int64_t t = first; t < end; ++t)
-                        steps::rms_norm(hidden + t * E, static_cast<const X*>(weight), float(s.eps), E, normed + t * E);
-                    deltas.shrink(normed, E, l, names, first, end);
-                });
+            auto normalise = [&](const void* weight) {
+                for (int64_t t = t0; t < t1; ++t)
+                    steps::rms_norm(hidden + t * E, static_cast<const X*>(weight), float(s.eps), E, normed + t * E);
                 barrier.wait();
             };
-            normalise(layer.input_norm, {Q_DELTA, K_DELTA, V_DELTA});
-            expand(l, {{Q_DELTA, A}, {K_DELTA, W}, {V_DELTA, W}});
+            normalise(layer.input_norm);
+            adapt(normed, E, l, {{Q_DELTA, A}, {K_DELTA, W}, {V_DELTA, W}});
             multiply(three, normed, layer.qkv, [&](int64_t t, int64_t n, vec y) __attribute__((always_inline)) {
                 narrow(qkv + t * QKV + n, deltas.add(y, t, n));
             });
@@ -327,13 +312,12 @@ void decode_stack(const Stack& s, const DecoderBatch& b, X* hidden, X* scratch, 
                 X* to = hidden + t * E + n;
                 narrow(to, widen(to) + rounded<X>(deltas.add(y, t, n)));
             };
-            shrink(attended, A, l, OUT_DELTA);
-            expand(l, {{OUT_DELTA, E}});
+            adapt(attended, A, l, {{OUT_DELTA, E}});
             multiply(three, attended, layer.out, add_to_hidden);
             barrier.wait();
 
-            normalise(layer.post_norm, {GATE_DELTA, UP_DELTA});
-            expand(l, {{GATE_DELTA, I}, {UP_DELTA, I}});
+            normalise(layer.post_norm);
+            adapt(normed, E, l, {{GATE_DELTA, I}, {UP_DELTA, I}});
             // The outputs are 16 gates and then their 16 ups. A gate waits in `activated` for its up, of the same thread.
             multiply(two, normed, layer.gate_up, [&](int64_t t, int64_t n, vec y) __attribute__((always_inline)) {
                 const int64_t column = n / (2 * PANEL) * PANEL + n % PANEL;
@@ -344,8 +328,7 @@ void decode_stack(const Stack& s, const DecoderBatch& b, X* hidden, X* scratch, 
             });
             barrier.wait();
 
-            shrink(activated, I, l, DOWN_DELTA);
-            expand(l, {{DOWN_DELTA, E}});
+            adapt(activated, I, l, {{DOWN_DELTA, E}});
             multiply(three, activated, layer.down, add_to_hidden);
             barrier.wait();
         }

@@ -27,19 +27,34 @@ constexpr int64_t WORTH_A_THREAD = 1 << 15;
 
 inline int threads_for(int64_t elements, int num_threads) { return elements < WORTH_A_THREAD ? 1 : num_threads; }
 
+constexpr int BLOCK = 4;  // rows with one adapter that are computed together: each number of a matrix is loaded once for them
+
+// Calls `act(t, M)` for blocks of M rows of [t, end) that follow each other with one adapter; M is a constant, BLOCK or 1.
+template <class Act>
+inline void for_blocks(const LayerDeltas* const* adapters, int64_t t, int64_t end, Act act) {
+    while (t < end) {
+        if (!adapters[t])
+            ++t;
+        else if (t + BLOCK <= end && std::count(adapters + t, adapters + t + BLOCK, adapters[t]) == BLOCK)
+            act(t, std::integral_constant<int, BLOCK>()), t += BLOCK;
+        else
+            act(t++, std::integral_constant<int, 1>());
+    }
+}
+
 template <class T>
 void add_low_rank(const Adapted& a, T* y, int64_t t0, int64_t t1) {
     using packed::PANEL;
     static thread_local std::vector<float> inner;
     const int64_t row = std::accumulate(a.widths, a.widths + a.count, int64_t(0)), panel = a.is_in_turn ? a.count * PANEL : PANEL;
     for (int64_t i = 0, from = 0; i < a.count; from += a.is_in_turn ? PANEL : a.widths[i], ++i)
-        low_rank::for_blocks(a.adapters, t0, t1, [&](int64_t t, auto rows) {
+        for_blocks(a.adapters, t0, t1, [&](int64_t t, auto rows) {
             constexpr int M = decltype(rows)::value;
             const Delta& delta = a.adapters[t][a.layer].of[a.first + i];
             if (!delta.rank) return;
             const int64_t N = a.widths[i];
             inner.resize(std::max<size_t>(inner.size(), M * delta.rank));
-            low_rank::shrink<M>(delta, static_cast<const T*>(a.x) + t * a.K, a.K, inner.data(), delta.rank);
+            low_rank::shrink<M>(delta, static_cast<const T*>(a.x) + t * a.K, a.K, 0, delta.rank, inner.data(), delta.rank);
             auto add = [&](int m, int64_t n, vec more) __attribute__((always_inline)) {
                 T* to = y + (t + m) * row + from + n / PANEL * panel + n % PANEL;
                 narrow(to, widen(to) + rounded<T>(more));
@@ -52,7 +67,6 @@ void add_low_rank(const Adapted& a, T* y, int64_t t0, int64_t t1) {
 // no thread more often. Threads take blocks in turn: rows of decodes, each with another adapter to read, come first in a batch.
 template <class T, class Step>
 void over_rows(const Adapted* adapted, T* y, int64_t rows, int64_t width, int num_threads, Step step) {
-    constexpr int64_t BLOCK = low_rank::BLOCK;
 #pragma omp parallel for schedule(static, 1) num_threads(threads_for(rows* width, num_threads))
     for (int64_t t0 = 0; t0 < rows; t0 += BLOCK) {
         const int64_t t1 = std::min(rows, t0 + BLOCK);

@@ -22,21 +22,6 @@ struct LayerDeltas {
 
 namespace low_rank {
 
-constexpr int BLOCK = 4;  // rows with one adapter that are computed together: each number of a matrix is loaded once for them
-
-// Calls `act(t, M)` for blocks of M rows of [t, end) that follow each other with one adapter; M is a constant, BLOCK or 1.
-template <class Act>
-inline void for_blocks(const LayerDeltas* const* adapters, int64_t t, int64_t end, Act act) {
-    while (t < end) {
-        if (!adapters[t])
-            ++t;
-        else if (t + BLOCK <= end && std::count(adapters + t, adapters + t + BLOCK, adapters[t]) == BLOCK)
-            act(t, std::integral_constant<int, BLOCK>()), t += BLOCK;
-        else
-            act(t++, std::integral_constant<int, 1>());
-    }
-}
-
 // out[m][r] = sum of x[m][i] a[r][i], for M and R rows of K numbers that follow each other. `stride`: between rows of out.
 template <int M, int R, class T, class W>
 inline void dots(const T* x, const W* a, int64_t K, float* out, int64_t stride) {
@@ -70,18 +55,18 @@ inline void dots(const bf16* x, const bf16* a, int64_t K, float* out, int64_t st
 }
 #endif
 
-// inner[m] = A x[m], for M rows x. `stride`: between rows of inner.
+// Numbers [first, last) of inner[m] = A x[m], for M rows x. `stride`: between rows of inner.
 template <int M, class T, class W>
-inline void shrink_by(const W* a, int64_t rank, const T* x, int64_t K, float* inner, int64_t stride) {
+inline void shrink_by(const W* a, const T* x, int64_t K, int64_t first, int64_t last, float* inner, int64_t stride) {
     constexpr int R = M == 1 || packed::PARTS == 1 ? 4 : 2;  // sums that fit into the registers
-    int64_t r = 0;
-    for (; r + R <= rank; r += R) dots<M, R>(x, a + r * K, K, inner + r, stride);
-    for (; r < rank; ++r) dots<M, 1>(x, a + r * K, K, inner + r, stride);
+    int64_t r = first;
+    for (; r + R <= last; r += R) dots<M, R>(x, a + r * K, K, inner + r, stride);
+    for (; r < last; ++r) dots<M, 1>(x, a + r * K, K, inner + r, stride);
 }
 template <int M, class T>
-inline void shrink(const Delta& delta, const T* x, int64_t K, float* inner, int64_t stride) {
-    if (delta.is_narrow) shrink_by<M>(static_cast<const bf16*>(delta.a), delta.rank, x, K, inner, stride);
-    else shrink_by<M>(static_cast<const T*>(delta.a), delta.rank, x, K, inner, stride);
+inline void shrink(const Delta& delta, const T* x, int64_t K, int64_t first, int64_t last, float* inner, int64_t stride) {
+    if (delta.is_narrow) shrink_by<M>(static_cast<const bf16*>(delta.a), x, K, first, last, inner, stride);
+    else shrink_by<M>(static_cast<const T*>(delta.a), x, K, first, last, inner, stride);
 }
 
 // Calls `each(m, n, B inner[m])` for LANES outputs from n on of each of M rows, while V such vectors are left of [n, end).
@@ -100,15 +85,15 @@ inline int64_t expand_by(const W* b, int64_t rank, const float* inner, int64_t s
     }
     return n;
 }
-template <int M, class T, class W, class Each>
+template <int M, class W, class Each>
 inline void expand_all(const W* b, int64_t rank, const float* inner, int64_t stride, int64_t N, int64_t n, int64_t end, Each each) {
-    n = expand_by<M, 2>(b, rank, inner, stride, N, n, end, each);
+    n = expand_by<M, M == 1 ? 4 : 2>(b, rank, inner, stride, N, n, end, each);  // sums enough to hide their latency
     expand_by<M, 1>(b, rank, inner, stride, N, n, end, each);
 }
 template <int M, class T, class Each>
 inline void expand(const Delta& delta, const float* inner, int64_t stride, int64_t N, int64_t n, int64_t end, Each each) {
-    if (delta.is_narrow) expand_all<M, T>(static_cast<const bf16*>(delta.b), delta.rank, inner, stride, N, n, end, each);
-    else expand_all<M, T>(static_cast<const T*>(delta.b), delta.rank, inner, stride, N, n, end, each);
+    if (delta.is_narrow) expand_all<M>(static_cast<const bf16*>(delta.b), delta.rank, inner, stride, N, n, end, each);
+    else expand_all<M>(static_cast<const T*>(delta.b), delta.rank, inner, stride, N, n, end, each);
 }
 
 }  // namespace low_rank
