@@ -216,8 +216,7 @@ class Deltas {
             for (const Part& part : parts) {
                 const int64_t n0 = part.N / LANES * tid / nt * LANES, n1 = part.N / LANES * (tid + 1) / nt * LANES;
                 if (b_.adapters[t])
-                    low_rank::expand<1, T>(b_.adapters[t][layer].of[part.name], inner(t, part.name), 0, part.N, n0, n1,
-                                           [to](int, int64_t n, vec more) { store(to + n, more); });
+                    low_rank::expand<T>(b_.adapters[t][layer].of[part.name], inner(t, part.name), part.N, n0, n1, to + n0);
                 to += part.N;
             }
         }

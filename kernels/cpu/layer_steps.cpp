@@ -59,7 +59,7 @@ void add_low_rank(const Adapted& a, T* y, int64_t t0, int64_t t1) {
                 T* to = y + (t + m) * row + from + n / PANEL * panel + n % PANEL;
                 narrow(to, widen(to) + rounded<T>(more));
             };
-            low_rank::expand<M, T>(delta, inner.data(), delta.rank, N, 0, N, add);
+            low_rank::expand_rows<M, T>(delta, inner.data(), N, add);
         });
 }
 

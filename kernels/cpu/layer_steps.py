@@ -80,7 +80,8 @@ def finish_heads(
 def silu_and_multiply(x: Tensor, rows: int, out: Tensor, adapted: Adapted | None = None) -> None:
     """Write silu(gate) * up of the first `rows` rows of x [.., 2 I] to `out` [.., I].
 
-    In x, 16 gates alternate with 16 ups; see `crossdock.kernels.cpu.linear.interleave`. `adapted`: is added to x before.
+    In x, 16 gates alternate with 16 ups; see `crossdock.kernels.cpu.linear.interleave`. What is `adapted` is
+    added to x before.
     """
     steps_library().crossdock_silu_and_multiply(
         *(x.data_ptr(), rows, out.shape[1], out.data_ptr(), _address(adapted)),

@@ -69,31 +69,50 @@ inline void shrink(const Delta& delta, const T* x, int64_t K, int64_t first, int
     else shrink_by<M>(static_cast<const T*>(delta.a), x, K, first, last, inner, stride);
 }
 
-// Calls `each(m, n, B inner[m])` for LANES outputs from n on of each of M rows, while V such vectors are left of [n, end).
-// Returns the first output that is left.
+// Outputs [first, first + count) of B inner, a multiple of LANES, for one row. b: of the first of them. Few rows of the matrix
+// at a time are each read from start to end, as the hardware expects.
+template <class W>
+inline void expand_by(const W* b, int64_t rank, const float* inner, int64_t N, int64_t count, float* out) {
+    constexpr int R = 4;
+    std::fill(out, out + count, 0.0f);
+    int64_t r = 0;
+    for (; r + R <= rank; r += R)
+        for (int64_t n = 0; n < count; n += LANES) {
+            vec y = load(out + n);
+            for (int i = 0; i < R; ++i) y = packed::multiply_add(splat(inner[r + i]), widen(b + (r + i) * N + n), y);
+            store(out + n, y);
+        }
+    for (; r < rank; ++r)
+        for (int64_t n = 0; n < count; n += LANES)
+            store(out + n, packed::multiply_add(splat(inner[r]), widen(b + r * N + n), load(out + n)));
+}
+template <class T>
+inline void expand(const Delta& delta, const float* inner, int64_t N, int64_t first, int64_t last, float* out) {
+    if (delta.is_narrow) expand_by(static_cast<const bf16*>(delta.b) + first, delta.rank, inner, N, last - first, out);
+    else expand_by(static_cast<const T*>(delta.b) + first, delta.rank, inner, N, last - first, out);
+}
+
+// Calls `each(m, n, B inner[m])` for LANES of N outputs from n on, in the same order of sums, for M rows and for V such vectors
+// at a time. The rows read the matrix together: it should be in the cache.
 template <int M, int V, class W, class Each>
-inline int64_t expand_by(const W* b, int64_t rank, const float* inner, int64_t stride, int64_t N, int64_t n, int64_t end, Each each) {
-    for (; n + V * LANES <= end; n += V * LANES) {
+inline void expand_rows_by(const W* b, int64_t rank, const float* inner, int64_t N, int64_t n, Each each) {
+    for (; n + V * LANES <= N; n += V * LANES) {
         vec sums[M][V] = {};
         for (int64_t r = 0; r < rank; ++r)
             for (int v = 0; v < V; ++v) {
                 const vec of_rank = widen(b + r * N + n + v * LANES);
-                for (int m = 0; m < M; ++m) sums[m][v] = packed::multiply_add(splat(inner[m * stride + r]), of_rank, sums[m][v]);
+                for (int m = 0; m < M; ++m) sums[m][v] = packed::multiply_add(splat(inner[m * rank + r]), of_rank, sums[m][v]);
             }
         for (int m = 0; m < M; ++m)
             for (int v = 0; v < V; ++v) each(m, n + v * LANES, sums[m][v]);
     }
-    return n;
-}
-template <int M, class W, class Each>
-inline void expand_all(const W* b, int64_t rank, const float* inner, int64_t stride, int64_t N, int64_t n, int64_t end, Each each) {
-    n = expand_by<M, M == 1 ? 4 : 2>(b, rank, inner, stride, N, n, end, each);  // sums enough to hide their latency
-    expand_by<M, 1>(b, rank, inner, stride, N, n, end, each);
+    if constexpr (V > 1) expand_rows_by<M, 1>(b, rank, inner, N, n, each);
 }
 template <int M, class T, class Each>
-inline void expand(const Delta& delta, const float* inner, int64_t stride, int64_t N, int64_t n, int64_t end, Each each) {
-    if (delta.is_narrow) expand_all<M>(static_cast<const bf16*>(delta.b), delta.rank, inner, stride, N, n, end, each);
-    else expand_all<M>(static_cast<const T*>(delta.b), delta.rank, inner, stride, N, n, end, each);
+inline void expand_rows(const Delta& delta, const float* inner, int64_t N, Each each) {
+    constexpr int V = M == 1 ? 4 : 2;  // sums enough to hide their latency
+    if (delta.is_narrow) expand_rows_by<M, V>(static_cast<const bf16*>(delta.b), delta.rank, inner, N, 0, each);
+    else expand_rows_by<M, V>(static_cast<const T*>(delta.b), delta.rank, inner, N, 0, each);
 }
 
 }  // namespace low_rank

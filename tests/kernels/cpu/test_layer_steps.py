@@ -11,6 +11,7 @@ from torch import Tensor
 from crossdock.kernels.attention import AttentionBatch
 from crossdock.kernels.cpu import build, layer_steps
 from crossdock.kernels.cpu.layer_steps import HeadSteps, add_and_norm, finish_heads, silu_and_multiply
+from crossdock.kernels.cpu.row_deltas import RowDeltas, StackDeltas, adapted
 
 pytestmark = pytest.mark.skipif(not build.shutil.which("g++"), reason="needs a compiler: apt-get install g++")
 _x86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="names x86 CPUs")
@@ -47,6 +48,31 @@ def test_steps_match_torch(cpu: str, seed: int) -> None:
     for dtype, tolerance in ((torch.float32, 2e-5), (torch.bfloat16, 4e-2)):
         for rows in (1, 5, 700):  # 700: more than one thread
             _check_steps(rows, dtype, tolerance, torch.Generator().manual_seed(seed))
+
+
+def test_steps_with_adapters_match_torch(cpu: str, seed: int) -> None:
+    """Rows of one adapter come alone, in blocks that are computed together, and as what is left of a block."""
+    rng, rows, widths, size = torch.Generator().manual_seed(seed), 700, {"gate": 80, "up": 80}, 112
+    for dtype, tolerance in ((torch.float32, 2e-4), (torch.bfloat16, 4e-2)):
+        pairs = [  # of two adapters
+            {name: (torch.randn(rank, size, generator=rng) / 16, torch.randn(rank, n, generator=rng).T / 4)
+             for name, n in widths.items()}
+            for rank in (6, 9)
+        ]  # fmt: skip
+        for narrow in {torch.bfloat16, dtype}:
+            own = [{name: (a.to(narrow), b.to(narrow)) for name, (a, b) in each.items()} for each in pairs]
+            groups = [slice(2, 15), torch.tensor([0, *range(20, 690)])]
+            deltas = RowDeltas([(StackDeltas([{}, one]), numbers) for one, numbers in zip(own, groups, strict=True)])
+            x, y = (torch.randn(rows + 3, width, generator=rng).to(dtype) for width in (size, 160))
+            exact = y.double().view(-1, 5, 2, 16)
+            for one, numbers in zip(own, groups, strict=True):
+                for side, (a, b) in enumerate(one.values()):
+                    exact[numbers, :, side] += (x.double()[numbers] @ a.double().T @ b.double().T).view(-1, 5, 16)
+            kept, out = y[rows:].clone(), torch.empty(rows, 80, dtype=dtype)
+            pointers = deltas.pointers(rows)
+            silu_and_multiply(y, rows, out, adapted(pointers, 1, x, **widths))
+            torch.testing.assert_close(y.double()[:rows], exact.flatten(1)[:rows], rtol=tolerance, atol=tolerance)
+            assert torch.equal(y[rows:], kept)
 
 
 def _check_steps(rows: int, dtype: torch.dtype, tolerance: float, rng: torch.Generator) -> None:

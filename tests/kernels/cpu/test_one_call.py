@@ -103,8 +103,9 @@ def test_one_call_in_float32_gives_what_steps_give_and_rows_are_independent(
     keys, mlp = (KV_HEADS * D, WIDTH), (INNER, WIDTH)
     every = {**sizes, "k": keys, "v": keys, "out": (WIDTH, HEADS * D), "gate": mlp, "up": mlp}
     none, few, others = RowDeltas(()), deltas(rng, 4, sizes), deltas(rng, 7, every)
-    wide, narrow = (  # those of the second sequence, and of the first and the third
-        RowDeltas([(one, slice(1, 6)), (other, torch.tensor([0, 6]))]) for one, other in zip(few, others, strict=True)
+    wide, narrow = (  # those of the second sequence; of the first, third and last
+        RowDeltas([(one, slice(1, 6)), (other, torch.tensor([0, 6, *range(10, 22)]))])
+        for one, other in zip(few, others, strict=True)
     )
 
     def run(stack: DecoderStack, first: int, last: int, changes: RowDeltas = none) -> tuple[Tensor, Tensor]:
