@@ -50,7 +50,7 @@ class RowDeltas(NamedTuple):
 
 
 def adapted(pointers: NDArray[np.int64] | None, layer: int, x: Tensor, **widths: int) -> Adapted | None:
-    """Return what adapters change in the outputs of matrices of one input x [.., K], for the step that reads them.
+    """Describe what adapters change in the outputs of matrices of one input x [.., K], for the step that reads them.
 
     pointers: [T], of `RowDeltas`, to be kept until that step; None: no row has an adapter. `widths`: outputs of each
     matrix, by its name in `DecoderLayer`. The matrices are columns of the outputs in that order; of `gate` and `up` 16
