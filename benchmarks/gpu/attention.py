@@ -208,7 +208,7 @@ def _sdpa_prefill(bench: Bench, tokens: int, *, is_cudnn: bool = False) -> Figur
 
 
 def tiles(bench: Bench) -> Iterator[Case]:
-    """Yield attention with tiles of other sizes. The first are those that `tiles_for` chooses."""
+    """Yield attention with tiles of other sizes. The first are those that `tiles_for` chooses on Hopper."""
     for name, lengths in bench.sizes.tiled.items():
         has_chunks = lengths[-1][0] > 1
         for each in bench.sizes.chunk_tiles if has_chunks else bench.sizes.decode_tiles:

@@ -7,6 +7,7 @@ way back to the host.
 import statistics
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,7 @@ from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.calibrate import measure_step, warm_up
 from crossdock.workers.replica.engine.computing import new_engine
 from crossdock.workers.replica.engine.engine import Engine
-from crossdock.workers.schedule.cost.cost import StepCost
+from crossdock.workers.schedule.cost.cost import StepCost, StepWork
 from crossdock.workers.schedule.submission import SamplingParams, Submission
 
 VOCABULARY = 30_000  # the prompts' token ids are below this, and below the model's vocabulary
@@ -102,7 +103,14 @@ def engine(bench: Bench) -> Iterator[Case]:
 def _seconds(
     bench: Bench, engine: Engine, chunk: tuple[int, int] | None, streams: int, context: int, repeats: int = 7
 ) -> float:
-    """Return the median seconds of a step; the first run is not counted. A dry run has one more.
+    """Return the median seconds of a step, see `_measured`."""
+    return _measured(bench, engine, chunk, streams, context, repeats)[1]
+
+
+def _measured(
+    bench: Bench, engine: Engine, chunk: tuple[int, int] | None, streams: int, context: int, repeats: int
+) -> tuple[StepWork, float]:
+    """Return a step and its median seconds; the first run is not counted. A dry run has one more.
 
     Raises:
         UnavailableError: the pool does not hold the step.
@@ -112,7 +120,7 @@ def _seconds(
     step = measure_step(engine, chunk, streams, context, num_runs, vocabulary)
     if step is None:
         raise UnavailableError(f"the pool of {engine.pages.num_pages} pages does not hold the step")
-    return statistics.median(step[1][1:])
+    return step[0], statistics.median(step[1][1:])
 
 
 def _decode(bench: Bench, engines: Engines, streams: int, context: int, is_eager: bool) -> Figures:
@@ -168,10 +176,9 @@ def _predictions(bench: Bench, engines: Engines) -> Figures:
         kinds[f"chunk of {tokens} at {start} beside {sizes.streams}"] = (start, tokens), sizes.streams, context
     found: Figures = {}
     for name, kind in kinds.items():
-        step = measure_step(engine, *kind, 4, min(VOCABULARY, engine.model.vocab_size))
-        if step is not None:
-            seconds = statistics.median(step[1][1:])
-            found[name] = 100 * (cost.seconds(step[0]) / seconds - 1)
+        with suppress(UnavailableError):
+            work, seconds = _measured(bench, engine, *kind, 3)
+            found[name] = 100 * (cost.seconds(work) / seconds - 1)
     return {**found, **cost.model_dump()}
 
 

@@ -75,7 +75,7 @@ class Sizes:
     stored: int  # tokens whose keys and values are stored at once
     strided: list[tuple[int, int]]  # decodes whose pages lie apart and side by side
     tiled: dict[str, Lengths]
-    chunk_tiles: list[tuple[int, int, int, int]]  # rows, tokens of context, warps, stages; first those of `tiles_for`
+    chunk_tiles: list[tuple[int, int, int, int]]  # rows, tokens of context, warps, stages; first an H200's
     decode_tiles: list[tuple[int, int, int, int]]
     steps: dict[str, Lengths]
     step_pages: int  # of the pool of whole steps
@@ -128,11 +128,11 @@ REAL = Sizes(
         "decode 1 x 8192": [(1, 8192)],
     },
     chunk_tiles=[
-        *((128, 64, 8, 3), (128, 64, 8, 2), (128, 64, 8, 4), (128, 64, 4, 3), (128, 128, 8, 3), (128, 128, 8, 2)),
-        *((64, 64, 4, 3), (64, 128, 4, 3), (256, 64, 8, 3)),
+        *((256, 64, 16, 3), (128, 64, 8, 3), (128, 64, 8, 2), (128, 64, 8, 4), (128, 64, 4, 3), (128, 128, 8, 3)),
+        *((128, 128, 8, 2), (64, 64, 4, 3), (64, 128, 4, 3), (256, 64, 8, 3)),
     ],
     decode_tiles=[
-        *((16, 64, 4, 5), (16, 64, 4, 4), (16, 64, 2, 5), (16, 128, 4, 4), (16, 128, 8, 4), (16, 32, 4, 6)),
+        *((16, 64, 4, 4), (16, 64, 4, 5), (16, 64, 2, 5), (16, 128, 4, 4), (16, 128, 8, 4), (16, 32, 4, 6)),
         *((16, 32, 2, 6), (16, 64, 8, 5)),
     ],
     steps={

@@ -268,8 +268,7 @@ def _tiles(kind: dict[str, Any], out: Tensor, has_chunks: bool) -> Tiles:
     if kind["LATENT"] and out.element_size() == 2:
         tiles = LATENT_CHUNK_TILES if has_chunks else LATENT_DECODE_TILES
     else:
-        is_hopper = out.is_cuda and _capability(out.device)[0] == 9
-        tiles = tiles_for(kind["BLOCK_K"], kind["BLOCK_V"], out.element_size(), has_chunks, is_hopper)
+        tiles = tiles_for(kind["BLOCK_K"], kind["BLOCK_V"], out.element_size(), has_chunks, _is_hopper(out.device))
     rows = tiles.rows if has_chunks else _SMALL_ROWS
     return tiles._replace(rows=max(rows, int(triton.next_power_of_2(kind["GROUP"]))))
 
@@ -308,8 +307,8 @@ def _power_of_2(dim: int) -> int:
 
 
 @lru_cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
+def _is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 @lru_cache

@@ -118,7 +118,9 @@ def test_product_of_e4m3_equals_that_of_the_rounded_operands(num_scales: int, de
     peaks = x.double().abs().amax(-1, keepdim=True).clamp(min=1e-9) / 448
     rounded = (x.double() / peaks).float().to(torch.float8_e4m3fn).double() * peaks
     weight = codes.double() * scales.double()
-    expected = rounded @ weight.T + bias.double()  # a GPU rounds a few scales, and by these some codes, otherwise
+    expected = rounded @ weight.T + bias.double()
+    if device == "cpu":  # a GPU rounds a few scales, and by these some codes, otherwise
+        torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-2)
     assert ((found - expected).norm(dim=-1) <= 0.02 * expected.norm(dim=-1)).all()
     exact = x.double() @ weight.T + bias.double()
     assert (found - exact).norm() <= 0.05 * exact.norm()

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from crossdock.kernels.attention import AttentionBatch
+from crossdock.workers.model.load import wrap_module
 from crossdock.workers.model.model import LoadedModel
 
 PAGE_SIZE = 8
@@ -62,9 +63,7 @@ def through_pages(
         there = replace(
             batch,
             on_host=(batch.query_start, batch.kv_len),
-            **{
-                name: getattr(batch, name).to(model.device) for name in ("query_start", "kv_len", "page_table", "slots")
-            },
+            **{name: getattr(batch, name).to(model.device) for name in _TENSORS},
         )
         rows = None
         if adapters is not None and model.adapters is not None:
@@ -84,6 +83,18 @@ def through_pages(
         for (s, start, end), part in zip(parts, flat.cpu().split(lengths), strict=True):
             logits[s][start:end] = part
     return logits
+
+
+def assert_any_chunks(module: PreTrainedModel, device: str) -> None:
+    """Assert that ragged chunks of prompts on `device` have the logits of transformers' whole prompts on the CPU."""
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(3, 120, (n,), generator=generator) for n in (5, 23, 40, 57, 8)]
+    expected = [monolithic(module, prompt) for prompt in prompts]
+    model = wrap_module(module.to(device))
+    got = through_pages(model, prompts, random_steps([len(p) for p in prompts], seed=7))
+    for ours, theirs in zip(got, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=2e-3, rtol=2e-3)
+        assert (ours.argmax(-1) == theirs.argmax(-1)).all()
 
 
 def random_steps(lengths: list[int], seed: int) -> list[list[tuple[int, int, int]]]:

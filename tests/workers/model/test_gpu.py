@@ -25,7 +25,7 @@ from crossdock.workers.schedule.batch import Batch, Scheduled
 from crossdock.workers.schedule.request import Request
 from crossdock.workers.schedule.submission import SamplingParams, Submission
 from tests.workers.architectures import SERVED, build
-from tests.workers.model.paged import monolithic, random_steps, through_pages
+from tests.workers.model.paged import assert_any_chunks
 
 pytestmark = [
     pytest.mark.gpu,
@@ -85,12 +85,7 @@ def test_layers_have_triton_steps(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("name", SERVED)
 def test_logits_of_any_chunks_on_a_gpu_equal_transformers_on_the_cpu(name: str) -> None:
-    module, generator = build(name, SERVED[name]), torch.Generator().manual_seed(1)
-    prompts = [torch.randint(3, 120, (n,), generator=generator) for n in (5, 23, 40, 57, 8)]
-    expected = [monolithic(module, prompt) for prompt in prompts]
-    found = through_pages(wrap_module(module.to("cuda")), prompts, random_steps([len(p) for p in prompts], seed=7))
-    for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=2e-3, rtol=2e-3)
+    assert_any_chunks(build(name, SERVED[name]), "cuda")
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("llama", torch.float32), ("qwen3_moe", torch.bfloat16)])

@@ -15,7 +15,7 @@ from crossdock.workers.model.load_options import LoadOptions
 from crossdock.workers.model.model import LoadedModel
 from tests.sweeps import rest_in_soak
 from tests.workers.architectures import SERVED, build
-from tests.workers.model.paged import PAGE_SIZE, monolithic, random_steps, through_pages
+from tests.workers.model.paged import PAGE_SIZE, assert_any_chunks, monolithic, random_steps, through_pages
 
 EVERY_MECHANISM = [
     *("llama", "qwen2 sliding", "gemma2", "gemma4_text", "phi", "gpt2", "opt", "gpt_bigcode", "olmo2", "cohere2"),
@@ -28,15 +28,7 @@ behind layers, layers side by side, few KV heads, experts, latents, and each kin
 
 @pytest.mark.parametrize("name", rest_in_soak(SERVED, *EVERY_MECHANISM))
 def test_logits_of_any_chunks_equal_transformers(name: str) -> None:
-    module = build(name, SERVED[name])
-    generator = torch.Generator().manual_seed(1)
-    prompts = [torch.randint(3, 120, (n,), generator=generator) for n in (5, 23, 40, 57, 8)]
-    expected = [monolithic(module, prompt) for prompt in prompts]
-    model = wrap_module(module)
-    got = through_pages(model, prompts, random_steps([len(p) for p in prompts], seed=7))
-    for ours, theirs in zip(got, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=2e-3, rtol=2e-3)
-        assert (ours.argmax(-1) == theirs.argmax(-1)).all()
+    assert_any_chunks(build(name, SERVED[name]), "cpu")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton: pip install triton")
