@@ -71,7 +71,7 @@ INNER_ROOMS = {"cluster/api": API_ROOMS, "workers/replica": REPLICA_ROOMS}
 FLOORS_WITHIN: dict[str, list[set[str]]] = {
     # room: its own rooms and files, from the ground up
     "workers/model": [
-        {"architecture.py", "device_copies.py", "layer_kinds.py", "model_spec.py", "pooling.py", "grammar", "sampling"},
+        {"architecture.py", "device_copies.py", "model_spec.py", "pooling.py", "grammar", "sampling"},
         {"forward"},
         {"pictures", "recurrent"},
         {"cut"},
@@ -97,7 +97,7 @@ SCHEDULE_FLOORS = (  # of workers/schedule, the lowest first: its rooms, files, 
     *("shares.py", "slo.py", "cost", "pictures/items.py", "memory", "weight_version.py", "submission.py", "request.py"),
     *("pacing/pace.py", "pacing/chunking.py", "pacing/chunk_policies.py", "pacing/tenants.py"),
     *("config.py", "order.py", "table.py", "adapter_slots.py"),
-    *("pictures", "batch.py", "handback.py", "kv.py", "windows.py", "pacing", "admission.py", "recurrent"),
+    *("pictures", "batch.py", "kv.py", "windows.py", "pacing", "admission.py", "recurrent"),
     *("prefills.py", "drafts", "outputs.py", "ahead.py", "stretch.py", "handoff.py", "prefixes", "scheduler.py"),
 )
 THIRD_PARTIES = {  # third party: the rooms or files that may import it

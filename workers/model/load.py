@@ -11,11 +11,10 @@ from transformers import GenerationConfig, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from crossdock.kernels.backend import choose_attention, has_package, in_fixed_order, require_working
-from crossdock.workers.model.architecture import attention_names, is_multimodal, text_config
+from crossdock.workers.model.architecture import attention_names, is_multimodal, recurrent_layers, text_config
 from crossdock.workers.model.cut.collectives import Collectives
 from crossdock.workers.model.cut.part import ModelPart
 from crossdock.workers.model.cut.position import RankPosition
-from crossdock.workers.model.layer_kinds import recurrent_layers
 from crossdock.workers.model.layers.fusion import FusedLayers
 from crossdock.workers.model.layers.llama4 import attention_chunks, scale_by_position
 from crossdock.workers.model.layers.routed_experts import skip_idle_experts

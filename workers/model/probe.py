@@ -12,7 +12,15 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PretrainedConfig
 
-from crossdock.workers.model.architecture import attention_names, text_config
+from crossdock.workers.model.architecture import (
+    RECURRENT_TYPES,
+    STATELESS_TYPES,
+    attention_layers,
+    attention_names,
+    layer_kinds,
+    recurrent_layers,
+    text_config,
+)
 from crossdock.workers.model.forward.forward_context import (
     AttentionCall,
     ForwardContext,
@@ -21,13 +29,6 @@ from crossdock.workers.model.forward.forward_context import (
 from crossdock.workers.model.forward.latent import has_latents
 from crossdock.workers.model.forward.state_pages import StateLayout
 from crossdock.workers.model.inputs import StepInputs
-from crossdock.workers.model.layer_kinds import (
-    RECURRENT_TYPES,
-    STATELESS_TYPES,
-    attention_layers,
-    layer_kinds,
-    recurrent_layers,
-)
 from crossdock.workers.model.layers.fixed_order import check_rows
 from crossdock.workers.model.layers.llama_layers import is_packed
 from crossdock.workers.model.layers.replaced_parts import (

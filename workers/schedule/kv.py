@@ -1,8 +1,10 @@
-"""Pages for requests: reuse a cached prefix, reserve before the first chunk, grow, preempt, index full pages."""
+"""Pages for requests: reuse a cached prefix, reserve before the first chunk, grow, preempt, index full pages.
+
+Transfers make way for more urgent requests too: the router places these requests again.
+"""
 
 from collections.abc import Sequence
 
-from crossdock.workers.schedule.handback import return_transfers, returnable
 from crossdock.workers.schedule.memory.prefix_index import PageHash, PrefixHit
 from crossdock.workers.schedule.order import first_victim
 from crossdock.workers.schedule.request import Request, Status
@@ -95,7 +97,7 @@ def reach(table: RequestTable, request: Request, num_tokens: int) -> bool:
             table.needs_preemption = True
             return False
         victims = [other for other in table.running if not table.keeps_pages(other)]
-        if not table.num_returning_pages() and (transfers := returnable(table, request.priority)):
+        if not table.num_returning_pages() and (transfers := _returnable(table, request.priority)):
             table.give_back(first_victim(transfers, table.tenants))
         if table.num_returning_pages():
             victims = [other for other in victims if other.priority > request.priority]
@@ -151,7 +153,7 @@ def _make_way(table: RequestTable, request: Request, needed: int, hits: Sequence
     freed = pages.num_freed_by([victim.owner for victim in victims], besides=hits)
     freed += sum(map(table.num_growth_pages, victims))
     if not pages.stock.can_allocate(needed - freed, shared=hits):
-        return_transfers(table, request, needed - freed, hits)
+        _return_transfers(table, request, needed - freed, hits)
         return False
     while not pages.stock.can_allocate(needed, shared=hits):
         victim = first_victim(victims, table.tenants)
@@ -159,3 +161,32 @@ def _make_way(table: RequestTable, request: Request, needed: int, hits: Sequence
         needed -= table.num_growth_pages(victim)
         _preempt(table, victim)
     return True
+
+
+def _return_transfers(table: RequestTable, request: Request, needed: int, hits: Sequence[int]) -> None:
+    """Return less urgent requests with transfers to the router if `needed` pages will be available then; else none."""
+    pages, chosen = table.pages, list[Request]()
+    transfers = _returnable(table, request.priority)
+    coming = table.num_returning_pages()
+    while not pages.stock.can_allocate(needed - coming, shared=hits):
+        if not transfers:
+            return
+        victim = first_victim(transfers, table.tenants)
+        transfers.remove(victim)
+        chosen.append(victim)
+        coming += pages.num_freed_by([victim.owner], besides=hits) + table.num_growth_pages(victim)
+    for victim in chosen:
+        table.give_back(victim)
+
+
+def _returnable(table: RequestTable, priority: int) -> list[Request]:
+    """Return the requests less urgent than `priority` whose pages are being transferred, or will be, in or out."""
+    return [
+        other
+        for other in (*table.running, *table.held)
+        if other.leg is not Leg.LOCAL
+        and other.priority > priority
+        and not other.num_in_flight_tokens
+        and other.id not in table.assumed_ended
+        and not table.is_starving(other)
+    ]

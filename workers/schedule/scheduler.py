@@ -4,8 +4,8 @@ There is no prefill phase: every request has tokens that are not computed yet, a
 
 The scheduler's plain path, for text alone, in reading order: request.py, batch.py, table.py, order.py, admission.py,
 kv.py, prefills.py, pacing/chunking.py, pacing/pace.py, outputs.py, and this file. A request is made from a submission,
-submission.py. Other rooms add to the path: drafts/, recurrent/, pictures/, windows.py, handoff.py and handback.py (two
-replicas), ahead.py and stretch.py (several steps).
+submission.py. Other rooms add to the path: drafts/, recurrent/, pictures/, windows.py, handoff.py (two replicas),
+ahead.py and stretch.py (several steps).
 """
 
 from collections.abc import Collection, Mapping, Sequence

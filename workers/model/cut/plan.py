@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from crossdock.workers.model.architecture import recurrent_layers
 from crossdock.workers.model.cut.collectives import Collectives
 from crossdock.workers.model.cut.heads import HeadRanges, even_range
 from crossdock.workers.model.cut.mixers import MixerDivision, PackedPiece, division_of
 from crossdock.workers.model.cut.own_plans import OF_LATENTS, own_plan
 from crossdock.workers.model.cut.part import ModelPart, SliceRange, TensorSlice
 from crossdock.workers.model.cut.position import CannotCut
-from crossdock.workers.model.layer_kinds import recurrent_layers
 
 
 @dataclass(slots=True)

@@ -7,10 +7,9 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from crossdock.kvtransfer.layout import layer_range
-from crossdock.workers.model.architecture import is_multimodal
+from crossdock.workers.model.architecture import attention_layers, is_multimodal, recurrent_layers
 from crossdock.workers.model.cut.collectives import Collectives
 from crossdock.workers.model.cut.position import CannotCut, RankPosition
-from crossdock.workers.model.layer_kinds import attention_layers, recurrent_layers
 
 _Answer = TypeVar("_Answer")
 

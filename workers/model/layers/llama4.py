@@ -7,8 +7,8 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from crossdock.kernels.backend import Attention
+from crossdock.workers.model.architecture import layer_kinds
 from crossdock.workers.model.forward.forward_context import context_or_none
-from crossdock.workers.model.layer_kinds import layer_kinds
 
 
 def attention_chunks(decoder: PretrainedConfig, max_model_len: int, attention: Attention) -> dict[int, int]:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PretrainedConfig
 
+from crossdock.workers.model.architecture import recurrent_layers
 from crossdock.workers.model.forward.forward_context import context_or_none
 from crossdock.workers.model.forward.state_pages import LayerStates, StateLayout, StateShape
-from crossdock.workers.model.layer_kinds import recurrent_layers
 
 _CACHE_NAMES = ("cache_params", "past_key_values")  # by which modules receive transformers' cache
 
