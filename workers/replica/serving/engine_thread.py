@@ -12,9 +12,8 @@ from typing import Any
 from crossdock.kvtransfer.calls import PeerDeadCall
 from crossdock.kvtransfer.events import Event
 from crossdock.workers.replica.engine.engine import Engine, Step
-from crossdock.workers.replica.serving.calls import Calls
 from crossdock.workers.replica.serving.channel import Channel
-from crossdock.workers.replica.serving.inbox import Inbox
+from crossdock.workers.replica.serving.inbox import Calls, Inbox
 from crossdock.workers.replica.serving.observed import ObservedEngine, log_ended, request_logger
 from crossdock.workers.replica.serving.readers import AttemptKey, Readers, Superseded
 from crossdock.workers.replica.transfer.handover import Handover, HandoverOpener

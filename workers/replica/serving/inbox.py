@@ -1,5 +1,6 @@
-"""The actions that other threads ask of the engine's thread, to be done between two steps."""
+"""The actions that other threads ask of the engine's thread, to be done between two steps; calls await the answer."""
 
+import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -50,3 +51,46 @@ class Inbox:
             yield self._urgent.popleft()
         for _ in range(min(len(self._others), _MOST_AT_ONCE)):
             yield self._others.popleft()
+
+
+class Calls:
+    """The calls of an event loop that wait for their answers. Belongs to the event loop that constructed it."""
+
+    def __init__(self, inbox: Inbox) -> None:
+        self._inbox = inbox
+        self._loop = asyncio.get_running_loop()
+        self._awaited: set[asyncio.Future[None]] = set()
+
+    async def call(self, function: Callable[[], None]) -> None:
+        """Run `function` between two steps, in the engine's thread.
+
+        Raises what `function` raises, and RuntimeError where the replica has ended.
+        """
+        done: asyncio.Future[None] = self._loop.create_future()
+
+        def run() -> None:
+            try:
+                function()
+            except Exception as error:
+                self._loop.call_soon_threadsafe(_settle, done, error)
+            else:
+                self._loop.call_soon_threadsafe(_settle, done, None)
+
+        self._inbox.post(run)
+        self._awaited.add(done)
+        done.add_done_callback(self._awaited.discard)
+        await done
+
+    def fail(self) -> None:
+        """Fail every call that waits: the thread has ended."""
+        for answer in [*self._awaited]:
+            _settle(answer, RuntimeError("the replica has ended"))
+
+
+def _settle(future: "asyncio.Future[None]", error: Exception | None) -> None:
+    if future.done():
+        return
+    if error is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(None)
