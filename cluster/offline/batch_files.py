@@ -81,7 +81,7 @@ def _output(path: Path) -> Iterator[IO[bytes]]:
 def _by_model(given: dict[str, Any], path: Path, output: IO[bytes], count: int) -> int:
     """Answer all lines by a model in this process. Returns how many are refused."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported
-    from crossdock.cluster.api.routes.own_requests import own_request
+    from crossdock.cluster.api.http.own_requests import own_request
     from crossdock.cluster.offline.llm import LLM
 
     with LLM(given.pop("model", None), **given) as llm:

@@ -17,11 +17,11 @@ from crossdock.cluster.api.body.pooler_config import EmbeddingDefaults
 from crossdock.cluster.api.body.score_body import ScoreRequest
 from crossdock.cluster.api.bounds import OUTPUTS
 from crossdock.cluster.api.errors import ApiError
+from crossdock.cluster.api.http.own_requests import own_request
 from crossdock.cluster.api.http.tiers import Tiers
 from crossdock.cluster.api.routes.embeddings import vector_of
 from crossdock.cluster.api.routes.generation import Generation
 from crossdock.cluster.api.routes.model_routes import ModelRoutes
-from crossdock.cluster.api.routes.own_requests import own_request
 from crossdock.cluster.api.text.choices import Output, Prompt
 from crossdock.cluster.offline.local_engine import local_engine
 from crossdock.cluster.offline.local_replica import LocalReplica

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
-from crossdock.cluster.api.body.video_reading import VideoReading
+from crossdock.cluster.api.body.pictures import VideoReading
 from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.media.addresses import AllowedHosts
 from crossdock.cluster.api.media.families import NoPictures

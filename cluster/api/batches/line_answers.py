@@ -5,9 +5,9 @@ from crossdock.cluster.api.batches.lines import Line, answered
 from crossdock.cluster.api.errors import ApiError
 from crossdock.cluster.api.http.keys import KeyRing
 from crossdock.cluster.api.http.limits import Charge, Ledger
+from crossdock.cluster.api.http.own_requests import own_request
 from crossdock.cluster.api.http.payers import Payers
 from crossdock.cluster.api.routes.model_routes import Creates
-from crossdock.cluster.api.routes.own_requests import own_request
 from crossdock.workers.schedule.shares import Shares
 
 

@@ -8,8 +8,8 @@ from pydantic import Field
 from crossdock.cluster.api import bounds
 from crossdock.cluster.api.body.generation_body import ALL_LOGPROBS, GenerationBody, TokenId
 from crossdock.cluster.api.body.json_body import Body
+from crossdock.cluster.api.body.pictures import VideoReading
 from crossdock.cluster.api.body.tool_calls import ForcedCall, allowed_tools, check_functions, forced_call
-from crossdock.cluster.api.body.video_reading import VideoReading
 from crossdock.cluster.api.errors import ApiError, to_json
 from crossdock.workers.schedule.submission import Grammar
 

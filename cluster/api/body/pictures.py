@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
-from crossdock.cluster.api.body.video_reading import VideoReading
+from pydantic import BaseModel, ConfigDict, Field
+
 from crossdock.cluster.api.errors import ApiError
 
 Detail: TypeAlias = Literal["auto", "low", "high", "original"]
@@ -23,6 +24,15 @@ _REFUSED = {  # type of part: the reason
     "video": "send a video as 'video_url'",
     "video_embeds": "embeddings of clients cannot be checked; send the video itself as 'video_url'",
 }
+
+
+class VideoReading(BaseModel):
+    """Which frames of a video a model is shown, by the server or for one request; the names are vLLM's."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    num_frames: int = Field(32, ge=1, le=768, description="Most frames, sampled evenly from the first to the last.")
+    fps: float | None = Field(None, gt=0, le=1000, description="Frames a second; of frames sent singly: their rate, 1.")
 
 
 @dataclass(frozen=True, slots=True)

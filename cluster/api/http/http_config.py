@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, field_validator, model_validator
 
 from crossdock.cluster.api.body.parser_names import AUTO, REASONING_PARSERS, TOOL_PARSERS, family_of
-from crossdock.cluster.api.body.video_reading import VideoReading
+from crossdock.cluster.api.body.pictures import VideoReading
 from crossdock.cluster.api.http.keys import ApiKey
 from crossdock.workers.schedule.submission import LogprobsMode
 

@@ -13,7 +13,7 @@ import transformers
 from crossdock import LLM
 from crossdock.cluster.api.body.classifier_head import ClassifierHead
 from crossdock.cluster.api.body.embedding_body import ClassifyRequest
-from crossdock.cluster.api.routes.own_requests import own_request
+from crossdock.cluster.api.http.own_requests import own_request
 from tests.cluster.offline.conftest import SIZES
 
 TEXTS = ["the quick brown fox", "a lazy dog", "jumps over the lazy dog"]

@@ -9,7 +9,7 @@ import torch
 
 from crossdock import LLM
 from crossdock.cluster.api.body.score_body import INSTRUCTION, RerankRequest
-from crossdock.cluster.api.routes.own_requests import own_request
+from crossdock.cluster.api.http.own_requests import own_request
 from tests.cluster.offline.conftest import SIZES, reference
 
 QUERY, DOCUMENTS = "the dog", ["a lazy dog", "the quick brown fox", "jumps over"]

@@ -9,7 +9,7 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry
 
-from crossdock.cluster.api.body.video_reading import VideoReading
+from crossdock.cluster.api.body.pictures import VideoReading
 from crossdock.cluster.api.endpoints import build_api
 from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.media.media import Media

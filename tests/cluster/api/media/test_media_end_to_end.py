@@ -10,7 +10,7 @@ import pytest
 import torch
 from pydantic import ByteSize
 
-from crossdock.cluster.api.body.video_reading import VideoReading
+from crossdock.cluster.api.body.pictures import VideoReading
 from crossdock.cluster.api.endpoints import build_api
 from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
