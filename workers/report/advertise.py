@@ -41,6 +41,7 @@ MOST_ENDS = 8  # in a live profile, requests that will end first
 MOST_LOOKS = 8  # waiting requests whose cached pages are looked at for a live profile
 MOST_TENANTS = 16  # in a live profile, those whose prompts take most seconds; about 40 bytes each
 HEARTBEAT_S = 1.0  # silence after which a replica repeats its last report
+_STEADY_S = 1.0  # between two live profiles while streams only go on
 _NEWEST_RATE = 0.2  # weight of the newest transfer in the mean rate, which so spans about five transfers
 
 
@@ -349,14 +350,13 @@ class Publisher:
     """Numbers what a replica publishes, and limits how often.
 
     A live profile is due at once when the replica starts to work and when it has finished. It is due every `interval_s`
-    at most while requests arrive, end or have prompts computed. It is due every `steady_s` while streams only go on,
+    at most while requests arrive, end or have prompts computed. It is due every second while streams only go on,
     because routers can extrapolate that.
     """
 
     scheduler: Scheduler
     incarnation: str
     interval_s: float = 0.05
-    steady_s: float = 1.0
     role: Role | None = None
     sequence: int = 0  # of the last live profile: a request added now is included in the next one
     _num_page_changes: int = 0
@@ -380,7 +380,7 @@ class Publisher:
         is_busy = self._is_busy
         if not is_busy or not self._was_busy:
             return inf if is_busy == self._was_busy else -inf
-        return self._published + (self.interval_s if self._current_activity != self._activity else self.steady_s)
+        return self._published + (self.interval_s if self._current_activity != self._activity else _STEADY_S)
 
     def live(self, now: float, step_seconds: float = 0.0) -> LiveProfile:
         """Return the live profile at `now`.

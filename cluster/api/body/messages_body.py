@@ -87,7 +87,7 @@ class CountTokensRequest(ConversationBody):
         """Return the chat that this conversation is. Raises ApiError, which names the part at fault."""
         for name, parts in _PARTS.items():
             check_other_fields(getattr(self, name) or {}, parts, f"{name}.", no_effect={}, refused_fields={})
-        system = [] if self.system is None else [{"role": "system", "content": _texts(self.system, "system")}]
+        system = [] if self.system is None else [{"role": "system", "content": _system_texts(self.system)}]
         fields = {
             **self.passed(),
             "messages": [*system, *_chat_messages(self.messages)],
@@ -229,10 +229,10 @@ def _assistant_message(blocks: Sequence[Mapping[str, Any]], where: str) -> dict[
     return message
 
 
-def _texts(content: Any, where: str) -> str | list[dict[str, Any]]:
+def _system_texts(content: Any) -> str | list[dict[str, Any]]:
     if isinstance(content, str):
         return content
-    return [_text_part(block, f"{where}[{i}]") for i, block in enumerate(objects_of(content, where))]
+    return [_text_part(block, f"system[{i}]") for i, block in enumerate(objects_of(content, "system"))]
 
 
 def _contents(content: Any, where: str) -> str | list[Any]:

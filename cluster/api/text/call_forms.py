@@ -178,7 +178,7 @@ def json_arguments(text: str) -> str | None:
         return None
 
 
-def tagged_calls(head: str, parameter: str, tail: str = r"\s*", *, escapes: bool = False) -> Reader:
+def tagged_calls(head: str, parameter: str, *, escapes: bool = False) -> Reader:
     """Return the reader of calls that write each parameter between tags.
 
     `head` has the group `name`. `parameter` has `key` and `value`, and may have `kind`: "string" or "true" for a
@@ -200,7 +200,7 @@ def tagged_calls(head: str, parameter: str, tail: str = r"\s*", *, escapes: bool
                 types[key] = types_of(schema_of(schemas, name, key)) if kind is None else ()
             arguments[key] = each["value"] if kind in ("string", "true") else typed(each["value"], types[key])
             position = each.end()
-        if re.fullmatch(tail, text[position:], re.DOTALL) is None:
+        if text[position:].strip():
             raise ValueError("not a parameter")
         return [Call(name, write_json(arguments))]
 

@@ -81,7 +81,8 @@ class InProcess:
         return await self.engine_thread.submit("test", submission)
 
     async def close(self) -> None:
-        await self.engine_thread.close_stream("test")
+        if (channel := self.engine_thread.channels.get("test")) is not None:
+            channel.close()
 
     def still_reads(self) -> None:
         self.engine_thread.heard("test")

@@ -107,11 +107,11 @@ class NamedTensors:
 
 
 def check_tensors(
-    model_class: Any, config: PretrainedConfig, path: Path, dtype: torch.dtype, scheme: Scheme, needs_all: bool = True
+    model_class: Any, config: PretrainedConfig, path: Path, dtype: torch.dtype, scheme: Scheme
 ) -> NamedTensors:
     """Check that the files in `path` hold every tensor of the model, of its shape and kind, and no other.
 
-    `model_class` is one of transformers' auto classes. Tensors may be missing unless `needs_all`.
+    `model_class` is one of transformers' auto classes.
 
     Raises:
         OSError: there are no weights in safetensors.
@@ -128,7 +128,7 @@ def check_tensors(
     report = _load_without_bytes(model, named, dtype)
     faults |= {
         "without a place in the model": [name for name in report.unexpected_keys if not _is_harmless(name, config)],
-        "missing": list(report.missing_keys) if needs_all else [],
+        "missing": list(report.missing_keys),
         "of another shape": [
             f"{name} {list(found)}, expected {list(expected)}" for name, found, expected in report.mismatched_keys
         ],

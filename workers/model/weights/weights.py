@@ -78,16 +78,14 @@ def load_weights(
     path: Path,
     dtype: torch.dtype,
     cut: Callable[[Any], ModelPart] | None = None,
-    needs_all: bool = True,
     device: str = "cpu",
     load_format: LoadFormat = "auto",
 ) -> tuple[Any, ModelPart | None]:
     """Load the weights in `path`. Returns transformers' model, and the part of it that `cut` returned.
 
-    `cut` gets the model while it is on the meta device, and leaves what is to be loaded; None: all. Without
-    `needs_all`, the checkpoint may lack weights of what `cut` takes away. Plain tensors go to `device` one by one,
-    so that the host never holds a GPU's weights; a checkpoint with packed matrices comes to the host. `load_format`
-    names who reads the files.
+    `cut` gets the model while it is on the meta device, and leaves what is to be loaded; None: all. Plain tensors go
+    to `device` one by one, so that the host never holds a GPU's weights; a checkpoint with packed matrices comes to
+    the host. `load_format` names who reads the files.
 
     Raises:
         CannotCut: `cut` cannot divide the model so.
@@ -101,7 +99,7 @@ def load_weights(
         options["device_map"] = {"": device}
     try:
         with _LOADING:
-            named = check_tensors(auto_model(config), plain_config, path, dtype, scheme, needs_all)
+            named = check_tensors(auto_model(config), plain_config, path, dtype, scheme)
             is_read_by_transformers = load_format in ("auto", "safetensors") and origin_of(path) is None
             if cut is None and scheme is PLAIN and is_read_by_transformers:
                 module, part = _load_whole(config, path, **options), None

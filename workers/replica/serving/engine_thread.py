@@ -85,11 +85,6 @@ class EngineThread(ObservedEngine):
         finally:
             await self.close_channel(ingress, channel)
 
-    async def close_stream(self, ingress: str) -> None:
-        """End the `messages` of an ingress that leaves; its requests are aborted."""
-        if ingress in self.channels:
-            self.channels[ingress].close()
-
     def heard(self, ingress: str) -> None:
         """Note that an ingress reads its `messages`. The requests of a silent, so perhaps stopped, ingress end."""
         self._readers.heard(ingress)
@@ -352,9 +347,7 @@ class EngineThread(ObservedEngine):
 
     # -- the event loop ----------------------------------------------------------------------------------------------
 
-    def _deliver(
-        self, deltas: Sequence[TokenDelta], live: LiveProfile | None = None, pages: Sequence[PageChanges] = ()
-    ) -> None:
+    def _deliver(self, deltas: Sequence[TokenDelta], live: LiveProfile | None, pages: Sequence[PageChanges]) -> None:
         unread = self._readers.deliver(deltas, live, pages)
         if unread:
             logger.error("an ingress is lost or does not read its tokens: its %d requests are aborted", len(unread))

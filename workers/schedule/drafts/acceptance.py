@@ -1,6 +1,5 @@
 """How probable it is that a draft is accepted: learnt from every draft of every request. Pure."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 _LENGTHS = 17  # matches of this many tokens and longer ones are alike
@@ -63,17 +62,10 @@ class Acceptance:
     a match of 4 tokens is like the first after a match of 6.
     """
 
-    priors: Sequence[float] = PRIORS  # what is assumed before there are drafts
     step: int = 0
     _by_length: list[_Tally] = field(default_factory=lambda: [_Tally() for _ in range(_LENGTHS + 1)])
     _shares: dict[int, float] = field(default_factory=dict)  # by length, as far as known since the last change
     _records: dict[str, _Record] = field(default_factory=dict)  # by request
-    _recent: _Tally = field(default_factory=_Tally)
-
-    @property
-    def share(self) -> float:
-        """Return the share of recent drafts that were accepted; 0 before the first."""
-        return self._recent.accepted / self._recent.possible if self._recent.possible else 0.0
 
     def begin_step(self) -> None:
         """Advance the clock by which old drafts are forgotten and pauses end."""
@@ -118,10 +110,6 @@ class Acceptance:
             record.paused_until = self.step + max(shortest - match, 1)
         return 0.0
 
-    def probability(self, request_id: str, match: int) -> float:
-        """Return the probability that the first draft after a match of `match` tokens is accepted."""
-        return self.after(match, self.factor(request_id))
-
     def factor(self, request_id: str) -> float:
         """Return the factor by which a request's own drafts are accepted more often than other requests' drafts."""
         record = self._records.get(request_id)
@@ -135,9 +123,6 @@ class Acceptance:
 
     def observe(self, request_id: str, num_drafted: int, num_accepted: int) -> None:
         """Learn from the drafts of one request in a step: the first `num_accepted` of them were accepted."""
-        recent = self._recent.at(self.step)
-        recent.accepted += num_accepted
-        recent.possible += num_drafted
         record = self._records.get(request_id)
         if record is None:
             return
@@ -167,7 +152,7 @@ class Acceptance:
         return share
 
     def _prior(self, match: int) -> float:
-        return self.priors[min(match, len(self.priors) - 1)]
+        return PRIORS[min(match, len(PRIORS) - 1)]
 
     def _tally(self, match: int) -> _Tally:
         return self._by_length[min(match, _LENGTHS)].at(self.step)

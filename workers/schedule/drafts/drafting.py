@@ -107,11 +107,6 @@ class DraftPolicy:
     _row_seconds: float = 0.0  # that one draft added to the last step, as a mean
     _forced: dict[str, int] = field(default_factory=dict)  # drafts of the newest step, by request
 
-    @property
-    def acceptance(self) -> float:
-        """Return the share of recent drafts that were accepted, without forced ones; 0 before the first."""
-        return self._acceptance.share
-
     def paused(self, cost: StepCost | None) -> Collection[str]:
         """Return the requests that `lengths` will not look at in the next step, but for forced drafts."""
         return self._acceptance.paused_next() if cost is not None and self.config.adaptive else ()

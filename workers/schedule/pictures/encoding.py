@@ -80,10 +80,6 @@ class Encoding:
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
-    def has(self, content_hash: bytes) -> bool:
-        """Return whether the embeddings are in memory, or will be before the next step computes."""
-        return content_hash in self._rows
-
     @property
     def num_rows(self) -> int:
         """Return how many rows of embeddings are in memory."""

@@ -80,11 +80,6 @@ def with_levels(tensors: Mapping[str, NDArray[Any]]) -> Mapping[str, NDArray[Any
     return found
 
 
-def num_bytes(item: Item) -> int:
-    """Return the bytes of the tensors that the encoder reads."""
-    return sum(np.asarray(tensor).nbytes for tensor in item.tensors.values())
-
-
 def items_in(items: Sequence[Item], start: int, end: int) -> Iterator[Item]:
     """Yield the items of which a token lies in `[start, end)`, in order."""
     return (item for item in items if item.start < end and item.end > start)

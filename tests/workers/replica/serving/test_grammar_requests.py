@@ -74,7 +74,7 @@ def test_stream_gets_tokens_while_the_grammar_of_another_request_compiles(engine
         await thread.submit("test", Submission("long", [5, 6], SamplingParams(grammar=LONG)))
         during = len(tokens) - before
         assert during > 20
-        await thread.close_stream("test")
+        thread.channels["test"].close()
         await streaming
 
     run(engine, main)

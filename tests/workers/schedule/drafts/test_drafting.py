@@ -62,12 +62,17 @@ def speculating(streams: list[Stream], lengths: dict[str, int]) -> StepWork:
     return work
 
 
+def probability(policy: DraftPolicy, request_id: str, match: int) -> float:
+    """Return the policy's own probability that the first draft after a match of `match` tokens is accepted."""
+    return policy._acceptance.after(match, policy._acceptance.factor(request_id))
+
+
 def rate(policy: DraftPolicy, streams: list[Stream], lengths: dict[str, int], cost: StepCost) -> float:
     """Return the expected tokens per second of a step, by the policy's own probabilities."""
     tokens = float(len(streams))
     for request_id, length in lengths.items():
         match, forced = policy.source.match_length(request_id), min(streams[int(request_id)].forced, length)
-        chain = [policy._acceptance.probability(request_id, match + position) for position in range(length - forced)]
+        chain = [probability(policy, request_id, match + position) for position in range(length - forced)]
         tokens += forced + sum(prod(chain[: end + 1]) for end in range(length - forced))
     seconds = cost.seconds(speculating(streams, lengths)) + seconds_again(policy, streams, lengths, cost)
     found = [length - streams[int(request_id)].forced for request_id, length in lengths.items()]
@@ -84,9 +89,9 @@ def seconds_again(policy: DraftPolicy, streams: list[Stream], lengths: dict[str,
             continue
         match, accepted = policy.source.match_length(request_id), 1.0
         for place in range(stream.forced, length):  # the first draft that is rejected
-            probability = policy._acceptance.probability(request_id, match + place - stream.forced)
-            seconds += accepted * (1 - probability) * (stream.again + 1 + place) * cost.per_decode
-            accepted *= probability
+            chance = probability(policy, request_id, match + place - stream.forced)
+            seconds += accepted * (1 - chance) * (stream.again + 1 + place) * cost.per_decode
+            accepted *= chance
     return seconds
 
 
@@ -211,12 +216,10 @@ def test_stream_whose_text_becomes_repetitive_drafts_again() -> None:
 
 def test_totals_count_what_was_drafted_accepted_and_wasted() -> None:
     policy = policy_of(Matches({"0": 6}))
-    assert policy.acceptance == 0
     streams = streams_of(1)
     lengths = policy.lengths(streams, work_of(streams), COSTLY)
     policy.observe("0", lengths["0"], 1)
     assert (policy.drafted, policy.accepted) == (lengths["0"], 1)
-    assert policy.acceptance == 1 / lengths["0"]
     rows = COSTLY.seconds(speculating(streams, lengths)) - COSTLY.seconds(work_of(streams))
     assert abs(policy.wasted_s - rows * (lengths["0"] - 1) / lengths["0"]) < 1e-9
 
@@ -227,8 +230,8 @@ def test_forced_drafts_are_drafted_without_a_match_and_teach_nothing() -> None:
     for _ in range(50):
         assert policy.lengths(streams, work_of(streams), COSTLY) == {"0": 3}
         policy.observe("0", 3, 3)
-    assert (policy.drafted, policy.accepted, policy.forced, policy.acceptance) == (150, 150, 150, 0)
-    assert policy._acceptance.probability("0", 6) == policy_of()._acceptance.probability("0", 6)
+    assert (policy.drafted, policy.accepted, policy.forced) == (150, 150, 150)
+    assert probability(policy, "0", 6) == probability(policy_of(), "0", 6)
 
 
 def test_stream_whose_drafts_fail_keeps_its_forced_ones() -> None:
@@ -248,9 +251,8 @@ def test_drafts_after_forced_ones_are_learnt_from_alone() -> None:
         policy.observe("0", MOST, 3)  # two forced, one found and one rejected
         assert other.lengths(plain, work_of(plain), FREE_ROWS) == {"0": MOST}
         other.observe("0", 2, 1)
-    assert policy.acceptance == other.acceptance == 0.5
     for match in range(12):
-        assert policy._acceptance.probability("0", match) == other._acceptance.probability("0", match)
+        assert probability(policy, "0", match) == probability(other, "0", match)
 
 
 def test_forgotten_request_leaves_no_record() -> None:
@@ -263,14 +265,3 @@ def test_forgotten_request_leaves_no_record() -> None:
     policy.forget("0")
     assert not policy._acceptance._records
     assert not policy._forced
-
-
-def test_acceptance_is_that_of_recent_drafts() -> None:
-    for config in (SpeculativeConfig(method="ngram", adaptive=False), SpeculativeConfig(method="ngram")):
-        policy, streams = DraftPolicy(config), streams_of(1)
-        for accepted in (0, 1):
-            for _ in range(300):
-                policy.lengths(streams, work_of(streams), FREE_ROWS)
-                policy.observe("0", 1, accepted)
-        assert policy.acceptance > 0.95
-        assert policy.accepted == policy.drafted / 2 == 300
