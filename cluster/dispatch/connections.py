@@ -163,7 +163,7 @@ class Attempt:
             if self.life.takes(name, delta, now):
                 try:
                     if reader.read(delta):
-                        self._watch.tokens(len(delta.token_ids))
+                        self._watch.read(delta)
                     else:
                         self.events.put_nowait(lambda now: [delta])
                 except Exception as error:  # of this request alone

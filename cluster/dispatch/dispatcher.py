@@ -5,6 +5,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
@@ -138,9 +139,8 @@ class Dispatcher:
         """Yield the request's tokens, one delta per engine step. The first delta is empty: a replica has taken the
         request, and none will refuse it any more. Closing the iterator early, at any moment, aborts the request.
 
-        `reader`: reads deltas that come while the next is waited for, after the first one. These are not yielded.
-
         A replica that is lost on the way is replaced: another goes on after the tokens that were already yielded.
+        `reader`: reads deltas that come while the next is waited for, after the first one. These are not yielded.
 
         Raises:
             ValueError: the replica refuses the request; the message names the field.
@@ -152,12 +152,9 @@ class Dispatcher:
         watch = self.metrics.start(submission)
         life = RequestLife(submission, self.fleet, self.clock.now(), self._timeouts, self._most_placements)
         attempt, actions = Attempt(life, self.clock), deque[Action]([PlaceAgain(None)])
-        tenant, is_queued = submission.payer or submission.tenant, False
+        place = ExitStack()  # in the queue, until the first token
         try:
-            if not self._queue.room(tenant):
-                raise _queue_is_full(self._queue)
-            self._queue.take(tenant, 1)
-            is_queued = True
+            self._enter_queue(place, submission.payer or submission.tenant)
             await self.gate.enter(submission.id)
             self._lives[submission.id] = life
             while submission.id not in self.gate.cut:
@@ -166,11 +163,8 @@ class Dispatcher:
                     case None:
                         actions += await attempt.next_actions()
                     case TokenDelta():
-                        if is_queued:
-                            is_queued = False
-                            self._queue.release(tenant, 1)
-                        watch.tokens(len(action.token_ids))
-                        watch.finish_reason = action.finish_reason
+                        place.close()
+                        watch.read(action)
                         self._suspects.leave(submission.id)
                         yield action
                         if action.finish_reason is not None:
@@ -198,10 +192,16 @@ class Dispatcher:
             watch.failed(error)
             raise
         finally:
-            if is_queued:
-                self._queue.release(tenant, 1)
+            place.close()
             self._close(life, attempt, actions)
             watch.end()
+
+    def _enter_queue(self, place: ExitStack, tenant: str) -> None:
+        """Count a request of a tenant as one without a token, until `place` is closed. Overloaded: too many wait."""
+        if not self._queue.room(tenant):
+            raise _queue_is_full(self._queue)
+        self._queue.take(tenant, 1)
+        place.callback(self._queue.release, tenant, 1)
 
     def _close(self, life: RequestLife, attempt: Attempt, actions: Collection[Action]) -> None:
         """End a life. `actions`: its last ones, such as leaving a replica."""

@@ -13,7 +13,7 @@ from crossdock.router.actions import ReplicaLost, SuspectRequest
 from crossdock.router.placement import Placement
 from crossdock.workers.report.timeline import prompt_length_bucket
 from crossdock.workers.report.vllm_names import OF_INGRESSES, exposition
-from crossdock.workers.schedule.request import FinishReason
+from crossdock.workers.schedule.request import FinishReason, TokenDelta
 from crossdock.workers.schedule.submission import Overloaded, Submission
 
 _TTFT = (0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -116,10 +116,11 @@ class RequestWatch:
         self.num_placements += 1
         self.predicted = placement.predicted_ttft if self.num_placements == 1 else None
 
-    def tokens(self, count: int) -> None:
-        """`count` tokens have come at once."""
-        now = time.monotonic()
+    def read(self, delta: TokenDelta) -> None:
+        """Count the tokens of a delta, which have come at once, and note whether they are the last."""
+        now, count = time.monotonic(), len(delta.token_ids)
         self.num_tokens += count
+        self.finish_reason = delta.finish_reason
         if self.first is None and self.predicted is not None:
             actual = now - self.last
             self.metrics.ttft_error.observe(abs(self.predicted - actual) / max(actual, 1e-6))

@@ -106,17 +106,11 @@ class Scheduler:
                 one chunk must compute whole.
         """
         encoding = encoding if encoding is not None else Encoding(0)
-        if encoding.keeps_items_whole and pages.state_pages:
-            raise ValueError(
-                "a model with recurrent layers takes no pictures that attend in both directions: its chunks end where "
-                "a state is kept, which may be inside a picture"
-            )
+        encoding.check_states(bool(pages.state_pages))
         config.check_capacity(pages, max_model_len)
         self.config = config
         self.pages = pages
-        self.max_model_len = max_model_len
         self.eos_token_ids = eos_token_ids
-        self.depth = depth
         self.encoding = encoding
         table = self.table = RequestTable(config, pages, max_model_len)
         if drafting is not None:
@@ -148,11 +142,11 @@ class Scheduler:
         """
         if not request.prompt_token_ids:
             raise InvalidField("prompt must have at least one token", "prompt")
-        longest = self.max_model_len - (1 if request.sampling.max_tokens else 0)
+        longest = self.table.max_model_len - (1 if request.sampling.max_tokens else 0)
         if request.num_prompt_tokens > longest:
             raise InvalidField(
                 f"prompt has {request.num_prompt_tokens} tokens; this model takes at most {longest} "
-                f"(max_model_len is {self.max_model_len})",
+                f"(max_model_len is {self.table.max_model_len})",
                 "prompt",
             )
         if request.items:
@@ -273,8 +267,8 @@ class Scheduler:
         streams, prefilling, skipped = list[Request](), list[Request](), set[str]()
         for request in self.table.running:
             (streams if request.is_decoding else prefilling).append(request)
-        if self.depth > 1:
-            share = -(-len(streams) // self.depth)
+        if (depth := self.forecast.depth) > 1:
+            share = -(-len(streams) // depth)
             landed = [stream for stream in streams if not stream.num_in_flight_tokens]
             streams = sorted(landed, key=lambda stream: stream.due)[:share]
         if self.forecast.cost is not None and meaning_of(self.config.chunk_policy).fits_streams:

@@ -298,7 +298,7 @@ class AnyHistory(RuleBasedStateMachine):
             self.device.write_state(self.pages.states.newest(request.owner), request.token_ids)
             self.arriving.pop(request.owner, None)
             token = next_token(request.token_ids)
-            is_full = request.num_tokens + 1 >= self.scheduler.max_model_len
+            is_full = request.num_tokens + 1 >= self.scheduler.table.max_model_len
             if token == EOS or request.sampling.max_tokens == 1 or is_full:  # the sender would have ended it
                 self.scheduler.abort(request.id)
                 del self.live[request.id]

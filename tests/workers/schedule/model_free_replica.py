@@ -83,7 +83,7 @@ def begin_step(scheduler: Scheduler, now: float) -> Batch:
         request = scheduler.table.get(name)
         assert request is not None
         assert 0 < most < request.sampling.max_tokens - request.num_output_tokens
-        assert request.num_tokens + most < scheduler.max_model_len
+        assert request.num_tokens + most < scheduler.table.max_model_len
     return scheduler.schedule(now, guesses(scheduler, streams.wanted_drafts), streams)
 
 

@@ -6,7 +6,7 @@ the probe finds out.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -177,17 +177,11 @@ def fuse(
     if reason := shape.why_not():
         raise NotFusableError(reason)
     head: Any = getattr(model, "lm_head", None)
-    head_weight = weight_of(head)
-    if head_weight is None or head.bias is not None or head.out_features % 16:
-        raise NotFusableError("the model's lm_head is not a plain linear of a multiple of 16 outputs")
+    head_weight = _weight_of_head(head)
     has_codes = is_packed(model)
     _check_forms(weights)
     try:
-        if kernel is not None:
-            layers_choice = head_choice = only(kernel)
-        else:
-            usable = _usable(weights, head_weight, cpu_kernels)
-            layers_choice, head_choice = _choices(shape, weights, head_weight, usable, free_bytes)
+        layers_choice, head_choice = _choices(shape, weights, head_weight, cpu_kernels, free_bytes, kernel)
         is_narrow = "own" in layers_choice.kernels and weights[0].input_norm.dtype is torch.float32
         if has_codes:
             weights.clear()
@@ -260,12 +254,18 @@ def drop_fused(module: nn.Module) -> None:
             part.linear.formats.clear()
 
 
-Usable: TypeAlias = tuple[Sequence[Kernel], Sequence[Kernel]]
-"""The kernels that may compute the layers, and those that may compute the head."""
+def _weight_of_head(head: Any) -> Weight:
+    weight = weight_of(head)
+    if weight is None or head.bias is not None or head.out_features % 16:
+        raise NotFusableError("the model's lm_head is not a plain linear of a multiple of 16 outputs")
+    return weight
 
 
-def _usable(layers: Sequence[DecoderLayer], head: Weight, setting: CpuKernels) -> Usable:
-    """Return the kernels that `setting` allows; all of them for a plain head of packed layers. ValueError: none."""
+def _usable(
+    layers: Sequence[DecoderLayer], head: Weight, setting: CpuKernels
+) -> tuple[Sequence[Kernel], Sequence[Kernel]]:
+    """Return the kernels that `setting` allows for the layers, and for the head; all of them for a plain head of packed
+    layers. ValueError: none."""
     dtype, is_packed = layers[0].input_norm.dtype, isinstance(layers[0].gate, PackedMatrix)
     fits = _fit([head, *_matrices(layers)])
     if not is_packed and isinstance(head, Tensor):
@@ -294,18 +294,25 @@ def _refuse_rounding(kernels: Sequence[Kernel], matrices: Sequence[Weight]) -> N
 
 
 def _choices(
-    shape: DecoderShape, layers: Sequence[DecoderLayer], head: Weight, usable: Usable, free_bytes: int | None
+    shape: DecoderShape,
+    layers: Sequence[DecoderLayer],
+    head: Weight,
+    setting: CpuKernels,
+    free_bytes: int | None,
+    kernel: Kernel | None,
 ) -> tuple[KernelChoice, KernelChoice]:
-    """Return the kernels of the layers and of the head, by measured seconds."""
-    dtype = layers[0].input_norm.dtype
+    """Return the kernels of the layers and of the head: `kernel`; None: those of `setting`, by measured seconds."""
+    if kernel is not None:
+        return only(kernel), only(kernel)
+    dtype, (of_layers, of_head) = layers[0].input_norm.dtype, _usable(layers, head, setting)
     form, head_form = (None if isinstance(each, Tensor) else CodeForm.of(each) for each in (layers[0].gate, head))
     head_weights = Weights(head.shape[0], head.shape[1], count=1)
     num_bytes = sum(each.num_bytes(dtype, form) for each in shape.matrices(len(layers)))
     num_bytes += head_weights.num_bytes(dtype, head_form)
     max_kernels = 2 if free_bytes is None or 2 * num_bytes <= free_bytes else 1
     return (
-        stack_choice(shape, len(layers), dtype, usable[0], form, max_kernels),
-        linear_choice("output projection", head_weights, dtype, usable[1], head_form, max_kernels),
+        stack_choice(shape, len(layers), dtype, of_layers, form, max_kernels),
+        linear_choice("output projection", head_weights, dtype, of_head, head_form, max_kernels),
     )
 
 

@@ -109,6 +109,14 @@ class Encoding:
             return num_tokens
         return most_tokens(request.items, start, stop, page_size)
 
+    def check_states(self, has_states: bool) -> None:
+        """Raise ValueError where recurrent states are kept inside items that one chunk must compute whole."""
+        if self.keeps_items_whole and has_states:
+            raise ValueError(
+                "a model with recurrent layers takes no pictures that attend in both directions: its chunks end where "
+                "a state is kept, which may be inside a picture"
+            )
+
     def check(self, request: Request, config: SchedulerConfig, page_size: int) -> None:
         """Check that the request's items can be encoded here.
 
