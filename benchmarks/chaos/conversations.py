@@ -17,7 +17,6 @@ from pydantic import ByteSize
 from streams import MAX_MODEL_LEN, Malformed
 from tokenizers import AddedToken
 
-from crossdock.cluster.api.endpoints import build_api
 from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.cluster.dispatch.dispatcher import Dispatcher
@@ -25,6 +24,7 @@ from crossdock.workers.model.load import load_model
 from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.computing import new_engine
+from tests.cluster.api.one_model import one_model_api
 from tests.cluster.dispatch.in_process import InProcess, ready
 from tests.cluster.small_tokenizers import byte_level
 
@@ -393,7 +393,7 @@ async def _answers(model: Path, tokenizer: ModelTokenizer, asked: Sequence[Quest
     dispatcher = Dispatcher("tiny")
     dispatcher.join("only", replica, replica.profile)
     await ready(dispatcher)
-    app = build_api(dispatcher, tokenizer, HttpConfig.model_validate({}))
+    app = one_model_api(dispatcher, tokenizer, HttpConfig.model_validate({}))
     places = asyncio.Semaphore(_AT_ONCE)
 
     async def answer(question: Question, http: httpx.AsyncClient) -> Any:

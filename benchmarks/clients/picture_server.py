@@ -11,7 +11,6 @@ import torch
 from pydantic import ByteSize
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from crossdock.cluster.api.endpoints import build_api
 from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.http.listener import listen
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
@@ -24,6 +23,7 @@ from crossdock.workers.replica.engine.engine import Engine
 from tests.cluster.api.engine_api import all_up
 from tests.cluster.api.media.picture_models import MODELS, data_url, encoded, image_part, picture
 from tests.cluster.api.media.picture_oracle import built, continuation_of, prompt_of
+from tests.cluster.api.one_model import one_model_api
 from tests.cluster.dispatch.in_process import InProcess
 from tests.cluster.ports import free_port
 
@@ -60,7 +60,7 @@ async def picture_server(folder: Path, key: str) -> AsyncIterator[PictureServer]
     media = open_media(folder, tokenizer, http)
     assert media is not None
     dispatcher, replica, port = Dispatcher("tiny"), InProcess(engine=engine), free_port()
-    listener = await listen(build_api(dispatcher, tokenizer, http, media=media), "127.0.0.1", port)
+    listener = await listen(one_model_api(dispatcher, tokenizer, http, media=media), "127.0.0.1", port)
     try:
         dispatcher.join("r0", replica, replica.profile)
         await all_up(dispatcher, 1)

@@ -27,9 +27,9 @@ from picture_server import IMAGES, picture_server
 from scripted_model import ScriptedModel
 from tables import hardware, markdown, today
 
-from crossdock.cluster.api.endpoints import build_api
 from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.http.listener import listen
+from tests.cluster.api.one_model import one_model_api
 from tests.cluster.ports import free_port
 
 HERE = Path(__file__).parent
@@ -97,7 +97,7 @@ async def measure(folder: Path, names: Sequence[str], dump: Path | None) -> list
     """Serve both models, and run the clients one after the other."""
     model, port = ScriptedModel(), free_port()
     config = HttpConfig.model_validate({"api_keys": [KEY]})
-    api = build_api(model, model.tokenizer, config)  # type: ignore[arg-type]
+    api = one_model_api(model, model.tokenizer, config)  # type: ignore[arg-type]
     listener = await listen(api, "127.0.0.1", port)
     outcomes = []
     with TemporaryDirectory() as files:

@@ -23,9 +23,7 @@ from crossdock.cluster.api.batches.line_answers import LineAnswers
 from crossdock.cluster.api.batches.pace import Pace
 from crossdock.cluster.api.batches.routes import Batches, BatchFiles
 from crossdock.cluster.api.batches.worker import BatchWorker
-from crossdock.cluster.api.body.generation_defaults import GenerationDefaults
 from crossdock.cluster.api.body.json_body import invalid_field
-from crossdock.cluster.api.body.pooler_config import EmbeddingDefaults
 from crossdock.cluster.api.errors import AnthropicErrorAnswer, ApiError, ErrorAnswer, shown
 from crossdock.cluster.api.http.gateways import GatewayPath, HeadRequests
 from crossdock.cluster.api.http.host_names import HostNames
@@ -35,17 +33,12 @@ from crossdock.cluster.api.http.http_json import JsonRoute, JsonRoutes
 from crossdock.cluster.api.http.keys import KeyRing
 from crossdock.cluster.api.http.limits import AskPeers, Ledger, Loan
 from crossdock.cluster.api.http.payers import Payers
-from crossdock.cluster.api.http.tiers import Tiers
 from crossdock.cluster.api.http.tracing import Tracing, otlp_exporter
-from crossdock.cluster.api.media.media import Media
 from crossdock.cluster.api.routes.absent_paths import advice
-from crossdock.cluster.api.routes.adapters import AdapterNames
 from crossdock.cluster.api.routes.model_routes import Endpoint, ModelChoice, ModelRoutes
-from crossdock.cluster.api.routes.responses import AskStores
 from crossdock.cluster.api.routes.rollouts import RolloutControl
 from crossdock.cluster.api.routes.status import Decisions, ServerStatus
 from crossdock.cluster.api.routes.web_assets import ASSET_HEADERS, WebAsset, web_assets
-from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.cluster.dispatch.dispatcher import Dispatcher
 from crossdock.cluster.dispatch.dispatchers import Dispatchers
 from crossdock.cluster.dispatch.rollouts import Rollouts
@@ -72,34 +65,6 @@ _KEY = Security(HTTPBearer(auto_error=False, scheme_name="key"))  # for the desc
 
 
 def build_api(
-    dispatcher: Dispatcher,
-    tokenizer: ModelTokenizer,
-    http: HttpConfig,
-    tiers: Tiers | None = None,
-    *,
-    defaults: GenerationDefaults | None = None,
-    embeddings: EmbeddingDefaults | None = None,
-    decisions: Decisions | None = None,
-    ask_peers: AskPeers | None = None,
-    ask_stores: AskStores | None = None,
-    media: Media | None = None,
-    adapters: AdapterNames | None = None,
-    rollouts: Rollouts | None = None,
-) -> FastAPI:
-    """Return the ASGI application of one model, see `build_api_of`.
-
-    `tokenizer` must be that of the model that the dispatcher's replicas serve. `tiers`: their SLO classes; None: the
-    default ones. `defaults`: of sampling; None: those of OpenAI's API. `embeddings`: how prompts become vectors; None:
-    by their last token. `media`: pictures; None: the model reads text only. `adapters`: that requests may name; None:
-    there are none.
-    """
-    pooling, sampling = embeddings or EmbeddingDefaults(), defaults or GenerationDefaults()
-    parts = tiers or Tiers(), sampling, pooling, ask_stores, media, adapters or AdapterNames()
-    routes = ModelRoutes(dispatcher, tokenizer, http, *parts)
-    return build_api_of([routes], dispatcher, http, decisions=decisions, ask_peers=ask_peers, rollouts=rollouts)
-
-
-def build_api_of(
     models: Sequence[ModelRoutes],
     fleets: Dispatcher | Dispatchers,
     http: HttpConfig,

@@ -17,7 +17,7 @@ from ray.serve.handle import DeploymentHandle
 
 from crossdock.cluster.api.body.generation_defaults import GenerationDefaults
 from crossdock.cluster.api.body.pooler_config import EmbeddingDefaults
-from crossdock.cluster.api.endpoints import build_api_of
+from crossdock.cluster.api.endpoints import build_api
 from crossdock.cluster.api.heap import keep_one_heap
 from crossdock.cluster.api.http.http_config import OPEN_TO_OTHERS, HttpConfig
 from crossdock.cluster.api.http.limits import Loan
@@ -86,7 +86,7 @@ class Ingress:
             routes.append(await self._routes(each, routes, scaler))
         decisions = None if scaler is None else partial(_decisions, scaler)
         rollouts = self._rollouts = self._new_rollouts(models[0])  # None: trainers' paths are not enabled
-        self._api = build_api_of(
+        self._api = build_api(
             routes, self.fleets, http, decisions=decisions, ask_peers=self._ask_peers, rollouts=rollouts
         )
         if http.replicas > 1 and http.lora_folder is not None:

@@ -13,7 +13,6 @@ import httpx
 import pytest
 from pydantic import ByteSize
 
-from crossdock.cluster.api.endpoints import build_api
 from crossdock.cluster.api.http.answers import error_event
 from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.http.http_guard import as_api_error
@@ -27,6 +26,7 @@ from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine import calibrate
 from crossdock.workers.replica.engine.computing import new_engine
 from tests.benchmarks.scripts import script
+from tests.cluster.api.one_model import one_model_api
 from tests.cluster.dispatch.in_process import IN_TURN, InProcess, ready
 from tests.known_seconds import known_sweep
 
@@ -47,7 +47,7 @@ class Losses:
         self.dispatcher = Dispatcher("tiny", IN_TURN)
         self.replicas = {f"r{number}": replica_of(model) for number in range(num_losses + 1)}
         self.num_lost = 0
-        self.app = build_api(self.dispatcher, ModelTokenizer.load(model), HttpConfig.model_validate({}))
+        self.app = one_model_api(self.dispatcher, ModelTokenizer.load(model), HttpConfig.model_validate({}))
 
     async def start(self) -> None:
         for name, replica in self.replicas.items():

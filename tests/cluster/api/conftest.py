@@ -7,9 +7,9 @@ import openai
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from crossdock.cluster.api.endpoints import build_api
 from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
+from tests.cluster.api.one_model import one_model_api
 from tests.cluster.api.scripted_api import LiveServer, ScriptedDispatcher, serving
 from tests.waiting import eventually
 
@@ -37,7 +37,7 @@ def engine(shared_engine: ScriptedDispatcher) -> Iterator[ScriptedDispatcher]:
 @pytest.fixture(scope="session")
 def url(shared_engine: ScriptedDispatcher, tokenizer: ModelTokenizer) -> Iterator[str]:
     config = HttpConfig(max_body_bytes=100_000, model_aliases=("other",), trust_request_chat_template=True)
-    with LiveServer(build_api(shared_engine, tokenizer, config)) as url:  # type: ignore[arg-type]
+    with LiveServer(one_model_api(shared_engine, tokenizer, config)) as url:  # type: ignore[arg-type]
         yield url
 
 

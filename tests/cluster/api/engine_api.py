@@ -9,7 +9,6 @@ from typing import Any, Self
 import httpx
 from pydantic import ByteSize
 
-from crossdock.cluster.api.endpoints import build_api
 from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.http.listener import listen
 from crossdock.cluster.api.http.tiers import Tiers
@@ -22,6 +21,7 @@ from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.schedule.request import TokenDelta
 from crossdock.workers.schedule.slo import SloClass
 from crossdock.workers.schedule.submission import Submission
+from tests.cluster.api.one_model import one_model_api
 from tests.cluster.dispatch.in_process import InProcess
 from tests.cluster.ports import free_port
 from tests.waiting import until
@@ -58,7 +58,7 @@ class EngineApi:
         settings = HttpConfig.model_validate(fields)
         tiers = Tiers(config.slo_classes, config.default_slo_class)
         rollouts = Rollouts(self.dispatcher) if settings.rollouts else None
-        self.app = build_api(self.dispatcher, tokenizer, settings, tiers, rollouts=rollouts)
+        self.app = one_model_api(self.dispatcher, tokenizer, settings, tiers, rollouts=rollouts)
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://localhost")
 
     async def __aenter__(self) -> Self:

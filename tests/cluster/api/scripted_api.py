@@ -13,13 +13,13 @@ import pytest
 import uvicorn
 
 from crossdock.cluster.api.body.generation_defaults import GenerationDefaults
-from crossdock.cluster.api.endpoints import build_api
 from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.http.request_memory import RequestMemory
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.cluster.dispatch.dispatcher import DeltaReader, ModelCard
 from crossdock.workers.schedule.request import FinishReason, TokenDelta, TokenLogprobs
 from crossdock.workers.schedule.submission import Submission
+from tests.cluster.api.one_model import one_model_api
 from tests.waiting import eventually, until
 
 MAX_MODEL_LEN = 200
@@ -147,7 +147,7 @@ def serving(
     defaults: GenerationDefaults | None = None,
 ) -> Iterator[httpx.Client]:
     """Serve an API of its own, for a test whose settings differ from those of the fixture `url`."""
-    app = build_api(engine, tokenizer, config, defaults=defaults)  # type: ignore[arg-type]
+    app = one_model_api(engine, tokenizer, config, defaults=defaults)  # type: ignore[arg-type]
     with LiveServer(app) as url, httpx.Client(base_url=url, timeout=20) as http:
         yield http
 

@@ -12,11 +12,11 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from schemathesis.specs.openapi.checks import response_schema_conformance
 
-from crossdock.cluster.api.endpoints import build_api
 from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.cluster.dispatch.dispatcher import Dispatcher
 from tests.cluster.api.engine_api import LiveApi, live_api
+from tests.cluster.api.one_model import one_model_api
 from tests.cluster.small_tokenizers import wordpiece
 
 EXAMPLES = 6  # for each endpoint; `make soak` tries five hundred times as many
@@ -27,7 +27,7 @@ QUIET = settings(
     suppress_health_check=list(HealthCheck),
     phases=[Phase.explicit, Phase.generate],
 )
-DOCUMENT = build_api(Dispatcher("tiny"), ModelTokenizer(wordpiece()), HttpConfig()).openapi()
+DOCUMENT = one_model_api(Dispatcher("tiny"), ModelTokenizer(wordpiece()), HttpConfig()).openapi()
 OPERATIONS = [(path, method) for path, methods in DOCUMENT["paths"].items() for method in methods]
 GENERATES = {  # path: the schema of its body
     "/v1/completions": "CompletionRequest",

@@ -4,13 +4,13 @@ import asyncio
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 
-from crossdock.cluster.api.endpoints import build_api
 from crossdock.cluster.api.heap import keep_one_heap
 from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.http.listener import listen
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.workers.schedule.request import TokenDelta
 from crossdock.workers.schedule.submission import Submission
+from tests.cluster.api.one_model import one_model_api
 from tests.cluster.api.scripted_api import ScriptedDispatcher
 from tests.cluster.ports import free_port
 from tests.cluster.small_tokenizers import byte_level
@@ -35,7 +35,7 @@ async def _serve(config: HttpConfig, orders: Connection) -> None:
 
     engine.script = script
     port = free_port()
-    server = await listen(build_api(engine, tokenizer, config), "127.0.0.1", port)  # type: ignore[arg-type]
+    server = await listen(one_model_api(engine, tokenizer, config), "127.0.0.1", port)  # type: ignore[arg-type]
     orders.send(port)
     await asyncio.to_thread(orders.recv)
     await server.close(0)

@@ -10,13 +10,13 @@ import httpx
 import pytest
 from pydantic import ValidationError
 
-from crossdock.cluster.api.endpoints import build_api
 from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.http.http_guard import HttpGuard
 from crossdock.cluster.api.http.keys import KeyRing
 from crossdock.cluster.api.http.limits import Ledger
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.workers.schedule.request import FinishReason, TokenDelta
+from tests.cluster.api.one_model import one_model_api
 from tests.cluster.api.scripted_api import HI, ScriptedDispatcher, complete, events, raw, refused, serving
 from tests.waiting import eventually
 
@@ -61,7 +61,7 @@ def test_key_file_is_read_again_without_restart(
         beside.replace(path)
         eventually(lambda: (status("old"), status("new")) == (401, 200))
     with pytest.raises(ValueError, match=r"http\.api_keys_file"):
-        build_api(engine, tokenizer, HttpConfig(api_keys_file=str(tmp_path / "other")))  # type: ignore[arg-type]
+        one_model_api(engine, tokenizer, HttpConfig(api_keys_file=str(tmp_path / "other")))  # type: ignore[arg-type]
 
 
 def test_key_at_its_limit_is_refused(engine: ScriptedDispatcher, tokenizer: ModelTokenizer) -> None:

@@ -4,10 +4,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-from crossdock.cluster.api.endpoints import build_api
 from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.routes.web_assets import web_assets
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
+from tests.cluster.api.one_model import one_model_api
 from tests.cluster.api.scripted_api import ScriptedDispatcher, serving
 
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")
@@ -22,7 +22,7 @@ def test_paths_that_answer_without_a_key_are_the_documented_ones(
     assert sentence is not None
     documented = {*re.findall(r"`([^`]+)`", sentence[1]), *web_assets()}
     config = HttpConfig(api_keys=("k",))
-    app = build_api(engine, tokenizer, config)  # type: ignore[arg-type]
+    app = one_model_api(engine, tokenizer, config)  # type: ignore[arg-type]
     paths = {route.path.replace("{name:path}", "tiny") for route in app.routes}  # type: ignore[attr-defined]
     assert documented < paths
     with serving(engine, tokenizer, config) as http:
@@ -50,7 +50,7 @@ async def test_web_socket_is_refused(engine: ScriptedDispatcher, tokenizer: Mode
     async def send(message: Any) -> None:
         sent.append(message["type"])
 
-    app = build_api(engine, tokenizer, HttpConfig(api_keys=("k",)))  # type: ignore[arg-type]
+    app = one_model_api(engine, tokenizer, HttpConfig(api_keys=("k",)))  # type: ignore[arg-type]
     for path in ("/v1/completions", "/metrics", "/v1/requests"):
         scope = {"type": "websocket", "path": path, "headers": [], "query_string": b"", "subprotocols": []}
         await app(scope, receive, send)

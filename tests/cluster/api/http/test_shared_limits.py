@@ -8,10 +8,10 @@ from typing import Any
 import httpx
 import pytest
 
-from crossdock.cluster.api.endpoints import build_api
 from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.http.limits import READS_PER_MINUTE, Loan
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
+from tests.cluster.api.one_model import one_model_api
 from tests.cluster.api.scripted_api import LiveServer, ScriptedDispatcher, refused, serving
 from tests.waiting import eventually
 
@@ -28,7 +28,7 @@ def ingresses(engine: ScriptedDispatcher, tokenizer: ModelTokenizer) -> Iterator
             return [apps[1 - number].state.lend(tenant, requests, tokens, seconds)]
 
         config = HttpConfig.model_validate({"api_keys": KEYS, "replicas": 2})
-        return build_api(engine, tokenizer, config, ask_peers=ask_peers)  # type: ignore[arg-type]
+        return one_model_api(engine, tokenizer, config, ask_peers=ask_peers)  # type: ignore[arg-type]
 
     apps += [build(0), build(1)]
     with ExitStack() as stack:

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from crossdock.cluster.api.endpoints import build_api
 from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.http.listener import listen
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
@@ -17,6 +16,7 @@ from crossdock.cluster.dispatch.dispatcher import Dispatcher, SlowReader
 from crossdock.cluster.dispatch.loop_clock import LoopClock
 from crossdock.workers.schedule.request import TokenDelta, TokenLogprobs
 from crossdock.workers.schedule.submission import SamplingParams, Submission
+from tests.cluster.api.one_model import one_model_api
 from tests.cluster.api.scripted_api import ScriptedDispatcher
 from tests.cluster.api.unread import STREAM, unread
 from tests.cluster.dispatch.in_process import InProcess, ready, tokens
@@ -36,7 +36,7 @@ async def test_stream_that_is_not_read_is_aborted(engine: ScriptedDispatcher, to
 
     engine.script = endless  # type: ignore[assignment]
     port = free_port()
-    app = build_api(engine, tokenizer, HttpConfig())  # type: ignore[arg-type]
+    app = one_model_api(engine, tokenizer, HttpConfig())  # type: ignore[arg-type]
     server = await listen(app, "127.0.0.1", port, write_timeout_s=0.5)
     with unread(port, STREAM):
         while not engine.aborted:

@@ -9,12 +9,12 @@ from typing import Any
 import httpx
 import pytest
 
-from crossdock.cluster.api.endpoints import build_api
 from crossdock.cluster.api.http import listener, request_body
 from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.http.listener import listen
 from crossdock.cluster.api.routes.web_assets import web_assets
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
+from tests.cluster.api.one_model import one_model_api
 from tests.cluster.api.scripted_api import ScriptedDispatcher, held_bytes, raw, refused, serving
 from tests.cluster.ports import free_port
 from tests.waiting import eventually
@@ -110,7 +110,7 @@ def test_server_that_others_may_reach_answers_to_any_name(
 async def listening(engine: Any, tokenizer: ModelTokenizer) -> AsyncIterator[int]:
     """Serve with keys and our own listener, and yield its port. The client has a minute."""
     port = free_port()
-    server = await listen(build_api(engine, tokenizer, KEYS), "127.0.0.1", port, has_keys=True)
+    server = await listen(one_model_api(engine, tokenizer, KEYS), "127.0.0.1", port, has_keys=True)
     try:
         async with asyncio.timeout(60):
             yield port

@@ -11,12 +11,12 @@ from typing import Any
 import httpx
 import pytest
 
-from crossdock.cluster.api.endpoints import build_api
 from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.cluster.dispatch.dispatcher import Dispatcher
 from crossdock.router.fleet import RouterConfig
 from tests.cluster.api.engine_api import EngineApi, LiveApi, all_up, live_api
+from tests.cluster.api.one_model import one_model_api
 from tests.cluster.api.scripted_api import refused
 from tests.cluster.dispatch.in_process import InProcess
 
@@ -168,7 +168,7 @@ async def test_prefix_cached_for_one_tenant_is_not_found_by_another(tokenizer: M
     """Neither where it was computed nor where its pages were sent. Keys of one group do share."""
     replicas = [InProcess(role="prefill"), InProcess(role="decode")]
     dispatcher = Dispatcher("tiny", RouterConfig(shipping="always"))
-    app = build_api(dispatcher, tokenizer, HttpConfig.model_validate({"api_keys": GROUPED}))
+    app = one_model_api(dispatcher, tokenizer, HttpConfig.model_validate({"api_keys": GROUPED}))
     for number, replica in enumerate(replicas):
         dispatcher.join(f"r{number}", replica, replica.profile)
     await all_up(dispatcher, len(replicas))

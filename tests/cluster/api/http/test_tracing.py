@@ -13,7 +13,6 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode
 
 from crossdock.cluster.api import endpoints
-from crossdock.cluster.api.endpoints import build_api
 from crossdock.cluster.api.http import tracing
 from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.http.keys import ApiKey
@@ -22,6 +21,7 @@ from crossdock.cluster.dispatch.dispatcher import Dispatcher
 from crossdock.router.fleet import RouterConfig
 from tests.cluster.api.engine_api import all_up
 from tests.cluster.api.http.otlp_collector import collector
+from tests.cluster.api.one_model import one_model_api
 from tests.cluster.dispatch.in_process import InProcess
 from tests.waiting import until
 
@@ -36,7 +36,7 @@ class TracedApi:
         self.replicas = replicas
         self.dispatcher = Dispatcher("tiny", RouterConfig(shipping="always"))
         config = HttpConfig.model_validate({"otlp_endpoint": "http://127.0.0.1:1", "trace_sample_ratio": 1.0} | http)
-        self.app = build_api(self.dispatcher, tokenizer, config)
+        self.app = one_model_api(self.dispatcher, tokenizer, config)
         transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
         self.http = httpx.AsyncClient(transport=transport, base_url="http://localhost")
         self._messages: asyncio.Queue[Any] = asyncio.Queue()

@@ -10,7 +10,6 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from crossdock.cluster.api.body.pictures import VideoReading
-from crossdock.cluster.api.endpoints import build_api
 from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.media.media import Media
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
@@ -18,6 +17,7 @@ from crossdock.cluster.serve.media import open_media
 from crossdock.workers.schedule.submission import Submission
 from tests.cluster.api.media.hostile_scene import HostileScene, hostile_scene
 from tests.cluster.api.media.picture_models import MODELS, encoded, picture
+from tests.cluster.api.one_model import one_model_api
 from tests.cluster.api.scripted_api import LiveServer, ScriptedDispatcher
 
 TEXT = {"type": "text", "text": "What is this?"}
@@ -69,7 +69,7 @@ def picture_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Picture
     media = open_media(model, tokenizer, config, registry)
     assert media is not None
     dispatcher = ScriptedDispatcher(tokenizer, max_model_len=2000)
-    app = build_api(dispatcher, tokenizer, config, media=media)  # type: ignore[arg-type]
+    app = one_model_api(dispatcher, tokenizer, config, media=media)  # type: ignore[arg-type]
     try:
         with LiveServer(app) as url, httpx.Client(base_url=url, timeout=60) as http:
             yield PictureServer(url, http, dispatcher, media, registry, folder)

@@ -8,7 +8,6 @@ from typing import Any
 
 import httpx
 
-from crossdock.cluster.api.endpoints import build_api
 from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.media.addresses import AllowedHosts, is_public
 from crossdock.cluster.api.media.fetch import PictureFetcher
@@ -17,6 +16,7 @@ from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from tests.cluster.api.media.hostile_host import HOST, NAMES, HostileHost, Names, Witness
 from tests.cluster.api.media.picture_models import MODELS, encoded, picture
 from tests.cluster.api.media.video_models import video_file
+from tests.cluster.api.one_model import one_model_api
 from tests.cluster.api.scripted_api import LiveServer, ScriptedDispatcher
 
 SECRET = "TOP-SECRET"
@@ -80,7 +80,7 @@ def hostile_scene(
     witness = Witness()
     dispatcher = ScriptedDispatcher(tokenizer, max_model_len=2000)
     http_config = HttpConfig.model_validate({"api_keys": keys})
-    app = build_api(dispatcher, tokenizer, http_config, media=media)  # type: ignore[arg-type]
+    app = one_model_api(dispatcher, tokenizer, http_config, media=media)  # type: ignore[arg-type]
     try:
         with HostileHost() as host, LiveServer(app) as url, httpx.Client(base_url=url, timeout=60) as http:
             yield HostileScene(root, http, host, witness, names, media)

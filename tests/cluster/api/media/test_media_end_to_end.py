@@ -11,7 +11,6 @@ import torch
 from pydantic import ByteSize
 
 from crossdock.cluster.api.body.pictures import VideoReading
-from crossdock.cluster.api.endpoints import build_api
 from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.cluster.dispatch.dispatcher import Dispatcher
@@ -24,6 +23,7 @@ from tests.cluster.api.media import video_models
 from tests.cluster.api.media.picture_models import MODELS, data_url, encoded, image_part, picture
 from tests.cluster.api.media.picture_oracle import built, continuation_of
 from tests.cluster.api.media.video_models import moving, their_frames, their_tensors, video_file, video_part
+from tests.cluster.api.one_model import one_model_api
 from tests.cluster.dispatch.in_process import InProcess
 from tests.workers.multimodal import CONFIGS
 
@@ -47,7 +47,7 @@ async def answered(kind: str, folder: Path, *pairs: Sequence[dict[str, Any]]) ->
     module = built(kind, folder, tokenizer.last_token_id + 1)
     config = EngineConfig(kv_cache_memory=ByteSize(4 << 20), max_num_batched_tokens=32, max_num_seqs=8)
     dispatcher, replica = Dispatcher("tiny"), InProcess(engine=new_engine(wrap_module(module), config))
-    app = build_api(dispatcher, tokenizer, HTTP, media=media)
+    app = one_model_api(dispatcher, tokenizer, HTTP, media=media)
     try:
         dispatcher.join("r0", replica, replica.profile)
         await all_up(dispatcher, 1)

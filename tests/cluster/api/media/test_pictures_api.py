@@ -13,7 +13,6 @@ import openai
 import pytest
 from numpy.typing import NDArray
 
-from crossdock.cluster.api.endpoints import build_api
 from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.cluster.bench.run import BenchOptions, run_bench
@@ -21,6 +20,7 @@ from crossdock.workers.schedule.pictures.items import with_levels
 from crossdock.workers.schedule.submission import Submission
 from tests.cluster.api.media.conftest import TEXT, PictureServer
 from tests.cluster.api.media.picture_models import data_url, encoded, image_part, picture
+from tests.cluster.api.one_model import one_model_api
 from tests.cluster.api.scripted_api import HI, LiveServer, ScriptedDispatcher, refused
 
 
@@ -57,7 +57,7 @@ def test_tenants_share_no_processed_picture(picture_server: PictureServer) -> No
     """The time of an answer must not show that another key has sent the same picture."""
     http = HttpConfig.model_validate({"api_keys": ["a", "b"]})
     engine = ScriptedDispatcher(picture_server.dispatcher.tokenizer, max_model_len=2000)
-    app = build_api(engine, engine.tokenizer, http, media=picture_server.media)  # type: ignore[arg-type]
+    app = one_model_api(engine, engine.tokenizer, http, media=picture_server.media)  # type: ignore[arg-type]
     messages = [{"role": "user", "content": [image_part(png(44, 44, 12))]}]
     paths = {"/v1/chat/completions": {"max_tokens": 2}, "/tokenize": {}, "/v1/messages/count_tokens": {"model": "tiny"}}
     source = {"type": "base64", "media_type": "image/png", "data": png(44, 44, 12).partition(",")[2]}
@@ -249,7 +249,7 @@ def test_pictures_that_exceed_the_context_are_refused(picture_server: PictureSer
 
 def test_model_of_text_refuses_pictures_of_every_api(tokenizer: ModelTokenizer) -> None:
     dispatcher = ScriptedDispatcher(tokenizer)
-    app = build_api(dispatcher, tokenizer, HttpConfig())  # type: ignore[arg-type]
+    app = one_model_api(dispatcher, tokenizer, HttpConfig())  # type: ignore[arg-type]
     url = png()
     source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(b"x").decode()}
     with LiveServer(app) as server, httpx.Client(base_url=server) as http:

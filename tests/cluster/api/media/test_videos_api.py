@@ -8,7 +8,6 @@ import numpy as np
 import psutil
 import pytest
 
-from crossdock.cluster.api.endpoints import build_api
 from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.media import clips
 from crossdock.cluster.api.media import media as media_module
@@ -19,6 +18,7 @@ from tests.cluster.api.media.conftest import TEXT, PictureServer
 from tests.cluster.api.media.picture_models import MODELS, data_url, encoded, image_part, picture
 from tests.cluster.api.media.test_clips import KINDS
 from tests.cluster.api.media.video_models import joined_url, moving, video_file, video_part
+from tests.cluster.api.one_model import one_model_api
 from tests.cluster.api.scripted_api import LiveServer, ScriptedDispatcher, refused
 
 
@@ -172,7 +172,7 @@ def test_server_without_videos_says_why(
     names = {token_id: text for text, token_id in tokenizer.added_tokens().items()}
     limits = MediaLimits(AllowedHosts(()), None, 1, most_videos, 1 << 20, 1 << 20, 1.0, 0, 1 << 20, {}, {})
     media = Media(tmp_path, names, limits)
-    app = build_api(ScriptedDispatcher(tokenizer), tokenizer, HttpConfig(), media=media)  # type: ignore[arg-type]
+    app = one_model_api(ScriptedDispatcher(tokenizer), tokenizer, HttpConfig(), media=media)  # type: ignore[arg-type]
     with LiveServer(app) as address, httpx.Client(base_url=address, timeout=60) as client:
         messages = [{"role": "user", "content": [video_part(url())]}]
         answer = client.post("/v1/chat/completions", json={"messages": messages})

@@ -7,11 +7,11 @@ from typing import Any
 import httpx
 import pytest
 
-from crossdock.cluster.api.endpoints import build_api
 from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.routes.adapters import AdapterNames
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.workers.schedule.submission import Adapter
+from tests.cluster.api.one_model import one_model_api
 from tests.cluster.api.scripted_api import LiveServer, ScriptedDispatcher
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
@@ -50,7 +50,7 @@ def http(
 
     keys: Any = ["client", {"key": "operator", "sees_all_requests": True}]
     adapters = AdapterNames(read, root / "all", notify, ("tiny", "other"))
-    api = build_api(engine, tokenizer, HttpConfig(api_keys=keys, model_aliases=("other",)), adapters=adapters)  # type: ignore[arg-type]
+    api = one_model_api(engine, tokenizer, HttpConfig(api_keys=keys, model_aliases=("other",)), adapters=adapters)  # type: ignore[arg-type]
     headers = {"authorization": "Bearer operator"}
     with LiveServer(api) as url, httpx.Client(base_url=url, timeout=20, headers=headers) as client:
         yield client

@@ -10,7 +10,6 @@ from typing import Any
 import httpx
 import pytest
 
-from crossdock.cluster.api.endpoints import build_api
 from crossdock.cluster.api.http.connection import AnswerTransport
 from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.http.listener import listen
@@ -21,6 +20,7 @@ from crossdock.cluster.dispatch.dispatcher import Dispatcher
 from crossdock.workers.report.advertise import Message
 from crossdock.workers.schedule.request import TokenDelta
 from crossdock.workers.schedule.submission import Submission
+from tests.cluster.api.one_model import one_model_api
 from tests.cluster.api.scripted_api import HI, STORY, VOCAB_SIZE, ScriptedDispatcher
 from tests.cluster.api.unread import STREAM, unread
 from tests.cluster.dispatch.in_process import ready
@@ -90,7 +90,7 @@ async def serving(tokenizer: ModelTokenizer, **options: Any) -> AsyncGenerator[t
     replica, dispatcher, port = Scripted(ScriptedDispatcher(tokenizer)), Dispatcher("tiny"), free_port()
     dispatcher.join("a", replica, profile(vocab_size=VOCAB_SIZE))
     await ready(dispatcher)
-    server = await listen(build_api(dispatcher, tokenizer, HttpConfig()), "127.0.0.1", port, **options)
+    server = await listen(one_model_api(dispatcher, tokenizer, HttpConfig()), "127.0.0.1", port, **options)
     try:
         yield replica, port
     finally:

@@ -19,13 +19,13 @@ from transformers import PreTrainedModel
 
 from crossdock.cluster.api.body.embedding_body import EmbeddingRequest
 from crossdock.cluster.api.body.pooler_config import EmbeddingDefaults, PoolerConfig
-from crossdock.cluster.api.endpoints import build_api
 from crossdock.cluster.api.errors import ApiError
 from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.router.fleet import RouterConfig
 from crossdock.workers.schedule.submission import SamplingParams, Submission
 from tests.cluster.api.engine_api import EngineApi
+from tests.cluster.api.one_model import one_model_api
 from tests.cluster.dispatch.in_process import InProcess, ready
 from tests.workers.architectures import build
 
@@ -227,11 +227,11 @@ def test_matryoshka_sizes_are_those_of_the_model_or_the_config(tmp_path: Path) -
 
 async def test_shorter_vector_is_cut_and_then_has_a_length_of_1(tokenizer: ModelTokenizer) -> None:
     async with serving(tokenizer) as api:
-        app = build_api(
+        app = one_model_api(
             api.dispatcher,
             tokenizer,
             HttpConfig.model_validate({}),
-            embeddings=EmbeddingDefaults("mean", has_any_size=True),
+            pooling=EmbeddingDefaults("mean", has_any_size=True),
         )
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as http:
             answer = await http.post("/v1/embeddings", json={"input": PROMPTS[1], "dimensions": 16})

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from crossdock.cluster.api.endpoints import build_api
 from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.routes import responses
 from crossdock.cluster.api.routes.response_store import ITEM_BYTES, RECORD_BYTES, ResponseStore, StoredResponse
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
+from tests.cluster.api.one_model import one_model_api
 from tests.cluster.api.scripted_api import STORY, LiveServer, ScriptedDispatcher, refused
 from tests.waiting import eventually
 
@@ -116,7 +116,7 @@ def ingresses(engine: ScriptedDispatcher, tokenizer: ModelTokenizer) -> Iterator
             return [] if found is None else [found]
 
         config = HttpConfig.model_validate({"api_keys": ["a", "b"], "replicas": 2})
-        return build_api(engine, tokenizer, config, ask_stores=ask_stores)  # type: ignore[arg-type]
+        return one_model_api(engine, tokenizer, config, ask_stores=ask_stores)  # type: ignore[arg-type]
 
     apps += [build(0), build(1)]
     with ExitStack() as stack:

@@ -4,9 +4,9 @@ from typing import Any
 
 import httpx
 
-from crossdock.cluster.api.endpoints import build_api
 from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
+from tests.cluster.api.one_model import one_model_api
 from tests.cluster.api.scripted_api import ScriptedDispatcher
 
 RESIZE = {"at": 1.0, "pool": "mixed", "replicas": 2, "replicas_before": 1, "reason": "demand for 2", "error": None}
@@ -24,7 +24,7 @@ async def hangs() -> list[dict[str, Any]]:
 
 async def asked(tokenizer: ModelTokenizer, decisions: Any, key: str = "operator") -> httpx.Response:
     http = HttpConfig.model_validate({"api_keys": KEYS})
-    app = build_api(ScriptedDispatcher(tokenizer), tokenizer, http, decisions=decisions)  # type: ignore[arg-type]
+    app = one_model_api(ScriptedDispatcher(tokenizer), tokenizer, http, decisions=decisions)  # type: ignore[arg-type]
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
         return await client.get("/v1/scaling", headers={"Authorization": f"Bearer {key}"})
 

@@ -10,12 +10,12 @@ import torch
 from transformers import PreTrainedModel
 
 from crossdock.cluster.api.body.pooler_config import EmbeddingDefaults
-from crossdock.cluster.api.endpoints import build_api
 from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.http.tiers import Tiers
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.cluster.dispatch.dispatcher import Dispatcher
 from tests.cluster.api.engine_api import CLASSES, EngineApi
+from tests.cluster.api.one_model import one_model_api
 from tests.workers.architectures import build
 
 QUERY, DOCUMENTS = "q", ["z", "xq", "qzqz" * 20]
@@ -38,8 +38,8 @@ def cosine(tokenizer: ModelTokenizer, left: str, right: str) -> float:
 
 def client(api: EngineApi, tokenizer: ModelTokenizer, **defaults: Any) -> httpx.AsyncClient:
     tiers = Tiers(CLASSES, "standard")
-    app = build_api(
-        api.dispatcher, tokenizer, HttpConfig.model_validate({}), tiers, embeddings=EmbeddingDefaults(**defaults)
+    app = one_model_api(
+        api.dispatcher, tokenizer, HttpConfig.model_validate({}), tiers, pooling=EmbeddingDefaults(**defaults)
     )
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost")
 
@@ -96,4 +96,4 @@ async def test_truncation_of_a_judged_pair_is_refused(tokenizer: ModelTokenizer)
 def test_word_of_several_tokens_is_refused_by_name(tokenizer: ModelTokenizer) -> None:
     defaults = EmbeddingDefaults(classifier=("n", "certainly not"))
     with pytest.raises(ValueError, match="classifier_from_token"):
-        build_api(Dispatcher("tiny"), tokenizer, HttpConfig.model_validate({}), embeddings=defaults)
+        one_model_api(Dispatcher("tiny"), tokenizer, HttpConfig.model_validate({}), pooling=defaults)

@@ -11,7 +11,7 @@ from fastapi import FastAPI
 
 from crossdock.cluster.api.body.generation_defaults import GenerationDefaults
 from crossdock.cluster.api.body.pooler_config import EmbeddingDefaults
-from crossdock.cluster.api.endpoints import build_api_of
+from crossdock.cluster.api.endpoints import build_api
 from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.http.tiers import Tiers
 from crossdock.cluster.api.routes.adapters import AdapterNames
@@ -64,7 +64,7 @@ def built(engines: dict[str, ScriptedDispatcher], tokenizer: ModelTokenizer, fol
         return {"ingress": fleets.ingress_text()}
 
     fleets = Dispatchers({name: Dispatcher(name) for name in engines}, texts)
-    return build_api_of(routes, fleets, server)
+    return build_api(routes, fleets, server)
 
 
 @pytest.fixture(scope="module")

@@ -9,10 +9,10 @@ import httpx
 import openai
 import pytest
 
-from crossdock.cluster.api.endpoints import build_api
 from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.workers.schedule.request import FinishReason, TokenDelta
+from tests.cluster.api.one_model import one_model_api
 from tests.cluster.api.scripted_api import (
     HI,
     MAX_MODEL_LEN,
@@ -119,7 +119,7 @@ async def test_token_of_a_stream_costs_few_calls(tokenizer: ModelTokenizer) -> N
         deltas = [TokenDelta("a", [token]) for token in tokenizer.encode(words)[:count]]
         deltas[-1].finish_reason = FinishReason.LENGTH
         engine.script = lambda submission: deltas
-        app = build_api(engine, tokenizer, HttpConfig())  # type: ignore[arg-type]
+        app = one_model_api(engine, tokenizer, HttpConfig())  # type: ignore[arg-type]
         num_calls = 0
 
         def count_call(frame: Any, event: str, of: Any) -> None:
@@ -152,6 +152,6 @@ def test_head_has_the_status_and_headers_of_get_and_no_body(http: httpx.Client, 
 async def test_head_without_a_key_is_refused_where_get_is(
     engine: ScriptedDispatcher, tokenizer: ModelTokenizer
 ) -> None:
-    app = build_api(engine, tokenizer, HttpConfig(api_keys=["secret-of-this-test"]))
+    app = one_model_api(engine, tokenizer, HttpConfig(api_keys=["secret-of-this-test"]))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
         assert [(await client.head(path)).status_code for path in ("/health", "/v1/models")] == [200, 401]

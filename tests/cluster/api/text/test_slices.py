@@ -17,7 +17,6 @@ from transformers import PreTrainedTokenizerFast
 
 from crossdock.cluster.api.body import stop_strings
 from crossdock.cluster.api.body.bodies import GenerationBody
-from crossdock.cluster.api.endpoints import build_api
 from crossdock.cluster.api.errors import ApiError, to_json
 from crossdock.cluster.api.http import json_size
 from crossdock.cluster.api.http.http_config import HttpConfig
@@ -27,6 +26,7 @@ from crossdock.cluster.api.slices import slices
 from crossdock.cluster.api.text.choices import merge
 from crossdock.cluster.api.text.tokenizer import Detokenizer, ModelTokenizer
 from crossdock.cluster.dispatch.dispatcher import ModelCard
+from tests.cluster.api.one_model import one_model_api
 from tests.cluster.api.scripted_api import VOCAB_SIZE, ScriptedDispatcher
 
 
@@ -123,7 +123,7 @@ class Watched:
         self.turns = Turns()
         self.tokenizer = WatchedTokenizer(tokenizer, self.turns)
         self.engine = LongContext(self.tokenizer)
-        self.app = build_api(self.engine, self.tokenizer, HttpConfig())  # type: ignore[arg-type]
+        self.app = one_model_api(self.engine, self.tokenizer, HttpConfig())  # type: ignore[arg-type]
         self.turns.work.clear()
         self.turns.threads.clear()
 

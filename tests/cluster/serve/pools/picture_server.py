@@ -10,7 +10,6 @@ import torch
 from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
 
-from crossdock.cluster.api.endpoints import build_api
 from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.cluster.dispatch.dispatcher import Dispatcher
@@ -18,6 +17,7 @@ from crossdock.cluster.serve.media import open_media
 from crossdock.workers.replica.engine.engine import Engine
 from tests.cluster.api.engine_api import all_up
 from tests.cluster.api.media.picture_models import MODELS, data_url, encoded, image_part
+from tests.cluster.api.one_model import one_model_api
 from tests.cluster.dispatch.in_process import InProcess
 from tests.workers.multimodal import CONFIGS
 
@@ -67,7 +67,7 @@ async def undisturbed(model: Path, engine: Engine, bodies: Sequence[Mapping[str,
     media = open_media(model, tokenizer, HttpConfig())
     assert media is not None
     dispatcher, replica = Dispatcher("tiny"), InProcess(engine=engine)
-    app = build_api(dispatcher, tokenizer, HttpConfig(), media=media)
+    app = one_model_api(dispatcher, tokenizer, HttpConfig(), media=media)
     try:
         dispatcher.join("one", replica, replica.profile)
         await all_up(dispatcher, 1)
