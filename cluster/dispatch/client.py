@@ -13,7 +13,7 @@ from ray.serve._private.constants import SERVE_NAMESPACE
 from ray.serve.handle import DeploymentHandle
 
 from crossdock.cluster.dispatch import membership
-from crossdock.cluster.dispatch.connections import RemoteMethod
+from crossdock.cluster.dispatch.engine_client import RemoteMethod
 from crossdock.cluster.dispatch.message_stream import MessageStream
 from crossdock.router.actions import ReplicaBroken, ReplicaDead
 from crossdock.workers.report.advertise import Message

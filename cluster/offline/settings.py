@@ -5,7 +5,8 @@ from difflib import get_close_matches
 from typing import Any
 
 from crossdock.cluster.config import ClusterConfig
-from crossdock.cluster.serve.flags import PANELS, Flag, configuration
+from crossdock.cluster.serve.flag_settings import configuration
+from crossdock.cluster.serve.flags import PANELS, Flag
 from crossdock.cluster.serve.other_flags import answer
 
 OF_A_SERVER = {

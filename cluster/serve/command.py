@@ -17,7 +17,8 @@ from crossdock.cluster.api.http.http_config import OPEN_TO_OTHERS
 from crossdock.cluster.config import ClusterConfig, PoolConfig
 from crossdock.cluster.config_file import to_yaml
 from crossdock.cluster.serve.checkpoint_check import check_checkpoint, describe_weights, require_same_model
-from crossdock.cluster.serve.flags import configuration, takes_flags
+from crossdock.cluster.serve.flag_settings import configuration
+from crossdock.cluster.serve.flags import takes_flags
 from crossdock.cluster.serve.memory import used_by_family
 from crossdock.cluster.serve.other_flags import unread_variables
 from crossdock.cluster.serve.own_ray.forked_replicas import fork_none

@@ -18,7 +18,7 @@ import numpy as np
 from crossdock.cluster.simulate.clock import Clock
 from crossdock.cluster.simulate.fleet import SimulatedAdapters, SimulatedPool
 from crossdock.cluster.simulate.tiers import SimulatedTiers
-from crossdock.workers.report.advertise import Publisher
+from crossdock.workers.report.publisher import Publisher
 from crossdock.workers.schedule.ahead import assume_ended
 from crossdock.workers.schedule.batch import Batch, SampledToken, Scheduled
 from crossdock.workers.schedule.cost.stages import Stages

@@ -7,8 +7,9 @@ from typing import Any
 from crossdock.router.fleet import Fleet, RouterConfig
 from crossdock.router.legs import query_of
 from crossdock.router.placement import Placement, Query
-from crossdock.workers.report.advertise import LiveProfile, Publisher
+from crossdock.workers.report.advertise import LiveProfile
 from crossdock.workers.report.profile import Role, SchedulingProfile
+from crossdock.workers.report.publisher import Publisher
 from crossdock.workers.schedule.cost.cost import StepCost
 from crossdock.workers.schedule.memory.prefix_index import hash_pages
 from crossdock.workers.schedule.pictures.encoder_cost import EncoderCost

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from crossdock.router.fleet import Fleet
 from crossdock.router.placement import Query
-from crossdock.workers.report.advertise import Prompts, Publisher
+from crossdock.workers.report.advertise import Prompts
+from crossdock.workers.report.publisher import Publisher
 from crossdock.workers.schedule.cost.cost import StepCost
 from crossdock.workers.schedule.pacing.chunk_policies import POLICIES, Meaning
 from crossdock.workers.schedule.pacing.chunking import LEAST_SHARE

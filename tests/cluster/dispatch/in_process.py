@@ -8,8 +8,8 @@ from unittest.mock import patch
 
 from pydantic import ByteSize
 
-from crossdock.cluster.dispatch.connections import RemoteMethod
 from crossdock.cluster.dispatch.dispatcher import Dispatcher
+from crossdock.cluster.dispatch.engine_client import RemoteMethod
 from crossdock.router.fleet import RouterConfig
 from crossdock.workers.model.load import wrap_module
 from crossdock.workers.model.load_options import LoadOptions

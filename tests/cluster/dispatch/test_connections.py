@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from crossdock.cluster.dispatch import connections
+from crossdock.cluster.dispatch.attempt import Events
 from crossdock.cluster.dispatch.dispatcher import Dispatcher, ReplicaLost, Timeouts
 from crossdock.cluster.dispatch.loop_clock import LoopClock
 from crossdock.router.actions import ReplicaDead
@@ -17,7 +18,7 @@ from tests.waiting import until
 
 
 async def test_events_come_in_order_also_after_a_reader_that_left() -> None:
-    events, all_read = connections.Events(), []
+    events, all_read = Events(), []
     leaving = asyncio.ensure_future(events.get())
     await asyncio.sleep(0)
     leaving.cancel()

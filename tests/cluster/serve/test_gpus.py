@@ -7,7 +7,8 @@ import pytest
 from crossdock.cluster.config import ClusterConfig
 from crossdock.cluster.config_file import load
 from crossdock.cluster.serve import app, lifetime
-from crossdock.cluster.serve.flags import PANELS, configuration
+from crossdock.cluster.serve.flag_settings import configuration
+from crossdock.cluster.serve.flags import PANELS
 from crossdock.cluster.serve.gpus import check_cores_suffice, check_gpus_suffice, check_memory_suffices, with_num_gpus
 from crossdock.workers.report.presets import preset
 

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from crossdock.router.work import Work
-from crossdock.workers.report.advertise import LENGTHS, LiveProfile, Prompts, Publisher, observe
+from crossdock.workers.report.advertise import LENGTHS, LiveProfile, Prompts, observe
+from crossdock.workers.report.publisher import Publisher
 from crossdock.workers.schedule.pictures.encoder_cost import EncoderCost
 from crossdock.workers.schedule.pictures.encoding import Encoding
 from crossdock.workers.schedule.slo import SloClass

@@ -13,7 +13,8 @@ from typing import Any
 from crossdock.kvtransfer.events import Figures
 from crossdock.workers.replica.engine.engine import Engine, Step
 from crossdock.workers.replica.serving.metrics import EngineMetrics
-from crossdock.workers.report.advertise import LiveProfile, PageChanges, Publisher
+from crossdock.workers.report.advertise import LiveProfile, PageChanges
+from crossdock.workers.report.publisher import Publisher
 from crossdock.workers.report.recent_steps import RecentSteps
 from crossdock.workers.report.timeline import Progress, Timeline, Timelines
 from crossdock.workers.schedule.prefixes.tier_pages import TierCounts

@@ -12,6 +12,7 @@ from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.http.listener import listen
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.cluster.dispatch import connections
+from crossdock.cluster.dispatch.attempt import Attempt
 from crossdock.cluster.dispatch.dispatcher import Dispatcher, SlowReader
 from crossdock.cluster.dispatch.loop_clock import LoopClock
 from crossdock.workers.schedule.request import TokenDelta, TokenLogprobs
@@ -109,7 +110,7 @@ async def test_client_that_leaves_too_many_values_unread_loses_its_request_and_o
 
 def test_unread_delta_counts_its_tokens_and_every_log_probability_in_it() -> None:
     sampling = SamplingParams(max_tokens=9, logprobs=2, logprob_token_ids=(1, 2, 3), prompt_logprobs=4)
-    attempt = connections.Attempt(SimpleNamespace(submission=Submission("r", [3] * 30, sampling)), LoopClock())  # type: ignore[arg-type]
+    attempt = Attempt(SimpleNamespace(submission=Submission("r", [3] * 30, sampling)), LoopClock())  # type: ignore[arg-type]
     each = TokenLogprobs(5, -1.0, 1)
     attempt.add("a", TokenDelta("r", [5]), 0.0)  # the next delta does not count
     attempt.add("a", TokenDelta("r", [5, 6], logprobs=[each] * 2, prompt_logprobs=[None, each, each]), 0.0)

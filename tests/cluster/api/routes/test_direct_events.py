@@ -15,8 +15,8 @@ from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.http.listener import listen
 from crossdock.cluster.api.text.choices import Choice, Output
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
-from crossdock.cluster.dispatch.connections import RemoteMethod
 from crossdock.cluster.dispatch.dispatcher import Dispatcher
+from crossdock.cluster.dispatch.engine_client import RemoteMethod
 from crossdock.workers.report.advertise import Message
 from crossdock.workers.schedule.request import TokenDelta
 from crossdock.workers.schedule.submission import Submission
