@@ -13,9 +13,9 @@ from crossdock.cluster.api.body.tool_calls import ForcedCall, allowed_tools, che
 from crossdock.cluster.api.errors import ApiError, to_json
 from crossdock.workers.schedule.submission import Grammar
 
-_Tools = Annotated[list[dict[str, Any]], Field(max_length=bounds.TOOLS)]
+Tools = Annotated[list[dict[str, Any]], Field(max_length=bounds.TOOLS)]
 _Template = Annotated[str, Field(max_length=bounds.TEMPLATE_CHARS)]
-_Messages = Annotated[list[dict[str, Any]], Field(min_length=1, max_length=bounds.MESSAGES)]
+Messages = Annotated[list[dict[str, Any]], Field(min_length=1, max_length=bounds.MESSAGES)]
 _Documents = Annotated[list[dict[str, str]], Field(fail_fast=True, max_length=bounds.DOCUMENTS)]
 _MediaReading = dict[Literal["video"], VideoReading]
 _Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -74,12 +74,12 @@ class CompletionRequest(GenerationBody):
 
 
 class ChatCompletionRequest(GenerationBody):
-    messages: _Messages
+    messages: Messages
     max_completion_tokens: int | None = Field(None, ge=1)
     max_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=ALL_LOGPROBS, description="-1: the whole vocabulary.")
-    tools: _Tools = Field(
+    tools: Tools = Field(
         [], description="Shown to the model by the template. Its calls are read where the model's family is known."
     )
     tool_choice: Any = Field(
@@ -177,10 +177,10 @@ class TokenizeRequest(Body):
     """A text (`prompt`) or a chat (`messages`)."""
 
     prompt: str | None = None
-    messages: _Messages | None = None
+    messages: Messages | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool = False
-    tools: _Tools = Field([])
+    tools: Tools = Field([])
     media_io_kwargs: _MediaReading = Field({})
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False

@@ -1,17 +1,14 @@
 """The part that bodies of the Responses and Messages APIs share: both become the body of a chat."""
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from pydantic import Field
 
-from crossdock.cluster.api import bounds
-from crossdock.cluster.api.body.bodies import ChatCompletionRequest
+from crossdock.cluster.api.body.bodies import ChatCompletionRequest, Tools
 from crossdock.cluster.api.body.generation_body import REQUEST_ID
 from crossdock.cluster.api.body.json_body import Body
 from crossdock.cluster.api.errors import ApiError
-
-Tools = Annotated[list[dict[str, Any]], Field(max_length=bounds.TOOLS)]
 
 _PASSED = (  # fields that mean the same in a chat
     "cache_salt",

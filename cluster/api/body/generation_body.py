@@ -39,7 +39,7 @@ def _stream_options(value: Any) -> Any:
     return {name: option for name, option in value.items() if option is not None}
 
 
-_Stop = Annotated[str, Field(min_length=1, max_length=bounds.STOP_CHARS)]
+Stop = Annotated[str, Field(min_length=1, max_length=bounds.STOP_CHARS)]
 _BadWord = Annotated[str, Field(min_length=1, max_length=bounds.BAD_WORD_CHARS)]
 TokenId = Annotated[int, Field(ge=0)]
 _Bias = dict[str, Annotated[float, Field(ge=-100, le=100)]]
@@ -65,7 +65,7 @@ class GenerationBody(Body):
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: Annotated[_Bias, BeforeValidator(_biases), Field(max_length=bounds.BIASES)] = Field({})
     seed: _Int64 | None = None
-    stop: Annotated[list[_Stop], Field(max_length=bounds.STOPS), BeforeValidator(_one_or_many)] = Field([])
+    stop: Annotated[list[Stop], Field(max_length=bounds.STOPS), BeforeValidator(_one_or_many)] = Field([])
     max_tokens: int | None = Field(None, ge=0)
     stream: bool = False
     stream_options: Annotated[StreamOptions | None, BeforeValidator(_stream_options)] = None

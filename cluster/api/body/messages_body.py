@@ -6,6 +6,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 
 from crossdock.cluster.api import bounds
+from crossdock.cluster.api.body.bodies import Messages
 from crossdock.cluster.api.body.conversation_body import (
     ConversationBody,
     ConversationChat,
@@ -14,12 +15,11 @@ from crossdock.cluster.api.body.conversation_body import (
     text_of,
     wrong,
 )
+from crossdock.cluster.api.body.generation_body import Stop
 from crossdock.cluster.api.body.other_fields import RefusedField, check_other_fields
 from crossdock.cluster.api.body.pictures import Picture
 from crossdock.cluster.api.errors import ApiError
 
-_Messages = Annotated[list[dict[str, Any]], Field(min_length=1, max_length=bounds.MESSAGES)]
-_Stop = Annotated[str, Field(min_length=1, max_length=bounds.STOP_CHARS)]
 _ROLES = ("user", "assistant", "system")
 _PARTS = {  # of fields
     "output_config": ("effort", "format"),
@@ -44,7 +44,7 @@ class MessagesChat(ConversationChat):
 class CountTokensRequest(ConversationBody):
     """The conversation whose tokens are counted."""
 
-    messages: _Messages
+    messages: Messages
     system: str | list[dict[str, Any]] | None = Field(None, description="Text, or blocks of text.")
     tool_choice: dict[str, Any] | None = Field(
         None, description="`any` and `tool` force a call, by a grammar. `disable_parallel_tool_use` as in chats."
@@ -170,7 +170,7 @@ class CountTokensRequest(ConversationBody):
 
 class MessagesRequest(CountTokensRequest):
     max_tokens: int = Field(ge=1, description="At most what is left of the context.")
-    stop_sequences: Annotated[list[_Stop], Field(max_length=bounds.STOPS)] = Field([])
+    stop_sequences: Annotated[list[Stop], Field(max_length=bounds.STOPS)] = Field([])
 
     def _answer(self) -> dict[str, Any]:
         return {"max_tokens": self.max_tokens, "stop": self.stop_sequences}

@@ -6,11 +6,10 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from crossdock.cluster.api import bounds
-from crossdock.cluster.api.body.bodies import check_tools
+from crossdock.cluster.api.body.bodies import Tools, check_tools
 from crossdock.cluster.api.body.conversation_body import (
     ConversationBody,
     ConversationChat,
-    Tools,
     object_of,
     objects_of,
     text_of,

@@ -20,6 +20,7 @@ from crossdock.cluster.api.http.answers import SILENCE_S
 from crossdock.cluster.api.http.http_guard import as_api_error
 from crossdock.cluster.api.http.http_json import Name, event_stream, json_answer
 from crossdock.cluster.api.http.json_size import check_texts_size, count_marks
+from crossdock.cluster.api.http.keys import tenant_of
 from crossdock.cluster.api.http.limits import Charge
 from crossdock.cluster.api.routes.conversations import BegunChat, Conversations, Part
 from crossdock.cluster.api.routes.response_events import Event, ResponseAnswer, written
@@ -333,8 +334,7 @@ async def _written(items: list[Item]) -> Written:
 
 
 def _tenant(request: Request) -> str:
-    key = request.state.api_key
-    return "" if key is None else key.tenant
+    return tenant_of(request.state.api_key)
 
 
 def _end(charge: Charge | None) -> None:
