@@ -35,7 +35,7 @@ def counts(root: Path) -> Iterator[tuple[str, float, str]]:
         yield f"lines of {kind}", sum(len(texts[name].splitlines()) for name in texts if _top(name) in tops), ""
     results = root / "benchmarks" / "RESULTS.md"
     yield "lines of benchmarks/RESULTS.md", len(results.read_text().splitlines()), ""
-    folders = Counter(name.rpartition("/")[0] for name in texts if not name.endswith("__init__.py"))
+    folders = Counter(name.rpartition("/")[0] for name in texts)
     folder, files = folders.most_common(1)[0]
     yield "Python files in the largest folder", files, folder
 
