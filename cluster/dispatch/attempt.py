@@ -1,19 +1,20 @@
-"""One attempt at a request, with its events, and the connection to one replica, over which tokens of attempts come."""
+"""One attempt at a request: the replicas that work on it, and its events that have not been handled."""
 
 import asyncio
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
-from crossdock.cluster.dispatch.engine_client import EngineClient
 from crossdock.cluster.dispatch.ingress_metrics import RequestWatch
 from crossdock.cluster.dispatch.loop_clock import LoopClock
 from crossdock.router.actions import Action, Fail
 from crossdock.router.request_life import RequestLife
-from crossdock.workers.report.profile import SchedulingProfile
 from crossdock.workers.schedule.request import TokenDelta
+
+if TYPE_CHECKING:  # it imports this file
+    from crossdock.cluster.dispatch.connections import ReplicaConnection
 
 
 class DeltaReader(Protocol):
@@ -129,20 +130,3 @@ class Attempt:
         """Add an event where the deadline of the request has passed and nothing else has happened."""
         if self.life.deadline <= now and self.events.empty():
             self.events.put_nowait(self.life.tick)
-
-
-@dataclass(slots=True, eq=False)
-class ReplicaConnection:
-    """The stream of messages from one replica, and the attempts whose tokens come over it."""
-
-    name: str
-    client: EngineClient
-    profile: SchedulingProfile
-    attempts: dict[str, Attempt] = field(default_factory=dict)  # by request
-    aborting: list[tuple[str, int]] = field(default_factory=list)  # (request, attempt), in the next call
-    heard_at: float = 0.0  # seconds on the ingress's clock
-    following: asyncio.Task[None] | None = None  # reads the stream
-    is_silent: bool = False  # for too long
-    is_dead: bool = False  # its process is known to have ended
-    is_open: bool = False
-    is_leaving: bool = False  # the replica takes no new requests

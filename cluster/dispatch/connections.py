@@ -5,10 +5,11 @@ import contextvars
 import logging
 from collections import Counter, deque
 from collections.abc import Coroutine
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from crossdock.cluster.dispatch.attempt import Attempt, ReplicaConnection
+from crossdock.cluster.dispatch.attempt import Attempt
 from crossdock.cluster.dispatch.engine_client import EngineClient, RemoteMethod
 from crossdock.cluster.dispatch.loop_clock import TICK_S, LoopClock
 from crossdock.router.actions import Detach, Fail, ReplicaBroken, ReplicaDead, ReplicaLost, Timeouts
@@ -25,6 +26,23 @@ _MOST_PROBES = 300  # of a replica that was lost and has left, until Ray knows t
 
 class SlowReader(RuntimeError):
     """A client reads its tokens so slowly that too many wait, so its request was ended."""
+
+
+@dataclass(slots=True, eq=False)
+class ReplicaConnection:
+    """The stream of messages from one replica, and the attempts whose tokens come over it."""
+
+    name: str
+    client: EngineClient
+    profile: SchedulingProfile
+    attempts: dict[str, Attempt] = field(default_factory=dict)  # by request
+    aborting: list[tuple[str, int]] = field(default_factory=list)  # (request, attempt), in the next call
+    heard_at: float = 0.0  # seconds on the ingress's clock
+    following: asyncio.Task[None] | None = None  # reads the stream
+    is_silent: bool = False  # for too long
+    is_dead: bool = False  # its process is known to have ended
+    is_open: bool = False
+    is_leaving: bool = False  # the replica takes no new requests
 
 
 class ReplicaConnections:

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
-from crossdock.cluster.dispatch.attempt import Attempt, DeltaReader, ReplicaConnection
-from crossdock.cluster.dispatch.connections import ReplicaConnections, SlowReader
+from crossdock.cluster.dispatch.attempt import Attempt, DeltaReader
+from crossdock.cluster.dispatch.connections import ReplicaConnection, ReplicaConnections, SlowReader
 from crossdock.cluster.dispatch.engine_client import EngineClient, RemoteMethod
 from crossdock.cluster.dispatch.gate import MOST_WAIT_S, Gate, PauseMode
 from crossdock.cluster.dispatch.ingress_metrics import IngressMetrics, merge_metrics

@@ -1,4 +1,4 @@
-"""What an ingress asks of one replica."""
+"""The protocol by which an ingress asks one replica."""
 
 from collections.abc import AsyncIterator
 from typing import Any, Literal, Protocol, TypeAlias
