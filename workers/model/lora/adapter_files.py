@@ -51,6 +51,11 @@ class AdapterFiles:
     factors: Mapping[str, tuple[Factor, Factor]]  # A and B, by the module's name
     scales: Mapping[str, float]  # by the module's name
 
+    @property
+    def rank(self) -> int:
+        """Return the largest rank of a module."""
+        return max(a.rows for a, _ in self.factors.values())
+
     def adapter(self, name: str) -> Adapter:
         """Return the adapter as requests name it. Reads all bytes of its files."""
         factors = [factor for pair in self.factors.values() for factor in pair]
