@@ -6,26 +6,16 @@
 
 #pragma once
 
+#include "amx.h"
 #include "attention.h"
 
-#if defined(__AMX_BF16__) && defined(__AVX512BF16__)
-#define WITH_AMX
-
-#include <sys/syscall.h>
-#include <unistd.h>
+#if defined(WITH_AMX)
 
 namespace paged {
 namespace {
 
-// Asks Linux for the state of AMX, once for all threads of the process.
-inline bool may_use_tiles() {
-    constexpr int ARCH_REQ_XCOMP_PERM = 0x1023, XTILEDATA = 18;
-    static const bool may = syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA) == 0;
-    return may;
-}
+using amx::PAIR, amx::RUN;
 
-constexpr int RUN = 16;        // rows of an AMX tile: keys that are adjacent in a page, lanes, elements of a value
-constexpr int PAIR = 2 * RUN;  // two such tiles, and the bf16 of a tile's row
 constexpr int BLOCK = 128;     // keys whose scores are computed before their weights
 
 // 2^x for x <= 0, relative error below 8e-5: bf16 rounds weights by up to 4e-3.
@@ -52,13 +42,7 @@ class TileWorker {
         memory.reserve(total);
         auto take = [&](auto*& p) { p = static_cast<std::remove_reference_t<decltype(p)>>(memory.take(sizes[number++])); };
         take(queries_), take(values_), take(scores_), take(weights_), take(own_), take(first_), take(end_);
-        struct alignas(64) Config {
-            uint8_t palette = 1, row = 0, reserved[14] = {};
-            uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-            uint8_t rows[16] = {RUN, RUN, RUN, RUN, RUN, RUN, RUN, RUN};
-        };
-        static const Config config;
-        _tile_loadconfig(&config);
+        amx::Shape().use();
     }
     ~TileWorker() { _tile_release(); }
 

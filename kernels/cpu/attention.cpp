@@ -43,13 +43,13 @@ void crossdock_paged_attention(const paged::Arguments* a, int is_bf16, int num_t
 // Returns whether `crossdock_amx_attention` runs: by this compiler, on this CPU, under this kernel.
 int crossdock_has_amx() {
 #if defined(WITH_AMX)
-    return paged::may_use_tiles();
+    return amx::may_use_tiles();
 #else
     return 0;
 #endif
 }
 
-// The same in bf16, for pages and heads of a multiple of paged::RUN keys and paged::PAIR elements, keys as wide as values.
+// The same in bf16, for pages and heads of a multiple of amx::RUN keys and amx::PAIR elements, keys as wide as values.
 void crossdock_amx_attention([[maybe_unused]] const paged::Arguments* a, [[maybe_unused]] int num_threads) {
 #if defined(WITH_AMX)
     run<paged::TileWorker>(*a, num_threads);

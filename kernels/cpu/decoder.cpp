@@ -4,6 +4,7 @@
 // each operation takes longer than a decode step's arithmetic (45 us a region on the machine this was written on).
 // Every row is computed in the same order whatever the other rows are, so results do not depend on the batch.
 
+#include "amx_products.h"
 #include "attention.h"
 #include "layer_steps.h"
 #include "low_rank.h"
@@ -275,6 +276,10 @@ void decode_stack(const Stack& s, const DecoderBatch& b, X* hidden, X* scratch, 
                 barrier.wait();
                 return packed::multiply_rounded(rows, T, w, tid, nt, each);
             }
+#endif
+#if defined(WITH_AMX)
+            if constexpr (std::is_same_v<X, bf16>)
+                if (packed::is_in_tiles(w)) return packed::multiply_tiles(x, T, w, tid, nt, each);
 #endif
             packed::multiply<decltype(panels)::value>(x, T, w, tid, nt, each);
         };

@@ -1,5 +1,6 @@
 // Products with weights in panels (packed.h) one by one, and the way back to plain weights, for any CPU.
 
+#include "amx_products.h"
 #include "rounded.h"
 
 #include <omp.h>
@@ -27,6 +28,14 @@ void linear(const Matrix& w, const X* x, int64_t T, X* out, int num_threads) {
         }
         return;
     }
+#endif
+#if defined(WITH_AMX)
+    if constexpr (std::is_same_v<X, bf16>)
+        if (is_in_tiles(w)) {
+#pragma omp parallel num_threads(num_threads)
+            multiply_tiles(x, T, w, omp_get_thread_num(), omp_get_num_threads(), write);
+            return;
+        }
 #endif
     std::conditional_t<HAS_PAIRS, const X*, const float*> rows;
     std::vector<float> wide;
