@@ -205,12 +205,15 @@ inline int64_t first_key(const Arguments& a, int64_t position) {
     return a.window ? std::max<int64_t>(0, position - a.window + 1) : 0;
 }
 
-// Divides the work of `W`s. W::state_floats: of the state of R rows over one span.
+// Divides the work of `W`s for sequences of `least` rows or more, and fewer than `most`. W::state_floats: of the state of R
+// rows over one span.
 template <class W>
-inline Plan make_plan(const Arguments& a, int num_threads) {
+inline Plan make_plan(const Arguments& a, int num_threads, int64_t least = 0, int64_t most = INT64_MAX) {
     Plan plan;
     const int64_t group = a.Hq / a.Hkv, per_tile = std::max<int64_t>(1, W::TILE_ROWS / group);
     for (int64_t s = 0; s < a.S; ++s) {
+        const int64_t rows = a.query_start[s + 1] - a.query_start[s];
+        if (rows < least || rows >= most) continue;
         const int64_t past = a.kv_len[s] - a.query_start[s + 1];  // position = past + row
         for (int64_t q = a.query_start[s]; q < a.query_start[s + 1]; q += per_tile) {
             const int64_t end = std::min<int64_t>(q + per_tile, a.query_start[s + 1]);

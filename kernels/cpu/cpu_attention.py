@@ -13,13 +13,20 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from crossdock.kernels.attention import AttentionBatch, amx_takes, cpp_attention, library_for, reference_paged_attention
+from crossdock.kernels.attention import (
+    CHUNK_FROM,
+    AttentionBatch,
+    amx_takes,
+    cpp_attention,
+    library_for,
+    reference_paged_attention,
+)
 from crossdock.kernels.cpu.choice import KernelChoice, only
 from crossdock.kernels.cpu.measure import Cells
 from crossdock.kernels.cpu.remembered_seconds import measured_choice
 from crossdock.kernels.options import CpuKernels, Kernel
 
-ROWS = (16, 64, 256)  # tokens of a chunk that are measured
+ROWS = (CHUNK_FROM, 64, 256)  # tokens of a chunk that are measured
 LONG_CONTEXT = 1024
 """Tokens before a chunk from which it counts as deep in its prompt: then gathering takes a larger share."""
 
@@ -43,7 +50,7 @@ class CpuAttention:
         """Return the choices between `kernels` by rows, for chunks that begin a prompt and for chunks deep in one."""
         if (heads, kernels) not in self._choices:
             if self.setting in ("own", "torch") or len(kernels) == 1:
-                single = only("own") if kernels == ("own",) else KernelChoice("own", "torch", ROWS[0])
+                single = only("own") if kernels == ("own",) else KernelChoice("own", "torch", CHUNK_FROM)
                 self._choices[heads, kernels] = single, single
             else:
                 near, deep = (_measured(past, heads, kernels) for past in (0, 2 * LONG_CONTEXT))
@@ -78,7 +85,7 @@ class CpuAttention:
         self, q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: AttentionBatch, options: dict[str, Any]
     ) -> list[tuple[int, Kernel]]:
         """Return the sequences of the batch for which another kernel than own is chosen, ascending, each with it."""
-        if batch.max_query_len < ROWS[0] or self.setting == "own":
+        if batch.max_query_len < CHUNK_FROM or self.setting == "own":
             return []
         heads = (q.shape[1], k_pages.shape[1], k_pages.shape[3], q.dtype)
         is_plain = options.get("softcap") is None and options.get("sinks") is None and batch.key_end is None
@@ -91,7 +98,7 @@ class CpuAttention:
         chunks: list[tuple[int, Kernel]] = []
         for sequence, length in enumerate(lengths):
             rows = starts[sequence + 1] - starts[sequence]
-            if rows >= ROWS[0]:
+            if rows >= CHUNK_FROM:
                 near, deep = self.choices(heads, own if length > longest else (*own, "torch"))
                 kernel = (deep if length - rows >= LONG_CONTEXT else near).at(rows)
                 if kernel != "own":

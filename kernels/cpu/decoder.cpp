@@ -4,6 +4,7 @@
 // each operation takes longer than a decode step's arithmetic (45 us a region on the machine this was written on).
 // Every row is computed in the same order whatever the other rows are, so results do not depend on the batch.
 
+#include "amx_attention.h"
 #include "amx_products.h"
 #include "attention.h"
 #include "layer_steps.h"
@@ -120,6 +121,7 @@ struct DecoderBatch {
     const void *cos, *sin;               // [T, D]
     const LayerDeltas* const* adapters;  // of each row, all layers; null: no row has one, or this row has none
     int64_t rank;                        // the largest
+    int64_t chunk_from;                  // rows from which a sequence's attention may run by AMX (amx_attention.h)
 };
 
 }  // extern "C"
@@ -130,13 +132,14 @@ using packed::PANEL;
 
 // --- attention -------------------------------------------------------------------------------------------------------
 
-// The attention of all layers of a pass. Threads take items one after another; layers of one window share a plan.
-template <class T>
+// The attention of all layers of a pass, for sequences of `least` rows or more, and fewer than `most`. Threads take items one
+// after another; layers of one window share a plan.
+template <class T, class Worker>
 class Attention {
    public:
-    Attention(const Stack& s, const DecoderBatch& b, T* qkv, T* attended, int num_threads) {
+    Attention(const Stack& s, const DecoderBatch& b, T* qkv, T* attended, int num_threads, int64_t least, int64_t most) {
         const int64_t width = (s.Hq + 2 * s.Hkv) * s.D;
-        for (int64_t l = 0; l < s.num_layers; ++l) {
+        for (int64_t l = 0; l < s.num_layers && least < most; ++l) {
             const Layer& layer = s.layers[l];
             paged::Arguments a{b.S, b.P, s.Hq, s.Hkv, s.D, s.D, s.page_size};
             a.q_token = width, a.q_head = s.D, a.v_token = s.D;
@@ -147,7 +150,7 @@ class Attention {
             int64_t same = 0;
             while (same < int64_t(plans_.size()) && s.layers[plans_[same].layer].window != layer.window) ++same;
             if (same == int64_t(plans_.size()))
-                plans_.push_back({l, paged::make_plan<Worker>(a, num_threads)});
+                plans_.push_back({l, paged::make_plan<Worker>(a, num_threads, least, most)});
             layers_.push_back({a, same, counters_});
             counters_ += plans_[same].plan.num_counters;
             partials_ = std::max(partials_, plans_[same].plan.partial_floats);
@@ -158,6 +161,7 @@ class Attention {
 
     // A thread's share of one layer.
     void run(int64_t layer) {
+        if (layers_.empty() || plans_[layers_[layer].plan].plan.items.empty()) return;
         const auto& [arguments, number, counter] = layers_[layer];
         const paged::Plan& plan = plans_[number].plan;
         Worker worker(arguments, plan, memory_.get(), done_.get() + counter);
@@ -166,7 +170,6 @@ class Attention {
     }
 
    private:
-    using Worker = paged::Worker<T, std::conditional_t<std::is_same_v<T, bf16>, paged::ForBf16, paged::Floats>>;
     struct OfLayer {
         paged::Arguments arguments;
         int64_t plan, counter;
@@ -181,6 +184,16 @@ class Attention {
     std::unique_ptr<float[]> memory_;
     std::unique_ptr<std::atomic<int>[]> done_;
 };
+
+template <class T>
+using OwnAttention = Attention<T, paged::Worker<T, std::conditional_t<std::is_same_v<T, bf16>, paged::ForBf16, paged::Floats>>>;
+#if defined(WITH_AMX)
+template <class T>
+using ChunkAttention = std::conditional_t<std::is_same_v<T, bf16>, Attention<T, paged::TileWorker>, OwnAttention<T>>;
+#else
+template <class T>
+using ChunkAttention = OwnAttention<T>;
+#endif
 
 // --- adapters --------------------------------------------------------------------------------------------------------
 
@@ -251,7 +264,8 @@ void decode_stack(const Stack& s, const DecoderBatch& b, X* hidden, X* scratch, 
     const X *cos = static_cast<const X*>(b.cos), *sin = static_cast<const X*>(b.sin);
     Barrier barrier;
     Deltas<X> deltas(b, std::max({QKV, E, 2 * I}));
-    Attention<X> attention(s, b, qkv, attended, num_threads);
+    OwnAttention<X> attention(s, b, qkv, attended, num_threads, 0, b.chunk_from);
+    ChunkAttention<X> chunks(s, b, qkv, attended, num_threads, b.chunk_from, INT64_MAX);
 #if defined(ROUNDS_ROWS)
     packed::Rows rows(T, std::max({E, A, I}));
 #endif
@@ -309,6 +323,7 @@ void decode_stack(const Stack& s, const DecoderBatch& b, X* hidden, X* scratch, 
                 steps::finish_heads(heads, qkv + t * QKV, cos + t * s.D, sin + t * s.D, b.slots[t]);
             barrier.wait();
 
+            chunks.run(l);
             attention.run(l);
             barrier.wait();
 

@@ -12,7 +12,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from crossdock.kernels.attention import AttentionBatch
+from crossdock.kernels.attention import CHUNK_FROM, AttentionBatch, amx_takes
 from crossdock.kernels.cpu.build import cpu_flags
 from crossdock.kernels.cpu.choice import KernelChoice
 from crossdock.kernels.cpu.huge_pages import HugePages
@@ -40,6 +40,7 @@ from crossdock.kernels.packed import PackedMatrix
 
 Weight: TypeAlias = Tensor | PackedMatrix
 _NO_ADAPTERS = RowDeltas(())
+_NO_CHUNK = 2**62  # rows
 _MLP_ROWS = 512
 """Rows whose gates and ups are in memory at a time: the second-level cache holds more of them, and Linux clears fewer
 new pages. (2,048 rows of SmolLM2-135M on two cores of a Xeon with AMX: 421 ms a step against 540; 2026-11-27.)
@@ -135,7 +136,7 @@ class _DecoderBatch(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("T", "S", "P")),
         *((name, ctypes.c_void_p) for name in ("query_start", "kv_len", "page_table", "slots", "cos", "sin")),
         ("adapters", ctypes.c_void_p),
-        ("rank", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in ("rank", "chunk_from")),
     ]
 
 
@@ -181,6 +182,8 @@ def _copy(weight: Tensor | None) -> Tensor | None:
 class DecoderStack:
     """Layers over the views of one KV pool. `attention` is `paged_attention` of some backend, for library products.
 
+    `with_amx`: in one call, a chunk's attention runs by AMX where the CPU and the pages allow (`amx_takes`).
+
     Weights are copied, a layer at a time: nothing here refers to the tensors of `layers`. `frees_codes`: the memory of
     packed matrices goes back to the machine as they are copied, so nothing may read them afterwards.
 
@@ -196,8 +199,9 @@ class DecoderStack:
         choice: KernelChoice,
         attention: Callable[..., Tensor],
         frees_codes: bool = False,
+        with_amx: bool = False,
     ) -> None:
-        self._shape, self._choice, self._attention = shape, choice, attention
+        self._shape, self._choice, self._attention, self._with_amx = shape, choice, attention, with_amx
         steps_library()
         memory = HugePages()
         self._products: list[_Products] = []
@@ -212,7 +216,9 @@ class DecoderStack:
             del layer  # its matrices may be freed before the next layer is asked for
         self.num_layers = len(self._products)
         self._one_call = {kernel for kernel in choice.kernels if kernel in ONE_CALL and is_one_call}
-        stacks = [_OwnStack(shape, self._products, self._norms, self._heads, kernel) for kernel in self._one_call]
+        stacks = [
+            _OwnStack(shape, self._products, self._norms, self._heads, kernel, with_amx) for kernel in self._one_call
+        ]
         self._own = stacks[0] if stacks else None
         self._steps: list[HeadSteps] = []
         self._pages: Sequence[tuple[Tensor, Tensor]] = ()
@@ -237,7 +243,7 @@ class DecoderStack:
 
     def with_weights(self, layers: Sequence[DecoderLayer]) -> "DecoderStack":
         """Return a stack of the same shape and kernels with the weights of other layers."""
-        return DecoderStack(self._shape, layers, self._choice, self._attention)
+        return DecoderStack(self._shape, layers, self._choice, self._attention, with_amx=self._with_amx)
 
     def drop(self) -> None:
         """Give up the weights. Only `with_weights` may be called then."""
@@ -335,8 +341,10 @@ class _OwnStack:
         norms: Sequence[tuple[Tensor, Tensor]],
         heads: Sequence[tuple[Tensor | None, Tensor | None, Tensor | None, int | None]],
         kernel: Kernel,
+        with_amx: bool,
     ) -> None:
-        self._shape = shape
+        self._shape, self._with_amx = shape, with_amx
+        self._chunk_from, self._scratch = _NO_CHUNK, norms[0][0].new_empty(0)
         self._library = decoder_library(norms[0][0].dtype)
         self._layers = (_Layer * len(products))()  # points into tensors that `DecoderStack` keeps
         for structure, product, (input_norm, post_norm), (bias, q_norm, k_norm, window) in zip(
@@ -354,7 +362,8 @@ class _OwnStack:
 
     def bind(self, pages: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Point the layers to the views of a pool."""
-        shape = self._shape
+        shape, (keys, values) = self._shape, pages[0]
+        self._chunk_from = CHUNK_FROM if self._with_amx and amx_takes(keys.dtype, keys, values) else _NO_CHUNK
         for structure, (keys, values) in zip(self._layers, pages, strict=True):
             structure.keys, structure.values = keys.data_ptr(), values.data_ptr()
         page_stride, head_stride, _, _ = pages[0][0].stride()
@@ -368,18 +377,20 @@ class _OwnStack:
         """Compute all layers over hidden [T, E], in place."""
         shape, T = self._shape, len(hidden)
         width = shape.hidden + shape.intermediate + (2 * shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
-        scratch = hidden.new_empty(T * width)
+        if self._scratch.numel() < T * width:  # kept: Linux would clear new pages for each step
+            self._scratch = hidden.new_empty(T * width)
         table = batch.page_table.contiguous()
         pointers = adapters.pointers(T) if adapters.groups else None
         arguments = _DecoderBatch(
             *(T, len(batch.kv_len), table.shape[1]),
             *(t.data_ptr() for t in (batch.query_start, batch.kv_len, table, batch.slots, cos, sin)),
             *((None, 0) if pointers is None else (pointers.ctypes.data, adapters.rank)),
+            self._chunk_from,
         )
         self._library.crossdock_decode_stack(
             ctypes.byref(self._stack),
             ctypes.byref(arguments),
             ctypes.c_void_p(hidden.data_ptr()),
-            ctypes.c_void_p(scratch.data_ptr()),
+            ctypes.c_void_p(self._scratch.data_ptr()),
             torch.get_num_threads(),
         )

@@ -11,8 +11,9 @@ from functools import partial
 
 import torch
 
-from crossdock.kernels.attention import AttentionBatch, paged_attention
+from crossdock.kernels.attention import AttentionBatch
 from crossdock.kernels.cpu.choice import KernelChoice, only
+from crossdock.kernels.cpu.cpu_attention import CpuAttention
 from crossdock.kernels.cpu.decoder import DecoderLayer, DecoderShape, DecoderStack, Weight
 from crossdock.kernels.cpu.linear import ROWS
 from crossdock.kernels.cpu.measure import Cells
@@ -79,7 +80,10 @@ def stack_cells(
     A step of fewer than 64 rows is decodes, each after 64 tokens. A larger step is one chunk that begins a prompt.
     """
     layer = _layer(shape, dtype, form)
-    stacks = {kernel: DecoderStack(shape, [layer] * num_layers, only(kernel), paged_attention) for kernel in kernels}
+    attention = CpuAttention().paged_attention
+    stacks = {
+        kernel: DecoderStack(shape, [layer] * num_layers, only(kernel), attention, with_amx=True) for kernel in kernels
+    }
     batches = {count: _batch(count) for count in rows}
     num_pages = max(int(batch.page_table.max()) + 1 for batch in batches.values())
     pool = torch.full((num_pages, shape.num_kv_heads, num_layers, 2, _PAGE_SIZE, shape.head_dim), 0.1, dtype=dtype)

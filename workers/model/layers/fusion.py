@@ -188,7 +188,8 @@ def fuse(
             in_turn = _taken(layers, windows)
         else:
             in_turn = _narrowed(weights, layers_choice.kernels) if is_narrow else iter(weights)
-        stack = DecoderStack(shape, in_turn, layers_choice, attention, frees_codes=has_codes)
+        with_amx = cpu_kernels == "auto"  # own promises rows that do not depend on the chunks of a prompt
+        stack = DecoderStack(shape, in_turn, layers_choice, attention, has_codes, with_amx)
         path = next(name for name, part in model.named_modules() if part is layers)
         fused, fused_head = FusedLayers(stack, current_pages, path), FusedHead(head_weight, head_choice, has_codes)
     except OSError as error:
