@@ -1,7 +1,8 @@
 // Products of rows of bf16 with plain weights by AMX. A panel's words (packed.h) are tiles as they lie in memory.
 //
 // Used for any number of rows: with few rows a step waits for its weights, whatever multiplies them, and so a row's result
-// depends on no other row. 64 rows of 106 M weights: …
+// depends on no other row. (All layers of SmolLM2-135M on two cores of a Xeon, one process in turn: 64 rows 17 ms, by
+// oneDNN's AMX 54, by AVX512-BF16 77; 8 rows 10.6, 12.5 by AVX512-BF16; 2026-11-27.)
 
 #pragma once
 
@@ -82,12 +83,11 @@ constexpr int64_t TILE_BYTES = 1 << 20;  // of rows whose products a thread comp
 // This thread's share of x [T, K] times a weight, as `multiply`. K: a multiple of amx::PAIR.
 template <class Write>
 void multiply_tiles(const bf16* x, int64_t T, const Matrix& w, int tid, int nt, Write& write) {
-    using namespace amx;
+    if (T == 0) return;
     const int64_t panels = w.N / PANEL, pairs = (panels + 1) / 2;
     const int64_t blocks = (T * w.K * 2 + TILE_BYTES - 1) / TILE_BYTES, rows = (T + blocks - 1) / blocks;
-    const int64_t size = (rows + PAIR - 1) / PAIR * PAIR;
-    const int64_t tasks = pairs * blocks;
-    Shape().use();
+    const int64_t size = (rows + amx::PAIR - 1) / amx::PAIR * amx::PAIR, tasks = pairs * blocks;
+    amx::Shape().use();
     for (int64_t task = tasks * tid / nt; task < tasks * (tid + 1) / nt; ++task) {
         const int64_t n = task % pairs * 2, t = std::min(T, task / pairs * size), end = std::min(T, t + size);
         if (n + 1 < panels)

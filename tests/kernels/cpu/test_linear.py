@@ -26,7 +26,7 @@ needs_own = pytest.mark.skipif("avx512_bf16" not in cpu_flags(), reason="needs a
 
 
 @needs_own
-@pytest.mark.parametrize(("N", "K"), [(16, 2), (48, 64), (80, 576), (960, 30), (1616, 128)])
+@pytest.mark.parametrize(("N", "K"), [(16, 2), (48, 64), (80, 576), (960, 30), (1616, 128), (32, 4096)])
 def test_own_product_is_exact_to_rounding_and_rows_are_independent(N: int, K: int) -> None:
     weight = torch.randn(N, K).bfloat16()
     linear = OwnLinear(weight)
@@ -34,7 +34,7 @@ def test_own_product_is_exact_to_rounding_and_rows_are_independent(N: int, K: in
     exact = x.double() @ weight.double().T
     whole = linear(x)
     torch.testing.assert_close(whole.double(), exact, rtol=2**-8, atol=1e-3 * K**0.5)
-    for M in (1, 2, 3, 5, 8, 13, 96, 97, 200):
+    for M in (0, 1, 2, 3, 5, 8, 13, 16, 17, 32, 33, 96, 97, 200):
         assert torch.equal(linear(x[:M]), whole[:M]), M
     numbers = torch.randint(N, (3, 5))
     assert torch.equal(linear.rows(numbers), weight[numbers])
@@ -49,7 +49,7 @@ def test_own_product_in_float32_is_exact_to_rounding_and_rows_are_independent(N:
     exact = x.double() @ weight.double().T
     whole = linear(x)
     torch.testing.assert_close(whole.double(), exact, rtol=1e-5, atol=1e-6 * K)
-    for M in (1, 2, 3, 5, 7, 16, 17, 96, 97, 200):
+    for M in (0, 1, 2, 3, 5, 7, 16, 17, 96, 97, 200):
         assert torch.equal(linear(x[:M]), whole[:M]), M
     assert torch.equal(linear.rows(torch.arange(N)), weight)
 
@@ -81,7 +81,7 @@ def test_int8_product_is_that_of_the_rounded_numbers_and_rows_are_independent(
     # The result is rounded to bfloat16; float32 rounds a few ties of the scaled numbers to the other side.
     error, size = (whole.double() - exact).norm(dim=1), exact.norm(dim=1)
     assert (error <= 2**-7 * size + 1e-30).all()
-    for M in (1, 2, 3, 5, 8, 13, 96, 97, 200):
+    for M in (0, 1, 2, 3, 5, 8, 13, 96, 97, 200):
         assert torch.equal(linear(x[:M]), whole[:M]), M
 
 
