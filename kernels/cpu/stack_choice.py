@@ -8,12 +8,13 @@ weights come from memory as in a step.
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from crossdock.kernels.attention import AttentionBatch
+from crossdock.kernels.attention import CHUNK_FROM, AttentionBatch, amx_takes, cpp_attention, paged_attention
 from crossdock.kernels.cpu.choice import KernelChoice, only
-from crossdock.kernels.cpu.cpu_attention import CpuAttention
 from crossdock.kernels.cpu.decoder import DecoderLayer, DecoderShape, DecoderStack, Weight
 from crossdock.kernels.cpu.linear import ROWS
 from crossdock.kernels.cpu.measure import Cells
@@ -80,9 +81,8 @@ def stack_cells(
     A step of fewer than 64 rows is decodes, each after 64 tokens. A larger step is one chunk that begins a prompt.
     """
     layer = _layer(shape, dtype, form)
-    attention = CpuAttention().paged_attention
     stacks = {
-        kernel: DecoderStack(shape, [layer] * num_layers, only(kernel), attention, with_amx=True) for kernel in kernels
+        kernel: DecoderStack(shape, [layer] * num_layers, only(kernel), _attention, with_amx=True) for kernel in kernels
     }
     batches = {count: _batch(count) for count in rows}
     num_pages = max(int(batch.page_table.max()) + 1 for batch in batches.values())
@@ -127,6 +127,15 @@ def _layer(shape: DecoderShape, dtype: torch.dtype, form: CodeForm | None) -> De
         down=matrix(E, I),
         window=None,
     )
+
+
+def _attention(q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: AttentionBatch, **options: Any) -> Tensor:
+    """Compute the attention between library products as one call of decoder.cpp does: only products are compared."""
+    if batch.max_query_len < CHUNK_FROM or not amx_takes(q.dtype, k_pages, v_pages):
+        return paged_attention(q, k_pages, v_pages, batch, **options)
+    out = q.new_empty(q.shape)
+    cpp_attention(q, k_pages, v_pages, batch, slice(0, len(batch.kv_len)), out, **options, by_amx=True)
+    return out
 
 
 def _batch(rows: int) -> AttentionBatch:
