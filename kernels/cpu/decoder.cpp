@@ -197,58 +197,39 @@ using ChunkAttention = OwnAttention<T>;
 
 // --- adapters --------------------------------------------------------------------------------------------------------
 
-// What adapters add to the outputs of matrices of one input. Threads divide the work; they wait at `barrier` between parts.
+// What adapters add to the outputs of matrices of one input.
 template <class T>
 class Deltas {
    public:
-    struct Part {
-        DeltaOf name;
-        int64_t N;
-    };
-
-    // width: outputs of all matrices of one input, the most.
-    Deltas(const DecoderBatch& b, int64_t width) : b_(b), width_(width) {
-        if (!b.adapters) return;
-        inner_.reset(new float[b.T * NUM_DELTAS * b.rank]);
-        more_.reset(new float[b.T * width]);
+    explicit Deltas(const DecoderBatch& b) : b_(b) {
+        if (b.adapters) inner_.reset(new float[b.T * NUM_DELTAS * b.rank]);
     }
 
-    // This thread's share for the rows x [T, K]. Other threads need it after a barrier.
-    void compute(const T* x, int64_t K, int64_t layer, std::initializer_list<Part> parts, int tid, int nt, Barrier& barrier) {
+    // This thread's share of A x, for the rows x [T, K]. Other threads need it: they wait at `barrier`.
+    void shrink(const T* x, int64_t K, int64_t layer, std::initializer_list<DeltaOf> parts, int tid, int nt, Barrier& barrier) {
         if (!b_.adapters) return;
-        const int64_t first = b_.T * b_.rank * tid / nt, last = b_.T * b_.rank * (tid + 1) / nt;
-        for (int64_t t = 0; t < b_.T; ++t)
-            for (const Part& part : parts) {
-                if (!b_.adapters[t]) continue;
-                const Delta& delta = b_.adapters[t][layer].of[part.name];
-                const int64_t start = t * b_.rank, end = std::min(start + delta.rank, last);
-                low_rank::shrink<1>(delta, x + t * K, K, std::max(first - start, int64_t(0)), end - start, inner(t, part.name), 0);
-            }
-        barrier.wait();
-        for (int64_t t = 0; t < b_.T; ++t) {
-            float* to = more_.get() + t * width_;
-            for (const Part& part : parts) {
-                const int64_t n0 = part.N / LANES * tid / nt * LANES, n1 = part.N / LANES * (tid + 1) / nt * LANES;
-                if (b_.adapters[t])
-                    low_rank::expand<T>(b_.adapters[t][layer].of[part.name], inner(t, part.name), part.N, n0, n1, to + n0);
-                to += part.N;
-            }
-        }
+        int64_t task = 0;
+        for (DeltaOf part : parts)
+            low_rank::for_blocks(b_.adapters, 0, b_.T, [&](int64_t t, auto rows) {
+                const Delta& delta = b_.adapters[t][layer].of[part];
+                if (task++ % nt == tid)
+                    low_rank::shrink<decltype(rows)::value>(delta, x + t * K, K, 0, delta.rank, inner(t, part), NUM_DELTAS * b_.rank);
+            });
         barrier.wait();
     }
 
-    // Returns outputs y of row t with what is added, for the caller to round. `column`: of the first, among those of all `parts`.
-    vec add(vec y, int64_t t, int64_t column) const {
+    // Returns LANES outputs y of row t from output n of a matrix on, with what is added, for the caller to round.
+    vec add(vec y, int64_t t, int64_t layer, DeltaOf part, int64_t N, int64_t n) const {
         if (!b_.adapters || !b_.adapters[t]) return y;
-        return rounded<T>(y) + rounded<T>(load(more_.get() + t * width_ + column));
+        const Delta& delta = b_.adapters[t][layer].of[part];
+        return delta.rank ? rounded<T>(y) + rounded<T>(low_rank::expand<T>(delta, inner(t, part), N, n)) : y;
     }
 
    private:
-    float* inner(int64_t t, DeltaOf name) { return inner_.get() + (t * NUM_DELTAS + name) * b_.rank; }
+    float* inner(int64_t t, DeltaOf part) const { return inner_.get() + (t * NUM_DELTAS + part) * b_.rank; }
 
     const DecoderBatch& b_;
-    const int64_t width_;
-    std::unique_ptr<float[]> inner_, more_;  // [T, NUM_DELTAS, rank] and [T, width]
+    std::unique_ptr<float[]> inner_;  // [T, NUM_DELTAS, rank]
 };
 
 // --- layers ----------------------------------------------------------------------------------------------------------
@@ -263,7 +244,7 @@ void decode_stack(const Stack& s, const DecoderBatch& b, X* hidden, X* scratch, 
     X* activated = attended + T * A;
     const X *cos = static_cast<const X*>(b.cos), *sin = static_cast<const X*>(b.sin);
     Barrier barrier;
-    Deltas<X> deltas(b, std::max({QKV, E, 2 * I}));
+    Deltas<X> deltas(b);
     OwnAttention<X> attention(s, b, qkv, attended, num_threads, 0, b.chunk_from);
     ChunkAttention<X> chunks(s, b, qkv, attended, num_threads, b.chunk_from, INT64_MAX);
 #if defined(ROUNDS_ROWS)
@@ -297,9 +278,6 @@ void decode_stack(const Stack& s, const DecoderBatch& b, X* hidden, X* scratch, 
 #endif
             packed::multiply<decltype(panels)::value>(x, T, w, tid, nt, each);
         };
-        auto adapt = [&](const X* x, int64_t K, int64_t layer, std::initializer_list<typename Deltas<X>::Part> parts) {
-            deltas.compute(x, K, layer, parts, tid, nt, barrier);
-        };
         const std::integral_constant<int, 2> two;
         const std::integral_constant<int, packed::PARTS == 1 ? 3 : 1> three;
 
@@ -310,10 +288,16 @@ void decode_stack(const Stack& s, const DecoderBatch& b, X* hidden, X* scratch, 
                     steps::rms_norm(hidden + t * E, static_cast<const X*>(weight), float(s.eps), E, normed + t * E);
                 barrier.wait();
             };
+            auto shrink = [&](const X* x, int64_t K, std::initializer_list<DeltaOf> parts) { deltas.shrink(x, K, l, parts, tid, nt, barrier); };
+            auto add = [&](vec y, int64_t t, DeltaOf part, int64_t N, int64_t n) __attribute__((always_inline)) {
+                return deltas.add(y, t, l, part, N, n);
+            };
             normalise(layer.input_norm);
-            adapt(normed, E, l, {{Q_DELTA, A}, {K_DELTA, W}, {V_DELTA, W}});
+            shrink(normed, E, {Q_DELTA, K_DELTA, V_DELTA});
             multiply(three, normed, layer.qkv, [&](int64_t t, int64_t n, vec y) __attribute__((always_inline)) {
-                narrow(qkv + t * QKV + n, deltas.add(y, t, n));
+                const bool is_q = n < A, is_k = n < A + W;
+                y = is_q ? add(y, t, Q_DELTA, A, n) : add(y, t, is_k ? K_DELTA : V_DELTA, W, is_k ? n - A : n - A - W);
+                narrow(qkv + t * QKV + n, y);
             });
             barrier.wait();
 
@@ -327,28 +311,30 @@ void decode_stack(const Stack& s, const DecoderBatch& b, X* hidden, X* scratch, 
             attention.run(l);
             barrier.wait();
 
-            auto add_to_hidden = [&](int64_t t, int64_t n, vec y) __attribute__((always_inline)) {
-                X* to = hidden + t * E + n;
-                narrow(to, widen(to) + rounded<X>(deltas.add(y, t, n)));
+            auto add_to_hidden = [&](DeltaOf part) {
+                return [&, part](int64_t t, int64_t n, vec y) __attribute__((always_inline)) {
+                    X* to = hidden + t * E + n;
+                    narrow(to, widen(to) + rounded<X>(add(y, t, part, E, n)));
+                };
             };
-            adapt(attended, A, l, {{OUT_DELTA, E}});
-            multiply(three, attended, layer.out, add_to_hidden);
+            shrink(attended, A, {OUT_DELTA});
+            multiply(three, attended, layer.out, add_to_hidden(OUT_DELTA));
             barrier.wait();
 
             normalise(layer.post_norm);
-            adapt(normed, E, l, {{GATE_DELTA, I}, {UP_DELTA, I}});
+            shrink(normed, E, {GATE_DELTA, UP_DELTA});
             // The outputs are 16 gates and then their 16 ups. A gate waits in `activated` for its up, of the same thread.
             multiply(two, normed, layer.gate_up, [&](int64_t t, int64_t n, vec y) __attribute__((always_inline)) {
                 const int64_t column = n / (2 * PANEL) * PANEL + n % PANEL;
                 X* to = activated + t * I + column;
-                if (n / PANEL % 2 == 0) return narrow(to, deltas.add(y, t, column));
-                y = rounded<X>(deltas.add(y, t, I + column));
+                if (n / PANEL % 2 == 0) return narrow(to, add(y, t, GATE_DELTA, I, column));
+                y = rounded<X>(add(y, t, UP_DELTA, I, column));
                 narrow(to, steps::silu<X>(widen(to)) * y);
             });
             barrier.wait();
 
-            adapt(activated, I, l, {{DOWN_DELTA, E}});
-            multiply(three, activated, layer.down, add_to_hidden);
+            shrink(activated, I, {DOWN_DELTA});
+            multiply(three, activated, layer.down, add_to_hidden(DOWN_DELTA));
             barrier.wait();
         }
     }

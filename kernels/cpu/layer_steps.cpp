@@ -3,7 +3,6 @@
 #include "layer_steps.h"
 #include "low_rank.h"
 
-#include <algorithm>
 #include <numeric>
 #include <vector>
 
@@ -27,20 +26,7 @@ constexpr int64_t WORTH_A_THREAD = 1 << 15;
 
 inline int threads_for(int64_t elements, int num_threads) { return elements < WORTH_A_THREAD ? 1 : num_threads; }
 
-constexpr int BLOCK = 4;  // rows with one adapter that are computed together: each number of a matrix is loaded once for them
-
-// Calls `act(t, M)` for blocks of M rows of [t, end) that follow each other with one adapter; M is a constant, BLOCK or 1.
-template <class Act>
-inline void for_blocks(const LayerDeltas* const* adapters, int64_t t, int64_t end, Act act) {
-    while (t < end) {
-        if (!adapters[t])
-            ++t;
-        else if (t + BLOCK <= end && std::count(adapters + t, adapters + t + BLOCK, adapters[t]) == BLOCK)
-            act(t, std::integral_constant<int, BLOCK>()), t += BLOCK;
-        else
-            act(t++, std::integral_constant<int, 1>());
-    }
-}
+using low_rank::BLOCK;
 
 template <class T>
 void add_low_rank(const Adapted& a, T* y, int64_t t0, int64_t t1) {
@@ -48,7 +34,7 @@ void add_low_rank(const Adapted& a, T* y, int64_t t0, int64_t t1) {
     static thread_local std::vector<float> inner;
     const int64_t row = std::accumulate(a.widths, a.widths + a.count, int64_t(0)), panel = a.is_in_turn ? a.count * PANEL : PANEL;
     for (int64_t i = 0, from = 0; i < a.count; from += a.is_in_turn ? PANEL : a.widths[i], ++i)
-        for_blocks(a.adapters, t0, t1, [&](int64_t t, auto rows) {
+        low_rank::for_blocks(a.adapters, t0, t1, [&](int64_t t, auto rows) {
             constexpr int M = decltype(rows)::value;
             const Delta& delta = a.adapters[t][a.layer].of[a.first + i];
             if (!delta.rank) return;

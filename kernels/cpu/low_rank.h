@@ -4,6 +4,8 @@
 
 #include "packed.h"
 
+#include <algorithm>
+
 extern "C" {
 
 struct Delta {           // of one matrix
@@ -21,6 +23,21 @@ struct LayerDeltas {
 }  // extern "C"
 
 namespace low_rank {
+
+constexpr int BLOCK = 4;  // rows with one adapter that are computed together: each number of a matrix is loaded once for them
+
+// Calls `act(t, M)` for blocks of M rows of [t, end) that follow each other with one adapter; M is a constant, BLOCK or 1.
+template <class Act>
+inline void for_blocks(const LayerDeltas* const* adapters, int64_t t, int64_t end, Act act) {
+    while (t < end) {
+        if (!adapters[t])
+            ++t;
+        else if (t + BLOCK <= end && std::count(adapters + t, adapters + t + BLOCK, adapters[t]) == BLOCK)
+            act(t, std::integral_constant<int, BLOCK>()), t += BLOCK;
+        else
+            act(t++, std::integral_constant<int, 1>());
+    }
+}
 
 // out[m][r] = sum of x[m][i] a[r][i], for M and R rows of K numbers that follow each other. `stride`: between rows of out.
 template <int M, int R, class T, class W>
@@ -69,27 +86,17 @@ inline void shrink(const Delta& delta, const T* x, int64_t K, int64_t first, int
     else shrink_by<M>(static_cast<const T*>(delta.a), x, K, first, last, inner, stride);
 }
 
-// Outputs [first, first + count) of B inner, a multiple of LANES, for one row. b: of the first of them. Few rows of the matrix
-// at a time are each read from start to end, as the hardware expects.
+// LANES outputs from n on of B inner, for one row, in the order of sums of `expand_rows`.
 template <class W>
-inline void expand_by(const W* b, int64_t rank, const float* inner, int64_t N, int64_t count, float* out) {
-    constexpr int R = 4;
-    std::fill(out, out + count, 0.0f);
-    int64_t r = 0;
-    for (; r + R <= rank; r += R)
-        for (int64_t n = 0; n < count; n += LANES) {
-            vec y = load(out + n);
-            for (int i = 0; i < R; ++i) y = packed::multiply_add(splat(inner[r + i]), widen(b + (r + i) * N + n), y);
-            store(out + n, y);
-        }
-    for (; r < rank; ++r)
-        for (int64_t n = 0; n < count; n += LANES)
-            store(out + n, packed::multiply_add(splat(inner[r]), widen(b + r * N + n), load(out + n)));
+inline vec expand_by(const W* b, int64_t rank, const float* inner, int64_t N, int64_t n) {
+    vec y = {};
+    for (int64_t r = 0; r < rank; ++r) y = packed::multiply_add(splat(inner[r]), widen(b + r * N + n), y);
+    return y;
 }
 template <class T>
-inline void expand(const Delta& delta, const float* inner, int64_t N, int64_t first, int64_t last, float* out) {
-    if (delta.is_narrow) expand_by(static_cast<const bf16*>(delta.b) + first, delta.rank, inner, N, last - first, out);
-    else expand_by(static_cast<const T*>(delta.b) + first, delta.rank, inner, N, last - first, out);
+inline vec expand(const Delta& delta, const float* inner, int64_t N, int64_t n) {
+    if (delta.is_narrow) return expand_by(static_cast<const bf16*>(delta.b), delta.rank, inner, N, n);
+    return expand_by(static_cast<const T*>(delta.b), delta.rank, inner, N, n);
 }
 
 // Calls `each(m, n, B inner[m])` for LANES of N outputs from n on, in the same order of sums, for M rows and for V such vectors
