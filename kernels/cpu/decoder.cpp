@@ -219,10 +219,10 @@ class Deltas {
     }
 
     // Returns LANES outputs y of row t from output n of a matrix on, with what is added, for the caller to round.
-    vec add(vec y, int64_t t, int64_t layer, DeltaOf part, int64_t N, int64_t n) const {
+    vec add(vec y, int64_t t, int64_t layer, DeltaOf part, int64_t n) const {
         if (!b_.adapters || !b_.adapters[t]) return y;
         const Delta& delta = b_.adapters[t][layer].of[part];
-        return delta.rank ? rounded<T>(y) + rounded<T>(low_rank::expand<T>(delta, inner(t, part), N, n)) : y;
+        return delta.rank ? rounded<T>(y) + rounded<T>(low_rank::expand<T>(delta, inner(t, part), n)) : y;
     }
 
    private:
@@ -289,15 +289,12 @@ void decode_stack(const Stack& s, const DecoderBatch& b, X* hidden, X* scratch, 
                 barrier.wait();
             };
             auto shrink = [&](const X* x, int64_t K, std::initializer_list<DeltaOf> parts) { deltas.shrink(x, K, l, parts, tid, nt, barrier); };
-            auto add = [&](vec y, int64_t t, DeltaOf part, int64_t N, int64_t n) __attribute__((always_inline)) {
-                return deltas.add(y, t, l, part, N, n);
-            };
+            auto add = [&](vec y, int64_t t, DeltaOf part, int64_t n) __attribute__((always_inline)) { return deltas.add(y, t, l, part, n); };
             normalise(layer.input_norm);
             shrink(normed, E, {Q_DELTA, K_DELTA, V_DELTA});
             multiply(three, normed, layer.qkv, [&](int64_t t, int64_t n, vec y) __attribute__((always_inline)) {
                 const bool is_q = n < A, is_k = n < A + W;
-                y = is_q ? add(y, t, Q_DELTA, A, n) : add(y, t, is_k ? K_DELTA : V_DELTA, W, is_k ? n - A : n - A - W);
-                narrow(qkv + t * QKV + n, y);
+                narrow(qkv + t * QKV + n, add(y, t, is_q ? Q_DELTA : is_k ? K_DELTA : V_DELTA, is_q ? n : is_k ? n - A : n - A - W));
             });
             barrier.wait();
 
@@ -314,7 +311,7 @@ void decode_stack(const Stack& s, const DecoderBatch& b, X* hidden, X* scratch, 
             auto add_to_hidden = [&](DeltaOf part) {
                 return [&, part](int64_t t, int64_t n, vec y) __attribute__((always_inline)) {
                     X* to = hidden + t * E + n;
-                    narrow(to, widen(to) + rounded<X>(add(y, t, part, E, n)));
+                    narrow(to, widen(to) + rounded<X>(add(y, t, part, n)));
                 };
             };
             shrink(attended, A, {OUT_DELTA});
@@ -327,8 +324,8 @@ void decode_stack(const Stack& s, const DecoderBatch& b, X* hidden, X* scratch, 
             multiply(two, normed, layer.gate_up, [&](int64_t t, int64_t n, vec y) __attribute__((always_inline)) {
                 const int64_t column = n / (2 * PANEL) * PANEL + n % PANEL;
                 X* to = activated + t * I + column;
-                if (n / PANEL % 2 == 0) return narrow(to, add(y, t, GATE_DELTA, I, column));
-                y = rounded<X>(add(y, t, UP_DELTA, I, column));
+                if (n / PANEL % 2 == 0) return narrow(to, add(y, t, GATE_DELTA, column));
+                y = rounded<X>(add(y, t, UP_DELTA, column));
                 narrow(to, steps::silu<X>(widen(to)) * y);
             });
             barrier.wait();

@@ -9,7 +9,7 @@
 extern "C" {
 
 struct Delta {           // of one matrix
-    const void *a, *b;  // [rank, K], [rank, N]
+    const void *a, *b;  // [rank, K], [N / 16, rank, 16]
     int64_t rank;        // 0: the matrix stays as it is
     int64_t is_narrow;   // a and b are bfloat16; else of the type of inputs and outputs
 };
@@ -86,17 +86,23 @@ inline void shrink(const Delta& delta, const T* x, int64_t K, int64_t first, int
     else shrink_by<M>(static_cast<const T*>(delta.a), x, K, first, last, inner, stride);
 }
 
+// LANES numbers of B for outputs from n on, of rank r.
+template <class W>
+inline vec of_rank(const W* b, int64_t rank, int64_t r, int64_t n) {
+    return widen(b + (n / packed::PANEL * rank + r) * packed::PANEL + n % packed::PANEL);
+}
+
 // LANES outputs from n on of B inner, for one row, in the order of sums of `expand_rows`.
 template <class W>
-inline vec expand_by(const W* b, int64_t rank, const float* inner, int64_t N, int64_t n) {
+inline vec expand_by(const W* b, int64_t rank, const float* inner, int64_t n) {
     vec y = {};
-    for (int64_t r = 0; r < rank; ++r) y = packed::multiply_add(splat(inner[r]), widen(b + r * N + n), y);
+    for (int64_t r = 0; r < rank; ++r) y = packed::multiply_add(splat(inner[r]), of_rank(b, rank, r, n), y);
     return y;
 }
 template <class T>
-inline vec expand(const Delta& delta, const float* inner, int64_t N, int64_t n) {
-    if (delta.is_narrow) return expand_by(static_cast<const bf16*>(delta.b), delta.rank, inner, N, n);
-    return expand_by(static_cast<const T*>(delta.b), delta.rank, inner, N, n);
+inline vec expand(const Delta& delta, const float* inner, int64_t n) {
+    if (delta.is_narrow) return expand_by(static_cast<const bf16*>(delta.b), delta.rank, inner, n);
+    return expand_by(static_cast<const T*>(delta.b), delta.rank, inner, n);
 }
 
 // Calls `each(m, n, B inner[m])` for LANES of N outputs from n on, in the same order of sums, for M rows and for V such vectors
@@ -107,8 +113,8 @@ inline void expand_rows_by(const W* b, int64_t rank, const float* inner, int64_t
         vec sums[M][V] = {};
         for (int64_t r = 0; r < rank; ++r)
             for (int v = 0; v < V; ++v) {
-                const vec of_rank = widen(b + r * N + n + v * LANES);
-                for (int m = 0; m < M; ++m) sums[m][v] = packed::multiply_add(splat(inner[m * rank + r]), of_rank, sums[m][v]);
+                const vec number = of_rank(b, rank, r, n + v * LANES);
+                for (int m = 0; m < M; ++m) sums[m][v] = packed::multiply_add(splat(inner[m * rank + r]), number, sums[m][v]);
             }
         for (int m = 0; m < M; ++m)
             for (int v = 0; v < V; ++v) each(m, n + v * LANES, sums[m][v]);

@@ -19,16 +19,20 @@ class StackDeltas:
     """The matrices of one adapter, by layer and by the name of the matrix in `DecoderLayer` that they change."""
 
     def __init__(self, layers: Sequence[Mapping[str, Pair]]) -> None:
-        """In each pair, A and the transpose of B must be contiguous, both bfloat16 or of the type of inputs."""
-        self.layers = layers
+        """In each pair, A must be contiguous, and both bfloat16 or of the type of inputs. B is copied into panels."""
+        self.layers = [{name: (a, _in_panels(b)) for name, (a, b) in layer.items()} for layer in layers]
         self.rank = max((a.shape[0] for layer in layers for a, _ in layer.values()), default=0)
-        # As `LayerDeltas` of low_rank.h. They point into the tensors of `layers`.
+        # As `LayerDeltas` of low_rank.h. They point into the tensors of `self.layers`.
         self.structures = np.zeros((len(layers), len(_NAMES), 4), np.int64)
-        for layer, structure in zip(layers, self.structures, strict=True):
+        for layer, structure in zip(self.layers, self.structures, strict=True):
             for name, (a, b) in layer.items():
                 assert a.is_contiguous()
-                assert b.T.is_contiguous()
                 structure[_NAMES.index(name)] = a.data_ptr(), b.data_ptr(), a.shape[0], a.dtype == torch.bfloat16
+
+
+def _in_panels(b: Tensor) -> Tensor:
+    """Return B [N, rank] as [N / 16, rank, 16]: what 16 outputs need lies together, as their weights do."""
+    return b.view(-1, 16, b.shape[1]).transpose(1, 2).contiguous()
 
 
 class RowDeltas(NamedTuple):
