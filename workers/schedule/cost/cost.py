@@ -191,14 +191,21 @@ class StepCost(BaseModel, CostFormula[float]):
         """Return the predicted seconds of a step if launching its kernels took no time."""
         tokens, attended, decodes, context, drafts, chunk_context, adapters, adapted = work
         logits = decodes + drafts
-        return self.work_seconds(tokens, attended, logits, context, tokens + logits, chunk_context, adapters, adapted)
+        seconds = self.chunks_seconds(tokens, attended, tokens + logits, chunk_context)
+        return self._with_decodes(seconds, logits, context, adapters, adapted)
 
     def decode_step_seconds(self, decodes: float, context: float, adapters: float = 0.0, adapted: float = 0.0) -> float:
         """Return the predicted seconds of a step of `decodes` streams alone, with `context` tokens in total.
 
         `adapters`, `adapted`: as in `StepWork`.
         """
-        return self.work_seconds(0.0, 0.0, decodes, context, decodes, 0.0, adapters, adapted)
+        alone = self.chunks_seconds(0.0, 0.0, decodes, 0.0)
+        return self._with_decodes(alone, decodes, context, adapters, adapted)
+
+    def _with_decodes(self, seconds: float, logits: float, context: float, adapters: float, adapted: float) -> float:
+        """Return the seconds of a step that takes `seconds` without its decodes and drafts, `logits` in number."""
+        seconds += self.per_decode * logits + self.per_context * context
+        return seconds + (self.per_adapter * adapters + self.per_adapted * adapted)
 
     def draft_seconds(self, rows: float, context: float, adapter: float = 0) -> float:
         """Return the seconds that one more draft adds to `device_seconds` of a step of `rows` rows.

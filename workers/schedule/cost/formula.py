@@ -39,33 +39,21 @@ class CostFormula(Generic[Figure]):
         seconds: Figure = self.per_early_row * self.smaller(rows, self.bend_rows)
         return seconds
 
-    def work_seconds(
-        self,
-        tokens: Figure,
-        attended: Figure,
-        logits: Figure | float,
-        context: Figure | float,
-        rows: Figure,
-        chunk_context: Figure,
-        adapters: Figure | float,
-        adapted: Figure | float,
-    ) -> Figure:
-        """Return the seconds of a step if launching its kernels takes no time. The quantities are those of `StepWork`;
-        `logits` are its decodes and drafts."""
+    def chunks_seconds(self, tokens: Figure, attended: Figure, rows: Figure, chunk_context: Figure) -> Figure:
+        """Return the seconds of a step without what decodes and adapters add, if launching its kernels takes no time.
+
+        The quantities are those of `StepWork`; `rows` counts those of decodes too.
+        """
         seconds = self.base + self.per_prefill_token * tokens + self.per_attended * attended
         early: Figure = self.per_early_row * self.smaller(rows, self.bend_rows)  # `early_seconds`: a call takes time
-        seconds = seconds + self.per_chunk_context * chunk_context + early
-        seconds = seconds + (self.per_decode * logits + self.per_context * context)
-        return seconds + (self.per_adapter * adapters + self.per_adapted * adapted)
+        return seconds + self.per_chunk_context * chunk_context + early
 
     def chunk_step_seconds(self, start: Figure, num_tokens: Figure, adapter: float = 0) -> Figure:
         """Return the seconds of a step of one chunk alone, of `num_tokens` after `start` tokens of context.
 
         `adapter`: numbers in the matrices of the chunk's adapter.
         """
-        attended = num_tokens * (start + num_tokens / 2)
-        seconds = self.base + self.per_prefill_token * num_tokens + self.per_attended * attended
-        seconds = seconds + self.per_chunk_context * start + self.early_seconds(num_tokens)
+        seconds = self.chunks_seconds(num_tokens, num_tokens * (start + num_tokens / 2), num_tokens, start)
         if adapter:
             seconds = seconds + self.per_adapted * (num_tokens * adapter)
         longer: Figure = self.larger(seconds, self.least_with_chunk * (num_tokens > 1))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
 from crossdock.workers.schedule.cost.cost import StepCost, StepWork
-from crossdock.workers.schedule.pacing.chunking import LEAST_PART, floor_beside, free_seconds, free_tokens, longest_step
+from crossdock.workers.schedule.pacing.chunking import LEAST_PART, floor_beside, free_seconds, longest_step
 from crossdock.workers.schedule.pacing.pace import longest_gap
 
 ChunkPolicy: TypeAlias = Literal["adaptive", "fixed"]
@@ -36,8 +36,8 @@ def adaptive_share(cost: StepCost, beside: Beside, floor: int) -> float:
     seconds = longest_step(longest_gap(beside.tpot, is_urgent=beside.is_urgent), beside.overrun)
     tokens = cost.chunk_within(seconds, 0, beside.streams, alone=beside.alone)
     floor = floor_beside(cost, beside.streams, (beside.tpot,), beside.overrun, floor, beside.alone)
-    if floor and seconds < free_seconds(cost, beside.streams, 0, floor):
-        tokens = max(tokens, free_tokens(cost, beside.streams, 0, floor, alone=beside.alone))
+    if floor and seconds < (free := free_seconds(cost, beside.streams, 0, floor)):
+        tokens = max(tokens, cost.tokens_within(free, 0, beside.streams, alone=beside.alone), floor)
     least = beside.page_size if beside.is_urgent else LEAST_PART
     return share_of_chunk(cost, beside.streams, tokens) if tokens >= least else 0.0
 
