@@ -245,14 +245,15 @@ class Fleet:
         return paused if any(name not in out for name in self.table.by_name) else set()
 
     def _predict(
-        self, query: Query, cached: Floats, now: float, held: Floats, slots: Slots | None = None
+        self, query: Query, cached: Floats, ages: Floats, held: Floats | None, slots: Slots | None = None
     ) -> PromptPrediction[Floats]:
         """Return the prediction for a prompt at every replica, or at those in `slots`, which have `cached` tokens.
 
         `held`: see `predict_prompt`."""
-        priority, ages, loads = self._priority(query.slo_class), self.table.ages(now), self.table.loads
+        priority, loads = self._priority(query.slo_class), self.table.loads
         replicas: Sequence[ReplicaState | None] = self.table.by_slot
         if slots is not None:
+            held = None if held is None else held[slots]
             ages, loads, replicas = ages[slots], loads.at(slots), [replicas[slot] for slot in slots]
         asked, adapter = (query.num_tokens, query.max_tokens, priority), query.adapter_weights
         fair = partial(fair_ahead, replicas, priority, query.payer, query.weight) if query.payer else None
@@ -277,13 +278,14 @@ class Fleet:
         hashes = query.page_hashes[: (query.num_tokens - 1) // self.page_size]
         return self.prefixes.num_reported(slot, hashes) * self.page_size
 
-    def _in_use(self, query: Query, cached: Floats, now: float) -> Floats:
+    def _in_use(self, query: Query, cached: Floats, ages: Floats) -> Floats | None:
         """Return how many of the `cached` tokens, `[slot]`, lie in pages that other requests hold, where that decides
-        whether the prompt has room. Cached pages that no request holds count as free, but a prompt takes its own."""
+        whether the prompt has room. Cached pages that no request holds count as free, but a prompt takes its own.
+        None: the prompt has room at every replica."""
         priority, tokens = self._priority(query.slo_class), query.num_tokens + query.expected_output
-        lacks = lacks_room(self.table.loads, priority, tokens, self.table.ages(now))
+        lacks = lacks_room(self.table.loads, priority, tokens, ages)
         if not lacks.any():  # the usual case
-            return cached
+            return None
         found = cached.copy()
         for slot in np.flatnonzero((cached > 0) & lacks)[:MOST_IN_USE]:
             found[slot] = self._num_held(self.table.replica_in(int(slot)), query, cached[slot])
@@ -328,13 +330,14 @@ class Fleet:
         fastest, second = self.in_tiers
         cached, *by_tier = self._held(query, (fastest, second) if len(second) else (fastest,) if len(fastest) else ())
 
-        in_use = self._in_use(query, cached, now)
+        ages = self.table.ages(now)
+        in_use = self._in_use(query, cached, ages)
 
         def again(slots: Slots, held: Floats) -> PromptPrediction[Floats]:
-            return self._predict(query, held, now, in_use[slots], slots)
+            return self._predict(query, held, ages, in_use, slots)
 
         priority, loads = self._priority(query.slo_class), self.table.loads
-        slo, prompt = self.classes[priority], self._predict(query, cached, now, in_use)
+        slo, prompt = self.classes[priority], self._predict(query, cached, ages, in_use)
         asked = query.num_tokens, query.expected_output, priority, cached, self.classes, query.adapter_weights
         ways = _Ways(with_output(prompt, loads, *asked), cached)
         if by_tier:

@@ -169,7 +169,7 @@ def check_promise(
     loads: Loads, query: Query, prediction: Prediction[Floats], slo: SloClass, chosen: int, first: Slots
 ) -> None:
     """Raise Overloaded where the `chosen` slot would refuse the request as late, and all that may take it would."""
-    if query.may_refuse and late_refusal_s(loads, prediction, slo, chosen) > 0:
+    if query.may_refuse and loads.refuses_late[chosen] and late_refusal_s(loads, prediction, slo, chosen) > 0:
         _refuse_if_late(loads, prediction, slo, first)
 
 

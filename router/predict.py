@@ -114,10 +114,10 @@ def predict_prompt(
     something new, which grows without bound while a replica has nothing to do. `items`: (end, rows, parts) of each
     item that the replica encodes, unless its cached tokens cover the item. `fair`: of `own` and `done` seconds, what
     goes before the prompt where tenants have shares, see tenants.py; None: they have none. `held`: of the cached
-    tokens, those whose pages other requests hold: the others need room, also in the pool; None: all are held.
-    `adapter`: numbers in the matrices of the prompt's adapter.
+    tokens, those whose pages other requests hold: the others need room, also in the pool; None: the prompt has room
+    at every replica. `adapter`: numbers in the matrices of the prompt's adapter.
 
-    Over a row, `cached` and `age` are floats, there are no `items` and no `fair`, and the prompt has room.
+    Over a row, `cached` and `age` are floats, and there are no `items`, no `fair` and no `held`.
     """
     cost: Any = loads.cost
     larger = cost.larger
@@ -134,7 +134,7 @@ def predict_prompt(
     ahead = _backlog_ahead(loads, priority, age, own, fair)
     behind = ahead + own
     output = min(max_tokens, EXPECTED_OUTPUT_TOKENS)
-    room_wait = _room_wait(loads, priority, (rest if held is None else num_tokens - held) + output, age)
+    room_wait = _nothing(rest) if held is None else _room_wait(loads, priority, num_tokens - held + output, age)
     # More urgent prompts that come later go first. And the longer this prompt takes, the likelier it is that as many
     # streams will run meanwhile as did recently.
     excess = loads.recent_excess_share * np.exp(age / -MEMORY_S) * (behind / (behind + RECENT_SHARE_BACKLOG_S))
@@ -201,7 +201,7 @@ def _backlog_ahead(
     # Prompts of the same class share the time: each delays this one by this one's own length at most.
     reported, booked = loads.waiting(priority)
     done = done - urgent
-    if len(reported[0]) and np.any(reported[0]):
+    if len(reported[0]):
         total = _sum(reported[1])
         left = smaller(larger(1 - done / larger(total, 1e-9), 0.0), 1.0)
         ahead += _at_most(loads, reported, left, own)
@@ -237,17 +237,12 @@ def lacks_room(loads: Figures[Figure], priority: int, tokens: Figure | float, ag
     return (tokens > loads.max_prompt_now[priority]) | (age >= loads.taken_at)
 
 
-def _room_wait(loads: Figures[Figure], priority: int, rest: Figure, age: Figure) -> Figure:
+def _room_wait(loads: Any, priority: int, rest: Any, age: Any) -> Any:
     """Return the seconds until enough requests have ended for a place and for the pages of `rest` tokens, which no
     request that waits has taken."""
     lacks = lacks_room(loads, priority, rest, age)
-    if not _most(lacks):
-        return _nothing(rest)
-    return _seconds_to_room(loads, priority, rest, age, lacks)
-
-
-def _seconds_to_room(loads: Any, priority: int, rest: Any, age: Any, lacks: NDArray[np.bool_]) -> Any:
-    """Return `_room_wait` of many replicas, of which some lack room."""
+    if not lacks.any():
+        return np.zeros(len(rest))
     missing = np.maximum(_pages(loads, rest) - loads.free_pages[priority], 0.0)
     places = np.arange(1, MOST_ENDS + 1)[:, None]
     seconds, freed = loads.ends
