@@ -44,8 +44,8 @@ class ReplicaFigures(Generic[Costs, One, Each]):
     interval_share: One  # of these seconds, after which another step of a full pipeline ends: see `IntervalShare`
     # Fixed properties.
     depth: One  # steps in flight: the stages of its pipeline
+    chunk_gap: One  # a gap between the tokens of a stream, in steps that have a chunk each
     max_step_tokens: One  # tokens a step may hold
-    fits_streams: One  # 1: chunks fit the streams' TPOT; 0: chunks fill the step's tokens
     page_size: One  # tokens
     num_layer_groups: One  # of layers with pages of their own
     num_full_groups: One  # of these, without a window
@@ -69,7 +69,6 @@ class ReplicaFigures(Generic[Costs, One, Each]):
     future_gap: One  # the same with the streams of the future, and a place in a step for one more
     token_share: One  # of what a decode takes in a step, by which one more makes that gap longer
     per_joining_decode: One  # seconds that one more decode adds to a step with the streams of the future
-    most_urgent_stream: One  # priority of the most urgent stream of now; the number of classes if there is none
     lateness: One  # weighted seconds per token by which the streams of now are late with `gap`
     future_lateness: One  # the same in the future
     taken_at: One  # seconds from its last report, until which no request that waits takes free pages
@@ -89,6 +88,7 @@ class ReplicaFigures(Generic[Costs, One, Each]):
     # Shares of the replica's time, `by priority`.
     prefill_share: Each  # for prompts of a class while the present streams run
     own_prefill_share: Each  # the same, less the recent share of more urgent prompts
+    delays_streams: Each  # 1: streams wait for chunks of a class; 0: its chunks fit the TPOT of more urgent streams
     # Waiting prompts, `by priority`.
     urgent_reported: Each  # seconds of waiting prompts of more urgent classes, as last reported
     urgent_booked: Each  # the same, as booked since
@@ -237,8 +237,8 @@ def row(
         cost=cost,
         interval_share=interval_share,
         depth=profile.pipeline_parallel_size,
+        chunk_gap=max(profile.pipeline_parallel_size * interval_share, 1.0),
         max_step_tokens=profile.max_num_batched_tokens,
-        fits_streams=meaning_of(profile.chunk_policy).fits_streams,
         page_size=profile.page_size,
         num_layer_groups=len(profile.windows),
         num_full_groups=profile.needs.num_full_groups,
@@ -261,7 +261,6 @@ def row(
         future_gap=future_gap,
         token_share=token_share,
         per_joining_decode=per_joining_decode,
-        most_urgent_stream=first_nonzero(streams),
         lateness=pace.lateness,
         future_lateness=lateness(future_gap, future_streams, classes),
         taken_at=min([at for at, free in ends if free < free_now], default=_NO_LIMIT),
@@ -278,6 +277,7 @@ def row(
         max_prompt_now=max_prompt_now,
         prefill_share=[max(share, LEAST_SHARE) for share in shares],
         own_prefill_share=_own_shares(shares, live.prompt_shares),
+        delays_streams=_delays_streams(profile.chunk_policy, streams),
         urgent_reported=[each + live.in_flight_seconds for each in urgent[REPORTED]],
         urgent_booked=urgent[BOOKED],
         num_groups=num_groups,
@@ -438,6 +438,12 @@ def _steps_between_tokens(num_streams: float, depth: int, interval_share: float)
 
 
 _IDLE = LiveProfile("", 0, ())  # a replica that has not reported yet
+
+
+def _delays_streams(policy: str, streams: Sequence[float]) -> list[bool]:
+    """Return for each class whether streams wait for its chunks: with adaptive chunks, none of a more urgent class."""
+    fits, most_urgent = meaning_of(policy).fits_streams, first_nonzero(streams)
+    return [not fits or priority <= most_urgent for priority in range(len(streams))]
 
 
 def _own_shares(shares: Sequence[float], recent: Sequence[float]) -> list[float]:

@@ -89,7 +89,7 @@ def with_output(
     token: Any = loads.per_joining_decode + loads.cost.per_context * num_tokens
     token = token + loads.cost.per_adapted * adapter if adapter else token
     gap = loads.future_gap + loads.token_share * token
-    evicted = _evicted_seconds(loads, num_tokens - cached + output)
+    evicted = _evicted_seconds(loads, num_tokens + output, cached)
     late, work = _decode_lateness(loads, slo, gap, output, classes), output * token * loads.interval_share
     seconds = prompt.prefill, prompt.alone, prompt.admission_ttft, prompt.ttft, prompt.prompt_share
     return Prediction(*seconds, prompt.prompt_lateness, prompt.room_wait, evicted, gap, late, work)
@@ -256,12 +256,12 @@ def _room_wait(loads: Any, priority: int, rest: Any, age: Any) -> Any:
     return wait
 
 
-def _evicted_seconds(loads: Figures[Figure], tokens: Figure) -> Figure:
-    """Return the seconds of prefill that are expected to be lost if `tokens` more get pages at every replica."""
+def _evicted_seconds(loads: Figures[Figure], tokens: int, cached: Figure) -> Figure:
+    """Return the seconds of prefill that are expected to be lost if the `tokens` that are not `cached` get pages."""
     if _most(loads.eviction_seconds) <= 0:
-        return _nothing(tokens)
+        return _nothing(cached)
     larger = loads.cost.larger
-    evicted = larger(_pages(loads, tokens) - larger(loads.empty_pages, 0.0), 0.0)
+    evicted = larger(_pages(loads, tokens - cached) - larger(loads.empty_pages, 0.0), 0.0)
     return evicted * loads.eviction_seconds
 
 
@@ -276,17 +276,14 @@ def _prompt_lateness(
     """Return the weighted seconds by which the steps that compute the prompt make running streams late."""
     larger, smaller = loads.cost.larger, loads.cost.smaller
     chunk = smaller(loads.min_chunk, rest)
-    per_step = larger(loads.depth * loads.interval_share, 1.0)  # a stream's gap, in steps with a chunk
-    cost, streams = loads.cost, loads.step_streams
+    cost, streams, per_step = loads.cost, loads.step_streams, loads.chunk_gap
     more = chunk * per_token + cost.per_chunk_context * context
     more += cost.early_seconds(streams + chunk) - cost.early_seconds(streams)
     step = larger(loads.gap + more * per_step, cost.least_with_chunk * per_step)
     if _most(step) <= _tightest_tpot(classes):  # no stream is late at any replica, which is the usual case
         return _nothing(rest)
-    # With adaptive chunks, no stream waits for a prompt of a less urgent class.
-    delays = (loads.fits_streams == 0) | (priority <= loads.most_urgent_stream)
     late = _lateness(step, loads.streams, classes, larger) - loads.lateness
-    return cost.chosen(delays, late * rest / (larger(chunk, 1.0) * loads.depth), 0.0)
+    return cost.chosen(loads.delays_streams[priority], late * rest / (larger(chunk, 1.0) * loads.depth), 0.0)
 
 
 def _encoder_lateness(
@@ -300,11 +297,9 @@ def _encoder_lateness(
         return np.zeros(len(rest))
     chunk = np.maximum(np.minimum(loads.min_chunk, rest), 1.0)
     steps = np.maximum(np.minimum(num_items, rest / chunk), 1.0)
-    per_step = np.maximum(loads.depth * loads.interval_share, 1.0)
-    delays = (loads.fits_streams == 0) | (priority <= loads.most_urgent_stream)
-    late = _lateness(loads.gap + seconds / steps * per_step, loads.streams, classes, np.maximum) - loads.lateness
-    found: Floats = np.where(delays, steps * late, 0.0)
-    return found
+    gap = loads.gap + seconds / steps * loads.chunk_gap
+    late = _lateness(gap, loads.streams, classes, np.maximum) - loads.lateness
+    return np.where(loads.delays_streams[priority], steps * late, 0.0)
 
 
 def _decode_lateness(
