@@ -85,7 +85,7 @@ def with_sources(
     more = held[:, None] - cached.take(tried)  # [source, place in `tried`]
     travel = _travel_seconds(loads, more, sources, tried)
     # The source sees the question after its running step; the fetching replica sees the offer after its own.
-    waits = HANDOVER_S + loads.turn_left[tried] + (loads.turn_left + link_waits)[sources, None]
+    waits = HANDOVER_S + loads.turn_left[tried] + (loads.turn_left[sources] + link_waits[sources])[:, None]
     may = (more > 0) & (candidates.groups[sources, None] == candidates.groups[tried])
     arrival = waits + travel
     gain = may * (more / lacking * saved.take(tried) - np.maximum(arrival - before, 0.0))

@@ -250,13 +250,14 @@ class Fleet:
         """Return the prediction for a prompt at every replica, or at those in `slots`, which have `cached` tokens.
 
         `held`: see `predict_prompt`."""
-        priority, loads = self._priority(query.slo_class), self.table.loads
-        replicas: Sequence[ReplicaState | None] = self.table.by_slot
+        priority, loads, fair = self._priority(query.slo_class), self.table.loads, None
         if slots is not None:
-            held = None if held is None else held[slots]
-            ages, loads, replicas = ages[slots], loads.at(slots), [replicas[slot] for slot in slots]
+            ages, loads, held = ages[slots], loads.at(slots), None if held is None else held[slots]
+        if query.payer:
+            every = self.table.by_slot
+            replicas = every if slots is None else [every[slot] for slot in slots]
+            fair = partial(fair_ahead, replicas, priority, query.payer, query.weight)
         asked, adapter = (query.num_tokens, query.max_tokens, priority), query.adapter_weights
-        fair = partial(fair_ahead, replicas, priority, query.payer, query.weight) if query.payer else None
         prediction = predict_prompt(loads, *asked, cached, ages, self.classes, query.items, fair, held, adapter)
         if query.adapter:
             waits = self.table.adapter_waits(query.adapter)
@@ -268,15 +269,14 @@ class Fleet:
 
     def _held(self, query: Query, tiers: Sequence[Prefixes] = ()) -> list[Floats]:
         """Return how many tokens of the prompt each replica has in its pool, `[slot]`; the same with the first of its
-        tiers, and so on. At least one token is left to compute: the first output token needs its logits."""
+        tiers, and so on."""
         size, num_slots = self.page_size, len(self.table.by_slot)
-        found = self.prefixes.match(query.page_hashes[: (query.num_tokens - 1) // size], tiers)
-        return [size * pages_by_slot(each, num_slots) for each in found]
+        return [size * pages_by_slot(found, num_slots) for found in self.prefixes.match(self._usable(query), tiers)]
 
-    def _reported(self, query: Query, slot: int) -> float:
-        """Return how many tokens of the prompt a replica has reported to have; at least one is left to compute."""
-        hashes = query.page_hashes[: (query.num_tokens - 1) // self.page_size]
-        return self.prefixes.num_reported(slot, hashes) * self.page_size
+    def _usable(self, query: Query) -> Sequence[PageHash]:
+        """Return the hashes of the pages that a prompt may find in a cache. At least one token is left to compute: the
+        first output token needs its logits."""
+        return query.page_hashes[: (query.num_tokens - 1) // self.page_size]
 
     def _in_use(self, query: Query, cached: Floats, ages: Floats) -> Floats | None:
         """Return how many of the `cached` tokens, `[slot]`, lie in pages that other requests hold, where that decides
@@ -319,7 +319,7 @@ class Fleet:
         (row, age), size, slot = only, self.page_size, int(candidates.alone[0])
         if query.may_refuse and row.refuses_late:
             return None
-        cached = float(size * len(self.prefixes.match(query.page_hashes[: (query.num_tokens - 1) // size])[0]))
+        cached = float(size * len(self.prefixes.match(self._usable(query))[0]))
         prompt = predict_prompt(row, query.num_tokens, query.max_tokens, priority, cached, age, self.classes)
         prediction = with_output(prompt, row, query.num_tokens, query.expected_output, priority, cached, self.classes)
         return self._placement(query, self.classes[priority], prediction, slot, slot, cached)
@@ -346,8 +346,12 @@ class Fleet:
         may_fetch = self.config.policy == "seconds" and self.config.shipping != "never" and query.may_ship
         if not may_fetch or len(self.table) < 2 or not cached.any():  # a lone replica can fetch from none
             return ways
-        waits, held = self.table.link_waits(exclude), partial(self._reported, query)
-        fetches = with_sources(loads, ways.cached, ways.prediction, again, slo, candidates, waits, held)
+        waits, size, hashes = self.table.link_waits(exclude), self.page_size, self._usable(query)
+
+        def reported(slot: int) -> float:
+            return size * self.prefixes.num_reported(slot, hashes)
+
+        fetches = with_sources(loads, ways.cached, ways.prediction, again, slo, candidates, waits, reported)
         return ways._replace(fetches=fetches)
 
     def _brought(self, placement: Placement, ways: "_Ways", slot: int, prefills: Slots) -> Placement:
@@ -361,18 +365,15 @@ class Fleet:
             alternatives["load"] = round(float(ways.prediction.ttft[ways.loading].min()), 6)
         if alternatives and len(prefills):
             alternatives["ship"] = round(float(ways.prediction.ttft[prefills].min()), 6)
-        placement = replace(placement, alternatives=alternatives)
         first, *rest = placement.reason.split()
+        brought: dict[str, Any] = {"alternatives": alternatives}
         if ways.fetches is not None and (fetch := ways.fetches.of(slot)) is not None:
-            return replace(
-                placement,
-                source=self.table.replica_in(fetch.source).name,
-                source_tokens=int(fetch.tokens),
-                source_seconds=fetch.seconds,
-                reason=" ".join([first, "fetched", *rest]),
-            )
-        is_loaded = ways.loading is not None and slot in ways.loading
-        return replace(placement, reason=" ".join([first, "loaded", *rest])) if is_loaded else placement
+            source = self.table.replica_in(fetch.source).name
+            brought |= {"source": source, "source_tokens": int(fetch.tokens), "source_seconds": fetch.seconds}
+            brought["reason"] = " ".join([first, "fetched", *rest])
+        elif ways.loading is not None and slot in ways.loading:
+            brought["reason"] = " ".join([first, "loaded", *rest])
+        return replace(placement, **brought)
 
     def _placement(
         self,

@@ -33,7 +33,7 @@ Each = TypeVar("Each", Sequence[float], Floats)
 NUM_GROUPS = len(LENGTHS) + 1  # prompt lengths that are distinguished
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class ReplicaFigures(Generic[Costs, One, Each]):
     """The figures of one replica, `One` float each, or of all replicas, an array each. `Each` has one per SLO class.
 
@@ -119,7 +119,7 @@ class ReplicaFigures(Generic[Costs, One, Each]):
         return turn_left, chosen(age < joins, joins - age, self.later_join)
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class Row(ReplicaFigures[StepCost, float, Sequence[float]]):
     """The entry of one replica in `Loads`."""
 
@@ -157,7 +157,7 @@ class Row(ReplicaFigures[StepCost, float, Sequence[float]]):
         loads.ends[..., slot] = times + times[-1:] * unknown, freed + freed[-1:] * unknown
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class Loads(ReplicaFigures[StepCosts, Floats, Floats]):
     """Every replica's row, as arrays over replica slots: `[slot]`, and `[priority, slot]` where it is per class."""
 
@@ -197,14 +197,12 @@ def blank(num_slots: int, num_classes: int) -> Loads:
 
 
 def _of(columns: Floats, groups: Floats, ends: Floats) -> Loads:
-    """Return the loads whose arrays are views of `columns`."""
-    num_classes = groups.shape[2]
-    num_coefficients, num_single = len(_COEFFICIENTS), len(_SINGLE)
-    cost = StepCosts(*columns[:num_coefficients])
-    arrays = dict(zip(_NAMES_PER_REPLICA, columns[num_coefficients:num_single], strict=True))
+    """Return the loads whose arrays are views of `columns`, which are in the order of the fields."""
+    num_coefficients, num_single, num_classes = len(_COEFFICIENTS), len(_SINGLE), groups.shape[2]
+    cost, single = StepCosts(*columns[:num_coefficients]), columns[num_coefficients:num_single]
     classes = columns[num_single:].reshape(len(_NAMES_PER_CLASS), num_classes, -1)
-    arrays |= zip(_NAMES_PER_CLASS, classes, strict=True)
-    return Loads(cost=cost, **arrays, columns=columns, groups=groups, ends=ends)
+    figures: Sequence[Any] = (cost, *single, *classes, columns, groups, ends)
+    return Loads(*figures)
 
 
 def row(
