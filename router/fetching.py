@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from crossdock.router.loading import least, saved_seconds
+from crossdock.router.loading import saved_seconds
 from crossdock.router.loads import Loads, Slots
-from crossdock.router.placement import HANDOVER_S, PAIR_CANDIDATES, Candidates, due_s, prompt_costs
+from crossdock.router.placement import HANDOVER_S, PAIR_CANDIDATES, Candidates, due_s, least, prompt_costs
 from crossdock.router.predict import PromptPrediction
 from crossdock.workers.schedule.cost.formula import Floats
 from crossdock.workers.schedule.slo import SloClass
@@ -121,8 +121,7 @@ def _best_sources(loads: Loads, cached: Floats, link_waits: Floats) -> Slots:
         return holders
     per_token = np.add.reduce(loads.cost.per_prefill_token.take(holders)) / len(holders)
     cost = cached * (loads.page_bytes / (loads.page_size * loads.bytes_per_second) - per_token) + link_waits
-    best: Slots = holders[cost.take(holders).argpartition(PAIR_CANDIDATES)[:PAIR_CANDIDATES]]
-    return best
+    return least(holders, cost, PAIR_CANDIDATES)
 
 
 def _travel_seconds(loads: Loads, more: Floats, sources: Slots, slots: Slots) -> Floats:

@@ -5,7 +5,7 @@ the reports of every replica, and counts its own bookings only until the replica
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -146,8 +146,8 @@ class Fleet:
         else:
             pair = choose(loads, query, cached, prediction, slo, candidates)
             prefill, decode = pair.prefill, pair.decode
-        placement = self._placement(query, slo, prediction, prefill, decode, cached)
-        return self._brought(placement, ways, prefill, candidates.prefills)
+        how, brought = self._brought(ways, prefill, candidates.prefills)
+        return self._placement(query, slo, prediction, prefill, decode, cached, how, **brought)
 
     def book(self, query: Query, placement: Placement) -> None:
         """Count a request as given to the replicas of `placement`, to which it is on its way."""
@@ -354,26 +354,23 @@ class Fleet:
         fetches = with_sources(loads, ways.cached, ways.prediction, again, slo, candidates, waits, reported)
         return ways._replace(fetches=fetches)
 
-    def _brought(self, placement: Placement, ways: "_Ways", slot: int, prefills: Slots) -> Placement:
-        """Return the placement with how the replica in `slot` gets pages that it lacks, and each way's seconds.
+    def _brought(self, ways: "_Ways", slot: int, prefills: Slots) -> tuple[str, dict[str, Any]]:
+        """Return a word for how the replica in `slot` gets pages that it lacks, and what the placement says of that.
 
         `prefills`: the replicas that may compute the prompt for another."""
         if ways.fetches is None and ways.loading is None:
-            return placement
+            return "", {}
         alternatives = dict(ways.fetches.alternatives) if ways.fetches is not None else {}
         if ways.loading is not None and len(ways.loading):
             alternatives["load"] = round(float(ways.prediction.ttft[ways.loading].min()), 6)
         if alternatives and len(prefills):
             alternatives["ship"] = round(float(ways.prediction.ttft[prefills].min()), 6)
-        first, *rest = placement.reason.split()
-        brought: dict[str, Any] = {"alternatives": alternatives}
         if ways.fetches is not None and (fetch := ways.fetches.of(slot)) is not None:
             source = self.table.replica_in(fetch.source).name
-            brought |= {"source": source, "source_tokens": int(fetch.tokens), "source_seconds": fetch.seconds}
-            brought["reason"] = " ".join([first, "fetched", *rest])
-        elif ways.loading is not None and slot in ways.loading:
-            brought["reason"] = " ".join([first, "loaded", *rest])
-        return replace(placement, **brought)
+            sent = {"source": source, "source_tokens": int(fetch.tokens), "source_seconds": fetch.seconds}
+            return " fetched", sent | {"alternatives": alternatives}
+        is_loaded = ways.loading is not None and slot in ways.loading
+        return " loaded" * is_loaded, {"alternatives": alternatives}
 
     def _placement(
         self,
@@ -383,14 +380,17 @@ class Fleet:
         prefill: int,
         decode: int,
         cached: Floats | float,
+        how: str = "",
+        **brought: Any,
     ) -> Placement:
+        """Return the placement of a request. `how`, `brought`: see `_brought`."""
         first, last = self.table.replica_in(prefill), self.table.replica_in(decode)
         ttft, alone = _at(prediction.ttft, prefill), _at(prediction.alone, prefill)
         late = slo.weight * max(ttft - slo.ttft_deadline(alone), 0.0)
         late += _at(prediction.prompt_lateness, prefill) + _at(prediction.decode_lateness, decode)
-        reason: str = self.config.policy
+        reason = self.config.policy + how
         if self.config.policy == "seconds":
-            reason = "local" if prefill == decode else "shipped"
+            reason = ("local" if prefill == decode else "shipped") + how
             reason += " cached" * bool(2 * _at(cached, prefill) >= query.num_tokens) + " late" * bool(late > 0)
         return Placement(
             decode=last.name,
@@ -402,6 +402,7 @@ class Fleet:
             cached_tokens=int(_at(cached, prefill)),
             prefill_seconds=_at(prediction.prefill, prefill),
             weights=last.profile.weights if self.config.unlike_weights == "apart" else "",
+            **brought,
         )
 
 

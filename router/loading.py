@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from crossdock.router.loads import Loads, Slots
-from crossdock.router.placement import Candidates, due_s, prompt_costs
+from crossdock.router.placement import Candidates, due_s, least, prompt_costs
 from crossdock.router.predict import PromptPrediction
 from crossdock.workers.schedule.cost.formula import Floats
 from crossdock.workers.schedule.slo import SloClass
@@ -62,11 +62,6 @@ def with_loads(
     tokens = cached.copy()
     tokens[slots[is_sooner]] = before[is_sooner]
     return tokens, slots[is_sooner]
-
-
-def least(slots: Slots, costs: Floats, most: int) -> Slots:
-    """Return the slots of least cost, at most so many."""
-    return slots if len(slots) <= most else slots[costs.take(slots).argpartition(most)[:most]]
 
 
 def saved_seconds(loads: Loads, cached: Floats, more: Floats) -> Floats:

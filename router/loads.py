@@ -171,7 +171,7 @@ class Loads(ReplicaFigures[StepCosts, Floats, Floats]):
 
     def waiting(self, priority: int) -> Floats:
         """Return the counts and the seconds of prompts that wait, `[position, slot]` each: REPORTED, BOOKED."""
-        found: Floats = self.groups[:, :, priority, : int(self.num_groups[priority].max())]
+        found: Floats = self.groups[:, :, priority, : int(np.maximum.reduce(self.num_groups[priority]))]
         return found
 
 

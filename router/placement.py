@@ -151,8 +151,8 @@ def choose(
         best = SlotPair(int(alone[at]), int(alone[at]), float(costs[at]))
     prompt_cost += evicted  # a pair keeps the pages of the prompt on both replicas
     for group in np.unique(candidates.groups[prefills]) if len(prefills) and len(candidates.decodes) else ():
-        near = _cheapest(_within(prefills, group, candidates), prompt_cost * spread)
-        far = _cheapest(_within(candidates.decodes, group, candidates), output_cost * spread)
+        near = least(_within(prefills, group, candidates), prompt_cost * spread, PAIR_CANDIDATES)
+        far = least(_within(candidates.decodes, group, candidates), output_cost * spread, PAIR_CANDIDATES)
         tail = _transfer_tail(loads, query, cached, prediction, near, far)
         costs = prompt_cost[near, None] + output_cost[far] + slo.weight * tail
         costs *= np.sqrt(spread[near, None] * spread[far])
@@ -207,11 +207,9 @@ def _within(slots: Slots, group: np.int64, candidates: Candidates) -> Slots:
     return within
 
 
-def _cheapest(slots: Slots, costs: Floats) -> Slots:
-    """Return the `PAIR_CANDIDATES` slots of least cost."""
-    if len(slots) <= PAIR_CANDIDATES:
-        return slots
-    return slots[np.argpartition(costs[slots], PAIR_CANDIDATES)[:PAIR_CANDIDATES]]
+def least(slots: Slots, costs: Floats, most: int) -> Slots:
+    """Return the slots of least cost, at most so many. `costs`: of every slot."""
+    return slots if len(slots) <= most else slots[costs.take(slots).argpartition(most)[:most]]
 
 
 def _transfer_tail(

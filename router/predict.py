@@ -319,7 +319,8 @@ def _tightest_tpot(classes: Sequence[SloClass]) -> float:
 
 def _lateness(gap: Figure, streams: Any, classes: Sequence[SloClass], larger: Callable[..., Any]) -> Figure:
     """Return `loads.lateness` of every replica."""
-    late = _nothing(gap)
+    late, longest = _nothing(gap), _most(gap)
     for slo, count in zip(classes, streams, strict=True):
-        late += larger(gap - slo.tpot_s, 0.0) * (slo.weight * count)
+        if longest > slo.tpot_s:
+            late += larger(gap - slo.tpot_s, 0.0) * (slo.weight * count)
     return late
