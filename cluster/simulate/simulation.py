@@ -298,8 +298,9 @@ class Simulation:
     def granted(self, replica: SimulatedReplica, granted: Request, now: float) -> None:
         """Note that there are pages for a prompt that another replica computes."""
         request = self.requests.get(granted.id)
-        if request is not None and request.transfer is not None and request.transfer.receiver is replica:
-            request.transfer.grant(granted, now)
+        transfer = request.transfer if request is not None else None
+        if transfer is not None and transfer.receiver is replica and transfer.attempt == granted.epoch:
+            transfer.grant(granted, now)
 
     def published(self, replica: SimulatedReplica, now: float) -> None:
         """Report a replica's live profile to the routers and the scaler."""

@@ -55,6 +55,22 @@ def test_decode_replica_computes_only_the_missing_pages_when_prefill_replica_die
     assert outcome.samples[0].ok
 
 
+def test_grant_of_an_attempt_that_was_given_up_lets_no_page_of_the_next_one_travel() -> None:
+    """An urgent prompt takes the place of a batch on prefill in the last step of a stream on decode. When that step
+    ends, decode grants pages to the batch's first attempt before it reads the abort; then the urgent prompt gets them.
+    The second attempt is granted when that has ended."""
+    small = {"profile": profile(num_pages=32, max_model_len=512, bytes_per_second=2.0**40)}
+    pools = fleet({"name": "prefill", **small}, {"name": "decode", **small}, router={"shipping": "always"})
+    jobs = [job("stream", 160, 60), job("batch", 400, 5, due=0.25, tier="batch")]
+    last_step_ends = times(play(pools, jobs)[1])[0][-1]
+    jobs.append(job("urgent", 200, 40, due=last_step_ends - 1 / 128, tier="interactive"))
+    simulation, outcome = play(pools, jobs)
+    assert_all_ended(simulation, outcome, jobs)
+    _, (_, _, *batch), urgent = times(outcome)  # the first two tokens are made on prefill, one in each attempt
+    assert outcome.replicas[0].num_prefilled > 160 + 400 + 200, "a part of the batch was computed again"
+    assert batch[0] > urgent[-1]
+
+
 def test_request_without_a_replica_fails() -> None:
     jobs = [job("a", 64, 50), job("b", 64, 5, due=3.0), job("c", 64, 5, due=6.0)]
     lonely = fleet(failures=[{"at": 0.5, "kill": "mixed/0"}, {"at": 5.0, "add": "mixed"}])
