@@ -240,9 +240,8 @@ class SimulatedReplica:
         """Do what was scheduled now: its loads, and its step, if there is one, which begins at `begins`."""
         self._take_returned(now)
         self.tiers.load(self.scheduler.loading.take_begun(), self.scheduler.loading, now)
-        if batch.num_decodes < len(batch.scheduled):
-            self.observer.scheduled(self, batch, now)
         if batch:
+            self.observer.scheduled(self, batch, now)
             self._flights.append(self._begin(batch, begins))
 
     def _advance_loads(self, now: float) -> None:

@@ -265,22 +265,26 @@ class Simulation:
                 self._stream(request, delta, now)
             else:
                 self._do(request, actions, now)
-        for part in batch.scheduled[batch.num_decodes :]:
-            if (sent := self._sent(replica, computed := part.request)) is not None:
-                is_complete = computed.num_output_tokens > len(computed.output_token_ids)
-                sent.computed(computed.num_computed_tokens, is_complete, now)
+        for sent, computed in self._sent(replica, batch):
+            is_complete = computed.num_output_tokens > len(computed.output_token_ids)
+            sent.computed(computed.num_computed_tokens, is_complete, now)
 
     def scheduled(self, replica: SimulatedReplica, batch: Batch, now: float) -> None:
-        """Note that a step begins that computes chunks of prompts."""
-        for part in batch.scheduled[batch.num_decodes :]:
-            if (sent := self._sent(replica, part.request)) is not None:
-                sent.offer(now)
+        """Note that a step begins."""
+        for sent, _ in self._sent(replica, batch):
+            sent.offer(now)
 
-    def _sent(self, replica: SimulatedReplica, computed: Request) -> SimulatedTransfer | None:
-        """Return the transfer to which a request's pages on this replica belong."""
-        request = self.requests.get(computed.id) if computed.leg is Leg.SEND else None
-        sent = request.sent_by(replica.name) if request is not None else None
-        return sent if sent is not None and sent.attempt == computed.epoch else None
+    def _sent(self, replica: SimulatedReplica, batch: Batch) -> list[tuple[SimulatedTransfer, Request]]:
+        """Return the requests of a batch whose pages are sent, each behind its transfer.
+
+        A batch's decodes count too: one that computes the last token of a prompt alone looks like a stream's."""
+        found = list[tuple[SimulatedTransfer, Request]]()
+        for computed in [part.request for part in batch.scheduled if part.request.leg is Leg.SEND]:
+            request = self.requests.get(computed.id)
+            sent = request.sent_by(replica.name) if request is not None else None
+            if sent is not None and sent.attempt == computed.epoch:
+                found.append((sent, computed))
+        return found
 
     def returned(self, replica: SimulatedReplica, returned: Request, now: float) -> None:
         """Note that a request has ended on the replica to make way for a more urgent one."""

@@ -10,6 +10,7 @@ from crossdock.workers.schedule.cost.cost import StepCost
 from crossdock.workers.schedule.pacing.chunk_policies import meaning_of
 from crossdock.workers.schedule.pacing.pace import next_due, steps_without_skips
 from crossdock.workers.schedule.request import adapter_work
+from crossdock.workers.schedule.submission import Leg
 from crossdock.workers.schedule.table import RequestTable
 
 
@@ -27,6 +28,8 @@ def steady_steps(table: RequestTable, cost: StepCost | None, batch: Batch) -> in
         return 1  # which cached pages are evicted depends on when windows give pages back, or checkpoints take some
     if table.waiting or not parts or not len(parts) == batch.num_decodes == len(table.running):
         return 1
+    if any(request.leg is Leg.SEND for request in requests):
+        return 1  # the last token of a prompt: the tokens after the next one are made elsewhere
     steps = min(
         min(request.sampling.max_tokens - request.num_output_tokens, table.max_model_len - request.num_tokens)
         for request in requests

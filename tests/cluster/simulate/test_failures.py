@@ -71,6 +71,20 @@ def test_grant_of_an_attempt_that_was_given_up_lets_no_page_of_the_next_one_trav
     assert batch[0] > urgent[-1]
 
 
+def test_prompt_whose_last_step_computes_one_token_is_shipped() -> None:
+    """A decode replica dies after the first token. Another prefill replica computes prompt and token in two steps: the
+    second one looks like that of a stream."""
+    first = 1 / 64 + 256 / 1024
+    failures = [{"at": 0.0, "add": "decode"}, {"at": first + 0.01, "kill": "decode/1"}]
+    router = {"shipping": "always", "policy": "round-robin"}
+    pools = fleet({"name": "prefill", "replicas": 2}, {"name": "decode"}, failures=failures, router=router)
+    jobs = [job("a", 256, 5)]
+    simulation, outcome = play(pools, jobs)
+    assert_all_ended(simulation, outcome, jobs)
+    assert [replica.num_prefilled for replica in outcome.replicas] == [256, 256, 0, 0]
+    assert [replica.num_decoded for replica in outcome.replicas] == [1, 0, 3, 0]
+
+
 def test_request_without_a_replica_fails() -> None:
     jobs = [job("a", 64, 50), job("b", 64, 5, due=3.0), job("c", 64, 5, due=6.0)]
     lonely = fleet(failures=[{"at": 0.5, "kill": "mixed/0"}, {"at": 5.0, "add": "mixed"}])
