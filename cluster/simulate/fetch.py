@@ -36,10 +36,16 @@ class SimulatedFetch:
         self._send(self.source, self._asked, now)
         self._look_again(now)
 
+    def lose_target(self, now: float) -> None:
+        """The target has died: the source has its pages back."""
+        self.source.post(self._release, now)
+
     def _send(self, replica: SimulatedReplica, action: Action, now: float) -> None:
         self.clock.at(now + self.latency_s, partial(replica.post, action))
 
     def _asked(self, now: float) -> None:
+        if self.target.until is not None:
+            return
         pages = self.source.scheduler.pages
         hit = pages.prefixes.match(self._hashes)
         if not hit.num_pages:

@@ -392,4 +392,6 @@ class Simulation:
         for request in list(self.requests.values()):
             if (sent := request.sent_by(name)) is not None:
                 sent.lose_sender(now)
+            if request.fetch is not None and request.fetch.target.name == name:
+                request.fetch.lose_target(now)
             self._do(request, request.life.lost(name, request.life.attempt, loss, now), now)

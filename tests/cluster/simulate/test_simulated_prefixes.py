@@ -86,10 +86,20 @@ def test_prefix_of_a_busy_replica_is_fetched() -> None:
     assert sum(sample.ttft for sample in outcome.samples) < sum(sample.ttft for sample in without.samples)
 
 
-def test_death_of_a_source_ends_no_request() -> None:
-    pools = {"replicas": 2, "profile": profile(bytes_per_second=1024 * 1024.0)}
+def test_source_has_its_pages_back_when_the_replica_that_fetches_them_dies() -> None:
+    """The source reads the question when its running step ends, at 4.03 s."""
+    pools = {"replicas": 2, "profile": profile(bytes_per_second=64 * 1024 * 1024.0)}
     jobs = burst(12)
-    for milliseconds in (4001, 4100, 4300):
+    for milliseconds in (4014, 4035):
+        failures = [{"kill": "mixed/1", "at": milliseconds / 1000}]
+        simulation, outcome = play(fleet(pools, failures=failures), jobs)
+        assert_all_ended(simulation, outcome, jobs)
+
+
+def test_death_of_a_source_ends_no_request() -> None:
+    pools = {"replicas": 2, "profile": profile(bytes_per_second=64 * 1024 * 1024.0)}
+    jobs = burst(12)
+    for milliseconds in (4001, 4035, 4300):
         failures = [{"kill": "mixed/0", "at": milliseconds / 1000}, {"kill": "mixed/1", "at": 60.0}]
         simulation, outcome = play(fleet(pools, failures=failures), jobs)
         assert_all_ended(simulation, outcome, jobs)
