@@ -116,13 +116,14 @@ class StepCostFit:
     cost: StepCost = field(init=False)
     num_rejected: int = 0
     overrun: float = 1.2  # until steps with chunks are seen: 1.1 to 1.2 was measured live, see benchmarks/RESULTS.md
-    """95th percentile of actual / predicted seconds of recent steps with chunks, outliers apart; at least 1."""
+    """95th percentile of actual / predicted seconds of recent steps with chunks, outliers apart; at least 1. Predicted by
+    the cost of now: what the cost has learnt since of a slower machine is not counted twice."""
     _sweep_sums: _Sums = field(init=False)
     _sums: _Sums = field(default_factory=_Sums)
     _shape: int = 0  # that is in use
     _other: int = 0  # that the last fit compared with it
     _errors: deque[float] = field(init=False)
-    _overruns: deque[float] = field(init=False)
+    _chunked: deque[tuple[StepWork, float]] = field(init=False)  # recent steps with chunks, and their seconds
     _rejected_in_a_row: int = 0
     _since_fit: int = 0
 
@@ -130,7 +131,7 @@ class StepCostFit:
         if not self.sweep:
             raise ValueError("sweep must have at least one measured step")
         self._errors = deque(maxlen=self.memory)
-        self._overruns = deque(maxlen=self.memory // 4)
+        self._chunked = deque(maxlen=self.memory // 4)
         self._sweep_sums, self._shape = _of_sweep(self.sweep)
         self._fit()
 
@@ -147,7 +148,7 @@ class StepCostFit:
         if not is_outlier:
             self._rejected_in_a_row = 0
         if work.prefill_tokens or work.drafts:
-            self._overruns.append(seconds / predicted)
+            self._chunked.append((work, seconds))
         self._sums.forget(1 - 1 / self.memory)
         scale = min(max(predicted, seconds / _OUTLIER), seconds * _OUTLIER)
         if predicted > self.cost.device_seconds(work):
@@ -166,13 +167,14 @@ class StepCostFit:
     def _fit(self) -> None:
         """Solve for the shape in use and for one other shape, in turn: all shapes at once would be a pause of 20 ms."""
         self._since_fit = 0
-        if len(self._overruns) >= _FIT_EVERY:
-            self.overrun = max(float(np.quantile(self._overruns, 0.95)), 1.0)
         sums, self._other = self._sweep_sums.plus(self._sums), (self._other + 1) % len(_SHAPES)
         self.cost, error = sums.solve(self._shape)
         cost, other_error = sums.solve(self._other)
         if other_error < _CLEARLY * error:
             self.cost, self._shape = cost, self._other
+        if len(self._chunked) >= _FIT_EVERY:
+            ratios = [seconds / self.cost.seconds(work) for work, seconds in self._chunked]
+            self.overrun = max(float(np.quantile(ratios, 0.95)), 1.0)
 
 
 def _of_sweep(sweep: Sequence[tuple[StepWork, float]]) -> tuple[_Sums, int]:

@@ -243,3 +243,18 @@ def test_overrun_is_exceeded_by_one_step_in_twenty() -> None:
         decode = StepWork.of([], [100] * 4)
         fit.observe(decode, TRUTH.seconds(decode) * rng.choice([1, 1, 1, 2.5]))
     assert 1.1 < fit.overrun < 1.3
+
+
+def test_overrun_does_not_count_what_the_cost_has_learnt() -> None:
+    """Every step takes 1.8 times as long from one moment on. When predictions follow, they are exact again."""
+    fit = StepCostFit(sweep(TRUTH))
+    rng = random.Random(3)
+
+    def ratio() -> float:
+        work = StepWork.of([(rng.randrange(4000), 64)], [100] * 4)
+        seconds = 1.8 * TRUTH.seconds(work)
+        return seconds / fit.observe(work, seconds)
+
+    seen = [ratio() for _ in range(128)]
+    assert max(seen) > 1.5
+    assert fit.overrun < 1.25, "1.8 if steps count by the predictions of their time"
