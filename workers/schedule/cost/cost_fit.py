@@ -116,8 +116,9 @@ class StepCostFit:
     cost: StepCost = field(init=False)
     num_rejected: int = 0
     overrun: float = 1.2  # until steps with chunks are seen: 1.1 to 1.2 was measured live, see benchmarks/RESULTS.md
-    """95th percentile of actual / predicted seconds of recent steps with chunks, outliers apart; at least 1. Predicted by
-    the cost of now: what the cost has learnt since of a slower machine is not counted twice."""
+    """95th percentile of actual / predicted seconds of recent steps with chunks, outliers apart; at least 1.
+
+    Predicted by the cost of now: so what the cost has learnt of a slower machine is not counted twice."""
     _sweep_sums: _Sums = field(init=False)
     _sums: _Sums = field(default_factory=_Sums)
     _shape: int = 0  # that is in use
