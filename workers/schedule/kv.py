@@ -153,7 +153,7 @@ def _make_way(table: RequestTable, request: Request, needed: int, hits: Sequence
     freed = pages.num_freed_by([victim.owner for victim in victims], besides=hits)
     freed += sum(map(table.num_growth_pages, victims))
     if not pages.stock.can_allocate(needed - freed, shared=hits):
-        _return_transfers(table, request, needed - freed, hits)
+        return_transfers(table, request, needed - freed, hits)
         return False
     while not pages.stock.can_allocate(needed, shared=hits):
         victim = first_victim(victims, table.tenants)
@@ -163,7 +163,7 @@ def _make_way(table: RequestTable, request: Request, needed: int, hits: Sequence
     return True
 
 
-def _return_transfers(table: RequestTable, request: Request, needed: int, hits: Sequence[int]) -> None:
+def return_transfers(table: RequestTable, request: Request, needed: int, hits: Sequence[int]) -> None:
     """Return less urgent requests with transfers to the router if `needed` pages will be available then; else none."""
     pages, chosen = table.pages, list[Request]()
     transfers = _returnable(table, request.priority)
