@@ -16,7 +16,7 @@ namespace {
 
 using amx::PAIR, amx::RUN;
 
-constexpr int BLOCK = 128;     // keys whose scores are computed before their weights
+constexpr int BLOCK = 128;  // keys whose scores are computed before their weights
 
 // 2^x for x <= 0, relative error below 8e-5: bf16 rounds weights by up to 4e-3.
 inline vec power(vec x) {
@@ -125,12 +125,18 @@ class TileWorker {
     // outside [low, end) become zeros, whatever the pages hold; the scores of such keys count for no row.
     void pack(const Tile& tile, int64_t from, int64_t low, int64_t end) {
         const int32_t* table = a_.page_table + tile.sequence * a_.table_stride;
-        const bf16* values[BLOCK / RUN];
-        for (int i = 0; i < BLOCK / RUN; ++i) {
-            const int64_t token = std::clamp(from + i * RUN, low / RUN * RUN, (end - 1) / RUN * RUN);  // no other page is read
+        auto find = [&](int64_t token, const bf16*& key, const bf16*& value) {
             const int64_t page = table[token / a_.page_size], offset = token % a_.page_size;
-            keys_[i] = static_cast<const bf16*>(a_.k) + page * a_.k_page + tile.head * a_.k_head + offset * D_;
-            values[i] = static_cast<const bf16*>(a_.v) + page * a_.v_page + tile.head * a_.v_head + offset * a_.v_token;
+            key = static_cast<const bf16*>(a_.k) + page * a_.k_page + tile.head * a_.k_head + offset * D_;
+            value = static_cast<const bf16*>(a_.v) + page * a_.v_page + tile.head * a_.v_head + offset * a_.v_token;
+        };
+        const bf16* values[BLOCK / RUN];
+        for (int i = 0; i < BLOCK / RUN; ++i)
+            find(std::clamp(from + i * RUN, low / RUN * RUN, (end - 1) / RUN * RUN), keys_[i], values[i]);  // no other page is read
+        for (int64_t token = from + BLOCK; token < std::min(from + 2 * BLOCK, end); token += RUN) {  // is fetched meanwhile
+            const bf16 *key, *value;
+            find(token, key, value);
+            for (int64_t i = 0; i < RUN * D_; i += PAIR) __builtin_prefetch(key + i, 0, 2), __builtin_prefetch(value + i, 0, 2);
         }
         auto value = [&](int64_t key, int64_t d) {
             if (from + key < low || from + key >= end) return _mm512_setzero_si512();
