@@ -9,17 +9,21 @@ share 2,048 tokens, gaps of streams (quiet and beside long prompts), memory and 
 A server is NAME[:BUDGET]. The budget is the most tokens of one step, in order of arrival as in vLLM.
 `crossdock:adaptive` is the default of `crossdock serve`; `crossdock:unchunked` computes every prompt in one step.
 Servers run one at a time and start again for each pass; they alternate in every repeat, so that a slower machine slows
-all of them. Run nothing else beside it: `others CPU %` reports what ran (of one core, in the workload with the most of
+all of them. With `--together` all are up and idle but one, and alternate in every workload: for machines that are slow
+for minutes. Run nothing else beside it: `others CPU %` reports what ran (of one core, in the workload with the most of
 it), the host's other guests included.
 """
 
 import argparse
 import asyncio
+import itertools
 import os
 import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for servers and tables
 
@@ -79,6 +83,9 @@ class ServerSpec:
         return str(args.model) if self.name == "transformers" else None
 
 
+Running: TypeAlias = tuple[ServerSpec, RunningServer]
+
+
 def measure(spec: ServerSpec, workload: str, address: str, args: argparse.Namespace) -> dict[str, Any]:
     counts = {"chat": args.chat_requests, "prefill": args.prefill_requests}
     options = BenchOptions(
@@ -93,17 +100,23 @@ def measure(spec: ServerSpec, workload: str, address: str, args: argparse.Namesp
     return as_json(asyncio.run(asyncio.wait_for(run_bench(options), args.workload_timeout)))
 
 
-def measure_all(spec: ServerSpec, server: RunningServer, args: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Run the workloads up to the first that fails or takes too long: its requests would disturb the next."""
-    runs: dict[str, dict[str, Any]] = {}
+def measure_all(running: Sequence[Running], args: argparse.Namespace) -> list[dict[str, dict[str, Any]]]:
+    """Run the workloads, each on all servers in turn. A server has none after one that fails or takes too long: its
+    requests would disturb the next."""
+    runs: list[dict[str, dict[str, Any]]] = [{} for _ in running]
+    left_out: set[str] = set()
     for workload in args.workloads:
-        others = OtherLoad(server.processes)
-        try:
-            runs[workload] = measure(spec, workload, server.address, args) | {"others_cpu_share": others.share()}
-        except (TimeoutError, BenchError) as error:
-            reason = str(error) or f"not done within {args.workload_timeout:.0f} s"
-            print(f"  {workload}: {reason}; this and the later workloads are left out", file=sys.stderr, flush=True)
-            break
+        for (spec, server), done in zip(running, runs, strict=True):
+            if spec.label in left_out:
+                continue
+            others = OtherLoad(server.processes)
+            try:
+                done[workload] = measure(spec, workload, server.address, args) | {"others_cpu_share": others.share()}
+            except (TimeoutError, BenchError) as error:
+                reason = str(error) or f"not done within {args.workload_timeout:.0f} s"
+                later = "this and the later workloads are left out"
+                print(f"  {spec.label}, {workload}: {reason}; {later}", file=sys.stderr, flush=True)
+                left_out.add(spec.label)
     return runs
 
 
@@ -133,6 +146,12 @@ def figures(runs: dict[str, dict[str, Any]]) -> Row:
     return row
 
 
+def start(spec: ServerSpec, args: argparse.Namespace, number: int, stack: ExitStack) -> RunningServer:
+    """Start a server at its own port, which ends with `stack`."""
+    own = argparse.Namespace(**{**vars(args), "port": args.port + number})
+    return stack.enter_context(serving(spec.name, spec.command(own), own, log_of(own, spec.name), spec.model(own)))
+
+
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, help="Hugging Face directory with bf16 safetensors")
@@ -140,6 +159,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--servers", nargs="+", type=ServerSpec.parse, default=[ServerSpec("crossdock", 512)])
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--together", action="store_true", help="all servers are up; each workload runs on all in turn")
     parser.add_argument("--chat-requests", type=int, default=32)
     parser.add_argument("--prefill-requests", type=int, default=4)
     parser.add_argument("--long-prompts", type=int, default=4)
@@ -147,25 +167,32 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--venvs", type=Path, help="directory of the peers' environments (default: .cache/peers)")
     parser.add_argument("--workload-timeout", type=float, default=300.0, help="seconds; longer workloads are left out")
     add_server_options(parser, "peers", 8411)
-    return parser.parse_args()
+    given = parser.parse_args()
+    if given.together and sum(spec.name in ("crossdock", "rayserve") for spec in given.servers) > 1:
+        parser.error("--together: at most one server on Ray, whose clusters would meet")
+    return given
 
 
 def main() -> None:
     args = parse_args()
     passes: dict[str, list[Row]] = {}
     raw: list[dict[str, Any]] = []
-    for repeat in range(args.repeats):
-        for spec in args.servers:
-            print(f"[{repeat + 1}/{args.repeats}] {spec.label}: starting", flush=True)
-            try:
-                log = log_of(args, spec.name)
-                with serving(spec.name, spec.command(args), args, log, spec.model(args)) as server:
-                    load = os.getloadavg()[0]
-                    runs = measure_all(spec, server, args)
-                    row = figures(runs) | {"memory MiB": memory_mib(server.processes), "start s": server.start_s}
-            except (RuntimeError, OSError) as error:
-                print(f"  {error}", file=sys.stderr, flush=True)
-                continue
+    groups = [args.servers] if args.together else [[spec] for spec in args.servers]
+    for repeat, group in itertools.product(range(args.repeats), groups):
+        print(f"[{repeat + 1}/{args.repeats}] {', '.join(spec.label for spec in group)}: starting", flush=True)
+        try:
+            with ExitStack() as stack:
+                running = [(spec, start(spec, args, number, stack)) for number, spec in enumerate(group)]
+                load = os.getloadavg()[0]
+                all_runs = measure_all(running, args)
+                rows = [
+                    figures(runs) | {"memory MiB": memory_mib(server.processes), "start s": server.start_s}
+                    for (_, server), runs in zip(running, all_runs, strict=True)
+                ]
+        except (RuntimeError, OSError) as error:
+            print(f"  {error}", file=sys.stderr, flush=True)
+            continue
+        for spec, runs, row in zip(group, all_runs, rows, strict=True):
             passes.setdefault(spec.label, []).append(row)
             raw.append(
                 {"server": spec.label, "repeat": repeat, "load_average_before": load, "figures": row, "runs": runs}

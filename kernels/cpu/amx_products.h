@@ -1,8 +1,8 @@
 // Products of rows of bf16 with plain weights by AMX. A panel's words (packed.h) are tiles as they lie in memory.
 //
 // Used for any number of rows: with few rows a step waits for its weights, whatever multiplies them, and so a row's result
-// depends on no other row. (All layers of SmolLM2-135M on two cores of a Xeon, one process in turn: 64 rows 17 ms, by
-// oneDNN's AMX 54, by AVX512-BF16 77; 8 rows 10.6, 12.5 by AVX512-BF16; 2026-11-27.)
+// depends on no other row. (All layers of SmolLM2-135M on two cores of a Xeon: 64 rows 17.8 ms, by oneDNN's AMX 51, by
+// AVX512-BF16 77; 8 rows 10.6, by AVX512-BF16 12.5; 2026-11-27.)
 
 #pragma once
 
