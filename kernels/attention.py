@@ -151,9 +151,8 @@ def cpp_attention(
         library.crossdock_paged_attention(ctypes.byref(arguments), q.dtype == torch.bfloat16, torch.get_num_threads())
 
 
-CHUNK_FROM = (
-    16  # rows of a sequence from which AMX and torch's flash attention may be faster than attention.cpp without
-)
+CHUNK_FROM = 16
+"""Rows of a sequence from which AMX, or torch's flash attention, may be faster than attention.cpp without AMX."""
 
 
 def amx_takes(dtype: torch.dtype, k_pages: Tensor, v_pages: Tensor) -> bool:

@@ -439,7 +439,7 @@ _IDLE = LiveProfile("", 0, ())  # a replica that has not reported yet
 
 
 def _delays_streams(policy: str, streams: Sequence[float]) -> list[bool]:
-    """Return for each class whether streams wait for its chunks: with adaptive chunks, none of a more urgent class."""
+    """Return, for each class, whether streams wait for its chunks. With adaptive chunks, more urgent ones never do."""
     fits, most_urgent = meaning_of(policy).fits_streams, first_nonzero(streams)
     return [not fits or priority <= most_urgent for priority in range(len(streams))]
 

@@ -16,7 +16,7 @@ namespace packed {
 // Whether rows of bf16 are multiplied by a weight here.
 inline bool is_in_tiles(const Matrix& w) { return w.kind == PLAIN && w.K % amx::PAIR == 0 && amx::may_use_tiles(); }
 
-// Computes `rows` rows, 1 to PAIR, times NB panels to sums [NB][PAIR][RUN]. `fetched`: `lines` cache lines of what comes next
+// Computes the products of 1 to PAIR rows with NB panels to sums [NB][PAIR][RUN]. `fetched`: `lines` cache lines of what comes next
 // are fetched for each tile. The rows of tiles are set: those of tiles 0, 1 and 4 are the first rows, of 2, 3 and 5 the others.
 template <int NB, bool HAS_OTHERS>
 __attribute__((noinline)) void tiles(const bf16* x, int64_t K, const uint32_t* panel, const char* fetched, int lines, float* sums) {
@@ -101,3 +101,17 @@ void multiply_tiles(const bf16* x, int64_t T, const Matrix& w, int tid, int nt, 
 }  // namespace packed
 
 #endif
+
+namespace packed {
+
+// This thread's share of x [T, K] times a weight: by AMX where it takes the weight, else as `multiply`.
+template <int NB, class X, class Write>
+void multiply_rows(const X* x, int64_t T, const Matrix& w, int tid, int nt, Write write) {
+#if defined(WITH_AMX)
+    if constexpr (std::is_same_v<X, bf16>)
+        if (is_in_tiles(w)) return multiply_tiles(x, T, w, tid, nt, write);
+#endif
+    multiply<NB>(x, T, w, tid, nt, write);
+}
+
+}  // namespace packed

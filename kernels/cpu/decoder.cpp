@@ -272,11 +272,7 @@ void decode_stack(const Stack& s, const DecoderBatch& b, X* hidden, X* scratch, 
                 return packed::multiply_rounded(rows, T, w, tid, nt, each);
             }
 #endif
-#if defined(WITH_AMX)
-            if constexpr (std::is_same_v<X, bf16>)
-                if (packed::is_in_tiles(w)) return packed::multiply_tiles(x, T, w, tid, nt, each);
-#endif
-            packed::multiply<decltype(panels)::value>(x, T, w, tid, nt, each);
+            packed::multiply_rows<decltype(panels)::value>(x, T, w, tid, nt, each);
         };
         const std::integral_constant<int, 2> two;
         const std::integral_constant<int, packed::PARTS == 1 ? 3 : 1> three;

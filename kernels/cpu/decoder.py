@@ -40,7 +40,7 @@ from crossdock.kernels.packed import PackedMatrix
 
 Weight: TypeAlias = Tensor | PackedMatrix
 _NO_ADAPTERS = RowDeltas(())
-_NO_CHUNK = 2**62  # rows
+_NO_CHUNK = 2**63 - 1  # rows, the most that C++ knows: it then plans no chunk
 _MLP_ROWS = 512
 """Rows whose gates and ups are in memory at a time: the second-level cache holds more of them, and Linux clears fewer
 new pages. (2,048 rows of SmolLM2-135M on two cores of a Xeon with AMX: 421 ms a step against 540; 2026-11-27.)

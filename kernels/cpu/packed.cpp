@@ -29,14 +29,6 @@ void linear(const Matrix& w, const X* x, int64_t T, X* out, int num_threads) {
         return;
     }
 #endif
-#if defined(WITH_AMX)
-    if constexpr (std::is_same_v<X, bf16>)
-        if (is_in_tiles(w)) {
-#pragma omp parallel num_threads(num_threads)
-            multiply_tiles(x, T, w, omp_get_thread_num(), omp_get_num_threads(), write);
-            return;
-        }
-#endif
     std::conditional_t<HAS_PAIRS, const X*, const float*> rows;
     std::vector<float> wide;
     if constexpr (HAS_PAIRS || std::is_same_v<X, float>) {
@@ -47,7 +39,7 @@ void linear(const Matrix& w, const X* x, int64_t T, X* out, int num_threads) {
         rows = wide.data();
     }
 #pragma omp parallel num_threads(num_threads)
-    multiply<NB>(rows, T, w, omp_get_thread_num(), omp_get_num_threads(), write);
+    multiply_rows<NB>(rows, T, w, omp_get_thread_num(), omp_get_num_threads(), write);
 }
 
 // Writes panel n as plain weights, rows [16, K] of out.

@@ -9,6 +9,7 @@ from crossdock.workers.model.inputs import StepInputs
 from crossdock.workers.model.load import load_model
 from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.model.model_spec import ModelSpec
+from crossdock.workers.model.sampling.sampler import argmax
 from crossdock.workers.schedule.batch import Batch, Scheduled
 from crossdock.workers.schedule.cost.cost import StepWork
 from crossdock.workers.schedule.cost.cost_fit import StepCostFit
@@ -194,7 +195,7 @@ class DraftModel:
         batch = Batch(parts, sum(part.num_tokens == 1 for part in parts))
         started = self.clock()
         logits = StepInputs.of(batch, self.pages.page_size)[0].run(self.model)
-        tokens: list[int] = logits.argmax(-1).tolist()  # waits for the device
+        tokens: list[int] = argmax(logits).tolist()  # waits for the device
         return tokens, batch.work, self.clock() - started
 
     def _swept(self) -> StepCostFit:
