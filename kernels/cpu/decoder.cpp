@@ -259,8 +259,8 @@ void decode_stack(const Stack& s, const DecoderBatch& b, X* hidden, X* scratch, 
         barrier.size = nt;
         const int64_t t0 = T * tid / nt, t1 = T * (tid + 1) / nt;
 
-        // y = x w, LANES outputs at a time: `write(t, column, y)`. Other threads have finished x [T, K].
-        auto multiply = [&](auto panels, const X* x, const packed::Matrix& w, auto write) {
+        // y = x w, LANES outputs at a time: `write(t, column, y)`. Other threads have finished x [T, K]. `next` is read next.
+        auto multiply = [&](auto panels, const X* x, const packed::Matrix& w, const packed::Matrix& next, auto write) {
             auto each = [&](int64_t t, int64_t n, auto& acc) {
                 constexpr int V = sizeof(acc) / sizeof(vec);
                 for (int v = 0; v < V; ++v) write(t, n * PANEL + v * LANES, acc[v]);
@@ -272,7 +272,7 @@ void decode_stack(const Stack& s, const DecoderBatch& b, X* hidden, X* scratch, 
                 return packed::multiply_rounded(rows, T, w, tid, nt, each);
             }
 #endif
-            packed::multiply_rows<decltype(panels)::value>(x, T, w, tid, nt, each);
+            packed::multiply_rows<decltype(panels)::value>(x, T, w, next, tid, nt, each);
         };
         const std::integral_constant<int, 2> two;
         const std::integral_constant<int, packed::PARTS == 1 ? 3 : 1> three;
@@ -288,7 +288,7 @@ void decode_stack(const Stack& s, const DecoderBatch& b, X* hidden, X* scratch, 
             auto add = [&](vec y, int64_t t, DeltaOf part, int64_t n) __attribute__((always_inline)) { return deltas.add(y, t, l, part, n); };
             normalise(layer.input_norm);
             shrink(normed, E, {Q_DELTA, K_DELTA, V_DELTA});
-            multiply(three, normed, layer.qkv, [&](int64_t t, int64_t n, vec y) __attribute__((always_inline)) {
+            multiply(three, normed, layer.qkv, layer.out, [&](int64_t t, int64_t n, vec y) __attribute__((always_inline)) {
                 const bool is_q = n < A, is_k = n < A + W;
                 narrow(qkv + t * QKV + n, add(y, t, is_q ? Q_DELTA : is_k ? K_DELTA : V_DELTA, is_q ? n : is_k ? n - A : n - A - W));
             });
@@ -311,13 +311,13 @@ void decode_stack(const Stack& s, const DecoderBatch& b, X* hidden, X* scratch, 
                 };
             };
             shrink(attended, A, {OUT_DELTA});
-            multiply(three, attended, layer.out, add_to_hidden(OUT_DELTA));
+            multiply(three, attended, layer.out, layer.gate_up, add_to_hidden(OUT_DELTA));
             barrier.wait();
 
             normalise(layer.post_norm);
             shrink(normed, E, {GATE_DELTA, UP_DELTA});
             // The outputs are 16 gates and then their 16 ups. A gate waits in `activated` for its up, of the same thread.
-            multiply(two, normed, layer.gate_up, [&](int64_t t, int64_t n, vec y) __attribute__((always_inline)) {
+            multiply(two, normed, layer.gate_up, layer.down, [&](int64_t t, int64_t n, vec y) __attribute__((always_inline)) {
                 const int64_t column = n / (2 * PANEL) * PANEL + n % PANEL;
                 X* to = activated + t * I + column;
                 if (n / PANEL % 2 == 0) return narrow(to, add(y, t, GATE_DELTA, column));
@@ -327,7 +327,7 @@ void decode_stack(const Stack& s, const DecoderBatch& b, X* hidden, X* scratch, 
             barrier.wait();
 
             shrink(activated, I, {DOWN_DELTA});
-            multiply(three, activated, layer.down, add_to_hidden(DOWN_DELTA));
+            multiply(three, activated, layer.down, s.layers[(l + 1) % s.num_layers].qkv, add_to_hidden(DOWN_DELTA));
             barrier.wait();
         }
     }

@@ -39,7 +39,7 @@ void linear(const Matrix& w, const X* x, int64_t T, X* out, int num_threads) {
         rows = wide.data();
     }
 #pragma omp parallel num_threads(num_threads)
-    multiply_rows<NB>(rows, T, w, omp_get_thread_num(), omp_get_num_threads(), write);
+    multiply_rows<NB>(rows, T, w, w, omp_get_thread_num(), omp_get_num_threads(), write);
 }
 
 // Writes panel n as plain weights, rows [16, K] of out.

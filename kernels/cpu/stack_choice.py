@@ -8,6 +8,7 @@ weights come from memory as in a step.
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from crossdock.kernels.attention import CHUNK_FROM, AttentionBatch, amx_takes, cpp_attention, paged_attention
 from crossdock.kernels.cpu.choice import KernelChoice, only
 from crossdock.kernels.cpu.decoder import DecoderLayer, DecoderShape, DecoderStack, Weight
+from crossdock.kernels.cpu.huge_pages import HugePages
 from crossdock.kernels.cpu.linear import ROWS
 from crossdock.kernels.cpu.measure import Cells
 from crossdock.kernels.cpu.packed_linear import CodeForm
@@ -86,7 +88,8 @@ def stack_cells(
     }
     batches = {count: _batch(count) for count in rows}
     num_pages = max(int(batch.page_table.max()) + 1 for batch in batches.values())
-    pool = torch.full((num_pages, shape.num_kv_heads, num_layers, 2, _PAGE_SIZE, shape.head_dim), 0.1, dtype=dtype)
+    size = num_pages, shape.num_kv_heads, num_layers, 2, _PAGE_SIZE, shape.head_dim
+    pool = HugePages().take(prod(size), dtype).view(size).fill_(0.1)  # as a server's
     # One list for all calls: a stack binds its layers again when it meets another.
     pages = [(pool[:, :, i, 0], pool[:, :, i, 1]) for i in range(num_layers)]
     cells: Cells = {}
