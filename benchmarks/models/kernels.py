@@ -22,6 +22,7 @@ from crossdock.kernels.attention import AttentionBatch, reference_paged_attentio
 from crossdock.kernels.cpu.choice import KernelChoice
 from crossdock.kernels.cpu.cpu_attention import CpuAttention
 from crossdock.kernels.cpu.decoder import DecoderShape
+from crossdock.kernels.cpu.huge_pages import HugePages
 from crossdock.kernels.cpu.linear import (
     FORMATS,
     Weights,
@@ -31,7 +32,7 @@ from crossdock.kernels.cpu.linear import (
     usable_packed_kernels,
 )
 from crossdock.kernels.cpu.packed_linear import CodeForm
-from crossdock.kernels.cpu.stack_choice import stack_cells, stack_choice
+from crossdock.kernels.cpu.stack_choice import CHUNK_ROWS, CONTEXT, stack_cells, stack_choice
 from crossdock.kernels.options import Kernel
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, LAYERS = 9, 3, 64, 16, 30
@@ -185,8 +186,8 @@ def linears(seconds: float, dtype: torch.dtype, chosen_layers: KernelChoice) -> 
 def packed(seconds: float, dtype: torch.dtype) -> None:
     """Time all layers of a step from packed weights, beside plain ones and the floor.
 
-    The floor of a row is the longer of reading the weights from memory and of multiplying as fast as torch's own square
-    product, without attention.
+    The floor of some rows is the longer of reading the weights and the decodes' keys and values from memory, as fast as
+    torch adds numbers that lie there as weights do, and of multiplying as fast as torch's own square product.
     """
     forms: dict[str, CodeForm | None] = {
         f"plain, {shown(dtype)}": None,
@@ -197,7 +198,9 @@ def packed(seconds: float, dtype: torch.dtype) -> None:
         "mxfp4 (e2m1), 32": CodeForm("e2m1", 32, has_offsets=False),
     }
     rows = [count for count in ROWS if count not in (64, 128, 512)]
-    everything, square = torch.ones(1 << 26), torch.ones(1536, 1536, dtype=dtype)
+    everything = HugePages().take(1 << 26, torch.float32).fill_(1.0)
+    square = torch.ones(1536, 1536, dtype=dtype)
+    token = LAYERS * KV_HEADS * 2 * HEAD_DIM * dtype.itemsize  # bytes of its keys and values
     bandwidth = everything.nbytes / milliseconds(seconds, everything.sum)[0]  # bytes a ms
     rate = 2 * 1536**3 / milliseconds(seconds, partial(torch.mm, square, square))[0]  # operations a ms
     print(f"\nall layers of a step in {shown(dtype)}, ms")
@@ -207,7 +210,10 @@ def packed(seconds: float, dtype: torch.dtype) -> None:
         matrices = SHAPE.matrices(LAYERS)
         size = sum(each.num_bytes(torch.bfloat16, form) for each in matrices)  # beside float32 rows too, see OwnLinear
         flops = sum(2 * each.out_features * each.in_features * each.count for each in matrices)
-        floors = [max(size / bandwidth, count * flops / rate) for count in rows]
+        floors = [
+            max((size + (count * CONTEXT * token if count < CHUNK_ROWS else 0)) / bandwidth, count * flops / rate)
+            for count in rows
+        ]
         print(f"{name:24} floor  {' '.join(f'{each:7.2f}' for each in floors)}")
         kernels = usable_kernels(dtype) if form is None else usable_packed_kernels(dtype)
         if form is not None and form.kind != "e4m3" and rounds_rows():

@@ -25,8 +25,8 @@ from crossdock.kernels.cpu.remembered_seconds import measured_choice
 from crossdock.kernels.options import Kernel
 
 _SAMPLE_BYTES = 64 << 20  # of weights measured: more than the third-level cache that one process has to itself
-_CHUNK_FROM = 64  # rows from which a step is one chunk of a prompt; fewer rows are decodes
-_CONTEXT = 64  # tokens of each decode
+CHUNK_ROWS = 64  # from which a measured step is one chunk of a prompt; fewer rows are decodes
+CONTEXT = 64  # tokens of each decode
 _PAGE_SIZE = 16
 
 
@@ -143,8 +143,8 @@ def _attention(q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: AttentionBatc
 
 def _batch(rows: int) -> AttentionBatch:
     """Return a step of this many rows: decodes, or one chunk."""
-    sequences, query_len = (rows, 1) if rows < _CHUNK_FROM else (1, rows)
-    kv_len = _CONTEXT if rows < _CHUNK_FROM else rows
+    sequences, query_len = (rows, 1) if rows < CHUNK_ROWS else (1, rows)
+    kv_len = CONTEXT if rows < CHUNK_ROWS else rows
     pages = torch.arange(sequences * -(-kv_len // _PAGE_SIZE), dtype=torch.int32).view(sequences, -1)
     positions = torch.arange(kv_len - query_len, kv_len)
     slots = pages[:, positions // _PAGE_SIZE].long() * _PAGE_SIZE + positions % _PAGE_SIZE
