@@ -399,8 +399,17 @@ class Worker {
             }
         }
         for (int64_t j = end - from; j < KEYS; ++j) k[j] = v[j] = zeros;
+        fetch(k, a_.Dk);
+        fetch(v, a_.Dv);
         pack_keys(k);
         pack_values(v);
+    }
+
+    // Fetches rows of D elements from four places of the block in turn: hardware then sees four streams, and reads ahead in each.
+    static void fetch(const In* const (&rows)[KEYS], int64_t D) {
+        for (int j = 0; j < KEYS / 4; ++j)
+            for (int64_t d = 0; d < D; d += 64 / int64_t(sizeof(In)))
+                for (int g = 0; g < KEYS; g += KEYS / 4) __builtin_prefetch(rows[g + j] + d, 0, 2);
     }
 
     void pack_keys(const In* const (&k)[KEYS]) {  // to [words][KEYS]
