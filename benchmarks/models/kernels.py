@@ -187,7 +187,8 @@ def packed(seconds: float, dtype: torch.dtype) -> None:
     """Time all layers of a step from packed weights, beside plain ones and the floor.
 
     The floor of some rows is the longer of reading the weights and the decodes' keys and values from memory, as fast as
-    torch adds numbers that lie there as weights do, and of multiplying as fast as torch's own square product.
+    torch adds numbers that lie there as weights do, and of multiplying as fast as torch's own square product. Reading
+    and layers take turns.
     """
     forms: dict[str, CodeForm | None] = {
         f"plain, {shown(dtype)}": None,
@@ -200,28 +201,25 @@ def packed(seconds: float, dtype: torch.dtype) -> None:
     rows = [count for count in ROWS if count not in (64, 128, 512)]
     everything = HugePages().take(1 << 26, torch.float32).fill_(1.0)
     square = torch.ones(1536, 1536, dtype=dtype)
-    token = LAYERS * KV_HEADS * 2 * HEAD_DIM * dtype.itemsize  # bytes of its keys and values
-    bandwidth = everything.nbytes / milliseconds(seconds, everything.sum)[0]  # bytes a ms
     rate = 2 * 1536**3 / milliseconds(seconds, partial(torch.mm, square, square))[0]  # operations a ms
-    print(f"\nall layers of a step in {shown(dtype)}, ms")
-    print(f"memory is read at {1e-6 * bandwidth:.1f} GB/s, products reach {1e-6 * rate:.0f} GFLOP/s")
-    print(f"{'weights':24} {'kernel':6} " + " ".join(f"{count:>7}" for count in rows))
+    token = LAYERS * KV_HEADS * 2 * HEAD_DIM * dtype.itemsize  # bytes of its keys and values
+    print(f"\nall layers of a step in {shown(dtype)}, ms (times the floor); products reach {1e-6 * rate:.0f} GFLOP/s")
+    print(f"{'weights':24} {'kernel':6} " + " ".join(f"{count:>14}" for count in rows))
     for name, form in forms.items():
         matrices = SHAPE.matrices(LAYERS)
         size = sum(each.num_bytes(torch.bfloat16, form) for each in matrices)  # beside float32 rows too, see OwnLinear
         flops = sum(2 * each.out_features * each.in_features * each.count for each in matrices)
-        floors = [
-            max((size + (count * CONTEXT * token if count < CHUNK_ROWS else 0)) / bandwidth, count * flops / rate)
-            for count in rows
-        ]
-        print(f"{name:24} floor  {' '.join(f'{each:7.2f}' for each in floors)}")
         kernels = usable_kernels(dtype) if form is None else usable_packed_kernels(dtype)
         if form is not None and form.kind != "e4m3" and rounds_rows():
             kernels = (*kernels, "int8")
         for kernel in kernels:
-            cells = stack_cells(SHAPE, LAYERS, dtype, [kernel], rows, form)
-            times = [milliseconds(max(seconds, 2e-3 * count), cells[kernel, count][0])[0] for count in rows]
-            print(f"{name:24} {kernel:6} {' '.join(f'{each:7.2f}' for each in times)}", flush=True)
+            cells, shares = stack_cells(SHAPE, LAYERS, dtype, [kernel], rows, form), []
+            for count in rows:
+                read, took = milliseconds(max(seconds, 4e-3 * count), everything.sum, cells[kernel, count][0])
+                num_bytes = size + (count * CONTEXT * token if count < CHUNK_ROWS else 0)
+                floor = max(num_bytes / everything.nbytes * read, count * flops / rate)
+                shares.append(f"{took:7.2f} ({took / floor:4.1f})")
+            print(f"{name:24} {kernel:6} {' '.join(shares)}", flush=True)
 
 
 def verdict(times: list[float], choice: KernelChoice, rows: int, kernels: Sequence[Kernel]) -> str:
