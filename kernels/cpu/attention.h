@@ -409,7 +409,7 @@ class Worker {
     static void fetch(const In* const (&rows)[KEYS], int64_t D) {
         for (int j = 0; j < KEYS / 4; ++j)
             for (int64_t d = 0; d < D; d += 64 / int64_t(sizeof(In)))
-                for (int g = 0; g < KEYS; g += KEYS / 4) __builtin_prefetch(rows[g + j] + d, 0, 2);
+                for (int g = 0; g < KEYS; g += KEYS / 4) __builtin_prefetch(rows[g + j] + d);
     }
 
     void pack_keys(const In* const (&k)[KEYS]) {  // to [words][KEYS]
