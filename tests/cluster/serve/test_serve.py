@@ -262,7 +262,7 @@ def test_requests_that_would_miss_their_first_token_target_get_429(url: str) -> 
 
     async def crowd() -> list[httpx.Response]:
         async with httpx.AsyncClient(timeout=None) as http:
-            return await asyncio.gather(*(ask(http, number) for number in range(16)))
+            return await asyncio.gather(*(ask(http, number) for number in range(48)))
 
     before = metric(url, "crossdock_ingress_requests_refused_total", may_be_absent=True)
     answers = asyncio.run(crowd())

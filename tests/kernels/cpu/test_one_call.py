@@ -119,8 +119,8 @@ def test_one_call_in_float32_gives_what_steps_give_and_rows_are_independent(
     for changes in (none, wide):
         whole, pages = run(own, 0, len(LENGTHS), changes)
         exact, exact_pages = run(steps, 0, len(LENGTHS), changes)
-        torch.testing.assert_close(whole, exact, rtol=2e-4, atol=2e-4)
-        torch.testing.assert_close(pages, exact_pages, rtol=2e-4, atol=2e-4)
+        for got, wanted in ((whole, exact), (pages, exact_pages)):  # at most 2e-5 for 250 seeds
+            assert ((got - wanted).norm(dim=-1) <= 1e-4 * wanted.norm(dim=-1)).all()
     assert (whole - run(own, 0, len(LENGTHS))[0]).norm() > 0.1 * whole.norm(), "adapters change something"
     assert torch.equal(whole, run(own, 0, len(LENGTHS), narrow)[0]), "bfloat16 is widened as it is read"
     assert torch.equal(exact, run(steps, 0, len(LENGTHS), narrow)[0])
