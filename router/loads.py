@@ -439,7 +439,7 @@ _IDLE = LiveProfile("", 0, ())  # a replica that has not reported yet
 
 
 def _delays_streams(policy: str, streams: Sequence[float]) -> list[bool]:
-    """Return, for each class, whether streams wait for its chunks. With adaptive chunks, more urgent ones never do."""
+    """Return whether the chunks of each class delay streams. Adaptive chunks delay no stream of a more urgent class."""
     fits, most_urgent = meaning_of(policy).fits_streams, first_nonzero(streams)
     return [not fits or priority <= most_urgent for priority in range(len(streams))]
 

@@ -76,14 +76,16 @@ void tile_rows(const bf16* x, const Matrix& w, int64_t t, int64_t end, int64_t n
         // More rows take their time: meanwhile the next panels are fetched, a part with each block of rows.
         const int64_t from = NB * RUN * block / blocks, share = NB * RUN * (block + 1) / blocks - from;  // lines for each tile
         auto next_panels = [&](int64_t k) __attribute__((always_inline)) { fetch_lines(then + (from * w.K + share * k) / PAIR * PANEL, share); };
-        if (blocks == 1 && others <= 0)
-            tiles<NB, false>(x + t * w.K, w.K, panel, **sums, next_tile);
-        else if (blocks == 1)
-            tiles<NB, true>(x + t * w.K, w.K, panel, **sums, next_tile);
-        else if (others <= 0)
-            tiles<NB, false>(x + t * w.K, w.K, panel, **sums, next_panels);
+        auto multiply = [&](const auto& fetch) {
+            if (others > 0)
+                tiles<NB, true>(x + t * w.K, w.K, panel, **sums, fetch);
+            else
+                tiles<NB, false>(x + t * w.K, w.K, panel, **sums, fetch);
+        };
+        if (blocks == 1)
+            multiply(next_tile);
         else
-            tiles<NB, true>(x + t * w.K, w.K, panel, **sums, next_panels);
+            multiply(next_panels);
         if (count < PAIR && blocks > 1) Shape().use();
         for (int m = 0; m < count; ++m) {
             vec row[NB];
