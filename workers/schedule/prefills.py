@@ -22,15 +22,15 @@ from crossdock.workers.schedule.pacing.chunking import (
 )
 from crossdock.workers.schedule.pacing.forecast import Forecast
 from crossdock.workers.schedule.pacing.item_chunks import PromptChunk, chunk_with_items
-from crossdock.workers.schedule.pacing.pace import lent_due, longest_gap
+from crossdock.workers.schedule.pacing.pace import LENT_KNEE, lent_due, longest_gap
 from crossdock.workers.schedule.recurrent.states import NO_STATES, NoStates, RecurrentStates
 from crossdock.workers.schedule.request import Request, Status, adapter_work
 from crossdock.workers.schedule.submission import Leg
 from crossdock.workers.schedule.table import RequestTable
 
 NEAR_DEADLINE = 0.8
-"""Share of the time left that the rest of a prompt may be predicted to take before streams lend slack. The others are
-for predictions, which err by 15 % at the 90th percentile, and for the step that runs at the deadline."""
+"""Share of the time left that the rest of a prompt may be predicted to take before streams lend all that they can. The
+others are for predictions, which err by 15 % at the 90th percentile, and for the step that runs at the deadline."""
 
 
 @dataclass(slots=True)
@@ -101,9 +101,9 @@ class PrefillScheduler:
                 overrun,
                 adapters,
             )
-            if streams and self._is_deadline_near(first):
+            if streams and (most := self._most_lent(first, cost.seconds(work))) > budget.seconds:
                 lent = [self._lent_slack(stream, first) for stream in streams]
-                self._lend(budget, first, min([*lent, *(due - table.now for due in arriving)]))
+                self._lend(budget, first, min([*lent, *(due - table.now for due in arriving)]), most)
         for part in decodes:
             if part.num_tokens > 1:  # tokens that are computed again
                 budget.tokens -= part.num_tokens - 1
@@ -129,13 +129,17 @@ class PrefillScheduler:
             return min(stream.due - now, longest_gap(tpot, is_urgent=False))
         return lent_due(stream, tpot) - now
 
-    def _lend(self, budget: ChunkBudget, request: Request, slack: float) -> None:
-        """Let the chunk of one prompt fill the `slack` that streams lend, as far as an idle step may take."""
+    def _most_lent(self, prompt: Request, alone: float) -> float:
+        """Return the most seconds of a step that streams lend to a prompt. `alone`: seconds of their decodes."""
         idle_seconds = self.table.config.idle_step_share * self.table.tightest_ttft_s()
-        seconds = min(longest_step(slack, self.forecast.overrun_when_full), idle_seconds)
+        return idle_seconds if self._is_deadline_near(prompt) else min(LENT_KNEE * alone, idle_seconds)
+
+    def _lend(self, budget: ChunkBudget, prompt: Request, slack: float, most: float) -> None:
+        """Let the chunk of one prompt fill the `slack` that streams lend, in a step of at most `most` seconds."""
+        seconds = min(longest_step(slack, self.forecast.overrun_when_full), most)
         if seconds > budget.seconds:
-            budget.lent_to, budget.lent_seconds = request.id, seconds
-            budget.reason = f"deadline near: slack of {slack * 1e3:.0f} ms is lent"
+            budget.lent_to, budget.lent_seconds = prompt.id, seconds
+            budget.reason = f"slack of {slack * 1e3:.0f} ms is lent"
 
     def _fill(self, budget: ChunkBudget, prefills: Sequence[Request]) -> list[Scheduled]:
         encoding = self.forecast.encoding

@@ -67,7 +67,7 @@ class ChunkBudget:
     cost: StepCost | None = None
     reason: str = "token budget"  # why the budget is not larger
     work: StepWork = NO_WORK  # of the step so far
-    lent_to: str = ""  # request id: the prompt whose deadline is near
+    lent_to: str = ""  # request id: the prompt to which streams lend
     lent_seconds: float = 0.0  # of the whole step if it has a chunk of that prompt
     lane_tokens: int = 0  # part of `tokens` that long prompts may not take
     lane_seconds: float = 0.0  # part of `seconds` that long prompts may not take

@@ -16,8 +16,17 @@ interactive streams, with 1, 1.25, 1.5 and 2: 45.0, 56.2, 67.5 and 90.0 ms, of p
 """
 
 MOST_LENT = 1.0
-"""Longest delay of one token, as a multiple of its class's `tpot_s`, that a stream lends to a prompt whose deadline is
-near. The stream lends only what it is ahead of its class's mean, so it keeps its time per token all the same."""
+"""Longest delay of one token, as a multiple of its class's `tpot_s`, that a stream lends to a prompt. The stream lends
+only what it is ahead of its class's mean, so it keeps its time per token all the same."""
+
+LENT_KNEE = 5.0
+"""Seconds of a step, as a multiple of those of its decodes alone, up to which streams lend to a prompt that has time.
+
+Where decodes alone take much of a promise, what is left is so short that a prompt gets many small chunks, each of which
+reads the weights and the context again, in the time of the streams. With 5, up to four fifths of a step are the
+prompt's. Without it, with 4 and 5: TTFT p50 of agents 181, 142 and 121 ms, TPOT 50, 44 and 40 ms (docs/serving.md).
+Where decodes take less than a fifth of a promise, nothing is lent.
+"""
 
 _ROUNDING = 0.99  # share of tpot_s: `advance` adds step times one by one, whose float sums differ in the last digits
 _NO_END = 1 << 40

@@ -1,4 +1,4 @@
-"""Streams that are ahead of their class's mean lend slack to a prompt whose deadline is near."""
+"""Streams that are ahead of their class's mean lend slack to prompts: all of it near a deadline, else up to a knee."""
 
 from itertools import pairwise
 
@@ -6,8 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from crossdock.workers.schedule import prefills
+from crossdock.workers.schedule.cost.cost import NO_ADAPTERS, StepWork
 from crossdock.workers.schedule.pacing import pace
-from crossdock.workers.schedule.pacing.pace import LONGEST_GAP, MOST_LENT, lent_due
+from crossdock.workers.schedule.pacing.pace import LENT_KNEE, LONGEST_GAP, MOST_LENT, lent_due
 from crossdock.workers.schedule.request import Request
 from crossdock.workers.schedule.submission import SamplingParams
 from tests.workers.schedule.model_free_replica import CLASSES, COST, ModelFreeReplica, new_timed_replica
@@ -23,13 +25,13 @@ def replica_with_streams(slo_class: str, num_streams: int = 20) -> ModelFreeRepl
     return replica
 
 
-def serve_prompt(replica: ModelFreeReplica, tokens: int) -> tuple[float, list[float]]:
+def serve_prompt(replica: ModelFreeReplica, tokens: int, num_streams: int = 20) -> tuple[float, list[float]]:
     """Return the seconds to the first token of a standard prompt, and the gaps of the streams meanwhile."""
     began = replica.now
     replica.add("prompt", tokens, "standard")
     while "prompt" not in replica.token_times:
         replica.step()
-    times = [[at for at in replica.token_times[f"s{number}"] if at >= began] for number in range(20)]
+    times = [[at for at in replica.token_times[f"s{number}"] if at >= began] for number in range(num_streams)]
     return replica.now - began, [after - before for each in times for before, after in pairwise(each)]
 
 
@@ -51,12 +53,37 @@ def test_prompt_near_its_deadline_uses_slack_that_streams_lend(monkeypatch: pyte
     assert max(gaps) <= LONGEST_GAP * tpot
 
 
-def test_streams_do_not_lend_to_a_prompt_that_has_time() -> None:
+def test_streams_that_take_much_of_their_promise_lend_to_a_prompt_that_has_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tpot, tokens = CLASSES[1].tpot_s, 90
     replica = replica_with_streams("standard")
+    alone = COST.seconds(replica.batches[-1].work)
+    assert LENT_KNEE * alone > (LONGEST_GAP + MOST_LENT) * tpot, "the lead is the bound"
+    ttft, gaps = serve_prompt(replica, tokens)
+    assert LONGEST_GAP * tpot < max(gaps) <= (LONGEST_GAP + MOST_LENT) * tpot
+    made = replica.token_times["s0"]
+    assert (made[-1] - made[0]) / (len(made) - 1) <= tpot, "the stream keeps its time per token"
+
+    monkeypatch.setattr(prefills, "LENT_KNEE", 0.0)
+    unlent, gaps = serve_prompt(replica_with_streams("standard"), tokens)
+    assert unlent > 1.5 * ttft
+    assert max(gaps) <= LONGEST_GAP * tpot
+
+
+@pytest.mark.parametrize(("num_streams", "lends"), [(5, False), (7, True)])
+def test_step_with_lent_slack_ends_at_the_knee(num_streams: int, lends: bool) -> None:
+    """Five streams take 4.1 of 20 ms: the knee is within the promise. Seven take 5.4 ms."""
+    tpot = CLASSES[1].tpot_s
+    replica = replica_with_streams("standard", num_streams)
     before = len(replica.batches)
-    _, gaps = serve_prompt(replica, 40)
-    assert max(gaps) <= LONGEST_GAP * CLASSES[1].tpot_s
-    assert not any("is lent" in batch.limit for batch in replica.batches[before:])
+    _, gaps = serve_prompt(replica, 40, num_streams)
+    lent = [batch for batch in replica.batches[before:] if "is lent" in batch.limit]
+    assert bool(lent) is lends
+    assert (max(gaps) > LONGEST_GAP * tpot) is lends
+    for batch in lent:
+        alone = StepWork.of_streams(num_streams, batch.work.context, NO_ADAPTERS)
+        assert COST.seconds(batch.work) <= LENT_KNEE * COST.seconds(alone)
 
 
 def test_more_urgent_streams_lend_nothing() -> None:
