@@ -83,6 +83,17 @@ class ApiError(Exception):
         return to_json({"type": "error", "error": error, "request_id": request_id})
 
 
+def wrong(param: str, reason: str, code: str = "invalid_value") -> ApiError:
+    """Return the error for a field whose value cannot be used. `reason`: the rest of a sentence, without its stop."""
+    return ApiError(f"Invalid value for '{param}': {reason}.", param=param, code=code)
+
+
+def check_count(param: str, count: int, most: int, unit: str = "characters") -> None:
+    """Raise ApiError for a field that has more of something than is accepted."""
+    if count > most:
+        raise wrong(param, f"{count} {unit} are more than the {most} that are accepted")
+
+
 def shown(text: str, most: int = SHOWN_CHARS) -> str:
     """Return the client's own text as an error message may repeat it: no more than `most` characters."""
     return text if len(text) <= most else text[: most - 1] + "…"

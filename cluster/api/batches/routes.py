@@ -18,7 +18,7 @@ from crossdock.cluster.api.batches.lines import ENDPOINTS
 from crossdock.cluster.api.body.json_body import Body
 from crossdock.cluster.api.body.other_fields import RefusedField
 from crossdock.cluster.api.bounds import METADATA_KEY_CHARS
-from crossdock.cluster.api.errors import ApiError, shown
+from crossdock.cluster.api.errors import ApiError, shown, wrong
 from crossdock.cluster.api.http.http_json import Name, json_answer
 from crossdock.cluster.api.http.keys import tenant_of
 
@@ -47,18 +47,18 @@ class BatchRequest(Body):
         found = re.fullmatch(r"(\d{1,6})([mhd])", self.completion_window)
         seconds = int(found[1]) * _UNITS_S[found[2]] if found else 0
         if not 0 < seconds <= _LONGEST_S:
-            raise _wrong("completion_window", "it must be a time such as 24h, 90m or 7d, of 30 days at most")
+            raise wrong("completion_window", "it must be a time such as 24h, 90m or 7d, of 30 days at most")
         return seconds
 
     def check(self) -> None:
         """Raise ApiError for an endpoint that takes no batches, or too much metadata."""
         if self.endpoint not in ENDPOINTS:
-            raise _wrong("endpoint", f"it must be one of {', '.join(ENDPOINTS)}")
+            raise wrong("endpoint", f"it must be one of {', '.join(ENDPOINTS)}")
         for key, value in (self.metadata or {}).items():
             if len(key) > METADATA_KEY_CHARS or len(value) > _METADATA_CHARS:
-                raise _wrong("metadata", f"keys have {METADATA_KEY_CHARS} and values {_METADATA_CHARS} characters")
+                raise wrong("metadata", f"keys have {METADATA_KEY_CHARS} and values {_METADATA_CHARS} characters")
         if len(self.metadata or {}) > _METADATA_ENTRIES:
-            raise _wrong("metadata", f"it has at most {_METADATA_ENTRIES} entries")
+            raise wrong("metadata", f"it has at most {_METADATA_ENTRIES} entries")
 
 
 class BatchFiles:
@@ -69,12 +69,12 @@ class BatchFiles:
         try:
             async with request.form(max_files=1, max_fields=len(_FORM_FIELDS)) as form:
                 if others := form.keys() - set(_FORM_FIELDS):
-                    raise _wrong(shown(min(others)), f"the form has the fields {' and '.join(_FORM_FIELDS)}")
+                    raise wrong(shown(min(others)), f"the form has the fields {' and '.join(_FORM_FIELDS)}")
                 file, purpose = form.get("file"), form.get("purpose")
                 if not isinstance(file, UploadFile):
-                    raise _wrong("file", "send multipart/form-data with a file")
+                    raise wrong("file", "send multipart/form-data with a file")
                 if purpose != "batch":
-                    raise _wrong("purpose", "it must be 'batch'")
+                    raise wrong("purpose", "it must be 'batch'")
                 tenant, name = _tenant(request), file.filename or "file.jsonl"
                 found = await asyncio.to_thread(self._folder.create_file, tenant, file.file, name, "batch")
         except (HTTPException, MultiPartException, ClientDisconnect) as error:
@@ -143,7 +143,7 @@ def _page(found: Sequence[Any], limit: int, after: str | None, order: _Order = "
     ids = [each["id"] for each in ordered]
     if after is not None:
         if after not in ids:
-            raise _wrong("after", "there is no such object")
+            raise wrong("after", "there is no such object")
         ordered = ordered[ids.index(after) + 1 :]
     part = ordered[:limit]
     first, last = (part[0]["id"], part[-1]["id"]) if part else (None, None)
@@ -153,7 +153,3 @@ def _page(found: Sequence[Any], limit: int, after: str | None, order: _Order = "
 
 def _tenant(request: Request) -> str:
     return tenant_of(request.state.api_key)
-
-
-def _wrong(field: str, reason: str) -> ApiError:
-    return ApiError(f"Invalid value for '{field}': {reason}.", param=field, code="invalid_value")

@@ -10,7 +10,7 @@ from crossdock.cluster.api.body.generation_body import ALL_LOGPROBS, GenerationB
 from crossdock.cluster.api.body.json_body import Body
 from crossdock.cluster.api.body.pictures import VideoReading
 from crossdock.cluster.api.body.tool_calls import ForcedCall, allowed_tools, check_functions, forced_call
-from crossdock.cluster.api.errors import ApiError, to_json
+from crossdock.cluster.api.errors import ApiError, to_json, wrong
 from crossdock.workers.schedule.submission import Grammar
 
 Tools = Annotated[list[dict[str, Any]], Field(max_length=bounds.TOOLS)]
@@ -65,12 +65,8 @@ class CompletionRequest(GenerationBody):
                 return prompt
             if kinds == {list} and all(item and {type(token) for token in item} == {int} for item in prompt):
                 return prompt
-        raise ApiError(
-            f"Invalid value for '{self.prompt_field}': it must be a string, a list of token ids, or a list of either, "
-            "and not empty.",
-            param=self.prompt_field,
-            code="invalid_value",
-        )
+        reason = "it must be a string, a list of token ids, or a list of either, and not empty"
+        raise wrong(self.prompt_field, reason)
 
 
 class ChatCompletionRequest(GenerationBody):
@@ -214,5 +210,4 @@ def check_tools(tools: Any, param: str = "tools") -> None:
     """Raise ApiError for tools that are too large together: the template writes all of them. `param`: what has them."""
     num_chars = len(to_json(tools)) if tools else 0
     if num_chars > bounds.TOOLS_CHARS:
-        reason = f"as JSON they have {num_chars} bytes, more than the {bounds.TOOLS_CHARS} that are accepted"
-        raise ApiError(f"Invalid value for '{param}': {reason}.", param=param, code="invalid_value")
+        raise wrong(param, f"as JSON they have {num_chars} bytes, more than the {bounds.TOOLS_CHARS} that are accepted")

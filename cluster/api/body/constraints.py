@@ -9,7 +9,7 @@ from pydantic_core import from_json
 
 from crossdock.cluster.api.body.other_fields import check_other_fields
 from crossdock.cluster.api.bounds import GRAMMAR_CHARS, GUIDED_CHOICES
-from crossdock.cluster.api.errors import ApiError
+from crossdock.cluster.api.errors import ApiError, check_count, wrong
 from crossdock.workers.schedule.submission import Grammar
 
 STRUCTURED_OUTPUTS = ("json", "regex", "choice", "grammar", "json_object")
@@ -37,11 +37,7 @@ def response_format(value: Mapping[str, Any] | None) -> Grammar | None:
             param = "response_format.json_schema.schema"
             raise ApiError(f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter")
         return from_text("json_schema", json.dumps(schema), "response_format.json_schema.schema")
-    raise ApiError(
-        "Invalid value for 'response_format.type': it must be 'text', 'json_object' or 'json_schema'.",
-        param="response_format.type",
-        code="invalid_value",
-    )
+    raise wrong("response_format.type", "it must be 'text', 'json_object' or 'json_schema'")
 
 
 def json_schema(schema: str | Mapping[str, Any] | bool | None, param: str) -> Grammar | None:
@@ -63,17 +59,14 @@ def from_text(kind: str, source: str | None, param: str) -> Grammar | None:
     """Return the grammar whose text is `source`. Raises ApiError for a text that is too long."""
     if source is None:
         return None
-    if len(source) > GRAMMAR_CHARS:
-        reason = f"{len(source)} characters are more than the {GRAMMAR_CHARS} that are accepted"
-        raise ApiError(f"Invalid value for '{param}': {reason}.", param=param, code="invalid_value")
+    check_count(param, len(source), GRAMMAR_CHARS)
     return Grammar(kind, source)
 
 
 def lark(source: str | None, param: str) -> Grammar | None:
     """Return the grammar of rules in Lark's form. Raises ApiError for GBNF, which other servers accept."""
     if source is not None and _GBNF_RULE.search(source):
-        reason = "rules are written as in Lark, 'start: \"yes\" | \"no\"', not as in GBNF, 'root ::= …'"
-        raise ApiError(f"Invalid value for '{param}': {reason}.", param=param, code="invalid_value")
+        raise wrong(param, "rules are written as in Lark, 'start: \"yes\" | \"no\"', not as in GBNF, 'root ::= …'")
     return from_text("lark", source, param)
 
 
@@ -84,9 +77,7 @@ def choice(texts: Any, param: str) -> Grammar | None:
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) and text for text in texts):
         reason = f"'{param}' must be a list of one or more strings, and none of them empty."
         raise ApiError(reason, param=param, code="invalid_value")
-    if len(texts) > GUIDED_CHOICES:
-        reason = f"{len(texts)} entries are more than the {GUIDED_CHOICES} that are accepted"
-        raise ApiError(f"Invalid value for '{param}': {reason}.", param=param, code="invalid_value")
+    check_count(param, len(texts), GUIDED_CHOICES, "entries")
     return from_text("choice", json.dumps(texts), param)
 
 

@@ -8,7 +8,7 @@ from pydantic import Field
 from crossdock.cluster.api.body.bodies import ChatCompletionRequest, Tools
 from crossdock.cluster.api.body.generation_body import REQUEST_ID
 from crossdock.cluster.api.body.json_body import Body
-from crossdock.cluster.api.errors import ApiError
+from crossdock.cluster.api.errors import ApiError, wrong
 
 _PASSED = (  # fields that mean the same in a chat
     "cache_salt",
@@ -82,10 +82,6 @@ class ConversationChat(ChatCompletionRequest):
         if not can_bound_reasoning:
             changes["thinking_token_budget"] = None
         return self.model_copy(update=changes)
-
-
-def wrong(param: str, reason: str, code: str = "invalid_value") -> ApiError:
-    return ApiError(f"Invalid value for '{param}': {reason}.", param=param, code=code)
 
 
 def text_of(value: Any, param: str) -> str:

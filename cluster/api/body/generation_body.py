@@ -10,7 +10,7 @@ from crossdock.cluster.api.body import constraints
 from crossdock.cluster.api.body.json_body import Body
 from crossdock.cluster.api.body.other_fields import check_other_fields
 from crossdock.cluster.api.body.stop_strings import StopTable
-from crossdock.cluster.api.errors import ApiError
+from crossdock.cluster.api.errors import ApiError, check_count, wrong
 from crossdock.workers.schedule.submission import Grammar, SamplingParams
 
 _LONGEST_TOKEN_ID = 10  # digits
@@ -231,7 +231,7 @@ class GenerationBody(Body):
             if num is not None and num > max_logprobs:
                 asked = f"{count} asks for all {num}, which" if count == ALL_LOGPROBS else f"{num}"
                 reason = f"{asked} is more than this server's maximum of {max_logprobs} (--max-logprobs)"
-                raise ApiError(f"Invalid value for '{name}': {reason}.", param=name, code="invalid_value")
+                raise wrong(name, reason)
         if self.logprob_token_ids is not None and self.num_logprobs() is None:
             reason = "'logprob_token_ids' needs 'logprobs'."
             raise ApiError(reason, param="logprob_token_ids", code="invalid_value")
@@ -252,7 +252,7 @@ class GenerationBody(Body):
             if num > bounds.MANY_LOGPROBS:
                 reason = f"{num} log-probabilities in all are more than the {bounds.MANY_LOGPROBS} that are accepted"
                 hint = "ask for fewer, also in 'logprob_token_ids', or for fewer tokens"
-                raise ApiError(f"Invalid value for '{name}': {reason}; {hint}.", param=name, code="invalid_value")
+                raise wrong(name, f"{reason}; {hint}")
             total += num
         return total
 
@@ -269,10 +269,7 @@ class GenerationBody(Body):
 
     def stop_table(self) -> StopTable | None:
         """Return the stop strings for all outputs; None without any. Raises ApiError if they are too long together."""
-        num_chars = sum(map(len, self.stop))
-        if num_chars > bounds.ALL_STOPS_CHARS:
-            reason = f"{num_chars} characters in all are more than the {bounds.ALL_STOPS_CHARS} that are accepted"
-            raise ApiError(f"Invalid value for 'stop': {reason}.", param="stop", code="invalid_value")
+        check_count("stop", sum(map(len, self.stop)), bounds.ALL_STOPS_CHARS, "characters in all")
         return StopTable(self.stop) if self.stop else None
 
     def grammar(self) -> Grammar | None:
@@ -313,9 +310,5 @@ def _counted(count: int | None, vocab_size: int) -> int | None:
 def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
     """Raise ApiError for ids that the model does not have."""
     if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
-        wrong = next(token for token in token_ids if not 0 <= token < vocab_size)
-        raise ApiError(
-            f"Invalid value for '{param}': this model has no token {wrong}, only 0 to {vocab_size - 1}.",
-            param=param,
-            code="invalid_value",
-        )
+        absent = next(token for token in token_ids if not 0 <= token < vocab_size)
+        raise wrong(param, f"this model has no token {absent}, only 0 to {vocab_size - 1}")

@@ -8,7 +8,7 @@ from pydantic_core import from_json
 
 from crossdock.cluster.api import bounds
 from crossdock.cluster.api.body.other_fields import NO_EFFECT, REFUSED, RefusedField, check_other_fields
-from crossdock.cluster.api.errors import ApiError, shown
+from crossdock.cluster.api.errors import ApiError, shown, wrong
 
 
 class Body(BaseModel):
@@ -56,5 +56,4 @@ def invalid_field(loc: Sequence[int | str], kind: str, message: str) -> ApiError
     param = shown(param)
     if kind == "missing":
         return ApiError(f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter")
-    reason = f"Invalid value for '{param}': {message.removeprefix('Value error, ')}."
-    return ApiError(reason, param=param, code="invalid_value")
+    return wrong(param, message.removeprefix("Value error, "))

@@ -12,10 +12,9 @@ from crossdock.cluster.api.body.pictures import (
     picture_of,
     refusal,
     video_of,
-    wrong_picture,
 )
 from crossdock.cluster.api.bounds import MESSAGE_PARTS, ROLE_CHARS
-from crossdock.cluster.api.errors import ApiError
+from crossdock.cluster.api.errors import ApiError, check_count, wrong
 
 
 def template_messages(
@@ -29,9 +28,7 @@ def template_messages(
     """
     lists = (message.get(name) for message in messages for name in ("content", "tool_calls"))
     num_parts = sum(len(parts) for parts in lists if isinstance(parts, list))
-    if num_parts > MESSAGE_PARTS:
-        reason = f"{num_parts} parts and tool calls are more than the {MESSAGE_PARTS} that are accepted"
-        raise ApiError(f"Invalid value for 'messages': {reason}.", param="messages", code="invalid_value")
+    check_count("messages", num_parts, MESSAGE_PARTS, "parts and tool calls")
     return [_template_message(message, f"messages[{i}]", keeps_parts, pictures) for i, message in enumerate(messages)]
 
 
@@ -59,9 +56,7 @@ def _template_message(
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise ApiError(f"'{param}.role' must be a string.", param=f"{param}.role", code="invalid_value")
-    if len(role) > ROLE_CHARS:
-        reason = f"{len(role)} characters are more than the {ROLE_CHARS} that are accepted"
-        raise ApiError(f"Invalid value for '{param}.role': {reason}.", param=f"{param}.role", code="invalid_value")
+    check_count(f"{param}.role", len(role), ROLE_CHARS)
     content = message.get("content")
     calls = message.get("tool_calls")
     if content is None:
@@ -100,7 +95,7 @@ def _template_part(part: Any, role: str, param: str, pictures: list[Picture] | N
     if pictures is None or not (isinstance(part, Picture) or kind in (*TYPES, *VIDEO_TYPES)):
         raise refusal(kind, param, takes_pictures=pictures is not None)
     if role == "assistant":
-        raise wrong_picture(param, "messages of the assistant have no pictures; send it in one of the user's")
+        raise wrong(param, "messages of the assistant have no pictures; send it in one of the user's")
     picture = part if isinstance(part, Picture) else (video_of if kind in VIDEO_TYPES else picture_of)(part, param)
     pictures.append(picture)
     return {"type": picture.kind}

@@ -13,12 +13,11 @@ from crossdock.cluster.api.body.conversation_body import (
     object_of,
     objects_of,
     text_of,
-    wrong,
 )
 from crossdock.cluster.api.body.generation_body import Stop
 from crossdock.cluster.api.body.other_fields import RefusedField, check_other_fields
 from crossdock.cluster.api.body.pictures import Picture
-from crossdock.cluster.api.errors import ApiError
+from crossdock.cluster.api.errors import ApiError, wrong
 
 _ROLES = ("user", "assistant", "system")
 _PARTS = {  # of fields

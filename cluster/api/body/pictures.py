@@ -6,7 +6,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from crossdock.cluster.api.errors import ApiError
+from crossdock.cluster.api.errors import ApiError, wrong
 
 Detail: TypeAlias = Literal["auto", "low", "high", "original"]
 Kind: TypeAlias = Literal["image", "video"]
@@ -58,9 +58,9 @@ def picture_of(part: Mapping[str, Any], param: str) -> Picture:
     if detail is None:
         detail, owner = part.get("detail"), param
     if part.get("file_id") is not None:
-        raise wrong_picture(f"{param}.file_id", "files are not stored here; send the picture itself as 'image_url'")
+        raise wrong(f"{param}.file_id", "files are not stored here; send the picture itself as 'image_url'")
     if not isinstance(url, str) or not url:
-        raise wrong_picture(where, "it must be a URL: data:, https: or http:")
+        raise wrong(where, "it must be a URL: data:, https: or http:")
     return Picture(url, param, detail_of(detail, f"{owner}.detail"))
 
 
@@ -70,7 +70,7 @@ def video_of(part: Mapping[str, Any], param: str) -> Picture:
     url = given.get("url") if isinstance(given, Mapping) else given
     if not isinstance(url, str) or not url:
         where = f"{param}.video_url.url" if isinstance(given, Mapping) else f"{param}.video_url"
-        raise wrong_picture(where, "it must be a URL: data:, https: or http:")
+        raise wrong(where, "it must be a URL: data:, https: or http:")
     return Picture(url, param, kind="video")
 
 
@@ -79,7 +79,7 @@ def detail_of(value: Any, param: str) -> Detail:
     if value is None:
         return "auto"
     if value not in get_args(Detail):
-        raise wrong_picture(param, "it must be 'auto', 'low', 'high' or 'original'")
+        raise wrong(param, "it must be 'auto', 'low', 'high' or 'original'")
     detail: Detail = value
     return detail
 
@@ -90,8 +90,3 @@ def refusal(kind: object, param: str, *, takes_pictures: bool) -> ApiError:
     reason = _REFUSED.get(kind) if isinstance(kind, str) and takes_pictures else None
     text = f"'{param}' is of type {str(kind)[:100]!r}; {takes}" + (f": {reason}." if reason else ".")
     return ApiError(text, param=param, code="invalid_value")
-
-
-def wrong_picture(param: str, reason: str) -> ApiError:
-    """Return the error for a picture or a video that cannot be used."""
-    return ApiError(f"Invalid value for '{param}': {reason}.", param=param, code="invalid_value")

@@ -9,7 +9,7 @@ from typing import Any, Literal, Self, TypeAlias
 from pydantic import BaseModel, ConfigDict, Field
 
 from crossdock.cluster.api.body.classifier_head import ClassifierHead
-from crossdock.cluster.api.errors import ApiError
+from crossdock.cluster.api.errors import wrong
 
 Pooling: TypeAlias = Literal["last", "mean"]
 
@@ -76,8 +76,7 @@ class EmbeddingDefaults:
         if self.has_any_size or size in self.sizes:
             return
         known = f"its vectors have {', '.join(map(str, self.sizes))} or all" if self.sizes else "its vectors are whole"
-        reason = f"this model was not made for vectors of {size} numbers: {known}"
-        raise ApiError(f"Invalid value for 'dimensions': {reason}.", param="dimensions", code="invalid_value")
+        raise wrong("dimensions", f"this model was not made for vectors of {size} numbers: {known}")
 
 
 def _sentence_transformers(model: Path) -> tuple[Pooling, bool, str]:

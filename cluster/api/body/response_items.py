@@ -7,8 +7,9 @@ from typing import Any, TypeAlias
 from pydantic_core import from_json
 
 from crossdock.cluster.api import bounds
-from crossdock.cluster.api.body.conversation_body import objects_of, text_of, wrong
+from crossdock.cluster.api.body.conversation_body import objects_of, text_of
 from crossdock.cluster.api.body.pictures import Picture, picture_of
+from crossdock.cluster.api.errors import check_count, wrong
 
 Item: TypeAlias = dict[str, Any]
 
@@ -169,9 +170,7 @@ def _item(item: Mapping[str, Any], where: str) -> Item:
 def _name_of(value: Any, where: str) -> str:
     """Return a name or an id. Raises ApiError for another type, and for a long one."""
     name = text_of(value, where)
-    if len(name) > bounds.ITEM_NAME_CHARS:
-        reason = f"{len(name)} characters are more than the {bounds.ITEM_NAME_CHARS} that are accepted"
-        raise wrong(where, reason)
+    check_count(where, len(name), bounds.ITEM_NAME_CHARS)
     return name
 
 
@@ -212,8 +211,7 @@ def _part_texts(content: Any, where: str, kind: str | None = None) -> list[str]:
 def _bounded(content: Any, where: str) -> Sequence[Mapping[str, Any]]:
     """Return the parts of content. Raises ApiError for too many."""
     parts = objects_of(content, where)
-    if len(parts) > bounds.MESSAGE_PARTS:
-        raise wrong(where, f"{len(parts)} parts are more than the {bounds.MESSAGE_PARTS} that are accepted")
+    check_count(where, len(parts), bounds.MESSAGE_PARTS, "parts")
     return parts
 
 

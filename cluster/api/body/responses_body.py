@@ -13,13 +13,12 @@ from crossdock.cluster.api.body.conversation_body import (
     object_of,
     objects_of,
     text_of,
-    wrong,
 )
 from crossdock.cluster.api.body.generation_body import CacheKey, CacheRetention
 from crossdock.cluster.api.body.other_fields import NO_EFFECT, RefusedField, check_other_fields
 from crossdock.cluster.api.body.response_items import Item, chat_messages, check_size
 from crossdock.cluster.api.body.tool_calls import allowed_tools
-from crossdock.cluster.api.errors import ApiError
+from crossdock.cluster.api.errors import ApiError, wrong
 
 LOGPROBS = "message.output_text.logprobs"
 _INCLUDABLE = (

@@ -8,7 +8,7 @@ from pydantic import Field
 from crossdock.cluster.api import bounds
 from crossdock.cluster.api.body.embedding_body import PooledBody
 from crossdock.cluster.api.body.other_fields import RefusedField
-from crossdock.cluster.api.errors import ApiError
+from crossdock.cluster.api.errors import wrong
 
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"  # Qwen3-Reranker's own
 
@@ -52,7 +52,7 @@ class ScoreRequest(PairsBody):
             firsts = list(firsts) * len(seconds)
         if len(firsts) != len(seconds):
             reason = f"it has {len(seconds)} texts for {len(firsts)}: give one text, or one for each"
-            raise ApiError(f"Invalid value for '{names[1]}': {reason}.", param=names[1], code="invalid_value")
+            raise wrong(names[1], reason)
         return list(zip(firsts, seconds, strict=True))
 
 
@@ -73,6 +73,5 @@ def _texts(given: Any, param: str) -> Sequence[str]:
     listed = given if isinstance(given, list) else [given]
     found = [each["text"] if isinstance(each, dict) and each.keys() == {"text"} else each for each in listed]
     if not found or len(found) > bounds.INPUTS or not all(isinstance(each, str) and each for each in found):
-        reason = f"it must have 1 to {bounds.INPUTS} texts that are not empty"
-        raise ApiError(f"Invalid value for '{param}': {reason}.", param=param, code="invalid_value")
+        raise wrong(param, f"it must have 1 to {bounds.INPUTS} texts that are not empty")
     return found

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from crossdock.cluster.api.body.constraints import from_text
-from crossdock.cluster.api.errors import ApiError
+from crossdock.cluster.api.errors import ApiError, wrong
 from crossdock.workers.schedule.submission import Grammar
 
 # As `json.dumps` writes, and with no white space that a small model could repeat for ever.
@@ -54,19 +54,19 @@ def allowed_tools(
         ApiError: `given` has another form, or names a tool that is not there.
     """
     if not isinstance(given, dict):
-        raise _wrong(param, "it must be an object with 'mode' and 'tools'")
+        raise wrong(param, "it must be an object with 'mode' and 'tools'")
     mode, listed = given.get("mode"), given.get("tools")
     if mode not in ("auto", "required"):
-        raise _wrong(f"{param}.mode", "it must be 'auto' or 'required'")
+        raise wrong(f"{param}.mode", "it must be 'auto' or 'required'")
     if not isinstance(listed, list):
-        raise _wrong(f"{param}.tools", "it must be a list")
+        raise wrong(f"{param}.tools", "it must be a list")
     names = {tool["function"]["name"] for tool in tools}
     allowed = set()
     for i, tool in enumerate(listed):
         function = tool.get("function", tool) if isinstance(tool, dict) else None
         name = function.get("name") if isinstance(function, dict) else None
         if not isinstance(name, str) or name not in names:
-            raise _wrong(f"{param}.tools[{i}]", "it names no function of 'tools'")
+            raise wrong(f"{param}.tools[{i}]", "it names no function of 'tools'")
         allowed.add(name)
     return [tool for tool in tools if tool["function"]["name"] in allowed], mode
 
@@ -83,24 +83,17 @@ def forced_call(tools: Sequence[Mapping[str, Any]], choice: Any) -> ForcedCall |
     if choice == "required":
         if functions:
             return ForcedCall(functions, is_named=False)
-        raise _refused("'required' needs 'tools'", "invalid_value")
+        raise wrong("tool_choice", "'required' needs 'tools'")
     if not isinstance(choice, dict):
-        raise _refused("it must be 'auto', 'none', 'required', or an object that names a function", "invalid_value")
+        raise wrong("tool_choice", "it must be 'auto', 'none', 'required', or an object that names a function")
     if choice.get("type") != "function":
-        raise _refused("an object must have the type 'function' or 'allowed_tools'", "unsupported_value")
+        reason = "an object must have the type 'function' or 'allowed_tools'"
+        raise wrong("tool_choice", reason, "unsupported_value")
     named = choice.get("function")
     name = named.get("name") if isinstance(named, dict) else None
     if not isinstance(name, str) or name not in functions:
-        raise _refused("it names no function of 'tools'", "invalid_value")
+        raise wrong("tool_choice", "it names no function of 'tools'")
     return ForcedCall({name: functions[name]}, is_named=True)
-
-
-def _refused(reason: str, code: str) -> ApiError:
-    return _wrong("tool_choice", reason, code)
-
-
-def _wrong(param: str, reason: str, code: str = "invalid_value") -> ApiError:
-    return ApiError(f"Invalid value for '{param}': {reason}.", param=param, code=code)
 
 
 def _schema(i: int, function: Mapping[str, Any]) -> Mapping[str, Any]:

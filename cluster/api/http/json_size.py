@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from crossdock.cluster.api.bounds import ARGUMENTS_CHARS, BODY_PARTS, BODY_VALUES
-from crossdock.cluster.api.errors import ApiError
+from crossdock.cluster.api.errors import ApiError, wrong
 from crossdock.cluster.api.slices import slices
 
 _PIECE = 1 << 16  # bytes counted by one call; 0.1 ms, or a millisecond where every byte begins or ends a string
@@ -17,8 +17,8 @@ async def check_texts_size(texts: Sequence[str], param: str) -> tuple[int, int]:
     """
     num_chars = sum(map(len, texts))
     if num_chars > ARGUMENTS_CHARS:
-        reason = f"the arguments of all calls have {num_chars} characters, more than the {ARGUMENTS_CHARS}"
-        raise ApiError(f"Invalid value for '{param}': {reason} that are accepted.", param=param, code="invalid_value")
+        most = f"the {ARGUMENTS_CHARS} that are accepted"
+        raise wrong(param, f"the arguments of all calls have {num_chars} characters, more than {most}")
     # The parser refuses the first text that is no JSON, so that the count up to there is right.
     return await check_json_size(",".join(texts).encode("utf-8", "surrogatepass"), param)
 

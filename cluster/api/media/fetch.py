@@ -21,8 +21,8 @@ from urllib.parse import unquote, unquote_to_bytes
 
 import httpx
 
-from crossdock.cluster.api.body.pictures import Picture, wrong_picture
-from crossdock.cluster.api.errors import ApiError
+from crossdock.cluster.api.body.pictures import Picture
+from crossdock.cluster.api.errors import ApiError, wrong
 from crossdock.cluster.api.media.addresses import AllowedHosts, is_public
 from crossdock.cluster.api.media.sent_frames import MOST_JOINED, join_frames
 from crossdock.cluster.api.media.turns import Turns
@@ -78,7 +78,7 @@ class PictureFetcher:
         if scheme == "data":
             return await self._data(picture)
         if len(picture.url) > _MOST_URL_CHARS:
-            raise wrong_picture(picture.param, f"its URL has more than {_MOST_URL_CHARS} characters")
+            raise wrong(picture.param, f"its URL has more than {_MOST_URL_CHARS} characters")
         if scheme in ("http", "https"):
             return await self._from_host(picture, tenant)
         if scheme == "file":
@@ -90,15 +90,15 @@ class PictureFetcher:
                 raise
             self._file_turns.release_after(reading, tenant)
             return await asyncio.shield(reading)
-        raise wrong_picture(picture.param, "its URL must begin with data:, https: or http:")
+        raise wrong(picture.param, "its URL must begin with data:, https: or http:")
 
     async def _data(self, picture: Picture) -> bytes:
         """Return the bytes in a data URL, which has them in base64 or percent-encoded."""
         found = _DATA_URL.match(picture.url[:2048])
         if found is None:
-            raise wrong_picture(picture.param, f"its data URL is malformed; it must be {_EXAMPLES[picture.kind]}")
+            raise wrong(picture.param, f"its data URL is malformed; it must be {_EXAMPLES[picture.kind]}")
         if picture.kind == "video" and not found["type"].lower().startswith("video/"):
-            raise wrong_picture(picture.param, f"its data URL is not that of a video; it must be {_EXAMPLES['video']}")
+            raise wrong(picture.param, f"its data URL is not that of a video; it must be {_EXAMPLES['video']}")
         payload = picture.url[found.end() :]
         if len(payload) * 3 // 4 > self._most_bytes + 3:
             raise self._too_large(picture)
@@ -106,20 +106,18 @@ class PictureFetcher:
         decode = _from_base64 if is_base64 else unquote_to_bytes
         if picture.kind == "video" and found["type"].lower() == "video/jpeg":
             if payload.count(",") >= MOST_JOINED:
-                raise wrong_picture(
-                    picture.param, f"it has more than the {MOST_JOINED} frames that are accepted one by one"
-                )
+                raise wrong(picture.param, f"it has more than the {MOST_JOINED} frames that are accepted one by one")
             decode = _from_frames
         try:
             data = decode(payload) if len(payload) <= _LONG_DATA else await asyncio.to_thread(decode, payload)
         except (binascii.Error, ValueError):
-            raise wrong_picture(picture.param, "its data URL is not base64") from None
+            raise wrong(picture.param, "its data URL is not base64") from None
         return self._checked(data, picture)
 
     async def _from_host(self, picture: Picture, tenant: str) -> bytes:
         if not self._hosts:
             reason = f"this server fetches nothing from URLs; send it as a data URL ({_EXAMPLES[picture.kind]})"
-            raise wrong_picture(picture.param, reason)
+            raise wrong(picture.param, reason)
         url = self._checked_url(picture.url, picture)
         host = _host(url)
         await self._turns.acquire(tenant, host)
@@ -129,10 +127,10 @@ class PictureFetcher:
                 return await self._follow(url, picture, lookups)
         except TimeoutError:
             reason = f"it was not fetched within {self._timeout_s:g} s"
-            raise wrong_picture(picture.param, reason) from None
+            raise wrong(picture.param, reason) from None
         except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
             _check_files(error)
-            raise wrong_picture(picture.param, "it cannot be fetched: its host does not answer as expected") from None
+            raise wrong(picture.param, "it cannot be fetched: its host does not answer as expected") from None
         finally:
             # A lookup that has begun cannot be stopped: its thread counts as a fetch to its end.
             self._turns.release_after(asyncio.gather(*lookups, return_exceptions=True), tenant, host)
@@ -165,20 +163,20 @@ class PictureFetcher:
                     url = self._checked_url(str(url.join(answer.headers["location"])), picture)
                 finally:
                     await answer.aclose()
-        raise wrong_picture(picture.param, f"its URL redirects more than {_MOST_REDIRECTS} times")
+        raise wrong(picture.param, f"its URL redirects more than {_MOST_REDIRECTS} times")
 
     def _checked_url(self, text: str, picture: Picture) -> httpx.URL:
         """Return a URL of a named host. Raises ApiError for any other, and for one with credentials."""
         try:
             url = httpx.URL(text)
         except (httpx.InvalidURL, ValueError):
-            raise wrong_picture(picture.param, "its URL is malformed") from None
+            raise wrong(picture.param, "its URL is malformed") from None
         if url.scheme not in ("http", "https"):
-            raise wrong_picture(picture.param, "its URL redirects to a scheme that is not accepted")
+            raise wrong(picture.param, "its URL redirects to a scheme that is not accepted")
         if url.userinfo:
-            raise wrong_picture(picture.param, "its URL must not have a user or a password")
+            raise wrong(picture.param, "its URL must not have a user or a password")
         if not self._hosts.allows(_host(url)):
-            raise wrong_picture(picture.param, "its URL names a host that this server does not fetch pictures from")
+            raise wrong(picture.param, "its URL names a host that this server does not fetch pictures from")
         return url
 
     async def _address(self, url: httpx.URL, picture: Picture, lookups: "list[asyncio.Future[Sequence[str]]]") -> str:
@@ -187,15 +185,15 @@ class PictureFetcher:
         lookups.append(asyncio.ensure_future(self._resolve(_host(url), port)))
         addresses = await asyncio.shield(lookups[-1])
         if not addresses or not all(map(self._is_allowed, addresses)):
-            raise wrong_picture(picture.param, "its URL names a host that this server does not fetch pictures from")
+            raise wrong(picture.param, "its URL names a host that this server does not fetch pictures from")
         return min(addresses, key=lambda address: ":" in address)  # IPv4 first: not every machine has a way for IPv6
 
     async def _body(self, answer: httpx.Response, picture: Picture) -> bytes:
         if answer.status_code != 200:
             reason = f"it cannot be fetched: its host answers with the status {answer.status_code}"
-            raise wrong_picture(picture.param, reason)
+            raise wrong(picture.param, reason)
         if answer.headers.get("content-encoding", "identity").lower() != "identity":
-            raise wrong_picture(picture.param, "its host answers with compressed content, which was not asked for")
+            raise wrong(picture.param, "its host answers with compressed content, which was not asked for")
         length = answer.headers.get("content-length", "")
         if length.isdigit() and int(length) > self._most_bytes:
             raise self._too_large(picture)
@@ -215,7 +213,7 @@ class PictureFetcher:
 
     def _from_file(self, picture: Picture) -> bytes:
         """Read a file below the named folder. The opened file is checked after symbolic links have been followed."""
-        refusal = wrong_picture(picture.param, "its URL is not that of a picture that this server may read")
+        refusal = wrong(picture.param, "its URL is not that of a picture that this server may read")
         if self._folder is None:
             raise refusal
         host, slash, path = picture.url[5:].removeprefix("//").partition("/")
@@ -246,13 +244,13 @@ class PictureFetcher:
 
     def _checked(self, data: bytes, picture: Picture) -> bytes:
         if not data:
-            raise wrong_picture(picture.param, "it is empty")
+            raise wrong(picture.param, "it is empty")
         if len(data) > self._most_bytes:
             raise self._too_large(picture)
         return data
 
     def _too_large(self, picture: Picture) -> ApiError:
-        return wrong_picture(picture.param, f"its file has more than the {self._most_bytes} bytes that are accepted")
+        return wrong(picture.param, f"its file has more than the {self._most_bytes} bytes that are accepted")
 
 
 def _check_files(error: BaseException | None) -> None:

@@ -12,8 +12,8 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
-from crossdock.cluster.api.body.pictures import Kind, Picture, wrong_picture
-from crossdock.cluster.api.errors import ApiError
+from crossdock.cluster.api.body.pictures import Kind, Picture
+from crossdock.cluster.api.errors import ApiError, wrong
 from crossdock.cluster.api.media.addresses import AllowedHosts
 from crossdock.cluster.api.media.families import NoPictures, read_family
 from crossdock.cluster.api.media.fetch import PictureFetcher
@@ -131,10 +131,10 @@ class Media:
         for kind in KINDS:
             own, most = [picture for picture in pictures if picture.kind == kind], self._limits.most(kind)
             if own and kind not in self.places:
-                raise wrong_picture(own[0].param, f"videos cannot be used: {self.why_no_videos}")
+                raise wrong(own[0].param, f"videos cannot be used: {self.why_no_videos}")
             if len(own) > most:
                 reason = f"the request has {len(own)} {KINDS[kind]}, more than the {most} that are accepted"
-                raise wrong_picture(own[most].param, reason)
+                raise wrong(own[most].param, reason)
 
     async def prepare(
         self, pictures: Sequence[Picture], most_rows: int | None = None, *, salt: str, tenant: str = ""
@@ -210,7 +210,7 @@ class Media:
                     counted.enter_context(self._waiting_videos.file(data, tenant))
                 return await self._processed(key, data, picture, tenant)
         except UnusablePicture as error:
-            raise wrong_picture(picture.param, str(error)) from None
+            raise wrong(picture.param, str(error)) from None
         except PicturesBusy as error:
             raise _busy(picture, str(error)) from None
 

@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping
 
-from crossdock.cluster.api.body.pictures import Kind, Picture, wrong_picture
-from crossdock.cluster.api.errors import ApiError
+from crossdock.cluster.api.body.pictures import Kind, Picture
+from crossdock.cluster.api.errors import ApiError, wrong
 from crossdock.cluster.api.media.processes import ReadyPicture
 
 KINDS: Mapping[Kind, str] = {"image": "pictures", "video": "videos"}
@@ -31,7 +31,7 @@ class RequestSizes:
             self._video_bytes += len(data)
             if self._video_bytes > self._most_video_bytes:
                 reason = f"the files of the request's videos take more than {_in_units(self._most_video_bytes)}"
-                raise wrong_picture(picture.param, reason)
+                raise wrong(picture.param, reason)
         self._add_bytes(len(data), picture)
 
     def add(self, ready: ReadyPicture, picture: Picture) -> None:
@@ -48,7 +48,7 @@ class RequestSizes:
         self._bytes += num_bytes
         if self._bytes > self._most_bytes:
             most = f"{_in_units(self._most_bytes)}, as files and once they are decoded"
-            raise wrong_picture(picture.param, f"the {KINDS[picture.kind]} of the request take more than {most}")
+            raise wrong(picture.param, f"the {KINDS[picture.kind]} of the request take more than {most}")
 
 
 def _in_units(num_bytes: int) -> str:

@@ -10,7 +10,7 @@ from fastapi import Request, Response
 from crossdock.cluster.api.body.embedding_body import EmbeddingRequest
 from crossdock.cluster.api.body.pooler_config import EmbeddingDefaults
 from crossdock.cluster.api.bounds import INPUTS
-from crossdock.cluster.api.errors import ApiError, to_json
+from crossdock.cluster.api.errors import to_json, wrong
 from crossdock.cluster.api.routes.completions import Completions
 from crossdock.cluster.api.routes.generation import Generation
 from crossdock.cluster.api.slices import slices
@@ -63,8 +63,7 @@ def vector_of(output: Output, dimensions: int | None, *, normalizes: bool) -> np
     vector = np.frombuffer(output.embedding, "<f4").astype(np.float64)
     if dimensions is not None:
         if dimensions > len(vector):
-            reason = f"this model's vectors have {len(vector)} numbers"
-            raise ApiError(f"Invalid value for 'dimensions': {reason}.", param="dimensions", code="invalid_value")
+            raise wrong("dimensions", f"this model's vectors have {len(vector)} numbers")
         vector = vector[:dimensions]
     if normalizes:
         vector = vector / max(float(np.linalg.norm(vector)), 1e-12)

@@ -14,7 +14,7 @@ from crossdock.cluster.api.body.embedding_body import PooledCompletion
 from crossdock.cluster.api.body.generation_body import GenerationBody
 from crossdock.cluster.api.body.generation_defaults import GenerationDefaults
 from crossdock.cluster.api.body.stop_strings import StopTable
-from crossdock.cluster.api.errors import ApiError, shown
+from crossdock.cluster.api.errors import ApiError, shown, wrong
 from crossdock.cluster.api.http.answers import usage
 from crossdock.cluster.api.http.http_json import header
 from crossdock.cluster.api.http.keys import cache_salt, tenant_of
@@ -182,8 +182,7 @@ class Generations:
             if prompt.token_ids.count(token_id) != sum(item.num_rows for item in own):
                 name = self._tokenizer.vocabulary_name(token_id)
                 reason = f"it contains {name!r} (token {token_id}), which stands for pictures or videos alone"
-                param = body.prompt_field
-                raise ApiError(f"Invalid value for '{param}': {reason}.", param=param, code="invalid_value")
+                raise wrong(body.prompt_field, reason)
 
     def _choice(
         self,

@@ -12,10 +12,10 @@ from fastapi import Query, Request, Response
 from pydantic_core import from_json
 
 from crossdock.cluster.api import bounds
-from crossdock.cluster.api.body.conversation_body import text_of, wrong
+from crossdock.cluster.api.body.conversation_body import text_of
 from crossdock.cluster.api.body.response_items import Item, call_texts, input_items, new_id, referred_response
 from crossdock.cluster.api.body.responses_body import ResponsesChat, ResponsesRequest
-from crossdock.cluster.api.errors import ApiError, to_json
+from crossdock.cluster.api.errors import ApiError, to_json, wrong
 from crossdock.cluster.api.http.answers import SILENCE_S
 from crossdock.cluster.api.http.http_guard import as_api_error
 from crossdock.cluster.api.http.http_json import Name, event_stream, json_answer
@@ -118,7 +118,7 @@ class Responses:
         items = items if order == "asc" else items[::-1]
         names = [item_name for item_name, _ in items]
         if after is not None and after not in names:
-            raise ApiError("Invalid value for 'after': there is no such item.", param="after", code="invalid_value")
+            raise wrong("after", "there is no such item")
         start = 0 if after is None else names.index(after) + 1
         page = items[start : start + limit]
         ends = {"first_id": page[0][0] if page else None, "last_id": page[-1][0] if page else None}

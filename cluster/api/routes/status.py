@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from fastapi import Query, Request, Response
 from pydantic import Field
 
-from crossdock.cluster.api.errors import ApiError
+from crossdock.cluster.api.errors import ApiError, wrong
 from crossdock.cluster.api.http.http_json import Name, json_answer, long_json_answer
 from crossdock.cluster.api.http.keys import ApiKey
 from crossdock.cluster.dispatch.dispatcher import Dispatcher
@@ -82,8 +82,7 @@ class ServerStatus:
 
 def _step_number(number: str, value: str) -> int:
     if not (number.isascii() and number.isdigit() and len(number) < 16):
-        reason = f"Invalid value for 'after': {value[:100]!r} is not of the form INCARNATION:NUMBER."
-        raise ApiError(reason, param="after", code="invalid_value")
+        raise wrong("after", f"{value[:100]!r} is not of the form INCARNATION:NUMBER")
     return int(number)
 
 

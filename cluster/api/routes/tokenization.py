@@ -8,7 +8,7 @@ from fastapi import Request, Response
 from crossdock.cluster.api.body.bodies import DetokenizeRequest, TokenizeRequest
 from crossdock.cluster.api.body.generation_body import check_token_ids
 from crossdock.cluster.api.bounds import DETOKENIZED
-from crossdock.cluster.api.errors import ApiError
+from crossdock.cluster.api.errors import ApiError, check_count
 from crossdock.cluster.api.http.http_json import json_answer, long_json_answer
 from crossdock.cluster.api.http.keys import cache_salt, tenant_of
 from crossdock.cluster.api.routes.models import Models
@@ -57,9 +57,7 @@ class Tokenization:
     async def detokenize(self, request: Request, body: DetokenizeRequest) -> Response:
         card = self._models.card(body.model)
         most = max(DETOKENIZED, card.max_model_len)
-        if len(body.tokens) > most:
-            reason = f"Invalid value for 'tokens': {len(body.tokens)} ids are more than the {most} that are accepted."
-            raise ApiError(reason, param="tokens", code="invalid_value")
+        check_count("tokens", len(body.tokens), most, "ids")
         check_token_ids(body.tokens, card.vocab_size, "tokens")
         if len(body.tokens) <= _DECODED_AT_ONCE:
             text = self._tokenizer.decode(body.tokens)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from crossdock.cluster.api.errors import ApiError
+from crossdock.cluster.api.errors import wrong
 from crossdock.cluster.api.slices import slices
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 
@@ -21,7 +21,6 @@ async def encode_bad_words(words: Sequence[str], tokenizer: ModelTokenizer) -> t
             for text in (bare, f" {bare}"):
                 token_ids = tokenizer.encode(text, add_special_tokens=False) if bare else []
                 if not token_ids:
-                    reason = f"{word[:40]!r} has no tokens of its own"
-                    raise ApiError(f"Invalid value for 'bad_words': {reason}.", param="bad_words", code="invalid_value")
+                    raise wrong("bad_words", f"{word[:40]!r} has no tokens of its own")
                 spellings[tuple(token_ids)] = None
     return tuple(spellings)

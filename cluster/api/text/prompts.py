@@ -13,7 +13,7 @@ from crossdock.cluster.api.body.generation_body import GenerationBody
 from crossdock.cluster.api.body.messages import call_arguments, template_messages
 from crossdock.cluster.api.body.pictures import Kind, Picture
 from crossdock.cluster.api.bounds import TEMPLATE_CHARS, TRUNCATED_CHARS, TRUNCATED_PER_TOKEN
-from crossdock.cluster.api.errors import ApiError, shown, to_json
+from crossdock.cluster.api.errors import ApiError, shown, to_json, wrong
 from crossdock.cluster.api.heap import Heap
 from crossdock.cluster.api.http.http_config import NOT_TEMPLATE_VARIABLES
 from crossdock.cluster.api.http.json_size import check_texts_size
@@ -87,7 +87,7 @@ class PromptEncoder:
         most = max(TRUNCATED_CHARS, TRUNCATED_PER_TOKEN * card.max_model_len)
         if truncates and num_chars > most:
             reason = f"{num_chars} characters are more than the {most} that are accepted, even if the text is truncated"
-            raise ApiError(f"Invalid value for '{param}': {reason}.", param=param, code="context_length_exceeded")
+            raise wrong(param, reason, "context_length_exceeded")
 
     async def _check_beginning(self, text: str, card: ModelCard, param: str) -> None:
         """Refuse a text whose beginning has twice the tokens of the context: the whole cannot fit, and costs more.
@@ -280,14 +280,14 @@ def _misplaced(media: Media, kinds: Sequence[Kind], num_places: int | None = Non
     """Return the error for a prompt whose pictures or videos have no places of their own."""
     places = media.places.values() if num_places is None else map(media.places.__getitem__, kinds)
     names = [token for place in places for token in (place.written, place.token)]
-    shown = " and ".join(f"'{token}'" for token in dict.fromkeys(names))
+    listed = " and ".join(f"'{token}'" for token in dict.fromkeys(names))
     found = "other places" if num_places in (None, len(kinds)) else f"{num_places} places"
     what = "videos" if "image" not in kinds else "pictures and videos" if "video" in kinds else "pictures"
     reason = (
-        f"Invalid value for 'messages': the chat template makes {found} for {len(kinds)} {what}. Texts must not "
-        f"contain {shown}, and the messages with {what} must be of roles whose {what} the template shows."
+        f"the chat template makes {found} for {len(kinds)} {what}. Texts must not contain {listed}, and the messages "
+        f"with {what} must be of roles whose {what} the template shows"
     )
-    return ApiError(reason, param="messages", code="invalid_value")
+    return wrong("messages", reason)
 
 
 def _limit(body: GenerationBody) -> int | None:
