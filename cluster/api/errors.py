@@ -8,6 +8,7 @@ from pydantic import BaseModel
 
 from crossdock.cluster.api.bounds import MESSAGE_CHARS, SHOWN_CHARS
 
+_KINDS = {429: "rate_limit_error", 505: "invalid_request_error"}  # by status
 _ANTHROPIC_KINDS = {  # by status
     401: "authentication_error",
     403: "permission_error",
@@ -55,16 +56,17 @@ class ApiError(Exception):
         message: str,
         *,
         status: int = 400,
-        kind: str = "invalid_request_error",
+        kind: str | None = None,
         param: str | None = None,
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
         details: Mapping[str, Any] | None = None,
     ) -> None:
-        """`details`: fields that Anthropic's clients read beside the message; OpenAI's errors have none."""
+        """`kind`: OpenAI's `type`; None: the one of most errors with this status. `details`: fields that Anthropic's
+        clients read beside the message; OpenAI's errors have none."""
         super().__init__(shown(message, MESSAGE_CHARS))
         self.status = status
-        self.kind = kind
+        self.kind = kind or _KINDS.get(status, "server_error" if status >= 500 else "invalid_request_error")
         self.param = None if param is None else shown(param)
         self.code = code
         self.headers = dict(headers or {})

@@ -122,7 +122,7 @@ class BoundedConnection(HttpToolsProtocol):
             self._wait_for_head()
         else:
             reason = "The server has too many connections. Try again later."
-            self._refuse(ApiError(reason, status=503, kind="server_error", code="too_many_connections"))
+            self._refuse(ApiError(reason, status=503, code="too_many_connections"))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._connections.closed(self)

@@ -43,25 +43,23 @@ def as_api_error(error: BaseException) -> ApiError:
             return error
         case Overloaded():
             headers = {"Retry-After": str(max(1, math.ceil(error.retry_after)))}
-            return ApiError(
-                str(error), status=429, kind="rate_limit_error", code="rate_limit_exceeded", headers=headers
-            )
+            return ApiError(str(error), status=429, code="rate_limit_exceeded", headers=headers)
         case GenerationPaused():
-            return ApiError(f"{error}. Try again.", status=503, kind="server_error", code="generation_paused")
+            return ApiError(f"{error}. Try again.", status=503, code="generation_paused")
         case ModelStarting():
             headers = {"Retry-After": str(max(1, math.ceil(error.retry_after)))}
-            return ApiError(str(error), status=503, kind="server_error", code="model_starting", headers=headers)
+            return ApiError(str(error), status=503, code="model_starting", headers=headers)
         case ReplicaLost():
             # The error's own message may quote a remote traceback.
             reason = "The model is not available now: its replica is starting or was lost. Try again."
-            return ApiError(reason, status=503, kind="server_error", code="service_unavailable")
+            return ApiError(reason, status=503, code="service_unavailable")
         case SuspectRequest():
             reason = "Replicas of the model ended while they worked on this request, so it is not tried again."
             return ApiError(f"{reason} Do not repeat it unchanged.", code="suspect_request", headers=_NO_RETRY)
         case SlowReader():
             reason = "Too many tokens waited to be read, so the request was ended. Read the stream faster."
             return ApiError(reason, status=408, code="slow_reader")
-    return ApiError("Internal server error.", status=500, kind="server_error", code="internal_error")
+    return ApiError("Internal server error.", status=500, code="internal_error")
 
 
 class HttpGuard:
@@ -140,7 +138,7 @@ class HttpGuard:
         except Exception as error:
             if isinstance(error, TimeoutError) and clock.expired():
                 reason = f"The request took more than {self._timeout_s} s."
-                error = ApiError(reason, status=504, kind="server_error", code="request_timeout")
+                error = ApiError(reason, status=504, code="request_timeout")
             await sender.fail(error)
             _clear_frames(error)
         finally:
@@ -229,7 +227,7 @@ def _count_connection(state: Mapping[str, Any], key: ApiKey) -> None:
     if "show_key" in state and not state["show_key"](key.tenant):
         reason = "This API key has its share of the server's connections. Close some, or send requests on them."
         headers = {"Retry-After": "1", "Connection": "close"}
-        raise ApiError(reason, status=429, kind="rate_limit_error", code="too_many_connections", headers=headers)
+        raise ApiError(reason, status=429, code="too_many_connections", headers=headers)
 
 
 def _check_credentials(headers: Sequence[tuple[bytes, bytes]]) -> None:

@@ -44,9 +44,7 @@ class RequestMemory:
             reason = f"This request would hold {total} bytes, and {room} are free: other large requests run"
             hint = "Try again later, or send less (http.request_memory_bytes)"
             headers = {"Retry-After": "1", "Connection": "close"}
-            raise ApiError(
-                f"{reason}. {hint}.", status=429, kind="rate_limit_error", code="request_memory", headers=headers
-            )
+            raise ApiError(f"{reason}. {hint}.", status=429, code="request_memory", headers=headers)
         self._shares.take(self._owner, num_bytes)
         self._num_bytes = total
 

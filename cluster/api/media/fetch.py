@@ -258,7 +258,7 @@ def _check_files(error: BaseException | None) -> None:
     while error is not None:
         if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
             reason = "This server has too many open files. Try again later."
-            raise ApiError(reason, status=503, kind="server_error", code="too_many_files") from None
+            raise ApiError(reason, status=503, code="too_many_files") from None
         error = error.__cause__ or error.__context__
 
 

@@ -338,6 +338,4 @@ def _first(errors: BaseExceptionGroup[ApiError]) -> ApiError:
 def _busy(picture: Picture, reason: str) -> ApiError:
     text = f"'{picture.param}' cannot be processed now: {reason}. Try again later."
     headers = {"Retry-After": str(_RETRY_S)}
-    return ApiError(
-        text, status=429, kind="rate_limit_error", param=picture.param, code="rate_limit_exceeded", headers=headers
-    )
+    return ApiError(text, status=429, param=picture.param, code="rate_limit_exceeded", headers=headers)

@@ -198,7 +198,7 @@ class Responses:
         if not self._places.room(tenant):
             whose = "" if self._places.num_used >= self._places.most else ", of which this API key has its share,"
             reason = f"{self._places.num_used} responses{whose} are being made in the background. Try again later."
-            raise ApiError(reason, status=429, kind="rate_limit_error", code="rate_limit_exceeded")
+            raise ApiError(reason, status=429, code="rate_limit_exceeded")
         self._places.take(tenant, 1)
         charge = request.state.account
         if charge is not None:
@@ -222,7 +222,7 @@ class Responses:
                 answer.cancel()
             except TimeoutError:
                 reason = f"The response took more than {self._timeout_s} s."
-                answer.fail(ApiError(reason, status=504, kind="server_error", code="request_timeout"))
+                answer.fail(ApiError(reason, status=504, code="request_timeout"))
             except Exception as error:
                 api_error = as_api_error(error)
                 if api_error.status == 500:

@@ -60,7 +60,7 @@ class ServerStatus:
         try:
             data = [] if self._decisions is None else await self._decisions()
         except TimeoutError:
-            raise ApiError("The scaler does not answer.", status=503, kind="server_error", code="not_ready") from None
+            raise ApiError("The scaler does not answer.", status=503, code="not_ready") from None
         if _visible_tenant(request) is not None:
             data = [{key: value for key, value in each.items() if key not in _LOADS} for each in data]
         return json_answer({"object": "list", "data": data})
@@ -70,7 +70,7 @@ class ServerStatus:
 
     async def ready(self) -> Response:
         if not self._dispatcher.ready():
-            raise ApiError("No replica is up yet.", status=503, kind="server_error", code="not_ready")
+            raise ApiError("No replica is up yet.", status=503, code="not_ready")
         return Response()
 
     async def metrics(self) -> Response:
