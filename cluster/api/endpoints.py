@@ -31,7 +31,7 @@ from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.http.http_guard import HttpGuard
 from crossdock.cluster.api.http.http_json import JsonRoute, JsonRoutes
 from crossdock.cluster.api.http.keys import KeyRing
-from crossdock.cluster.api.http.limits import AskPeers, Ledger, Loan
+from crossdock.cluster.api.http.limits import AskPeers, Ledger, Loan, Unit
 from crossdock.cluster.api.http.payers import Payers
 from crossdock.cluster.api.http.tracing import Tracing, otlp_exporter
 from crossdock.cluster.api.routes.absent_paths import advice
@@ -244,10 +244,10 @@ def _reporting(status: ServerStatus) -> list[Endpoint]:
     ]
 
 
-def _lend(keys: KeyRing, ledger: Ledger, tenant: str, requests: float, tokens: float, seconds: float = 0.0) -> Loan:
+def _lend(keys: KeyRing, ledger: Ledger, tenant: str, unit: Unit, amount: float) -> Loan:
     """Lend another ingress the missing amount of a tenant's key. A key that is not in force here lends nothing."""
     key = keys.of_tenant(tenant)
-    return Loan() if key is None else ledger.account(key).lend(requests, tokens, seconds)
+    return Loan() if key is None else ledger.account(key).lend(unit, amount)
 
 
 async def _asset(asset: WebAsset, request: Request) -> Response:

@@ -20,7 +20,7 @@ from crossdock.cluster.api.body.pooler_config import EmbeddingDefaults
 from crossdock.cluster.api.endpoints import build_api
 from crossdock.cluster.api.heap import keep_one_heap
 from crossdock.cluster.api.http.http_config import OPEN_TO_OTHERS, HttpConfig
-from crossdock.cluster.api.http.limits import Loan
+from crossdock.cluster.api.http.limits import Loan, Unit
 from crossdock.cluster.api.http.listener import Listener, listen
 from crossdock.cluster.api.http.tiers import Tiers
 from crossdock.cluster.api.media.media import Media
@@ -271,14 +271,13 @@ class Ingress:
         """Return the state of every replica that is up: what /v1/replicas answers to an operator."""
         return await self.fleets.replicas({}, None)
 
-    async def lend(self, asker: str, tenant: str, requests: float, tokens: float, seconds: float) -> Loan | None:
+    async def lend(self, asker: str, tenant: str, unit: Unit, amount: float) -> Loan | None:
         """Lend another ingress, `asker`, its missing amount for a tenant's key; None: `asker` is this ingress."""
-        return None if asker == self._name else self._api.state.lend(tenant, requests, tokens, seconds)
+        return None if asker == self._name else self._api.state.lend(tenant, unit, amount)
 
-    async def _ask_peers(self, tenant: str, requests: float, tokens: float, seconds: float) -> list[Loan]:
+    async def _ask_peers(self, tenant: str, unit: Unit, amount: float) -> list[Loan]:
         """Ask all other ingresses for the missing amount of a tenant's key."""
-        amounts = tenant, requests, tokens, seconds
-        return [loan for loan in await self._of_all("lend", _LOAN_S, self._name, *amounts) if loan]
+        return [loan for loan in await self._of_all("lend", _LOAN_S, self._name, tenant, unit, amount) if loan]
 
     async def stored(self, asker: str, action: Action, tenant: str, name: str) -> StoredResponse | None:
         """Answer another ingress, `asker`, whose client asks for a stored response; None: it is not stored here."""

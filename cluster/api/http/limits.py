@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
 
 from crossdock.cluster.api.errors import ApiError
 from crossdock.cluster.api.http.keys import ApiKey
@@ -26,15 +27,14 @@ _FIRST_SWEEP = 64  # accounts; the ledger looks for idle ones when their number 
 class Loan:
     """An ingress's answer to another: the amount lent for a key, and how many of the key's requests run here."""
 
-    requests: float = 0.0
-    tokens: float = 0.0
+    amount: float = 0.0
     num_running: int = 0
-    seconds: float = 0.0
 
 
-AskPeers = Callable[[str, float, float, float], Awaitable[list[Loan]]]
-"""Ask all other ingresses, for a tenant, each to give requests, tokens and seconds. Those that do not answer are left
-out."""
+Unit: TypeAlias = Literal["requests", "tokens", "seconds"]  # of what a minute allows
+
+AskPeers: TypeAlias = Callable[[str, Unit, float], Awaitable[list[Loan]]]
+"""Ask all other ingresses, for a tenant, each to give so many of a unit. Those that do not answer are left out."""
 
 
 @dataclass(slots=True)
@@ -97,7 +97,7 @@ class Account:
         try:
             await self._check_running()
             if self.requests is not None:
-                await self._take(self.requests, 1, f"{self.key.requests_per_minute} requests per minute")
+                await self._take("requests", 1, f"{self.key.requests_per_minute} requests per minute")
         except BaseException:
             self.num_running -= 1
             raise
@@ -108,17 +108,22 @@ class Account:
             return
         running = self.num_running
         if self.share > 1 and running <= most:
-            loans = [] if self.ask_peers is None else await self.ask_peers(self.key.tenant, 0.0, 0.0, 0.0)
+            loans = [] if self.ask_peers is None else await self.ask_peers(self.key.tenant, "requests", 0.0)
             silent = self.share - 1 - len(loans)
             running = self.num_running + sum(loan.num_running for loan in loans) + silent * (most // self.share)
         if running > most:
             raise self._refusal(f"{most} requests at once", 1.0)
 
-    async def _take(self, bucket: Bucket, amount: float, limit: str) -> None:
-        """Take an amount from a bucket, if need be with what other ingresses lend. Raises ApiError 429 for a lack."""
+    def _bucket(self, unit: Unit) -> Bucket | None:
+        return {"requests": self.requests, "tokens": self.tokens, "seconds": self.seconds}[unit]
+
+    async def _take(self, unit: Unit, amount: float, limit: str) -> None:
+        """Take an amount of a limited unit, if need be of what other ingresses lend. Raises ApiError 429 for a lack."""
+        bucket = self._bucket(unit)
+        assert bucket is not None
         bucket.fill(self.clock())
         if bucket.level < amount - _ROUNDING:
-            await self._borrow(bucket, amount)
+            await self._borrow(bucket, unit, amount)
         if bucket.level < amount - _ROUNDING:
             raise self._refusal(limit, bucket.seconds_until(amount))
         bucket.level -= amount
@@ -144,32 +149,20 @@ class Account:
             raise self._refusal(f"{READS_PER_MINUTE} GET requests per minute", self.reads.seconds_until(1))
         self.reads.level -= 1
 
-    async def _borrow(self, bucket: Bucket, amount: float) -> None:
+    async def _borrow(self, bucket: Bucket, unit: Unit, amount: float) -> None:
         """Take a bucket's missing amount from the other ingresses, and some more, so that few requests have to ask."""
         if self.ask_peers is None or self.clock() < self._ask_at:
             return
         each = amount - bucket.level + bucket.capacity / 2
-        if bucket is self.requests:
-            loans = await self.ask_peers(self.key.tenant, each, 0.0, 0.0)
-            bucket.level += sum(loan.requests for loan in loans)
-        elif bucket is self.tokens:
-            loans = await self.ask_peers(self.key.tenant, 0.0, each, 0.0)
-            bucket.level += sum(loan.tokens for loan in loans)
-        else:
-            loans = await self.ask_peers(self.key.tenant, 0.0, 0.0, each)
-            bucket.level += sum(loan.seconds for loan in loans)
+        loans = await self.ask_peers(self.key.tenant, unit, each)
+        bucket.level += sum(loan.amount for loan in loans)
         if bucket.level < amount - _ROUNDING:
             self._ask_at = self.clock() + ASK_S
 
-    def lend(self, requests: float, tokens: float, seconds: float = 0.0) -> Loan:
+    def lend(self, unit: Unit, amount: float) -> Loan:
         """Lend another ingress its missing amount, as far as this ingress has so much."""
-        now = self.clock()
-        return Loan(
-            self.requests.lend(requests, now) if self.requests is not None else 0.0,
-            self.tokens.lend(tokens, now) if self.tokens is not None else 0.0,
-            self.num_running,
-            self.seconds.lend(seconds, now) if self.seconds is not None else 0.0,
-        )
+        bucket = self._bucket(unit)
+        return Loan(0.0 if bucket is None else bucket.lend(amount, self.clock()), self.num_running)
 
     def check(self) -> None:
         """Raise ApiError 429 if there are no tokens, unless other ingresses may have some."""
@@ -191,13 +184,12 @@ class Account:
             raise ApiError(
                 f"This API key may use {limit}; the request has {num_prompt_tokens} in its prompt. Shorten it.",
                 status=429,
-                kind="rate_limit_error",
                 code="rate_limit_exceeded",
                 headers=self.headers(),
             )
         own = math.floor(self.tokens.capacity)  # the largest reservation, except for a prompt of borrowed tokens
         num_tokens = min(num_prompt_tokens + num_output_tokens, max(num_prompt_tokens, own))
-        await self._take(self.tokens, num_tokens, limit)
+        await self._take("tokens", num_tokens, limit)
         return num_tokens
 
     async def reserve_seconds(self, num_tokens: int) -> float:
@@ -208,7 +200,7 @@ class Account:
         if self.seconds is None:
             return 0.0
         seconds = min(self.price * num_tokens, self.seconds.capacity)
-        await self._take(self.seconds, seconds, f"{self.key.seconds_per_minute:g} seconds per minute")
+        await self._take("seconds", seconds, f"{self.key.seconds_per_minute:g} seconds per minute")
         return seconds
 
     def pay(self, seconds: float, num_tokens: int) -> None:
@@ -242,7 +234,6 @@ class Account:
         return ApiError(
             f"Rate limit reached: this API key may use {limit}. Try again in {_duration(seconds)}.",
             status=429,
-            kind="rate_limit_error",
             code="rate_limit_exceeded",
             headers={"Retry-After": str(retry_after), **self.headers()},
         )

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from crossdock.cluster.api.errors import ApiError
 from crossdock.cluster.api.http.keys import ApiKey, KeyRing
-from crossdock.cluster.api.http.limits import ASK_S, READS_PER_MINUTE, Account, Charge, Ledger, Loan
+from crossdock.cluster.api.http.limits import ASK_S, READS_PER_MINUTE, Account, Charge, Ledger, Loan, Unit
 from crossdock.cluster.api.http.payers import Payers
 
 CLASSES = ("interactive", "batch")
@@ -368,11 +368,11 @@ class Ingresses:
         self.silent: set[int] = set()
         self.ledgers = [Ledger(count, clock, partial(self.ask, number)) for number in range(count)]
 
-    async def ask(self, asker: int, tenant: str, requests: float, tokens: float, seconds: float) -> list[Loan]:
+    async def ask(self, asker: int, tenant: str, unit: Unit, amount: float) -> list[Loan]:
         assert tenant == self.key.tenant
         self.num_asked += 1
         return [
-            ledger.account(self.key).lend(requests, tokens, seconds)
+            ledger.account(self.key).lend(unit, amount)
             for number, ledger in enumerate(self.ledgers)
             if number != asker and number not in self.silent
         ]

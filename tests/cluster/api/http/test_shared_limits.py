@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from crossdock.cluster.api.http.http_config import HttpConfig
-from crossdock.cluster.api.http.limits import READS_PER_MINUTE, Loan
+from crossdock.cluster.api.http.limits import READS_PER_MINUTE, Loan, Unit
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from tests.cluster.api.one_model import one_model_api
 from tests.cluster.api.scripted_api import LiveServer, ScriptedDispatcher, refused, serving
@@ -24,8 +24,8 @@ def ingresses(engine: ScriptedDispatcher, tokenizer: ModelTokenizer) -> Iterator
     apps: list[Any] = []
 
     def build(number: int) -> Any:
-        async def ask_peers(tenant: str, requests: float, tokens: float, seconds: float) -> list[Loan]:
-            return [apps[1 - number].state.lend(tenant, requests, tokens, seconds)]
+        async def ask_peers(tenant: str, unit: Unit, amount: float) -> list[Loan]:
+            return [apps[1 - number].state.lend(tenant, unit, amount)]
 
         config = HttpConfig.model_validate({"api_keys": KEYS, "replicas": 2})
         return one_model_api(engine, tokenizer, config, ask_peers=ask_peers)  # type: ignore[arg-type]
