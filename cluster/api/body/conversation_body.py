@@ -10,26 +10,6 @@ from crossdock.cluster.api.body.generation_body import REQUEST_ID
 from crossdock.cluster.api.body.json_body import Body
 from crossdock.cluster.api.errors import ApiError, wrong
 
-_PASSED = (  # fields that mean the same in a chat
-    "cache_salt",
-    "chat_template_kwargs",
-    "frequency_penalty",
-    "ignore_eos",
-    "min_p",
-    "min_tokens",
-    "model",
-    "presence_penalty",
-    "priority",
-    "repetition_penalty",
-    "request_id",
-    "seed",
-    "service_tier",
-    "stream",
-    "temperature",
-    "top_k",
-    "top_p",
-)
-
 
 class ConversationBody(Body):
     """Fields of both APIs, and those that vLLM adds to chats. The chat checks their bounds."""
@@ -54,8 +34,9 @@ class ConversationBody(Body):
     chat_template_kwargs: dict[str, Any] = Field({}, description="Variables of the model's chat template.")
 
     def passed(self) -> dict[str, Any]:
-        """Return the fields of the chat that have the same name and meaning here."""
-        return {name: getattr(self, name) for name in _PASSED if name in self.model_fields_set}
+        """Return the given fields that have the same name and meaning in a chat: all of this class but the tools."""
+        names = (name for name in ConversationBody.model_fields if name in self.model_fields_set and name != "tools")
+        return {name: getattr(self, name) for name in names}
 
 
 class ConversationChat(ChatCompletionRequest):

@@ -15,17 +15,6 @@ from crossdock.cluster.api.body.pooler_config import EmbeddingDefaults, Pooling
 from crossdock.cluster.api.errors import ApiError
 from crossdock.workers.schedule.submission import SamplingParams
 
-_PASSED = (  # with the same meaning as in completions
-    "model",
-    "add_special_tokens",
-    "truncate_prompt_tokens",
-    "truncation_side",
-    "cache_salt",
-    "priority",
-    "request_id",
-    "service_tier",
-)
-
 
 class PooledCompletion(CompletionRequest):
     """Texts whose vectors are wanted, as prompts of completions that have no output."""
@@ -52,6 +41,10 @@ class PooledBody(Body):
 
     no_effect: ClassVar[Mapping[str, str]] = {"user": "nothing is kept about end users"}
 
+    def passed(self) -> dict[str, Any]:
+        """Return the fields of all these requests, which have the same meaning in completions."""
+        return {name: getattr(self, name) for name in PooledBody.model_fields}
+
 
 class InputBody(PooledBody):
     """The fields of requests with texts, or with their token ids, in `input`."""
@@ -67,7 +60,7 @@ class InputBody(PooledBody):
 
     def pooled(self, pooling: Pooling) -> PooledCompletion:
         """Return the completions that give the pooled hidden states of each text."""
-        passed = {name: getattr(self, name) for name in _PASSED}
+        passed = {name: getattr(self, name) for name in InputBody.model_fields if name != "input"}
         return PooledCompletion(prompt=self.input, max_tokens=0, pooling=pooling, n=1, **passed)
 
 

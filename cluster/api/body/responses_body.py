@@ -80,14 +80,8 @@ class ResponsesRequest(ConversationBody):
 
     no_effect: ClassVar[Mapping[str, str]] = {
         "client_metadata": "nothing is kept about clients",
-    } | {
-        name: NO_EFFECT[name]
-        for name in (
-            "prompt_cache_options",
-            "safety_identifier",
-            "stream_options.include_obfuscation",
-            "user",
-        )
+        **{name: NO_EFFECT[name] for name in ("prompt_cache_options", "safety_identifier", "user")},
+        "stream_options.include_obfuscation": NO_EFFECT["stream_options.include_obfuscation"],
     }
     refused_fields: ClassVar[Mapping[str, RefusedField]] = {
         "access_programs": RefusedField("there are no access programs"),

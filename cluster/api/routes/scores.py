@@ -32,7 +32,6 @@ _JUDGE = (
     "Judge whether the Document meets the requirements based on the Query and the Instruct provided. Note that the "
     'answer can only be "yes" or "no".'
 )
-_PASSED = ("model", "cache_salt", "priority", "request_id", "service_tier")  # with the same meaning as in completions
 
 
 class Scores:
@@ -75,7 +74,7 @@ class Scores:
     async def scores(self, request: Request, body: PairsBody) -> tuple[Generation, list[float]]:
         """Return the score of each pair of a body."""
         pairs = body.pairs()
-        passed = {name: getattr(body, name) for name in _PASSED}
+        passed = body.passed()
         if self._defaults.head is not None:
             return await self._headed(self._defaults.head, request, pairs, passed)
         return await (self._judged if self._words else self._cosines)(request, body, pairs, passed)
