@@ -2,7 +2,7 @@
 
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import IO, Any, TypeAlias
+from typing import IO, Any
 
 from fastapi import Request, Response
 from pydantic_core import from_json
@@ -19,7 +19,6 @@ MOST_LINE_BYTES = 20 << 20  # as of the body of a request
 MOST_LINES = 50_000  # OpenAI's bound
 _ID_CHARS = 512
 
-Endpoint: TypeAlias = tuple[type[Body], Callable[[Request, Any], Awaitable[Response]]]
 ENDPOINTS: Mapping[str, type[Body]] = {
     "/v1/chat/completions": ChatCompletionRequest,
     "/v1/completions": CompletionRequest,

@@ -116,15 +116,8 @@ class ModelRoutes:
         request.state.start_s = await self.cold_start.wait(self.tiers.patience_s(asked) or MOST_WAIT_S)
 
     def creates(self) -> Creates:
-        """Return the functions that answer a request and its body, by the paths that lines of a batch may name."""
-        return {
-            "/v1/chat/completions": self.chats.create,
-            "/v1/completions": self.completions.create,
-            "/v1/embeddings": self.embeddings.create,
-            "/v1/score": self.scores.score,
-            "/v1/rerank": self.scores.rerank,
-            "/classify": self.classification.create,
-        }
+        """Return the functions that answer a request and its body, by path."""
+        return {path: create for _, path, create, _ in self.answers()}
 
     def answers(self) -> list[Endpoint]:
         """Return the endpoints whose bodies name the model."""
