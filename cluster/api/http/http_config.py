@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ByteSize, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from crossdock.cluster.api.body.parser_names import AUTO, REASONING_PARSERS, TOOL_PARSERS, family_of
 from crossdock.cluster.api.body.pictures import VideoReading
@@ -60,16 +60,10 @@ class ModelHttpConfig(BaseModel):
         AUTO, description="How the model marks its reasoning: auto (by its chat template), none, or vLLM's name."
     )
 
-    @field_validator("tool_call_parser")
+    @field_validator("tool_call_parser", "reasoning_parser")
     @classmethod
-    def _check_tool_parser(cls, name: str) -> str:
-        family_of(name, TOOL_PARSERS)
-        return name
-
-    @field_validator("reasoning_parser")
-    @classmethod
-    def _check_reasoning_parser(cls, name: str) -> str:
-        family_of(name, REASONING_PARSERS)
+    def _check_parser(cls, name: str, info: ValidationInfo) -> str:
+        family_of(name, TOOL_PARSERS if info.field_name == "tool_call_parser" else REASONING_PARSERS)
         return name
 
     @field_validator("limit_mm_per_prompt", mode="before")
@@ -83,8 +77,8 @@ class ModelHttpConfig(BaseModel):
     @field_validator("limit_mm_per_prompt")
     @classmethod
     def _check_kinds(cls, limits: dict[str, int]) -> dict[str, int]:
-        if others := [kind for kind, limit in limits.items() if kind == "audio" and limit]:
-            raise ValueError(f"{others[0]} is not supported, so its limit must be 0")
+        if limits.get("audio"):
+            raise ValueError("audio is not supported, so its limit must be 0")
         return limits
 
     @field_validator("default_chat_template_kwargs")
