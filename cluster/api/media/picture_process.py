@@ -1,6 +1,6 @@
 """The process of pictures or of videos: decodes each and prepares it for the model, in a child that has limits.
 
-Run as `python -m` by `PictureProcess`. It reads messages from stdin, first its settings, then files, and writes one
+Run as `python -m` by `PictureProcesses`. It reads messages from stdin, first its settings, then files, and writes one
 answer for each to stdout. It ends when stdin does.
 
 A file of a few kilobytes can take gigabytes and minutes, or use a fault of a decoder written in C. So the ingress

@@ -67,18 +67,37 @@ class PictureProcesses:
         """`settings`: `kind`, image or video; `folder` of the model, `names` of its added tokens by id, `arguments` of
         its image processor, `most_pixels` of a picture or of a frame; of videos also `sampling`, by `Sampling`'s names.
         """
-        self._idle: queue.SimpleQueue[PictureProcess] = queue.SimpleQueue()
-        self._all = [PictureProcess(settings) for _ in range(_PROCESSES)]
-        for process in self._all:
+        self._idle: queue.SimpleQueue[Sandbox] = queue.SimpleQueue()
+        self._all: list[Sandbox] = []
+        for _ in range(_PROCESSES):
+            process = Sandbox(
+                _MODULE,
+                settings,
+                title="the process of pictures",
+                limits=LIMITS[settings["kind"]],
+                start_patience_s=_START_PATIENCE_S,
+                environment=_ENVIRONMENT,
+            )
             process.start()
+            self._all.append(process)
             self._idle.put(process)
         self._threads = ThreadPoolExecutor(_PROCESSES, "pictures")
         # Videos are slow: a tenant's never take both processes.
         self._turns = Turns(_PROCESSES, leaves_some=settings["kind"] == "video")
 
     def wait_until_ready(self) -> None:
-        """Wait until a process can prepare pictures, for seconds. Raises as `PictureProcess` does."""
-        self._all[0].wait_until_ready()
+        """Wait until a process has prepared a first picture or video, a small one. That takes seconds.
+
+        Raises:
+            NoPictures: pictures or videos cannot be prepared for this model.
+            ValueError: the image processor refuses these arguments.
+            TimeoutError: the process is not ready in time.
+        """
+        answer = self._all[0].first_answer()
+        if answer is None or "unsupported" in answer:
+            raise NoPictures((answer or {}).get("unsupported", "its image processor cannot be started"))
+        if reason := answer.get("wrong_arguments"):
+            raise ValueError(f"http.mm_processor_kwargs: the image processor refuses them: {reason}")
 
     @property
     def pids(self) -> list[int]:
@@ -132,61 +151,14 @@ class PictureProcesses:
     def _prepare(self, asked: Mapping[str, Any], interruption: Interruption) -> ReadyPicture:
         process = self._idle.get()
         try:
-            return process.prepare(asked, interruption)
-        finally:
-            self._idle.put(process)
-
-
-class PictureProcess:
-    """One process of pictures. Calls must not overlap."""
-
-    def __init__(self, settings: Mapping[str, Any]) -> None:
-        """The process starts with `start` or the first picture."""
-        self._sandbox = Sandbox(
-            _MODULE,
-            settings,
-            title="the process of pictures",
-            limits=LIMITS[settings["kind"]],
-            start_patience_s=_START_PATIENCE_S,
-            environment=_ENVIRONMENT,
-        )
-
-    @property
-    def pid(self) -> int | None:
-        """Return the id of the process; None while there is none."""
-        return self._sandbox.pid
-
-    def start(self) -> None:
-        """Start the process, unless it runs."""
-        self._sandbox.start()
-
-    def wait_until_ready(self) -> None:
-        """Wait until the process has prepared a first picture or video, a small one.
-
-        Raises:
-            NoPictures: pictures or videos cannot be prepared for this model.
-            ValueError: the image processor refuses these arguments.
-            TimeoutError: the process is not ready in time.
-        """
-        answer = self._sandbox.first_answer()
-        if answer is None or "unsupported" in answer:
-            raise NoPictures((answer or {}).get("unsupported", "its image processor cannot be started"))
-        if reason := answer.get("wrong_arguments"):
-            raise ValueError(f"http.mm_processor_kwargs: the image processor refuses them: {reason}")
-
-    def prepare(self, asked: Mapping[str, Any], interruption: Interruption) -> ReadyPicture:
-        """Return a picture as the encoder reads it. Raises as `PictureProcesses.prepare` does."""
-        try:
-            answer = self._sandbox.ask(asked, interruption)
+            answer = process.ask(asked, interruption)
         except (SandboxBusy, SandboxInterrupted) as busy:
             raise PicturesBusy("this server has too little time for it now") from busy
+        finally:
+            self._idle.put(process)
         if error := answer.get("error"):
             raise UnusablePicture(error)
         return as_ready(answer)
-
-    def end(self) -> None:
-        """End the process, for good. Any thread may call."""
-        self._sandbox.end()
 
 
 def as_ready(answer: Mapping[str, Any]) -> ReadyPicture:
