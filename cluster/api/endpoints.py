@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -54,13 +55,6 @@ _OPEN = ("/health", "/ready", "/metrics", "/version", "/openapi.json")  # need n
 _ANTHROPIC_ERRORS: dict[int | str, dict[str, Any]] = {
     "default": {"model": AnthropicErrorAnswer, "description": "Refused"}
 }
-_CONTROLS = ("/sleep", "/wake_up", "/pause", "/resume", "/reset_prefix_cache", "/flush_cache")
-_WITHOUT_JSON = (
-    "/cancel",
-    "/v1/files",
-    *_CONTROLS,
-    "_weight_update",
-)  # ends of POST paths without JSON, or with little
 _KEY = Security(HTTPBearer(auto_error=False, scheme_name="key"))  # for the description; `HttpGuard` checks the key
 
 
@@ -187,7 +181,7 @@ def _add_endpoints(app: FastAPI, endpoints: Iterable[Endpoint]) -> None:
             response_model=None,
             dependencies=[] if path in _OPEN else [_KEY],
             responses=_ANTHROPIC_ERRORS if path.startswith("/v1/messages") else None,
-            route_class_override=JsonRoute if method == "POST" and not path.endswith(_WITHOUT_JSON) else None,
+            route_class_override=JsonRoute if "body" in signature(endpoint).parameters else None,
         )
 
 
