@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias
 
 from crossdock.cluster.api.text.call_forms import json_arguments
 from crossdock.cluster.api.text.call_values import Brackets, Schemas
-from crossdock.cluster.api.text.message_parser import CallText, ContentText, Piece, ReasoningText
+from crossdock.cluster.api.text.message_parser import CallText, ContentText, Piece, ReasoningText, num_held
 
 MARKERS: Sequence[str] = (
     "<|start|>",
@@ -125,7 +125,7 @@ class HarmonyText:
     def _read_text(self, pieces: list[Piece]) -> bool:
         found = self._patterns.body_end.search(self._buffer)
         if found is None:
-            end = len(self._buffer) - self._held()
+            end = len(self._buffer) - num_held(self._buffer, self._patterns.ends)
             self._emit(self._part, self._buffer[:end], pieces)
             self._buffer = self._buffer[end:]
             return False
@@ -145,22 +145,13 @@ class HarmonyText:
                 self._call(arguments, pieces)
             self._end_body(found)
             return True
-        self._position = max(self._position, len(self._buffer) - self._held())
+        self._position = max(self._position, len(self._buffer) - num_held(self._buffer, self._patterns.ends))
         return False
 
     def _end_body(self, found: re.Match[str]) -> None:
         is_start = found[0].endswith("start|>")
         self._buffer = self._buffer[found.start() if is_start else found.end() :]
         self._part = "header"
-
-    def _held(self) -> int:
-        """Return how many characters at the end of the buffer may be the beginning of a marker."""
-        longest = min(max(map(len, self._patterns.ends)) - 1, len(self._buffer))
-        tails = (num for num in range(longest, 0, -1) if self._is_beginning(self._buffer[-num:]))
-        return next(tails, 0)
-
-    def _is_beginning(self, text: str) -> bool:
-        return any(mark.startswith(text) for mark in self._patterns.ends)
 
     def _call(self, arguments: str, pieces: list[Piece]) -> None:
         pieces.append(CallText(self._num_calls, arguments, self._name))

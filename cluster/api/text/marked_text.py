@@ -11,7 +11,7 @@ from typing import Literal, TypeAlias
 
 from crossdock.cluster.api.text.call_forms import SIGN, Call, CallForm, CallScan, Taken
 from crossdock.cluster.api.text.call_values import Schemas
-from crossdock.cluster.api.text.message_parser import CallText, ContentText, Piece, ReasoningText
+from crossdock.cluster.api.text.message_parser import CallText, ContentText, Piece, ReasoningText, num_held
 
 _MOST_OPEN = 8  # calls without an end, one in the other, after which the rest of an output is text
 _PART = 256  # characters that are decided together at the end of an output: each marker copies what follows it
@@ -64,23 +64,11 @@ class _Markers:
     """The markers that matter now, and where one may be."""
 
     kinds: dict[str, _Kind]
-    _pattern: re.Pattern[str] = field(init=False)
-    _longest: int = field(init=False)
+    pattern: re.Pattern[str] = field(init=False)
 
     def __post_init__(self) -> None:
         marks = sorted(self.kinds, key=len, reverse=True)
-        self._pattern = re.compile("|".join(map(re.escape, marks)) or "(?!)")
-        self._longest = max(map(len, marks), default=0)
-
-    def find(self, text: str) -> re.Match[str] | None:
-        return self._pattern.search(text)
-
-    def held(self, text: str) -> int:
-        """Return how many characters at the end may be the beginning of a marker."""
-        for num in range(min(self._longest - 1, len(text)), 0, -1):
-            if any(mark.startswith(text[-num:]) for mark in self.kinds):
-                return num
-        return 0
+        self.pattern = re.compile("|".join(map(re.escape, marks)) or "(?!)")
 
 
 class MarkedText:
@@ -149,9 +137,9 @@ class MarkedText:
         if self._bare is not None and self._begins_bare(self._bare):
             return True
         markers = self._in_thinking if self._is_thinking else self._in_content if self._has_content else self._first
-        found = markers.find(self._buffer)
+        found = markers.pattern.search(self._buffer)
         if found is None:
-            end = len(self._buffer) - markers.held(self._buffer)
+            end = len(self._buffer) - num_held(self._buffer, markers.kinds)
             text, self._buffer = self._buffer[:end], self._buffer[end:]
             self._text(text, pieces)
             return False

@@ -113,7 +113,8 @@ class MessageFormat:
         openings = None if call is None else plain_openings(call)
         if call is not None and (native := self._native(call, body)) is not None:
             given, openings = native
-        strict = self._strict(body) if given is None else None
+        reads_strict = given is None and self._reads_calls(body)
+        strict = strict_calls(self._call_form, body.tools, self._tokens) if reads_strict else None
         grammar = strict or given
         if (around := self._reasoning(body, is_thinking=is_thinking)) is not None:
             if strict is not None and around.opens is not None and around.budget is not None:
@@ -161,10 +162,6 @@ class MessageFormat:
         if (around := self._reasoning(body, is_thinking=is_thinking)) is not None:
             grammar = around.around(grammar, has_rules=True)
         return MessageReading(parser, self._shown_for_calls, grammar, body, is_named=call.is_named)
-
-    def _strict(self, body: ChatCompletionRequest) -> Grammar | None:
-        """Return the grammar of calls whose functions are strict."""
-        return strict_calls(self._call_form, body.tools, self._tokens) if self._reads_calls(body) else None
 
     def _reasoning(self, body: ChatCompletionRequest, *, is_thinking: bool) -> ReasoningGrammar | None:
         """Return the grammar of the reasoning; None where the reasoning has no single token that ends it."""

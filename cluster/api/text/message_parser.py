@@ -5,7 +5,7 @@ pieces add up to the same message.
 """
 
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
@@ -33,6 +33,12 @@ class CallText:
     index: int
     arguments: str
     name: str | None = None
+
+
+def num_held(text: str, marks: Collection[str]) -> int:
+    """Return how many characters at the end of a text may be the beginning of a mark."""
+    longest = min(max(map(len, marks), default=1) - 1, len(text))
+    return next((num for num in range(longest, 0, -1) if any(mark.startswith(text[-num:]) for mark in marks)), 0)
 
 
 Piece: TypeAlias = ContentText | ReasoningText | CallText
