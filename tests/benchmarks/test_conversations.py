@@ -5,6 +5,7 @@ import importlib
 import json
 import random
 import re
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,7 +17,7 @@ from pydantic import ByteSize
 from crossdock.cluster.api.http.answers import error_event
 from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.http.http_guard import as_api_error
-from crossdock.cluster.api.routes.messages import MessageErrorEvent
+from crossdock.cluster.api.routes.messages import message_error_event
 from crossdock.cluster.api.routes.response_events import ResponseAnswer
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.cluster.dispatch.dispatcher import Dispatcher, SuspectRequest
@@ -145,7 +146,7 @@ def test_conversations_whose_replicas_are_lost_equal_the_undisturbed_ones(
 ERROR_EVENTS = {
     "/v1/chat/completions": error_event,
     "/v1/responses": ResponseAnswer({}).error_event,
-    "/v1/messages": MessageErrorEvent("a"),
+    "/v1/messages": partial(message_error_event, "a"),
 }
 
 

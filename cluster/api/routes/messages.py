@@ -4,6 +4,7 @@ import asyncio
 import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from functools import partial
 from typing import Any, TypeAlias
 
 from fastapi import Request, Response
@@ -29,7 +30,7 @@ class Messages:
     async def create(self, request: Request, body: MessagesRequest) -> Response:
         begun = await self._conversations.begin(request, body.chat())
         if body.stream:
-            request.state.error_event = MessageErrorEvent(request.state.request_id)
+            request.state.error_event = partial(message_error_event, request.state.request_id)
             return await event_stream(self._events(begun))
         blocks = _Blocks()
         output = Output(0)
@@ -77,14 +78,9 @@ class Messages:
         yield b"".join(map(_written, events))
 
 
-class MessageErrorEvent:
-    """Writes the error that cuts a stream."""
-
-    def __init__(self, request_id: str) -> None:
-        self._request_id = request_id
-
-    def __call__(self, error: ApiError) -> bytes:
-        return named_event("error", error.anthropic_body(self._request_id))
+def message_error_event(request_id: str, error: ApiError) -> bytes:
+    """Return the event of an error that cuts a stream."""
+    return named_event("error", error.anthropic_body(request_id))
 
 
 class _Blocks:
