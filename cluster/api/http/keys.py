@@ -140,7 +140,13 @@ class KeyRing:
     def find(self, authorization: bytes) -> ApiKey:
         """Return the key in an `Authorization` header. Raises ApiError 401 if it holds none."""
         self._check_file()
-        return find_key(self._keys, authorization)
+        scheme, _, given = authorization.partition(b" ")
+        # Every key is compared, in constant time, so that the time taken reveals nothing.
+        fitting = [key for key in self._keys if hmac.compare_digest(key.key.encode(), given.strip())]
+        if fitting and scheme.lower() == b"bearer":
+            return fitting[0]
+        reason = "Incorrect API key provided." if given else "No API key provided: send 'Authorization: Bearer KEY'."
+        raise ApiError(reason, status=401, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
     def of_tenant(self, tenant: str) -> ApiKey | None:
         """Return the key whose `tenant` this is; None if it is not in force."""
@@ -232,14 +238,3 @@ def _stamp(path: Path) -> object:
     except OSError:
         return None
     return stat.st_ino, stat.st_mtime_ns, stat.st_size
-
-
-def find_key(keys: Sequence[ApiKey], authorization: bytes) -> ApiKey:
-    """Return the key, among `keys`, of an `Authorization` header. Raises ApiError 401 if there is none."""
-    scheme, _, given = authorization.partition(b" ")
-    # Every key is compared, in constant time, so that the time taken reveals nothing.
-    fitting = [key for key in keys if hmac.compare_digest(key.key.encode(), given.strip())]
-    if fitting and scheme.lower() == b"bearer":
-        return fitting[0]
-    reason = "Incorrect API key provided." if given else "No API key provided: send 'Authorization: Bearer KEY'."
-    raise ApiError(reason, status=401, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
