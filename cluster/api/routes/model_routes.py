@@ -102,10 +102,14 @@ class ModelRoutes:
         self.scores = Scores(self.generations, self.completions, self.encoder, tokenizer, self.pooling)
         self.classification = Classification(self.completions, self.pooling)
         writer = LogprobWriter(tokenizer, as_ids=False)
-        if self.beside is None:
-            self.responses = _responses(self.conversations, writer, http, self.ask_stores)
-        else:
+        if self.beside is not None:
             self.responses = self.beside.responses.of(self.conversations, writer)
+            return
+        most_bytes = http.response_store_bytes
+        store = ResponseStore(most_bytes, http.response_ttl_s) if most_bytes else None
+        ask_stores = self.ask_stores if http.replicas > 1 else None
+        timeout_s = http.request_timeout_s
+        self.responses = Responses(self.conversations, writer, store, ask_stores, timeout_s=timeout_s)
 
     async def until_up(self, request: Request, body: Any) -> None:
         """Wait for a replica of a model that may have none. Raises ModelStarting where the class cannot wait."""
@@ -148,13 +152,9 @@ class ModelChoice:
     def endpoints(self) -> list[Endpoint]:
         """Return the endpoints of all models, and the endpoints that clients need beside them."""
         responses = self._models[0].responses  # the store of all
-        tables = [routes.answers() for routes in self._models]
-        chosen: list[Endpoint] = []
-        for rows in zip(*tables, strict=True):
-            method, path, _, summary = rows[0]
-            chosen.append((method, path, self._chosen([row[2] for row in rows]), summary))
+        creates = self.creates()
         return [
-            *chosen,
+            *((method, path, creates[path], summary) for method, path, _, summary in self._models[0].answers()),
             ("GET", "/v1/responses/{name}", responses.retrieve, "A stored response"),
             ("DELETE", "/v1/responses/{name}", responses.delete, "Forget a stored response"),
             ("POST", "/v1/responses/{name}/cancel", responses.cancel, "End a response in the background"),
@@ -166,7 +166,7 @@ class ModelChoice:
         ]
 
     def creates(self) -> Creates:
-        """Return the functions that answer lines of batches, by path."""
+        """Return the functions that answer a request and its body, by path."""
         tables = [routes.creates() for routes in self._models]
         return {path: self._chosen([table[path] for table in tables]) for path in tables[0]}
 
@@ -233,16 +233,3 @@ def _message_format(tokenizer: ModelTokenizer, http: HttpConfig) -> MessageForma
         ", ".join(f"{name} {family}" for name, family in message_format.families.items()),
     )
     return message_format
-
-
-def _responses(
-    conversations: Conversations, writer: LogprobWriter, http: HttpConfig, ask_stores: AskStores | None
-) -> Responses:
-    has_store = http.response_store_bytes > 0
-    return Responses(
-        conversations,
-        writer,
-        ResponseStore(http.response_store_bytes, http.response_ttl_s) if has_store else None,
-        ask_stores if http.replicas > 1 else None,
-        timeout_s=http.request_timeout_s,
-    )
