@@ -1,16 +1,19 @@
 """A tokenizer for all tests of the API, and one server in front of a scripted dispatcher."""
 
 from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
 
 import httpx
 import openai
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from crossdock.cluster.api.body.generation_defaults import GenerationDefaults
 from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from tests.cluster.api.one_model import one_model_api
-from tests.cluster.api.scripted_api import LiveServer, ScriptedDispatcher, serving
+from tests.cluster.api.scripted_api import LiveServer, ScriptedDispatcher, Serve, serving
 from tests.waiting import eventually
 
 
@@ -46,6 +49,17 @@ def wide(shared_engine: ScriptedDispatcher, tokenizer: ModelTokenizer) -> Iterat
     """A server that takes bodies of the usual size, and lists any number of log-probabilities."""
     with serving(shared_engine, tokenizer, HttpConfig(max_logprobs=-1, trust_request_chat_template=True)) as http:
         yield http
+
+
+@pytest.fixture
+def serve(engine: ScriptedDispatcher, tokenizer: ModelTokenizer) -> Iterator[Serve]:
+    """Start servers for a test whose settings differ from those of `url`."""
+    with ExitStack() as stack:
+
+        def start(defaults: GenerationDefaults | None = None, **fields: Any) -> httpx.Client:
+            return stack.enter_context(serving(engine, tokenizer, HttpConfig.model_validate(fields), defaults))
+
+        yield start
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, TypeAlias
 
 import httpx
 import pytest
@@ -14,6 +14,9 @@ import uvicorn
 
 from crossdock.cluster.api.body.generation_defaults import GenerationDefaults
 from crossdock.cluster.api.http.http_config import HttpConfig
+from crossdock.cluster.api.http.http_guard import HttpGuard
+from crossdock.cluster.api.http.keys import KeyRing
+from crossdock.cluster.api.http.limits import Ledger
 from crossdock.cluster.api.http.request_memory import RequestMemory
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.cluster.dispatch.dispatcher import DeltaReader, ModelCard
@@ -139,6 +142,10 @@ class LiveServer(uvicorn.Server):
         await until(lambda: not (self.server_state.connections or self.server_state.tasks), seconds=10)
 
 
+Serve: TypeAlias = Callable[..., httpx.Client]
+"""Serves an API of its own until the end of the test, given fields of `HttpConfig` by name. Returns a client."""
+
+
 @contextmanager
 def serving(
     engine: ScriptedDispatcher,
@@ -150,6 +157,12 @@ def serving(
     app = one_model_api(engine, tokenizer, config, defaults=defaults)  # type: ignore[arg-type]
     with LiveServer(app) as url, httpx.Client(base_url=url, timeout=20) as http:
         yield http
+
+
+def guarded(app: Any, max_body_bytes: int = 10, **options: Any) -> HttpGuard:
+    """Return an application behind a guard that asks for no key."""
+    options = {"keys": KeyRing(), "open_paths": (), "ledger": Ledger(), "request_timeout_s": None, **options}
+    return HttpGuard(app, max_body_bytes=max_body_bytes, **options)
 
 
 def held_bytes(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:

@@ -9,35 +9,32 @@ import pytest
 from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.http.listener import listen
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
-from tests.cluster.api.scripted_api import HI, ScriptedDispatcher, serving
+from tests.cluster.api.scripted_api import HI, ScriptedDispatcher, Serve
 from tests.cluster.ports import free_port
 
 CHAT = {"messages": HI, "max_tokens": 3}
 
 
-def test_api_under_a_gateways_path_answers_with_and_without_it(
-    engine: ScriptedDispatcher, tokenizer: ModelTokenizer
-) -> None:
+def test_api_under_a_gateways_path_answers_with_and_without_it(serve: Serve) -> None:
     """Gateways cut the path off, or pass it on. The description names the server that clients must call."""
-    config = HttpConfig.model_validate({"root_path": "/llm/v2", "api_keys": ["k"]})
-    with serving(engine, tokenizer, config) as http:
-        for prefix in ("", "/llm/v2"):
-            assert http.get(f"{prefix}/health").status_code == 200
-            assert http.get(f"{prefix}/v1/models").status_code == 401, "the path opens no closed door"
-            answer = http.post(f"{prefix}/v1/chat/completions", json=CHAT, headers={"authorization": "Bearer k"})
-            assert answer.status_code == 200
-            assert http.get(f"{prefix}/dashboard").status_code == 200
-            assert http.get(f"{prefix}/web/style.css").status_code == 200
-            assert http.get(f"{prefix}/openapi.json").json()["servers"] == [{"url": "/llm/v2"}]
-        assert http.get("/other/health").status_code in (401, 404)
+    http = serve(root_path="/llm/v2", api_keys=["k"])
+    for prefix in ("", "/llm/v2"):
+        assert http.get(f"{prefix}/health").status_code == 200
+        assert http.get(f"{prefix}/v1/models").status_code == 401, "the path opens no closed door"
+        answer = http.post(f"{prefix}/v1/chat/completions", json=CHAT, headers={"authorization": "Bearer k"})
+        assert answer.status_code == 200
+        assert http.get(f"{prefix}/dashboard").status_code == 200
+        assert http.get(f"{prefix}/web/style.css").status_code == 200
+        assert http.get(f"{prefix}/openapi.json").json()["servers"] == [{"url": "/llm/v2"}]
+    assert http.get("/other/health").status_code in (401, 404)
 
 
-def test_page_links_by_relative_paths(engine: ScriptedDispatcher, tokenizer: ModelTokenizer) -> None:
+def test_page_links_by_relative_paths(serve: Serve) -> None:
     """So the page works under every path."""
-    with serving(engine, tokenizer, HttpConfig()) as http:
-        text = http.get("/dashboard").text
-        assert 'src="/' not in text
-        assert 'href="/' not in text
+    http = serve()
+    text = http.get("/dashboard").text
+    assert 'src="/' not in text
+    assert 'href="/' not in text
 
 
 @pytest.mark.parametrize("path", ["llm", "/llm/", "/a b", "/llm?x", "//"])
@@ -46,35 +43,30 @@ def test_path_that_is_none_is_refused(path: str) -> None:
         HttpConfig(root_path=path)
 
 
-def test_mode_of_logprobs_reaches_the_engine_from_every_endpoint(
-    engine: ScriptedDispatcher, tokenizer: ModelTokenizer
-) -> None:
-    with serving(engine, tokenizer, HttpConfig(logprobs_mode="processed_logits")) as http:
-        http.post("/v1/completions", json={"prompt": "a", "logprobs": 1})
-        http.post("/v1/chat/completions", json=CHAT | {"logprobs": True})
-        http.post("/v1/responses", json={"input": "a"})
+def test_mode_of_logprobs_reaches_the_engine_from_every_endpoint(serve: Serve, engine: ScriptedDispatcher) -> None:
+    http = serve(logprobs_mode="processed_logits")
+    http.post("/v1/completions", json={"prompt": "a", "logprobs": 1})
+    http.post("/v1/chat/completions", json=CHAT | {"logprobs": True})
+    http.post("/v1/responses", json={"input": "a"})
     assert [each.sampling.logprobs_mode for each in engine.submissions] == ["processed_logits"] * 3
     with pytest.raises(ValueError, match="logprobs_mode"):
         HttpConfig.model_validate({"logprobs_mode": "logits"})
 
 
-def test_pages_of_allowed_origins_may_call_the_api(engine: ScriptedDispatcher, tokenizer: ModelTokenizer) -> None:
+def test_pages_of_allowed_origins_may_call_the_api(serve: Serve) -> None:
     """A browser asks with OPTIONS first, without a key, and needs the header in the answer, also in an error."""
-    config = HttpConfig.model_validate({"allowed_origins": ["https://chat.example"], "api_keys": ["k"]})
     asks = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,content-type"}
-    with serving(engine, tokenizer, config) as http:
-        for origin, is_allowed in (("https://chat.example", True), ("https://evil.example", False)):
-            asked = http.options("/v1/chat/completions", headers={"origin": origin} | asks)
-            answers = [
-                asked,
-                http.post("/v1/chat/completions", json=CHAT, headers={"origin": origin, "authorization": "Bearer k"}),
-                http.post("/v1/chat/completions", json=CHAT, headers={"origin": origin}),
-            ]
-            assert [answer.headers.get("access-control-allow-origin") == origin for answer in answers] == [
-                is_allowed
-            ] * 3
-            assert (asked.status_code == 200) == is_allowed
-            assert [answer.status_code for answer in answers[1:]] == [200, 401]
+    http = serve(allowed_origins=["https://chat.example"], api_keys=["k"])
+    for origin, is_allowed in (("https://chat.example", True), ("https://evil.example", False)):
+        asked = http.options("/v1/chat/completions", headers={"origin": origin} | asks)
+        answers = [
+            asked,
+            http.post("/v1/chat/completions", json=CHAT, headers={"origin": origin, "authorization": "Bearer k"}),
+            http.post("/v1/chat/completions", json=CHAT, headers={"origin": origin}),
+        ]
+        assert [answer.headers.get("access-control-allow-origin") == origin for answer in answers] == [is_allowed] * 3
+        assert (asked.status_code == 200) == is_allowed
+        assert [answer.status_code for answer in answers[1:]] == [200, 401]
 
 
 def test_no_origin_is_allowed_by_default(http: httpx.Client) -> None:
@@ -83,30 +75,29 @@ def test_no_origin_is_allowed_by_default(http: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
-def test_forced_usage_ends_every_stream(engine: ScriptedDispatcher, tokenizer: ModelTokenizer, path: str) -> None:
+def test_forced_usage_ends_every_stream(serve: Serve, path: str) -> None:
     body: dict[str, Any] = CHAT if "chat" in path else {"prompt": "Hi", "max_tokens": 3}
-    with serving(engine, tokenizer, HttpConfig(force_include_usage=True)) as http:
-        for options in ({}, {"stream_options": {"include_usage": False}}, {"stream_options": {"include_usage": True}}):
-            lines = http.post(path, json=body | {"stream": True} | options).text.split("\n\n")
-            assert '"completion_tokens":3' in lines[-3]
-            assert lines[-2] == "data: [DONE]"
-        assert http.post(path, json=body).json()["usage"]["completion_tokens"] == 3
+    http = serve(force_include_usage=True)
+    for options in ({}, {"stream_options": {"include_usage": False}}, {"stream_options": {"include_usage": True}}):
+        lines = http.post(path, json=body | {"stream": True} | options).text.split("\n\n")
+        assert '"completion_tokens":3' in lines[-3]
+        assert lines[-2] == "data: [DONE]"
+    assert http.post(path, json=body).json()["usage"]["completion_tokens"] == 3
 
 
 def test_template_variables_of_the_server_hold_where_a_request_names_none(
-    engine: ScriptedDispatcher, tokenizer: ModelTokenizer
+    serve: Serve, engine: ScriptedDispatcher, tokenizer: ModelTokenizer
 ) -> None:
     template = "{{ messages[0].content }}{% if thinks %} think{% else %} fast{% endif %}"
-    config = HttpConfig(default_chat_template_kwargs={"thinks": True}, trust_request_chat_template=True)
 
     def prompt(http: httpx.Client, **fields: Any) -> str:
         assert http.post("/v1/chat/completions", json=CHAT | {"chat_template": template} | fields).status_code == 200
         return tokenizer.decode(engine.submissions[-1].prompt_token_ids)
 
-    with serving(engine, tokenizer, config) as http:
-        assert prompt(http) == "Hi think"
-        assert prompt(http, chat_template_kwargs={"thinks": False}) == "Hi fast"
-        assert prompt(http, chat_template_kwargs={"other": 1}) == "Hi think"
+    http = serve(default_chat_template_kwargs={"thinks": True}, trust_request_chat_template=True)
+    assert prompt(http) == "Hi think"
+    assert prompt(http, chat_template_kwargs={"thinks": False}) == "Hi fast"
+    assert prompt(http, chat_template_kwargs={"other": 1}) == "Hi think"
 
 
 async def test_connections_are_kept_as_long_as_the_setting_says() -> None:

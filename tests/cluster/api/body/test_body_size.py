@@ -9,11 +9,8 @@ import pytest
 
 from crossdock.cluster.api.http import request_body
 from crossdock.cluster.api.http.http_config import HttpConfig
-from crossdock.cluster.api.http.http_guard import HttpGuard
-from crossdock.cluster.api.http.keys import KeyRing
-from crossdock.cluster.api.http.limits import Ledger
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
-from tests.cluster.api.scripted_api import ScriptedDispatcher, held_bytes, raw, refused, serving
+from tests.cluster.api.scripted_api import ScriptedDispatcher, guarded, held_bytes, raw, refused, serving
 from tests.waiting import eventually
 
 POST = (
@@ -50,9 +47,7 @@ async def test_too_large_body_is_read_no_further_than_twice_the_limit() -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         raise AssertionError("not reached")
 
-    guard = HttpGuard(
-        app, keys=KeyRing(), open_paths=(), ledger=Ledger(), max_body_bytes=10_000, request_timeout_s=None
-    )
+    guard = guarded(app, 10_000)
     for headers, most in (
         ([], 20_000),
         ([(b"content-length", b"x")], 20_000),

@@ -8,9 +8,7 @@ import pytest
 
 from crossdock.cluster.api.body.bodies import ChatCompletionRequest, CompletionRequest, GenerationBody
 from crossdock.cluster.api.body.generation_defaults import GenerationConfig, GenerationDefaults
-from crossdock.cluster.api.http.http_config import HttpConfig
-from crossdock.cluster.api.text.tokenizer import ModelTokenizer
-from tests.cluster.api.scripted_api import HI, ScriptedDispatcher, complete, serving
+from tests.cluster.api.scripted_api import HI, ScriptedDispatcher, Serve, complete
 
 CHAT = ChatCompletionRequest.parse(b'{"messages": [{"role": "user", "content": "Hi"}]}')
 SHORT_CHAT = ChatCompletionRequest.parse(b'{"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 70}')
@@ -87,15 +85,13 @@ def test_source_that_is_no_directory_with_the_file_is_refused(tmp_path: Path) ->
             GenerationDefaults.read(tmp_path, source)
 
 
-def test_defaults_apply_to_fields_that_the_body_leaves_out(
-    engine: ScriptedDispatcher, tokenizer: ModelTokenizer
-) -> None:
+def test_defaults_apply_to_fields_that_the_body_leaves_out(serve: Serve, engine: ScriptedDispatcher) -> None:
     defaults = GenerationDefaults({"temperature": 0.6, "top_k": 20}, max_tokens=30)
-    with serving(engine, tokenizer, HttpConfig(), defaults) as http:
-        complete(http)
-        complete(http, temperature=0, top_k=-1)
-        http.post("/v1/chat/completions", json={"messages": HI}).raise_for_status()
-        http.post("/v1/chat/completions", json={"messages": HI, "max_tokens": 40}).raise_for_status()
+    http = serve(defaults)
+    complete(http)
+    complete(http, temperature=0, top_k=-1)
+    http.post("/v1/chat/completions", json={"messages": HI}).raise_for_status()
+    http.post("/v1/chat/completions", json={"messages": HI, "max_tokens": 40}).raise_for_status()
     params = [submission.sampling for submission in engine.submissions]
     assert [(each.temperature, each.top_k) for each in params] == [(0.6, 20), (0.0, 0), (0.6, 20), (0.6, 20)]
     assert [each.max_tokens for each in params][2:] == [30, 40]

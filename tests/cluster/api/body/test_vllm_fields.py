@@ -7,7 +7,6 @@ import openai
 import pytest
 
 from crossdock.cluster.api import bounds
-from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.http.keys import ApiKey
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from tests.cluster.api.engine_api import EngineApi, lose_after
@@ -16,10 +15,10 @@ from tests.cluster.api.scripted_api import (
     STORY,
     VOCAB_SIZE,
     ScriptedDispatcher,
+    Serve,
     complete,
     events,
     refused,
-    serving,
 )
 
 TOOL = {"type": "function", "function": {"name": "f"}}
@@ -263,11 +262,11 @@ def test_priority_reaches_engine(http: httpx.Client, engine: ScriptedDispatcher)
     assert [submission.priority_in_class for submission in engine.submissions] == [-7, -7, 0]
 
 
-def test_key_cannot_pass_other_keys_by_priority(engine: ScriptedDispatcher, tokenizer: ModelTokenizer) -> None:
-    with serving(engine, tokenizer, HttpConfig(api_keys=(ApiKey(key="k"),))) as http:
-        http.headers["authorization"] = "Bearer k"
-        refused(http.post("/v1/completions", json={"prompt": "Hi", "priority": -1}), 400, param="priority")
-        complete(http, priority=1)
+def test_key_cannot_pass_other_keys_by_priority(serve: Serve, engine: ScriptedDispatcher) -> None:
+    http = serve(api_keys=(ApiKey(key="k"),))
+    http.headers["authorization"] = "Bearer k"
+    refused(http.post("/v1/completions", json={"prompt": "Hi", "priority": -1}), 400, param="priority")
+    complete(http, priority=1)
     assert [submission.priority_in_class for submission in engine.submissions] == [1]
 
 

@@ -13,10 +13,9 @@ from crossdock.cluster.api import bounds
 from crossdock.cluster.api.body.bodies import Body, CompletionRequest, DetokenizeRequest
 from crossdock.cluster.api.body.response_items import check_size, input_items
 from crossdock.cluster.api.errors import ApiError
-from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.workers.schedule.submission import InvalidField
-from tests.cluster.api.scripted_api import HI, ScriptedDispatcher, refused, serving
+from tests.cluster.api.scripted_api import HI, ScriptedDispatcher, Serve, refused
 
 TOOL = {"type": "function", "function": {"name": "f"}}
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
@@ -231,7 +230,7 @@ def test_many_wrong_values_cost_one_error(kind: type[Body], name: str, value: An
 
 
 def test_text_whose_beginning_is_too_long_is_not_encoded_whole(
-    engine: ScriptedDispatcher, tokenizer: ModelTokenizer, monkeypatch: pytest.MonkeyPatch
+    serve: Serve, tokenizer: ModelTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encoded: list[int] = []
     encode = ModelTokenizer.encode
@@ -242,9 +241,9 @@ def test_text_whose_beginning_is_too_long_is_not_encoded_whole(
 
     monkeypatch.setattr(ModelTokenizer, "encode", counted)
     monkeypatch.setattr(tokenizer, "longest_token", 1000)  # as some vocabularies have; the context then admits 200,000
-    with serving(engine, tokenizer, HttpConfig()) as http:
-        answer = http.post("/v1/completions", json={"prompt": "dog " * 40_000})
-        error = refused(answer, 400, param="prompt", code="context_length_exceeded")
+    http = serve()
+    answer = http.post("/v1/completions", json={"prompt": "dog " * 40_000})
+    error = refused(answer, 400, param="prompt", code="context_length_exceeded")
     assert "more than" in error["message"]
     assert encoded == [1600]
 

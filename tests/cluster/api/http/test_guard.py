@@ -11,93 +11,87 @@ import pytest
 from pydantic import ValidationError
 
 from crossdock.cluster.api.http.http_config import HttpConfig
-from crossdock.cluster.api.http.http_guard import HttpGuard
-from crossdock.cluster.api.http.keys import KeyRing
-from crossdock.cluster.api.http.limits import Ledger
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.workers.schedule.request import FinishReason, TokenDelta
 from tests.cluster.api.one_model import one_model_api
-from tests.cluster.api.scripted_api import HI, ScriptedDispatcher, complete, events, raw, refused, serving
+from tests.cluster.api.scripted_api import HI, ScriptedDispatcher, Serve, complete, events, guarded, raw, refused
 from tests.waiting import eventually
 
 JSON = "host: localhost\r\ncontent-type: application/json\r\n"
 
 
-def test_api_key_is_required_and_not_shown(engine: ScriptedDispatcher, tokenizer: ModelTokenizer) -> None:
-    with serving(engine, tokenizer, HttpConfig(api_keys=("first", "schlüssel"))) as http:
+def test_api_key_is_required_and_not_shown(serve: Serve) -> None:
+    http = serve(api_keys=("first", "schlüssel"))
 
-        def post(authorization: str | None) -> httpx.Response:
-            headers = {} if authorization is None else {"authorization": authorization.encode()}
-            return http.post("/v1/completions", json={"prompt": "Hi"}, headers=headers)  # type: ignore[arg-type]
+    def post(authorization: str | None) -> httpx.Response:
+        headers = {} if authorization is None else {"authorization": authorization.encode()}
+        return http.post("/v1/completions", json={"prompt": "Hi"}, headers=headers)  # type: ignore[arg-type]
 
-        for right in ("Bearer first", "bearer first", "Bearer schlüssel"):
-            assert post(right).status_code == 200
-        for wrong in (None, "", "Bearer", "Bearer firs", "Bearer first2", "Basic first", "first"):
-            answer = post(wrong)
-            refused(answer, 401, type="invalid_request_error", code="invalid_api_key")
-            assert answer.headers["www-authenticate"] == "Bearer"
-            assert "first" not in answer.text
-        refused(http.get("/v1/models"), 401)
-        refused(http.get("/v1/nothing"), 401)
-        refused(http.get("/v1/../v1/models"), 401)
-        for path in ("/health", "/ready", "/metrics", "/version"):
-            assert http.get(path).status_code == 200
+    for right in ("Bearer first", "bearer first", "Bearer schlüssel"):
+        assert post(right).status_code == 200
+    for wrong in (None, "", "Bearer", "Bearer firs", "Bearer first2", "Basic first", "first"):
+        answer = post(wrong)
+        refused(answer, 401, type="invalid_request_error", code="invalid_api_key")
+        assert answer.headers["www-authenticate"] == "Bearer"
+        assert "first" not in answer.text
+    refused(http.get("/v1/models"), 401)
+    refused(http.get("/v1/nothing"), 401)
+    refused(http.get("/v1/../v1/models"), 401)
+    for path in ("/health", "/ready", "/metrics", "/version"):
+        assert http.get(path).status_code == 200
     assert "schlüssel" not in repr(HttpConfig(api_keys=("schlüssel",)))
 
 
 def test_key_file_is_read_again_without_restart(
-    engine: ScriptedDispatcher, tokenizer: ModelTokenizer, tmp_path: Path
+    serve: Serve, engine: ScriptedDispatcher, tokenizer: ModelTokenizer, tmp_path: Path
 ) -> None:
     path = tmp_path / "keys"
     path.write_text("old")
-    with serving(engine, tokenizer, HttpConfig(api_keys_file=str(path))) as http:
+    http = serve(api_keys_file=str(path))
 
-        def status(key: str) -> int:
-            return http.get("/v1/models", headers={"authorization": f"Bearer {key}"}).status_code
+    def status(key: str) -> int:
+        return http.get("/v1/models", headers={"authorization": f"Bearer {key}"}).status_code
 
-        assert (status("old"), status("new")) == (200, 401)
-        beside = tmp_path / "keys.new"
-        beside.write_text("new")
-        beside.replace(path)
-        eventually(lambda: (status("old"), status("new")) == (401, 200))
+    assert (status("old"), status("new")) == (200, 401)
+    beside = tmp_path / "keys.new"
+    beside.write_text("new")
+    beside.replace(path)
+    eventually(lambda: (status("old"), status("new")) == (401, 200))
     with pytest.raises(ValueError, match=r"http\.api_keys_file"):
         one_model_api(engine, tokenizer, HttpConfig(api_keys_file=str(tmp_path / "other")))  # type: ignore[arg-type]
 
 
-def test_key_at_its_limit_is_refused(engine: ScriptedDispatcher, tokenizer: ModelTokenizer) -> None:
+def test_key_at_its_limit_is_refused(serve: Serve, engine: ScriptedDispatcher) -> None:
     limits = {"key": "k", "requests_per_minute": 4, "tokens_per_minute": 100, "max_concurrent_requests": 1}
-    config = HttpConfig.model_validate({"api_keys": [limits, "free"]})
-    with serving(engine, tokenizer, config) as http:
+    http = serve(api_keys=[limits, "free"])
 
-        def post(key: str = "k", num_tokens: int = 10, **fields: Any) -> httpx.Response:
-            body = {"prompt": [5] * num_tokens, "max_tokens": 5, **fields}
-            return http.post("/v1/completions", json=body, headers={"authorization": f"Bearer {key}"})
+    def post(key: str = "k", num_tokens: int = 10, **fields: Any) -> httpx.Response:
+        body = {"prompt": [5] * num_tokens, "max_tokens": 5, **fields}
+        return http.post("/v1/completions", json=body, headers={"authorization": f"Bearer {key}"})
 
-        first = post()
-        assert first.status_code == 200
-        assert (first.headers["x-ratelimit-limit-requests"], first.headers["x-ratelimit-remaining-requests"]) == (
-            "4",
-            "3",
-        )
-        assert first.headers["x-ratelimit-limit-tokens"] == "100"
-        engine.script = lambda submission: [TokenDelta(submission.id, []), 0.5, *engine.story(submission)]
-        with ThreadPoolExecutor(2) as pool:
-            answers = list(pool.map(lambda _: post(), range(2)))
-        assert sorted(answer.status_code for answer in answers) == [200, 429], "one at a time"
-        engine.script = engine.story
-        refused(post(num_tokens=90), 429, code="rate_limit_exceeded", type="rate_limit_error")
-        assert post(stream=True).status_code == 200
-        late = post()
-        error = refused(late, 429, code="rate_limit_exceeded")
-        assert "4 requests per minute" in error["message"]
-        assert int(late.headers["retry-after"]) >= 1
-        assert late.headers.get_list("x-ratelimit-remaining-requests") == ["0"]
-        assert "x-ratelimit-limit-requests" not in post("free").headers
-        assert http.get("/v1/models", headers={"authorization": "Bearer k"}).status_code == 200, "reading is free"
+    first = post()
+    assert first.status_code == 200
+    assert first.headers["x-ratelimit-limit-requests"] == "4"
+    assert first.headers["x-ratelimit-remaining-requests"] == "3"
+    assert first.headers["x-ratelimit-limit-tokens"] == "100"
+    engine.script = lambda submission: [TokenDelta(submission.id, []), 0.5, *engine.story(submission)]
+    with ThreadPoolExecutor(2) as pool:
+        answers = list(pool.map(lambda _: post(), range(2)))
+    assert sorted(answer.status_code for answer in answers) == [200, 429], "one at a time"
+    engine.script = engine.story
+    refused(post(num_tokens=90), 429, code="rate_limit_exceeded", type="rate_limit_error")
+    assert post(stream=True).status_code == 200
+    late = post()
+    error = refused(late, 429, code="rate_limit_exceeded")
+    assert "4 requests per minute" in error["message"]
+    assert int(late.headers["retry-after"]) >= 1
+    assert late.headers.get_list("x-ratelimit-remaining-requests") == ["0"]
+    assert "x-ratelimit-limit-requests" not in post("free").headers
+    assert http.get("/v1/models", headers={"authorization": "Bearer k"}).status_code == 200, "reading is free"
 
 
 def test_key_without_tokens_is_refused_before_its_prompt_is_encoded(
-    engine: ScriptedDispatcher, tokenizer: ModelTokenizer, monkeypatch: pytest.MonkeyPatch
+    serve: Serve, engine: ScriptedDispatcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encoded: list[str] = []
     encode = ModelTokenizer.encode
@@ -107,60 +101,54 @@ def test_key_without_tokens_is_refused_before_its_prompt_is_encoded(
         return encode(self, text, **ways)
 
     monkeypatch.setattr(ModelTokenizer, "encode", counted)
-    config = HttpConfig.model_validate({"api_keys": [{"key": "k", "tokens_per_minute": 20}]})
-    with serving(engine, tokenizer, config) as http:
-        http.headers["authorization"] = "Bearer k"
-        engine.script = lambda submission: [TokenDelta(submission.id, [7] * 60, finish_reason=FinishReason.LENGTH)]
-        assert http.post("/v1/completions", json={"prompt": [5] * 10, "max_tokens": 60}).status_code == 200
-        encoded.clear()
-        refused(http.post("/v1/completions", json={"prompt": "a dog"}), 429, code="rate_limit_exceeded")
-        refused(http.post("/v1/chat/completions", json={"messages": HI}), 429, code="rate_limit_exceeded")
+    http = serve(api_keys=[{"key": "k", "tokens_per_minute": 20}])
+    http.headers["authorization"] = "Bearer k"
+    engine.script = lambda submission: [TokenDelta(submission.id, [7] * 60, finish_reason=FinishReason.LENGTH)]
+    assert http.post("/v1/completions", json={"prompt": [5] * 10, "max_tokens": 60}).status_code == 200
+    encoded.clear()
+    refused(http.post("/v1/completions", json={"prompt": "a dog"}), 429, code="rate_limit_exceeded")
+    refused(http.post("/v1/chat/completions", json={"messages": HI}), 429, code="rate_limit_exceeded")
     assert encoded == []
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_outputs_are_charged_for_every_choice(
-    engine: ScriptedDispatcher, tokenizer: ModelTokenizer, is_stream: bool
-) -> None:
-    config = HttpConfig.model_validate({"api_keys": [{"key": "k", "tokens_per_minute": 60}]})
-    with serving(engine, tokenizer, config) as http:
-        body = {"prompt": [[5] * 10, [6] * 7], "max_tokens": 5, "n": 2, "stream": is_stream}
-        headers = {"authorization": "Bearer k"}
-        answer = http.post("/v1/completions", json=body, headers=headers)
-        assert answer.status_code == 200
-        left = http.get("/v1/models", headers=headers).headers["x-ratelimit-remaining-tokens"]
-        assert 60 - 17 - 20 <= int(left) < 60 - 17, "one more in every second since"
-        refused(http.post("/v1/completions", json={"prompt": [5] * 55}, headers=headers), 429)
+def test_outputs_are_charged_for_every_choice(serve: Serve, is_stream: bool) -> None:
+    http = serve(api_keys=[{"key": "k", "tokens_per_minute": 60}])
+    body = {"prompt": [[5] * 10, [6] * 7], "max_tokens": 5, "n": 2, "stream": is_stream}
+    headers = {"authorization": "Bearer k"}
+    answer = http.post("/v1/completions", json=body, headers=headers)
+    assert answer.status_code == 200
+    left = http.get("/v1/models", headers=headers).headers["x-ratelimit-remaining-tokens"]
+    assert 60 - 17 - 20 <= int(left) < 60 - 17, "one more in every second since"
+    refused(http.post("/v1/completions", json={"prompt": [5] * 55}, headers=headers), 429)
 
 
-def test_ended_request_frees_its_place(engine: ScriptedDispatcher, tokenizer: ModelTokenizer) -> None:
+def test_ended_request_frees_its_place(serve: Serve, engine: ScriptedDispatcher) -> None:
     """However a request ends, the next one is accepted."""
     key = {"key": "k", "max_concurrent_requests": 1, "tokens_per_minute": 1000}
-    with serving(engine, tokenizer, HttpConfig.model_validate({"api_keys": [key], "max_body_bytes": 1000})) as http:
-        headers = {"authorization": "Bearer k"}
-        for body in (b"{", b'{"prompt": 5}', b"x" * 2000, b'{"prompt": "Hi", "n": 999}'):
-            answer = http.post("/v1/completions", content=body, headers=headers | {"content-type": "application/json"})
-            assert answer.status_code in (400, 413)
-        engine.script = lambda submission: [RuntimeError("broken")]
-        assert http.post("/v1/completions", json={"prompt": "Hi"}, headers=headers).status_code == 500
-        engine.script = engine.story
-        assert http.post("/v1/completions", json={"prompt": "Hi"}, headers=headers).status_code == 200
+    http = serve(api_keys=[key], max_body_bytes=1000)
+    headers = {"authorization": "Bearer k"}
+    for body in (b"{", b'{"prompt": 5}', b"x" * 2000, b'{"prompt": "Hi", "n": 999}'):
+        answer = http.post("/v1/completions", content=body, headers=headers | {"content-type": "application/json"})
+        assert answer.status_code in (400, 413)
+    engine.script = lambda submission: [RuntimeError("broken")]
+    assert http.post("/v1/completions", json={"prompt": "Hi"}, headers=headers).status_code == 500
+    engine.script = engine.story
+    assert http.post("/v1/completions", json={"prompt": "Hi"}, headers=headers).status_code == 200
 
 
-def test_body_that_stops_is_refused(
-    engine: ScriptedDispatcher, tokenizer: ModelTokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_body_that_stops_is_refused(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("crossdock.cluster.api.http.request_body.SILENCE_S", 0.2)
-    with serving(engine, tokenizer, HttpConfig()) as http, raw(str(http.base_url)) as wire:
+    http = serve()
+    with raw(str(http.base_url)) as wire:
         wire.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1000\r\n\r\nabc")
         assert b"408" in wire.recv(4096)
 
 
-def test_client_without_key_is_answered_before_its_body(
-    url: str, engine: ScriptedDispatcher, tokenizer: ModelTokenizer
-) -> None:
+def test_client_without_key_is_answered_before_its_body(serve: Serve, url: str) -> None:
     """The answer comes before the body."""
-    with serving(engine, tokenizer, HttpConfig(api_keys=("k",))) as http, raw(str(http.base_url)) as wire:
+    http = serve(api_keys=("k",))
+    with raw(str(http.base_url)) as wire:
         wire.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1000\r\n\r\n")
         assert b"401" in wire.recv(4096)
 
@@ -195,8 +183,7 @@ async def test_client_leaving_while_sending_ends_request() -> None:
     async def never(*_: Any) -> None:
         raise AssertionError("not reached")
 
-    guard = HttpGuard(never, keys=KeyRing(), open_paths=(), ledger=Ledger(), max_body_bytes=10, request_timeout_s=None)
-    await guard({"type": "http", "path": "/", "headers": []}, receive, never)
+    await guarded(never)({"type": "http", "path": "/", "headers": []}, receive, never)
 
 
 BODIES: list[Any] = [  # path, body, submissions
@@ -242,20 +229,20 @@ def test_client_leaving_fast_stream_aborts_it(url: str, engine: ScriptedDispatch
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_request_over_time_limit_is_ended(engine: ScriptedDispatcher, tokenizer: ModelTokenizer, n: int) -> None:
-    with serving(engine, tokenizer, HttpConfig(request_timeout_s=0.3)) as http:
-        engine.script = lambda s: [60.0]
-        for stream in (False, True):
-            answer = http.post("/v1/completions", json={"prompt": "Hi", "n": n, "stream": stream})
-            assert "0.3 s" in refused(answer, 504, type="server_error", code="request_timeout")["message"]
-        engine.script = lambda s: [*engine.story(s)[:3], 60.0]
-        *chunks, last = events(http.post("/v1/completions", json={"prompt": "Hi", "n": n, "stream": True}))
-        assert chunks
-        assert last["error"]["code"] == "request_timeout"
-        refused(http.post("/v1/chat/completions", json={"messages": HI, "n": n}), 504)
-        assert len(engine.aborted) == len(engine.submissions) == 4 * n
-        engine.script = engine.story
-        complete(http)
+def test_request_over_time_limit_is_ended(serve: Serve, engine: ScriptedDispatcher, n: int) -> None:
+    http = serve(request_timeout_s=0.3)
+    engine.script = lambda s: [60.0]
+    for stream in (False, True):
+        answer = http.post("/v1/completions", json={"prompt": "Hi", "n": n, "stream": stream})
+        assert "0.3 s" in refused(answer, 504, type="server_error", code="request_timeout")["message"]
+    engine.script = lambda s: [*engine.story(s)[:3], 60.0]
+    *chunks, last = events(http.post("/v1/completions", json={"prompt": "Hi", "n": n, "stream": True}))
+    assert chunks
+    assert last["error"]["code"] == "request_timeout"
+    refused(http.post("/v1/chat/completions", json={"messages": HI, "n": n}), 504)
+    assert len(engine.aborted) == len(engine.submissions) == 4 * n
+    engine.script = engine.story
+    complete(http)
 
 
 @pytest.mark.parametrize("fields", [{"port": -1}, {"api_keys": ("",)}, {"max_body_bytes": 0}, {"prot": 1}])
@@ -265,9 +252,9 @@ def test_http_config_with_invalid_value_is_refused(fields: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize("name", ["Authorization", "X-API-Key"])
-def test_second_header_with_a_key_is_refused(name: str, engine: ScriptedDispatcher, tokenizer: ModelTokenizer) -> None:
+def test_second_header_with_a_key_is_refused(serve: Serve, name: str) -> None:
     value = "Bearer k" if name == "Authorization" else "k"
-    with serving(engine, tokenizer, HttpConfig(api_keys=("k",))) as http:
-        assert http.get("/v1/models", headers={name: value}).status_code == 200
-        for first in ("Bearer other", value):
-            refused(http.get("/v1/models", headers=[(name, first), (name, value)]), 400, code="repeated_header")
+    http = serve(api_keys=("k",))
+    assert http.get("/v1/models", headers={name: value}).status_code == 200
+    for first in ("Bearer other", value):
+        refused(http.get("/v1/models", headers=[(name, first), (name, value)]), 400, code="repeated_header")

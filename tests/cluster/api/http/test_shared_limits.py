@@ -12,7 +12,7 @@ from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.http.limits import READS_PER_MINUTE, Loan, Unit
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from tests.cluster.api.one_model import one_model_api
-from tests.cluster.api.scripted_api import LiveServer, ScriptedDispatcher, refused, serving
+from tests.cluster.api.scripted_api import LiveServer, ScriptedDispatcher, Serve, refused
 from tests.waiting import eventually
 
 KEYS = [{"key": "running", "max_concurrent_requests": 2}]
@@ -63,21 +63,21 @@ def test_running_requests_count_wherever_they_run(ingresses: list[httpx.Client],
     assert post(ingresses[0], "running").status_code == 200
 
 
-def test_reads_of_a_key_are_limited(engine: ScriptedDispatcher, tokenizer: ModelTokenizer) -> None:
-    with serving(engine, tokenizer, HttpConfig(api_keys=("a", "b"))) as http:
+def test_reads_of_a_key_are_limited(serve: Serve) -> None:
+    http = serve(api_keys=("a", "b"))
 
-        def get(key: str) -> httpx.Response:
-            return http.get("/v1/models", headers={"authorization": f"Bearer {key}"})
+    def get(key: str) -> httpx.Response:
+        return http.get("/v1/models", headers={"authorization": f"Bearer {key}"})
 
-        answers = [get("a") for _ in range(READS_PER_MINUTE)]
-        assert {answer.status_code for answer in answers} == {200}
-        # Ten more are allowed each second, so the answer that was refused is read: the next one may not be.
+    answers = [get("a") for _ in range(READS_PER_MINUTE)]
+    assert {answer.status_code for answer in answers} == {200}
+    # Ten more are allowed each second, so the answer that was refused is read: the next one may not be.
 
-        def read_again() -> bool:
-            answers.append(get("a"))
-            return answers[-1].status_code == 429
+    def read_again() -> bool:
+        answers.append(get("a"))
+        return answers[-1].status_code == 429
 
-        eventually(read_again)
-        assert "GET" in refused(answers[-1], 429)["message"]
-        assert get("b").status_code == 200
-        assert http.get("/health").status_code == 200
+    eventually(read_again)
+    assert "GET" in refused(answers[-1], 429)["message"]
+    assert get("b").status_code == 200
+    assert http.get("/health").status_code == 200

@@ -15,7 +15,7 @@ from crossdock.cluster.api.http.listener import listen
 from crossdock.cluster.api.routes.web_assets import web_assets
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from tests.cluster.api.one_model import one_model_api
-from tests.cluster.api.scripted_api import ScriptedDispatcher, held_bytes, raw, refused, serving
+from tests.cluster.api.scripted_api import ScriptedDispatcher, Serve, held_bytes, raw, refused, serving
 from tests.cluster.ports import free_port
 from tests.waiting import eventually
 
@@ -37,13 +37,11 @@ def test_body_on_an_open_path_is_refused_before_it_comes(
         assert b"connection: close" in answer.lower()
 
 
-def test_bodies_of_one_key_leave_place_for_those_of_another(
-    engine: ScriptedDispatcher, tokenizer: ModelTokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bodies_of_one_key_leave_place_for_those_of_another(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     held = held_bytes(monkeypatch)
-    config = HttpConfig(api_keys=("k", "other"), request_memory_bytes=1 << 20)
     body = {"prompt": "Hi", "user": "a" * 150_000}
-    with serving(engine, tokenizer, config) as http, raw(str(http.base_url)) as wire:
+    http = serve(api_keys=("k", "other"), request_memory_bytes=1 << 20)
+    with raw(str(http.base_url)) as wire:
         wire.sendall(HEAD % (b"/v1/completions", b"k") + b"content-length: 300000\r\n\r\n" + b" " * 250_000)
 
         def post(key: str) -> httpx.Response:
@@ -78,32 +76,28 @@ def statuses(http: httpx.Client, names: list[str]) -> set[int]:
     return {http.get(path, headers={"host": name}).status_code for path in paths for name in names}
 
 
-def test_server_without_keys_on_loopback_answers_to_local_names_alone(
-    engine: ScriptedDispatcher, tokenizer: ModelTokenizer
-) -> None:
+def test_server_without_keys_on_loopback_answers_to_local_names_alone(serve: Serve, engine: ScriptedDispatcher) -> None:
     """A page whose name was pointed to 127.0.0.1 sends that name, and the browser shows the page what is answered."""
-    with serving(engine, tokenizer, HttpConfig(allowed_hosts=("LLM.example",))) as http:
-        assert statuses(http, [*LOCAL, "llm.example", "llm.example:443"]) == {200}
-        assert statuses(http, [*OTHERS, "other.llm.example"]) == {403}
-        answer = http.post("/v1/completions", json={"prompt": "Hi"}, headers={"host": "evil.example"})
-        error = refused(answer, 403, code="host_not_allowed")
-        assert "'evil.example'" in error["message"]
-        assert "--allowed-hosts" in error["message"]
-        with raw(str(http.base_url)) as wire:  # some probes send no name; every browser does
-            wire.sendall(b"GET /health HTTP/1.0\r\n\r\n")
-            assert b" 200 " in wire.recv(4096)
+    http = serve(allowed_hosts=("LLM.example",))
+    assert statuses(http, [*LOCAL, "llm.example", "llm.example:443"]) == {200}
+    assert statuses(http, [*OTHERS, "other.llm.example"]) == {403}
+    answer = http.post("/v1/completions", json={"prompt": "Hi"}, headers={"host": "evil.example"})
+    error = refused(answer, 403, code="host_not_allowed")
+    assert "'evil.example'" in error["message"]
+    assert "--allowed-hosts" in error["message"]
+    with raw(str(http.base_url)) as wire:  # some probes send no name; every browser does
+        wire.sendall(b"GET /health HTTP/1.0\r\n\r\n")
+        assert b" 200 " in wire.recv(4096)
     assert engine.submissions == []
 
 
 @pytest.mark.parametrize(
     "fields", [{"api_keys": ("k",)}, {"host": "0.0.0.0"}, {"allowed_hosts": ("*",)}], ids=["keys", "all", "any"]
 )
-def test_server_that_others_may_reach_answers_to_any_name(
-    engine: ScriptedDispatcher, tokenizer: ModelTokenizer, fields: dict[str, Any]
-) -> None:
-    with serving(engine, tokenizer, HttpConfig(**fields)) as http:
-        http.headers["authorization"] = "Bearer k"
-        assert statuses(http, [*LOCAL, *OTHERS]) == {200}
+def test_server_that_others_may_reach_answers_to_any_name(serve: Serve, fields: dict[str, Any]) -> None:
+    http = serve(**fields)
+    http.headers["authorization"] = "Bearer k"
+    assert statuses(http, [*LOCAL, *OTHERS]) == {200}
 
 
 @asynccontextmanager

@@ -6,9 +6,8 @@ import httpx
 import openai
 import pytest
 
-from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
-from tests.cluster.api.scripted_api import HI, MAX_MODEL_LEN, STORY, ScriptedDispatcher, events, refused, serving
+from tests.cluster.api.scripted_api import HI, MAX_MODEL_LEN, STORY, ScriptedDispatcher, Serve, events, refused
 
 
 def test_chat_matches_openais_model(
@@ -96,7 +95,7 @@ def test_chat_fields_reach_template(http: httpx.Client, engine: ScriptedDispatch
     prompt(chat_template=" ")  # a prompt of white space is one
 
 
-def test_chat_template_of_request_is_refused_by_default(engine: ScriptedDispatcher, tokenizer: ModelTokenizer) -> None:
-    with serving(engine, tokenizer, HttpConfig()) as http:
-        body = {"messages": HI, "chat_template": "{{ messages[0].content }}"}
-        refused(http.post("/v1/chat/completions", json=body), 400, param="chat_template")
+def test_chat_template_of_request_is_refused_by_default(serve: Serve) -> None:
+    http = serve()
+    body = {"messages": HI, "chat_template": "{{ messages[0].content }}"}
+    refused(http.post("/v1/chat/completions", json=body), 400, param="chat_template")

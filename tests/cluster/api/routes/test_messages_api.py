@@ -23,6 +23,7 @@ from tests.cluster.api.scripted_api import (
     MAX_MODEL_LEN,
     STORY,
     ScriptedDispatcher,
+    Serve,
     named_events,
     serving,
 )
@@ -400,12 +401,12 @@ def test_failure_in_a_stream_is_an_error_event(claude: anthropic.Anthropic, engi
     assert failed.value.body["error"]["type"] == "overloaded_error"
 
 
-def test_key_comes_by_either_header(engine: ScriptedDispatcher, tokenizer: ModelTokenizer) -> None:
-    with serving(engine, tokenizer, HttpConfig.model_validate({"api_keys": ["k"]})) as http:
-        refused(ask(http), 401, "authentication_error")
-        for key, status in (("k", 200), ("other", 401)):
-            for headers in ({"x-api-key": key}, {"authorization": f"Bearer {key}"}):
-                body = {"messages": HI, "max_tokens": 5}
-                assert http.post("/v1/messages", json=body, headers=headers).status_code == status
-        wrong = {"x-api-key": "k", "authorization": "Bearer other"}
-        assert http.get("/v1/models", headers=wrong).status_code == 401
+def test_key_comes_by_either_header(serve: Serve) -> None:
+    http = serve(api_keys=["k"])
+    refused(ask(http), 401, "authentication_error")
+    for key, status in (("k", 200), ("other", 401)):
+        for headers in ({"x-api-key": key}, {"authorization": f"Bearer {key}"}):
+            body = {"messages": HI, "max_tokens": 5}
+            assert http.post("/v1/messages", json=body, headers=headers).status_code == status
+    wrong = {"x-api-key": "k", "authorization": "Bearer other"}
+    assert http.get("/v1/models", headers=wrong).status_code == 401

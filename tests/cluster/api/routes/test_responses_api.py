@@ -23,6 +23,7 @@ from tests.cluster.api.scripted_api import (
     MAX_MODEL_LEN,
     STORY,
     ScriptedDispatcher,
+    Serve,
     named_events,
     refused,
     serving,
@@ -273,19 +274,19 @@ def test_conversation_goes_on_after_a_stored_response(client: openai.OpenAI, eng
     assert [getattr(item, "role", None) for item in items] == ["user", "assistant", "user"]
 
 
-def test_conversation_beyond_its_bound_is_refused(engine: ScriptedDispatcher, tokenizer: ModelTokenizer) -> None:
+def test_conversation_beyond_its_bound_is_refused(serve: Serve) -> None:
     """Reasoning that the template leaves out would otherwise grow with every turn, without end."""
     thought = [{"type": "reasoning", "summary": [{"type": "summary_text", "text": "a" * (1 << 20)}]}]
-    with serving(engine, tokenizer, HttpConfig()) as http:
-        name = None
-        for _ in range(3):
-            name = created(http, [*thought, {"role": "user", "content": ""}], previous_response_id=name)["id"]
-        answer = ask(http, thought, previous_response_id=name)
-        assert "4194304" in refused(answer, 400, param="input")["message"]
-        name = created(http, [{"role": "user", "content": "", "type": "message"}])["id"]
-        many = [{"type": "reasoning", "summary": []}] * 4094
-        name = created(http, many, previous_response_id=name)["id"]
-        refused(ask(http, previous_response_id=name), 400, param="input")
+    http = serve()
+    name = None
+    for _ in range(3):
+        name = created(http, [*thought, {"role": "user", "content": ""}], previous_response_id=name)["id"]
+    answer = ask(http, thought, previous_response_id=name)
+    assert "4194304" in refused(answer, 400, param="input")["message"]
+    name = created(http, [{"role": "user", "content": "", "type": "message"}])["id"]
+    many = [{"type": "reasoning", "summary": []}] * 4094
+    name = created(http, many, previous_response_id=name)["id"]
+    refused(ask(http, previous_response_id=name), 400, param="input")
 
 
 def test_items_of_a_response_come_in_pages(http: httpx.Client) -> None:
@@ -316,25 +317,24 @@ def test_deleted_or_unstored_response_is_not_known(client: openai.OpenAI, http: 
         refused(ask(http, previous_response_id=name), 404, param="previous_response_id")
 
 
-def test_response_of_another_key_is_not_known(engine: ScriptedDispatcher, tokenizer: ModelTokenizer) -> None:
-    config = HttpConfig.model_validate({"api_keys": ["a", {"key": "b", "sees_all_requests": True}]})
+def test_response_of_another_key_is_not_known(serve: Serve) -> None:
     a, b = ({"authorization": f"Bearer {key}"} for key in "ab")
-    with serving(engine, tokenizer, config) as http:
-        name = http.post("/v1/responses", json={"input": "Hi"}, headers=a).json()["id"]
-        assert http.get(f"/v1/responses/{name}", headers=a).status_code == 200
-        refused(http.get(f"/v1/responses/{name}", headers=b), 404)
-        refused(http.delete(f"/v1/responses/{name}", headers=b), 404)
-        answer = http.post("/v1/responses", json={"input": "Hi", "previous_response_id": name}, headers=b)
-        refused(answer, 404)
-        assert http.get(f"/v1/responses/{name}", headers=a).status_code == 200
+    http = serve(api_keys=["a", {"key": "b", "sees_all_requests": True}])
+    name = http.post("/v1/responses", json={"input": "Hi"}, headers=a).json()["id"]
+    assert http.get(f"/v1/responses/{name}", headers=a).status_code == 200
+    refused(http.get(f"/v1/responses/{name}", headers=b), 404)
+    refused(http.delete(f"/v1/responses/{name}", headers=b), 404)
+    answer = http.post("/v1/responses", json={"input": "Hi", "previous_response_id": name}, headers=b)
+    refused(answer, 404)
+    assert http.get(f"/v1/responses/{name}", headers=a).status_code == 200
 
 
-def test_server_without_a_store_keeps_nothing(engine: ScriptedDispatcher, tokenizer: ModelTokenizer) -> None:
-    with serving(engine, tokenizer, HttpConfig(response_store_bytes=0)) as http:
-        response = created(http)
-        assert response["store"] is False
-        refused(http.get(f"/v1/responses/{response['id']}"), 404)
-        refused(ask(http, background=True), 400, param="background")
+def test_server_without_a_store_keeps_nothing(serve: Serve) -> None:
+    http = serve(response_store_bytes=0)
+    response = created(http)
+    assert response["store"] is False
+    refused(http.get(f"/v1/responses/{response['id']}"), 404)
+    refused(ask(http, background=True), 400, param="background")
 
 
 def test_response_in_the_background_is_fetched_later(client: openai.OpenAI, http: httpx.Client) -> None:
@@ -380,35 +380,34 @@ def test_failure_in_the_background_is_the_error_of_the_response(http: httpx.Clie
         assert "secret" not in ended["error"]["message"]
 
 
-def test_response_in_the_background_counts_for_its_key(engine: ScriptedDispatcher, tokenizer: ModelTokenizer) -> None:
-    config = HttpConfig.model_validate({"api_keys": [{"key": "a", "max_concurrent_requests": 1}]})
+def test_response_in_the_background_counts_for_its_key(serve: Serve, engine: ScriptedDispatcher) -> None:
     engine.script = lambda submission: [*engine.story(submission)[:2], 60.0]
-    with serving(engine, tokenizer, config) as http:
-        http.headers["authorization"] = "Bearer a"
-        begun = created(http, background=True)["id"]
-        refused(ask(http), 429)
-        assert http.post(f"/v1/responses/{begun}/cancel").json()["status"] == "cancelled"
-        engine.script = engine.story
-        created(http)
+    http = serve(api_keys=[{"key": "a", "max_concurrent_requests": 1}])
+    http.headers["authorization"] = "Bearer a"
+    begun = created(http, background=True)["id"]
+    refused(ask(http), 429)
+    assert http.post(f"/v1/responses/{begun}/cancel").json()["status"] == "cancelled"
+    engine.script = engine.story
+    created(http)
 
 
 def test_key_whose_responses_fill_its_share_of_the_background_leaves_places_to_others(
-    engine: ScriptedDispatcher, tokenizer: ModelTokenizer, monkeypatch: pytest.MonkeyPatch
+    serve: Serve, engine: ScriptedDispatcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(responses, "_MOST_IN_BACKGROUND", 4)
     engine.script = lambda submission: [*engine.story(submission)[:2], 60.0]
-    with serving(engine, tokenizer, HttpConfig(api_keys=("a", "b"))) as http:
-        http.headers["authorization"] = "Bearer a"
-        begun = [created(http, background=True)["id"] for _ in range(2)]
-        error = refused(ask(http, background=True), 429)
-        assert "2 responses, of which this API key has its share," in error["message"]
-        http.headers["authorization"] = "Bearer b"
-        created(http, background=True)
-        http.headers["authorization"] = "Bearer a"
-        refused(ask(http, background=True), 429)
-        for name in begun:
-            assert http.post(f"/v1/responses/{name}/cancel").json()["status"] == "cancelled"
-        created(http, background=True)
+    http = serve(api_keys=("a", "b"))
+    http.headers["authorization"] = "Bearer a"
+    begun = [created(http, background=True)["id"] for _ in range(2)]
+    error = refused(ask(http, background=True), 429)
+    assert "2 responses, of which this API key has its share," in error["message"]
+    http.headers["authorization"] = "Bearer b"
+    created(http, background=True)
+    http.headers["authorization"] = "Bearer a"
+    refused(ask(http, background=True), 429)
+    for name in begun:
+        assert http.post(f"/v1/responses/{name}/cancel").json()["status"] == "cancelled"
+    created(http, background=True)
 
 
 def test_failure_in_a_stream_is_a_failed_response(http: httpx.Client, engine: ScriptedDispatcher) -> None:
