@@ -13,11 +13,10 @@ import pytest
 from PIL import Image
 
 from crossdock.cluster.api.media.processes import LIMITS
-from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.workers.model.grammar import vetter
 from crossdock.workers.sandbox.sandbox import Sandbox
 from crossdock.workers.sandbox.system_calls import can_filter
-from tests.cluster.api.media.picture_models import MODELS, encoded, picture
+from tests.cluster.api.media.picture_models import encoded, picture, process_settings
 from tests.waiting import eventually
 from tests.workers.sandbox.taken_over import ATTACKS, MARK
 
@@ -31,15 +30,12 @@ on_x86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="needs x86_64
 
 
 def new_sandbox(kind: str, folder: Path, wall_seconds: float = 20.0, **environment: str) -> Sandbox:
-    tokenizer = ModelTokenizer(MODELS["qwen2_vl"].save(folder))
-    settings: dict[str, Any] = {"tokenizer": (folder / "tokenizer.json").read_text(), "eos_token_ids": [0]}
-    if kind != "grammar":
-        names = {str(token_id): text for text, token_id in tokenizer.added_tokens().items()}
-        settings = {"folder": str(folder), "names": names, "arguments": {}, "most_pixels": 1 << 20}
-        settings |= {"kind": kind, "sampling": {}}
+    given = process_settings("qwen2_vl", folder) | {"kind": kind, "sampling": {}}
+    if kind == "grammar":
+        given = {"tokenizer": (folder / "tokenizer.json").read_text(), "eos_token_ids": [0]}
     limits = replace(vetter.LIMITS if kind == "grammar" else LIMITS[kind], wall_seconds=wall_seconds)
     named = {"KIND": kind, "FOLDER": str(folder), "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1", **environment}
-    return Sandbox(MODULE, settings, title=kind, limits=limits, start_patience_s=120.0, environment=named)
+    return Sandbox(MODULE, given, title=kind, limits=limits, start_patience_s=120.0, environment=named)
 
 
 @pytest.fixture(scope="module", params=KINDS)

@@ -12,9 +12,8 @@ from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.media.addresses import AllowedHosts, is_public
 from crossdock.cluster.api.media.fetch import PictureFetcher
 from crossdock.cluster.api.media.media import Media, MediaLimits
-from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from tests.cluster.api.media.hostile_host import HOST, NAMES, HostileHost, Names, Witness
-from tests.cluster.api.media.picture_models import MODELS, encoded, picture
+from tests.cluster.api.media.picture_models import encoded, picture, saved
 from tests.cluster.api.media.video_models import video_file
 from tests.cluster.api.one_model import one_model_api
 from tests.cluster.api.scripted_api import LiveServer, ScriptedDispatcher
@@ -53,7 +52,7 @@ def hostile_scene(
     """
     model, folder = root / "model", root / "pictures"
     folder.mkdir()
-    tokenizer = ModelTokenizer(MODELS["qwen2_vl"].save(model))
+    tokenizer, vocabulary = saved("qwen2_vl", model)
     (root / "secret.png").write_bytes(encoded(picture()))
     (root / "secret.mp4").write_bytes(video_file())
     (root / "pictures-beside").mkdir()
@@ -75,7 +74,6 @@ def hostile_scene(
         is_allowed=lambda address: address == HOST or is_public(address),
     )
     limits = MediaLimits(hosts, folder, 4, 1, most_bytes, 1 << 20, timeout_s, 1 << 20, 1 << 30, {}, {"num_frames": 8})
-    vocabulary = {token_id: text for text, token_id in tokenizer.added_tokens().items()}
     media = Media(model, vocabulary, limits, fetcher=fetcher)
     witness = Witness()
     dispatcher = ScriptedDispatcher(tokenizer, max_model_len=2000)

@@ -3,7 +3,8 @@
 import base64
 import io
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,8 @@ from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 from transformers.models.smolvlm.processing_smolvlm import SmolVLMProcessor
 
+from crossdock.cluster.api.media.media import Media, MediaLimits, PictureMetrics
+from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from tests.cluster.small_tokenizers import byte_level
 
 # Shows text alone where content is a string, and pictures where it is a list of parts.
@@ -234,6 +237,30 @@ MODELS: Mapping[str, PictureModel] = {
         video_processor={"size": {"height": 32, "width": 32}, "image_mean": _STD, "image_std": _MEAN},
     ),
 }
+
+
+def saved(kind: str, folder: Path) -> tuple[ModelTokenizer, dict[int, str]]:
+    """Write a tiny model into a directory. Returns its tokenizer, and the text of each added token by its id."""
+    tokenizer = ModelTokenizer(MODELS[kind].save(folder))
+    return tokenizer, {token_id: text for text, token_id in tokenizer.added_tokens().items()}
+
+
+def process_settings(kind: str, folder: Path, **arguments: Any) -> dict[str, Any]:
+    """Write a tiny model into a directory. Returns the settings of the process of its pictures."""
+    _, names = saved(kind, folder)
+    by_text = {str(token_id): name for token_id, name in names.items()}
+    return {"folder": str(folder), "names": by_text, "arguments": arguments, "most_pixels": 1 << 20}
+
+
+@contextmanager
+def opened(folder: Path, limits: MediaLimits, metrics: PictureMetrics | None = None) -> Iterator[Media]:
+    """Open the pictures of a tiny model of Qwen2-VL, and of videos if there may be any, until the context ends."""
+    media = Media(folder, saved("qwen2_vl", folder)[1], limits, metrics=metrics)
+    try:
+        media.wait_until_ready()
+        yield media
+    finally:
+        media.close()
 
 
 def picture(width: int = 40, height: int = 30, seed: int = 0, mode: str = "RGB") -> Image.Image:

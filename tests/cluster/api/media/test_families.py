@@ -19,7 +19,7 @@ from crossdock.cluster.dispatch.dispatcher import ModelCard
 from crossdock.workers.model.pictures.vision import why_text_alone
 from crossdock.workers.schedule.pictures.families import PICTURE_FAMILIES
 from crossdock.workers.schedule.pictures.items import with_levels
-from tests.cluster.api.media.picture_models import MODELS, encoded, image_part, picture
+from tests.cluster.api.media.picture_models import MODELS, encoded, image_part, picture, process_settings, saved
 from tests.cluster.api.media.picture_oracle import PreparedHere, prompt_of
 from tests.workers.multimodal import CONFIGS
 
@@ -62,15 +62,12 @@ def test_prompt_with_pictures_equals_that_of_transformers(kind: str, tmp_path: P
 @pytest.mark.parametrize("kind", sorted({*PICTURE_FAMILIES, *MODELS, *CONFIGS}))
 def test_pictures_of_a_family_are_written_by_the_ingress_and_taken_by_the_replica(kind: str, tmp_path: Path) -> None:
     """Each side has a tiny model of each family, whose text and logits other tests compare with transformers'."""
-    tokenizer = ModelTokenizer(MODELS[kind].save(tmp_path))
-    assert read_family(tmp_path, {token_id: text for text, token_id in tokenizer.added_tokens().items()}).tokens_of
+    assert read_family(tmp_path, saved(kind, tmp_path)[1]).tokens_of
     assert not why_text_alone(AutoConfig.for_model(**{"model_type": kind, **CONFIGS[kind]}))
 
 
 def prepared(folder: Path, kind: str = "qwen2_vl", **arguments: Any) -> Preparation:
-    added = ModelTokenizer(MODELS[kind].save(folder)).added_tokens()
-    names = {str(token_id): text for text, token_id in added.items()}
-    return Preparation({"folder": str(folder), "names": names, "arguments": arguments, "most_pixels": 1 << 20})
+    return Preparation(process_settings(kind, folder, **arguments))
 
 
 def test_equal_pictures_have_equal_hashes_and_others_have_not(tmp_path: Path) -> None:

@@ -2,8 +2,7 @@
 
 import json
 import socket
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +16,7 @@ from tests.cluster.api.media.hostile_scene import HostileScene, hostile_scene
 from tests.cluster.api.media.picture_models import data_url, image_part
 from tests.cluster.api.media.video_models import long_file, moving, video_file, video_part
 from tests.cluster.api.scripted_api import refused
+from tests.waiting import eventually
 
 KEYS = ("a", "b", "c")
 
@@ -33,7 +33,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HostileScene]:
 def _nothing_is_left(scene: HostileScene) -> Iterator[None]:
     yield
     scene.host.opens.set()
-    until(lambda: not is_busy(scene))
+    eventually(lambda: not is_busy(scene))
     scene.host.opens.clear()
 
 
@@ -46,24 +46,15 @@ def is_busy(scene: HostileScene) -> bool:
     return any(counts) or media._waiting_videos.num_bytes > 0 or bool(children(scene)) or bool(media._running)
 
 
-def until(holds: Callable[[], Any]) -> Any:
-    """Wait until something holds, and return it. What never comes fails the test."""
-    deadline = time.monotonic() + 60
-    while not (found := holds()):
-        assert time.monotonic() < deadline, "it never comes"
-        time.sleep(0.002)
-    return found
-
-
 def children(scene: HostileScene) -> list[psutil.Process]:
     return [child for pid in scene.media._processes["video"].pids for child in psutil.Process(pid).children()]
 
 
 def stopped_child(scene: HostileScene) -> psutil.Process:
     """Return the child that decodes a video, stopped: from now on only a signal that kills ends it."""
-    (child,) = until(lambda: children(scene))
+    (child,) = eventually(lambda: children(scene))
     child.suspend()
-    return child  # type: ignore[no-any-return]
+    return child
 
 
 def long_video(scene: HostileScene, number: int) -> dict[str, Any]:
@@ -94,8 +85,8 @@ def test_client_that_leaves_ends_the_decoding_of_its_video(scene: HostileScene) 
     with connection(scene, "a", long_video(scene, 1)):
         child = stopped_child(scene)
         assert is_busy(scene)
-    until(lambda: not child.is_running())
-    until(lambda: not is_busy(scene))
+    eventually(lambda: not child.is_running())
+    eventually(lambda: not is_busy(scene))
     assert scene.ask(short_video(1), key="a").status_code == 200
     assert scene.media.pids == pids  # the process has not ended: it would take seconds to start
 
@@ -106,8 +97,8 @@ def test_video_that_two_clients_wait_for_is_decoded_for_the_one_that_stays(scene
         with connection(scene, "a", video):
             child = stopped_child(scene)
             stays = pool.submit(scene.ask, video, key="a")
-            until(lambda: [work.num_waiting for work in scene.media._running.values()] == [2])
-        until(lambda: [work.num_waiting for work in scene.media._running.values()] == [1])
+            eventually(lambda: [work.num_waiting for work in scene.media._running.values()] == [2])
+        eventually(lambda: [work.num_waiting for work in scene.media._running.values()] == [1])
         child.resume()
         assert stays.result().status_code == 200
 
@@ -120,15 +111,15 @@ def test_refusal_of_another_part_ends_the_decoding_of_a_video(scene: HostileScen
         scene.host.opens.set()
         error = refused(asked.result(), 400, param="messages[0].content[2]")
     assert "status 404" in error["message"]
-    until(lambda: not child.is_running())
+    eventually(lambda: not child.is_running())
 
 
 def test_client_that_leaves_ends_its_fetch(scene: HostileScene) -> None:
     before = len(scene.host.requests)
     with connection(scene, "a", image_part(scene.url("http://pictures.example:HOST/held"))):
-        until(lambda: len(scene.host.requests) > before)
+        eventually(lambda: len(scene.host.requests) > before)
         assert scene.media._fetcher._turns._tenants.num_used == 1
-    until(lambda: not is_busy(scene))
+    eventually(lambda: not is_busy(scene))
 
 
 def asked(pool: ThreadPoolExecutor, scene: HostileScene, key: str, path: str, num: int) -> list[Future[httpx.Response]]:
@@ -141,7 +132,7 @@ def test_slow_host_delays_neither_other_hosts_nor_other_keys(scene: HostileScene
     turns = scene.media._fetcher._turns
     with ThreadPoolExecutor(60) as pool:
         slow = asked(pool, scene, "a", "pictures.example:HOST/held", 20)
-        until(lambda: turns._tenants.num_used == 8)
+        eventually(lambda: turns._tenants.num_used == 8)
         others = asked(pool, scene, "a", "a.cdn.example:HOST/dog.png", 4)
         others += asked(pool, scene, "b", "pictures.example:HOST/dog.png", 4)
         assert [each.result().status_code for each in others] == [200] * 8

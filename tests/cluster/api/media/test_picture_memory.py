@@ -16,8 +16,7 @@ from crossdock.cluster.api.media.kept_pictures import KeptPictures
 from crossdock.cluster.api.media.media import Media, MediaLimits, PictureMetrics
 from crossdock.cluster.api.media.memory import PictureMemory
 from crossdock.cluster.api.media.processes import PicturesBusy, ReadyPicture
-from crossdock.cluster.api.text.tokenizer import ModelTokenizer
-from tests.cluster.api.media.picture_models import MODELS, data_url, encoded, picture
+from tests.cluster.api.media.picture_models import data_url, encoded, opened, picture
 
 MEMORY = 1 << 20
 REGISTRY = CollectorRegistry()
@@ -26,16 +25,9 @@ REGISTRY = CollectorRegistry()
 @pytest.fixture(scope="module")
 async def media(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Media]:
     """All tests share one event loop with it: work that a cancelled test leaves ends there."""
-    folder = tmp_path_factory.mktemp("model")
-    tokenizer = ModelTokenizer(MODELS["qwen2_vl"].save(folder))
-    names = {token_id: text for text, token_id in tokenizer.added_tokens().items()}
     limits = MediaLimits(AllowedHosts(()), None, 32, 0, MEMORY, 1 << 20, 1.0, MEMORY, MEMORY, {}, {})
-    media = Media(folder, names, limits, metrics=PictureMetrics(REGISTRY))
-    try:
-        media.wait_until_ready()
+    with opened(tmp_path_factory.mktemp("model"), limits, PictureMetrics(REGISTRY)) as media:
         yield media
-    finally:
-        media.close()
 
 
 def metric(name: str) -> float:

@@ -15,11 +15,10 @@ from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.media import picture_process
 from crossdock.cluster.api.media.preparation import Preparation
 from crossdock.cluster.api.media.processes import LIMITS
-from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.cluster.serve.media import open_media
 from crossdock.workers.sandbox.limited_child import ChildFailed, run_limited
 from crossdock.workers.sandbox.messages import pack, unpack
-from tests.cluster.api.media.picture_models import MODELS
+from tests.cluster.api.media.picture_models import process_settings, saved
 
 
 def run_for_ever(_: Mapping[str, Any]) -> dict[str, Any]:
@@ -66,37 +65,29 @@ def test_picture_that_ends_its_child_is_refused_alone(prepare: Any, reason: str)
     assert unpack(found) == {"runs": [1]}
 
 
-def tried(tokenizer: ModelTokenizer, folder: Path, **arguments: Any) -> dict[str, Any]:
-    """Prepare a small picture, as a process does first, and return the answer."""
-    names = {str(token_id): text for text, token_id in tokenizer.added_tokens().items()}
-    settings = {"folder": str(folder), "names": names, "arguments": arguments, "most_pixels": 1 << 20}
-    return Preparation(settings).tried()
-
-
 @pytest.mark.parametrize("wrong", [{"size": {"width": "broad"}}, {"size": 5}, {"max_pixels": -5}, {"resample": 77}])
 def test_wrong_arguments_of_the_image_processor_are_found(wrong: dict[str, Any], tmp_path: Path) -> None:
-    tokenizer = ModelTokenizer(MODELS["qwen2_vl"].save(tmp_path))
-    assert tried(tokenizer, tmp_path, **wrong).keys() == {"wrong_arguments"}
+    assert Preparation(process_settings("qwen2_vl", tmp_path, **wrong)).tried().keys() == {"wrong_arguments"}
 
 
 def test_wrong_arguments_of_the_image_processor_are_named_at_the_start(tmp_path: Path) -> None:
-    tokenizer = ModelTokenizer(MODELS["qwen2_vl"].save(tmp_path))
+    tokenizer, _ = saved("qwen2_vl", tmp_path)
     http = HttpConfig(mm_processor_kwargs={"size": 5}, limit_mm_per_prompt={"video": 0})
     with pytest.raises(ValueError, match=r"http\.mm_processor_kwargs"):
         open_media(tmp_path, tokenizer, http)
 
 
 def test_model_whose_image_processor_is_unknown_serves_text(tmp_path: Path) -> None:
-    tokenizer = ModelTokenizer(MODELS["qwen2_vl"].save(tmp_path))
+    tokenizer, _ = saved("qwen2_vl", tmp_path)
     (tmp_path / "preprocessor_config.json").write_text(json.dumps({"image_processor_type": "NoSuchProcessor"}))
     assert open_media(tmp_path, tokenizer, HttpConfig(limit_mm_per_prompt={"video": 0})) is None
     assert open_media(tmp_path, tokenizer, HttpConfig(limit_mm_per_prompt={"image": 0})) is None
 
 
 def test_image_processor_may_stand_in_the_processors_file(tmp_path: Path) -> None:
-    tokenizer = ModelTokenizer(MODELS["smolvlm"].save(tmp_path))
+    given = process_settings("smolvlm", tmp_path)
     images = json.loads((tmp_path / "preprocessor_config.json").read_text())
     (tmp_path / "preprocessor_config.json").unlink()
     processor = json.loads((tmp_path / "processor_config.json").read_text())
     (tmp_path / "processor_config.json").write_text(json.dumps({**processor, "image_processor": images}))
-    assert tried(tokenizer, tmp_path) == {"is_ready": True}
+    assert Preparation(given).tried() == {"is_ready": True}

@@ -15,8 +15,7 @@ from crossdock.cluster.api.media.addresses import AllowedHosts
 from crossdock.cluster.api.media.fetch import PictureFetcher
 from crossdock.cluster.api.media.media import Media, MediaLimits
 from crossdock.cluster.api.media.turns import Turns
-from crossdock.cluster.api.text.tokenizer import ModelTokenizer
-from tests.cluster.api.media.picture_models import MODELS, data_url, encoded, picture
+from tests.cluster.api.media.picture_models import data_url, encoded, opened, picture
 from tests.cluster.api.media.video_models import moving, video_file
 
 NUM_FILES = 200
@@ -26,18 +25,11 @@ SLOW = ("slow", "slower")  # tenants whose videos have both processes
 @pytest.fixture(scope="module")
 async def media(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Media]:
     """All tests share one event loop with it: work that a cancelled test leaves ends there."""
-    folder = tmp_path_factory.mktemp("model")
-    tokenizer = ModelTokenizer(MODELS["qwen2_vl"].save(folder))
-    names = {token_id: text for text, token_id in tokenizer.added_tokens().items()}
     sampling = {"num_frames": 4, "fps": None}
     limits = MediaLimits(AllowedHosts(()), None, 4, 4, 1 << 20, 1 << 20, 1.0, 0, 8 << 20, {}, sampling)
-    media = Media(folder, names, limits)
-    try:
-        media.wait_until_ready()
+    with opened(tmp_path_factory.mktemp("model"), limits) as media:
         assert not media.why_no_videos
         yield media
-    finally:
-        media.close()
 
 
 def video(seed: int) -> list[Picture]:

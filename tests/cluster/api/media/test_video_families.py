@@ -21,7 +21,7 @@ from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.cluster.dispatch.dispatcher import ModelCard
 from crossdock.workers.schedule.pictures.families import PICTURE_FAMILIES
 from crossdock.workers.schedule.pictures.items import with_levels
-from tests.cluster.api.media.picture_models import MODELS, encoded, image_part, picture
+from tests.cluster.api.media.picture_models import MODELS, encoded, image_part, picture, process_settings, saved
 from tests.cluster.api.media.picture_oracle import PreparedHere
 from tests.cluster.api.media.video_models import (
     FAMILIES,
@@ -96,12 +96,10 @@ def num_items(kind: str, tensors: Mapping[str, Any]) -> int:
     return len(tensors["pixel_values"]) if kind == "internvl" else 1
 
 
-def tried(folder: Path, kind: str = "qwen2_5_vl", arguments: Mapping[str, Any] | None = None) -> VideoPreparation:
+def tried(folder: Path, **arguments: Any) -> VideoPreparation:
     """Return a preparation of videos that has been tried."""
-    tokenizer = ModelTokenizer(MODELS[kind].save(folder))
-    names = {str(token_id): text for text, token_id in tokenizer.added_tokens().items()}
-    settings = {"folder": str(folder), "names": names, "arguments": arguments or {}, "most_pixels": 1 << 20}
-    prepare = VideoPreparation({**settings, "sampling": {"num_frames": 8, "fps": None}})
+    sampling = {"num_frames": 8, "fps": None}
+    prepare = VideoPreparation({**process_settings("qwen2_5_vl", folder, **arguments), "sampling": sampling})
     assert prepare.tried() == {"is_ready": True}
     return prepare
 
@@ -117,23 +115,21 @@ def test_hash_covers_frames_and_their_times(tmp_path: Path) -> None:
 
 def test_arguments_of_the_configuration_bound_the_size_of_frames(tmp_path: Path) -> None:
     data = video_file(moving(8, 64, 64))
-    few = tried(tmp_path, arguments={"size": {"shortest_edge": 64, "longest_edge": 256}})({"data": data})
+    few = tried(tmp_path, size={"shortest_edge": 64, "longest_edge": 256})({"data": data})
     assert sum(few["runs"]) == 4 * 4  # groups of frames, and tokens of each
     assert sum(tried(tmp_path)({"data": data})["runs"]) == 4 * 25
 
 
 @pytest.mark.parametrize("kind", [kind for kind, family in PICTURE_FAMILIES.items() if family.video is None])
 def test_other_families_see_no_videos(kind: str, tmp_path: Path) -> None:
-    tokenizer = ModelTokenizer(MODELS[kind].save(tmp_path))
-    names = {token_id: text for text, token_id in tokenizer.added_tokens().items()}
+    names = saved(kind, tmp_path)[1]
     with pytest.raises(NoPictures, match="internvl, qwen2_5_vl, qwen2_vl, qwen3_vl, qwen3_vl_moe, smolvlm see videos"):
         read_video_family(tmp_path, names, {})
 
 
 def test_size_of_frames_equals_that_of_transformers(tmp_path: Path) -> None:
     size = MODELS["qwen3_vl"].video_processor["size"]  # type: ignore[index]
-    tokens = ModelTokenizer(MODELS["qwen3_vl"].save(tmp_path)).added_tokens()
-    resize = read_video_family(tmp_path, {token_id: text for text, token_id in tokens.items()}, {}).resize
+    resize = read_video_family(tmp_path, saved("qwen3_vl", tmp_path)[1], {}).resize
     for width, height in ((640, 360), (8, 8), (3, 9), (1920, 1080), (50, 9000)):
         for count in (1, 2, 3, 7, 32):
             theirs = smart_resize(max(count, 2), height, width, 2, 8, size["shortest_edge"], size["longest_edge"])

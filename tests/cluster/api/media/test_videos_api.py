@@ -13,9 +13,8 @@ from crossdock.cluster.api.media import clips
 from crossdock.cluster.api.media import media as media_module
 from crossdock.cluster.api.media.addresses import AllowedHosts
 from crossdock.cluster.api.media.media import Media, MediaLimits
-from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from tests.cluster.api.media.conftest import TEXT, PictureServer
-from tests.cluster.api.media.picture_models import MODELS, data_url, encoded, image_part, picture
+from tests.cluster.api.media.picture_models import data_url, encoded, image_part, picture, saved
 from tests.cluster.api.media.test_clips import KINDS
 from tests.cluster.api.media.video_models import joined_url, moving, video_file, video_part
 from tests.cluster.api.one_model import one_model_api
@@ -168,8 +167,7 @@ def test_server_without_videos_says_why(
 ) -> None:
     started = []
     monkeypatch.setattr(media_module, "PictureProcesses", lambda settings: started.append(settings["kind"]))
-    tokenizer = ModelTokenizer(MODELS[kind].save(tmp_path))
-    names = {token_id: text for text, token_id in tokenizer.added_tokens().items()}
+    tokenizer, names = saved(kind, tmp_path)
     limits = MediaLimits(AllowedHosts(()), None, 1, most_videos, 1 << 20, 1 << 20, 1.0, 0, 1 << 20, {}, {})
     media = Media(tmp_path, names, limits)
     app = one_model_api(ScriptedDispatcher(tokenizer), tokenizer, HttpConfig(), media=media)  # type: ignore[arg-type]
