@@ -11,6 +11,15 @@ _SHARE = 0.02  # of the wait so far: a long wait asks less often, so that it tak
 _LONGEST_PAUSE_S = 0.1
 
 
+class Clock:
+    """A clock that stands still until a test sets it."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 def eventually(holds: Callable[[], T], what: Callable[[], object] | str = "", seconds: float = 60.0) -> T:
     """Return the first true value of `holds`. `what`: what to say when the deadline passes."""
     began = time.monotonic()

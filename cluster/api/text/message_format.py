@@ -67,7 +67,7 @@ class MessageFormat:
         reasoning = found if reasoning_parser == AUTO else family_of(reasoning_parser, REASONING_PARSERS)
         self._tools, self._call_form = tools, form_of(tools, tokenizer.chat_template)
         self._reasoning_family = reasoning
-        self._special = {text: token_id for token_id, text in tokenizer.special_tokens().items()}
+        self._special = tokenizer.special_tokens()
         self._is_gpt_oss = _GPT_OSS in (tools, reasoning)
         calls, thoughts = FAMILIES.get(tools or "", MarkedFamily()), FAMILIES.get(reasoning or "", MarkedFamily())
         self._family = replace(calls, thinks=thoughts.thinks, answers=thoughts.answers)

@@ -157,9 +157,9 @@ class ModelTokenizer:
         """Return the id of each token that was added to the vocabulary, by its text."""
         return {token.content: i for i, token in self._tokenizer.added_tokens_decoder.items()}
 
-    def special_tokens(self) -> dict[int, str]:
-        """Return the text of each special token, by its id."""
-        return {i: token.content for i, token in self._tokenizer.added_tokens_decoder.items() if token.special}
+    def special_tokens(self) -> dict[str, int]:
+        """Return the id of each special token, by its text."""
+        return {token.content: i for i, token in self._tokenizer.added_tokens_decoder.items() if token.special}
 
     def detokenizer(
         self, *, after: Sequence[int] = (), skip_special_tokens: bool = True, shown: Mapping[int, str] | None = None

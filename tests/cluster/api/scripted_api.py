@@ -5,19 +5,21 @@ import json
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, TypeAlias
 
 import httpx
 import pytest
 import uvicorn
+from fastapi import FastAPI
 
 from crossdock.cluster.api.body.generation_defaults import GenerationDefaults
 from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.http.http_guard import HttpGuard
 from crossdock.cluster.api.http.keys import KeyRing
-from crossdock.cluster.api.http.limits import Ledger
+from crossdock.cluster.api.http.limits import Ledger, Loan, Unit
 from crossdock.cluster.api.http.request_memory import RequestMemory
+from crossdock.cluster.api.routes.response_store import StoredResponse
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.cluster.dispatch.dispatcher import DeltaReader, ModelCard
 from crossdock.workers.schedule.request import FinishReason, TokenDelta, TokenLogprobs
@@ -157,6 +159,28 @@ def serving(
     app = one_model_api(engine, tokenizer, config, defaults=defaults)  # type: ignore[arg-type]
     with LiveServer(app) as url, httpx.Client(base_url=url, timeout=20) as http:
         yield http
+
+
+@contextmanager
+def two_ingresses(engine: ScriptedDispatcher, tokenizer: ModelTokenizer, **http: Any) -> Iterator[list[httpx.Client]]:
+    """Yield a connection to each of two ingresses that can ask each other."""
+    apps: list[FastAPI] = []
+
+    def build(other: int) -> FastAPI:
+        async def ask_peers(tenant: str, unit: Unit, amount: float) -> list[Loan]:
+            return [apps[other].state.lend(tenant, unit, amount)]
+
+        async def ask_stores(action: str, tenant: str, name: str) -> list[StoredResponse]:
+            found = await apps[other].state.stored(action, tenant, name)
+            return [] if found is None else [found]
+
+        config = HttpConfig.model_validate({"replicas": 2, **http})
+        return one_model_api(engine, tokenizer, config, ask_peers=ask_peers, ask_stores=ask_stores)  # type: ignore[arg-type]
+
+    apps += [build(1), build(0)]
+    with ExitStack() as stack:
+        urls = [stack.enter_context(LiveServer(app)) for app in apps]
+        yield [stack.enter_context(httpx.Client(base_url=url, timeout=20)) for url in urls]
 
 
 def guarded(app: Any, max_body_bytes: int = 10, **options: Any) -> HttpGuard:

@@ -16,15 +16,9 @@ from crossdock.cluster.api.errors import ApiError
 from crossdock.cluster.api.http.keys import ApiKey, KeyRing
 from crossdock.cluster.api.http.limits import ASK_S, READS_PER_MINUTE, Account, Charge, Ledger, Loan, Unit
 from crossdock.cluster.api.http.payers import Payers
+from tests.waiting import Clock
 
 CLASSES = ("interactive", "batch")
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def replace(path: Path, text: str) -> None:

@@ -2,17 +2,14 @@
 
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack
 from typing import Any
 
 import httpx
 import pytest
 
-from crossdock.cluster.api.http.http_config import HttpConfig
-from crossdock.cluster.api.http.limits import READS_PER_MINUTE, Loan, Unit
+from crossdock.cluster.api.http.limits import READS_PER_MINUTE
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
-from tests.cluster.api.one_model import one_model_api
-from tests.cluster.api.scripted_api import LiveServer, ScriptedDispatcher, Serve, refused
+from tests.cluster.api.scripted_api import ScriptedDispatcher, Serve, refused, two_ingresses
 from tests.waiting import eventually
 
 KEYS = [{"key": "running", "max_concurrent_requests": 2}]
@@ -20,20 +17,8 @@ KEYS = [{"key": "running", "max_concurrent_requests": 2}]
 
 @pytest.fixture
 def ingresses(engine: ScriptedDispatcher, tokenizer: ModelTokenizer) -> Iterator[list[httpx.Client]]:
-    """A connection to each of two ingresses."""
-    apps: list[Any] = []
-
-    def build(number: int) -> Any:
-        async def ask_peers(tenant: str, unit: Unit, amount: float) -> list[Loan]:
-            return [apps[1 - number].state.lend(tenant, unit, amount)]
-
-        config = HttpConfig.model_validate({"api_keys": KEYS, "replicas": 2})
-        return one_model_api(engine, tokenizer, config, ask_peers=ask_peers)  # type: ignore[arg-type]
-
-    apps += [build(0), build(1)]
-    with ExitStack() as stack:
-        urls = [stack.enter_context(LiveServer(app)) for app in apps]
-        yield [stack.enter_context(httpx.Client(base_url=url, timeout=20)) for url in urls]
+    with two_ingresses(engine, tokenizer, api_keys=KEYS) as ingresses:
+        yield ingresses
 
 
 def post(http: httpx.Client, key: str, **fields: Any) -> httpx.Response:

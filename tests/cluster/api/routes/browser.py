@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 
 from tests.cluster.ports import free_port
+from tests.waiting import eventually
 
 MISSING = [name for name in ("chromium", "chromedriver") if shutil.which(name) is None]
 REASON = "needs a browser: apt-get install chromium chromium-driver"
@@ -94,7 +95,4 @@ class Browser:
         path.write_bytes(base64.b64decode(self._http.get(f"/session/{self._session}/screenshot").json()["value"]))
 
     def eventually(self, holds: Callable[[], bool], seconds: float = 20.0) -> None:
-        deadline = time.monotonic() + seconds
-        while not holds():
-            assert time.monotonic() < deadline, f"did not come true: {self.text('body')[:1000]}"
-            time.sleep(0.05)
+        eventually(holds, lambda: f"did not come true: {self.text('body')[:1000]}", seconds)

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterator
-from contextlib import ExitStack
 from typing import Any
 
 import httpx
@@ -10,23 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.routes import responses
 from crossdock.cluster.api.routes.response_store import ITEM_BYTES, RECORD_BYTES, ResponseStore, StoredResponse
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
-from tests.cluster.api.one_model import one_model_api
-from tests.cluster.api.scripted_api import STORY, LiveServer, ScriptedDispatcher, refused
-from tests.waiting import eventually
+from tests.cluster.api.scripted_api import STORY, ScriptedDispatcher, refused, two_ingresses
+from tests.waiting import Clock, eventually
 
 TTL_S = 100.0
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def record(size: int) -> StoredResponse:
@@ -107,22 +96,10 @@ def test_records_of_a_tenant_that_left_are_forgotten() -> None:
 
 @pytest.fixture
 def ingresses(engine: ScriptedDispatcher, tokenizer: ModelTokenizer) -> Iterator[list[httpx.Client]]:
-    """A connection to each of two ingresses that can ask each other."""
-    apps: list[Any] = []
-
-    def build(number: int) -> Any:
-        async def ask_stores(action: str, tenant: str, name: str) -> list[StoredResponse]:
-            found = await apps[1 - number].state.stored(action, tenant, name)
-            return [] if found is None else [found]
-
-        config = HttpConfig.model_validate({"api_keys": ["a", "b"], "replicas": 2})
-        return one_model_api(engine, tokenizer, config, ask_stores=ask_stores)  # type: ignore[arg-type]
-
-    apps += [build(0), build(1)]
-    with ExitStack() as stack:
-        urls = [stack.enter_context(LiveServer(app)) for app in apps]
-        headers = {"authorization": "Bearer a"}
-        yield [stack.enter_context(httpx.Client(base_url=url, timeout=20, headers=headers)) for url in urls]
+    with two_ingresses(engine, tokenizer, api_keys=["a", "b"]) as ingresses:
+        for http in ingresses:
+            http.headers["authorization"] = "Bearer a"
+        yield ingresses
 
 
 def test_response_is_found_at_the_ingress_that_stored_it(
