@@ -60,16 +60,23 @@ def read_video_family(folder: Path, names: Mapping[int, str], arguments: Json) -
 _OF_FRAMES = ("size", "min_pixels", "max_pixels", "image_mean", "image_std", "resample")
 
 
-def smart_size(height: int, width: int, factor: int, least: float, most: float) -> tuple[int, int]:
-    """Return the height and width of a frame in multiples of `factor`, for `least` to `most` pixels."""
+def _smart_size(
+    height: int, width: int, factor: int, least: float, most: float, num_frames: int = 1, depth: int = 1
+) -> tuple[int, int]:
+    """Return the height and width of frames in multiples of `factor`, for `least` to `most` pixels of all together.
+
+    Frames are compared in whole groups of `depth`, but shrunk and grown by their own number, as the model's own
+    processor does.
+    """
     if max(height, width) > _ASPECT * min(height, width):
         raise ValueError(f"a side of its frames is more than {_ASPECT} times the other")
     rows, columns = (round(side / factor) * factor for side in (height, width))
-    if rows * columns > most:
-        shrink = math.sqrt(height * width / most)
+    volume = round(num_frames / depth) * depth * rows * columns
+    if volume > most:
+        shrink = math.sqrt(num_frames * height * width / most)
         rows, columns = (max(factor, math.floor(side / shrink / factor) * factor) for side in (height, width))
-    elif rows * columns < least:
-        grow = math.sqrt(least / (height * width))
+    elif volume < least:
+        grow = math.sqrt(least / (num_frames * height * width))
         rows, columns = (math.ceil(side * grow / factor) * factor for side in (height, width))
     return rows, columns
 
@@ -84,7 +91,7 @@ def _qwen2(checkpoint: Checkpoint, settings: Json) -> VideoFamily:
     patches = _Patches.of(settings, 14)
 
     def resize(num_frames: int, width: int, height: int) -> tuple[int, int]:
-        rows, columns = smart_size(height, width, patches.side * patches.merged, least, most)
+        rows, columns = _smart_size(height, width, patches.side * patches.merged, least, most)
         return columns, rows
 
     def join(frames: Sequence[Outputs], clip: "Clip") -> dict[str, Any]:
@@ -112,7 +119,9 @@ def _qwen3(checkpoint: Checkpoint, settings: Json) -> VideoFamily:
         if min(height, width) < factor:
             grow = max(factor / height, factor / width)
             height, width = int(height * grow), int(width * grow)
-        rows, columns = _volume_size(max(num_frames, patches.depth), height, width, patches.depth, factor, size)
+        least, most = size["shortest_edge"], size["longest_edge"]
+        num_frames = max(num_frames, patches.depth)
+        rows, columns = _smart_size(height, width, factor, least, most, num_frames, patches.depth)
         return columns, rows
 
     def join(frames: Sequence[Outputs], clip: "Clip") -> dict[str, Any]:
@@ -129,25 +138,6 @@ def _qwen3(checkpoint: Checkpoint, settings: Json) -> VideoFamily:
     # The chat template writes a beginning and an end for the video as a whole; those of each group take their place.
     family = Family(f"{begin}{video}{end}", video, checkpoint.config["video_token_id"], _QWEN_TENSORS, tokens_of)
     return _qwen_family(family, settings, patches, resize, join, ([0.5] * 3, [0.5] * 3))
-
-
-def _volume_size(
-    num_frames: int, height: int, width: int, depth: int, factor: int, size: Mapping[str, int]
-) -> tuple[int, int]:
-    """Return the height and width of frames that have so many pixels together as `size` says.
-
-    Frames are compared in whole groups of `depth`, but shrunk and grown by their own number, as the model's own
-    processor does.
-    """
-    rows, columns = smart_size(height, width, factor, 0, math.inf)
-    volume = round(num_frames / depth) * depth * rows * columns
-    if volume > size["longest_edge"]:
-        shrink = math.sqrt(num_frames * height * width / size["longest_edge"])
-        rows, columns = (max(factor, math.floor(side / shrink / factor) * factor) for side in (height, width))
-    elif volume < size["shortest_edge"]:
-        grow = math.sqrt(size["shortest_edge"] / (num_frames * height * width))
-        rows, columns = (math.ceil(side * grow / factor) * factor for side in (height, width))
-    return rows, columns
 
 
 _QWEN_TENSORS = ("pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
