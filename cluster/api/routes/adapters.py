@@ -95,11 +95,16 @@ class AdapterNames:
         if self._read is None or self._folder is None:
             reason = "This server loads no adapters while it runs: start it with --enable-lora --lora-folder FOLDER."
             raise ApiError(reason, status=403, code="adapters_are_fixed")
-        key = request.state.api_key
-        if key is not None and not key.sees_all_requests:
-            reason = "This API key may not load adapters: that needs a key with sees_all_requests."
-            raise ApiError(reason, status=403, code="not_allowed")
+        check_operator(request)
         return self._read, self._folder
+
+
+def check_operator(request: Request) -> None:
+    """Raise ApiError 403 for an API key that may not change what others get."""
+    key = request.state.api_key
+    if key is not None and not key.sees_all_requests:
+        reason = "This API key may not do that: it needs a key with sees_all_requests."
+        raise ApiError(reason, status=403, code="not_allowed")
 
 
 def below(folder: Path, path: str, param: str = "lora_path", kind: str = "adapters (--lora-folder)") -> Path:

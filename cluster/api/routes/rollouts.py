@@ -9,7 +9,7 @@ from fastapi import Request, Response
 from crossdock.cluster.api.body.json_body import Body
 from crossdock.cluster.api.errors import ApiError
 from crossdock.cluster.api.http.http_json import json_answer
-from crossdock.cluster.api.routes.adapters import below
+from crossdock.cluster.api.routes.adapters import below, check_operator
 from crossdock.cluster.dispatch.gate import PauseMode
 from crossdock.cluster.dispatch.rollouts import Rollouts
 
@@ -166,11 +166,3 @@ async def _refusing(work: Any, param: str | None, code: str = "weights_not_repla
     except ValueError as error:
         reason = str(error.args[0]) if error.args else str(error)
         raise ApiError(reason, param=param, code=code) from None
-
-
-def check_operator(request: Request) -> None:
-    """Raise ApiError 403 for an API key that may not change what others get."""
-    key = request.state.api_key
-    if key is not None and not key.sees_all_requests:
-        reason = "This API key may not do that: it needs a key with sees_all_requests."
-        raise ApiError(reason, status=403, code="not_allowed")
