@@ -12,7 +12,7 @@ from crossdock.cluster.api.text.families import FAMILIES
 from crossdock.cluster.api.text.harmony import MARKERS, HarmonyText
 from crossdock.cluster.api.text.marked_text import MarkedText
 from crossdock.cluster.api.text.message_parser import ChatMessage, MessageParser
-from tests.cluster.api.text.parsed_messages import whole_message
+from tests.cluster.api.text.parsed_messages import calls_of, whole_message
 
 MOVE = {
     "type": "object",
@@ -111,11 +111,6 @@ def streamed(family: str, pieces: list[str], reason: str = "stop", **more: Any) 
     if total == {"content": None}:
         total = {"content": ""}
     return total
-
-
-def calls_of(message: dict[str, Any]) -> list[tuple[str, Any]]:
-    functions = [call["function"] for call in message.get("tool_calls", ())]
-    return [(function["name"], json.loads(function["arguments"])) for function in functions]
 
 
 @pytest.mark.parametrize("family", CALLS)

@@ -1,6 +1,5 @@
 """Tool calls and reasoning that models write by themselves, as OpenAI's client reads them, whole and streamed."""
 
-import json
 import logging
 import re
 from collections.abc import Iterable, Iterator
@@ -23,7 +22,7 @@ from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.workers.model.grammar.matcher import new_matcher
 from crossdock.workers.schedule.submission import Grammar
 from tests.cluster.api.scripted_api import HI, ScriptedDispatcher, events, serving
-from tests.cluster.api.text.parsed_messages import whole_message
+from tests.cluster.api.text.parsed_messages import calls_of, whole_message
 
 MOVE = {"type": "object", "properties": {"to": {"type": "string"}}, "required": ["to"]}
 TOOLS = [
@@ -88,11 +87,6 @@ def answer(http: httpx.Client, **fields: Any) -> Any:
     result = http.post("/v1/chat/completions", json={"messages": HI, **fields})
     assert result.status_code == 200, result.text
     return result.json()
-
-
-def calls_of(message: dict[str, Any]) -> list[tuple[str, Any]]:
-    functions = [call["function"] for call in message.get("tool_calls", ())]
-    return [(function["name"], json.loads(function["arguments"])) for function in functions]
 
 
 def test_answer_has_reasoning_content_and_calls(model: tuple[ScriptedDispatcher, httpx.Client]) -> None:
