@@ -19,7 +19,6 @@ from transformers.core_model_loading import (
     Concatenate,
     MergeModulelist,
     WeightConverter,
-    build_glob_alternation,
     convert_and_load_state_dict_in_model,
     rename_source_key,
 )
@@ -46,13 +45,6 @@ class NamedTensors:
     def shape_of(self, name: str) -> list[int]:
         """Return the shape of a parameter of the whole model."""
         return list(self._held[name].shape) if name in self._held else []
-
-    def dtype_of(self, name: str, otherwise: torch.dtype) -> torch.dtype:
-        """Return the dtype of a parameter; `otherwise` if the whole model has none of this name."""
-        alternation, patterns, _ = build_glob_alternation(list(self.dtype_plan))
-        if self.dtype_plan and (found := alternation.search(name)) and found.lastgroup:
-            return self.dtype_plan[patterns[found.lastgroup]]
-        return self._held[name].dtype if name in self._held else otherwise
 
     def places(self) -> Iterator[tuple[str, str, str | None]]:
         """Yield (name in the file, name in the model, pattern by which transformers converts it or None)."""
