@@ -12,7 +12,7 @@ import logging
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -76,36 +76,6 @@ def store_kv(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tens
         )
 
 
-def paged_attention(
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    batch: AttentionBatch,
-    *,
-    scale: float,
-    window: int | None = None,
-    attention_chunk: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """Compute causal attention of q [T, Hq, Dk] over each row's sequence; return [T, Hq, Dv], contiguous.
-
-    `k_pages` [pages, Hkv, page, Dk] and `v_pages` [pages, Hkv, page, Dv] are views of one layer of the pool: tokens
-    and elements adjacent, pages and heads at any stride. Or `v_pages` are the first Dv elements of `k_pages`. The row
-    at position p sees keys j <= p, or those before its `key_end`; with a window only p - j < window, and with an
-    attention chunk in its place only j >= p - p % attention_chunk. `softcap` c replaces a score s by c * tanh(s / c).
-    `sinks` [Hq] is one more logit per head that has a share of the softmax and no value. Head h reads kv head
-    h // (Hq // Hkv).
-    """
-    options: dict[str, Any] = {"scale": scale, "window": window, "attention_chunk": attention_chunk}
-    options |= {"softcap": softcap, "sinks": sinks}
-    if library_for(q, None, k_pages, v_pages) is None:
-        return reference_paged_attention(q, k_pages, v_pages, batch, **options)
-    out = q.new_empty(len(q), q.shape[1], v_pages.shape[3])
-    cpp_attention(q, k_pages, v_pages, batch, slice(0, len(batch.kv_len)), out, **options)
-    return out
-
-
 def cpp_attention(
     q: Tensor,
     k_pages: Tensor,
@@ -121,7 +91,7 @@ def cpp_attention(
     sinks: Tensor | None = None,
     by_amx: bool = False,
 ) -> None:
-    """`paged_attention` of some sequences of the batch, into their rows of `out`, by attention.cpp.
+    """`reference_paged_attention` of some sequences of the batch, into their rows of `out`, by attention.cpp.
 
     Only for tensors that `library_for` finds a library for; `by_amx` only for those that `amx_takes`.
     """
@@ -252,9 +222,14 @@ def reference_paged_attention(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> Tensor:
-    """`paged_attention` in torch: gather each sequence's visible tokens, then scaled_dot_product_attention.
+    """Compute causal attention of q [T, Hq, Dk] over each row's sequence; return [T, Hq, Dv], contiguous.
 
-    The scales are those of `reference_store_kv`.
+    `k_pages` [pages, Hkv, page, Dk] and `v_pages` [pages, Hkv, page, Dv] are views of one layer of the pool: tokens
+    and elements adjacent, pages and heads at any stride. Or `v_pages` are the first Dv elements of `k_pages`. The row
+    at position p sees keys j <= p, or those before its `key_end`; with a window only p - j < window, and with an
+    attention chunk in its place only j >= p - p % attention_chunk. `softcap` c replaces a score s by c * tanh(s / c).
+    `sinks` [Hq] is one more logit per head that has a share of the softmax and no value. Head h reads kv head
+    h // (Hq // Hkv). The scales are those of `reference_store_kv`.
     """
     out = q.new_empty(q.shape[0], q.shape[1], v_pages.shape[3])
     page_size = k_pages.shape[2]

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """One implementation of `store_kv` and `paged_attention`, which kernels/attention.py describes."""
+    """One implementation of what `reference_store_kv` and `reference_paged_attention` specify."""
 
     name: str
     store_kv: Callable[..., None]
@@ -30,7 +30,7 @@ class Attention:
     is_beside_triton: bool = False  # its tensors are where kernels of Triton run, see triton_layers.py
 
 
-CPP = Attention("cpp", attention.store_kv, attention.paged_attention, takes_fp8=False)
+CPP = Attention("cpp", attention.store_kv, CpuAttention("own").paged_attention, takes_fp8=False)
 """attention.cpp for chunks and decodes alike."""
 TORCH = Attention("torch", attention.reference_store_kv, attention.reference_paged_attention)
 
@@ -54,7 +54,7 @@ def choose_attention(
         logger.warning("attention runs in plain torch, several times slower: our C++ takes no fp8 pages")
         return TORCH
     elif device.type == "cpu":
-        chosen, reason = _cpp(cpu_kernels), "the device is a CPU"
+        chosen, reason = replace(CPP, paged_attention=CpuAttention(cpu_kernels).paged_attention), "the device is a CPU"
     elif not has_package("triton"):
         logger.warning("attention runs in plain torch, many times slower: triton is not installed")
         return TORCH
@@ -93,12 +93,6 @@ def require_working(attention: Attention, device: torch.device) -> None:
             f"attention_backend triton cannot run on this machine. {reason}. Without Triton, attention_backend torch "
             f"runs, many times slower"
         )
-
-
-def _cpp(cpu_kernels: CpuKernels) -> Attention:
-    if cpu_kernels == "own":
-        return CPP
-    return Attention("cpp", attention.store_kv, CpuAttention(cpu_kernels).paged_attention, takes_fp8=False)
 
 
 def _triton(device: torch.device) -> Attention:

@@ -46,7 +46,7 @@ def latent_attention(
     """Compute causal attention of q [T, H, Dn + Dr] over latents; return [T, H, Dv], contiguous.
 
     `pages` [pages, 1, page, R + Dr] hold latents and rotated keys, side by side. `paged_attention` computes each way's
-    attention; kernels/attention.py describes it, and the scales, which are equal here.
+    attention; see `reference_paged_attention`, also for the scales, which are equal here.
     """
     assert batch.key_end is None, "no model with latents has pictures whose rows see later keys"
     up = replace(up, weight=up.weight.to(q.dtype))

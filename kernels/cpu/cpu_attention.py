@@ -37,7 +37,7 @@ Kernels: TypeAlias = tuple[Kernel, ...]
 
 @dataclass(frozen=True, slots=True)
 class CpuAttention:
-    """`paged_attention` by the kernel that `cpu_kernels` names, own or torch.
+    """Paged attention by the kernel that `cpu_kernels` names, own or torch.
 
     For auto, and for onednn, which has no attention: the fastest of own, amx and torch, measured when a shape is first
     seen. Their rows may differ in the last bits, so only own's do not depend on the chunks of a prompt.
@@ -64,7 +64,7 @@ class CpuAttention:
     def paged_attention(
         self, q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: AttentionBatch, **options: Any
     ) -> Tensor:
-        """See `crossdock.kernels.attention.paged_attention`."""
+        """See `reference_paged_attention`."""
         if library_for(q, None, k_pages, v_pages) is None:
             return reference_paged_attention(q, k_pages, v_pages, batch, **options)
         out = q.new_empty(len(q), q.shape[1], v_pages.shape[3])

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from crossdock.kernels.attention import CHUNK_FROM, AttentionBatch, amx_takes, cpp_attention, paged_attention
+from crossdock.kernels.attention import CHUNK_FROM, AttentionBatch, amx_takes, cpp_attention
 from crossdock.kernels.cpu.choice import KernelChoice, only
+from crossdock.kernels.cpu.cpu_attention import CpuAttention
 from crossdock.kernels.cpu.decoder import DecoderLayer, DecoderShape, DecoderStack, Weight
 from crossdock.kernels.cpu.huge_pages import HugePages
 from crossdock.kernels.cpu.linear import ROWS
@@ -135,7 +136,7 @@ def _layer(shape: DecoderShape, dtype: torch.dtype, form: CodeForm | None) -> De
 def _attention(q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: AttentionBatch, **options: Any) -> Tensor:
     """Compute the attention between library products as one call of decoder.cpp does: only products are compared."""
     if batch.max_query_len < CHUNK_FROM or not amx_takes(q.dtype, k_pages, v_pages):
-        return paged_attention(q, k_pages, v_pages, batch, **options)
+        return CpuAttention("own").paged_attention(q, k_pages, v_pages, batch, **options)
     out = q.new_empty(q.shape)
     cpp_attention(q, k_pages, v_pages, batch, slice(0, len(batch.kv_len)), out, **options, by_amx=True)
     return out

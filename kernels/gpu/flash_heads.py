@@ -46,7 +46,7 @@ def flash_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """`crossdock.kernels.attention.paged_attention` for 16-bit tensors on one GPU, by the package `backend`.
+    """`crossdock.kernels.attention.reference_paged_attention` for 16-bit tensors on one GPU, by the package `backend`.
 
     Raises:
         ValueError: see `require_layer`.

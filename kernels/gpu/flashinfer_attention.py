@@ -31,7 +31,7 @@ def paged_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """`crossdock.kernels.attention.paged_attention` for 16-bit tensors on one GPU.
+    """`crossdock.kernels.attention.reference_paged_attention` for 16-bit tensors on one GPU.
 
     Raises:
         ValueError: the layer has sinks, or heads of other sizes than 64, 128 and 256.

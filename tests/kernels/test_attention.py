@@ -11,16 +11,17 @@ from torch import Tensor
 
 from crossdock.kernels.attention import (
     AttentionBatch,
-    paged_attention,
     reference_paged_attention,
     reference_store_kv,
     store_kv,
 )
+from crossdock.kernels.backend import CPP
 from tests.sweeps import shared_out
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
+paged_attention = CPP.paged_attention
 THREADS = (1, 2, 5)
 TYPES = (torch.float32, torch.bfloat16)
 

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from crossdock.kernels import latent_attention as module
-from crossdock.kernels.attention import paged_attention, reference_paged_attention, reference_store_kv
+from crossdock.kernels.attention import reference_paged_attention, reference_store_kv
+from crossdock.kernels.backend import CPP
 from crossdock.kernels.cpu.cpu_attention import CpuAttention
 from crossdock.kernels.latent_attention import UpProjections, expanding_is_cheaper, latent_attention
 from tests.kernels.test_attention import Case
@@ -50,7 +51,7 @@ class Latents:
 
 
 @pytest.mark.parametrize(
-    "attention", [reference_paged_attention, paged_attention, CpuAttention("torch").paged_attention]
+    "attention", [reference_paged_attention, CPP.paged_attention, CpuAttention("torch").paged_attention]
 )
 @pytest.mark.parametrize("lengths", [MIXED, MIXED[3:], MIXED[:3], SHORT], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -79,7 +80,7 @@ def test_few_heads_at_a_time_match_longhand(monkeypatch: pytest.MonkeyPatch, num
 
     def recorded(q: Tensor, *args: Any, **options: Any) -> Tensor:
         calls.append(q.shape[1])
-        return paged_attention(q, *args, **options)
+        return CPP.paged_attention(q, *args, **options)
 
     out = latent_attention(recorded, *latents.arguments(), scale=0.2)
     assert calls == ([1] * HEADS if num_bytes == 1 else [4, 2])

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from crossdock.kernels import attention
+from crossdock.kernels.backend import CPP
 from crossdock.kernels.cache import cache_dir
 from crossdock.kernels.cpu import build
 from tests.kernels.test_attention import MIXED, Case, check
@@ -144,8 +145,8 @@ def test_machine_that_cannot_run_our_attention_runs_torch_and_logs_why_once(
     else:
         monkeypatch.setattr(build, "FLAGS", ("-march=no-such-cpu",))
     with caplog.at_level(logging.WARNING):
-        check(Case(MIXED, dtype=torch.bfloat16), attention.paged_attention)
-        check(Case(MIXED), attention.paged_attention)
+        check(Case(MIXED, dtype=torch.bfloat16), CPP.paged_attention)
+        check(Case(MIXED), CPP.paged_attention)
     (record,) = caplog.records
     assert "plain torch" in record.getMessage()
     assert reason in record.getMessage()
@@ -162,8 +163,8 @@ def test_portable_code_matches_longhand(
     monkeypatch.setattr(build, "FLAGS", tuple(other.get(flag, flag) for flag in build.FLAGS))
     for dtype in (torch.float32, torch.bfloat16):
         for lengths in (MIXED, [(1, 1100), (3, 600)]):
-            check(Case(lengths, q_heads=6, k_dim=40, v_dim=24, dtype=dtype), attention.paged_attention)
-            check(Case(lengths, dtype=dtype, window=30, softcap=4.0, sinks=True), attention.paged_attention)
+            check(Case(lengths, q_heads=6, k_dim=40, v_dim=24, dtype=dtype), CPP.paged_attention)
+            check(Case(lengths, dtype=dtype, window=30, softcap=4.0, sinks=True), CPP.paged_attention)
     library = attention.cpp_library()
     assert library is not None
     assert not library.crossdock_has_amx()
