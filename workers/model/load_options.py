@@ -7,8 +7,7 @@ from transformers import GenerationConfig
 from crossdock.kernels.backend import Attention
 from crossdock.kernels.options import CpuKernels, KVCacheDtype, Quantization
 from crossdock.workers.model.cut.part import ModelPart
-from crossdock.workers.model.weights.formats import format_of
-from crossdock.workers.model.weights.weight_format import WeightFormat
+from crossdock.workers.model.weights.formats import PlainWeights, format_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +29,6 @@ class LoadOptions:
     checkpoint: str = ""  # a name for the weights, if logits of their check may be those of an earlier start
 
     @property
-    def weights(self) -> WeightFormat:
+    def weights(self) -> PlainWeights:
         """The format of the weights that products read."""
         return format_of(self.quantization)

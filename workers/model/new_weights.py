@@ -24,8 +24,8 @@ from crossdock.workers.model.layers.fusion import drop_fused, fused_tensors, fus
 from crossdock.workers.model.layers.triton_layers import TritonLayers
 from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.model.weight_group import WeightGroup, announced
+from crossdock.workers.model.weights.formats import PlainWeights
 from crossdock.workers.model.weights.heap import trim_heap
-from crossdock.workers.model.weights.plain import PlainWeights
 from crossdock.workers.model.weights.scheme import PLAIN, scheme_at, scheme_of
 from crossdock.workers.model.weights.tensor_check import is_classifier
 from crossdock.workers.schedule.weight_version import unlike

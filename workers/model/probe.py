@@ -46,8 +46,8 @@ from crossdock.workers.model.logits_check import PROBE_LENGTHS, LogitsCheck, Pro
 from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.model.network import Network
 from crossdock.workers.model.recurrent.recurrent_layers import NotRecurrentError, keep_states_in_pages
+from crossdock.workers.model.weights.formats import WeightUse
 from crossdock.workers.model.weights.fp8_scales import example_text, in_float32, scale_for
-from crossdock.workers.model.weights.weight_format import WeightUse
 from crossdock.workers.schedule.batch import Batch, Scheduled, StatePages
 
 logger = logging.getLogger(__name__)

@@ -30,7 +30,7 @@ from crossdock.workers.model.logits_check import PROBE_LENGTHS, LogitsCheck
 from crossdock.workers.model.memory.memory_fit import free_memory
 from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.model.network import Network
-from crossdock.workers.model.weights.int8 import Int8Weights
+from crossdock.workers.model.weights.formats import Int8Weights
 from crossdock.workers.model.weights.scheme import quantisation
 from crossdock.workers.schedule.memory.prefix_index import AttentionChunk, Window
 

@@ -8,10 +8,9 @@ import torch
 
 from crossdock.workers.model.cut.position import CannotCut, RankPosition
 from crossdock.workers.model.memory.host_memory import bytes_of, free_on_host
-from crossdock.workers.model.weights.formats import format_of
-from crossdock.workers.model.weights.weight_format import WeightFormat
+from crossdock.workers.model.weights.formats import PlainWeights
 
-_PLAIN = format_of(None)
+_PLAIN = PlainWeights()
 _SMALLER_POOL = "Lower kv_cache_memory"
 
 
@@ -23,7 +22,7 @@ def check_fits(
     device: str,
     num_sharing: int = 1,
     free_bytes: int | None = None,
-    weight_format: WeightFormat = _PLAIN,
+    weight_format: PlainWeights = _PLAIN,
 ) -> None:
     """Check that the part at `position` of a transformers configuration fits, with `kv_bytes` of pages.
 

@@ -221,15 +221,6 @@ def without_quantisation(config: PretrainedConfig) -> PretrainedConfig:
     return plain
 
 
-def measure_part(config: PretrainedConfig, position: RankPosition, dtype: torch.dtype) -> int:
-    """Return the bytes of the weights that the rank at `position` would hold, packed where the checkpoint's are.
-
-    Raises:
-        CannotCut: there is no such part.
-    """
-    return part_bytes(model_on_meta(config, position, dtype))
-
-
 def part_bytes(module: Any) -> int:
     """Return the bytes of the weights of a module, each tied one once."""
     tied = set(getattr(module, "all_tied_weights_keys", ()))
@@ -260,7 +251,7 @@ def check_division(path: Path, tensor_size: int, num_stages: int) -> None:
     """
     config = read_config(path)
     for rank in range(tensor_size * num_stages):
-        measure_part(config, RankPosition(rank, tensor_size, num_stages), torch.float32)
+        model_on_meta(config, RankPosition(rank, tensor_size, num_stages), torch.float32)
 
 
 class _WeightSource:

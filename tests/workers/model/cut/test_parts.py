@@ -15,7 +15,7 @@ from crossdock.workers.model.cut.collectives import Collectives
 from crossdock.workers.model.cut.position import CannotCut, RankPosition
 from crossdock.workers.model.load import load_model
 from crossdock.workers.model.model_spec import ModelSpec
-from crossdock.workers.model.weights.weights import measure_part
+from crossdock.workers.model.weights.weights import model_on_meta, part_bytes
 from tests.workers.architectures import SERVED, build
 from tests.workers.model.paged import monolithic, random_steps, through_pages
 from tests.workers.ranks import DIVISIONS, Ranks, saved
@@ -92,14 +92,14 @@ def test_parts_of_llama_4_beside_its_encoder_of_pictures_equal_whole(ranks: Rank
 def test_division_among_too_many_ranks_is_refused_with_reason() -> None:
     config = build("llama", {"num_attention_heads": 2, "num_key_value_heads": 1}).config
     with pytest.raises(CannotCut, match=r"2 query heads over 1 KV heads .* 3 ranks: 3 of them .* at most 2"):
-        measure_part(config, RankPosition(0, 3), torch.float32)
+        model_on_meta(config, RankPosition(0, 3), torch.float32)
     with pytest.raises(CannotCut, match=r"4 layers cannot be divided among 5 stages"):
-        measure_part(config, RankPosition(0, 1, 5), torch.float32)
+        model_on_meta(config, RankPosition(0, 1, 5), torch.float32)
 
 
 def test_plan_with_an_unknown_style_is_refused_with_reason() -> None:
     with pytest.raises(CannotCut, match="unknown style 'local_params'"):
-        measure_part(build("beam", SERVED["beam"]).config, RankPosition(0, 2), torch.float32)
+        model_on_meta(build("beam", SERVED["beam"]).config, RankPosition(0, 2), torch.float32)
 
 
 def test_parts_of_any_division_add_up_to_whole() -> None:
@@ -109,5 +109,5 @@ def test_parts_of_any_division_add_up_to_whole() -> None:
     norms = sum(parameter.nbytes for parameter in module.parameters() if parameter.dim() == 1)
     for tensor_size, num_stages in DIVISIONS:
         positions = [RankPosition(rank, tensor_size, num_stages) for rank in range(tensor_size * num_stages)]
-        held = [measure_part(module.config, position, torch.float32) for position in positions]
+        held = [part_bytes(model_on_meta(module.config, position, torch.float32)) for position in positions]
         assert whole <= sum(held) <= whole + norms * tensor_size * num_stages

@@ -7,7 +7,7 @@ import torch
 
 from crossdock.workers.model.cut.cut_model import cut_model
 from crossdock.workers.model.cut.position import RankPosition
-from crossdock.workers.model.weights.weights import measure_part
+from crossdock.workers.model.weights.weights import model_on_meta, part_bytes
 from tests.sweeps import rest_in_soak
 from tests.workers.multimodal import (
     BOTH_WAYS,
@@ -34,7 +34,7 @@ def test_driver_alone_holds_the_encoder_and_its_memory(family: str, division: tu
         assert held.keys() & encoder.keys() == (encoder.keys() if position.is_driver else set()), position
         tied = set(part.all_tied_weights_keys)
         measured = sum(each.nbytes for name, each in part.state_dict().items() if name not in tied)
-        assert measure_part(module.config, position, torch.float32) == measured, position
+        assert part_bytes(model_on_meta(module.config, position, torch.float32)) == measured, position
 
 
 def test_decoder_without_a_plan_of_its_own_is_divided_like_the_one_it_is_made_of() -> None:

@@ -13,7 +13,7 @@ from crossdock.workers.model.cut.part import SliceRange, TensorSlice
 from crossdock.workers.model.cut.position import CannotCut, RankPosition
 from crossdock.workers.model.load import load_model, wrap_module
 from crossdock.workers.model.model_spec import ModelSpec
-from crossdock.workers.model.weights.weights import measure_part
+from crossdock.workers.model.weights.weights import model_on_meta
 from tests.sweeps import rest_in_soak
 from tests.workers.architectures import DIVISIBLE, RECURRENT, SERVED, build
 from tests.workers.model.cut.test_parts import assert_parts_equal_whole
@@ -93,7 +93,7 @@ def test_uneven_heads_are_divided(ranks: Ranks, tmp_path: Path) -> None:
 def test_stage_without_attention_is_refused_with_the_reason() -> None:
     config = build("qwen3_next", SERVED["qwen3_next"] | {"layer_types": [LINEAR, LINEAR, FULL, FULL]}).config
     with pytest.raises(CannotCut, match=r"no layer from 0 to 1 has attention.* smaller pipeline_parallel_size"):
-        measure_part(config, RankPosition(0, 1, 2), torch.float32)
+        model_on_meta(config, RankPosition(0, 1, 2), torch.float32)
 
 
 def test_slice_of_a_packed_parameter_is_that_of_its_tensors() -> None:

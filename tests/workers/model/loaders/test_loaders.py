@@ -20,8 +20,8 @@ from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.model.weights import weight_probe, weights
 from crossdock.workers.model.weights.checkpoint import model_name, resolve_model
 from crossdock.workers.model.weights.fingerprint import fingerprint
+from crossdock.workers.model.weights.formats import PlainWeights
 from crossdock.workers.model.weights.packed_layers import PackedExperts, PackedLinear
-from crossdock.workers.model.weights.plain import PlainWeights
 from tests.workers.architectures import build
 from tests.workers.model.loaders.object_store import bucket_of
 from tests.workers.quantised import CASES, SIZES, write

@@ -6,13 +6,12 @@ import torch
 from crossdock.workers.model.cut.position import RankPosition
 from crossdock.workers.model.memory.memory_fit import check_fits
 from crossdock.workers.model.weights.formats import format_of
-from crossdock.workers.model.weights.weights import measure_part
 from tests.workers.architectures import build
 
 
 def test_model_that_does_not_fit_is_refused_with_missing_bytes_and_advice() -> None:
     config = build("llama", {}).config
-    weights = measure_part(config, RankPosition(), torch.float32)
+    weights = format_of(None).count_bytes(config, RankPosition(), torch.float32).held
     check_fits(config, RankPosition(), torch.float32, 1 << 20, "cuda", free_bytes=weights + (1 << 20))
     with pytest.raises(ValueError, match=r"0.3 MiB for weights and 1.0 MiB .* 1.1 MiB .* 0.2 MiB are missing") as first:
         check_fits(config, RankPosition(), torch.float32, 1 << 20, "cuda", free_bytes=(1 << 20) + weights // 3)

@@ -15,8 +15,7 @@ from crossdock.workers.model.cut.position import CannotCut, RankPosition
 from crossdock.workers.model.load import wrap_module
 from crossdock.workers.model.load_options import LoadOptions
 from crossdock.workers.model.memory.held_bytes import held_bytes
-from crossdock.workers.model.weights.formats import FORMATS
-from crossdock.workers.model.weights.weight_format import WeightFormat, WeightUse
+from crossdock.workers.model.weights.formats import PlainWeights, WeightUse, format_of
 from tests.workers.architectures import build
 
 BF16 = torch.bfloat16
@@ -28,11 +27,12 @@ def use(num_ranks: int = 1) -> WeightUse:
     return WeightUse("cpu", BF16, num_ranks, "cpp", "auto")
 
 
-def usable(name: Quantization | None) -> WeightFormat:
+def usable(name: Quantization | None) -> PlainWeights:
     """Return a format, or skip the test where this CPU does not compute products from it."""
-    if reason := FORMATS[name].why_not(use()):
+    weights = format_of(name)
+    if reason := weights.why_not(use()):
         pytest.skip(f"needs another CPU for {name} weights: {reason}")
-    return FORMATS[name]
+    return weights
 
 
 def rounded(weight: Tensor, name: Quantization | None) -> Tensor:
@@ -47,14 +47,14 @@ def rounded(weight: Tensor, name: Quantization | None) -> Tensor:
 def test_weights_of_a_checkpoint_are_read_as_they_are(name: Quantization | None, tmp_path: Path) -> None:
     module = build("llama", SIZES).to(BF16)
     module.save_pretrained(tmp_path)
-    found, part = FORMATS[name].read(module.config, tmp_path, BF16, None)
+    found, part = format_of(name).read(module.config, tmp_path, BF16, None)
     assert part is None
     assert all(torch.equal(found.state_dict()[key], value) for key, value in module.state_dict().items())
 
 
 @NAMES
 def test_parts_of_two_ranks_are_slices_of_the_whole_or_refused(name: Quantization | None, tmp_path: Path) -> None:
-    module, weights = build("llama", SIZES).to(BF16), FORMATS[name]
+    module, weights = build("llama", SIZES).to(BF16), format_of(name)
     if not weights.is_cut:
         assert "one rank" in (weights.why_not(use(num_ranks=2)) or "")
         return

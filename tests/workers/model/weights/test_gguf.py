@@ -15,10 +15,10 @@ from transformers import AutoTokenizer
 from crossdock.workers.model.cut.position import RankPosition
 from crossdock.workers.model.weights import gguf_checkpoint
 from crossdock.workers.model.weights.checkpoint import model_name, resolve_model
+from crossdock.workers.model.weights.formats import PlainWeights
 from crossdock.workers.model.weights.gguf_blocks import BLOCK_TYPES
 from crossdock.workers.model.weights.gguf_checkpoint import pack_gguf
 from crossdock.workers.model.weights.packed_layers import PackedLinear, packed_bytes
-from crossdock.workers.model.weights.plain import PlainWeights
 from crossdock.workers.model.weights.weights import read_config
 from tests.workers.architectures import build
 from tests.workers.model.weights.test_packed_checkpoints import assert_logits_equal, held_bytes

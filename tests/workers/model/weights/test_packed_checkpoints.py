@@ -22,9 +22,9 @@ from crossdock.workers.model.loaders import file_slice
 from crossdock.workers.model.memory.memory_fit import check_fits
 from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.model.weights import weights
+from crossdock.workers.model.weights.formats import PlainWeights
 from crossdock.workers.model.weights.heap import trim_heap
 from crossdock.workers.model.weights.packed_layers import PackedExperts, PackedLinear, packed_bytes
-from crossdock.workers.model.weights.plain import PlainWeights
 from crossdock.workers.model.weights.weights import read_config
 from tests.workers.architectures import SERVED, build
 from tests.workers.model.paged import monolithic, random_steps, through_pages

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from crossdock.workers.model.weights.plain import PlainWeights
+from crossdock.workers.model.weights.formats import PlainWeights
 from tests.workers.architectures import RECURRENT, SERVED, build
 from tests.workers.multimodal import CONFIGS, build_multimodal
 

@@ -16,7 +16,7 @@ from transformers import AutoConfig
 from crossdock.workers.model.cut.position import RankPosition
 from crossdock.workers.model.load import load_model
 from crossdock.workers.model.model_spec import ModelSpec
-from crossdock.workers.model.weights.plain import PlainWeights
+from crossdock.workers.model.weights.formats import PlainWeights
 from crossdock.workers.model.weights.scheme import check_asked, scheme_of
 from crossdock.workers.model.weights.weights import check_division
 from tests.workers.architectures import SERVED, build

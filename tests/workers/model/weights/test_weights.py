@@ -16,7 +16,7 @@ from crossdock.workers.model.cut.collectives import Collectives
 from crossdock.workers.model.cut.cut_model import cut_model
 from crossdock.workers.model.cut.position import RankPosition
 from crossdock.workers.model.weights import weights
-from crossdock.workers.model.weights.plain import PlainWeights
+from crossdock.workers.model.weights.formats import PlainWeights
 from crossdock.workers.model.weights.weights import load_weights
 from tests.workers.architectures import build
 from tests.workers.ranks import Ranks, saved
