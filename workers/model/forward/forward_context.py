@@ -81,19 +81,6 @@ def context_or_none() -> ForwardContext | None:
     return getattr(_current, "context", None)
 
 
-def current_adapters() -> RowAdapters | None:
-    """Return the adapters of this thread's forward pass; None: no row has one."""
-    context = context_or_none()
-    return None if context is None else context.adapters
-
-
-def current_pages() -> tuple[Sequence[tuple[Tensor, Tensor]], AttentionBatch]:
-    """Return the pages and the batch of this thread's forward pass, for layers that bring their own attention."""
-    context: ForwardContext = _current.context
-    assert context.batch is not None
-    return context.pages, context.batch
-
-
 def _attend(
     module: nn.Module,
     query: Tensor,  # [1, H, T, Dk]
@@ -109,7 +96,7 @@ def _attend(
 ) -> tuple[Tensor, None]:
     """Store a layer's keys and values to pages, and attend over the pages. Returns [1, T, H, Dv]."""
     assert attention_mask is None, "our implementation is not in the mask interface: no mask is ever made for it"
-    context: ForwardContext = _current.context
+    context = current_context()
     q, k, v = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)  # [T, heads, head_dim]
     scale = scaling if scaling is not None else q.shape[-1] ** -0.5
     layer: int = module.layer_idx  # type: ignore[assignment]

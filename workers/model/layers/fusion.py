@@ -12,7 +12,6 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from crossdock.kernels.attention import AttentionBatch
 from crossdock.kernels.cpu.choice import KernelChoice, only
 from crossdock.kernels.cpu.decoder import DecoderLayer, DecoderShape, DecoderStack, Weight
 from crossdock.kernels.cpu.linear import (
@@ -29,7 +28,7 @@ from crossdock.kernels.cpu.row_deltas import RowDeltas, StackDeltas
 from crossdock.kernels.cpu.stack_choice import stack_choice
 from crossdock.kernels.options import CpuKernels, Kernel
 from crossdock.kernels.packed import PackedMatrix
-from crossdock.workers.model.forward.forward_context import current_adapters
+from crossdock.workers.model.forward.forward_context import current_context
 from crossdock.workers.model.forward.row_adapters import AdapterWeights
 from crossdock.workers.model.layers.llama_layers import (
     PROJECTIONS,
@@ -42,28 +41,24 @@ from crossdock.workers.model.layers.llama_layers import (
 )
 from crossdock.workers.model.weights.heap import trim_heap
 
-PageViews = Sequence[tuple[Tensor, Tensor]]
-CurrentPages = Callable[[], tuple[PageViews, AttentionBatch]]
-
 
 class FusedLayers(nn.Module):
     """All decoder layers of a model as one module, the only one in the model's list of layers."""
 
-    def __init__(self, stack: DecoderStack, current_pages: CurrentPages, path: str) -> None:
+    def __init__(self, stack: DecoderStack, path: str) -> None:
         """`path`: of the replaced layers in their model."""
         super().__init__()
         self._stack = stack
         self._path = path
         self._deltas: WeakKeyDictionary[AdapterWeights, StackDeltas] = WeakKeyDictionary()
-        self._current_pages = current_pages
         self.attention_type = "full_attention"  # some models choose a mask by this; ours is None in any case
 
     def forward(self, hidden_states: Tensor, *, position_embeddings: tuple[Tensor, Tensor], **_: Any) -> Tensor:
-        pages, batch = self._current_pages()
-        cos, sin = position_embeddings  # [1, T, D] each
-        adapters = current_adapters()
-        deltas = [] if adapters is None else [(self.deltas_of(weights), rows) for weights, rows in adapters.groups]
-        return self._stack(hidden_states[0], cos[0], sin[0], pages, batch, RowDeltas(deltas))[None]
+        context, (cos, sin) = current_context(), position_embeddings  # [1, T, D] each
+        assert context.batch is not None
+        groups = () if context.adapters is None else context.adapters.groups
+        deltas = RowDeltas([(self.deltas_of(weights), rows) for weights, rows in groups])
+        return self._stack(hidden_states[0], cos[0], sin[0], context.pages, context.batch, deltas)[None]
 
     @property
     def sites(self) -> Iterator[str]:
@@ -154,7 +149,6 @@ class Fusion:
 def fuse(
     module: nn.Module,
     windows: Sequence[int | None],
-    current_pages: CurrentPages,
     attention: Callable[..., Tensor],
     cpu_kernels: CpuKernels = "auto",
     free_bytes: int | None = None,
@@ -191,7 +185,7 @@ def fuse(
         with_amx = cpu_kernels == "auto"  # own promises rows that do not depend on the chunks of a prompt
         stack = DecoderStack(shape, in_turn, layers_choice, attention, has_codes, with_amx)
         path = next(name for name, part in model.named_modules() if part is layers)
-        fused, fused_head = FusedLayers(stack, current_pages, path), FusedHead(head_weight, head_choice, has_codes)
+        fused, fused_head = FusedLayers(stack, path), FusedHead(head_weight, head_choice, has_codes)
     except OSError as error:
         _widen(weights)
         raise NotFusableError(str(error)) from error

@@ -14,7 +14,6 @@ from crossdock.workers.model.forward.forward_context import (
     AttentionCall,
     ForwardContext,
     batch_of_one_page_each,
-    current_pages,
     page_size_for,
 )
 from crossdock.workers.model.forward.latent import NoLatentsError, cache_latents
@@ -178,7 +177,7 @@ def fuse_layers_if_equal(model: LoadedModel, check: LogitsCheck, options: LoadOp
         sliding, attention = _sliding(model.windows), model.attention.paged_attention
         if num_deep_layers(model.config):
             raise NotFusableError("embeddings of pictures are added between layers")
-        fusion = fuse(model.module, sliding, current_pages, attention, options.cpu_kernels, free, weights.kernel)
+        fusion = fuse(model.module, sliding, attention, options.cpu_kernels, free, weights.kernel)
         if options.batch_invariant and set(fusion.layers.kernels + fusion.head.kernels) - {"own", "int8"}:
             raise NotFusableError(f"products run by {fusion}; own adds in one order")
     except NotFusableError as reason:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from crossdock.kernels.low_rank import Pair
 from crossdock.workers.model.cut.part import ModelPart, TensorSlice
-from crossdock.workers.model.forward.forward_context import current_adapters
+from crossdock.workers.model.forward.forward_context import context_or_none
 from crossdock.workers.model.forward.row_adapters import AdapterRows, AdapterWeights, RowAdapters
 from crossdock.workers.model.lora.adapter_files import (
     WEIGHTS,
@@ -250,7 +250,7 @@ class _Adding:
         self._name = name
 
     def __call__(self, _: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:
-        adapters = current_adapters()
-        if adapters is not None:
+        context = context_or_none()
+        if context is not None and context.adapters is not None:
             x = args[0]
-            adapters.add(self._name, x if x.dim() == 2 else x[0], out if out.dim() == 2 else out[0])
+            context.adapters.add(self._name, x if x.dim() == 2 else x[0], out if out.dim() == 2 else out[0])

@@ -5,7 +5,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from crossdock.workers.model.forward.forward_context import ForwardContext, context_or_none
+from crossdock.workers.model.forward.forward_context import context_or_none
 
 
 def add_after(layers: Sequence[nn.Module]) -> None:
@@ -21,7 +21,7 @@ def add_after(layers: Sequence[nn.Module]) -> None:
 
 def _add(layer: int, module: nn.Module, args: object, output: Tensor) -> Tensor | None:
     """Add the embeddings of items that belong behind a layer to its output [1, T, E]."""
-    context: ForwardContext | None = context_or_none()
+    context = context_or_none()
     pictures = context.pictures if context is not None else None
     if pictures is None or not len(pictures.rows):
         return None
