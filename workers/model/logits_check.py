@@ -86,6 +86,10 @@ class LogitsCheck:
         difference = (ours.float() - self.theirs.float()).norm() / self.theirs.float().norm().clamp_min(1e-6)
         return float(difference)
 
+    def error_of(self, model: Network) -> float:
+        """Return the error of the logits of a model, each sequence attended to as a whole."""
+        return self.error(self.sequences.run(model, ForwardContext(model.attention, probe_lengths=PROBE_LENGTHS)))
+
     def passes(self, ours: Tensor) -> bool:
         """Return whether our logits are near enough; NaN never is."""
         return self.error(ours) <= self.tolerance

@@ -75,8 +75,7 @@ def use_own_experts_if_equal(model: Network, check: LogitsCheck) -> None:
         return
     undo, refusal = use_own_experts(model), ""
     try:
-        ours = check.sequences.run(model, ForwardContext(model.attention, probe_lengths=PROBE_LENGTHS))
-        if not (error := check.error(ours)) <= check.tolerance:
+        if not (error := check.error_of(model)) <= check.tolerance:
             refusal = f"in Triton, their logits differ by {error:.1%}"
     except Exception as failure:  # a compiler may raise anything
         refusal = f"in Triton, they fail: {type(failure).__name__}: {' '.join(str(failure).split())}"
@@ -88,8 +87,7 @@ def use_own_experts_if_equal(model: Network, check: LogitsCheck) -> None:
 def join_projections_if_equal(model: Network, check: LogitsCheck) -> None:
     """Compute projections of the same input as one product, if that gives the same logits."""
     undo = join_projections(model.module)
-    joined = check.sequences.run(model, ForwardContext(model.attention, probe_lengths=PROBE_LENGTHS))
-    if not (error := check.error(joined)) <= check.tolerance:
+    if not (error := check.error_of(model)) <= check.tolerance:
         logger.info("projections are computed one by one: joined, their logits differ by %.1f %%", 100 * error)
         undo()
 
@@ -105,16 +103,6 @@ def use_triton_layers_if_equal(
     Raises:
         ValueError: the layers must add in a fixed order, and cannot be replaced.
     """
-
-    def forward() -> Tensor:
-        page_multiple = model.attention.page_multiple
-        batch = batch_of_one_page_each(PROBE_LENGTHS, model.device, page_multiple)
-        try:
-            model.allocate_pool(len(PROBE_LENGTHS), page_size_for(PROBE_LENGTHS, page_multiple))
-            return model.forward(check.sequences.token_ids, check.sequences.positions, batch, check.sequences.rows)
-        finally:
-            model.pool.free()
-
     undo, refusal = None, ""
     try:
         if not all(call.is_plain for call in calls):
@@ -127,7 +115,7 @@ def use_triton_layers_if_equal(
     # A rank that keeps its own layers takes part in the check: others of its gang wait for its share of the sums.
     if undo is not None or model.part.position.size > 1:
         try:
-            if not (error := check.error(forward())) <= check.tolerance:
+            if not (error := _error_in_pages(model, check)) <= check.tolerance:
                 refusal = refusal or f"fused, their logits differ by {error:.1%}"
         except NotFusableError as difference:
             refusal = str(difference)
@@ -185,11 +173,7 @@ def fuse_layers_if_equal(model: LoadedModel, check: LogitsCheck, options: LoadOp
             raise ValueError(f"{needed_by}: {reason}") from reason
         logger.info("decoder layers run in transformers' own code: %s", reason)
         return ""
-    model.allocate_pool(len(PROBE_LENGTHS), max(PROBE_LENGTHS))
-    batch = batch_of_one_page_each(PROBE_LENGTHS, model.device)
-    fused = model.forward(check.sequences.token_ids, check.sequences.positions, batch, check.sequences.rows)
-    model.pool.free()
-    error = check.error(fused)
+    error = _error_in_pages(model, check)
     if not error <= (weights.tolerance or _tolerance(check, options.cpu_kernels)):
         needed_by = needed_by or ("packed weights" if fusion.undo is None else "")
         if needed_by or fusion.undo is None:
@@ -216,14 +200,24 @@ def use_codes(model: Network, check: LogitsCheck, cpu_kernels: CpuKernels) -> st
         kernels = compute_from_codes(model.module, model.dtype, cpu_kernels)
     else:
         kernels = compute_by_humming(model.module, model.dtype)
-    ours = check.sequences.run(model, ForwardContext(model.attention, probe_lengths=PROBE_LENGTHS))
-    if not check.error(ours) <= _tolerance(check, cpu_kernels):
+    if not (error := check.error_of(model)) <= _tolerance(check, cpu_kernels):
         raise ValueError(
             f"{model.config.model_type}: computed from codes by {kernels}, logits differ from those of the dequantised "
-            f"weights by {check.error(ours):.1%} in norm"
+            f"weights by {error:.1%} in norm"
         )
     logger.info("packed weights are computed from their codes; products by %s", kernels or "dequantised weights")
     return kernels
+
+
+def _error_in_pages(model: LoadedModel, check: LogitsCheck) -> float:
+    """Return the error of the logits of a model, whose keys and values go through pages for it."""
+    page_multiple, given = model.attention.page_multiple, check.sequences
+    batch = batch_of_one_page_each(PROBE_LENGTHS, model.device, page_multiple)
+    try:
+        model.allocate_pool(len(PROBE_LENGTHS), page_size_for(PROBE_LENGTHS, page_multiple))
+        return check.error(model.forward(given.token_ids, given.positions, batch, given.rows))
+    finally:
+        model.pool.free()
 
 
 def _tolerance(check: LogitsCheck, setting: CpuKernels) -> float:
