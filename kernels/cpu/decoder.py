@@ -110,13 +110,8 @@ class DecoderShape:
 
 class _Layer(ctypes.Structure):
     _fields_ = [
-        *(
-            (name, ctypes.c_void_p)
-            for name in (
-                *("input_norm", "qkv_bias", "q_norm", "k_norm", "post_norm"),
-                *("keys", "values"),
-            )
-        ),
+        *((name, ctypes.c_void_p) for name in ("input_norm", "qkv_bias", "q_norm", "k_norm", "post_norm")),
+        *((name, ctypes.c_void_p) for name in ("keys", "values")),
         ("window", ctypes.c_int64),
         *((name, MatrixStruct) for name in ("qkv", "out", "gate_up", "down")),
     ]

@@ -187,18 +187,13 @@ class TorchLinear:
         return F.linear(x, self._weight)
 
 
-def _rounded_to_int8(weight: Tensor, memory: HugePages | None = None) -> PackedProduct:
-    """Return products over a plain weight rounded to int8, whose rows are rounded too."""
-    return PackedProduct(PackedPanels.of(in_int8(weight), memory=memory), is_rounded=True)
-
-
 Linear: TypeAlias = OwnLinear | OneDnnLinear | TorchLinear | PackedProduct | DequantisedProduct
 ONE_CALL: tuple[Kernel, ...] = ("own", "int8")  # whose weights decoder.cpp reads
-FORMATS: dict[Kernel, Callable[[Tensor], Linear]] = {
+FORMATS: dict[Kernel, Callable[[Tensor, HugePages | None], Linear]] = {
     "own": OwnLinear,
-    "int8": _rounded_to_int8,
-    "onednn": OneDnnLinear,
-    "torch": TorchLinear,
+    "int8": lambda weight, memory: PackedProduct(PackedPanels.of(in_int8(weight), memory=memory), is_rounded=True),
+    "onednn": lambda weight, _: OneDnnLinear(weight),
+    "torch": lambda weight, _: TorchLinear(weight),
 }
 PACKED_FORMATS: dict[Kernel, Callable[[PackedPanels], Linear]] = {
     "own": PackedProduct,
@@ -213,11 +208,7 @@ def formats_of(
     """Return products with a weight by each of `kernels`. Those with packed weights share the codes."""
     if isinstance(weight, PackedPanels):
         return {kernel: PACKED_FORMATS[kernel](weight) for kernel in kernels}
-    in_memory: dict[Kernel, Callable[[Tensor, HugePages | None], Linear]] = {"own": OwnLinear, "int8": _rounded_to_int8}
-    return {
-        kernel: in_memory[kernel](weight, memory) if kernel in in_memory else FORMATS[kernel](weight)
-        for kernel in kernels
-    }
+    return {kernel: FORMATS[kernel](weight, memory) for kernel in kernels}
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,7 +71,7 @@ def test_int8_product_is_that_of_the_rounded_numbers_and_rows_are_independent(
     """The oracle quantises in float64: a scale for each output, and for each 64 numbers of a row."""
     weight, x = torch.randn(N, K).bfloat16().to(dtype), torch.randn(211, K).bfloat16().to(dtype)
     x[3], x[5], x[7] = x[3] * 1e4, 0, x[7] * 1e-35  # other rows do not notice; nothing is divided by zero
-    linear = FORMATS["int8"](weight)
+    linear = FORMATS["int8"](weight, None)
     groups = F.pad(x.double(), (0, -K % 64)).view(len(x), -1, 64)
     x_scales = groups.abs().amax(-1, keepdim=True).clamp_min(1e-300) / 127
     rounded_x = ((groups / x_scales).round() * x_scales).view(len(x), -1)[:, :K]
@@ -90,7 +90,7 @@ def test_int8_product_is_that_of_the_rounded_numbers_and_rows_are_independent(
 def test_every_format_is_exact_to_rounding(dtype: torch.dtype) -> None:
     weight = torch.randn(160, 96).bfloat16().to(dtype)
     for kernel in usable_kernels(dtype):
-        linear = FORMATS[kernel](weight)
+        linear = FORMATS[kernel](weight, None)
         for rows in (1, 7, 64, 130):
             x = torch.randn(rows, 96).to(dtype)
             tolerance = {"rtol": 2**-8, "atol": 1e-2} if dtype is torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-4}
