@@ -15,7 +15,7 @@ from crossdock.kernels import backend
 from crossdock.kernels.backend import TORCH, choose_attention
 from crossdock.kernels.options import AttentionBackend
 
-from .test_attention import MIXED, Case
+from .test_attention import MIXED, Case, check
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
 
@@ -210,9 +210,7 @@ def test_flash_attn_gets_valid_arguments_and_matches_longhand(
     case = Case(MIXED, page_size={"flash_attn": 256, "flash_attn_3": 16}[name], seed=seed, **shape)
     assert case.page_size % chosen.page_multiple == 0
     case.pool.zero_()  # the replacement multiplies masked elements too
-    case.fill()
-    out = chosen.paged_attention(case.q, case.k_pages, case.v_pages, case.batch, **case.arguments())
-    torch.testing.assert_close(out.double(), case.expected(), atol=2e-5, rtol=2e-5)
+    check(case, chosen.paged_attention)
     assert len(flash_attn) == 1
 
 
@@ -223,20 +221,16 @@ def test_flashinfer_is_planned_once_for_layers_that_are_alike_and_matches_longha
     chosen = choose_attention("flashinfer", CUDA)
     case = Case(MIXED, page_size=16, seed=seed, k_dim=64, v_dim=64, **shape)
     case.pool.zero_()  # the replacement multiplies masked elements too
-    case.fill()
     case.batch.on_host = case.batch.query_start, case.batch.kv_len
     for _ in range(3):
-        out = chosen.paged_attention(case.q, case.k_pages, case.v_pages, case.batch, **case.arguments())
-        torch.testing.assert_close(out.double(), case.expected(), atol=2e-5, rtol=2e-5)
+        check(case, chosen.paged_attention)
     assert len(flashinfer) == 2, "of decodes, and of chunks"
 
 
 def test_steps_of_graphs_beside_flashinfer_run_in_triton(flashinfer: list[dict[str, Any]], seed: int) -> None:
     chosen = choose_attention("flashinfer", CUDA)
     case = Case([(1, 9), (3, 20)], page_size=16, seed=seed, k_dim=64, v_dim=64)
-    case.fill()
-    out = chosen.paged_attention(case.q, case.k_pages, case.v_pages, case.batch, **case.arguments())
-    torch.testing.assert_close(out.double(), case.expected(), atol=2e-5, rtol=2e-5)
+    check(case, chosen.paged_attention)
     assert not flashinfer
 
 

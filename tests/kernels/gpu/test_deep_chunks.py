@@ -5,7 +5,6 @@ tile of a chunk's rows over 64 tokens of context in 1.3 us. A decode reads a tok
 in 3.9 ms, and 191 rows or more take 0.0205 ms each.
 """
 
-import importlib.util
 import random
 
 import pytest
@@ -14,8 +13,7 @@ from crossdock.workers.schedule.cost.cost import StepWork
 from crossdock.workers.schedule.cost.cost_fit import StepCostFit
 from tests.workers.schedule.cost.test_cost_fit_of_devices import sweep
 
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("needs Triton: pip install triton", allow_module_level=True)
+pytest.importorskip("triton", reason="needs Triton: pip install triton")
 
 from crossdock.kernels.gpu.triton_attention import CHUNK_PART_TOKENS, num_blocks, num_chunk_parts, tiles_for
 

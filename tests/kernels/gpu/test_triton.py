@@ -1,6 +1,5 @@
 """The Triton kernels against float64 written out longhand: interpreted on CPUs, compiled where there is a GPU."""
 
-import importlib.util
 import mmap
 import random
 from itertools import product
@@ -13,8 +12,7 @@ from torch import Tensor
 from crossdock.kernels.attention import AttentionBatch, reference_paged_attention, reference_store_kv
 from tests.kernels.test_attention import Case
 
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("needs Triton: pip install triton", allow_module_level=True)
+pytest.importorskip("triton", reason="needs Triton: pip install triton")
 
 from crossdock.kernels.gpu import triton_attention
 from crossdock.kernels.gpu.triton_attention import Tiles, paged_attention, store_kv
@@ -49,12 +47,16 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_attention, "CHUNK_PART_TOKENS", 16)
 
 
+def views(case: Case, pool: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the pages of keys and of values in a copy of the case's pool."""
+    keys, values = (pool.as_strided(x.shape, x.stride(), x.storage_offset()) for x in (case.k_pages, case.v_pages))
+    return keys, values
+
+
 def run(case: Case, device: str) -> Tensor:
     """Return the kernel's output for the case, on the CPU."""
     pool, batch = case.pool.to(device), case.batch
-    k_pages, v_pages = (
-        pool.as_strided(pages.shape, pages.stride(), pages.storage_offset()) for pages in (case.k_pages, case.v_pages)
-    )
+    k_pages, v_pages = views(case, pool)
     for name in ("query_start", "kv_len", "page_table"):
         setattr(batch, name, getattr(batch, name).to(device))
     batch.key_end = None if batch.key_end is None else batch.key_end.to(device)
@@ -185,9 +187,7 @@ def test_store_writes_only_its_slots(dtype: torch.dtype, page_size: int, device:
     slots = case.batch.slots
     slots[[0, 7, 35]] = -1
     pool, rows = case.pool.to(device), fused.to(device)
-    k_pages, v_pages = (
-        pool.as_strided(pages.shape, pages.stride(), pages.storage_offset()) for pages in (case.k_pages, case.v_pages)
-    )
+    k_pages, v_pages = views(case, pool)
     store_kv(rows[:, :48].view(36, 2, 24), rows[:, 48:].view(36, 2, 40), k_pages, v_pages, slots.to(device))
     is_stored = slots >= 0
     pages, offsets = slots[is_stored] // page_size, slots[is_stored] % page_size
@@ -232,9 +232,7 @@ def test_store_to_e4m3_rounds_and_clamps(dtype: torch.dtype, device: str, seed: 
     k, v = (x.to(dtype) for x in rows)
     k[0, 0, :2] = torch.tensor([6e4, -6e4])
     pool = case.pool.clone().to(device)
-    k_pages, v_pages = (
-        pool.as_strided(pages.shape, pages.stride(), pages.storage_offset()) for pages in (case.k_pages, case.v_pages)
-    )
+    k_pages, v_pages = views(case, pool)
     scales = {name: scale.to(device) for name, scale in case.scales.items()}
     store_kv(k.to(device), v.to(device), k_pages, v_pages, case.batch.slots.to(device), **scales)
     reference_store_kv(k, v, case.k_pages, case.v_pages, case.batch.slots, **case.scales)

@@ -1,13 +1,10 @@
 """Products of experts in Triton against float64: interpreted on CPUs, compiled where there is a GPU."""
 
-import importlib.util
-
 import pytest
 import torch
 from torch import Tensor
 
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("needs Triton: pip install triton", allow_module_level=True)
+pytest.importorskip("triton", reason="needs Triton: pip install triton")
 
 from crossdock.kernels.gpu.triton_experts import FEW, Routing, why_not_codes
 from crossdock.kernels.options import CodeKind

@@ -1,6 +1,5 @@
 """Kernels that add each row in one order: a row alone has the bits that it has in any batch, at any place."""
 
-import importlib.util
 from itertools import pairwise
 
 import pytest
@@ -9,8 +8,7 @@ from torch import Tensor
 
 from crossdock.kernels.attention import AttentionBatch, reference_paged_attention
 
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("needs Triton: pip install triton", allow_module_level=True)
+pytest.importorskip("triton", reason="needs Triton: pip install triton")
 
 from crossdock.kernels.gpu.triton_attention import paged_attention
 from crossdock.kernels.gpu.triton_fixed_order import TILE, log_softmax, product

@@ -1,6 +1,5 @@
 """Launches of attention on a GPU, recorded without one: compiled variants, programs, and how contexts are cut."""
 
-import importlib.util
 import itertools
 import math
 import random
@@ -12,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("needs Triton: pip install triton", allow_module_level=True)
+pytest.importorskip("triton", reason="needs Triton: pip install triton")
 
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend

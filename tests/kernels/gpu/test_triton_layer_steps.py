@@ -4,7 +4,6 @@ Every bound counts roundings: a result that is rounded once is off by at most ha
 interpreter truncates to bfloat16, which is twice that.
 """
 
-import importlib.util
 from typing import Any
 
 import pytest
@@ -13,8 +12,7 @@ from torch import Tensor
 
 from crossdock.kernels.attention import reference_store_kv
 
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("needs Triton: pip install triton", allow_module_level=True)
+pytest.importorskip("triton", reason="needs Triton: pip install triton")
 
 from crossdock.kernels.gpu.triton_layer_steps import add_and_norm, finish_heads, silu_and_multiply
 

@@ -1,13 +1,10 @@
 """Low-rank products in Triton against float64: interpreted on CPUs, compiled where there is a GPU."""
 
-import importlib.util
-
 import numpy as np
 import pytest
 import torch
 
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("needs Triton: pip install triton", allow_module_level=True)
+pytest.importorskip("triton", reason="needs Triton: pip install triton")
 
 from crossdock.kernels.gpu.triton_low_rank import LowRankRows
 

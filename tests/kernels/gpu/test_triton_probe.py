@@ -1,6 +1,5 @@
 """A machine on which Triton cannot compile is refused at the start, with what to install."""
 
-import importlib.util
 import shutil
 import sysconfig
 from pathlib import Path
@@ -8,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("needs Triton: pip install triton", allow_module_level=True)
+pytest.importorskip("triton", reason="needs Triton: pip install triton")
 
 from crossdock.kernels.backend import TORCH, Attention, require_working
 from crossdock.kernels.gpu import triton_probe

@@ -1,6 +1,5 @@
 """The kernel that draws tokens against the same draw in float64: interpreted on CPUs, compiled where there is a GPU."""
 
-import importlib.util
 from typing import Any
 
 import pytest
@@ -13,8 +12,7 @@ from crossdock.workers.model.sampling.row import SampleRow
 from crossdock.workers.model.sampling.sampler import PendingTokens, sample
 from crossdock.workers.schedule.submission import SamplingParams
 
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("needs Triton: pip install triton", allow_module_level=True)
+pytest.importorskip("triton", reason="needs Triton: pip install triton")
 
 from crossdock.kernels.gpu import triton_sampling
 from crossdock.kernels.gpu.triton_sampling import draw_tokens
