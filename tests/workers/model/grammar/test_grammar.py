@@ -3,8 +3,9 @@
 import json
 import random
 import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import jsonschema
 import pytest
@@ -12,7 +13,6 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from crossdock.workers.model.grammar.compiler import GrammarCompiler
-from crossdock.workers.model.grammar.state import GrammarState
 from crossdock.workers.model.sampling.row import SampleRow
 from crossdock.workers.model.sampling.sampler import sample
 from crossdock.workers.schedule.submission import Grammar, SamplingParams
@@ -93,32 +93,40 @@ def closers(tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
     return torch.tensor(ends + [False] * PADDING).float()
 
 
-def random_text(
-    state: GrammarState, tokenizer: PreTrainedTokenizerBase, closers: torch.Tensor, seed: int, max_tokens: int = 300
-) -> str:
-    """Return the text that random logits give under the grammar. Tokens past the vocabulary have the highest logits."""
-    logits = torch.randn(len(closers), generator=torch.Generator().manual_seed(seed)) * 2
-    logits[len(tokenizer) :] = 100
-    tokens: list[int] = []
-    row = SampleRow(SamplingParams(seed=seed), tokens, 0)
-    while not state.finished:
-        assert len(tokens) < max_tokens, tokenizer.decode(tokens)
-        row.allowed = state.mask()
-        (sampled,) = sample((logits + closers * len(tokens) / 5)[None], [row])
-        tokens.append(sampled.token_id)
-        state.accept(sampled.token_id)
-        assert state.error is None
-    return str(tokenizer.decode([t for t in tokens if t != tokenizer.eos_token_id], clean_up_tokenization_spaces=False))
+RandomText: TypeAlias = Callable[[Grammar, int], str]
+
+
+@pytest.fixture(scope="module")
+def random_text(compiler: GrammarCompiler, tokenizer: PreTrainedTokenizerBase, closers: torch.Tensor) -> RandomText:
+    """Return a function of a grammar and a seed: it returns the text that random logits give under the grammar.
+
+    Tokens past the vocabulary have the highest logits.
+    """
+
+    def text_of(grammar: Grammar, seed: int) -> str:
+        logits = torch.randn(len(closers), generator=torch.Generator().manual_seed(seed)) * 2
+        logits[len(tokenizer) :] = 100
+        state, tokens = compiler.compile(grammar), list[int]()
+        row = SampleRow(SamplingParams(seed=seed), tokens, 0)
+        while not state.finished:
+            assert len(tokens) < 300, tokenizer.decode(tokens)
+            row.allowed = state.mask()
+            (sampled,) = sample((logits + closers * len(tokens) / 5)[None], [row])
+            tokens.append(sampled.token_id)
+            state.accept(sampled.token_id)
+            assert state.error is None
+        texts = [token for token in tokens if token != tokenizer.eos_token_id]
+        return str(tokenizer.decode(texts, clean_up_tokenization_spaces=False))
+
+    return text_of
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
-def test_random_text_follows_the_schema(
-    name: str, compiler: GrammarCompiler, tokenizer: PreTrainedTokenizerBase, closers: torch.Tensor
-) -> None:
+def test_random_text_follows_the_schema(name: str, random_text: RandomText) -> None:
     schema = SCHEMAS[name]
     texts = set()
     for seed in range(4):
-        text = random_text(compiler.compile(Grammar("json_schema", json.dumps(schema))), tokenizer, closers, seed)
+        text = random_text(Grammar("json_schema", json.dumps(schema)), seed)
         jsonschema.validate(json.loads(text), schema)
         texts.add(text)
     assert len(texts) > 1
@@ -146,26 +154,20 @@ def test_forced_tokens_are_those_that_each_mask_allows_alone(
     assert num_forced > 0 or name == "reference", "that one allows any other field"
 
 
-def test_random_text_of_json_object_is_an_object(
-    compiler: GrammarCompiler, tokenizer: PreTrainedTokenizerBase, closers: torch.Tensor
-) -> None:
+def test_random_text_of_json_object_is_an_object(random_text: RandomText) -> None:
     for seed in range(4):
-        assert isinstance(
-            json.loads(random_text(compiler.compile(Grammar("json_object")), tokenizer, closers, seed)), dict
-        )
+        assert isinstance(json.loads(random_text(Grammar("json_object"), seed)), dict)
 
 
 @pytest.mark.parametrize("pattern", [r"\d{3}-\d{4}", r"(yes|no)(, (sir|madam))?", r"[à-ü]{3,5}!", r"^[a-f]+$"])
-def test_random_text_matches_the_regex(
-    pattern: str, compiler: GrammarCompiler, tokenizer: PreTrainedTokenizerBase, closers: torch.Tensor
-) -> None:
+def test_random_text_matches_the_regex(pattern: str, random_text: RandomText) -> None:
     for seed in range(4):
-        text = random_text(compiler.compile(Grammar("regex", pattern)), tokenizer, closers, seed)
+        text = random_text(Grammar("regex", pattern), seed)
         assert re.fullmatch(pattern, text), text
 
 
 def test_choice_grammar_allows_exactly_its_choices(
-    compiler: GrammarCompiler, tokenizer: PreTrainedTokenizerBase, closers: torch.Tensor
+    compiler: GrammarCompiler, tokenizer: PreTrainedTokenizerBase, random_text: RandomText
 ) -> None:
     choices = ["north", "north-east", 'a "quoted" \\ one', "日本\n", "<|im_end|>"]
     grammar = Grammar("choice", json.dumps(choices))
@@ -175,15 +177,13 @@ def test_choice_grammar_allows_exactly_its_choices(
             assert state.mask()[token_id], (choice, token_id)
             state.accept(token_id)
         assert state.mask()[tokenizer.eos_token_id]
-    assert {random_text(compiler.compile(grammar), tokenizer, closers, seed) for seed in range(20)} <= set(choices)
+    assert {random_text(grammar, seed) for seed in range(20)} <= set(choices)
 
 
-def test_random_text_follows_the_lark_grammar(
-    compiler: GrammarCompiler, tokenizer: PreTrainedTokenizerBase, closers: torch.Tensor
-) -> None:
+def test_random_text_follows_the_lark_grammar(random_text: RandomText) -> None:
     grammar = Grammar("lark", 'start: "(" start ")" | "x"')
     for seed in range(4):
-        text = random_text(compiler.compile(grammar), tokenizer, closers, seed)
+        text = random_text(grammar, seed)
         depth = len(text) // 2
         assert text == "(" * depth + "x" + ")" * depth
 
