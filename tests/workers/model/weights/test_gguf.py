@@ -77,6 +77,14 @@ def test_file_is_read_packed_and_equals_the_plain_model_of_the_same_file(
         torch.testing.assert_close(parameter, plain[name].float(), rtol=2**-8, atol=0)
 
 
+def finish(writer: GGUFWriter) -> None:
+    """Write the file with all that was added, and close it."""
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 NORMED = {"norm_topk_prob": True}  # as llama.cpp computes Qwen3-MoE, whatever the file says
 
 
@@ -112,10 +120,7 @@ def write_experts(file: Path, kind: str) -> Any:
             writer.add_tensor(f"blk.{layer}.ffn_{part}_exps.weight", each, raw_dtype=GGMLQuantizationType[kind])
         plain = [torch.tensor(dequantize(each, GGMLQuantizationType[kind])) for each in blocks.values()]
         tensor.copy_(torch.cat(plain, 1))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return module
 
 
@@ -152,10 +157,7 @@ def test_file_of_another_type_is_refused_by_name(tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
     writer = GGUFWriter(file, "llama")
     writer.add_tensor("blk.0.ffn_up.weight", np.zeros((2, 84), np.uint8), raw_dtype=GGMLQuantizationType.Q2_K)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     with pytest.raises(ValueError, match=r"blk\.0\.ffn_up\.weight is of type Q2_K, which is not read; read are F32"):
         resolve_model(str(file))
 
@@ -172,9 +174,6 @@ def test_file_that_is_no_whole_model_is_refused(architecture: str, count: int, m
     if count:
         writer.add_uint16("split.count", count)
     writer.add_tensor("output.weight", np.zeros((4, 32), np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     with pytest.raises(ValueError, match=message):
         pack_gguf(tmp_path / "model.gguf", tmp_path / "packed")

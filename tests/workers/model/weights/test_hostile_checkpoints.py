@@ -29,6 +29,7 @@ from crossdock.workers.model.weights.scheme import scheme_at, scheme_of
 from crossdock.workers.model.weights.stored_tensors import stored_in
 from crossdock.workers.model.weights.untrusted import check_gguf, check_pattern
 from crossdock.workers.model.weights.weights import read_config
+from tests.workers.model.weights.test_gguf import finish
 from tests.workers.quantised import CASES, write
 
 ROOM = 1 << 30  # bytes that a reader may take beside what the process has
@@ -245,10 +246,7 @@ def gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     writer.add_array("numbers", [1, 2, 3])
     writer.add_array("texts", ["a", "b"])
     writer.add_tensor("token_embd.weight", np.zeros((16, 32), np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return file
 
 

@@ -15,12 +15,14 @@ from transformers import AutoConfig
 from crossdock.workers.model.cut.collectives import Collectives
 from crossdock.workers.model.cut.cut_model import cut_model
 from crossdock.workers.model.cut.position import RankPosition
+from crossdock.workers.model.memory.host_memory import bytes_of
 from crossdock.workers.model.weights import weights
 from crossdock.workers.model.weights.formats import PlainWeights
 from crossdock.workers.model.weights.weights import load_weights
 from tests.workers.architectures import build
 from tests.workers.ranks import Ranks, saved
 
+STATUS = Path("/proc/self/status")
 M_MMAP_THRESHOLD = -3  # of mallopt
 
 
@@ -32,14 +34,9 @@ def peak_of_loading(_: int, path: Path, device: str) -> tuple[int, int]:
     with patch.object(weights, "check_products"):  # which are not to be had on `meta`
         PlainWeights().read(config, path, torch.float32, links, device)  # libraries take memory once
         Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
-        before = _kib("VmRSS")
+        before = bytes_of(STATUS, "VmRSS")
         module, _part = PlainWeights().read(config, path, torch.float32, links, device)
-    return _kib("VmHWM") - before, sum(parameter.nbytes for parameter in module.parameters())
-
-
-def _kib(key: str) -> int:
-    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{key}:"))
-    return int(line.split()[1]) << 10
+    return bytes_of(STATUS, "VmHWM") - before, sum(parameter.nbytes for parameter in module.parameters())
 
 
 def test_rank_while_loading_never_holds_more_than_its_share(ranks: Ranks, tmp_path: Path) -> None:
